@@ -1,0 +1,30 @@
+# `make demo` and `make test` need Python 3.10 or newer, git and make; each installs the rest into .venv.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
+
+.PHONY: demo test format clean
+
+demo: $(VENV)/ready
+	$(BIN)/tokenmerge generate "a grinning face on a light blue background" --steps 20 --out outputs/demo
+
+test: $(VENV)/ready
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest
+
+format: $(VENV)/ready
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:
+	rm -rf $(VENV) outputs .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+$(VENV)/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip --disable-pip-version-check install --quiet "pip>=25.1"
+	$(PIP) torch
+	$(PIP) --editable ".[all]" --group test
+	touch $@

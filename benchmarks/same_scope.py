@@ -1,0 +1,137 @@
+"""Dense, tomesd, tokenmerge and the oracle at the same scope: self-attention of the top level, ratio 0.5.
+
+The model is a UNet with the geometry of Stable Diffusion 1.5 and random weights, called with a batch of 2 as
+in classifier-free guidance. The oracle runs self-attention on the first n − r tokens and merges nothing: no
+method that merges around self-attention can be faster. Variants take turns, so that a machine that becomes
+slower or faster does so for all of them; each line shows the median of the rounds and their quartiles.
+
+    python benchmarks/same_scope.py --size 512 768 --rounds 7
+    python benchmarks/same_scope.py --device cuda --dtype float16 bfloat16 --size 512 768 1024
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+
+import tomesd
+import torch
+from diffusers import UNet2DConditionModel
+
+import tokenmerge
+
+RATIO = 0.5
+
+
+@contextmanager
+def tomesd_patch(unet: UNet2DConditionModel) -> Iterator[None]:
+    tomesd.apply_patch(unet, ratio=RATIO)
+    try:
+        yield
+    finally:
+        tomesd.remove_patch(unet)
+
+
+@contextmanager
+def oracle(unet: UNet2DConditionModel) -> Iterator[None]:
+    top = [
+        m for m in unet.modules() if type(m).__name__ == "BasicTransformerBlock" and m.attn1.query_dim == 320
+    ]
+
+    def on_fewer_tokens(forward: Callable) -> Callable:
+        def call(x: torch.Tensor, **kwargs: object) -> torch.Tensor:
+            m = x.shape[1] - int(x.shape[1] * RATIO)
+            return torch.cat([forward(x[:, :m], **kwargs), x[:, m:]], dim=1)
+
+        return call
+
+    for block in top:
+        block.attn1.forward = on_fewer_tokens(block.attn1.forward)
+    try:
+        yield
+    finally:
+        for block in top:
+            del block.attn1.forward
+
+
+VARIANTS: dict[str, Callable] = {
+    "dense": lambda unet: nullcontext(),
+    "oracle": oracle,
+    "tokenmerge": lambda unet: tokenmerge.token_merging(unet, tokenmerge.ToMeConfig(ratio=RATIO)),
+    "tomesd": tomesd_patch,
+}
+
+
+def seconds(call: Callable[[], object], device: str) -> float:
+    synchronize = torch.cuda.synchronize if device == "cuda" else lambda: None
+    synchronize()
+    start = time.perf_counter()
+    call()
+    synchronize()
+    return time.perf_counter() - start
+
+
+@torch.inference_mode()
+def measure(unet: UNet2DConditionModel, size: int, rounds: int) -> dict[str, list[float]]:
+    like = {"device": unet.device, "dtype": unet.dtype}
+    sample = torch.randn(2, 4, size // 8, size // 8, **like)
+    text = torch.randn(2, 77, 768, **like)
+    times: dict[str, list[float]] = {name: [] for name in VARIANTS}
+    for turn in range(rounds + 1):
+        for name, variant in VARIANTS.items():
+            with variant(unet):
+                took = seconds(lambda: unet(sample, 500, text), unet.device.type)
+            if turn > 0:  # the first round warms up
+                times[name].append(took)
+    return times
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--size", type=int, nargs="+", default=[512, 768], help="pixels (default: 512 768)")
+    parser.add_argument("--rounds", type=int, default=7, help="timed rounds (default: 7)")
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--dtype", nargs="+", default=["float32"], help="float32, float16, bfloat16")
+    parser.add_argument("--out", type=Path, help="append a JSON line for each size and dtype to this file")
+    options = parser.parse_args()
+
+    torch.manual_seed(0)
+    unet = UNet2DConditionModel(sample_size=64, cross_attention_dim=768).eval().to(options.device)
+    for dtype in options.dtype:
+        unet.to(getattr(torch, dtype))
+        for size in options.size:
+            times = measure(unet, size, options.rounds)
+            medians = {name: statistics.median(values) for name, values in times.items()}
+            print(f"\n{size} × {size}, batch 2, {dtype}, {options.device}, {torch.get_num_threads()} threads")
+            print(f"{'variant':<12}{'median s':>10}{'quartiles s':>20}{'speed-up':>10}{'over oracle':>13}")
+            for name, values in times.items():
+                low, _, high = statistics.quantiles(values, n=4)
+                over = statistics.median(a / b for a, b in zip(values, times["oracle"], strict=True)) - 1
+                print(
+                    f"{name:<12}{medians[name]:>10.3f}{f'{low:.3f} to {high:.3f}':>20}"
+                    f"{medians['dense'] / medians[name]:>9.2f}x{100 * over:>11.1f} %"
+                )
+            if options.out:
+                conditions = {
+                    "size": size,
+                    "batch": 2,
+                    "dtype": dtype,
+                    "device": options.device,
+                    "threads": torch.get_num_threads(),
+                    "torch": torch.__version__,
+                    "tokenmerge": tokenmerge.__version__,
+                    "ratio": RATIO,
+                }
+                with options.out.open("a") as file:
+                    file.write(json.dumps({**conditions, "seconds": times}) + "\n")
+
+
+if __name__ == "__main__":
+    main()

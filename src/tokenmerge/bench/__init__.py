@@ -1,0 +1,1 @@
+"""Measuring time, memory and the machine they were measured on."""

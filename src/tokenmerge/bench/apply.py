@@ -1,0 +1,100 @@
+"""How each variant is put on a model: context managers that leave no trace."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import Tensor, cat, nn
+
+from tokenmerge.api import token_merging
+from tokenmerge.config import ToMeConfig
+from tokenmerge.errors import ConfigError, UnsupportedModelError
+from tokenmerge.report import Report
+
+__all__ = ["dense", "oracle", "tokenmerge", "tomesd", "tomesd_missing"]
+
+
+@contextlib.contextmanager
+def dense(model: nn.Module, config: None, report: None) -> Iterator[None]:
+    """Leave the model as it is."""
+    yield
+
+
+@contextlib.contextmanager
+def tokenmerge(model: nn.Module, config: ToMeConfig, report: Report) -> Iterator[None]:
+    """Merge tokens with this package."""
+    with token_merging(model, config):
+        yield
+
+
+@contextlib.contextmanager
+def tomesd(model: nn.Module, config: ToMeConfig, report: Report) -> Iterator[None]:
+    """Merge tokens with the package tomesd.
+
+    Raises:
+        UnsupportedModelError: it finds no block in the model, which it would not say itself.
+    """
+    original: Any = importlib.import_module("tomesd")
+    settings = config.to_dict()
+    del settings["seed"]
+    # It deletes neither its records nor its references to the hooks.
+    before = {module: set(module.__dict__) for module in model.modules()}
+    try:
+        original.apply_patch(model, **settings)
+        if not any(type(module).__name__ == "ToMeBlock" for module in model.modules()):
+            raise UnsupportedModelError(
+                f"tomesd finds no block that it knows in {type(model).__name__}, and would run dense unsaid"
+            )
+        yield
+    finally:
+        original.remove_patch(model)
+        for module, names in before.items():
+            for name in set(module.__dict__) - names:
+                del module.__dict__[name]
+
+
+def tomesd_missing() -> str | None:
+    """Why tomesd cannot run here; None if it can."""
+    found = importlib.util.find_spec("tomesd") is not None
+    return None if found else "tomesd is not installed; run: pip install tomesd==0.1.3"
+
+
+@contextlib.contextmanager
+def oracle(model: nn.Module, config: ToMeConfig, report: Report) -> Iterator[None]:
+    """Run each layer that would merge on its first n − r tokens and pass the other r by: merging at no cost.
+
+    The pictures are wrong; the time is the bound for every method that merges the same layers at this ratio.
+    """
+    swapped: dict[nn.Module, type[nn.Module]] = {}
+    try:
+        for row in report.rows:
+            block = model.get_submodule(row.path)
+            for name in row.merged.split("+"):
+                layer = block.get_submodule(name)
+                swapped[layer] = type(layer)
+                layer.__class__ = _shortened(type(layer), row.tokens, row.merged_tokens)
+        if not swapped:
+            raise ConfigError("oracle: nothing would merge with these settings, so there is nothing to bound")
+        yield
+    finally:
+        for layer, base in swapped.items():
+            layer.__class__ = base
+
+
+def _shortened(base: type[nn.Module], tokens: int, kept: int) -> type[nn.Module]:
+    """A subclass whose forward sees the first ``kept`` of ``tokens`` tokens ``[b, tokens, c]``."""
+    # A plain function, which torch.compile can follow.
+    original: Callable[..., Tensor] = base.forward
+
+    def forward(self: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if x.shape[1] != tokens:
+            raise ConfigError(f"oracle: expected {tokens} tokens, got {x.shape[1]}; it is made for one size")
+        short = original(self, x[:, :kept], *args, **kwargs)
+        # Any values of the right shape do: what is copied costs as much as what an unmerge would write.
+        return cat([short, x[:, kept:]], dim=1)
+
+    return type(base.__name__, (base,), {"forward": forward, "__module__": base.__module__})

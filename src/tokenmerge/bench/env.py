@@ -1,0 +1,123 @@
+"""What a measurement ran on: versions, machine, devices, attention back-ends."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import tokenmerge
+
+__all__ = ["attention_backends", "devices", "environment", "versions"]
+
+_PACKAGES = ("torch", "diffusers", "transformers", "accelerate", "tomesd")
+_ATTENTION_PACKAGES = {"xformers": "xformers", "flash-attn": "flash_attn", "sageattention": "sageattention"}
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def environment() -> dict[str, Any]:
+    """Everything about this machine that a measurement depends on, as values that JSON can hold.
+
+    No optional library is imported: their versions come from their metadata.
+
+    >>> sorted(environment())
+    ['attention', 'cpu', 'devices', 'os', 'threads', 'versions']
+    """
+    return {
+        "versions": versions(),
+        "os": platform.platform(),
+        "cpu": {
+            "model": _cpu_model(),
+            "cores": os.cpu_count(),
+            "instructions": torch.backends.cpu.get_cpu_capability(),
+        },
+        "threads": torch.get_num_threads(),
+        "devices": devices(),
+        "attention": attention_backends(),
+    }
+
+
+def versions() -> dict[str, str | None]:
+    """Version of Python and of each package that matters here; ``None`` where it is not installed."""
+    return {
+        "python": platform.python_version(),
+        "tokenmerge": tokenmerge.__version__,
+        **{package: _version(package) for package in _PACKAGES},
+    }
+
+
+def devices() -> list[dict[str, Any]]:
+    """Each device that torch can use here, with the dtypes that a matrix product runs in."""
+    found: list[tuple[torch.device, str, int | None]] = [(torch.device("cpu"), _cpu_model(), None)]
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        found.append((torch.device("cuda", index), properties.name, properties.total_memory))
+    if torch.backends.mps.is_available():
+        found.append((torch.device("mps"), "Apple GPU", None))
+    return [
+        {
+            "device": str(device),
+            "name": name,
+            "memory_bytes": memory,
+            "dtypes": [_short(dtype) for dtype in _DTYPES if _multiplies(dtype, device)],
+        }
+        for device, name, memory in found
+    ]
+
+
+def attention_backends() -> dict[str, str | None]:
+    """Attention implementations found here: name → kernels or version, ``None`` where missing."""
+    return {
+        "sdpa": ", ".join(_sdpa_kernels()),
+        **{name: _version(package) for name, package in _ATTENTION_PACKAGES.items()},
+    }
+
+
+def _sdpa_kernels() -> list[str]:
+    """Kernels that ``scaled_dot_product_attention`` may choose from."""
+    if not torch.cuda.is_available():
+        return ["flash (CPU)", "math"]
+    cuda = torch.backends.cuda
+    enabled = {
+        "flash": cuda.is_flash_attention_available() and cuda.flash_sdp_enabled(),
+        "memory-efficient": cuda.mem_efficient_sdp_enabled(),
+        "cudnn": cuda.cudnn_sdp_enabled(),
+        "math": cuda.math_sdp_enabled(),
+    }
+    return [kernel for kernel, on in enabled.items() if on]
+
+
+def _multiplies(dtype: torch.dtype, device: torch.device) -> bool:
+    try:
+        torch.ones(2, 2, dtype=dtype, device=device) @ torch.ones(2, 2, dtype=dtype, device=device)
+    except RuntimeError:
+        return False
+    return True
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _cpu_model() -> str:
+    if sys.platform == "linux":
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    if sys.platform == "darwin":
+        command = ["sysctl", "-n", "machdep.cpu.brand_string"]
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    return platform.processor() or platform.machine()

@@ -1,0 +1,54 @@
+"""Peak memory of a run, on the devices where it can be read."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from pathlib import Path
+
+import torch
+
+__all__ = ["peak_memory", "peak_memory_meaning", "reset_peak_memory"]
+
+_STATUS = Path("/proc/self/status")
+_CLEAR_REFS = Path("/proc/self/clear_refs")
+_RESET_PEAK_RSS = "5"
+
+
+def peak_memory_meaning(device: torch.device) -> str:
+    """Say in words what :func:`peak_memory` counts on ``device``."""
+    if device.type == "cuda":
+        return "peak of the tensors that PyTorch held on the GPU, weights included"
+    if device.type == "cpu" and sys.platform == "linux":
+        return "peak resident memory of the whole process, weights and Python included"
+    return f"not available on {device.type} under {sys.platform}"
+
+
+def reset_peak_memory(device: torch.device) -> bool:
+    """Let the next :func:`peak_memory` count from what is held now; return whether that is possible."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return True
+    if device.type == "cpu" and sys.platform == "linux":
+        _return_freed_memory()
+        try:
+            _CLEAR_REFS.write_text(_RESET_PEAK_RSS)
+        except OSError:  # a sandbox may forbid it
+            return False
+        return True
+    return False
+
+
+def peak_memory(device: torch.device) -> int:
+    """Most bytes held on ``device`` since a :func:`reset_peak_memory` that returned true."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = next(line for line in _STATUS.read_text().splitlines() if line.startswith("VmHWM:"))
+    return int(peak.split()[1]) * 1024
+
+
+def _return_freed_memory() -> None:
+    """Hand freed heap back to the system, so that one run's leftovers do not count for the next."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

@@ -1,0 +1,155 @@
+"""What one cell of a benchmark found, as values and as one line of JSON; knows no model."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tokenmerge.errors import ConfigError
+
+__all__ = ["KIND", "STATUSES", "CellRecord", "key_of", "median_and_iqr", "variant_label"]
+
+KIND = "bench"
+STATUSES = ("ok", "oom", "unavailable", "error")
+
+_DENSE = "dense"
+_DENSE_SAME_ATTENTION = "dense, same attention"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CellRecord:
+    """One cell: a variant at one setting on one machine.
+
+    Attributes:
+        conditions: everything that the figures depend on; two cells with equal conditions are the same cell.
+        status: ``"ok"``; ``"oom"``: it did not fit into memory; ``"unavailable"``: it cannot run here or on
+            this model; ``"error"``: it failed, and is tried again by the next run.
+        message: why there are no figures, in words; empty for ``"ok"``.
+        seconds: wall-clock time of each timed call, in the order in which they ran.
+        peak_bytes: most memory held during any of them; None where it cannot be read.
+        references: seconds of dense runs in the same rounds, by name: ``"dense"`` with fused attention, and
+            ``"dense, same attention"`` where that is another one.
+        facts: what else is known, such as ``flops_dense`` or ``notes``; never part of the conditions.
+        finished: date and time at which it ended, ISO 8601 with the offset.
+    """
+
+    conditions: Mapping[str, Any]
+    status: str
+    message: str = ""
+    seconds: tuple[float, ...] = ()
+    peak_bytes: int | None = None
+    references: Mapping[str, tuple[float, ...]] = dataclasses.field(default_factory=dict)
+    facts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    finished: str = ""
+
+    @property
+    def key(self) -> str:
+        """Name of the cell: equal for equal conditions."""
+        return key_of(self.conditions)
+
+    @property
+    def label(self) -> str:
+        """The variant with its settings, such as ``"tome ratio=0.5"``."""
+        return variant_label(self.conditions["variant"], self.conditions["settings"])
+
+    @property
+    def median(self) -> float | None:
+        """Median seconds of a call; None without figures."""
+        return statistics.median(self.seconds) if self.seconds else None
+
+    @property
+    def iqr(self) -> tuple[float, float] | None:
+        """First and third quartile of the seconds; None without figures."""
+        return median_and_iqr(self.seconds)[1] if self.seconds else None
+
+    @property
+    def speedup(self) -> float | None:
+        """t_dense / t, dense with fused attention in the same rounds; None where either was not timed."""
+        return self._over(_DENSE)
+
+    @property
+    def speedup_same_attention(self) -> float | None:
+        """t_dense / t, dense with the attention of this cell: what merging alone gains."""
+        return self._over(_DENSE_SAME_ATTENTION)
+
+    def _over(self, reference: str) -> float | None:
+        dense = self.references.get(reference)
+        return statistics.median(dense) / statistics.median(self.seconds) if dense and self.seconds else None
+
+    def to_line(self) -> str:
+        """One line of JSON, its newline included.
+
+        Raises:
+            ValueError: a value is NaN or infinite.
+        """
+        values = {"kind": KIND, "key": self.key, **dataclasses.asdict(self)}
+        return json.dumps(values, ensure_ascii=False, allow_nan=False) + "\n"
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> CellRecord:
+        """Read what :meth:`to_line` wrote, as parsed from JSON.
+
+        Raises:
+            ConfigError: it is not such a record.
+        """
+        try:
+            record = cls(
+                conditions=dict(values["conditions"]),
+                status=values["status"],
+                message=values["message"],
+                seconds=tuple(map(float, values["seconds"])),
+                peak_bytes=values["peak_bytes"],
+                references={name: tuple(times) for name, times in values["references"].items()},
+                facts=dict(values["facts"]),
+                finished=values["finished"],
+            )
+            known = record.status in STATUSES and bool(record.label)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ConfigError(f"not a record of tokenmerge bench: {error!r}") from error
+        if not known:
+            raise ConfigError(f"status: expected one of {', '.join(STATUSES)}, got {record.status!r}")
+        return record
+
+
+def key_of(conditions: Mapping[str, Any]) -> str:
+    """A name for a cell: 16 hexadecimal digits of the hash of its conditions, whatever their order.
+
+    >>> key_of({"a": 1, "b": [2]}) == key_of({"b": [2], "a": 1})
+    True
+    """
+    text = json.dumps(conditions, sort_keys=True, ensure_ascii=False, allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def median_and_iqr(seconds: Sequence[float]) -> tuple[float, tuple[float, float]]:
+    """Median, and first and third quartile, of at least one figure.
+
+    >>> median_and_iqr([4.0, 1.0, 2.0, 3.0, 5.0])
+    (3.0, (2.0, 4.0))
+    """
+    if len(seconds) == 1:
+        return seconds[0], (seconds[0], seconds[0])
+    low, middle, high = statistics.quantiles(seconds, n=4, method="inclusive")
+    return middle, (low, high)
+
+
+def variant_label(variant: str, settings: Mapping[str, Any]) -> str:
+    """A variant in words.
+
+    >>> variant_label("tome", {"ratio": 0.5, "merge_mlp": True})
+    'tome ratio=0.5 merge_mlp'
+    >>> variant_label("fewer-steps", {"as": "tome ratio=0.5"})
+    'fewer-steps (tome ratio=0.5)'
+    """
+    if set(settings) == {"as"}:
+        return f"{variant} ({settings['as']})"
+    words = [name if value is True else f"{name}={_short(value)}" for name, value in settings.items()]
+    return " ".join([variant, *words])
+
+
+def _short(value: object) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,102 @@
+"""The call shapes of tomesd 0.1.3 and of ppdiffusers."""
+
+from __future__ import annotations
+
+import numbers
+import warnings
+from typing import TypeVar
+
+from tokenmerge.api import apply_token_merging, remove_token_merging
+from tokenmerge.config import ToMeConfig, highest_ratio
+from tokenmerge.errors import ConfigError
+
+__all__ = ["apply_patch", "apply_tome", "remove_patch"]
+
+Model = TypeVar("Model")
+
+
+def apply_patch(
+    model: Model,
+    ratio: float = 0.5,
+    max_downsample: int = 1,
+    sx: int = 2,
+    sy: int = 2,
+    use_rand: bool = True,
+    merge_attn: bool = True,
+    merge_crossattn: bool = False,
+    merge_mlp: bool = False,
+) -> Model:
+    """Speed up a diffusion model, in place: the signature and the meaning of ``tomesd.apply_patch``.
+
+    Args:
+        model: a diffusers pipeline or model, or a CompVis-style model.
+        ratio: fraction of tokens removed. Above 1 − 1/(sx·sy) it is lowered to that, with a warning.
+        max_downsample: deepest resolution level that merges: 1, 2, 4 or 8.
+        sx: width of a destination's cell, in tokens.
+        sy: height of a destination's cell, in tokens.
+        use_rand: draw the destination of each cell at random.
+        merge_attn: merge around self-attention (recommended).
+        merge_crossattn: merge around cross-attention (not recommended).
+        merge_mlp: merge around the feed-forward layer (not recommended at all).
+            See :class:`tokenmerge.ToMeConfig` for what raising each does to speed and to quality.
+
+    Returns:
+        The model itself.
+
+    Raises:
+        UnsupportedModelError, NothingToMergeError, ConfigError: as :func:`tokenmerge.apply_token_merging`.
+    """
+    ToMeConfig(ratio=0, sx=sx, sy=sy)  # the highest ratio is defined for valid strides only
+    highest = highest_ratio(sx, sy)
+    if isinstance(ratio, numbers.Real) and ratio > highest > 0:
+        warnings.warn(
+            f"ratio={ratio:g} is more than sx={sx}, sy={sy} allow; merging with 1 − 1/(sx·sy) = {highest:g}",
+            stacklevel=2,
+        )
+        ratio = highest
+    config = ToMeConfig(
+        ratio=ratio,
+        max_downsample=max_downsample,
+        sx=sx,
+        sy=sy,
+        use_rand=bool(use_rand),
+        merge_attn=bool(merge_attn),
+        merge_crossattn=bool(merge_crossattn),
+        merge_mlp=bool(merge_mlp),
+    )
+    apply_token_merging(model, config)
+    return model
+
+
+def remove_patch(model: Model) -> Model:
+    """Restore a model exactly as it was before :func:`apply_patch`, and return it."""
+    remove_token_merging(model)
+    return model
+
+
+def apply_tome(
+    model: Model,
+    ratio: float = 0.5,
+    max_downsample: int = 1,
+    sx: int = 2,
+    sy: int = 2,
+    use_rand: bool = True,
+    merge_attn: bool = True,
+    merge_crossattn: bool = False,
+    merge_mlp: bool = False,
+) -> Model:
+    """Speed up a diffusion model, in place, with the meaning of ppdiffusers' ``pipe.apply_tome``.
+
+    The arguments, the result and the errors are those of :func:`apply_patch`, except for the highest ratio.
+
+    Raises:
+        ConfigError: the ratio is 1 − 1/(sx·sy) or more.
+    """
+    ToMeConfig(ratio=0, sx=sx, sy=sy)
+    highest = highest_ratio(sx, sy)
+    if isinstance(ratio, numbers.Real) and ratio >= highest:
+        raise ConfigError(
+            f"ratio: expected less than 1 − 1/(sx·sy) = {highest:g} for sx={sx}, sy={sy}, got {ratio:g}; "
+            "take a lower ratio or larger strides"
+        )
+    return apply_patch(model, ratio, max_downsample, sx, sy, use_rand, merge_attn, merge_crossattn, merge_mlp)

@@ -1,0 +1,108 @@
+"""What to merge and how much: plain frozen values, readable without torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import numbers
+from typing import Any
+
+from tokenmerge.errors import ConfigError
+
+__all__ = ["ToMeConfig", "highest_ratio"]
+
+
+def highest_ratio(sx: int, sy: int) -> float:
+    """Largest fraction of tokens that one destination per ``sy`` × ``sx`` cell can remove.
+
+    >>> highest_ratio(2, 2)
+    0.75
+    """
+    return 1 - 1 / (sx * sy)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ToMeConfig:
+    """Token merging for Stable Diffusion (arXiv 2303.17604).
+
+    The main knob:
+
+    Args:
+        ratio: fraction of tokens removed, 0 ≤ ratio ≤ 1 − 1/(sx·sy). Raising it makes each merged layer
+            faster and the picture less like the dense one; 0 leaves the model exactly as it is.
+
+    Knobs to tinker with:
+
+    Args:
+        max_downsample: deepest resolution level that merges: 1 is the full latent resolution, 2 half of
+            it, then 4 and 8. Raising it saves a little more, because deeper levels hold fewer tokens, and
+            costs quality, because each of those tokens stands for more of the picture. SDXL has no
+            attention at level 1 and needs 2 or more.
+        sx: width of a cell of the destination grid, in tokens, ≥ 1.
+        sy: height of a cell, in tokens, ≥ 1. Raising ``sx`` or ``sy`` leaves fewer destinations: matching
+            becomes faster and higher ratios possible, and tokens merge over longer distances.
+        use_rand: draw the destination of each cell at random, anew at each denoising step. It costs no
+            time; switching it off makes a regular pattern visible at high ratios.
+        seed: what those draws depend on, together with the timestep and the cell; any integer. Where each
+            sample of a batch has its own timestep, as in training, the first one's counts for all.
+        merge_attn: merge around self-attention: the largest saving, the smallest loss.
+        merge_crossattn: merge the queries of cross-attention: a small saving, a small loss.
+        merge_mlp: merge around the feed-forward layer: a large saving and by far the largest loss.
+
+    Raises:
+        ConfigError: a value is outside these ranges.
+
+    >>> ToMeConfig(ratio=0.5).merged_layers
+    ('attn1',)
+    """
+
+    ratio: float = 0.5
+    max_downsample: int = 1
+    sx: int = 2
+    sy: int = 2
+    use_rand: bool = True
+    seed: int = 0
+    merge_attn: bool = True
+    merge_crossattn: bool = False
+    merge_mlp: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("sx", "sy", "max_downsample"):
+            _check_int(name, getattr(self, name), lowest=1)
+        _check_int("seed", self.seed, lowest=None)
+        highest = highest_ratio(self.sx, self.sy)
+        ratio = self.ratio
+        if isinstance(ratio, bool) or not isinstance(ratio, numbers.Real) or math.isnan(ratio):
+            raise ConfigError(f"ratio: expected a number from 0 to {highest:g}, got {ratio!r}")
+        if not 0 <= ratio <= highest:
+            raise ConfigError(
+                f"ratio: expected 0 ≤ ratio ≤ 1 − 1/(sx·sy) = {highest:g} for sx={self.sx}, sy={self.sy}, "
+                f"got {ratio:g}; take a lower ratio or larger strides"
+            )
+        for field in ("use_rand", "merge_attn", "merge_crossattn", "merge_mlp"):
+            if not isinstance(getattr(self, field), bool):
+                raise ConfigError(f"{field}: expected True or False, got {getattr(self, field)!r}")
+        if not self.merged_layers:
+            raise ConfigError(
+                "merge_attn, merge_crossattn, merge_mlp: all are False, so nothing would merge; set one"
+            )
+
+    @property
+    def merged_layers(self) -> tuple[str, ...]:
+        """Sub-layers of a transformer block that merge, in the order in which the block runs them."""
+        wanted = {"attn1": self.merge_attn, "attn2": self.merge_crossattn, "ff": self.merge_mlp}
+        return tuple(name for name, on in wanted.items() if on)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The settings as plain values, for records."""
+        return dataclasses.asdict(self)
+
+
+def _check_int(name: str, value: object, lowest: int | None) -> None:
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, numbers.Integral)
+        or (lowest is not None and value < lowest)
+    ):
+        wanted = "an integer" if lowest is None else f"an integer ≥ {lowest}"
+        raise ConfigError(f"{name}: expected {wanted}, got {value!r}")

@@ -1,0 +1,24 @@
+"""Small trained models that come with the package, so that quality can be judged without a download."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+NAMES = ("emoji-unet",)
+
+
+def path(name: str = "emoji-unet") -> Path:
+    """Return the folder of a bundled model, for the `from_pretrained` of its diffusers pipeline.
+
+    Args:
+        name: One of `NAMES`. `emoji-unet` loads as `StableDiffusionPipeline`.
+
+    Raises:
+        ValueError: If no bundled model has that name.
+
+    >>> path("emoji-unet").name
+    'emoji-unet'
+    """
+    if name not in NAMES:
+        raise ValueError(f"no bundled model is named {name!r}; there is {', '.join(map(repr, NAMES))}")
+    return Path(__file__).parent / name

@@ -1,0 +1,42 @@
+"""Every error that tokenmerge raises on purpose; each is also the built-in error that it resembles."""
+
+from __future__ import annotations
+
+__all__ = [
+    "ConfigError",
+    "MissingExtraError",
+    "NothingToMergeError",
+    "TokenMergingError",
+    "UnsupportedModelError",
+]
+
+
+class TokenMergingError(Exception):
+    """Base of all errors below; the command line turns it into one line and exit code 2."""
+
+
+class ConfigError(TokenMergingError, ValueError):
+    """A setting is out of range or of the wrong type."""
+
+
+class UnsupportedModelError(TokenMergingError, TypeError):
+    """The object is not a model that tokens can be merged in."""
+
+
+class NothingToMergeError(TokenMergingError, ValueError):
+    """The model is supported, but with these settings no block of it would merge a token."""
+
+
+class MissingExtraError(TokenMergingError, ImportError):
+    """An optional dependency is needed and not installed.
+
+    Args:
+        extra: the extra of this package that brings it, for example ``"diffusers"``.
+        needed_by: what needs it, in words.
+
+    >>> print(MissingExtraError("metrics", needed_by="PSNR and SSIM"))
+    PSNR and SSIM: not installed; run: pip install "tokenmerge[metrics]"
+    """
+
+    def __init__(self, extra: str, needed_by: str) -> None:
+        super().__init__(f'{needed_by}: not installed; run: pip install "tokenmerge[{extra}]"')

@@ -1,0 +1,1 @@
+"""Planners: one file a method; each turns features, a grid and a configuration into a plan."""

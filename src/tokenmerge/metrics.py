@@ -1,0 +1,76 @@
+"""Closeness of a merged picture to the dense one with the same seed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from tokenmerge.errors import MissingExtraError
+
+__all__ = ["psnr", "ssim"]
+
+_SSIM_WINDOW = 11
+
+
+def psnr(images: Tensor, reference: Tensor) -> Tensor:
+    """Peak signal-to-noise ratio in dB, one figure per picture; higher is closer.
+
+    Args:
+        images: [b, 3, h, w], values in [0, 1].
+        reference: the same shape and range.
+
+    Returns:
+        [b]; infinite where a picture equals its reference in every pixel.
+
+    Raises:
+        MissingExtraError: torchmetrics is not installed.
+        ValueError: the shapes differ or are not [b, c, h, w].
+    """
+    measure = _torchmetric("peak_signal_noise_ratio")
+    _check(images, reference)
+    return measure(images, reference, data_range=1.0, reduction="none", dim=(1, 2, 3))
+
+
+def ssim(images: Tensor, reference: Tensor) -> Tensor:
+    """Structural similarity with a Gaussian window of 11 × 11 pixels (σ = 1.5), one figure per picture.
+
+    The mean is over the windows that lie wholly inside the picture, as in Wang et al. (2004) and in
+    scikit-image; torchmetrics by itself averages over a mirrored border too.
+
+    Args:
+        images: [b, 3, h, w], values in [0, 1]; h and w ≥ 11.
+        reference: the same shape and range.
+
+    Returns:
+        [b], at most 1, which means equal.
+
+    Raises:
+        MissingExtraError: torchmetrics is not installed.
+        ValueError: the shapes differ, are not [b, c, h, w], or are smaller than the window.
+    """
+    measure = _torchmetric("structural_similarity_index_measure")
+    _check(images, reference)
+    if min(images.shape[-2:]) < _SSIM_WINDOW:
+        raise ValueError(f"SSIM needs pictures of at least 11 × 11 pixels, got shape {tuple(images.shape)}")
+    _, similarity = measure(images, reference, data_range=1.0, sigma=1.5, return_full_image=True)
+    border = _SSIM_WINDOW // 2
+    return similarity[..., border:-border, border:-border].mean(dim=(1, 2, 3))
+
+
+def _torchmetric(name: str) -> Callable[..., Any]:
+    try:
+        import torchmetrics.functional.image
+    except ImportError as error:
+        raise MissingExtraError("metrics", needed_by="PSNR and SSIM") from error
+    measure: Callable[..., Any] = getattr(torchmetrics.functional.image, name)
+    return measure
+
+
+def _check(images: Tensor, reference: Tensor) -> None:
+    if images.ndim != 4 or images.shape != reference.shape:
+        raise ValueError(
+            f"expected two batches of the same shape [b, c, h, w], got {tuple(images.shape)} "
+            f"and {tuple(reference.shape)}"
+        )

@@ -1,0 +1,76 @@
+"""UNets of the CompVis and Stability AI repositories: ``model.model.diffusion_model``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from tokenmerge.models.base import Block, Host, is_a
+
+__all__ = ["CLASSES", "describe", "matches"]
+
+CLASSES = ("UNetModel", "ControlNet")
+
+
+def matches(module: nn.Module) -> bool:
+    """Whether this file knows the model."""
+    return is_a(module, *CLASSES) and hasattr(module, "input_blocks") and hasattr(module, "middle_block")
+
+
+def describe(root: Any) -> Host:
+    """Find the blocks; the level halves and doubles with the samplers between them."""
+    blocks: list[Block] = []
+    level = 1
+    for i, stage in enumerate(root.input_blocks):
+        blocks += _blocks(stage, f"input_blocks.{i}", level)
+        if any(is_a(part, "Downsample") for part in stage.modules()):
+            level *= 2
+    blocks += _blocks(root.middle_block, "middle_block", level)
+    for i, stage in enumerate(getattr(root, "output_blocks", ())):
+        blocks += _blocks(stage, f"output_blocks.{i}", level)
+        if any(is_a(part, "Upsample") for part in stage.modules()):
+            level //= 2
+
+    context = blocks[0].module.attn2.to_k.in_features if blocks else None
+    size = getattr(root, "image_size", None)
+    return Host(
+        root=root,
+        blocks=tuple(blocks),
+        sample="x",
+        timestep="timesteps",
+        sample_size=(size, size) if isinstance(size, int) else None,
+        controlnet=is_a(root, "ControlNet"),
+        example=lambda height, width, batch: _example(root, context, height, width, batch),
+    )
+
+
+def _blocks(stage: Any, prefix: str, level: int) -> Iterator[Block]:
+    for path, module in stage.named_modules(prefix=prefix):
+        if is_a(module, "SpatialTransformer"):
+            for i, block in enumerate(module.transformer_blocks):
+                # Their own checkpointing re-runs `_forward`, not `forward`.
+                method = "_forward" if hasattr(block, "_forward") else "forward"
+                yield Block(f"{path}.transformer_blocks.{i}", block, method, grid=module, level=level)
+
+
+def _example(root: Any, context: int | None, height: int, width: int, batch: int) -> dict[str, Any]:
+    like = next(root.parameters())
+    arguments: dict[str, Any] = {
+        "x": torch.zeros(batch, root.in_channels, height, width, device=like.device, dtype=like.dtype),
+        "timesteps": torch.ones(batch, device=like.device),
+    }
+    if context is not None:
+        arguments["context"] = torch.zeros(batch, 77, context, device=like.device, dtype=like.dtype)
+    if isinstance(embedding := getattr(root, "label_emb", None), nn.Module):
+        first = next(m for m in embedding.modules() if isinstance(m, nn.Linear | nn.Embedding))
+        arguments["y"] = (
+            torch.zeros(batch, dtype=torch.int64, device=like.device)
+            if isinstance(first, nn.Embedding)
+            else torch.zeros(batch, first.in_features, device=like.device, dtype=like.dtype)
+        )
+    if is_a(root, "ControlNet"):
+        arguments["hint"] = torch.zeros(batch, 3, height * 8, width * 8, device=like.device, dtype=like.dtype)
+    return arguments

@@ -1,0 +1,92 @@
+"""A plan: the indices of one merge, computed once and used to merge, to unmerge and to draw."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = ["Plan", "make_plan", "merge", "unmerge"]
+
+
+class Plan(NamedTuple):
+    """Which of n tokens become which of m = n − r merged tokens, for each of b images.
+
+    Indices point into the rows of ``[b * n, c]`` or ``[b * m, c]``: selecting whole rows is many times
+    faster than a gather with an index per element.
+
+    Attributes:
+        keep: ``[b, m]`` row of the token that each merged token starts from and whose place it takes.
+        sources: ``[b, r]`` rows of the tokens that merge into another one.
+        targets: ``[b, r]`` merged rows that these go to.
+        inverse: ``[b, n]`` merged row that holds each original token.
+        sizes: ``[b, m]`` number of original tokens in each merged one, as float32.
+    """
+
+    keep: Tensor
+    sources: Tensor
+    targets: Tensor
+    inverse: Tensor
+    sizes: Tensor
+
+    def labels(self) -> Tensor:
+        """``[b, n]``: for each token the merged token, 0 … m−1, that stands for it in its image."""
+        return self.inverse % self.keep.shape[1]
+
+    def kept(self) -> Tensor:
+        """``[b, m]``: for each merged token the index, 0 … n−1, of the token whose place it takes."""
+        return self.keep % self.inverse.shape[1]
+
+    def fits(self, x: Tensor) -> bool:
+        """Whether ``x`` has the b images of n tokens that this plan was made for."""
+        return x.shape[:2] == self.inverse.shape
+
+
+def make_plan(src: Tensor, dst: Tensor, order: Tensor, nearest: Tensor, r: int) -> Plan:
+    """Merge the r sources with the best edges, leave all other tokens alone.
+
+    Args:
+        src: ``[s]`` indices of the sources.
+        dst: ``[d]`` indices of the destinations.
+        order: ``[b, s]`` positions in ``src``, the best edge first.
+        nearest: ``[b, s]`` for each source the position in ``dst`` of its destination.
+        r: number of tokens to remove, 0 ≤ r ≤ s.
+    """
+    b, s = order.shape
+    n, m = s + dst.shape[0], s + dst.shape[0] - r
+    merged, alone = order[:, :r], order[:, r:]
+
+    # Merged sequence: the sources left alone, then the destinations.
+    keep = torch.cat([src[alone], dst.expand(b, -1)], dim=1)
+    sources = src[merged]
+    targets = nearest.gather(1, merged) + (s - r)
+    inverse = torch.empty(b, n, dtype=torch.int64, device=src.device).scatter(
+        1,
+        torch.cat([keep, sources], dim=1),
+        torch.cat([torch.arange(m, device=src.device).expand(b, -1), targets], dim=1),
+    )
+    sizes = torch.ones(b, m, device=src.device).scatter_add(1, targets, torch.ones(b, r, device=src.device))
+
+    image = torch.arange(b, device=src.device).unsqueeze(1)
+    return Plan(keep + image * n, sources + image * n, targets + image * m, inverse + image * m, sizes)
+
+
+def merge(plan: Plan, x: Tensor) -> Tensor:
+    """Replace merged tokens by their mean: ``[b, n, c]`` → ``[b, m, c]``, differentiable.
+
+    Half-precision tokens are summed in float32: a group can hold thousands of them.
+    """
+    b, n, c = x.shape
+    rows = x.reshape(b * n, c)
+    exact = torch.promote_types(x.dtype, torch.float32)
+    total = rows.index_select(0, plan.keep.flatten()).to(exact)
+    total.index_add_(0, plan.targets.flatten(), rows.index_select(0, plan.sources.flatten()).to(exact))
+    total.div_(plan.sizes.view(-1, 1))
+    return total.to(x.dtype).view(b, -1, c)
+
+
+def unmerge(plan: Plan, y: Tensor) -> Tensor:
+    """Give each token the result of the merged token that holds it: ``[b, m, c]`` → ``[b, n, c]``."""
+    b, m, c = y.shape
+    return y.reshape(b * m, c).index_select(0, plan.inverse.flatten()).view(b, -1, c)

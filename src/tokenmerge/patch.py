@@ -1,0 +1,246 @@
+"""The only file that changes a module, and puts back what was there.
+
+A layer is changed by swapping its class for a subclass of the same name whose one method merges its input,
+calls the method of the original class and unmerges the result. Nothing of the host's code is copied, its
+parameters keep their names, and hooks, adapters and attention processors stay where they are. The modules
+around it keep their classes, which pipelines compare, and get a hook that notes the step or the token grid.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from types import FunctionType, MethodType
+from typing import Any
+
+from torch import nn
+
+from tokenmerge.config import ToMeConfig
+from tokenmerge.errors import NothingToMergeError, UnsupportedModelError
+from tokenmerge.models import Block, Host
+from tokenmerge.runtime import (
+    STATE,
+    BlockState,
+    Grid,
+    Run,
+    block_call,
+    check_grid,
+    layer_call,
+    note_grid,
+    note_step,
+    parameters,
+)
+
+__all__ = ["check_host", "hosts_that_merge", "new_run", "patch_host", "restore", "run_of"]
+
+
+def hosts_that_merge(
+    hosts: Sequence[Host], config: ToMeConfig, size: tuple[int, int] | None
+) -> tuple[list[Host], list[NothingToMergeError]]:
+    """Check all models of a pipeline before any is changed.
+
+    Args:
+        hosts: the models.
+        config: what to merge and how much.
+        size: height and width of the sample; None: what each model was made for.
+
+    Returns:
+        The hosts that merge, and why others, ControlNets beside a denoiser that merges, stay dense.
+
+    Raises:
+        NothingToMergeError: the denoiser, or a ControlNet without a denoiser, would merge nothing.
+        UnsupportedModelError: a block cannot be patched.
+    """
+    merging, left_dense = [], []
+    for host in hosts:
+        try:
+            check_host(host, config, size or host.sample_size)
+            merging.append(host)
+        except NothingToMergeError as error:
+            if not host.controlnet:
+                raise
+            left_dense.append(error)
+    if not merging:
+        raise left_dense[0]
+    return merging, left_dense
+
+
+def check_host(host: Host, config: ToMeConfig, size: tuple[int, int] | None) -> None:
+    """Find out, before anything is changed, whether the host would merge.
+
+    Args:
+        host: the model.
+        config: what to merge and how much.
+        size: height and width of the sample, if known.
+
+    Raises:
+        NothingToMergeError: it has no block that would merge.
+        UnsupportedModelError: a block cannot be patched.
+    """
+    blocks = _blocks_to_merge(host, config)
+    if not blocks:
+        raise NothingToMergeError(_why_nothing(host, config))
+    if size is not None:
+        check_grid(new_run(host, config), *size)
+    for block in blocks:
+        _check_swappable(block.module, block.path, block.method)
+        for name, layer in _layers_to_merge(block, config).items():
+            _check_swappable(layer, f"{block.path}.{name}", "forward")
+
+
+def _why_nothing(host: Host, config: ToMeConfig) -> str:
+    name = type(host.root).__name__
+    if not host.blocks:
+        return (
+            f"nothing to merge: {name} has no transformer block; token merging needs a model with attention"
+        )
+    levels = sorted({block.level for block in host.blocks})
+    if levels[0] > config.max_downsample:
+        return (
+            f"nothing to merge: the {len(host.blocks)} transformer blocks of {name} are at the levels "
+            f"{', '.join(map(str, levels))}, and max_downsample={config.max_downsample} merges none of them; "
+            f"set max_downsample to {levels[0]} or more"
+        )
+    return (
+        f"nothing to merge: no transformer block of {name} within max_downsample={config.max_downsample} has "
+        f"{' or '.join(config.merged_layers)}; set merge_attn, merge_crossattn or merge_mlp"
+    )
+
+
+def new_run(host: Host, config: ToMeConfig) -> Run:
+    """What the blocks of a host will share."""
+    levels = sorted({block.level for block in _blocks_to_merge(host, config)})
+    names = parameters(type(host.root).forward)
+    return Run(config, host.sample, host.timestep, names, tuple(levels))
+
+
+def patch_host(host: Host, run: Run) -> None:
+    """Patch a host that :func:`check_host` accepts and that is not patched."""
+    grids: dict[nn.Module, Grid] = {}
+    for block in _blocks_to_merge(host, run.config):
+        state = BlockState(run, grids.setdefault(block.grid, Grid()), block.path)
+        _swap(block.module, block.method, block_call, state)
+        for layer in _layers_to_merge(block, run.config).values():
+            _swap(layer, "forward", layer_call, state)
+    for module, grid in grids.items():
+        _note(module, note_grid, grid)
+    _note(host.root, note_step, run)
+
+
+def run_of(root: nn.Module) -> Run | None:
+    """What the blocks of a patched model share; None for a model that is not patched."""
+    return root.__dict__.get(STATE)
+
+
+def restore(root: nn.Module) -> None:
+    """Give every module of a model back what it had; a model that is not patched stays as it is."""
+    for module in root.modules():
+        if STATE in module.__dict__:
+            if hasattr(type(module), "_tokenmerge_base"):
+                _unswap(module)
+            else:
+                _unnote(module)
+
+
+def _blocks_to_merge(host: Host, config: ToMeConfig) -> list[Block]:
+    """The blocks within ``max_downsample`` that have one of the layers to merge."""
+    return [b for b in host.blocks if b.level <= config.max_downsample and _layers_to_merge(b, config)]
+
+
+def _layers_to_merge(block: Block, config: ToMeConfig) -> dict[str, nn.Module]:
+    layers = block.layers
+    return {name: layers[name] for name in config.merged_layers if name in layers}
+
+
+_swapped_classes: dict[tuple[type, str, Callable], Any] = {}
+
+
+def _swapped_class(base: type, method: str, call: Callable[[Callable], Callable]) -> Any:
+    """The subclass of ``base`` whose ``method`` is ``call(base.method)``.
+
+    There is one for each combination, so that all modules of a class share their compiled code.
+    """
+    key = (base, method, call)
+    if key not in _swapped_classes:
+        _swapped_classes[key] = type(
+            base.__name__,
+            (base,),
+            {
+                method: call(getattr(base, method)),
+                "__module__": base.__module__,
+                "__qualname__": base.__qualname__,
+                "__doc__": base.__doc__,
+                "__reduce_ex__": lambda self, protocol: (_rebuild, key, self.__getstate__()),
+                "_tokenmerge_base": base,
+                "_tokenmerge_method": method,
+            },
+        )
+    return _swapped_classes[key]
+
+
+def _rebuild(base: type, method: str, call: Callable[[Callable], Callable]) -> nn.Module:
+    """An empty module of a swapped class, for pickle and deepcopy: the class itself has no import path."""
+    cls = _swapped_class(base, method, call)
+    return cls.__new__(cls)
+
+
+def _swap(module: nn.Module, method: str, call: Callable[[Callable], Callable], state: object) -> None:
+    base = type(module)
+    module.__class__ = _swapped_class(base, method, call)
+    module.__dict__[STATE] = state
+    _rebind_hooks(module, getattr(base, method))
+
+
+def _unswap(module: nn.Module) -> None:
+    swapped: Any = type(module)
+    module.__class__ = swapped._tokenmerge_base
+    del module.__dict__[STATE]
+    _rebind_hooks(module, getattr(swapped, swapped._tokenmerge_method))
+
+
+def _note(module: nn.Module, hook: Callable, state: object) -> None:
+    module.__dict__[STATE] = state
+    module.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def _unnote(module: nn.Module) -> None:
+    del module.__dict__[STATE]
+    # By the function itself: on a copied module the handle that torch hands out would not be the copy's.
+    for key, hook in list(module._forward_pre_hooks.items()):
+        if hook in (note_grid, note_step):
+            del module._forward_pre_hooks[key]
+            module._forward_pre_hooks_with_kwargs.pop(key, None)
+
+
+def _rebind_hooks(module: nn.Module, before: FunctionType) -> None:
+    """Where hooks keep the original ``forward`` of a module, put that of its present class."""
+    for holder, name in _hooked_forwards(module, before):
+        now = MethodType(type(module).forward, module)
+        if holder is module:
+            module.__dict__[name] = now
+        else:
+            setattr(holder, name, now)
+
+
+def _hooked_forwards(module: nn.Module, function: FunctionType) -> Iterator[tuple[Any, str]]:
+    """Places that hold ``function`` bound to the module.
+
+    Such are the innermost ends of the hook chains of accelerate and of diffusers, and the ``forward`` that
+    the latter leaves on a module when its hooks are removed.
+    """
+    places = [(module, "forward", module.__dict__), (module, "_old_forward", module.__dict__)]
+    for reference in getattr(module.__dict__.get("_diffusers_hook"), "_fn_refs", ()):
+        places += [(reference, name, vars(reference)) for name in ("forward", "original_forward")]
+    for holder, name, attributes in places:
+        value = attributes.get(name)
+        if isinstance(value, MethodType) and value.__self__ is module and value.__func__ is function:
+            yield holder, name
+
+
+def _check_swappable(module: nn.Module, path: str, method: str) -> None:
+    """Refuse a module whose own attribute would hide the method of its class."""
+    hidden = method in module.__dict__
+    if hidden and not any(True for _ in _hooked_forwards(module, getattr(type(module), method))):
+        raise UnsupportedModelError(
+            f"{path}: other software has replaced its method {method!r} on the module itself, so that "
+            "merging would have no effect; remove that first, apply token merging, then put it back"
+        )

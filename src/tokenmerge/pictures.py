@@ -1,0 +1,178 @@
+"""The comparison picture: dense, merged, their difference, and which tokens were merged."""
+
+from __future__ import annotations
+
+import colorsys
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image, ImageDraw, ImageFont
+
+__all__ = ["Row", "comparison", "difference", "difference_gain", "draw_groups"]
+
+_SMALLEST_SIDE = 320  # pixels; smaller pictures are enlarged
+_GAINS = (1, 2, 4, 8, 16, 32, 64)
+_MARGIN = 24
+_GAP = 16
+_PAPER = (255, 255, 255)
+_INK = (24, 24, 27)
+_SOFT_INK = (113, 113, 122)
+_FRAME = (212, 212, 216)
+_GOLDEN = 0.618033988749895
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One picture of the batch.
+
+    Args:
+        dense: the picture without merging.
+        merged: the picture with merging, of the same size.
+        labels: [h, w] integers: the group that each token of the grid belongs to.
+        caption: one line below the row.
+    """
+
+    dense: Image.Image
+    merged: Image.Image
+    labels: NDArray[np.int64]
+    caption: str = ""
+
+
+def comparison(rows: Sequence[Row], *, dense: str = "", merged: str = "", groups: str = "") -> Image.Image:
+    """Draw one line of four panels per row: dense · merged · difference · merged groups.
+
+    Args:
+        rows: at least one; all pictures of the same size.
+        dense: small print below the title of the first column.
+        merged: the same for the second.
+        groups: the same for the fourth.
+    """
+    gain = min(difference_gain(row.dense, row.merged) for row in rows)
+    columns = (
+        ("dense", dense),
+        ("merged", merged),
+        ("difference", f"|merged - dense| x {gain}"),
+        ("merged groups", groups),
+    )
+    factor = _enlargement(rows[0].dense.size)
+    width, height = (side * factor for side in rows[0].dense.size)
+    title_font, small_font = _font(22), _font(15)
+    head = _MARGIN + 56
+    foot = 30 if any(row.caption for row in rows) else 0
+    canvas = Image.new(
+        "RGB",
+        (
+            2 * _MARGIN + len(columns) * width + (len(columns) - 1) * _GAP,
+            head + len(rows) * (height + foot + _GAP) - _GAP + _MARGIN,
+        ),
+        _PAPER,
+    )
+    pen = ImageDraw.Draw(canvas)
+    lefts = [_MARGIN + column * (width + _GAP) for column in range(len(columns))]
+    for left, (title, small_print) in zip(lefts, columns, strict=True):
+        pen.text((left, _MARGIN - 6), title, font=title_font, fill=_INK)
+        pen.text((left, _MARGIN + 24), small_print, font=small_font, fill=_SOFT_INK)
+    for index, row in enumerate(rows):
+        top = head + index * (height + foot + _GAP)
+        merged_large = _enlarge(row.merged, factor)
+        panels = (
+            _enlarge(row.dense, factor),
+            merged_large,
+            _enlarge(difference(row.dense, row.merged, gain), factor),
+            draw_groups(merged_large, row.labels),
+        )
+        for left, panel in zip(lefts, panels, strict=True):
+            # A frame, so that a picture on white does not run into the paper.
+            pen.rectangle((left - 1, top - 1, left + width, top + height), outline=_FRAME)
+            canvas.paste(panel, (left, top))
+        if row.caption:
+            pen.text((_MARGIN, top + height + 6), row.caption, font=small_font, fill=_SOFT_INK)
+    return canvas
+
+
+def difference(dense: Image.Image, merged: Image.Image, gain: int) -> Image.Image:
+    """Absolute difference per channel times ``gain``, clipped at white; black where both are equal."""
+    apart = np.abs(_pixels(merged) - _pixels(dense)) * gain
+    return Image.fromarray(np.minimum(apart, 255).astype(np.uint8))
+
+
+def difference_gain(dense: Image.Image, merged: Image.Image) -> int:
+    """Largest power of two up to 64 that clips at most one value in a hundred of the difference."""
+    high = float(np.percentile(np.abs(_pixels(merged) - _pixels(dense)), 99))
+    return max((gain for gain in _GAINS if high * gain <= 255), default=1)
+
+
+def draw_groups(picture: Image.Image, labels: NDArray[np.int64]) -> Image.Image:
+    """Draw the groups of merged tokens on a picture, in the style of the ToMe paper (arXiv 2210.09461).
+
+    Each group of two or more tokens gets the mean colour of its pixels and a thin border of its own
+    colour, so that parts of one group that lie apart can be recognised. A token that was not merged keeps
+    its part of the picture.
+
+    Args:
+        picture: the merged picture.
+        labels: [h, w] integers, row 0 at the top: equal labels are one group. The same label gets the same
+            border colour in every picture.
+    """
+    colours = _pixels(picture)
+    rows, columns = labels.shape
+    height, width = colours.shape[:2]
+    row_of = np.arange(height) * rows // height
+    column_of = np.arange(width) * columns // width
+    ids, group, tokens = np.unique(labels, return_inverse=True, return_counts=True)
+    pixel_group = group.reshape(rows, columns)[row_of[:, None], column_of[None, :]]
+
+    pixels_per_group = np.bincount(pixel_group.ravel(), minlength=len(ids))
+    means = (
+        np.stack(
+            [
+                np.bincount(pixel_group.ravel(), weights=colours[..., channel].ravel(), minlength=len(ids))
+                for channel in range(3)
+            ],
+            axis=-1,
+        )
+        / np.maximum(pixels_per_group, 1)[:, None]
+    )
+    borders = np.array([_border_colour(int(label)) for label in ids])
+
+    merged = (tokens > 1)[pixel_group]
+    drawn = np.where(merged[..., None], means[pixel_group], colours)
+    drawn = np.where((merged & _edges(pixel_group))[..., None], borders[pixel_group], drawn)
+    return Image.fromarray(np.rint(drawn).astype(np.uint8))
+
+
+def _edges(groups: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """True at each pixel that touches another group to the left, right, top or bottom."""
+    edges = np.zeros(groups.shape, dtype=bool)
+    across = groups[:, 1:] != groups[:, :-1]
+    down = groups[1:] != groups[:-1]
+    edges[:, 1:] |= across
+    edges[:, :-1] |= across
+    edges[1:] |= down
+    edges[:-1] |= down
+    return edges
+
+
+def _border_colour(label: int) -> tuple[float, float, float]:
+    """A bright colour; golden-ratio steps in hue keep neighbouring labels apart."""
+    red, green, blue = colorsys.hsv_to_rgb(label * _GOLDEN % 1.0, 0.55, 0.95)
+    return red * 255, green * 255, blue * 255
+
+
+def _enlargement(size: tuple[int, int]) -> int:
+    return max(1, -(-_SMALLEST_SIDE // min(size)))
+
+
+def _enlarge(picture: Image.Image, factor: int) -> Image.Image:
+    size = (picture.width * factor, picture.height * factor)
+    return picture.convert("RGB").resize(size, Image.Resampling.NEAREST)
+
+
+def _pixels(picture: Image.Image) -> NDArray[np.float32]:
+    return np.asarray(picture.convert("RGB"), dtype=np.float32)
+
+
+def _font(size: int) -> ImageFont.ImageFont | ImageFont.FreeTypeFont:
+    return ImageFont.load_default(size)

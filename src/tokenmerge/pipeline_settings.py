@@ -1,0 +1,182 @@
+"""Names that a user types for device, dtype, scheduler and attention, and what they mean to diffusers."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tokenmerge.errors import ConfigError
+
+if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline, ModelMixin, SchedulerMixin
+
+__all__ = [
+    "ATTENTION_CHOICES",
+    "DTYPE_CHOICES",
+    "SCHEDULER_NAMES",
+    "check_attention",
+    "resolve_device",
+    "resolve_dtype",
+    "scheduler_class_name",
+    "set_attention",
+    "set_scheduler",
+]
+
+ATTENTION_CHOICES = ("sdpa", "xformers", "default")
+DTYPE_CHOICES = ("auto", "fp32", "fp16", "bf16")
+SCHEDULER_NAMES = {
+    "ddim": "DDIMScheduler",
+    "ddpm": "DDPMScheduler",
+    "deis": "DEISMultistepScheduler",
+    "dpm++": "DPMSolverMultistepScheduler",
+    "euler": "EulerDiscreteScheduler",
+    "euler-a": "EulerAncestralDiscreteScheduler",
+    "flow-euler": "FlowMatchEulerDiscreteScheduler",
+    "heun": "HeunDiscreteScheduler",
+    "lcm": "LCMScheduler",
+    "lms": "LMSDiscreteScheduler",
+    "plms": "PNDMScheduler",
+    "pndm": "PNDMScheduler",
+    "unipc": "UniPCMultistepScheduler",
+}
+
+_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+# What a scheduler's name promises beyond its class: solvers that would otherwise read another
+# scheduler's config and become a different method.
+_SCHEDULER_SETTINGS: dict[str, dict[str, Any]] = {
+    "DPMSolverMultistepScheduler": {"algorithm_type": "dpmsolver++"},
+    "PNDMScheduler": {"skip_prk_steps": True},
+}
+
+
+def resolve_device(name: str) -> torch.device:
+    """Turn ``"auto"`` or a torch device name into a device that is present.
+
+    Raises:
+        ConfigError: the name is not a device, or that device is not here.
+    """
+    if name == "auto":
+        if torch.cuda.is_available():
+            return torch.device("cuda")
+        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise ConfigError(
+            f"device: cannot use {name!r} ({_first_line(error)}); take auto, cpu, cuda, cuda:1 or mps, "
+            "whichever `tokenmerge env` lists"
+        ) from error
+    return device
+
+
+def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
+    """Turn a name of :data:`DTYPE_CHOICES` into a dtype; ``"auto"`` is fp16 on CUDA and fp32 elsewhere.
+
+    Raises:
+        ConfigError: the name is unknown, or fp16 is asked for on a CPU.
+    """
+    if name == "auto":
+        return torch.float16 if device.type == "cuda" else torch.float32
+    if name not in _DTYPES:
+        raise ConfigError(f"dtype: expected one of {', '.join(DTYPE_CHOICES)}, got {name!r}")
+    if name == "fp16" and device.type == "cpu":
+        raise ConfigError(
+            "dtype: fp16 is not for a CPU, where it is slow and partly missing; take bf16 or fp32"
+        )
+    return _DTYPES[name]
+
+
+def scheduler_class_name(name: str) -> str:
+    """Turn a short name of :data:`SCHEDULER_NAMES` or a diffusers class name into the class name.
+
+    >>> scheduler_class_name("dpm++")
+    'DPMSolverMultistepScheduler'
+
+    Raises:
+        ConfigError: diffusers has no such scheduler.
+    """
+    import diffusers
+
+    class_name = SCHEDULER_NAMES.get(name.lower(), name)
+    found = getattr(diffusers, class_name, None) if class_name.endswith("Scheduler") else None
+    if not (isinstance(found, type) and issubclass(found, diffusers.SchedulerMixin)):
+        raise ConfigError(
+            f"scheduler: {name!r} is unknown; take one of {', '.join(SCHEDULER_NAMES)}, or the class name of "
+            "a diffusers scheduler such as KDPM2DiscreteScheduler"
+        )
+    return class_name
+
+
+def set_scheduler(pipe: DiffusionPipeline, name: str) -> None:
+    """Give ``pipe`` another scheduler, made from the config of its own.
+
+    Args:
+        pipe: a diffusers pipeline; changed in place.
+        name: see :func:`scheduler_class_name`.
+
+    Raises:
+        ConfigError: the scheduler is unknown, or made for another kind of model.
+    """
+    import diffusers
+
+    wanted: type[SchedulerMixin] = getattr(diffusers, scheduler_class_name(name))
+    present = pipe.scheduler
+    compatible = sorted(scheduler.__name__ for scheduler in present.compatibles)
+    if "beta_schedule" in inspect.signature(wanted.__init__).parameters:
+        fits = "beta_schedule" in present.config
+    else:  # flow matching and others with a noise schedule of their own
+        fits = wanted.__name__ in compatible
+    if not fits:
+        raise ConfigError(
+            f"scheduler: {wanted.__name__} does not fit a model made for {type(present).__name__}; "
+            f"take one of {', '.join(compatible)}"
+        )
+    pipe.scheduler = wanted.from_config(present.config, **_SCHEDULER_SETTINGS.get(wanted.__name__, {}))
+
+
+def check_attention(name: str) -> None:
+    """Raise a ConfigError unless ``name`` is an attention back-end that is installed here."""
+    if name not in ATTENTION_CHOICES:
+        raise ConfigError(f"attention: expected one of {', '.join(ATTENTION_CHOICES)}, got {name!r}")
+    if name == "xformers" and importlib.util.find_spec("xformers") is None:
+        raise ConfigError("attention: xformers is not installed; run: pip install xformers, or take sdpa")
+
+
+def set_attention(models: Sequence[ModelMixin], name: str) -> None:
+    """Choose how ``models`` compute attention.
+
+    Args:
+        models: denoisers and ControlNets of diffusers; changed in place.
+        name: ``"sdpa"``, torch's fused attention, which is also what diffusers takes by itself;
+            ``"xformers"``, its memory-efficient attention; ``"default"``, two plain matrix products and a
+            softmax, which hold the whole attention matrix.
+
+    Raises:
+        ConfigError: the name is unknown, xformers is missing, or the model offers only sdpa.
+    """
+    from diffusers.models.attention_processor import AttnProcessor, AttnProcessor2_0
+
+    check_attention(name)
+    processors = {"sdpa": AttnProcessor2_0, "default": AttnProcessor}
+    for model in models:
+        if name == "xformers":
+            model.enable_xformers_memory_efficient_attention()
+            continue
+        plain = {key: type(processor) for key, processor in model.attn_processors.items()}
+        if set(plain.values()) <= {AttnProcessor, AttnProcessor2_0}:
+            model.set_attn_processor({key: processors[name]() for key in plain})
+        elif name != "sdpa":
+            kinds = ", ".join(sorted({kind.__name__ for kind in plain.values()}))
+            raise ConfigError(
+                f"attention: {type(model).__name__} computes attention in {kinds}, which offers only sdpa; "
+                "take sdpa"
+            )
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0]

@@ -1,0 +1,289 @@
+"""What merging does to a model at one size: blocks, tokens and FLOPs, counted rather than estimated."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Iterator
+from itertools import chain, groupby
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from tokenmerge.config import ToMeConfig
+from tokenmerge.errors import ConfigError
+from tokenmerge.methods.tome import num_removed
+from tokenmerge.models import Block, Host, find_hosts
+from tokenmerge.patch import hosts_that_merge, new_run, patch_host, restore
+from tokenmerge.runtime import RecordedPlan
+
+__all__ = ["Report", "Row", "predict"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One transformer block.
+
+    Attributes:
+        model: class of the model that it belongs to, with a number where there are several of a class.
+        path: the block's qualified name; for several equal blocks that follow each other, all of them.
+        level: resolution level: 1, 2, 4 …
+        grid: height and width in tokens.
+        tokens: number of tokens before merging.
+        merged_tokens: number after it.
+        merged: sub-layers that see the merged tokens, such as ``"attn1+ff"``; empty for a dense block.
+        flops_dense: floating-point operations of the block without merging.
+        flops_merged: with it, the matching included.
+        blocks: how many blocks the row stands for; its FLOPs are theirs together.
+    """
+
+    model: str
+    path: str
+    level: int
+    grid: tuple[int, int]
+    tokens: int
+    merged_tokens: int
+    merged: str
+    flops_dense: int
+    flops_merged: int
+    blocks: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What merging does to one call of a model.
+
+    FLOPs are those of matrix products, convolutions and attention, two for a multiply-add; the time saved
+    depends on the machine too.
+
+    Attributes:
+        model: class of the model; several, joined by ``+``, with ControlNets.
+        height: height of the sample, in the model's own pixels (latents).
+        width: width of the sample.
+        batch: images in the call; classifier-free guidance makes it 2 for one picture.
+        rows: a row for each block that merges.
+        flops_dense: operations of the whole model without merging.
+        flops_merged: with it.
+        notes: every block that is left dense and why, in words.
+    """
+
+    model: str
+    height: int
+    width: int
+    batch: int
+    rows: tuple[Row, ...]
+    flops_dense: int
+    flops_merged: int
+    notes: tuple[str, ...]
+
+    def joined_rows(self) -> Iterator[Row]:
+        """The rows, with equal blocks that follow each other in one list as one row.
+
+        Such as the ten of a transformer of SDXL: ``….transformer_blocks.0-9``.
+        """
+
+        def what(row: Row) -> tuple:
+            numbers = dataclasses.replace(row, path="")
+            return row.path.rpartition(".")[0], numbers
+
+        for (parent, _), group in groupby(self.rows, key=what):
+            rows = list(group)
+            first, last = (row.path.rpartition(".")[2] for row in (rows[0], rows[-1]))
+            yield dataclasses.replace(
+                rows[0],
+                path=f"{parent}.{first}" if len(rows) == 1 else f"{parent}.{first}-{last}",
+                flops_dense=sum(row.flops_dense for row in rows),
+                flops_merged=sum(row.flops_merged for row in rows),
+                blocks=len(rows),
+            )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as plain values, for records."""
+        return dataclasses.asdict(self)
+
+    def __str__(self) -> str:
+        """A table in plain text."""
+        header = ("block", "level", "grid", "tokens", "merged", "GFLOPs", "saved")
+        lines = [
+            (
+                row.path if " + " not in self.model else f"{row.model}: {row.path}",
+                str(row.level),
+                f"{row.grid[0]} × {row.grid[1]}",
+                f"{row.tokens} → {row.merged_tokens}",
+                row.merged,
+                f"{row.flops_dense / 1e9:.2f} → {row.flops_merged / 1e9:.2f}",
+                saved(row.flops_dense, row.flops_merged),
+            )
+            for row in self.joined_rows()
+        ]
+        total = f"{self.flops_dense / 1e9:.2f} → {self.flops_merged / 1e9:.2f}"
+        lines.append(("whole model", "", "", "", "", total, saved(self.flops_dense, self.flops_merged)))
+        widths = [max(map(len, column)) for column in zip(header, *lines, strict=True)]
+        table = [
+            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+            for line in (header, *lines)
+        ]
+        size = f"sample {self.height} × {self.width}, batch {self.batch}"
+        return "\n".join([f"{self.model}: {size}", *table, *(f"note: {note}" for note in self.notes)])
+
+
+def saved(dense: int, merged: int) -> str:
+    """The share of operations saved, in percent.
+
+    >>> saved(200, 150)
+    '25.0 %'
+    """
+    return f"{100 * (1 - merged / dense):.1f} %"
+
+
+def predict(
+    pipe_or_model: object,
+    config: ToMeConfig,
+    height: int | None = None,
+    width: int | None = None,
+    batch: int = 2,
+) -> Report:
+    """Count what merging saves, by running a copy of the model without weights on the meta device.
+
+    The model itself is not called and not changed; it may be patched, or on the meta device.
+
+    Args:
+        pipe_or_model: as for :func:`tokenmerge.apply_token_merging`.
+        config: what to merge and how much.
+        height: height of the sample (for latent diffusion, of the latents); None: the size that the model
+            was made for.
+        width: width of the sample.
+        batch: number of samples in the call.
+
+    Raises:
+        NothingToMergeError: no token would merge at this size.
+        UnsupportedModelError: it is not, and does not contain, a model that tokens can be merged in.
+        ConfigError: the size is missing and the model does not say what it was made for, or it is not valid.
+    """
+    for argument, value in (("height", height), ("width", width), ("batch", batch)):
+        if value is not None and (not isinstance(value, int) or value < 1):
+            raise ConfigError(f"{argument}: expected an integer ≥ 1, got {value!r}")
+    hosts = find_hosts(pipe_or_model)
+    if height is None or width is None:
+        size = next((host.sample_size for host in hosts if host.sample_size), None)
+        if size is None:
+            names = ", ".join(type(host.root).__name__ for host in hosts)
+            raise ConfigError(f"height, width: {names} does not say what size it was made for; pass both")
+        height, width = size
+
+    merging, left_dense = hosts_that_merge(hosts, config, (height, width))
+    labels = _labels(merging)
+    reports = [
+        _predict_host(host, name, config, height, width, batch)
+        for host, name in zip(merging, labels, strict=True)
+    ]
+    return Report(
+        model=" + ".join(labels),
+        height=height,
+        width=width,
+        batch=batch,
+        rows=tuple(chain.from_iterable(report.rows for report in reports)),
+        flops_dense=sum(report.flops_dense for report in reports),
+        flops_merged=sum(report.flops_merged for report in reports),
+        notes=tuple(chain(chain.from_iterable(r.notes for r in reports), map(str, left_dense))),
+    )
+
+
+def _labels(hosts: list[Host]) -> list[str]:
+    """The class of each host, numbered where several have it."""
+    classes = [type(host.root).__name__ for host in hosts]
+    return [
+        name if classes.count(name) == 1 else f"{name} {classes[:i].count(name) + 1}"
+        for i, name in enumerate(classes)
+    ]
+
+
+def _predict_host(host: Host, name: str, config: ToMeConfig, height: int, width: int, batch: int) -> Report:
+    (copied,) = find_hosts(_weightless(host.root))
+    arguments = copied.example(height, width, batch)
+    dense = _count(copied.root, arguments)
+    run = new_run(copied, config)
+    patch_host(copied, run)
+    recorded: dict[str, RecordedPlan] = {}
+    run.record = recorded
+    merged = _count(copied.root, arguments)
+
+    counted = type(host.root).__name__
+    rows = []
+    for block in copied.blocks:
+        if block.path in recorded:
+            grid = recorded[block.path].height, recorded[block.path].width
+            row = Row(
+                model=name,
+                path=block.path,
+                level=block.level,
+                grid=grid,
+                tokens=grid[0] * grid[1],
+                merged_tokens=grid[0] * grid[1] - num_removed(*grid, config),
+                merged="+".join(layer for layer in config.merged_layers if layer in block.layers),
+                flops_dense=dense[f"{counted}.{block.path}"],
+                flops_merged=merged[f"{counted}.{block.path}"],
+            )
+            rows.append(row)
+    notes = _notes(copied.blocks, rows, config)
+    return Report(name, height, width, batch, tuple(rows), dense[counted], merged[counted], notes)
+
+
+def _notes(blocks: tuple[Block, ...], rows: list[Row], config: ToMeConfig) -> tuple[str, ...]:
+    if config.ratio == 0:
+        return ("ratio=0: every block stays dense, as asked",)
+    notes = []
+    too_deep = [block for block in blocks if block.level > config.max_downsample]
+    for level in sorted({block.level for block in too_deep}):
+        count = sum(block.level == level for block in too_deep)
+        what = "block stays" if count == 1 else "blocks stay"
+        notes.append(f"{count} {what} dense at level {level}: max_downsample={config.max_downsample}")
+    merging = {row.path for row in rows}
+    for block in blocks:
+        if block not in too_deep and block.path not in merging:
+            notes.append(
+                f"{block.path} stays dense: its token grid has no cell of sy={config.sy} × sx={config.sx} "
+                f"or ratio={config.ratio:g} removes no token of it"
+            )
+    if config.merge_mlp and any(block.chunks_feed_forward for block in blocks):
+        notes.append("feed-forward layers that run in chunks stay dense; switch chunking off to merge them")
+    notes += [
+        f"{row.path}: merging costs more operations than it saves; lower max_downsample or raise ratio"
+        for row in rows
+        if row.flops_merged >= row.flops_dense
+    ]
+    return tuple(notes)
+
+
+# What other software keeps on a module to wrap its calls, and with it the original or whole other models.
+_WRAPPERS = ("forward", "_old_forward", "_hf_hook", "_diffusers_hook", "_compiled_call_impl")
+
+
+def _weightless(root: nn.Module) -> nn.Module:
+    """An unpatched copy of a model whose parameters and buffers have shapes and no values."""
+    memo: dict[int, Any] = {}
+    for tensor in chain(root.parameters(), root.buffers()):
+        # Types for storage alone, such as float8, are cast before they are computed with.
+        dtype = torch.float32 if tensor.is_floating_point() and tensor.itemsize == 1 else tensor.dtype
+        empty = torch.empty_like(tensor, device="meta", dtype=dtype)
+        memo[id(tensor)] = nn.Parameter(empty, False) if isinstance(tensor, nn.Parameter) else empty
+    for module in root.modules():
+        memo |= {id(module.__dict__[name]): None for name in _WRAPPERS if name in module.__dict__}
+    copied = copy.deepcopy(root, memo)
+    restore(copied)
+    for module in copied.modules():
+        for name in _WRAPPERS:
+            module.__dict__.pop(name, None)
+        module._forward_hooks.clear()
+        module._forward_pre_hooks.clear()
+    return copied
+
+
+@torch.no_grad()
+def _count(root: nn.Module, arguments: dict[str, Any]) -> dict[str, int]:
+    """FLOPs of one call, for every module by its path, which starts with the name of the root's class."""
+    with FlopCounterMode(display=False) as counter:
+        root(**arguments)
+    return {path: sum(counts.values()) for path, counts in counter.get_flop_counts().items()}

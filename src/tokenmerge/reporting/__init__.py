@@ -1,0 +1,1 @@
+"""From records to tables, plots and pages; nothing here runs a model."""

@@ -1,0 +1,183 @@
+"""What the plots show, as lines of points; knows no plotting library."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+from typing import Any
+
+from tokenmerge.bench.records import CellRecord, variant_label
+from tokenmerge.reporting.quality import LOWER_IS_CLOSER, QualityRecord
+from tokenmerge.reporting.tables import in_order, setting_name, where_of
+
+__all__ = ["Chart", "Line", "charts"]
+
+_FUSED = "sdpa"
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """One line of a chart.
+
+    Args:
+        name: what it is of.
+        points: (x, y), by rising x; at least one.
+        labels: text at each point; empty: none.
+    """
+
+    name: str
+    points: tuple[tuple[float, float], ...]
+    labels: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Chart:
+    """A chart.
+
+    Args:
+        title: what it shows.
+        x: name of the horizontal axis.
+        y: name of the vertical axis.
+        lines: at least one.
+        level: (name, y) of a horizontal line to compare with, if there is one.
+        from_zero: whether the vertical axis starts at zero.
+    """
+
+    title: str
+    x: str
+    y: str
+    lines: tuple[Line, ...]
+    level: tuple[str, float] | None = None
+    from_zero: bool = False
+
+
+def charts(cells: Iterable[CellRecord], quality: Sequence[QualityRecord]) -> list[Chart]:
+    """Speed-up against resolution, time against ratio, and the price curve, as far as there are points.
+
+    Only cells with fused attention: what others gain over plain attention is not merging's.
+    """
+    timed = [c for c in cells if c.median is not None and c.conditions["attention"] == _FUSED]
+    return [*_against_resolution(timed), *_against_ratio(timed), *_price(timed, quality)]
+
+
+def _against_resolution(cells: Sequence[CellRecord]) -> Iterable[Chart]:
+    def rest(cell: CellRecord) -> tuple[object, ...]:
+        names = ("model", "scope", "frames", "batch", "dtype", "device_name", "threads", "compile")
+        return in_order(cell.conditions[name] for name in names)
+
+    for _, group in groupby(sorted(cells, key=rest), key=rest):
+        found = [cell for cell in group if cell.conditions["variant"] != "dense" and cell.speedup]
+        if len({_side(cell) for cell in found}) < 2:
+            continue
+        lines = [
+            Line(label, tuple(sorted((_side(c), c.speedup or 0.0) for c in found if c.label == label)))
+            for label in sorted({cell.label for cell in found})
+        ]
+        conditions = found[0].conditions
+        title = _without_size(conditions)
+        yield Chart(
+            f"Speed-up against resolution: {title}",
+            "√(width × height), pixels",
+            "speed-up, t_dense / t",
+            tuple(lines),
+            level=("dense", 1.0),
+        )
+
+
+def _against_ratio(cells: Sequence[CellRecord]) -> Iterable[Chart]:
+    def where(cell: CellRecord) -> tuple[object, ...]:
+        return in_order((*where_of(cell), cell.conditions["compile"]))
+
+    for _, group in groupby(sorted(cells, key=where), key=where):
+        found = list(group)
+        with_ratio = [cell for cell in found if "ratio" in cell.conditions["settings"]]
+        if len({cell.conditions["settings"]["ratio"] for cell in with_ratio}) < 2:
+            continue
+        lines = [
+            Line(name, tuple(sorted((c.conditions["settings"]["ratio"], c.median or 0.0) for c in members)))
+            for name, members in _by_family(with_ratio)
+        ]
+        dense = next((cell.median for cell in found if cell.conditions["variant"] == "dense"), None)
+        compiled = ", compiled" if found[0].conditions["compile"] else ""
+        yield Chart(
+            f"Time against ratio: {setting_name(found[0].conditions)}{compiled}",
+            "ratio of tokens removed",
+            "seconds per call",
+            tuple(lines),
+            level=None if dense is None else ("dense", dense),
+            from_zero=True,
+        )
+
+
+def _price(cells: Sequence[CellRecord], quality: Sequence[QualityRecord]) -> Iterable[Chart]:
+    def where(record: QualityRecord) -> tuple[str, int, int]:
+        return record.model, record.width, record.height
+
+    for (model, width, height), group in groupby(sorted(quality, key=where), key=where):
+        records = list(group)
+        for metric in dict.fromkeys(name for record in records for name in record.figures):
+            lines = tuple(_price_lines(records, metric, cells))
+            if lines:
+                closer = "lower" if metric in LOWER_IS_CLOSER else "higher"
+                yield Chart(
+                    f"The price: {model}, {width} × {height}",
+                    f"{metric.upper()}, {closer} is better",
+                    "speed-up, t_dense / t",
+                    lines,
+                    level=("dense", 1.0),
+                )
+
+
+def _price_lines(
+    records: Sequence[QualityRecord], metric: str, cells: Sequence[CellRecord]
+) -> Iterable[Line]:
+    """One line for each method; its points are its ratios."""
+    families: dict[str, list[tuple[float, float, str]]] = {}
+    for record in records:
+        speedup = _speedup_of(record, cells)
+        if metric in record.figures and speedup is not None:
+            ratio = str(record.settings.get("ratio", ""))
+            family = families.setdefault(_family(record.variant, record.settings), [])
+            family.append((record.figures[metric], speedup, ratio))
+    for name, found in sorted(families.items()):
+        points = sorted(found)
+        yield Line(name, tuple((x, y) for x, y, _ in points), tuple(ratio for _, _, ratio in points))
+
+
+def _speedup_of(record: QualityRecord, cells: Sequence[CellRecord]) -> float | None:
+    """Of the same variant on the same model at the same size: of the whole pipeline, or else the denoiser."""
+    found = [
+        cell
+        for cell in cells
+        if cell.label == record.label
+        and not cell.conditions["compile"]
+        and [cell.conditions[name] for name in ("model", "width", "height")]
+        == [record.model, record.width, record.height]
+    ]
+    found.sort(key=lambda cell: (cell.conditions["scope"] != "pipeline", cell.conditions["batch"]))
+    return found[0].speedup if found else None
+
+
+def _by_family(cells: Sequence[CellRecord]) -> Iterable[tuple[str, list[CellRecord]]]:
+    def family(cell: CellRecord) -> str:
+        return _family(cell.conditions["variant"], cell.conditions["settings"])
+
+    for name, members in groupby(sorted(cells, key=family), key=family):
+        yield name, list(members)
+
+
+def _family(variant: str, settings: Any) -> str:
+    """A variant without its ratio."""
+    return variant_label(variant, {name: value for name, value in settings.items() if name != "ratio"})
+
+
+def _side(cell: CellRecord) -> float:
+    return math.sqrt(cell.conditions["width"] * cell.conditions["height"])
+
+
+def _without_size(conditions: Any) -> str:
+    name = setting_name(conditions)
+    size = name.split(", ")[1]
+    return name.replace(f", {size}", "", 1)

@@ -1,0 +1,33 @@
+"""Pictures inside a page: data addresses, so that the page needs nothing beside it."""
+
+from __future__ import annotations
+
+import base64
+from pathlib import Path
+
+from tokenmerge.errors import ConfigError
+
+__all__ = ["data_address", "svg_address"]
+
+_SIGNATURES = {b"\x89PNG\r\n\x1a\n": "image/png", b"\xff\xd8\xff": "image/jpeg", b"RIFF": "image/webp"}
+
+
+def data_address(path: Path) -> str:
+    """A PNG, JPEG or WebP file as a data address.
+
+    Raises:
+        ConfigError: it cannot be read, or is no such picture.
+    """
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"sample: cannot read the picture {path} ({error.strerror or error})") from error
+    kind = next((kind for start, kind in _SIGNATURES.items() if content.startswith(start)), None)
+    if kind is None:
+        raise ConfigError(f"sample: {path} is not a PNG, JPEG or WebP picture")
+    return f"data:{kind};base64,{base64.b64encode(content).decode()}"
+
+
+def svg_address(svg: str) -> str:
+    """An SVG document as a data address; as a picture it runs no script and shares no names with a page."""
+    return f"data:image/svg+xml;base64,{base64.b64encode(svg.encode()).decode()}"

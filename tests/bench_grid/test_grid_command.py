@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from tokenmerge.bench.grid import Grid
+from tokenmerge.bench.store import read_cells
+from tokenmerge.errors import ConfigError
+
+# The package has a function of this name.
+command = importlib.import_module("tokenmerge.commands.bench")
+app = typer.Typer()
+app.command()(command.bench)
+
+
+def run(*arguments: str) -> object:
+    return CliRunner().invoke(app, list(arguments))
+
+
+def test_measures_and_shows_a_table(tmp_path: Path) -> None:
+    out = tmp_path / "results.jsonl"
+    result = run("--model", "geometry:tiny", "--variant", "tome", "--rounds", "1", "-o", str(out))
+    assert result.exit_code == 0, result.output
+    assert "tome ratio=0.5, sdpa" in result.stdout
+    assert "1.00x" in result.stdout
+    assert "[2/2]" in result.stderr
+    assert len(list(read_cells(out))) == 2
+
+
+def test_flags_change_single_values_of_a_preset(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    grids: list[Grid] = []
+    monkeypatch.setattr(command, "run_grid", lambda grid, *rest, **named: grids.append(grid))
+    result = run(
+        "--preset", "paper", "--dtype", "fp32", "--model", "geometry:tiny", "-o", str(tmp_path / "a")
+    )
+    assert result.exit_code == 0, result.output
+    assert (grids[0].dtype, grids[0].model) == (("fp32",), ("geometry:tiny",))
+    assert (grids[0].steps, grids[0].scheduler, len(grids[0].ratio)) == (50, "plms", 6)
+
+
+def test_ctrl_c_says_what_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def interrupted(grid: Grid, out: Path, on_cell: object, on_note: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "run_grid", interrupted)
+    result = run("-o", str(tmp_path / "results.jsonl"))
+    assert "0 finished cells are in" in result.stderr
+    assert result.exit_code == 130
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--preset", "none"], "expected one of diffusers-docs, paper, ppdiffusers, got 'none'"),
+        (["--variant", "none"], "expected one of dense, tome"),
+        (["--ratio", "0.9"], "0.75"),
+        (["--preset", "paper", "--grid", "a.toml"], "give one of them"),
+        (["--grid", "missing.toml"], "cannot read"),
+        (["--scope", "all"], "expected one of denoiser, pipeline"),
+    ],
+)
+def test_bad_input_is_named(arguments: list[str], words: str) -> None:
+    error = run(*arguments).exception
+    assert isinstance(error, ConfigError)
+    assert words in str(error)

@@ -1,0 +1,314 @@
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from tokenmerge.bench import apply, group, memory_limit, prepared, runner
+from tokenmerge.bench.records import CellRecord
+from tokenmerge.bench.store import RecordNotWrittenError, ResultsFile, read_cells
+from tokenmerge.bench.timing import interleaved
+from tokenmerge.errors import ConfigError
+
+Measure = Callable[..., list[CellRecord]]
+
+
+def names(records: list[CellRecord]) -> list[str]:
+    return [f"{record.label} {record.conditions['attention']}" for record in records]
+
+
+def test_every_cell_becomes_a_record_with_all_its_conditions(measure: Measure, tmp_path: Path) -> None:
+    records = measure(variants=("tome",), ratio=(0.25, 0.5), batch=(1, 2), threads=1)
+    assert names(records) == ["dense sdpa", "tome ratio=0.25 sdpa", "tome ratio=0.5 sdpa"] * 2
+    assert [record.conditions["batch"] for record in records] == [1] * 3 + [2] * 3
+    assert list(read_cells(tmp_path / "results.jsonl")) == records
+    for record in records:
+        assert record.status == "ok"
+        assert len(record.seconds) == 2
+        assert record.speedup == pytest.approx(
+            sum(record.references["dense"]) / sum(record.seconds)
+        )  # of two figures the median is the mean
+        assert record.facts["samples"] == 2 * record.conditions["batch"]
+        assert "random weights" in record.facts["notes"]
+    conditions = records[1].conditions
+    assert conditions["threads"] == 1
+    assert conditions["dtype"] == "fp32"
+    assert conditions["device"] == "cpu"
+    assert conditions["environment"]["versions"]["torch"] == torch.__version__
+    assert {"seed", "commit", "rounds", "warmup", "steps", "scheduler", "guidance"} <= set(conditions)
+    assert records[1].facts["flops_merged"] < records[1].facts["flops_dense"]
+    assert records[1].facts["config"]["sx"] == 2
+
+
+def test_cells_take_turns_after_their_warm_up(measure: Measure, monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+
+    def spy(calls: dict, repeat: int, device: torch.device) -> object:
+        for measured in interleaved(calls, repeat, device):
+            order.append(measured.variant)
+            yield measured
+
+    monkeypatch.setattr(group, "interleaved", spy)
+    runs: list[prepared.Prepared] = []
+    original = prepared.Prepared.run
+    monkeypatch.setattr(prepared.Prepared, "run", lambda self: (runs.append(self), original(self)))
+    measure(variants=("tome", "oracle"), rounds=3, warmup=2)
+    assert order == ["dense, sdpa", "tome ratio=0.5, sdpa", "oracle ratio=0.5, sdpa"] * 3
+    assert runs == runs[:3] * 5
+    assert len(runs) == 3 * (2 + 3)
+
+
+def test_a_continued_run_measures_only_what_is_missing(measure: Measure) -> None:
+    first = measure(variants=("tome",), attention=("default",))
+    again = measure(variants=("tome",), attention=("default",))
+    assert again == first
+    more = measure(variants=("tome", "oracle"), attention=("default",))
+    assert more[:3] == first
+    assert names(more[3:]) == ["oracle ratio=0.5 default"]
+    # What it is compared with ran beside it, and is no record of its own.
+    assert more[3].references["dense, same attention"] != first[1].seconds
+    assert set(more[3].references) == {"dense", "dense, same attention"}
+
+
+def test_other_conditions_are_other_cells(measure: Measure) -> None:
+    first = measure(variants=("dense",))
+    threads = {"threads": torch.get_num_threads() + 1}
+    for change in ({"seed": 1}, {"rounds": 3}, threads, {"warmup": 2}, {"size": ("128x64",)}):
+        (record,) = measure(variants=("dense",), **change)
+        assert record.key != first[0].key, change
+
+
+def test_a_run_that_is_killed_keeps_its_finished_cells(
+    measure: Measure, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def interrupted(progress: runner.Progress) -> None:
+        if progress.number == 2:
+            raise KeyboardInterrupt
+
+    grid = {"model": ("geometry:tiny",), "rounds": 1, "device": "cpu", "variants": ("tome", "oracle")}
+    with pytest.raises(KeyboardInterrupt):
+        runner.run_grid(runner.Grid(**grid), tmp_path / "results.jsonl", interrupted)
+    kept = list(read_cells(tmp_path / "results.jsonl"))
+    assert names(kept) == ["dense sdpa", "tome ratio=0.5 sdpa"]
+    records = measure(rounds=1, variants=("tome", "oracle"))
+    assert records[:2] == kept
+    assert names(records[2:]) == ["oracle ratio=0.5 sdpa"]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB"),
+        MemoryError(),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:121] DefaultCPUAllocator: not enough memory"),
+        RuntimeError("[enforce fail] . DefaultCPUAllocator: can't allocate memory: you tried to allocate"),
+    ],
+)
+def test_out_of_memory_is_a_cell_that_says_so(
+    measure: Measure, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    calls = 0
+
+    def fails_in_the_second_round(self: object) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 3:  # one warm-up, two rounds
+            raise error
+
+    monkeypatch.setattr(apply, "_shortened", lambda base, tokens, kept: base)
+    original = prepared.Workbench.prepare
+
+    def prepare(self: prepared.Workbench, column: object, steps: int | None = None) -> prepared.Prepared:
+        cell = original(self, column, steps)
+        if column.spec.name == "oracle":
+            cell.call = lambda: fails_in_the_second_round(None)
+        return cell
+
+    monkeypatch.setattr(prepared.Workbench, "prepare", prepare)
+    dense, oracle, tome = sorted(
+        measure(variants=("oracle:ratio=0.5", "tome")), key=lambda record: record.conditions["variant"]
+    )
+    assert (oracle.status, oracle.seconds, oracle.speedup) == ("oom", (), None)
+    assert oracle.message
+    assert dense.status == tome.status == "ok"
+    assert len(tome.seconds) == 2
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux kills what outgrows memory")
+def test_a_cell_that_outgrows_the_memory_at_hand_says_so(
+    measure: Measure, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Plain attention over 4096 tokens holds 4 matrices of 64 MiB, fused attention none.
+    monkeypatch.setattr(memory_limit, "available_memory", lambda: memory_limit.RESERVE + 200 * 2**20)
+    records = measure(variants=("dense",), attention=("default",), size=("512",), rounds=1)
+    assert {record.conditions["attention"]: record.status for record in records} == {
+        "sdpa": "ok",
+        "default": "oom",
+    }
+
+
+def test_a_dense_cell_that_failed_half_way_is_no_reference(
+    measure: Measure, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = prepared.Workbench.prepare
+
+    def prepare(self: prepared.Workbench, column: object, steps: int | None = None) -> prepared.Prepared:
+        cell = original(self, column, steps)
+        if str(column) == "dense, default":
+            turns = iter([None, None])  # the warm-up and the first round
+            cell.call = lambda: next(turns)
+        return cell
+
+    monkeypatch.setattr(prepared.Workbench, "prepare", prepare)
+    records = measure(variants=("tome",), attention=("default",))
+    (merged,) = [record for record in records if record.conditions["variant"] == "tome"]
+    assert set(merged.references) == {"dense"}
+    assert merged.speedup_same_attention is None
+
+
+def test_an_unexpected_failure_is_a_cell_and_is_tried_again(
+    measure: Measure, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*args: object, **kwargs: object) -> None:
+        raise RuntimeError("no kernel\nfor this")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(prepared, "predict", broken)
+        records = measure(variants=("tome",))
+    assert [record.status for record in records] == ["error", "ok"]  # a cell that fails ends first
+    assert records[0].message == "RuntimeError: no kernel for this"
+    again = measure(variants=("tome",))
+    assert sorted((record.label, record.status) for record in again) == [
+        ("dense", "ok"),
+        ("tome ratio=0.5", "ok"),
+    ]
+    assert len(measure(variants=("tome",))) == 2
+
+
+def test_a_model_that_cannot_be_loaded_is_rows_that_say_why(
+    measure: Measure, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    records = measure(variants=("tome",), dtype=("fp16", "fp32"))
+    assert [record.status for record in records] == ["unavailable"] * 2 + ["ok"] * 2
+    assert "fp16 is not for a CPU" in records[0].message
+
+
+def test_what_is_not_installed_is_rows_that_say_so(measure: Measure, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    records = measure(variants=("tomesd",), attention=("xformers",))
+    by_name = dict(zip(names(records), records, strict=True))
+    assert "pip install tomesd" in by_name["tomesd ratio=0.5 xformers"].message
+    assert "pip install xformers" in by_name["dense xformers"].message
+    assert by_name["dense sdpa"].status == "ok"
+
+
+def test_a_full_disk_ends_the_run_with_the_finished_cells_in_the_file(
+    measure: Measure, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    original = ResultsFile.append
+
+    def append(self: ResultsFile, record: CellRecord) -> None:
+        if record.conditions["variant"] == "oracle":
+            raise RecordNotWrittenError("the disk is full")
+        original(self, record)
+
+    monkeypatch.setattr(ResultsFile, "append", append)
+    with pytest.raises(RecordNotWrittenError):
+        measure(variants=("tome", "oracle"))
+    assert names(list(read_cells(tmp_path / "results.jsonl"))) == ["dense sdpa", "tome ratio=0.5 sdpa"]
+
+
+def test_fewer_steps_of_the_denoiser_are_computed_and_say_so(
+    measure: Measure, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pace = {"dense, sdpa": 1.0, "tome ratio=0.5, sdpa": 0.77}
+
+    def paced(calls: dict, repeat: int, device: torch.device) -> object:
+        for measured in interleaved(calls, repeat, device):
+            yield type(measured)(measured.variant, pace[measured.variant], None)
+
+    monkeypatch.setattr(group, "interleaved", paced)
+    fewer = measure(variants=("tome", "fewer-steps"), steps=10)[-1]
+    assert fewer.label == "fewer-steps (tome ratio=0.5)"
+    assert fewer.facts["steps_used"] == 7
+    assert fewer.speedup == pytest.approx(10 / 7)
+    assert "computed" in fewer.facts["notes"][-1]
+
+
+def test_fewer_steps_of_a_pipeline_are_run(measure: Measure, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps_seen: list[int] = []
+    original = prepared.Workbench.prepare
+
+    def prepare(self: prepared.Workbench, column: object, steps: int | None = None) -> prepared.Prepared:
+        cell = original(self, column, steps)
+        cell.call, run = (lambda: (steps_seen.append(steps or 0), run())), cell.call
+        return cell
+
+    def paced(calls: dict, repeat: int, device: torch.device) -> object:
+        pace = {"dense, sdpa": 11.0, "10": 11.0, "5": 6.0, "tome ratio=0.5, sdpa": 8.1}
+        for measured in interleaved(calls, repeat, device):
+            yield type(measured)(measured.variant, pace.get(measured.variant, 8.0), None)
+
+    monkeypatch.setattr(prepared.Workbench, "prepare", prepare)
+    monkeypatch.setattr(group, "interleaved", paced)
+    records = measure(scope="pipeline", variants=("tome", "fewer-steps"), steps=10)
+    assert [record.status for record in records] == ["ok"] * 3
+    assert records[-1].facts["steps_used"] == 7
+    assert steps_seen.count(7) == 1 + 2  # a warm-up, two rounds
+    assert records[-1].seconds == (8.0, 8.0)
+    assert records[-1].references["dense"] == (11.0, 11.0)
+
+
+def test_fewer_steps_without_a_merged_time_say_so(measure: Measure) -> None:
+    records = measure(variants=("tome:max_downsample=1", "fewer-steps"), size=("8",))
+    assert {record.label: record.status for record in records} == {
+        "dense": "ok",
+        "tome ratio=0.5": "unavailable",
+        "fewer-steps (tome ratio=0.5)": "unavailable",
+    }
+
+
+def test_compiled_cells_are_compared_with_compiled_dense(
+    measure: Measure, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled: list[nn.Module] = []
+
+    def compile(model: nn.Module, dynamic: bool) -> nn.Module:
+        assert not dynamic
+        compiled.append(model)
+        return model
+
+    monkeypatch.setattr(torch, "compile", compile)
+    calls: list[prepared.Prepared] = []
+    original = prepared.Prepared.run
+    monkeypatch.setattr(prepared.Prepared, "run", lambda self: (calls.append(self), original(self)))
+    records = measure(variants=("tome",), compile=(False, True), warmup=1)
+    assert len(calls) == 4 * (3 + 2)
+    assert [(record.label, record.conditions["compile"]) for record in records] == [
+        ("dense", False),
+        ("dense", True),
+        ("tome ratio=0.5", False),
+        ("tome ratio=0.5", True),
+    ]
+    assert len(compiled) == 2
+    assert records[3].references["dense"] == records[1].seconds
+
+
+@pytest.mark.parametrize("axes", [{"model": ("geometry:none",)}, {"size": ("65x64",)}, {"device": "cuda:99"}])
+def test_what_does_not_fit_is_refused_before_anything_is_measured(
+    measure: Measure, tmp_path: Path, axes: dict
+) -> None:
+    with pytest.raises(ConfigError):
+        measure(**axes)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_records_are_lines_of_plain_json(measure: Measure, tmp_path: Path) -> None:
+    measure(variants=("tome",))
+    for line in (tmp_path / "results.jsonl").read_text(encoding="utf-8").splitlines():
+        assert json.loads(line)["kind"] == "bench"

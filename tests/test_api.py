@@ -1,0 +1,302 @@
+"""The verbs on pipelines, ControlNets and CompVis models, and their errors."""
+
+import hosts
+import pytest
+import tiny_pipeline
+import torch
+from diffusers import (
+    MultiControlNetModel,
+    StableDiffusionImg2ImgPipeline,
+    StableDiffusionPipeline,
+    UNet2DModel,
+)
+
+import tokenmerge
+from tokenmerge import (
+    ConfigError,
+    NothingToMergeError,
+    ToMeConfig,
+    UnsupportedModelError,
+    apply_token_merging,
+    remove_token_merging,
+    token_merging,
+)
+
+HALF = ToMeConfig(ratio=0.5)
+
+
+class Pipeline:
+    """What the search for models looks at: attributes."""
+
+    def __init__(self, **components: object) -> None:
+        vars(self).update(components)
+
+
+def is_patched(model: torch.nn.Module) -> bool:
+    return "_tokenmerge" in model.__dict__
+
+
+@pytest.fixture(scope="module")
+def pipeline_folder(tmp_path_factory):
+    return tiny_pipeline.write_pipeline(tmp_path_factory.mktemp("pipeline") / "tiny")
+
+
+def test_a_real_pipeline_makes_another_picture_while_merging_and_the_same_after_it(pipeline_folder):
+    pipe = StableDiffusionPipeline.from_pretrained(pipeline_folder)
+    pipe.set_progress_bar_config(disable=True)
+
+    def picture() -> torch.Tensor:
+        generator = torch.Generator().manual_seed(0)
+        return pipe("a", num_inference_steps=2, generator=generator, output_type="pt").images
+
+    dense = picture()
+    with token_merging(pipe, HALF):
+        assert not torch.equal(picture(), dense)
+    assert torch.equal(picture(), dense)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: hosts.controlnet(),
+        lambda: [hosts.controlnet(), hosts.controlnet()],
+        lambda: MultiControlNetModel([hosts.controlnet(), hosts.controlnet()]),
+        lambda: hosts.controlnet_union(),
+    ],
+    ids=["single", "list", "MultiControlNet", "Union"],
+)
+def test_controlnets_of_a_pipeline_are_patched_and_restored_with_it(make):
+    controlnet = make()
+    pipe = Pipeline(
+        unet=hosts.unet(), controlnet=controlnet, scheduler=object(), text_encoder=torch.nn.Linear(1, 1)
+    )
+    nets = getattr(controlnet, "nets", controlnet if isinstance(controlnet, list) else [controlnet])
+    patch = apply_token_merging(pipe, HALF)
+    assert all(is_patched(net) for net in (pipe.unet, *nets))
+    patch.remove()
+    assert not any(is_patched(net) for net in (pipe.unet, *nets))
+
+
+@pytest.mark.parametrize("make", [hosts.controlnet, hosts.controlnet_union])
+def test_a_controlnet_merges(make):
+    net = make()
+    condition = torch.randn(2, 3, 32, 32)
+    arguments = {**hosts.inputs(), "controlnet_cond": condition}
+    if make is hosts.controlnet_union:
+        arguments |= {
+            "controlnet_cond": [condition],
+            "control_type": torch.tensor([[1.0, 0.0]] * 2),
+            "control_type_idx": [0],
+            "conditioning_scale": [1.0],
+        }
+    # A new ControlNet adds zeros; ones show what it would add.
+    for module in (*net.controlnet_down_blocks, net.controlnet_mid_block):
+        torch.nn.init.ones_(module.weight)
+
+    @torch.no_grad()
+    def call() -> torch.Tensor:
+        return net(**arguments).mid_block_res_sample
+
+    dense = call()
+    with token_merging(net, ToMeConfig(ratio=0)):
+        assert torch.equal(call(), dense)
+    with token_merging(net, HALF):
+        assert call().isfinite().all()
+        assert not torch.equal(call(), dense)
+    assert torch.equal(call(), dense)
+
+
+def test_a_controlnet_with_nothing_to_merge_stays_dense_beside_a_unet_that_merges():
+    """Also when it merged with the settings before."""
+    controlnet = hosts.controlnet(down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"))
+    pipe = Pipeline(unet=hosts.unet(), controlnet=controlnet)
+    apply_token_merging(pipe, ToMeConfig(ratio=0.5, max_downsample=2))
+    assert is_patched(controlnet)
+    patch = apply_token_merging(pipe, HALF)
+    assert is_patched(pipe.unet)
+    assert not is_patched(controlnet)
+    assert "the 2 transformer blocks of ControlNetModel are at the levels 2" in patch.report.notes[-1]
+
+
+def test_a_unet_with_nothing_to_merge_is_an_error_beside_a_controlnet_that_would():
+    pipe = Pipeline(unet=hosts.sdxl(), controlnet=hosts.controlnet())
+    with pytest.raises(NothingToMergeError, match="of UNet2DConditionModel"):
+        apply_token_merging(pipe, HALF)
+    assert not is_patched(pipe.controlnet)
+
+
+def test_a_patched_pipeline_can_become_another(pipeline_folder):
+    pipe = StableDiffusionPipeline.from_pretrained(pipeline_folder)
+    apply_token_merging(pipe, HALF)
+    for other in (StableDiffusionImg2ImgPipeline.from_pipe(pipe), StableDiffusionPipeline(**pipe.components)):
+        assert other.unet is pipe.unet
+        assert is_patched(other.unet)
+
+
+def test_a_pipeline_with_an_unexpected_module_is_patched(pipeline_folder):
+    pipe = StableDiffusionPipeline.from_pretrained(pipeline_folder)
+    pipe.register_modules(extra=torch.nn.Linear(1, 1))
+    apply_token_merging(pipe, HALF)
+    assert is_patched(pipe.unet)
+
+
+@pytest.mark.parametrize("use_checkpoint", [False, True])
+def test_a_compvis_model_merges_and_has_the_gradients_of_no_checkpointing(use_checkpoint):
+    model = hosts.LatentDiffusion(use_checkpoint=use_checkpoint)
+    unet = model.model.diffusion_model
+    dense = unet(*hosts.compvis_inputs())
+    patch = apply_token_merging(model, ToMeConfig(ratio=0))
+    assert torch.equal(unet(*hosts.compvis_inputs()), dense)
+    patch = apply_token_merging(model, ToMeConfig(ratio=0.5, merge_crossattn=True, merge_mlp=True))
+    merged = unet(*hosts.compvis_inputs())
+    assert not torch.equal(merged, dense)
+    merged.square().mean().backward()
+    plain = hosts.LatentDiffusion(use_checkpoint=False)
+    apply_token_merging(plain, ToMeConfig(ratio=0.5, merge_crossattn=True, merge_mlp=True))
+    plain.model.diffusion_model(*hosts.compvis_inputs()).square().mean().backward()
+    for a, b in zip(unet.parameters(), plain.model.diffusion_model.parameters(), strict=True):
+        assert torch.equal(a.grad, b.grad)
+    patch.remove()
+    assert torch.equal(unet(*hosts.compvis_inputs()), dense)
+
+
+def test_sdxl_merges_from_max_downsample_2_on():
+    unet = hosts.sdxl()
+    dense = hosts.call(unet, **hosts.sdxl_inputs())
+    apply_token_merging(unet, ToMeConfig(ratio=0.5, max_downsample=2))
+    assert not torch.equal(hosts.call(unet, **hosts.sdxl_inputs()), dense)
+
+
+def test_sdxl_with_max_downsample_1_is_an_error_that_says_what_to_set():
+    with pytest.raises(
+        NothingToMergeError, match=r"levels 2, and max_downsample=1 .* set max_downsample to 2"
+    ):
+        apply_token_merging(hosts.sdxl(), HALF)
+
+
+def test_a_model_without_transformer_blocks_is_an_error():
+    unet = hosts.unet(
+        down_block_types=("DownBlock2D",) * 2,
+        up_block_types=("UpBlock2D",) * 2,
+        mid_block_type="UNetMidBlock2D",
+    )
+    with pytest.raises(NothingToMergeError, match="UNet2DConditionModel has no transformer block"):
+        apply_token_merging(unet, HALF)
+
+
+def test_a_model_that_is_too_small_is_an_error():
+    with pytest.raises(NothingToMergeError, match="sample of 1 × 1 gives 1 × 1 tokens"):
+        apply_token_merging(hosts.unet(sample_size=1), HALF)
+
+
+def test_a_ratio_that_removes_no_token_is_an_error():
+    with pytest.raises(NothingToMergeError, match=r"ratio=0\.001 .* raise ratio"):
+        apply_token_merging(hosts.unet(), ToMeConfig(ratio=0.001))
+
+
+@pytest.mark.parametrize(
+    "thing", [torch.nn.Linear(2, 2), UNet2DModel(block_out_channels=(32, 32, 32, 32)), "pipe", None]
+)
+def test_something_else_is_an_error_that_names_it_and_what_is_supported(thing):
+    with pytest.raises(
+        UnsupportedModelError, match=rf"found {type(thing).__name__}; .* UNet2DConditionModel"
+    ):
+        apply_token_merging(thing, HALF)
+
+
+def test_a_pipeline_without_a_supported_model_names_its_parts():
+    with pytest.raises(UnsupportedModelError, match="found Conv2d, Linear;"):
+        remove_token_merging(Pipeline(a=torch.nn.Linear(1, 1), b=torch.nn.Conv2d(1, 1, 1), c=3))
+
+
+def test_a_number_in_place_of_a_configuration_is_an_error():
+    with pytest.raises(ConfigError, match=r"expected a ToMeConfig such as .* got 0\.5"):
+        apply_token_merging(hosts.unet(), 0.5)
+
+
+def test_an_error_keeps_the_patch_that_was_there():
+    unet = hosts.unet()
+    apply_token_merging(unet, HALF)
+    merged = hosts.call(unet, **hosts.inputs())
+    with pytest.raises(NothingToMergeError):
+        apply_token_merging(unet, ToMeConfig(ratio=0.001))
+    assert torch.equal(hosts.call(unet, **hosts.inputs()), merged)
+
+
+def test_the_context_puts_back_what_was_there():
+    unet = hosts.unet()
+    dense = hosts.call(unet, **hosts.inputs())
+    apply_token_merging(unet, HALF)
+    merged = hosts.call(unet, **hosts.inputs())
+
+    def fail() -> None:
+        with token_merging(unet, ToMeConfig(ratio=0.25)):
+            assert not torch.equal(hosts.call(unet, **hosts.inputs()), merged)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert torch.equal(hosts.call(unet, **hosts.inputs()), merged)
+    remove_token_merging(unet)
+    with token_merging(unet, HALF):
+        pass
+    assert torch.equal(hosts.call(unet, **hosts.inputs()), dense)
+
+
+def test_contexts_nest_and_leave_an_outer_handle_alive():
+    unet = hosts.unet()
+    with token_merging(unet, HALF), token_merging(unet, ToMeConfig(ratio=0.25)):
+        pass
+    assert not is_patched(unet)
+    patch = apply_token_merging(unet, HALF)
+    with token_merging(unet, ToMeConfig(ratio=0.25)):
+        pass
+    with patch.record() as plans:
+        hosts.call(unet, **hosts.inputs())
+    assert len(plans) == 3
+    patch.remove()
+    assert not is_patched(unet)
+
+
+def test_the_recorder_of_a_recorder_goes_on_afterwards():
+    unet = hosts.unet()
+    patch = apply_token_merging(unet, HALF)
+    with patch.record() as outer:
+        with patch.record() as inner:
+            pass
+        hosts.call(unet, **hosts.inputs())
+    assert (len(outer), len(inner)) == (3, 0)
+
+
+def test_an_old_handle_does_not_remove_a_newer_patch():
+    unet = hosts.unet()
+    old = apply_token_merging(unet, HALF)
+    apply_token_merging(unet, ToMeConfig(ratio=0.25))
+    old.remove()
+    assert is_patched(unet)
+
+
+def test_recorded_plans_are_the_latest_of_each_block_that_merges():
+    unet = hosts.unet()
+    patch = apply_token_merging(unet, HALF)
+    with patch.record() as plans:
+        hosts.call(unet, **hosts.inputs())
+        hosts.call(unet, **hosts.inputs(1, 8, 12))
+    assert sorted(plans) == [row.path for row in sorted(patch.report.rows, key=lambda row: row.path)]
+    for recorded in plans.values():
+        assert (recorded.height, recorded.width) == (8, 12)
+        labels = recorded.plan.labels()
+        assert labels.shape == (1, 96)
+        assert sorted(labels.unique().tolist()) == list(range(48))
+    hosts.call(unet, **hosts.inputs())
+    assert next(iter(plans.values())).height == 8
+
+
+def test_the_compiled_wrapper_of_a_model_is_looked_through():
+    unet = hosts.unet()
+    apply_token_merging(torch.compile(unet, backend="eager"), HALF)
+    assert is_patched(unet)
+
+
+def test_the_package_says_its_version():
+    assert tokenmerge.__version__.count(".") == 2

@@ -1,0 +1,156 @@
+"""Old scripts keep working: tomesd's and ppdiffusers' calls, and tomesd's results."""
+
+import inspect
+import subprocess
+import sys
+import textwrap
+import warnings
+
+import hosts
+import numpy as np
+import pytest
+import tomesd
+import torch
+
+import tokenmerge
+from tokenmerge import ConfigError, apply_patch, remove_patch
+from tokenmerge.compat import apply_tome
+
+SCOPES = {
+    "attn": {},
+    "everything": {"merge_crossattn": True, "merge_mlp": True},
+    "two levels": {"max_downsample": 2},
+    "wide cells": {"sx": 4, "sy": 3, "ratio": 0.8},
+}
+
+
+def relative(a: torch.Tensor, b: torch.Tensor) -> float:
+    return ((a - b).norm() / b.norm()).item()
+
+
+def test_the_signatures_are_those_of_tomesd():
+    for name in ("apply_patch", "remove_patch"):
+        ours = inspect.signature(getattr(tokenmerge, name)).parameters.values()
+        theirs = inspect.signature(getattr(tomesd, name)).parameters.values()
+        assert [(p.name, p.default, p.kind) for p in ours] == [(p.name, p.default, p.kind) for p in theirs]
+
+
+@pytest.mark.parametrize("size", [(64, 64), (48, 72), (17, 13)])
+@pytest.mark.parametrize("scope", SCOPES)
+def test_without_randomness_the_result_is_that_of_tomesd(size, scope):
+    unet = hosts.unet()
+    inputs = hosts.inputs(2, *size)
+    sample, timestep, text = inputs.values()
+    dense = hosts.call(unet, **inputs)
+    settings = {"ratio": 0.5, "use_rand": False, **SCOPES[scope]}
+    assert tomesd.apply_patch(unet, **settings) is unet
+    with torch.no_grad():
+        theirs = unet(sample, timestep, encoder_hidden_states=text).sample
+    tomesd.remove_patch(unet)
+    del unet._tome_info  # tomesd leaves it
+    assert apply_patch(unet, **settings) is unet
+    ours = hosts.call(unet, **inputs)
+    assert remove_patch(unet) is unet
+    assert relative(ours, theirs) < 1e-5 < 10 * relative(ours, dense)
+    assert torch.equal(hosts.call(unet, **inputs), dense)
+
+
+def test_without_randomness_the_result_on_a_compvis_model_is_that_of_tomesd():
+    model = hosts.LatentDiffusion()
+    unet = model.model.diffusion_model
+    settings = {"ratio": 0.5, "use_rand": False, **SCOPES["everything"]}
+    with torch.no_grad():
+        dense = unet(*hosts.compvis_inputs())
+        tomesd.apply_patch(model, **settings)
+        theirs = unet(*hosts.compvis_inputs())
+        tomesd.remove_patch(model)
+        apply_patch(model, **settings)
+        ours = unet(*hosts.compvis_inputs())
+    assert relative(ours, theirs) < 1e-5 < relative(ours, dense)
+
+
+def test_a_ratio_that_is_too_high_is_clipped_as_in_tomesd_and_said():
+    unet = hosts.unet()
+    sample, timestep, text = hosts.inputs().values()
+    tomesd.apply_patch(unet, ratio=0.95, use_rand=False)
+    with torch.no_grad():
+        theirs = unet(sample, timestep, encoder_hidden_states=text).sample
+    tomesd.remove_patch(unet)
+    with pytest.warns(UserWarning, match=r"ratio=0\.95 is more than sx=2, sy=2 allow; .* = 0\.75") as caught:
+        apply_patch(unet, ratio=0.95, use_rand=False)
+    assert caught[0].filename == __file__
+    assert relative(hosts.call(unet, **hosts.inputs()), theirs) < 1e-5
+
+
+def test_the_highest_ratio_is_not_clipped_and_not_warned_about():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        apply_patch(hosts.unet(), ratio=0.75)
+
+
+def test_numbers_of_numpy_and_truth_values_are_taken_as_tomesd_takes_them():
+    unet, other = hosts.unet(), hosts.unet()
+    apply_patch(unet, np.float32(0.5), np.int64(1), np.int64(2), 2, 1, np.True_, 0, None)
+    apply_patch(other)
+    assert torch.equal(hosts.call(unet, **hosts.inputs()), hosts.call(other, **hosts.inputs()))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"ratio": -0.1}, "ratio: expected 0 ≤ ratio ≤ 1 − 1/.* = 0.75 .*, got -0.1"),
+        ({"ratio": float("nan")}, "ratio: expected a number from 0 to 0.75, got nan"),
+        ({"ratio": "half"}, "ratio: expected a number from 0 to 0.75, got 'half'"),
+        ({"sx": 1, "sy": 1}, "= 0 for sx=1, sy=1, got 0.5"),
+        ({"sx": 0}, "sx: expected an integer ≥ 1, got 0"),
+        ({"merge_attn": False}, "nothing would merge; set one"),
+    ],
+)
+def test_bad_values_are_errors_and_nothing_is_patched(settings, message):
+    unet = hosts.unet()
+    with pytest.raises(ConfigError, match=message):
+        apply_patch(unet, **settings)
+    assert "_tokenmerge" not in unet.__dict__
+
+
+@pytest.mark.parametrize("ratio", [0.75, 0.9, 1])
+def test_apply_tome_refuses_the_highest_ratio_as_ppdiffusers_does(ratio):
+    with pytest.raises(ValueError, match=r"expected less than 1 − 1/\(sx·sy\) = 0.75"):
+        apply_tome(hosts.unet(), ratio=ratio)
+
+
+def test_pipeline_methods_are_there_once_asked_for():
+    """In a process of its own, because it adds to classes of diffusers."""
+    script = """
+        import sys; sys.path.insert(0, "tests")
+        import hosts, tokenmerge
+        unet = hosts.unet()
+        assert not hasattr(unet, "apply_tome")
+        import tokenmerge.pipeline_methods
+        assert unet.apply_tome(0.5, 2) is unet
+        assert "_tokenmerge" in unet.__dict__
+        assert unet.remove_tome() is unet
+        assert "_tokenmerge" not in unet.__dict__
+        from diffusers import StableDiffusionControlNetPipeline
+        parts = "vae text_encoder tokenizer scheduler safety_checker feature_extractor"
+        pipe = StableDiffusionControlNetPipeline(
+            **dict.fromkeys(parts.split()),
+            unet=unet,
+            controlnet=[hosts.controlnet()],
+            requires_safety_checker=False,
+        )
+        assert pipe.apply_tome(ratio=0.749, merge_crossattn=True) is pipe
+        assert "_tokenmerge" in unet.__dict__ and "_tokenmerge" in pipe.controlnet.nets[0].__dict__
+        try:
+            pipe.apply_tome(ratio=0.75)
+        except ValueError as error:
+            print(error)
+        assert "_tokenmerge" in unet.__dict__
+        pipe.remove_tome()
+        assert "_tokenmerge" not in unet.__dict__ and "_tokenmerge" not in pipe.controlnet.nets[0].__dict__
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "expected less than" in done.stdout

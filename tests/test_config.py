@@ -1,0 +1,44 @@
+"""Every setting that is out of range says so."""
+
+import math
+
+import pytest
+
+from tokenmerge import ConfigError, ToMeConfig
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"ratio": 0.76},
+            r"ratio: expected 0 ≤ ratio ≤ 1 − 1/\(sx·sy\) = 0.75 for sx=2, sy=2, got 0.76; take a lower",
+        ),
+        ({"ratio": -0.01}, "got -0.01"),
+        ({"ratio": math.nan}, "ratio: expected a number from 0 to 0.75, got nan"),
+        ({"ratio": True}, "ratio: expected a number from 0 to 0.75, got True"),
+        ({"ratio": None}, "got None"),
+        ({"ratio": 0.1, "sx": 1, "sy": 1}, "= 0 for sx=1, sy=1"),
+        ({"sx": 2.0}, "sx: expected an integer ≥ 1, got 2.0"),
+        ({"sy": -1}, "sy: expected an integer ≥ 1, got -1"),
+        ({"max_downsample": 0}, "max_downsample: expected an integer ≥ 1, got 0"),
+        ({"seed": 0.5}, "seed: expected an integer, got 0.5"),
+        ({"use_rand": 1}, "use_rand: expected True or False, got 1"),
+        ({"merge_attn": False}, "merge_attn, merge_crossattn, merge_mlp: all are False"),
+    ],
+)
+def test_bad_settings(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        ToMeConfig(**settings)
+
+
+def test_the_highest_ratio_is_allowed():
+    assert ToMeConfig(ratio=0.75).ratio == 0.75
+    assert ToMeConfig(ratio=0.9, sx=4, sy=4).ratio == 0.9
+
+
+def test_a_config_is_a_value():
+    assert ToMeConfig(**ToMeConfig(ratio=0.25, merge_mlp=True).to_dict()) == ToMeConfig(
+        ratio=0.25, merge_mlp=True
+    )
+    assert hash(ToMeConfig()) == hash(ToMeConfig())

@@ -1,0 +1,63 @@
+"""What the documents say runs."""
+
+import re
+from pathlib import Path
+
+import pytest
+import tiny_pipeline
+from diffusers import StableDiffusionPipeline
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def pipe(tmp_path_factory):
+    folder = tiny_pipeline.write_pipeline(tmp_path_factory.mktemp("models") / "tiny")
+    loaded = StableDiffusionPipeline.from_pretrained(folder)
+    loaded.set_progress_bar_config(disable=True)
+    return loaded
+
+
+def code(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", README, flags=re.DOTALL)
+
+
+@pytest.mark.parametrize("snippet", code("python"))
+def test_the_python_of_the_readme_runs(snippet, pipe):
+    exec(compile(snippet, "README.md", "exec"), {"pipe": pipe})
+
+
+def test_the_readme_shows_python():
+    assert len(code("python")) == 2
+
+
+def commands() -> list[str]:
+    lines = "".join(code("sh")).splitlines()
+    return [line.partition("#")[0].strip() for line in lines if line.startswith("tokenmerge")]
+
+
+@pytest.mark.parametrize("line", commands())
+def test_the_commands_of_the_readme_have_the_options_they_use(line):
+    from typer.main import get_command
+
+    from tokenmerge.commands import app
+
+    name = line.split()[1]
+    known = {option for parameter in get_command(app).commands[name].params for option in parameter.opts}
+    known.add("--help")  # which Click answers itself
+    assert set(re.findall(r"--[\w-]+", line)) <= known
+
+
+def test_the_files_that_the_documents_link_to_are_there():
+    for document in ROOT.glob("*.md"):
+        for target in re.findall(r"\]\((?!http)([^)#]+)", document.read_text(encoding="utf-8")):
+            assert (document.parent / target).exists(), f"{document.name} links to {target}"
+
+
+def test_the_two_commands_are_named_and_exist():
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for command in ("demo", "test"):
+        assert f"make {command}" in README
+        assert re.search(rf"^{command}:", makefile, flags=re.MULTILINE)
+    assert "make test" in (ROOT / ".ci/run").read_text(encoding="utf-8")

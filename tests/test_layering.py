@@ -1,0 +1,88 @@
+"""Imports go down only, and importing the package does nothing else."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import tokenmerge
+
+ROOT = Path(tokenmerge.__file__).parent
+
+# Each part may import those on the lines above it, and its own folder. A line holds parts that never meet.
+LAYERS = [
+    ["errors"],
+    ["config"],
+    ["ops"],
+    ["methods", "models"],
+    ["runtime"],
+    ["patch"],
+    ["report"],
+    ["api"],
+    ["compat"],
+]
+MAY_NOT = {("runtime", "models")}
+
+
+def imports(file: Path) -> set[str]:
+    """Parts of the package that a file imports at its top level or inside a function."""
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file}: imports are absolute"
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        found |= {name.split(".")[1] for name in names if name.startswith("tokenmerge.")}
+    return found
+
+
+def part(file: Path) -> str:
+    return file.relative_to(ROOT).parts[0].removesuffix(".py")
+
+
+def files() -> list[Path]:
+    return sorted(ROOT.rglob("*.py"))
+
+
+def test_the_core_imports_downwards_only():
+    level = {name: i for i, names in enumerate(LAYERS) for name in names}
+    for file in files():
+        here = part(file)
+        if here not in level:
+            continue
+        for there in imports(file) - {here}:
+            assert level.get(there, 99) < level[here], f"{file.relative_to(ROOT)} imports tokenmerge.{there}"
+            assert (here, there) not in MAY_NOT
+
+
+def test_of_the_core_only_patch_swaps_classes():
+    core = {name for names in LAYERS for name in names}
+    swapping = [part(file) for file in files() if "__class__ =" in file.read_text(encoding="utf-8")]
+    assert core.intersection(swapping) == {"patch"}
+
+
+def test_the_core_needs_torch_alone():
+    for file in files():
+        if part(file) in {name for names in LAYERS for name in names}:
+            modules = {
+                name.split(".")[0]
+                for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+                for name in (
+                    [alias.name for alias in node.names]
+                    if isinstance(node, ast.Import)
+                    else [node.module or ""]
+                    if isinstance(node, ast.ImportFrom)
+                    else []
+                )
+            }
+            assert modules <= {"tokenmerge", "torch"} | sys.stdlib_module_names, file
+
+
+def test_importing_touches_no_accelerator_and_no_optional_library():
+    script = (
+        "import sys, tokenmerge, torch; assert not torch.cuda.is_initialized();"
+        "print([m for m in ('diffusers', 'transformers', 'typer', 'rich', 'matplotlib', 'PIL')"
+        " if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
