@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -86,6 +87,7 @@ def measure(unet: UNet2DConditionModel, size: int, rounds: int) -> dict[str, lis
         for name, variant in VARIANTS.items():
             with variant(unet):
                 took = seconds(lambda: unet(sample, 500, text), unet.device.type)
+            print(f"round {turn} of {rounds}: {name} {took:.3f} s", file=sys.stderr, flush=True)
             if turn > 0:  # the first round warms up
                 times[name].append(took)
     return times

@@ -14,10 +14,13 @@ LAYERS = [
     ["errors"],
     ["config"],
     ["ops"],
+    ["layout"],
     ["methods", "models"],
     ["runtime"],
     ["patch"],
+    ["counting"],
     ["report"],
+    ["vit"],
     ["api"],
     ["compat"],
 ]

@@ -162,7 +162,7 @@ def test_notes_on_ratio_0_small_levels_chunks_and_blocks_that_cost_more():
 
 
 def test_errors():
-    with pytest.raises(NothingToMergeError, match="sample of 1 × 9"):
+    with pytest.raises(NothingToMergeError, match="the sample gives 1 × 9"):
         predict(hosts.unet(), HALF, 1, 9)
     with pytest.raises(ConfigError, match="height: expected an integer ≥ 1, got 0"):
         predict(hosts.unet(), HALF, 0, 9)

@@ -12,13 +12,13 @@ from tokenmerge.errors import ConfigError
 __all__ = ["ToMeConfig", "highest_ratio"]
 
 
-def highest_ratio(sx: int, sy: int) -> float:
-    """Largest fraction of tokens that one destination per ``sy`` × ``sx`` cell can remove.
+def highest_ratio(sx: int, sy: int, st: int = 1) -> float:
+    """Largest fraction of tokens that one destination per ``st`` × ``sy`` × ``sx`` cell can remove.
 
     >>> highest_ratio(2, 2)
     0.75
     """
-    return 1 - 1 / (sx * sy)
+    return 1 - 1 / (sx * sy * st)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,7 +28,7 @@ class ToMeConfig:
     The main knob:
 
     Args:
-        ratio: fraction of tokens removed, 0 ≤ ratio ≤ 1 − 1/(sx·sy). Raising it makes each merged layer
+        ratio: fraction of tokens removed, 0 ≤ ratio ≤ 1 − 1/(sx·sy·st). Raising it makes each merged layer
             faster and the picture less like the dense one; 0 leaves the model exactly as it is.
 
     Knobs to tinker with:
@@ -41,11 +41,16 @@ class ToMeConfig:
         sx: width of a cell of the destination grid, in tokens, ≥ 1.
         sy: height of a cell, in tokens, ≥ 1. Raising ``sx`` or ``sy`` leaves fewer destinations: matching
             becomes faster and higher ratios possible, and tokens merge over longer distances.
+        st: length of a cell in frames of a video, ≥ 1. With 1 each frame merges on its own, which is the
+            fastest to plan. Raising it lets tokens merge over time too: what stands still merges best and
+            moving things blur; all frames are then compared with each other, which takes time that grows
+            with the square of their number. Pictures have one frame and need 1.
         use_rand: draw the destination of each cell at random, anew at each denoising step. It costs no
             time; switching it off makes a regular pattern visible at high ratios.
         seed: what those draws depend on, together with the timestep and the cell; any integer. Where each
-            sample of a batch has its own timestep, as in training, the first one's counts for all.
-        merge_attn: merge around self-attention: the largest saving, the smallest loss.
+            sample of a batch has its own timestep, as in training, the highest counts for all.
+        merge_attn: merge around self-attention, or the joint attention of image and text: the largest
+            saving, the smallest loss.
         merge_crossattn: merge the queries of cross-attention: a small saving, a small loss.
         merge_mlp: merge around the feed-forward layer: a large saving and by far the largest loss.
 
@@ -60,6 +65,7 @@ class ToMeConfig:
     max_downsample: int = 1
     sx: int = 2
     sy: int = 2
+    st: int = 1
     use_rand: bool = True
     seed: int = 0
     merge_attn: bool = True
@@ -67,17 +73,18 @@ class ToMeConfig:
     merge_mlp: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("sx", "sy", "max_downsample"):
+        for name in ("sx", "sy", "st", "max_downsample"):
             _check_int(name, getattr(self, name), lowest=1)
         _check_int("seed", self.seed, lowest=None)
-        highest = highest_ratio(self.sx, self.sy)
+        highest = highest_ratio(self.sx, self.sy, self.st)
         ratio = self.ratio
         if isinstance(ratio, bool) or not isinstance(ratio, numbers.Real) or math.isnan(ratio):
             raise ConfigError(f"ratio: expected a number from 0 to {highest:g}, got {ratio!r}")
         if not 0 <= ratio <= highest:
+            over_time = f", st={self.st}" if self.st > 1 else ""
             raise ConfigError(
-                f"ratio: expected 0 ≤ ratio ≤ 1 − 1/(sx·sy) = {highest:g} for sx={self.sx}, sy={self.sy}, "
-                f"got {ratio:g}; take a lower ratio or larger strides"
+                f"ratio: expected 0 ≤ ratio ≤ 1 − 1/(sx·sy{over_time and '·st'}) = {highest:g} for "
+                f"sx={self.sx}, sy={self.sy}{over_time}, got {ratio:g}; take a lower ratio or larger strides"
             )
         for field in ("use_rand", "merge_attn", "merge_crossattn", "merge_mlp"):
             if not isinstance(getattr(self, field), bool):
@@ -89,7 +96,11 @@ class ToMeConfig:
 
     @property
     def merged_layers(self) -> tuple[str, ...]:
-        """Sub-layers of a transformer block that merge, in the order in which the block runs them."""
+        """Sub-layers of a transformer block that merge, in the order in which the block runs them.
+
+        ``"attn1"`` is self-attention or joint attention, ``"attn2"`` cross-attention, ``"ff"`` the MLP,
+        whatever the host calls them.
+        """
         wanted = {"attn1": self.merge_attn, "attn2": self.merge_crossattn, "ff": self.merge_mlp}
         return tuple(name for name, on in wanted.items() if on)
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,7 +31,7 @@ from tokenmerge.metrics import psnr, ssim
 from tokenmerge.models import find_hosts
 from tokenmerge.options import GenerateOptions
 from tokenmerge.patch import check_host
-from tokenmerge.pictures import Row, comparison
+from tokenmerge.pictures import Row, as_tensor, comparison
 from tokenmerge.pipeline_call import PipelineCall, latent_scale, open_control, own_size
 from tokenmerge.pipeline_settings import (
     resolve_device,
@@ -200,7 +201,7 @@ class _Run:
         """Measure how close the pictures are, and draw them side by side."""
         captions = [f"seed {seed}" for seed in self.call.seeds]
         try:
-            images, reference = _tensor(merged), _tensor(dense)
+            images, reference = as_tensor(merged), as_tensor(dense)
             self.quality = Quality(
                 psnr=tuple(psnr(images, reference).tolist()), ssim=tuple(ssim(images, reference).tolist())
             )
@@ -249,19 +250,13 @@ def _groups(plans: Mapping[str, RecordedPlan], index: int, batch: int) -> tuple[
     """
     if not plans:
         return np.zeros((1, 1), dtype=np.int64), "nothing was merged"
-    path, recorded = max(reversed(list(plans.items())), key=lambda item: item[1].height * item[1].width)
+    path, recorded = max(reversed(list(plans.items())), key=lambda item: math.prod(item[1].grid))
     labels = recorded.plan.labels()
     # Under guidance the batch holds the pictures without the prompt first, those with it last.
     row = max(0, labels.shape[0] - batch + index)
-    grid = labels[row].reshape(recorded.height, recorded.width).cpu().numpy()
+    grid = labels[row].reshape(recorded.grid[1:]).cpu().numpy()
     where = path.partition(".attentions")[0]
     return grid, f"{grid.size} to {len(np.unique(grid))} tokens in {where}, last step"
-
-
-def _tensor(pictures: Sequence[Image]) -> torch.Tensor:
-    """[b, 3, h, w] with values in [0, 1]."""
-    pixels = np.stack([np.asarray(picture.convert("RGB")) for picture in pictures])
-    return torch.from_numpy(pixels).permute(0, 3, 1, 2).float() / 255
 
 
 def _compile(pipe: DiffusionPipeline) -> None:

@@ -8,6 +8,8 @@ around it keep their classes, which pipelines compare, and get a hook that notes
 
 from __future__ import annotations
 
+import copy
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from types import FunctionType, MethodType
 from typing import Any
@@ -16,21 +18,32 @@ from torch import nn
 
 from tokenmerge.config import ToMeConfig
 from tokenmerge.errors import NothingToMergeError, UnsupportedModelError
-from tokenmerge.models import Block, Host
+from tokenmerge.layout import Grid
+from tokenmerge.models import Block, Host, Layer
 from tokenmerge.runtime import (
     STATE,
     BlockState,
-    Grid,
+    LayerState,
     Run,
     block_call,
     check_grid,
     layer_call,
+    note_call,
     note_grid,
-    note_step,
     parameters,
 )
 
-__all__ = ["check_host", "hosts_that_merge", "new_run", "patch_host", "restore", "run_of"]
+__all__ = [
+    "check_host",
+    "check_swappable",
+    "hosts_that_merge",
+    "new_run",
+    "note",
+    "patch_host",
+    "restore",
+    "run_of",
+    "swap",
+]
 
 
 def hosts_that_merge(
@@ -80,11 +93,13 @@ def check_host(host: Host, config: ToMeConfig, size: tuple[int, int] | None) -> 
     if not blocks:
         raise NothingToMergeError(_why_nothing(host, config))
     if size is not None:
-        check_grid(new_run(host, config), *size)
+        rows, columns = (-(-side // host.patch) for side in size)
+        check_grid(new_run(host, config), (1, rows, columns))
     for block in blocks:
-        _check_swappable(block.module, block.path, block.method)
-        for name, layer in _layers_to_merge(block, config).items():
-            _check_swappable(layer, f"{block.path}.{name}", "forward")
+        check_swappable(block.module, block.path, block.method)
+        for layer in _layers_to_merge(block, config):
+            module = getattr(block.module, layer.name)
+            check_swappable(module, f"{block.path}.{layer.name}", "forward")
 
 
 def _why_nothing(host: Host, config: ToMeConfig) -> str:
@@ -110,20 +125,21 @@ def new_run(host: Host, config: ToMeConfig) -> Run:
     """What the blocks of a host will share."""
     levels = sorted({block.level for block in _blocks_to_merge(host, config)})
     names = parameters(type(host.root).forward)
-    return Run(config, host.sample, host.timestep, names, tuple(levels))
+    return Run(config, host.sample, host.timestep, names, host.grid, tuple(levels))
 
 
 def patch_host(host: Host, run: Run) -> None:
     """Patch a host that :func:`check_host` accepts and that is not patched."""
     grids: dict[nn.Module, Grid] = {}
     for block in _blocks_to_merge(host, run.config):
-        state = BlockState(run, grids.setdefault(block.grid, Grid()), block.path)
-        _swap(block.module, block.method, block_call, state)
-        for layer in _layers_to_merge(block, run.config).values():
-            _swap(layer, "forward", layer_call, state)
+        grid = run.grid if block.grid is None else grids.setdefault(block.grid, Grid())
+        state = BlockState(run, grid, block.path, block.layout, block.batched)
+        swap(block.module, block.method, block_call, state)
+        for layer in _layers_to_merge(block, run.config):
+            swap(getattr(block.module, layer.name), "forward", layer_call, LayerState(state, layer.layout))
     for module, grid in grids.items():
-        _note(module, note_grid, grid)
-    _note(host.root, note_step, run)
+        note(module, note_grid, grid)
+    note(host.root, note_call, run)
 
 
 def run_of(root: nn.Module) -> Run | None:
@@ -146,9 +162,8 @@ def _blocks_to_merge(host: Host, config: ToMeConfig) -> list[Block]:
     return [b for b in host.blocks if b.level <= config.max_downsample and _layers_to_merge(b, config)]
 
 
-def _layers_to_merge(block: Block, config: ToMeConfig) -> dict[str, nn.Module]:
-    layers = block.layers
-    return {name: layers[name] for name in config.merged_layers if name in layers}
+def _layers_to_merge(block: Block, config: ToMeConfig) -> list[Layer]:
+    return [layer for layer in block.layers if layer.kind in config.merged_layers]
 
 
 _swapped_classes: dict[tuple[type, str, Callable], Any] = {}
@@ -174,6 +189,7 @@ def _swapped_class(base: type, method: str, call: Callable[[Callable], Callable]
                 "_tokenmerge_method": method,
             },
         )
+        _announce(_swapped_classes[key], base)
     return _swapped_classes[key]
 
 
@@ -183,7 +199,20 @@ def _rebuild(base: type, method: str, call: Callable[[Callable], Callable]) -> n
     return cls.__new__(cls)
 
 
-def _swap(module: nn.Module, method: str, call: Callable[[Callable], Callable], state: object) -> None:
+def _announce(swapped: type, base: type) -> None:
+    """Tell diffusers' block caches, which look blocks up by exact class, what they know of the original."""
+    hooks = sys.modules.get("diffusers.hooks._helpers")
+    if hooks is None:
+        return
+    try:
+        known = hooks.TransformerBlockRegistry.get(base)
+    except ValueError:  # blocks of this class cannot be cached
+        return
+    hooks.TransformerBlockRegistry.register(swapped, copy.copy(known))
+
+
+def swap(module: nn.Module, method: str, call: Callable[[Callable], Callable], state: object) -> None:
+    """Make ``method`` of a module ``call`` of what it was, with ``state`` in reach until it is restored."""
     base = type(module)
     module.__class__ = _swapped_class(base, method, call)
     module.__dict__[STATE] = state
@@ -197,7 +226,8 @@ def _unswap(module: nn.Module) -> None:
     _rebind_hooks(module, getattr(swapped, swapped._tokenmerge_method))
 
 
-def _note(module: nn.Module, hook: Callable, state: object) -> None:
+def note(module: nn.Module, hook: Callable, state: object) -> None:
+    """Run ``hook``, a function of this package, before a module, with ``state`` in reach until it is restored."""
     module.__dict__[STATE] = state
     module.register_forward_pre_hook(hook, with_kwargs=True)
 
@@ -206,7 +236,7 @@ def _unnote(module: nn.Module) -> None:
     del module.__dict__[STATE]
     # By the function itself: on a copied module the handle that torch hands out would not be the copy's.
     for key, hook in list(module._forward_pre_hooks.items()):
-        if hook in (note_grid, note_step):
+        if getattr(hook, "__module__", "").startswith("tokenmerge."):
             del module._forward_pre_hooks[key]
             module._forward_pre_hooks_with_kwargs.pop(key, None)
 
@@ -236,7 +266,7 @@ def _hooked_forwards(module: nn.Module, function: FunctionType) -> Iterator[tupl
             yield holder, name
 
 
-def _check_swappable(module: nn.Module, path: str, method: str) -> None:
+def check_swappable(module: nn.Module, path: str, method: str) -> None:
     """Refuse a module whose own attribute would hide the method of its class."""
     hidden = method in module.__dict__
     if hidden and not any(True for _ in _hooked_forwards(module, getattr(type(module), method))):

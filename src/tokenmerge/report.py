@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from itertools import chain, groupby
 from typing import Any
 
-import torch
-from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
-
 from tokenmerge.config import ToMeConfig
+from tokenmerge.counting import count_flops, weightless
 from tokenmerge.errors import ConfigError
 from tokenmerge.methods.tome import num_removed
 from tokenmerge.models import Block, Host, find_hosts
-from tokenmerge.patch import hosts_that_merge, new_run, patch_host, restore
+from tokenmerge.patch import hosts_that_merge, new_run, patch_host
 from tokenmerge.runtime import RecordedPlan
 
-__all__ = ["Report", "Row", "predict"]
+__all__ = ["Report", "Row", "aligned", "predict", "saved"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +27,7 @@ class Row:
         model: class of the model that it belongs to, with a number where there are several of a class.
         path: the block's qualified name; for several equal blocks that follow each other, all of them.
         level: resolution level: 1, 2, 4 …
-        grid: height and width in tokens.
+        grid: height and width in tokens; for a video the number of frames before them.
         tokens: number of tokens before merging.
         merged_tokens: number after it.
         merged: sub-layers that see the merged tokens, such as ``"attn1+ff"``; empty for a dense block.
@@ -42,7 +39,7 @@ class Row:
     model: str
     path: str
     level: int
-    grid: tuple[int, int]
+    grid: tuple[int, ...]
     tokens: int
     merged_tokens: int
     merged: str
@@ -110,7 +107,7 @@ class Report:
             (
                 row.path if " + " not in self.model else f"{row.model}: {row.path}",
                 str(row.level),
-                f"{row.grid[0]} × {row.grid[1]}",
+                " × ".join(map(str, row.grid)),
                 f"{row.tokens} → {row.merged_tokens}",
                 row.merged,
                 f"{row.flops_dense / 1e9:.2f} → {row.flops_merged / 1e9:.2f}",
@@ -120,13 +117,19 @@ class Report:
         ]
         total = f"{self.flops_dense / 1e9:.2f} → {self.flops_merged / 1e9:.2f}"
         lines.append(("whole model", "", "", "", "", total, saved(self.flops_dense, self.flops_merged)))
-        widths = [max(map(len, column)) for column in zip(header, *lines, strict=True)]
-        table = [
-            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-            for line in (header, *lines)
-        ]
         size = f"sample {self.height} × {self.width}, batch {self.batch}"
-        return "\n".join([f"{self.model}: {size}", *table, *(f"note: {note}" for note in self.notes)])
+        return "\n".join(
+            [f"{self.model}: {size}", *aligned([header, *lines]), *(f"note: {note}" for note in self.notes)]
+        )
+
+
+def aligned(lines: Sequence[Sequence[str]]) -> list[str]:
+    """The lines of a table, with columns as wide as their widest cell."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in lines
+    ]
 
 
 def saved(dense: int, merged: int) -> str:
@@ -201,28 +204,30 @@ def _labels(hosts: list[Host]) -> list[str]:
 
 
 def _predict_host(host: Host, name: str, config: ToMeConfig, height: int, width: int, batch: int) -> Report:
-    (copied,) = find_hosts(_weightless(host.root))
+    (copied,) = find_hosts(weightless(host.root))
     arguments = copied.example(height, width, batch)
-    dense = _count(copied.root, arguments)
+    dense = count_flops(copied.root, arguments)
     run = new_run(copied, config)
+    # Where the grid is in the values of an argument, the copy has none.
+    run.grid.frames, run.grid.rows, run.grid.columns = 1, -(-height // host.patch), -(-width // host.patch)
     patch_host(copied, run)
     recorded: dict[str, RecordedPlan] = {}
     run.record = recorded
-    merged = _count(copied.root, arguments)
+    merged = count_flops(copied.root, arguments)
 
     counted = type(host.root).__name__
     rows = []
     for block in copied.blocks:
         if block.path in recorded:
-            grid = recorded[block.path].height, recorded[block.path].width
+            grid = recorded[block.path].grid
             row = Row(
                 model=name,
                 path=block.path,
                 level=block.level,
-                grid=grid,
-                tokens=grid[0] * grid[1],
-                merged_tokens=grid[0] * grid[1] - num_removed(*grid, config),
-                merged="+".join(layer for layer in config.merged_layers if layer in block.layers),
+                grid=grid if grid[0] > 1 else grid[1:],
+                tokens=math.prod(grid),
+                merged_tokens=math.prod(grid) - num_removed(grid, config),
+                merged="+".join(layer.name for layer in block.layers if layer.kind in config.merged_layers),
                 flops_dense=dense[f"{counted}.{block.path}"],
                 flops_merged=merged[f"{counted}.{block.path}"],
             )
@@ -247,43 +252,12 @@ def _notes(blocks: tuple[Block, ...], rows: list[Row], config: ToMeConfig) -> tu
                 f"{block.path} stays dense: its token grid has no cell of sy={config.sy} × sx={config.sx} "
                 f"or ratio={config.ratio:g} removes no token of it"
             )
-    if config.merge_mlp and any(block.chunks_feed_forward for block in blocks):
-        notes.append("feed-forward layers that run in chunks stay dense; switch chunking off to merge them")
+    notes += dict.fromkeys(
+        block.dense[k] for block in blocks for k in config.merged_layers if k in block.dense
+    )
     notes += [
         f"{row.path}: merging costs more operations than it saves; lower max_downsample or raise ratio"
         for row in rows
         if row.flops_merged >= row.flops_dense
     ]
     return tuple(notes)
-
-
-# What other software keeps on a module to wrap its calls, and with it the original or whole other models.
-_WRAPPERS = ("forward", "_old_forward", "_hf_hook", "_diffusers_hook", "_compiled_call_impl")
-
-
-def _weightless(root: nn.Module) -> nn.Module:
-    """An unpatched copy of a model whose parameters and buffers have shapes and no values."""
-    memo: dict[int, Any] = {}
-    for tensor in chain(root.parameters(), root.buffers()):
-        # Types for storage alone, such as float8, are cast before they are computed with.
-        dtype = torch.float32 if tensor.is_floating_point() and tensor.itemsize == 1 else tensor.dtype
-        empty = torch.empty_like(tensor, device="meta", dtype=dtype)
-        memo[id(tensor)] = nn.Parameter(empty, False) if isinstance(tensor, nn.Parameter) else empty
-    for module in root.modules():
-        memo |= {id(module.__dict__[name]): None for name in _WRAPPERS if name in module.__dict__}
-    copied = copy.deepcopy(root, memo)
-    restore(copied)
-    for module in copied.modules():
-        for name in _WRAPPERS:
-            module.__dict__.pop(name, None)
-        module._forward_hooks.clear()
-        module._forward_pre_hooks.clear()
-    return copied
-
-
-@torch.no_grad()
-def _count(root: nn.Module, arguments: dict[str, Any]) -> dict[str, int]:
-    """FLOPs of one call, for every module by its path, which starts with the name of the root's class."""
-    with FlopCounterMode(display=False) as counter:
-        root(**arguments)
-    return {path: sum(counts.values()) for path, counts in counter.get_flop_counts().items()}

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -12,34 +13,34 @@ from torch import Tensor, nn
 
 from tokenmerge.config import ToMeConfig
 from tokenmerge.errors import NothingToMergeError, UnsupportedModelError
+from tokenmerge.layout import Grid, Layout, argument, merged_call
 from tokenmerge.methods.tome import num_removed, plan_tome
-from tokenmerge.ops import Plan, merge, unmerge
+from tokenmerge.ops import Plan, num_tokens, shared_features
 
 __all__ = [
     "STATE",
     "BlockState",
-    "Grid",
+    "LayerState",
     "RecordedPlan",
     "Run",
     "block_call",
     "check_grid",
     "layer_call",
+    "note_call",
     "note_grid",
-    "note_step",
     "parameters",
 ]
 
-# The one attribute that a patched module has beside its own: a Run, a Grid or a BlockState.
+# The one attribute that a patched module has beside its own: a Run, a Grid, a BlockState or a LayerState.
 STATE = "_tokenmerge"
 
 
 @dataclasses.dataclass(frozen=True)
 class RecordedPlan:
-    """A plan and the token grid ``height`` × ``width`` that it is for."""
+    """A plan and the token grid (frames, rows, columns) that it is for."""
 
     plan: Plan
-    height: int
-    width: int
+    grid: tuple[int, int, int]
 
 
 @dataclasses.dataclass(eq=False)
@@ -48,10 +49,13 @@ class Run:
 
     Attributes:
         config: the settings.
-        sample: name of the model's argument ``[b, c, h, w]``.
+        sample: name of the model's argument for the sample.
         timestep: name of the argument that says how far denoising has come.
         parameters: names of all its arguments, in order.
+        read_grid: (model, arguments by name, grid of the last call) → (frames, rows, columns) of its finest
+            token grid.
         levels: resolution levels of the blocks that merge.
+        grid: the finest token grid of the running call.
         step: an integer that follows the timestep of the running call; blocks that are called without
             their model have that of its last call, or 0.
         record: where each block leaves its latest plan, by its path, while somebody asks for it.
@@ -61,45 +65,62 @@ class Run:
     sample: str
     timestep: str
     parameters: list[str]
+    read_grid: Callable[[Any, Mapping[str, Any], Grid], tuple[int, int, int]]
     levels: tuple[int, ...]
+    grid: Grid = dataclasses.field(default_factory=Grid)
     step: Tensor = dataclasses.field(default_factory=lambda: torch.zeros((), dtype=torch.int64))
     record: dict[str, RecordedPlan] | None = None
 
 
 @dataclasses.dataclass(eq=False)
-class Grid:
-    """The token grid of the running call, left by the module whose input shows it."""
-
-    height: int = 0
-    width: int = 0
-
-
-@dataclasses.dataclass(eq=False)
 class BlockState:
-    """What a block leaves for its sub-layers while it runs: the plan, or None where nothing merges."""
+    """What a block leaves for its sub-layers while it runs: the plan, or None where nothing merges.
+
+    Attributes:
+        run: of its model.
+        grid: of its tokens.
+        path: its name in the model.
+        layout: how it takes its tokens.
+        batched: whether each image of a batch has a plan of its own.
+        plan: of the running call.
+    """
 
     run: Run
     grid: Grid
     path: str
+    layout: Layout
+    batched: bool
     plan: Plan | None = None
+
+
+@dataclasses.dataclass(eq=False)
+class LayerState:
+    """What a sub-layer knows: its block, and how it takes its tokens."""
+
+    block: BlockState
+    layout: Layout
 
 
 # Two hooks note what a call is about; they run before the module's ``forward``, whoever replaced that.
 
 
-def note_step(root: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-    """Before the model: refuse a sample that is too small, note the denoising step."""
+def note_call(root: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    """Before the model: refuse a sample that is too small, note its token grid and the denoising step."""
     run: Run = root.__dict__[STATE]
-    sample = _argument(run.sample, run.parameters, args, kwargs)
-    check_grid(run, *sample.shape[-2:])
-    run.step = _step_of(_argument(run.timestep, run.parameters, args, kwargs), sample.device)
+    arguments = {**dict(zip(run.parameters, args, strict=False)), **kwargs}
+    grid = run.read_grid(root, arguments, run.grid)
+    check_grid(run, grid)
+    run.grid.frames, run.grid.rows, run.grid.columns = grid
+    sample = arguments[run.sample]
+    device = (sample[0] if isinstance(sample, list) else sample).device
+    run.step = _step_of(arguments[run.timestep], device)
 
 
 def note_grid(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
     """Before the module around some blocks: note their token grid, that of its first argument."""
     grid: Grid = module.__dict__[STATE]
     x = args[0] if args else kwargs["hidden_states"]
-    grid.height, grid.width = x.shape[-2:]
+    grid.frames, (grid.rows, grid.columns) = 1, x.shape[-2:]
 
 
 # Two functions make the method of a swapped class from the method of the original one, taken as a plain
@@ -111,11 +132,12 @@ def block_call(original: Callable) -> Callable:
     """The transformer block: plans from its input, for its sub-layers."""
     names = parameters(original)
 
+    @functools.wraps(original)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         state: BlockState | None = self.__dict__.get(STATE)
         if state is None:
             return original(self, *args, **kwargs)
-        state.plan = _plan(state, _argument(names[0], names, args, kwargs))
+        state.plan = _plan(state, argument(names[0], names, args, kwargs))
         try:
             return original(self, *args, **kwargs)
         finally:
@@ -128,21 +150,20 @@ def layer_call(original: Callable) -> Callable:
     """Attention or feed-forward: runs on merged tokens."""
     names = parameters(original)
 
+    @functools.wraps(original)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        state: BlockState | None = self.__dict__.get(STATE)
-        plan = None if state is None else state.plan
-        x = _argument(names[0], names, args, kwargs)
+        state: LayerState | None = self.__dict__.get(STATE)
+        plan = None if state is None else state.block.plan
         # Parts of the sequence, as in feed-forward chunking, and masks of an IP-Adapter, which are laid out
         # for the full grid, do not fit the plan.
-        if plan is None or not plan.fits(x) or kwargs.get("ip_adapter_masks") is not None:
+        if (
+            state is None
+            or plan is None
+            or not _fits(plan, argument(names[0], names, args, kwargs))
+            or kwargs.get("ip_adapter_masks") is not None
+        ):
             return original(self, *args, **kwargs)
-        mask = kwargs.get("attention_mask")
-        if mask is not None and kwargs.get("encoder_hidden_states") is None:
-            kwargs = {**kwargs, "attention_mask": _mask_of_kept(mask, plan)}
-        merged = merge(plan, x)
-        if args:
-            return unmerge(plan, original(self, merged, *args[1:], **kwargs))
-        return unmerge(plan, original(self, **{**kwargs, names[0]: merged}))
+        return merged_call(functools.partial(original, self), state.layout, plan, names, args, kwargs)
 
     return forward
 
@@ -152,39 +173,47 @@ def parameters(function: Callable) -> list[str]:
     return list(inspect.signature(function).parameters)[1:]
 
 
-def _argument(name: str, names: list[str], args: tuple, kwargs: dict[str, Any]) -> Any:
-    """The argument called ``name`` of a call, however it was passed."""
-    return kwargs[name] if name in kwargs else args[names.index(name)]
+def _fits(plan: Plan, x: Tensor) -> bool:
+    b, n = plan.inverse.shape
+    return x.shape[0] == b and x.shape[1] >= n
 
 
 def _plan(state: BlockState, x: Tensor) -> Plan | None:
-    run, height, width = state.run, state.grid.height, state.grid.width
-    if x.shape[1] != height * width:
+    run, grid = state.run, state.grid.shape
+    n = num_tokens(grid)
+    if x.shape[1] < n:
         raise UnsupportedModelError(
-            f"{state.path}: expected the {height} × {width} = {height * width} tokens of its grid, got an "
+            f"{state.path}: expected the {' × '.join(map(str, grid))} = {n} tokens of its grid, got an "
             f"input of shape {tuple(x.shape)}; this model calls its blocks in a way that tokenmerge does not "
             "know: remove_token_merging(model) restores it"
         )
-    plan = plan_tome(x, height, width, run.config, run.step)
+    features, parts = state.layout.image(x, n), 1 if state.batched else x.shape[0]
+    if parts > 1:
+        features = shared_features(features, parts)
+    plan = plan_tome(features, grid, run.config, run.step)
+    if plan is not None and parts > 1:
+        plan = plan.repeated(parts)
     if run.record is not None and plan is not None:
-        run.record[state.path] = RecordedPlan(plan, height, width)
+        run.record[state.path] = RecordedPlan(plan, grid)
     return plan
 
 
-def check_grid(run: Run, height: int, width: int) -> None:
-    """See that a sample of this size has tokens to merge.
+def check_grid(run: Run, grid: tuple[int, int, int]) -> None:
+    """See that a call with this finest grid of (frames, rows, columns) has tokens to merge.
 
     Raises:
         NothingToMergeError: it has not.
     """
     config = run.config
-    grids = {level: (-(-height // level), -(-width // level)) for level in run.levels}
-    if config.ratio and not any(num_removed(*grid, config) for grid in grids.values()):
+    frames, rows, columns = grid
+    grids = {level: (frames, -(-rows // level), -(-columns // level)) for level in run.levels}
+    if config.ratio and not any(num_removed(grid, config) for grid in grids.values()):
         level = min(run.levels)
         raise NothingToMergeError(
-            f"nothing to merge: a sample of {height} × {width} gives {grids[level][0]} × {grids[level][1]} "
-            f"tokens at level {level}, of which ratio={config.ratio:g} with cells of sy={config.sy} × "
-            f"sx={config.sx} removes none; generate a larger image, lower sx and sy, or raise ratio"
+            f"nothing to merge: the sample gives {' × '.join(map(str, grids[level][frames == 1 :]))} tokens "
+            f"at level {level}, of which ratio={config.ratio:g} with cells of sy={config.sy} × "
+            f"sx={config.sx}{f' × st={config.st}' if config.st > 1 else ''} removes none; generate a larger "
+            "image, lower sx and sy, or raise ratio"
         )
 
 
@@ -193,14 +222,8 @@ def _step_of(timestep: Tensor | float, device: torch.device) -> Tensor:
 
     The timestep rather than a counter: it is the same for the conditional and the unconditional half of
     classifier-free guidance, for every batch size, and in the second forward pass of gradient checkpointing.
-    Training may give each sample of a batch its own timestep; the first one's counts for all.
+    Training may give each sample of a batch its own timestep, and image-to-video models each token, with 0
+    for the picture that is given; the latest counts for all.
     """
-    first = torch.as_tensor(timestep, device=device, dtype=torch.float32).reshape(-1)[0]
-    return first.view(torch.int32).to(torch.int64)
-
-
-def _mask_of_kept(mask: Tensor, plan: Plan) -> Tensor:
-    """A mask ``[b, …, n]`` over keys for the merged tokens, ``[b, …, m]``: each has its own place's value."""
-    kept = plan.kept()
-    kept = kept.view(kept.shape[0], *[1] * (mask.ndim - 2), kept.shape[1])
-    return mask.gather(-1, kept.expand(*mask.shape[:-1], -1))
+    latest = torch.as_tensor(timestep, device=device, dtype=torch.float32).max()
+    return latest.view(torch.int32).to(torch.int64)

@@ -1,14 +1,18 @@
 """What must hold for every grid, ratio and image."""
 
+import dataclasses
+import itertools
+import math
+
 import reference
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
-from tokenmerge.config import ToMeConfig
+from tokenmerge.config import ToMeConfig, highest_ratio
 from tokenmerge.methods.tome import num_removed, plan_tome
-from tokenmerge.ops import merge, strided_partition, unmerge
+from tokenmerge.ops import merge, shared_features, strided_partition, unmerge
 
 sizes = st.integers(1, 9)
 strides = st.integers(1, 3)
@@ -17,14 +21,13 @@ seeds = st.integers(0, 2**40)
 
 @st.composite
 def cases(draw):
-    sx, sy = draw(strides), draw(strides)
-    height, width = draw(st.integers(sy, 9)), draw(st.integers(sx, 9))
-    ratio = draw(st.floats(0, 1 - 1 / (sx * sy)))
-    config = ToMeConfig(ratio=ratio, sx=sx, sy=sy, use_rand=draw(st.booleans()), seed=draw(seeds))
-    x = torch.randn(
-        draw(st.integers(1, 3)), height * width, 5, generator=torch.Generator().manual_seed(draw(seeds))
-    )
-    return config, height, width, x, torch.tensor(draw(seeds))
+    sx, sy, time = draw(strides), draw(strides), draw(st.integers(1, 2))
+    grid = draw(st.integers(time, 3)), draw(st.integers(sy, 9)), draw(st.integers(sx, 9))
+    ratio = draw(st.floats(0, 1 - 1 / (sx * sy * time)))
+    config = ToMeConfig(ratio=ratio, sx=sx, sy=sy, st=time, use_rand=draw(st.booleans()), seed=draw(seeds))
+    generator = torch.Generator().manual_seed(draw(seeds))
+    x = torch.randn(draw(st.integers(1, 3)), math.prod(grid), 5, generator=generator)
+    return config, grid, x, torch.tensor(draw(seeds))
 
 
 @given(height=sizes, width=sizes, sx=strides, sy=strides, seed=seeds, step=seeds, rand=st.booleans())
@@ -32,7 +35,7 @@ def test_the_partition_is_a_permutation_with_one_destination_in_each_cell(
     height, width, sx, sy, seed, step, rand
 ):
     draw = (seed, torch.tensor(step)) if rand else None
-    src, dst = strided_partition(height, width, sx, sy, draw=draw)
+    src, dst = strided_partition((height, width), (sy, sx), draw=draw)
     assert sorted([*src.tolist(), *dst.tolist()]) == list(range(height * width))
     cells = [(i // width // sy, i % width // sx) for i in dst.tolist()]
     assert cells == [(y, x) for y in range(height // sy) for x in range(width // sx)]
@@ -40,16 +43,59 @@ def test_the_partition_is_a_permutation_with_one_destination_in_each_cell(
         assert dst.tolist() == reference.destinations(height, width, sx, sy)
 
 
+@given(grid=st.tuples(sizes, sizes, sizes), cell=st.tuples(strides, strides, strides), seed=seeds)
+def test_cells_may_reach_over_frames(grid, cell, seed):
+    src, dst = strided_partition(grid, cell, draw=(seed, torch.tensor(0)))
+    assert sorted([*src.tolist(), *dst.tolist()]) == list(range(math.prod(grid)))
+    places = torch.stack(torch.unravel_index(dst, grid), dim=1) // torch.tensor(cell)
+    counts = [range(side // stride) for side, stride in zip(grid, cell, strict=True)]
+    assert [tuple(place) for place in places.tolist()] == list(itertools.product(*counts))
+
+
+@given(cases())
+def test_without_cells_over_time_each_frame_merges_within_itself(case):
+    config, grid, x, step = case
+    config = dataclasses.replace(config, st=1, ratio=config.ratio * highest_ratio(config.sx, config.sy))
+    plan = plan_tome(x, grid, config, step)
+    if plan is None:
+        return
+    frame = torch.arange(grid[0]).repeat_interleave(grid[1] * grid[2]).expand(x.shape[0], -1)
+    assert torch.equal(frame.gather(1, plan.kept()).gather(1, plan.labels()), frame)
+
+
+@given(cases(), st.integers(2, 3))
+def test_a_repeated_plan_merges_each_repetition_alike(case, times):
+    config, grid, x, step = case
+    plan = plan_tome(x, grid, config, step)
+    if plan is None:
+        return
+    again = plan.repeated(times)
+    assert_close(merge(again, x.repeat(times, 1, 1)), merge(plan, x).repeat(times, 1, 1), rtol=0, atol=0)
+    values = torch.randn(times * x.shape[0], *x.shape[1:])
+    whole = unmerge(again, merge(again, values))
+    parts = [unmerge(plan, merge(plan, part)) for part in values.split(x.shape[0])]
+    assert_close(whole, torch.cat(parts), rtol=0, atol=0)
+
+
+@given(st.integers(1, 3), st.integers(1, 3), seeds)
+def test_shared_features_compare_by_the_mean_cosine(parts, b, seed):
+    x = torch.randn(parts * b, 6, 5, generator=torch.Generator().manual_seed(seed))
+    unit = torch.nn.functional.normalize(x, dim=-1)
+    mean = (unit @ unit.transpose(1, 2)).view(parts, b, 6, 6).mean(0)
+    shared = torch.nn.functional.normalize(shared_features(x, parts), dim=-1)
+    assert_close(shared @ shared.transpose(1, 2), mean, rtol=1e-5, atol=1e-6)
+
+
 @given(cases())
 def test_r_tokens_go_sizes_sum_to_n_and_the_weighted_sum_is_conserved(case):
-    config, height, width, x, step = case
-    plan = plan_tome(x, height, width, config, step)
-    r = num_removed(height, width, config)
+    config, grid, x, step = case
+    plan = plan_tome(x, grid, config, step)
+    r = num_removed(grid, config)
     if r == 0:
         assert plan is None
         return
     merged = merge(plan, x)
-    n = height * width
+    n = math.prod(grid)
     assert merged.shape == (x.shape[0], n - r, x.shape[2])
     assert plan.sizes.sum(dim=1).tolist() == [n] * x.shape[0]
     assert all(len(set(row)) == n - r for row in plan.kept().tolist())
@@ -58,8 +104,8 @@ def test_r_tokens_go_sizes_sum_to_n_and_the_weighted_sum_is_conserved(case):
 
 @given(cases())
 def test_each_merged_token_is_the_mean_of_its_group(case):
-    config, height, width, x, step = case
-    plan = plan_tome(x, height, width, config, step)
+    config, grid, x, step = case
+    plan = plan_tome(x, grid, config, step)
     if plan is None:
         return
     merged = merge(plan, x)
@@ -74,8 +120,8 @@ def test_each_merged_token_is_the_mean_of_its_group(case):
 
 @given(cases())
 def test_unmerging_is_exact_where_the_merged_tokens_were_equal(case):
-    config, height, width, x, step = case
-    plan = plan_tome(x, height, width, config, step)
+    config, grid, x, step = case
+    plan = plan_tome(x, grid, config, step)
     if plan is None:
         return
     equal_in_groups = unmerge(plan, torch.arange(plan.keep.numel()).view(*plan.keep.shape, 1).float())
@@ -84,29 +130,32 @@ def test_unmerging_is_exact_where_the_merged_tokens_were_equal(case):
 
 @given(cases())
 def test_every_token_gets_the_result_of_its_own_group_and_of_its_own_image(case):
-    config, height, width, x, step = case
-    plan = plan_tome(x, height, width, config, step)
+    config, grid, x, step = case
+    plan = plan_tome(x, grid, config, step)
     if plan is None:
         return
     b, m = plan.keep.shape
     image_and_token = torch.cartesian_prod(torch.arange(b), torch.arange(m)).view(b, m, 2).float()
     back = unmerge(plan, image_and_token)
     assert torch.equal(back[..., 1].long(), plan.labels())
-    assert torch.equal(back[..., 0].long(), torch.arange(b).unsqueeze(1).expand(b, height * width))
+    assert torch.equal(back[..., 0].long(), torch.arange(b).unsqueeze(1).expand(b, math.prod(grid)))
 
 
 @settings(max_examples=40)
 @given(cases())
 def test_the_plan_is_that_of_the_slow_reference(case):
-    config, height, width, x, _ = case
-    config = ToMeConfig(ratio=config.ratio, sx=config.sx, sy=config.sy, use_rand=False)
-    plan = plan_tome(x, height, width, config, torch.tensor(0))
+    config, grid, x, _ = case
+    _, height, width = grid
+    x = x[:, : height * width]  # one frame
+    ratio = config.ratio * highest_ratio(config.sx, config.sy)
+    config = ToMeConfig(ratio=ratio, sx=config.sx, sy=config.sy, use_rand=False)
+    plan = plan_tome(x, (1, height, width), config, torch.tensor(0))
     if plan is None:
         return
     values = torch.randn(x.shape[0], height * width, 3, generator=torch.Generator().manual_seed(1))
     back = unmerge(plan, merge(plan, values))
     dst = reference.destinations(height, width, config.sx, config.sy)
     for image in range(x.shape[0]):
-        groups = reference.groups(x[image].double().tolist(), dst, num_removed(height, width, config))
+        groups = reference.groups(x[image].double().tolist(), dst, num_removed((1, height, width), config))
         expected = reference.merge_then_unmerge(values[image].tolist(), groups)
         assert_close(back[image], torch.tensor(expected), atol=1e-6, rtol=1e-5)

@@ -16,7 +16,7 @@ def random_tokens(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def destinations(seed: int, step: int, height: int = 64, width: int = 64) -> torch.Tensor:
-    return strided_partition(height, width, 2, 2, draw=(seed, torch.tensor(step)))[1]
+    return strided_partition((height, width), (2, 2), draw=(seed, torch.tensor(step)))[1]
 
 
 def test_the_draw_depends_on_seed_and_step_and_on_nothing_else():
@@ -49,7 +49,7 @@ def test_neighbouring_steps_draw_independently():
 
 def test_matching_in_slices_is_matching_at_once(monkeypatch):
     x = random_tokens(2, 64, 8)
-    src, dst = strided_partition(8, 8, 2, 2)
+    src, dst = strided_partition((8, 8), (2, 2))
     order, nearest = bipartite_soft_matching(x, src, dst)
     monkeypatch.setitem(matching._SIMILARITIES_AT_ONCE, "cpu", 100)
     order_in_slices, nearest_in_slices = bipartite_soft_matching(x, src, dst)
@@ -60,7 +60,7 @@ def test_matching_in_slices_is_matching_at_once(monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_a_destination_of_zeros_attracts_nothing(dtype):
     x = random_tokens(1, 16, 4).abs().to(dtype)  # cosines above 0
-    src, dst = strided_partition(4, 4, 2, 2)
+    src, dst = strided_partition((4, 4), (2, 2))
     x[:, dst[3]] = 0
     _, nearest = bipartite_soft_matching(x, src, dst)
     assert not (nearest == 3).any()
@@ -69,7 +69,7 @@ def test_a_destination_of_zeros_attracts_nothing(dtype):
 def test_a_source_of_zeros_is_like_nothing_and_not_the_first_to_merge():
     x = random_tokens(1, 1, 4).expand(1, 16, 4).clone()  # all alike
     x[:, 1] = 0
-    src, dst = strided_partition(4, 4, 2, 2)
+    src, dst = strided_partition((4, 4), (2, 2))
     order, _ = bipartite_soft_matching(x, src, dst)
     assert src[order[0, -1]] == 1
 
@@ -79,7 +79,7 @@ def test_half_precision_merging_only_rounds_its_result(dtype):
     """Sums are exact enough in float32, so the error is that of rounding the mean once: half an ulp."""
     x = (random_tokens(1, 4096, 8) + 3).to(dtype)
     x[:, ::2] = x[:, :1]  # one large group, in which a half-precision sum would stop growing
-    plan = plan_tome(x, 64, 64, ToMeConfig(ratio=0.75, use_rand=False), torch.tensor(0))
+    plan = plan_tome(x, (1, 64, 64), ToMeConfig(ratio=0.75, use_rand=False), torch.tensor(0))
     exact = merge(plan, x.double())
     error = (merge(plan, x).double() - exact).abs()
     assert (error <= exact.abs() * torch.finfo(dtype).eps / 2 + 1e-5).all()
@@ -88,7 +88,7 @@ def test_half_precision_merging_only_rounds_its_result(dtype):
 
 def test_merging_and_unmerging_have_the_gradients_of_their_matrices():
     x = random_tokens(2, 16, 3).double().requires_grad_()
-    plan = plan_tome(x, 4, 4, HALF, torch.tensor(0))
+    plan = plan_tome(x, (1, 4, 4), HALF, torch.tensor(0))
     assert torch.autograd.gradcheck(lambda t: merge(plan, t), x)
     assert torch.autograd.gradcheck(lambda t: unmerge(plan, merge(plan, t)), x)
 
@@ -96,11 +96,11 @@ def test_merging_and_unmerging_have_the_gradients_of_their_matrices():
 def test_merge_leaves_its_input_alone():
     x = random_tokens(2, 16, 3)
     before = x.clone()
-    merge(plan_tome(x, 4, 4, HALF, torch.tensor(0)), x)
+    merge(plan_tome(x, (1, 4, 4), HALF, torch.tensor(0)), x)
     assert torch.equal(x, before)
 
 
 def test_tokens_that_are_a_view_with_strides():
     x = random_tokens(2, 3, 16).transpose(1, 2)
-    plan = plan_tome(x, 4, 4, HALF, torch.tensor(0))
+    plan = plan_tome(x, (1, 4, 4), HALF, torch.tensor(0))
     assert_close(merge(plan, x), merge(plan, x.contiguous()), rtol=0, atol=0)

@@ -124,7 +124,7 @@ def report_table(report: Report, pixels: tuple[int, int]) -> Table:
         table.add_row(
             row.path,
             str(row.level),
-            f"{row.grid[0]} x {row.grid[1]}",
+            " x ".join(map(str, row.grid)),
             f"{row.tokens} → {row.merged_tokens}",
             row.merged,
             _gflops(row.flops_dense),

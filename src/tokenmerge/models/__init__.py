@@ -8,12 +8,12 @@ from typing import Any
 from torch import nn
 
 from tokenmerge.errors import UnsupportedModelError
-from tokenmerge.models import compvis, unet
-from tokenmerge.models.base import Block, Host, is_a
+from tokenmerge.models import compvis, flux, sd3, unet, wan
+from tokenmerge.models.base import Block, Host, Layer, is_a
 
-__all__ = ["Block", "Host", "find_hosts"]
+__all__ = ["Block", "Host", "Layer", "find_hosts", "parts"]
 
-FAMILIES = (unet, compvis)
+FAMILIES = (unet, compvis, sd3, flux, wan)
 
 
 def find_hosts(model: object) -> tuple[Host, ...]:
@@ -26,14 +26,14 @@ def find_hosts(model: object) -> tuple[Host, ...]:
     Raises:
         UnsupportedModelError: nothing in it is a model that tokens can be merged in.
     """
-    parts = list(_parts(model))
+    modules = list(parts(model))
     hosts: dict[int, Host] = {}
-    for part in parts:
+    for part in modules:
         for family in FAMILIES:
             if id(part) not in hosts and family.matches(part):
                 hosts[id(part)] = family.describe(part)
     if not hosts:
-        seen = ", ".join(sorted({type(part).__name__ for part in parts} or {type(model).__name__}))
+        seen = ", ".join(sorted({type(part).__name__ for part in modules} or {type(model).__name__}))
         supported = ", ".join(name for family in FAMILIES for name in family.CLASSES)
         raise UnsupportedModelError(
             f"no model to merge tokens in: found {seen}; pass a diffusers pipeline or a model of one of the "
@@ -42,20 +42,20 @@ def find_hosts(model: object) -> tuple[Host, ...]:
     return tuple(hosts.values())
 
 
-def _parts(model: Any) -> Iterator[nn.Module]:
+def parts(model: Any) -> Iterator[nn.Module]:
     """The modules of a pipeline, unwrapped; a module itself is its only part."""
     if not isinstance(model, nn.Module):
         # The attributes, not ``components``: that raises when one is missing or was added later.
         for value in vars(model).values() if hasattr(model, "__dict__") else ():
             for member in value if isinstance(value, list | tuple) else [value]:
                 if isinstance(member, nn.Module):
-                    yield from _parts(member)
+                    yield from parts(member)
         return
     while (wrapped := _wrapped(model)) is not None:
         model = wrapped
     if is_a(model, "MultiControlNetModel", "MultiControlNetUnionModel"):
         for net in model.nets:
-            yield from _parts(net)
+            yield from parts(net)
     elif isinstance(getattr(getattr(model, "model", None), "diffusion_model", None), nn.Module):
         yield model.model.diffusion_model
         if isinstance(control := getattr(model, "control_model", None), nn.Module):

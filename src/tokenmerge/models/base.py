@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
 
 from torch import nn
 
-__all__ = ["Block", "Host", "is_a"]
+from tokenmerge.layout import PLAIN, Grid, Layout
+
+__all__ = ["Block", "GridShape", "Host", "Layer", "is_a"]
+
+GridShape = tuple[int, int, int]  # frames, rows, columns, in tokens
 
 
 def is_a(module: object, *names: str) -> bool:
@@ -23,35 +27,49 @@ def is_a(module: object, *names: str) -> bool:
 
 
 @dataclasses.dataclass(frozen=True)
+class Layer:
+    """A sub-layer that can run on merged tokens.
+
+    Attributes:
+        kind: ``"attn1"`` self-attention or joint attention, ``"attn2"`` cross-attention, ``"ff"`` the MLP.
+        name: of the attribute of the block that holds it.
+        layout: how it takes its tokens.
+    """
+
+    kind: Literal["attn1", "attn2", "ff"]
+    name: str
+    layout: Layout = PLAIN
+
+
+@dataclasses.dataclass(frozen=True)
 class Block:
     """One transformer block.
 
     Attributes:
         path: its qualified name in the host.
-        module: the block. Its first argument are the tokens ``[b, n, c]``.
+        module: the block.
+        layers: its sub-layers that can merge, in the order in which they run.
+        layout: how it takes its tokens.
         method: the method that gradient checkpointing runs again: ``"forward"`` or ``"_forward"``.
-        grid: the module whose first argument ``[b, c, h, w]`` has the block's token grid, n = h·w.
-        level: resolution level as a divisor of the sample's height and width: 1, 2, 4 …
+        grid: the module whose first argument ``[b, c, h, w]`` has the block's token grid, n = h·w; None
+            where it is that of the whole model.
+        level: resolution level as a divisor of the host's finest token grid: 1, 2, 4 …
+        dense: kinds of sub-layer that it has and that cannot merge, with the reason in words.
     """
 
     path: str
     module: Any
-    method: str
-    grid: nn.Module
-    level: int
+    layers: tuple[Layer, ...]
+    layout: Layout = PLAIN
+    method: str = "forward"
+    grid: nn.Module | None = None
+    level: int = 1
+    dense: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @property
-    def layers(self) -> dict[str, nn.Module]:
-        """The sub-layers that can merge, by name."""
-        layers = {name: getattr(self.module, name, None) for name in ("attn1", "attn2", "ff")}
-        if self.chunks_feed_forward:
-            del layers["ff"]
-        return {name: layer for name, layer in layers.items() if layer is not None}
-
-    @property
-    def chunks_feed_forward(self) -> bool:
-        """Whether the feed-forward layer runs on parts of the sequence, which no plan fits."""
-        return bool(getattr(self.module, "_chunk_size", None))
+    def batched(self) -> bool:
+        """Whether each image of a batch can have a plan of its own."""
+        return all(layer.layout.batched for layer in self.layers)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,17 +79,22 @@ class Host:
     Attributes:
         root: the model.
         blocks: its transformer blocks in the order in which they run.
-        sample: name of its argument for the sample ``[b, c, h, w]``.
+        sample: name of its argument for the sample.
         timestep: name of its argument for the timestep.
+        grid: (root, arguments of a call by name, grid of the last call) → (frames, rows, columns) of its
+            finest token grid. Raises UnsupportedModelError for a call whose tokens it cannot tell.
+        patch: side of the square of latent positions that makes one token.
         sample_size: height and width of the sample that the model was made for, if it says so.
         controlnet: whether it is a ControlNet, which may stay dense beside a denoiser that merges.
-        example: ``(height, width, batch)`` → keyword arguments of a call with a sample of that size.
+        example: ``(height, width, batch)`` → arguments by name of a call with a sample of that size.
     """
 
     root: nn.Module
     blocks: tuple[Block, ...]
     sample: str
     timestep: str
+    grid: Callable[[Any, Mapping[str, Any], Grid], GridShape]
     sample_size: tuple[int, int] | None
     controlnet: bool
     example: Callable[[int, int, int], dict[str, Any]]
+    patch: int = 1

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from tokenmerge.models.base import Block, Host, is_a
+from tokenmerge.layout import Grid
+from tokenmerge.models.base import Block, GridShape, Host, is_a
+from tokenmerge.models.basic import basic_block
 
 __all__ = ["CLASSES", "describe", "matches"]
 
@@ -41,6 +43,7 @@ def describe(root: Any) -> Host:
         blocks=tuple(blocks),
         sample="x",
         timestep="timesteps",
+        grid=_grid,
         sample_size=(size, size) if isinstance(size, int) else None,
         controlnet=is_a(root, "ControlNet"),
         example=lambda height, width, batch: _example(root, context, height, width, batch),
@@ -53,7 +56,13 @@ def _blocks(stage: Any, prefix: str, level: int) -> Iterator[Block]:
             for i, block in enumerate(module.transformer_blocks):
                 # Their own checkpointing re-runs `_forward`, not `forward`.
                 method = "_forward" if hasattr(block, "_forward") else "forward"
-                yield Block(f"{path}.transformer_blocks.{i}", block, method, grid=module, level=level)
+                path_of_block = f"{path}.transformer_blocks.{i}"
+                yield basic_block(path_of_block, block, grid=module, level=level, method=method)
+
+
+def _grid(root: Any, arguments: Mapping[str, Any], last: Grid) -> GridShape:
+    rows, columns = arguments["x"].shape[-2:]
+    return 1, rows, columns
 
 
 def _example(root: Any, context: int | None, height: int, width: int, batch: int) -> dict[str, Any]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from tokenmerge.models.base import Block, Host, is_a
+from tokenmerge.layout import Grid
+from tokenmerge.models.base import Block, GridShape, Host, is_a
+from tokenmerge.models.basic import basic_block
 
 __all__ = ["CLASSES", "describe", "matches"]
 
@@ -41,6 +43,7 @@ def describe(root: Any) -> Host:
         blocks=tuple(blocks),
         sample="sample",
         timestep="timestep",
+        grid=_grid,
         sample_size=(size, size) if isinstance(size, int) else size and tuple(size),
         controlnet=is_a(root, "ControlNetModel", "ControlNetUnionModel"),
         example=lambda height, width, batch: _example(root, height, width, batch),
@@ -51,7 +54,12 @@ def _blocks(stage: Any, prefix: str, level: int) -> Iterator[Block]:
     for path, module in stage.named_modules(prefix=prefix):
         if is_a(module, "Transformer2DModel"):
             for i, block in enumerate(module.transformer_blocks):
-                yield Block(f"{path}.transformer_blocks.{i}", block, "forward", grid=module, level=level)
+                yield basic_block(f"{path}.transformer_blocks.{i}", block, grid=module, level=level)
+
+
+def _grid(root: Any, arguments: Mapping[str, Any], last: Grid) -> GridShape:
+    rows, columns = arguments["sample"].shape[-2:]
+    return 1, rows, columns
 
 
 def _input_shape(projection: nn.Module) -> tuple[int, ...]:

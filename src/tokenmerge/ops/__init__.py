@@ -1,15 +1,21 @@
 """Pure tensor functions on tokens ``[b, n, c]``; they know no model and no setting."""
 
-from tokenmerge.ops.matching import bipartite_soft_matching
-from tokenmerge.ops.partition import num_destinations, strided_partition
+from tokenmerge.ops.matching import bipartite_soft_matching, shared_features
+from tokenmerge.ops.partition import num_destinations, num_tokens, strided_partition
 from tokenmerge.ops.plan import Plan, make_plan, merge, unmerge
+from tokenmerge.ops.tokens import SizedPlan, Tokens, plan_by_size
 
 __all__ = [
     "Plan",
+    "SizedPlan",
+    "Tokens",
     "bipartite_soft_matching",
     "make_plan",
     "merge",
     "num_destinations",
+    "plan_by_size",
+    "num_tokens",
+    "shared_features",
     "strided_partition",
     "unmerge",
 ]

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-__all__ = ["bipartite_soft_matching"]
+__all__ = ["bipartite_soft_matching", "shared_features"]
 
 # How many similarities are held at once; more sources are compared in slices, so that memory grows linearly
 # with the number of tokens as it does with fused attention. On a CPU a slice is small enough for its memory
@@ -43,3 +43,13 @@ def _largest_products(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         return (a @ b).max(dim=-1)
     best = [(rows @ b).max(dim=-1) for rows in a.split(max(1, at_once // per_row), dim=1)]
     return torch.cat([part.values for part in best], dim=1), torch.cat([part.indices for part in best], dim=1)
+
+
+def shared_features(features: Tensor, parts: int) -> Tensor:
+    """Features by which ``parts`` images get one plan: ``[parts * b, n, c]`` → ``[b, n, parts * c]``.
+
+    Their cosine similarity is the mean of the images' own. Those b apart share a plan, as the two halves of
+    a batch with classifier-free guidance.
+    """
+    unit = F.normalize(features, dim=-1, eps=torch.finfo(features.dtype).tiny)
+    return unit.unflatten(0, (parts, -1)).movedim(0, 2).flatten(2)

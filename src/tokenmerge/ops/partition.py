@@ -2,28 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-__all__ = ["num_destinations", "strided_partition"]
+__all__ = ["num_destinations", "num_tokens", "strided_partition"]
 
 _MASK32 = 0xFFFFFFFF
 
 
-def num_destinations(height: int, width: int, sx: int, sy: int) -> int:
-    """Number of whole ``sy`` × ``sx`` cells in a grid of ``height`` × ``width`` tokens.
+def num_destinations(grid: Sequence[int], cell: Sequence[int]) -> int:
+    """Number of whole cells in a grid of tokens.
 
-    >>> num_destinations(5, 4, sx=2, sy=2)
+    >>> num_destinations((5, 4), (2, 2))
     4
     """
-    return (height // sy) * (width // sx)
+    return num_tokens([side // stride for side, stride in zip(grid, cell, strict=True)])
+
+
+def num_tokens(grid: Sequence[int]) -> int:
+    """Number of tokens in a grid; as `math.prod`, which torch.compile cannot follow for sizes that vary.
+
+    >>> num_tokens((2, 3, 4))
+    24
+    """
+    tokens = 1
+    for side in grid:
+        tokens *= side
+    return tokens
 
 
 def strided_partition(
-    height: int,
-    width: int,
-    sx: int,
-    sy: int,
+    grid: Sequence[int],
+    cell: Sequence[int],
     *,
     draw: tuple[int, Tensor] | None = None,
     device: torch.device | str | None = None,
@@ -31,43 +43,47 @@ def strided_partition(
     """Split a token grid into sources and destinations (arXiv 2303.17604, section 4.1).
 
     Args:
-        height: rows of the token grid.
-        width: columns of the token grid. Neither needs to be a multiple of its stride: the tokens right of
-            and below the last whole cell are sources.
-        sx: width of a cell in tokens.
-        sy: height of a cell in tokens.
+        grid: (rows, columns), or (frames, rows, columns): n tokens, the last axis fastest.
+        cell: the stride along each axis, in tokens. The grid need not be a multiple of it: the tokens
+            beyond the last whole cell of an axis are sources.
         draw: ``(seed, step)``: take a pseudo-random token of each cell as its destination, a function of
             the seed, the step (an integer tensor of no dimensions) and the cell alone, so that it needs no
             generator, is the same for all images of a batch and can be recomputed in a backward pass.
-            None: the top left token of each cell.
+            None: the first token of each cell.
         device: where the result lives.
 
     Returns:
-        Indices of the sources ``[n - d]`` and of the destinations ``[d]``, with n = height·width and
+        Indices of the sources ``[n - d]`` and of the destinations ``[d]``, with
         d = :func:`num_destinations`; together a permutation of 0 … n−1.
 
-    >>> src, dst = strided_partition(2, 5, sx=2, sy=2)
+    >>> src, dst = strided_partition((2, 5), (2, 2))
     >>> dst.tolist(), src.tolist()
     ([0, 2], [1, 3, 5, 7, 6, 8, 4, 9])
     """
-    rows, columns = height // sy, width // sx
-    cell_y = torch.arange(rows, device=device).unsqueeze(1)
-    cell_x = torch.arange(columns, device=device)
-    corner = (cell_y * sy * width + cell_x * sx).flatten()
+    cells = [side // stride for side, stride in zip(grid, cell, strict=True)]
+    inside = torch.arange(num_tokens(grid), device=device).view(tuple(grid))
+    outside = []
+    for axis, (side, count, stride) in enumerate(zip(grid, cells, cell, strict=True)):
+        beyond, inside = (
+            inside.narrow(axis, count * stride, side - count * stride),
+            inside.narrow(axis, 0, count * stride),
+        )
+        outside.insert(0, beyond.flatten())
 
-    if draw is None:
-        first = torch.zeros_like(corner)
-    else:
+    # [position within the cell, cell]
+    axes = len(grid)
+    inside = inside.reshape([side for pair in zip(cells, cell, strict=True) for side in pair])
+    inside = inside.permute(*range(1, 2 * axes, 2), *range(0, 2 * axes, 2))
+    inside = inside.reshape(num_tokens(cell), num_tokens(cells))
+    if draw is not None:
         seed, step = draw
-        first = _hash(seed, step, (cell_y * columns + cell_x).flatten()) % (sx * sy)
-    # Position 0 of a cell is its destination; the others follow it round the cell.
-    within = torch.arange(sx * sy, device=device).unsqueeze(1) + first
-    within = within % (sx * sy)
-    tokens = corner + within // sx * width + within % sx
+        size, count = inside.shape
+        first = _hash(seed, step, torch.arange(count, device=device)) % size
+        # The drawn position comes first; the others follow it round the cell.
+        order = (torch.arange(size, device=device).unsqueeze(1) + first) % size
+        inside = inside.gather(0, order)
 
-    grid = torch.arange(height * width, device=device).view(height, width)
-    outside = [grid[: rows * sy, columns * sx :].flatten(), grid[rows * sy :].flatten()]
-    return torch.cat([tokens[1:].flatten(), *outside]), tokens[0]
+    return torch.cat([inside[1:].flatten(), *outside]), inside[0]
 
 
 def _hash(seed: int, step: Tensor, cell: Tensor) -> Tensor:

@@ -38,9 +38,17 @@ class Plan(NamedTuple):
         """``[b, m]``: for each merged token the index, 0 … n−1, of the token whose place it takes."""
         return self.keep % self.inverse.shape[1]
 
-    def fits(self, x: Tensor) -> bool:
-        """Whether ``x`` has the b images of n tokens that this plan was made for."""
-        return x.shape[:2] == self.inverse.shape
+    def joined(self, parts: int) -> Plan:
+        """The plan for b / ``parts`` images, each made of ``parts`` in a row: frames of a video."""
+        return Plan(*(rows.reshape(rows.shape[0] // parts, -1) for rows in self))
+
+    def repeated(self, times: int) -> Plan:
+        """The plan for ``times`` · b images: b that merge as this plan says, then b more, and so on."""
+        b, m = self.keep.shape
+        before = torch.arange(times, device=self.keep.device).repeat_interleave(b).unsqueeze(1) * b
+        n_before, m_before = before * self.inverse.shape[1], before * m
+        keep, sources, targets, inverse, sizes = (rows.repeat(times, 1) for rows in self)
+        return Plan(keep + n_before, sources + n_before, targets + m_before, inverse + m_before, sizes)
 
 
 def make_plan(src: Tensor, dst: Tensor, order: Tensor, nearest: Tensor, r: int) -> Plan:

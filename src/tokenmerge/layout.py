@@ -1,0 +1,174 @@
+"""How a module takes its tokens: on which grid, where in its arguments, and what else changes with them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from tokenmerge.ops import Plan, merge, unmerge
+
+__all__ = ["PLAIN", "Follower", "Grid", "Layout", "argument", "merged_call"]
+
+
+@dataclasses.dataclass(eq=False)
+class Grid:
+    """The token grid of the running call, left by the module whose input shows it."""
+
+    frames: int = 0
+    rows: int = 0
+    columns: int = 0
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(frames, rows, columns)."""
+        return self.frames, self.rows, self.columns
+
+
+@dataclasses.dataclass(frozen=True)
+class Follower:
+    """An argument that has an entry for each token: a position table, a mask.
+
+    A merged token keeps the entry of the token whose place it takes.
+
+    Attributes:
+        name: of the argument; None and missing arguments are left alone.
+        axes: of the tokens; one of length 1, which the host broadcasts, is left alone.
+        batched: whether the first axis is that of the batch (of length 1: the same for all). Where it is
+            not, all images of a batch have to share a plan.
+        element: where the argument is a tuple, which of its tensors; None: all of them.
+    """
+
+    name: str
+    axes: tuple[int, ...]
+    batched: bool = False
+    element: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """The call of a block or of one of its layers, whose first argument are tokens ``[b, n, c]``.
+
+    Attributes:
+        text: where text tokens stand that are in one sequence with the image's, if there are any: in the
+            tokens themselves or in a follower. They never merge.
+        followers: arguments with an entry for each token.
+        again: name of an argument that may be the same tensor as the tokens.
+        outputs: where the result is a tuple, which of its tensors are image tokens.
+    """
+
+    text: Literal["first", "last"] = "first"
+    followers: tuple[Follower, ...] = ()
+    again: str | None = None
+    outputs: tuple[int, ...] = (0,)
+
+    @property
+    def batched(self) -> bool:
+        """Whether each image of a batch can have a plan of its own."""
+        return all(follower.batched for follower in self.followers)
+
+    def image(self, x: Tensor, n: int) -> Tensor:
+        """The n image tokens of a sequence."""
+        return x[:, x.shape[1] - n :] if self.text == "first" else x[:, :n]
+
+
+PLAIN = Layout()  # image tokens alone, and no argument that follows them
+
+
+def merged_call(
+    function: Callable, layout: Layout, plan: Plan, names: Sequence[str], args: tuple, kwargs: dict[str, Any]
+) -> Any:
+    """Call a function with merged tokens and unmerge its result.
+
+    Args:
+        function: what takes the arguments.
+        layout: where its tokens are.
+        plan: for the image tokens.
+        names: of its parameters, in order.
+        args: positional arguments, for all n tokens.
+        kwargs: arguments by name.
+    """
+    n = plan.inverse.shape[1]
+
+    def merge_image(x: Tensor) -> Tensor:
+        return _replace_image(layout, x, n, lambda image: merge(plan, image))
+
+    def unmerge_image(y: Tensor) -> Tensor:
+        return _replace_image(layout, y, plan.keep.shape[1], lambda image: unmerge(plan, image))
+
+    changed: dict[str, Callable[[Any], Any]] = {names[0]: merge_image}
+    for follower in layout.followers:
+        changed[follower.name] = functools.partial(_follow, follower=follower, layout=layout, plan=plan)
+    tokens = argument(names[0], names, args, kwargs)
+    if layout.again and argument(layout.again, names, args, kwargs) is tokens:
+        changed[layout.again] = merge_image
+    result = function(
+        *(
+            changed[name](value) if name in changed else value
+            for name, value in zip(names, args, strict=False)
+        ),
+        *args[len(names) :],
+        **{name: changed[name](value) if name in changed else value for name, value in kwargs.items()},
+    )
+    if isinstance(result, Tensor):
+        return unmerge_image(result)
+    return tuple(
+        unmerge_image(value) if i in layout.outputs and value is not None else value
+        for i, value in enumerate(result)
+    )
+
+
+def argument(name: str, names: Sequence[str], args: tuple, kwargs: dict[str, Any]) -> Any:
+    """The argument called ``name`` of a call, however it was passed; None where it was not."""
+    if name in kwargs:
+        return kwargs[name]
+    place = names.index(name) if name in names else len(args)
+    return args[place] if place < len(args) else None
+
+
+def _replace_image(layout: Layout, x: Tensor, n: int, change: Callable[[Tensor], Tensor]) -> Tensor:
+    """Change the n image tokens of a sequence and leave its text as it is."""
+    text = x.shape[1] - n
+    if text == 0:
+        return change(x)
+    if layout.text == "first":
+        return torch.cat([x[:, :text], change(x[:, text:])], dim=1)
+    return torch.cat([change(x[:, :n]), x[:, n:]], dim=1)
+
+
+def _follow(value: Any, follower: Follower, layout: Layout, plan: Plan) -> Any:
+    """The entries of an argument that stay when tokens merge, in the order of the merged tokens."""
+    if isinstance(value, tuple | list):
+        return type(value)(
+            _follow(part, follower, layout, plan) if follower.element in (None, i) else part
+            for i, part in enumerate(value)
+        )
+    if value is None:
+        return None
+    b, n = plan.inverse.shape
+    if follower.batched and value.shape[0] == 1:
+        value = value.expand(b, *value.shape[1:])
+    for axis in follower.axes:
+        if value.shape[axis] > 1:
+            index = _entries(plan, value.shape[axis] - n, layout)
+            if follower.batched:
+                along = [1] * value.ndim
+                along[0], along[axis] = index.shape
+                value = value.take_along_dim(index.view(along), axis)
+            else:
+                value = value.index_select(axis, index[0])
+    return value
+
+
+def _entries(plan: Plan, text: int, layout: Layout) -> Tensor:
+    """``[b, text + m]``: which entries stay where those of ``text`` text tokens stand beside the image's."""
+    kept = plan.kept()
+    if text == 0:
+        return kept
+    b, n = plan.inverse.shape
+    beside = torch.arange(text, device=kept.device).expand(b, -1)
+    return torch.cat([beside, kept + text] if layout.text == "first" else [kept, beside + n], dim=1)

@@ -1,0 +1,42 @@
+"""``BasicTransformerBlock``: the block of UNets and of the first diffusion transformers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from tokenmerge.layout import PLAIN, Follower, Layout
+from tokenmerge.models.base import Block, Layer
+
+__all__ = ["basic_block"]
+
+_SELF_ATTENTION = Layout(followers=(Follower("attention_mask", axes=(-1,), batched=True),))
+_CHUNKED = "feed-forward layers that run in chunks stay dense; switch chunking off to merge them"
+
+
+def basic_block(
+    path: str, module: Any, *, grid: nn.Module | None = None, level: int = 1, method: str = "forward"
+) -> Block:
+    """Describe a block whose sub-layers are called ``attn1``, ``attn2`` and ``ff``."""
+    # Self-attention in name only: it attends to the text, and its mask is the text's.
+    to_text = getattr(module, "only_cross_attention", False)
+    layers = (
+        Layer("attn1", "attn1", PLAIN if to_text else _SELF_ATTENTION),
+        Layer("attn2", "attn2"),
+        Layer("ff", "ff"),
+    )
+    chunked = bool(getattr(module, "_chunk_size", None))
+    return Block(
+        path,
+        module,
+        tuple(
+            layer
+            for layer in layers
+            if getattr(module, layer.name, None) is not None and not (chunked and layer.kind == "ff")
+        ),
+        method=method,
+        grid=grid,
+        level=level,
+        dense={"ff": _CHUNKED} if chunked else {},
+    )
