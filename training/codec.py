@@ -20,8 +20,9 @@ from diffusers import AutoencoderTiny
 from rich.progress import track
 from torch import Tensor
 
+from tokenmerge.demo.glyphs import BACKGROUNDS, read_glyphs
 from training import checkpoint
-from training.glyphs import BACKGROUNDS, compose, draw, read_glyphs
+from training.glyphs import compose, draw
 
 RUN = Path("runs/codec")
 FACTOR = 4  # pixels per latent position, each way

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from diffusers import AutoencoderTiny
 from torch import Tensor
 
+from tokenmerge.demo.glyphs import BACKGROUNDS, Glyph, caption
 from training.codec import FACTOR, LATENT_CHANNELS, to_tensor
-from training.glyphs import BACKGROUNDS, Glyph, caption, compose, draw
+from training.glyphs import compose, draw
 
 EMPTY = 0.1  # share of captions left empty, which is what classifier-free guidance needs
 BARE = 0.3  # share of pictures on white whose caption does not speak of the background
@@ -17,7 +20,7 @@ BARE = 0.3  # share of pictures on white whose caption does not speak of the bac
 class Latents:
     """The latents of every glyph on every background at one size, encoded when first asked for."""
 
-    def __init__(self, glyphs: list[Glyph], codec: AutoencoderTiny, size: int) -> None:
+    def __init__(self, glyphs: Sequence[Glyph], codec: AutoencoderTiny, size: int) -> None:
         self.codec = codec
         self.names = [glyph.name for glyph in glyphs]
         self.backgrounds = list(BACKGROUNDS)

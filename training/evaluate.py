@@ -1,4 +1,4 @@
-"""Does a model draw what it is asked for? Judged by `training.retrieval`, not by eye.
+"""Does a model draw what it is asked for? Judged by `tokenmerge.demo.retrieval`, not by eye.
 
 python -m training.evaluate src/tokenmerge/demo/emoji-unet --contact-sheet sheet.jpg
 """
@@ -18,19 +18,12 @@ from diffusers import DiffusionPipeline
 from PIL import Image, ImageDraw, ImageFont
 from rich.progress import track
 
-from training.glyphs import BACKGROUNDS, caption, read_glyphs
-from training.retrieval import Gallery
+from tokenmerge.demo.glyphs import caption, choose_prompts, read_glyphs
+from tokenmerge.demo.retrieval import Gallery
 
 BATCH = 10
 COLUMNS = 8
 SHEET_SIZE = 48
-
-
-def choose_prompts(count: int, seed: int = 0) -> list[tuple[int, str]]:
-    """Choose different glyphs, and backgrounds in turn: pairs of glyph index and background name."""
-    order = np.random.default_rng(seed).permutation(len(read_glyphs()))[:count]
-    names = list(BACKGROUNDS)
-    return [(int(glyph), names[i % len(names)]) for i, glyph in enumerate(order)]
 
 
 def generate(
@@ -85,7 +78,7 @@ def main(
     pipe = DiffusionPipeline.from_pretrained(model).to(device)
     pipe.set_progress_bar_config(disable=True)
     glyphs = read_glyphs()
-    gallery = Gallery(glyphs)
+    gallery = Gallery()
     asked = [(*pair, seed) for seed in range(seeds) for pair in choose_prompts(prompts)]
     pictures: list[np.ndarray] = []
     clock = time.perf_counter()
@@ -95,7 +88,7 @@ def main(
         pictures += list(generate(pipe, texts, [seed for *_, seed in batch], size, steps, guidance))
     seconds = (time.perf_counter() - clock) / len(asked)
 
-    found = [gallery.identify(picture) for picture in pictures]
+    found = [gallery.identify(Image.fromarray(picture)) for picture in pictures]
     misses = [
         (glyphs[glyph].name, glyphs[found_glyph].name)
         for (glyph, _, _), (found_glyph, _) in zip(asked, found, strict=True)

@@ -1,4 +1,4 @@
-"""The training data: named emoji glyphs, drawn on named plain backgrounds.
+"""The training data: the glyphs of `tokenmerge.demo.glyphs`, drawn on its backgrounds.
 
 Every picture is one glyph of Noto Color Emoji on one flat colour, and its caption says exactly that:
 "a red apple on a light blue background". Glyph and background are independent, so that a model which has
@@ -7,55 +7,18 @@ learnt them can be judged on each separately.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFilter, ImageFont
 
-GLYPH_LIST = Path(__file__).with_name("glyphs.tsv")
+from tokenmerge.demo.glyphs import BACKGROUNDS, Glyph
+
 FONT = Path("/usr/share/fonts/truetype/noto/NotoColorEmoji.ttf")  # Debian package fonts-noto-color-emoji
 
 STRIKE = 109  # the only size the font holds: bitmaps of 136 × 128 pixels
 MARGIN = 0.08  # of the picture's height, above and below: some background shows on every side
-
-BACKGROUNDS: dict[str, tuple[int, int, int]] = {
-    "white": (255, 255, 255),
-    "light gray": (200, 200, 204),
-    "light blue": (165, 212, 245),
-    "light green": (172, 226, 160),
-    "yellow": (255, 226, 92),
-    "pink": (255, 178, 205),
-    "orange": (255, 158, 66),
-    "purple": (172, 130, 220),
-    "dark blue": (28, 48, 112),
-    "black": (22, 22, 24),
-}
-
-
-@dataclass(frozen=True)
-class Glyph:
-    """One emoji: its character and its name with an article, "a red apple"."""
-
-    character: str
-    name: str
-
-
-def read_glyphs(path: Path = GLYPH_LIST) -> list[Glyph]:
-    """Read the committed list; its order fixes the glyphs' indices."""
-    rows = (line.split("\t") for line in path.read_text(encoding="utf-8").splitlines())
-    return [Glyph(chr(int(codepoint, 16)), name) for codepoint, name in rows]
-
-
-def caption(name: str, background: str) -> str:
-    """Say what a picture shows.
-
-    >>> caption("a red apple", "orange")
-    'a red apple on an orange background'
-    """
-    article = "an" if background[0] in "aeiou" else "a"
-    return f"{name} on {article} {background} background"
 
 
 @lru_cache(maxsize=1)

@@ -17,10 +17,10 @@ import typer
 from PIL import Image
 from rich.progress import Progress, TextColumn
 
+from tokenmerge.demo.glyphs import BACKGROUNDS, caption, read_glyphs
 from training import checkpoint, parallel
 from training.codec import load_codec
 from training.data import Latents
-from training.glyphs import BACKGROUNDS, caption, read_glyphs
 from training.muon import build_optimisers
 from training.schedule import at_step, stretch, total_steps
 from training.unet import EmojiUNet

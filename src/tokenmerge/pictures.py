@@ -1,4 +1,4 @@
-"""The comparison picture: dense, merged, their difference, and which tokens were merged."""
+"""Pictures side by side: dense, merged, their difference and merged groups; a sheet of samples."""
 
 from __future__ import annotations
 
@@ -7,12 +7,23 @@ import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
+from torch import Tensor
 
-__all__ = ["Row", "comparison", "difference", "difference_gain", "draw_groups"]
+__all__ = [
+    "Row",
+    "as_tensor",
+    "comparison",
+    "difference",
+    "difference_gain",
+    "draw_groups",
+    "sample_sheet",
+]
 
 _SMALLEST_SIDE = 320  # pixels; smaller pictures are enlarged
+_LARGEST_SIDE = 512  # on a sheet of samples; larger pictures are drawn smaller
 _GAINS = (1, 2, 4, 8, 16, 32, 64)
 _MARGIN = 24
 _GAP = 16
@@ -57,10 +68,56 @@ def comparison(rows: Sequence[Row], *, dense: str = "", merged: str = "", groups
         ("merged groups", groups),
     )
     factor = _enlargement(rows[0].dense.size)
-    width, height = (side * factor for side in rows[0].dense.size)
+    lines = []
+    for row in rows:
+        merged_large = _enlarge(row.merged, factor)
+        panels = (
+            _enlarge(row.dense, factor),
+            merged_large,
+            _enlarge(difference(row.dense, row.merged, gain), factor),
+            draw_groups(merged_large, row.labels),
+        )
+        lines.append((panels, row.caption))
+    return _lay_out(columns, lines)
+
+
+def sample_sheet(
+    columns: Sequence[tuple[str, str]], rows: Sequence[tuple[Sequence[Image.Image], str]]
+) -> Image.Image:
+    """Draw pictures of the same prompts by several variants: rows of prompts, columns of variants.
+
+    Args:
+        columns: title and small print of each variant.
+        rows: a picture of each variant, and one line below them; all pictures of the same size. Large ones
+            are drawn smaller.
+    """
+    width, height = rows[0][0][0].size
+    factor = _enlargement((width, height))
+    shrunk = max(width, height) > _LARGEST_SIDE
+    size = width * _LARGEST_SIDE // max(width, height), height * _LARGEST_SIDE // max(width, height)
+    return _lay_out(
+        columns,
+        [
+            ([p.resize(size) if shrunk else _enlarge(p, factor) for p in pictures], caption)
+            for pictures, caption in rows
+        ],
+    )
+
+
+def as_tensor(pictures: Sequence[Image.Image]) -> Tensor:
+    """Pictures of the same size as [b, 3, h, w] with values in [0, 1]."""
+    pixels = np.stack([np.asarray(picture.convert("RGB")) for picture in pictures])
+    return torch.from_numpy(pixels).permute(0, 3, 1, 2).float() / 255
+
+
+def _lay_out(
+    columns: Sequence[tuple[str, str]], rows: Sequence[tuple[Sequence[Image.Image], str]]
+) -> Image.Image:
+    """Panels of one size under the titles of their columns, each row with a caption below it."""
+    width, height = rows[0][0][0].size
     title_font, small_font = _font(22), _font(15)
     head = _MARGIN + 56
-    foot = 30 if any(row.caption for row in rows) else 0
+    foot = 30 if any(caption for _, caption in rows) else 0
     canvas = Image.new(
         "RGB",
         (
@@ -72,23 +129,18 @@ def comparison(rows: Sequence[Row], *, dense: str = "", merged: str = "", groups
     pen = ImageDraw.Draw(canvas)
     lefts = [_MARGIN + column * (width + _GAP) for column in range(len(columns))]
     for left, (title, small_print) in zip(lefts, columns, strict=True):
-        pen.text((left, _MARGIN - 6), title, font=title_font, fill=_INK)
-        pen.text((left, _MARGIN + 24), small_print, font=small_font, fill=_SOFT_INK)
-    for index, row in enumerate(rows):
+        pen.text((left, _MARGIN - 6), _shortened(title, title_font, width), font=title_font, fill=_INK)
+        words = _shortened(small_print, small_font, width)
+        pen.text((left, _MARGIN + 24), words, font=small_font, fill=_SOFT_INK)
+    for index, (panels, caption) in enumerate(rows):
         top = head + index * (height + foot + _GAP)
-        merged_large = _enlarge(row.merged, factor)
-        panels = (
-            _enlarge(row.dense, factor),
-            merged_large,
-            _enlarge(difference(row.dense, row.merged, gain), factor),
-            draw_groups(merged_large, row.labels),
-        )
         for left, panel in zip(lefts, panels, strict=True):
             # A frame, so that a picture on white does not run into the paper.
             pen.rectangle((left - 1, top - 1, left + width, top + height), outline=_FRAME)
             canvas.paste(panel, (left, top))
-        if row.caption:
-            pen.text((_MARGIN, top + height + 6), row.caption, font=small_font, fill=_SOFT_INK)
+        if caption:
+            words = _shortened(caption, small_font, canvas.width - 2 * _MARGIN)
+            pen.text((_MARGIN, top + height + 6), words, font=small_font, fill=_SOFT_INK)
     return canvas
 
 
@@ -176,3 +228,13 @@ def _pixels(picture: Image.Image) -> NDArray[np.float32]:
 
 def _font(size: int) -> ImageFont.ImageFont | ImageFont.FreeTypeFont:
     return ImageFont.load_default(size)
+
+
+def _shortened(text: str, font: ImageFont.ImageFont | ImageFont.FreeTypeFont, width: int) -> str:
+    """As much of a line as fits into ``width`` pixels."""
+    text = " ".join(text.split())
+    if font.getlength(text) <= width:
+        return text
+    while text and font.getlength(f"{text}…") > width:
+        text = text[:-1]
+    return f"{text}…"

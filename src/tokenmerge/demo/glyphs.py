@@ -1,0 +1,81 @@
+"""What the bundled models draw: named emoji glyphs on named plain backgrounds, and how prompts say so."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+
+__all__ = ["BACKGROUNDS", "Glyph", "asked_for", "caption", "choose_prompts", "read_glyphs"]
+
+GLYPH_LIST = Path(__file__).parent / "emoji" / "glyphs.tsv"
+
+BACKGROUNDS: dict[str, tuple[int, int, int]] = {
+    "white": (255, 255, 255),
+    "light gray": (200, 200, 204),
+    "light blue": (165, 212, 245),
+    "light green": (172, 226, 160),
+    "yellow": (255, 226, 92),
+    "pink": (255, 178, 205),
+    "orange": (255, 158, 66),
+    "purple": (172, 130, 220),
+    "dark blue": (28, 48, 112),
+    "black": (22, 22, 24),
+}
+
+
+@dataclass(frozen=True)
+class Glyph:
+    """One emoji: its character and its name with an article, "a red apple"."""
+
+    character: str
+    name: str
+
+
+@lru_cache(maxsize=1)
+def read_glyphs() -> tuple[Glyph, ...]:
+    """Read the committed list; its order fixes the glyphs' indices."""
+    rows = (line.split("\t") for line in GLYPH_LIST.read_text(encoding="utf-8").splitlines())
+    return tuple(Glyph(chr(int(codepoint, 16)), name) for codepoint, name in rows)
+
+
+def caption(name: str, background: str) -> str:
+    """Say what a picture shows.
+
+    >>> caption("a red apple", "orange")
+    'a red apple on an orange background'
+    """
+    article = "an" if background[0] in "aeiou" else "a"
+    return f"{name} on {article} {background} background"
+
+
+def choose_prompts(count: int, seed: int = 0) -> list[tuple[int, str]]:
+    """Choose different glyphs, and backgrounds in turn: pairs of glyph index and background name."""
+    order = np.random.default_rng(seed).permutation(len(read_glyphs()))[:count]
+    names = list(BACKGROUNDS)
+    return [(int(glyph), names[i % len(names)]) for i, glyph in enumerate(order)]
+
+
+def asked_for(prompt: str) -> tuple[int, str] | None:
+    """The index of the glyph and the name of the background that a prompt asks for.
+
+    Returns:
+        None for a prompt in other words. Without a background it means white.
+
+    >>> asked_for("an hourglass on a black background"), asked_for("a watch"), asked_for("a castle")
+    ((1, 'black'), (0, 'white'), None)
+    """
+    return _meanings().get(prompt)
+
+
+@lru_cache(maxsize=1)
+def _meanings() -> dict[str, tuple[int, str]]:
+    glyphs = read_glyphs()
+    bare = {glyph.name: (index, "white") for index, glyph in enumerate(glyphs)}
+    return bare | {
+        caption(glyph.name, background): (index, background)
+        for index, glyph in enumerate(glyphs)
+        for background in BACKGROUNDS
+    }
