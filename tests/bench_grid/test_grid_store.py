@@ -18,24 +18,24 @@ def cell(variant: str = "dense", **changes: object) -> CellRecord:
 
 def test_what_is_appended_is_read_back_and_found_by_its_key(tmp_path: Path) -> None:
     path = tmp_path / "new" / "results.jsonl"
-    with ResultsFile(path) as file:
+    with ResultsFile(path, read_cells) as file:
         file.append(cell("dense"))
         file.append(cell("tome", references={"dense": (3.0,)}, facts={"notes": ["α"]}, peak_bytes=5))
-    with ResultsFile(path) as file:
+    with ResultsFile(path, read_cells) as file:
         assert file.notes == []
-        assert set(file.cells) == {cell("dense").key, cell("tome").key}
-        assert file.cells[cell("tome").key] == cell(
+        assert set(file.records) == {cell("dense").key, cell("tome").key}
+        assert file.records[cell("tome").key] == cell(
             "tome", references={"dense": (3.0,)}, facts={"notes": ["α"]}, peak_bytes=5
         )
 
 
 def test_of_equal_cells_the_last_counts(tmp_path: Path) -> None:
     path = tmp_path / "results.jsonl"
-    with ResultsFile(path) as file:
+    with ResultsFile(path, read_cells) as file:
         file.append(cell(status="error", message="lost", seconds=()))
         file.append(cell())
-    with ResultsFile(path) as file:
-        assert [found.status for found in file.cells.values()] == ["ok"]
+    with ResultsFile(path, read_cells) as file:
+        assert [found.status for found in file.records.values()] == ["ok"]
 
 
 def test_each_cell_is_on_the_disk_before_the_next_is_measured(
@@ -43,7 +43,7 @@ def test_each_cell_is_on_the_disk_before_the_next_is_measured(
 ) -> None:
     path, sizes = tmp_path / "results.jsonl", []
     monkeypatch.setattr(os, "fsync", lambda descriptor: sizes.append(os.fstat(descriptor).st_size))
-    with ResultsFile(path) as file:
+    with ResultsFile(path, read_cells) as file:
         file.append(cell("dense"))
         file.append(cell("tome"))
     lengths = [len(cell(name).to_line().encode()) for name in ("dense", "tome")]
@@ -57,7 +57,7 @@ def test_a_torn_last_line_is_kept_aside_and_the_run_goes_on(tmp_path: Path, torn
     notes: list[str] = []
     assert [found.label for found in read_cells(path, notes)] == ["dense"]
     assert "torn" in notes[0]
-    with ResultsFile(path) as file:
+    with ResultsFile(path, read_cells) as file:
         assert "results.jsonl.torn" in file.notes[0]
         file.append(cell("oracle"))
     assert [found.label for found in read_cells(path)] == ["dense", "oracle"]
@@ -67,7 +67,7 @@ def test_a_torn_last_line_is_kept_aside_and_the_run_goes_on(tmp_path: Path, torn
 def test_a_whole_record_that_only_lacks_its_newline_counts(tmp_path: Path) -> None:
     path = tmp_path / "results.jsonl"
     path.write_text(cell("dense").to_line().rstrip("\n"), encoding="utf-8")
-    with ResultsFile(path) as file:
+    with ResultsFile(path, read_cells) as file:
         file.append(cell("tome"))
     assert [found.label for found in read_cells(path)] == ["dense", "tome"]
 
@@ -86,7 +86,7 @@ def test_a_file_with_something_else_in_it_is_refused_and_left_alone(
     path = tmp_path / "notes.txt"
     path.write_text(text, encoding="utf-8")
     with pytest.raises(ConfigError, match=where):
-        ResultsFile(path)
+        ResultsFile(path, read_cells)
     assert path.read_text(encoding="utf-8") == text
     assert [file.name for file in tmp_path.iterdir()] == ["notes.txt"]
 
@@ -112,10 +112,10 @@ def test_a_full_disk_loses_no_finished_cell(tmp_path: Path, monkeypatch: pytest.
     path, elsewhere = tmp_path / "results.jsonl", tmp_path / "elsewhere"
     elsewhere.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(elsewhere))
-    with ResultsFile(path) as file:
+    with ResultsFile(path, read_cells) as file:
         file.append(cell("dense"))
         file._file = FullDisk(file._file, room=10)
-        with pytest.raises(RecordNotWrittenError, match=r"No space left.* the 1 cells in it are safe"):
+        with pytest.raises(RecordNotWrittenError, match=r"No space left.* the 1 records in it are safe"):
             file.append(cell("tome"))
     assert path.read_text(encoding="utf-8") == cell("dense").to_line()
     (saved,) = elsewhere.iterdir()
@@ -126,7 +126,7 @@ def test_where_nothing_can_be_written_the_message_holds_the_cell(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "missing"))
-    with ResultsFile(tmp_path / "results.jsonl") as file:
+    with ResultsFile(tmp_path / "results.jsonl", read_cells) as file:
         file._file = FullDisk(file._file, room=0)
         with pytest.raises(RecordNotWrittenError) as error:
             file.append(cell("tome"))
@@ -138,14 +138,14 @@ def test_where_nothing_can_be_written_the_message_holds_the_cell(
 def test_two_runs_do_not_share_a_file(tmp_path: Path) -> None:
     pytest.importorskip("fcntl")
     path = tmp_path / "results.jsonl"
-    with ResultsFile(path), pytest.raises(ConfigError, match="another run"):
-        ResultsFile(path)
-    ResultsFile(path).__exit__(None, None, None)
+    with ResultsFile(path, read_cells), pytest.raises(ConfigError, match="another run"):
+        ResultsFile(path, read_cells)
+    ResultsFile(path, read_cells).__exit__(None, None, None)
 
 
 def test_a_folder_is_not_a_results_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--out"):
-        ResultsFile(tmp_path)
+        ResultsFile(tmp_path, read_cells)
     with pytest.raises(ConfigError, match="cannot read"):
         list(read_lines(tmp_path / "missing.jsonl"))
 

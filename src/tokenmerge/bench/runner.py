@@ -21,7 +21,7 @@ from tokenmerge.bench.memory_limit import memory_limit
 from tokenmerge.bench.plan import Column, Group, Setting, plan_groups
 from tokenmerge.bench.prepared import compile_cache, free_memory
 from tokenmerge.bench.records import CellRecord, key_of
-from tokenmerge.bench.store import ResultsFile
+from tokenmerge.bench.store import ResultsFile, read_cells
 from tokenmerge.bench.subject import Subject, load_subject
 from tokenmerge.pipeline_settings import resolve_device, resolve_dtype
 
@@ -73,7 +73,7 @@ def run_grid(
     """
     device = resolve_device(grid.device)
     groups = plan_groups(grid, device)
-    with ResultsFile(out) as file, _threads(grid.threads):
+    with ResultsFile(out, read_cells) as file, _threads(grid.threads):
         for note in file.notes:
             on_note(note)
         run = _Run(device, file, on_cell, total=sum(len(group.columns) for group in groups))
@@ -86,7 +86,11 @@ class _Run:
     """One run of a grid; its attributes are what is known so far."""
 
     def __init__(
-        self, device: torch.device, file: ResultsFile, on_cell: Callable[[Progress], None], total: int
+        self,
+        device: torch.device,
+        file: ResultsFile[CellRecord],
+        on_cell: Callable[[Progress], None],
+        total: int,
     ) -> None:
         self.device, self.file, self.on_cell, self.total = device, file, on_cell, total
         self.records: list[CellRecord] = []
@@ -131,7 +135,7 @@ class _Run:
         return {**dataclasses.asdict(setting), **column.conditions(), **self.machine}
 
     def _recorded(self, setting: Setting, column: Column) -> CellRecord | None:
-        return self.file.cells.get(key_of(self.conditions(setting, column)))
+        return self.file.records.get(key_of(self.conditions(setting, column)))
 
     def _finish(self, setting: Setting, column: Column, outcome: Outcome) -> None:
         """Write one cell's record to the file."""

@@ -1,42 +1,57 @@
-"""The results file: JSON lines, appended and flushed to disk as each cell ends."""
+"""The results file: JSON lines, appended and flushed to disk as each record arises."""
 
 from __future__ import annotations
 
 import json
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 from tokenmerge.bench.records import KIND, CellRecord
 from tokenmerge.errors import ConfigError, TokenMergingError
 
-__all__ = ["RecordNotWrittenError", "ResultsFile", "read_cells", "read_lines"]
+__all__ = ["Record", "RecordNotWrittenError", "ResultsFile", "read_cells", "read_lines"]
 
 
 class RecordNotWrittenError(TokenMergingError):
-    """A finished cell could not be appended to the results file; the message says where it is instead."""
+    """A record could not be appended to the results file; the message says where it is instead."""
 
 
-class ResultsFile:
-    """A results file that a run appends to; what it holds from earlier runs is kept.
+class Record(Protocol):
+    """What a results file holds."""
+
+    @property
+    def key(self) -> str:
+        """Equal for records of which the later one counts."""
+
+    def to_line(self) -> str:
+        """One line of JSON, its newline included."""
+
+
+R = TypeVar("R", bound=Record)
+
+
+class ResultsFile(Generic[R]):
+    """A file of JSON lines that a run appends to; what it holds from earlier runs is kept.
 
     A last line that a killed run left torn is moved to a file beside it, ``<name>.torn``.
 
     Args:
         path: the file; made with its folder where missing.
+        read: path → the records that matter to the run; lines of other kinds may stand between them.
 
     Attributes:
-        cells: the cells in it, by key; of equal keys the last one.
+        records: those in it, by key; of equal keys the last one.
         notes: what was found on opening that the user should know, in words.
 
     Raises:
         ConfigError: it cannot be written to, another run is writing to it, or it holds something else.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, read: Callable[[Path], Iterable[R]]) -> None:
         self.path = path
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -48,13 +63,13 @@ class ResultsFile:
         try:
             self._lock()
             self.notes: list[str] = []
-            self.cells = {cell.key: cell for cell in read_cells(path)}
+            self.records = {record.key: record for record in read(path)}
             self._set_torn_line_aside()
         except BaseException:
             self._file.close()
             raise
 
-    def __enter__(self) -> ResultsFile:
+    def __enter__(self) -> ResultsFile[R]:
         return self
 
     def __exit__(
@@ -62,8 +77,8 @@ class ResultsFile:
     ) -> None:
         self._file.close()
 
-    def append(self, record: CellRecord) -> None:
-        """Write one cell; when this returns, it is on the disk.
+    def append(self, record: R) -> None:
+        """Write one record; when this returns, it is on the disk.
 
         Raises:
             RecordNotWrittenError: the disk is full or failing. The file is as it was before.
@@ -79,11 +94,11 @@ class ResultsFile:
             self._file.truncate(before)
             kept = _keep_elsewhere(line)
             raise RecordNotWrittenError(
-                f"out: cannot write to {self.path} ({error.strerror or error}); the {len(self.cells)} cells "
-                f"in it are safe, and the one that just ended is {kept}; free some space, append it to "
+                f"out: cannot write to {self.path} ({error.strerror or error}); the {len(self.records)} "
+                f"records in it are safe, and the new one is {kept}; free some space, append it to "
                 f"{self.path.name}, and run the same command again: it continues where it stopped"
             ) from error
-        self.cells[record.key] = record
+        self.records[record.key] = record
 
     def _lock(self) -> None:
         try:
@@ -107,7 +122,7 @@ class ResultsFile:
                 file.flush()
                 os.fsync(file.fileno())
             self._file.truncate(len(text) - len(torn))
-            done = f"it was moved to {aside.name}, and its cell is measured again"
+            done = f"it was moved to {aside.name}, and what it told is measured again"
             self.notes.append(_torn_note(self.path, done))
         elif text and not text.endswith(b"\n"):
             self._file.write(b"\n")
@@ -182,7 +197,7 @@ def _parse(line: bytes) -> dict[str, Any] | None:
 def _keep_elsewhere(line: bytes) -> str:
     """Save a line that did not fit where it belongs, and say in words where it went."""
     try:
-        descriptor, name = tempfile.mkstemp(prefix="tokenmerge-bench-", suffix=".jsonl")
+        descriptor, name = tempfile.mkstemp(prefix="tokenmerge-", suffix=".jsonl")
         with os.fdopen(descriptor, "wb") as file:
             file.write(line)
     except OSError:

@@ -10,7 +10,7 @@ from typing import Any
 from tokenmerge.bench.records import CellRecord
 from tokenmerge.reporting.beside import published_tables
 from tokenmerge.reporting.curves import Chart, charts
-from tokenmerge.reporting.quality import LOWER_IS_CLOSER, QualityRecord
+from tokenmerge.reporting.quality import LOWER_IS_CLOSER, QualityRecord, metric_names
 from tokenmerge.reporting.results import Results, Sample
 from tokenmerge.reporting.tables import Row, Table, measured_tables
 
@@ -29,7 +29,8 @@ class Content:
         quality: closeness of variants to dense.
         charts: plots.
         samples: pairs of pictures.
-        conditions: (name, JSON) of each machine and configuration that cells were measured on.
+        conditions: (name, JSON) of each machine and configuration that cells were measured on, and of each
+            set of pictures.
         notes: what the reader should know, in words.
     """
 
@@ -50,7 +51,7 @@ def content_of(results: Results) -> Content:
         quality=tuple(_quality_tables(results.quality)),
         charts=tuple(charts(results.cells, results.quality)),
         samples=results.samples,
-        conditions=tuple(_conditions(results.cells)),
+        conditions=(*_conditions(results.cells), *_conditions_of_quality(results.quality)),
         notes=results.notes,
     )
 
@@ -59,15 +60,27 @@ def _quality_tables(records: Sequence[QualityRecord]) -> list[Table]:
     tables = []
     for where in dict.fromkeys((record.model, record.width, record.height) for record in records):
         found = [record for record in records if (record.model, record.width, record.height) == where]
-        metrics = list(dict.fromkeys(name for record in found for name in record.figures))
-        header = tuple(f"{name} {'↓' if name in LOWER_IS_CLOSER else '↑'}" for name in metrics)
+        metrics = metric_names(found)
+        arrows = tuple(f"{name} {'↓' if name in LOWER_IS_CLOSER else '↑'}" for name in metrics)
+        by_category = any(record.category is not None for record in found)
+        header = ("variant", *(["category"] if by_category else []), "pictures", *arrows)
         rows = tuple(
-            Row((record.label, str(record.images), *(_figure(record.figures.get(name)) for name in metrics)))
+            Row(
+                (
+                    record.label,
+                    *([record.category or "all"] if by_category else []),
+                    str(record.images),
+                    *(_figure(record.figures.get(name)) for name in metrics),
+                )
+            )
             for record in found
         )
+        notes = dict.fromkeys(note for record in found for note in record.notes)
         model, width, height = where
         title = f"{model}, {width} × {height}"
-        tables.append(Table(title, ("variant", "pictures", *header), rows, ("↑ higher, ↓ lower is better",)))
+        tables.append(
+            Table(title, header, rows, ("↑ higher, ↓ lower is better", *notes), words=1 + by_category)
+        )
     return tables
 
 
@@ -86,4 +99,15 @@ def _conditions(cells: Sequence[CellRecord]) -> list[tuple[str, str]]:
         versions = common["environment"]["versions"]
         name = f"{common['device_name']}, {common['scope']}, {common['dtype']}, torch {versions['torch']}"
         shared.setdefault(text, name)
+    return [(name, text) for text, name in shared.items()]
+
+
+def _conditions_of_quality(records: Sequence[QualityRecord]) -> list[tuple[str, str]]:
+    """What the pictures of all variants share, each once."""
+    shared: dict[str, str] = {}
+    for record in records:
+        if record.conditions:
+            common = {"model": record.model, **record.conditions, "networks": record.networks}
+            text = json.dumps(common, indent=2, ensure_ascii=False, sort_keys=True)
+            shared.setdefault(text, f"Pictures of {record.model}, {record.width} × {record.height}")
     return [(name, text) for text, name in shared.items()]

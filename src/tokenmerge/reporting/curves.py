@@ -115,7 +115,8 @@ def _price(cells: Sequence[CellRecord], quality: Sequence[QualityRecord]) -> Ite
     def where(record: QualityRecord) -> tuple[str, int, int]:
         return record.model, record.width, record.height
 
-    for (model, width, height), group in groupby(sorted(quality, key=where), key=where):
+    whole = [record for record in quality if record.category is None]
+    for (model, width, height), group in groupby(sorted(whole, key=where), key=where):
         records = list(group)
         for metric in dict.fromkeys(name for record in records for name in record.figures):
             lines = tuple(_price_lines(records, metric, cells))

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
-from pathlib import PurePosixPath
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path, PurePosixPath
 from typing import Any
 
-from tokenmerge.bench.records import variant_label
+from tokenmerge.bench.records import key_of, variant_label
+from tokenmerge.bench.store import read_lines
 from tokenmerge.errors import ConfigError
 
-__all__ = ["LOWER_IS_CLOSER", "QualityRecord", "SampleRecord"]
+__all__ = ["LOWER_IS_CLOSER", "QualityRecord", "SampleRecord", "metric_names", "read_quality"]
 
 # Figures that fall as pictures come closer to dense; all others rise.
 LOWER_IS_CLOSER = frozenset({"lpips", "fid", "kid"})
@@ -30,6 +31,10 @@ class QualityRecord:
         figures: mean over the pictures, by the name of the metric, such as ``{"psnr": 24.1, "ssim": 0.83}``;
             finite numbers.
         images: how many pictures, ≥ 1.
+        category: the part of the prompts that the pictures are of; None: all.
+        conditions: everything else that the pictures depend on, as values that JSON can hold.
+        networks: what a figure was computed with, by the name of the metric.
+        notes: what a reader of the figures should know, in words.
     """
 
     model: str
@@ -39,11 +44,23 @@ class QualityRecord:
     settings: Mapping[str, Any]
     figures: Mapping[str, float]
     images: int
+    category: str | None = None
+    conditions: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    networks: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
     @property
     def label(self) -> str:
         """The variant with its settings."""
         return variant_label(self.variant, self.settings)
+
+    @property
+    def key(self) -> str:
+        """Equal for figures of the same pictures, of which the later ones count."""
+        values = dataclasses.asdict(self)
+        for name in ("figures", "networks", "notes"):
+            del values[name]
+        return key_of(values)
 
     def to_line(self) -> str:
         """One line of JSON, its newline included; a file may mix all kinds of records."""
@@ -56,11 +73,12 @@ class QualityRecord:
         Raises:
             ConfigError: it is not such a record.
         """
-        record = _read(cls, values)
+        record = dataclasses.replace(_read(cls, values), notes=tuple(values["notes"]))
         numbers = isinstance(record.figures, dict) and all(
             isinstance(value, int | float) for value in record.figures.values()
         )
-        if not numbers or not isinstance(record.settings, dict):
+        by_name = (record.settings, record.conditions, record.networks)
+        if not numbers or not all(isinstance(values, dict) for values in by_name):
             raise ConfigError("not a record of quality: expected figures as numbers and settings by name")
         return record
 
@@ -90,6 +108,11 @@ class SampleRecord:
         """The variant with its settings."""
         return variant_label(self.variant, self.settings)
 
+    @property
+    def key(self) -> str:
+        """Equal for the same pair."""
+        return key_of(dataclasses.asdict(self))
+
     def to_line(self) -> str:
         """One line of JSON, its newline included."""
         return _line("sample", self)
@@ -107,6 +130,28 @@ class SampleRecord:
             if not inside or ".." in PurePosixPath(path).parts:
                 raise ConfigError(f"not a sample: expected a path inside the results folder, got {path!r}")
         return record
+
+
+def metric_names(records: Sequence[QualityRecord]) -> list[str]:
+    """Names of all figures, in the order of the record that has most; dense has none beside itself."""
+    ordered = sorted(records, key=lambda record: -len(record.figures))
+    return list(dict.fromkeys(name for record in ordered for name in record.figures))
+
+
+def read_quality(path: Path) -> Iterator[QualityRecord | SampleRecord]:
+    """What an evaluation wrote to a results file, in order; lines of another kind are passed over.
+
+    Raises:
+        ConfigError: it cannot be read, or a line is not a record.
+    """
+    kinds: dict[str, Any] = {"quality": QualityRecord, "sample": SampleRecord}
+    for number, values in read_lines(path):
+        kind = kinds.get(values.get("kind", ""))
+        if kind is not None:
+            try:
+                yield kind.from_dict(values)
+            except ConfigError as error:
+                raise ConfigError(f"{path}, line {number}: {error}") from error
 
 
 def _line(kind: str, record: Any) -> str:

@@ -36,8 +36,8 @@ class Results:
 
     Args:
         cells: of benchmarks; of those with equal conditions the last.
-        quality: closeness of variants.
-        samples: pairs of pictures.
+        quality: closeness of variants; of the same pictures the last.
+        samples: pairs of pictures, each once.
         notes: what was found on reading that the reader should know, in words.
     """
 
@@ -54,8 +54,8 @@ def read_results(paths: Sequence[Path]) -> Results:
         ConfigError: there is none, or one cannot be read or holds something else.
     """
     cells: dict[str, CellRecord] = {}
-    quality: list[QualityRecord] = []
-    samples: list[Sample] = []
+    quality: dict[str, QualityRecord] = {}
+    samples: dict[str, Sample] = {}
     notes: list[str] = []
     for file in _files(paths):
         for number, values in read_lines(file, notes):
@@ -63,15 +63,15 @@ def read_results(paths: Sequence[Path]) -> Results:
                 _add(values, file, cells, quality, samples)
             except ConfigError as error:
                 raise ConfigError(f"{file}, line {number}: {error}") from error
-    return Results(tuple(cells.values()), tuple(quality), tuple(samples), tuple(notes))
+    return Results(tuple(cells.values()), tuple(quality.values()), tuple(samples.values()), tuple(notes))
 
 
 def _add(
     values: dict[str, Any],
     file: Path,
     cells: dict[str, CellRecord],
-    quality: list[QualityRecord],
-    samples: list[Sample],
+    quality: dict[str, QualityRecord],
+    samples: dict[str, Sample],
 ) -> None:
     kind = values.get("kind")
     if kind == KIND:
@@ -79,10 +79,14 @@ def _add(
         cells.pop(cell.key, None)
         cells[cell.key] = cell
     elif kind == "quality":
-        quality.append(QualityRecord.from_dict(values))
+        figures = QualityRecord.from_dict(values)
+        quality.pop(figures.key, None)
+        quality[figures.key] = figures
     elif kind == "sample":
         record = SampleRecord.from_dict(values)
-        samples.append(Sample(record, file.parent / record.dense, file.parent / record.image))
+        samples[f"{file.parent} {record.key}"] = Sample(
+            record, file.parent / record.dense, file.parent / record.image
+        )
     else:
         raise ConfigError(f"kind: expected one of {KIND}, quality, sample, got {kind!r}")
 
