@@ -45,7 +45,7 @@ def write_pipeline(folder: Path) -> Path:
     pipe = StableDiffusionPipeline(
         vae=codec,
         text_encoder=_text_encoder(),
-        tokenizer=_tokenizer(folder.parent / f"{folder.name}-tokenizer"),
+        tokenizer=tokenizer(folder.parent / f"{folder.name}-tokenizer"),
         unet=unet,
         scheduler=DDIMScheduler(beta_schedule="scaled_linear", clip_sample=False, steps_offset=1),
         safety_checker=None,
@@ -82,7 +82,7 @@ def _text_encoder() -> CLIPTextModel:
     )
 
 
-def _tokenizer(folder: Path) -> CLIPTokenizer:
+def tokenizer(folder: Path) -> CLIPTokenizer:
     """One token per letter."""
     letters = "abcdefghijklmnopqrstuvwxyz"
     words = ["<|startoftext|>", "<|endoftext|>", *letters, *(f"{letter}</w>" for letter in letters)]

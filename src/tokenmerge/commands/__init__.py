@@ -10,6 +10,7 @@ import typer
 import tokenmerge
 from tokenmerge.commands.bench import bench
 from tokenmerge.commands.env import env
+from tokenmerge.commands.evaluate import evaluate
 from tokenmerge.commands.generate import generate
 from tokenmerge.commands.inspect import inspect
 from tokenmerge.commands.report import report
@@ -58,6 +59,14 @@ app.command(
         "bench --grid my-grid.toml -o results.jsonl",
     )
 )(bench)
+app.command(
+    epilog=_examples(
+        "evaluate --limit 20 --ratio 0.25 --ratio 0.5 --save-grid grid.png",
+        "evaluate --model owner/name --prompts PartiPrompts.tsv --metric dino --metric clip-score",
+        "evaluate --model owner/name --prompts classes.txt --metric fid --reference ./imagenet-val",
+        "evaluate --metric fid=facebook/dinov2-base --metric kid=facebook/dinov2-base",
+    )
+)(evaluate)
 app.command(
     epilog=_examples(
         "report outputs/bench.jsonl -o report.html",

@@ -64,7 +64,7 @@ def asked_for(prompt: str) -> tuple[int, str] | None:
     Returns:
         None for a prompt in other words. Without a background it means white.
 
-    >>> asked_for("an hourglass on a black background"), asked_for("a watch"), asked_for("a castle")
+    >>> asked_for("an hourglass on a black background"), asked_for("a watch"), asked_for("a city at night")
     ((1, 'black'), (0, 'white'), None)
     """
     return _meanings().get(prompt)

@@ -1,0 +1,215 @@
+"""``tokenmerge evaluate``."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress as Bars
+from rich.table import Table
+from rich.text import Text
+
+from tokenmerge.commands import tables
+from tokenmerge.commands.arguments import Size, integer, machine, number, picture
+from tokenmerge.commands.quiet import quiet_libraries
+from tokenmerge.evaluate.metrics import ALL, METRIC_NAMES
+from tokenmerge.evaluate.options import EvaluateOptions
+from tokenmerge.evaluate.prompts import IMAGENET_TEMPLATE
+from tokenmerge.evaluate.runner import Progress
+from tokenmerge.evaluate.runner import evaluate as run_evaluate
+from tokenmerge.evaluate.variants import CHOICES
+from tokenmerge.pipeline_settings import ATTENTION_CHOICES, DTYPE_CHOICES, SCHEDULER_NAMES
+from tokenmerge.reporting.quality import LOWER_IS_CLOSER, QualityRecord, metric_names
+from tokenmerge.sizes import parse_size
+
+__all__ = ["evaluate"]
+
+
+def _compared(help: str, *names: str, parser: Callable[[str], Any] | None = None) -> Any:
+    return _option("Compared", help, names, parser)
+
+
+def _prompts(help: str, *names: str, parser: Callable[[str], Any] | None = None) -> Any:
+    return _option("Prompts", help, names, parser)
+
+
+def _results(help: str, *names: str, parser: Callable[[str], Any] | None = None) -> Any:
+    return _option("Results", help, names, parser)
+
+
+def _option(panel: str, help: str, names: tuple[str, ...], parser: Callable[[str], Any] | None) -> Any:
+    metavar = None if parser is None else f"<{parser.__name__}>"
+    return typer.Option(*names, help=help, rich_help_panel=panel, parser=parser, metavar=metavar)
+
+
+def evaluate(
+    model: Annotated[
+        str, typer.Option(help="Bundled model, diffusers folder, .safetensors checkpoint or hub id.")
+    ] = EvaluateOptions.model,
+    prompts: Annotated[
+        Path | None,
+        _prompts(
+            "File: a prompt a line, PartiPrompts' TSV, or ImageNet's classes with WordNet ids. Default: "
+            "those that come with a bundled model."
+        ),
+    ] = None,
+    template: Annotated[
+        str | None, _prompts(f"Text around each line of the file, such as '{IMAGENET_TEMPLATE}'.")
+    ] = None,
+    limit: Annotated[int | None, _prompts("Only the first so many.", parser=integer)] = None,
+    seeds: Annotated[int, _prompts("Pictures of each prompt.", parser=integer)] = EvaluateOptions.seeds,
+    seed: Annotated[
+        int, _prompts("Seed of the first of them; the next has the next.", parser=integer)
+    ] = EvaluateOptions.seed,
+    variant: Annotated[
+        list[str] | None,
+        _compared(f"{', '.join(CHOICES)}; or with settings: tome:ratio=0.75,merge_mlp. May be repeated."),
+    ] = None,
+    ratio: Annotated[list[float] | None, _compared("Fraction of tokens removed. May be repeated.")] = None,
+    max_downsample: Annotated[
+        int | None, _compared("Deepest level that merges. SDXL needs 2.", parser=integer)
+    ] = None,
+    metric: Annotated[
+        list[str] | None,
+        _compared(
+            f"Beside psnr and ssim: {', '.join(METRIC_NAMES[2:])}, or {ALL}, which is all that works here; "
+            "NAME=FOLDER or a hub id takes another network. May be repeated."
+        ),
+    ] = None,
+    reference: Annotated[
+        Path | None, _compared("Folder of pictures that fid and kid compare with. Default: those of dense.")
+    ] = None,
+    size: Size = None,
+    steps: Annotated[int, picture("Denoising steps.", parser=integer)] = EvaluateOptions.steps,
+    scheduler: Annotated[
+        str | None,
+        picture(f"{', '.join(SCHEDULER_NAMES)}, or a class of diffusers. Default: the model's own."),
+    ] = None,
+    guidance: Annotated[
+        float | None, picture("Guidance scale. Default: the pipeline's own.", parser=number)
+    ] = None,
+    out: Annotated[
+        Path,
+        _results("Records, one JSON line each; the pictures go to the folder of that name.", "--out", "-o"),
+    ] = EvaluateOptions.out,
+    save_grid: Annotated[
+        Path | None, _results("Write a sheet of samples: rows prompts, columns dense and variants.")
+    ] = None,
+    samples: Annotated[
+        int, _results("Prompts on that sheet and in the report.", parser=integer)
+    ] = EvaluateOptions.samples,
+    batch: Annotated[
+        int, machine("Pictures per call; no picture depends on it.", parser=integer)
+    ] = EvaluateOptions.batch,
+    dtype: Annotated[str, machine(f"{', '.join(DTYPE_CHOICES)}.")] = EvaluateOptions.dtype,
+    device: Annotated[str, machine("auto, cpu, cuda, cuda:1 or mps.")] = EvaluateOptions.device,
+    attention: Annotated[str, machine(f"{', '.join(ATTENTION_CHOICES)}.")] = EvaluateOptions.attention,
+) -> None:
+    """Measure what merging costs in quality, on many pictures drawn dense and merged with the same seeds.
+
+    A metric that needs weights from a hub says so before the first picture; one that you name and that cannot
+    work here is an error at once. Ctrl-C keeps the finished pictures; the same command continues. Under
+    accelerate launch the prompts are split over the processes.
+    """
+    options = EvaluateOptions(
+        model=model,
+        prompts=prompts,
+        template=template,
+        limit=limit,
+        seeds=seeds,
+        seed=seed,
+        variants=tuple(variant or EvaluateOptions.variants),
+        ratio=tuple(ratio or EvaluateOptions.ratio),
+        max_downsample=max_downsample,
+        size=None if size is None else parse_size(size),
+        steps=steps,
+        scheduler=scheduler,
+        guidance=guidance,
+        batch=batch,
+        dtype=dtype,
+        device=device,
+        attention=attention,
+        metrics=tuple(metric or ()),
+        reference=reference,
+        samples=samples,
+        out=out,
+        grid=save_grid,
+    )
+    quiet_libraries("tokenmerge evaluate")
+    with _progress_bar() as on_progress:
+        records = run_evaluate(options, on_progress, on_note=lambda note: _say(f"note: {note}"))
+    if records is None:  # the first of several processes tells
+        return
+    notes = dict.fromkeys(note for record in records for note in record.notes)
+    tables.show(
+        quality_table(records),
+        "↑ higher, ↓ lower is better; psnr in dB",
+        *(f"note: {note}" for note in notes),
+        *([] if save_grid is None else [f"samples are in {save_grid}"]),
+        f"written to {out}; next: tokenmerge report {out.parent}",
+    )
+
+
+def quality_table(records: Sequence[QualityRecord]) -> Table:
+    """The figures of each variant, and in each category where there are any."""
+    first = records[0]
+    table = Table(
+        title=f"{first.model}, {first.width} x {first.height}, {first.conditions['steps']} steps",
+        title_justify="left",
+    )
+    table.add_column("variant", overflow="fold")
+    by_category = any(record.category is not None for record in records)
+    if by_category:
+        table.add_column("category", overflow="fold")
+    table.add_column("pictures", justify="right")
+    metrics = metric_names(records)
+    for name in metrics:
+        table.add_column(f"{name} {'↓' if name in LOWER_IS_CLOSER else '↑'}", justify="right")
+    for record in records:
+        figures = (record.figures.get(name) for name in metrics)
+        table.add_row(
+            Text(record.label),
+            *([Text(record.category or "all")] if by_category else []),
+            str(record.images),
+            *("" if figure is None else f"{figure:.4g}" for figure in figures),
+        )
+    return table
+
+
+@contextlib.contextmanager
+def _progress_bar() -> Iterator[Callable[[Progress], None]]:
+    """Show how many pictures are drawn, on stderr; yields what moves the bar."""
+    columns = (
+        TextColumn("drawing"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("pictures"),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    bars = Bars(*columns, console=Console(stderr=True))
+    task = bars.add_task("drawing", total=None)
+    moved = False
+
+    def move(progress: Progress) -> None:
+        nonlocal moved
+        if not moved:
+            bars.start()
+        moved = True
+        bars.update(task, completed=progress.done, total=progress.total)
+
+    try:
+        yield move
+    finally:
+        if moved:
+            bars.stop()
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,160 @@
+"""Trained networks that describe pictures."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+
+from tokenmerge.errors import ConfigError
+from tokenmerge.pictures import as_tensor
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+__all__ = ["INCEPTION", "Clip", "Inception", "Lpips", "Network", "Vision"]
+
+INCEPTION = "inception-v3"
+
+
+class Network(Protocol):
+    """What turns pictures into features."""
+
+    def to(self, device: torch.device) -> None:
+        """Move its weights."""
+
+    def __call__(self, pictures: Sequence[Image]) -> Tensor:
+        """Features [b, d] of b pictures, float32 on the CPU."""
+
+
+class Vision:
+    """A vision model of transformers with its own preprocessing, such as DINOv2 or CLIP's image tower.
+
+    Its features are what the model calls its pooled output, or the mean over the tokens where it has none.
+
+    Args:
+        model: folder or hub id.
+
+    Raises:
+        ConfigError: it cannot be loaded.
+    """
+
+    def __init__(self, model: str) -> None:
+        import transformers
+
+        with _loading(model):
+            self.model = transformers.AutoModel.from_pretrained(model).eval()
+            self.processor = transformers.AutoImageProcessor.from_pretrained(model)
+
+    def to(self, device: torch.device) -> None:
+        """Move its weights."""
+        self.model.to(device)
+
+    @torch.no_grad()
+    def __call__(self, pictures: Sequence[Image]) -> Tensor:
+        """Features [b, d] of b pictures."""
+        inputs = self.processor(images=list(pictures), return_tensors="pt").to(self.model.device)
+        describe = getattr(self.model, "get_image_features", self.model)
+        return _pooled(describe(**inputs))
+
+
+class Clip(Vision):
+    """CLIP (Radford et al. 2021, arXiv 2103.00020), which describes pictures and texts in one space.
+
+    Raises:
+        ConfigError: it cannot be loaded, or does not read text.
+    """
+
+    def __init__(self, model: str) -> None:
+        import transformers
+
+        super().__init__(model)
+        if not hasattr(self.model, "get_text_features"):
+            raise ConfigError(f"{type(self.model).__name__} in {model} reads no text; take a CLIP model")
+        with _loading(model):
+            self.tokenizer = transformers.AutoTokenizer.from_pretrained(model)
+
+    @torch.no_grad()
+    def texts(self, prompts: Sequence[str]) -> Tensor:
+        """Features [b, d] of b texts, each cut off where the model's context ends."""
+        longest = self.model.config.text_config.max_position_embeddings
+        inputs = self.tokenizer(
+            list(prompts), return_tensors="pt", padding=True, truncation=True, max_length=longest
+        ).to(self.model.device)
+        return _pooled(self.model.get_text_features(**inputs))
+
+
+class Inception:
+    """The Inception network that published FIDs are measured with, by torchmetrics and torch-fidelity.
+
+    Args:
+        name: :data:`INCEPTION`; there is one.
+
+    Raises:
+        ConfigError: torch-fidelity is missing, or its weights cannot be fetched.
+    """
+
+    def __init__(self, name: str) -> None:
+        with _loading(name):
+            from torchmetrics.image.fid import FrechetInceptionDistance
+
+            self.model = FrechetInceptionDistance(feature=2048).inception
+
+    def to(self, device: torch.device) -> None:
+        """Move its weights."""
+        self.model.to(device)
+
+    @torch.no_grad()
+    def __call__(self, pictures: Sequence[Image]) -> Tensor:
+        """Features [b, 2048] of b pictures, which may differ in size."""
+        device = next(self.model.parameters()).device
+        pixels = ((as_tensor([picture]) * 255).round().byte().to(device) for picture in pictures)
+        return torch.cat([self.model(picture) for picture in pixels]).float().cpu()
+
+
+class Lpips:
+    """Learned perceptual distance (Zhang et al. 2018, arXiv 1801.03924), by torchmetrics.
+
+    Args:
+        backbone: ``"alex"``, ``"vgg"`` or ``"squeeze"``.
+
+    Raises:
+        ConfigError: torchvision is missing, its weights cannot be fetched, or the backbone is unknown.
+    """
+
+    def __init__(self, backbone: str) -> None:
+        with _loading(backbone):
+            from torchmetrics.image.lpip import LearnedPerceptualImagePatchSimilarity
+
+            self.net: Any = LearnedPerceptualImagePatchSimilarity(net_type=backbone).net
+
+    def to(self, device: torch.device) -> None:
+        """Move its weights."""
+        self.net.to(device)
+
+    @torch.no_grad()
+    def __call__(self, images: Tensor, reference: Tensor) -> Tensor:
+        """Distances [b] between two batches [b, 3, h, w] with values in [0, 1]."""
+        device = next(self.net.parameters()).device
+        distances: Tensor = self.net(images.to(device), reference.to(device), normalize=True)
+        return distances.flatten().float().cpu()
+
+
+def _pooled(output: Any) -> Tensor:
+    if not isinstance(output, Tensor):  # which transformers 4 gives for the features of CLIP
+        pooled = output.pooler_output
+        output = output.last_hidden_state.mean(dim=1) if pooled is None else pooled
+    return output.flatten(start_dim=1).float().cpu()
+
+
+@contextlib.contextmanager
+def _loading(what: str) -> Iterator[None]:
+    """Turn the many errors of a network that is not there into one line."""
+    try:
+        yield
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
+        reason = (str(error).strip().partition("\n")[0] or type(error).__name__).rstrip(".")
+        raise ConfigError(f"cannot load {what} ({reason})") from error

@@ -1,0 +1,118 @@
+"""What an evaluation will do, decided and checked before any weights are loaded."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import torch
+
+from tokenmerge.bench.commit import source_commit
+from tokenmerge.bench.env import versions
+from tokenmerge.bench.variants import VARIANTS
+from tokenmerge.errors import ConfigError
+from tokenmerge.evaluate.layout import Layout
+from tokenmerge.evaluate.options import EvaluateOptions
+from tokenmerge.evaluate.prompts import Item, Prompt, items_of
+from tokenmerge.evaluate.variants import Drawn, plan_variants
+from tokenmerge.loading import ModelSource, SourceKind, find_model, load_sketch
+from tokenmerge.models import find_hosts
+from tokenmerge.patch import check_host
+from tokenmerge.pipeline_settings import resolve_dtype, scheduler_class_name
+from tokenmerge.sizes import check_size
+
+__all__ = ["Plan", "make_plan"]
+
+_SMALLEST_SIDE = 11  # pixels, the window of SSIM
+_FILES = (".png", ".jpg", ".jpeg", ".webp")
+_NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What is drawn and where.
+
+    Args:
+        source: the model.
+        size: (width, height) in pixels.
+        dtype: of all weights.
+        prompts: at least one.
+        items: every prompt with every seed.
+        variants: dense first.
+        layout: where the pictures go.
+        reference: pictures that FID and KID compare with; empty: those of dense.
+    """
+
+    source: ModelSource
+    size: tuple[int, int]
+    dtype: torch.dtype
+    prompts: tuple[Prompt, ...]
+    items: tuple[Item, ...]
+    variants: tuple[Drawn, ...]
+    layout: Layout
+    reference: tuple[Path, ...]
+
+
+def make_plan(options: EvaluateOptions, device: torch.device) -> Plan:
+    """Read prompts, configs and the list of reference pictures.
+
+    Raises:
+        TokenMergingError: an option does not fit the model or the machine, or nothing would merge.
+    """
+    prompts = options.read_prompts()
+    reference = () if options.reference is None else _pictures_in(options.reference)
+    source = find_model(options.model)
+    dtype = resolve_dtype(options.dtype, device)
+    if options.scheduler is not None:
+        scheduler_class_name(options.scheduler)
+    specs = options.specs()
+    size = options.size
+    if source.kind is not SourceKind.CHECKPOINT:
+        sketch = load_sketch(source)
+        size = size or sketch.size
+        if size is not None:
+            width, height = check_size(size, sketch.scale)
+            for config in (spec.config() for spec in specs if VARIANTS[spec.name].merges):
+                for host in find_hosts(sketch.denoiser):
+                    check_host(host, config, (height, width))
+    if size is None:
+        raise ConfigError("size: this model does not say what size it was made for; give --size")
+    if min(size) < _SMALLEST_SIDE:
+        raise ConfigError(f"size: SSIM needs at least {_SMALLEST_SIDE} pixels, got {size[0]}x{size[1]}")
+    places = {
+        "model": options.model,
+        "width": size[0],
+        "height": size[1],
+        "steps": options.steps,
+        "attention": options.attention,
+    }
+    conditions = {
+        **places,
+        "scheduler": options.scheduler,
+        "guidance": options.guidance,
+        "dtype": _NAMES[dtype],
+        "device": device.type,
+        "versions": versions(),
+        "commit": source_commit(),
+    }
+    return Plan(
+        source=source,
+        size=size,
+        dtype=dtype,
+        prompts=tuple(prompts),
+        items=tuple(items_of(prompts, range(options.seed, options.seed + options.seeds))),
+        variants=tuple(plan_variants(specs, options.steps, places, options.out.parent)),
+        layout=Layout(options.out, conditions),
+        reference=reference,
+    )
+
+
+def _pictures_in(folder: Path) -> tuple[Path, ...]:
+    """All pictures in a folder and below it."""
+    found = sorted(path for path in folder.rglob("*") if path.suffix.lower() in _FILES)
+    if len(found) < 2:
+        raise ConfigError(
+            f"reference: expected a folder with at least 2 pictures ({', '.join(_FILES)}), got {folder} with "
+            f"{len(found)}"
+        )
+    return tuple(found)

@@ -1,0 +1,73 @@
+"""Several processes, as ``accelerate launch`` starts them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tokenmerge.errors import ConfigError
+from tokenmerge.evaluate.processes import Processes, processes
+from tokenmerge.reporting.quality import QualityRecord
+from tokenmerge.reporting.results import read_results
+
+CPU = torch.device("cpu")
+
+
+def test_every_piece_of_work_is_in_one_share() -> None:
+    work = list(range(7))
+    shares = [Processes(index, 3, CPU).share(work) for index in range(3)]
+    assert shares == [[0, 3, 6], [1, 4], [2, 5]]
+
+
+def test_without_a_launcher_there_is_one_process() -> None:
+    with processes("cpu") as team:
+        assert (team.index, team.count, team.device, team.is_main) == (0, 1, CPU, True)
+        assert team.gather("mine") == ["mine"]
+
+
+def test_one_device_is_not_for_several_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match=r"expected auto or cpu with several processes.*got 'cuda:0'"):
+        processes("cuda:0").__enter__()
+
+
+@pytest.fixture
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_two_processes_find_the_figures_of_one(
+    run: Callable[..., list[QualityRecord]], models: Path, prompts: Path, tmp_path: Path
+) -> None:
+    metrics = tuple(f"{name}={models / 'dino'}" for name in ("dino", "fid", "kid"))
+    alone = run(metrics=metrics, seeds=3)
+    out = tmp_path / "two" / "evaluate.jsonl"
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2"]
+    launch += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
+    launch += ["--num_cpu_threads_per_process", "1", "--main_process_port", "0"]
+    command = ["evaluate", "--model", str(models / "tiny"), "--prompts", str(prompts), "--steps", "2"]
+    command += ["--seeds", "3", "--batch", "2", "-o", str(out), *(f"--metric={m}" for m in metrics)]
+    done = subprocess.run(
+        [*launch, "-m", "tokenmerge", *command],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("tome ratio=0.5") == 1
+    results = read_results([out])
+    # Equal to the last bit: the same batches ran, each on one of the two.
+    assert list(results.quality) == alone
+    assert len(list(out.parent.rglob("*.png"))) == 3 * 3 * 2
+    assert len(results.samples) == 3

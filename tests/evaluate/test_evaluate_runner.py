@@ -1,0 +1,347 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from tests.evaluate.conftest import drawn, item, picture
+from tests.reporting.made import cell
+from tokenmerge.bench.store import RecordNotWrittenError, ResultsFile
+from tokenmerge.errors import ConfigError, NothingToMergeError
+from tokenmerge.evaluate.layout import Layout
+from tokenmerge.evaluate.measure import open_picture
+from tokenmerge.evaluate.samples import pack, unpack
+from tokenmerge.evaluate.variants import parse_variants, plan_variants
+from tokenmerge.metrics import psnr
+from tokenmerge.pictures import as_tensor
+from tokenmerge.pipeline_call import PipelineCall
+from tokenmerge.reporting.quality import QualityRecord, SampleRecord, read_quality
+from tokenmerge.reporting.results import read_results
+
+Run = Callable[..., list[QualityRecord]]
+
+
+def pictures(folder: Path) -> dict[str, np.ndarray]:
+    """Every picture by variant and name."""
+    return {
+        f"{path.parent.name}/{path.name}": np.asarray(open_picture(path), dtype=int)
+        for path in sorted(folder.rglob("*.png"))
+    }
+
+
+def by_label(records: list[QualityRecord]) -> dict[str, QualityRecord]:
+    return {record.label: record for record in records}
+
+
+def test_figures_are_those_of_the_pictures_on_disk(run: Run, tmp_path: Path) -> None:
+    records = by_label(run(ratio=(0.25, 0.5), seeds=2))
+    assert list(records) == ["dense", "tome ratio=0.25", "tome ratio=0.5"]
+    found = pictures(tmp_path / "results")
+    assert len(found) == 3 * 3 * 2
+    for label, record in records.items():
+        assert record.images == 6
+        if label == "dense":
+            assert record.figures == {}
+            continue
+        own = {
+            name.partition("/")[2]: p
+            for name, p in found.items()
+            if name.startswith(label.replace(" ", "-").replace("=", "-").replace(".", "-") + "-")
+        }
+        assert len(own) == 6
+        one, two = (
+            as_tensor([Image.fromarray(p.astype(np.uint8)) for p in batch])
+            for batch in (list(own.values()), [found[f"dense/{name}"] for name in own])
+        )
+        assert record.figures["psnr"] == pytest.approx(float(psnr(one, two).double().mean()))
+        assert 0 < record.figures["ssim"] < 1
+    assert records["tome ratio=0.25"].figures["psnr"] > records["tome ratio=0.5"].figures["psnr"]
+
+
+def test_no_picture_depends_on_the_batch(run: Run, tmp_path: Path) -> None:
+    run(batch=1, out=tmp_path / "one" / "evaluate.jsonl", seeds=2)
+    run(batch=6, out=tmp_path / "six" / "evaluate.jsonl", seeds=2)
+    one, six = pictures(tmp_path / "one"), pictures(tmp_path / "six")
+    assert list(one) == list(six)
+    assert len({p.tobytes() for p in one.values()}) == len(one) == 12
+    for name in one:
+        assert np.abs(one[name] - six[name]).max() <= 1  # kernels round differently for another batch
+
+
+def test_records_draw_curve_and_sliders(run: Run, tmp_path: Path) -> None:
+    records = run(samples=2)
+    results = read_results([tmp_path / "results"])
+    assert list(results.quality) == records
+    assert [(s.record.prompt, s.record.label) for s in results.samples] == [
+        ("red apple", "tome ratio=0.5"),
+        ("blue boat", "tome ratio=0.5"),
+    ]
+    for sample in results.samples:
+        assert sample.dense.is_file()
+        assert sample.image.is_file()
+    (folder,) = (tmp_path / "results" / "evaluate").iterdir()
+    conditions = json.loads((folder / "conditions.json").read_text())
+    assert conditions["steps"] == records[0].conditions["steps"] == 2
+    assert conditions["versions"]["torch"] == torch.__version__
+
+
+def test_a_run_that_is_cut_off_continues_and_draws_nothing_twice(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original, calls = PipelineCall.__call__, []
+
+    def counted(self, pipe, on_step):
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        calls.append(self.arguments["prompt"])
+        return original(self, pipe, on_step)
+
+    monkeypatch.setattr(PipelineCall, "__call__", counted)
+    with pytest.raises(KeyboardInterrupt):
+        run()
+    assert calls == [["red apple", "blue boat"]] * 2 + [["green tree"]]
+    times = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.png")}
+    assert len(times) == 5
+    monkeypatch.setattr(PipelineCall, "__call__", original)
+    drawn: list[int] = []
+    records = run(drawn=drawn)
+    assert drawn == [0, 1]
+    assert {path: path.stat().st_mtime_ns for path in times} == times
+    monkeypatch.setattr("tokenmerge.evaluate.runner.load_pipeline", lambda *_: pytest.fail("it was loaded"))
+    content = (tmp_path / "results" / "evaluate.jsonl").read_bytes()
+    assert run() == records
+    assert (tmp_path / "results" / "evaluate.jsonl").read_bytes() == content
+
+
+def test_only_what_is_new_is_drawn_and_other_conditions_share_nothing(
+    run: Run, prompts: Path, tmp_path: Path
+) -> None:
+    def new(**changes: object) -> int:
+        drawn: list[int] = []
+        run(drawn=drawn, **changes)
+        return drawn[-1] if drawn else 0
+
+    assert new(limit=2) == 4
+    assert new() == 2
+    assert new(variants=("tome", "tome:merge_mlp")) == 3
+    assert new(seeds=2, limit=1) == 2
+    assert new(guidance=2.0, limit=1) == 2
+    assert new(steps=1, limit=1) == 2
+
+
+def test_figures_of_an_earlier_run_stay(run: Run, models: Path, tmp_path: Path) -> None:
+    network = str(models / "dino")
+    run(metrics=(f"kid={network}",))
+    records = run(metrics=(f"dino={network}",))
+    assert list(by_label(records)["tome ratio=0.5"].figures) == ["psnr", "ssim", "kid", "dino"]
+    assert records[1].networks == {"kid": network, "dino": network}
+    assert list(read_results([tmp_path / "results"]).quality) == records
+
+
+def test_sets_are_compared_with_dense_or_with_a_folder(run: Run, models: Path, tmp_path: Path) -> None:
+    metrics = tuple(f"{name}={models / 'dino'}" for name in ("fid", "kid"))
+    notes: list[str] = []
+    dense, tome = run(metrics=metrics, notes=notes)
+    assert dense.figures == {}
+    assert tome.figures["fid"] > 0
+    assert "fid of 3 pictures is far above" in "\n".join(notes)
+    (tmp_path / "reference" / "below").mkdir(parents=True)
+    for seed in range(5):
+        picture(seed, side=20 + 4 * seed).save(tmp_path / "reference" / "below" / f"{seed}.PNG")
+    dense_to_folder, tome_to_folder = run(metrics=metrics, reference=tmp_path / "reference")
+    assert dense_to_folder.figures["fid"] > tome.figures["fid"]
+    assert tome_to_folder.figures["fid"] != tome.figures["fid"]
+    assert len(list(read_quality(tmp_path / "results" / "evaluate.jsonl"))) == 4 + 3  # and three samples
+
+
+def test_figures_by_category(run: Run, prompts: Path) -> None:
+    prompts.write_text("Prompt\tCategory\nred apple\tFood\nblue boat\tThings\ngreen pear\tFood\n")
+    records = run()
+    rows = [(record.label, record.category, record.images) for record in records]
+    assert rows == [
+        (label, *rest)
+        for label in ("dense", "tome ratio=0.5")
+        for rest in ((None, 3), ("Food", 2), ("Things", 1))
+    ]
+    whole, food, things = (record.figures["psnr"] for record in records[3:])
+    assert 3 * whole == pytest.approx(2 * food + things)
+
+
+def test_pictures_that_equal_dense_are_told(run: Run) -> None:
+    _, tome = run(variants=("tome:ratio=0",), limit=2)
+    assert tome.figures == {"ssim": 1.0}
+    assert tome.notes == (
+        "tome ratio=0: 2 of 2 pictures equal dense in every pixel; "
+        "their PSNR is infinite and not in the mean",
+    )
+
+
+def test_the_sheet_has_a_row_for_each_prompt_and_a_column_for_each_variant(run: Run, tmp_path: Path) -> None:
+    sheet = tmp_path / "new" / "grid.png"
+    run(grid=sheet, ratio=(0.25, 0.5), samples=2)
+    rows, columns = open_picture(sheet).size[::-1]
+    run(grid=sheet, ratio=(0.5,), samples=3)
+    more_rows, fewer_columns = open_picture(sheet).size[::-1]
+    assert more_rows > rows
+    assert fewer_columns < columns
+
+
+def test_fewer_steps_are_those_that_the_benchmark_found(run: Run, models: Path, tmp_path: Path) -> None:
+    conditions = {"model": str(models / "tiny"), "width": 32, "height": 32, "steps": 4}
+
+    def record(scope: str, steps: int, batch: int = 1, **changes: object) -> str:
+        fewer = {"settings": {"as": "tome ratio=0.5"}, "facts": {"steps_used": steps}}
+        return cell("fewer-steps", **fewer, **{**conditions, **changes}, scope=scope, batch=batch).to_line()
+
+    lines = [
+        record("denoiser", 1),
+        record("pipeline", 2, batch=8),
+        record("pipeline", 3),
+        record("pipeline", 1, width=64),
+        cell("tome", **conditions).to_line(),
+    ]
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / "bench.jsonl").write_text("".join(lines))
+    records = by_label(run(variants=("fewer-steps", "tome"), steps=4))
+    assert list(records) == ["dense", "tome ratio=0.5", "fewer-steps (tome ratio=0.5)"]
+    fewer = records["fewer-steps (tome ratio=0.5)"]
+    assert fewer.notes == ("fewer-steps (tome ratio=0.5): 3 of 4 steps",)
+    assert fewer.settings == {"as": "tome ratio=0.5"}
+
+
+def test_without_a_benchmark_fewer_steps_say_what_to_run(tmp_path: Path) -> None:
+    specs = parse_variants(["tome", "fewer-steps"], [0.5], None)
+    conditions = {"model": "m", "width": 8, "height": 8, "steps": 25}
+    with pytest.raises(
+        ConfigError, match=r"how many steps fit into tome ratio=0.5 of m at 8x8 with 25.*bench"
+    ):
+        plan_variants(specs, 25, conditions, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "words"),
+    [
+        ({"variants": ("oracle",)}, ConfigError, "got 'oracle'; an oracle's pictures are wrong"),
+        ({"variants": ("none",)}, ConfigError, "expected some of tome, tomesd, fewer-steps, got 'none'"),
+        ({"variants": ("fewer-steps",)}, ConfigError, "give one beside it"),
+        ({"ratio": (0.9,)}, ConfigError, "0.75"),
+        ({"limit": 0}, ConfigError, "limit: expected an integer ≥ 1, got 0"),
+        ({"seeds": 0}, ConfigError, "seeds: expected an integer ≥ 1, got 0"),
+        ({"batch": 0}, ConfigError, "batch: expected an integer ≥ 1, got 0"),
+        ({"metrics": ("none",)}, ConfigError, "got 'none'"),
+        ({"metrics": ("glyphs",)}, ConfigError, "'red apple' names no glyph"),
+        ({"reference": Path()}, ConfigError, "only fid and kid compare with it"),
+        ({"prompts": None}, ConfigError, "only bundled models .emoji-unet. bring their own"),
+        ({"prompts": None, "model": "emoji-unet", "template": "a {}"}, ConfigError, "give --prompts too"),
+        ({"out": Path("results")}, ConfigError, "expected a file ending in .jsonl, got results"),
+        ({"grid": Path("grid")}, ConfigError, "save-grid: expected a file ending in .png"),
+        ({"grid": Path("grid.png"), "samples": 0}, ConfigError, "raise --samples"),
+        ({"size": (30, 31)}, ConfigError, "multiples of 2"),
+        ({"size": (8, 8)}, ConfigError, "SSIM needs at least 11 pixels, got 8x8"),
+        ({"max_downsample": 1, "size": (12, 2)}, NothingToMergeError, "merge"),
+        ({"model": "./none"}, ConfigError, "is no model"),
+        ({"scheduler": "none"}, ConfigError, "scheduler: 'none' is unknown"),
+        ({"device": "none"}, ConfigError, "device: cannot use 'none'"),
+    ],
+)
+def test_bad_input_is_named_before_anything_is_loaded(
+    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, changes: dict, error: type, words: str
+) -> None:
+    monkeypatch.setattr("tokenmerge.evaluate.runner.load_pipeline", lambda *_: pytest.fail("it was loaded"))
+    with pytest.raises(error, match=words):
+        run(**changes)
+    assert not list(tmp_path.rglob("*.png"))
+
+
+def test_distances_between_sets_need_two_pictures(run: Run, models: Path, tmp_path: Path) -> None:
+    fid = f"fid={models / 'dino'}"
+    with pytest.raises(ConfigError, match=r"fid: expected at least 2 pictures, got 1; add --seeds 2"):
+        run(metrics=(fid,), limit=1)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match=r"reference: expected a folder with at least 2 pictures.*with 0"):
+        run(metrics=(fid,), reference=tmp_path / "empty")
+
+
+def test_a_missing_tomesd_is_named(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tokenmerge.bench import variants
+
+    without = dataclasses.replace(variants.VARIANTS["tomesd"], missing=lambda: "tomesd is not installed")
+    monkeypatch.setitem(variants.VARIANTS, "tomesd", without)
+    with pytest.raises(ConfigError, match="variant tomesd: tomesd is not installed; or leave it out"):
+        run(variants=("tome", "tomesd"))
+
+
+def test_a_full_disk_keeps_what_is_finished(
+    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    original, saved = Image.Image.save, []
+
+    def save(self, path):
+        if len(saved) == 3:
+            raise OSError(28, "No space left on device")
+        saved.append(path)
+        original(self, path)
+
+    monkeypatch.setattr(Image.Image, "save", save)
+    with pytest.raises(ConfigError, match=r"out: cannot write .*No space left.*finished pictures are safe"):
+        run()
+    assert len(pictures(tmp_path)) == len(list(tmp_path.rglob("*.png"))) == 3
+    monkeypatch.setattr(Image.Image, "save", original)
+    append = ResultsFile.append
+
+    def full(self, record):
+        if isinstance(record, SampleRecord):
+            raise RecordNotWrittenError("full")
+        append(self, record)
+
+    monkeypatch.setattr(ResultsFile, "append", full)
+    with pytest.raises(RecordNotWrittenError):
+        run()
+    monkeypatch.setattr(ResultsFile, "append", append)
+    records = run()
+    assert list(read_results([tmp_path / "results"]).quality) == records
+
+
+def test_too_little_memory_is_one_line(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(PipelineCall, "__call__", fail)
+    with pytest.raises(ConfigError, match="batch: 2 pictures at once do not fit into memory; lower --batch"):
+        run()
+
+
+def test_a_torn_results_file_is_said_and_continued(run: Run, tmp_path: Path) -> None:
+    run()
+    file = tmp_path / "results" / "evaluate.jsonl"
+    file.write_text(file.read_text()[:-20])
+    notes: list[str] = []
+    records = run(notes=notes)
+    assert "torn" in notes[0]
+    assert list(read_results([tmp_path / "results"]).quality) == records
+    assert len(read_results([tmp_path / "results"]).samples) == 3
+
+
+def test_samples_travel_to_a_machine_that_does_not_have_them(tmp_path: Path) -> None:
+    layouts = [
+        Layout(tmp_path / "evaluate.jsonl", {"model": name, "width": 8, "height": 8, "steps": 1})
+        for name in ("here", "there")
+    ]
+    path = layouts[0].picture(drawn(), item())
+    path.parent.mkdir(parents=True)
+    picture(0).save(path)
+    packed = pack([item(), item("boat")], [drawn(), drawn("tome", ratio=0.5)], layouts[0])
+    assert list(packed) == [path]
+    path.unlink()
+    path.parent.rmdir()
+    unpack([{}, packed])
+    assert np.array_equal(np.asarray(open_picture(path)), np.asarray(picture(0)))
+    path.write_bytes(b"own")
+    unpack([packed])
+    assert path.read_bytes() == b"own"
