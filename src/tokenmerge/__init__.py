@@ -15,17 +15,20 @@ from tokenmerge.errors import (
     TokenMergingError,
     UnsupportedModelError,
 )
+from tokenmerge.vit.config import DecreasingSchedule, ViTConfig
 
 __version__ = "0.1.0"
 
 __all__ = [
     "ConfigError",
+    "DecreasingSchedule",
     "MissingExtraError",
     "NothingToMergeError",
     "Patch",
     "ToMeConfig",
     "TokenMergingError",
     "UnsupportedModelError",
+    "ViTConfig",
     "__version__",
     "apply_patch",
     "apply_token_merging",

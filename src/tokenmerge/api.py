@@ -1,38 +1,48 @@
-"""The verbs: apply, remove, and apply for a while."""
+"""The verbs: apply, remove, and apply for a while. A configuration's type says for which kind of model."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, Generic, TypeVar, overload
 
 from torch import nn
 
 from tokenmerge.config import ToMeConfig
-from tokenmerge.errors import ConfigError
-from tokenmerge.models import find_hosts
+from tokenmerge.errors import ConfigError, UnsupportedModelError
+from tokenmerge.models import Host, find_hosts
 from tokenmerge.patch import hosts_that_merge, new_run, patch_host, restore, run_of
 from tokenmerge.report import Report, predict
-from tokenmerge.runtime import RecordedPlan, Run
+from tokenmerge.runtime import RecordedPlan
+from tokenmerge.vit.config import ViTConfig
+from tokenmerge.vit.hosts import find_encoders
+from tokenmerge.vit.patch import checked_encoders, new_vit_run, patch_encoder
+from tokenmerge.vit.report import ViTReport, predict_vit
+from tokenmerge.vit.runtime import RecordedTokens
 
 __all__ = ["Patch", "apply_token_merging", "remove_token_merging", "token_merging"]
 
+AnyReport = TypeVar("AnyReport")
+AnyRecord = TypeVar("AnyRecord")
 
-class Patch:
+
+class Patch(Generic[AnyReport, AnyRecord]):
     """What :func:`apply_token_merging` did to a model, and the way to undo it."""
 
-    def __init__(self, model: object, config: ToMeConfig, runs: dict[nn.Module, Run], recorded: Run) -> None:
-        self._model = model
-        self._config = config
+    def __init__(self, predict: Callable[[], AnyReport], runs: dict[nn.Module, Any], recorded: Any) -> None:
+        self._predict = predict
         self._runs = runs
         self._recorded = recorded
 
     @property
-    def report(self) -> Report:
+    def report(self) -> AnyReport:
         """What merging does to each block at the size that the model was made for, and what it saves.
 
-        For another size: ``tokenmerge.report.predict(model, config, height, width)``.
+        For another size: ``tokenmerge.report.predict(model, config, height, width)``, and for a vision
+        transformer ``tokenmerge.vit.report.predict_vit``.
         """
-        return predict(self._model, self._config)
+        return self._predict()
 
     def remove(self) -> None:
         """Restore the models; one that has been patched anew or restored since then stays as it is."""
@@ -41,26 +51,33 @@ class Patch:
                 restore(root)
 
     @contextlib.contextmanager
-    def record(self) -> Iterator[dict[str, RecordedPlan]]:
-        """While the context lasts, keep the latest plan of every block that merges, by the block's path.
+    def record(self) -> Iterator[dict[str, AnyRecord]]:
+        """While the context lasts, keep what each block that merges did at last, by the block's path.
 
-        The blocks are those of the denoiser, or of the first ControlNet where no denoiser is patched.
+        The blocks are those of the denoiser, or of the first ControlNet where no denoiser is patched; each
+        leaves its plan. Layers of a vision transformer leave what the tokens behind them stand for.
         """
         run = self._recorded
-        before, plans = run.record, dict[str, RecordedPlan]()
-        run.record = plans
+        before, latest = run.record, dict[str, AnyRecord]()
+        run.record = latest
         try:
-            yield plans
+            yield latest
         finally:
             run.record = before
 
 
-def apply_token_merging(pipe_or_model: object, config: ToMeConfig) -> Patch:
-    """Merge tokens in a diffusion model from its next call on, in place.
+@overload
+def apply_token_merging(pipe_or_model: object, config: ToMeConfig) -> Patch[Report, RecordedPlan]: ...
+@overload
+def apply_token_merging(pipe_or_model: object, config: ViTConfig) -> Patch[ViTReport, RecordedTokens]: ...
+def apply_token_merging(pipe_or_model: object, config: ToMeConfig | ViTConfig) -> Patch[Any, Any]:
+    """Merge tokens in a diffusion model or a vision transformer from its next call on, in place.
 
     Args:
-        pipe_or_model: a diffusers pipeline (its ControlNets are patched too), a diffusers model such as
-            ``pipe.unet``, or a CompVis-style model. One that is patched already gets the new settings.
+        pipe_or_model: for a ToMeConfig a diffusers pipeline (its ControlNets are patched too), a diffusers
+            model such as ``pipe.unet``, or a CompVis-style model; for a ViTConfig a ViT, DeiT, CLIP or
+            DINOv2 model of transformers, a ``VisionTransformer`` of timm, or a pipeline with one in it. One
+            that is patched already gets the new settings.
         config: what to merge and how much.
 
     Returns:
@@ -70,13 +87,22 @@ def apply_token_merging(pipe_or_model: object, config: ToMeConfig) -> Patch:
         UnsupportedModelError: it is not, and does not contain, a model that tokens can be merged in.
         NothingToMergeError: with these settings no token of it would merge. Only a ControlNet may stay
             dense, beside a denoiser that merges; the report names it.
-        ConfigError: ``config`` is not a configuration.
+        ConfigError: ``config`` is not a configuration, or does not fit the model.
 
         Whatever is raised, the model is as it was before.
     """
+    if isinstance(config, ViTConfig):
+        return _merge_in_encoders(pipe_or_model, config)
     if not isinstance(config, ToMeConfig):
-        raise ConfigError(f"config: expected a ToMeConfig such as ToMeConfig(ratio=0.5), got {config!r}")
-    hosts = find_hosts(pipe_or_model)
+        raise ConfigError(
+            "config: expected a ToMeConfig such as ToMeConfig(ratio=0.5), or a ViTConfig such as "
+            f"ViTConfig(r=8), got {config!r}"
+        )
+    return _merge_in_hosts(pipe_or_model, config)
+
+
+def _merge_in_hosts(model: object, config: ToMeConfig) -> Patch[Report, RecordedPlan]:
+    hosts = _hosts(model)
     merging, _ = hosts_that_merge(hosts, config, size=None)
     for host in hosts:
         restore(host.root)
@@ -84,7 +110,29 @@ def apply_token_merging(pipe_or_model: object, config: ToMeConfig) -> Patch:
     for host in merging:
         patch_host(host, runs[host.root])
     denoiser = next((host for host in merging if not host.controlnet), merging[0])
-    return Patch(pipe_or_model, config, runs, runs[denoiser.root])
+    return Patch(partial(predict, model, config), runs, runs[denoiser.root])
+
+
+def _merge_in_encoders(model: object, config: ViTConfig) -> Patch[ViTReport, RecordedTokens]:
+    encoders = checked_encoders(model, config)
+    runs = {encoder.stack: new_vit_run(encoder, config) for encoder in encoders}
+    for encoder in encoders:
+        restore(encoder.model)
+        patch_encoder(encoder, runs[encoder.stack])
+    return Patch(partial(predict_vit, model, config), runs, runs[encoders[0].stack])
+
+
+def _hosts(model: object) -> tuple[Host, ...]:
+    try:
+        return find_hosts(model)
+    except UnsupportedModelError as error:
+        if not (encoders := find_encoders(model)):
+            raise
+        name = type(encoders[0].model).__name__
+        raise UnsupportedModelError(
+            f"no diffusion model to merge tokens in: found the vision transformer {name}, which takes a "
+            "ViTConfig such as ViTConfig(r=8) instead of a ToMeConfig"
+        ) from error
 
 
 def remove_token_merging(pipe_or_model: object) -> None:
@@ -93,12 +141,20 @@ def remove_token_merging(pipe_or_model: object) -> None:
     Raises:
         UnsupportedModelError: it is not, and does not contain, a model that tokens can be merged in.
     """
-    for host in find_hosts(pipe_or_model):
-        restore(host.root)
+    for root, _ in _patchable(pipe_or_model):
+        restore(root)
 
 
+@overload
+def token_merging(
+    pipe_or_model: object, config: ToMeConfig
+) -> contextlib.AbstractContextManager[Patch[Report, RecordedPlan]]: ...
+@overload
+def token_merging(
+    pipe_or_model: object, config: ViTConfig
+) -> contextlib.AbstractContextManager[Patch[ViTReport, RecordedTokens]]: ...
 @contextlib.contextmanager
-def token_merging(pipe_or_model: object, config: ToMeConfig) -> Iterator[Patch]:
+def token_merging(pipe_or_model: object, config: Any) -> Iterator[Patch[Any, Any]]:
     """Merge tokens while the context lasts; then put back what was there, also after an exception.
 
     Args:
@@ -108,12 +164,27 @@ def token_merging(pipe_or_model: object, config: ToMeConfig) -> Iterator[Patch]:
     Raises:
         UnsupportedModelError, NothingToMergeError, ConfigError: as :func:`apply_token_merging`.
     """
-    before = [(host, run_of(host.root)) for host in find_hosts(pipe_or_model)]
-    patch = apply_token_merging(pipe_or_model, config)
+    before = [(root, patch, run_of(root)) for root, patch in _patchable(pipe_or_model)]
+    handle = apply_token_merging(pipe_or_model, config)
     try:
-        yield patch
+        yield handle
     finally:
-        for host, run in before:
-            restore(host.root)
+        for root, patch, run in before:
+            restore(root)
             if run is not None:
-                patch_host(host, run)
+                patch(run)
+
+
+def _patchable(model: object) -> list[tuple[nn.Module, Callable[[Any], None]]]:
+    """Every part of a model that either kind of merging can patch, and how to patch it."""
+    encoders = find_encoders(model)
+    try:
+        hosts = find_hosts(model)
+    except UnsupportedModelError:
+        if not encoders:
+            raise
+        hosts = ()
+    return [
+        *((host.root, partial(patch_host, host)) for host in hosts),
+        *((encoder.stack, partial(patch_encoder, encoder)) for encoder in encoders),
+    ]

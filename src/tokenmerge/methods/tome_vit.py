@@ -21,7 +21,7 @@ def most_removed(n: int, protected: int) -> int:
 
 @torch.no_grad()
 def plan_tome_vit(keys: Tensor, r: int, protected: int) -> Plan:
-    """Plan one merge: split the tokens alternately in two, match one half to the other, keep the r best edges.
+    """Plan one merge: part the tokens alternately, match one half to the other, keep the r best edges.
 
     Args:
         keys: ``[b, n, d]`` the mean over the heads of what attention uses as keys; at least two of the n

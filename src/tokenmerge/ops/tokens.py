@@ -33,8 +33,8 @@ class SizedPlan(NamedTuple):
 
     Attributes:
         plan: which tokens merge.
-        kept: ``[b * m, 1]`` the share of each merged token that the token whose place it takes has in it; None
-            where all sizes are 1 before the merge.
+        kept: ``[b * m, 1]`` the share in each merged token of the one whose place it takes; None where all
+            sizes are 1 before the merge.
         moved: ``[b * r, 1]`` the share of each token that merges into another one, or None.
         after: what the merged tokens stand for.
     """
@@ -45,17 +45,18 @@ class SizedPlan(NamedTuple):
     after: Tokens
 
     def merge(self, x: Tensor) -> Tensor:
-        """Replace merged tokens by their mean, weighted by size: ``[b, n, c]`` → ``[b, m, c]``, differentiable.
+        """Replace merged tokens by their mean, weighted by size: ``[b, n, c]`` → ``[b, m, c]``.
 
-        A token that nothing merges into keeps its value exactly. Half-precision tokens are summed in float32.
+        Differentiable. A token that nothing merges into keeps its value exactly. Half-precision tokens are
+        summed in float32.
         """
         if self.kept is None or self.moved is None:
             return merge(self.plan, x)
         b, n, c = x.shape
         rows = x.reshape(b * n, c)
         exact = torch.promote_types(x.dtype, torch.float32)
-        kept = rows[self.plan.keep.flatten()].to(exact) * self.kept
-        moved = rows[self.plan.sources.flatten()].to(exact) * self.moved
+        kept = rows.index_select(0, self.plan.keep.flatten()).to(exact) * self.kept
+        moved = rows.index_select(0, self.plan.sources.flatten()).to(exact) * self.moved
         return kept.index_add(0, self.plan.targets.flatten(), moved).to(x.dtype).view(b, -1, c)
 
     def unmerge(self, y: Tensor) -> Tensor:

@@ -1,0 +1,99 @@
+"""Pictures a second of ViT-B/16 at 224 × 224, dense and with r tokens merged in each of its 12 layers.
+
+The weights are random: times do not depend on them. Variants take turns, so that a machine that becomes
+slower or faster does so for all of them; each line shows the median of the rounds, their quartiles, and the
+median of the speed-ups over dense in the same round, beside what the FLOPs alone would give.
+
+    python benchmarks/vit.py --r 8 13 16 --batch 8 --rounds 9
+    python benchmarks/vit.py --device cuda --dtype bfloat16 --batch 64
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+from transformers import ViTConfig as HostConfig
+from transformers import ViTModel
+
+import tokenmerge
+from tokenmerge import ViTConfig, token_merging
+from tokenmerge.vit.report import predict_vit
+
+
+def seconds(vit: ViTModel, pictures: torch.Tensor) -> float:
+    synchronize = torch.cuda.synchronize if pictures.is_cuda else lambda: None
+    synchronize()
+    start = time.perf_counter()
+    vit(pictures)
+    synchronize()
+    return time.perf_counter() - start
+
+
+@torch.inference_mode()
+def measure(vit: ViTModel, pictures: torch.Tensor, numbers: list[int], rounds: int) -> dict[int, list[float]]:
+    """Seconds a call for each r, 0 being the dense model without a patch."""
+    times: dict[int, list[float]] = {r: [] for r in numbers}
+    for turn in range(rounds + 1):
+        for r in numbers:
+            with token_merging(vit, ViTConfig(r=r)) if r else nullcontext():
+                vit(pictures)  # after a change of its layers the first call is not like the others
+                took = seconds(vit, pictures)
+            print(f"round {turn} of {rounds}: r={r} {took:.3f} s", file=sys.stderr, flush=True)
+            if turn > 0:  # the first round warms up
+                times[r].append(took)
+    return times
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--r", type=int, nargs="+", default=[8, 13, 16], help="default: 8 13 16")
+    parser.add_argument("--batch", type=int, default=8, help="pictures a call (default: 8)")
+    parser.add_argument("--rounds", type=int, default=9, help="timed rounds (default: 9)")
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--dtype", default="float32", choices=["float32", "float16", "bfloat16"])
+    parser.add_argument("--out", type=Path, help="append a JSON line to this file")
+    options = parser.parse_args()
+
+    torch.manual_seed(0)
+    vit = ViTModel(HostConfig()).eval().to(options.device, getattr(torch, options.dtype))
+    pictures = torch.randn(options.batch, 3, 224, 224, device=vit.device, dtype=vit.dtype)
+    times = measure(vit, pictures, [0, *options.r], options.rounds)
+
+    print(
+        f"\nViT-B/16, batch {options.batch}, {options.dtype}, {options.device}, "
+        f"{torch.get_num_threads()} threads, torch {torch.__version__}"
+    )
+    print(f"{'r':<8}{'pictures/s':>12}{'quartiles':>18}{'speed-up':>11}{'by FLOPs':>11}")
+    for r, values in times.items():
+        low, median, high = (options.batch / t for t in reversed(statistics.quantiles(values, n=4)))
+        ratio = statistics.median(a / b for a, b in zip(times[0], values, strict=True))
+        report = predict_vit(vit, ViTConfig(r=r))
+        print(
+            f"{r or 'dense':<8}{median:>12.2f}{f'{low:.2f} to {high:.2f}':>18}{ratio:>10.2f}x"
+            f"{report.flops_dense / report.flops_merged:>10.2f}x"
+        )
+    if options.out:
+        conditions = {
+            "model": "ViT-B/16",
+            "batch": options.batch,
+            "dtype": options.dtype,
+            "device": options.device,
+            "threads": torch.get_num_threads(),
+            "torch": torch.__version__,
+            "tokenmerge": tokenmerge.__version__,
+        }
+        with options.out.open("a") as file:
+            file.write(json.dumps({**conditions, "seconds": times}) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Token merging for vision transformers (D. Bolya et al., arXiv 2210.09461)."""

@@ -1,0 +1,211 @@
+"""Facts about vision transformers: where their layers are and what those are called."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from tokenmerge.errors import UnsupportedModelError
+from tokenmerge.models import parts
+from tokenmerge.models.base import is_a
+
+__all__ = ["Encoder", "Layer", "find_encoders"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """Models that are laid out alike.
+
+    Attributes:
+        model: class of the encoder.
+        around: classes of models with one in it that use no more than the class token of its result.
+        averaging: the same, and their heads average over the patches too.
+        layer: class of a layer.
+        layers: path of the list of layers; the module that holds it calls them.
+        keys: path in a layer of the module whose result are the keys.
+        norm: path of what normalises the tokens for the MLP.
+        mask: name of the layer's argument that is added to the logits of attention.
+    """
+
+    model: str
+    around: tuple[str, ...]
+    averaging: tuple[str, ...]
+    layer: str
+    layers: str
+    keys: str
+    norm: str
+    mask: str = "attention_mask"
+
+
+_VIT = {"layers": "layers", "keys": "attention.k_proj", "norm": "layernorm_after"}
+_DINOV2 = {"layers": "encoder.layer", "keys": "attention.k_proj", "norm": "norm2"}
+_CLIP = {"layers": "encoder.layers", "keys": "self_attn.k_proj", "norm": "layer_norm2"}
+_TIMM = {"layers": "blocks", "keys": "attn.k_norm", "norm": "norm2", "mask": "attn_mask"}
+
+FAMILIES = (
+    Family("ViTModel", ("ViTForImageClassification",), (), "ViTLayer", **_VIT),
+    Family(
+        "DeiTModel",
+        ("DeiTForImageClassification", "DeiTForImageClassificationWithTeacher"),
+        (),
+        "DeiTLayer",
+        **_VIT,
+    ),
+    Family("Dinov2Model", (), ("Dinov2ForImageClassification",), "Dinov2Layer", **_DINOV2),
+    Family(
+        "Dinov2WithRegistersModel",
+        (),
+        ("Dinov2WithRegistersForImageClassification",),
+        "Dinov2WithRegistersLayer",
+        **_DINOV2,
+    ),
+    Family(
+        "CLIPVisionModel",
+        ("CLIPModel", "CLIPVisionModelWithProjection"),
+        ("CLIPForImageClassification",),
+        "CLIPEncoderLayer",
+        **_CLIP,
+    ),
+    # That of timm; the class of this name in torchvision has no blocks.
+    Family("VisionTransformer", (), (), "Block", **_TIMM),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """One layer of an encoder.
+
+    Attributes:
+        path: its qualified name in the encoder's model.
+        module: the layer. Its first argument are the tokens ``[b, n, c]``, and so is its result.
+        keys: its part whose result are the keys: ``[b, n, heads * d]``, or ``[b, heads, n, d]``.
+        head_dim: d in the first case; None in the second.
+        norm: its part that normalises tokens for the MLP.
+        mlp: the MLP.
+    """
+
+    path: str
+    module: nn.Module
+    keys: nn.Module
+    head_dim: int | None
+    norm: nn.Module
+    mlp: nn.Module
+
+    def parts(self) -> Iterator[tuple[str, nn.Module]]:
+        """What a patch changes, by name."""
+        for name in ("module", "keys", "norm", "mlp"):
+            yield name, getattr(self, name)
+
+
+@dataclasses.dataclass(frozen=True)
+class Encoder:
+    """A vision transformer.
+
+    Attributes:
+        model: from pictures to tokens.
+        stack: the part of it, or itself, that calls the layers one after the other.
+        layers: in this order.
+        protected: number of tokens before those of the patches: class, distillation and register tokens.
+        mask: name of the layers' argument that is added to the logits of attention.
+        by_keyword: whether a keyword argument of the stack that it does not know reaches every layer.
+        averages: whether the head of the model around it pools the patches.
+        image_size: height and width of the pictures that it was made for, in pixels.
+    """
+
+    model: nn.Module
+    stack: nn.Module
+    layers: tuple[Layer, ...]
+    protected: int
+    mask: str
+    by_keyword: bool
+    averages: bool
+    image_size: tuple[int, int]
+
+    def example(self, height: int, width: int, batch: int) -> dict[str, Any]:
+        """Arguments of a call with pictures of that size."""
+        like = next(self.model.parameters())
+        channels = next(m for m in self.model.modules() if isinstance(m, nn.Conv2d)).in_channels
+        picture = torch.zeros(batch, channels, height, width, device=like.device, dtype=like.dtype)
+        if not self.by_keyword:
+            return {"x": picture}
+        arguments: dict[str, Any] = {"pixel_values": picture}
+        if (height, width) != self.image_size and not is_a(self.model, *_ALWAYS_INTERPOLATE):
+            arguments["interpolate_pos_encoding"] = True
+        return arguments
+
+
+_ALWAYS_INTERPOLATE = ("Dinov2Model", "Dinov2WithRegistersModel")
+
+
+def find_encoders(model: object) -> tuple[Encoder, ...]:
+    """Every vision transformer in a pipeline or a model that this package knows; may be none.
+
+    Args:
+        model: a model of transformers or timm, compiled or wrapped too, or a pipeline with one in it.
+
+    Raises:
+        UnsupportedModelError: one has layers that this package does not know.
+    """
+    return tuple(encoder for part in parts(model) for encoder in _encoders(part))
+
+
+def _encoders(part: nn.Module) -> Iterator[Encoder]:
+    for family in FAMILIES:
+        averages = is_a(part, *family.averaging)
+        if is_a(part, family.model, *family.around) or averages:
+            for module in part.modules():
+                if is_a(module, family.model) and hasattr(module, family.layers.partition(".")[0]):
+                    yield _describe(module, family, averages)
+
+
+def _describe(model: Any, family: Family, averages: bool) -> Encoder:
+    path, _, name = family.layers.rpartition(".")
+    stack = model.get_submodule(path)
+    layers = tuple(_layer(f"{family.layers}.{i}", m, family) for i, m in enumerate(getattr(stack, name)))
+    if hasattr(model, "num_prefix_tokens"):  # timm
+        return Encoder(
+            model=model,
+            stack=stack,
+            layers=layers,
+            protected=model.num_prefix_tokens,
+            mask=family.mask,
+            by_keyword=False,
+            averages=model.global_pool not in ("", "token"),
+            image_size=model.patch_embed.img_size,
+        )
+    config, size = model.config, model.config.image_size
+    distilled = hasattr(model.embeddings, "distillation_token")
+    return Encoder(
+        model=model,
+        stack=stack,
+        layers=layers,
+        protected=1 + distilled + getattr(config, "num_register_tokens", 0),
+        mask=family.mask,
+        by_keyword=True,
+        averages=averages,
+        image_size=(size, size) if isinstance(size, int) else tuple(size),
+    )
+
+
+def _layer(path: str, module: Any, family: Family) -> Layer:
+    attention, _, keys = family.keys.partition(".")
+    try:
+        if not is_a(module, family.layer):
+            raise AttributeError(f"a {type(module).__name__} instead of a {family.layer}")
+        return Layer(
+            path=path,
+            module=module,
+            keys=getattr(module.get_submodule(attention), keys),
+            head_dim=None if keys == "k_norm" else getattr(module, attention).head_dim,
+            norm=module.get_submodule(family.norm),
+            mlp=module.get_submodule("mlp"),
+        )
+    except AttributeError as error:
+        raise UnsupportedModelError(
+            f"{path}: not laid out as the layers that tokenmerge knows, which are those of transformers 5.23 "
+            f"and of timm 1.0: {error}"
+        ) from error

@@ -1,0 +1,77 @@
+"""Patching a vision transformer: which methods change, and the checks before."""
+
+from __future__ import annotations
+
+from tokenmerge.errors import NothingToMergeError, UnsupportedModelError
+from tokenmerge.models import parts
+from tokenmerge.patch import check_swappable, note, swap
+from tokenmerge.vit.config import ViTConfig
+from tokenmerge.vit.hosts import FAMILIES, Encoder, find_encoders
+from tokenmerge.vit.runtime import (
+    LayerState,
+    Run,
+    begin,
+    check_attention,
+    keys_call,
+    layer_call,
+    mlp_call,
+    norm_call,
+)
+
+__all__ = ["checked_encoders", "new_vit_run", "patch_encoder"]
+
+
+def checked_encoders(model: object, config: ViTConfig) -> tuple[Encoder, ...]:
+    """Find out, before anything is changed, that a model can be patched.
+
+    Args:
+        model: a model, or an object with models as attributes.
+        config: what to merge and how much.
+
+    Raises:
+        UnsupportedModelError: there is no vision transformer that tokens can be merged in, or its attention
+            back-end cannot attend in proportion to size.
+        NothingToMergeError: it has no layers.
+        ConfigError: ``config.r`` has not one number for each of its layers.
+    """
+    encoders = find_encoders(model)
+    if not encoders:
+        seen = ", ".join(sorted({type(part).__name__ for part in parts(model)} or {type(model).__name__}))
+        names = ", ".join(name for f in FAMILIES for name in (f.model, *f.around, *f.averaging))
+        raise UnsupportedModelError(
+            f"no vision transformer to merge tokens in: found {seen}; pass a model of one of the classes "
+            f"{names} (the last is that of timm), or for a diffusion model a ToMeConfig"
+        )
+    for encoder in encoders:
+        name = type(encoder.model).__name__
+        if not encoder.layers:
+            raise NothingToMergeError(f"nothing to merge: {name} has no layers; pass a model that has")
+        config.per_layer(len(encoder.layers))
+        check_attention(encoder.stack, config)
+        for layer in encoder.layers:
+            for part, module in layer.parts():
+                check_swappable(module, f"{layer.path} ({part})", "forward")
+    return encoders
+
+
+def new_vit_run(encoder: Encoder, config: ViTConfig) -> Run:
+    """What the layers of an encoder will share."""
+    return Run(
+        config,
+        r=config.per_layer(len(encoder.layers)),
+        protected=encoder.protected,
+        mask=encoder.mask,
+        by_keyword=encoder.by_keyword,
+        unmerge=config.unmerge or encoder.averages,
+    )
+
+
+def patch_encoder(encoder: Encoder, run: Run) -> None:
+    """Patch an encoder of :func:`checked_encoders` that is not patched."""
+    for index, layer in enumerate(encoder.layers):
+        state = LayerState(run, index, layer.path, layer.head_dim)
+        swap(layer.module, "forward", layer_call, state)
+        swap(layer.keys, "forward", keys_call, state)
+        swap(layer.norm, "forward", norm_call, state)
+        swap(layer.mlp, "forward", mlp_call, state)
+    note(encoder.stack, begin, run)

@@ -1,0 +1,139 @@
+"""What merging does to each layer of a vision transformer at one size, counted rather than estimated."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from tokenmerge.counting import count_flops, weightless
+from tokenmerge.errors import ConfigError
+from tokenmerge.report import aligned, saved
+from tokenmerge.vit.config import ViTConfig
+from tokenmerge.vit.hosts import find_encoders
+from tokenmerge.vit.patch import checked_encoders, new_vit_run, patch_encoder
+
+__all__ = ["ViTReport", "ViTRow", "predict_vit"]
+
+
+@dataclasses.dataclass(frozen=True)
+class ViTRow:
+    """One layer.
+
+    Attributes:
+        path: its qualified name in the model.
+        tokens: number of tokens that its attention sees.
+        merged_tokens: number that its MLP sees and that it hands on.
+        flops_dense: floating-point operations of the layer without merging.
+        flops_merged: with it, the matching included.
+    """
+
+    path: str
+    tokens: int
+    merged_tokens: int
+    flops_dense: int
+    flops_merged: int
+
+
+@dataclasses.dataclass(frozen=True)
+class ViTReport:
+    """What merging does to one call of a vision transformer.
+
+    FLOPs are those of matrix products, convolutions and attention, two for a multiply-add; the time saved
+    depends on the machine too.
+
+    Attributes:
+        model: class of the model.
+        height: of the pictures, in pixels.
+        width: of the pictures.
+        batch: pictures in the call.
+        rows: a row for each layer.
+        flops_dense: operations of the whole model without merging.
+        flops_merged: with it.
+        notes: where fewer tokens go than was asked, and other things to know, in words.
+    """
+
+    model: str
+    height: int
+    width: int
+    batch: int
+    rows: tuple[ViTRow, ...]
+    flops_dense: int
+    flops_merged: int
+    notes: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as plain values, for records."""
+        return dataclasses.asdict(self)
+
+    def __str__(self) -> str:
+        """A table in plain text."""
+        lines = [("layer", "tokens", "GFLOPs", "saved")]
+        lines += [
+            (row.path, f"{row.tokens} → {row.merged_tokens}", *_flops(row.flops_dense, row.flops_merged))
+            for row in self.rows
+        ]
+        lines.append(("whole model", "", *_flops(self.flops_dense, self.flops_merged)))
+        title = f"{self.model}: {self.height} × {self.width} pixels, batch {self.batch}"
+        return "\n".join([title, *aligned(lines), *(f"note: {note}" for note in self.notes)])
+
+
+def predict_vit(
+    model: object, config: ViTConfig, height: int | None = None, width: int | None = None, batch: int = 1
+) -> ViTReport:
+    """Count what merging saves, by running a copy of the model without weights on the meta device.
+
+    The model itself is not called and not changed; it may be patched, or on the meta device.
+
+    Args:
+        model: as for :func:`tokenmerge.apply_token_merging`. Of several encoders in it the first counts.
+        config: what to merge and how much.
+        height: of the pictures, in pixels; None: what the model was made for.
+        width: of the pictures.
+        batch: number of pictures in the call.
+
+    Raises:
+        UnsupportedModelError, NothingToMergeError: as :func:`tokenmerge.apply_token_merging`.
+        ConfigError: the size is not valid, or ``config.r`` has not one number for each layer.
+    """
+    for argument, value in (("height", height), ("width", width), ("batch", batch)):
+        if value is not None and (not isinstance(value, int) or value < 1):
+            raise ConfigError(f"{argument}: expected an integer ≥ 1, got {value!r}")
+    original = checked_encoders(model, config)[0]
+    (encoder,) = find_encoders(weightless(original.model))
+    height, width = height or encoder.image_size[0], width or encoder.image_size[1]
+    arguments = encoder.example(height, width, batch)
+    dense = count_flops(encoder.model, arguments)
+
+    run = dataclasses.replace(new_vit_run(encoder, config), unmerge=False)
+    patch_encoder(encoder, run)
+    seen: list[tuple[int, int]] = []
+    for layer in encoder.layers:
+        layer.module.register_forward_hook(lambda _, args, y: seen.append((args[0].shape[1], y.shape[1])))
+    merged = count_flops(encoder.model, arguments)
+
+    name = type(encoder.model).__name__
+    rows = tuple(
+        ViTRow(layer.path, n, m, dense[f"{name}.{layer.path}"], merged[f"{name}.{layer.path}"])
+        for layer, (n, m) in zip(encoder.layers, seen, strict=True)
+    )
+    notes = _notes(rows, run.r, config.unmerge, original.averages)
+    return ViTReport(name, height, width, batch, rows, dense[name], merged[name], notes)
+
+
+def _notes(rows: tuple[ViTRow, ...], r: tuple[int, ...], unmerges: bool, averages: bool) -> tuple[str, ...]:
+    if not any(r):
+        return ("r=0: every layer stays dense, as asked",)
+    notes = [
+        f"{row.path} removes {row.tokens - row.merged_tokens} tokens instead of {wanted}: at most half "
+        "of those that may merge"
+        for row, wanted in zip(rows, r, strict=True)
+        if row.tokens - row.merged_tokens < wanted
+    ]
+    if unmerges or averages:
+        why = "as asked" if unmerges else "because the head pools the patches"
+        notes.append(f"{rows[-1].path} gives each input token a result, {why}")
+    return tuple(notes)
+
+
+def _flops(dense: int, merged: int) -> tuple[str, str]:
+    return f"{dense / 1e9:.2f} → {merged / 1e9:.2f}", saved(dense, merged)

@@ -1,0 +1,295 @@
+"""What the methods of a patched vision transformer do.
+
+The paper merges between attention and MLP, in the middle of a layer's method. Here the norm before the MLP
+gets merged tokens, the MLP's result is unmerged for the host to add, and the layer's result is merged: since
+the mean of equal tokens is that token, merge(x + unmerge(mlp(norm(merge(x))))) is merge(x) +
+mlp(norm(merge(x))).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tokenmerge.errors import NothingToMergeError, UnsupportedModelError
+from tokenmerge.methods.tome_vit import most_removed, plan_tome_vit
+from tokenmerge.ops import SizedPlan, Tokens, plan_by_size
+from tokenmerge.runtime import STATE, parameters
+from tokenmerge.vit.config import ViTConfig
+
+__all__ = [
+    "LayerState",
+    "RecordedTokens",
+    "Run",
+    "begin",
+    "check_attention",
+    "keys_call",
+    "layer_call",
+    "mlp_call",
+    "norm_call",
+]
+
+# The keyword argument by which a call's tokens reach its layers: a list with an entry for the input of each
+# layer, None where nothing has merged. An argument and not an attribute, because gradient checkpointing runs
+# a layer again with the arguments that it had, perhaps after other calls.
+_TOKENS = "_tokenmerge_tokens"
+
+
+@dataclasses.dataclass(frozen=True)
+class RecordedTokens:
+    """What the tokens behind a layer stand for.
+
+    Attributes:
+        source: ``[b, n]`` for each token of the model's input which of the m tokens holds it.
+        sizes: ``[b, m]`` how many each holds.
+        protected: number of tokens before those of the patches.
+    """
+
+    source: Tensor
+    sizes: Tensor
+    protected: int
+
+    def labels(self, height: int | None = None, width: int | None = None) -> Tensor:
+        """The groups of patches, to be drawn with :func:`tokenmerge.pictures.draw_groups`.
+
+        Args:
+            height: rows of patches; None: as many as columns.
+            width: columns of patches.
+
+        Returns:
+            ``[b, height, width]`` for each patch the token that holds it.
+
+        Raises:
+            ValueError: so many rows and columns are not the number of patches.
+        """
+        patches = self.source[:, self.protected :]
+        n = patches.shape[1]
+        if height is None or width is None:
+            height = width = round(n**0.5)
+        if height * width != n:
+            raise ValueError(
+                f"height, width: expected two numbers whose product is the {n} patches, got {height} × "
+                f"{width}"
+            )
+        return patches.reshape(-1, height, width)
+
+
+@dataclasses.dataclass(eq=False)
+class Run:
+    """What all layers of a patched model share.
+
+    Attributes:
+        config: the settings.
+        r: tokens to remove in each layer.
+        protected: number of tokens at the beginning that never merge.
+        mask: name of the layers' argument that is added to the logits of attention.
+        by_keyword: whether a call's tokens can reach the layers as a keyword argument.
+        unmerge: whether the last layer gives each input token a result.
+        tokens: those of the running call, where they cannot.
+        record: where each layer leaves what its tokens stand for, by its path, while somebody asks for it.
+    """
+
+    config: ViTConfig
+    r: tuple[int, ...]
+    protected: int
+    mask: str
+    by_keyword: bool
+    unmerge: bool
+    tokens: list[Tokens | None] | None = None
+    record: dict[str, RecordedTokens] | None = None
+
+
+@dataclasses.dataclass(eq=False)
+class LayerState:
+    """What a layer leaves for its parts while it runs.
+
+    Attributes:
+        run: of its model.
+        index: its number.
+        path: its name in the model.
+        head_dim: d where the keys are ``[b, n, heads * d]``; None where they are ``[b, heads, n, d]``.
+        r: tokens to remove in the running call; 0 outside of it.
+        tokens: what the tokens of its input stand for.
+        plan: of the running call, as soon as the keys are known.
+    """
+
+    run: Run
+    index: int
+    path: str
+    head_dim: int | None
+    r: int = 0
+    tokens: Tokens | None = None
+    plan: SizedPlan | None = None
+
+
+def begin(stack: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
+    """Before the module that calls the layers: nothing has merged yet."""
+    run: Run = stack.__dict__[STATE]
+    check_attention(stack, run.config)
+    if not run.by_keyword:
+        return None  # the first layer begins, as it does when only a part of the model is called
+    return args, {**kwargs, _TOKENS: [None] * (len(run.r) + 1)}
+
+
+def check_attention(stack: nn.Module, config: ViTConfig) -> None:
+    """See that the attention back-end adds what it is given to its logits.
+
+    Raises:
+        UnsupportedModelError: it does not, and proportional attention needs it.
+    """
+    backend = getattr(getattr(stack, "config", None), "_attn_implementation", None)
+    if config.proportional_attention and backend not in (None, "eager", "sdpa"):
+        raise UnsupportedModelError(
+            f"proportional attention adds the sizes of the tokens to the logits, which {backend!r} attention "
+            'cannot do; call model.set_attn_implementation("sdpa") or take '
+            "ViTConfig(proportional_attention=False)"
+        )
+
+
+# Four functions make the method of a swapped class from that of the original one, as in tokenmerge.runtime.
+
+
+def layer_call(original: Callable) -> Callable:
+    """The layer: attention in proportion to size; its result is merged."""
+    names = parameters(original)
+
+    @functools.wraps(original)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        state: LayerState | None = self.__dict__.get(STATE)
+        if state is None:
+            return original(self, *args, **kwargs)
+        run, call = state.run, _tokens_of_call(state, kwargs.pop(_TOKENS, None))
+        x = args[0] if args else kwargs[names[0]]
+        tokens = call[state.index]
+        r = _num_removed(state, x)
+        if tokens is not None or r:
+            args, kwargs = _with_sizes(state, tokens, names, args, kwargs, x.dtype)
+        state.r, state.tokens = r, tokens
+        try:
+            y = original(self, *args, **kwargs)
+            if state.plan is not None:
+                y, tokens = state.plan.merge(_one_tensor(y, state)), state.plan.after
+        finally:
+            state.r, state.tokens, state.plan = 0, None, None
+        call[state.index + 1] = tokens
+        if tokens is not None:
+            if run.record is not None:
+                run.record[state.path] = RecordedTokens(tokens.source, tokens.sizes, run.protected)
+            if run.unmerge and state.index + 1 == len(run.r):
+                y = tokens.unmerge(_one_tensor(y, state))
+        return y
+
+    return forward
+
+
+def keys_call(original: Callable) -> Callable:
+    """The part whose result are the keys: they decide what merges."""
+
+    @functools.wraps(original)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        keys = original(self, *args, **kwargs)
+        state: LayerState | None = self.__dict__.get(STATE)
+        if state is not None and state.r:
+            by_head = (
+                keys if state.head_dim is None else keys.unflatten(-1, (-1, state.head_dim)).transpose(1, 2)
+            )
+            # At least float32, so that half precision does not make unequal edges equal.
+            metric = by_head.detach().mean(dim=1, dtype=torch.promote_types(keys.dtype, torch.float32))
+            plan = plan_tome_vit(metric, state.r, state.run.protected)
+            state.plan = plan_by_size(plan, state.tokens)
+        return keys
+
+    return forward
+
+
+def norm_call(original: Callable) -> Callable:
+    """The norm before the MLP: both run on merged tokens."""
+
+    @functools.wraps(original)
+    def forward(self: nn.Module, x: Tensor) -> Any:
+        state: LayerState | None = self.__dict__.get(STATE)
+        plan = None if state is None else state.plan
+        return original(self, x if plan is None else plan.merge(x))
+
+    return forward
+
+
+def mlp_call(original: Callable) -> Callable:
+    """The MLP: its result is unmerged, so that the host can add it to what the layer had before."""
+
+    @functools.wraps(original)
+    def forward(self: nn.Module, x: Tensor) -> Any:
+        state: LayerState | None = self.__dict__.get(STATE)
+        plan = None if state is None else state.plan
+        y = original(self, x)
+        return y if plan is None else plan.unmerge(y)
+
+    return forward
+
+
+def _tokens_of_call(state: LayerState, given: list[Tokens | None] | None) -> list[Tokens | None]:
+    run = state.run
+    if given is not None:
+        return given
+    if state.index == 0:
+        run.tokens = [None] * (len(run.r) + 1)
+    if run.tokens is None:
+        raise UnsupportedModelError(
+            f"{state.path}: run without the layers before it, so that the sizes of its tokens are unknown; "
+            "switch off what does so, such as timm's gradient checkpointing: "
+            "model.set_grad_checkpointing(False)"
+        )
+    call = run.tokens
+    if state.index + 1 == len(run.r):
+        run.tokens = None
+    return call
+
+
+def _num_removed(state: LayerState, x: Tensor) -> int:
+    run = state.run
+    most = most_removed(x.shape[1], run.protected)
+    if state.index == 0 and most == 0 and any(run.r):
+        raise NothingToMergeError(
+            f"nothing to merge: an input of shape {tuple(x.shape)} has {x.shape[1] - run.protected} tokens "
+            f"beside {run.protected} that never merge, and it takes two; use larger pictures"
+        )
+    return min(run.r[state.index], most)
+
+
+def _with_sizes(
+    state: LayerState,
+    tokens: Tokens | None,
+    names: list[str],
+    args: tuple,
+    kwargs: dict[str, Any],
+    dtype: Any,
+) -> tuple[tuple, dict[str, Any]]:
+    """The arguments of a layer, with log(size) as what is added to the logits ``[b, heads, n, n]``."""
+    name = state.run.mask
+    place = names.index(name)
+    mask = args[place] if place < len(args) else kwargs.get(name)
+    if mask is not None:
+        raise UnsupportedModelError(
+            f"{name}: a mask of shape {tuple(mask.shape)} is for all tokens and says nothing of merged ones; "
+            f"call the model without {name}, or remove_token_merging(model) first"
+        )
+    if tokens is None or not state.run.config.proportional_attention:
+        return args, kwargs
+    mask = tokens.sizes.log().to(dtype)[:, None, None, :]
+    if place < len(args):
+        return (*args[:place], mask, *args[place + 1 :]), kwargs
+    return args, {**kwargs, name: mask}
+
+
+def _one_tensor(y: Any, state: LayerState) -> Tensor:
+    if not isinstance(y, Tensor):
+        raise UnsupportedModelError(
+            f"{state.path}: expected tokens as its result, got a {type(y).__name__}, as in old versions of "
+            "transformers; install transformers 5.23 or newer"
+        )
+    return y

@@ -1,0 +1,455 @@
+"""What a patched vision transformer does, and that nothing of it stays."""
+
+import copy
+import pickle
+from collections.abc import Callable
+
+import pytest
+import torch
+import transformers
+import vits
+from torch import nn
+from torch.testing import assert_close
+
+from tokenmerge import (
+    ConfigError,
+    DecreasingSchedule,
+    NothingToMergeError,
+    ToMeConfig,
+    UnsupportedModelError,
+    ViTConfig,
+    apply_token_merging,
+    remove_token_merging,
+    token_merging,
+)
+
+R = ViTConfig(r=6)
+families = pytest.mark.parametrize("make", vits.MODELS, ids=lambda make: make.__name__)
+
+
+def state(model: nn.Module) -> dict[str, tuple]:
+    """All that patching could leave on a model."""
+    return {
+        name: (type(m), set(m.__dict__), list(m._forward_hooks), list(m._forward_pre_hooks))
+        for name, m in model.named_modules()
+    }
+
+
+def last_layer(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    seen = []
+    handle = vits.layers(model)[-1].register_forward_hook(lambda _, args, y: seen.append(y))
+    model(x)
+    handle.remove()
+    return seen[0]
+
+
+@families
+@torch.no_grad()
+def test_r_0_is_bit_equal(make):
+    model, x = make(), vits.pictures()
+    dense = vits.tokens(model, x)
+    apply_token_merging(model, ViTConfig(r=0))
+    assert torch.equal(vits.tokens(model, x), dense)
+
+
+@families
+@pytest.mark.parametrize("r", [(6,) * 4, (12, 8, 4, 0), (0, 3, 0, 1), (0, 0, 18, 99)], ids=str)
+@torch.no_grad()
+def test_the_result_is_that_of_the_paper_written_out(make, r):
+    """In float64; the shares of merged tokens are float32, as are their rounding errors."""
+    model, x = make().double(), vits.pictures().double()
+    expected = vits.slow_tokens(model, x, r, vits.PROTECTED[make])
+    with token_merging(model, ViTConfig(r=r)) as patch, patch.record() as recorded:
+        result = last_layer(model, x)
+    sizes = list(recorded.values())[-1].sizes
+    for got, got_sizes, (slow, slow_sizes) in zip(result, sizes, expected, strict=True):
+        assert got_sizes.tolist() == slow_sizes
+        assert_close(got, slow, atol=1e-6, rtol=1e-6)
+
+
+@families
+def test_its_gradients_are_those_of_the_paper_written_out(make):
+    model, x = make().double(), vits.pictures(1).double()
+    ((slow, _),) = vits.slow_tokens(model, x, [6] * 4, vits.PROTECTED[make])
+    wanted = torch.autograd.grad(slow.square().sum(), list(vits.layers(model).parameters()))
+    apply_token_merging(model, R)
+    got = torch.autograd.grad(last_layer(model, x).square().sum(), list(vits.layers(model).parameters()))
+    largest = max(b.abs().max().item() for b in wanted)
+    for a, b in zip(got, wanted, strict=True):
+        assert_close(a, b, atol=1e-6 * largest, rtol=1e-6)
+
+
+@torch.no_grad()
+def test_without_proportional_attention_sizes_do_not_reach_it():
+    """The first merge changes the second layer's attention only through proportional attention."""
+    model, x = vits.vit(), vits.pictures()
+    attended = {}
+    for proportional in (True, False):
+        seen = []
+        handle = vits.layers(model)[1].attention.register_forward_pre_hook(
+            lambda _, args, kwargs, seen=seen: seen.append([*args, *kwargs.values()]), with_kwargs=True
+        )
+        with token_merging(model, ViTConfig(r=6, proportional_attention=proportional)) as patch:
+            with patch.record() as recorded:
+                model(x)
+            attended[proportional] = seen[0][1]
+        handle.remove()
+    assert attended[False] is None
+    assert torch.equal(attended[True][:, 0, 0].exp().round(), recorded["layers.0"].sizes)
+
+
+@families
+@torch.no_grad()
+def test_class_register_and_distillation_tokens_stay_alone_and_first(make):
+    model, protected = make(), vits.PROTECTED[make]
+    with token_merging(model, ViTConfig(r=99)) as patch, patch.record() as recorded:
+        model(vits.pictures())
+    assert len(recorded) == vits.DEPTH
+    for behind in recorded.values():
+        assert behind.sizes[:, :protected].eq(1).all()
+        assert behind.source[:, :protected].eq(torch.arange(protected)).all()
+        assert behind.source[:, protected:].min() == protected
+
+
+@torch.no_grad()
+def test_what_is_recorded_are_the_groups_of_the_patches():
+    model = vits.vit()
+    with token_merging(model, R) as patch, patch.record() as recorded:
+        model(vits.pictures())
+    for i, (path, behind) in enumerate(recorded.items()):
+        assert path == f"layers.{i}"
+        m = 37 - 6 * (i + 1)
+        assert behind.sizes.shape == (2, m)
+        for source, sizes in zip(behind.source, behind.sizes, strict=True):
+            assert torch.equal(source.bincount(minlength=m).float(), sizes)
+    labels = behind.labels()
+    assert labels.shape == (2, 6, 6)
+    assert torch.equal(labels.flatten(1), behind.source[:, 1:])
+    assert torch.equal(behind.labels(4, 9).flatten(1), behind.source[:, 1:])
+    with pytest.raises(ValueError, match="product is the 36 patches, got 5 × 7"):
+        behind.labels(5, 7)
+
+
+@torch.no_grad()
+def test_a_head_that_averages_counts_each_patch_once():
+    """A mean over merged tokens would count a group of many patches as one."""
+    config = transformers.Dinov2Config(**vits._dinov2_settings(), num_labels=3)
+    model = transformers.Dinov2ForImageClassification(config).eval()
+    x = vits.pictures()
+    with token_merging(model, R) as patch, patch.record() as recorded:
+        logits = model(x).logits
+    with token_merging(model.dinov2, R):
+        merged = model.dinov2(x).last_hidden_state
+    sizes = list(recorded.values())[-1].sizes[:, 1:, None]
+    mean = (merged[:, 1:] * sizes).sum(1) / 36
+    assert_close(logits, model.classifier(torch.cat([merged[:, 0], mean], dim=1)))
+    assert any("encoder.layer.3 gives each input token a result" in note for note in patch.report.notes)
+
+
+@families
+@torch.no_grad()
+def test_unmerge_gives_each_input_token_the_result_of_the_one_that_holds_it(make):
+    model, x = make(), vits.pictures()
+    with token_merging(model, R):
+        merged = vits.tokens(model, x)
+    with token_merging(model, ViTConfig(r=6, unmerge=True)) as patch, patch.record() as recorded:
+        full = vits.tokens(model, x)
+    source = list(recorded.values())[-1].source
+    assert full.shape[1] == 36 + vits.PROTECTED[make] == source.shape[1]
+    for i in range(2):
+        assert_close(full[i], merged[i, source[i]])  # the norm behind may round otherwise for more rows
+
+
+@families
+@torch.no_grad()
+def test_removal_leaves_nothing(make):
+    model, x = make(), vits.pictures()
+    before, dense = state(model), vits.tokens(model, x)
+    patch = apply_token_merging(model, R)
+    assert state(model) != before
+    assert vits.tokens(model, x).shape[1] == dense.shape[1] - 24
+    patch.remove()
+    assert state(model) == before
+    assert torch.equal(vits.tokens(model, x), dense)
+    patch.remove()
+    remove_token_merging(model)
+    assert state(model) == before
+
+
+@families
+@torch.no_grad()
+def test_an_exception_in_the_middle_leaves_nothing_behind(make):
+    model, x = make(), vits.pictures()
+    before = state(model)
+    with token_merging(model, R):
+        merged = vits.tokens(model, x)
+        handle = vits.layers(model)[2].mlp.register_forward_pre_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            model(x)
+        handle.remove()
+        left = [m.__dict__["_tokenmerge"] for m in vits.layers(model)]
+        assert {(s.r, s.plan, s.tokens) for s in left} == {(0, None, None)}
+        assert torch.equal(vits.tokens(model, x), merged)
+    assert state(model) == before
+
+
+@families
+@torch.no_grad()
+def test_copies_merge_too_and_are_restored_alone(make):
+    model, x = make(), vits.pictures()
+    before = state(model)
+    apply_token_merging(model, R)
+    merged = vits.tokens(model, x)
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(vits.tokens(copied, x), merged)
+        remove_token_merging(copied)
+        assert state(copied) == before
+    assert torch.equal(vits.tokens(model, x), merged)
+
+
+@torch.no_grad()
+def test_saving_a_patched_model_saves_the_plain_one(tmp_path):
+    model, x = vits.vit(), vits.pictures()
+    dense = vits.tokens(model, x)
+    apply_token_merging(model, R)
+    model.save_pretrained(tmp_path)
+    loaded = transformers.ViTModel.from_pretrained(tmp_path).eval()
+    assert type(loaded) is type(model) is transformers.ViTModel
+    assert torch.equal(vits.tokens(loaded, x), dense)
+
+
+@families
+@torch.no_grad()
+def test_a_picture_does_not_depend_on_its_batch(make):
+    """Sums in a larger batch may be taken in another order; the dense model shows how much that matters."""
+    model, alone, three = make(), vits.pictures(1), vits.pictures(3)
+    rounding = (vits.tokens(model, three)[:1] - vits.tokens(model, alone)).abs().max()
+    apply_token_merging(model, R)
+    expected = vits.tokens(model, alone)
+    for got in (vits.tokens(model, three)[:1], vits.tokens(model, three.flip(0))[2:]):
+        assert_close(got, expected, atol=10 * rounding.item() + 1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("make", [vits.vit, vits.clip, vits.timm])
+@torch.no_grad()
+def test_compiles_into_one_graph_and_new_settings_are_noticed(make):
+    torch._dynamo.reset()
+    model, x = make(), vits.pictures()
+    dense = vits.tokens(model, x)
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    for config in (R, ViTConfig(r=(9, 0, 4, 1), unmerge=True)):
+        patch = apply_token_merging(compiled, config)
+        merged = vits.tokens(model, x)
+        assert torch.equal(vits.tokens(compiled, x), merged)
+    patch.remove()
+    assert torch.equal(vits.tokens(compiled, x), dense)
+
+
+def gradients(model: nn.Module, call: Callable[[], torch.Tensor]) -> list[torch.Tensor]:
+    model.zero_grad()
+    call().square().mean().backward()
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def test_gradients_are_those_without_checkpointing_also_after_another_call():
+    """Between a call and its backward pass another one merges other tokens."""
+    model = vits.vit().train()
+    apply_token_merging(model, R)
+
+    def call() -> torch.Tensor:
+        first = vits.tokens(model, vits.pictures())
+        vits.tokens(model, vits.pictures(4)[2:])
+        return first
+
+    plain = gradients(model, call)
+    model.gradient_checkpointing = True
+    for layer in model.layers:
+        layer.gradient_checkpointing = True
+        layer._gradient_checkpointing_func = lambda function, *args: torch.utils.checkpoint.checkpoint(
+            function, *args, use_reentrant=False
+        )
+    for a, b in zip(gradients(model, call), plain, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_layers_that_run_again_without_their_call_are_refused():
+    model = vits.timm()
+    model.grad_checkpointing = True
+    apply_token_merging(model, R)
+    with pytest.raises(UnsupportedModelError, match=r"blocks\.3: run without .*set_grad_checkpointing"):
+        model(vits.pictures()).sum().backward()
+
+
+@torch.no_grad()
+def test_hidden_states_and_attentions_have_the_tokens_of_their_layer():
+    model = vits.vit(attn_implementation="eager")
+    apply_token_merging(model, R)
+    result = model(vits.pictures(), output_hidden_states=True, output_attentions=True)
+    assert [h.shape[1] for h in result.hidden_states] == [37, 31, 25, 19, 13]
+    assert [a.shape[2:] for a in result.attentions] == [(n, n) for n in (37, 31, 25, 19)]
+
+
+@torch.no_grad()
+def test_eager_attention_and_sdpa_agree():
+    eager, fused = vits.vit(attn_implementation="eager"), vits.vit()
+    for model in (eager, fused):
+        apply_token_merging(model, R)
+    assert_close(vits.tokens(eager, vits.pictures()), vits.tokens(fused, vits.pictures()))
+
+
+@families
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@torch.no_grad()
+def test_half_precision(make, dtype):
+    model, x = make(), vits.pictures()
+    with token_merging(model, R), torch.autocast("cpu", dtype=dtype):
+        assert vits.tokens(model, x).isfinite().all()
+    model.to(dtype)
+    with token_merging(model, R):
+        result = vits.tokens(model, x.to(dtype))
+    assert result.dtype == dtype
+    assert result.isfinite().all()
+    assert result.shape[1] == 12 + vits.PROTECTED[make]
+
+
+@torch.no_grad()
+def test_other_sizes_of_pictures():
+    model = vits.vit()
+    apply_token_merging(model, R)
+    result = vits.tokens(model, vits.pictures(size=32), interpolate_pos_encoding=True)
+    assert result.shape[1] == 65 - 24
+
+
+@torch.no_grad()
+def test_models_around_an_encoder_and_pipelines_and_two_kinds_of_merging():
+    both = vits.clip_both()
+    x, text = vits.pictures(), torch.ones(2, 3, dtype=torch.int64)
+    dense = both(input_ids=text, pixel_values=x)
+    with token_merging(both, R) as patch:
+        merged = both(input_ids=text, pixel_values=x)
+        assert merged.vision_model_output.last_hidden_state.shape[1] == 13
+        assert torch.equal(merged.text_embeds, dense.text_embeds)
+        assert patch.report.model == "CLIPVisionModel"
+    assert torch.equal(both(input_ids=text, pixel_values=x).image_embeds, dense.image_embeds)
+
+    class Pipeline:
+        model = None
+
+        def __init__(self) -> None:
+            self.model = both
+
+    with token_merging(Pipeline(), R):
+        assert both.vision_model(x).last_hidden_state.shape[1] == 13
+
+
+def test_applying_twice_is_the_second_alone_and_contexts_nest():
+    model, other, x = vits.vit(), vits.vit(), vits.pictures()
+    old = apply_token_merging(model, ViTConfig(r=3))
+    apply_token_merging(model, R)
+    apply_token_merging(other, R)
+    old.remove()
+    with torch.no_grad():
+        expected = vits.tokens(other, x)
+        assert torch.equal(vits.tokens(model, x), expected)
+        with token_merging(model, ViTConfig(r=1)):
+            assert vits.tokens(model, x).shape[1] == 33
+        assert torch.equal(vits.tokens(model, x), expected)
+
+
+@pytest.mark.parametrize(
+    ("model", "config", "error", "message"),
+    [
+        (nn.Linear(1, 1), R, UnsupportedModelError, "found Linear; pass a model of .* ViTModel"),
+        (vits.vit(), ToMeConfig(), UnsupportedModelError, "ViTModel, which takes a ViTConfig"),
+        (vits.vit(), 8, ConfigError, r"expected a ToMeConfig .* ViTConfig\(r=8\), got 8"),
+        (vits.vit(), ViTConfig(r=[1, 2]), ConfigError, "expected 4 numbers"),
+        (vits.vit(num_hidden_layers=0), R, NothingToMergeError, "ViTModel has no layers"),
+    ],
+)
+def test_errors(model, config, error, message):
+    with pytest.raises(error, match=message):
+        apply_token_merging(model, config)
+
+
+def test_attention_that_cannot_add_sizes_is_refused_before_anything_changes_and_at_a_call():
+    model = vits.vit()
+    before = state(model)
+    model.config._attn_implementation = "flash_attention_2"
+    with pytest.raises(
+        UnsupportedModelError, match=r"'flash_attention_2' attention .*set_attn_implementation"
+    ):
+        apply_token_merging(model, R)
+    assert state(model) == before
+    apply_token_merging(model, ViTConfig(r=6, proportional_attention=False))
+    model.config._attn_implementation = "sdpa"
+    apply_token_merging(model, R)
+    model.config._attn_implementation = "flex_attention"
+    with pytest.raises(UnsupportedModelError, match="'flex_attention'"):
+        model(vits.pictures())
+
+
+@torch.no_grad()
+def test_a_mask_is_refused_where_tokens_merge_and_nowhere_else():
+    model, x = vits.vit(), vits.pictures()
+    mask = torch.ones(2, 37).index_fill(1, torch.tensor([5]), 0)
+    masked = vits.tokens(model, x, attention_mask=mask)
+    with token_merging(model, ViTConfig(r=0)):
+        assert torch.equal(vits.tokens(model, x, attention_mask=mask), masked)
+    with (
+        token_merging(model, R),
+        pytest.raises(UnsupportedModelError, match="attention_mask: a mask of shape"),
+    ):
+        model(x, attention_mask=mask)
+
+
+@torch.no_grad()
+def test_a_picture_without_two_patches_is_refused():
+    model = vits.vit()
+    apply_token_merging(model, R)
+    with pytest.raises(NothingToMergeError, match=r"has 1 tokens beside 1 that never merge"):
+        model(vits.pictures(size=4), interpolate_pos_encoding=True)
+
+
+def test_layers_laid_out_otherwise_are_refused_and_nothing_is_changed():
+    model = vits.vit()
+    del model.layers[2].mlp
+    before = state(model)
+    with pytest.raises(UnsupportedModelError, match=r"layers\.2: not laid out .*`?mlp"):
+        apply_token_merging(model, R)
+    assert state(model) == before
+
+    class ResPostBlock(nn.Module):
+        pass
+
+    other = vits.timm()
+    other.blocks[0] = ResPostBlock()
+    with pytest.raises(UnsupportedModelError, match=r"blocks\.0: .* a ResPostBlock instead of a Block"):
+        apply_token_merging(other, R)
+
+
+@torch.no_grad()
+def test_vision_transformers_of_timm():
+    reason = "timm needs torchvision, which does not import beside the CPU build of this torch"
+    module = pytest.importorskip("timm.models.vision_transformer", reason=reason, exc_type=ImportError)
+    size = {"img_size": 24, "patch_size": 4, "embed_dim": 32, "depth": 4, "num_heads": 4, "num_classes": 3}
+    for settings in (
+        {},
+        {"global_pool": "avg"},
+        {"reg_tokens": 4},
+        {"class_token": False, "global_pool": "map"},
+    ):
+        model = module.VisionTransformer(**size, **settings).eval()
+        x, protected = vits.pictures(), model.num_prefix_tokens
+        dense = model(x)
+        with token_merging(model, ViTConfig(r=0)):
+            assert torch.equal(model(x), dense)
+        with token_merging(model, R) as patch, patch.record() as recorded:
+            assert not torch.equal(model(x), dense)
+        assert list(recorded.values())[-1].sizes.shape[1] == 12 + protected
+        assert torch.equal(model(x), dense)
+
+
+def test_decreasing_schedules_reach_the_layers():
+    with token_merging(vits.vit(), ViTConfig(r=DecreasingSchedule(6))) as patch:
+        report = patch.report
+    assert [row.tokens - row.merged_tokens for row in report.rows] == [12, 8, 4, 0]

@@ -1,0 +1,228 @@
+"""Tiny vision transformers with random weights, and the paper's forward pass written out with loops."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+DEPTH, WIDTH, HEADS, GRID = 4, 32, 4, 6
+SHAPE = {
+    "hidden_size": WIDTH,
+    "num_hidden_layers": DEPTH,
+    "num_attention_heads": HEADS,
+    "intermediate_size": 2 * WIDTH,
+    "image_size": 4 * GRID,
+    "patch_size": 4,
+}
+
+
+def vit(**changes: Any) -> transformers.ViTModel:
+    torch.manual_seed(0)
+    return transformers.ViTModel(transformers.ViTConfig(**{**SHAPE, **changes})).eval()
+
+
+def deit() -> transformers.DeiTModel:
+    torch.manual_seed(0)
+    return transformers.DeiTModel(transformers.DeiTConfig(**SHAPE)).eval()
+
+
+def clip() -> transformers.CLIPVisionModel:
+    torch.manual_seed(0)
+    return transformers.CLIPVisionModel(transformers.CLIPVisionConfig(**SHAPE)).eval()
+
+
+def clip_both() -> transformers.CLIPModel:
+    torch.manual_seed(0)
+    text = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    return transformers.CLIPModel(
+        transformers.CLIPConfig(vision_config=SHAPE, text_config={**text, "vocab_size": 50})
+    ).eval()
+
+
+def _dinov2_settings() -> dict[str, Any]:
+    return {**{k: v for k, v in SHAPE.items() if k != "intermediate_size"}, "mlp_ratio": 2}
+
+
+def dinov2() -> transformers.Dinov2Model:
+    torch.manual_seed(0)
+    model = transformers.Dinov2Model(transformers.Dinov2Config(**_dinov2_settings())).eval()
+    return _with_different_scales(model)
+
+
+def dinov2_with_registers() -> transformers.Dinov2WithRegistersModel:
+    torch.manual_seed(0)
+    config = transformers.Dinov2WithRegistersConfig(num_register_tokens=4, **_dinov2_settings())
+    return _with_different_scales(transformers.Dinov2WithRegistersModel(config).eval())
+
+
+def _with_different_scales(model: nn.Module) -> nn.Module:
+    """Layer scales of one number would hide where they are applied."""
+    for name, parameter in model.named_parameters():
+        if "lambda1" in name:
+            nn.init.uniform_(parameter, 0.5, 1.5)
+    return model
+
+
+# The names of classes, attributes and methods are those by which timm's models are recognised.
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.proj = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.q_norm, self.k_norm = nn.Identity(), nn.LayerNorm(WIDTH // HEADS)
+
+    def forward(self, x: Tensor, attn_mask: Tensor | None = None) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+        attended = nn.functional.scaled_dot_product_attention(self.q_norm(q), self.k_norm(k), v, attn_mask)
+        return self.proj(attended.transpose(1, 2).flatten(2))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.attn = Attention()
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))
+
+    def forward(self, x: Tensor, attn_mask: Tensor | None = None) -> Tensor:
+        x = x + self.attn(self.norm1(x), attn_mask=attn_mask)
+        return x + self.mlp(self.norm2(x))
+
+
+class PatchEmbed(nn.Module):
+    img_size = (4 * GRID, 4 * GRID)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Conv2d(3, WIDTH, 4, stride=4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.proj(x).flatten(2).transpose(1, 2)
+
+
+class VisionTransformer(nn.Module):
+    """No class token; the head takes the mean of the patches."""
+
+    num_prefix_tokens = 0
+
+    def __init__(self, global_pool: str = "avg") -> None:
+        super().__init__()
+        self.global_pool = global_pool
+        self.grad_checkpointing = False
+        self.patch_embed = PatchEmbed()
+        self.blocks = nn.Sequential(*(Block() for _ in range(DEPTH)))
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward_features(self, x: Tensor) -> Tensor:
+        x = self.patch_embed(x)
+        if not self.grad_checkpointing:
+            return self.norm(self.blocks(x))
+        for block in self.blocks:
+            x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
+        return self.norm(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.forward_features(x)
+        return x.mean(dim=1) if self.global_pool == "avg" else x
+
+
+def timm(global_pool: str = "") -> VisionTransformer:
+    torch.manual_seed(0)
+    return VisionTransformer(global_pool).eval()
+
+
+PROTECTED = {vit: 1, deit: 2, clip: 1, dinov2: 1, dinov2_with_registers: 5, timm: 0}
+MODELS = list(PROTECTED)
+
+
+def pictures(batch: int = 2, size: int = 4 * GRID) -> Tensor:
+    """Picture i is the same in a batch of any size."""
+    make = [torch.Generator().manual_seed(i) for i in range(batch)]
+    return torch.stack([torch.randn(3, size, size, generator=g) for g in make])
+
+
+def tokens(model: nn.Module, x: Tensor, **arguments: Any) -> Tensor:
+    """The sequence that a model ends with."""
+    result = model(x, **arguments)
+    return result if isinstance(result, Tensor) else result.last_hidden_state
+
+
+def layers(model: Any) -> Sequence[Any]:
+    """The layers of any of these models."""
+    holder = getattr(model, "encoder", model)
+    return next(
+        getattr(holder, name)
+        for name in ("layers", "layer", "blocks")
+        if isinstance(getattr(holder, name, 0), nn.Module)
+    )
+
+
+def slow_layer(layer: Any, protected: int) -> Callable[[Tensor, list[int], int], tuple[Tensor, list[int]]]:
+    """A layer for the tokens ``[n, c]`` of one picture with their sizes: section 3 of arXiv 2210.09461."""
+    attention = next(getattr(layer, a) for a in ("attention", "self_attn", "attn") if hasattr(layer, a))
+    names = [("layernorm_before", "layernorm_after"), ("layer_norm1", "layer_norm2"), ("norm1", "norm2")]
+    norm1, norm2 = next(tuple(getattr(layer, n) for n in pair) for pair in names if hasattr(layer, pair[0]))
+    scale1, scale2 = (getattr(layer, f"layer_scale{i}", nn.Identity()) for i in (1, 2))
+
+    def project(x: Tensor) -> tuple[Tensor, ...]:
+        if hasattr(attention, "qkv"):
+            q, k, v = (t.unflatten(-1, (HEADS, -1)).transpose(0, 1) for t in attention.qkv(x).chunk(3, -1))
+            return q, attention.k_norm(k), v
+        linears = (attention.q_proj, attention.k_proj, attention.v_proj)
+        return tuple(linear(x).unflatten(-1, (HEADS, -1)).transpose(0, 1) for linear in linears)
+
+    out = next(getattr(attention, n) for n in ("o_proj", "out_proj", "proj") if hasattr(attention, n))
+
+    def forward(x: Tensor, sizes: list[int], r: int) -> tuple[Tensor, list[int]]:
+        q, k, v = project(norm1(x))
+        logits = q @ k.transpose(1, 2) / math.sqrt(WIDTH / HEADS) + torch.tensor(sizes, dtype=x.dtype).log()
+        x = x + scale1(out((logits.softmax(-1) @ v).transpose(0, 1).flatten(1)))
+        groups = slow_groups(k.mean(0), r, protected)
+        merged = [sum(sizes[i] * x[i] for i in group) / sum(sizes[i] for i in group) for group in groups]
+        x, sizes = torch.stack(merged), [sum(sizes[i] for i in group) for group in groups]
+        return x + scale2(layer.mlp(norm2(x))), sizes
+
+    return forward
+
+
+def slow_groups(metric: Tensor, r: int, protected: int) -> list[list[int]]:
+    """For each token that stays the tokens that it stands for, in the order in which they stay."""
+    if r == 0:
+        return [[i] for i in range(len(metric))]
+    free = range(protected, len(metric))
+    a, b = [i for i in free if i % 2 == 0], [i for i in free if i % 2 == 1]
+    rows = metric.tolist()
+
+    def cosine(i: int, j: int) -> float:
+        dot = sum(x * y for x, y in zip(rows[i], rows[j], strict=True))
+        return dot / math.hypot(*rows[i]) / math.hypot(*rows[j])
+
+    edges = [max((cosine(i, j), i, j) for j in b) for i in a]
+    merged = sorted(edges, reverse=True)[: min(r, len(free) // 2)]
+    gone = {i for _, i, _ in merged}
+    stay = [*range(protected), *(i for i in a if i not in gone), *b]
+    return [[i, *(source for _, source, j in merged if j == i)] for i in stay]
+
+
+def slow_tokens(model: Any, x: Tensor, r: Sequence[int], protected: int) -> list[tuple[Tensor, list[int]]]:
+    """What the last layer of a model gives for each picture, and the sizes of its tokens.
+
+    What the first layer gets is taken from the model itself.
+    """
+    seen = []
+    handle = layers(model)[0].register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    model(x)
+    handle.remove()
+    results = []
+    for start in seen[0]:
+        y, sizes = start, [1] * len(start)
+        for layer, number in zip(layers(model), r, strict=True):
+            y, sizes = slow_layer(layer, protected)(y, sizes, number)
+        results.append((y, sizes))
+    return results
