@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.reporting.made import grid_of_cells, quality
+from tests.reporting.made import cell, grid_of_cells, quality
 from tokenmerge.errors import ConfigError
 from tokenmerge.reporting.content import content_of
 from tokenmerge.reporting.curves import charts
@@ -81,6 +81,29 @@ def test_categories_are_lines_of_the_table_and_no_points_of_the_curve() -> None:
     ]
     assert table.words == 2
     assert "a note" in table.notes
+
+
+def test_fewer_steps_are_one_line_of_the_curve_and_dense_is_told_once() -> None:
+    fewer = [
+        dataclasses.replace(
+            TOME, model="geometry:sd15", width=512, height=512, variant="fewer-steps", settings={"as": label}
+        )
+        for label in ("tome ratio=0.5", "tome ratio=0.5 merge_mlp", "tome ratio=0.25")
+    ]
+    steps = [
+        cell("fewer-steps", (dense,), 4.0, settings=record.settings)
+        for dense, record in zip((2.0, 1.0, 3.0), fewer, strict=True)
+    ]
+    dense = dataclasses.replace(fewer[0], variant="dense", settings={}, figures={"psnr": 99.0})
+    (chart,) = charts(steps, fewer)
+    assert [(line.name, line.labels) for line in chart.lines] == [
+        ("fewer-steps (tome merge_mlp)", ("0.5",)),
+        ("fewer-steps (tome)", ("0.25", "0.5")),
+    ]
+    assert chart.level == ("dense", 1.0)
+    (chart,) = charts([*steps, cell("dense", (4.0,), 4.0)], [*fewer, dense])
+    assert chart.lines[0].name == "dense"
+    assert chart.level is None
 
 
 def test_figures_are_in_the_order_of_the_record_with_most() -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -15,6 +16,7 @@ from tokenmerge.reporting.tables import in_order, setting_name, where_of
 __all__ = ["Chart", "Line", "charts"]
 
 _FUSED = "sdpa"
+_RATIO = re.compile(r" ratio=(\S+)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,13 +123,14 @@ def _price(cells: Sequence[CellRecord], quality: Sequence[QualityRecord]) -> Ite
         for metric in dict.fromkeys(name for record in records for name in record.figures):
             lines = tuple(_price_lines(records, metric, cells))
             if lines:
+                with_dense = any(line.name == "dense" for line in lines)
                 closer = "lower" if metric in LOWER_IS_CLOSER else "higher"
                 yield Chart(
                     f"The price: {model}, {width} × {height}",
                     f"{metric.upper()}, {closer} is better",
                     "speed-up, t_dense / t",
                     lines,
-                    level=("dense", 1.0),
+                    level=None if with_dense else ("dense", 1.0),
                 )
 
 
@@ -139,7 +142,7 @@ def _price_lines(
     for record in records:
         speedup = _speedup_of(record, cells)
         if metric in record.figures and speedup is not None:
-            ratio = str(record.settings.get("ratio", ""))
+            ratio = _ratio(record.settings)
             family = families.setdefault(_family(record.variant, record.settings), [])
             family.append((record.figures[metric], speedup, ratio))
     for name, found in sorted(families.items()):
@@ -169,9 +172,22 @@ def _by_family(cells: Sequence[CellRecord]) -> Iterable[tuple[str, list[CellReco
         yield name, list(members)
 
 
-def _family(variant: str, settings: Any) -> str:
-    """A variant without its ratio."""
-    return variant_label(variant, {name: value for name, value in settings.items() if name != "ratio"})
+def _family(variant: str, settings: Mapping[str, Any]) -> str:
+    """A variant without its ratio; fewer steps without that of the variant whose time they fit into.
+
+    >>> _family("fewer-steps", {"as": "tome ratio=0.5 merge_mlp"})
+    'fewer-steps (tome merge_mlp)'
+    """
+    kept = {name: value for name, value in settings.items() if name != "ratio"}
+    if "as" in kept:
+        kept["as"] = _RATIO.sub("", kept["as"])
+    return variant_label(variant, kept)
+
+
+def _ratio(settings: Mapping[str, Any]) -> str:
+    """What a point of a line is labelled with."""
+    found = _RATIO.search(settings.get("as", ""))
+    return found[1] if found else str(settings.get("ratio", ""))
 
 
 def _side(cell: CellRecord) -> float:
