@@ -128,15 +128,19 @@ def without(monkeypatch: pytest.MonkeyPatch, *modules: str) -> None:
 
 
 def test_all_leaves_out_what_does_not_work_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
     def unreachable(name):
+        asked.append(name)
         raise OSError(f"no connection to fetch {name}")
 
     without(monkeypatch, "torchmetrics.image")
-    monkeypatch.setattr(transformers.AutoModel, "from_pretrained", unreachable)
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", unreachable)
     notes: list[str] = []
     metrics = load("all", notes=notes)
     assert [metric.name for metric in metrics.of_pictures] == ["psnr", "ssim"]
     assert metrics.of_sets == ()
+    assert len(asked) == len(set(asked)) == 2  # not once for clip and once more for clip-score
     text = "\n".join(notes)
     for name in ("lpips", "dino", "clip-score", "fid"):
         assert f"{name} needs the weights of" in text

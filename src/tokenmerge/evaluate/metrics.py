@@ -187,11 +187,12 @@ def load_metrics(wanted: Sequence[Wanted], prompts: Sequence[str], on_note: Call
 
 
 class _Loader:
-    """Makes metrics; a network that several take is loaded once."""
+    """Makes metrics; a network that several take is loaded, or found missing, once."""
 
     def __init__(self, prompts: Sequence[str]) -> None:
         self.prompts = prompts
         self.loaded: dict[tuple[str, str], Any] = {}
+        self.failed: dict[tuple[str, str], ConfigError] = {}
 
     def load(self, wanted: Wanted) -> PictureMetric | SetMetric:
         name, network = wanted.name, wanted.network or ""
@@ -218,8 +219,14 @@ class _Loader:
 
     def _network(self, kind: Callable[[str], Any], name: str) -> Any:
         key = (kind.__name__, name)
+        if key in self.failed:
+            raise self.failed[key]
         if key not in self.loaded:
-            self.loaded[key] = kind(name)
+            try:
+                self.loaded[key] = kind(name)
+            except ConfigError as error:
+                self.failed[key] = error
+                raise
         return self.loaded[key]
 
 

@@ -46,7 +46,9 @@ class Vision:
         import transformers
 
         with _loading(model):
-            self.model = transformers.AutoModel.from_pretrained(model).eval()
+            # By itself, so that a hub that cannot be reached is tried for one file only.
+            config = transformers.AutoConfig.from_pretrained(model)
+            self.model = transformers.AutoModel.from_pretrained(model, config=config).eval()
             self.processor = transformers.AutoImageProcessor.from_pretrained(model)
 
     def to(self, device: torch.device) -> None:
