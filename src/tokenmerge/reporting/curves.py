@@ -25,7 +25,7 @@ class Line:
 
     Args:
         name: what it is of.
-        points: (x, y), by rising x; at least one.
+        points: (x, y), in the order in which they are joined; at least one.
         labels: text at each point; empty: none.
     """
 
@@ -146,7 +146,8 @@ def _price_lines(
             family = families.setdefault(_family(record.variant, record.settings), [])
             family.append((record.figures[metric], speedup, ratio))
     for name, found in sorted(families.items()):
-        points = sorted(found)
+        # By ratio: a figure over few pictures may not fall from one to the next.
+        points = sorted(found, key=lambda point: (float(point[2] or 0), point))
         yield Line(name, tuple((x, y) for x, y, _ in points), tuple(ratio for _, _, ratio in points))
 
 
