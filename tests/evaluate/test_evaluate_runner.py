@@ -21,7 +21,7 @@ from tokenmerge.evaluate.variants import parse_variants, plan_variants
 from tokenmerge.metrics import psnr
 from tokenmerge.pictures import as_tensor
 from tokenmerge.pipeline_call import PipelineCall
-from tokenmerge.reporting.quality import QualityRecord, SampleRecord, read_quality
+from tokenmerge.reporting.quality import QualityRecord, SampleRecord
 from tokenmerge.reporting.results import read_results
 
 Run = Callable[..., list[QualityRecord]]
@@ -140,7 +140,7 @@ def test_figures_of_an_earlier_run_stay(run: Run, models: Path, tmp_path: Path) 
     run(metrics=(f"kid={network}",))
     records = run(metrics=(f"dino={network}",))
     assert list(by_label(records)["tome ratio=0.5"].figures) == ["psnr", "ssim", "kid", "dino"]
-    assert records[1].networks == {"kid": network, "dino": network}
+    assert records[1].measured_with == {"kid": network, "dino": network}
     assert list(read_results([tmp_path / "results"]).quality) == records
 
 
@@ -157,7 +157,9 @@ def test_sets_are_compared_with_dense_or_with_a_folder(run: Run, models: Path, t
     dense_to_folder, tome_to_folder = run(metrics=metrics, reference=tmp_path / "reference")
     assert dense_to_folder.figures["fid"] > tome.figures["fid"]
     assert tome_to_folder.figures["fid"] != tome.figures["fid"]
-    assert len(list(read_quality(tmp_path / "results" / "evaluate.jsonl"))) == 4 + 3  # and three samples
+    assert tome_to_folder.measured_with["fid"].endswith(f"dino, against {tmp_path / 'reference'}")
+    assert list(read_results([tmp_path / "results"]).quality) == [dense_to_folder, tome_to_folder]
+    assert run(metrics=metrics)[0].figures == {}  # dense is no distance from itself
 
 
 def test_figures_by_category(run: Run, prompts: Path) -> None:
@@ -284,6 +286,7 @@ def test_a_full_disk_keeps_what_is_finished(
 
     def save(self, path):
         if len(saved) == 3:
+            Path(path).write_bytes(b"half of a picture")
             raise OSError(28, "No space left on device")
         saved.append(path)
         original(self, path)

@@ -23,7 +23,7 @@ TOME = QualityRecord(
     figures={"psnr": 20.0},
     images=4,
     conditions={"steps": 20},
-    networks={"kid": "n"},
+    measured_with={"kid": "n"},
     notes=("a note",),
 )
 SAMPLE = SampleRecord(
@@ -42,7 +42,7 @@ def test_records_are_read_back_and_other_lines_passed_over(tmp_path: Path) -> No
     assert list(read_quality(file)) == [TOME, SAMPLE]
 
 
-@pytest.mark.parametrize("field", ["conditions", "networks", "settings"])
+@pytest.mark.parametrize("field", ["conditions", "measured_with", "settings"])
 def test_a_record_with_something_else_in_it_is_refused(tmp_path: Path, field: str) -> None:
     file = write(tmp_path / "a.jsonl", dataclasses.replace(TOME, **{field: "x"}))
     with pytest.raises(ConfigError, match="line 1: not a record of quality"):
@@ -50,7 +50,7 @@ def test_a_record_with_something_else_in_it_is_refused(tmp_path: Path, field: st
 
 
 def test_of_the_same_pictures_the_last_figures_count(tmp_path: Path) -> None:
-    later = dataclasses.replace(TOME, figures={"psnr": 21.0}, networks={}, notes=())
+    later = dataclasses.replace(TOME, figures={"psnr": 21.0}, measured_with={}, notes=())
     others = [
         dataclasses.replace(TOME, **change)
         for change in ({"conditions": {"steps": 10}}, {"category": "Animals"}, {"settings": {"ratio": 0.25}})

@@ -47,9 +47,7 @@ def kernel_distance(features: Tensor, reference: Tensor) -> float:
     subsets = 1 if {len(features), len(reference)} == {size} else _SUBSETS
     with warnings.catch_warnings():  # of the memory for features, which are in memory already
         warnings.filterwarnings("ignore", message="Metric `Kernel Inception Distance` will save")
-        measure = KernelInceptionDistance(
-            feature=_as_they_are(features), subsets=subsets, subset_size=size
-        )
+        measure = KernelInceptionDistance(feature=_as_they_are(features), subsets=subsets, subset_size=size)
     measure.update(reference.double(), real=True)
     measure.update(features.double(), real=False)
     with torch.random.fork_rng(devices=[]):  # torchmetrics draws the subsets from the global generator

@@ -21,11 +21,24 @@ from tokenmerge.patch import check_host
 from tokenmerge.pipeline_settings import resolve_dtype, scheduler_class_name
 from tokenmerge.sizes import check_size
 
-__all__ = ["Plan", "make_plan"]
+__all__ = ["Plan", "Reference", "make_plan"]
 
 _SMALLEST_SIDE = 11  # pixels, the window of SSIM
 _FILES = (".png", ".jpg", ".jpeg", ".webp")
 _NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Reference:
+    """Pictures that others are compared with.
+
+    Args:
+        folder: where they are, as the user gave it.
+        pictures: at least two.
+    """
+
+    folder: Path
+    pictures: tuple[Path, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +53,7 @@ class Plan:
         items: every prompt with every seed.
         variants: dense first.
         layout: where the pictures go.
-        reference: pictures that FID and KID compare with; empty: those of dense.
+        reference: what FID and KID compare with; None: the dense pictures.
     """
 
     source: ModelSource
@@ -50,7 +63,7 @@ class Plan:
     items: tuple[Item, ...]
     variants: tuple[Drawn, ...]
     layout: Layout
-    reference: tuple[Path, ...]
+    reference: Reference | None
 
 
 def make_plan(options: EvaluateOptions, device: torch.device) -> Plan:
@@ -60,7 +73,7 @@ def make_plan(options: EvaluateOptions, device: torch.device) -> Plan:
         TokenMergingError: an option does not fit the model or the machine, or nothing would merge.
     """
     prompts = options.read_prompts()
-    reference = () if options.reference is None else _pictures_in(options.reference)
+    reference = None if options.reference is None else _pictures_in(options.reference)
     source = find_model(options.model)
     dtype = resolve_dtype(options.dtype, device)
     if options.scheduler is not None:
@@ -107,7 +120,7 @@ def make_plan(options: EvaluateOptions, device: torch.device) -> Plan:
     )
 
 
-def _pictures_in(folder: Path) -> tuple[Path, ...]:
+def _pictures_in(folder: Path) -> Reference:
     """All pictures in a folder and below it."""
     found = sorted(path for path in folder.rglob("*") if path.suffix.lower() in _FILES)
     if len(found) < 2:
@@ -115,4 +128,4 @@ def _pictures_in(folder: Path) -> tuple[Path, ...]:
             f"reference: expected a folder with at least 2 pictures ({', '.join(_FILES)}), got {folder} with "
             f"{len(found)}"
         )
-    return tuple(found)
+    return Reference(folder, tuple(found))

@@ -7,17 +7,16 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from tokenmerge.bench.prepared import free_memory
-from tokenmerge.bench.records import key_of
 from tokenmerge.bench.store import ResultsFile
 from tokenmerge.errors import ConfigError
 from tokenmerge.evaluate.draw import Task, draw, missing
-from tokenmerge.evaluate.measure import Measured, describe, figures_of, measure
+from tokenmerge.evaluate.measure import Measured, describe, measure
 from tokenmerge.evaluate.metrics import Metrics, load_metrics
 from tokenmerge.evaluate.options import EvaluateOptions
 from tokenmerge.evaluate.plan import Plan, make_plan
 from tokenmerge.evaluate.processes import Processes, processes
+from tokenmerge.evaluate.records import quality_records
 from tokenmerge.evaluate.samples import pack, sample_records, unpack, write_sheet
-from tokenmerge.evaluate.variants import Drawn
 from tokenmerge.files import prepare_folder, write_json
 from tokenmerge.loading import load_pipeline, require_diffusers
 from tokenmerge.pipeline_call import PipelineCall, latent_scale
@@ -131,8 +130,8 @@ class _Run:
         mine = measure(self.batches, plan.variants, plan.layout, self.metrics)
         self.measured = Measured.merge(team.gather(mine))
         self.reference = None
-        if plan.reference and self.metrics.features:
-            paths = _batches(list(enumerate(plan.reference)), self.options.batch)
+        if plan.reference is not None and self.metrics.features:
+            paths = _batches(list(enumerate(plan.reference.pictures)), self.options.batch)
             self.reference = Measured.merge(team.gather(describe(team.share(paths), self.metrics)))
         packed = team.gather(pack(self.shown, plan.variants, plan.layout) if team.count > 1 else {})
         if team.is_main:
@@ -160,7 +159,7 @@ class _Run:
     def write(self, file: ResultsFile[QualityRecord | SampleRecord]) -> list[QualityRecord]:
         """Append figures and samples that the file does not have yet, and draw the sheet."""
         plan = self.plan
-        records = [record for variant in plan.variants for record in self._records(variant, file)]
+        records = quality_records(plan, self.metrics, self.measured, self.reference, file.records)
         samples = sample_records(self.shown, plan.variants, plan.layout)
         everything: list[QualityRecord | SampleRecord] = [*records, *samples]
         for record in everything:
@@ -169,58 +168,6 @@ class _Run:
         if self.options.grid is not None:
             write_sheet(self.options.grid, self.shown, plan.variants, plan.layout)
         return records
-
-    def _records(
-        self, variant: Drawn, file: ResultsFile[QualityRecord | SampleRecord]
-    ) -> list[QualityRecord]:
-        """The figures of a variant: over all pictures, and over those of each category."""
-        categories = list(dict.fromkeys(item.prompt.category for item in self.plan.items))
-        return [self._record(variant, category, file) for category in dict.fromkeys([None, *categories])]
-
-    def _record(
-        self, variant: Drawn, category: str | None, file: ResultsFile[QualityRecord | SampleRecord]
-    ) -> QualityRecord:
-        plan, options = self.plan, self.options
-        chosen = [i for i, item in enumerate(plan.items) if category in (None, item.prompt.category)]
-        figures = figures_of(
-            variant.label, self.measured, self.metrics, self.reference, None if category is None else chosen
-        )
-        notes = []
-        if variant.steps != options.steps:
-            notes.append(f"{variant.label}: {variant.steps} of {options.steps} steps")
-        if figures.equal:
-            notes.append(
-                f"{variant.label}: {figures.equal} of {len(chosen)} pictures equal dense in every pixel; "
-                "their PSNR is infinite and not in the mean"
-            )
-        texts = [prompt.text for prompt in plan.prompts]
-        conditions = {
-            **plan.layout.conditions,
-            "prompts": {"count": len(texts), "key": key_of({"prompts": texts})},
-            "seeds": {"first": options.seed, "count": options.seeds},
-            "reference": None if options.reference is None else str(options.reference),
-        }
-        record = QualityRecord(
-            model=conditions.pop("model"),
-            width=conditions.pop("width"),
-            height=conditions.pop("height"),
-            variant=variant.spec.name,
-            settings=dict(variant.spec.settings),
-            figures=figures.values,
-            images=len(chosen),
-            category=category,
-            conditions=conditions,
-            networks=self.metrics.networks,
-            notes=tuple(notes),
-        )
-        known = file.records.get(record.key)
-        if isinstance(known, QualityRecord):  # perhaps with figures that are not asked for this time
-            record = dataclasses.replace(
-                record,
-                figures={**known.figures, **record.figures},
-                networks={**known.networks, **record.networks},
-            )
-        return record
 
 
 def _batches(everything: Sequence[T], size: int) -> list[Sequence[T]]:

@@ -107,7 +107,7 @@ def _conditions_of_quality(records: Sequence[QualityRecord]) -> list[tuple[str, 
     shared: dict[str, str] = {}
     for record in records:
         if record.conditions:
-            common = {"model": record.model, **record.conditions, "networks": record.networks}
+            common = {"model": record.model, **record.conditions, "measured_with": record.measured_with}
             text = json.dumps(common, indent=2, ensure_ascii=False, sort_keys=True)
             shared.setdefault(text, f"Pictures of {record.model}, {record.width} × {record.height}")
     return [(name, text) for text, name in shared.items()]

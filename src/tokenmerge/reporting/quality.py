@@ -33,7 +33,7 @@ class QualityRecord:
         images: how many pictures, ≥ 1.
         category: the part of the prompts that the pictures are of; None: all.
         conditions: everything else that the pictures depend on, as values that JSON can hold.
-        networks: what a figure was computed with, by the name of the metric.
+        measured_with: network and reference of a figure, by the name of the metric.
         notes: what a reader of the figures should know, in words.
     """
 
@@ -46,7 +46,7 @@ class QualityRecord:
     images: int
     category: str | None = None
     conditions: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    networks: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    measured_with: Mapping[str, str] = dataclasses.field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
     @property
@@ -58,7 +58,7 @@ class QualityRecord:
     def key(self) -> str:
         """Equal for figures of the same pictures, of which the later ones count."""
         values = dataclasses.asdict(self)
-        for name in ("figures", "networks", "notes"):
+        for name in ("figures", "measured_with", "notes"):
             del values[name]
         return key_of(values)
 
@@ -77,7 +77,7 @@ class QualityRecord:
         numbers = isinstance(record.figures, dict) and all(
             isinstance(value, int | float) for value in record.figures.values()
         )
-        by_name = (record.settings, record.conditions, record.networks)
+        by_name = (record.settings, record.conditions, record.measured_with)
         if not numbers or not all(isinstance(values, dict) for values in by_name):
             raise ConfigError("not a record of quality: expected figures as numbers and settings by name")
         return record
