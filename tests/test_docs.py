@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 import tiny_pipeline
+import vits
 from diffusers import StableDiffusionPipeline
+from PIL import Image
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -24,12 +26,19 @@ def code(language: str) -> list[str]:
 
 
 @pytest.mark.parametrize("snippet", code("python"))
-def test_the_python_of_the_readme_runs(snippet, pipe):
-    exec(compile(snippet, "README.md", "exec"), {"pipe": pipe})
+def test_the_python_of_the_readme_runs(snippet, pipe, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = {
+        "pipe": pipe,
+        "vit": vits.vit(num_hidden_layers=12, image_size=224, patch_size=16),
+        "pixel_values": vits.pictures(size=224),
+        "picture": Image.new("RGB", (224, 224)),
+    }
+    exec(compile(snippet, "README.md", "exec"), names)
 
 
 def test_the_readme_shows_python():
-    assert len(code("python")) == 2
+    assert len(code("python")) == 3
 
 
 def commands() -> list[str]:

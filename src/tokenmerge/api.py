@@ -115,11 +115,11 @@ def _merge_in_hosts(model: object, config: ToMeConfig) -> Patch[Report, Recorded
 
 def _merge_in_encoders(model: object, config: ViTConfig) -> Patch[ViTReport, RecordedTokens]:
     encoders = checked_encoders(model, config)
-    runs = {encoder.stack: new_vit_run(encoder, config) for encoder in encoders}
+    runs = {encoder.model: new_vit_run(encoder, config) for encoder in encoders}
     for encoder in encoders:
         restore(encoder.model)
-        patch_encoder(encoder, runs[encoder.stack])
-    return Patch(partial(predict_vit, model, config), runs, runs[encoders[0].stack])
+        patch_encoder(encoder, runs[encoder.model])
+    return Patch(partial(predict_vit, model, config), runs, runs[encoders[0].model])
 
 
 def _hosts(model: object) -> tuple[Host, ...]:
@@ -186,5 +186,5 @@ def _patchable(model: object) -> list[tuple[nn.Module, Callable[[Any], None]]]:
         hosts = ()
     return [
         *((host.root, partial(patch_host, host)) for host in hosts),
-        *((encoder.stack, partial(patch_encoder, encoder)) for encoder in encoders),
+        *((encoder.model, partial(patch_encoder, encoder)) for encoder in encoders),
     ]

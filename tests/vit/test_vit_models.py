@@ -230,7 +230,7 @@ def test_a_picture_does_not_depend_on_its_batch(make):
         assert_close(got, expected, atol=10 * rounding.item() + 1e-6, rtol=0)
 
 
-@pytest.mark.parametrize("make", [vits.vit, vits.clip, vits.timm])
+@pytest.mark.parametrize("make", [vits.vit, vits.timm])
 @torch.no_grad()
 def test_compiles_into_one_graph_and_new_settings_are_noticed(make):
     torch._dynamo.reset()
@@ -395,11 +395,20 @@ def test_a_mask_is_refused_where_tokens_merge_and_nowhere_else():
     masked = vits.tokens(model, x, attention_mask=mask)
     with token_merging(model, ViTConfig(r=0)):
         assert torch.equal(vits.tokens(model, x, attention_mask=mask), masked)
-    with (
-        token_merging(model, R),
-        pytest.raises(UnsupportedModelError, match="attention_mask: a mask of shape"),
-    ):
-        model(x, attention_mask=mask)
+    with token_merging(model, R):
+        for call in (model, lambda x, attention_mask: model.layers[0](model.embeddings(x), attention_mask)):
+            with pytest.raises(UnsupportedModelError, match="attention_mask: a mask of shape"):
+                call(x, attention_mask=mask)
+
+
+@pytest.mark.parametrize("make", [vits.dinov2, vits.timm])
+@torch.no_grad()
+def test_exports(make):
+    """While it is exported, transformers makes a mask by which all tokens attend to all others."""
+    model, x = make(), vits.pictures()
+    apply_token_merging(model, R)
+    exported = torch.export.export(model, (x,)).module()
+    assert_close(vits.tokens(exported, x), vits.tokens(model, x))
 
 
 @torch.no_grad()
@@ -425,6 +434,43 @@ def test_layers_laid_out_otherwise_are_refused_and_nothing_is_changed():
     other.blocks[0] = ResPostBlock()
     with pytest.raises(UnsupportedModelError, match=r"blocks\.0: .* a ResPostBlock instead of a Block"):
         apply_token_merging(other, R)
+
+
+@pytest.mark.filterwarnings(
+    "ignore:.*is_gradient_checkpointing:FutureWarning"
+)  # PEFT asks transformers for it
+@torch.no_grad()
+def test_adapters_that_come_before_or_after_and_leave():
+    """PEFT replaces the linear layers that give the keys, and puts back others."""
+    peft = pytest.importorskip("peft")
+
+    def adapted(model: nn.Module) -> nn.Module:
+        torch.manual_seed(1)
+        targets = ["q_proj", "k_proj", "fc1"]
+        config = peft.LoraConfig(
+            target_modules=targets, init_lora_weights=False, modules_to_save=["layernorm_after"]
+        )
+        return peft.get_peft_model(model, config).eval()
+
+    x = vits.pictures()
+    before = adapted(vits.vit())
+    patch = apply_token_merging(before, R)
+    merged = before(pixel_values=x).last_hidden_state
+    assert merged.shape[1] == 13
+    after = vits.vit()
+    apply_token_merging(after, R)
+    after = adapted(after)
+    assert torch.equal(after(pixel_values=x).last_hidden_state, merged)
+
+    fused = before.merge_and_unload()
+    assert_close(fused(pixel_values=x).last_hidden_state, merged)
+    patch.remove()
+    assert not any("_tokenmerge" in m.__dict__ for m in fused.modules())
+    assert fused(pixel_values=x).last_hidden_state.shape[1] == 37
+    plain = after.unload()
+    remove_token_merging(plain)
+    assert not any("_tokenmerge" in m.__dict__ for m in plain.modules())
+    assert torch.equal(plain(x).last_hidden_state, vits.vit()(x).last_hidden_state)
 
 
 @torch.no_grad()

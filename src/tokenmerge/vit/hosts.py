@@ -25,7 +25,7 @@ class Family:
         around: classes of models with one in it that use no more than the class token of its result.
         averaging: the same, and their heads average over the patches too.
         layer: class of a layer.
-        layers: path of the list of layers; the module that holds it calls them.
+        layers: path of the list of layers.
         keys: path in a layer of the module whose result are the keys.
         norm: path of what normalises the tokens for the MLP.
         mask: name of the layer's argument that is added to the logits of attention.
@@ -82,23 +82,18 @@ class Layer:
     Attributes:
         path: its qualified name in the encoder's model.
         module: the layer. Its first argument are the tokens ``[b, n, c]``, and so is its result.
-        keys: its part whose result are the keys: ``[b, n, heads * d]``, or ``[b, heads, n, d]``.
+        keys: name in it of what gives the keys: ``[b, n, heads * d]``, or ``[b, heads, n, d]``.
+        norm: name of what normalises the tokens for the MLP.
+        mlp: name of the MLP.
         head_dim: d in the first case; None in the second.
-        norm: its part that normalises tokens for the MLP.
-        mlp: the MLP.
     """
 
     path: str
     module: nn.Module
-    keys: nn.Module
+    keys: str
+    norm: str
+    mlp: str
     head_dim: int | None
-    norm: nn.Module
-    mlp: nn.Module
-
-    def parts(self) -> Iterator[tuple[str, nn.Module]]:
-        """What a patch changes, by name."""
-        for name in ("module", "keys", "norm", "mlp"):
-            yield name, getattr(self, name)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,17 +102,15 @@ class Encoder:
 
     Attributes:
         model: from pictures to tokens.
-        stack: the part of it, or itself, that calls the layers one after the other.
-        layers: in this order.
+        layers: in the order in which they run.
         protected: number of tokens before those of the patches: class, distillation and register tokens.
         mask: name of the layers' argument that is added to the logits of attention.
-        by_keyword: whether a keyword argument of the stack that it does not know reaches every layer.
+        by_keyword: whether a keyword argument of the model that it does not know reaches every layer.
         averages: whether the head of the model around it pools the patches.
         image_size: height and width of the pictures that it was made for, in pixels.
     """
 
     model: nn.Module
-    stack: nn.Module
     layers: tuple[Layer, ...]
     protected: int
     mask: str
@@ -163,13 +156,11 @@ def _encoders(part: nn.Module) -> Iterator[Encoder]:
 
 
 def _describe(model: Any, family: Family, averages: bool) -> Encoder:
-    path, _, name = family.layers.rpartition(".")
-    stack = model.get_submodule(path)
-    layers = tuple(_layer(f"{family.layers}.{i}", m, family) for i, m in enumerate(getattr(stack, name)))
+    blocks: Any = model.get_submodule(family.layers)
+    layers = tuple(_layer(f"{family.layers}.{i}", block, family) for i, block in enumerate(blocks))
     if hasattr(model, "num_prefix_tokens"):  # timm
         return Encoder(
             model=model,
-            stack=stack,
             layers=layers,
             protected=model.num_prefix_tokens,
             mask=family.mask,
@@ -181,7 +172,6 @@ def _describe(model: Any, family: Family, averages: bool) -> Encoder:
     distilled = hasattr(model.embeddings, "distillation_token")
     return Encoder(
         model=model,
-        stack=stack,
         layers=layers,
         protected=1 + distilled + getattr(config, "num_register_tokens", 0),
         mask=family.mask,
@@ -192,20 +182,16 @@ def _describe(model: Any, family: Family, averages: bool) -> Encoder:
 
 
 def _layer(path: str, module: Any, family: Family) -> Layer:
-    attention, _, keys = family.keys.partition(".")
     try:
         if not is_a(module, family.layer):
             raise AttributeError(f"a {type(module).__name__} instead of a {family.layer}")
-        return Layer(
-            path=path,
-            module=module,
-            keys=getattr(module.get_submodule(attention), keys),
-            head_dim=None if keys == "k_norm" else getattr(module, attention).head_dim,
-            norm=module.get_submodule(family.norm),
-            mlp=module.get_submodule("mlp"),
-        )
+        for name in (family.keys, family.norm, "mlp"):
+            module.get_submodule(name)
+        attention, _, keys = family.keys.partition(".")
+        head_dim = None if keys == "k_norm" else getattr(module, attention).head_dim
     except AttributeError as error:
         raise UnsupportedModelError(
             f"{path}: not laid out as the layers that tokenmerge knows, which are those of transformers 5.23 "
             f"and of timm 1.0: {error}"
         ) from error
+    return Layer(path, module, family.keys, family.norm, "mlp", head_dim)

@@ -12,10 +12,8 @@ from tokenmerge.vit.runtime import (
     Run,
     begin,
     check_attention,
-    keys_call,
     layer_call,
-    mlp_call,
-    norm_call,
+    swap_parts,
 )
 
 __all__ = ["checked_encoders", "new_vit_run", "patch_encoder"]
@@ -47,10 +45,11 @@ def checked_encoders(model: object, config: ViTConfig) -> tuple[Encoder, ...]:
         if not encoder.layers:
             raise NothingToMergeError(f"nothing to merge: {name} has no layers; pass a model that has")
         config.per_layer(len(encoder.layers))
-        check_attention(encoder.stack, config)
+        check_attention(encoder.model, config)
         for layer in encoder.layers:
-            for part, module in layer.parts():
-                check_swappable(module, f"{layer.path} ({part})", "forward")
+            check_swappable(layer.module, layer.path, "forward")
+            for name in (layer.keys, layer.norm, layer.mlp):
+                check_swappable(layer.module.get_submodule(name), f"{layer.path}.{name}", "forward")
     return encoders
 
 
@@ -69,9 +68,7 @@ def new_vit_run(encoder: Encoder, config: ViTConfig) -> Run:
 def patch_encoder(encoder: Encoder, run: Run) -> None:
     """Patch an encoder of :func:`checked_encoders` that is not patched."""
     for index, layer in enumerate(encoder.layers):
-        state = LayerState(run, index, layer.path, layer.head_dim)
+        state = LayerState(run, index, layer.path, (layer.keys, layer.norm, layer.mlp), layer.head_dim)
         swap(layer.module, "forward", layer_call, state)
-        swap(layer.keys, "forward", keys_call, state)
-        swap(layer.norm, "forward", norm_call, state)
-        swap(layer.mlp, "forward", mlp_call, state)
-    note(encoder.stack, begin, run)
+        swap_parts(layer.module, state)
+    note(encoder.model, begin, run)

@@ -17,8 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from tokenmerge.errors import NothingToMergeError, UnsupportedModelError
+from tokenmerge.layout import argument
 from tokenmerge.methods.tome_vit import most_removed, plan_tome_vit
 from tokenmerge.ops import SizedPlan, Tokens, plan_by_size
+from tokenmerge.patch import restore, swap
 from tokenmerge.runtime import STATE, parameters
 from tokenmerge.vit.config import ViTConfig
 
@@ -28,10 +30,8 @@ __all__ = [
     "Run",
     "begin",
     "check_attention",
-    "keys_call",
     "layer_call",
-    "mlp_call",
-    "norm_call",
+    "swap_parts",
 ]
 
 # The keyword argument by which a call's tokens reach its layers: a list with an entry for the input of each
@@ -112,6 +112,7 @@ class LayerState:
         run: of its model.
         index: its number.
         path: its name in the model.
+        parts: names in it of what gives the keys, of the norm before the MLP, and of the MLP.
         head_dim: d where the keys are ``[b, n, heads * d]``; None where they are ``[b, heads, n, d]``.
         r: tokens to remove in the running call; 0 outside of it.
         tokens: what the tokens of its input stand for.
@@ -121,28 +122,32 @@ class LayerState:
     run: Run
     index: int
     path: str
+    parts: tuple[str, str, str]
     head_dim: int | None
     r: int = 0
     tokens: Tokens | None = None
     plan: SizedPlan | None = None
 
 
-def begin(stack: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
-    """Before the module that calls the layers: nothing has merged yet."""
-    run: Run = stack.__dict__[STATE]
-    check_attention(stack, run.config)
+def begin(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
+    """Before the model: nothing has merged yet."""
+    run: Run = model.__dict__[STATE]
+    check_attention(model, run.config)
+    mask = argument(run.mask, parameters(type(model).forward), args, kwargs)
+    if mask is not None and any(run.r):
+        raise _mask_error(run, mask)
     if not run.by_keyword:
         return None  # the first layer begins, as it does when only a part of the model is called
     return args, {**kwargs, _TOKENS: [None] * (len(run.r) + 1)}
 
 
-def check_attention(stack: nn.Module, config: ViTConfig) -> None:
+def check_attention(model: nn.Module, config: ViTConfig) -> None:
     """See that the attention back-end adds what it is given to its logits.
 
     Raises:
         UnsupportedModelError: it does not, and proportional attention needs it.
     """
-    backend = getattr(getattr(stack, "config", None), "_attn_implementation", None)
+    backend = getattr(getattr(model, "config", None), "_attn_implementation", None)
     if config.proportional_attention and backend not in (None, "eager", "sdpa"):
         raise UnsupportedModelError(
             f"proportional attention adds the sizes of the tokens to the logits, which {backend!r} attention "
@@ -163,12 +168,16 @@ def layer_call(original: Callable) -> Callable:
         state: LayerState | None = self.__dict__.get(STATE)
         if state is None:
             return original(self, *args, **kwargs)
-        run, call = state.run, _tokens_of_call(state, kwargs.pop(_TOKENS, None))
-        x = args[0] if args else kwargs[names[0]]
-        tokens = call[state.index]
-        r = _num_removed(state, x)
-        if tokens is not None or r:
-            args, kwargs = _with_sizes(state, tokens, names, args, kwargs, x.dtype)
+        run, given = state.run, kwargs.pop(_TOKENS, None)
+        call = _tokens_of_call(state) if given is None else given
+        swap_parts(self, state)
+        x, mask = (argument(name, names, args, kwargs) for name in (names[0], run.mask))
+        # A mask in a call of the whole model is the host's own, by which all tokens attend to all others.
+        if mask is not None and given is None and any(run.r):
+            raise _mask_error(run, mask)
+        tokens, r = call[state.index], _num_removed(state, x)
+        if tokens is not None:
+            args, kwargs = _with(_log_sizes(tokens, run, x.dtype), run.mask, names, args, kwargs)
         state.r, state.tokens = r, tokens
         try:
             y = original(self, *args, **kwargs)
@@ -232,10 +241,18 @@ def mlp_call(original: Callable) -> Callable:
     return forward
 
 
-def _tokens_of_call(state: LayerState, given: list[Tokens | None] | None) -> list[Tokens | None]:
+def swap_parts(layer: nn.Module, state: LayerState) -> None:
+    """Change the parts of a layer, now or where other software, such as PEFT, has replaced them since."""
+    for name, call in zip(state.parts, (keys_call, norm_call, mlp_call), strict=True):
+        part = layer.get_submodule(name)
+        if part.__dict__.get(STATE) is not state:
+            restore(part)  # the one of before may be inside of it
+            swap(part, "forward", call, state)
+
+
+def _tokens_of_call(state: LayerState) -> list[Tokens | None]:
+    """The tokens of the running call, for a layer that is called without them."""
     run = state.run
-    if given is not None:
-        return given
     if state.index == 0:
         run.tokens = [None] * (len(run.r) + 1)
     if run.tokens is None:
@@ -261,29 +278,26 @@ def _num_removed(state: LayerState, x: Tensor) -> int:
     return min(run.r[state.index], most)
 
 
-def _with_sizes(
-    state: LayerState,
-    tokens: Tokens | None,
-    names: list[str],
-    args: tuple,
-    kwargs: dict[str, Any],
-    dtype: Any,
+def _log_sizes(tokens: Tokens, run: Run, dtype: torch.dtype) -> Tensor | None:
+    """What is added to the logits ``[b, heads, n, n]``."""
+    return tokens.sizes.log().to(dtype)[:, None, None, :] if run.config.proportional_attention else None
+
+
+def _with(
+    value: Any, name: str, names: list[str], args: tuple, kwargs: dict[str, Any]
 ) -> tuple[tuple, dict[str, Any]]:
-    """The arguments of a layer, with log(size) as what is added to the logits ``[b, heads, n, n]``."""
-    name = state.run.mask
+    """The arguments of a call with another value for the one called ``name``, however it is passed."""
     place = names.index(name)
-    mask = args[place] if place < len(args) else kwargs.get(name)
-    if mask is not None:
-        raise UnsupportedModelError(
-            f"{name}: a mask of shape {tuple(mask.shape)} is for all tokens and says nothing of merged ones; "
-            f"call the model without {name}, or remove_token_merging(model) first"
-        )
-    if tokens is None or not state.run.config.proportional_attention:
-        return args, kwargs
-    mask = tokens.sizes.log().to(dtype)[:, None, None, :]
     if place < len(args):
-        return (*args[:place], mask, *args[place + 1 :]), kwargs
-    return args, {**kwargs, name: mask}
+        return (*args[:place], value, *args[place + 1 :]), kwargs
+    return args, {**kwargs, name: value}
+
+
+def _mask_error(run: Run, mask: Tensor) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"{run.mask}: a mask of shape {tuple(mask.shape)} is for all tokens and says nothing of merged ones; "
+        f"call the model without {run.mask}, or remove_token_merging(model) first"
+    )
 
 
 def _one_tensor(y: Any, state: LayerState) -> Tensor:
