@@ -141,7 +141,10 @@ def remove_token_merging(pipe_or_model: object) -> None:
     Raises:
         UnsupportedModelError: it is not, and does not contain, a model that tokens can be merged in.
     """
-    for root, _ in _patchable(pipe_or_model):
+    patchable = _patchable(pipe_or_model)
+    if not patchable:
+        find_hosts(pipe_or_model)  # raises the error that says what there is to pass
+    for root, _ in patchable:
         restore(root)
 
 
@@ -176,15 +179,10 @@ def token_merging(pipe_or_model: object, config: Any) -> Iterator[Patch[Any, Any
 
 
 def _patchable(model: object) -> list[tuple[nn.Module, Callable[[Any], None]]]:
-    """Every part of a model that either kind of merging can patch, and how to patch it."""
-    encoders = find_encoders(model)
-    try:
-        hosts = find_hosts(model)
-    except UnsupportedModelError:
-        if not encoders:
-            raise
-        hosts = ()
-    return [
-        *((host.root, partial(patch_host, host)) for host in hosts),
-        *((encoder.model, partial(patch_encoder, encoder)) for encoder in encoders),
-    ]
+    """Every part of a model that either kind of merging can patch, and how to patch it; may be none."""
+    found: list[tuple[nn.Module, Callable[[Any], None]]] = []
+    with contextlib.suppress(UnsupportedModelError):
+        found += [(host.root, partial(patch_host, host)) for host in find_hosts(model)]
+    with contextlib.suppress(UnsupportedModelError):
+        found += [(encoder.model, partial(patch_encoder, encoder)) for encoder in find_encoders(model)]
+    return found

@@ -4,6 +4,7 @@ import copy
 import pickle
 from collections.abc import Callable
 
+import hosts
 import pytest
 import torch
 import transformers
@@ -367,8 +368,14 @@ def test_applying_twice_is_the_second_alone_and_contexts_nest():
     ],
 )
 def test_errors(model, config, error, message):
-    with pytest.raises(error, match=message):
-        apply_token_merging(model, config)
+    for apply in (apply_token_merging, lambda *arguments: token_merging(*arguments).__enter__()):
+        with pytest.raises(error, match=message):
+            apply(model, config)
+
+
+def test_removing_from_something_else_is_an_error():
+    with pytest.raises(UnsupportedModelError, match="found Linear; pass a diffusers pipeline"):
+        remove_token_merging(nn.Linear(1, 1))
 
 
 def test_attention_that_cannot_add_sizes_is_refused_before_anything_changes_and_at_a_call():
@@ -434,6 +441,13 @@ def test_layers_laid_out_otherwise_are_refused_and_nothing_is_changed():
     other.blocks[0] = ResPostBlock()
     with pytest.raises(UnsupportedModelError, match=r"blocks\.0: .* a ResPostBlock instead of a Block"):
         apply_token_merging(other, R)
+
+    class Pipeline:
+        def __init__(self) -> None:
+            self.unet, self.image_encoder = hosts.unet(), other
+
+    with token_merging(Pipeline(), ToMeConfig(ratio=0.5)):  # which does not need the image encoder
+        pass
 
 
 @pytest.mark.filterwarnings(
