@@ -475,6 +475,8 @@ def test_adapters_that_come_before_or_after_and_leave():
     apply_token_merging(after, R)
     after = adapted(after)
     assert torch.equal(after(pixel_values=x).last_hidden_state, merged)
+    with after.disable_adapter(), token_merging(plain := vits.vit(), R):
+        assert torch.equal(after(pixel_values=x).last_hidden_state, plain(x).last_hidden_state)
 
     fused = before.merge_and_unload()
     assert_close(fused(pixel_values=x).last_hidden_state, merged)

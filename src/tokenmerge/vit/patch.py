@@ -30,7 +30,6 @@ def checked_encoders(model: object, config: ViTConfig) -> tuple[Encoder, ...]:
         UnsupportedModelError: there is no vision transformer that tokens can be merged in, or its attention
             back-end cannot attend in proportion to size.
         NothingToMergeError: it has no layers.
-        ConfigError: ``config.r`` has not one number for each of its layers.
     """
     encoders = find_encoders(model)
     if not encoders:
@@ -44,7 +43,6 @@ def checked_encoders(model: object, config: ViTConfig) -> tuple[Encoder, ...]:
         name = type(encoder.model).__name__
         if not encoder.layers:
             raise NothingToMergeError(f"nothing to merge: {name} has no layers; pass a model that has")
-        config.per_layer(len(encoder.layers))
         check_attention(encoder.model, config)
         for layer in encoder.layers:
             check_swappable(layer.module, layer.path, "forward")
@@ -54,7 +52,11 @@ def checked_encoders(model: object, config: ViTConfig) -> tuple[Encoder, ...]:
 
 
 def new_vit_run(encoder: Encoder, config: ViTConfig) -> Run:
-    """What the layers of an encoder will share."""
+    """What the layers of an encoder will share.
+
+    Raises:
+        ConfigError: ``config.r`` has not one number for each of them.
+    """
     return Run(
         config,
         r=config.per_layer(len(encoder.layers)),
