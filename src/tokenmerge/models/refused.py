@@ -1,0 +1,74 @@
+"""Models that tokens cannot be merged in yet, and why: better an error than a picture that is wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tokenmerge.errors import UnsupportedModelError
+
+__all__ = ["REASONS", "refuse"]
+
+_PACKED = "text, pictures and sound stand in one packed sequence without a token grid or a batch axis"
+_KEPT = "keys and values are kept between calls, for tokens that merging would change"
+_SCALES = "the sequence holds earlier frames at several scales, which no single token grid describes"
+_REFERENCES = "the sequence holds the pictures to edit beside the one that is generated"
+_MASKED = "the sequence is cut into segments by a mask that merging would have to cut anew"
+_EXPERTS = "each token goes to experts chosen by counting tokens"
+_TWO = "its blocks attend between two sequences, of video and of sound"
+_LINE = "its tokens are a line in time, without the rows and columns that merging goes by"
+_PICTURES = "its attention takes a picture [b, c, h, w] instead of tokens"
+_UNKNOWN = "how its blocks take their tokens is not described yet (docs: adding a model)"
+
+REASONS = {
+    "AceStepTransformer1DModel": _LINE,
+    "AnyFlowFARTransformer3DModel": _KEPT,
+    "AnyFlowTransformer3DModel": _UNKNOWN,
+    "BriaFibo2Transformer2DModel": _UNKNOWN,
+    "Cosmos3OmniTransformer": _PACKED,
+    "ErnieImageTransformer2DModel": "its tokens have the sequence first and the batch second",
+    "Flux3Transformer2DModel": _UNKNOWN,
+    "GlmImageTransformer2DModel": _KEPT,
+    "HeliosTransformer3DModel": _SCALES,
+    "HiDreamImageTransformer2DModel": _EXPERTS,
+    "HunyuanVideoFramepackTransformer3DModel": _SCALES,
+    "Ideogram4Transformer2DModel": _MASKED,
+    "JoyImageEditPlusTransformer3DModel": _REFERENCES,
+    "JoyImageEditTransformer3DModel": _REFERENCES,
+    "Kandinsky6SRTransformer3DModel": _PACKED,
+    "Kandinsky6Transformer3DModel": _PACKED,
+    "Kandinsky3UNet": _PICTURES,
+    "Krea2Transformer2DModel": _UNKNOWN,
+    "LTX2VideoTransformer3DModel": _TWO,
+    "LongCatAudioDiTTransformer": _LINE,
+    "LuminaNextDiT2DModel": "its two attentions return their heads apart, to be joined before a projection",
+    "MiniMaxH3Transformer3DModel": _PACKED,
+    "MiniMaxMusic3Transformer1DModel": _LINE,
+    "MotifVideoTransformer3DModel": _UNKNOWN,
+    "NucleusMoEImageTransformer2DModel": _EXPERTS,
+    "OmniGenTransformer2DModel": _MASKED,
+    "QwenImage21Transformer2DModel": _MASKED,
+    "RFD4ProteinaTransformer": "its tokens are the residues of a protein, without a token grid",
+    "SanaVideoTransformer3DModel": _UNKNOWN,
+    "SanaWMLTX2RefinerTransformer3DModel": _TWO,
+    "SanaWMTransformer3DModel": _KEPT,
+    "StableAudio3DiTModel": _LINE,
+    "StableAudioDiTModel": _LINE,
+    "StableCascadeUNet": _PICTURES,
+    "T5FilmDecoder": _LINE,
+    "UNetFlatConditionModel": _UNKNOWN,
+    "UniDiffuserModel": _UNKNOWN,
+    "WanAnimate2Transformer3DModel": _KEPT,
+    "ZImageControlNetModel": "it runs blocks of the transformer beside it, each on a grid of its own",
+}
+
+
+def refuse(part: Any) -> None:
+    """Raise UnsupportedModelError for a model that cannot be merged in, or not as it is set up."""
+    for cls in type(part).__mro__:
+        if reason := REASONS.get(cls.__name__):
+            raise UnsupportedModelError(f"tokens cannot be merged in {cls.__name__} yet: {reason}")
+    if getattr(part, "_parallel_config", None) is not None:
+        raise UnsupportedModelError(
+            f"tokens cannot be merged in {type(part).__name__} while context parallelism splits its tokens "
+            "between devices: each has a part of the grid; load the model again without enable_parallelism()"
+        )
