@@ -40,39 +40,52 @@ class Follower:
         axes: of the tokens; one of length 1, which the host broadcasts, is left alone.
         batched: whether the first axis is that of the batch (of length 1: the same for all). Where it is
             not, all images of a batch have to share a plan.
-        element: where the argument is a tuple, which of its tensors; None: all of them.
+        element: where the argument is a tuple, which of its parts; None: all of them.
+        expand: whether the host leaves out a first axis of the batch that its layer takes. The axes of the
+            tokens count with it.
     """
 
     name: str
     axes: tuple[int, ...]
     batched: bool = False
     element: int | None = None
+    expand: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """The call of a block or of one of its layers, whose first argument are tokens ``[b, n, c]``.
+    """The call of a block or of one of its layers, one of whose arguments are tokens ``[b, n, c]``.
 
     Attributes:
+        tokens: of a block, the name of that argument; None: the first, as for every layer.
         text: where text tokens stand that are in one sequence with the image's, if there are any: in the
             tokens themselves or in a follower. They never merge.
+        padding: of a block in which images have texts of different length, each followed by its image and
+            then by padding: name of a mask ``[b, text + n]`` that is true up to the padding.
         followers: arguments with an entry for each token.
         again: name of an argument that may be the same tensor as the tokens.
         outputs: where the result is a tuple, which of its tensors are image tokens.
+        whole: names of arguments laid out for the whole grid: while one is given, the call stays dense.
     """
 
+    tokens: str | None = None
     text: Literal["first", "last"] = "first"
+    padding: str | None = None
     followers: tuple[Follower, ...] = ()
     again: str | None = None
     outputs: tuple[int, ...] = (0,)
+    whole: tuple[str, ...] = ()
 
     @property
     def batched(self) -> bool:
         """Whether each image of a batch can have a plan of its own."""
         return all(follower.batched for follower in self.followers)
 
-    def image(self, x: Tensor, n: int) -> Tensor:
-        """The n image tokens of a sequence."""
+    def image(self, x: Tensor, n: int, start: Tensor | None = None) -> Tensor:
+        """The n image tokens of a sequence; ``start`` ``[b]``: where they begin, if images differ in it."""
+        if start is not None:
+            places = start.unsqueeze(1) + torch.arange(n, device=x.device)
+            return x.take_along_dim(places.unsqueeze(-1), dim=1)
         return x[:, x.shape[1] - n :] if self.text == "first" else x[:, :n]
 
 
@@ -142,23 +155,32 @@ def _replace_image(layout: Layout, x: Tensor, n: int, change: Callable[[Tensor],
 
 def _follow(value: Any, follower: Follower, layout: Layout, plan: Plan) -> Any:
     """The entries of an argument that stay when tokens merge, in the order of the merged tokens."""
+    if follower.element is None or value is None:
+        return _followed(value, follower, layout, plan)
+    return type(value)(
+        _followed(part, follower, layout, plan) if i == follower.element else part
+        for i, part in enumerate(value)
+    )
+
+
+def _followed(value: Any, follower: Follower, layout: Layout, plan: Plan) -> Any:
     if isinstance(value, tuple | list):
-        return type(value)(
-            _follow(part, follower, layout, plan) if follower.element in (None, i) else part
-            for i, part in enumerate(value)
-        )
+        return type(value)(_followed(part, follower, layout, plan) for part in value)
     if value is None:
         return None
     b, n = plan.inverse.shape
+    if follower.expand:
+        value = value.unsqueeze(0)
     if follower.batched and value.shape[0] == 1:
         value = value.expand(b, *value.shape[1:])
     for axis in follower.axes:
         if value.shape[axis] > 1:
             index = _entries(plan, value.shape[axis] - n, layout)
             if follower.batched:
-                along = [1] * value.ndim
+                along, shape = [1] * value.ndim, list(value.shape)
                 along[0], along[axis] = index.shape
-                value = value.take_along_dim(index.view(along), axis)
+                shape[axis] = index.shape[1]
+                value = value.gather(axis, index.view(along).expand(shape))
             else:
                 value = value.index_select(axis, index[0])
     return value

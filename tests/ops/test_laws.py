@@ -77,6 +77,34 @@ def test_a_repeated_plan_merges_each_repetition_alike(case, times):
     assert_close(whole, torch.cat(parts), rtol=0, atol=0)
 
 
+@given(cases(), st.integers(0, 5), seeds)
+def test_a_plan_within_a_sequence_merges_its_tokens_and_leaves_the_others(case, beside, seed):
+    config, grid, x, step = case
+    plan = plan_tome(x, grid, config, step)
+    if plan is None:
+        return
+    b, n, c = x.shape
+    generator = torch.Generator().manual_seed(seed)
+    start = torch.randint(beside + 1, (b,), generator=generator)
+    others = torch.randn(b, beside, c, generator=generator)
+
+    def sequence(inside):
+        return torch.stack(
+            [
+                torch.cat([other[:at], row, other[at:]])
+                for other, row, at in zip(others, inside, start.tolist(), strict=True)
+            ]
+        )
+
+    within = plan.within(start, beside + n)
+    whole = sequence(x)
+    merged = merge(within, whole)
+    assert_close(merged[:, :beside], others, rtol=0, atol=0)
+    assert_close(merged[:, beside:], merge(plan, x), rtol=0, atol=0)
+    assert_close(unmerge(within, merged), sequence(unmerge(plan, merge(plan, x))), rtol=0, atol=0)
+    assert torch.equal(within.kept()[:, beside:], plan.kept() + start[:, None])
+
+
 @given(st.integers(1, 3), st.integers(1, 3), seeds)
 def test_shared_features_compare_by_the_mean_cosine(parts, b, seed):
     x = torch.randn(parts * b, 6, 5, generator=torch.Generator().manual_seed(seed))

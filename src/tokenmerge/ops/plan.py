@@ -50,6 +50,32 @@ class Plan(NamedTuple):
         keep, sources, targets, inverse, sizes = (rows.repeat(times, 1) for rows in self)
         return Plan(keep + n_before, sources + n_before, targets + m_before, inverse + m_before, sizes)
 
+    def within(self, start: Tensor, total: int) -> Plan:
+        """The plan for sequences of ``total`` tokens of which only n in a row merge, as this plan says.
+
+        Args:
+            start: ``[b]`` index of the first of these in the sequence of each image.
+            total: at least start + n.
+        """
+        (b, m), n = self.keep.shape, self.inverse.shape[1]
+        start, image = start.unsqueeze(1), torch.arange(b, device=start.device).unsqueeze(1)
+        # Merged sequence: the tokens beside the n, then the merged ones.
+        others = torch.arange(total - n, device=start.device).expand(b, -1)
+        beside = others + n * (others >= start)
+        rows, merged_rows = image * total, image * (total - n + m)
+        inverse = torch.empty(b, total, dtype=torch.int64, device=start.device).scatter(
+            1,
+            torch.cat([beside, start + torch.arange(n, device=start.device)], dim=1),
+            torch.cat([others, self.labels() + (total - n)], dim=1),
+        )
+        return Plan(
+            keep=torch.cat([beside, self.kept() + start], dim=1) + rows,
+            sources=self.sources % n + start + rows,
+            targets=self.targets % m + (total - n) + merged_rows,
+            inverse=inverse + merged_rows,
+            sizes=torch.cat([torch.ones_like(others, dtype=self.sizes.dtype), self.sizes], dim=1),
+        )
+
 
 def make_plan(src: Tensor, dst: Tensor, order: Tensor, nearest: Tensor, r: int) -> Plan:
     """Merge the r sources with the best edges, leave all other tokens alone.
