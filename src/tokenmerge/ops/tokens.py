@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from tokenmerge.ops.plan import Plan, merge, unmerge
@@ -54,9 +53,9 @@ class SizedPlan(NamedTuple):
             return merge(self.plan, x)
         b, n, c = x.shape
         rows = x.reshape(b * n, c)
-        exact = torch.promote_types(x.dtype, torch.float32)
-        kept = rows.index_select(0, self.plan.keep.flatten()).to(exact) * self.kept
-        moved = rows.index_select(0, self.plan.sources.flatten()).to(exact) * self.moved
+        # The shares are float32, and so are these then, or float64.
+        kept = rows.index_select(0, self.plan.keep.flatten()) * self.kept
+        moved = rows.index_select(0, self.plan.sources.flatten()) * self.moved
         return kept.index_add(0, self.plan.targets.flatten(), moved).to(x.dtype).view(b, -1, c)
 
     def unmerge(self, y: Tensor) -> Tensor:
