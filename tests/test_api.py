@@ -115,7 +115,7 @@ def test_a_controlnet_with_nothing_to_merge_stays_dense_beside_a_unet_that_merge
     patch = apply_token_merging(pipe, HALF)
     assert is_patched(pipe.unet)
     assert not is_patched(controlnet)
-    assert "the 2 transformer blocks of ControlNetModel are at the levels 2" in patch.report.notes[-1]
+    assert "ControlNetModel with self-attention are at the levels 2" in patch.report.notes[-1]
 
 
 def test_a_unet_with_nothing_to_merge_is_an_error_beside_a_controlnet_that_would():
@@ -185,7 +185,7 @@ def test_a_model_without_transformer_blocks_is_an_error():
 
 
 def test_a_model_that_is_too_small_is_an_error():
-    with pytest.raises(NothingToMergeError, match="sample of 1 × 1 gives 1 × 1 tokens"):
+    with pytest.raises(NothingToMergeError, match="the sample gives 1 × 1 tokens"):
         apply_token_merging(hosts.unet(sample_size=1), HALF)
 
 
@@ -284,12 +284,12 @@ def test_recorded_plans_are_the_latest_of_each_block_that_merges():
         hosts.call(unet, **hosts.inputs(1, 8, 12))
     assert sorted(plans) == [row.path for row in sorted(patch.report.rows, key=lambda row: row.path)]
     for recorded in plans.values():
-        assert (recorded.height, recorded.width) == (8, 12)
+        assert recorded.grid == (1, 8, 12)
         labels = recorded.plan.labels()
         assert labels.shape == (1, 96)
         assert sorted(labels.unique().tolist()) == list(range(48))
     hosts.call(unet, **hosts.inputs())
-    assert next(iter(plans.values())).height == 8
+    assert next(iter(plans.values())).grid == (1, 8, 12)
 
 
 def test_the_compiled_wrapper_of_a_model_is_looked_through():

@@ -19,7 +19,7 @@ from torch import nn
 from tokenmerge.config import ToMeConfig
 from tokenmerge.errors import NothingToMergeError, UnsupportedModelError
 from tokenmerge.layout import Grid
-from tokenmerge.models import Block, Host, Layer
+from tokenmerge.models import KINDS, Block, Host, Layer
 from tokenmerge.runtime import (
     STATE,
     BlockState,
@@ -94,7 +94,7 @@ def check_host(host: Host, config: ToMeConfig, size: tuple[int, int] | None) -> 
         raise NothingToMergeError(_why_nothing(host, config))
     if size is not None:
         rows, columns = (-(-side // host.patch) for side in size)
-        check_grid(new_run(host, config), (1, rows, columns))
+        check_grid(new_run(host, config), (host.frames, rows, columns))
     for block in blocks:
         check_swappable(block.module, block.path, block.method)
         for layer in _layers_to_merge(block, config):
@@ -108,16 +108,21 @@ def _why_nothing(host: Host, config: ToMeConfig) -> str:
         return (
             f"nothing to merge: {name} has no transformer block; token merging needs a model with attention"
         )
-    levels = sorted({block.level for block in host.blocks})
-    if levels[0] > config.max_downsample:
-        return (
-            f"nothing to merge: the {len(host.blocks)} transformer blocks of {name} are at the levels "
-            f"{', '.join(map(str, levels))}, and max_downsample={config.max_downsample} merges none of them; "
-            f"set max_downsample to {levels[0]} or more"
+    blocks = [block for block in host.blocks if _layers_to_merge(block, config)]
+    wanted = " or ".join(KINDS[kind] for kind in config.merged_layers)
+    if not blocks:
+        reasons = dict.fromkeys(
+            b.dense[kind] for b in host.blocks for kind in config.merged_layers if kind in b.dense
         )
+        return (
+            f"nothing to merge: no transformer block of {name} has {wanted} that can merge; set merge_attn, "
+            f"merge_crossattn or merge_mlp{''.join(f' ({reason})' for reason in reasons)}"
+        )
+    levels = sorted({block.level for block in blocks})
     return (
-        f"nothing to merge: no transformer block of {name} within max_downsample={config.max_downsample} has "
-        f"{' or '.join(config.merged_layers)}; set merge_attn, merge_crossattn or merge_mlp"
+        f"nothing to merge: the {len(blocks)} transformer blocks of {name} with {wanted} are at the levels "
+        f"{', '.join(map(str, levels))}, and max_downsample={config.max_downsample} merges none of them; "
+        f"set max_downsample to {levels[0]} or more"
     )
 
 
@@ -227,7 +232,7 @@ def _unswap(module: nn.Module) -> None:
 
 
 def note(module: nn.Module, hook: Callable, state: object) -> None:
-    """Run ``hook``, a function of this package, before a module, with ``state`` in reach until it is restored."""
+    """Run ``hook``, of this package, before a module, with ``state`` in reach until it is restored."""
     module.__dict__[STATE] = state
     module.register_forward_pre_hook(hook, with_kwargs=True)
 

@@ -12,7 +12,7 @@ from tokenmerge.config import ToMeConfig
 from tokenmerge.counting import count_flops, weightless
 from tokenmerge.errors import ConfigError
 from tokenmerge.methods.tome import num_removed
-from tokenmerge.models import Block, Host, find_hosts
+from tokenmerge.models import KINDS, Block, Host, find_hosts
 from tokenmerge.patch import hosts_that_merge, new_run, patch_host
 from tokenmerge.runtime import RecordedPlan
 
@@ -204,12 +204,10 @@ def _labels(hosts: list[Host]) -> list[str]:
 
 
 def _predict_host(host: Host, name: str, config: ToMeConfig, height: int, width: int, batch: int) -> Report:
-    (copied,) = find_hosts(weightless(host.root))
+    (copied,) = find_hosts(weightless(host.root, host.on_cpu))
     arguments = copied.example(height, width, batch)
     dense = count_flops(copied.root, arguments)
     run = new_run(copied, config)
-    # Where the grid is in the values of an argument, the copy has none.
-    run.grid.frames, run.grid.rows, run.grid.columns = 1, -(-height // host.patch), -(-width // host.patch)
     patch_host(copied, run)
     recorded: dict[str, RecordedPlan] = {}
     run.record = recorded
@@ -232,7 +230,7 @@ def _predict_host(host: Host, name: str, config: ToMeConfig, height: int, width:
                 flops_merged=merged[f"{counted}.{block.path}"],
             )
             rows.append(row)
-    notes = _notes(copied.blocks, rows, config)
+    notes = (*_notes(copied.blocks, rows, config), *host.limits)
     return Report(name, height, width, batch, tuple(rows), dense[counted], merged[counted], notes)
 
 
@@ -245,16 +243,25 @@ def _notes(blocks: tuple[Block, ...], rows: list[Row], config: ToMeConfig) -> tu
         count = sum(block.level == level for block in too_deep)
         what = "block stays" if count == 1 else "blocks stay"
         notes.append(f"{count} {what} dense at level {level}: max_downsample={config.max_downsample}")
+    kinds = config.merged_layers
+    without = [
+        block
+        for block in blocks
+        if block not in too_deep
+        and not {*(layer.kind for layer in block.layers), *block.dense}.intersection(kinds)
+    ]
+    if without:
+        what = "block stays dense: it has" if len(without) == 1 else "blocks stay dense: they have"
+        notes.append(f"{len(without)} {what} no {' or '.join(KINDS[kind] for kind in kinds)}")
     merging = {row.path for row in rows}
     for block in blocks:
-        if block not in too_deep and block.path not in merging:
+        able = any(layer.kind in kinds for layer in block.layers)
+        if able and block not in too_deep and block.path not in merging:
             notes.append(
                 f"{block.path} stays dense: its token grid has no cell of sy={config.sy} × sx={config.sx} "
                 f"or ratio={config.ratio:g} removes no token of it"
             )
-    notes += dict.fromkeys(
-        block.dense[k] for block in blocks for k in config.merged_layers if k in block.dense
-    )
+    notes += dict.fromkeys(block.dense[kind] for block in blocks for kind in kinds if kind in block.dense)
     notes += [
         f"{row.path}: merging costs more operations than it saves; lower max_downsample or raise ratio"
         for row in rows

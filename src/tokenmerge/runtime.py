@@ -50,7 +50,8 @@ class Run:
     Attributes:
         config: the settings.
         sample: name of the model's argument for the sample.
-        timestep: name of the argument that says how far denoising has come.
+        timestep: name of the argument that says how far denoising has come, or (model, arguments by name) →
+            a number that does.
         parameters: names of all its arguments, in order.
         read_grid: (model, arguments by name, grid of the last call) → (frames, rows, columns) of its finest
             token grid.
@@ -63,7 +64,7 @@ class Run:
 
     config: ToMeConfig
     sample: str
-    timestep: str
+    timestep: str | Callable[[Any, Mapping[str, Any]], Tensor]
     parameters: list[str]
     read_grid: Callable[[Any, Mapping[str, Any], Grid], tuple[int, int, int]]
     levels: tuple[int, ...]
@@ -113,7 +114,8 @@ def note_call(root: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
     run.grid.frames, run.grid.rows, run.grid.columns = grid
     sample = arguments[run.sample]
     device = (sample[0] if isinstance(sample, list) else sample).device
-    run.step = _step_of(arguments[run.timestep], device)
+    told = run.timestep
+    run.step = _step_of(arguments[told] if isinstance(told, str) else told(root, arguments), device)
 
 
 def note_grid(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -137,7 +139,10 @@ def block_call(original: Callable) -> Callable:
         state: BlockState | None = self.__dict__.get(STATE)
         if state is None:
             return original(self, *args, **kwargs)
-        state.plan = _plan(state, argument(names[0], names, args, kwargs))
+        layout = state.layout
+        tokens = argument(layout.tokens or names[0], names, args, kwargs)
+        mask = argument(layout.padding, names, args, kwargs) if layout.padding else None
+        state.plan = _plan(state, tokens, mask)
         try:
             return original(self, *args, **kwargs)
         finally:
@@ -154,13 +159,12 @@ def layer_call(original: Callable) -> Callable:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         state: LayerState | None = self.__dict__.get(STATE)
         plan = None if state is None else state.block.plan
-        # Parts of the sequence, as in feed-forward chunking, and masks of an IP-Adapter, which are laid out
-        # for the full grid, do not fit the plan.
+        # Parts of the sequence, as in feed-forward chunking, do not fit the plan.
         if (
             state is None
             or plan is None
             or not _fits(plan, argument(names[0], names, args, kwargs))
-            or kwargs.get("ip_adapter_masks") is not None
+            or any(argument(name, names, args, kwargs) is not None for name in state.layout.whole)
         ):
             return original(self, *args, **kwargs)
         return merged_call(functools.partial(original, self), state.layout, plan, names, args, kwargs)
@@ -178,7 +182,8 @@ def _fits(plan: Plan, x: Tensor) -> bool:
     return x.shape[0] == b and x.shape[1] >= n
 
 
-def _plan(state: BlockState, x: Tensor) -> Plan | None:
+def _plan(state: BlockState, x: Tensor, mask: Tensor | None) -> Plan | None:
+    """The plan for a block's tokens; ``mask`` tells them from padding behind them."""
     run, grid = state.run, state.grid.shape
     n = num_tokens(grid)
     if x.shape[1] < n:
@@ -187,7 +192,8 @@ def _plan(state: BlockState, x: Tensor) -> Plan | None:
             f"input of shape {tuple(x.shape)}; this model calls its blocks in a way that tokenmerge does not "
             "know: remove_token_merging(model) restores it"
         )
-    features, parts = state.layout.image(x, n), 1 if state.batched else x.shape[0]
+    start = None if mask is None else mask.sum(dim=1) - n
+    features, parts = state.layout.image(x, n, start), 1 if state.batched else x.shape[0]
     if parts > 1:
         features = shared_features(features, parts)
     plan = plan_tome(features, grid, run.config, run.step)
@@ -195,6 +201,8 @@ def _plan(state: BlockState, x: Tensor) -> Plan | None:
         plan = plan.repeated(parts)
     if run.record is not None and plan is not None:
         run.record[state.path] = RecordedPlan(plan, grid)
+    if plan is not None and start is not None:
+        plan = plan.within(start, x.shape[1])
     return plan
 
 
@@ -213,7 +221,7 @@ def check_grid(run: Run, grid: tuple[int, int, int]) -> None:
             f"nothing to merge: the sample gives {' × '.join(map(str, grids[level][frames == 1 :]))} tokens "
             f"at level {level}, of which ratio={config.ratio:g} with cells of sy={config.sy} × "
             f"sx={config.sx}{f' × st={config.st}' if config.st > 1 else ''} removes none; generate a larger "
-            "image, lower sx and sy, or raise ratio"
+            f"image, lower {'sx, sy and st' if config.st > 1 else 'sx and sy'}, or raise ratio"
         )
 
 

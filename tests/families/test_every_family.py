@@ -12,20 +12,30 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 import tokenmerge.runtime
-from families.tiny import FAMILIES, Family, seeded
-from tokenmerge import ToMeConfig, apply_token_merging, remove_token_merging
+from families.family import Family, seeded
+from families.tiny import FAMILIES
+from tokenmerge import NothingToMergeError, ToMeConfig, apply_token_merging, remove_token_merging
 from tokenmerge.models import find_hosts
 from tokenmerge.ops import Plan, make_plan
+from tokenmerge.report import predict
 
 EVERY = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES.keys())
 
 
-def call(model: nn.Module, arguments: dict[str, Any]) -> Tensor:
-    """The model's result as one tensor."""
+def call(model: nn.Module, arguments: dict[str, Any] | list[Any]) -> Tensor:
+    """The model's result for arguments by name or by position."""
     with torch.no_grad():
-        result = model(**arguments)
-    first = result[0]
-    return torch.stack(list(first)) if isinstance(first, list | tuple) else first
+        return as_tensor(model, model(**arguments) if isinstance(arguments, dict) else model(*arguments))
+
+
+def as_tensor(model: nn.Module, result: Any) -> Tensor:
+    """The result of a model as one tensor, of which the first axis is that of the batch."""
+    first = result if isinstance(result, Tensor) else result[0]
+    if isinstance(first, Tensor):
+        return first
+    if find_hosts(model)[0].controlnet:  # what it adds to each level
+        return torch.cat([level.flatten(1) for level in first], dim=1)
+    return torch.stack(list(first))
 
 
 def settings(family: Family, **changes: Any) -> ToMeConfig:
@@ -67,7 +77,7 @@ def reordering(features: Tensor, grid: Any, config: Any, step: Tensor) -> Plan:
 @pytest.mark.parametrize("grid", [(8, 8), (7, 5)])
 def test_reordering_tokens_changes_nothing(family, grid, monkeypatch):
     """Each token must keep its own position, mask and condition, so all that differs is the order of sums."""
-    model, arguments = model_of(family), family.inputs(2, *grid)
+    model, arguments = model_of(family), family.inputs(2, *family.fitting(grid))
     dense = call(model, arguments)
     monkeypatch.setattr(tokenmerge.runtime, "plan_tome", reordering)
     apply_token_merging(model, settings(family, merge_crossattn=True, merge_mlp=True))
@@ -92,7 +102,7 @@ def test_half_of_the_tokens_never_reach_the_attention(family):
         for layer in block.layers:
             attention = getattr(block.module, layer.name)
             if layer.kind == "attn1":
-                for name in ("to_q", "to_qkv", "to_qkv_mlp_proj", "to_added_qkv"):
+                for name in ("to_q", "to_query", "to_qkv", "img_qkv_proj", "to_qkv_mlp_proj", "to_added_qkv"):
                     if isinstance(projection := getattr(attention, name, None), nn.Module):
                         projection.register_forward_hook(
                             watch(f"{block.path}.{layer.name}"), with_kwargs=True
@@ -108,7 +118,11 @@ def test_half_of_the_tokens_never_reach_the_attention(family):
     assert lengths
     assert lengths.keys() == before.keys()
     fewer = [name for name in lengths if all(a < b for a, b in zip(lengths[name], before[name], strict=True))]
-    within = {b.path for b in host.blocks if b.level <= settings(family).max_downsample}
+    within = {
+        b.path
+        for b in host.blocks
+        if b.level <= settings(family).max_downsample and any(layer.kind == "attn1" for layer in b.layers)
+    }
     assert {name.rpartition(".")[0] for name in fewer} == within
 
 
@@ -149,13 +163,40 @@ def test_removal_after_an_exception_in_the_middle_of_a_step(family):
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("grid", [(7, 9), (4, 10)])
 def test_odd_and_oblong_sizes_and_any_batch(family, grid, batch):
-    model, arguments = model_of(family), family.inputs(batch, *grid)
+    model, arguments = model_of(family), family.inputs(batch, *family.fitting(grid))
     dense = call(model, arguments)
     apply_token_merging(model, settings(family))
     merged = call(model, arguments)
     assert merged.shape == dense.shape
     assert torch.isfinite(merged).all()
     assert not torch.equal(merged, dense)
+
+
+@EVERY
+def test_tokens_merge_on_the_grid_that_they_have(family):
+    """Rows taken for columns would merge too, but not neighbours."""
+    rows, columns = family.fitting((4, 10))
+    model = model_of(family)
+    patch = apply_token_merging(model, settings(family))
+    with patch.record() as recorded:
+        call(model, family.inputs(1, rows, columns))
+    blocks = [block for block in find_hosts(model)[0].blocks if block.path in recorded]
+    assert blocks
+    for block in blocks:
+        expected = (family.frames, -(-rows // block.level), -(-columns // block.level))
+        assert recorded[block.path].grid == expected
+
+
+@EVERY
+def test_a_sample_in_which_nothing_would_merge_is_refused(family):
+    """One column of tokens has no cell of 2 × 2."""
+    rows, columns = family.fitting((4, 1))
+    if columns > 1:
+        pytest.skip("the model itself takes no single column")
+    model = model_of(family)
+    apply_token_merging(model, settings(family))
+    with pytest.raises(NothingToMergeError, match="nothing to merge: the sample gives"):
+        call(model, family.inputs(1, rows, columns))
 
 
 @EVERY
@@ -167,10 +208,7 @@ def test_arguments_by_position(family):
     names = list(signature)[1:]
     last = max(names.index(name) for name in arguments)
     values = [arguments.get(name, signature[name].default) for name in names[: last + 1]]
-    with torch.no_grad():
-        result = model(*values)[0]
-    result = torch.stack(list(result)) if isinstance(result, list | tuple) else result
-    assert torch.equal(result, by_name)
+    assert torch.equal(call(model, values), by_name)
 
 
 @EVERY
@@ -178,12 +216,30 @@ def test_an_image_does_not_depend_on_its_batch(family):
     """Up to the host's own rounding: sums in another order, 1e-5 of the largest value."""
     if family.pool:
         pytest.skip("its position tables have no batch axis, so that images of a batch share a plan")
+    if family.mixes:
+        pytest.skip("the model itself lets the images of a batch see each other")
     model = model_of(family)
     apply_token_merging(model, settings(family))
     alone, together = call(model, family.inputs(1, 8, 8)), call(model, family.inputs(3, 8, 8))
-    assert_close(together[:1], alone, rtol=1e-5, atol=1e-5 * alone.abs().max().item())
+    assert_close(together[: len(alone)], alone, rtol=1e-5, atol=1e-5 * alone.abs().max().item())
 
 
 @EVERY
 def test_images_that_share_a_plan_are_those_documented(family):
     assert all(block.batched != family.pool for block in find_hosts(model_of(family))[0].blocks)
+
+
+@EVERY
+def test_the_report_counts_a_call_of_the_model_and_names_every_block_that_merges(family):
+    model = model_of(family)
+    host = find_hosts(model)[0]
+    config = settings(family)
+    report = predict(model, config, 16, 16, batch=1)
+    assert [row.path for row in report.rows] == [
+        block.path
+        for block in host.blocks
+        if block.level <= config.max_downsample and any(layer.kind == "attn1" for layer in block.layers)
+    ]
+    assert all(row.merged_tokens == row.tokens // 2 for row in report.rows)
+    assert all(row.path in str(report) for row in report.joined_rows())
+    assert report.flops_merged < report.flops_dense or "costs more operations than it saves" in str(report)

@@ -2,56 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
-TEXT = 16  # width of text embeddings
-WORDS = 7  # their number
+from families import basic_dits, dits, unets, videos
+from families.family import TEXT, WORDS, Family, noise, seeded
 
-
-@dataclasses.dataclass(frozen=True)
-class Family:
-    """How to build and to call a family's model.
-
-    Attributes:
-        build: → the model, with seeded random weights, in evaluation mode.
-        inputs: (batch, height, width of the token grid) → arguments by name; image i is the same in a batch
-            of any size.
-        frames: of its token grid.
-        merge: settings beside the ratio with which it merges, such as ``max_downsample``.
-        pool: whether all images of a batch share a plan.
-        attention: names of the sub-layers whose calls must get fewer tokens.
-    """
-
-    build: Callable[[], Any]
-    inputs: Callable[[int, int, int], dict[str, Any]]
-    frames: int = 1
-    merge: dict[str, Any] = dataclasses.field(default_factory=dict)
-    pool: bool = False
-    attention: tuple[str, ...] = ("attn1",)
-
-
-def seeded(model: nn.Module) -> nn.Module:
-    """Fill all weights with noise that lets every part of the model matter: some are zero at the start."""
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            scale = 0.5 / max(1, parameter[0].numel()) ** 0.5 if parameter.ndim > 1 else 0.3
-            parameter.copy_(
-                torch.randn(parameter.shape, generator=generator) * scale + (parameter.ndim < 2) * 0.5
-            )
-    return model.eval()
-
-
-def noise(batch: int, *shape: int) -> Tensor:
-    """Noise ``[batch, *shape]``; the first images are the same for every batch."""
-    return torch.stack(
-        [torch.randn(*shape, generator=torch.Generator().manual_seed(i)) for i in range(batch)]
-    )
+__all__ = ["FAMILIES", "Family", "noise", "seeded"]
 
 
 def _sd3() -> Any:
@@ -137,6 +95,10 @@ def _wan_inputs(batch: int, rows: int, columns: int) -> dict[str, Any]:
 
 
 FAMILIES: dict[str, Family] = {
+    **unets.FAMILIES,
+    **basic_dits.FAMILIES,
+    **dits.FAMILIES,
+    **videos.FAMILIES,
     "SD3Transformer2DModel": Family(_sd3, _sd3_inputs, attention=("attn", "attn2")),
     "FluxTransformer2DModel": Family(_flux, _flux_inputs, pool=True, attention=("attn",)),
     "WanTransformer3DModel": Family(_wan, _wan_inputs, frames=3),

@@ -39,8 +39,7 @@ def tomesd(model: nn.Module, config: ToMeConfig, report: Report) -> Iterator[Non
         UnsupportedModelError: it finds no block in the model, which it would not say itself.
     """
     original: Any = importlib.import_module("tomesd")
-    settings = config.to_dict()
-    del settings["seed"]
+    settings = {name: value for name, value in config.to_dict().items() if name not in ("seed", "st")}
     # It deletes neither its records nor its references to the hooks.
     before = {module: set(module.__dict__) for module in model.modules()}
     try:

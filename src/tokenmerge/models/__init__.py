@@ -8,12 +8,79 @@ from typing import Any
 from torch import nn
 
 from tokenmerge.errors import UnsupportedModelError
-from tokenmerge.models import compvis, flux, sd3, unet, wan
-from tokenmerge.models.base import Block, Host, Layer, is_a
+from tokenmerge.models import (
+    allegro,
+    audioldm2,
+    auraflow,
+    basic_dit,
+    cogvideox,
+    cogview,
+    compvis,
+    controlnet_xs,
+    cosmos,
+    easyanimate,
+    flux,
+    flux2,
+    hunyuan_dit,
+    hunyuan_video,
+    kandinsky5,
+    ltx,
+    lumina2,
+    mochi,
+    prx,
+    qwen_image,
+    sana,
+    sd3,
+    unet,
+    unet_video,
+    uvit,
+    wan,
+    z_image,
+)
+from tokenmerge.models.base import KINDS, Block, Host, Layer, is_a
+from tokenmerge.models.refused import refuse
 
-__all__ = ["Block", "Host", "Layer", "find_hosts", "parts"]
+__all__ = ["KINDS", "Block", "Host", "Layer", "find_hosts", "parts"]
 
-FAMILIES = (unet, compvis, sd3, flux, wan)
+FAMILIES = (
+    unet,
+    controlnet_xs,
+    unet_video,
+    audioldm2,
+    compvis,
+    basic_dit,
+    uvit,
+    hunyuan_dit,
+    sana,
+    sd3,
+    flux,
+    flux2,
+    auraflow,
+    qwen_image,
+    lumina2,
+    z_image,
+    cogview,
+    prx,
+    wan,
+    hunyuan_video,
+    cogvideox,
+    easyanimate,
+    mochi,
+    ltx,
+    cosmos,
+    allegro,
+    kandinsky5,
+)
+
+# ControlNets that run several others.
+_SEVERAL = (
+    "MultiControlNetModel",
+    "MultiControlNetUnionModel",
+    "FluxMultiControlNetModel",
+    "SD3MultiControlNetModel",
+    "QwenImageMultiControlNetModel",
+    "HunyuanDiT2DMultiControlNetModel",
+)
 
 
 def find_hosts(model: object) -> tuple[Host, ...]:
@@ -24,11 +91,13 @@ def find_hosts(model: object) -> tuple[Host, ...]:
             for data-parallel training.
 
     Raises:
-        UnsupportedModelError: nothing in it is a model that tokens can be merged in.
+        UnsupportedModelError: nothing in it is a model that tokens can be merged in, or something is one that
+            they are known not to be mergeable in.
     """
     modules = list(parts(model))
     hosts: dict[int, Host] = {}
     for part in modules:
+        refuse(part)
         for family in FAMILIES:
             if id(part) not in hosts and family.matches(part):
                 hosts[id(part)] = family.describe(part)
@@ -53,7 +122,7 @@ def parts(model: Any) -> Iterator[nn.Module]:
         return
     while (wrapped := _wrapped(model)) is not None:
         model = wrapped
-    if is_a(model, "MultiControlNetModel", "MultiControlNetUnionModel"):
+    if is_a(model, *_SEVERAL):
         for net in model.nets:
             yield from parts(net)
     elif isinstance(getattr(getattr(model, "model", None), "diffusion_model", None), nn.Module):

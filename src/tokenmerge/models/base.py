@@ -6,13 +6,15 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-from torch import nn
+from torch import Tensor, nn
 
 from tokenmerge.layout import PLAIN, Grid, Layout
 
-__all__ = ["Block", "GridShape", "Host", "Layer", "is_a"]
+__all__ = ["KINDS", "Block", "GridShape", "Host", "Layer", "is_a", "listed"]
 
 GridShape = tuple[int, int, int]  # frames, rows, columns, in tokens
+
+KINDS = {"attn1": "self-attention", "attn2": "cross-attention", "ff": "MLP"}  # of sub-layers, in words
 
 
 def is_a(module: object, *names: str) -> bool:
@@ -72,6 +74,12 @@ class Block:
         return all(layer.layout.batched for layer in self.layers)
 
 
+def listed(root: Any, name: str, layers: tuple[Layer, ...], **facts: Any) -> tuple[Block, ...]:
+    """The blocks of a list of a model, which all have the same layers; ``facts`` as for a :class:`Block`."""
+    blocks = enumerate(getattr(root, name))
+    return tuple(Block(f"{name}.{i}", block, layers, **facts) for i, block in blocks)
+
+
 @dataclasses.dataclass(frozen=True)
 class Host:
     """A denoiser or a ControlNet.
@@ -80,21 +88,29 @@ class Host:
         root: the model.
         blocks: its transformer blocks in the order in which they run.
         sample: name of its argument for the sample.
-        timestep: name of its argument for the timestep.
+        timestep: name of its argument for the timestep, or, for a model that is not told the timestep,
+            (root, arguments of a call by name) → a number that differs between denoising steps.
         grid: (root, arguments of a call by name, grid of the last call) → (frames, rows, columns) of its
             finest token grid. Raises UnsupportedModelError for a call whose tokens it cannot tell.
         patch: side of the square of latent positions that makes one token.
+        frames: of the token grid of a video that the model was made for; 1 for pictures.
         sample_size: height and width of the sample that the model was made for, if it says so.
         controlnet: whether it is a ControlNet, which may stay dense beside a denoiser that merges.
         example: ``(height, width, batch)`` → arguments by name of a call with a sample of that size.
+        limits: what to know before merging it, in words.
+        on_cpu: names of parameters that a copy without weights, for counting, has on the CPU all the same:
+            the model does something with their device that tensors without values do not allow.
     """
 
     root: nn.Module
     blocks: tuple[Block, ...]
     sample: str
-    timestep: str
+    timestep: str | Callable[[Any, Mapping[str, Any]], Tensor]
     grid: Callable[[Any, Mapping[str, Any], Grid], GridShape]
     sample_size: tuple[int, int] | None
     controlnet: bool
     example: Callable[[int, int, int], dict[str, Any]]
     patch: int = 1
+    frames: int = 1
+    limits: tuple[str, ...] = ()
+    on_cpu: tuple[str, ...] = ()

@@ -6,12 +6,14 @@ from typing import Any
 
 from torch import nn
 
-from tokenmerge.layout import PLAIN, Follower, Layout
+from tokenmerge.layout import Follower, Layout
 from tokenmerge.models.base import Block, Layer
 
 __all__ = ["basic_block"]
 
 _SELF_ATTENTION = Layout(followers=(Follower("attention_mask", axes=(-1,), batched=True),))
+# The mask that it gets is the text's.
+_CROSS_ATTENTION = Layout(whole=("ip_adapter_masks",))
 _CHUNKED = "feed-forward layers that run in chunks stay dense; switch chunking off to merge them"
 
 
@@ -19,11 +21,15 @@ def basic_block(
     path: str, module: Any, *, grid: nn.Module | None = None, level: int = 1, method: str = "forward"
 ) -> Block:
     """Describe a block whose sub-layers are called ``attn1``, ``attn2`` and ``ff``."""
-    # Self-attention in name only: it attends to the text, and its mask is the text's.
-    to_text = getattr(module, "only_cross_attention", False)
+    # Blocks without text, as one of three in AudioLDM 2, attend to the image twice; those with
+    # only_cross_attention attend to the text twice.
+    twice_to_image = not getattr(getattr(module, "attn2", None), "is_cross_attention", True)
+    twice_to_text = getattr(module, "only_cross_attention", False)
     layers = (
-        Layer("attn1", "attn1", PLAIN if to_text else _SELF_ATTENTION),
-        Layer("attn2", "attn2"),
+        Layer("attn1", "attn1", _CROSS_ATTENTION if twice_to_text else _SELF_ATTENTION),
+        Layer("attn1", "attn2", _SELF_ATTENTION)
+        if twice_to_image
+        else Layer("attn2", "attn2", _CROSS_ATTENTION),
         Layer("ff", "ff"),
     )
     chunked = bool(getattr(module, "_chunk_size", None))

@@ -1,0 +1,94 @@
+"""What UNets of diffusers have in common: stages of transformers that halve and double the resolution."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+from tokenmerge.errors import UnsupportedModelError
+from tokenmerge.layout import Grid
+from tokenmerge.models.base import Block, GridShape, Host, is_a
+from tokenmerge.models.basic import basic_block
+
+__all__ = ["describe_stages"]
+
+# Their first argument is [b, c, h, w], for a video with its frames in the batch. What attends over time is in
+# other classes (AnimateDiffTransformer3D, TransformerTemporalModel) or in other lists of blocks.
+_TRANSFORMERS = ("Transformer2DModel", "TransformerSpatioTemporalModel", "DreamLiteTransformer2DModel")
+
+
+def describe_stages(
+    root: Any, example: Callable[[Any, int, int, int], dict[str, Any]], *, controlnet: bool = False
+) -> Host:
+    """Find the blocks of a model with ``down_blocks``, ``mid_block`` and, unless a ControlNet, ``up_blocks``.
+
+    Args:
+        root: the model. Its sample ends in height and width.
+        example: (root, height, width, batch) → arguments by name of a call with a sample of that size.
+        controlnet: whether it is a ControlNet.
+
+    Raises:
+        UnsupportedModelError: its attention is not in transformer blocks.
+    """
+    blocks: list[Block] = []
+    level = 1
+    for i, stage in enumerate(root.down_blocks):
+        blocks += _blocks(stage, f"down_blocks.{i}", level)
+        if _has(stage, "downsamplers", "base_downsamplers"):
+            level *= 2
+    if root.mid_block is not None:
+        blocks += _blocks(root.mid_block, "mid_block", level)
+    for i, stage in enumerate(getattr(root, "up_blocks", ())):
+        blocks += _blocks(stage, f"up_blocks.{i}", level)
+        if _has(stage, "upsamplers"):
+            level //= 2
+    if not blocks:
+        _refuse_other_attention(root)
+
+    return Host(
+        root=root,
+        blocks=tuple(blocks),
+        sample="sample",
+        timestep="timestep",
+        grid=_grid,
+        sample_size=_sample_size(root),
+        controlnet=controlnet,
+        example=partial(example, root),
+    )
+
+
+def _sample_size(root: Any) -> tuple[int, int] | None:
+    size = getattr(root.config, "sample_size", None)
+    return (size, size) if isinstance(size, int) else size and tuple(size)
+
+
+def _has(stage: Any, *names: str) -> bool:
+    return any(getattr(stage, name, None) is not None for name in names)
+
+
+def _blocks(stage: Any, prefix: str, level: int) -> Iterator[Block]:
+    for path, module in stage.named_modules(prefix=prefix):
+        if is_a(module, *_TRANSFORMERS):
+            for i, block in enumerate(module.transformer_blocks):
+                yield basic_block(f"{path}.transformer_blocks.{i}", block, grid=module, level=level)
+
+
+def _refuse_other_attention(root: Any) -> None:
+    stages = [*root.down_blocks, root.mid_block, *getattr(root, "up_blocks", ())]
+    found = {
+        type(s).__name__: None
+        for s in stages
+        if s is not None and any(is_a(m, "Attention") for m in s.modules())
+    }
+    if found:
+        raise UnsupportedModelError(
+            f"tokens cannot be merged in {type(root).__name__} yet: its attention is in {', '.join(found)}, "
+            "and takes pictures [b, c, h, w] instead of tokens, as in DeepFloyd IF and Kandinsky 2"
+        )
+
+
+def _grid(root: Any, arguments: Mapping[str, Any], last: Grid) -> GridShape:
+    # The frames of a video are in the batch: each merges on its own.
+    rows, columns = arguments["sample"].shape[-2:]
+    return 1, rows, columns
