@@ -65,7 +65,8 @@ def test_a_table_with_categories_has_a_line_for_each() -> None:
 
 def test_a_process_that_is_not_the_first_prints_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "run_evaluate", lambda *args, **named: None)
-    assert run().stdout == ""
+    result = run()
+    assert (result.exit_code, result.stdout) == (0, "")
 
 
 @pytest.mark.parametrize(

@@ -52,10 +52,22 @@ def test_two_processes_find_the_figures_of_one(
     metrics = tuple(f"{name}={models / 'dino'}" for name in ("dino", "fid", "kid"))
     alone = run(metrics=metrics, seeds=3)
     out = tmp_path / "two" / "evaluate.jsonl"
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2"]
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "2"]
+    # As for GPUs: with --cpu, several processes would need MPI.
+    launch += ["--multi_gpu"]
     launch += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
     launch += ["--num_cpu_threads_per_process", "1", "--main_process_port", "0"]
-    command = ["evaluate", "--model", str(models / "tiny"), "--prompts", str(prompts), "--steps", "2"]
+    command = [
+        "evaluate",
+        "--device",
+        "cpu",
+        "--model",
+        str(models / "tiny"),
+        "--prompts",
+        str(prompts),
+        "--steps",
+        "2",
+    ]
     command += ["--seeds", "3", "--batch", "2", "-o", str(out), *(f"--metric={m}" for m in metrics)]
     done = subprocess.run(
         [*launch, "-m", "tokenmerge", *command],
@@ -65,6 +77,7 @@ def test_two_processes_find_the_figures_of_one(
         timeout=240,
     )
     assert done.returncode == 0, done.stderr
+    assert "2 processes share the prompts" in done.stderr
     assert done.stdout.count("tome ratio=0.5") == 1
     results = read_results([out])
     # Equal to the last bit: the same batches ran, each on one of the two.

@@ -27,12 +27,12 @@ def test_one_prompt_a_line_in_order_and_each_once(tmp_path: Path) -> None:
 def test_parti_prompts_bring_their_categories(tmp_path: Path) -> None:
     content = (
         "Prompt\tCategory\tChallenge\tNote\n"
-        'a sign that says "Go\tWorld Knowledge\tWriting\t\n'
+        '"Go" in neon letters\tWorld Knowledge\tWriting\t\n'
         "a bear\tAnimals\tBasic\tx\n"
         "a cube\t\tBasic\t\n"
     )
     assert read_prompts(write(tmp_path, content)) == [
-        Prompt('a sign that says "Go', "World Knowledge"),
+        Prompt('"Go" in neon letters', "World Knowledge"),
         Prompt("a bear", "Animals"),
         Prompt("a cube", None),
     ]

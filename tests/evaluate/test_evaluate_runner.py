@@ -197,15 +197,16 @@ def test_the_sheet_has_a_row_for_each_prompt_and_a_column_for_each_variant(run: 
 def test_fewer_steps_are_those_that_the_benchmark_found(run: Run, models: Path, tmp_path: Path) -> None:
     conditions = {"model": str(models / "tiny"), "width": 32, "height": 32, "steps": 4}
 
-    def record(scope: str, steps: int, batch: int = 1, **changes: object) -> str:
-        fewer = {"settings": {"as": "tome ratio=0.5"}, "facts": {"steps_used": steps}}
+    def record(scope: str, fit: int, batch: int = 1, **changes: object) -> str:
+        fewer = {"settings": {"as": "tome ratio=0.5"}, "facts": {"steps_used": fit}}
         return cell("fewer-steps", **fewer, **{**conditions, **changes}, scope=scope, batch=batch).to_line()
 
     lines = [
         record("denoiser", 1),
         record("pipeline", 2, batch=8),
-        record("pipeline", 3),
         record("pipeline", 1, width=64),
+        record("pipeline", 2, steps=25),
+        record("pipeline", 3),
         cell("tome", **conditions).to_line(),
     ]
     (tmp_path / "results").mkdir()

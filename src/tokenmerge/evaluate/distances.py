@@ -12,6 +12,8 @@ __all__ = ["frechet_distance", "kernel_distance"]
 _SUBSETS = 100
 _LARGEST_SUBSET = 1000
 _SEED = 0
+# The features of all processes are gathered already, and only the first process computes.
+_ALONE = {"sync_on_compute": False}
 
 
 def frechet_distance(features: Tensor, reference: Tensor) -> float:
@@ -25,7 +27,7 @@ def frechet_distance(features: Tensor, reference: Tensor) -> float:
     """
     from torchmetrics.image.fid import FrechetInceptionDistance
 
-    measure = FrechetInceptionDistance(feature=_as_they_are(features))
+    measure = FrechetInceptionDistance(feature=_as_they_are(features), **_ALONE)
     measure.update(reference.double(), real=True)
     measure.update(features.double(), real=False)
     return float(measure.compute())
@@ -47,7 +49,9 @@ def kernel_distance(features: Tensor, reference: Tensor) -> float:
     subsets = 1 if {len(features), len(reference)} == {size} else _SUBSETS
     with warnings.catch_warnings():  # of the memory for features, which are in memory already
         warnings.filterwarnings("ignore", message="Metric `Kernel Inception Distance` will save")
-        measure = KernelInceptionDistance(feature=_as_they_are(features), subsets=subsets, subset_size=size)
+        measure = KernelInceptionDistance(
+            feature=_as_they_are(features), subsets=subsets, subset_size=size, **_ALONE
+        )
     measure.update(reference.double(), real=True)
     measure.update(features.double(), real=False)
     with torch.random.fork_rng(devices=[]):  # torchmetrics draws the subsets from the global generator

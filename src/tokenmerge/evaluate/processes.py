@@ -18,6 +18,9 @@ __all__ = ["Processes", "processes"]
 
 T = TypeVar("T")
 
+# How torchrun, which accelerate launch runs, and the implementations of MPI tell the number of processes.
+_WORLD_SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
+
 # The first process to be ready waits for the last one, which may have hours of pictures left.
 _PATIENCE = datetime.timedelta(days=30)
 
@@ -65,7 +68,7 @@ def processes(device: str) -> Iterator[Processes]:
     Raises:
         ConfigError: the device is not here, or is one device and there are several processes.
     """
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+    if all(os.environ.get(name, "1") == "1" for name in _WORLD_SIZES):
         yield Processes(0, 1, resolve_device(device))
         return
     if device not in ("auto", "cpu"):

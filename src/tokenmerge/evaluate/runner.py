@@ -73,6 +73,8 @@ def evaluate(
     require_diffusers("tokenmerge evaluate")
     with processes(options.device) as team:
         run = _Run(options, make_plan(options, team.device), team, on_progress)
+        if team.count > 1 and team.is_main:
+            on_note(f"{team.count} processes share the prompts")
         if not team.is_main:
             run.load_metrics(lambda note: None)
             run.draw_and_measure()
