@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,10 +10,9 @@ from torch import Tensor, nn
 
 from tokenmerge.models import find_hosts
 from tokenmerge.models.base import is_a
+from tokenmerge.models.blank import blank
 
 __all__ = ["InputSize", "Inputs", "example_inputs"]
-
-_TEXT_TOKENS = {"sd3": 77 + 256, "flux": 512, "wan": 512}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,13 +53,12 @@ def example_inputs(model: nn.Module, size: InputSize, seed: int) -> Inputs:
     Raises:
         UnsupportedModelError: how to call the model is not known.
     """
-    for class_name, example in _EXAMPLES.items():
-        if is_a(model, class_name):
-            return Inputs((), _noisy(example(model, size), seed))
+    if is_a(model, "WanTransformer3DModel"):
+        return Inputs((), _noisy(_wan(model, size), seed))
     (host,) = find_hosts(model)
     arguments = _noisy(host.example(*size.latent, size.samples), seed)
-    # By position, as the pipelines pass them: tomesd reads the sample's size from there.
-    return Inputs((arguments.pop(host.sample), arguments.pop(host.timestep)), arguments)
+    # By position, as the pipelines pass it: tomesd reads the sample's size from there.
+    return Inputs((arguments.pop(host.sample),), arguments)
 
 
 def _noisy(arguments: dict[str, Any], seed: int) -> dict[str, Any]:
@@ -74,49 +71,12 @@ def _noisy(arguments: dict[str, Any], seed: int) -> dict[str, Any]:
     return arguments
 
 
-def _sd3(model: Any, size: InputSize) -> dict[str, Any]:
-    zeros = _zeros(model, size.samples)
-    return {
-        "hidden_states": zeros(model.config.in_channels, *size.latent),
-        "encoder_hidden_states": zeros(_TEXT_TOKENS["sd3"], model.config.joint_attention_dim),
-        "pooled_projections": zeros(model.config.pooled_projection_dim),
-        "timestep": zeros().fill_(500),
-    }
-
-
-def _flux(model: Any, size: InputSize) -> dict[str, Any]:
-    zeros = _zeros(model, size.samples)
-    height, width = (side // 2 for side in size.latent)
-    positions = torch.zeros(height, width, 3, device=model.device, dtype=model.dtype)
-    positions[..., 1] = torch.arange(height, device=model.device)[:, None]
-    positions[..., 2] = torch.arange(width, device=model.device)
-    return {
-        "hidden_states": zeros(height * width, model.config.in_channels),
-        "encoder_hidden_states": zeros(_TEXT_TOKENS["flux"], model.config.joint_attention_dim),
-        "pooled_projections": zeros(model.config.pooled_projection_dim),
-        "timestep": zeros().fill_(0.5),
-        "img_ids": positions.view(-1, 3),
-        "txt_ids": torch.zeros(_TEXT_TOKENS["flux"], 3, device=model.device, dtype=model.dtype),
-        "guidance": zeros().fill_(3.5) if model.config.guidance_embeds else None,
-    }
-
-
 def _wan(model: Any, size: InputSize) -> dict[str, Any]:
-    zeros = _zeros(model, size.samples)
+    """As its host's example, with as many frames as are wanted."""
+    zeros = blank(model, size.samples)
     latent_frames = (size.frames - 1) // 4 + 1
     return {
         "hidden_states": zeros(model.config.in_channels, latent_frames, *size.latent),
         "timestep": zeros().fill_(500),
-        "encoder_hidden_states": zeros(_TEXT_TOKENS["wan"], model.config.text_dim),
+        "encoder_hidden_states": zeros(512, model.config.text_dim),
     }
-
-
-def _zeros(model: Any, samples: int) -> Callable[..., Tensor]:
-    return lambda *shape: torch.zeros(samples, *shape, device=model.device, dtype=model.dtype)
-
-
-_EXAMPLES: dict[str, Callable[[Any, InputSize], dict[str, Any]]] = {
-    "SD3Transformer2DModel": _sd3,
-    "FluxTransformer2DModel": _flux,
-    "WanTransformer3DModel": _wan,
-}

@@ -1,8 +1,9 @@
-"""Stable Diffusion 3 and 3.5: joint attention of image and text, no position tables."""
+"""Stable Diffusion 3 and 3.5 and their ControlNets: joint attention of image and text, no position tables."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,10 +11,12 @@ from torch import nn
 
 from tokenmerge.layout import Grid
 from tokenmerge.models.base import Block, GridShape, Host, Layer, is_a
+from tokenmerge.models.blank import blank
 
 __all__ = ["CLASSES", "describe", "matches"]
 
-CLASSES = ("SD3Transformer2DModel",)
+_CONTROLNET = "SD3ControlNetModel"
+CLASSES = ("SD3Transformer2DModel", _CONTROLNET)
 
 # Some blocks of 3.5 medium have a second self-attention, of the image alone.
 _LAYERS = (Layer("attn1", "attn"), Layer("attn1", "attn2"), Layer("ff", "ff"))
@@ -40,22 +43,33 @@ def describe(root: Any) -> Host:
         timestep="timestep",
         grid=_grid,
         sample_size=(root.config.sample_size,) * 2,
-        controlnet=False,
-        example=lambda height, width, batch: _example(root, height, width, batch),
+        controlnet=is_a(root, _CONTROLNET),
+        example=partial(_example, root),
         patch=root.config.patch_size,
     )
 
 
 def _grid(root: Any, arguments: Mapping[str, Any], last: Grid) -> GridShape:
-    height, width = arguments["hidden_states"].shape[-2:]
+    # A ControlNet without positions of its own takes tokens as its sample; its condition is always latents.
+    latents = arguments["controlnet_cond" if is_a(root, _CONTROLNET) else "hidden_states"]
+    height, width = latents.shape[-2:]
     return 1, height // root.config.patch_size, width // root.config.patch_size
 
 
 def _example(root: Any, height: int, width: int, batch: int) -> dict[str, Any]:
-    config, like = root.config, {"device": root.device, "dtype": root.dtype}
-    return {
-        "hidden_states": torch.zeros(batch, config.in_channels, height, width, **like),
+    config, zeros = root.config, blank(root, batch)
+    arguments = {
+        "hidden_states": zeros(config.in_channels, height, width),
         "timestep": torch.full((batch,), 500.0, device=root.device),
-        "encoder_hidden_states": torch.zeros(batch, 77 + 256, config.joint_attention_dim, **like),
-        "pooled_projections": torch.zeros(batch, config.pooled_projection_dim, **like),
+        "pooled_projections": zeros(config.pooled_projection_dim),
     }
+    if root.context_embedder is not None:
+        arguments["encoder_hidden_states"] = zeros(77 + 256, config.joint_attention_dim)
+    if is_a(root, _CONTROLNET):
+        arguments["controlnet_cond"] = zeros(
+            config.in_channels + config.extra_conditioning_channels, height, width
+        )
+        if root.pos_embed is None:
+            tokens = (height // config.patch_size) * (width // config.patch_size)
+            arguments["hidden_states"] = zeros(tokens, root.inner_dim)
+    return arguments

@@ -1,25 +1,48 @@
-"""Wan 2.1 and 2.2: video, self- and cross-attention, rotary positions that broadcast over the batch."""
+"""Wan 2.1 and 2.2 (also VACE, Animate), SkyReels-V2 and ChronoEdit: video, self- and cross-attention.
+
+Rotary positions broadcast over the batch.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from tokenmerge.layout import Follower, Grid, Layout
-from tokenmerge.models.base import Block, GridShape, Host, Layer, is_a
+from tokenmerge.layout import Follower, Layout
+from tokenmerge.models.base import Host, Layer, is_a, listed
+from tokenmerge.models.blank import blank
+from tokenmerge.models.grids import video_grid
 
 __all__ = ["CLASSES", "describe", "matches"]
 
-CLASSES = ("WanTransformer3DModel",)
+CLASSES = (
+    "WanTransformer3DModel",
+    "WanVACETransformer3DModel",
+    "WanAnimateTransformer3DModel",
+    "SkyReelsV2Transformer3DModel",
+    "ChronoEditTransformer3DModel",
+)
 
+_FRAMES = 21  # of the latents: 81 pictures
 _LAYERS = (
-    Layer("attn1", "attn1", Layout(followers=(Follower("rotary_emb", axes=(1,), batched=True),))),
+    Layer(
+        "attn1",
+        "attn1",
+        Layout(
+            followers=(
+                Follower("rotary_emb", axes=(1,), batched=True),
+                # Of SkyReels-V2, which can forbid to look at later frames.
+                Follower("attention_mask", axes=(-2, -1), batched=True),
+            )
+        ),
+    ),
     Layer("attn2", "attn2"),
     Layer("ff", "ffn"),
 )
+_CONTROL = Layout(tokens="control_hidden_states")
 
 
 def matches(module: nn.Module) -> bool:
@@ -28,33 +51,41 @@ def matches(module: nn.Module) -> bool:
 
 
 def describe(root: Any) -> Host:
-    """Find the blocks."""
+    """Find the blocks; of VACE also those of the control video."""
+    blocks = listed(root, "blocks", _LAYERS)
+    if is_a(root, "WanVACETransformer3DModel"):
+        blocks = (*listed(root, "vace_blocks", _LAYERS, layout=_CONTROL), *blocks)
     return Host(
         root=root,
-        blocks=tuple(Block(f"blocks.{i}", block, _LAYERS) for i, block in enumerate(root.blocks)),
+        blocks=blocks,
         sample="hidden_states",
         timestep="timestep",
-        grid=_grid,
+        grid=video_grid,
         sample_size=(60, 104),
         controlnet=False,
-        example=lambda height, width, batch: _example(root, height, width, batch),
+        example=partial(_example, root),
         patch=root.config.patch_size[1],
+        frames=_FRAMES // root.config.patch_size[0],
     )
 
 
-def _grid(root: Any, arguments: Mapping[str, Any], last: Grid) -> GridShape:
-    sides = zip(arguments["hidden_states"].shape[2:], root.config.patch_size, strict=True)
-    frames, rows, columns = (side // patch for side, patch in sides)
-    return frames, rows, columns
-
-
 def _example(root: Any, height: int, width: int, batch: int) -> dict[str, Any]:
-    config, like = root.config, {"device": root.device, "dtype": root.dtype}
-    arguments = {
-        "hidden_states": torch.zeros(batch, config.in_channels, 21, height, width, **like),
+    config, zeros = root.config, blank(root, batch)
+    frames = _FRAMES - _FRAMES % getattr(config, "num_frame_per_block", 1)
+    arguments: dict[str, Any] = {
+        "hidden_states": zeros(config.in_channels, frames, height, width),
         "timestep": torch.full((batch,), 500.0, device=root.device),
-        "encoder_hidden_states": torch.zeros(batch, 512, config.text_dim, **like),
+        "encoder_hidden_states": zeros(512, config.text_dim),
     }
     if config.image_dim is not None:
-        arguments["encoder_hidden_states_image"] = torch.zeros(batch, 257, config.image_dim, **like)
+        arguments["encoder_hidden_states_image"] = zeros(257, config.image_dim)
+    if is_a(root, "WanVACETransformer3DModel"):
+        arguments["control_hidden_states"] = zeros(config.vace_in_channels, frames, height, width)
+    if is_a(root, "WanAnimateTransformer3DModel"):
+        # All but the first frame have a pose, and a face for each of the four pictures that they stand for.
+        arguments["pose_hidden_states"] = zeros(config.latent_channels, frames - 1, height, width)
+        side = config.motion_encoder_size
+        arguments["face_pixel_values"] = zeros(3, 4 * (frames - 2) + 1, side, side)
+    if getattr(config, "inject_sample_info", False):
+        arguments["fps"] = [0] * batch
     return arguments

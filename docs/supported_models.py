@@ -1,0 +1,122 @@
+"""Write docs/supported-models.md from the families' own records, and the checks that each of them passes.
+
+python docs/supported_models.py          # runs the checks of every family, some minutes
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs" / "supported-models.md"
+sys.path.insert(0, str(ROOT / "tests"))
+
+HEAD = """# Supported models
+
+Written by `python docs/supported_models.py` from the records in `src/tokenmerge/models/` and from a run of
+`tests/families/`, on tiny random models of diffusers' own classes. Change those and run it again.
+
+- **merges**: the parts of a transformer block that run on merged tokens. Which of them do is for the settings to say:
+  `merge_attn`, `merge_crossattn`, `merge_mlp`.
+- **plan**: where the position tables of a model have no batch axis, all images of a batch have to merge alike. The
+  picture that such a model makes from a seed depends on the batch that it is in; everywhere else it does not.
+- **checks**: with ratio 0 the output is bit-equal; with tokens reordered and none removed it is equal up to rounding
+  (so that every position, mask and condition follows its token); attention receives fewer tokens; nothing stays after
+  removal, also in the middle of a step; odd and oblong sizes, any batch, arguments by name and by position; an image
+  does not depend on its batch; copies, pickles and gradients with checkpointing; the report.
+"""
+
+REFUSED = """
+## Refused by name
+
+`apply_token_merging` raises `UnsupportedModelError` for these, with the reason:
+
+| class | why |
+|---|---|
+"""
+
+
+def families() -> list[tuple[str, str, list[str]]]:
+    """(title, what it says, keys of its tiny models) for each file of a family."""
+    from families.tiny import FAMILIES
+
+    from tokenmerge.models import FAMILIES as RECORDS
+    from tokenmerge.models.base import is_a
+
+    built = {key: family.build() for key, family in FAMILIES.items()}
+    found = []
+    for record in RECORDS:
+        text = " ".join((record.__doc__ or "").split())
+        title, _, about = text.rstrip(".").partition(": ")
+        keys = [key for key, model in built.items() if is_a(model, *record.CLASSES) and record.matches(model)]
+        found.append((title, about, keys))
+    return found
+
+
+def row(key: str, checks: dict[str, tuple[int, int]] | None) -> str:
+    """One line of a table."""
+    from families.tiny import FAMILIES
+
+    from tokenmerge.models import KINDS, find_hosts
+
+    hosts = find_hosts(FAMILIES[key].build())
+    blocks = [block for host in hosts for block in host.blocks]
+    kinds = {layer.kind for block in blocks for layer in block.layers}
+    merges = [name for kind, name in KINDS.items() if kind in kinds]
+    plan = "per image" if all(block.batched for block in blocks) else "shared by the batch"
+    limits = dict.fromkeys(
+        [reason for block in blocks for reason in block.dense.values()]
+        + [limit for host in hosts for limit in host.limits]
+    )
+    passed = "" if checks is None else "{} of {}".format(*checks[key])
+    return f"| `{key}` | {', '.join(merges)} | {plan} | {passed} | {'; '.join(limits)} |"
+
+
+def page(checks: dict[str, tuple[int, int]] | None) -> str:
+    """The whole page; without ``checks`` their column is empty."""
+    from tokenmerge.models.refused import REASONS
+
+    parts = [HEAD]
+    for title, about, keys in families():
+        parts.append(f"\n## {title}\n")
+        if about:
+            parts.append(f"{about[0].upper()}{about[1:]}.\n")
+        if keys:
+            parts += ["| model | merges | plan | checks | limits |", "|---|---|---|---|---|"]
+            parts += [row(key, checks) for key in keys]
+    refused = "\n".join(f"| `{name}` | {reason} |" for name, reason in sorted(REASONS.items()))
+    return "\n".join(parts) + "\n" + REFUSED + refused + "\n"
+
+
+class Outcomes:
+    """A plugin of pytest that counts passed and all checks by the family in the test's name."""
+
+    def __init__(self) -> None:
+        self.counts: dict[str, list[int]] = defaultdict(lambda: [0, 0])
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        from families.tiny import FAMILIES
+
+        if report.when != "call" or report.skipped:
+            return
+        for key in set(re.split(r"[\[\]-]", report.nodeid)) & FAMILIES.keys():
+            self.counts[key][0] += report.passed
+            self.counts[key][1] += 1
+
+
+def main() -> None:
+    """Run the checks and write the page."""
+    outcomes = Outcomes()
+    status = pytest.main(["-q", str(ROOT / "tests" / "families")], plugins=[outcomes])
+    PAGE.write_text(page({key: (a, b) for key, (a, b) in outcomes.counts.items()}), encoding="utf-8")
+    sys.exit(status)
+
+
+if __name__ == "__main__":
+    main()
