@@ -12,7 +12,10 @@ import pytest
 import torch
 
 from tokenmerge.errors import ConfigError
+from tokenmerge.evaluate.options import EvaluateOptions
+from tokenmerge.evaluate.plan import make_plan
 from tokenmerge.evaluate.processes import Processes, processes
+from tokenmerge.evaluate.runner import _Run
 from tokenmerge.reporting.quality import QualityRecord
 from tokenmerge.reporting.results import read_results
 
@@ -23,6 +26,20 @@ def test_every_piece_of_work_is_in_one_share() -> None:
     work = list(range(7))
     shares = [Processes(index, 3, CPU).share(work) for index in range(3)]
     assert shares == [[0, 3, 6], [1, 4], [2, 5]]
+
+
+def test_pictures_have_the_same_neighbours_however_many_processes_there_are(
+    options: Callable[..., EvaluateOptions],
+) -> None:
+    made = options(seeds=3)
+    plan = make_plan(made, CPU)
+
+    def batches(count: int) -> list[list]:
+        runs = [_Run(made, plan, Processes(i, count, CPU), print) for i in range(count)]
+        return sorted([list(batch) for run in runs for batch in run.batches], key=lambda batch: batch[0][0])
+
+    assert [len(batch) for batch in batches(1)] == [2, 2, 2, 2, 1]
+    assert batches(2) == batches(3) == batches(1)
 
 
 def test_without_a_launcher_there_is_one_process() -> None:
