@@ -17,7 +17,7 @@ _EXPERTS = "each token goes to experts chosen by counting tokens"
 _TWO = "its blocks attend between two sequences, of video and of sound"
 _LINE = "its tokens are a line in time, without the rows and columns that merging goes by"
 _PICTURES = "its attention takes a picture [b, c, h, w] instead of tokens"
-_UNKNOWN = "how its blocks take their tokens is not described yet (docs: adding a model)"
+_UNKNOWN = "how its blocks take their tokens is not described yet"
 
 REASONS = {
     "AceStepTransformer1DModel": _LINE,
