@@ -16,6 +16,7 @@ from tokenmerge.models.refused import REASONS
 diffusers_models = pytest.importorskip("diffusers.models")
 
 SUPPORTED = {name for family in FAMILIES for name in family.CLASSES}
+SUPPORTED |= {"DreamLiteUNetModel"}  # as the UNet2DConditionModel that it inherits from
 # Networks of these folders that denoise nothing, parts of others, ControlNets that stay dense beside a
 # denoiser that merges, and UNets of other blocks: the error that finds nothing to merge in them names them.
 OTHER = {
