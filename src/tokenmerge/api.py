@@ -51,6 +51,19 @@ class Patch(Generic[AnyReport, AnyRecord]):
                 restore(root)
 
     @contextlib.contextmanager
+    def generation(self, steps: int) -> Iterator[None]:
+        """Denoise in a loop of your own, for settings that depend on the step.
+
+        A pipeline that was passed to :func:`apply_token_merging` tells its steps by its scheduler.
+
+        Args:
+            steps: how many different timesteps the model will be called at.
+        """
+        for run in self._runs.values():
+            run.clock.begin(steps)
+        yield
+
+    @contextlib.contextmanager
     def record(self) -> Iterator[dict[str, AnyRecord]]:
         """While the context lasts, keep what each block that merges did at last, by the block's path.
 
@@ -107,6 +120,8 @@ def _merge_in_hosts(model: object, config: ToMeConfig) -> Patch[Report, Recorded
     for host in hosts:
         restore(host.root)
     runs = {host.root: new_run(host, config) for host in merging}
+    for run in runs.values():
+        run.clock.scheduler = getattr(model, "scheduler", None)
     for host in merging:
         patch_host(host, runs[host.root])
     denoiser = next((host for host in merging if not host.controlnet), merging[0])

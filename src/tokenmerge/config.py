@@ -9,7 +9,10 @@ from typing import Any
 
 from tokenmerge.errors import ConfigError
 
-__all__ = ["ToMeConfig", "highest_ratio"]
+__all__ = ["PLANNERS", "SCOPES", "ToMeConfig", "highest_ratio"]
+
+SCOPES = ("layers", "block", "keys")
+PLANNERS = ("tome", "local", "grid")
 
 
 def highest_ratio(sx: int, sy: int, st: int = 1) -> float:
@@ -54,6 +57,39 @@ class ToMeConfig:
         merge_crossattn: merge the queries of cross-attention: a small saving, a small loss.
         merge_mlp: merge around the feed-forward layer: a large saving and by far the largest loss.
 
+    Where (beside the level and the layers):
+
+    Args:
+        scope: ``"layers"`` merges and unmerges around each of the layers above. ``"block"`` merges once
+            before a transformer block and unmerges behind it, all its layers in between, adding to each
+            token only the change that the block made to the merged one, so that its own detail stays: the
+            largest saving, and a large loss without ``correct_every``. ``"keys"`` merges what self-attention
+            looks at and not the tokens that look: the saving of attention alone, the smallest loss.
+        until: fraction of the denoising steps that merge, 0 < until ≤ 1; the rest are dense. Lowering it
+            gives back speed in proportion, and quality much faster: the last steps decide the detail.
+
+    How tokens are combined:
+
+    Args:
+        proportional: count a merged token in attention for as many keys as it stands for (arXiv 2210.09461,
+            equation 2). It gains several dB for a mask in attention, which costs up to 15 % of that layer;
+            attention other than PyTorch's own (flash-attn, xFormers, SageAttention) takes no notice of it.
+        correct_every: 0, or run every so many steps dense, keep what merging would have lost of each block's
+            change, and add that on the merged steps that follow, with the same plan. 3 is a good choice for
+            20 steps. Raising it is faster and corrects with older values. It keeps one tensor of the size of
+            the tokens for each merged block.
+
+    When it is planned which tokens merge:
+
+    Args:
+        planner: ``"tome"`` compares each source with all destinations; ``"local"`` with those of the 3 × 3
+            cells around it, as good and many times faster for large pictures; ``"grid"`` compares nothing
+            and gives each token to the destination of its cell, which always removes 1 − 1/(sx·sy).
+        plan_every: hold a plan for so many steps, ≥ 1. Raising it saves the time of planning and merges by
+            older similarities.
+        share_plan: one plan for all blocks of a level, made by the first of them, instead of one for each
+            block. It saves most of the planning, for a small loss.
+
     Raises:
         ConfigError: a value is outside these ranges.
 
@@ -71,10 +107,37 @@ class ToMeConfig:
     merge_attn: bool = True
     merge_crossattn: bool = False
     merge_mlp: bool = False
+    scope: str = "layers"
+    until: float = 1.0
+    proportional: bool = False
+    correct_every: int = 0
+    planner: str = "tome"
+    plan_every: int = 1
+    share_plan: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("sx", "sy", "st", "max_downsample"):
+        for name in ("sx", "sy", "st", "max_downsample", "plan_every"):
             _check_int(name, getattr(self, name), lowest=1)
+        _check_int("correct_every", self.correct_every, lowest=0)
+        for name, choices in (("scope", SCOPES), ("planner", PLANNERS)):
+            if getattr(self, name) not in choices:
+                wanted = ", ".join(map(repr, choices))
+                raise ConfigError(f"{name}: expected one of {wanted}, got {getattr(self, name)!r}")
+        if (
+            isinstance(self.until, bool)
+            or not isinstance(self.until, numbers.Real)
+            or not 0 < self.until <= 1
+        ):
+            raise ConfigError(f"until: expected 0 < until ≤ 1, got {self.until!r}")
+        if self.correct_every == 1:
+            raise ConfigError(
+                "correct_every: 1 would run every step dense; take 0 for no correction, or 2 or more"
+            )
+        if self.correct_every and self.scope == "keys":
+            raise ConfigError(
+                "correct_every: with scope='keys' no token loses its own value, so there is nothing to correct; "
+                "take correct_every=0, or scope='block'"
+            )
         _check_int("seed", self.seed, lowest=None)
         highest = highest_ratio(self.sx, self.sy, self.st)
         ratio = self.ratio
@@ -86,7 +149,7 @@ class ToMeConfig:
                 f"ratio: expected 0 ≤ ratio ≤ 1 − 1/(sx·sy{over_time and '·st'}) = {highest:g} for "
                 f"sx={self.sx}, sy={self.sy}{over_time}, got {ratio:g}; take a lower ratio or larger strides"
             )
-        for field in ("use_rand", "merge_attn", "merge_crossattn", "merge_mlp"):
+        for field in ("use_rand", "merge_attn", "merge_crossattn", "merge_mlp", "proportional", "share_plan"):
             if not isinstance(getattr(self, field), bool):
                 raise ConfigError(f"{field}: expected True or False, got {getattr(self, field)!r}")
         if not self.merged_layers:
@@ -103,6 +166,11 @@ class ToMeConfig:
         """
         wanted = {"attn1": self.merge_attn, "attn2": self.merge_crossattn, "ff": self.merge_mlp}
         return tuple(name for name, on in wanted.items() if on)
+
+    @property
+    def by_step(self) -> bool:
+        """Whether calls depend on those before them: steps are counted, and plans or corrections kept."""
+        return self.until < 1 or self.correct_every > 0 or self.plan_every > 1 or self.share_plan
 
     def to_dict(self) -> dict[str, Any]:
         """The settings as plain values, for records."""

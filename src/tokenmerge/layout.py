@@ -12,7 +12,15 @@ from torch import Tensor
 
 from tokenmerge.ops import Plan, merge, unmerge
 
-__all__ = ["PLAIN", "Follower", "Grid", "Layout", "argument", "merged_call"]
+__all__ = [
+    "PLAIN",
+    "Follower",
+    "Grid",
+    "Layout",
+    "argument",
+    "merged_call",
+    "replace_result",
+]
 
 
 @dataclasses.dataclass(eq=False)
@@ -93,7 +101,13 @@ PLAIN = Layout()  # image tokens alone, and no argument that follows them
 
 
 def merged_call(
-    function: Callable, layout: Layout, plan: Plan, names: Sequence[str], args: tuple, kwargs: dict[str, Any]
+    function: Callable,
+    layout: Layout,
+    plan: Plan,
+    names: Sequence[str],
+    args: tuple,
+    kwargs: dict[str, Any],
+    unmerged: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None,
 ) -> Any:
     """Call a function with merged tokens and unmerge its result.
 
@@ -104,21 +118,24 @@ def merged_call(
         names: of its parameters, in order.
         args: positional arguments, for all n tokens.
         kwargs: arguments by name.
+        unmerged: of image tokens, (all, merged, result for the merged) → result for all; None: each token
+            gets the result of the merged token that holds it.
     """
-    n = plan.inverse.shape[1]
+    n, m = plan.inverse.shape[1], plan.keep.shape[1]
+    name_of_tokens = layout.tokens or names[0]
+    tokens = argument(name_of_tokens, names, args, kwargs)
+    merged = replace_image(layout, tokens, n, lambda image: merge(plan, image))
 
-    def merge_image(x: Tensor) -> Tensor:
-        return _replace_image(layout, x, n, lambda image: merge(plan, image))
+    def back(image: Tensor) -> Tensor:
+        if unmerged is None:
+            return unmerge(plan, image)
+        return unmerged(layout.image(tokens, n), layout.image(merged, m), image)
 
-    def unmerge_image(y: Tensor) -> Tensor:
-        return _replace_image(layout, y, plan.keep.shape[1], lambda image: unmerge(plan, image))
-
-    changed: dict[str, Callable[[Any], Any]] = {names[0]: merge_image}
+    changed: dict[str, Callable[[Any], Any]] = {name_of_tokens: lambda _: merged}
     for follower in layout.followers:
         changed[follower.name] = functools.partial(_follow, follower=follower, layout=layout, plan=plan)
-    tokens = argument(names[0], names, args, kwargs)
     if layout.again and argument(layout.again, names, args, kwargs) is tokens:
-        changed[layout.again] = merge_image
+        changed[layout.again] = lambda _: merged
     result = function(
         *(
             changed[name](value) if name in changed else value
@@ -127,10 +144,15 @@ def merged_call(
         *args[len(names) :],
         **{name: changed[name](value) if name in changed else value for name, value in kwargs.items()},
     )
+    return replace_result(layout, result, m, back)
+
+
+def replace_result(layout: Layout, result: Any, n: int, change: Callable[[Tensor], Tensor]) -> Any:
+    """Change the n image tokens of a call's result and leave the rest of it as it is."""
     if isinstance(result, Tensor):
-        return unmerge_image(result)
+        return replace_image(layout, result, n, change)
     return tuple(
-        unmerge_image(value) if i in layout.outputs and value is not None else value
+        replace_image(layout, value, n, change) if i in layout.outputs and value is not None else value
         for i, value in enumerate(result)
     )
 
@@ -143,7 +165,7 @@ def argument(name: str, names: Sequence[str], args: tuple, kwargs: dict[str, Any
     return args[place] if place < len(args) else None
 
 
-def _replace_image(layout: Layout, x: Tensor, n: int, change: Callable[[Tensor], Tensor]) -> Tensor:
+def replace_image(layout: Layout, x: Tensor, n: int, change: Callable[[Tensor], Tensor]) -> Tensor:
     """Change the n image tokens of a sequence and leave its text as it is."""
     text = x.shape[1] - n
     if text == 0:

@@ -109,6 +109,12 @@ def _why_nothing(host: Host, config: ToMeConfig) -> str:
             f"nothing to merge: {name} has no transformer block; token merging needs a model with attention"
         )
     blocks = [block for block in host.blocks if _layers_to_merge(block, config)]
+    if not blocks and config.scope != "layers":
+        what = "run on merged tokens as a whole" if config.scope == "block" else "be given its keys apart"
+        return (
+            f"nothing to merge: no transformer block of {name} can {what}, as scope={config.scope!r} needs; "
+            "take scope='layers'"
+        )
     wanted = " or ".join(KINDS[kind] for kind in config.merged_layers)
     if not blocks:
         reasons = dict.fromkeys(
@@ -138,10 +144,13 @@ def patch_host(host: Host, run: Run) -> None:
     grids: dict[nn.Module, Grid] = {}
     for block in _blocks_to_merge(host, run.config):
         grid = run.grid if block.grid is None else grids.setdefault(block.grid, Grid())
-        state = BlockState(run, grid, block.path, block.layout, block.batched)
+        wide = block.wide if run.config.scope == "block" else None
+        state = BlockState(run, grid, block.path, block.layout, block.batched, wide)
         swap(block.module, block.method, block_call, state)
         for layer in _layers_to_merge(block, run.config):
-            swap(getattr(block.module, layer.name), "forward", layer_call, LayerState(state, layer.layout))
+            keys = layer.keys if run.config.scope == "keys" else None
+            layer_state = LayerState(state, layer.layout, layer.kind == "attn1", keys)
+            swap(getattr(block.module, layer.name), "forward", layer_call, layer_state)
     for module, grid in grids.items():
         note(module, note_grid, grid)
     note(host.root, note_call, run)
@@ -168,6 +177,10 @@ def _blocks_to_merge(host: Host, config: ToMeConfig) -> list[Block]:
 
 
 def _layers_to_merge(block: Block, config: ToMeConfig) -> list[Layer]:
+    if config.scope == "keys":
+        return [layer for layer in block.layers if layer.keys is not None]
+    if config.scope == "block":  # the attention inside of it counts merged tokens
+        return [layer for layer in block.layers if layer.kind == "attn1"] if block.wide is not None else []
     return [layer for layer in block.layers if layer.kind in config.merged_layers]
 
 

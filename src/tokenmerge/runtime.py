@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -13,13 +14,17 @@ from torch import Tensor, nn
 
 from tokenmerge.config import ToMeConfig
 from tokenmerge.errors import NothingToMergeError, UnsupportedModelError
-from tokenmerge.layout import Grid, Layout, argument, merged_call
-from tokenmerge.methods.tome import num_removed, plan_tome
-from tokenmerge.ops import Plan, num_tokens, shared_features
+from tokenmerge.layout import Grid, Layout, argument, merged_call, replace_result
+from tokenmerge.methods import PLANNERS
+from tokenmerge.methods.tome import num_removed
+from tokenmerge.ops import Plan, merge, num_tokens, shared_features, unmerge
+from tokenmerge.proportional import ProportionalAttention
+from tokenmerge.when import Clock, Moment, moment
 
 __all__ = [
     "STATE",
     "BlockState",
+    "HeldPlan",
     "LayerState",
     "RecordedPlan",
     "Run",
@@ -43,6 +48,14 @@ class RecordedPlan:
     grid: tuple[int, int, int]
 
 
+@dataclasses.dataclass(frozen=True)
+class HeldPlan:
+    """A plan that is used again, and the (generation, step) that it was made at."""
+
+    plan: Plan | None
+    made: tuple[int, int]
+
+
 @dataclasses.dataclass(eq=False)
 class Run:
     """What all blocks of a patched model share.
@@ -59,6 +72,9 @@ class Run:
         grid: the finest token grid of the running call.
         step: an integer that follows the timestep of the running call; blocks that are called without
             their model have that of its last call, or 0.
+        clock: where in a generation the running call is, where the settings depend on it.
+        moment: what the running step does.
+        held: the plans that blocks share, by the grid of their tokens.
         record: where each block leaves its latest plan, by its path, while somebody asks for it.
     """
 
@@ -70,6 +86,9 @@ class Run:
     levels: tuple[int, ...]
     grid: Grid = dataclasses.field(default_factory=Grid)
     step: Tensor = dataclasses.field(default_factory=lambda: torch.zeros((), dtype=torch.int64))
+    clock: Clock = dataclasses.field(default_factory=Clock)
+    moment: Moment = Moment()
+    held: dict[tuple[int, ...], HeldPlan] = dataclasses.field(default_factory=dict)
     record: dict[str, RecordedPlan] | None = None
 
 
@@ -83,7 +102,10 @@ class BlockState:
         path: its name in the model.
         layout: how it takes its tokens.
         batched: whether each image of a batch has a plan of its own.
+        wide: how the block as a whole takes its tokens, where it runs on merged ones.
         plan: of the running call.
+        held: the plan that it uses again.
+        corrections: what merging loses of the block's change ``[b, n, c]``, by the turn of the call.
     """
 
     run: Run
@@ -91,15 +113,20 @@ class BlockState:
     path: str
     layout: Layout
     batched: bool
+    wide: Layout | None = None
     plan: Plan | None = None
+    held: HeldPlan | None = None
+    corrections: dict[int, Tensor] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(eq=False)
 class LayerState:
-    """What a sub-layer knows: its block, and how it takes its tokens."""
+    """What a sub-layer knows: its block, how it takes its tokens, and which argument its keys are."""
 
     block: BlockState
     layout: Layout
+    attention: bool = False
+    keys: str | None = None
 
 
 # Two hooks note what a call is about; they run before the module's ``forward``, whoever replaced that.
@@ -115,7 +142,11 @@ def note_call(root: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
     sample = arguments[run.sample]
     device = (sample[0] if isinstance(sample, list) else sample).device
     told = run.timestep
-    run.step = _step_of(arguments[told] if isinstance(told, str) else told(root, arguments), device)
+    timestep = arguments[told] if isinstance(told, str) else told(root, arguments)
+    run.step = _step_of(timestep, device)
+    if run.config.by_step:
+        run.clock.tick(float(torch.as_tensor(timestep).max()))
+        run.moment = moment(run.config, run.clock.index, run.clock.total)
 
 
 def note_grid(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -131,20 +162,38 @@ def note_grid(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
 
 
 def block_call(original: Callable) -> Callable:
-    """The transformer block: plans from its input, for its sub-layers."""
+    """The transformer block: plans from its input, for itself or for its sub-layers."""
     names = parameters(original)
 
     @functools.wraps(original)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         state: BlockState | None = self.__dict__.get(STATE)
-        if state is None:
+        if state is None or not (state.run.moment.merges or state.run.moment.corrects):
             return original(self, *args, **kwargs)
         layout = state.layout
         tokens = argument(layout.tokens or names[0], names, args, kwargs)
         mask = argument(layout.padding, names, args, kwargs) if layout.padding else None
         state.plan = _plan(state, tokens, mask)
         try:
-            return original(self, *args, **kwargs)
+            if state.wide is None or state.plan is None:
+                return original(self, *args, **kwargs)
+            if state.run.moment.corrects:
+                result = original(self, *args, **kwargs)
+                return replace_result(
+                    state.wide,
+                    result,
+                    state.plan.inverse.shape[1],
+                    functools.partial(_keep_lost, state, tokens),
+                )
+            return merged_call(
+                functools.partial(original, self),
+                state.wide,
+                state.plan,
+                names,
+                args,
+                kwargs,
+                functools.partial(_add_change, state),
+            )
         finally:
             state.plan = None
 
@@ -159,17 +208,43 @@ def layer_call(original: Callable) -> Callable:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         state: LayerState | None = self.__dict__.get(STATE)
         plan = None if state is None else state.block.plan
+        if state is None or plan is None or state.block.run.moment.corrects:
+            return original(self, *args, **kwargs)
+        tokens = argument(names[0], names, args, kwargs)
         # Parts of the sequence, as in feed-forward chunking, do not fit the plan.
-        if (
-            state is None
-            or plan is None
-            or not _fits(plan, argument(names[0], names, args, kwargs))
-            or any(argument(name, names, args, kwargs) is not None for name in state.layout.whole)
+        if not _fits(plan, tokens, state.block.wide is not None) or any(
+            argument(name, names, args, kwargs) is not None for name in state.layout.whole
         ):
             return original(self, *args, **kwargs)
-        return merged_call(functools.partial(original, self), state.layout, plan, names, args, kwargs)
+        with _proportional(state, plan):
+            if state.block.wide is not None:
+                return original(self, *args, **kwargs)
+            if state.keys is not None:
+                return original(self, *args, **{**kwargs, state.keys: merge(plan, tokens)})
+            return merged_call(functools.partial(original, self), state.layout, plan, names, args, kwargs)
 
     return forward
+
+
+def _proportional(state: LayerState, plan: Plan) -> AbstractContextManager[Any]:
+    wanted = state.attention and state.block.run.config.proportional
+    return ProportionalAttention(plan, state.layout) if wanted else nullcontext()
+
+
+def _add_change(state: BlockState, tokens: Tensor, merged: Tensor, result: Tensor) -> Tensor:
+    """Each token with the change that the block made to the one that stands for it, and what that lacks."""
+    assert state.plan is not None
+    changed = tokens + unmerge(state.plan, result - merged)
+    lost = state.corrections.get(state.run.clock.turn)
+    return changed if lost is None or lost.shape != changed.shape else changed + lost
+
+
+def _keep_lost(state: BlockState, tokens: Tensor, result: Tensor) -> Tensor:
+    """Keep what merging would lose of the change that the block makes."""
+    assert state.plan is not None
+    change = result - state.layout.image(tokens, result.shape[1])
+    state.corrections[state.run.clock.turn] = change - unmerge(state.plan, merge(state.plan, change))
+    return result
 
 
 def parameters(function: Callable) -> list[str]:
@@ -177,8 +252,8 @@ def parameters(function: Callable) -> list[str]:
     return list(inspect.signature(function).parameters)[1:]
 
 
-def _fits(plan: Plan, x: Tensor) -> bool:
-    b, n = plan.inverse.shape
+def _fits(plan: Plan, x: Tensor, merged: bool) -> bool:
+    b, n = plan.keep.shape if merged else plan.inverse.shape
     return x.shape[0] == b and x.shape[1] >= n
 
 
@@ -193,17 +268,38 @@ def _plan(state: BlockState, x: Tensor, mask: Tensor | None) -> Plan | None:
             "know: remove_token_merging(model) restores it"
         )
     start = None if mask is None else mask.sum(dim=1) - n
-    features, parts = state.layout.image(x, n, start), 1 if state.batched else x.shape[0]
-    if parts > 1:
-        features = shared_features(features, parts)
-    plan = plan_tome(features, grid, run.config, run.step)
-    if plan is not None and parts > 1:
-        plan = plan.repeated(parts)
+    plan = _held_plan(state, state.layout.image(x, n, start))
     if run.record is not None and plan is not None:
         run.record[state.path] = RecordedPlan(plan, grid)
     if plan is not None and start is not None:
         plan = plan.within(start, x.shape[1])
     return plan
+
+
+def _held_plan(state: BlockState, features: Tensor) -> Plan | None:
+    """The plan of this step: one that is held, or a new one."""
+    run, config = state.run, state.run.config
+    if not config.by_step:
+        return _new_plan(state, features)
+    key = (*state.grid.shape, features.shape[0])
+    now = run.clock.generation, run.clock.index
+    held = run.held.get(key) if config.share_plan else state.held
+    fits = held is not None and (held.plan is None or held.plan.inverse.shape == features.shape[:2])
+    if held is None or not fits or held.made[0] != now[0] or (run.moment.plans and held.made != now):
+        held = HeldPlan(_new_plan(state, features), now)
+        if config.share_plan:
+            run.held[key] = held
+        else:
+            state.held = held
+    return held.plan
+
+
+def _new_plan(state: BlockState, features: Tensor) -> Plan | None:
+    run, parts = state.run, 1 if state.batched else features.shape[0]
+    if parts > 1:
+        features = shared_features(features, parts)
+    plan = PLANNERS[run.config.planner](features, state.grid.shape, run.config, run.step)
+    return plan.repeated(parts) if plan is not None and parts > 1 else plan
 
 
 def check_grid(run: Run, grid: tuple[int, int, int]) -> None:

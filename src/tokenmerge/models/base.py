@@ -36,11 +36,14 @@ class Layer:
         kind: ``"attn1"`` self-attention or joint attention, ``"attn2"`` cross-attention, ``"ff"`` the MLP.
         name: of the attribute of the block that holds it.
         layout: how it takes its tokens.
+        keys: name of the argument by which self-attention can be given other tokens to look at; None: there
+            is no such argument.
     """
 
     kind: Literal["attn1", "attn2", "ff"]
     name: str
     layout: Layout = PLAIN
+    keys: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +55,8 @@ class Block:
         module: the block.
         layers: its sub-layers that can merge, in the order in which they run.
         layout: how it takes its tokens.
+        wide: how it takes them, what follows them and what it returns, where it can run on merged tokens as
+            a whole; None: it cannot.
         method: the method that gradient checkpointing runs again: ``"forward"`` or ``"_forward"``.
         grid: the module whose first argument ``[b, c, h, w]`` has the block's token grid, n = h·w; None
             where it is that of the whole model.
@@ -63,6 +68,7 @@ class Block:
     module: Any
     layers: tuple[Layer, ...]
     layout: Layout = PLAIN
+    wide: Layout | None = None
     method: str = "forward"
     grid: nn.Module | None = None
     level: int = 1
@@ -71,7 +77,8 @@ class Block:
     @property
     def batched(self) -> bool:
         """Whether each image of a batch can have a plan of its own."""
-        return all(layer.layout.batched for layer in self.layers)
+        wide = self.wide is None or self.wide.batched
+        return wide and all(layer.layout.batched for layer in self.layers)
 
 
 def listed(root: Any, name: str, layers: tuple[Layer, ...], **facts: Any) -> tuple[Block, ...]:

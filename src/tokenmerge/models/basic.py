@@ -26,7 +26,9 @@ def basic_block(
     twice_to_image = not getattr(getattr(module, "attn2", None), "is_cross_attention", True)
     twice_to_text = getattr(module, "only_cross_attention", False)
     layers = (
-        Layer("attn1", "attn1", _CROSS_ATTENTION if twice_to_text else _SELF_ATTENTION),
+        Layer("attn1", "attn1", _CROSS_ATTENTION)
+        if twice_to_text
+        else Layer("attn1", "attn1", _SELF_ATTENTION, keys="encoder_hidden_states"),
         Layer("attn1", "attn2", _SELF_ATTENTION)
         if twice_to_image
         else Layer("attn2", "attn2", _CROSS_ATTENTION),
@@ -41,6 +43,7 @@ def basic_block(
             for layer in layers
             if getattr(module, layer.name, None) is not None and not (chunked and layer.kind == "ff")
         ),
+        wide=None if chunked else _SELF_ATTENTION,
         method=method,
         grid=grid,
         level=level,

@@ -5,6 +5,7 @@ Blocks with two streams, then blocks with one; rotary positions are shared by th
 
 from __future__ import annotations
 
+import dataclasses
 from functools import partial
 from inspect import signature
 from typing import Any
@@ -40,6 +41,7 @@ _ATTENTION = Layout(
     ),
     outputs=(0, 2),
 )
+_BLOCK = dataclasses.replace(_ATTENTION, outputs=(1,))  # behind the text
 _DOUBLE = (Layer("attn1", "attn", _ATTENTION), Layer("ff", "ff"))
 _SINGLE = (Layer("attn1", "attn", _ATTENTION),)
 _FUSED = "blocks of a single stream project attention and MLP together; merge_mlp leaves their MLP dense"
@@ -55,8 +57,8 @@ def describe(root: Any) -> Host:
     return Host(
         root=root,
         blocks=(
-            *listed(root, "transformer_blocks", _DOUBLE),
-            *listed(root, "single_transformer_blocks", _SINGLE, dense={"ff": _FUSED}),
+            *listed(root, "transformer_blocks", _DOUBLE, wide=_BLOCK),
+            *listed(root, "single_transformer_blocks", _SINGLE, wide=_BLOCK, dense={"ff": _FUSED}),
         ),
         sample="hidden_states",
         timestep="timestep",

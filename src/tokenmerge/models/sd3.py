@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tokenmerge.layout import Grid
+from tokenmerge.layout import Grid, Layout
 from tokenmerge.models.base import Block, GridShape, Host, Layer, is_a
 from tokenmerge.models.blank import blank
 
@@ -19,7 +19,8 @@ _CONTROLNET = "SD3ControlNetModel"
 CLASSES = ("SD3Transformer2DModel", _CONTROLNET)
 
 # Some blocks of 3.5 medium have a second self-attention, of the image alone.
-_LAYERS = (Layer("attn1", "attn"), Layer("attn1", "attn2"), Layer("ff", "ff"))
+_LAYERS = (Layer("attn1", "attn", Layout(text="last")), Layer("attn1", "attn2"), Layer("ff", "ff"))
+_BLOCK = Layout(outputs=(1,))  # behind the text
 
 
 def matches(module: nn.Module) -> bool:
@@ -36,6 +37,7 @@ def describe(root: Any) -> Host:
                 f"transformer_blocks.{i}",
                 block,
                 tuple(layer for layer in _LAYERS if getattr(block, layer.name, None) is not None),
+                wide=_BLOCK,
             )
             for i, block in enumerate(root.transformer_blocks)
         ),

@@ -27,18 +27,15 @@ CLASSES = (
 )
 
 _FRAMES = 21  # of the latents: 81 pictures
+_FOLLOWING = Layout(
+    followers=(
+        Follower("rotary_emb", axes=(1,), batched=True),
+        # Of SkyReels-V2, which can forbid to look at later frames.
+        Follower("attention_mask", axes=(-2, -1), batched=True),
+    )
+)
 _LAYERS = (
-    Layer(
-        "attn1",
-        "attn1",
-        Layout(
-            followers=(
-                Follower("rotary_emb", axes=(1,), batched=True),
-                # Of SkyReels-V2, which can forbid to look at later frames.
-                Follower("attention_mask", axes=(-2, -1), batched=True),
-            )
-        ),
-    ),
+    Layer("attn1", "attn1", _FOLLOWING),
     Layer("attn2", "attn2"),
     Layer("ff", "ffn"),
 )
@@ -52,7 +49,7 @@ def matches(module: nn.Module) -> bool:
 
 def describe(root: Any) -> Host:
     """Find the blocks; of VACE also those of the control video."""
-    blocks = listed(root, "blocks", _LAYERS)
+    blocks = listed(root, "blocks", _LAYERS, wide=_FOLLOWING)
     if is_a(root, "WanVACETransformer3DModel"):
         blocks = (*listed(root, "vace_blocks", _LAYERS, layout=_CONTROL), *blocks)
     return Host(

@@ -1,6 +1,6 @@
 """Pure tensor functions on tokens ``[b, n, c]``; they know no model and no setting."""
 
-from tokenmerge.ops.matching import bipartite_soft_matching, shared_features
+from tokenmerge.ops.matching import bipartite_soft_matching, local_matching, own_cell, shared_features
 from tokenmerge.ops.partition import num_destinations, num_tokens, strided_partition
 from tokenmerge.ops.plan import Plan, make_plan, merge, unmerge
 from tokenmerge.ops.tokens import SizedPlan, Tokens, plan_by_size
@@ -10,10 +10,12 @@ __all__ = [
     "SizedPlan",
     "Tokens",
     "bipartite_soft_matching",
+    "local_matching",
     "make_plan",
     "merge",
     "num_destinations",
     "num_tokens",
+    "own_cell",
     "plan_by_size",
     "shared_features",
     "strided_partition",

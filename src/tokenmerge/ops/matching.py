@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-__all__ = ["bipartite_soft_matching", "shared_features"]
+from tokenmerge.ops.partition import num_tokens
+
+__all__ = ["bipartite_soft_matching", "local_matching", "own_cell", "shared_features"]
 
 # How many similarities are held at once; more sources are compared in slices, so that memory grows linearly
 # with the number of tokens as it does with fused attention. On a CPU a slice is small enough for its memory
@@ -33,6 +37,69 @@ def bipartite_soft_matching(features: Tensor, src: Tensor, dst: Tensor) -> tuple
     # The length of a source does not change which destination is nearest, so it divides last and once.
     similarity = product / sources.norm(dim=-1).clamp(min=smallest)
     return similarity.argsort(dim=-1, descending=True), nearest
+
+
+def local_matching(
+    features: Tensor, grid: Sequence[int], cell: Sequence[int], src: Tensor, dst: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Connect each source to its most similar destination of the 3 × 3 cells around it.
+
+    Args:
+        features: ``[b, n, c]``: what is compared, by cosine similarity.
+        grid: (rows, columns) of the n tokens.
+        cell: (height, width) of a cell in tokens.
+        src: ``[s]`` indices of the sources.
+        dst: ``[d]`` indices of the destinations, one for each cell in row order, as
+            :func:`tokenmerge.ops.strided_partition` makes them.
+
+    Returns:
+        As :func:`bipartite_soft_matching`.
+    """
+    smallest = torch.finfo(features.dtype).tiny
+    destinations = F.normalize(features.index_select(1, dst), dim=-1, eps=smallest)
+    around = _around(grid[0] // cell[0], grid[1] // cell[1], src.device)
+    near = destinations.index_select(1, around.flatten()).unflatten(1, around.shape)  # [b, cell, 9, c]
+
+    def match(sources: Tensor, cells: Tensor, candidates: Tensor) -> tuple[Tensor, Tensor]:
+        """``[s, k]`` sources of s cells, with the 9 candidates of each: similarities and places ``[b, s, k]``."""
+        tokens = features.index_select(1, sources.flatten()).unflatten(1, sources.shape)
+        product, which = (tokens @ candidates.transpose(-1, -2)).max(dim=-1)
+        place = around[cells].expand(len(features), -1, -1).gather(2, which)
+        return product / tokens.norm(dim=-1).clamp(min=smallest), place
+
+    # Those within a cell together, so that what is around it is gathered once: the partition lists one
+    # source of each cell, then the next of each. Those beyond the last whole cell follow.
+    inside = len(dst) * (num_tokens(cell) - 1)
+    by_cell = src[:inside].view(-1, len(dst)).t()
+    found = [match(by_cell, torch.arange(len(dst), device=src.device), near)]
+    if inside < len(src):
+        cells = own_cell(grid, cell, src[inside:])
+        found.append(match(src[inside:].unsqueeze(1), cells, near.index_select(1, cells)))
+    similarity, nearest = (
+        torch.cat([part.transpose(1, 2).flatten(1) for part in parts], dim=1)
+        for parts in zip(*found, strict=True)
+    )
+    return similarity.argsort(dim=-1, descending=True), nearest
+
+
+def own_cell(grid: Sequence[int], cell: Sequence[int], tokens: Tensor) -> Tensor:
+    """For each token the cell that it lies in, in row order; beyond the last whole cell, the nearest one.
+
+    >>> own_cell((3, 4), (2, 2), torch.tensor([0, 3, 6, 11])).tolist()
+    [0, 1, 1, 1]
+    """
+    rows, columns = grid[0] // cell[0], grid[1] // cell[1]
+    row = (tokens // grid[1] // cell[0]).clamp(max=rows - 1)
+    column = (tokens % grid[1] // cell[1]).clamp(max=columns - 1)
+    return row * columns + column
+
+
+def _around(rows: int, columns: int, device: torch.device) -> Tensor:
+    """``[rows * columns, 9]`` for each cell those around it and itself; at a border some of them twice."""
+    step = torch.arange(-1, 2, device=device)
+    row = (torch.arange(rows, device=device).view(-1, 1) + step).clamp(0, rows - 1)
+    column = (torch.arange(columns, device=device).view(-1, 1) + step).clamp(0, columns - 1)
+    return (row.view(rows, 1, 3, 1) * columns + column.view(1, columns, 1, 3)).reshape(rows * columns, 9)
 
 
 def _largest_products(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:

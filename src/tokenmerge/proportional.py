@@ -1,0 +1,56 @@
+"""Proportional attention: a merged token counts for as many keys as it stands for (arXiv 2210.09461, eq. 2)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from tokenmerge.layout import Layout
+from tokenmerge.ops import Plan
+
+__all__ = ["ProportionalAttention"]
+
+
+class ProportionalAttention(TorchFunctionMode):
+    """While it lasts, fused attention adds the logarithm of each key's size to its logits.
+
+    At the call of the fused kernel and not before, because hosts agree on nothing else: most of them take
+    no mask, or take it in a form of their own.
+
+    Args:
+        plan: what the image's keys stand for.
+        layout: where the keys of text stand, which count once.
+    """
+
+    def __init__(self, plan: Plan, layout: Layout) -> None:
+        super().__init__()
+        self.logits = plan.sizes.log()
+        self.layout = layout
+
+    def __torch_function__(
+        self, function: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if function is not F.scaled_dot_product_attention:
+            return function(*args, **kwargs)
+        names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        key: Tensor = given["key"]
+        text = key.shape[-2] - self.logits.shape[1]
+        if text < 0 or key.shape[0] % len(self.logits):
+            return function(**given)
+        bias = F.pad(self.logits, (text, 0) if self.layout.text == "first" else (0, text)).to(key.dtype)
+        # Hosts that fold heads into the batch repeat each image for its heads.
+        bias = bias.repeat_interleave(key.shape[0] // len(bias), 0) if len(bias) != key.shape[0] else bias
+        bias = bias.view(len(bias), *[1] * (key.ndim - 2), -1)
+        mask = given.get("attn_mask")
+        if mask is not None and mask.dtype == torch.bool:
+            bias = torch.where(mask, bias, float("-inf"))
+        elif mask is not None:
+            bias = bias + mask
+        return function(**{**given, "attn_mask": bias})
