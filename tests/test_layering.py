@@ -15,7 +15,7 @@ LAYERS = [
     ["config"],
     ["ops"],
     ["layout"],
-    ["methods", "models"],
+    ["methods", "models", "when", "proportional"],
     ["runtime"],
     ["patch"],
     ["counting"],

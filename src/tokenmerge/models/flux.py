@@ -5,7 +5,6 @@ Blocks with two streams, then blocks with one; rotary positions are shared by th
 
 from __future__ import annotations
 
-import dataclasses
 from functools import partial
 from inspect import signature
 from typing import Any
@@ -41,7 +40,14 @@ _ATTENTION = Layout(
     ),
     outputs=(0, 2),
 )
-_BLOCK = dataclasses.replace(_ATTENTION, outputs=(1,))  # behind the text
+# Blocks get the mask as [b, n]; their result is the image behind the text, of Chroma's single stream both in one.
+_BLOCK = Layout(
+    followers=(
+        Follower("image_rotary_emb", axes=(0,)),
+        Follower("attention_mask", axes=(1,), batched=True),
+    ),
+    outputs=(1,),
+)
 _DOUBLE = (Layer("attn1", "attn", _ATTENTION), Layer("ff", "ff"))
 _SINGLE = (Layer("attn1", "attn", _ATTENTION),)
 _FUSED = "blocks of a single stream project attention and MLP together; merge_mlp leaves their MLP dense"
@@ -54,11 +60,13 @@ def matches(module: nn.Module) -> bool:
 
 def describe(root: Any) -> Host:
     """Find the blocks of both lists."""
+    # The blocks of FIBO get their mask within another argument.
+    wide = None if is_a(root, "BriaFiboTransformer2DModel") else _BLOCK
     return Host(
         root=root,
         blocks=(
-            *listed(root, "transformer_blocks", _DOUBLE, wide=_BLOCK),
-            *listed(root, "single_transformer_blocks", _SINGLE, wide=_BLOCK, dense={"ff": _FUSED}),
+            *listed(root, "transformer_blocks", _DOUBLE, wide=wide),
+            *listed(root, "single_transformer_blocks", _SINGLE, wide=wide, dense={"ff": _FUSED}),
         ),
         sample="hidden_states",
         timestep="timestep",
