@@ -13,7 +13,7 @@ test: $(VENV)/ready
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest --numprocesses auto
 
 format: $(VENV)/ready
 	$(BIN)/ruff format .

@@ -17,13 +17,15 @@ ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "supported-models.md"
 sys.path.insert(0, str(ROOT / "tests"))
 
-HEAD = """# Supported models
+HEAD = """\
+# Supported models
 
 Written by `python docs/supported_models.py` from the records in `src/tokenmerge/models/` and from a run of
 `tests/families/`, on tiny random models of diffusers' own classes. Change those and run it again.
 
-- **merges**: the parts of a transformer block that run on merged tokens. Which of them do is for the settings to say:
-  `merge_attn`, `merge_crossattn`, `merge_mlp`.
+- **merges**: the parts of a transformer block that can run on merged tokens, on their own (`scope="layers"`, chosen by
+  `merge_attn`, `merge_crossattn`, `merge_mlp`) and, for a *whole block*, all at once (`scope="block"`). *Keys* says that
+  what attention looks at can merge alone (`scope="keys"`).
 - **plan**: where the position tables of a model have no batch axis, all images of a batch have to merge alike. The
   picture that such a model makes from a seed depends on the batch that it is in; everywhere else it does not.
 - **checks**: with ratio 0 the output is bit-equal; with tokens reordered and none removed it is equal up to rounding
@@ -69,6 +71,8 @@ def row(key: str, checks: dict[str, tuple[int, int]] | None) -> str:
     blocks = [block for host in hosts for block in host.blocks]
     kinds = {layer.kind for block in blocks for layer in block.layers}
     merges = [name for kind, name in KINDS.items() if kind in kinds]
+    merges += ["whole block"] if any(block.wide for block in blocks) else []
+    merges += ["keys"] if any(layer.keys for block in blocks for layer in block.layers) else []
     plan = "per image" if all(block.batched for block in blocks) else "shared by the batch"
     limits = dict.fromkeys(
         [reason for block in blocks for reason in block.dense.values()]
@@ -101,6 +105,7 @@ class Outcomes:
         self.counts: dict[str, list[int]] = defaultdict(lambda: [0, 0])
 
     def pytest_runtest_logreport(self, report: Any) -> None:
+        """Count one test."""
         from families.tiny import FAMILIES
 
         if report.when != "call" or report.skipped:

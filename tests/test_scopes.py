@@ -52,7 +52,7 @@ def test_whole_blocks_run_on_fewer_tokens_and_keep_the_detail_of_each(family):
 
 @pytest.mark.parametrize("scope", ["layers", "block"])
 def test_proportional_attention_is_exact_where_merged_tokens_are_equal(scope):
-    """With every token of a cell alike, a merged one stands for them without loss, counted as often as they are."""
+    """With every token of a cell alike, a merged one that counts for all of them stands for them."""
     unet = hosts.unet()
     host = find_hosts(unet)[0]
     first = host.blocks[0]

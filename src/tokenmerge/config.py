@@ -135,8 +135,8 @@ class ToMeConfig:
             )
         if self.correct_every and self.scope == "keys":
             raise ConfigError(
-                "correct_every: with scope='keys' no token loses its own value, so there is nothing to correct; "
-                "take correct_every=0, or scope='block'"
+                "correct_every: with scope='keys' every token keeps its own value, so there is nothing to "
+                "correct; take correct_every=0, or scope='block'"
             )
         _check_int("seed", self.seed, lowest=None)
         highest = highest_ratio(self.sx, self.sy, self.st)

@@ -1,4 +1,4 @@
-"""Proportional attention: a merged token counts for as many keys as it stands for (arXiv 2210.09461, eq. 2)."""
+"""Proportional attention: a merged token counts for as many keys as it stands for (arXiv 2210.09461)."""
 
 from __future__ import annotations
 

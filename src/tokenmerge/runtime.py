@@ -87,7 +87,7 @@ class Run:
     grid: Grid = dataclasses.field(default_factory=Grid)
     step: Tensor = dataclasses.field(default_factory=lambda: torch.zeros((), dtype=torch.int64))
     clock: Clock = dataclasses.field(default_factory=Clock)
-    moment: Moment = Moment()
+    moment: Moment = dataclasses.field(default_factory=Moment)
     held: dict[tuple[int, ...], HeldPlan] = dataclasses.field(default_factory=dict)
     record: dict[str, RecordedPlan] | None = None
 

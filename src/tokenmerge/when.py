@@ -64,7 +64,7 @@ class Clock:
 
 
 def _steps_from(timestep: float, timesteps: list[float]) -> int:
-    """Number of steps of a generation that begins at a timestep, which image-to-image need not do at the first.
+    """Number of steps from a timestep on, at which image-to-image may begin, to the last.
 
     >>> _steps_from(600, [800, 600, 600, 400, 200])
     3

@@ -59,7 +59,7 @@ def _checkpointing_works(model: nn.Module, arguments: dict[str, Any]) -> bool:
 @EVERY
 @pytest.mark.filterwarnings("ignore:`Transformer2DModelOutput` is deprecated:FutureWarning")
 def test_gradients_are_those_without_checkpointing(family):
-    """Up to rounding: some hosts compute their position tables anew. Where the host's own gradients are so."""
+    """Up to rounding: some hosts compute their position tables anew."""
     model, arguments = model_of(family).train(), family.inputs(2, 8, 8)
     if not getattr(model, "_supports_gradient_checkpointing", False) or not family.checkpoints:
         pytest.skip("the model has no gradient checkpointing")

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-import tokenmerge.runtime
 from families.family import Family, seeded
 from families.tiny import FAMILIES
 from tokenmerge import NothingToMergeError, ToMeConfig, apply_token_merging, remove_token_merging
+from tokenmerge.methods import PLANNERS
 from tokenmerge.models import find_hosts
 from tokenmerge.ops import Plan, make_plan
 from tokenmerge.report import predict
@@ -79,7 +79,7 @@ def test_reordering_tokens_changes_nothing(family, grid, monkeypatch):
     """Each token must keep its own position, mask and condition, so all that differs is the order of sums."""
     model, arguments = model_of(family), family.inputs(2, *family.fitting(grid))
     dense = call(model, arguments)
-    monkeypatch.setattr(tokenmerge.runtime, "plan_tome", reordering)
+    monkeypatch.setitem(PLANNERS, "tome", reordering)
     apply_token_merging(model, settings(family, merge_crossattn=True, merge_mlp=True))
     reordered = call(model, arguments)
     assert_close(reordered, dense, rtol=1e-5, atol=1e-5 * dense.abs().max().item())

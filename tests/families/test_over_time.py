@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-import tokenmerge.runtime
 from families.test_every_family import call, model_of
 from families.tiny import FAMILIES
 from tokenmerge import ToMeConfig, apply_token_merging
+from tokenmerge.methods import PLANNERS
 from tokenmerge.ops import Plan, bipartite_soft_matching, make_plan, strided_partition
 
 VIDEOS = pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.frames > 1])
@@ -47,7 +47,7 @@ def test_the_order_of_merging_over_time_changes_nothing(name, monkeypatch):
     family = FAMILIES[name]
     model, arguments = model_of(family), family.inputs(2, 7, 5)
     dense = call(model, arguments)
-    monkeypatch.setattr(tokenmerge.runtime, "plan_tome", in_the_order_of_cells)
+    monkeypatch.setitem(PLANNERS, "tome", in_the_order_of_cells)
     apply_token_merging(model, OVER_TIME)
     assert_close(call(model, arguments), dense, rtol=1e-5, atol=1e-5 * dense.abs().max().item())
 

@@ -40,7 +40,7 @@ _ATTENTION = Layout(
     ),
     outputs=(0, 2),
 )
-# Blocks get the mask as [b, n]; their result is the image behind the text, of Chroma's single stream both in one.
+# Blocks get the mask as [b, n]; they return the image behind the text; Chroma's single ones both in one.
 _BLOCK = Layout(
     followers=(
         Follower("image_rotary_emb", axes=(0,)),

@@ -61,7 +61,7 @@ def local_matching(
     near = destinations.index_select(1, around.flatten()).unflatten(1, around.shape)  # [b, cell, 9, c]
 
     def match(sources: Tensor, cells: Tensor, candidates: Tensor) -> tuple[Tensor, Tensor]:
-        """``[s, k]`` sources of s cells, with the 9 candidates of each: similarities and places ``[b, s, k]``."""
+        """``[s, k]`` sources of s cells and the 9 candidates of each → similarities, places ``[b, s, k]``."""
         tokens = features.index_select(1, sources.flatten()).unflatten(1, sources.shape)
         product, which = (tokens @ candidates.transpose(-1, -2)).max(dim=-1)
         place = around[cells].expand(len(features), -1, -1).gather(2, which)
