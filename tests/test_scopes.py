@@ -135,6 +135,31 @@ def test_blocks_of_a_level_share_a_plan(monkeypatch):
     assert len(made) == 4, "a plan does not outlive its step"
 
 
+def test_the_halves_of_guidance_share_a_plan_and_other_images_do_not():
+    unet = hosts.unet()
+    patch = apply_token_merging(unet, ToMeConfig(**HALF))
+    arguments = hosts.inputs(4)
+    guided = {**arguments, "sample": arguments["sample"][:2].repeat(2, 1, 1, 1)}
+    for case, shared in ((arguments, False), (guided, True)):
+        with patch.record() as plans:
+            hosts.call(unet, **case)
+        # Behind the first block the halves differ by their prompts, and so would plans of their own.
+        plan = list(plans.values())[-1].plan
+        assert torch.equal(plan.labels()[:2], plan.labels()[2:]) == shared
+        assert not torch.equal(plan.labels()[0], plan.labels()[1])
+
+
+def test_guidance_need_not_share_a_plan():
+    unet = hosts.unet()
+    arguments = hosts.inputs(2)
+    guided = {**arguments, "sample": arguments["sample"][:1].repeat(2, 1, 1, 1)}
+    patch = apply_token_merging(unet, ToMeConfig(**HALF, share_guidance=False))
+    with patch.record() as plans:
+        hosts.call(unet, **guided)
+    plan = list(plans.values())[-1].plan
+    assert not torch.equal(plan.labels()[0], plan.labels()[1])
+
+
 def test_plans_are_held_for_some_steps_and_dropped_with_the_generation(monkeypatch):
     unet = hosts.unet()
     made = plans_made(monkeypatch)

@@ -63,6 +63,7 @@ def apply_patch(
         merge_attn=bool(merge_attn),
         merge_crossattn=bool(merge_crossattn),
         merge_mlp=bool(merge_mlp),
+        share_guidance=False,
     )
     apply_token_merging(model, config)
     return model

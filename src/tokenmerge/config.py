@@ -87,6 +87,9 @@ class ToMeConfig:
             and gives each token to the destination of its cell, which always removes 1 − 1/(sx·sy).
         plan_every: hold a plan for so many steps, ≥ 1. Raising it saves the time of planning and merges by
             older similarities.
+        share_guidance: one plan for the two halves of a batch under classifier-free guidance, which are the
+            same sample with and without the prompt, by their mean similarity, so that what guidance makes
+            of their difference is not the difference of two plans. It takes half of the planning.
         share_plan: one plan for all blocks of a level, made by the first of them, instead of one for each
             block. It saves most of the planning, for a small loss.
 
@@ -113,6 +116,7 @@ class ToMeConfig:
     correct_every: int = 0
     planner: str = "tome"
     plan_every: int = 1
+    share_guidance: bool = True
     share_plan: bool = False
 
     def __post_init__(self) -> None:
@@ -149,7 +153,15 @@ class ToMeConfig:
                 f"ratio: expected 0 ≤ ratio ≤ 1 − 1/(sx·sy{over_time and '·st'}) = {highest:g} for "
                 f"sx={self.sx}, sy={self.sy}{over_time}, got {ratio:g}; take a lower ratio or larger strides"
             )
-        for field in ("use_rand", "merge_attn", "merge_crossattn", "merge_mlp", "proportional", "share_plan"):
+        for field in (
+            "use_rand",
+            "merge_attn",
+            "merge_crossattn",
+            "merge_mlp",
+            "proportional",
+            "share_guidance",
+            "share_plan",
+        ):
             if not isinstance(getattr(self, field), bool):
                 raise ConfigError(f"{field}: expected True or False, got {getattr(self, field)!r}")
         if not self.merged_layers:

@@ -74,6 +74,8 @@ class Run:
             their model have that of its last call, or 0.
         clock: where in a generation the running call is, where the settings depend on it.
         moment: what the running step does.
+        guided: whether the two halves of the batch are the same sample with two prompts; a compiled call
+            has it from the last one that was not.
         held: the plans that blocks share, by the grid of their tokens.
         record: where each block leaves its latest plan, by its path, while somebody asks for it.
     """
@@ -88,6 +90,7 @@ class Run:
     step: Tensor = dataclasses.field(default_factory=lambda: torch.zeros((), dtype=torch.int64))
     clock: Clock = dataclasses.field(default_factory=Clock)
     moment: Moment = dataclasses.field(default_factory=Moment)
+    guided: bool = False
     held: dict[tuple[int, ...], HeldPlan] = dataclasses.field(default_factory=dict)
     record: dict[str, RecordedPlan] | None = None
 
@@ -144,6 +147,8 @@ def note_call(root: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
     told = run.timestep
     timestep = arguments[told] if isinstance(told, str) else told(root, arguments)
     run.step = _step_of(timestep, device)
+    if run.config.share_guidance and not torch.compiler.is_compiling():
+        run.guided = _halves_are_equal(sample)
     if run.config.by_step:
         run.clock.tick(float(torch.as_tensor(timestep).max()))
         run.moment = moment(run.config, run.clock.index, run.clock.total)
@@ -295,7 +300,8 @@ def _held_plan(state: BlockState, features: Tensor) -> Plan | None:
 
 
 def _new_plan(state: BlockState, features: Tensor) -> Plan | None:
-    run, parts = state.run, 1 if state.batched else features.shape[0]
+    run, b = state.run, features.shape[0]
+    parts = b if not state.batched else 2 if run.guided and b % 2 == 0 else 1
     if parts > 1:
         features = shared_features(features, parts)
     plan = PLANNERS[run.config.planner](features, state.grid.shape, run.config, run.step)
@@ -319,6 +325,16 @@ def check_grid(run: Run, grid: tuple[int, int, int]) -> None:
             f"sx={config.sx}{f' × st={config.st}' if config.st > 1 else ''} removes none; generate a larger "
             f"image, lower {'sx, sy and st' if config.st > 1 else 'sx and sy'}, or raise ratio"
         )
+
+
+def _halves_are_equal(sample: Tensor | list[Tensor]) -> bool:
+    """Whether a batch is one half twice, as pipelines call a model under classifier-free guidance."""
+    half, odd = divmod(len(sample), 2)
+    if odd or sample[0].is_meta:
+        return False
+    if isinstance(sample, list):
+        return all(torch.equal(a, b) for a, b in zip(sample[:half], sample[half:], strict=True))
+    return torch.equal(sample[:half], sample[half:])
 
 
 def _step_of(timestep: Tensor | float, device: torch.device) -> Tensor:
