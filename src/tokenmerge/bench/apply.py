@@ -15,7 +15,20 @@ from tokenmerge.config import ToMeConfig
 from tokenmerge.errors import ConfigError, UnsupportedModelError
 from tokenmerge.report import Report
 
-__all__ = ["dense", "oracle", "tokenmerge", "tomesd", "tomesd_missing"]
+__all__ = ["TOMESD_SETTINGS", "dense", "oracle", "tokenmerge", "tomesd", "tomesd_missing"]
+
+TOMESD_SETTINGS = frozenset(
+    {
+        "ratio",
+        "max_downsample",
+        "sx",
+        "sy",
+        "use_rand",
+        "merge_attn",
+        "merge_crossattn",
+        "merge_mlp",
+    }
+)
 
 
 @contextlib.contextmanager
@@ -39,7 +52,7 @@ def tomesd(model: nn.Module, config: ToMeConfig, report: Report) -> Iterator[Non
         UnsupportedModelError: it finds no block in the model, which it would not say itself.
     """
     original: Any = importlib.import_module("tomesd")
-    settings = {name: value for name, value in config.to_dict().items() if name not in ("seed", "st")}
+    settings = {name: value for name, value in config.to_dict().items() if name in TOMESD_SETTINGS}
     # It deletes neither its records nor its references to the hooks.
     before = {module: set(module.__dict__) for module in model.modules()}
     try:

@@ -42,7 +42,11 @@ VARIANTS = {
     DENSE: Variant(apply.dense),
     "tome": Variant(apply.tokenmerge, ToMeConfig, merges=True),
     "tomesd": Variant(
-        apply.tomesd, ToMeConfig, merges=True, missing=apply.tomesd_missing, not_taken=frozenset({"seed"})
+        apply.tomesd,
+        ToMeConfig,
+        merges=True,
+        missing=apply.tomesd_missing,
+        not_taken=frozenset(field.name for field in dataclasses.fields(ToMeConfig)) - apply.TOMESD_SETTINGS,
     ),
     ORACLE: Variant(apply.oracle, ToMeConfig),
     # Dense with as many steps as fit into the time of a merged variant: how many is known after that one ran.
