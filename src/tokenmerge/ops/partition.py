@@ -62,7 +62,7 @@ def strided_partition(
     """
     cells = [side // stride for side, stride in zip(grid, cell, strict=True)]
     inside = torch.arange(num_tokens(grid), device=device).view(tuple(grid))
-    outside = []
+    outside: list[Tensor] = []
     for axis, (side, count, stride) in enumerate(zip(grid, cells, cell, strict=True)):
         beyond, inside = (
             inside.narrow(axis, count * stride, side - count * stride),
