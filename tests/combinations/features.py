@@ -188,7 +188,11 @@ def skipped_attention_scores(model: Any) -> Remove:
     from diffusers.hooks import LayerSkipConfig, apply_layer_skip
 
     config = LayerSkipConfig(
-        indices=[1], fqn="transformer_blocks", skip_attention=False, skip_ff=False, skip_attention_scores=True
+        indices=[0],
+        fqn="down_blocks.0.attentions.0.transformer_blocks",
+        skip_attention=False,
+        skip_ff=False,
+        skip_attention_scores=True,
     )
     apply_layer_skip(model, config)
     return lambda: _remove_hooks(model, "layer_skip_hook")

@@ -40,7 +40,7 @@ FEATURES: list[tuple[Callable[[Any], features.Remove], tuple[str, ...]]] = [
     (features.taylor_seer, (FLUX,)),
     (features.mag_cache, (FLUX, WAN)),
     (features.skipped_layer, (WAN,)),
-    (features.skipped_attention_scores, (FLUX,)),
+    (features.skipped_attention_scores, (UNET,)),
     (features.quantised, HOSTS),
 ]
 CASES = [

@@ -10,7 +10,7 @@ __all__ = ["quiet_libraries"]
 
 
 def quiet_libraries(command: str) -> None:
-    """Switch off loading bars, and advice about image processors that no command uses.
+    """Switch off loading bars, and advice about parts of other libraries that no command uses.
 
     Args:
         command: what needs diffusers, in words.
@@ -18,6 +18,9 @@ def quiet_libraries(command: str) -> None:
     Raises:
         MissingExtraError: diffusers is not installed.
     """
+    # diffusers imports torchao where it is installed, which reports each kernel that this machine cannot run.
+    for name in ("torchao", "torch.utils._pytree", "diffusers.quantizers.torchao.torchao_quantizer"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     require_diffusers(command)
     import diffusers.utils.logging
     import transformers.utils.logging
