@@ -20,6 +20,7 @@ from diffusers import AutoencoderTiny
 from rich.progress import track
 from torch import Tensor
 
+import tokenmerge.demo
 from tokenmerge.demo.glyphs import BACKGROUNDS, read_glyphs
 from training import checkpoint
 from training.glyphs import compose, draw
@@ -126,12 +127,13 @@ def main(
 
 
 def load_codec(device: torch.device) -> AutoencoderTiny:
-    """Load the trained codec, frozen."""
+    """Load the codec trained here or, where there is none, the one that is bundled; frozen."""
     state = checkpoint.load(RUN / "last.pt", device)
     if state is None:
-        raise FileNotFoundError(f"no trained codec in {RUN}: run `python -m training.codec` first")
-    codec = build_codec().to(device)
-    codec.load_state_dict(state["codec"])
+        codec = AutoencoderTiny.from_pretrained(tokenmerge.demo.path("emoji-unet") / "vae").to(device)
+    else:
+        codec = build_codec().to(device)
+        codec.load_state_dict(state["codec"])
     return codec.eval().requires_grad_(False)
 
 

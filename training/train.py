@@ -114,6 +114,9 @@ def main(
     ] = "float32",
     seed: Annotated[int, typer.Option(help="Seed of weights, data and noise.")] = 0,
     length: Annotated[float, typer.Option(help="Factor on the steps of every phase.")] = 1.0,
+    start_from: Annotated[
+        Path | None, typer.Option(help="Exported model to go on from, where there is no checkpoint.")
+    ] = None,
     samples_every: Annotated[int, typer.Option(help="Steps between sample pictures.")] = 500,
 ) -> None:
     """Train a bundled model; started again, go on from the last checkpoint."""
@@ -130,6 +133,9 @@ def main(
         for optimiser, saved in zip(optimisers, state["optimisers"], strict=True):
             optimiser.load_state_dict(saved)
         losses = state["losses"]
+    elif start_from is not None:
+        model.load_exported(start_from)
+        average.load_exported(start_from)
     phases = stretch(model.phases, length)
     start, end = len(losses), total_steps(phases)
     # Each process draws its own pictures and noise; a resumed run draws others than those before it.

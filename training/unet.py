@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 import torch.nn.functional as F
 from diffusers import (
@@ -11,6 +13,7 @@ from diffusers import (
     UNet2DConditionModel,
 )
 from torch import Tensor, nn
+from transformers import CLIPTextModel
 
 from training.codec import FACTOR, LATENT_CHANNELS
 from training.schedule import Phase
@@ -76,6 +79,13 @@ class EmojiUNet(nn.Module):
         text = encode(self.tokenizer, self.text_encoder, captions)
         predicted = self.unet(alpha * latents + sigma * noise, steps, text).sample
         return F.mse_loss(predicted.float(), alpha * noise - sigma * latents)
+
+    def load_exported(self, folder: Path) -> None:
+        """Take over the weights of an exported model."""
+        unet = UNet2DConditionModel.from_pretrained(folder / "unet")
+        self.unet.load_state_dict(unet.state_dict())
+        text = CLIPTextModel.from_pretrained(folder / "text_encoder")
+        self.text_encoder.load_state_dict(text.state_dict())
 
     def pipeline(self, codec: AutoencoderTiny) -> StableDiffusionPipeline:
         """Assemble the pipeline that users load."""
