@@ -216,10 +216,21 @@ def test_a_correcting_step_is_dense_and_the_next_is_closer_for_it():
     assert error(correct_every=2) < error()
 
 
+def test_every_way_to_combine_acts():
+    results = {}
+    for combine in ("mean", "keep", "norm"):
+        unet = hosts.unet()
+        apply_token_merging(unet, ToMeConfig(**HALF, combine=combine))
+        results[combine] = hosts.call(unet, **hosts.inputs())
+    assert not torch.equal(results["mean"], results["keep"])
+    assert not torch.equal(results["mean"], results["norm"])
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"scope": "stack"}, "scope: expected one of 'layers', 'block', 'keys', got 'stack'"),
+        ({"combine": "max"}, "combine: expected one of 'mean', 'keep', 'norm', got 'max'"),
         ({"planner": "best"}, "planner: expected one of 'tome', 'local', 'grid', got 'best'"),
         ({"until": 0}, "until: expected 0 < until ≤ 1, got 0"),
         ({"plan_every": 0}, "plan_every: expected an integer ≥ 1, got 0"),

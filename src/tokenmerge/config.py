@@ -9,10 +9,11 @@ from typing import Any
 
 from tokenmerge.errors import ConfigError
 
-__all__ = ["PLANNERS", "SCOPES", "ToMeConfig", "highest_ratio"]
+__all__ = ["COMBINATIONS", "PLANNERS", "SCOPES", "ToMeConfig", "highest_ratio"]
 
 SCOPES = ("layers", "block", "keys")
 PLANNERS = ("tome", "local", "grid")
+COMBINATIONS = ("mean", "keep", "norm")
 
 
 def highest_ratio(sx: int, sy: int, st: int = 1) -> float:
@@ -71,6 +72,9 @@ class ToMeConfig:
     How tokens are combined:
 
     Args:
+        combine: ``"mean"`` of the tokens that one stands for; ``"keep"`` the destination and drop the others,
+            a little faster and a little worse; ``"norm"``: the mean, as long as the longest of them (arXiv
+            2312.01026), which costs as much as the mean once more.
         proportional: count a merged token in attention for as many keys as it stands for (arXiv 2210.09461,
             equation 2). It gains several dB for a mask in attention, which costs up to 15 % of that layer;
             attention other than PyTorch's own (flash-attn, xFormers, SageAttention) takes no notice of it.
@@ -112,6 +116,7 @@ class ToMeConfig:
     merge_mlp: bool = False
     scope: str = "layers"
     until: float = 1.0
+    combine: str = "mean"
     proportional: bool = False
     correct_every: int = 0
     planner: str = "tome"
@@ -123,7 +128,7 @@ class ToMeConfig:
         for name in ("sx", "sy", "st", "max_downsample", "plan_every"):
             _check_int(name, getattr(self, name), lowest=1)
         _check_int("correct_every", self.correct_every, lowest=0)
-        for name, choices in (("scope", SCOPES), ("planner", PLANNERS)):
+        for name, choices in (("scope", SCOPES), ("planner", PLANNERS), ("combine", COMBINATIONS)):
             if getattr(self, name) not in choices:
                 wanted = ", ".join(map(repr, choices))
                 raise ConfigError(f"{name}: expected one of {wanted}, got {getattr(self, name)!r}")

@@ -107,6 +107,7 @@ def merged_call(
     names: Sequence[str],
     args: tuple,
     kwargs: dict[str, Any],
+    combine: Callable[[Plan, Tensor], Tensor] = merge,
     unmerged: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None,
 ) -> Any:
     """Call a function with merged tokens and unmerge its result.
@@ -118,13 +119,14 @@ def merged_call(
         names: of its parameters, in order.
         args: positional arguments, for all n tokens.
         kwargs: arguments by name.
+        combine: (plan, tokens) → merged tokens.
         unmerged: of image tokens, (all, merged, result for the merged) → result for all; None: each token
             gets the result of the merged token that holds it.
     """
     n, m = plan.inverse.shape[1], plan.keep.shape[1]
     name_of_tokens = layout.tokens or names[0]
     tokens = argument(name_of_tokens, names, args, kwargs)
-    merged = replace_image(layout, tokens, n, lambda image: merge(plan, image))
+    merged = replace_image(layout, tokens, n, lambda image: combine(plan, image))
 
     def back(image: Tensor) -> Tensor:
         if unmerged is None:

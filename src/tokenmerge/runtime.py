@@ -17,7 +17,15 @@ from tokenmerge.errors import NothingToMergeError, UnsupportedModelError
 from tokenmerge.layout import Grid, Layout, argument, merged_call, replace_result
 from tokenmerge.methods import PLANNERS
 from tokenmerge.methods.tome import num_removed
-from tokenmerge.ops import Plan, merge, num_tokens, shared_features, unmerge
+from tokenmerge.ops import (
+    Plan,
+    keep_destinations,
+    merge,
+    merge_with_norm,
+    num_tokens,
+    shared_features,
+    unmerge,
+)
 from tokenmerge.proportional import ProportionalAttention
 from tokenmerge.when import Clock, Moment, moment
 
@@ -38,6 +46,8 @@ __all__ = [
 
 # The one attribute that a patched module has beside its own: a Run, a Grid, a BlockState or a LayerState.
 STATE = "_tokenmerge"
+
+_COMBINE = {"mean": merge, "keep": keep_destinations, "norm": merge_with_norm}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,6 +207,7 @@ def block_call(original: Callable) -> Callable:
                 names,
                 args,
                 kwargs,
+                _COMBINE[state.run.config.combine],
                 functools.partial(_add_change, state),
             )
         finally:
@@ -224,9 +235,12 @@ def layer_call(original: Callable) -> Callable:
         with _proportional(state, plan):
             if state.block.wide is not None:
                 return original(self, *args, **kwargs)
+            combine = _COMBINE[state.block.run.config.combine]
             if state.keys is not None:
-                return original(self, *args, **{**kwargs, state.keys: merge(plan, tokens)})
-            return merged_call(functools.partial(original, self), state.layout, plan, names, args, kwargs)
+                return original(self, *args, **{**kwargs, state.keys: combine(plan, tokens)})
+            return merged_call(
+                functools.partial(original, self), state.layout, plan, names, args, kwargs, combine
+            )
 
     return forward
 

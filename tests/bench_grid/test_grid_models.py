@@ -29,7 +29,7 @@ def tiny() -> nn.Module:
 
 
 def call(model: Any) -> Tensor:
-    inputs = example_inputs(getattr(model, "_orig_mod", model), SIZE, seed=0)
+    inputs = example_inputs(getattr(model, "_orig_mod", model), SIZE, seed=0, guided=False)
     with torch.no_grad():
         return model(*inputs.args, **inputs.kwargs)[0]
 
@@ -68,7 +68,7 @@ def test_geometries_are_those_of_the_published_models(name: str) -> None:
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_transformers_run_dense_and_say_that_they_do_not_merge(
+def test_transformers_run_dense_and_merged(
     monkeypatch: pytest.MonkeyPatch, name: str, change: dict, dtype: torch.dtype
 ) -> None:
     import dataclasses
@@ -82,6 +82,48 @@ def test_transformers_run_dense_and_say_that_they_do_not_merge(
     assert output.dtype == dtype
     assert torch.isfinite(output).all()
     assert subject.guided == (name != "flux")
+    config = ToMeConfig(ratio=0.5, scope="block")
+    model = shared_copy(subject.denoiser)
+    with apply.tokenmerge(model, config, None):
+        merged = subject.bind(model, SIZE, 1)()[0]
+    assert torch.isfinite(merged).all()
+    assert not torch.equal(merged, output)
+    with (
+        pytest.raises(ConfigError, match="oracle: it bounds scope='layers'"),
+        apply.oracle(model, config, None),
+    ):
+        pass
+
+
+def test_a_guided_call_has_the_same_samples_twice() -> None:
+    subject = load_subject("geometry:tiny", "denoiser", torch.float32, CPU, None, None, seed=0)
+    sample = example_inputs(subject.denoiser, SIZE, seed=0, guided=True).args[0]
+    assert torch.equal(sample[: len(sample) // 2], sample[len(sample) // 2 :])
+
+
+def test_what_depends_on_the_step_needs_a_pipeline() -> None:
+    subject = load_subject("geometry:tiny", "denoiser", torch.float32, CPU, None, None, seed=0)
+    config = ToMeConfig(ratio=0.5, correct_every=2, scope="block")
+    with pytest.raises(ConfigError, match="take --scope pipeline"):
+        apply.tokenmerge(subject.denoiser, config, None).__enter__()
+
+
+def test_a_pipeline_tells_merging_its_steps() -> None:
+    """Every second step is dense, in each generation anew."""
+    subject = load_subject("geometry:tiny", "pipeline", torch.float32, CPU, "ddim", 5.0, seed=0)
+    model = shared_copy(subject.denoiser)
+    size = InputSize(height=64, width=64, scale=8, samples=1, frames=1)
+    config = ToMeConfig(ratio=0.5, correct_every=2, scope="block", max_downsample=4)
+    lengths: list[int] = []
+    block = next(m for m in model.modules() if type(m).__name__ == "BasicTransformerBlock")
+    block.attn1.to_q.register_forward_pre_hook(lambda module, args: lengths.append(args[0].shape[1]))
+    with apply.tokenmerge(model, config, None, subject.scheduler):
+        call = subject.bind(model, size, 3)
+        call()
+        first = list(lengths)
+        call()
+    assert lengths == first * 2
+    assert first[0] == first[2] > first[1]
 
 
 def test_a_pipeline_runs_the_steps_it_is_asked_for() -> None:
@@ -96,7 +138,7 @@ def test_a_pipeline_runs_the_steps_it_is_asked_for() -> None:
 
 def test_inputs_depend_on_the_seed_alone() -> None:
     model = tiny()
-    first, again, other = (example_inputs(model, SIZE, seed).args[0] for seed in (1, 1, 2))
+    first, again, other = (example_inputs(model, SIZE, seed, guided=False).args[0] for seed in (1, 1, 2))
     assert first.shape == (2, 4, 8, 16)
     assert torch.equal(first, again)
     assert not torch.equal(first, other)

@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import importlib.util
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 from torch import Tensor, cat, nn
@@ -13,9 +14,10 @@ from torch import Tensor, cat, nn
 from tokenmerge.api import token_merging
 from tokenmerge.config import ToMeConfig
 from tokenmerge.errors import ConfigError, UnsupportedModelError
+from tokenmerge.models import find_hosts
 from tokenmerge.report import Report
 
-__all__ = ["TOMESD_SETTINGS", "dense", "oracle", "tokenmerge", "tomesd", "tomesd_missing"]
+__all__ = ["TOMESD_SETTINGS", "bounds", "dense", "oracle", "tokenmerge", "tomesd", "tomesd_missing"]
 
 TOMESD_SETTINGS = frozenset(
     {
@@ -31,21 +33,37 @@ TOMESD_SETTINGS = frozenset(
 )
 
 
+def bounds(config: ToMeConfig) -> bool:
+    """Whether the oracle is the bound of merging with these settings."""
+    return config.scope == "layers" and not config.by_step
+
+
 @contextlib.contextmanager
-def dense(model: nn.Module, config: None, report: None) -> Iterator[None]:
+def dense(model: nn.Module, config: None, report: None, scheduler: object = None) -> Iterator[None]:
     """Leave the model as it is."""
     yield
 
 
 @contextlib.contextmanager
-def tokenmerge(model: nn.Module, config: ToMeConfig, report: Report) -> Iterator[None]:
-    """Merge tokens with this package."""
-    with token_merging(model, config):
+def tokenmerge(
+    model: nn.Module, config: ToMeConfig, report: Report, scheduler: object = None
+) -> Iterator[None]:
+    """Merge tokens with this package.
+
+    Raises:
+        ConfigError: the settings depend on the step, and there is no scheduler to tell it.
+    """
+    if config.by_step and scheduler is None:
+        raise ConfigError(
+            "until, correct_every, plan_every and share_plan depend on the step, and the denoiser alone runs "
+            "one step again and again; take --scope pipeline"
+        )
+    with token_merging(SimpleNamespace(denoiser=model, scheduler=scheduler), config):
         yield
 
 
 @contextlib.contextmanager
-def tomesd(model: nn.Module, config: ToMeConfig, report: Report) -> Iterator[None]:
+def tomesd(model: nn.Module, config: ToMeConfig, report: Report, scheduler: object = None) -> Iterator[None]:
     """Merge tokens with the package tomesd.
 
     Raises:
@@ -76,11 +94,27 @@ def tomesd_missing() -> str | None:
 
 
 @contextlib.contextmanager
-def oracle(model: nn.Module, config: ToMeConfig, report: Report) -> Iterator[None]:
+def oracle(model: nn.Module, config: ToMeConfig, report: Report, scheduler: object = None) -> Iterator[None]:
     """Run each layer that would merge on its first n − r tokens and pass the other r by: merging at no cost.
 
     The pictures are wrong; the time is the bound for every method that merges the same layers at this ratio.
+
+    Raises:
+        ConfigError: more than single layers would merge, or layers that take more than image tokens.
     """
+    if not bounds(config):
+        raise ConfigError(
+            "oracle: it bounds scope='layers' at every step alike; leave it out for other settings"
+        )
+    for host in find_hosts(model):
+        for block in host.blocks:
+            for layer in block.layers:
+                follows = [follower.name for follower in layer.layout.followers]
+                if layer.kind in config.merged_layers and set(follows) - {"attention_mask"}:
+                    raise ConfigError(
+                        f"oracle: {block.path}.{layer.name} takes {', '.join(follows)} with its tokens, "
+                        "which it does not know how to shorten; leave it out for this model"
+                    )
     swapped: dict[nn.Module, type[nn.Module]] = {}
     try:
         for row in report.rows:
@@ -102,11 +136,17 @@ def _shortened(base: type[nn.Module], tokens: int, kept: int) -> type[nn.Module]
     # A plain function, which torch.compile can follow.
     original: Callable[..., Tensor] = base.forward
 
-    def forward(self: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        x = args[0] if args else kwargs["hidden_states"]
         if x.shape[1] != tokens:
             raise ConfigError(f"oracle: expected {tokens} tokens, got {x.shape[1]}; it is made for one size")
-        short = original(self, x[:, :kept], *args, **kwargs)
+        if args:
+            result = original(self, x[:, :kept], *args[1:], **kwargs)
+        else:
+            result = original(self, **{**kwargs, "hidden_states": x[:, :kept]})
         # Any values of the right shape do: what is copied costs as much as what an unmerge would write.
-        return cat([short, x[:, kept:]], dim=1)
+        if isinstance(result, Tensor):
+            return cat([result, x[:, kept:]], dim=1)
+        return cat([result[0], x[:, kept:]], dim=1), *result[1:]
 
     return type(base.__name__, (base,), {"forward": forward, "__module__": base.__module__})

@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from tokenmerge.bench.apply import bounds
 from tokenmerge.bench.variants import ORACLE, VARIANTS, VariantSpec, parse_variant
 from tokenmerge.errors import ConfigError
 from tokenmerge.pipeline_settings import ATTENTION_CHOICES, DTYPE_CHOICES
@@ -115,9 +116,9 @@ class Grid:
             specs += parse_variant(text, self.ratio, defaults)
         merging = [spec for spec in specs if VARIANTS[spec.name].merges]
         if ORACLE in self.variants and merging:
-            bounds = [VariantSpec(ORACLE, spec.settings) for spec in merging]
+            oracles = [VariantSpec(ORACLE, spec.settings) for spec in merging if bounds(spec.config())]
             plain = parse_variant(ORACLE, self.ratio, defaults)
-            specs = [spec for spec in specs if spec not in plain] + bounds
+            specs = [spec for spec in specs if spec not in plain] + oracles
         return list(dict.fromkeys(specs))
 
     @classmethod

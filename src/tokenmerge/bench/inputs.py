@@ -47,8 +47,14 @@ class Inputs:
     kwargs: dict[str, Any]
 
 
-def example_inputs(model: nn.Module, size: InputSize, seed: int) -> Inputs:
+def example_inputs(model: nn.Module, size: InputSize, seed: int, guided: bool) -> Inputs:
     """Inputs for one call, with Gaussian noise for latents and text.
+
+    Args:
+        model: the denoiser.
+        size: of the call.
+        seed: of the noise.
+        guided: whether the batch is the same samples twice, with and without the prompt.
 
     Raises:
         UnsupportedModelError: how to call the model is not known.
@@ -57,6 +63,9 @@ def example_inputs(model: nn.Module, size: InputSize, seed: int) -> Inputs:
         return Inputs((), _noisy(_wan(model, size), seed))
     (host,) = find_hosts(model)
     arguments = _noisy(host.example(*size.latent, size.samples), seed)
+    if guided and isinstance(sample := arguments[host.sample], Tensor):
+        half = size.samples // 2
+        sample[half:] = sample[:half]
     # By position, as the pipelines pass it: tomesd reads the sample's size from there.
     return Inputs((arguments.pop(host.sample),), arguments)
 

@@ -49,6 +49,7 @@ class Subject:
         scale: pixels per latent position, along each side.
         guided: whether classifier-free guidance makes two samples of each picture.
         notes: what a reader of the figures should know, in words.
+        scheduler: of the pipeline, which tells merging the step; None for the denoiser alone.
     """
 
     denoiser: nn.Module
@@ -56,6 +57,7 @@ class Subject:
     scale: int
     guided: bool
     notes: tuple[str, ...]
+    scheduler: Any = None
 
 
 def find_facts(model: str) -> ModelFacts:
@@ -118,7 +120,8 @@ def load_subject(
     if scheduler is not None:
         set_scheduler(pipe, scheduler)
     pipe.set_progress_bar_config(disable=True)
-    return Subject(denoiser, _PipelineCall(pipe, guidance, seed), scale, guided, tuple(notes))
+    bind = _PipelineCall(pipe, guidance, seed)
+    return Subject(denoiser, bind, scale, guided, tuple(notes), pipe.scheduler)
 
 
 def shared_copy(module: nn.Module) -> nn.Module:
@@ -129,7 +132,7 @@ def shared_copy(module: nn.Module) -> nn.Module:
 
 def _denoiser_alone(denoiser: nn.Module, scale: int, guided: bool, seed: int, notes: list[str]) -> Subject:
     def bind(model: nn.Module, size: InputSize, steps: int) -> Callable[[], object]:
-        inputs = example_inputs(denoiser, size, seed)
+        inputs = example_inputs(denoiser, size, seed, guided)
 
         def call() -> object:
             with torch.no_grad():

@@ -77,5 +77,7 @@ def interleaved(
 
 def synchronize(device: torch.device) -> None:
     """Wait until everything queued on ``device`` is done; a CPU has no queue."""
-    if device.type != "cpu":
-        getattr(torch, device.type).synchronize()
+    if device.type == "mps":  # of which there is one
+        torch.mps.synchronize()
+    elif device.type != "cpu":
+        getattr(torch, device.type).synchronize(device)

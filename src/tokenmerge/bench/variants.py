@@ -23,7 +23,8 @@ class Variant:
 
     Args:
         apply: called with the model, its configuration and the report on it at the size at hand (both None
-            for a variant without settings); the variant is in force while the context lasts.
+            for a variant without settings), and the scheduler of its pipeline, None for the model alone; the
+            variant is in force while the context lasts.
         config: class of its settings, a dataclass with a field ``ratio``; None: it has none.
         merges: whether it makes usable pictures from fewer tokens: then it gets an oracle and fewer steps
             beside it.

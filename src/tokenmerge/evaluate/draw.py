@@ -102,5 +102,6 @@ def _variant(pipe: DiffusionPipeline, variant: Drawn, in_force: contextlib.ExitS
     copied = twin(pipe)
     spec = variant.spec
     apply = VARIANTS[spec.name].apply
-    in_force.enter_context(apply(getattr(copied, denoiser_name(copied)), spec.config(), None))
+    denoiser = getattr(copied, denoiser_name(copied))
+    in_force.enter_context(apply(denoiser, spec.config(), None, copied.scheduler))
     return copied

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Plan", "make_plan", "merge", "unmerge"]
+__all__ = ["Plan", "keep_destinations", "make_plan", "merge", "merge_with_norm", "unmerge"]
 
 
 class Plan(NamedTuple):
@@ -118,6 +118,28 @@ def merge(plan: Plan, x: Tensor) -> Tensor:
     total.index_add_(0, plan.targets.flatten(), rows.index_select(0, plan.sources.flatten()).to(exact))
     total.div_(plan.sizes.view(-1, 1))
     return total.to(x.dtype).view(b, -1, c)
+
+
+def keep_destinations(plan: Plan, x: Tensor) -> Tensor:
+    """Keep the tokens whose place merged ones take, and drop the others: ``[b, n, c]`` → ``[b, m, c]``."""
+    b, n, c = x.shape
+    return x.reshape(b * n, c).index_select(0, plan.keep.flatten()).view(b, -1, c)
+
+
+def merge_with_norm(plan: Plan, x: Tensor) -> Tensor:
+    """As :func:`merge`, scaled to the longest of the tokens that a merged one stands for (arXiv 2312.01026).
+
+    The mean of vectors is shorter than they are, the more so the less alike they are.
+    """
+    b, n, _ = x.shape
+    mean = merge(plan, x).to(torch.promote_types(x.dtype, torch.float32))
+    norms = x.to(mean.dtype).norm(dim=-1).view(b * n)
+    longest = norms.index_select(0, plan.keep.flatten()).scatter_reduce(
+        0, plan.targets.flatten(), norms.index_select(0, plan.sources.flatten()), "amax"
+    )
+    smallest = torch.finfo(mean.dtype).tiny
+    scale = longest.view(b, -1, 1) / mean.norm(dim=-1, keepdim=True).clamp(min=smallest)
+    return (mean * scale).to(x.dtype)
 
 
 def unmerge(plan: Plan, y: Tensor) -> Tensor:
