@@ -15,7 +15,7 @@ CORE = [
     ["config"],
     ["ops"],
     ["layout"],
-    ["methods", "models", "when", "proportional"],
+    ["methods", "models", "proportional"],
     ["runtime"],
     ["patch"],
     ["counting"],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import hosts
 import pytest
 import torch
@@ -9,7 +11,13 @@ from families.test_every_family import EVERY, call, model_of, reordering, settin
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from tokenmerge import ConfigError, NothingToMergeError, ToMeConfig, apply_token_merging
+from tokenmerge import (
+    ConfigError,
+    NothingToMergeError,
+    ToMeConfig,
+    UnsupportedModelError,
+    apply_token_merging,
+)
 from tokenmerge.methods import PLANNERS
 from tokenmerge.models import find_hosts
 from tokenmerge.ops import make_plan, own_cell, strided_partition
@@ -63,7 +71,7 @@ def test_proportional_attention_is_exact_where_merged_tokens_are_equal(scope):
         errors = {}
         for proportional in (False, True):
             config = ToMeConfig(
-                ratio=0.6, planner="grid", scope=scope, proportional=proportional, use_rand=False
+                ratio=0.6, planner="uniform", scope=scope, proportional=proportional, use_rand=False
             )
             patch = apply_token_merging(unet, config)
             state = first.module.__dict__["_tokenmerge"]
@@ -82,7 +90,7 @@ def uneven(module: nn.Module, tokens: Tensor, text: Tensor) -> Tensor:
     order = torch.cat([left.nonzero(), (~left).nonzero()]).flatten().expand(2, -1)
     plan = make_plan(src, dst, order, own_cell((16, 16), (2, 2), src).expand(2, -1), r=int(left.sum()))
     with pytest.MonkeyPatch.context() as patched:
-        patched.setitem(PLANNERS, "grid", lambda *_: plan)
+        patched.setitem(PLANNERS, "uniform", lambda *_: plan)
         return module(tokens, encoder_hidden_states=text)
 
 
@@ -93,7 +101,7 @@ def test_keys_alone_are_fewer_and_every_query_stays():
     for name, lengths in seen.items():
         getattr(attention, name).register_forward_hook(lambda m, a, y, to=lengths: to.add(a[0].shape[1]))
     dense = hosts.call(unet, **hosts.inputs())
-    apply_token_merging(unet, ToMeConfig(ratio=0.75, scope="keys", planner="grid"))
+    apply_token_merging(unet, ToMeConfig(ratio=0.75, scope="keys", planner="uniform"))
     merged = hosts.call(unet, **hosts.inputs())
     assert seen == {"to_q": {256}, "to_k": {256, 64}}
     assert not torch.equal(merged, dense)
@@ -107,37 +115,10 @@ def test_keys_alone_need_an_argument_for_them():
         apply_token_merging(model, ToMeConfig(scope="keys"))
 
 
-def plans_made(monkeypatch) -> list[int]:
-    made: list[int] = []
-    plan = PLANNERS["tome"]
-
-    def count(features: Tensor, *rest: object) -> object:
-        made.append(features.shape[1])
-        return plan(features, *rest)
-
-    monkeypatch.setitem(PLANNERS, "tome", count)
-    return made
-
-
-def test_blocks_of_a_level_share_a_plan(monkeypatch):
-    unet = hosts.unet()
-    made = plans_made(monkeypatch)
-    apply_token_merging(unet, ToMeConfig(**HALF, max_downsample=2))
-    hosts.call(unet, **hosts.inputs())
-    assert sorted(set(made)) == [64, 256]
-    alone = len(made)
-    made.clear()
-    apply_token_merging(unet, ToMeConfig(**HALF, max_downsample=2, share_plan=True))
-    hosts.call(unet, **hosts.inputs())
-    assert alone == 7
-    assert sorted(made) == [64, 256]
-    hosts.call(unet, **{**hosts.inputs(), "timestep": torch.tensor(400)})
-    assert len(made) == 4, "a plan does not outlive its step"
-
-
 def test_the_halves_of_guidance_share_a_plan_and_other_images_do_not():
     unet = hosts.unet()
-    patch = apply_token_merging(unet, ToMeConfig(**HALF))
+    pipe = SimpleNamespace(unet=unet, do_classifier_free_guidance=True)
+    patch = apply_token_merging(pipe, ToMeConfig(**HALF))
     arguments = hosts.inputs(4)
     guided = {**arguments, "sample": arguments["sample"][:2].repeat(2, 1, 1, 1)}
     for case, shared in ((arguments, False), (guided, True)):
@@ -149,71 +130,63 @@ def test_the_halves_of_guidance_share_a_plan_and_other_images_do_not():
         assert not torch.equal(plan.labels()[0], plan.labels()[1])
 
 
-def test_guidance_need_not_share_a_plan():
+@pytest.mark.parametrize(("guides", "share"), [(True, False), (False, True)])
+def test_equal_samples_need_not_share_a_plan(guides, share):
+    """Without guidance they are pictures of two prompts from one seed, of which none may change the other."""
     unet = hosts.unet()
     arguments = hosts.inputs(2)
     guided = {**arguments, "sample": arguments["sample"][:1].repeat(2, 1, 1, 1)}
-    patch = apply_token_merging(unet, ToMeConfig(**HALF, share_guidance=False))
+    pipe = SimpleNamespace(unet=unet, do_classifier_free_guidance=guides)
+    patch = apply_token_merging(pipe, ToMeConfig(**HALF, share_guidance=share))
     with patch.record() as plans:
         hosts.call(unet, **guided)
     plan = list(plans.values())[-1].plan
     assert not torch.equal(plan.labels()[0], plan.labels()[1])
 
 
-def test_plans_are_held_for_some_steps_and_dropped_with_the_generation(monkeypatch):
-    unet = hosts.unet()
-    made = plans_made(monkeypatch)
-    patch = apply_token_merging(unet, ToMeConfig(**HALF, plan_every=2, share_plan=True))
-    for _ in range(2):
-        made.clear()
-        with patch.generation(steps=3):
-            for timestep in (900, 600, 300):
-                hosts.call(unet, **{**hosts.inputs(), "timestep": torch.tensor(timestep)})
-        assert len(made) == 2
-
-
-@pytest.mark.parametrize("batches", [(2, 3), (3, 2)])
-def test_a_held_plan_is_dropped_when_the_batch_changes(batches):
-    unet = hosts.unet()
-    patch = apply_token_merging(unet, ToMeConfig(**HALF, plan_every=4))
-    with patch.generation(steps=2):
-        for batch, timestep in zip(batches, (900, 600), strict=True):
-            merged = hosts.call(unet, **{**hosts.inputs(batch), "timestep": torch.tensor(timestep)})
-            assert torch.isfinite(merged).all()
-
-
-def test_until_leaves_the_last_steps_bit_equal_to_dense():
-    unet = hosts.unet()
-    late = {**hosts.inputs(), "timestep": torch.tensor(100)}
-    dense = hosts.call(unet, **late)
-    patch = apply_token_merging(unet, ToMeConfig(**HALF, until=0.5, scope="block"))
-    with patch.generation(steps=2):
-        assert not torch.equal(hosts.call(unet, **{**late, "timestep": torch.tensor(900)}), dense)
-        assert torch.equal(hosts.call(unet, **late), dense)
-
-
-def test_a_correcting_step_is_dense_and_the_next_is_closer_for_it():
-    unet = hosts.unet()
-
-    def error(**changes: object) -> float:
-        """Of the second of two steps at nearly the same sample."""
-        second = {**hosts.inputs(), "timestep": torch.tensor(880)}
-        second["sample"] = second["sample"] * 0.98
-        dense = hosts.call(unet, **second)
-        patch = apply_token_merging(unet, ToMeConfig(**HALF, scope="block", max_downsample=2, **changes))
-        with patch.generation(steps=2):
-            first = {**hosts.inputs(), "timestep": torch.tensor(900)}
-            if changes:
-                merged = hosts.call(unet, **first)
-                patch_free = hosts.unet()
-                assert torch.equal(merged, hosts.call(patch_free, **first))
-            else:
-                hosts.call(unet, **first)
-            result = hosts.call(unet, **second)
+def test_keys_alone_of_a_compvis_model():
+    model = hosts.UNetModel().eval()
+    arguments = hosts.compvis_inputs()
+    with torch.no_grad():
+        dense = model(*arguments)
+        patch = apply_token_merging(model, ToMeConfig(ratio=0.75, scope="keys", planner="uniform"))
+        merged = model(*arguments)
         patch.remove()
-        return ((result - dense).norm() / dense.norm()).item()
+        assert not torch.equal(merged, dense)
+        assert torch.equal(model(*arguments), dense)
 
-    assert error(correct_every=2) < error()
+
+def test_keys_alone_cannot_be_fused_with_the_queries():
+    unet = hosts.unet()
+    apply_token_merging(unet, ToMeConfig(scope="keys"))
+    unet.fuse_qkv_projections()
+    with pytest.raises(UnsupportedModelError, match="scope='keys' needs keys and values projected apart"):
+        hosts.call(unet, **hosts.inputs())
+
+
+def test_proportional_attention_needs_pytorch_s_own():
+    from diffusers.models.attention_processor import AttnProcessor
+
+    unet = hosts.unet()
+    apply_token_merging(unet, ToMeConfig(**HALF, proportional=True))
+    hosts.call(unet, **hosts.inputs())
+    unet.set_attn_processor(AttnProcessor())
+    with pytest.raises(UnsupportedModelError, match="proportional=True needs attention by PyTorch"):
+        hosts.call(unet, **hosts.inputs())
+
+
+@pytest.mark.parametrize("settings", [{"scope": "block"}, {"proportional": True}, {"planner": "local"}])
+def test_settings_beyond_the_paper_compile_into_one_graph(settings):
+    torch._dynamo.reset()
+    unet = hosts.unet(
+        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+        mid_block_type=None,
+    )
+    apply_token_merging(unet, ToMeConfig(**HALF, **settings))
+    merged = hosts.call(unet, **hosts.inputs())
+    compiled = torch.compile(unet, fullgraph=True, backend="eager")
+    assert torch.equal(hosts.call(compiled, **hosts.inputs()), merged)
 
 
 def test_every_way_to_combine_acts():
@@ -231,11 +204,7 @@ def test_every_way_to_combine_acts():
     [
         ({"scope": "stack"}, "scope: expected one of 'layers', 'block', 'keys', got 'stack'"),
         ({"combine": "max"}, "combine: expected one of 'mean', 'keep', 'norm', got 'max'"),
-        ({"planner": "best"}, "planner: expected one of 'tome', 'local', 'grid', got 'best'"),
-        ({"until": 0}, "until: expected 0 < until ≤ 1, got 0"),
-        ({"plan_every": 0}, "plan_every: expected an integer ≥ 1, got 0"),
-        ({"correct_every": 1}, "correct_every: 1 would run every step dense"),
-        ({"correct_every": 3, "scope": "keys"}, "there is nothing to correct"),
+        ({"planner": "best"}, "planner: expected one of 'tome', 'local', 'uniform', got 'best'"),
     ],
 )
 def test_bad_settings(settings, message):

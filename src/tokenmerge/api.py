@@ -14,7 +14,7 @@ from tokenmerge.errors import ConfigError, UnsupportedModelError
 from tokenmerge.models import Host, find_hosts
 from tokenmerge.patch import hosts_that_merge, new_run, patch_host, restore, run_of
 from tokenmerge.report import Report, predict
-from tokenmerge.runtime import RecordedPlan
+from tokenmerge.runtime import Pipeline, RecordedPlan
 from tokenmerge.vit.config import ViTConfig
 from tokenmerge.vit.hosts import find_encoders
 from tokenmerge.vit.patch import checked_encoders, new_vit_run, patch_encoder
@@ -49,19 +49,6 @@ class Patch(Generic[AnyReport, AnyRecord]):
         for root, run in self._runs.items():
             if run_of(root) is run:
                 restore(root)
-
-    @contextlib.contextmanager
-    def generation(self, steps: int) -> Iterator[None]:
-        """Denoise in a loop of your own, for settings that depend on the step.
-
-        A pipeline that was passed to :func:`apply_token_merging` tells its steps by its scheduler.
-
-        Args:
-            steps: how many different timesteps the model will be called at.
-        """
-        for run in self._runs.values():
-            run.clock.begin(steps)
-        yield
 
     @contextlib.contextmanager
     def record(self) -> Iterator[dict[str, AnyRecord]]:
@@ -120,8 +107,9 @@ def _merge_in_hosts(model: object, config: ToMeConfig) -> Patch[Report, Recorded
     for host in hosts:
         restore(host.root)
     runs = {host.root: new_run(host, config) for host in merging}
-    for run in runs.values():
-        run.clock.scheduler = getattr(model, "scheduler", None)
+    if not isinstance(model, nn.Module):
+        for run in runs.values():
+            run.pipeline = Pipeline(model)
     for host in merging:
         patch_host(host, runs[host.root])
     denoiser = next((host for host in merging if not host.controlnet), merging[0])

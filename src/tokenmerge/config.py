@@ -12,7 +12,7 @@ from tokenmerge.errors import ConfigError
 __all__ = ["COMBINATIONS", "PLANNERS", "SCOPES", "ToMeConfig", "highest_ratio"]
 
 SCOPES = ("layers", "block", "keys")
-PLANNERS = ("tome", "local", "grid")
+PLANNERS = ("tome", "local", "uniform")
 COMBINATIONS = ("mean", "keep", "norm")
 
 
@@ -58,44 +58,30 @@ class ToMeConfig:
         merge_crossattn: merge the queries of cross-attention: a small saving, a small loss.
         merge_mlp: merge around the feed-forward layer: a large saving and by far the largest loss.
 
-    Where (beside the level and the layers):
+    Beyond that paper:
 
     Args:
         scope: ``"layers"`` merges and unmerges around each of the layers above. ``"block"`` merges once
             before a transformer block and unmerges behind it, all its layers in between, adding to each
             token only the change that the block made to the merged one, so that its own detail stays: the
-            largest saving, and a large loss without ``correct_every``. ``"keys"`` merges what self-attention
-            looks at and not the tokens that look: the saving of attention alone, the smallest loss.
-        until: fraction of the denoising steps that merge, 0 < until ≤ 1; the rest are dense. Lowering it
-            gives back speed in proportion, and quality much faster: the last steps decide the detail.
-
-    How tokens are combined:
-
-    Args:
+            largest saving, and a large loss. ``"keys"`` merges what self-attention looks at and not the
+            tokens that look: it saves in attention alone, and loses least. The latter two say by themselves
+            which layers merge; ``merge_attn``, ``merge_crossattn`` and ``merge_mlp`` do not count.
+        planner: ``"tome"`` compares each source with all destinations; ``"local"`` with those of the 3 × 3
+            cells around it, faster the larger the picture, over shorter distances; ``"uniform"`` compares
+            nothing and merges each cell into its destination, which removes 1 − 1/(sx·sy) for any ratio
+            above 0.
         combine: ``"mean"`` of the tokens that one stands for; ``"keep"`` the destination and drop the others,
             a little faster and a little worse; ``"norm"``: the mean, as long as the longest of them (arXiv
-            2312.01026), which costs as much as the mean once more.
-        proportional: count a merged token in attention for as many keys as it stands for (arXiv 2210.09461,
-            equation 2). It gains several dB for a mask in attention, which costs up to 15 % of that layer;
-            attention other than PyTorch's own (flash-attn, xFormers, SageAttention) takes no notice of it.
-        correct_every: 0, or run every so many steps dense, keep what merging would have lost of each block's
-            change, and add that on the merged steps that follow, with the same plan. 3 is a good choice for
-            20 steps. Raising it is faster and corrects with older values. It keeps one tensor of the size of
-            the tokens for each merged block.
-
-    When it is planned which tokens merge:
-
-    Args:
-        planner: ``"tome"`` compares each source with all destinations; ``"local"`` with those of the 3 × 3
-            cells around it, as good and many times faster for large pictures; ``"grid"`` compares nothing
-            and gives each token to the destination of its cell, which always removes 1 − 1/(sx·sy).
-        plan_every: hold a plan for so many steps, ≥ 1. Raising it saves the time of planning and merges by
-            older similarities.
+            2312.01026), which takes another pass over the tokens.
+        proportional: count a merged token in self- or joint attention for as many keys as it stands for
+            (arXiv 2210.09461, equation 2). It brings the picture several dB closer to the dense one. It is a
+            mask in PyTorch's ``scaled_dot_product_attention``, which its fastest kernels on a GPU do not
+            take; a model that computes attention in another way is an error.
         share_guidance: one plan for the two halves of a batch under classifier-free guidance, which are the
             same sample with and without the prompt, by their mean similarity, so that what guidance makes
-            of their difference is not the difference of two plans. It takes half of the planning.
-        share_plan: one plan for all blocks of a level, made by the first of them, instead of one for each
-            block. It saves most of the planning, for a small loss.
+            of their difference is not the difference of two plans. They are found by comparing the halves,
+            before each call of the model; a model that is compiled whole plans for each apart.
 
     Raises:
         ConfigError: a value is outside these ranges.
@@ -115,37 +101,22 @@ class ToMeConfig:
     merge_crossattn: bool = False
     merge_mlp: bool = False
     scope: str = "layers"
-    until: float = 1.0
+    planner: str = "tome"
     combine: str = "mean"
     proportional: bool = False
-    correct_every: int = 0
-    planner: str = "tome"
-    plan_every: int = 1
     share_guidance: bool = True
-    share_plan: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("sx", "sy", "st", "max_downsample", "plan_every"):
+        for name in ("sx", "sy", "st", "max_downsample"):
             _check_int(name, getattr(self, name), lowest=1)
-        _check_int("correct_every", self.correct_every, lowest=0)
         for name, choices in (("scope", SCOPES), ("planner", PLANNERS), ("combine", COMBINATIONS)):
             if getattr(self, name) not in choices:
                 wanted = ", ".join(map(repr, choices))
                 raise ConfigError(f"{name}: expected one of {wanted}, got {getattr(self, name)!r}")
-        if (
-            isinstance(self.until, bool)
-            or not isinstance(self.until, numbers.Real)
-            or not 0 < self.until <= 1
-        ):
-            raise ConfigError(f"until: expected 0 < until ≤ 1, got {self.until!r}")
-        if self.correct_every == 1:
+        if self.st > 1 and self.planner != "tome":
             raise ConfigError(
-                "correct_every: 1 would run every step dense; take 0 for no correction, or 2 or more"
-            )
-        if self.correct_every and self.scope == "keys":
-            raise ConfigError(
-                "correct_every: with scope='keys' every token keeps its own value, so there is nothing to "
-                "correct; take correct_every=0, or scope='block'"
+                f"planner: {self.planner!r} stays within a frame, and st={self.st} reaches over time; take "
+                "planner='tome', or st=1"
             )
         _check_int("seed", self.seed, lowest=None)
         highest = highest_ratio(self.sx, self.sy, self.st)
@@ -165,7 +136,6 @@ class ToMeConfig:
             "merge_mlp",
             "proportional",
             "share_guidance",
-            "share_plan",
         ):
             if not isinstance(getattr(self, field), bool):
                 raise ConfigError(f"{field}: expected True or False, got {getattr(self, field)!r}")
@@ -183,11 +153,6 @@ class ToMeConfig:
         """
         wanted = {"attn1": self.merge_attn, "attn2": self.merge_crossattn, "ff": self.merge_mlp}
         return tuple(name for name, on in wanted.items() if on)
-
-    @property
-    def by_step(self) -> bool:
-        """Whether calls depend on those before them: steps are counted, and plans or corrections kept."""
-        return self.until < 1 or self.correct_every > 0 or self.plan_every > 1 or self.share_plan
 
     def to_dict(self) -> dict[str, Any]:
         """The settings as plain values, for records."""

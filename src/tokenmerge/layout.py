@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -18,8 +17,9 @@ __all__ = [
     "Grid",
     "Layout",
     "argument",
+    "given",
+    "keyed_call",
     "merged_call",
-    "replace_result",
 ]
 
 
@@ -49,6 +49,7 @@ class Follower:
         batched: whether the first axis is that of the batch (of length 1: the same for all). Where it is
             not, all images of a batch have to share a plan.
         element: where the argument is a tuple, which of its parts; None: all of them.
+        ndim: it follows only where it has so many axes; None: any number.
         expand: whether the host leaves out a first axis of the batch that its layer takes. The axes of the
             tokens count with it.
     """
@@ -57,6 +58,7 @@ class Follower:
     axes: tuple[int, ...]
     batched: bool = False
     element: int | None = None
+    ndim: int | None = None
     expand: bool = False
 
 
@@ -108,7 +110,7 @@ def merged_call(
     args: tuple,
     kwargs: dict[str, Any],
     combine: Callable[[Plan, Tensor], Tensor] = merge,
-    unmerged: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None,
+    change_only: bool = False,
 ) -> Any:
     """Call a function with merged tokens and unmerge its result.
 
@@ -120,42 +122,79 @@ def merged_call(
         args: positional arguments, for all n tokens.
         kwargs: arguments by name.
         combine: (plan, tokens) → merged tokens.
-        unmerged: of image tokens, (all, merged, result for the merged) → result for all; None: each token
-            gets the result of the merged token that holds it.
+        change_only: give each token the change that the function made to the merged token that holds it,
+            and not that token's result.
     """
     n, m = plan.inverse.shape[1], plan.keep.shape[1]
-    name_of_tokens = layout.tokens or names[0]
-    tokens = argument(name_of_tokens, names, args, kwargs)
-    merged = replace_image(layout, tokens, n, lambda image: combine(plan, image))
+    name = layout.tokens or names[0]
+    tokens = argument(name, names, args, kwargs)
+    merged = _replace_image(layout, tokens, n, lambda image: combine(plan, image))
 
     def back(image: Tensor) -> Tensor:
-        if unmerged is None:
+        if not change_only:
             return unmerge(plan, image)
-        return unmerged(layout.image(tokens, n), layout.image(merged, m), image)
+        return layout.image(tokens, n) + unmerge(plan, image - layout.image(merged, m))
 
-    changed: dict[str, Callable[[Any], Any]] = {name_of_tokens: lambda _: merged}
-    for follower in layout.followers:
-        changed[follower.name] = functools.partial(_follow, follower=follower, layout=layout, plan=plan)
+    changed = {name: merged}
     if layout.again and argument(layout.again, names, args, kwargs) is tokens:
-        changed[layout.again] = lambda _: merged
-    result = function(
-        *(
-            changed[name](value) if name in changed else value
-            for name, value in zip(names, args, strict=False)
-        ),
-        *args[len(names) :],
-        **{name: changed[name](value) if name in changed else value for name, value in kwargs.items()},
-    )
-    return replace_result(layout, result, m, back)
-
-
-def replace_result(layout: Layout, result: Any, n: int, change: Callable[[Tensor], Tensor]) -> Any:
-    """Change the n image tokens of a call's result and leave the rest of it as it is."""
+        changed[layout.again] = merged
+    result = _call(function, layout, plan, names, args, kwargs, changed)
     if isinstance(result, Tensor):
-        return replace_image(layout, result, n, change)
+        return _replace_image(layout, result, m, back)
     return tuple(
-        replace_image(layout, value, n, change) if i in layout.outputs and value is not None else value
+        _replace_image(layout, value, m, back) if i in layout.outputs and value is not None else value
         for i, value in enumerate(result)
+    )
+
+
+def keyed_call(
+    function: Callable,
+    layout: Layout,
+    plan: Plan,
+    keys: str,
+    names: Sequence[str],
+    args: tuple,
+    kwargs: dict[str, Any],
+    combine: Callable[[Plan, Tensor], Tensor],
+) -> Any:
+    """Call self-attention with merged tokens to look at, by the argument ``keys``; all tokens look.
+
+    The other arguments are those of :func:`merged_call`.
+    """
+    tokens = argument(layout.tokens or names[0], names, args, kwargs)
+    return _call(function, layout, plan, names, args, {**kwargs, keys: None}, {keys: combine(plan, tokens)})
+
+
+def _call(
+    function: Callable,
+    layout: Layout,
+    plan: Plan,
+    names: Sequence[str],
+    args: tuple,
+    kwargs: dict[str, Any],
+    changed: dict[str, Tensor],
+) -> Any:
+    """Call a function with some arguments changed, and those that follow the tokens."""
+    follow = {follower.name: follower for follower in layout.followers}
+
+    def now(name: str, value: Any) -> Any:
+        if name in changed:
+            return changed[name]
+        return _follow(value, follow[name], layout, plan) if name in follow else value
+
+    return function(
+        *(now(name, value) for name, value in zip(names, args, strict=False)),
+        *args[len(names) :],
+        **{name: now(name, value) for name, value in kwargs.items()},
+    )
+
+
+def given(wanted: Sequence[str], names: Sequence[str], args: tuple, kwargs: dict[str, Any]) -> bool:
+    """Whether a call has one of the arguments ``wanted``, also within a dictionary of arguments."""
+    within = [value for value in (*args, *kwargs.values()) if isinstance(value, dict)]
+    return any(
+        argument(name, names, args, kwargs) is not None or any(more.get(name) is not None for more in within)
+        for name in wanted
     )
 
 
@@ -167,7 +206,7 @@ def argument(name: str, names: Sequence[str], args: tuple, kwargs: dict[str, Any
     return args[place] if place < len(args) else None
 
 
-def replace_image(layout: Layout, x: Tensor, n: int, change: Callable[[Tensor], Tensor]) -> Tensor:
+def _replace_image(layout: Layout, x: Tensor, n: int, change: Callable[[Tensor], Tensor]) -> Tensor:
     """Change the n image tokens of a sequence and leave its text as it is."""
     text = x.shape[1] - n
     if text == 0:
@@ -190,8 +229,8 @@ def _follow(value: Any, follower: Follower, layout: Layout, plan: Plan) -> Any:
 def _followed(value: Any, follower: Follower, layout: Layout, plan: Plan) -> Any:
     if isinstance(value, tuple | list):
         return type(value)(_followed(part, follower, layout, plan) for part in value)
-    if value is None:
-        return None
+    if value is None or follower.ndim not in (None, value.ndim):
+        return value
     b, n = plan.inverse.shape
     if follower.expand:
         value = value.unsqueeze(0)

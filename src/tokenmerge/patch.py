@@ -37,6 +37,8 @@ __all__ = [
     "check_host",
     "check_swappable",
     "hosts_that_merge",
+    "layers_to_merge",
+    "merges",
     "new_run",
     "note",
     "patch_host",
@@ -97,7 +99,7 @@ def check_host(host: Host, config: ToMeConfig, size: tuple[int, int] | None) -> 
         check_grid(new_run(host, config), (host.frames, rows, columns))
     for block in blocks:
         check_swappable(block.module, block.path, block.method)
-        for layer in _layers_to_merge(block, config):
+        for layer in layers_to_merge(block, config):
             module = getattr(block.module, layer.name)
             check_swappable(module, f"{block.path}.{layer.name}", "forward")
 
@@ -108,7 +110,7 @@ def _why_nothing(host: Host, config: ToMeConfig) -> str:
         return (
             f"nothing to merge: {name} has no transformer block; token merging needs a model with attention"
         )
-    blocks = [block for block in host.blocks if _layers_to_merge(block, config)]
+    blocks = [block for block in host.blocks if merges(block, config)]
     if not blocks and config.scope != "layers":
         what = "run on merged tokens as a whole" if config.scope == "block" else "be given its keys apart"
         return (
@@ -147,9 +149,10 @@ def patch_host(host: Host, run: Run) -> None:
         wide = block.wide if run.config.scope == "block" else None
         state = BlockState(run, grid, block.path, block.layout, block.batched, wide)
         swap(block.module, block.method, block_call, state)
-        for layer in _layers_to_merge(block, run.config):
+        for layer in layers_to_merge(block, run.config):
             keys = layer.keys if run.config.scope == "keys" else None
-            layer_state = LayerState(state, layer.layout, layer.kind == "attn1", keys)
+            proportional = run.config.proportional and layer.kind == "attn1" and layer.own_keys
+            layer_state = LayerState(state, layer.layout, proportional, keys)
             swap(getattr(block.module, layer.name), "forward", layer_call, layer_state)
     for module, grid in grids.items():
         note(module, note_grid, grid)
@@ -172,15 +175,22 @@ def restore(root: nn.Module) -> None:
 
 
 def _blocks_to_merge(host: Host, config: ToMeConfig) -> list[Block]:
-    """The blocks within ``max_downsample`` that have one of the layers to merge."""
-    return [b for b in host.blocks if b.level <= config.max_downsample and _layers_to_merge(b, config)]
+    """The blocks within ``max_downsample`` in which something merges."""
+    return [block for block in host.blocks if block.level <= config.max_downsample and merges(block, config)]
 
 
-def _layers_to_merge(block: Block, config: ToMeConfig) -> list[Layer]:
+def merges(block: Block, config: ToMeConfig) -> bool:
+    """Whether something of a block can merge in this scope."""
+    return block.wide is not None if config.scope == "block" else bool(layers_to_merge(block, config))
+
+
+def layers_to_merge(block: Block, config: ToMeConfig) -> list[Layer]:
+    """The sub-layers whose calls change."""
     if config.scope == "keys":
         return [layer for layer in block.layers if layer.keys is not None]
-    if config.scope == "block":  # the attention inside of it counts merged tokens
-        return [layer for layer in block.layers if layer.kind == "attn1"] if block.wide is not None else []
+    if config.scope == "block":  # its attention counts merged tokens for as many as they stand for
+        attention = [layer for layer in block.layers if layer.kind == "attn1" and layer.own_keys]
+        return attention if config.proportional else []
     return [layer for layer in block.layers if layer.kind in config.merged_layers]
 
 

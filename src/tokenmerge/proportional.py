@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from tokenmerge.errors import UnsupportedModelError
 from tokenmerge.layout import Layout
 from tokenmerge.ops import Plan
 
@@ -22,21 +23,29 @@ class ProportionalAttention(TorchFunctionMode):
     At the call of the fused kernel and not before, because hosts agree on nothing else: most of them take
     no mask, or take it in a form of their own.
 
+    Only the first call counts: what an adapter computes behind it looks at other keys.
+
     Args:
         plan: what the image's keys stand for.
         layout: where the keys of text stand, which count once.
+        path: of the block, for the message.
+
+    Raises:
+        UnsupportedModelError: on leaving it, if no call was one that attends to these keys.
     """
 
-    def __init__(self, plan: Plan, layout: Layout) -> None:
+    def __init__(self, plan: Plan, layout: Layout, path: str) -> None:
         super().__init__()
         self.logits = plan.sizes.log()
         self.layout = layout
+        self.path = path
+        self.waits = True
 
     def __torch_function__(
         self, function: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if function is not F.scaled_dot_product_attention:
+        if function is not F.scaled_dot_product_attention or not self.waits:
             return function(*args, **kwargs)
         names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
         given = {**dict(zip(names, args, strict=False)), **kwargs}
@@ -44,6 +53,7 @@ class ProportionalAttention(TorchFunctionMode):
         text = key.shape[-2] - self.logits.shape[1]
         if text < 0 or key.shape[0] % len(self.logits):
             return function(**given)
+        self.waits = False
         bias = F.pad(self.logits, (text, 0) if self.layout.text == "first" else (0, text)).to(key.dtype)
         # Hosts that fold heads into the batch repeat each image for its heads.
         bias = bias.repeat_interleave(key.shape[0] // len(bias), 0) if len(bias) != key.shape[0] else bias
@@ -54,3 +64,12 @@ class ProportionalAttention(TorchFunctionMode):
         elif mask is not None:
             bias = bias + mask
         return function(**{**given, "attn_mask": bias})
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        super().__exit__(kind, error, trace)
+        if self.waits and kind is None:
+            raise UnsupportedModelError(
+                f"{self.path}: proportional=True needs attention by PyTorch's scaled_dot_product_attention, "
+                "over all images of a batch at once, and this one computes it in another way; take the "
+                "default attention processor, or proportional=False"
+            )

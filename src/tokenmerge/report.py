@@ -11,9 +11,8 @@ from typing import Any
 from tokenmerge.config import ToMeConfig
 from tokenmerge.counting import count_flops, weightless
 from tokenmerge.errors import ConfigError
-from tokenmerge.methods.tome import num_removed
 from tokenmerge.models import KINDS, Block, Host, find_hosts
-from tokenmerge.patch import hosts_that_merge, new_run, patch_host
+from tokenmerge.patch import hosts_that_merge, layers_to_merge, merges, new_run, patch_host
 from tokenmerge.runtime import RecordedPlan
 
 __all__ = ["Report", "Row", "aligned", "predict", "saved"]
@@ -224,14 +223,22 @@ def _predict_host(host: Host, name: str, config: ToMeConfig, height: int, width:
                 level=block.level,
                 grid=grid if grid[0] > 1 else grid[1:],
                 tokens=math.prod(grid),
-                merged_tokens=math.prod(grid) - num_removed(grid, config),
-                merged="+".join(layer.name for layer in block.layers if layer.kind in config.merged_layers),
+                merged_tokens=recorded[block.path].plan.keep.shape[1],
+                merged=_merged(block, config),
                 flops_dense=dense[f"{counted}.{block.path}"],
                 flops_merged=merged[f"{counted}.{block.path}"],
             )
             rows.append(row)
     notes = (*_notes(copied.blocks, rows, config), *host.limits)
     return Report(name, height, width, batch, tuple(rows), dense[counted], merged[counted], notes)
+
+
+def _merged(block: Block, config: ToMeConfig) -> str:
+    """What of a block sees merged tokens."""
+    if config.scope == "block":
+        return "whole block"
+    names = "+".join(layer.name for layer in layers_to_merge(block, config))
+    return f"keys of {names}" if config.scope == "keys" else names
 
 
 def _notes(blocks: tuple[Block, ...], rows: list[Row], config: ToMeConfig) -> tuple[str, ...]:
@@ -243,20 +250,23 @@ def _notes(blocks: tuple[Block, ...], rows: list[Row], config: ToMeConfig) -> tu
         count = sum(block.level == level for block in too_deep)
         what = "block stays" if count == 1 else "blocks stay"
         notes.append(f"{count} {what} dense at level {level}: max_downsample={config.max_downsample}")
-    kinds = config.merged_layers
+    kinds = config.merged_layers if config.scope == "layers" else ()
     without = [
         block
         for block in blocks
-        if block not in too_deep
-        and not {*(layer.kind for layer in block.layers), *block.dense}.intersection(kinds)
+        if block not in too_deep and not merges(block, config) and not block.dense.keys() & set(kinds)
     ]
     if without:
-        what = "block stays dense: it has" if len(without) == 1 else "blocks stay dense: they have"
-        notes.append(f"{len(without)} {what} no {' or '.join(KINDS[kind] for kind in kinds)}")
+        stay = "block stays dense" if len(without) == 1 else "blocks stay dense"
+        lacks = {
+            "layers": f"no {' or '.join(KINDS[kind] for kind in kinds)}",
+            "block": "cannot run on merged tokens as a whole",
+            "keys": "no self-attention that takes its keys apart",
+        }
+        notes.append(f"{len(without)} {stay}: {lacks[config.scope]}")
     merging = {row.path for row in rows}
     for block in blocks:
-        able = any(layer.kind in kinds for layer in block.layers)
-        if able and block not in too_deep and block.path not in merging:
+        if merges(block, config) and block not in too_deep and block.path not in merging:
             notes.append(
                 f"{block.path} stays dense: its token grid has no cell of sy={config.sy} × sx={config.sx} "
                 f"or ratio={config.ratio:g} removes no token of it"

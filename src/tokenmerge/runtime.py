@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import weakref
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from tokenmerge.config import ToMeConfig
 from tokenmerge.errors import NothingToMergeError, UnsupportedModelError
-from tokenmerge.layout import Grid, Layout, argument, merged_call, replace_result
+from tokenmerge.layout import Grid, Layout, argument, given, keyed_call, merged_call
 from tokenmerge.methods import PLANNERS
 from tokenmerge.methods.tome import num_removed
 from tokenmerge.ops import (
@@ -24,16 +25,14 @@ from tokenmerge.ops import (
     merge_with_norm,
     num_tokens,
     shared_features,
-    unmerge,
 )
 from tokenmerge.proportional import ProportionalAttention
-from tokenmerge.when import Clock, Moment, moment
 
 __all__ = [
     "STATE",
     "BlockState",
-    "HeldPlan",
     "LayerState",
+    "Pipeline",
     "RecordedPlan",
     "Run",
     "block_call",
@@ -47,7 +46,7 @@ __all__ = [
 # The one attribute that a patched module has beside its own: a Run, a Grid, a BlockState or a LayerState.
 STATE = "_tokenmerge"
 
-_COMBINE = {"mean": merge, "keep": keep_destinations, "norm": merge_with_norm}
+COMBINE = {"mean": merge, "keep": keep_destinations, "norm": merge_with_norm}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,12 +57,23 @@ class RecordedPlan:
     grid: tuple[int, int, int]
 
 
-@dataclasses.dataclass(frozen=True)
-class HeldPlan:
-    """A plan that is used again, and the (generation, step) that it was made at."""
+class Pipeline:
+    """The pipeline that a model is part of; copies and pickles of the model are part of none."""
 
-    plan: Plan | None
-    made: tuple[int, int]
+    def __init__(self, pipe: object = None) -> None:
+        self._reference = None if pipe is None else weakref.ref(pipe)
+
+    @property
+    def guides(self) -> bool:
+        """Whether it is denoising under classifier-free guidance."""
+        pipe = None if self._reference is None else self._reference()
+        return bool(getattr(pipe, "do_classifier_free_guidance", False))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Pipeline:
+        return Pipeline()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Pipeline, ()
 
 
 @dataclasses.dataclass(eq=False)
@@ -82,11 +92,8 @@ class Run:
         grid: the finest token grid of the running call.
         step: an integer that follows the timestep of the running call; blocks that are called without
             their model have that of its last call, or 0.
-        clock: where in a generation the running call is, where the settings depend on it.
-        moment: what the running step does.
-        guided: whether the two halves of the batch are the same sample with two prompts; a compiled call
-            has it from the last one that was not.
-        held: the plans that blocks share, by the grid of their tokens.
+        pipeline: that the model is part of.
+        guided: whether the two halves of the running batch are the same samples with two prompts.
         record: where each block leaves its latest plan, by its path, while somebody asks for it.
     """
 
@@ -98,10 +105,8 @@ class Run:
     levels: tuple[int, ...]
     grid: Grid = dataclasses.field(default_factory=Grid)
     step: Tensor = dataclasses.field(default_factory=lambda: torch.zeros((), dtype=torch.int64))
-    clock: Clock = dataclasses.field(default_factory=Clock)
-    moment: Moment = dataclasses.field(default_factory=Moment)
+    pipeline: Pipeline = dataclasses.field(default_factory=Pipeline)
     guided: bool = False
-    held: dict[tuple[int, ...], HeldPlan] = dataclasses.field(default_factory=dict)
     record: dict[str, RecordedPlan] | None = None
 
 
@@ -117,8 +122,6 @@ class BlockState:
         batched: whether each image of a batch has a plan of its own.
         wide: how the block as a whole takes its tokens, where it runs on merged ones.
         plan: of the running call.
-        held: the plan that it uses again.
-        corrections: what merging loses of the block's change ``[b, n, c]``, by the turn of the call.
     """
 
     run: Run
@@ -128,17 +131,22 @@ class BlockState:
     batched: bool
     wide: Layout | None = None
     plan: Plan | None = None
-    held: HeldPlan | None = None
-    corrections: dict[int, Tensor] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(eq=False)
 class LayerState:
-    """What a sub-layer knows: its block, how it takes its tokens, and which argument its keys are."""
+    """What a sub-layer knows.
+
+    Attributes:
+        block: that it belongs to.
+        layout: how it takes its tokens.
+        proportional: whether merged tokens count for as many keys as they stand for.
+        keys: name of the argument by which it is given merged keys; None: all of its tokens merge.
+    """
 
     block: BlockState
     layout: Layout
-    attention: bool = False
+    proportional: bool = False
     keys: str | None = None
 
 
@@ -157,11 +165,12 @@ def note_call(root: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
     told = run.timestep
     timestep = arguments[told] if isinstance(told, str) else told(root, arguments)
     run.step = _step_of(timestep, device)
-    if run.config.share_guidance and not torch.compiler.is_compiling():
-        run.guided = _halves_are_equal(sample)
-    if run.config.by_step:
-        run.clock.tick(float(torch.as_tensor(timestep).max()))
-        run.moment = moment(run.config, run.clock.index, run.clock.total)
+    run.guided = (
+        run.config.share_guidance
+        and not torch.compiler.is_compiling()
+        and run.pipeline.guides
+        and _halves_are_equal(sample)
+    )
 
 
 def note_grid(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -183,7 +192,7 @@ def block_call(original: Callable) -> Callable:
     @functools.wraps(original)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         state: BlockState | None = self.__dict__.get(STATE)
-        if state is None or not (state.run.moment.merges or state.run.moment.corrects):
+        if state is None or (state.wide is not None and given(state.wide.whole, names, args, kwargs)):
             return original(self, *args, **kwargs)
         layout = state.layout
         tokens = argument(layout.tokens or names[0], names, args, kwargs)
@@ -192,23 +201,9 @@ def block_call(original: Callable) -> Callable:
         try:
             if state.wide is None or state.plan is None:
                 return original(self, *args, **kwargs)
-            if state.run.moment.corrects:
-                result = original(self, *args, **kwargs)
-                return replace_result(
-                    state.wide,
-                    result,
-                    state.plan.inverse.shape[1],
-                    functools.partial(_keep_lost, state, tokens),
-                )
+            function, combine = functools.partial(original, self), COMBINE[state.run.config.combine]
             return merged_call(
-                functools.partial(original, self),
-                state.wide,
-                state.plan,
-                names,
-                args,
-                kwargs,
-                _COMBINE[state.run.config.combine],
-                functools.partial(_add_change, state),
+                function, state.wide, state.plan, names, args, kwargs, combine, change_only=True
             )
         finally:
             state.plan = None
@@ -224,46 +219,36 @@ def layer_call(original: Callable) -> Callable:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         state: LayerState | None = self.__dict__.get(STATE)
         plan = None if state is None else state.block.plan
-        if state is None or plan is None or state.block.run.moment.corrects:
+        if state is None or plan is None:
             return original(self, *args, **kwargs)
-        tokens = argument(names[0], names, args, kwargs)
+        tokens, wide = argument(names[0], names, args, kwargs), state.block.wide is not None
         # Parts of the sequence, as in feed-forward chunking, do not fit the plan.
-        if not _fits(plan, tokens, state.block.wide is not None) or any(
-            argument(name, names, args, kwargs) is not None for name in state.layout.whole
-        ):
+        if not _fits(plan, tokens, wide) or given(state.layout.whole, names, args, kwargs):
             return original(self, *args, **kwargs)
+        function, combine = functools.partial(original, self), COMBINE[state.block.run.config.combine]
         with _proportional(state, plan):
-            if state.block.wide is not None:
-                return original(self, *args, **kwargs)
-            combine = _COMBINE[state.block.run.config.combine]
+            if wide:
+                return function(*args, **kwargs)
             if state.keys is not None:
-                return original(self, *args, **{**kwargs, state.keys: combine(plan, tokens)})
-            return merged_call(
-                functools.partial(original, self), state.layout, plan, names, args, kwargs, combine
-            )
+                _check_keys(self, state)
+                return keyed_call(function, state.layout, plan, state.keys, names, args, kwargs, combine)
+            return merged_call(function, state.layout, plan, names, args, kwargs, combine)
 
     return forward
 
 
 def _proportional(state: LayerState, plan: Plan) -> AbstractContextManager[Any]:
-    wanted = state.attention and state.block.run.config.proportional
-    return ProportionalAttention(plan, state.layout) if wanted else nullcontext()
+    return (
+        ProportionalAttention(plan, state.layout, state.block.path) if state.proportional else nullcontext()
+    )
 
 
-def _add_change(state: BlockState, tokens: Tensor, merged: Tensor, result: Tensor) -> Tensor:
-    """Each token with the change that the block made to the one that stands for it, and what that lacks."""
-    assert state.plan is not None
-    changed = tokens + unmerge(state.plan, result - merged)
-    lost = state.corrections.get(state.run.clock.turn)
-    return changed if lost is None or lost.shape != changed.shape else changed + lost
-
-
-def _keep_lost(state: BlockState, tokens: Tensor, result: Tensor) -> Tensor:
-    """Keep what merging would lose of the change that the block makes."""
-    assert state.plan is not None
-    change = result - state.layout.image(tokens, result.shape[1])
-    state.corrections[state.run.clock.turn] = change - unmerge(state.plan, merge(state.plan, change))
-    return result
+def _check_keys(attention: nn.Module, state: LayerState) -> None:
+    if getattr(attention, "fused_projections", False):
+        raise UnsupportedModelError(
+            f"{state.block.path}: scope='keys' needs keys and values projected apart from the queries, and "
+            "they are fused; call unfuse_qkv_projections(), or take scope='layers'"
+        )
 
 
 def parameters(function: Callable) -> list[str]:
@@ -287,7 +272,7 @@ def _plan(state: BlockState, x: Tensor, mask: Tensor | None) -> Plan | None:
             "know: remove_token_merging(model) restores it"
         )
     start = None if mask is None else mask.sum(dim=1) - n
-    plan = _held_plan(state, state.layout.image(x, n, start))
+    plan = _new_plan(state, state.layout.image(x, n, start))
     if run.record is not None and plan is not None:
         run.record[state.path] = RecordedPlan(plan, grid)
     if plan is not None and start is not None:
@@ -295,30 +280,14 @@ def _plan(state: BlockState, x: Tensor, mask: Tensor | None) -> Plan | None:
     return plan
 
 
-def _held_plan(state: BlockState, features: Tensor) -> Plan | None:
-    """The plan of this step: one that is held, or a new one."""
-    run, config = state.run, state.run.config
-    if not config.by_step:
-        return _new_plan(state, features)
-    key = (*state.grid.shape, features.shape[0])
-    now = run.clock.generation, run.clock.index
-    held = run.held.get(key) if config.share_plan else state.held
-    fits = held is not None and (held.plan is None or held.plan.inverse.shape == features.shape[:2])
-    if held is None or not fits or held.made[0] != now[0] or (run.moment.plans and held.made != now):
-        held = HeldPlan(_new_plan(state, features), now)
-        if config.share_plan:
-            run.held[key] = held
-        else:
-            state.held = held
-    return held.plan
-
-
 def _new_plan(state: BlockState, features: Tensor) -> Plan | None:
     run, b = state.run, features.shape[0]
     parts = b if not state.batched else 2 if run.guided and b % 2 == 0 else 1
     if parts > 1:
         features = shared_features(features, parts)
-    plan = PLANNERS[run.config.planner](features, state.grid.shape, run.config, run.step)
+    # The step is where the sample is; blocks of a model on several devices need not be.
+    step = run.step.to(features.device)
+    plan = PLANNERS[run.config.planner](features, state.grid.shape, run.config, step)
     return plan.repeated(parts) if plan is not None and parts > 1 else plan
 
 

@@ -101,31 +101,6 @@ def test_a_guided_call_has_the_same_samples_twice() -> None:
     assert torch.equal(sample[: len(sample) // 2], sample[len(sample) // 2 :])
 
 
-def test_what_depends_on_the_step_needs_a_pipeline() -> None:
-    subject = load_subject("geometry:tiny", "denoiser", torch.float32, CPU, None, None, seed=0)
-    config = ToMeConfig(ratio=0.5, correct_every=2, scope="block")
-    with pytest.raises(ConfigError, match="take --scope pipeline"):
-        apply.tokenmerge(subject.denoiser, config, None).__enter__()
-
-
-def test_a_pipeline_tells_merging_its_steps() -> None:
-    """Every second step is dense, in each generation anew."""
-    subject = load_subject("geometry:tiny", "pipeline", torch.float32, CPU, "ddim", 5.0, seed=0)
-    model = shared_copy(subject.denoiser)
-    size = InputSize(height=64, width=64, scale=8, samples=1, frames=1)
-    config = ToMeConfig(ratio=0.5, correct_every=2, scope="block", max_downsample=4)
-    lengths: list[int] = []
-    block = next(m for m in model.modules() if type(m).__name__ == "BasicTransformerBlock")
-    block.attn1.to_q.register_forward_pre_hook(lambda module, args: lengths.append(args[0].shape[1]))
-    with apply.tokenmerge(model, config, None, subject.scheduler):
-        call = subject.bind(model, size, 3)
-        call()
-        first = list(lengths)
-        call()
-    assert lengths == first * 2
-    assert first[0] == first[2] > first[1]
-
-
 def test_a_pipeline_runs_the_steps_it_is_asked_for() -> None:
     subject = load_subject("geometry:tiny", "pipeline", torch.float32, CPU, "ddim", 5.0, seed=0)
     rows: list[int] = []

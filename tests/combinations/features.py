@@ -16,12 +16,13 @@ NOW = {"timestep": 0}
 
 
 def lora(model: Any) -> Remove:
-    """An adapter whose weights are not zero."""
+    """An adapter at less than its full weight; its weights are not zero."""
     from peft import LoraConfig
 
     torch.manual_seed(7)
     targets = ["to_q", "to_k", "to_v", "to_out.0"]
     model.add_adapter(LoraConfig(r=2, target_modules=targets, init_lora_weights=False), adapter_name="style")
+    model.set_adapters(["style"], [0.7])
 
     def remove() -> None:
         model.unload_lora()

@@ -59,11 +59,11 @@ def test_a_token_lies_in_its_cell_or_beyond_the_last_one(case):
 
 
 @given(grids(), st.integers(1, 2), st.integers(1, 3))
-def test_the_grid_planner_means_each_cell(case, b, frames):
+def test_the_uniform_planner_means_each_cell(case, b, frames):
     (height, width), (sy, sx) = case
-    config = ToMeConfig(ratio=1 - 1 / (sx * sy), sx=sx, sy=sy, planner="grid", use_rand=False)
+    config = ToMeConfig(ratio=1 - 1 / (sx * sy), sx=sx, sy=sy, planner="uniform", use_rand=False)
     x = torch.randn(b, frames * height * width, 4)
-    plan = PLANNERS["grid"](x, (frames, height, width), config, torch.tensor(0))
+    plan = PLANNERS["uniform"](x, (frames, height, width), config, torch.tensor(0))
     if plan is None:
         assert config.ratio == 0 or int(height * width * config.ratio) == 0
         return
@@ -74,7 +74,7 @@ def test_the_grid_planner_means_each_cell(case, b, frames):
         assert_close(merged[:, :, cell], mean, rtol=1e-5, atol=1e-6)
 
 
-def test_the_local_planner_is_for_pictures_and_single_frames():
-    x = torch.randn(1, 32, 4)
-    with pytest.raises(ConfigError, match="st=2 needs planner='tome'"):
-        PLANNERS["local"](x, (2, 4, 4), ToMeConfig(planner="local", st=2), torch.tensor(0))
+def test_planners_that_stay_within_a_frame():
+    for planner in ("local", "uniform"):
+        with pytest.raises(ConfigError, match="stays within a frame, and st=2 reaches over time"):
+            ToMeConfig(planner=planner, st=2)

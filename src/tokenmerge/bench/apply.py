@@ -6,7 +6,6 @@ import contextlib
 import importlib
 import importlib.util
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 from typing import Any
 
 from torch import Tensor, cat, nn
@@ -35,35 +34,24 @@ TOMESD_SETTINGS = frozenset(
 
 def bounds(config: ToMeConfig) -> bool:
     """Whether the oracle is the bound of merging with these settings."""
-    return config.scope == "layers" and not config.by_step
+    return config.scope == "layers"
 
 
 @contextlib.contextmanager
-def dense(model: nn.Module, config: None, report: None, scheduler: object = None) -> Iterator[None]:
+def dense(model: nn.Module, config: None, report: None) -> Iterator[None]:
     """Leave the model as it is."""
     yield
 
 
 @contextlib.contextmanager
-def tokenmerge(
-    model: nn.Module, config: ToMeConfig, report: Report, scheduler: object = None
-) -> Iterator[None]:
-    """Merge tokens with this package.
-
-    Raises:
-        ConfigError: the settings depend on the step, and there is no scheduler to tell it.
-    """
-    if config.by_step and scheduler is None:
-        raise ConfigError(
-            "until, correct_every, plan_every and share_plan depend on the step, and the denoiser alone runs "
-            "one step again and again; take --scope pipeline"
-        )
-    with token_merging(SimpleNamespace(denoiser=model, scheduler=scheduler), config):
+def tokenmerge(model: object, config: ToMeConfig, report: Report) -> Iterator[None]:
+    """Merge tokens with this package."""
+    with token_merging(model, config):
         yield
 
 
 @contextlib.contextmanager
-def tomesd(model: nn.Module, config: ToMeConfig, report: Report, scheduler: object = None) -> Iterator[None]:
+def tomesd(model: nn.Module, config: ToMeConfig, report: Report) -> Iterator[None]:
     """Merge tokens with the package tomesd.
 
     Raises:
@@ -94,18 +82,16 @@ def tomesd_missing() -> str | None:
 
 
 @contextlib.contextmanager
-def oracle(model: nn.Module, config: ToMeConfig, report: Report, scheduler: object = None) -> Iterator[None]:
+def oracle(model: nn.Module, config: ToMeConfig, report: Report) -> Iterator[None]:
     """Run each layer that would merge on its first n − r tokens and pass the other r by: merging at no cost.
 
     The pictures are wrong; the time is the bound for every method that merges the same layers at this ratio.
 
     Raises:
-        ConfigError: more than single layers would merge, or layers that take more than image tokens.
+        ConfigError: not single layers would merge, or layers that take more than image tokens.
     """
     if not bounds(config):
-        raise ConfigError(
-            "oracle: it bounds scope='layers' at every step alike; leave it out for other settings"
-        )
+        raise ConfigError("oracle: it bounds scope='layers'; leave it out for other scopes")
     for host in find_hosts(model):
         for block in host.blocks:
             for layer in block.layers:

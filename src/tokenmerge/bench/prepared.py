@@ -87,8 +87,7 @@ class Workbench:
                 raise ConfigError(missing)
             model = shared_copy(self.subject.denoiser)
             set_attention([model], column.attention)
-            scheduler = self.subject.scheduler
-            variant = VARIANTS[spec.name].apply(model, spec.config(), self.report(spec), scheduler)
+            variant = VARIANTS[spec.name].apply(model, spec.config(), self.report(spec))
             self.variants.enter_context(variant)
             # Static shapes: compiled for one cell, as a user would, not for what differs between cells.
             runs: Any = torch.compile(model, dynamic=False) if column.compile else model

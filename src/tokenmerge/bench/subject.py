@@ -49,7 +49,6 @@ class Subject:
         scale: pixels per latent position, along each side.
         guided: whether classifier-free guidance makes two samples of each picture.
         notes: what a reader of the figures should know, in words.
-        scheduler: of the pipeline, which tells merging the step; None for the denoiser alone.
     """
 
     denoiser: nn.Module
@@ -57,7 +56,6 @@ class Subject:
     scale: int
     guided: bool
     notes: tuple[str, ...]
-    scheduler: Any = None
 
 
 def find_facts(model: str) -> ModelFacts:
@@ -120,8 +118,7 @@ def load_subject(
     if scheduler is not None:
         set_scheduler(pipe, scheduler)
     pipe.set_progress_bar_config(disable=True)
-    bind = _PipelineCall(pipe, guidance, seed)
-    return Subject(denoiser, bind, scale, guided, tuple(notes), pipe.scheduler)
+    return Subject(denoiser, _PipelineCall(pipe, guidance, seed), scale, guided, tuple(notes))
 
 
 def shared_copy(module: nn.Module) -> nn.Module:

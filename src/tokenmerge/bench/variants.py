@@ -23,9 +23,9 @@ class Variant:
 
     Args:
         apply: called with the model, its configuration and the report on it at the size at hand (both None
-            for a variant without settings), and the scheduler of its pipeline, None for the model alone; the
-            variant is in force while the context lasts.
+            for a variant without settings); the variant is in force while the context lasts.
         config: class of its settings, a dataclass with a field ``ratio``; None: it has none.
+        of_pipeline: whether it is put on a whole pipeline where there is one, instead of its denoiser.
         merges: whether it makes usable pictures from fewer tokens: then it gets an oracle and fewer steps
             beside it.
         missing: why it cannot run here, or None.
@@ -34,6 +34,7 @@ class Variant:
 
     apply: Callable[..., AbstractContextManager[None]]
     config: type[ToMeConfig] | None = None
+    of_pipeline: bool = False
     merges: bool = False
     missing: Callable[[], str | None] = lambda: None
     not_taken: frozenset[str] = frozenset()
@@ -41,7 +42,7 @@ class Variant:
 
 VARIANTS = {
     DENSE: Variant(apply.dense),
-    "tome": Variant(apply.tokenmerge, ToMeConfig, merges=True),
+    "tome": Variant(apply.tokenmerge, ToMeConfig, of_pipeline=True, merges=True),
     "tomesd": Variant(
         apply.tomesd,
         ToMeConfig,

@@ -101,7 +101,7 @@ def _variant(pipe: DiffusionPipeline, variant: Drawn, in_force: contextlib.ExitS
     """A pipeline with the variant applied for as long as ``in_force`` is open."""
     copied = twin(pipe)
     spec = variant.spec
-    apply = VARIANTS[spec.name].apply
-    denoiser = getattr(copied, denoiser_name(copied))
-    in_force.enter_context(apply(denoiser, spec.config(), None, copied.scheduler))
+    kind = VARIANTS[spec.name]
+    target = copied if kind.of_pipeline else getattr(copied, denoiser_name(copied))
+    in_force.enter_context(kind.apply(target, spec.config(), None))
     return copied

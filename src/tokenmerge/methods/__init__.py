@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tokenmerge.methods.grid import plan_grid
 from tokenmerge.methods.local import plan_local
 from tokenmerge.methods.tome import plan_tome
+from tokenmerge.methods.uniform import plan_uniform
 from tokenmerge.ops import Plan
 
 __all__ = ["PLANNERS"]
@@ -14,5 +14,5 @@ __all__ = ["PLANNERS"]
 PLANNERS: dict[str, Callable[..., Plan | None]] = {
     "tome": plan_tome,
     "local": plan_local,
-    "grid": plan_grid,
+    "uniform": plan_uniform,
 }

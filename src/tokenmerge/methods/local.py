@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from tokenmerge.config import ToMeConfig
-from tokenmerge.errors import ConfigError
 from tokenmerge.methods.tome import num_removed
 from tokenmerge.ops import Plan, local_matching, make_plan, num_tokens, strided_partition
 
@@ -17,13 +16,7 @@ __all__ = ["plan_local"]
 
 @torch.no_grad()
 def plan_local(features: Tensor, grid: Sequence[int], config: ToMeConfig, step: Tensor) -> Plan | None:
-    """As :func:`tokenmerge.methods.tome.plan_tome`, with local matching.
-
-    Raises:
-        ConfigError: cells reach over time, where there are no neighbours to speak of.
-    """
-    if config.st > 1:
-        raise ConfigError(f"planner='local' compares within a frame; st={config.st} needs planner='tome'")
+    """As :func:`tokenmerge.methods.tome.plan_tome`, with local matching within each frame."""
     r = num_removed(grid, config)
     if r == 0:
         return None

@@ -137,7 +137,12 @@ def _wrapped(model: Any) -> Any:
     """The model inside a wrapper, None if it is not one."""
     if is_a(model, "OptimizedModule"):
         return model._orig_mod
-    if is_a(model, "DistributedDataParallel", "DataParallel"):
+    if is_a(model, "DataParallel"):
+        raise UnsupportedModelError(
+            "tokens cannot be merged under DataParallel: its threads share what a call notes; take "
+            "DistributedDataParallel, or merge in the model inside it and call that"
+        )
+    if is_a(model, "DistributedDataParallel"):
         return model.module
     if is_a(model, "PeftModel"):
         return model.get_base_model()

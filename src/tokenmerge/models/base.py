@@ -36,6 +36,7 @@ class Layer:
         kind: ``"attn1"`` self-attention or joint attention, ``"attn2"`` cross-attention, ``"ff"`` the MLP.
         name: of the attribute of the block that holds it.
         layout: how it takes its tokens.
+        own_keys: of attention, whether it looks at the tokens that it is called with.
         keys: name of the argument by which self-attention can be given other tokens to look at; None: there
             is no such argument.
     """
@@ -43,6 +44,7 @@ class Layer:
     kind: Literal["attn1", "attn2", "ff"]
     name: str
     layout: Layout = PLAIN
+    own_keys: bool = True
     keys: str | None = None
 
 

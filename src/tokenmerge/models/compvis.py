@@ -57,7 +57,9 @@ def _blocks(stage: Any, prefix: str, level: int) -> Iterator[Block]:
                 # Their own checkpointing re-runs `_forward`, not `forward`.
                 method = "_forward" if hasattr(block, "_forward") else "forward"
                 path_of_block = f"{path}.transformer_blocks.{i}"
-                yield basic_block(path_of_block, block, grid=module, level=level, method=method)
+                yield basic_block(
+                    path_of_block, block, grid=module, level=level, method=method, context="context"
+                )
 
 
 def _grid(root: Any, arguments: Mapping[str, Any], last: Grid) -> GridShape:

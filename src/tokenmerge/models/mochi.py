@@ -20,7 +20,7 @@ CLASSES = ("MochiTransformer3DModel",)
 _FRAMES = 4  # of the latents: 19 pictures
 # Tables [n, heads, d / 2], which its attention broadcasts over the batch.
 _POSITIONS = Follower("image_rotary_emb", axes=(1,), batched=True, expand=True)
-_LAYERS = (Layer("attn1", "attn1", Layout(followers=(_POSITIONS,))), Layer("ff", "ff"))
+_LAYERS = (Layer("attn1", "attn1", Layout(text="last", followers=(_POSITIONS,))), Layer("ff", "ff"))
 
 
 def matches(module: nn.Module) -> bool:

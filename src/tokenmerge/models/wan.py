@@ -27,6 +27,13 @@ CLASSES = (
 )
 
 _FRAMES = 21  # of the latents: 81 pictures
+_BLOCK = Layout(
+    followers=(
+        Follower("rotary_emb", axes=(1,), batched=True),
+        # Of Wan 2.2 from a picture, whose tokens have times of their own.
+        Follower("temb", axes=(1,), batched=True, ndim=4),
+    )
+)
 _FOLLOWING = Layout(
     followers=(
         Follower("rotary_emb", axes=(1,), batched=True),
@@ -49,7 +56,9 @@ def matches(module: nn.Module) -> bool:
 
 def describe(root: Any) -> Host:
     """Find the blocks; of VACE also those of the control video."""
-    blocks = listed(root, "blocks", _LAYERS, wide=_FOLLOWING)
+    # Blocks of SkyReels-V2 may get a mask between frames and times of their own in another layout.
+    wide = None if is_a(root, "SkyReelsV2Transformer3DModel") else _BLOCK
+    blocks = listed(root, "blocks", _LAYERS, wide=wide)
     if is_a(root, "WanVACETransformer3DModel"):
         blocks = (*listed(root, "vace_blocks", _LAYERS, layout=_CONTROL), *blocks)
     return Host(

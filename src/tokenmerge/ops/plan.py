@@ -137,8 +137,9 @@ def merge_with_norm(plan: Plan, x: Tensor) -> Tensor:
     longest = norms.index_select(0, plan.keep.flatten()).scatter_reduce(
         0, plan.targets.flatten(), norms.index_select(0, plan.sources.flatten()), "amax"
     )
-    smallest = torch.finfo(mean.dtype).tiny
-    scale = longest.view(b, -1, 1) / mean.norm(dim=-1, keepdim=True).clamp(min=smallest)
+    length = mean.norm(dim=-1, keepdim=True)
+    # A mean of zeros has no direction to be made longer in.
+    scale = torch.where(length > 0, longest.view(b, -1, 1) / length, 0)
     return (mean * scale).to(x.dtype)
 
 

@@ -8,11 +8,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from tokenmerge.bench.records import CellRecord
+from tokenmerge.errors import ConfigError
 from tokenmerge.reporting.beside import published_tables
 from tokenmerge.reporting.curves import Chart, charts
-from tokenmerge.reporting.quality import LOWER_IS_CLOSER, QualityRecord, metric_names
+from tokenmerge.reporting.newest import newest_cells, newest_figures
+from tokenmerge.reporting.pictures import picture_type
+from tokenmerge.reporting.quality import QualityRecord
+from tokenmerge.reporting.quality_tables import quality_tables
 from tokenmerge.reporting.results import Results, Sample
-from tokenmerge.reporting.tables import Row, Table, measured_tables
+from tokenmerge.reporting.tables import Table, measured_tables
 
 __all__ = ["TITLE", "Content", "content_of"]
 
@@ -28,7 +32,7 @@ class Content:
         beside: published tables with our figures beside them.
         quality: closeness of variants to dense.
         charts: plots.
-        samples: pairs of pictures.
+        samples: pairs of pictures that are there.
         conditions: (name, JSON) of each machine and configuration that cells were measured on, and of each
             set of pictures.
         notes: what the reader should know, in words.
@@ -44,48 +48,33 @@ class Content:
 
 
 def content_of(results: Results) -> Content:
-    """Arrange records for a reader."""
+    """Arrange records for a reader: of those that no name tells apart the newest, and samples that are there."""
+    cells, older_cells = newest_cells(results.cells)
+    quality, older_figures = newest_figures(results.quality)
+    samples, lost = _readable(results.samples)
     return Content(
-        measured=tuple(measured_tables(results.cells)),
-        beside=tuple(published_tables(results.cells, results.quality)),
-        quality=tuple(_quality_tables(results.quality)),
-        charts=tuple(charts(results.cells, results.quality)),
-        samples=results.samples,
-        conditions=(*_conditions(results.cells), *_conditions_of_quality(results.quality)),
-        notes=results.notes,
+        measured=tuple(measured_tables(cells)),
+        beside=tuple(published_tables(cells, quality)),
+        quality=tuple(quality_tables(quality)),
+        charts=tuple(charts(cells, quality)),
+        samples=tuple(samples),
+        conditions=(*_conditions(cells), *_conditions_of_quality(quality)),
+        notes=(*results.notes, *older_cells, *older_figures, *lost),
     )
 
 
-def _quality_tables(records: Sequence[QualityRecord]) -> list[Table]:
-    tables = []
-    for where in dict.fromkeys((record.model, record.width, record.height) for record in records):
-        found = [record for record in records if (record.model, record.width, record.height) == where]
-        metrics = metric_names(found)
-        arrows = tuple(f"{name} {'↓' if name in LOWER_IS_CLOSER else '↑'}" for name in metrics)
-        by_category = any(record.category is not None for record in found)
-        header = ("variant", *(["category"] if by_category else []), "pictures", *arrows)
-        rows = tuple(
-            Row(
-                (
-                    record.label,
-                    *([record.category or "all"] if by_category else []),
-                    str(record.images),
-                    *(_figure(record.figures.get(name)) for name in metrics),
-                )
-            )
-            for record in found
-        )
-        notes = dict.fromkeys(note for record in found for note in record.notes)
-        model, width, height = where
-        title = f"{model}, {width} × {height}"
-        tables.append(
-            Table(title, header, rows, ("↑ higher, ↓ lower is better", *notes), words=1 + by_category)
-        )
-    return tables
-
-
-def _figure(value: float | None) -> str:
-    return "" if value is None else f"{value:.4g}"
+def _readable(samples: Sequence[Sample]) -> tuple[list[Sample], list[str]]:
+    """The pairs whose pictures are both there, and a sentence for each other pair."""
+    found, notes = [], []
+    for sample in samples:
+        try:
+            for path in (sample.dense, sample.image):
+                picture_type(path)
+        except ConfigError as error:
+            notes.append(f"{sample.record.label}, seed {sample.record.seed} is not shown: {error}")
+        else:
+            found.append(sample)
+    return found, notes
 
 
 def _conditions(cells: Sequence[CellRecord]) -> list[tuple[str, str]]:

@@ -9,9 +9,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
+from tokenmerge.bench.lookup import cell_of_pictures
 from tokenmerge.bench.records import CellRecord, variant_label
 from tokenmerge.reporting.quality import LOWER_IS_CLOSER, QualityRecord
-from tokenmerge.reporting.tables import in_order, setting_name, where_of
+from tokenmerge.reporting.quality_tables import quality_name, where_drawn
+from tokenmerge.reporting.tables import SETTING, in_order, setting_name, where_of
 
 __all__ = ["Chart", "Line", "charts"]
 
@@ -66,7 +68,7 @@ def charts(cells: Iterable[CellRecord], quality: Sequence[QualityRecord]) -> lis
 
 def _against_resolution(cells: Sequence[CellRecord]) -> Iterable[Chart]:
     def rest(cell: CellRecord) -> tuple[object, ...]:
-        names = ("model", "scope", "frames", "batch", "dtype", "device_name", "threads", "compile")
+        names = (name for name in (*SETTING, "compile") if name not in ("width", "height"))
         return in_order(cell.conditions[name] for name in names)
 
     for _, group in groupby(sorted(cells, key=rest), key=rest):
@@ -114,11 +116,8 @@ def _against_ratio(cells: Sequence[CellRecord]) -> Iterable[Chart]:
 
 
 def _price(cells: Sequence[CellRecord], quality: Sequence[QualityRecord]) -> Iterable[Chart]:
-    def where(record: QualityRecord) -> tuple[str, int, int]:
-        return record.model, record.width, record.height
-
     whole = [record for record in quality if record.category is None]
-    for (model, width, height), group in groupby(sorted(whole, key=where), key=where):
+    for _, group in groupby(sorted(whole, key=where_drawn), key=where_drawn):
         records = list(group)
         for metric in dict.fromkeys(name for record in records for name in record.figures):
             lines = tuple(_price_lines(records, metric, cells))
@@ -126,7 +125,7 @@ def _price(cells: Sequence[CellRecord], quality: Sequence[QualityRecord]) -> Ite
                 with_dense = any(line.name == "dense" for line in lines)
                 closer = "lower" if metric in LOWER_IS_CLOSER else "higher"
                 yield Chart(
-                    f"The price: {model}, {width} × {height}",
+                    f"The price: {quality_name(records[0])}",
                     f"{metric.upper()}, {closer} is better",
                     "speed-up, t_dense / t",
                     lines,
@@ -140,7 +139,8 @@ def _price_lines(
     """One line for each method; its points are its ratios."""
     families: dict[str, list[tuple[float, float, str]]] = {}
     for record in records:
-        speedup = _speedup_of(record, cells)
+        cell = cell_of_pictures(record.label, record.drawn_with, cells)
+        speedup = None if cell is None else cell.speedup
         if metric in record.figures and speedup is not None:
             ratio = _ratio(record.settings)
             family = families.setdefault(_family(record.variant, record.settings), [])
@@ -149,20 +149,6 @@ def _price_lines(
         # By ratio: a figure over few pictures may not fall from one to the next.
         points = sorted(found, key=lambda point: (float(point[2] or 0), point))
         yield Line(name, tuple((x, y) for x, y, _ in points), tuple(ratio for _, _, ratio in points))
-
-
-def _speedup_of(record: QualityRecord, cells: Sequence[CellRecord]) -> float | None:
-    """Of the same variant on the same model at the same size: of the whole pipeline, or else the denoiser."""
-    found = [
-        cell
-        for cell in cells
-        if cell.label == record.label
-        and not cell.conditions["compile"]
-        and [cell.conditions[name] for name in ("model", "width", "height")]
-        == [record.model, record.width, record.height]
-    ]
-    found.sort(key=lambda cell: (cell.conditions["scope"] != "pipeline", cell.conditions["batch"]))
-    return found[0].speedup if found else None
 
 
 def _by_family(cells: Sequence[CellRecord]) -> Iterable[tuple[str, list[CellRecord]]]:

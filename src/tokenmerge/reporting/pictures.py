@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tokenmerge.errors import ConfigError
 
-__all__ = ["data_address", "svg_address"]
+__all__ = ["data_address", "picture_type", "svg_address"]
 
 _SIGNATURES = {b"\x89PNG\r\n\x1a\n": "image/png", b"\xff\xd8\xff": "image/jpeg", b"RIFF": "image/webp"}
 
@@ -18,14 +18,24 @@ def data_address(path: Path) -> str:
     Raises:
         ConfigError: it cannot be read, or is no such picture.
     """
+    return f"data:{picture_type(path)};base64,{base64.b64encode(path.read_bytes()).decode()}"
+
+
+def picture_type(path: Path) -> str:
+    """The media type of a PNG, JPEG or WebP file, by how it begins.
+
+    Raises:
+        ConfigError: it cannot be read, or is no such picture.
+    """
     try:
-        content = path.read_bytes()
+        with path.open("rb") as file:
+            begin = file.read(max(map(len, _SIGNATURES)))
     except OSError as error:
         raise ConfigError(f"sample: cannot read the picture {path} ({error.strerror or error})") from error
-    kind = next((kind for start, kind in _SIGNATURES.items() if content.startswith(start)), None)
-    if kind is None:
+    found = next((kind for start, kind in _SIGNATURES.items() if begin.startswith(start)), None)
+    if found is None:
         raise ConfigError(f"sample: {path} is not a PNG, JPEG or WebP picture")
-    return f"data:{kind};base64,{base64.b64encode(content).decode()}"
+    return found
 
 
 def svg_address(svg: str) -> str:

@@ -55,6 +55,11 @@ class QualityRecord:
         return variant_label(self.variant, self.settings)
 
     @property
+    def drawn_with(self) -> dict[str, Any]:
+        """What all pictures depend on, the model and their size among it."""
+        return {"model": self.model, "width": self.width, "height": self.height, **self.conditions}
+
+    @property
     def key(self) -> str:
         """Equal for figures of the same pictures, of which the later ones count."""
         values = dataclasses.asdict(self)

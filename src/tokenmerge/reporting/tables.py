@@ -12,11 +12,15 @@ from tokenmerge.bench.records import CellRecord
 __all__ = [
     "OURS",
     "PUBLISHED",
+    "SETTING",
     "Row",
     "Table",
     "attention_name",
+    "call_name",
     "in_order",
+    "machine_name",
     "measured_tables",
+    "sampling_name",
     "setting_name",
     "times",
     "what_of",
@@ -25,7 +29,21 @@ __all__ = [
 
 OURS, PUBLISHED = "ours", "published"
 
-_SETTING = ("model", "scope", "width", "height", "frames", "batch", "dtype", "device_name", "threads")
+# Conditions that the cells of one table have in common.
+SETTING = (
+    "model",
+    "scope",
+    "width",
+    "height",
+    "frames",
+    "batch",
+    "dtype",
+    "steps",
+    "scheduler",
+    "guidance",
+    "device_name",
+    "threads",
+)
 _ATTENTION = {"sdpa": "SDPA", "xformers": "xFormers", "default": "plain"}
 
 
@@ -69,7 +87,7 @@ def measured_tables(cells: Iterable[CellRecord]) -> list[Table]:
 
 def where_of(cell: CellRecord) -> tuple[Any, ...]:
     """What the cells of one table have in common."""
-    return tuple(cell.conditions[name] for name in _SETTING)
+    return tuple(cell.conditions[name] for name in SETTING)
 
 
 def what_of(cell: CellRecord) -> str:
@@ -89,25 +107,52 @@ def attention_name(attention: str) -> str:
 
 def setting_name(conditions: Mapping[str, Any]) -> str:
     """The title of a setting."""
+    return f"{call_name(conditions)}, {machine_name(conditions)}"
+
+
+def call_name(conditions: Mapping[str, Any]) -> str:
+    """What is timed, wherever it runs."""
     frames = f" × {conditions['frames']} frames" if conditions["frames"] else ""
-    machine = conditions["device_name"]
-    if conditions["device"] == "cpu":
-        machine += f", {conditions['threads']} thread{'s' if conditions['threads'] > 1 else ''}"
+    whole = conditions["scope"] == "pipeline"
     parts = (
         conditions["model"],
         f"{conditions['width']} × {conditions['height']}{frames}",
         f"batch {conditions['batch']}",
         conditions["dtype"],
-        "whole pipeline" if conditions["scope"] == "pipeline" else "denoiser alone",
-        machine,
+        f"{'whole pipeline,' if whole else 'denoiser alone, one of'} {sampling_name(conditions)}",
     )
     return ", ".join(parts)
+
+
+def sampling_name(conditions: Mapping[str, Any]) -> str:
+    """How many steps, and the scheduler and the guidance where they are not the model's own.
+
+    >>> sampling_name({"steps": 50, "scheduler": "plms", "guidance": 7.5})
+    '50 steps, plms, guidance 7.5'
+    """
+    steps, scheduler, guidance = (conditions[name] for name in ("steps", "scheduler", "guidance"))
+    parts = [f"{steps} step{'s' if steps > 1 else ''}"]
+    if scheduler is not None:
+        parts.append(scheduler)
+    if guidance is not None:
+        parts.append(f"guidance {guidance:g}")
+    return ", ".join(parts)
+
+
+def machine_name(conditions: Mapping[str, Any]) -> str:
+    """Name of the device, and of a CPU the number of its threads."""
+    name: str = conditions["device_name"]
+    if conditions["device"] == "cpu":
+        name += f", {conditions['threads']} thread{'s' if conditions['threads'] > 1 else ''}"
+    return name
 
 
 def _measured(cells: Sequence[CellRecord]) -> Table:
     rows = tuple(Row(_figures(cell)) for cell in sorted(cells, key=_rank))
     notes = [f"{what_of(cell)}: {cell.message}" for cell in cells if cell.status != "ok"]
     notes += dict.fromkeys(note for cell in cells for note in _notes(cell))
+    meanings = dict.fromkeys(cell.facts.get("peak_memory") for cell in cells if cell.peak_bytes is not None)
+    notes += [f"peak GiB: {meaning}" for meaning in meanings if meaning]
     header = (
         "variant",
         "attention",

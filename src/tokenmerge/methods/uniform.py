@@ -11,11 +11,11 @@ from tokenmerge.config import ToMeConfig
 from tokenmerge.methods.tome import num_removed
 from tokenmerge.ops import Plan, make_plan, num_tokens, own_cell, strided_partition
 
-__all__ = ["plan_grid"]
+__all__ = ["plan_uniform"]
 
 
 @torch.no_grad()
-def plan_grid(features: Tensor, grid: Sequence[int], config: ToMeConfig, step: Tensor) -> Plan | None:
+def plan_uniform(features: Tensor, grid: Sequence[int], config: ToMeConfig, step: Tensor) -> Plan | None:
     """Give every source to its own cell, whatever the tokens are; ``config.ratio`` counts only if it is 0.
 
     Args:
