@@ -34,10 +34,12 @@ def main(
     model.pipeline(load_codec(cpu)).to(torch.float16).save_pretrained(folder)
     # transformers 5 would load the text encoder in the precision of its file, diffusers everything else in
     # float32: the two must agree. AutoencoderTiny derives the other entry, and warns if it is given.
-    edit_config(folder / "text_encoder" / "config.json", dtype="float32")
+    for encoder in folder.glob("text_encoder*"):
+        edit_config(encoder / "config.json", dtype="float32")
     edit_config(folder / "vae" / "config.json", block_out_channels=None)
     # transformers 4 reads these two files and not tokenizer.json.
-    model.tokenizer.backend_tokenizer.model.save(str(folder / "tokenizer"))
+    for tokenizer in folder.glob("tokenizer*"):
+        model.tokenizer.backend_tokenizer.model.save(str(tokenizer))
     size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
     typer.echo(f"{folder}: {size / 1e6:.2f} MB")
 

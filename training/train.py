@@ -21,6 +21,7 @@ from tokenmerge.demo.glyphs import BACKGROUNDS, caption, read_glyphs
 from training import checkpoint, parallel
 from training.codec import load_codec
 from training.data import Latents
+from training.mmdit import EmojiMMDiT
 from training.muon import build_optimisers
 from training.schedule import at_step, stretch, total_steps
 from training.unet import EmojiUNet
@@ -29,7 +30,8 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
 RUNS = Path("runs")
-MODELS = {model.name: model for model in (EmojiUNet,)}
+Model = EmojiUNet | EmojiMMDiT
+MODELS: dict[str, type[Model]] = {model.name: model for model in (EmojiUNet, EmojiMMDiT)}
 SAVE_EVERY = 100
 EMA_DECAY = 0.998
 GUIDANCE = 3.0
@@ -46,7 +48,7 @@ SAMPLE_PROMPTS = [
 ]
 
 
-def build(name: str, seed: int) -> EmojiUNet:
+def build(name: str, seed: int) -> Model:
     """Build a model with seeded random weights."""
     if name not in MODELS:
         raise typer.BadParameter(f"{name!r} is none of the models: {', '.join(MODELS)}")
@@ -55,7 +57,7 @@ def build(name: str, seed: int) -> EmojiUNet:
     return MODELS[name]([caption(glyph.name, background) for glyph in glyphs for background in BACKGROUNDS])
 
 
-def load_trained(name: str, device: torch.device, average: bool) -> EmojiUNet:
+def load_trained(name: str, device: torch.device, average: bool) -> Model:
     """Return the model of the last checkpoint, with its averaged weights or the last ones."""
     state = checkpoint.load(RUNS / name / "last.pt", device)
     if state is None:
@@ -90,7 +92,7 @@ def plot_losses(losses: list[float], path: Path) -> None:
     plt.close(figure)
 
 
-def save_samples(model: EmojiUNet, codec: torch.nn.Module, size: int, path: Path) -> None:
+def save_samples(model: Model, codec: torch.nn.Module, size: int, path: Path) -> None:
     """Generate the sample prompts side by side."""
     pipe = model.pipeline(codec)
     pipe.set_progress_bar_config(disable=True)

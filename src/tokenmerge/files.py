@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from tokenmerge.errors import ConfigError
 
-__all__ = ["free_folder", "prepare_folder", "slug", "write_atomically", "write_json"]
+__all__ = ["free_folder", "prepare_folder", "slug", "write_atomically", "write_json", "writing"]
 
 
 def slug(text: str, longest: int = 40) -> str:
@@ -48,6 +49,22 @@ def prepare_folder(folder: Path) -> None:
         raise ConfigError(
             f"out: cannot write to {folder} ({error.strerror or error}); choose another folder with --out"
         ) from error
+
+
+@contextlib.contextmanager
+def writing(path: Path, option: str, advice: str) -> Iterator[None]:
+    """Make the folder of ``path``, and turn what the file system refuses meanwhile into a ConfigError.
+
+    Args:
+        path: what is written.
+        option: the option that the path comes from.
+        advice: what to do next, in words.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield
+    except OSError as error:
+        raise ConfigError(f"{option}: cannot write {path} ({error.strerror or error}); {advice}") from error
 
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:

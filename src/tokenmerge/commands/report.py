@@ -9,15 +9,16 @@ from typing import Annotated
 import typer
 
 from tokenmerge.errors import ConfigError
-from tokenmerge.files import write_atomically
+from tokenmerge.files import write_atomically, writing
 from tokenmerge.reporting.compare import compare, parse_tolerance
 from tokenmerge.reporting.content import content_of
-from tokenmerge.reporting.formats import as_csv, as_html, as_markdown
-from tokenmerge.reporting.results import Results, read_results
+from tokenmerge.reporting.formats import as_csv, as_html, as_markdown, quality_as_csv
+from tokenmerge.reporting.results import read_results
 
 __all__ = ["report"]
 
 _FORMATS = (".html", ".md", ".csv")
+_OF_QUALITY = "-quality.csv"
 
 
 def report(
@@ -26,7 +27,7 @@ def report(
     ] = None,
     out: Annotated[
         Path,
-        typer.Option("--out", "-o", help="A .html gets a .md and a .csv beside it; .md or .csv come alone."),
+        typer.Option("--out", "-o", help="A .html gets a .md and .csv beside it; each of these also alone."),
     ] = Path("outputs/report.html"),
     compare_files: Annotated[
         tuple[Path, Path] | None,
@@ -39,7 +40,8 @@ def report(
 ) -> None:
     """Make tables, plots and pictures from results: one HTML page, Markdown and CSV.
 
-    The page stands alone: it needs no network and no file beside it.
+    The page stands alone: it needs no network and no file beside it. The CSV files hold every record: one the
+    times, one, where there are any, the figures of quality.
     """
     if compare_files is not None:
         _compare(*compare_files, fail_if_slower, results)
@@ -49,29 +51,24 @@ def report(
     if out.suffix not in _FORMATS:
         raise ConfigError(f"out: expected a file ending in {', '.join(_FORMATS)}, got {out}")
     found = read_results(results or [])
-    for note in found.notes:
+    content = content_of(found)
+    for note in content.notes:
         print(f"note: {note}", file=sys.stderr)
-    for suffix in _FORMATS if out.suffix == ".html" else (out.suffix,):
-        path = out.with_suffix(suffix)
-        _write(path, _make(suffix, found))
-        print(path)
-
-
-def _make(suffix: str, results: Results) -> str:
-    if suffix == ".csv":
-        return as_csv(results.cells)
-    content = content_of(results)
-    return as_html(content) if suffix == ".html" else as_markdown(content)
+    whole = out.suffix == ".html"
+    if whole:
+        _write(out, as_html(content))
+    if whole or out.suffix == ".md":
+        _write(out.with_suffix(".md"), as_markdown(content))
+    if whole or out.suffix == ".csv":
+        _write(out.with_suffix(".csv"), as_csv(found.cells))
+        if found.quality:
+            _write(out.with_name(out.stem + _OF_QUALITY), quality_as_csv(found.quality))
 
 
 def _write(path: Path, text: str) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+    with writing(path, "out", "choose another file with --out"):
         write_atomically(path, lambda unfinished: unfinished.write_text(text, encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(
-            f"out: cannot write {path} ({error.strerror or error}); choose another file with --out"
-        ) from error
+    print(path)
 
 
 def _compare(before: Path, after: Path, fail_if_slower: str | None, results: list[Path] | None) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import resources
 from typing import Any
 
@@ -13,10 +13,11 @@ from tokenmerge.errors import MissingExtraError
 from tokenmerge.reporting.content import TITLE, Content
 from tokenmerge.reporting.pictures import data_address, svg_address
 from tokenmerge.reporting.plots import draw
+from tokenmerge.reporting.quality import QualityRecord
 from tokenmerge.reporting.results import Sample
 from tokenmerge.reporting.tables import PUBLISHED, Table
 
-__all__ = ["as_csv", "as_html", "as_markdown"]
+__all__ = ["as_csv", "as_html", "as_markdown", "quality_as_csv"]
 
 _COLUMNS = (
     "model",
@@ -124,11 +125,10 @@ def as_csv(cells: Iterable[CellRecord]) -> str:
     writer.writerow([*_COLUMNS, *figures, *_MORE])
     for cell in cells:
         low, high = cell.iqr or (None, None)
-        settings = " ".join(f"{name}={value}" for name, value in cell.conditions["settings"].items())
         writer.writerow(
             [
                 *(cell.conditions[name] for name in _COLUMNS),
-                settings,
+                _settings(cell.conditions["settings"]),
                 cell.status,
                 cell.median,
                 low,
@@ -146,6 +146,41 @@ def as_csv(cells: Iterable[CellRecord]) -> str:
             ]
         )
     return text.getvalue()
+
+
+def quality_as_csv(records: Iterable[QualityRecord]) -> str:
+    """One line for each figure of quality, with the conditions of its pictures."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    conditions = ("steps", "scheduler", "guidance", "dtype", "device", "attention", "commit")
+    named = ("model", "width", "height", "variant", "settings", "category", "pictures", "metric", "value")
+    writer.writerow([*named, "measured_with", *conditions, "prompts", "seeds", "notes"])
+    for record in records:
+        prompts = record.conditions.get("prompts", {})
+        for metric, value in record.figures.items():
+            writer.writerow(
+                [
+                    record.model,
+                    record.width,
+                    record.height,
+                    record.variant,
+                    _settings(record.settings),
+                    record.category,
+                    record.images,
+                    metric,
+                    value,
+                    record.measured_with.get(metric),
+                    *(record.conditions.get(name) for name in conditions),
+                    prompts.get("key"),
+                    " ".join(map(str, record.conditions.get("seeds", ()))),
+                    "; ".join(record.notes),
+                ]
+            )
+    return text.getvalue()
+
+
+def _settings(settings: Mapping[str, Any]) -> str:
+    return " ".join(f"{name}={value}" for name, value in settings.items())
 
 
 def _by_prompt(samples: Sequence[Sample]) -> list[tuple[str, list[dict[str, Any]]]]:

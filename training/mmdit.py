@@ -1,0 +1,128 @@
+"""`emoji-mmdit`: a Stable Diffusion 3 in miniature, trained by flow matching."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from diffusers import (
+    AutoencoderTiny,
+    FlowMatchEulerDiscreteScheduler,
+    SD3Transformer2DModel,
+    StableDiffusion3Pipeline,
+)
+from torch import Tensor, nn
+from transformers import CLIPTextConfig, CLIPTextModelWithProjection, CLIPTokenizer
+
+from training.codec import FACTOR, LATENT_CHANNELS
+from training.schedule import Phase
+from training.text import MAX_TOKENS, build_tokenizer
+
+NATIVE_SIZE, SECOND_SIZE = 128, 256
+WIDTHS = (128, 32)  # of the two text encoders; the pipeline joins them, as that of Stable Diffusion 3 does
+JOINED = sum(WIDTHS)
+SHIFT = 2.0  # towards noise, where the text alone must say what goes where
+
+PHASES = (
+    Phase(size=64, batch=32, steps=2200, rate=1.5e-3, final_rate=1.2e-3),
+    Phase(size=128, batch=16, steps=1800, rate=1.0e-3, final_rate=2e-4),
+    Phase(size=256, batch=8, steps=200, rate=2e-4, final_rate=5e-5),
+)
+
+
+class EmojiMMDiT(nn.Module):
+    """The parts that are trained, with their loss.
+
+    Two CLIP text encoders and no T5, which `StableDiffusion3Pipeline` replaces by zeros where it is missing.
+    """
+
+    name = "emoji-mmdit"
+    phases = PHASES
+
+    def __init__(self, captions: list[str]) -> None:
+        super().__init__()
+        self.tokenizer = build_tokenizer(captions)
+        self.text_encoder, self.text_encoder_2 = (_text_encoder(self.tokenizer, width) for width in WIDTHS)
+        self.transformer = SD3Transformer2DModel(
+            sample_size=NATIVE_SIZE // FACTOR,
+            patch_size=1,
+            in_channels=LATENT_CHANNELS,
+            out_channels=LATENT_CHANNELS,
+            num_layers=6,
+            attention_head_dim=32,
+            num_attention_heads=5,
+            joint_attention_dim=JOINED,
+            caption_projection_dim=5 * 32,
+            pooled_projection_dim=JOINED,
+            pos_embed_max_size=SECOND_SIZE // FACTOR,
+            qk_norm="rms_norm",
+        )
+        self.scheduler = FlowMatchEulerDiscreteScheduler(shift=SHIFT)
+
+    def loss(self, latents: Tensor, captions: list[str]) -> Tensor:
+        """Return the mean squared error of the predicted velocity, for latents [b, c, h, w]."""
+        noise = torch.randn_like(latents)
+        # Logit-normal draws (arXiv 2403.03206, section 3.1), shifted as the scheduler shifts its steps.
+        uniform = torch.randn(latents.shape[0], device=latents.device).sigmoid()
+        sigma = SHIFT * uniform / (1 + (SHIFT - 1) * uniform)
+        share = sigma.view(-1, 1, 1, 1)
+        text, pooled = self._encode(captions)
+        predicted = self.transformer(
+            hidden_states=(1 - share) * latents + share * noise,
+            timestep=sigma * self.scheduler.config.num_train_timesteps,
+            encoder_hidden_states=text,
+            pooled_projections=pooled,
+            return_dict=False,
+        )[0]
+        return F.mse_loss(predicted.float(), noise - latents)
+
+    def _encode(self, captions: list[str]) -> tuple[Tensor, Tensor]:
+        """Encode captions as the pipeline does: [b, 2 · MAX_TOKENS, JOINED] and [b, JOINED]."""
+        ids = self.tokenizer(captions, padding="max_length", truncation=True, return_tensors="pt").input_ids
+        encoders = (self.text_encoder, self.text_encoder_2)
+        found = [encoder(ids.to(encoder.device), output_hidden_states=True) for encoder in encoders]
+        text = torch.cat([output.hidden_states[-2] for output in found], dim=-1)
+        # Zeros in the place of T5's tokens.
+        text = torch.cat([text, torch.zeros_like(text)], dim=1)
+        return text, torch.cat([output.text_embeds for output in found], dim=-1)
+
+    def load_exported(self, folder: Path) -> None:
+        """Take over the weights of an exported model."""
+        transformer = SD3Transformer2DModel.from_pretrained(folder / "transformer")
+        self.transformer.load_state_dict(transformer.state_dict())
+        for name in ("text_encoder", "text_encoder_2"):
+            encoder = CLIPTextModelWithProjection.from_pretrained(folder / name)
+            getattr(self, name).load_state_dict(encoder.state_dict())
+
+    def pipeline(self, codec: AutoencoderTiny) -> StableDiffusion3Pipeline:
+        """Assemble the pipeline that users load."""
+        return StableDiffusion3Pipeline(
+            transformer=self.transformer,
+            scheduler=self.scheduler,
+            vae=codec,
+            text_encoder=self.text_encoder,
+            tokenizer=self.tokenizer,
+            text_encoder_2=self.text_encoder_2,
+            tokenizer_2=self.tokenizer,
+            text_encoder_3=None,
+            tokenizer_3=None,
+        )
+
+
+def _text_encoder(tokenizer: CLIPTokenizer, width: int) -> CLIPTextModelWithProjection:
+    """Build a two-layer CLIP text encoder, of which the pipeline takes what enters the last layer."""
+    return CLIPTextModelWithProjection(
+        CLIPTextConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=width,
+            intermediate_size=4 * width,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            projection_dim=width,
+            max_position_embeddings=MAX_TOKENS,
+            bos_token_id=tokenizer.bos_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+    )
