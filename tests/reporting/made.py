@@ -24,9 +24,11 @@ def cell(
     settings: dict | None = None,
     facts: dict | None = None,
     peak_bytes: int | None = 3 * 2**30,
+    same_attention: float | None = None,
+    finished: str = "2026-01-02T03:04:05+00:00",
     **conditions: object,
 ) -> CellRecord:
-    """A cell; ``dense`` is the time of the dense run beside it, in every round."""
+    """A cell; ``dense`` is the time of the dense run beside it in every round, with any attention."""
     if settings is None:
         settings = {} if variant == "dense" else {"ratio": ratio}
     values = {
@@ -55,7 +57,7 @@ def cell(
     }
     unknown = set(conditions) - set(values)
     assert not unknown, unknown
-    references = {"dense": (dense,) * 3, "dense, same attention": (dense,) * 3}
+    references = {"dense": (dense,) * 3, "dense, same attention": (same_attention or dense,) * 3}
     return CellRecord(
         conditions={**values, **conditions},
         status=status,
@@ -64,7 +66,7 @@ def cell(
         peak_bytes=peak_bytes if status == "ok" else None,
         references=references if status == "ok" else {},
         facts=facts or {},
-        finished="2026-01-02T03:04:05+00:00",
+        finished=finished,
     )
 
 
@@ -91,6 +93,22 @@ def grid_of_cells() -> list[CellRecord]:
     return cells
 
 
+def drawn(**changes: object) -> dict[str, object]:
+    """Conditions of pictures that go with those of :func:`cell`."""
+    conditions = {
+        "steps": 50,
+        "attention": "sdpa",
+        "scheduler": None,
+        "guidance": None,
+        "dtype": "fp16",
+        "device": "cuda",
+        "commit": "abc1234",
+        "prompts": {"count": 100, "key": "0123456789abcdef"},
+        "seeds": [0],
+    }
+    return {**conditions, **changes}
+
+
 def quality() -> list[QualityRecord]:
     """PSNR and FID of two methods at three ratios."""
     return [
@@ -102,6 +120,7 @@ def quality() -> list[QualityRecord]:
             settings={"ratio": ratio},
             figures={"psnr": 30 - 10 * ratio - (variant == "tomesd"), "fid": 33 + ratio},
             images=100,
+            conditions=drawn(),
         )
         for variant in ("tome", "tomesd")
         for ratio in (0.25, 0.5, 0.75)

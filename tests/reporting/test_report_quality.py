@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.reporting.made import cell, grid_of_cells, quality
+from tests.reporting.made import cell, drawn, grid_of_cells, quality
+from tokenmerge.bench.lookup import cell_of_pictures
 from tokenmerge.errors import ConfigError
 from tokenmerge.reporting.content import content_of
 from tokenmerge.reporting.curves import charts
@@ -86,7 +87,7 @@ def test_categories_are_lines_of_the_table_and_no_points_of_the_curve() -> None:
 def test_fewer_steps_are_one_line_of_the_curve_and_dense_is_told_once() -> None:
     fewer = [
         dataclasses.replace(
-            TOME, model="geometry:sd15", width=512, height=512, variant="fewer-steps", settings={"as": label}
+            quality()[0], figures={"psnr": 20.0}, variant="fewer-steps", settings={"as": label}
         )
         for label in ("tome ratio=0.5", "tome ratio=0.5 merge_mlp", "tome ratio=0.25")
     ]
@@ -106,6 +107,75 @@ def test_fewer_steps_are_one_line_of_the_curve_and_dense_is_told_once() -> None:
     assert chart.level is None
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"steps": 25},
+        {"scheduler": "plms"},
+        {"guidance": 3.0},
+        {"dtype": "fp32"},
+        {"device": "cpu"},
+        {"prompts": {"count": 100, "key": "fedcba9876543210"}},
+        {"seeds": [0, 1]},
+    ],
+    ids=str,
+)
+def test_pictures_drawn_otherwise_are_another_table_and_another_chart(change: dict) -> None:
+    others = [dataclasses.replace(record, conditions=drawn(**change)) for record in quality()]
+    content = content_of(Results((), (*quality(), *others)))
+    assert [len(table.rows) for table in content.quality] == [len(quality())] * 2
+    of_a_cell = {name: value for name, value in change.items() if name not in ("prompts", "seeds")}
+    cells = [dataclasses.replace(c, conditions={**c.conditions, **of_a_cell}) for c in grid_of_cells()]
+    price = [c for c in charts([*grid_of_cells(), *cells], [*quality(), *others]) if "price" in c.title]
+    assert [len(chart.lines) for chart in price] == [2] * 4
+    assert all(len(line.points) == 3 for chart in price for line in chart.lines)
+
+
+def test_figures_of_an_older_commit_are_left_out_and_that_is_said() -> None:
+    new = [
+        dataclasses.replace(record, conditions=drawn(commit="new"), figures={"psnr": 1.0})
+        for record in quality()
+    ]
+    content = content_of(Results((), (*quality(), *new)))
+    (table,) = content.quality
+    assert {row.cells[2] for row in table.rows} == {"1"}
+    assert content.notes == ("6 older figures of quality left out: newer ones differ in commit alone",)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"dtype": "fp32"},
+        {"device": "cpu"},
+        {"scheduler": "plms"},
+        {"guidance": 3.0},
+        {"steps": 25},
+        {"compile": True},
+        {"height": 768},
+    ],
+    ids=str,
+)
+def test_the_price_is_that_of_a_cell_with_the_conditions_of_the_pictures(other: dict) -> None:
+    assert cell_of_pictures("tome ratio=0.5", quality()[1].drawn_with, [cell(**other)]) is None
+    assert [c for c in charts([cell(**other)], quality()) if "price" in c.title] == []
+
+
+def test_of_several_such_cells_the_newest_of_the_whole_pipeline_counts() -> None:
+    late = "2026-02-01T00:00:00+00:00"
+    wanted = cell(commit="new", finished=late)
+    others = [
+        cell(),
+        cell(scope="denoiser", finished=late),
+        cell(batch=2, finished=late),
+        cell("tomesd", finished=late),
+    ]
+    conditions = quality()[1].drawn_with
+    for cells in ([wanted, *others], [*others, wanted]):
+        assert cell_of_pictures("tome ratio=0.5", conditions, cells) == wanted
+    alone = cell(scope="denoiser", scheduler="plms", device="cuda:1")
+    assert cell_of_pictures("tome ratio=0.5", conditions, [alone]) == alone
+
+
 def test_figures_are_in_the_order_of_the_record_with_most() -> None:
     dense = dataclasses.replace(TOME, figures={"glyphs": 1.0})
     tome = dataclasses.replace(TOME, figures={"psnr": 1.0, "glyphs": 1.0})
@@ -117,4 +187,5 @@ def test_the_conditions_of_pictures_are_at_the_foot_once() -> None:
     ((name, text),) = content_of(Results((), (TOME, other))).conditions
     assert name == "Pictures of m, 64 × 32"
     assert '"steps": 20' in text
-    assert content_of(Results((), tuple(quality()))).conditions == ()
+    without = dataclasses.replace(TOME, conditions={})
+    assert content_of(Results((), (without,))).conditions == ()

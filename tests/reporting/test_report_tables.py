@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from tokenmerge.errors import ConfigError
 from tokenmerge.reporting.beside import published_tables
 from tokenmerge.reporting.content import content_of
 from tokenmerge.reporting.curves import charts
-from tokenmerge.reporting.formats import as_csv, as_markdown
+from tokenmerge.reporting.formats import as_csv, as_markdown, quality_as_csv
 from tokenmerge.reporting.plots import draw
 from tokenmerge.reporting.published import published_rows
 from tokenmerge.reporting.quality import QualityRecord, SampleRecord
@@ -71,11 +72,11 @@ def test_published_figures_stand_beside_ours() -> None:
     published = row_of(paper, "published, RTX 4090")
     assert published["dense, plain"] == "3.09"
     assert published["ToMe 0.5, plain"] == "1.65 (1.87×)"
-    ours = row_of(paper, "tokenmerge, Made GPU, fp16")
+    ours = row_of(paper, "tokenmerge, Made GPU, fp16, 50 steps")
     assert ours["dense, plain"] == "8"
     assert ours["ToMe 0.5, SDPA"] == "3.2 (1.25×)"
     assert ours["ToMe 0.5, xFormers"] == "–"
-    assert row_of(paper, "tomesd, Made GPU, fp16")["ToMe 0.5, SDPA"] == "3.52 (1.14×)"
+    assert row_of(paper, "tomesd, Made GPU, fp16, 50 steps")["ToMe 0.5, SDPA"] == "3.52 (1.14×)"
     assert [row.origin for row in paper.rows] == [PUBLISHED, OURS, OURS]
     assert row_of(docs["tomesd paper (2303.17604): FID"], "published")["ToMe 0.6"] == "33.37"
     table = docs["diffusers docs: seconds per call"]
@@ -94,6 +95,86 @@ def test_the_denoiser_alone_is_told_as_a_step_times_the_steps() -> None:
     paper = published_tables(cells)[0]
     ours = row_of(paper, "tokenmerge, Made GPU, fp16, denoiser × 50 steps")
     assert ours["ToMe 0.5, SDPA"] == "12.5 (2.00×)"
+
+
+def test_rows_beside_published_figures_say_how_their_pictures_are_drawn() -> None:
+    other = [cell("tome", scheduler="plms"), cell("tome", steps=25, guidance=3.0), cell("tome")]
+    names = [row.cells[0] for row in published_tables(other)[0].rows if row.origin == OURS]
+    here = "tokenmerge, Made GPU, fp16"
+    assert names == [f"{here}, 25 steps, guidance 3", f"{here}, 50 steps", f"{here}, 50 steps, plms"]
+
+
+def test_a_speedup_beside_published_figures_is_that_of_its_own_rounds() -> None:
+    cells = [
+        cell("dense", (8.0,), attention="default"),
+        cell("tome", (2.0,), dense=3.0, same_attention=5.0, attention="default"),
+    ]
+    ours = row_of(published_tables(cells)[0], "tokenmerge, Made GPU, fp16, 50 steps")
+    assert ours["dense, plain"] == "8"
+    assert ours["ToMe 0.5, plain"] == "2 (2.50×)"
+
+
+def test_memory_of_a_whole_process_does_not_stand_beside_that_of_a_gpu() -> None:
+    facts = {"peak_memory": "peak of tensors"}
+    gpu, cpu = cell("tome", facts=facts), cell("tome", device="cpu", device_name="Made CPU", facts=facts)
+
+    def memory(*cells: CellRecord) -> list[Table]:
+        return [table for table in published_tables(cells) if "GB per image" in table.title]
+
+    assert memory(cpu) == []
+    (table,) = memory(cpu, gpu)
+    assert [row.cells[0] for row in table.rows if row.origin == OURS] == [
+        "tokenmerge, Made GPU, fp16, 50 steps"
+    ]
+    assert "measured here: peak of tensors, divided by the batch" in table.notes
+    assert "peak GiB: peak of tensors" in measured_tables([gpu])[0].notes
+
+
+def test_fid_of_another_model_does_not_stand_beside_published_figures() -> None:
+    def rows(**changes: object) -> list[str]:
+        records = [dataclasses.replace(record, **changes) for record in quality()[:3]]
+        (table,) = [t for t in published_tables([cell()], records) if t.title.endswith("FID")]
+        return [row.cells[0] for row in table.rows]
+
+    conditions = "512 × 512, 50 steps, fp16 on cuda, SDPA attention, 100 prompts, seed 0"
+    assert rows() == ["published", f"tokenmerge, geometry:sd15, {conditions}"]
+    assert rows(model="emoji-unet") == ["published"]
+    assert rows(width=768) == ["published"]
+
+
+@pytest.mark.parametrize(
+    "change", [{"steps": 25}, {"scheduler": "plms"}, {"guidance": 3.0}, {"threads": 2}], ids=str
+)
+def test_other_settings_are_other_tables_and_other_lines(change: dict) -> None:
+    both = [
+        *grid_of_cells(),
+        *(dataclasses.replace(c, conditions={**c.conditions, **change}) for c in grid_of_cells()),
+    ]
+    content = content_of(Results(tuple(both)))
+    assert content.notes == ()
+    assert len(content.measured) == 2 * len(measured_tables(grid_of_cells()))
+    for table in content.measured:
+        assert len({row.cells[:2] for row in table.rows}) == len(table.rows)
+    for chart in content.charts:
+        for line in chart.lines:
+            assert len({x for x, _ in line.points}) == len(line.points)
+    names = [table.title for table in content.measured]
+    if change.keys() != {"threads"}:  # on a GPU they are not worth a word
+        assert len(set(names)) == len(names)
+
+
+def test_of_cells_that_no_name_tells_apart_the_newest_is_shown() -> None:
+    early, late = "2026-01-01T00:00:00+00:00", "2026-02-01T00:00:00+00:00"
+    old = [cell("dense", (9.0,), finished=early), cell("tome", (8.0,), finished=early)]
+    new = [
+        cell("dense", (5.0,), finished=late, commit="new"),
+        cell("tome", (4.0,), finished=late, commit="new", seed=1),
+    ]
+    for cells in ((*old, *new), (*new, *old)):
+        content = content_of(Results(cells))
+        (table,) = content.measured
+        assert [row.cells[2] for row in table.rows] == ["5", "4"]
+        assert content.notes == ("2 older cells left out: newer ones differ in commit, seed alone",)
 
 
 @pytest.mark.parametrize(
@@ -174,6 +255,14 @@ def test_csv_has_every_cell_with_its_figures() -> None:
     assert float(merged["speedup"]) == pytest.approx(1.25)
     assert merged["commit"] == "abc1234"
     assert rows[-1]["status"] == "oom"
+
+
+def test_csv_of_quality_has_every_figure_with_its_conditions() -> None:
+    rows = list(csv.DictReader(quality_as_csv(quality()).splitlines()))
+    assert len(rows) == 2 * len(quality())
+    fid = next(row for row in rows if row["metric"] == "fid" and row["settings"] == "ratio=0.5")
+    assert (fid["variant"], float(fid["value"]), fid["pictures"]) == ("tome", 33.5, "100")
+    assert (fid["steps"], fid["dtype"], fid["commit"], fid["seeds"]) == ("50", "fp16", "abc1234", "0")
 
 
 def test_conditions_are_given_once_for_each_machine() -> None:

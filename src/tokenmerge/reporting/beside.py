@@ -47,7 +47,7 @@ class _Line(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Figure:
-    """What one published table shows, where it is found in a published row and in a cell, and in which cells."""
+    """What one published table shows, where it is found in a published row and in a cell, and in which."""
 
     name: str
     published: Callable[[Published], float | None]
@@ -174,7 +174,11 @@ def _table(source: str, figure: _Figure, published: Sequence[Published], ours: S
         f"{source}: {figure.name}",
         ("who", "resolution", "batch", *map(str, columns)),
         tuple(rows),
-        (*(f"published: {note}" for note in notes), *_told_against(figure, published), *_counted(figure, ours)),
+        (
+            *(f"published: {note}" for note in notes),
+            *_told_against(figure, published),
+            *_counted(figure, ours),
+        ),
     )
 
 
@@ -192,8 +196,8 @@ def _told_against(figure: _Figure, published: Sequence[Published]) -> list[str]:
     if not figure.is_time:
         return []
     notes = [
-        "× is t_dense / t against dense with the same attention: of the same row where published, of the same "
-        "rounds where measured here"
+        "× is t_dense / t against dense with the same attention: of the same row where published, "
+        "of the same rounds where measured here"
     ]
     attentions = {row.attention for row in published}
     for attention in attentions - {row.attention for row in published if not row.merges}:

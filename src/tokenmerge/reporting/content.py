@@ -48,7 +48,7 @@ class Content:
 
 
 def content_of(results: Results) -> Content:
-    """Arrange records for a reader: of those that no name tells apart the newest, and samples that are there."""
+    """Arrange records for a reader: the newest of those that no name tells apart, and samples that exist."""
     cells, older_cells = newest_cells(results.cells)
     quality, older_figures = newest_figures(results.quality)
     samples, lost = _readable(results.samples)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import TypeVar
 
@@ -29,7 +28,9 @@ def newest_cells(cells: Iterable[CellRecord]) -> tuple[list[CellRecord], list[st
 def newest_figures(records: Iterable[QualityRecord]) -> tuple[list[QualityRecord], list[str]]:
     """Of figures that would be rows of one name in one table, the last ones; otherwise as for cells."""
     return _last(
-        list(records), lambda record: (*where_drawn(record), record.label, record.category), "figures of quality"
+        list(records),
+        lambda record: (*where_drawn(record), record.label, record.category),
+        "figures of quality",
     )
 
 
@@ -39,12 +40,9 @@ def _last(by_age: Sequence[R], name: Callable[[R], Hashable], what: str) -> tupl
     for record in by_age:
         earlier = found.get(name(record))
         if earlier is not None:
-            differs |= {n for n, v in record.conditions.items() if _text(v) != _text(earlier.conditions.get(n))}
+            before = earlier.conditions
+            differs |= {key for key, value in record.conditions.items() if value != before.get(key)}
         found[name(record)] = record
     older = len(by_age) - len(found)
-    said = f"{older} older {what} are left out: newer ones differ from them in {', '.join(sorted(differs))} alone"
+    said = f"{older} older {what} left out: newer ones differ in {', '.join(sorted(differs))} alone"
     return list(found.values()), [said] if older else []
-
-
-def _text(value: object) -> str:
-    return json.dumps(value, sort_keys=True)
