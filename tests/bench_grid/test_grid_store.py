@@ -92,10 +92,15 @@ def test_a_file_with_something_else_in_it_is_refused_and_left_alone(
 
 
 class FullDisk:
-    """A file that takes ``room`` bytes, then fails as a full disk does."""
+    """A file that takes ``room`` bytes, then fails as a full disk does, and as a lost one with ``lost``."""
 
-    def __init__(self, file: object, room: int) -> None:
-        self.file, self.room = file, room
+    def __init__(self, file: object, room: int, lost: bool = False) -> None:
+        self.file, self.room, self.lost = file, room, lost
+
+    def truncate(self, size: int) -> int:
+        if self.lost:
+            raise OSError(5, "Input/output error")
+        return self.file.truncate(size)
 
     def __getattr__(self, name: str) -> object:
         return getattr(self.file, name)
@@ -120,6 +125,62 @@ def test_a_full_disk_loses_no_finished_cell(tmp_path: Path, monkeypatch: pytest.
     assert path.read_text(encoding="utf-8") == cell("dense").to_line()
     (saved,) = elsewhere.iterdir()
     assert [found.label for found in read_cells(saved)] == ["tome"]
+
+
+def test_a_lost_disk_leaves_a_torn_line_and_the_cell_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, elsewhere = tmp_path / "results.jsonl", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(elsewhere))
+    with ResultsFile(path, read_cells) as file:
+        file.append(cell("dense"))
+        file._file = FullDisk(file._file, room=10, lost=True)
+        with pytest.raises(RecordNotWrittenError, match="No space left"):
+            file.append(cell("tome"))
+    (saved,) = elsewhere.iterdir()
+    assert [found.label for found in read_cells(saved)] == ["tome"]
+    with ResultsFile(path, read_cells) as file:
+        assert "torn" in file.notes[0]
+        assert set(file.records) == {cell("dense").key}
+
+
+@pytest.mark.parametrize("end", ['{"kind"', ""])
+def test_a_disk_that_is_full_from_the_start_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    path = tmp_path / "results.jsonl"
+    path.write_text(cell("dense").to_line().rstrip("\n") + ("\n" + end if end else ""), encoding="utf-8")
+    before, original = path.read_bytes(), Path.open
+
+    def full(self: Path, *arguments: object, **named: object) -> FullDisk:
+        return FullDisk(original(self, *arguments, **named), room=0)
+
+    def readable(path: Path) -> list[CellRecord]:
+        monkeypatch.setattr(Path, "read_bytes", lambda self: before)
+        return list(read_cells(path))
+
+    monkeypatch.setattr(FullDisk, "__enter__", lambda self: self, raising=False)
+    monkeypatch.setattr(FullDisk, "__exit__", lambda self, *_: self.file.close(), raising=False)
+    monkeypatch.setattr(Path, "open", full)
+    with pytest.raises(ConfigError, match=r"out: cannot write .*No space left.*free some space"):
+        ResultsFile(path, readable)
+    monkeypatch.undo()
+    assert path.read_bytes() == before
+
+
+def test_where_no_file_can_be_locked_the_run_goes_on_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fcntl = pytest.importorskip("fcntl")
+
+    def flock(*_: object) -> None:
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with ResultsFile(tmp_path / "results.jsonl", read_cells) as file:
+        file.append(cell())
+        assert "cannot be locked here (No locks available)" in file.notes[0]
 
 
 def test_where_nothing_can_be_written_the_message_holds_the_cell(

@@ -13,7 +13,11 @@ __all__ = ["RESERVE", "available_memory", "memory_limit"]
 
 # What the rest of the machine may come to need meanwhile.
 RESERVE = 256 * 2**20
-_MEMINFO, _STATUS, _CGROUP = Path("/proc/meminfo"), Path("/proc/self/status"), Path("/sys/fs/cgroup")
+_MEMINFO, _STATUS, _OWN_GROUPS = map(Path, ("/proc/meminfo", "/proc/self/status", "/proc/self/cgroup"))
+_CGROUP = Path("/sys/fs/cgroup")
+# Of a control group, version 2 and 1: its limit, what it uses, and how much of that is cache it can give up.
+_GROUP_FILES = ("memory.max", "memory.current", "inactive_file")
+_GROUP_FILES_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 
 
 @contextlib.contextmanager
@@ -29,7 +33,7 @@ def memory_limit(device: torch.device) -> Iterator[None]:
         return
     import resource
 
-    held = _kilobytes(_STATUS, "VmData:") * 1024
+    held = _number(_STATUS, "VmData:") * 1024
     before = resource.getrlimit(resource.RLIMIT_DATA)
     limit = held + max(available - RESERVE, 0)
     if before[0] != resource.RLIM_INFINITY:
@@ -42,18 +46,39 @@ def memory_limit(device: torch.device) -> Iterator[None]:
 
 
 def available_memory() -> int | None:
-    """Bytes that this process can still take, within its control group; None where that is not known."""
+    """Bytes that this process can still take, within its control groups; None where that is not known."""
     try:
-        available = _kilobytes(_MEMINFO, "MemAvailable:") * 1024
+        available = _number(_MEMINFO, "MemAvailable:") * 1024
     except (OSError, StopIteration):
         return None
+    return max(min([available, *_left_in_groups()]), 0)
+
+
+def _left_in_groups() -> Iterator[int]:
+    """Bytes that are left in the control group of this process and in each of those around it."""
     try:
-        highest = (_CGROUP / "memory.max").read_text().strip()
-        used = int((_CGROUP / "memory.current").read_text())
-    except (OSError, ValueError):
-        return available
-    return available if highest == "max" else min(available, max(int(highest) - used, 0))
+        groups = _OWN_GROUPS.read_text().splitlines()
+    except OSError:
+        return
+    for line in groups:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        root = _CGROUP / "memory" if controllers else _CGROUP
+        own = root / path.strip("/")
+        for group in (own, *own.parents):
+            # In a container, the path can be that outside of it: then only the root is here.
+            if group.is_relative_to(root):
+                with contextlib.suppress(OSError, ValueError, StopIteration):
+                    yield _left_in(group, *(_GROUP_FILES_V1 if controllers else _GROUP_FILES))
 
 
-def _kilobytes(file: Path, name: str) -> int:
+def _left_in(group: Path, limit: str, usage: str, cache: str) -> int:
+    """Bytes that are left in one group; raises a ValueError where it has no limit."""
+    highest, used = int((group / limit).read_text()), int((group / usage).read_text())
+    return highest - used + _number(group / "memory.stat", f"{cache} ")
+
+
+def _number(file: Path, name: str) -> int:
+    """The number in the line that begins with ``name``."""
     return int(next(line for line in file.read_text().splitlines() if line.startswith(name)).split()[1])

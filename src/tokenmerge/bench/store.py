@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import tempfile
@@ -12,6 +13,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from tokenmerge.bench.records import KIND, CellRecord
 from tokenmerge.errors import ConfigError, TokenMergingError
+from tokenmerge.files import writing
 
 __all__ = ["Record", "RecordNotWrittenError", "ResultsFile", "read_cells", "read_lines"]
 
@@ -61,8 +63,8 @@ class ResultsFile(Generic[R]):
                 f"out: cannot write to {path} ({error.strerror or error}); choose another file with --out"
             ) from error
         try:
-            self._lock()
             self.notes: list[str] = []
+            self._lock()
             self.records = {record.key: record for record in read(path)}
             self._set_torn_line_aside()
         except BaseException:
@@ -81,7 +83,7 @@ class ResultsFile(Generic[R]):
         """Write one record; when this returns, it is on the disk.
 
         Raises:
-            RecordNotWrittenError: the disk is full or failing. The file is as it was before.
+            RecordNotWrittenError: the disk is full or failing. The records before this one are safe.
         """
         line = record.to_line().encode()
         before = self._file.seek(0, os.SEEK_END)
@@ -91,7 +93,8 @@ class ResultsFile(Generic[R]):
                 rest = rest[self._file.write(rest) or 0 :]
             os.fsync(self._file.fileno())
         except OSError as error:
-            self._file.truncate(before)
+            with contextlib.suppress(OSError):  # what stays is a torn line, which the next run sets aside
+                self._file.truncate(before)
             kept = _keep_elsewhere(line)
             raise RecordNotWrittenError(
                 f"out: cannot write to {self.path} ({error.strerror or error}); the {len(self.records)} "
@@ -111,21 +114,27 @@ class ResultsFile(Generic[R]):
             raise ConfigError(
                 f"out: another run is writing to {self.path}; wait for it, or choose another file with --out"
             ) from error
+        except OSError as error:  # some network file systems lock nothing
+            self.notes.append(
+                f"{self.path} cannot be locked here ({error.strerror or error}): let no other run write to it"
+            )
 
     def _set_torn_line_aside(self) -> None:
         text = self.path.read_bytes()
         torn = _torn_end(text)
+        aside = self.path.with_name(self.path.name + ".torn")
+        advice = "free some space, and run the same command again"
         if torn:
-            aside = self.path.with_name(self.path.name + ".torn")
-            with aside.open("ab") as file:
+            with writing(aside, "out", advice), aside.open("ab") as file:
                 file.write(torn + b"\n")
                 file.flush()
                 os.fsync(file.fileno())
-            self._file.truncate(len(text) - len(torn))
+                self._file.truncate(len(text) - len(torn))
             done = f"it was moved to {aside.name}, and what it told is measured again"
             self.notes.append(_torn_note(self.path, done))
         elif text and not text.endswith(b"\n"):
-            self._file.write(b"\n")
+            with writing(self.path, "out", advice):
+                self._file.write(b"\n")
 
 
 def read_cells(path: Path, notes: list[str] | None = None) -> Iterator[CellRecord]:
