@@ -19,6 +19,7 @@ __all__ = [
     "DTYPE_CHOICES",
     "SCHEDULER_NAMES",
     "check_attention",
+    "dtype_name",
     "resolve_device",
     "resolve_dtype",
     "scheduler_class_name",
@@ -89,6 +90,15 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
             "dtype: fp16 is not for a CPU, where it is slow and partly missing; take bf16 or fp32"
         )
     return _DTYPES[name]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name of :data:`DTYPE_CHOICES` that a dtype has.
+
+    >>> dtype_name(torch.bfloat16)
+    'bf16'
+    """
+    return next(name for name, own in _DTYPES.items() if own == dtype)
 
 
 def scheduler_class_name(name: str) -> str:

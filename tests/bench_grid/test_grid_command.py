@@ -25,8 +25,9 @@ def test_measures_and_shows_a_table(tmp_path: Path) -> None:
     out = tmp_path / "results.jsonl"
     result = run("--model", "geometry:tiny", "--variant", "tome", "--rounds", "1", "-o", str(out))
     assert result.exit_code == 0, result.output
-    assert "tome ratio=0.5, sdpa" in result.stdout
-    assert "1.00x" in result.stdout
+    assert "tome ratio=0.5, SDPA attention" in result.stdout
+    assert "denoiser alone, one of 25 steps" in result.stdout
+    assert "1.00×" in result.stdout
     assert "[2/2]" in result.stderr
     assert len(list(read_cells(out))) == 2
 
@@ -40,6 +41,22 @@ def test_flags_change_single_values_of_a_preset(monkeypatch: pytest.MonkeyPatch,
     assert result.exit_code == 0, result.output
     assert (grids[0].dtype, grids[0].model) == (("fp32",), ("geometry:tiny",))
     assert (grids[0].steps, grids[0].scheduler, len(grids[0].ratio)) == (50, "plms", 6)
+
+
+def test_help_tells_the_defaults() -> None:
+    text = " ".join(run("--help").output.replace("│", " ").split())
+    for name, field in Grid.__dataclass_fields__.items():
+        if field.default not in (None, (), (False,), ""):
+            values = field.default if isinstance(field.default, tuple) else (field.default,)
+            assert f"Default: {', '.join(map(str, values))}." in text, name
+
+
+def test_a_preset_for_a_gpu_is_one_error_on_a_cpu(tmp_path: Path) -> None:
+    out = tmp_path / "results.jsonl"
+    error = run("--preset", "paper", "--device", "cpu", "-o", str(out)).exception
+    assert isinstance(error, ConfigError)
+    assert "fp16 is not for a CPU" in str(error)
+    assert not out.exists()
 
 
 def test_ctrl_c_says_what_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -242,7 +242,8 @@ def test_fewer_steps_fit_into_the_time() -> None:
 def test_failures_are_told_apart() -> None:
     assert Failure.of(UnsupportedModelError("no  such\nthing")) == Failure("unavailable", "no such thing")
     assert Failure.of(ValueError("odd")) == Failure("error", "ValueError: odd")
-    assert Failure.of(MemoryError()) == Failure("oom", "out of memory")
+    again = "to measure it again, delete its line from the results"
+    assert Failure.of(MemoryError()) == Failure("oom", f"out of memory; {again}")
     assert not is_out_of_memory(RuntimeError("shape mismatch"))
     assert not is_out_of_memory(OSError("out of memory"))
 

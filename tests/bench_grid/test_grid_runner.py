@@ -193,9 +193,15 @@ def test_an_unexpected_failure_is_a_cell_and_is_tried_again(
 def test_a_model_that_cannot_be_loaded_is_rows_that_say_why(
     measure: Measure, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    records = measure(variants=("tome",), dtype=("fp16", "fp32"))
-    assert [record.status for record in records] == ["unavailable"] * 2 + ["ok"] * 2
-    assert "fp16 is not for a CPU" in records[0].message
+    def load(**arguments: object) -> None:
+        raise ConfigError("model: cannot load it: the hub is down")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(runner, "load_subject", load)
+        records = measure(variants=("tome",))
+    assert [record.status for record in records] == ["error"] * 2
+    assert "the hub is down" in records[0].message
+    assert [record.status for record in measure(variants=("tome",))] == ["ok"] * 2  # it is tried again
 
 
 def test_what_is_not_installed_is_rows_that_say_so(measure: Measure, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,17 +257,47 @@ def test_fewer_steps_of_a_pipeline_are_run(measure: Measure, monkeypatch: pytest
 
     def paced(calls: dict, repeat: int, device: torch.device) -> object:
         pace = {"dense, sdpa": 11.0, "10": 11.0, "5": 6.0, "tome ratio=0.5, sdpa": 8.1}
-        for measured in interleaved(calls, repeat, device):
-            yield type(measured)(measured.variant, pace.get(measured.variant, 8.0), None)
+        for number, measured in enumerate(interleaved(calls, repeat, device)):
+            slow = 99.0 if "5" in calls and number < 2 else 0.0  # the machine, in the first round
+            yield type(measured)(measured.variant, pace.get(measured.variant, 8.0) + slow, None)
 
     monkeypatch.setattr(prepared.Workbench, "prepare", prepare)
     monkeypatch.setattr(group, "interleaved", paced)
-    records = measure(scope="pipeline", variants=("tome", "fewer-steps"), steps=10)
+    records = measure(scope="pipeline", variants=("tome", "fewer-steps"), steps=10, rounds=3)
     assert [record.status for record in records] == ["ok"] * 3
     assert records[-1].facts["steps_used"] == 7
-    assert steps_seen.count(7) == 1 + 2  # a warm-up, two rounds
-    assert records[-1].seconds == (8.0, 8.0)
-    assert records[-1].references["dense"] == (11.0, 11.0)
+    assert steps_seen.count(7) == 1 + 3  # a warm-up, three rounds
+    assert steps_seen.count(5) == 1 + 3
+    assert records[-1].seconds == (8.0,) * 3
+    assert records[-1].references["dense"] == (11.0,) * 3
+    assert records[-1].facts["notes"][-1] == "7 of 10 steps"
+
+
+def test_steps_that_cost_nothing_measurable_are_told(
+    measure: Measure, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def paced(calls: dict, repeat: int, device: torch.device) -> object:
+        for measured in interleaved(calls, repeat, device):
+            yield type(measured)(measured.variant, 1.0, None)
+
+    monkeypatch.setattr(group, "interleaved", paced)
+    fewer = measure(scope="pipeline", variants=("tome", "fewer-steps"), steps=2)[-1]
+    assert fewer.facts["notes"][-1] == "2 of 2 steps: fewer would save no time that can be told from noise"
+
+
+def test_fewer_steps_of_what_failed_are_tried_again_with_it(
+    measure: Measure, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*args: object, **kwargs: object) -> None:
+        raise RuntimeError("no kernel")
+
+    def statuses() -> dict[str, str]:
+        return {record.label: record.status for record in measure(variants=("tome", "fewer-steps"))}
+
+    with monkeypatch.context() as patched:
+        patched.setattr(prepared, "predict", broken)
+        assert statuses()["fewer-steps (tome ratio=0.5)"] == "error"
+    assert set(statuses().values()) == {"ok"}
 
 
 def test_fewer_steps_without_a_merged_time_say_so(measure: Measure) -> None:
@@ -299,7 +335,10 @@ def test_compiled_cells_are_compared_with_compiled_dense(
     assert records[3].references["dense"] == records[1].seconds
 
 
-@pytest.mark.parametrize("axes", [{"model": ("geometry:none",)}, {"size": ("65x64",)}, {"device": "cuda:99"}])
+@pytest.mark.parametrize(
+    "axes",
+    [{"model": ("geometry:none",)}, {"size": ("65x64",)}, {"device": "cuda:99"}, {"dtype": ("fp32", "fp16")}],
+)
 def test_what_does_not_fit_is_refused_before_anything_is_measured(
     measure: Measure, tmp_path: Path, axes: dict
 ) -> None:

@@ -12,6 +12,7 @@ __all__ = ["Failure", "is_out_of_memory"]
 
 _OUT_OF_MEMORY = ("not enough memory", "can't allocate memory", "out of memory", "ALLOC_FAILED")
 _LONGEST = 500
+_AGAIN = "to measure it again, delete its line from the results"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Failure:
         """Tell apart what does not fit, what cannot run here, and what failed."""
         message = " ".join(str(error).split())[:_LONGEST]
         if is_out_of_memory(error):
-            return cls("oom", message or "out of memory")
+            return cls("oom", f"{message or 'out of memory'}; {_AGAIN}")
         if isinstance(error, TokenMergingError):
             return cls("unavailable", message)
         return cls("error", f"{type(error).__name__}: {message}")

@@ -82,8 +82,11 @@ class GroupRun:
                 if record is not None and record.speedup_same_attention is not None:
                     ready[column] = record
                 else:
+                    # What failed is tried again by the next run, and so are the steps that stand beside it.
+                    failed = record is not None and record.status == "error"
                     reason = f"{column.merged.label} has no time here that steps could fit into"
-                    self._finish(self.setting, column, Outcome(failure=Failure("unavailable", reason)))
+                    failure = Failure("error" if failed else "unavailable", reason)
+                    self._finish(self.setting, column, Outcome(failure=failure))
         if self.setting.scope == "denoiser":
             for column, record in ready.items():
                 self._finish(self.setting, column, self._computed(record))
@@ -158,11 +161,13 @@ class GroupRun:
             steps = steps_that_fit((cost.fixed + cost.per_step * total) * share, cost, most=total)
             cells[column] = self.bench.prepare(column, steps)
             note = f"{steps} of {total} steps"
+            if total > 1 and cost.per_step == 0:
+                note += ": fewer would save no time that can be told from noise"
             facts[column] = {**self.facts, "steps_used": steps, "notes": [*self.notes, note]}
         self._in_turns(cells, list(facts), facts)
 
     def _step_cost(self, dense: Column) -> StepCost | Failure:
-        """Time two dense runs, one with half of the steps."""
+        """Time two dense runs in turns, one with half of the steps."""
         total = self.setting.steps
         if total == 1:
             return StepCost(fixed=0.0, per_step=0.0)
@@ -171,9 +176,12 @@ class GroupRun:
             for cell in runs.values():
                 cell.run()
         calls = {str(steps): cell.run for steps, cell in runs.items()}
-        seconds = [measured.seconds for measured in interleaved(calls, 1, self.device)]
+        seconds: dict[str, list[float]] = {name: [] for name in calls}
+        for measured in interleaved(calls, self.setting.rounds, self.device):
+            seconds[measured.variant].append(measured.seconds)
         failure = next((cell.failure for cell in runs.values() if cell.failure), None)
-        return failure or StepCost.of_two_runs(total, seconds[0], total // 2, seconds[1])
+        whole, half = map(statistics.median, seconds.values())
+        return failure or StepCost.of_two_runs(total, whole, total // 2, half)
 
 
 def _outcome(column: Column, cells: Mapping[Column, Prepared], facts: Mapping[str, Any]) -> Outcome:

@@ -13,7 +13,7 @@ from tokenmerge.bench.grid import Grid
 from tokenmerge.bench.subject import ModelFacts, find_facts
 from tokenmerge.bench.variants import DENSE, FEWER_STEPS, VARIANTS, VariantSpec
 from tokenmerge.errors import ConfigError
-from tokenmerge.pipeline_settings import scheduler_class_name
+from tokenmerge.pipeline_settings import dtype_name, resolve_dtype, scheduler_class_name
 from tokenmerge.sizes import check_size, parse_size
 
 __all__ = ["FUSED", "Column", "Group", "Setting", "plan_groups"]
@@ -39,9 +39,6 @@ class Setting:
     seed: int
     rounds: int
     warmup: int
-
-    def __str__(self) -> str:
-        return f"{self.model} {self.scope} {self.width}x{self.height} batch {self.batch} {self.dtype}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,13 +97,12 @@ def plan_groups(grid: Grid, device: torch.device) -> list[Group]:
         device: where it will run; it decides what dtype ``"auto"`` is.
 
     Raises:
-        ConfigError: a model is unknown, or a size does not fit it.
+        ConfigError: a model is unknown, a size does not fit it, or a dtype not the device.
     """
     if grid.scheduler is not None:
         scheduler_class_name(grid.scheduler)
     columns = tuple(_columns(grid))
-    auto = "fp16" if device.type == "cuda" else "fp32"
-    dtypes = dict.fromkeys(auto if dtype == "auto" else dtype for dtype in grid.dtype)
+    dtypes = dict.fromkeys(dtype_name(resolve_dtype(dtype, device)) for dtype in grid.dtype)
     groups = []
     for model in dict.fromkeys(grid.model):
         facts = find_facts(model)

@@ -118,7 +118,10 @@ class _Run:
         try:
             subject = self._subject(group.setting)
         except Exception as error:
-            outcome = Outcome(failure=Failure.of(error))
+            failure = Failure.of(error)
+            if failure.status == "unavailable":  # a hub that is down or a folder half copied: try again
+                failure = dataclasses.replace(failure, status="error")
+            outcome = Outcome(failure=failure)
             for column in pending:
                 self._finish(group.setting, column, outcome)
             return

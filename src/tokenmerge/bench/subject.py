@@ -16,10 +16,12 @@ from tokenmerge.bench.geometry import PREFIX, build_denoiser, build_pipeline, de
 from tokenmerge.bench.inputs import InputSize, example_inputs
 from tokenmerge.errors import ConfigError
 from tokenmerge.loading import denoiser_name, find_model, load_pipeline, load_sketch
+from tokenmerge.models.base import is_a
 from tokenmerge.pipeline_settings import set_scheduler
 
 __all__ = ["ModelFacts", "Subject", "find_facts", "load_subject", "shared_copy"]
 
+_WITH_FRAMES = "WanTransformer3DModel"
 _PROMPT = "a red apple"
 _PROMPT_TOKENS = 77
 
@@ -31,7 +33,7 @@ class ModelFacts:
     Args:
         size: (width, height) in pixels that it was made for; None where its configs do not say.
         multiple: pixels that width and height must be a multiple of.
-        video: whether it makes frames.
+        video: whether the number of frames can be chosen.
     """
 
     size: tuple[int, int] | None
@@ -71,7 +73,7 @@ def find_facts(model: str) -> ModelFacts:
         geometry = find_geometry(model)
         return ModelFacts(geometry.size, geometry.multiple, video=geometry.denoiser.startswith("Wan"))
     sketch = load_sketch(find_model(model))
-    return ModelFacts(sketch.size, sketch.scale)
+    return ModelFacts(sketch.size, sketch.scale, video=is_a(sketch.denoiser, _WITH_FRAMES))
 
 
 def load_subject(
@@ -161,6 +163,8 @@ class _PipelineCall:
             "output_type": "pt",
             **(self._embeddings(images) if pipe.tokenizer is None else {"prompt": [_PROMPT] * images}),
         }
+        if is_a(getattr(self.pipe, denoiser_name(pipe)), _WITH_FRAMES):
+            arguments["num_frames"] = size.frames
         if self.guidance is not None:
             if "guidance_scale" not in parameters:
                 raise ConfigError(f"guidance: {type(pipe).__name__} has none; leave that option out")

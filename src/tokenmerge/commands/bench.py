@@ -19,18 +19,21 @@ from tokenmerge.bench.variants import VARIANTS
 from tokenmerge.commands.quiet import quiet_libraries
 from tokenmerge.errors import ConfigError
 from tokenmerge.pipeline_settings import ATTENTION_CHOICES, DTYPE_CHOICES, SCHEDULER_NAMES
+from tokenmerge.reporting.tables import call_name, times, what_of
 
 __all__ = ["bench"]
 
 _WIDTH_OF_A_PIPE = 200
 
 
-def _axis(help: str, *names: str) -> Any:
-    return typer.Option(*names, help=f"{help} May be repeated.", rich_help_panel="Axes")
+def _axis(name: str, help: str) -> Any:
+    """An option that may be repeated; ``name`` is that of an axis of a grid, whose default is told."""
+    values = ", ".join(map(str, getattr(Grid, name))) or "each model's own"
+    return typer.Option(help=f"{help} May be repeated. Default: {values}.", rich_help_panel="Axes")
 
 
-def _shared(help: str, *names: str) -> Any:
-    return typer.Option(*names, help=help, rich_help_panel="Settings")
+def _shared(help: str, default: object, *names: str) -> Any:
+    return typer.Option(*names, help=f"{help} Default: {default}.", rich_help_panel="Settings")
 
 
 def bench(
@@ -41,35 +44,46 @@ def bench(
     ] = Path("outputs/bench.jsonl"),
     model: Annotated[
         list[str] | None,
-        _axis("Bundled model, folder, hub id, or geometry:NAME with random weights; @0.5 halves its depth."),
+        _axis(
+            "model",
+            "Bundled model, folder, hub id, or geometry:NAME with random weights; @0.5 halves its depth.",
+        ),
     ] = None,
-    size: Annotated[list[str] | None, _axis("WIDTHxHEIGHT or N in pixels.")] = None,
-    batch: Annotated[list[int] | None, _axis("Pictures per call.")] = None,
-    dtype: Annotated[list[str] | None, _axis(f"{', '.join(DTYPE_CHOICES)}.")] = None,
-    attention: Annotated[list[str] | None, _axis(f"{', '.join(ATTENTION_CHOICES)}.")] = None,
+    size: Annotated[list[str] | None, _axis("size", "WIDTHxHEIGHT or N in pixels.")] = None,
+    batch: Annotated[list[int] | None, _axis("batch", "Pictures per call.")] = None,
+    dtype: Annotated[list[str] | None, _axis("dtype", f"{', '.join(DTYPE_CHOICES)}.")] = None,
+    attention: Annotated[list[str] | None, _axis("attention", f"{', '.join(ATTENTION_CHOICES)}.")] = None,
     variant: Annotated[
-        list[str] | None, _axis(f"{', '.join(VARIANTS)}; or with settings: tome:ratio=0.75,merge_mlp.")
+        list[str] | None,
+        _axis("variants", f"{', '.join(VARIANTS)}; or with settings: tome:ratio=0.75,merge_mlp."),
     ] = None,
-    ratio: Annotated[list[float] | None, _axis("Fraction of tokens removed.")] = None,
+    ratio: Annotated[list[float] | None, _axis("ratio", "Fraction of tokens removed.")] = None,
     compile: Annotated[
-        bool | None, _shared("Use torch.compile, for dense too.", "--compile/--no-compile")
+        bool | None, _shared("Use torch.compile, for dense too.", "no", "--compile/--no-compile")
     ] = None,
-    max_downsample: Annotated[int | None, _shared("Deepest level that merges. SDXL needs 2.")] = None,
-    scope: Annotated[str | None, _shared(f"What a call is: {', '.join(SCOPES)}.")] = None,
-    steps: Annotated[int | None, _shared("Denoising steps.")] = None,
-    scheduler: Annotated[str | None, _shared(f"{', '.join(SCHEDULER_NAMES)}, or a class.")] = None,
-    guidance: Annotated[float | None, _shared("Guidance scale; above 1 each picture counts twice.")] = None,
-    frames: Annotated[int | None, _shared("Frames of a video model.")] = None,
-    seed: Annotated[int | None, _shared("Of weights, inputs and noise.")] = None,
-    device: Annotated[str | None, _shared("auto, cpu, cuda, cuda:1 or mps.")] = None,
-    threads: Annotated[int | None, _shared("Of the CPU.")] = None,
-    rounds: Annotated[int | None, _shared("Timed calls of each cell.")] = None,
-    warmup: Annotated[int | None, _shared("Untimed calls before them.")] = None,
+    max_downsample: Annotated[
+        int | None, _shared("Deepest level that merges. SDXL needs 2.", "the variant's own")
+    ] = None,
+    scope: Annotated[str | None, _shared(f"What a call is: {', '.join(SCOPES)}.", Grid.scope)] = None,
+    steps: Annotated[int | None, _shared("Denoising steps.", Grid.steps)] = None,
+    scheduler: Annotated[
+        str | None, _shared(f"{', '.join(SCHEDULER_NAMES)}, or a class.", "the model's own")
+    ] = None,
+    guidance: Annotated[
+        float | None, _shared("Guidance scale; above 1 each picture counts twice.", "the model's own")
+    ] = None,
+    frames: Annotated[int | None, _shared("Frames of a video model of the Wan family.", Grid.frames)] = None,
+    seed: Annotated[int | None, _shared("Of weights, inputs and noise.", Grid.seed)] = None,
+    device: Annotated[str | None, _shared("auto, cpu, cuda, cuda:1 or mps.", Grid.device)] = None,
+    threads: Annotated[int | None, _shared("Of the CPU.", "torch's choice")] = None,
+    rounds: Annotated[int | None, _shared("Timed calls of each cell.", Grid.rounds)] = None,
+    warmup: Annotated[int | None, _shared("Untimed calls before them.", Grid.warmup)] = None,
 ) -> None:
     """Measure time and memory of dense and merged runs over a grid of settings.
 
     All cells of a setting take turns; each gets its median and quartiles. A cell that does not fit into
-    memory says so, and the run goes on. Ctrl-C keeps what is finished; the same command continues.
+    memory says so, and the run goes on. Ctrl-C keeps what is finished; the same command continues. Defaults
+    are those without a preset and a grid.
     """
     flags = {
         "model": model,
@@ -125,7 +139,8 @@ def _line(progress: Progress) -> str:
     figures = _figures(record)
     outcome = f"{figures[0]} {figures[2]}".strip() or f"{record.status}: {record.message}"
     resumed = ", measured before" if progress.resumed else ""
-    return f"[{progress.number}/{progress.total}] {_where(record)} · {_what(record)}: {outcome}{resumed}"
+    cell = f"{call_name(record.conditions)} · {what_of(record)}"
+    return f"[{progress.number}/{progress.total}] {cell}: {outcome}{resumed}"
 
 
 def results_table(records: list[CellRecord]) -> Table:
@@ -137,7 +152,7 @@ def results_table(records: list[CellRecord]) -> Table:
         table.add_column(column, justify="right")
     for record in records:
         figures = _figures(record) if record.status == "ok" else [record.status.upper(), "", "", ""]
-        table.add_row(Text(_where(record)), Text(_what(record)), *figures)
+        table.add_row(Text(call_name(record.conditions)), Text(what_of(record)), *figures)
     return table
 
 
@@ -146,19 +161,9 @@ def _figures(record: CellRecord) -> list[str]:
         return ["", "", "", ""]
     low, high = record.iqr
     peak = "" if record.peak_bytes is None else f"{record.peak_bytes / 2**30:.2f} GiB"
-    ratios = (record.speedup, record.speedup_same_attention)
     return [
         f"{record.median:.3f} s ({low:.3f} to {high:.3f})",
         peak,
-        *("" if ratio is None else f"{ratio:.2f}x" for ratio in ratios),
+        times(record.speedup),
+        times(record.speedup_same_attention),
     ]
-
-
-def _where(record: CellRecord) -> str:
-    c = record.conditions
-    return f"{c['model']} {c['scope']} {c['width']}x{c['height']} batch {c['batch']} {c['dtype']}"
-
-
-def _what(record: CellRecord) -> str:
-    compiled = ", compiled" if record.conditions["compile"] else ""
-    return f"{record.label}, {record.conditions['attention']}{compiled}"
