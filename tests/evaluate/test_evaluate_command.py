@@ -53,14 +53,17 @@ def test_the_bundled_model_is_measured_with_its_own_prompts(tmp_path: Path) -> N
     assert "2/2" not in result.stdout  # progress is for the terminal, not for a pipe
 
 
-def test_a_table_with_categories_has_a_line_for_each() -> None:
-    records = [RECORD, changed(RECORD, category="[bold]Animals", images=3, figures={"clip-score": 26})]
-    table = command.quality_table(records)
-    assert [column.header for column in table.columns] == ["variant", "category", "pictures", "clip-score ↑"]
-    assert [str(cell) for cell in table.columns[1].cells] == ["all", "[bold]Animals"]
-    fid = command.quality_table([changed(RECORD, figures={"fid": 33.123456})])
-    assert fid.columns[-1].header == "fid ↓"
-    assert list(fid.columns[-1].cells) == ["33.12"]
+def test_a_table_with_categories_has_a_line_for_each(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    records = [RECORD, changed(RECORD, category="[bold]Animals", images=3, figures={"fid": 33.123456})]
+    monkeypatch.setattr(command, "run_evaluate", lambda *args, **named: records)
+    lines = run().stdout.splitlines()
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines if line.startswith("│")]
+    header = next(line for line in lines if "variant" in line)
+    names = [name.strip() for name in header.split("┃")[1:-1]]
+    assert names == ["variant", "category", "pictures", "clip-score ↑", "fid ↓"]
+    assert rows == [["dense", "all", "4", "27.5", ""], ["dense", "[bold]Animals", "3", "", "33.12"]]
 
 
 def test_a_process_that_is_not_the_first_prints_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

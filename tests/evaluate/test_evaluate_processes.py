@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from tokenmerge.errors import ConfigError
+from tokenmerge.evaluate.layout import Layout
 from tokenmerge.evaluate.options import EvaluateOptions
 from tokenmerge.evaluate.plan import make_plan
 from tokenmerge.evaluate.processes import Processes, processes
@@ -40,6 +42,37 @@ def test_pictures_have_the_same_neighbours_however_many_processes_there_are(
 
     assert [len(batch) for batch in batches(1)] == [2, 2, 2, 2, 1]
     assert batches(2) == batches(3) == batches(1)
+
+
+def test_only_the_first_process_tells_its_progress(
+    run: Callable[..., list[QualityRecord]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    class Second(Processes):
+        def gather(self, mine: object) -> list:
+            return [mine]
+
+    team = contextlib.nullcontext(Second(1, 2, CPU))
+    monkeypatch.setattr("tokenmerge.evaluate.runner.processes", lambda device: team)
+    drawn: list[int] = []
+    assert run(drawn=drawn) is None
+    assert drawn == []
+    assert len(list(tmp_path.rglob("*.png"))) == 2  # its share: the last batch, dense and merged
+
+
+def test_pictures_go_where_the_first_process_puts_them(
+    run: Callable[..., list[QualityRecord]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    conditions = {"model": "first", "width": 32, "height": 32, "steps": 2}
+    first = Layout(tmp_path / "results" / "evaluate.jsonl", conditions)
+
+    class Alone(Processes):
+        def gather(self, mine: object) -> list:
+            return [first if isinstance(mine, Layout) else mine]
+
+    team = contextlib.nullcontext(Alone(0, 1, CPU))
+    monkeypatch.setattr("tokenmerge.evaluate.runner.processes", lambda device: team)
+    run(limit=1)
+    assert {path.parent.parent for path in tmp_path.rglob("*.png")} == {first.folder}
 
 
 def test_without_a_launcher_there_is_one_process() -> None:
@@ -96,6 +129,7 @@ def test_two_processes_find_the_figures_of_one(
     assert done.returncode == 0, done.stderr
     assert "2 processes share the prompts" in done.stderr
     assert done.stdout.count("tome ratio=0.5") == 1
+    assert done.stderr.count("drawing") == 1  # one of them shows its progress
     results = read_results([out])
     # Equal to the last bit: the same batches ran, each on one of the two.
     assert list(results.quality) == alone

@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,9 +17,11 @@ from tests.reporting.made import cell
 from tokenmerge.bench.store import RecordNotWrittenError, ResultsFile
 from tokenmerge.errors import ConfigError, NothingToMergeError
 from tokenmerge.evaluate.layout import Layout
-from tokenmerge.evaluate.measure import open_picture
+from tokenmerge.evaluate.measure import Figures, Measured, figures_of, open_picture
 from tokenmerge.evaluate.samples import pack, unpack
 from tokenmerge.evaluate.variants import parse_variants, plan_variants
+from tokenmerge.evaluate.weights import weights_key
+from tokenmerge.loading import ModelSource, SourceKind
 from tokenmerge.metrics import psnr
 from tokenmerge.pictures import as_tensor
 from tokenmerge.pipeline_call import PipelineCall
@@ -135,6 +139,29 @@ def test_only_what_is_new_is_drawn_and_other_conditions_share_nothing(
     assert new(steps=1, limit=1) == 2
 
 
+def test_other_weights_under_the_same_name_are_drawn_anew(run: Run, models: Path, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(models / "tiny", model)
+
+    def new() -> int:
+        drawn: list[int] = []
+        run(model=str(model), limit=1, drawn=drawn)
+        return drawn[-1] if drawn else 0
+
+    assert (new(), new()) == (2, 0)
+    (weights, *_) = (model / "unet").glob("*.safetensors")
+    weights.write_bytes(weights.read_bytes())
+    assert (new(), new()) == (2, 0)
+    (model / "README.md").write_text("about")
+    assert new() == 0
+
+
+def test_a_hub_model_is_known_by_its_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    cached = "/cache/models--owner--name/snapshots/0123abc/model_index.json"
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_: cached)
+    assert weights_key(ModelSource(SourceKind.HUB, "owner/name")) == "0123abc"
+
+
 def test_figures_of_an_earlier_run_stay(run: Run, models: Path, tmp_path: Path) -> None:
     network = str(models / "dino")
     run(metrics=(f"kid={network}",))
@@ -184,6 +211,35 @@ def test_pictures_that_equal_dense_are_told(run: Run) -> None:
     )
 
 
+def test_a_figure_that_is_no_number_is_left_out_and_named() -> None:
+    infinite, nan = float("inf"), float("nan")
+    columns = {
+        ("tome", "psnr"): torch.tensor([20.0, infinite, 30.0]),
+        ("tome", "ssim"): torch.tensor([0.5, nan, 0.5]),
+        ("tome", "dino"): torch.tensor([0.5, infinite, 0.5]),
+        ("tome", "net"): torch.zeros(3, 1),
+        ("dense", "net"): torch.zeros(3, 1),
+    }
+    metrics = SimpleNamespace(
+        of_pictures=[SimpleNamespace(name=name) for name in ("psnr", "ssim", "dino")],
+        of_sets=[SimpleNamespace(name="fid", network="net", distance=lambda one, two: nan)],
+    )
+    measured = Measured(torch.arange(3), columns)
+    assert figures_of("tome", measured, metrics, None) == Figures(
+        {"psnr": 25.0}, equal=1, images=3, undefined=("ssim", "dino", "fid")
+    )
+    columns["tome", "psnr"][0] = nan
+    assert figures_of("tome", measured, metrics, None).values == {}
+
+
+def test_what_is_left_out_is_told(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    figures = Figures({"ssim": 1.0}, equal=0, images=3, undefined=("psnr",))
+    monkeypatch.setattr("tokenmerge.evaluate.records.figures_of", lambda *_: figures)
+    _, tome = run()
+    assert tome.figures == {"ssim": 1.0}
+    assert any("psnr is left out" in note for note in tome.notes)
+
+
 def test_the_sheet_has_a_row_for_each_prompt_and_a_column_for_each_variant(run: Run, tmp_path: Path) -> None:
     sheet = tmp_path / "new" / "grid.png"
     run(grid=sheet, ratio=(0.25, 0.5), samples=2)
@@ -196,17 +252,24 @@ def test_the_sheet_has_a_row_for_each_prompt_and_a_column_for_each_variant(run: 
 
 def test_fewer_steps_are_those_that_the_benchmark_found(run: Run, models: Path, tmp_path: Path) -> None:
     conditions = {"model": str(models / "tiny"), "width": 32, "height": 32, "steps": 4}
+    conditions |= {"dtype": "fp32", "device": "cpu"}
 
     def record(scope: str, fit: int, batch: int = 1, **changes: object) -> str:
         fewer = {"settings": {"as": "tome ratio=0.5"}, "facts": {"steps_used": fit}}
         return cell("fewer-steps", **fewer, **{**conditions, **changes}, scope=scope, batch=batch).to_line()
 
+    late = "2026-02-01T00:00:00+00:00"
     lines = [
         record("denoiser", 1),
         record("pipeline", 2, batch=8),
         record("pipeline", 1, width=64),
         record("pipeline", 2, steps=25),
-        record("pipeline", 3),
+        record("pipeline", 2, dtype="fp16", finished=late),
+        record("pipeline", 2, device="cuda", finished=late),
+        record("pipeline", 2, scheduler="plms", finished=late),
+        record("pipeline", 2, guidance=3.0, finished=late),
+        record("pipeline", 2, commit="old"),
+        record("pipeline", 3, finished=late),
         cell("tome", **conditions).to_line(),
     ]
     (tmp_path / "results").mkdir()
@@ -267,6 +330,8 @@ def test_distances_between_sets_need_two_pictures(run: Run, models: Path, tmp_pa
     with pytest.raises(ConfigError, match=r"fid: expected at least 2 pictures, got 1; add --seeds 2"):
         run(metrics=(fid,), limit=1)
     (tmp_path / "empty").mkdir()
+    for name in (".a-unfinished.png", ".b.png"):
+        picture(0).save(tmp_path / "empty" / name)
     with pytest.raises(ConfigError, match=r"reference: expected a folder with at least 2 pictures.*with 0"):
         run(metrics=(fid,), reference=tmp_path / "empty")
 
@@ -310,6 +375,24 @@ def test_a_full_disk_keeps_what_is_finished(
     monkeypatch.setattr(ResultsFile, "append", append)
     records = run()
     assert list(read_results([tmp_path / "results"]).quality) == records
+
+
+def full(*_: object, **named: object) -> None:
+    raise OSError(28, "No space left on device")
+
+
+def test_a_disk_without_room_for_the_conditions_is_named(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tokenmerge.evaluate.runner.write_json", full)
+    with pytest.raises(ConfigError, match=r"out: cannot write .*conditions.json .No space left"):
+        run()
+
+
+def test_a_disk_without_room_for_samples_of_another_machine_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(ConfigError, match=r"out: cannot write .*a.png .No space left"):
+        unpack([{tmp_path / "a.png": b"content"}])
 
 
 def test_too_little_memory_is_one_line(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,8 @@ def test_a_page_comes_with_markdown_and_csv(tmp_path: Path) -> None:
     out = tmp_path / "new" / "report.html"
     result = run(write_all(tmp_path / "results"), "-o", out)
     assert result.exit_code == 0, result.output
-    assert sorted(file.name for file in out.parent.iterdir()) == ["report.csv", "report.html", "report.md"]
+    names = ["report-quality.csv", "report.csv", "report.html", "report.md"]
+    assert sorted(file.name for file in out.parent.iterdir()) == names
     page = out.read_text(encoding="utf-8")
     assert EVIL not in page
     assert page.count("<script>") == 1
@@ -119,15 +120,18 @@ def test_bad_input_is_named(
     assert words in str(error)
 
 
-def test_a_picture_that_is_missing_or_no_picture_is_named(tmp_path: Path) -> None:
-    folder = write_all(tmp_path / "results")
+def test_a_picture_that_is_missing_or_no_picture_costs_its_pairs_alone(tmp_path: Path) -> None:
+    folder, out = write_all(tmp_path / "results"), tmp_path / "report.html"
     picture = folder / "dense" / "0.png"
     for spoil in (lambda: picture.write_text("<svg onload='x'>"), picture.unlink):
         spoil()
-        error = run(folder, "-o", tmp_path / "report.html").exception
-        assert isinstance(error, ConfigError)
-        assert str(picture) in str(error)
-        assert not (tmp_path / "report.html").exists()
+        result = run(folder, "-o", out)
+        assert result.exit_code == 0, result.output
+        page = out.read_text(encoding="utf-8")
+        assert page.count('type="range"') == 3  # the other prompt's
+        for text in (result.stderr, page):
+            assert text.count(str(picture)) == 3
+        assert "tome ratio=0.5, seed 0 is not shown" in result.stderr
 
 
 def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:

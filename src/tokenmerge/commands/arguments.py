@@ -21,6 +21,7 @@ __all__ = [
     "integer",
     "machine",
     "number",
+    "option",
     "picture",
 ]
 
@@ -43,19 +44,20 @@ def integer(text: str) -> int:
 
 def picture(help: str, *names: str, parser: Callable[[str], Any] | None = None) -> Any:
     """An option that says what to draw."""
-    return _option("Picture", help, names, parser)
+    return option("Picture", help, *names, parser=parser)
 
 
 def machine(help: str, *names: str, parser: Callable[[str], Any] | None = None) -> Any:
     """An option that says how to run."""
-    return _option("Running", help, names, parser)
+    return option("Running", help, *names, parser=parser)
 
 
 def _merging(help: str, *names: str, parser: Callable[[str], Any] | None = None) -> Any:
-    return _option("Merging", help, names, parser)
+    return option("Merging", help, *names, parser=parser)
 
 
-def _option(panel: str, help: str, names: tuple[str, ...], parser: Callable[[str], Any] | None) -> Any:
+def option(panel: str, help: str, *names: str, parser: Callable[[str], Any] | None = None) -> Any:
+    """An option in one panel of ``--help``."""
     metavar = None if parser is None else f"<{parser.__name__}>"
     return typer.Option(*names, help=help, rich_help_panel=panel, parser=parser, metavar=metavar)
 

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as Bars
-from rich.table import Table
-from rich.text import Text
 
 from tokenmerge.commands import tables
-from tokenmerge.commands.arguments import Size, integer, machine, number, picture
+from tokenmerge.commands.arguments import Size, integer, machine, number, option, picture
 from tokenmerge.commands.quiet import quiet_libraries
 from tokenmerge.evaluate.metrics import ALL, METRIC_NAMES
 from tokenmerge.evaluate.options import EvaluateOptions
@@ -25,27 +24,15 @@ from tokenmerge.evaluate.runner import Progress
 from tokenmerge.evaluate.runner import evaluate as run_evaluate
 from tokenmerge.evaluate.variants import CHOICES
 from tokenmerge.pipeline_settings import ATTENTION_CHOICES, DTYPE_CHOICES, SCHEDULER_NAMES
-from tokenmerge.reporting.quality import LOWER_IS_CLOSER, QualityRecord, metric_names
+from tokenmerge.reporting.quality_tables import quality_tables
 from tokenmerge.sizes import parse_size
 
 __all__ = ["evaluate"]
 
 
-def _compared(help: str, *names: str, parser: Callable[[str], Any] | None = None) -> Any:
-    return _option("Compared", help, names, parser)
-
-
-def _prompts(help: str, *names: str, parser: Callable[[str], Any] | None = None) -> Any:
-    return _option("Prompts", help, names, parser)
-
-
-def _results(help: str, *names: str, parser: Callable[[str], Any] | None = None) -> Any:
-    return _option("Results", help, names, parser)
-
-
-def _option(panel: str, help: str, names: tuple[str, ...], parser: Callable[[str], Any] | None) -> Any:
-    metavar = None if parser is None else f"<{parser.__name__}>"
-    return typer.Option(*names, help=help, rich_help_panel=panel, parser=parser, metavar=metavar)
+_compared = partial(option, "Compared")
+_prompts = partial(option, "Prompts")
+_results = partial(option, "Results")
 
 
 def evaluate(
@@ -105,7 +92,7 @@ def evaluate(
         int, _results("Prompts on that sheet and in the report.", parser=integer)
     ] = EvaluateOptions.samples,
     batch: Annotated[
-        int, machine("Pictures per call; no picture depends on it.", parser=integer)
+        int, machine("Pictures per call; pictures depend on it by rounding alone.", parser=integer)
     ] = EvaluateOptions.batch,
     dtype: Annotated[str, machine(f"{', '.join(DTYPE_CHOICES)}.")] = EvaluateOptions.dtype,
     device: Annotated[str, machine("auto, cpu, cuda, cuda:1 or mps.")] = EvaluateOptions.device,
@@ -146,40 +133,13 @@ def evaluate(
         records = run_evaluate(options, on_progress, on_note=lambda note: _say(f"note: {note}"))
     if records is None:  # the first of several processes tells
         return
-    notes = dict.fromkeys(note for record in records for note in record.notes)
+    (table,) = quality_tables(records)
     tables.show(
-        quality_table(records),
-        "↑ higher, ↓ lower is better; psnr in dB",
-        *(f"note: {note}" for note in notes),
+        tables.as_rich(table),
+        *(f"note: {note}" for note in table.notes),
         *([] if save_grid is None else [f"samples are in {save_grid}"]),
         f"written to {out}; next: tokenmerge report {out.parent}",
     )
-
-
-def quality_table(records: Sequence[QualityRecord]) -> Table:
-    """The figures of each variant, and in each category where there are any."""
-    first = records[0]
-    table = Table(
-        title=f"{first.model}, {first.width} x {first.height}, {first.conditions['steps']} steps",
-        title_justify="left",
-    )
-    table.add_column("variant", overflow="fold")
-    by_category = any(record.category is not None for record in records)
-    if by_category:
-        table.add_column("category", overflow="fold")
-    table.add_column("pictures", justify="right")
-    metrics = metric_names(records)
-    for name in metrics:
-        table.add_column(f"{name} {'↓' if name in LOWER_IS_CLOSER else '↑'}", justify="right")
-    for record in records:
-        figures = (record.figures.get(name) for name in metrics)
-        table.add_row(
-            Text(record.label),
-            *([Text(record.category or "all")] if by_category else []),
-            str(record.images),
-            *("" if figure is None else f"{figure:.4g}" for figure in figures),
-        )
-    return table
 
 
 @contextlib.contextmanager

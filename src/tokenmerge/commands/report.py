@@ -18,7 +18,6 @@ from tokenmerge.reporting.results import read_results
 __all__ = ["report"]
 
 _FORMATS = (".html", ".md", ".csv")
-_OF_QUALITY = "-quality.csv"
 
 
 def report(
@@ -27,7 +26,7 @@ def report(
     ] = None,
     out: Annotated[
         Path,
-        typer.Option("--out", "-o", help="A .html gets a .md and .csv beside it; each of these also alone."),
+        typer.Option("--out", "-o", help="A .html gets a .md and .csv beside it; .md or .csv come alone."),
     ] = Path("outputs/report.html"),
     compare_files: Annotated[
         tuple[Path, Path] | None,
@@ -62,7 +61,7 @@ def report(
     if whole or out.suffix == ".csv":
         _write(out.with_suffix(".csv"), as_csv(found.cells))
         if found.quality:
-            _write(out.with_name(out.stem + _OF_QUALITY), quality_as_csv(found.quality))
+            _write(out.with_name(f"{out.stem}-quality.csv"), quality_as_csv(found.quality))
 
 
 def _write(path: Path, text: str) -> None:

@@ -15,9 +15,18 @@ from rich.text import Text
 
 from tokenmerge.generate import Progress
 from tokenmerge.report import Report, saved
+from tokenmerge.reporting.tables import Table as PlainTable
 from tokenmerge.results import Result, VariantResult
 
-__all__ = ["environment_table", "progress_bars", "report_table", "result_notes", "result_table", "show"]
+__all__ = [
+    "as_rich",
+    "environment_table",
+    "progress_bars",
+    "report_table",
+    "result_notes",
+    "result_table",
+    "show",
+]
 
 # A pipe or a file has no edge: tables are as wide as their content, never cut.
 _NO_EDGE = 10_000
@@ -55,6 +64,17 @@ def progress_bars() -> Iterator[Callable[[Progress], None]]:
     finally:
         if tasks:
             bars.stop()
+
+
+def as_rich(plain: PlainTable) -> Table:
+    """A table of a report, for the terminal."""
+    table = Table(title=Text(plain.title), title_justify="left")
+    for number, name in enumerate(plain.header):
+        words = number < plain.words
+        table.add_column(name, justify="left" if words else "right", overflow="fold")
+    for row in plain.rows:
+        table.add_row(*map(Text, row.cells))
+    return table
 
 
 def result_table(result: Result) -> Table:

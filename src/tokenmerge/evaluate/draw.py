@@ -13,7 +13,7 @@ from tokenmerge.errors import ConfigError
 from tokenmerge.evaluate.layout import Layout
 from tokenmerge.evaluate.prompts import Item
 from tokenmerge.evaluate.variants import Drawn
-from tokenmerge.files import write_atomically
+from tokenmerge.files import write_atomically, writing
 from tokenmerge.loading import denoiser_name
 from tokenmerge.pipeline_call import PipelineCall
 from tokenmerge.twin import twin
@@ -21,7 +21,9 @@ from tokenmerge.twin import twin
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
 
-__all__ = ["Task", "draw", "missing"]
+__all__ = ["CONTINUES", "Task", "draw", "missing"]
+
+CONTINUES = "the finished pictures are safe, and the same command continues after them"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,19 +83,13 @@ def draw(
                 if is_out_of_memory(error):
                     raise ConfigError(
                         f"batch: {len(task.items)} pictures at once do not fit into memory; lower --batch, "
-                        "which changes no picture; the finished ones are kept"
+                        "which changes pictures by rounding alone; the finished ones are kept"
                     ) from error
                 raise
             for item, picture in zip(task.items, pictures, strict=True):
                 path = layout.picture(task.variant, item)
-                try:
-                    path.parent.mkdir(parents=True, exist_ok=True)
+                with writing(path, "out", CONTINUES):
                     write_atomically(path, picture.save)
-                except OSError as error:
-                    raise ConfigError(
-                        f"out: cannot write {path} ({error.strerror or error}); the finished pictures are "
-                        "safe, and the same command continues after them"
-                    ) from error
             on_pictures(len(task.items))
 
 

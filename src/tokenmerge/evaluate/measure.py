@@ -56,11 +56,13 @@ class Figures:
         values: by the name of the metric.
         equal: pictures that equal dense in every pixel; their PSNR is infinite and not in the mean.
         images: how many pictures there are.
+        undefined: names of the metrics without a value, because they gave something that is no number.
     """
 
     values: Mapping[str, float]
     equal: int
     images: int
+    undefined: tuple[str, ...] = ()
 
 
 def measure(
@@ -134,11 +136,11 @@ def figures_of(
     for metric in metrics.of_pictures:
         if (column := measured.columns.get((variant, metric.name))) is not None:
             found = column[rows].double()
-            finite = found[found.isfinite()]
             if metric.name == "psnr":
-                equal = len(found) - len(finite)
-            if len(finite):
-                values[metric.name] = float(finite.mean())
+                equal = int(found.isposinf().sum())
+                found = found[~found.isposinf()]
+            if len(found):
+                values[metric.name] = float(found.mean())
     for distance in metrics.of_sets if chosen is None else ():
         other = measured.columns[DENSE, distance.network]
         if reference is not None:
@@ -146,8 +148,9 @@ def figures_of(
         elif variant == DENSE:
             continue
         values[distance.name] = distance.distance(measured.columns[variant, distance.network], other)
-    assert all(map(math.isfinite, values.values()))
-    return Figures(values, equal, len(measured.indices) if chosen is None else len(chosen))
+    undefined = tuple(name for name, value in values.items() if not math.isfinite(value))
+    finite = {name: value for name, value in values.items() if name not in undefined}
+    return Figures(finite, equal, len(measured.indices) if chosen is None else len(chosen), undefined)
 
 
 def open_picture(path: Path) -> Image:

@@ -36,7 +36,8 @@ class EvaluateOptions:
         steps: denoising steps, ≥ 1.
         scheduler: short name or diffusers class name; None: the model's own.
         guidance: scale of classifier-free guidance, ≥ 0; None: the pipeline's own.
-        batch: pictures per call, ≥ 1. More are faster on a GPU and need more memory; no picture changes.
+        batch: pictures per call, ≥ 1. More are faster on a GPU and need more memory; pictures change by
+            rounding alone.
         dtype: ``"auto"``, ``"fp32"``, ``"fp16"`` or ``"bf16"``.
         device: ``"auto"`` or a torch device name.
         attention: ``"sdpa"``, ``"xformers"`` or ``"default"``.

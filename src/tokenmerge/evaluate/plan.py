@@ -15,17 +15,17 @@ from tokenmerge.evaluate.layout import Layout
 from tokenmerge.evaluate.options import EvaluateOptions
 from tokenmerge.evaluate.prompts import Item, Prompt, items_of
 from tokenmerge.evaluate.variants import Drawn, plan_variants
+from tokenmerge.evaluate.weights import weights_key
 from tokenmerge.loading import ModelSource, SourceKind, find_model, load_sketch
 from tokenmerge.models import find_hosts
 from tokenmerge.patch import check_host
-from tokenmerge.pipeline_settings import resolve_dtype, scheduler_class_name
+from tokenmerge.pipeline_settings import dtype_name, resolve_dtype, scheduler_class_name
 from tokenmerge.sizes import check_size
 
 __all__ = ["Plan", "Reference", "make_plan"]
 
 _SMALLEST_SIDE = 11  # pixels, the window of SSIM
 _FILES = (".png", ".jpg", ".jpeg", ".webp")
-_NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,18 +92,16 @@ def make_plan(options: EvaluateOptions, device: torch.device) -> Plan:
         raise ConfigError("size: this model does not say what size it was made for; give --size")
     if min(size) < _SMALLEST_SIDE:
         raise ConfigError(f"size: SSIM needs at least {_SMALLEST_SIDE} pixels, got {size[0]}x{size[1]}")
-    places = {
+    conditions = {
         "model": options.model,
+        "weights": weights_key(source),
         "width": size[0],
         "height": size[1],
         "steps": options.steps,
         "attention": options.attention,
-    }
-    conditions = {
-        **places,
         "scheduler": options.scheduler,
         "guidance": options.guidance,
-        "dtype": _NAMES[dtype],
+        "dtype": dtype_name(dtype),
         "device": device.type,
         "versions": versions(),
         "commit": source_commit(),
@@ -114,7 +112,7 @@ def make_plan(options: EvaluateOptions, device: torch.device) -> Plan:
         dtype=dtype,
         prompts=tuple(prompts),
         items=tuple(items_of(prompts, range(options.seed, options.seed + options.seeds))),
-        variants=tuple(plan_variants(specs, options.steps, places, options.out.parent)),
+        variants=tuple(plan_variants(specs, options.steps, conditions, options.out.parent)),
         layout=Layout(options.out, conditions),
         reference=reference,
     )
@@ -122,7 +120,10 @@ def make_plan(options: EvaluateOptions, device: torch.device) -> Plan:
 
 def _pictures_in(folder: Path) -> Reference:
     """All pictures in a folder and below it."""
-    found = sorted(path for path in folder.rglob("*") if path.suffix.lower() in _FILES)
+    # Names with a dot before them are hidden files, and pictures that are still being written.
+    found = sorted(
+        path for path in folder.rglob("*") if path.suffix.lower() in _FILES and not path.name.startswith(".")
+    )
     if len(found) < 2:
         raise ConfigError(
             f"reference: expected a folder with at least 2 pictures ({', '.join(_FILES)}), got {folder} with "

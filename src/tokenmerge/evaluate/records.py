@@ -68,6 +68,10 @@ def _record(plan: Plan, variant: Drawn, category: str | None, figures: Figures) 
             f"{variant.label}: {figures.equal} of {figures.images} pictures equal dense in every pixel; "
             "their PSNR is infinite and not in the mean"
         )
+    notes += [
+        f"{variant.label}: {name} is left out: for a picture or for all of them it is not a finite number"
+        for name in figures.undefined
+    ]
     texts = [prompt.text for prompt in plan.prompts]
     return QualityRecord(
         model=conditions.pop("model"),

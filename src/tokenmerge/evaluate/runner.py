@@ -9,7 +9,7 @@ from typing import TypeVar
 from tokenmerge.bench.prepared import free_memory
 from tokenmerge.bench.store import ResultsFile
 from tokenmerge.errors import ConfigError
-from tokenmerge.evaluate.draw import Task, draw, missing
+from tokenmerge.evaluate.draw import CONTINUES, Task, draw, missing
 from tokenmerge.evaluate.measure import Measured, describe, measure
 from tokenmerge.evaluate.metrics import Metrics, load_metrics
 from tokenmerge.evaluate.options import EvaluateOptions
@@ -17,7 +17,7 @@ from tokenmerge.evaluate.plan import Plan, make_plan
 from tokenmerge.evaluate.processes import Processes, processes
 from tokenmerge.evaluate.records import quality_records
 from tokenmerge.evaluate.samples import pack, sample_records, unpack, write_sheet
-from tokenmerge.files import prepare_folder, write_json
+from tokenmerge.files import prepare_folder, write_json, writing
 from tokenmerge.loading import load_pipeline, require_diffusers
 from tokenmerge.pipeline_call import PipelineCall, latent_scale
 from tokenmerge.pipeline_settings import set_attention, set_scheduler
@@ -38,7 +38,7 @@ class Progress:
     """How far the drawing is.
 
     Args:
-        done: pictures that this process has drawn.
+        done: pictures that the first process has drawn.
         total: pictures that it draws in all; those of earlier runs do not count.
     """
 
@@ -59,7 +59,7 @@ def evaluate(
 
     Args:
         options: what to do.
-        on_progress: called as pictures are written.
+        on_progress: called as pictures are written, in the first process alone.
         on_note: called with what the user should know, in words.
 
     Returns:
@@ -72,7 +72,10 @@ def evaluate(
     """
     require_diffusers("tokenmerge evaluate")
     with processes(options.device) as team:
-        run = _Run(options, make_plan(options, team.device), team, on_progress)
+        plan = make_plan(options, team.device)
+        # Machines differ in the times of their files: pictures go where the first process puts them.
+        plan = dataclasses.replace(plan, layout=team.gather(plan.layout)[0])
+        run = _Run(options, plan, team, on_progress if team.is_main else lambda progress: None)
         if team.count > 1 and team.is_main:
             on_note(f"{team.count} processes share the prompts")
         if not team.is_main:
@@ -122,7 +125,9 @@ class _Run:
         plan, team = self.plan, self.team
         prepare_folder(plan.layout.folder)
         if team.is_main:
-            write_json(plan.layout.folder / "conditions.json", plan.layout.conditions)
+            path = plan.layout.folder / "conditions.json"
+            with writing(path, "out", CONTINUES):
+                write_json(path, plan.layout.conditions)
         items = [[item for _, item in batch] for batch in self.batches]
         tasks = missing(items, plan.variants, plan.layout)
         if tasks:

@@ -7,12 +7,12 @@ from functools import partial
 from pathlib import Path
 
 from tokenmerge.bench.variants import DENSE
-from tokenmerge.errors import ConfigError
+from tokenmerge.evaluate.draw import CONTINUES
 from tokenmerge.evaluate.layout import Layout
 from tokenmerge.evaluate.measure import open_picture
 from tokenmerge.evaluate.prompts import Item
 from tokenmerge.evaluate.variants import Drawn
-from tokenmerge.files import write_atomically
+from tokenmerge.files import write_atomically, writing
 from tokenmerge.pictures import sample_sheet
 from tokenmerge.reporting.quality import SampleRecord
 
@@ -26,12 +26,16 @@ def pack(items: Sequence[Item], variants: Sequence[Drawn], layout: Layout) -> di
 
 
 def unpack(packed: Iterable[Mapping[Path, bytes]]) -> None:
-    """Write those pictures that are not here."""
+    """Write those pictures that are not here.
+
+    Raises:
+        ConfigError: one cannot be written.
+    """
     for files in packed:
         for path, content in files.items():
             if not path.exists():
-                path.parent.mkdir(parents=True, exist_ok=True)
-                write_atomically(path, partial(Path.write_bytes, data=content))
+                with writing(path, "out", CONTINUES):
+                    write_atomically(path, partial(Path.write_bytes, data=content))
 
 
 def sample_records(items: Sequence[Item], variants: Sequence[Drawn], layout: Layout) -> list[SampleRecord]:
@@ -66,13 +70,8 @@ def write_sheet(path: Path, items: Sequence[Item], variants: Sequence[Drawn], la
         for item in items
     ]
     sheet = sample_sheet(columns, rows)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+    with writing(path, "save-grid", "choose another file"):
         write_atomically(path, sheet.save)
-    except OSError as error:
-        raise ConfigError(
-            f"save-grid: cannot write {path} ({error.strerror or error}); choose another file"
-        ) from error
 
 
 def _small_print(variant: Drawn, layout: Layout) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tokenmerge.bench.lookup import cell_of_pictures
 from tokenmerge.bench.records import CellRecord
 from tokenmerge.bench.store import read_cells
 from tokenmerge.bench.variants import DENSE, FEWER_STEPS, VARIANTS, VariantSpec, parse_variant
@@ -73,7 +74,7 @@ def plan_variants(
     Args:
         specs: of :func:`parse_variants`.
         steps: denoising steps of dense.
-        conditions: model, width, height, steps and attention, by the names that records of a benchmark have.
+        conditions: of the pictures, by the names that records of a benchmark have.
         folder: where the records of ``tokenmerge bench`` are that say how many steps fit.
 
     Raises:
@@ -91,20 +92,13 @@ def _fewer_steps(
     merged: VariantSpec, cells: Sequence[CellRecord], conditions: dict[str, Any], folder: Path
 ) -> Drawn:
     fewer = VariantSpec(FEWER_STEPS, (("as", merged.label),))
-    found = [
-        cell
-        for cell in cells
-        if cell.label == fewer.label
-        and "steps_used" in cell.facts
-        and all(cell.conditions[name] == value for name, value in conditions.items())
-    ]
-    if not found:
+    cell = cell_of_pictures(fewer.label, conditions, [c for c in cells if "steps_used" in c.facts])
+    if cell is None:
         raise ConfigError(
             f"variant fewer-steps: no record in {folder} says how many steps fit into {merged.label} of "
             f"{conditions['model']} at {conditions['width']}x{conditions['height']} with "
             f"{conditions['steps']} steps; measure it first: tokenmerge bench --scope pipeline with the same "
-            f"model, size, steps and variants, -o {folder / 'bench.jsonl'}"
+            "model, size, steps, scheduler, guidance, dtype, attention, device and variants, -o "
+            f"{folder / 'bench.jsonl'}"
         )
-    # As in the report: of the whole pipeline rather than of the denoiser, of the smallest batch.
-    found.sort(key=lambda cell: (cell.conditions["scope"] != "pipeline", cell.conditions["batch"]))
-    return Drawn(fewer, found[0].facts["steps_used"])
+    return Drawn(fewer, cell.facts["steps_used"])
