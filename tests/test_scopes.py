@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import hosts
 import pytest
 import torch
@@ -115,9 +113,16 @@ def test_keys_alone_need_an_argument_for_them():
         apply_token_merging(model, ToMeConfig(scope="keys"))
 
 
+class Pipe:
+    """As far as merging looks at one."""
+
+    def __init__(self, unet: nn.Module, guides: bool) -> None:
+        self.unet, self.do_classifier_free_guidance = unet, guides
+
+
 def test_the_halves_of_guidance_share_a_plan_and_other_images_do_not():
     unet = hosts.unet()
-    pipe = SimpleNamespace(unet=unet, do_classifier_free_guidance=True)
+    pipe = Pipe(unet, guides=True)
     patch = apply_token_merging(pipe, ToMeConfig(**HALF))
     arguments = hosts.inputs(4)
     guided = {**arguments, "sample": arguments["sample"][:2].repeat(2, 1, 1, 1)}
@@ -136,7 +141,7 @@ def test_equal_samples_need_not_share_a_plan(guides, share):
     unet = hosts.unet()
     arguments = hosts.inputs(2)
     guided = {**arguments, "sample": arguments["sample"][:1].repeat(2, 1, 1, 1)}
-    pipe = SimpleNamespace(unet=unet, do_classifier_free_guidance=guides)
+    pipe = Pipe(unet, guides)
     patch = apply_token_merging(pipe, ToMeConfig(**HALF, share_guidance=share))
     with patch.record() as plans:
         hosts.call(unet, **guided)

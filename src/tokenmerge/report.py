@@ -257,13 +257,15 @@ def _notes(blocks: tuple[Block, ...], rows: list[Row], config: ToMeConfig) -> tu
         if block not in too_deep and not merges(block, config) and not block.dense.keys() & set(kinds)
     ]
     if without:
-        stay = "block stays dense" if len(without) == 1 else "blocks stay dense"
-        lacks = {
-            "layers": f"no {' or '.join(KINDS[kind] for kind in kinds)}",
-            "block": "cannot run on merged tokens as a whole",
-            "keys": "no self-attention that takes its keys apart",
+        one = len(without) == 1
+        has = "it has" if one else "they have"
+        why = {
+            "layers": f"{has} no {' or '.join(KINDS[kind] for kind in kinds)}",
+            "block": f"{'it' if one else 'they'} cannot run on merged tokens as a whole",
+            "keys": f"{has} no self-attention that takes its keys apart",
         }
-        notes.append(f"{len(without)} {stay}: {lacks[config.scope]}")
+        stay = "block stays dense" if one else "blocks stay dense"
+        notes.append(f"{len(without)} {stay}: {why[config.scope]}")
     merging = {row.path for row in rows}
     for block in blocks:
         if merges(block, config) and block not in too_deep and block.path not in merging:

@@ -61,7 +61,10 @@ class Pipeline:
     """The pipeline that a model is part of; copies and pickles of the model are part of none."""
 
     def __init__(self, pipe: object = None) -> None:
-        self._reference = None if pipe is None else weakref.ref(pipe)
+        try:
+            self._reference = None if pipe is None else weakref.ref(pipe)
+        except TypeError:  # a plain namespace with models in it
+            self._reference = None
 
     @property
     def guides(self) -> bool:
