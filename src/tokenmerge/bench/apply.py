@@ -92,15 +92,7 @@ def oracle(model: nn.Module, config: ToMeConfig, report: Report) -> Iterator[Non
     """
     if not bounds(config):
         raise ConfigError("oracle: it bounds scope='layers'; leave it out for other scopes")
-    for host in find_hosts(model):
-        for block in host.blocks:
-            for layer in block.layers:
-                follows = [follower.name for follower in layer.layout.followers]
-                if layer.kind in config.merged_layers and set(follows) - {"attention_mask"}:
-                    raise ConfigError(
-                        f"oracle: {block.path}.{layer.name} takes {', '.join(follows)} with its tokens, "
-                        "which it does not know how to shorten; leave it out for this model"
-                    )
+    _check_shortening(model, config)
     swapped: dict[nn.Module, type[nn.Module]] = {}
     try:
         for row in report.rows:
@@ -115,6 +107,18 @@ def oracle(model: nn.Module, config: ToMeConfig, report: Report) -> Iterator[Non
     finally:
         for layer, base in swapped.items():
             layer.__class__ = base
+
+
+def _check_shortening(model: nn.Module, config: ToMeConfig) -> None:
+    """Refuse a model whose layers take more than tokens that would have to be shortened."""
+    for block in (block for host in find_hosts(model) for block in host.blocks):
+        for layer in block.layers:
+            follows = [follower.name for follower in layer.layout.followers]
+            if layer.kind in config.merged_layers and set(follows) - {"attention_mask"}:
+                raise ConfigError(
+                    f"oracle: {block.path}.{layer.name} takes {', '.join(follows)} with its tokens, which it "
+                    "does not know how to shorten; leave it out for this model"
+                )
 
 
 def _shortened(base: type[nn.Module], tokens: int, kept: int) -> type[nn.Module]:
