@@ -49,14 +49,14 @@ def families() -> list[tuple[str, str, list[str]]]:
     from families.tiny import FAMILIES
 
     from tokenmerge.models import FAMILIES as RECORDS
-    from tokenmerge.models.base import is_a
+    from tokenmerge.models import knows
 
     built = {key: family.build() for key, family in FAMILIES.items()}
     found = []
     for record in RECORDS:
         text = " ".join((record.__doc__ or "").split())
         title, _, about = text.rstrip(".").partition(": ")
-        keys = [key for key, model in built.items() if is_a(model, *record.CLASSES) and record.matches(model)]
+        keys = [key for key, model in built.items() if knows(record, model)]
         found.append((title, about, keys))
     return found
 

@@ -13,11 +13,11 @@ from diffusers import (
     StableDiffusion3Pipeline,
 )
 from torch import Tensor, nn
-from transformers import CLIPTextConfig, CLIPTextModelWithProjection, CLIPTokenizer
+from transformers import CLIPTextModelWithProjection
 
 from training.codec import FACTOR, LATENT_CHANNELS
 from training.schedule import Phase
-from training.text import MAX_TOKENS, build_tokenizer
+from training.text import build_tokenizer, text_config
 
 NATIVE_SIZE, SECOND_SIZE = 128, 256
 WIDTHS = (128, 32)  # of the two text encoders; the pipeline joins them, as that of Stable Diffusion 3 does
@@ -43,7 +43,9 @@ class EmojiMMDiT(nn.Module):
     def __init__(self, captions: list[str]) -> None:
         super().__init__()
         self.tokenizer = build_tokenizer(captions)
-        self.text_encoder, self.text_encoder_2 = (_text_encoder(self.tokenizer, width) for width in WIDTHS)
+        self.text_encoder, self.text_encoder_2 = (
+            CLIPTextModelWithProjection(text_config(self.tokenizer, width)) for width in WIDTHS
+        )
         self.transformer = SD3Transformer2DModel(
             sample_size=NATIVE_SIZE // FACTOR,
             patch_size=1,
@@ -78,7 +80,7 @@ class EmojiMMDiT(nn.Module):
         return F.mse_loss(predicted.float(), noise - latents)
 
     def _encode(self, captions: list[str]) -> tuple[Tensor, Tensor]:
-        """Encode captions as the pipeline does: [b, 2 · MAX_TOKENS, JOINED] and [b, JOINED]."""
+        """Encode captions as the pipeline does: [b, 48, JOINED] and [b, JOINED]."""
         ids = self.tokenizer(captions, padding="max_length", truncation=True, return_tensors="pt").input_ids
         encoders = (self.text_encoder, self.text_encoder_2)
         found = [encoder(ids.to(encoder.device), output_hidden_states=True) for encoder in encoders]
@@ -108,21 +110,3 @@ class EmojiMMDiT(nn.Module):
             text_encoder_3=None,
             tokenizer_3=None,
         )
-
-
-def _text_encoder(tokenizer: CLIPTokenizer, width: int) -> CLIPTextModelWithProjection:
-    """Build a two-layer CLIP text encoder, of which the pipeline takes what enters the last layer."""
-    return CLIPTextModelWithProjection(
-        CLIPTextConfig(
-            vocab_size=len(tokenizer),
-            hidden_size=width,
-            intermediate_size=4 * width,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            projection_dim=width,
-            max_position_embeddings=MAX_TOKENS,
-            bos_token_id=tokenizer.bos_token_id,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-        )
-    )

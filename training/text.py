@@ -36,21 +36,19 @@ def build_tokenizer(captions: Iterable[str]) -> CLIPTokenizer:
     return CLIPTokenizer(vocab=learner.get_vocab(), merges=merges, model_max_length=MAX_TOKENS)
 
 
-def build_text_encoder(tokenizer: CLIPTokenizer) -> CLIPTextModel:
-    """Build a two-layer CLIP text encoder with random weights."""
-    return CLIPTextModel(
-        CLIPTextConfig(
-            vocab_size=len(tokenizer),
-            hidden_size=WIDTH,
-            intermediate_size=4 * WIDTH,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            projection_dim=WIDTH,
-            max_position_embeddings=MAX_TOKENS,
-            bos_token_id=tokenizer.bos_token_id,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-        )
+def text_config(tokenizer: CLIPTokenizer, width: int) -> CLIPTextConfig:
+    """Describe a two-layer CLIP text encoder."""
+    return CLIPTextConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=width,
+        intermediate_size=4 * width,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        projection_dim=width,
+        max_position_embeddings=MAX_TOKENS,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
     )
 
 

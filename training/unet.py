@@ -17,7 +17,7 @@ from transformers import CLIPTextModel
 
 from training.codec import FACTOR, LATENT_CHANNELS
 from training.schedule import Phase
-from training.text import WIDTH, build_text_encoder, build_tokenizer, encode
+from training.text import WIDTH, build_tokenizer, encode, text_config
 
 NATIVE_SIZE = 128
 
@@ -41,7 +41,7 @@ class EmojiUNet(nn.Module):
     def __init__(self, captions: list[str]) -> None:
         super().__init__()
         self.tokenizer = build_tokenizer(captions)
-        self.text_encoder = build_text_encoder(self.tokenizer)
+        self.text_encoder = CLIPTextModel(text_config(self.tokenizer, WIDTH))
         self.unet = UNet2DConditionModel(
             sample_size=NATIVE_SIZE // FACTOR,
             in_channels=LATENT_CHANNELS,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import ModuleType
 from typing import Any
 
 from torch import nn
@@ -40,7 +41,7 @@ from tokenmerge.models import (
 from tokenmerge.models.base import KINDS, Block, Host, Layer, is_a
 from tokenmerge.models.refused import refuse
 
-__all__ = ["KINDS", "Block", "Host", "Layer", "find_hosts", "parts"]
+__all__ = ["KINDS", "Block", "Host", "Layer", "find_hosts", "knows", "parts"]
 
 FAMILIES = (
     unet,
@@ -83,6 +84,13 @@ _SEVERAL = (
 )
 
 
+def knows(family: ModuleType, module: object) -> bool:
+    """Whether a family's file describes a model: by the names of its class and of its parts."""
+    return is_a(module, *family.CLASSES) and all(
+        hasattr(module, name) for name in getattr(family, "PARTS", ())
+    )
+
+
 def find_hosts(model: object) -> tuple[Host, ...]:
     """Every denoiser and ControlNet that a pipeline or a model is made of.
 
@@ -99,7 +107,7 @@ def find_hosts(model: object) -> tuple[Host, ...]:
     for part in modules:
         refuse(part)
         for family in FAMILIES:
-            if id(part) not in hosts and family.matches(part):
+            if id(part) not in hosts and knows(family, part):
                 hosts[id(part)] = family.describe(part)
     if not hosts:
         seen = ", ".join(sorted({type(part).__name__ for part in modules} or {type(model).__name__}))

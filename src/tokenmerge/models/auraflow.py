@@ -6,22 +6,16 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 
-from tokenmerge.models.base import Host, Layer, is_a, listed
+from tokenmerge.models.base import Host, Layer, listed
 from tokenmerge.models.blank import blank
 from tokenmerge.models.grids import picture_grid
 
-__all__ = ["CLASSES", "describe", "matches"]
+__all__ = ["CLASSES", "describe"]
 
 CLASSES = ("AuraFlowTransformer2DModel",)
 
 _LAYERS = (Layer("attn1", "attn"), Layer("ff", "ff"))
-
-
-def matches(module: nn.Module) -> bool:
-    """Whether this file knows the model."""
-    return is_a(module, *CLASSES)
 
 
 def describe(root: Any) -> Host:

@@ -6,21 +6,15 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 
 from tokenmerge.models.base import Host, is_a
 from tokenmerge.models.basic import basic_block
 from tokenmerge.models.blank import blank
 from tokenmerge.models.grids import picture_grid
 
-__all__ = ["CLASSES", "describe", "matches"]
+__all__ = ["CLASSES", "describe"]
 
 CLASSES = ("DiTTransformer2DModel", "PixArtTransformer2DModel", "LatteTransformer3DModel")
-
-
-def matches(module: nn.Module) -> bool:
-    """Whether this file knows the model."""
-    return is_a(module, *CLASSES)
 
 
 def describe(root: Any) -> Host:

@@ -8,22 +8,16 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 
 from tokenmerge.layout import PLAIN, Follower, Grid, Layout
-from tokenmerge.models.base import GridShape, Host, Layer, is_a, listed
+from tokenmerge.models.base import GridShape, Host, Layer, listed
 from tokenmerge.models.blank import blank
 
-__all__ = ["CLASSES", "describe", "matches"]
+__all__ = ["CLASSES", "describe"]
 
 CLASSES = ("CogVideoXTransformer3DModel", "ConsisIDTransformer3DModel")
 
 _ROTARY = Layout(followers=(Follower("image_rotary_emb", axes=(0,)),))
-
-
-def matches(module: nn.Module) -> bool:
-    """Whether this file knows the model."""
-    return is_a(module, *CLASSES)
 
 
 def describe(root: Any) -> Host:

@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 
 from tokenmerge.errors import UnsupportedModelError
 from tokenmerge.layout import Follower, Grid, Layout
@@ -15,18 +14,13 @@ from tokenmerge.models.base import GridShape, Host, Layer, is_a, listed
 from tokenmerge.models.blank import blank
 from tokenmerge.models.grids import picture_grid
 
-__all__ = ["CLASSES", "describe", "matches"]
+__all__ = ["CLASSES", "describe"]
 
 CLASSES = ("CogView3PlusTransformer2DModel", "CogView4Transformer2DModel")
 
 _PLUS = (Layer("attn1", "attn1"), Layer("ff", "ff"))
 _FOUR = (Layer("attn1", "attn1", Layout(followers=(Follower("image_rotary_emb", axes=(0,)),))),)
 _SHARED = "CogView4 runs one MLP on the image and then on the text; merge_mlp leaves it dense"
-
-
-def matches(module: nn.Module) -> bool:
-    """Whether this file knows the model."""
-    return is_a(module, *CLASSES)
 
 
 def describe(root: Any) -> Host:

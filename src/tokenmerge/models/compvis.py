@@ -12,14 +12,10 @@ from tokenmerge.layout import Grid
 from tokenmerge.models.base import Block, GridShape, Host, is_a
 from tokenmerge.models.basic import basic_block
 
-__all__ = ["CLASSES", "describe", "matches"]
+__all__ = ["CLASSES", "PARTS", "describe"]
 
 CLASSES = ("UNetModel", "ControlNet")
-
-
-def matches(module: nn.Module) -> bool:
-    """Whether this file knows the model."""
-    return is_a(module, *CLASSES) and hasattr(module, "input_blocks") and hasattr(module, "middle_block")
+PARTS = ("input_blocks", "middle_block")  # by which theirs are told from others of these names
 
 
 def describe(root: Any) -> Host:

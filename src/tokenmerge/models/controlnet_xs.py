@@ -5,21 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
 
-from tokenmerge.models.base import Host, is_a
+from tokenmerge.models.base import Host
 from tokenmerge.models.blank import blank
 from tokenmerge.models.stages import describe_stages
 from tokenmerge.models.unet import added_conditions, condition_picture, text_width
 
-__all__ = ["CLASSES", "describe", "matches"]
+__all__ = ["CLASSES", "describe"]
 
 CLASSES = ("UNetControlNetXSModel",)
-
-
-def matches(module: nn.Module) -> bool:
-    """Whether this file knows the model."""
-    return is_a(module, *CLASSES)
 
 
 def describe(root: Any) -> Host:

@@ -6,25 +6,19 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 
 from tokenmerge.layout import Follower, Layout
-from tokenmerge.models.base import Block, Host, Layer, is_a
+from tokenmerge.models.base import Block, Host, Layer
 from tokenmerge.models.blank import blank
 from tokenmerge.models.grids import video_grid
 
-__all__ = ["CLASSES", "describe", "matches"]
+__all__ = ["CLASSES", "describe"]
 
 CLASSES = ("EasyAnimateTransformer3DModel",)
 
 _FRAMES = 13  # of the latents: 49 pictures
 _ATTENTION = Layer("attn1", "attn1", Layout(followers=(Follower("image_rotary_emb", axes=(0,)),)))
 _SHARED = "blocks with one MLP run it on the image and then on the text; merge_mlp leaves it dense"
-
-
-def matches(module: nn.Module) -> bool:
-    """Whether this file knows the model."""
-    return is_a(module, *CLASSES)
 
 
 def describe(root: Any) -> Host:

@@ -10,14 +10,14 @@ from inspect import signature
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tokenmerge.layout import Follower, Layout
 from tokenmerge.models.base import Host, Layer, is_a, listed
 from tokenmerge.models.blank import blank, device_of_values, full_mask
 from tokenmerge.models.grids import grid_of_ids
 
-__all__ = ["CLASSES", "describe", "matches", "packed_ids"]
+__all__ = ["CLASSES", "describe", "packed_ids"]
 
 _CONTROLNET = "FluxControlNetModel"
 CLASSES = (
@@ -51,11 +51,6 @@ _BLOCK = Layout(
 _DOUBLE = (Layer("attn1", "attn", _ATTENTION), Layer("ff", "ff"))
 _SINGLE = (Layer("attn1", "attn", _ATTENTION),)
 _FUSED = "blocks of a single stream project attention and MLP together; merge_mlp leaves their MLP dense"
-
-
-def matches(module: nn.Module) -> bool:
-    """Whether this file knows the model."""
-    return is_a(module, *CLASSES)
 
 
 def describe(root: Any) -> Host:

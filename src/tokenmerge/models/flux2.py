@@ -7,16 +7,15 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 
 from tokenmerge.errors import UnsupportedModelError
 from tokenmerge.layout import Follower, Grid, Layout
-from tokenmerge.models.base import GridShape, Host, Layer, is_a, listed
+from tokenmerge.models.base import GridShape, Host, Layer, listed
 from tokenmerge.models.blank import blank
 from tokenmerge.models.flux import packed_ids
 from tokenmerge.models.grids import grid_of_ids
 
-__all__ = ["CLASSES", "describe", "matches"]
+__all__ = ["CLASSES", "describe"]
 
 CLASSES = ("Flux2Transformer2DModel",)
 
@@ -30,11 +29,6 @@ _ATTENTION = Layout(
 _DOUBLE = (Layer("attn1", "attn", _ATTENTION), Layer("ff", "ff"))
 _SINGLE = (Layer("attn1", "attn", _ATTENTION),)
 _FUSED = "blocks of a single stream run attention and MLP as one layer: merge_attn merges both of them"
-
-
-def matches(module: nn.Module) -> bool:
-    """Whether this file knows the model."""
-    return is_a(module, *CLASSES)
 
 
 def describe(root: Any) -> Host:

@@ -6,14 +6,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 
 from tokenmerge.layout import Follower, Layout
 from tokenmerge.models.base import Host, Layer, is_a, listed
 from tokenmerge.models.blank import blank
 from tokenmerge.models.grids import picture_grid
 
-__all__ = ["CLASSES", "describe", "matches"]
+__all__ = ["CLASSES", "describe"]
 
 _CONTROLNET = "HunyuanDiT2DControlNetModel"
 CLASSES = ("HunyuanDiT2DModel", _CONTROLNET)
@@ -21,11 +20,6 @@ CLASSES = ("HunyuanDiT2DModel", _CONTROLNET)
 # Cross-attention turns its queries too, which are image tokens.
 _ATTENTION = Layout(followers=(Follower("image_rotary_emb", axes=(0,)),))
 _LAYERS = (Layer("attn1", "attn1", _ATTENTION), Layer("attn2", "attn2", _ATTENTION), Layer("ff", "ff"))
-
-
-def matches(module: nn.Module) -> bool:
-    """Whether this file knows the model."""
-    return is_a(module, *CLASSES)
 
 
 def describe(root: Any) -> Host:

@@ -10,14 +10,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 
 from tokenmerge.layout import Follower, Grid, Layout
 from tokenmerge.models.base import GridShape, Host, Layer, is_a, listed
 from tokenmerge.models.blank import blank, device_of_values, full_mask
 from tokenmerge.models.grids import video_grid
 
-__all__ = ["CLASSES", "describe", "matches"]
+__all__ = ["CLASSES", "describe"]
 
 # Height and width of the latents for 720p, and for 2048 × 2048 pixels; the later codecs compress more.
 _SIZES = {
@@ -35,11 +34,6 @@ _SINGLE = (Layer("attn1", "attn", _ATTENTION),)
 # Its mask is the text's.
 _DOUBLE_15 = (Layer("attn1", "attn", Layout(text="last", followers=(_POSITIONS,))), Layer("ff", "ff"))
 _FUSED = "blocks of a single stream project attention and MLP together; merge_mlp leaves their MLP dense"
-
-
-def matches(module: nn.Module) -> bool:
-    """Whether this file knows the model."""
-    return is_a(module, *CLASSES)
 
 
 def describe(root: Any) -> Host:

@@ -6,14 +6,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 
 from tokenmerge.layout import Follower, Layout
-from tokenmerge.models.base import Host, Layer, is_a, listed
+from tokenmerge.models.base import Host, Layer, listed
 from tokenmerge.models.blank import blank, full_mask
 from tokenmerge.models.grids import picture_grid
 
-__all__ = ["CLASSES", "describe", "matches"]
+__all__ = ["CLASSES", "describe"]
 
 CLASSES = ("Lumina2Transformer2DModel",)
 
@@ -34,11 +33,6 @@ _LAYERS = (
     ),
     Layer("ff", "feed_forward"),
 )
-
-
-def matches(module: nn.Module) -> bool:
-    """Whether this file knows the model."""
-    return is_a(module, *CLASSES)
 
 
 def describe(root: Any) -> Host:

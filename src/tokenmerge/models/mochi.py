@@ -6,14 +6,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 
 from tokenmerge.layout import Follower, Layout
-from tokenmerge.models.base import Host, Layer, is_a, listed
+from tokenmerge.models.base import Host, Layer, listed
 from tokenmerge.models.blank import blank, full_mask
 from tokenmerge.models.grids import video_grid
 
-__all__ = ["CLASSES", "describe", "matches"]
+__all__ = ["CLASSES", "describe"]
 
 CLASSES = ("MochiTransformer3DModel",)
 
@@ -21,11 +20,6 @@ _FRAMES = 4  # of the latents: 19 pictures
 # Tables [n, heads, d / 2], which its attention broadcasts over the batch.
 _POSITIONS = Follower("image_rotary_emb", axes=(1,), batched=True, expand=True)
 _LAYERS = (Layer("attn1", "attn1", Layout(text="last", followers=(_POSITIONS,))), Layer("ff", "ff"))
-
-
-def matches(module: nn.Module) -> bool:
-    """Whether this file knows the model."""
-    return is_a(module, *CLASSES)
 
 
 def describe(root: Any) -> Host:

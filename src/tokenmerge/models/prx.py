@@ -6,14 +6,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 
 from tokenmerge.layout import Follower, Layout
-from tokenmerge.models.base import Host, Layer, is_a, listed
+from tokenmerge.models.base import Host, Layer, listed
 from tokenmerge.models.blank import blank, full_mask
 from tokenmerge.models.grids import picture_grid
 
-__all__ = ["CLASSES", "describe", "matches"]
+__all__ = ["CLASSES", "describe"]
 
 CLASSES = ("PRXTransformer2DModel",)
 
@@ -21,11 +20,6 @@ CLASSES = ("PRXTransformer2DModel",)
 _POSITIONS = Follower("image_rotary_emb", axes=(2,), batched=True)
 _LAYERS = (Layer("attn1", "attention", Layout(followers=(_POSITIONS,))),)
 _NO_LAYER = "the MLP of PRX is no layer of its own; merge_mlp leaves it dense"
-
-
-def matches(module: nn.Module) -> bool:
-    """Whether this file knows the model."""
-    return is_a(module, *CLASSES)
 
 
 def describe(root: Any) -> Host:

@@ -7,14 +7,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 
 from tokenmerge.errors import UnsupportedModelError
 from tokenmerge.layout import Follower, Grid, Layout
 from tokenmerge.models.base import GridShape, Host, Layer, is_a, listed
 from tokenmerge.models.blank import blank
 
-__all__ = ["CLASSES", "describe", "matches"]
+__all__ = ["CLASSES", "describe"]
 
 _CONTROLNET = "QwenImageControlNetModel"
 CLASSES = ("QwenImageTransformer2DModel", _CONTROLNET)
@@ -23,11 +22,6 @@ _LAYERS = (
     Layer("attn1", "attn", Layout(followers=(Follower("image_rotary_emb", axes=(0,), element=0),))),
     Layer("ff", "img_mlp"),
 )
-
-
-def matches(module: nn.Module) -> bool:
-    """Whether this file knows the model."""
-    return is_a(module, *CLASSES)
 
 
 def describe(root: Any) -> Host:

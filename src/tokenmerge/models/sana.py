@@ -6,13 +6,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 
 from tokenmerge.models.base import Host, Layer, is_a, listed
 from tokenmerge.models.blank import blank
 from tokenmerge.models.grids import picture_grid
 
-__all__ = ["CLASSES", "describe", "matches"]
+__all__ = ["CLASSES", "describe"]
 
 _CONTROLNET = "SanaControlNetModel"
 CLASSES = ("SanaTransformer2DModel", _CONTROLNET)
@@ -20,11 +19,6 @@ CLASSES = ("SanaTransformer2DModel", _CONTROLNET)
 _LAYERS = (Layer("attn1", "attn1"), Layer("attn2", "attn2"))
 _CONVOLUTIONS = "the MLP of Sana is convolutions on the whole grid of tokens; merge_mlp leaves it dense"
 _LITTLE_TO_GAIN = "the attention of Sana is linear in the number of tokens, so merging gains little"
-
-
-def matches(module: nn.Module) -> bool:
-    """Whether this file knows the model."""
-    return is_a(module, *CLASSES)
 
 
 def describe(root: Any) -> Host:

@@ -7,13 +7,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 
 from tokenmerge.layout import Grid, Layout
 from tokenmerge.models.base import Block, GridShape, Host, Layer, is_a
 from tokenmerge.models.blank import blank
 
-__all__ = ["CLASSES", "describe", "matches"]
+__all__ = ["CLASSES", "describe"]
 
 _CONTROLNET = "SD3ControlNetModel"
 CLASSES = ("SD3Transformer2DModel", _CONTROLNET)
@@ -21,11 +20,6 @@ CLASSES = ("SD3Transformer2DModel", _CONTROLNET)
 # Some blocks of 3.5 medium have a second self-attention, of the image alone.
 _LAYERS = (Layer("attn1", "attn", Layout(text="last")), Layer("attn1", "attn2"), Layer("ff", "ff"))
 _BLOCK = Layout(outputs=(1,))  # behind the text
-
-
-def matches(module: nn.Module) -> bool:
-    """Whether this file knows the model."""
-    return is_a(module, *CLASSES)
 
 
 def describe(root: Any) -> Host:

@@ -12,15 +12,10 @@ from tokenmerge.models.base import Host, is_a
 from tokenmerge.models.blank import blank
 from tokenmerge.models.stages import describe_stages
 
-__all__ = ["CLASSES", "added_conditions", "condition_picture", "describe", "matches", "text_width"]
+__all__ = ["CLASSES", "added_conditions", "condition_picture", "describe", "text_width"]
 
 _CONTROLNETS = ("ControlNetModel", "ControlNetUnionModel")
 CLASSES = ("UNet2DConditionModel", *_CONTROLNETS)
-
-
-def matches(module: nn.Module) -> bool:
-    """Whether this file knows the model."""
-    return is_a(module, *CLASSES)
 
 
 def describe(root: Any) -> Host:

@@ -7,24 +7,19 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tokenmerge.layout import Grid
-from tokenmerge.models.base import Block, GridShape, Host, Layer, is_a
+from tokenmerge.models.base import Block, GridShape, Host, Layer
 from tokenmerge.models.basic import basic_block
 from tokenmerge.models.blank import blank
 
-__all__ = ["CLASSES", "describe", "matches"]
+__all__ = ["CLASSES", "describe"]
 
 CLASSES = ("UVit2DModel",)
 
 # Blocks of the outer stages attend to the text twice.
 _OUTER = (Layer("attn2", "attn1"), Layer("attn2", "attn2"))
-
-
-def matches(module: nn.Module) -> bool:
-    """Whether this file knows the model."""
-    return is_a(module, *CLASSES)
 
 
 def describe(root: Any) -> Host:

@@ -9,14 +9,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 
 from tokenmerge.layout import Follower, Layout
 from tokenmerge.models.base import Host, Layer, is_a, listed
 from tokenmerge.models.blank import blank
 from tokenmerge.models.grids import video_grid
 
-__all__ = ["CLASSES", "describe", "matches"]
+__all__ = ["CLASSES", "describe"]
 
 CLASSES = (
     "WanTransformer3DModel",
@@ -47,11 +46,6 @@ _LAYERS = (
     Layer("ff", "ffn"),
 )
 _CONTROL = Layout(tokens="control_hidden_states")
-
-
-def matches(module: nn.Module) -> bool:
-    """Whether this file knows the model."""
-    return is_a(module, *CLASSES)
 
 
 def describe(root: Any) -> Host:

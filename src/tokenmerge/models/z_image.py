@@ -7,14 +7,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 
 from tokenmerge.errors import UnsupportedModelError
 from tokenmerge.layout import Follower, Grid, Layout
-from tokenmerge.models.base import GridShape, Host, Layer, is_a, listed
+from tokenmerge.models.base import GridShape, Host, Layer, listed
 from tokenmerge.models.blank import blank
 
-__all__ = ["CLASSES", "describe", "matches"]
+__all__ = ["CLASSES", "describe"]
 
 CLASSES = ("ZImageTransformer2DModel",)
 
@@ -33,11 +32,6 @@ _LAYERS = (
     ),
     Layer("ff", "feed_forward", _BLOCK),
 )
-
-
-def matches(module: nn.Module) -> bool:
-    """Whether this file knows the model."""
-    return is_a(module, *CLASSES)
 
 
 def describe(root: Any) -> Host:
