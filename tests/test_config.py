@@ -23,6 +23,8 @@ from tokenmerge import ConfigError, ToMeConfig
         ({"sy": -1}, "sy: expected an integer ≥ 1, got -1"),
         ({"max_downsample": 0}, "max_downsample: expected an integer ≥ 1, got 0"),
         ({"seed": 0.5}, "seed: expected an integer, got 0.5"),
+        ({"threshold": 1.01}, "threshold: expected a number from -1 to 1, got 1.01"),
+        ({"threshold": math.nan}, "got nan"),
         ({"use_rand": 1}, "use_rand: expected True or False, got 1"),
         ({"merge_attn": False}, "merge_attn, merge_crossattn, merge_mlp: all are False"),
     ],

@@ -74,6 +74,9 @@ class ToMeConfig:
         combine: ``"mean"`` of the tokens that one stands for; ``"keep"`` the destination and drop the others,
             a little faster and a little worse; ``"norm"``: the mean, as long as the longest of them (arXiv
             2312.01026), which takes another pass over the tokens.
+        threshold: for ``planner="threshold"``: cosine similarity, −1 ≤ threshold ≤ 1, from which a token may
+            merge into its most similar destination. Raising it brings the picture closer to the dense one;
+            the speed is that of ``ratio`` at any threshold.
         proportional: count a merged token in self- or joint attention for as many keys as it stands for
             (arXiv 2210.09461, equation 2). It brings the picture several dB closer to the dense one. It is a
             mask in PyTorch's ``scaled_dot_product_attention``, which its fastest kernels on a GPU do not
@@ -103,6 +106,7 @@ class ToMeConfig:
     scope: str = "layers"
     planner: str = "tome"
     combine: str = "mean"
+    threshold: float = 0.9
     proportional: bool = False
     share_guidance: bool = True
 
@@ -129,6 +133,9 @@ class ToMeConfig:
                 f"ratio: expected 0 ≤ ratio ≤ 1 − 1/(sx·sy{over_time and '·st'}) = {highest:g} for "
                 f"sx={self.sx}, sy={self.sy}{over_time}, got {ratio:g}; take a lower ratio or larger strides"
             )
+        threshold = self.threshold
+        if isinstance(threshold, bool) or not isinstance(threshold, numbers.Real) or not -1 <= threshold <= 1:
+            raise ConfigError(f"threshold: expected a number from -1 to 1, got {threshold!r}")
         for field in (
             "use_rand",
             "merge_attn",
