@@ -209,7 +209,7 @@ def test_every_way_to_combine_acts():
     [
         ({"scope": "stack"}, "scope: expected one of 'layers', 'block', 'keys', got 'stack'"),
         ({"combine": "max"}, "combine: expected one of 'mean', 'keep', 'norm', got 'max'"),
-        ({"planner": "best"}, "planner: expected one of 'tome', 'local', 'uniform', got 'best'"),
+        ({"planner": "best"}, "planner: expected one of 'tome', 'local', .*, 'toma', got 'best'"),
     ],
 )
 def test_bad_settings(settings, message):

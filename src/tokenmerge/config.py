@@ -12,7 +12,7 @@ from tokenmerge.errors import ConfigError
 __all__ = ["COMBINATIONS", "PLANNERS", "SCOPES", "ToMeConfig", "highest_ratio"]
 
 SCOPES = ("layers", "block", "keys")
-PLANNERS = ("tome", "local", "uniform")
+PLANNERS = ("tome", "local", "uniform", "windows", "sito", "threshold", "importance", "toma")
 COMBINATIONS = ("mean", "keep", "norm")
 
 
@@ -70,7 +70,12 @@ class ToMeConfig:
         planner: ``"tome"`` compares each source with all destinations; ``"local"`` with those of the 3 × 3
             cells around it, faster the larger the picture, over shorter distances; ``"uniform"`` compares
             nothing and merges each cell into its destination, which removes 1 − 1/(sx·sy) for any ratio
-            above 0.
+            above 0; ``"windows"`` merges whole cells, the most uniform first (arXiv 2505.11707); ``"sito"``
+            has the most typical token of each cell as its destination and takes two comparisons (SiTo, AAAI
+            2025); ``"threshold"`` is ``"tome"`` with means of similar tokens alone (arXiv 2501.00946);
+            ``"importance"`` has its destinations where guidance changes the picture most (arXiv 2411.16720),
+            and is ``"tome"`` until a guided step was made; ``"toma"`` shares the tokens of a cell out over
+            several destinations in it (arXiv 2509.10918), takes longest to plan, and wants large cells.
         combine: ``"mean"`` of the tokens that one stands for; ``"keep"`` the destination and drop the others,
             a little faster and a little worse; ``"norm"``: the mean, as long as the longest of them (arXiv
             2312.01026), which takes another pass over the tokens.

@@ -4,15 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from tokenmerge.methods.ca_tome import plan_threshold
+from tokenmerge.methods.ibtm import plan_ibtm
 from tokenmerge.methods.local import plan_local
+from tokenmerge.methods.sdtm import plan_windows
+from tokenmerge.methods.sito import plan_sito
+from tokenmerge.methods.toma import plan_toma
 from tokenmerge.methods.tome import plan_tome
 from tokenmerge.methods.uniform import plan_uniform
 from tokenmerge.ops import Plan
 
-__all__ = ["PLANNERS"]
+__all__ = ["GUIDED_PLANNERS", "PLANNERS"]
 
 PLANNERS: dict[str, Callable[..., Plan | None]] = {
     "tome": plan_tome,
     "local": plan_local,
     "uniform": plan_uniform,
+    "windows": plan_windows,
+    "sito": plan_sito,
+    "threshold": plan_threshold,
+    "toma": plan_toma,
 }
+
+# These take one argument more: ``[b, n]``, how much guidance changed each token in the last step.
+GUIDED_PLANNERS: dict[str, Callable[..., Plan | None]] = {"importance": plan_ibtm}

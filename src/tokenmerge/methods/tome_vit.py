@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tokenmerge.ops import Plan, bipartite_soft_matching, make_plan
+from tokenmerge.ops import IndexPlan, bipartite_soft_matching, make_plan
 
 __all__ = ["most_removed", "plan_tome_vit"]
 
@@ -20,7 +20,7 @@ def most_removed(n: int, protected: int) -> int:
 
 
 @torch.no_grad()
-def plan_tome_vit(keys: Tensor, r: int, protected: int) -> Plan:
+def plan_tome_vit(keys: Tensor, r: int, protected: int) -> IndexPlan:
     """Plan one merge: part the tokens alternately, match one half to the other, keep the r best edges.
 
     Args:

@@ -1,25 +1,56 @@
 """Pure tensor functions on tokens ``[b, n, c]``; they know no model and no setting."""
 
-from tokenmerge.ops.matching import bipartite_soft_matching, local_matching, own_cell, shared_features
-from tokenmerge.ops.partition import num_destinations, num_tokens, strided_partition
-from tokenmerge.ops.plan import Plan, keep_destinations, make_plan, merge, merge_with_norm, unmerge
+from tokenmerge.ops.matching import (
+    bipartite_soft_matching,
+    local_matching,
+    most_similar,
+    own_cell,
+    shared_features,
+)
+from tokenmerge.ops.partition import (
+    num_destinations,
+    num_tokens,
+    partition_at,
+    strided_partition,
+    uniform_noise,
+    whole_cells,
+)
+from tokenmerge.ops.plan import (
+    IndexPlan,
+    Plan,
+    keep_destinations,
+    make_plan,
+    merge,
+    merge_with_norm,
+    unmerge,
+)
+from tokenmerge.ops.soft import SoftPlan, Tiles, make_soft_plan, tile
 from tokenmerge.ops.tokens import SizedPlan, Tokens, plan_by_size
 
 __all__ = [
+    "IndexPlan",
     "Plan",
     "SizedPlan",
+    "SoftPlan",
+    "Tiles",
     "Tokens",
     "bipartite_soft_matching",
     "keep_destinations",
     "local_matching",
     "make_plan",
+    "make_soft_plan",
     "merge",
     "merge_with_norm",
+    "most_similar",
     "num_destinations",
     "num_tokens",
     "own_cell",
+    "partition_at",
     "plan_by_size",
     "shared_features",
     "strided_partition",
+    "tile",
+    "uniform_noise",
     "unmerge",
+    "whole_cells",
 ]

@@ -10,7 +10,13 @@ from torch.nn import functional as F
 
 from tokenmerge.ops.partition import num_tokens
 
-__all__ = ["bipartite_soft_matching", "local_matching", "own_cell", "shared_features"]
+__all__ = [
+    "bipartite_soft_matching",
+    "local_matching",
+    "most_similar",
+    "own_cell",
+    "shared_features",
+]
 
 # How many similarities are held at once; more sources are compared in slices, so that memory grows linearly
 # with the number of tokens as it does with fused attention. On a CPU a slice is small enough for its memory
@@ -23,20 +29,39 @@ def bipartite_soft_matching(features: Tensor, src: Tensor, dst: Tensor) -> tuple
 
     Args:
         features: ``[b, n, c]``: what is compared, by cosine similarity.
-        src: ``[s]`` indices of the sources.
-        dst: ``[d]`` indices of the destinations, d ≥ 1.
+        src: ``[s]`` indices of the sources, or ``[b, s]`` for each image.
+        dst: ``[d]`` or ``[b, d]`` indices of the destinations, d ≥ 1.
 
     Returns:
         ``(order, nearest)``, both ``[b, s]``: positions in ``src`` from the most to the least similar edge,
         and for each source the position in ``dst`` of its destination.
     """
+    similarity, nearest = most_similar(features, src, dst)
+    return similarity.argsort(dim=-1, descending=True), nearest
+
+
+def most_similar(features: Tensor, src: Tensor, dst: Tensor) -> tuple[Tensor, Tensor]:
+    """The edges of :func:`bipartite_soft_matching`, not put in order.
+
+    Returns:
+        ``(similarity, nearest)``, both ``[b, s]``: of each source to its most similar destination, −1 … 1,
+        and the position in ``dst`` of that destination.
+    """
     smallest = torch.finfo(features.dtype).tiny
-    sources = features.index_select(1, src)
-    destinations = F.normalize(features.index_select(1, dst), dim=-1, eps=smallest).transpose(1, 2)
+    sources = _select(features, src)
+    destinations = F.normalize(_select(features, dst), dim=-1, eps=smallest).transpose(1, 2)
     product, nearest = _largest_products(sources, destinations)
     # The length of a source does not change which destination is nearest, so it divides last and once.
-    similarity = product / sources.norm(dim=-1).clamp(min=smallest)
-    return similarity.argsort(dim=-1, descending=True), nearest
+    return product / sources.norm(dim=-1).clamp(min=smallest), nearest
+
+
+def _select(x: Tensor, index: Tensor) -> Tensor:
+    """Tokens of all images by one index ``[k]``, or by one for each ``[b, k]``: → ``[b, k, c]``."""
+    if index.ndim == 1:
+        return x.index_select(1, index)
+    b, n, _ = x.shape
+    rows = index + torch.arange(b, device=x.device).unsqueeze(1) * n
+    return x.flatten(0, 1).index_select(0, rows.flatten()).unflatten(0, (b, -1))
 
 
 def local_matching(

@@ -7,7 +7,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["num_destinations", "num_tokens", "strided_partition"]
+__all__ = [
+    "num_destinations",
+    "num_tokens",
+    "partition_at",
+    "strided_partition",
+    "uniform_noise",
+    "whole_cells",
+]
 
 _MASK32 = 0xFFFFFFFF
 
@@ -31,6 +38,59 @@ def num_tokens(grid: Sequence[int]) -> int:
     for side in grid:
         tokens *= side
     return tokens
+
+
+def whole_cells(
+    grid: Sequence[int], cell: Sequence[int], device: torch.device | str | None = None
+) -> tuple[Tensor, Tensor]:
+    """The tokens of each whole cell, and those beyond the last whole cell of an axis.
+
+    Args:
+        grid: (rows, columns), or (frames, rows, columns): n tokens, the last axis fastest.
+        cell: its k tokens along each axis.
+        device: where the result lives.
+
+    Returns:
+        Indices ``[k, d]`` by position within the cell and cell, and ``[n - k * d]``, with
+        d = :func:`num_destinations`.
+
+    >>> inside, outside = whole_cells((2, 5), (2, 2))
+    >>> inside.t().tolist(), outside.tolist()
+    ([[0, 1, 5, 6], [2, 3, 7, 8]], [4, 9])
+    """
+    cells = [side // stride for side, stride in zip(grid, cell, strict=True)]
+    inside = torch.arange(num_tokens(grid), device=device).view(tuple(grid))
+    outside: list[Tensor] = []
+    for axis, (side, count, stride) in enumerate(zip(grid, cells, cell, strict=True)):
+        beyond, inside = (
+            inside.narrow(axis, count * stride, side - count * stride),
+            inside.narrow(axis, 0, count * stride),
+        )
+        outside.insert(0, beyond.flatten())
+
+    axes = len(grid)
+    inside = inside.reshape([side for pair in zip(cells, cell, strict=True) for side in pair])
+    inside = inside.permute(*range(1, 2 * axes, 2), *range(0, 2 * axes, 2))
+    return inside.reshape(num_tokens(cell), num_tokens(cells)), torch.cat(outside)
+
+
+def partition_at(inside: Tensor, outside: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
+    """Sources and destinations where each cell says which of its tokens is the destination.
+
+    Args:
+        inside: ``[k, d]`` as :func:`whole_cells` makes it.
+        outside: ``[o]`` likewise.
+        first: position 0 … k−1 of the destination within its cell: ``[d]``, or ``[b, d]`` for each image.
+
+    Returns:
+        As :func:`strided_partition`, with an axis of the images in front where ``first`` has one.
+    """
+    # The destination comes first; the others follow it round the cell.
+    size = inside.shape[0]
+    order = (torch.arange(size, device=inside.device).unsqueeze(1) + first.unsqueeze(-2)) % size
+    inside = inside.expand_as(order).gather(-2, order)
+    others = inside[..., 1:, :].flatten(-2)
+    return torch.cat([others, outside.expand(*others.shape[:-1], -1)], dim=-1), inside[..., 0, :]
 
 
 def strided_partition(
@@ -60,40 +120,32 @@ def strided_partition(
     >>> dst.tolist(), src.tolist()
     ([0, 2], [1, 3, 5, 7, 6, 8, 4, 9])
     """
-    cells = [side // stride for side, stride in zip(grid, cell, strict=True)]
-    inside = torch.arange(num_tokens(grid), device=device).view(tuple(grid))
-    outside: list[Tensor] = []
-    for axis, (side, count, stride) in enumerate(zip(grid, cells, cell, strict=True)):
-        beyond, inside = (
-            inside.narrow(axis, count * stride, side - count * stride),
-            inside.narrow(axis, 0, count * stride),
-        )
-        outside.insert(0, beyond.flatten())
-
-    # [position within the cell, cell]
-    axes = len(grid)
-    inside = inside.reshape([side for pair in zip(cells, cell, strict=True) for side in pair])
-    inside = inside.permute(*range(1, 2 * axes, 2), *range(0, 2 * axes, 2))
-    inside = inside.reshape(num_tokens(cell), num_tokens(cells))
-    if draw is not None:
-        seed, step = draw
-        size, count = inside.shape
-        first = _hash(seed, step, torch.arange(count, device=device)) % size
-        # The drawn position comes first; the others follow it round the cell.
-        order = (torch.arange(size, device=device).unsqueeze(1) + first) % size
-        inside = inside.gather(0, order)
-
-    return torch.cat([inside[1:].flatten(), *outside]), inside[0]
+    inside, outside = whole_cells(grid, cell, device)
+    if draw is None:
+        return torch.cat([inside[1:].flatten(), outside]), inside[0]
+    size, count = inside.shape
+    first = _hash(*draw, torch.arange(count, device=device)) % size
+    return partition_at(inside, outside, first)
 
 
-def _hash(seed: int, step: Tensor, cell: Tensor) -> Tensor:
+def uniform_noise(draw: tuple[int, Tensor], n: int, device: torch.device | str | None = None) -> Tensor:
+    """``[n]`` pseudo-random numbers 0 < x < 1, float32: a function of ``draw`` as for a partition.
+
+    >>> uniform_noise((0, torch.tensor(7)), 1000).mean().sub(0.5).abs().item() < 0.05
+    True
+    """
+    # The upper 23 bits and a half, which float32 holds exactly.
+    return ((_hash(*draw, torch.arange(n, device=device)) >> 9).to(torch.float32) + 0.5) * 2.0**-23
+
+
+def _hash(seed: int, step: Tensor, place: Tensor) -> Tensor:
     """Uniform 32-bit integers from three counters.
 
     Each counter passes through the avalanche function "lowbias32" (C. Wellons, public domain), whose output
     bits each change with probability 1/2 when one input bit changes.
     """
-    state = torch.full_like(cell, seed & _MASK32)
-    for counter in (step, cell):
+    state = torch.full_like(place, seed & _MASK32)
+    for counter in (step, place):
         state = state ^ (counter & _MASK32)
         state = (state ^ (state >> 16)) * 0x7FEB352D & _MASK32
         state = (state ^ (state >> 15)) * 0x846CA68B & _MASK32

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-__all__ = ["Plan", "keep_destinations", "make_plan", "merge", "merge_with_norm", "unmerge"]
+from tokenmerge.ops.soft import SoftPlan
+
+__all__ = ["IndexPlan", "Plan", "keep_destinations", "make_plan", "merge", "merge_with_norm", "unmerge"]
 
 
-class Plan(NamedTuple):
+class IndexPlan(NamedTuple):
     """Which of n tokens become which of m = n − r merged tokens, for each of b images.
 
     Indices point into the rows of ``[b * n, c]`` or ``[b * m, c]``: selecting whole rows is many times
@@ -22,6 +24,8 @@ class Plan(NamedTuple):
         targets: ``[b, r]`` merged rows that these go to.
         inverse: ``[b, n]`` merged row that holds each original token.
         sizes: ``[b, m]`` number of original tokens in each merged one, as float32.
+        weights: ``[b, r]`` what each of ``sources`` counts in its mean and in ``sizes``: 1, or 0 for one that
+            is dropped; None: all count.
     """
 
     keep: Tensor
@@ -29,6 +33,7 @@ class Plan(NamedTuple):
     targets: Tensor
     inverse: Tensor
     sizes: Tensor
+    weights: Tensor | None = None
 
     def labels(self) -> Tensor:
         """``[b, n]``: for each token the merged token, 0 … m−1, that stands for it in its image."""
@@ -38,19 +43,60 @@ class Plan(NamedTuple):
         """``[b, m]``: for each merged token the index, 0 … n−1, of the token whose place it takes."""
         return self.keep % self.inverse.shape[1]
 
-    def joined(self, parts: int) -> Plan:
-        """The plan for b / ``parts`` images, each made of ``parts`` in a row: frames of a video."""
-        return Plan(*(rows.reshape(rows.shape[0] // parts, -1) for rows in self))
+    def merge(self, x: Tensor) -> Tensor:
+        """As the function :func:`merge`."""
+        b, n, c = x.shape
+        rows = x.reshape(b * n, c)
+        exact = torch.promote_types(x.dtype, torch.float32)
+        total = rows.index_select(0, self.keep.flatten()).to(exact)
+        moved = rows.index_select(0, self.sources.flatten()).to(exact)
+        if self.weights is not None:
+            moved = moved * self.weights.view(-1, 1)
+        total.index_add_(0, self.targets.flatten(), moved)
+        total.div_(self.sizes.view(-1, 1))
+        return total.to(x.dtype).view(b, -1, c)
 
-    def repeated(self, times: int) -> Plan:
+    def unmerge(self, y: Tensor) -> Tensor:
+        """As the function :func:`unmerge`."""
+        b, m, c = y.shape
+        return y.reshape(b * m, c).index_select(0, self.inverse.flatten()).view(b, -1, c)
+
+    def longest(self, norms: Tensor) -> Tensor:
+        """Largest of the numbers of the tokens that count in a merged one: ``[b, n]`` ≥ 0 → ``[b, m]``."""
+        rows = norms.flatten()
+        moved = rows.index_select(0, self.sources.flatten())
+        if self.weights is not None:
+            moved = moved * self.weights.flatten()
+        own = rows.index_select(0, self.keep.flatten())
+        return own.scatter_reduce(0, self.targets.flatten(), moved, "amax").view(self.keep.shape)
+
+    def joined(self, parts: int) -> IndexPlan:
+        """The plan for b / ``parts`` images, each made of ``parts`` in a row: frames of a video."""
+        b = len(self.keep) // parts
+        return IndexPlan(
+            keep=self.keep.reshape(b, -1),
+            sources=self.sources.reshape(b, -1),
+            targets=self.targets.reshape(b, -1),
+            inverse=self.inverse.reshape(b, -1),
+            sizes=self.sizes.reshape(b, -1),
+            weights=None if self.weights is None else self.weights.reshape(b, -1),
+        )
+
+    def repeated(self, times: int) -> IndexPlan:
         """The plan for ``times`` · b images: b that merge as this plan says, then b more, and so on."""
         b, m = self.keep.shape
         before = torch.arange(times, device=self.keep.device).repeat_interleave(b).unsqueeze(1) * b
         n_before, m_before = before * self.inverse.shape[1], before * m
-        keep, sources, targets, inverse, sizes = (rows.repeat(times, 1) for rows in self)
-        return Plan(keep + n_before, sources + n_before, targets + m_before, inverse + m_before, sizes)
+        return IndexPlan(
+            keep=self.keep.repeat(times, 1) + n_before,
+            sources=self.sources.repeat(times, 1) + n_before,
+            targets=self.targets.repeat(times, 1) + m_before,
+            inverse=self.inverse.repeat(times, 1) + m_before,
+            sizes=self.sizes.repeat(times, 1),
+            weights=None if self.weights is None else self.weights.repeat(times, 1),
+        )
 
-    def within(self, start: Tensor, total: int) -> Plan:
+    def within(self, start: Tensor, total: int) -> IndexPlan:
         """The plan for sequences of ``total`` tokens of which only n in a row merge, as this plan says.
 
         Args:
@@ -68,42 +114,60 @@ class Plan(NamedTuple):
             torch.cat([beside, start + torch.arange(n, device=start.device)], dim=1),
             torch.cat([others, self.labels() + (total - n)], dim=1),
         )
-        return Plan(
+        return IndexPlan(
             keep=torch.cat([beside, self.kept() + start], dim=1) + rows,
             sources=self.sources % n + start + rows,
             targets=self.targets % m + (total - n) + merged_rows,
             inverse=inverse + merged_rows,
             sizes=torch.cat([torch.ones_like(others, dtype=self.sizes.dtype), self.sizes], dim=1),
+            weights=self.weights,
         )
 
 
-def make_plan(src: Tensor, dst: Tensor, order: Tensor, nearest: Tensor, r: int) -> Plan:
+# What merges tokens, whichever way: one token into one other, or shared out over several.
+Plan: TypeAlias = IndexPlan | SoftPlan
+
+
+def make_plan(
+    src: Tensor, dst: Tensor, order: Tensor, nearest: Tensor, r: int, weights: Tensor | None = None
+) -> IndexPlan:
     """Merge the r sources with the best edges, leave all other tokens alone.
 
     Args:
-        src: ``[s]`` indices of the sources.
-        dst: ``[d]`` indices of the destinations.
+        src: ``[s]`` indices of the sources, or ``[b, s]`` for each image.
+        dst: ``[d]`` or ``[b, d]`` indices of the destinations.
         order: ``[b, s]`` positions in ``src``, the best edge first.
         nearest: ``[b, s]`` for each source the position in ``dst`` of its destination.
         r: number of tokens to remove, 0 ≤ r ≤ s.
+        weights: ``[b, s]`` 1 for each source that counts in the mean that it merges into, 0 for one that is
+            dropped; None: all count.
     """
     b, s = order.shape
-    n, m = s + dst.shape[0], s + dst.shape[0] - r
+    n, m = s + dst.shape[-1], s + dst.shape[-1] - r
     merged, alone = order[:, :r], order[:, r:]
+    src, dst = src.expand(b, -1), dst.expand(b, -1)
 
     # Merged sequence: the sources left alone, then the destinations.
-    keep = torch.cat([src[alone], dst.expand(b, -1)], dim=1)
-    sources = src[merged]
+    keep = torch.cat([src.gather(1, alone), dst], dim=1)
+    sources = src.gather(1, merged)
     targets = nearest.gather(1, merged) + (s - r)
     inverse = torch.empty(b, n, dtype=torch.int64, device=src.device).scatter(
         1,
         torch.cat([keep, sources], dim=1),
         torch.cat([torch.arange(m, device=src.device).expand(b, -1), targets], dim=1),
     )
-    sizes = torch.ones(b, m, device=src.device).scatter_add(1, targets, torch.ones(b, r, device=src.device))
+    counts = torch.ones(b, r, device=src.device) if weights is None else weights.gather(1, merged)
+    sizes = torch.ones(b, m, device=src.device).scatter_add(1, targets, counts)
 
     image = torch.arange(b, device=src.device).unsqueeze(1)
-    return Plan(keep + image * n, sources + image * n, targets + image * m, inverse + image * m, sizes)
+    return IndexPlan(
+        keep=keep + image * n,
+        sources=sources + image * n,
+        targets=targets + image * m,
+        inverse=inverse + image * m,
+        sizes=sizes,
+        weights=None if weights is None else counts,
+    )
 
 
 def merge(plan: Plan, x: Tensor) -> Tensor:
@@ -111,13 +175,7 @@ def merge(plan: Plan, x: Tensor) -> Tensor:
 
     Half-precision tokens are summed in float32: a group can hold thousands of them.
     """
-    b, n, c = x.shape
-    rows = x.reshape(b * n, c)
-    exact = torch.promote_types(x.dtype, torch.float32)
-    total = rows.index_select(0, plan.keep.flatten()).to(exact)
-    total.index_add_(0, plan.targets.flatten(), rows.index_select(0, plan.sources.flatten()).to(exact))
-    total.div_(plan.sizes.view(-1, 1))
-    return total.to(x.dtype).view(b, -1, c)
+    return plan.merge(x)
 
 
 def keep_destinations(plan: Plan, x: Tensor) -> Tensor:
@@ -131,19 +189,14 @@ def merge_with_norm(plan: Plan, x: Tensor) -> Tensor:
 
     The mean of vectors is shorter than they are, the more so the less alike they are.
     """
-    b, n, _ = x.shape
     mean = merge(plan, x).to(torch.promote_types(x.dtype, torch.float32))
-    norms = x.to(mean.dtype).norm(dim=-1).view(b * n)
-    longest = norms.index_select(0, plan.keep.flatten()).scatter_reduce(
-        0, plan.targets.flatten(), norms.index_select(0, plan.sources.flatten()), "amax"
-    )
-    length = mean.norm(dim=-1, keepdim=True)
+    longest = plan.longest(x.to(mean.dtype).norm(dim=-1))
+    length = mean.norm(dim=-1)
     # A mean of zeros has no direction to be made longer in.
-    scale = torch.where(length > 0, longest.view(b, -1, 1) / length, 0)
-    return (mean * scale).to(x.dtype)
+    scale = torch.where(length > 0, longest / length, 0)
+    return (mean * scale.unsqueeze(-1)).to(x.dtype)
 
 
 def unmerge(plan: Plan, y: Tensor) -> Tensor:
     """Give each token the result of the merged token that holds it: ``[b, m, c]`` → ``[b, n, c]``."""
-    b, m, c = y.shape
-    return y.reshape(b * m, c).index_select(0, plan.inverse.flatten()).view(b, -1, c)
+    return plan.unmerge(y)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from tokenmerge.ops.plan import Plan, merge, unmerge
+from tokenmerge.ops.plan import IndexPlan, merge, unmerge
 
 __all__ = ["SizedPlan", "Tokens", "plan_by_size"]
 
@@ -38,7 +38,7 @@ class SizedPlan(NamedTuple):
         after: what the merged tokens stand for.
     """
 
-    plan: Plan
+    plan: IndexPlan
     kept: Tensor | None
     moved: Tensor | None
     after: Tokens
@@ -63,7 +63,7 @@ class SizedPlan(NamedTuple):
         return unmerge(self.plan, y)
 
 
-def plan_by_size(plan: Plan, tokens: Tokens | None) -> SizedPlan:
+def plan_by_size(plan: IndexPlan, tokens: Tokens | None) -> SizedPlan:
     """The plan for tokens that stand for several each; None: before it each stands for itself."""
     if tokens is None:
         return SizedPlan(plan, None, None, Tokens(plan.sizes, plan.labels()))

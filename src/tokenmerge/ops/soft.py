@@ -1,0 +1,207 @@
+"""A soft plan: tokens of a tile shared out over its destinations by dense products (arXiv 2509.10918)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tokenmerge.ops.partition import num_destinations, num_tokens
+
+__all__ = ["SoftPlan", "Tiles", "make_soft_plan", "tile"]
+
+
+class Tiles(NamedTuple):
+    """A token grid cut into t tiles of up to p tokens; smaller ones are padded.
+
+    Attributes:
+        place: ``[n]`` place of each token among the t · p.
+        token: ``[t, p]`` the token at each place; in padding, token 0.
+        real: ``[t, p]`` whether there is one.
+    """
+
+    place: Tensor
+    token: Tensor
+    real: Tensor
+
+
+def tile(grid: Sequence[int], smallest: Sequence[int], device: torch.device | str | None = None) -> Tiles:
+    """Cut a grid of (rows, columns) into as many tiles of at least ``smallest`` as fit along each axis.
+
+    Their sides differ by one token at most, so that any grid is cut evenly.
+
+    >>> tile((1, 5), (1, 2)).token.tolist()
+    [[0, 1, 2], [3, 4, 0]]
+    """
+    place = torch.zeros(num_tokens(grid), dtype=torch.int64, device=device).view(tuple(grid))
+    within, p = torch.zeros_like(place), 1
+    for axis, (side, stride) in enumerate(zip(grid, smallest, strict=True)):
+        count = side // stride
+        longest = -(-side // count)
+        at = torch.arange(side, device=device)
+        part = at * count // side
+        first = -(-part * side // count)
+        shape = [-1 if i == axis else 1 for i in range(len(grid))]
+        place = place * count + part.view(shape)
+        within = within * longest + (at - first).view(shape)
+        p *= longest
+    place = (place * p + within).flatten()
+    t = num_destinations(grid, smallest)
+    token = torch.zeros(t * p, dtype=torch.int64, device=device)
+    token = token.scatter(0, place, torch.arange(len(place), device=device))
+    real = torch.zeros(t * p, dtype=torch.bool, device=device).scatter(
+        0, place, torch.ones_like(place, dtype=torch.bool)
+    )
+    return Tiles(place, token.view(t, p), real.view(t, p))
+
+
+class SoftPlan(NamedTuple):
+    """How n tokens are shared out over m = n − r merged tokens, for each of b images.
+
+    Tokens stand in t tiles with p places each, and merged ones in k slots of a tile; places and slots that
+    hold nothing are padding. As in :class:`tokenmerge.ops.IndexPlan`, indices are rows over all images.
+
+    Attributes:
+        keep: ``[b, m]`` row of the token whose place each merged token takes.
+        inverse: ``[b, n]`` merged row in which each token has its largest share.
+        sizes: ``[b, m]`` sum of the shares in each merged token.
+        shares: ``[b, t, k, p]`` share of each token in each slot of its tile: over the slots they sum to 1.
+        tokens: ``[b, t * p]`` row of the token at each place.
+        places: ``[b, n]`` place of each token, in rows of ``[b * t * p]``.
+        merged: ``[b, t * k]`` merged row of each slot.
+        slots: ``[b, m]`` slot of each merged token, in rows of ``[b * t * k]``.
+    """
+
+    keep: Tensor
+    inverse: Tensor
+    sizes: Tensor
+    shares: Tensor
+    tokens: Tensor
+    places: Tensor
+    merged: Tensor
+    slots: Tensor
+
+    def labels(self) -> Tensor:
+        """``[b, n]``: for each token the merged token, 0 … m−1, in which it has its largest share."""
+        return self.inverse % self.keep.shape[1]
+
+    def kept(self) -> Tensor:
+        """``[b, m]``: for each merged token the index, 0 … n−1, of the token whose place it takes."""
+        return self.keep % self.inverse.shape[1]
+
+    def merge(self, x: Tensor) -> Tensor:
+        """Mean of the tokens by their shares: ``[b, n, c]`` → ``[b, m, c]``, differentiable, in float32."""
+        b, _, c = x.shape
+        exact = torch.promote_types(x.dtype, torch.float32)
+        tiles = x.flatten(0, 1).index_select(0, self.tokens.flatten()).to(exact)
+        total = self._shares(exact) @ tiles.unflatten(0, (-1, self.shares.shape[3]))
+        merged = total.flatten(0, 1).index_select(0, self.slots.flatten()) / self.sizes.view(-1, 1)
+        return merged.to(x.dtype).view(b, -1, c)
+
+    def unmerge(self, y: Tensor) -> Tensor:
+        """Mean of the merged tokens by each token's shares in them: ``[b, m, c]`` → ``[b, n, c]``."""
+        b, _, c = y.shape
+        exact = torch.promote_types(y.dtype, torch.float32)
+        slots = y.flatten(0, 1).index_select(0, self.merged.flatten()).to(exact)
+        tiles = self._shares(exact).transpose(1, 2) @ slots.unflatten(0, (-1, self.shares.shape[2]))
+        return tiles.flatten(0, 1).index_select(0, self.places.flatten()).to(y.dtype).view(b, -1, c)
+
+    def _shares(self, dtype: torch.dtype) -> Tensor:
+        """``[b * t, k, p]``."""
+        return self.shares.flatten(0, 1).to(dtype)
+
+    def longest(self, norms: Tensor) -> Tensor:
+        """Largest of the numbers of the tokens that have their largest share in a merged one, or its own.
+
+        ``[b, n]`` → ``[b, m]``.
+        """
+        own = norms.flatten().index_select(0, self.keep.flatten())
+        return own.scatter_reduce(0, self.inverse.flatten(), norms.flatten(), "amax").view(self.keep.shape)
+
+    def joined(self, parts: int) -> SoftPlan:
+        """The plan for b / ``parts`` images, each made of ``parts`` in a row: frames of a video."""
+        b = len(self.keep) // parts
+        return SoftPlan(
+            keep=self.keep.reshape(b, -1),
+            inverse=self.inverse.reshape(b, -1),
+            sizes=self.sizes.reshape(b, -1),
+            shares=self.shares.reshape(b, -1, *self.shares.shape[2:]),
+            tokens=self.tokens.reshape(b, -1),
+            places=self.places.reshape(b, -1),
+            merged=self.merged.reshape(b, -1),
+            slots=self.slots.reshape(b, -1),
+        )
+
+    def repeated(self, times: int) -> SoftPlan:
+        """The plan for ``times`` · b images: b that merge as this plan says, then b more, and so on."""
+        _, t, k, p = self.shares.shape
+        return _in_rows(
+            self.kept().repeat(times, 1),
+            self.shares.repeat(times, 1, 1, 1),
+            (self.places % (t * p)).repeat(times, 1),
+            (self.slots % (t * k)).repeat(times, 1),
+        )
+
+    def within(self, start: Tensor, total: int) -> SoftPlan:
+        """The plan for sequences of ``total`` tokens of which only n in a row merge, as this plan says.
+
+        Args:
+            start: ``[b]`` index of the first of these in the sequence of each image.
+            total: at least start + n.
+        """
+        (b, t, k, p), n = self.shares.shape, self.inverse.shape[1]
+        start, device = start.unsqueeze(1), start.device
+        # The tokens beside the n get tiles of their own, with a slot for each.
+        others = torch.arange(total - n, device=device)
+        beside = others + n * (others >= start)
+        more, at = -(-(total - n) // k), others % k
+        own = torch.eye(k, p, dtype=self.shares.dtype, device=device).expand(b, more, -1, -1)
+        places = torch.cat([((t + others // k) * p + at).expand(b, -1), self.places % (t * p)], dim=1)
+        tokens = torch.cat([beside, start + torch.arange(n, device=device)], dim=1)
+        return _in_rows(
+            keep=torch.cat([beside, self.kept() + start], dim=1),
+            shares=torch.cat([self.shares, own], dim=1),
+            places=torch.empty_like(places).scatter(1, tokens, places),
+            slots=torch.cat([((t + others // k) * k + at).expand(b, -1), self.slots % (t * k)], dim=1),
+        )
+
+
+def make_soft_plan(tiles: Tiles, chosen: Tensor, is_destination: Tensor, shares: Tensor, m: int) -> SoftPlan:
+    """The plan that shares the tokens of each tile out over its destinations.
+
+    Args:
+        tiles: t tiles of up to p tokens.
+        chosen: ``[b, t, k]`` place, 0 … p−1, of each destination in its tile.
+        is_destination: ``[t, k]`` which of these are, and not padding.
+        shares: ``[b, t, k, p]`` share of each token in each destination, 0 in padding.
+        m: number of destinations in all tiles together.
+    """
+    b = len(chosen)
+    slots = is_destination.flatten().to(torch.uint8).argsort(descending=True, stable=True)[:m].expand(b, -1)
+    keep = tiles.token.expand(b, -1, -1).gather(2, chosen).flatten(1).gather(1, slots)
+    return _in_rows(keep, shares, tiles.place.expand(b, -1), slots)
+
+
+def _in_rows(keep: Tensor, shares: Tensor, places: Tensor, slots: Tensor) -> SoftPlan:
+    """The plan from indices within each image: what is told by these, and all in rows over all images."""
+    (b, t, k, p), n, m = shares.shape, places.shape[1], slots.shape[1]
+    image = torch.arange(b, device=keep.device).unsqueeze(1)
+    tokens = torch.zeros(b, t * p, dtype=torch.int64, device=keep.device).scatter(
+        1, places, torch.arange(n, device=keep.device).expand(b, -1)
+    )
+    merged = torch.zeros(b, t * k, dtype=torch.int64, device=keep.device).scatter(
+        1, slots, torch.arange(m, device=keep.device).expand(b, -1)
+    )
+    largest = shares.argmax(dim=2) + torch.arange(t, device=keep.device).unsqueeze(1) * k  # [b, t, p]
+    return SoftPlan(
+        keep=keep + image * n,
+        inverse=merged.gather(1, largest.flatten(1).gather(1, places)) + image * m,
+        sizes=shares.sum(dim=3).flatten(1).gather(1, slots),
+        shares=shares,
+        tokens=tokens + image * n,
+        places=places + image * (t * p),
+        merged=merged + image * m,
+        slots=slots + image * (t * k),
+    )
