@@ -248,6 +248,7 @@ def test_toma_shares_the_tokens_of_each_tile_out(case):
         assert_close(plan.sizes[0, at].item(), sizes[token])
     y = torch.randn(1, n - r, 3, dtype=torch.float64)
     assert_close(unmerge(plan, y)[0], back[:, kept] @ y[0])
+    assert torch.equal(plan.labels()[0], back[:, kept].argmax(dim=1))
 
 
 def test_without_noise_the_destinations_of_windows_are_the_first_of_each():

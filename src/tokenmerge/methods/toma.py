@@ -50,8 +50,9 @@ def plan_toma(features: Tensor, grid: Sequence[int], config: ToMeConfig, step: T
 
     A token is shared out over the destinations of its tile by softmax(1000 · cosine). Merging takes the mean
     by these shares, and unmerging gives each token the mean of its destinations by the same shares: dense
-    products of small matrices, which suit a GPU. Destinations are chosen one after the other, so that a plan
-    is worth holding (the paper: for 5 to 10 steps). Nothing is drawn.
+    products of small matrices, which suit a GPU. Planning is linear in n, but chooses destinations one after
+    the other, by many small kernels, so that a plan is worth holding (the paper: for 5 to 10 steps). Nothing
+    is drawn.
 
     Args:
         features: ``[b, n, c]``: the block's input, compared in float32.
