@@ -123,6 +123,22 @@ def test_what_is_equal_everywhere_stays_so(name, case):
 
 @EVERY
 @settings(max_examples=25)
+@given(case=cases())
+def test_the_norm_of_a_merged_token_is_that_of_the_longest_in_it(name, case):
+    changes, grid, x = case
+    planned = plan(name, x, grid, settings_of(name, **changes, threshold=-1))
+    if planned is None:
+        return
+    lengths = merge_with_norm(planned, x).norm(dim=-1)
+    for image, labels in enumerate(planned.labels()):
+        for token, own in enumerate(planned.kept()[image]):
+            held = labels == token
+            held[own] = True  # of equal tokens, a soft plan may see one in the place of another
+            assert_close(lengths[image, token], x[image, held].norm(dim=-1).max(), rtol=1e-5, atol=0)
+
+
+@EVERY
+@settings(max_examples=25)
 @given(case=cases(), times=st.integers(2, 3))
 def test_a_repeated_plan_merges_each_repetition_alike(name, case, times):
     changes, grid, x = case

@@ -19,7 +19,7 @@ from tokenmerge.methods.sdtm import plan_windows, uniformity
 from tokenmerge.methods.sito import plan_sito, similarity_scores
 from tokenmerge.methods.toma import facility_location, plan_toma
 from tokenmerge.methods.tome import num_removed
-from tokenmerge.ops import Plan, merge, strided_partition, unmerge
+from tokenmerge.ops import Plan, merge, merge_with_norm, strided_partition, unmerge
 
 STEP = torch.tensor(5)
 
@@ -147,8 +147,10 @@ def test_below_the_threshold_tokens_go_and_do_not_count(case, threshold):
         if similarity >= threshold:
             means[destination].append(source)
     assert groups(plan) == expected
+    lengths = merge_with_norm(plan, x.unsqueeze(0))[0].norm(dim=-1)
     for at, token in enumerate(plan.kept()[0].tolist()):
         assert plan.sizes[0, at] == len(means[token])
+        assert_close(lengths[at], x[means[token]].norm(dim=-1).max())
         assert_close(merge(plan, x.unsqueeze(0))[0, at], x[means[token]].mean(dim=0))
 
 
