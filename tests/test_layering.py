@@ -13,9 +13,10 @@ ROOT = Path(tokenmerge.__file__).parent
 CORE = [
     ["errors"],
     ["config"],
-    ["ops"],
-    ["layout"],
-    ["methods", "models", "proportional"],
+    ["ops", "presets"],
+    ["layout", "when"],
+    ["guidance", "methods", "models", "pipeline", "proportional"],
+    ["state"],
     ["runtime"],
     ["patch"],
     ["counting"],
@@ -34,7 +35,7 @@ TOOLS = [
     ["cli"],
     ["__main__"],
 ]
-MAY_NOT = {("runtime", "models")}
+MAY_NOT = {("state", "models"), ("runtime", "models")}
 
 
 def imports(file: Path) -> set[str]:

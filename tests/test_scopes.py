@@ -113,42 +113,6 @@ def test_keys_alone_need_an_argument_for_them():
         apply_token_merging(model, ToMeConfig(scope="keys"))
 
 
-class Pipe:
-    """As far as merging looks at one."""
-
-    def __init__(self, unet: nn.Module, guides: bool) -> None:
-        self.unet, self.do_classifier_free_guidance = unet, guides
-
-
-def test_the_halves_of_guidance_share_a_plan_and_other_images_do_not():
-    unet = hosts.unet()
-    pipe = Pipe(unet, guides=True)
-    patch = apply_token_merging(pipe, ToMeConfig(**HALF))
-    arguments = hosts.inputs(4)
-    guided = {**arguments, "sample": arguments["sample"][:2].repeat(2, 1, 1, 1)}
-    for case, shared in ((arguments, False), (guided, True)):
-        with patch.record() as plans:
-            hosts.call(unet, **case)
-        # Behind the first block the halves differ by their prompts, and so would plans of their own.
-        plan = list(plans.values())[-1].plan
-        assert torch.equal(plan.labels()[:2], plan.labels()[2:]) == shared
-        assert not torch.equal(plan.labels()[0], plan.labels()[1])
-
-
-@pytest.mark.parametrize(("guides", "share"), [(True, False), (False, True)])
-def test_equal_samples_need_not_share_a_plan(guides, share):
-    """Without guidance they are pictures of two prompts from one seed, of which none may change the other."""
-    unet = hosts.unet()
-    arguments = hosts.inputs(2)
-    guided = {**arguments, "sample": arguments["sample"][:1].repeat(2, 1, 1, 1)}
-    pipe = Pipe(unet, guides)
-    patch = apply_token_merging(pipe, ToMeConfig(**HALF, share_guidance=share))
-    with patch.record() as plans:
-        hosts.call(unet, **guided)
-    plan = list(plans.values())[-1].plan
-    assert not torch.equal(plan.labels()[0], plan.labels()[1])
-
-
 def test_keys_alone_of_a_compvis_model():
     model = hosts.UNetModel().eval()
     arguments = hosts.compvis_inputs()

@@ -13,13 +13,15 @@ from tokenmerge.config import ToMeConfig
 from tokenmerge.errors import ConfigError, UnsupportedModelError
 from tokenmerge.models import Host, find_hosts
 from tokenmerge.patch import hosts_that_merge, new_run, patch_host, restore, run_of
+from tokenmerge.pipeline import Pipeline
 from tokenmerge.report import Report, predict
-from tokenmerge.runtime import Pipeline, RecordedPlan
+from tokenmerge.state import RecordedPlan
 from tokenmerge.vit.config import ViTConfig
 from tokenmerge.vit.hosts import find_encoders
 from tokenmerge.vit.patch import checked_encoders, new_vit_run, patch_encoder
 from tokenmerge.vit.report import ViTReport, predict_vit
 from tokenmerge.vit.runtime import RecordedTokens
+from tokenmerge.when import Moment
 
 __all__ = ["Patch", "apply_token_merging", "remove_token_merging", "token_merging"]
 
@@ -49,6 +51,25 @@ class Patch(Generic[AnyReport, AnyRecord]):
         for root, run in self._runs.items():
             if run_of(root) is run:
                 restore(root)
+
+    def at_step(self, index: int, steps: int) -> None:
+        """Say which denoising step comes next, in a loop that is not a diffusers pipeline's.
+
+        Only settings that follow the steps need it; ``index`` 0 begins a generation.
+
+        Args:
+            index: of the step, 0 ≤ index < steps.
+            steps: number of steps of the generation.
+
+        Raises:
+            ConfigError: these are no such numbers.
+        """
+        if not (isinstance(index, int) and isinstance(steps, int) and 0 <= index < steps):
+            raise ConfigError(f"index, steps: expected integers, 0 ≤ index < steps, got {index!r}, {steps!r}")
+        for run in self._runs.values():
+            told = run.pipeline.told
+            generation = object() if told is None or index == 0 else told.generation
+            run.pipeline.told = Moment(generation, index, steps)
 
     @contextlib.contextmanager
     def record(self) -> Iterator[dict[str, AnyRecord]]:
@@ -107,9 +128,10 @@ def _merge_in_hosts(model: object, config: ToMeConfig) -> Patch[Report, Recorded
     for host in hosts:
         restore(host.root)
     runs = {host.root: new_run(host, config) for host in merging}
-    if not isinstance(model, nn.Module):
-        for run in runs.values():
-            run.pipeline = Pipeline(model)
+    # One for all of its models: a second transformer does not begin a generation where it takes over.
+    pipeline = Pipeline(None if isinstance(model, nn.Module) else model)
+    for run in runs.values():
+        run.pipeline = pipeline
     for host in merging:
         patch_host(host, runs[host.root])
     denoiser = next((host for host in merging if not host.controlnet), merging[0])

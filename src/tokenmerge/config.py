@@ -5,15 +5,32 @@ from __future__ import annotations
 import dataclasses
 import math
 import numbers
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from tokenmerge.errors import ConfigError
 
-__all__ = ["COMBINATIONS", "PLANNERS", "SCOPES", "ToMeConfig", "highest_ratio"]
+__all__ = ["COMBINATIONS", "PLANNERS", "SCOPES", "Schedule", "ToMeConfig", "highest_ratio"]
+
+# Numbers spaced evenly over the denoising steps, with a straight line between each two, or a function of
+# the share of them that is done, from 0 at the first to 1 at the last.
+Schedule = Sequence[float] | Callable[[float], float]
 
 SCOPES = ("layers", "block", "keys")
 PLANNERS = ("tome", "local", "uniform", "windows", "sito", "threshold", "importance", "toma")
 COMBINATIONS = ("mean", "keep", "norm")
+
+# What may differ between levels and between steps.
+_CHANGEABLE = (
+    *("ratio", "sx", "sy", "st", "use_rand", "merge_attn", "merge_crossattn", "merge_mlp"),
+    *("scope", "planner", "threshold", "combine", "proportional"),
+)
+
+# What makes settings the same at every step and for every level.
+_STEADY: Mapping[str, Any] = {
+    **{"schedule": None, "until": 1.0, "plan_every": 1, "correct_every": 0},
+    **{"levels": {}, "phases": {}},
+}
 
 
 def highest_ratio(sx: int, sy: int, st: int = 1) -> float:
@@ -71,11 +88,11 @@ class ToMeConfig:
             cells around it, faster the larger the picture, over shorter distances; ``"uniform"`` compares
             nothing and merges each cell into its destination, which removes 1 − 1/(sx·sy) for any ratio
             above 0; ``"windows"`` merges whole cells, the most uniform first (arXiv 2505.11707); ``"sito"``
-            has the most typical token of each cell as its destination and takes two comparisons (SiTo, AAAI
-            2025); ``"threshold"`` is ``"tome"`` with means of similar tokens alone (arXiv 2501.00946);
+            has the most typical token of each cell as its destination and takes longest (SiTo, AAAI 2025);
+            ``"threshold"`` is ``"tome"`` with means of similar tokens alone (arXiv 2501.00946);
             ``"importance"`` has its destinations where guidance changes the picture most (arXiv 2411.16720),
             and is ``"tome"`` until a guided step was made; ``"toma"`` shares the tokens of a cell out over
-            several destinations in it (arXiv 2509.10918), takes longest to plan, and wants large cells.
+            several destinations in it (arXiv 2509.10918), and wants large cells.
         combine: ``"mean"`` of the tokens that one stands for; ``"keep"`` the destination and drop the others,
             a little faster and a little worse; ``"norm"``: the mean, as long as the longest of them (arXiv
             2312.01026), which takes another pass over the tokens.
@@ -86,10 +103,32 @@ class ToMeConfig:
             (arXiv 2210.09461, equation 2). It brings the picture several dB closer to the dense one. It is a
             mask in PyTorch's ``scaled_dot_product_attention``, which its fastest kernels on a GPU do not
             take; a model that computes attention in another way is an error.
-        share_guidance: one plan for the two halves of a batch under classifier-free guidance, which are the
-            same sample with and without the prompt, by their mean similarity, so that what guidance makes
-            of their difference is not the difference of two plans. They are found by comparing the halves,
-            before each call of the model; a model that is compiled whole plans for each apart.
+        share_guidance: one plan for all that guidance compares, the same sample with and without the prompt,
+            so that what it makes of their difference is not the difference of two plans. Where a pipeline
+            passes them in one batch, the plan is by their mean similarity; where it calls the model for one
+            after the other, it is that of the first. Both are found by looking at the samples before each
+            call; with gradients, or compiled whole, calls after each other have plans of their own.
+
+    Settings that follow the denoising steps are for pipelines, whose scheduler says which step it is; around
+    a model in a loop of one's own, ``patch.at_step(i, steps)`` does. They cannot be compiled into one graph
+    with the whole model, only with its blocks.
+
+    Args:
+        schedule: what ``ratio`` is multiplied by at each step: numbers spaced evenly over the steps, with a
+            straight line between each two, or a function of the share of them that is done, from 0 to 1.
+            ``(1.4, 0.6)`` merges more at first, when the picture forgives most. None: always by 1.
+        until: share of the steps that merge, 0 < until ≤ 1; those after it are dense. Lowering it gives back
+            the saving of the late steps, and with it most of the loss.
+        plan_every: a plan is used for so many steps, ≥ 1. Raising it makes planning cheaper, and plans older.
+        share_plan: blocks with one token grid use the plan of the first of them. Planning becomes as many
+            times cheaper, and plans a little worse.
+        correct_every: every so many steps, ≥ 2, are dense ones, on which each layer or block that merges also
+            keeps how much its merged result differs; the steps in between add that. 0: none do. It costs
+            more than the dense steps' saving, since those run merged too, and memory for one result of each
+            layer or block; it turns ``scope="block"`` into one of the closest. Raising it gives a part of the
+            saving back, and corrections that are older. A plan is kept from one dense step to the next.
+        levels: settings of single levels: ``{2: {"ratio": 0.25}}``.
+        phases: settings from a share of the steps on: ``{0.5: {"planner": "tome"}}``.
 
     Raises:
         ConfigError: a value is outside these ranges.
@@ -114,6 +153,13 @@ class ToMeConfig:
     threshold: float = 0.9
     proportional: bool = False
     share_guidance: bool = True
+    schedule: Schedule | None = None
+    until: float = 1.0
+    plan_every: int = 1
+    share_plan: bool = False
+    correct_every: int = 0
+    levels: Mapping[int, Mapping[str, Any]] = dataclasses.field(default_factory=dict, hash=False)
+    phases: Mapping[float, Mapping[str, Any]] = dataclasses.field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         for name in ("sx", "sy", "st", "max_downsample"):
@@ -138,6 +184,7 @@ class ToMeConfig:
                 f"ratio: expected 0 ≤ ratio ≤ 1 − 1/(sx·sy{over_time and '·st'}) = {highest:g} for "
                 f"sx={self.sx}, sy={self.sy}{over_time}, got {ratio:g}; take a lower ratio or larger strides"
             )
+        self._check_steps()
         threshold = self.threshold
         if isinstance(threshold, bool) or not isinstance(threshold, numbers.Real) or not -1 <= threshold <= 1:
             raise ConfigError(f"threshold: expected a number from -1 to 1, got {threshold!r}")
@@ -156,6 +203,104 @@ class ToMeConfig:
                 "merge_attn, merge_crossattn, merge_mlp: all are False, so nothing would merge; set one"
             )
 
+    def _check_steps(self) -> None:
+        _check_int("plan_every", self.plan_every, lowest=1)
+        _check_int("correct_every", self.correct_every, lowest=0)
+        if self.correct_every == 1:
+            raise ConfigError(
+                "correct_every: with 1 every step would be dense; take 2 or more, or 0 for none"
+            )
+        if self.correct_every and self.plan_every > 1:
+            raise ConfigError(
+                f"plan_every: corrections are of the plan that they were made with, so correct_every="
+                f"{self.correct_every} says how long it is used; leave plan_every={self.plan_every} out"
+            )
+        _check_share("until", self.until)
+        if self.schedule is not None and not callable(self.schedule):
+            object.__setattr__(self, "schedule", tuple(self.schedule))
+            if not self.schedule or not all(_is_number(factor) and factor >= 0 for factor in self.schedule):
+                raise ConfigError(
+                    f"schedule: expected factors ≥ 0, such as (1.4, 0.6), got {self.schedule!r}"
+                )
+        for level in self.levels:
+            _check_int("levels", level, lowest=1)
+        for start in self.phases:
+            _check_share("phases", start)
+        for name in ("levels", "phases"):
+            for changes in getattr(self, name).values():
+                if wrong := sorted(set(changes) - set(_CHANGEABLE)):
+                    raise ConfigError(
+                        f"{name}: cannot change {', '.join(wrong)}; what can be changed is "
+                        f"{', '.join(_CHANGEABLE)}"
+                    )
+        if self.levels or self.phases or self.schedule is not None:
+            for level in (0, *self.levels):
+                for _ in self.stages(level):  # each checks its values
+                    pass
+
+    @property
+    def follows_steps(self) -> bool:
+        """Whether it has to be known which denoising step it is."""
+        return bool(
+            self.until < 1
+            or self.schedule is not None
+            or self.phases
+            or self.plan_every > 1
+            or self.correct_every
+        )
+
+    def at(self, level: int, index: int, steps: int) -> ToMeConfig:
+        """What holds for a level at step ``index`` of ``steps``: the same at every step and for every level.
+
+        >>> config = ToMeConfig(ratio=0.5, schedule=(1.0, 0.0), levels={2: {"ratio": 0.2}})
+        >>> [config.at(1, i, 3).ratio for i in range(3)], config.at(2, 0, 3).ratio
+        ([0.5, 0.25, 0.0], 0.2)
+        """
+        changes: dict[str, Any] = {}
+        for start in sorted(self.phases):
+            if index >= round(start * steps):
+                changes |= self.phases[start]
+        if index >= round(self.until * steps):
+            factor = 0.0
+        else:
+            factor = _factor(self.schedule, index / max(1, steps - 1))
+        return self._plain({**changes, **self.levels.get(level, {})}, factor)
+
+    def stages(self, level: int) -> Iterator[ToMeConfig]:
+        """What holds for a level from the beginning and from each phase on, where it merges most."""
+        for changes in self._phases():
+            yield self._plain({**changes, **self.levels.get(level, {})}, self._highest_factor)
+
+    def most(self) -> ToMeConfig:
+        """The settings of the phase that merges most, at every step; those of levels stay."""
+        factor = self._highest_factor
+        changes = max(self._phases(), key=lambda changes: changes.get("ratio", self.ratio))
+        levels = {
+            level: {**own, "ratio": own["ratio"] * factor} if "ratio" in own else own
+            for level, own in self.levels.items()
+        }
+        return dataclasses.replace(self._plain(changes, factor), levels=levels)
+
+    def _phases(self) -> Iterator[dict[str, Any]]:
+        """What is changed at the beginning, which is nothing, and from each phase on."""
+        changes: dict[str, Any] = {}
+        yield {}
+        for start in sorted(self.phases):
+            changes = {**changes, **self.phases[start]}
+            yield changes
+
+    @property
+    def _highest_factor(self) -> float:
+        if callable(self.schedule):  # it may be highest anywhere
+            return max(_factor(self.schedule, i / 100) for i in range(101))
+        return max(self.schedule or (1.0,))
+
+    def _plain(self, changes: dict[str, Any], factor: float) -> ToMeConfig:
+        if not (self.follows_steps or self.levels):
+            return self
+        ratio = changes.get("ratio", self.ratio) * factor
+        return dataclasses.replace(self, **{**_STEADY, **changes, "ratio": ratio})
+
     @property
     def merged_layers(self) -> tuple[str, ...]:
         """Sub-layers of a transformer block that merge, in the order in which the block runs them.
@@ -168,7 +313,31 @@ class ToMeConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """The settings as plain values, for records."""
-        return dataclasses.asdict(self)
+        values = dataclasses.asdict(self)
+        if callable(self.schedule):
+            values["schedule"] = getattr(self.schedule, "__qualname__", repr(self.schedule))
+        return values
+
+
+def _factor(schedule: Schedule | None, done: float) -> float:
+    """The schedule's value where a share ``done`` of the steps is done."""
+    if schedule is None:
+        return 1.0
+    if callable(schedule):
+        return float(schedule(done))
+    place = done * (len(schedule) - 1)
+    before = min(int(place), len(schedule) - 2) if len(schedule) > 1 else 0
+    after = min(before + 1, len(schedule) - 1)
+    return float(schedule[before] + (schedule[after] - schedule[before]) * (place - before))
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _check_share(name: str, value: Any) -> None:
+    if not (_is_number(value) and 0 < value <= 1):
+        raise ConfigError(f"{name}: expected a share of the steps, above 0 and up to 1, got {value!r}")
 
 
 def _check_int(name: str, value: object, lowest: int | None) -> None:

@@ -42,8 +42,8 @@ from tokenmerge.pipeline_settings import (
 )
 from tokenmerge.report import predict
 from tokenmerge.results import Quality, Result, VariantResult
-from tokenmerge.runtime import RecordedPlan
 from tokenmerge.sizes import check_size
+from tokenmerge.state import RecordedPlan
 from tokenmerge.twin import denoising_models, twin
 
 if TYPE_CHECKING:

@@ -20,18 +20,8 @@ from tokenmerge.config import ToMeConfig
 from tokenmerge.errors import NothingToMergeError, UnsupportedModelError
 from tokenmerge.layout import Grid
 from tokenmerge.models import KINDS, Block, Host, Layer
-from tokenmerge.runtime import (
-    STATE,
-    BlockState,
-    LayerState,
-    Run,
-    block_call,
-    check_grid,
-    layer_call,
-    note_call,
-    note_grid,
-    parameters,
-)
+from tokenmerge.runtime import block_call, check_grid, layer_call, note_call, note_grid, parameters
+from tokenmerge.state import STATE, BlockState, Held, LayerState, Run
 
 __all__ = [
     "check_host",
@@ -138,21 +128,26 @@ def new_run(host: Host, config: ToMeConfig) -> Run:
     """What the blocks of a host will share."""
     levels = sorted({block.level for block in _blocks_to_merge(host, config)})
     names = parameters(type(host.root).forward)
-    return Run(config, host.sample, host.timestep, names, host.grid, tuple(levels))
+    return Run(config, host.sample, host.timestep, names, host.grid, tuple(levels), host.latents)
 
 
 def patch_host(host: Host, run: Run) -> None:
     """Patch a host that :func:`check_host` accepts and that is not patched."""
     grids: dict[nn.Module, Grid] = {}
+    shared: dict[tuple[int, bool], Held] = {}
+    run.blocks.clear()
+    run.layers.clear()
     for block in _blocks_to_merge(host, run.config):
         grid = run.grid if block.grid is None else grids.setdefault(block.grid, Grid())
-        wide = block.wide if run.config.scope == "block" else None
-        state = BlockState(run, grid, block.path, block.layout, block.batched, wide)
+        layer_states = layers_to_merge(block, run.config)
+        state = BlockState(run, block.level, grid, block.path, block.layout, block.batched, block.wide)
+        if run.config.share_plan:
+            state.held = shared.setdefault((block.level, block.batched), state.held)
+        run.blocks.append(state)
         swap(block.module, block.method, block_call, state)
-        for layer in layers_to_merge(block, run.config):
-            keys = layer.keys if run.config.scope == "keys" else None
-            proportional = run.config.proportional and layer.kind == "attn1" and layer.own_keys
-            layer_state = LayerState(state, layer.layout, proportional, keys)
+        for layer in layer_states:
+            layer_state = LayerState(state, layer.kind, layer.layout, layer.own_keys, layer.keys)
+            run.layers.append(layer_state)
             swap(getattr(block.module, layer.name), "forward", layer_call, layer_state)
     for module, grid in grids.items():
         note(module, note_grid, grid)
@@ -180,18 +175,26 @@ def _blocks_to_merge(host: Host, config: ToMeConfig) -> list[Block]:
 
 
 def merges(block: Block, config: ToMeConfig) -> bool:
-    """Whether something of a block can merge in this scope."""
-    return block.wide is not None if config.scope == "block" else bool(layers_to_merge(block, config))
+    """Whether something of a block can merge, in some phase."""
+    return any(
+        block.wide is not None if stage.scope == "block" else bool(_layers(block, stage))
+        for stage in config.stages(block.level)
+    )
 
 
 def layers_to_merge(block: Block, config: ToMeConfig) -> list[Layer]:
-    """The sub-layers whose calls change."""
-    if config.scope == "keys":
+    """The sub-layers whose calls change, in some phase."""
+    wanted = {layer.name for stage in config.stages(block.level) for layer in _layers(block, stage)}
+    return [layer for layer in block.layers if layer.name in wanted]
+
+
+def _layers(block: Block, stage: ToMeConfig) -> list[Layer]:
+    if stage.scope == "keys":
         return [layer for layer in block.layers if layer.keys is not None]
-    if config.scope == "block":  # its attention counts merged tokens for as many as they stand for
+    if stage.scope == "block":  # its attention counts merged tokens for as many as they stand for
         attention = [layer for layer in block.layers if layer.kind == "attn1" and layer.own_keys]
-        return attention if config.proportional else []
-    return [layer for layer in block.layers if layer.kind in config.merged_layers]
+        return attention if stage.proportional else []
+    return [layer for layer in block.layers if layer.kind in stage.merged_layers]
 
 
 _swapped_classes: dict[tuple[type, str, Callable], Any] = {}

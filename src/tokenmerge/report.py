@@ -13,7 +13,7 @@ from tokenmerge.counting import count_flops, weightless
 from tokenmerge.errors import ConfigError
 from tokenmerge.models import KINDS, Block, Host, find_hosts
 from tokenmerge.patch import hosts_that_merge, layers_to_merge, merges, new_run, patch_host
-from tokenmerge.runtime import RecordedPlan
+from tokenmerge.state import RecordedPlan
 
 __all__ = ["Report", "Row", "aligned", "predict", "saved"]
 
@@ -206,7 +206,7 @@ def _predict_host(host: Host, name: str, config: ToMeConfig, height: int, width:
     (copied,) = find_hosts(weightless(host.root, host.on_cpu))
     arguments = copied.example(height, width, batch)
     dense = count_flops(copied.root, arguments)
-    run = new_run(copied, config)
+    run = new_run(copied, config.most())
     patch_host(copied, run)
     recorded: dict[str, RecordedPlan] = {}
     run.record = recorded
@@ -224,7 +224,7 @@ def _predict_host(host: Host, name: str, config: ToMeConfig, height: int, width:
                 grid=grid if grid[0] > 1 else grid[1:],
                 tokens=math.prod(grid),
                 merged_tokens=recorded[block.path].plan.keep.shape[1],
-                merged=_merged(block, config),
+                merged=_merged(block, next(config.most().stages(block.level))),
                 flops_dense=dense[f"{counted}.{block.path}"],
                 flops_merged=merged[f"{counted}.{block.path}"],
             )

@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -14,12 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from tokenmerge.config import ToMeConfig
-from tokenmerge.errors import NothingToMergeError, UnsupportedModelError
-from tokenmerge.layout import Grid, Layout, argument, given, keyed_call, merged_call
+from tokenmerge.errors import ConfigError, NothingToMergeError, UnsupportedModelError
+from tokenmerge.guidance import parts_are_equal
+from tokenmerge.layout import Grid, argument, given, keyed_call, merged_call
 from tokenmerge.methods import PLANNERS
 from tokenmerge.methods.tome import num_removed
 from tokenmerge.ops import (
     Plan,
+    features_if_shared,
     keep_destinations,
     merge,
     merge_with_norm,
@@ -27,130 +28,11 @@ from tokenmerge.ops import (
     shared_features,
 )
 from tokenmerge.proportional import ProportionalAttention
+from tokenmerge.state import STATE, BlockState, Corrections, LayerState, RecordedPlan, Run
 
-__all__ = [
-    "STATE",
-    "BlockState",
-    "LayerState",
-    "Pipeline",
-    "RecordedPlan",
-    "Run",
-    "block_call",
-    "check_grid",
-    "layer_call",
-    "note_call",
-    "note_grid",
-    "parameters",
-]
-
-# The one attribute that a patched module has beside its own: a Run, a Grid, a BlockState or a LayerState.
-STATE = "_tokenmerge"
+__all__ = ["block_call", "check_grid", "layer_call", "note_call", "note_grid", "parameters"]
 
 COMBINE = {"mean": merge, "keep": keep_destinations, "norm": merge_with_norm}
-
-
-@dataclasses.dataclass(frozen=True)
-class RecordedPlan:
-    """A plan and the token grid (frames, rows, columns) that it is for."""
-
-    plan: Plan
-    grid: tuple[int, int, int]
-
-
-class Pipeline:
-    """The pipeline that a model is part of; copies and pickles of the model are part of none."""
-
-    def __init__(self, pipe: object = None) -> None:
-        try:
-            self._reference = None if pipe is None else weakref.ref(pipe)
-        except TypeError:  # a plain namespace with models in it
-            self._reference = None
-
-    @property
-    def guides(self) -> bool:
-        """Whether it is denoising under classifier-free guidance."""
-        pipe = None if self._reference is None else self._reference()
-        return bool(getattr(pipe, "do_classifier_free_guidance", False))
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Pipeline:
-        return Pipeline()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Pipeline, ()
-
-
-@dataclasses.dataclass(eq=False)
-class Run:
-    """What all blocks of a patched model share.
-
-    Attributes:
-        config: the settings.
-        sample: name of the model's argument for the sample.
-        timestep: name of the argument that says how far denoising has come, or (model, arguments by name) →
-            a number that does.
-        parameters: names of all its arguments, in order.
-        read_grid: (model, arguments by name, grid of the last call) → (frames, rows, columns) of its finest
-            token grid.
-        levels: resolution levels of the blocks that merge.
-        grid: the finest token grid of the running call.
-        step: an integer that follows the timestep of the running call; blocks that are called without
-            their model have that of its last call, or 0.
-        pipeline: that the model is part of.
-        guided: whether the two halves of the running batch are the same samples with two prompts.
-        record: where each block leaves its latest plan, by its path, while somebody asks for it.
-    """
-
-    config: ToMeConfig
-    sample: str
-    timestep: str | Callable[[Any, Mapping[str, Any]], Tensor]
-    parameters: list[str]
-    read_grid: Callable[[Any, Mapping[str, Any], Grid], tuple[int, int, int]]
-    levels: tuple[int, ...]
-    grid: Grid = dataclasses.field(default_factory=Grid)
-    step: Tensor = dataclasses.field(default_factory=lambda: torch.zeros((), dtype=torch.int64))
-    pipeline: Pipeline = dataclasses.field(default_factory=Pipeline)
-    guided: bool = False
-    record: dict[str, RecordedPlan] | None = None
-
-
-@dataclasses.dataclass(eq=False)
-class BlockState:
-    """What a block leaves for its sub-layers while it runs: the plan, or None where nothing merges.
-
-    Attributes:
-        run: of its model.
-        grid: of its tokens.
-        path: its name in the model.
-        layout: how it takes its tokens.
-        batched: whether each image of a batch has a plan of its own.
-        wide: how the block as a whole takes its tokens, where it runs on merged ones.
-        plan: of the running call.
-    """
-
-    run: Run
-    grid: Grid
-    path: str
-    layout: Layout
-    batched: bool
-    wide: Layout | None = None
-    plan: Plan | None = None
-
-
-@dataclasses.dataclass(eq=False)
-class LayerState:
-    """What a sub-layer knows.
-
-    Attributes:
-        block: that it belongs to.
-        layout: how it takes its tokens.
-        proportional: whether merged tokens count for as many keys as they stand for.
-        keys: name of the argument by which it is given merged keys; None: all of its tokens merge.
-    """
-
-    block: BlockState
-    layout: Layout
-    proportional: bool = False
-    keys: str | None = None
 
 
 # Two hooks note what a call is about; they run before the module's ``forward``, whoever replaced that.
@@ -168,12 +50,79 @@ def note_call(root: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
     told = run.timestep
     timestep = arguments[told] if isinstance(told, str) else told(root, arguments)
     run.step = _step_of(timestep, device)
-    run.guided = (
-        run.config.share_guidance
-        and not torch.compiler.is_compiling()
-        and run.pipeline.guides
-        and _halves_are_equal(sample)
-    )
+    if run.config.share_guidance:
+        _note_parts(run, root, sample)
+    _note_turn(run, sample[0] if isinstance(sample, list) else sample, timestep)
+
+
+def _note_parts(run: Run, root: nn.Module, sample: Any) -> None:
+    """Note which images of the batch are the same sample with other prompts."""
+    parts = run.pipeline.parts
+    equal = parts_are_equal(run.latents(root, sample), parts) if parts > 1 else None
+    if torch.compiler.is_compiling():
+        run.parts, run.shared = (1, None) if equal is None else (parts, equal)
+    else:
+        run.parts, run.shared = parts if equal is not None and equal else 1, None
+
+
+def _note_turn(run: Run, sample: Tensor, timestep: Any) -> None:
+    """Note which plans and corrections the running call uses, and which it makes."""
+    config, turns, again, anew = run.config, run.turns, False, True
+    run.corrects = False
+    if config.follows_steps:
+        _note_step(run, timestep)
+    # With gradients, blocks may run again when the sample, and the plans with it, are gone.
+    if torch.compiler.is_compiling() or torch.is_grad_enabled():
+        run.same.forget()
+    else:
+        run.same.note(sample, run.step, run.sample_gone)
+        again = config.share_guidance and run.same.again
+    if not again and config.follows_steps:
+        run.plan_turn = turns.number
+        anew = turns.plans(config.correct_every or config.plan_every, sample.shape)
+    if anew and not again:
+        for block in run.blocks:
+            block.held.stale = True
+    run.holds = config.follows_steps or config.share_plan or run.same.known
+    if config.correct_every and turns.corrects(run.plan_turn):
+        _correct(run)
+
+
+def _note_step(run: Run, timestep: Any) -> None:
+    """Note which step it is, and what holds at it."""
+    if torch.compiler.is_compiling():
+        raise UnsupportedModelError(
+            "settings that follow the denoising steps cannot be compiled into one graph with the whole "
+            "model; compile its blocks: model.compile_repeated_blocks()"
+        )
+    moment = run.pipeline.moment(timestep)
+    if moment is None:
+        raise ConfigError(
+            "until, schedule, phases, plan_every and correct_every need to know which denoising step it is: "
+            "apply token merging to the pipeline instead of its model, or call patch.at_step(i, steps) "
+            "before each step of a loop of your own"
+        )
+    if run.turns.note(moment):
+        run.forget()
+    index, steps = run.turns.index - run.turns.first, moment.total - run.turns.first
+    run.settings = {level: run.config.at(level, index, steps) for level in run.levels}
+
+
+def _correct(run: Run) -> None:
+    """Make the running call a dense one, and keep corrections if a step after it will merge with them."""
+    if torch.is_grad_enabled():
+        raise ConfigError(
+            f"correct_every={run.config.correct_every} keeps results of one step for the next and is for "
+            "generation: call the model under torch.no_grad(), or take correct_every=0"
+        )
+    turns = run.turns
+    index, steps = turns.index + 1 - turns.first, turns.last + 1 - turns.first
+    used = not turns.is_last and any(run.config.at(level, index, steps).ratio for level in run.levels)
+    if used and any(settings.ratio for settings in run.settings.values()):
+        run.corrects = True
+        turns.corrected[turns.number] = turns.index
+    else:
+        run.settings = {level: dataclasses.replace(run.settings[level], ratio=0.0) for level in run.levels}
 
 
 def note_grid(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -195,19 +144,29 @@ def block_call(original: Callable) -> Callable:
     @functools.wraps(original)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         state: BlockState | None = self.__dict__.get(STATE)
-        if state is None or (state.wide is not None and given(state.wide.whole, names, args, kwargs)):
+        if state is None:
+            return original(self, *args, **kwargs)
+        wide = state.wide if state.settings.scope == "block" else None
+        if state.settings.scope == "block" and (wide is None or given(wide.whole, names, args, kwargs)):
             return original(self, *args, **kwargs)
         layout = state.layout
         tokens = argument(layout.tokens or names[0], names, args, kwargs)
         mask = argument(layout.padding, names, args, kwargs) if layout.padding else None
-        state.plan = _plan(state, tokens, mask)
+        plan = state.plan = _plan(state, tokens, mask)
         try:
-            if state.wide is None or state.plan is None:
+            if wide is None or plan is None:
                 return original(self, *args, **kwargs)
-            function, combine = functools.partial(original, self), COMBINE[state.run.config.combine]
-            return merged_call(
-                function, state.wide, state.plan, names, args, kwargs, combine, change_only=True
-            )
+
+            def dense() -> Any:
+                state.plan = None
+                return original(self, *args, **kwargs)
+
+            def merged() -> Any:
+                state.plan = plan
+                function, combine = functools.partial(original, self), COMBINE[state.settings.combine]
+                return merged_call(function, wide, plan, names, args, kwargs, combine, change_only=True)
+
+            return _corrected(state.run, state.corrections, dense, merged)
         finally:
             state.plan = None
 
@@ -224,26 +183,74 @@ def layer_call(original: Callable) -> Callable:
         plan = None if state is None else state.block.plan
         if state is None or plan is None:
             return original(self, *args, **kwargs)
-        tokens, wide = argument(names[0], names, args, kwargs), state.block.wide is not None
+        settings = state.block.settings
+        wide = settings.scope == "block"
+        takes_part = (
+            state.keys is not None if settings.scope == "keys" else state.kind in settings.merged_layers
+        )
+        tokens = argument(names[0], names, args, kwargs)
         # Parts of the sequence, as in feed-forward chunking, do not fit the plan.
-        if not _fits(plan, tokens, wide) or given(state.layout.whole, names, args, kwargs):
+        fits = _fits(plan, tokens, wide) and not given(state.layout.whole, names, args, kwargs)
+        if not (wide or takes_part) or not fits:
             return original(self, *args, **kwargs)
-        function, combine = functools.partial(original, self), COMBINE[state.block.run.config.combine]
-        with _proportional(state, plan):
-            if wide:
+        function, combine = functools.partial(original, self), COMBINE[settings.combine]
+        if wide:
+            with _proportional(state, plan):
                 return function(*args, **kwargs)
-            if state.keys is not None:
-                _check_keys(self, state)
-                return keyed_call(function, state.layout, plan, state.keys, names, args, kwargs, combine)
-            return merged_call(function, state.layout, plan, names, args, kwargs, combine)
+
+        def merged() -> Any:
+            with _proportional(state, plan):
+                if settings.scope == "keys" and state.keys is not None:
+                    _check_keys(self, state)
+                    return keyed_call(function, state.layout, plan, state.keys, names, args, kwargs, combine)
+                return merged_call(function, state.layout, plan, names, args, kwargs, combine)
+
+        return _corrected(
+            state.block.run, state.corrections, functools.partial(function, *args, **kwargs), merged
+        )
 
     return forward
 
 
-def _proportional(state: LayerState, plan: Plan) -> AbstractContextManager[Any]:
-    return (
-        ProportionalAttention(plan, state.layout, state.block.path) if state.proportional else nullcontext()
+def _corrected(
+    run: Run, corrections: Corrections, dense: Callable[[], Any], merged: Callable[[], Any]
+) -> Any:
+    """The merged result with what merging loses, as far as the last dense step tells; keep it on such a step.
+
+    Args:
+        run: of the model.
+        corrections: of the layer or block.
+        dense: → its result.
+        merged: → its result on merged tokens.
+    """
+    if run.corrects:
+        result = dense()
+        corrections[run.turns.number] = _both(result, merged(), torch.sub)
+        return result
+    result = merged()
+    lost = corrections.get(run.turns.number) if run.config.correct_every else None
+    if lost is None:
+        return result
+    corrected = _both(result, lost, torch.add)
+    return corrected[0] if isinstance(result, Tensor) else corrected
+
+
+def _both(one: Any, other: Any, function: Callable[[Tensor, Tensor], Tensor]) -> tuple[Tensor | None, ...]:
+    """A function of each tensor of a result and its like in another one."""
+    return tuple(
+        None if a is None or b is None else function(a, b)
+        for a, b in zip(_tensors(one), _tensors(other), strict=True)
     )
+
+
+def _tensors(result: Any) -> tuple[Tensor | None, ...]:
+    return (result,) if isinstance(result, Tensor) else tuple(result)
+
+
+def _proportional(state: LayerState, plan: Plan) -> AbstractContextManager[Any]:
+    if state.block.settings.proportional and state.kind == "attn1" and state.own_keys:
+        return ProportionalAttention(plan, state.layout, state.block.path)
+    return nullcontext()
 
 
 def _check_keys(attention: nn.Module, state: LayerState) -> None:
@@ -275,7 +282,13 @@ def _plan(state: BlockState, x: Tensor, mask: Tensor | None) -> Plan | None:
             "know: remove_token_merging(model) restores it"
         )
     start = None if mask is None else mask.sum(dim=1) - n
-    plan = _new_plan(state, state.layout.image(x, n, start))
+    features = state.layout.image(x, n, start)
+    held = state.held
+    plan = held.plans.get(run.plan_turn) if run.holds and not held.stale else None
+    if plan is None or plan.inverse.shape != features.shape[:2]:
+        plan = _new_plan(state, features)
+        if run.holds and plan is not None:
+            held.plans[run.plan_turn], held.stale = plan, False
     if run.record is not None and plan is not None:
         run.record[state.path] = RecordedPlan(plan, grid)
     if plan is not None and start is not None:
@@ -285,13 +298,19 @@ def _plan(state: BlockState, x: Tensor, mask: Tensor | None) -> Plan | None:
 
 def _new_plan(state: BlockState, features: Tensor) -> Plan | None:
     run, b = state.run, features.shape[0]
-    parts = b if not state.batched else 2 if run.guided and b % 2 == 0 else 1
-    if parts > 1:
-        features = shared_features(features, parts)
     # The step is where the sample is; blocks of a model on several devices need not be.
     step = run.step.to(features.device)
-    plan = PLANNERS[run.config.planner](features, state.grid.shape, run.config, step)
-    return plan.repeated(parts) if plan is not None and parts > 1 else plan
+
+    def plan(features: Tensor) -> Plan | None:
+        return PLANNERS[state.settings.planner](features, state.grid.shape, state.settings, step)
+
+    parts = b if not state.batched else run.parts if b % run.parts == 0 else 1
+    if parts == 1:
+        return plan(features)
+    if state.batched and run.shared is not None:
+        return plan(features_if_shared(features, parts, run.shared.to(features.device)))
+    shared = plan(shared_features(features, parts))
+    return None if shared is None else shared.repeated(parts)
 
 
 def check_grid(run: Run, grid: tuple[int, int, int]) -> None:
@@ -300,27 +319,20 @@ def check_grid(run: Run, grid: tuple[int, int, int]) -> None:
     Raises:
         NothingToMergeError: it has not.
     """
-    config = run.config
     frames, rows, columns = grid
-    grids = {level: (frames, -(-rows // level), -(-columns // level)) for level in run.levels}
-    if config.ratio and not any(num_removed(grid, config) for grid in grids.values()):
-        level = min(run.levels)
+
+    def merges(level: int, settings: ToMeConfig) -> bool:
+        return num_removed((frames, -(-rows // level), -(-columns // level)), settings) > 0
+
+    if any(settings.ratio for _, settings in run.stages) and not any(merges(*stage) for stage in run.stages):
+        level, config = run.stages[0]
+        sides = (frames, -(-rows // level), -(-columns // level))[frames == 1 :]
         raise NothingToMergeError(
-            f"nothing to merge: the sample gives {' × '.join(map(str, grids[level][frames == 1 :]))} tokens "
+            f"nothing to merge: the sample gives {' × '.join(map(str, sides))} tokens "
             f"at level {level}, of which ratio={config.ratio:g} with cells of sy={config.sy} × "
             f"sx={config.sx}{f' × st={config.st}' if config.st > 1 else ''} removes none; generate a larger "
             f"image, lower {'sx, sy and st' if config.st > 1 else 'sx and sy'}, or raise ratio"
         )
-
-
-def _halves_are_equal(sample: Tensor | list[Tensor]) -> bool:
-    """Whether a batch is one half twice, as pipelines call a model under classifier-free guidance."""
-    half, odd = divmod(len(sample), 2)
-    if odd or sample[0].is_meta:
-        return False
-    if isinstance(sample, list):
-        return all(torch.equal(a, b) for a, b in zip(sample[:half], sample[half:], strict=True))
-    return torch.equal(sample[:half], sample[half:])
 
 
 def _step_of(timestep: Tensor | float, device: torch.device) -> Tensor:

@@ -9,7 +9,7 @@ import pytest
 from families.tiny import FAMILIES
 from tokenmerge import ToMeConfig, apply_token_merging, remove_token_merging
 from tokenmerge.models import find_hosts
-from tokenmerge.runtime import STATE
+from tokenmerge.state import STATE
 
 
 @pytest.mark.parametrize(

@@ -89,6 +89,10 @@ def listed(root: Any, name: str, layers: tuple[Layer, ...], **facts: Any) -> tup
     return tuple(Block(f"{name}.{i}", block, layers, **facts) for i, block in blocks)
 
 
+def _all_of_it(root: Any, sample: Any) -> Any:
+    return sample
+
+
 @dataclasses.dataclass(frozen=True)
 class Host:
     """A denoiser or a ControlNet.
@@ -104,6 +108,7 @@ class Host:
         patch: side of the square of latent positions that makes one token.
         frames: of the token grid of a video that the model was made for; 1 for pictures.
         sample_size: height and width of the sample that the model was made for, if it says so.
+        latents: (root, sample) → the part of the sample that is the same for all prompts of guidance.
         controlnet: whether it is a ControlNet, which may stay dense beside a denoiser that merges.
         example: ``(height, width, batch)`` → arguments by name of a call with a sample of that size.
         limits: what to know before merging it, in words.
@@ -119,6 +124,7 @@ class Host:
     sample_size: tuple[int, int] | None
     controlnet: bool
     example: Callable[[int, int, int], dict[str, Any]]
+    latents: Callable[[Any, Any], Any] = _all_of_it
     patch: int = 1
     frames: int = 1
     limits: tuple[str, ...] = ()

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
+from torch import Tensor
+
 from tokenmerge.errors import UnsupportedModelError
 from tokenmerge.layout import Grid
 from tokenmerge.models.base import Block, GridShape, Host, is_a
@@ -52,6 +54,7 @@ def describe_stages(
         sample="sample",
         timestep="timestep",
         grid=_grid,
+        latents=_latents,
         sample_size=_sample_size(root),
         controlnet=controlnet,
         example=partial(example, root),
@@ -92,3 +95,11 @@ def _grid(root: Any, arguments: Mapping[str, Any], last: Grid) -> GridShape:
     # The frames of a video are in the batch: each merges on its own.
     rows, columns = arguments["sample"].shape[-2:]
     return 1, rows, columns
+
+
+def _latents(root: Any, sample: Tensor) -> Tensor:
+    # Behind the channels that are denoised stand those of a picture that is given, which guidance leaves out
+    # for a part of the batch: InstructPix2Pix [b, c, h, w], Stable Video Diffusion [b, f, c, h, w].
+    axis = 2 if is_a(root, "UNetSpatioTemporalConditionModel") else 1
+    channels = getattr(root.config, "out_channels", None) or sample.shape[axis]
+    return sample.narrow(axis, 0, min(channels, sample.shape[axis]))

@@ -2,6 +2,7 @@
 
 from tokenmerge.ops.matching import (
     bipartite_soft_matching,
+    features_if_shared,
     local_matching,
     most_similar,
     own_cell,
@@ -35,6 +36,7 @@ __all__ = [
     "Tiles",
     "Tokens",
     "bipartite_soft_matching",
+    "features_if_shared",
     "keep_destinations",
     "local_matching",
     "make_plan",

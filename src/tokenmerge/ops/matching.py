@@ -12,6 +12,7 @@ from tokenmerge.ops.partition import num_tokens
 
 __all__ = [
     "bipartite_soft_matching",
+    "features_if_shared",
     "local_matching",
     "most_similar",
     "own_cell",
@@ -145,3 +146,15 @@ def shared_features(features: Tensor, parts: int) -> Tensor:
     """
     unit = F.normalize(features, dim=-1, eps=torch.finfo(features.dtype).tiny)
     return unit.unflatten(0, (parts, -1)).movedim(0, 2).flatten(2)
+
+
+def features_if_shared(features: Tensor, parts: int, shared: Tensor) -> Tensor:
+    """As :func:`shared_features`, for each image and only if the boolean ``shared`` is true.
+
+    ``[parts * b, n, c]`` → ``[parts * b, n, parts * c]``: equal in all parts if it is; each image's own
+    features and zeros if it is not. For a graph, which cannot turn by the value of a tensor.
+    """
+    c, b = features.shape[2], features.shape[0] // parts
+    part = torch.arange(parts, device=features.device)
+    own = part.repeat_interleave(c) == part.repeat_interleave(b).unsqueeze(1)  # [parts * b, parts * c]
+    return shared_features(features, parts).repeat(parts, 1, 1) * (own | shared).unsqueeze(1)

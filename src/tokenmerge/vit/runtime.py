@@ -21,7 +21,8 @@ from tokenmerge.layout import argument
 from tokenmerge.methods.tome_vit import most_removed, plan_tome_vit
 from tokenmerge.ops import SizedPlan, Tokens, plan_by_size
 from tokenmerge.patch import restore, swap
-from tokenmerge.runtime import STATE, parameters
+from tokenmerge.runtime import parameters
+from tokenmerge.state import STATE
 from tokenmerge.vit.config import ViTConfig
 
 __all__ = [

@@ -1,0 +1,59 @@
+"""Guidance calls a model on the same sample with several prompts: in one batch, or one call after another.
+
+What it makes of their difference is not to be the difference of their plans.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["SameSample", "parts_are_equal"]
+
+
+class SameSample:
+    """Whether a call is on the same sample, at the same step, as the one before it; copies begin anew.
+
+    Attributes:
+        known: whether another call can be found to be on the sample of the running one.
+        again: whether the running one is on that of the call before it.
+    """
+
+    def __init__(self) -> None:
+        self.known = self.again = False
+        self._sample: weakref.ref[Tensor] | None = None
+        self._version = -1
+        self._step: Tensor | None = None
+
+    def note(self, sample: Tensor, step: Tensor, gone: Callable[[], None]) -> None:
+        """Note a call; ``gone`` is called when its sample lives no longer, in a pipeline after the step."""
+        same = self._sample is not None and self._sample() is sample and self._version == sample._version
+        self.again = same and self._step is not None and torch.equal(self._step, step)
+        if not self.again:
+            self._sample, self._version = weakref.ref(sample, lambda _: gone()), sample._version
+            self._step, self.known = step, True
+
+    def forget(self) -> None:
+        """Note a call whose sample cannot be found again."""
+        self.known, self.again, self._sample = False, False, None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SameSample:
+        return SameSample()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return SameSample, ()
+
+
+def parts_are_equal(sample: Tensor | Sequence[Tensor], parts: int) -> Tensor | None:
+    """Whether a batch is so many times the same samples in a row, as a tensor; None: it cannot be."""
+    b, others = divmod(len(sample), parts)
+    if parts == 1 or others or sample[0].is_meta:
+        return None
+    pairs = [(sample[i], sample[i % b]) for i in range(b, len(sample))]
+    if any(x.shape != first.shape for x, first in pairs):
+        return None
+    return torch.stack([(x == first).all() for x, first in pairs]).all()

@@ -1,0 +1,195 @@
+"""What a patched model and its blocks know, beside what they are: settings, grids, plans."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tokenmerge.config import ToMeConfig
+from tokenmerge.guidance import SameSample
+from tokenmerge.layout import Grid, Layout
+from tokenmerge.ops import Plan
+from tokenmerge.pipeline import Pipeline
+from tokenmerge.when import Turns
+
+__all__ = ["STATE", "BlockState", "Corrections", "Held", "LayerState", "RecordedPlan", "Run"]
+
+# The one attribute that a patched module has beside its own: a Run, a Grid, a BlockState or a LayerState.
+STATE = "_tokenmerge"
+
+
+@dataclasses.dataclass(frozen=True)
+class RecordedPlan:
+    """A plan and the token grid (frames, rows, columns) that it is for."""
+
+    plan: Plan
+    grid: tuple[int, int, int]
+
+
+class _OfACall:
+    """Tensors of a generation, which copies and pickles of a model do not take with them."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        memo[id(self)] = copied = type(self)()
+        return copied
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), ()
+
+
+@dataclasses.dataclass(eq=False)
+class Held(_OfACall):
+    """The plans that a block, or all blocks with one token grid, use again.
+
+    Attributes:
+        plans: by the number of the call in its step.
+        stale: whether the running call has to plan anew.
+    """
+
+    plans: dict[int, Plan] = dataclasses.field(default_factory=dict)
+    stale: bool = True
+
+    __deepcopy__, __reduce__ = _OfACall.__deepcopy__, _OfACall.__reduce__
+
+
+class Corrections(_OfACall, dict[int, tuple[Tensor | None, ...]]):
+    """What merging loses of each tensor of a result, by the number of the call in its step."""
+
+
+@dataclasses.dataclass(eq=False)
+class Run:
+    """What all blocks of a patched model share.
+
+    Attributes:
+        config: the settings.
+        sample: name of the model's argument for the sample.
+        timestep: name of the argument that says how far denoising has come, or (model, arguments by name) →
+            a number that does.
+        parameters: names of all its arguments, in order.
+        read_grid: (model, arguments by name, grid of the last call) → (frames, rows, columns) of its finest
+            token grid.
+        levels: resolution levels of the blocks that merge.
+        latents: (model, sample) → the part of it that is the same for all prompts of guidance.
+        grid: the finest token grid of the running call.
+        step: an integer that follows the timestep of the running call; blocks that are called without
+            their model have that of its last call, or 0.
+        pipeline: that the model is part of.
+        parts: how many times the running batch holds each sample, for as many prompts.
+        shared: in a graph, whether it does hold the same ones; None: it does.
+        same: whether the running call is on the same sample as the last one.
+        turns: which step and which call of it is running, where the settings follow the steps.
+        stages: for each level what holds in each phase, where it merges most.
+        settings: what holds at the running step, by level.
+        corrects: whether the running call is dense and keeps what merging would lose.
+        holds: whether its plans are used again.
+        plan_turn: number of the call of a step that planned for the running one.
+        blocks: that merge.
+        layers: of these, those whose calls change.
+        record: where each block leaves its latest plan, by its path, while somebody asks for it.
+    """
+
+    config: ToMeConfig
+    sample: str
+    timestep: str | Callable[[Any, Mapping[str, Any]], Tensor]
+    parameters: list[str]
+    read_grid: Callable[[Any, Mapping[str, Any], Grid], tuple[int, int, int]]
+    levels: tuple[int, ...]
+    latents: Callable[[Any, Any], Any]
+    grid: Grid = dataclasses.field(default_factory=Grid)
+    step: Tensor = dataclasses.field(default_factory=lambda: torch.zeros((), dtype=torch.int64))
+    pipeline: Pipeline = dataclasses.field(default_factory=Pipeline)
+    parts: int = 1
+    shared: Tensor | None = None
+    same: SameSample = dataclasses.field(default_factory=SameSample)
+    turns: Turns = dataclasses.field(default_factory=Turns)
+    stages: tuple[tuple[int, ToMeConfig], ...] = ()
+    settings: dict[int, ToMeConfig] = dataclasses.field(default_factory=dict)
+    corrects: bool = False
+    holds: bool = False
+    plan_turn: int = 0
+    blocks: list[BlockState] = dataclasses.field(default_factory=list)
+    layers: list[LayerState] = dataclasses.field(default_factory=list)
+    record: dict[str, RecordedPlan] | None = None
+
+    def __post_init__(self) -> None:
+        self.stages = tuple((level, s) for level in self.levels for s in self.config.stages(level))
+        self.settings = {level: next(self.config.stages(level)) for level in self.levels}
+
+    def forget(self) -> None:
+        """Let go of all plans and corrections."""
+        for block in self.blocks:
+            block.held.plans.clear()
+            block.held.stale = True
+            block.corrections.clear()
+        for layer in self.layers:
+            layer.corrections.clear()
+
+    def sample_gone(self) -> None:
+        """After all calls on one sample: let go of what the next step will not use."""
+        if self.config.follows_steps and not self.turns.is_last:
+            return
+        for block in self.blocks:
+            block.held.plans.pop(self.plan_turn, None)
+        states: list[BlockState | LayerState] = [*self.blocks, *self.layers]
+        for state in states:
+            for number in range(self.plan_turn, self.turns.number + 1):
+                state.corrections.pop(number, None)
+
+
+@dataclasses.dataclass(eq=False)
+class BlockState:
+    """What a block leaves for its sub-layers while it runs: the plan, or None where nothing merges.
+
+    Attributes:
+        run: of its model.
+        level: of its resolution.
+        grid: of its tokens.
+        path: its name in the model.
+        layout: how it takes its tokens.
+        batched: whether each image of a batch has a plan of its own.
+        wide: how the block as a whole takes its tokens; None: it cannot run on merged ones.
+        held: plans for other calls and other blocks.
+        plan: of the running call.
+        corrections: what merging the block as a whole loses.
+    """
+
+    run: Run
+    level: int
+    grid: Grid
+    path: str
+    layout: Layout
+    batched: bool
+    wide: Layout | None = None
+    held: Held = dataclasses.field(default_factory=Held)
+    plan: Plan | None = None
+    corrections: Corrections = dataclasses.field(default_factory=Corrections)
+
+    @property
+    def settings(self) -> ToMeConfig:
+        """What holds at the running step."""
+        return self.run.settings[self.level]
+
+
+@dataclasses.dataclass(eq=False)
+class LayerState:
+    """What a sub-layer knows.
+
+    Attributes:
+        block: that it belongs to.
+        kind: ``"attn1"``, ``"attn2"`` or ``"ff"``.
+        layout: how it takes its tokens.
+        own_keys: of attention, whether it looks at the tokens that it is called with.
+        keys: name of the argument by which it can be given merged keys; None: there is none.
+        corrections: what merging the layer loses.
+    """
+
+    block: BlockState
+    kind: str
+    layout: Layout
+    own_keys: bool = True
+    keys: str | None = None
+    corrections: Corrections = dataclasses.field(default_factory=Corrections)

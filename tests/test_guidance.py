@@ -1,0 +1,153 @@
+"""What guidance compares shares a plan, however the pipeline calls the model; other images do not."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import hosts
+import pytest
+import torch
+from families.test_every_family import call, model_of
+from families.tiny import FAMILIES
+from torch import nn
+
+from tokenmerge import ToMeConfig, apply_token_merging
+from tokenmerge.patch import run_of
+
+HALF: dict[str, Any] = {"ratio": 0.5, "max_downsample": 8}
+
+
+class Pipe:
+    """As far as merging looks at one."""
+
+    def __init__(self, unet: nn.Module, guides: bool = True, perturbs: bool = False) -> None:
+        self.unet = unet
+        self.do_classifier_free_guidance, self.do_perturbed_attention_guidance = guides, perturbs
+
+
+class StableDiffusionInstructPix2PixPipeline(Pipe):
+    """Known by its name."""
+
+
+def last_labels(pipe: Pipe, arguments: dict[str, Any], **settings: Any) -> torch.Tensor:
+    """The plan of the last block: behind the first one, samples differ by their prompts."""
+    patch = apply_token_merging(pipe, ToMeConfig(**{**HALF, **settings}))
+    with patch.record() as plans:
+        hosts.call(pipe.unet, **arguments)
+    patch.remove()
+    return list(plans.values())[-1].plan.labels()
+
+
+@pytest.mark.parametrize(
+    ("pipe", "parts"),
+    [
+        (Pipe(hosts.unet()), 2),
+        (Pipe(hosts.unet(), perturbs=True), 3),
+        (Pipe(hosts.unet(), guides=False, perturbs=True), 2),
+        (StableDiffusionInstructPix2PixPipeline(hosts.unet()), 3),
+    ],
+    ids=["cfg", "cfg+pag", "pag", "pix2pix"],
+)
+def test_parts_of_a_batch_share_a_plan_and_its_images_do_not(pipe, parts):
+    arguments = hosts.inputs(2 * parts)
+    apart = last_labels(pipe, arguments)
+    assert len({tuple(labels.tolist()) for labels in apart}) == 2 * parts
+    same = {**arguments, "sample": arguments["sample"][:2].repeat(parts, 1, 1, 1)}
+    first, *others = last_labels(pipe, same).split(2)
+    assert all(torch.equal(other, first) for other in others)
+    assert not torch.equal(first[0], first[1])
+
+
+@pytest.mark.parametrize(("guides", "share"), [(True, False), (False, True)])
+def test_equal_samples_need_not_share_a_plan(guides, share):
+    """Without guidance they are pictures of two prompts from one seed, of which none may change the other."""
+    arguments = hosts.inputs(2)
+    guided = {**arguments, "sample": arguments["sample"][:1].repeat(2, 1, 1, 1)}
+    one, other = last_labels(Pipe(hosts.unet(), guides), guided, share_guidance=share)
+    assert not torch.equal(one, other)
+
+
+def test_a_picture_that_is_given_to_one_half_only_changes_nothing():
+    """InstructPix2Pix and Stable Video Diffusion leave it out of what they guide away from."""
+    unet = hosts.unet(in_channels=8, out_channels=4)
+    arguments = hosts.inputs(2)
+    latents, given = arguments["sample"][:1], torch.randn_like(arguments["sample"][:1])
+    samples = torch.cat([latents, given], 1), torch.cat([latents, torch.zeros_like(given)], 1)
+    one, other = last_labels(Pipe(unet), {**arguments, "sample": torch.cat(samples)})
+    assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("equal", [True, False])
+def test_in_a_graph_as_without(equal):
+    torch._dynamo.reset()
+    pipe = Pipe(hosts.unet())
+    arguments = hosts.inputs(2)
+    if equal:
+        arguments["sample"] = arguments["sample"][:1].repeat(2, 1, 1, 1)
+    apply_token_merging(pipe, ToMeConfig(**HALF))
+    expected = hosts.call(pipe.unet, **arguments)
+    compiled = torch.compile(pipe.unet, fullgraph=True, backend="eager")
+    torch.testing.assert_close(hosts.call(compiled, **arguments), expected, rtol=1e-5, atol=1e-5)
+    # It is one graph for guidance and for none: with other samples they have plans of their own again.
+    other = {**arguments, "sample": hosts.inputs(4)["sample"][2:]}
+    torch.testing.assert_close(
+        hosts.call(compiled, **other), hosts.call(pipe.unet, **other), rtol=1e-5, atol=1e-5
+    )
+
+
+CALLED_ONCE_A_PROMPT = ("WanTransformer3DModel", "HunyuanVideoTransformer3DModel")
+
+
+def two_prompts(name: str) -> tuple[nn.Module, dict[str, Any], dict[str, Any]]:
+    family = FAMILIES[name]
+    first = family.inputs(1, 16, 16)
+    text = 100 * torch.randn_like(
+        first["encoder_hidden_states"]
+    )  # tells on every token, tiny as the model is
+    return model_of(family), first, {**first, "encoder_hidden_states": text}
+
+
+def labels_of(patch: Any, model: nn.Module, arguments: dict[str, Any]) -> torch.Tensor:
+    with patch.record() as plans:
+        call(model, arguments)
+    return list(plans.values())[-1].plan.labels()
+
+
+@pytest.mark.parametrize("name", CALLED_ONCE_A_PROMPT)
+def test_calls_on_one_sample_share_a_plan(name):
+    model, first, second = two_prompts(name)
+    patch = apply_token_merging(model, ToMeConfig(ratio=0.5))
+    own = labels_of(patch, model, {**second, "hidden_states": second["hidden_states"].clone()})
+    shared = labels_of(patch, model, first)
+    assert torch.equal(labels_of(patch, model, second), shared)
+    assert not torch.equal(own, shared)
+
+    # The second call's own plan counts again when the sample, the step or the settings are others.
+    model_step = {**second, "timestep": second["timestep"] - 1}
+    labels_of(patch, model, first)
+    assert not torch.equal(labels_of(patch, model, model_step), shared)
+    labels_of(patch, model, first)
+    second["hidden_states"].add_(0)
+    assert torch.equal(labels_of(patch, model, second), own)
+    patch = apply_token_merging(model, ToMeConfig(ratio=0.5, share_guidance=False))
+    labels_of(patch, model, first)
+    assert torch.equal(labels_of(patch, model, second), own)
+
+
+def test_plans_are_dropped_with_the_sample():
+    model, first, second = two_prompts("WanTransformer3DModel")
+    apply_token_merging(model, ToMeConfig(ratio=0.5))
+    states = run_of(model).blocks
+    call(model, first)
+    assert all(state.held.plans for state in states)
+    del first, second
+    gc.collect()
+    assert not any(state.held.plans for state in states)
+
+
+def test_with_gradients_calls_have_plans_of_their_own():
+    model, first, _ = two_prompts("WanTransformer3DModel")
+    apply_token_merging(model, ToMeConfig(ratio=0.5))
+    model(**first)
+    assert not any(state.held.plans for state in run_of(model).blocks)

@@ -1,0 +1,245 @@
+"""Settings that follow the denoising steps: what is dense, planned, held, corrected, and let go."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+from typing import Any
+
+import hosts
+import pytest
+import torch
+from families.test_every_family import call, model_of
+from families.tiny import FAMILIES
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
+from torch.testing import assert_close
+
+from tokenmerge import ConfigError, ToMeConfig, UnsupportedModelError, apply_token_merging
+from tokenmerge.patch import run_of
+from tokenmerge.state import STATE
+
+HALF: dict[str, Any] = {"ratio": 0.5, "max_downsample": 8}
+STEPS = 6
+
+
+class Loop:
+    """A denoising loop of one's own around a model, which changes little from step to step."""
+
+    def __init__(self, model: nn.Module, arguments: dict[str, Any], **settings: Any) -> None:
+        self.model, self.arguments = model, arguments
+        self.patch = apply_token_merging(model, ToMeConfig(**{**HALF, **settings}))
+
+    def run(self, steps: int = STEPS) -> tuple[list[Tensor], list[list[tuple[int, ...]]]]:
+        """Results and, for each step, the places that the plans of the last two blocks keep."""
+        results, plans = [], []
+        name = "sample" if "sample" in self.arguments else "hidden_states"
+        torch.manual_seed(1)
+        for i in range(steps):
+            self.patch.at_step(i, steps)
+            sample = self.arguments[name] + 0.1 * i * torch.randn_like(self.arguments[name])
+            now = {**self.arguments, name: sample, "timestep": torch.full((len(sample),), 900.0 - i)}
+            with self.patch.record() as recorded:
+                results.append(call(self.model, now))
+            plans.append([tuple(r.plan.keep.flatten().tolist()) for r in list(recorded.values())[-2:]])
+        return results, plans
+
+
+def dense_results(model: nn.Module, arguments: dict[str, Any]) -> list[Tensor]:
+    loop = Loop(model, arguments, ratio=0.0)
+    results, _ = loop.run()
+    loop.patch.remove()
+    return results
+
+
+def equal(results: list[Tensor], others: list[Tensor]) -> list[bool]:
+    return [torch.equal(a, b) for a, b in zip(results, others, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("settings", "dense"),
+    [
+        ({"until": 0.5}, [3, 4, 5]),
+        ({"schedule": (1.0, 0.0)}, [5]),
+        ({"schedule": lambda done: float(done > 0.5)}, [0, 1, 2]),
+        ({"phases": {0.5: {"ratio": 0.0}}}, [3, 4, 5]),
+        ({"levels": {1: {"ratio": 0.0}, 2: {"ratio": 0.0}}, "until": 0.99}, [0, 1, 2, 3, 4, 5]),
+        ({"correct_every": 3}, [0, 3]),
+        ({"correct_every": 3, "until": 0.6}, [0, 3, 4, 5]),  # no merged step follows the second
+    ],
+)
+def test_which_steps_are_dense(settings, dense):
+    unet, arguments = hosts.unet(), hosts.inputs()
+    expected = dense_results(unet, arguments)
+    results, _ = Loop(unet, arguments, **settings).run()
+    assert [i for i, same in enumerate(equal(results, expected)) if same] == dense
+
+
+def test_ratios_follow_the_schedule():
+    _, plans = Loop(hosts.unet(), hosts.inputs(1), schedule=(1.0, 0.5)).run()
+    kept = [len(last) for _, last in plans]
+    assert kept == [256 - int(256 * 0.5 * (1 - 0.1 * i)) for i in range(STEPS)]
+
+
+@pytest.mark.parametrize("share", [False, True])
+def test_plans_last_for_so_many_steps(share):
+    _, plans = Loop(hosts.unet(), hosts.inputs(1), plan_every=3, share_plan=share).run()
+    assert plans[0] == plans[1] == plans[2]
+    assert plans[3] == plans[4] == plans[5]
+    assert plans[2] != plans[3]
+    assert (plans[0][0] == plans[0][1]) == share
+
+
+def test_blocks_share_a_plan_within_a_call_without_steps():
+    unet = hosts.unet()
+    patch = apply_token_merging(unet, ToMeConfig(**HALF, share_plan=True))
+    seen = []
+    for seed in (0, 1):
+        with patch.record() as recorded:
+            hosts.call(unet, **hosts.inputs(1, seed=seed))
+        by_grid: dict[Any, set[Any]] = {}
+        for record in recorded.values():
+            by_grid.setdefault(record.grid, set()).add(tuple(record.plan.keep.flatten().tolist()))
+        assert all(len(plans) == 1 for plans in by_grid.values())
+        seen.append(by_grid)
+    assert seen[0] != seen[1]
+
+
+@pytest.mark.parametrize("scope", ["layers", "block", "keys"])
+def test_a_correction_is_exact_where_nothing_has_changed(scope):
+    """The same call again: what was kept is what merging loses."""
+    unet, arguments = hosts.unet(), hosts.inputs()
+    dense = hosts.call(unet, **arguments)
+    patch = apply_token_merging(unet, ToMeConfig(**HALF, scope=scope, correct_every=3))
+    uncorrected = hosts.unet()
+    apply_token_merging(uncorrected, ToMeConfig(**HALF, scope=scope))
+    assert not torch.allclose(hosts.call(uncorrected, **arguments), dense, rtol=1e-3)
+    for index in range(3):
+        patch.at_step(index, 3)
+        arguments = {**arguments, "sample": arguments["sample"].clone()}
+        assert_close(hosts.call(unet, **arguments), dense, rtol=1e-5, atol=1e-5 * dense.abs().max().item())
+
+
+@pytest.mark.parametrize("name", ["SD3Transformer2DModel", "FluxTransformer2DModel", "WanTransformer3DModel"])
+def test_corrections_of_transformers(name):
+    family = FAMILIES[name]
+    model, arguments = model_of(family), family.inputs(2, 8, 8)
+    dense = call(model, arguments)
+    patch = apply_token_merging(model, ToMeConfig(ratio=0.5, scope="block", correct_every=2))
+    for index in range(3):
+        patch.at_step(index, 4)
+        again = {**arguments, "hidden_states": arguments["hidden_states"].clone()}
+        assert_close(call(model, again), dense, rtol=1e-5, atol=1e-5 * dense.abs().max().item())
+
+
+def test_calls_of_one_step_have_corrections_of_their_own():
+    """Tiles, or prompts: as if each were the only one."""
+    unet, one, other = hosts.unet(), hosts.inputs(1, seed=0), hosts.inputs(1, seed=1)
+    dense = [hosts.call(unet, **arguments) for arguments in (one, other)]
+    patch = apply_token_merging(unet, ToMeConfig(**HALF, scope="block", correct_every=3))
+    for index in range(3):
+        patch.at_step(index, 3)
+        for arguments, expected in zip((one, other), dense, strict=True):
+            again = {**arguments, "sample": arguments["sample"].clone()}
+            assert_close(hosts.call(unet, **again), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_another_batch_in_the_middle_is_corrected_anew():
+    unet, two, three = hosts.unet(), hosts.inputs(2), hosts.inputs(3)
+    dense = hosts.call(unet, **three)
+    patch = apply_token_merging(unet, ToMeConfig(**HALF, scope="block", correct_every=3))
+    patch.at_step(0, 4)
+    hosts.call(unet, **two)
+    patch.at_step(1, 4)
+    assert torch.equal(hosts.call(unet, **three), dense)
+
+
+def kept(model: nn.Module) -> list[Any]:
+    run = run_of(model)
+    assert run is not None
+    return [kept for state in (*run.blocks, *run.layers) for kept in state.corrections.values()] + [
+        plan for state in run.blocks for plan in state.held.plans.values()
+    ]
+
+
+def test_nothing_outlives_the_generation():
+    unet = hosts.unet()
+    loop = Loop(unet, hosts.inputs(), scope="block", correct_every=2)
+    patch, arguments = loop.patch, loop.arguments
+    for index in range(4):
+        patch.at_step(index, 4)
+        hosts.call(unet, **{**arguments, "sample": arguments["sample"].clone()})
+        gc.collect()
+        assert bool(kept(unet)) == (index < 3)
+
+
+def test_a_new_generation_begins_anew():
+    unet, arguments = hosts.unet(), hosts.inputs()
+    loop = Loop(unet, arguments, correct_every=4)
+    first, _ = loop.run(3)  # cut off: the last step was to come
+    loop.patch.at_step(2, 6)
+    again, _ = loop.run(3)
+    assert all(equal(first, again))
+
+
+def test_copies_and_pickles_take_nothing_of_a_generation():
+    unet, arguments = hosts.unet(), hosts.inputs()
+    loop = Loop(unet, arguments, correct_every=4, share_plan=True)
+    loop.patch.at_step(0, 6)
+    hosts.call(unet, **arguments)
+    assert kept(unet)
+    for copied in (copy.deepcopy(unet), pickle.loads(pickle.dumps(unet))):
+        assert not kept(copied)
+        with pytest.raises(ConfigError, match="which denoising step"):
+            hosts.call(copied, **arguments)
+    first, second = (state.held for state in run_of(copy.deepcopy(unet)).blocks[-2:])
+    assert first is second
+
+
+def test_a_model_alone_has_to_be_told_the_step():
+    unet = hosts.unet()
+    patch = apply_token_merging(unet, ToMeConfig(**HALF, until=0.5))
+    with pytest.raises(ConfigError, match=r"patch\.at_step\(i, steps\)"):
+        hosts.call(unet, **hosts.inputs())
+    with pytest.raises(ConfigError, match="0 ≤ index < steps, got 3, 3"):
+        patch.at_step(3, 3)
+
+
+def test_corrections_are_not_for_training():
+    unet = hosts.unet()
+    patch = apply_token_merging(unet, ToMeConfig(**HALF, correct_every=2))
+    patch.at_step(0, 4)
+    with pytest.raises(ConfigError, match="no_grad"):
+        unet(**hosts.inputs())
+
+
+def blocks_of(unet: nn.Module) -> list[nn.Module]:
+    return [module for module in unet.modules() if type(module).__name__ == "BasicTransformerBlock"]
+
+
+def test_blocks_compile_in_as_many_graphs_as_kinds_of_steps():
+    torch._dynamo.reset()
+    settings = {"ratio": 0.5, "scope": "block", "correct_every": 2}
+    eager, compiled, counter = hosts.unet(), hosts.unet(), CompileCounter()
+    patches = [apply_token_merging(unet, ToMeConfig(**settings)) for unet in (eager, compiled)]
+    merging = [block for block in blocks_of(compiled) if STATE in block.__dict__]
+    for block in merging:
+        block.compile(fullgraph=True, backend=counter)
+    for index in range(6):
+        for patch in patches:
+            patch.at_step(index, 6)
+        wanted, result = (hosts.call(unet, **{**hosts.inputs(1, seed=index)}) for unet in (eager, compiled))
+        assert_close(result, wanted, rtol=1e-5, atol=1e-5)
+    # The first dense step, the others, and merged ones.
+    assert len(merging) > 1
+    assert counter.frame_count == 3
+
+
+def test_steps_are_not_for_one_graph():
+    torch._dynamo.reset()
+    whole = torch.compile(hosts.unet(), fullgraph=True, backend="eager")
+    patch = apply_token_merging(whole, ToMeConfig(**HALF, until=0.5))
+    patch.at_step(0, 2)
+    with pytest.raises((UnsupportedModelError, torch._dynamo.exc.TorchDynamoException), match="one graph"):
+        hosts.call(whole, **hosts.inputs(1))
