@@ -5,6 +5,7 @@
 0.5
 """
 
+from tokenmerge import presets
 from tokenmerge.api import Patch, apply_token_merging, remove_token_merging, token_merging
 from tokenmerge.compat import apply_patch, remove_patch
 from tokenmerge.config import ToMeConfig
@@ -32,6 +33,7 @@ __all__ = [
     "__version__",
     "apply_patch",
     "apply_token_merging",
+    "presets",
     "remove_patch",
     "remove_token_merging",
     "token_merging",
