@@ -13,6 +13,8 @@ from families.tiny import FAMILIES
 from torch import nn
 
 from tokenmerge import ToMeConfig, apply_token_merging
+from tokenmerge.guidance import importance_of_tokens
+from tokenmerge.methods import GUIDED_PLANNERS, PLANNERS
 from tokenmerge.patch import run_of
 
 HALF: dict[str, Any] = {"ratio": 0.5, "max_downsample": 8}
@@ -151,3 +153,44 @@ def test_with_gradients_calls_have_plans_of_their_own():
     apply_token_merging(model, ToMeConfig(ratio=0.5))
     model(**first)
     assert not any(state.held.plans for state in run_of(model).blocks)
+
+
+@pytest.mark.parametrize("batched", [True, False])
+def test_destinations_are_where_guidance_changed_the_last_step(batched, monkeypatch):
+    asked = []
+
+    def plan(features, grid, config, step, importance):
+        asked.append(importance)
+        return PLANNERS["tome"](features, grid, config, step)
+
+    monkeypatch.setitem(GUIDED_PLANNERS, "importance", plan)
+    unet = hosts.unet()
+    pipe = Pipe(unet, guides=batched)
+    one, other = hosts.inputs(2, seed=0), hosts.inputs(2, seed=1)
+    other["sample"] = one["sample"]
+    first = {"timestep": torch.tensor(900.0)}
+    dense = [call(unet, {**arguments, **first}) for arguments in (one, other)]
+    patch = apply_token_merging(pipe, ToMeConfig(ratio=0.01, planner="importance"))
+    calls = [one, other]
+    if batched:
+        both = ("sample", "encoder_hidden_states")
+        calls = [{**one, **{name: torch.cat([one[name], other[name]]) for name in both}}]
+    for index in range(2):
+        assert not asked  # the first step knows nothing yet
+        patch.at_step(index, 2)
+        for arguments in calls:
+            call(unet, {**arguments, "timestep": torch.tensor(900.0 - index)})
+    expected = (dense[1] - dense[0]).abs().mean(dim=1).flatten(1)
+    assert torch.corrcoef(torch.stack([asked[0].flatten(), expected.flatten()]))[0, 1] > 0.99
+    asked.clear()
+    patch.at_step(0, 2)
+    call(unet, calls[0])
+    assert not asked  # a new generation knows nothing yet
+
+
+def test_importance_is_the_mean_over_what_a_token_covers():
+    change = torch.arange(16.0).view(1, 1, 4, 4) - 4
+    found = importance_of_tokens(change, (1, 2, 2))
+    assert torch.equal(found, torch.tensor([[(4 + 3 + 0 + 1) / 4, (2 + 1 + 2 + 3) / 4, 6.5, 8.5]]))
+    assert torch.equal(importance_of_tokens(-change.flatten(2).mT, (1, 4, 4)), change.abs().flatten(1))
+    assert importance_of_tokens(change, (2, 2, 2)) is None

@@ -14,7 +14,7 @@ CORE = [
     ["errors"],
     ["config"],
     ["ops", "presets"],
-    ["layout", "when"],
+    ["kept", "layout", "when"],
     ["guidance", "methods", "models", "pipeline", "proportional"],
     ["state"],
     ["runtime"],

@@ -17,6 +17,7 @@ from torch._dynamo.testing import CompileCounter
 from torch.testing import assert_close
 
 from tokenmerge import ConfigError, ToMeConfig, UnsupportedModelError, apply_token_merging
+from tokenmerge.kept import Change, change_of, changed
 from tokenmerge.patch import run_of
 from tokenmerge.state import STATE
 
@@ -155,17 +156,65 @@ def test_another_batch_in_the_middle_is_corrected_anew():
     assert torch.equal(hosts.call(unet, **three), dense)
 
 
+@pytest.mark.parametrize("scope", ["layers", "block"])
+@pytest.mark.parametrize(
+    "name", ["UNet", "SD3Transformer2DModel", "FluxTransformer2DModel", "WanTransformer3DModel"]
+)
+def test_blocks_that_do_not_run_go_on_in_a_straight_line(name, scope):
+    """With changes that are the same in each step the result is, too; no block runs for it."""
+    if name == "UNet":
+        model, arguments, of_sample = hosts.unet(), hosts.inputs(), "sample"
+    else:
+        model, arguments, of_sample = (
+            model_of(FAMILIES[name]),
+            FAMILIES[name].inputs(2, 8, 8),
+            "hidden_states",
+        )
+    patch = apply_token_merging(model, ToMeConfig(**HALF, scope=scope, reuse_every=2, use_rand=False))
+    ran: list[int] = []
+    states = run_of(model).blocks
+    blocks = [module for module in model.modules() if module.__dict__.get(STATE) in states]
+    for block in blocks:
+        block.register_forward_hook(lambda *_: ran.append(0))
+        first = next(m for m in block.modules() if isinstance(m, nn.Linear))
+        first.register_forward_hook(lambda *_: ran.append(1))
+    results, counts = [], []
+    for index in range(6):
+        patch.at_step(index, 6)
+        ran.clear()
+        results.append(call(model, {**arguments, of_sample: arguments[of_sample].clone()}))
+        counts.append(sum(ran))
+    assert [count > 0 for count in counts] == [True, True, False, True, False, True]
+    for result in results[1:]:
+        assert_close(result, results[0], rtol=1e-4, atol=1e-5 * results[0].abs().max().item())
+
+
+def test_changes_are_taken_on_from_the_last_two_steps():
+    base, result = torch.zeros(1, 2, 3), torch.ones(1, 2, 3)
+    first = change_of(result, [base], step=1, before=None)
+    assert torch.equal(changed(first, [base + 5], step=4), torch.full((1, 2, 3), 6.0))
+    second = change_of((3 * result, None), [base, base], step=3, before=None)
+    second = change_of(
+        (3 * result, None), [base, base], step=3, before=Change(False, 1, (result, None), None)
+    )
+    one, none = changed(second, [base, base], step=6)
+    assert torch.equal(one, torch.full((1, 2, 3), 3.0 + 3 * 1.0))
+    assert none is None
+
+
 def kept(model: nn.Module) -> list[Any]:
     run = run_of(model)
     assert run is not None
-    return [kept for state in (*run.blocks, *run.layers) for kept in state.corrections.values()] + [
-        plan for state in run.blocks for plan in state.held.plans.values()
+    return [
+        *(kept for state in (*run.blocks, *run.layers) for kept in state.corrections.values()),
+        *(kept for state in run.blocks for kept in (*state.changes.values(), *state.held.plans.values())),
     ]
 
 
-def test_nothing_outlives_the_generation():
+@pytest.mark.parametrize("every", [{"correct_every": 2}, {"reuse_every": 2}])
+def test_nothing_outlives_the_generation(every):
     unet = hosts.unet()
-    loop = Loop(unet, hosts.inputs(), scope="block", correct_every=2)
+    loop = Loop(unet, hosts.inputs(), scope="block", **every)
     patch, arguments = loop.patch, loop.arguments
     for index in range(4):
         patch.at_step(index, 4)
@@ -206,9 +255,10 @@ def test_a_model_alone_has_to_be_told_the_step():
         patch.at_step(3, 3)
 
 
-def test_corrections_are_not_for_training():
+@pytest.mark.parametrize("every", [{"correct_every": 2}, {"reuse_every": 2}])
+def test_what_is_kept_is_not_for_training(every):
     unet = hosts.unet()
-    patch = apply_token_merging(unet, ToMeConfig(**HALF, correct_every=2))
+    patch = apply_token_merging(unet, ToMeConfig(**HALF, **every))
     patch.at_step(0, 4)
     with pytest.raises(ConfigError, match="no_grad"):
         unet(**hosts.inputs())

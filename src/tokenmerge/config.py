@@ -28,7 +28,7 @@ _CHANGEABLE = (
 
 # What makes settings the same at every step and for every level.
 _STEADY: Mapping[str, Any] = {
-    **{"schedule": None, "until": 1.0, "plan_every": 1, "correct_every": 0},
+    **{"schedule": None, "until": 1.0, "plan_every": 1, "correct_every": 0, "reuse_every": 1},
     **{"levels": {}, "phases": {}},
 }
 
@@ -127,6 +127,11 @@ class ToMeConfig:
             more than the dense steps' saving, since those run merged too, and memory for one result of each
             layer or block; it turns ``scope="block"`` into one of the closest. Raising it gives a part of the
             saving back, and corrections that are older. A plan is kept from one dense step to the next.
+        reuse_every: one in so many steps runs the blocks that merge, ≥ 1; in the steps between, what a block
+            changes is taken on in a straight line from the last two that ran (arXiv 2503.06923, order 1). It
+            is for blocks that can run on merged tokens as a whole, in whatever scope they merge. Raising it
+            saves more, and the picture follows less closely; few steps differ too much for it. It takes
+            memory for two results of each block. 1: all of them run.
         levels: settings of single levels: ``{2: {"ratio": 0.25}}``.
         phases: settings from a share of the steps on: ``{0.5: {"planner": "tome"}}``.
 
@@ -158,6 +163,7 @@ class ToMeConfig:
     plan_every: int = 1
     share_plan: bool = False
     correct_every: int = 0
+    reuse_every: int = 1
     levels: Mapping[int, Mapping[str, Any]] = dataclasses.field(default_factory=dict, hash=False)
     phases: Mapping[float, Mapping[str, Any]] = dataclasses.field(default_factory=dict, hash=False)
 
@@ -205,7 +211,13 @@ class ToMeConfig:
 
     def _check_steps(self) -> None:
         _check_int("plan_every", self.plan_every, lowest=1)
+        _check_int("reuse_every", self.reuse_every, lowest=1)
         _check_int("correct_every", self.correct_every, lowest=0)
+        if self.correct_every and self.reuse_every > 1:
+            raise ConfigError(
+                "reuse_every, correct_every: blocks that do not run cannot be corrected; take one of the two, "
+                f"got {self.reuse_every} and {self.correct_every}"
+            )
         if self.correct_every == 1:
             raise ConfigError(
                 "correct_every: with 1 every step would be dense; take 2 or more, or 0 for none"
@@ -247,7 +259,16 @@ class ToMeConfig:
             or self.phases
             or self.plan_every > 1
             or self.correct_every
+            or self.reuse_every > 1
+            or self.asks_guidance
         )
+
+    @property
+    def asks_guidance(self) -> bool:
+        """Whether plans depend on what guidance changed in the last step."""
+        changes = (*self.levels.values(), *self.phases.values())
+        planners = (self.planner, *(change.get("planner") for change in changes))
+        return "importance" in planners
 
     def at(self, level: int, index: int, steps: int) -> ToMeConfig:
         """What holds for a level at step ``index`` of ``steps``: the same at every step and for every level.

@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-__all__ = ["SameSample", "parts_are_equal"]
+__all__ = ["SameSample", "importance_of_tokens", "parts_are_equal"]
 
 
 class SameSample:
@@ -57,3 +58,26 @@ def parts_are_equal(sample: Tensor | Sequence[Tensor], parts: int) -> Tensor | N
     if any(x.shape != first.shape for x, first in pairs):
         return None
     return torch.stack([(x == first).all() for x, first in pairs]).all()
+
+
+def importance_of_tokens(change: Tensor, grid: Sequence[int]) -> Tensor | None:
+    """How much guidance changes each token, for planners (arXiv 2411.16720).
+
+    Args:
+        change: what guidance changes in a model's result: ``[b, c, h, w]``, ``[b, c, f, h, w]``, or tokens
+            ``[b, n, c]`` on the model's own grid.
+        grid: (frames, rows, columns) of the tokens that are asked about.
+
+    Returns:
+        ``[b, n]``: the mean of the absolute change over what a token covers; None for a result of another
+        shape.
+    """
+    size = change.abs().float()
+    if size.ndim == 3:
+        tokens = size.mean(dim=2)
+        return tokens if tokens.shape[1] == grid[0] * grid[1] * grid[2] else None
+    if size.ndim not in (4, 5) or (size.ndim == 4 and grid[0] > 1):
+        return None
+    size = size.mean(dim=1, keepdim=True)
+    frames = size.unsqueeze(2) if size.ndim == 4 else size
+    return F.adaptive_avg_pool3d(frames, (grid[0], grid[1], grid[2])).flatten(1)

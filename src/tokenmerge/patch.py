@@ -20,7 +20,15 @@ from tokenmerge.config import ToMeConfig
 from tokenmerge.errors import NothingToMergeError, UnsupportedModelError
 from tokenmerge.layout import Grid
 from tokenmerge.models import KINDS, Block, Host, Layer
-from tokenmerge.runtime import block_call, check_grid, layer_call, note_call, note_grid, parameters
+from tokenmerge.runtime import (
+    block_call,
+    check_grid,
+    layer_call,
+    note_call,
+    note_grid,
+    note_result,
+    parameters,
+)
 from tokenmerge.state import STATE, BlockState, Held, LayerState, Run
 
 __all__ = [
@@ -152,6 +160,8 @@ def patch_host(host: Host, run: Run) -> None:
     for module, grid in grids.items():
         note(module, note_grid, grid)
     note(host.root, note_call, run)
+    if run.config.asks_guidance:
+        host.root.register_forward_hook(note_result)
 
 
 def run_of(root: nn.Module) -> Run | None:
@@ -266,10 +276,11 @@ def note(module: nn.Module, hook: Callable, state: object) -> None:
 def _unnote(module: nn.Module) -> None:
     del module.__dict__[STATE]
     # By the function itself: on a copied module the handle that torch hands out would not be the copy's.
-    for key, hook in list(module._forward_pre_hooks.items()):
-        if getattr(hook, "__module__", "").startswith("tokenmerge."):
-            del module._forward_pre_hooks[key]
-            module._forward_pre_hooks_with_kwargs.pop(key, None)
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        for key, hook in list(hooks.items()):
+            if getattr(hook, "__module__", "").startswith("tokenmerge."):
+                del hooks[key]
+                module._forward_pre_hooks_with_kwargs.pop(key, None)
 
 
 def _rebind_hooks(module: nn.Module, before: FunctionType) -> None:

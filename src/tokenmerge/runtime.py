@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 from tokenmerge.config import ToMeConfig
 from tokenmerge.errors import ConfigError, NothingToMergeError, UnsupportedModelError
-from tokenmerge.guidance import parts_are_equal
+from tokenmerge.guidance import importance_of_tokens, parts_are_equal
+from tokenmerge.kept import Corrections, add_correction, change_of, changed, correction_of
 from tokenmerge.layout import Grid, argument, given, keyed_call, merged_call
-from tokenmerge.methods import PLANNERS
+from tokenmerge.methods import GUIDED_PLANNERS, PLANNERS
 from tokenmerge.methods.tome import num_removed
 from tokenmerge.ops import (
     Plan,
@@ -28,14 +29,14 @@ from tokenmerge.ops import (
     shared_features,
 )
 from tokenmerge.proportional import ProportionalAttention
-from tokenmerge.state import STATE, BlockState, Corrections, LayerState, RecordedPlan, Run
+from tokenmerge.state import STATE, BlockState, LayerState, RecordedPlan, Run
 
-__all__ = ["block_call", "check_grid", "layer_call", "note_call", "note_grid", "parameters"]
+__all__ = ["block_call", "check_grid", "layer_call", "note_call", "note_grid", "note_result", "parameters"]
 
 COMBINE = {"mean": merge, "keep": keep_destinations, "norm": merge_with_norm}
 
 
-# Two hooks note what a call is about; they run before the module's ``forward``, whoever replaced that.
+# Hooks note what a call is about; they run around the module's ``forward``, whoever replaced that.
 
 
 def note_call(root: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -76,7 +77,8 @@ def _note_turn(run: Run, sample: Tensor, timestep: Any) -> None:
         run.same.forget()
     else:
         run.same.note(sample, run.step, run.sample_gone)
-        again = config.share_guidance and run.same.again
+        # A second call of a step, not the first of the next one.
+        again = config.share_guidance and run.same.again and (turns.number > 0 or not config.follows_steps)
     if not again and config.follows_steps:
         run.plan_turn = turns.number
         anew = turns.plans(config.correct_every or config.plan_every, sample.shape)
@@ -86,6 +88,22 @@ def _note_turn(run: Run, sample: Tensor, timestep: Any) -> None:
     run.holds = config.follows_steps or config.share_plan or run.same.known
     if config.correct_every and turns.corrects(run.plan_turn):
         _correct(run)
+    run.reuses = config.reuse_every > 1 and _reuses(run, sample)
+
+
+def _reuses(run: Run, sample: Tensor) -> bool:
+    if torch.is_grad_enabled():
+        _refuse_training("reuse_every", run.config.reuse_every, 1)
+    turns = run.turns
+    step, steps = turns.index - turns.first, turns.last + 1 - turns.first
+    return step < round(run.config.until * steps) and turns.reuses(run.config.reuse_every, sample.shape)
+
+
+def _refuse_training(name: str, value: int, off: int) -> None:
+    raise ConfigError(
+        f"{name}={value} keeps results of one step for the next and is for generation: call the model under "
+        f"torch.no_grad(), or take {name}={off}"
+    )
 
 
 def _note_step(run: Run, timestep: Any) -> None:
@@ -111,10 +129,7 @@ def _note_step(run: Run, timestep: Any) -> None:
 def _correct(run: Run) -> None:
     """Make the running call a dense one, and keep corrections if a step after it will merge with them."""
     if torch.is_grad_enabled():
-        raise ConfigError(
-            f"correct_every={run.config.correct_every} keeps results of one step for the next and is for "
-            "generation: call the model under torch.no_grad(), or take correct_every=0"
-        )
+        _refuse_training("correct_every", run.config.correct_every, 0)
     turns = run.turns
     index, steps = turns.index + 1 - turns.first, turns.last + 1 - turns.first
     used = not turns.is_last and any(run.config.at(level, index, steps).ratio for level in run.levels)
@@ -123,6 +138,20 @@ def _correct(run: Run) -> None:
         turns.corrected[turns.number] = turns.index
     else:
         run.settings = {level: dataclasses.replace(run.settings[level], ratio=0.0) for level in run.levels}
+
+
+def note_result(root: nn.Module, args: tuple, result: Any) -> None:
+    """Behind the model: note what guidance changes in its result."""
+    run: Run = root.__dict__[STATE]
+    made = result if isinstance(result, Tensor) else result[0]
+    if not isinstance(made, Tensor):  # several pictures, or what a ControlNet adds to each level
+        return
+    if run.parts > 1:
+        unguided, guided, *_ = made.detach().chunk(run.parts)
+        run.change = guided - unguided
+    elif run.same.again and run.result is not None:
+        run.change = made.detach() - run.result
+    run.result = made.detach() if run.same.known and run.parts == 1 else None
 
 
 def note_grid(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -146,6 +175,20 @@ def block_call(original: Callable) -> Callable:
         state: BlockState | None = self.__dict__.get(STATE)
         if state is None:
             return original(self, *args, **kwargs)
+        reuses = state.run.config.reuse_every > 1 and state.wide is not None
+        return reused(self, state, args, kwargs) if reuses else run(self, state, args, kwargs)
+
+    def reused(self: nn.Module, state: BlockState, args: tuple, kwargs: dict[str, Any]) -> Any:
+        turns, bases = state.run.turns, functools.partial(_bases, state, names, args, kwargs)
+        change = state.changes.get(turns.number)
+        if state.run.reuses and change is not None:
+            return changed(change, bases(None if change.alone else len(change.latest)), turns.index)
+        result = run(self, state, args, kwargs)
+        added_to = bases(None if isinstance(result, Tensor) else len(result))
+        state.changes[turns.number] = change_of(result, added_to, turns.index, change)
+        return result
+
+    def run(self: nn.Module, state: BlockState, args: tuple, kwargs: dict[str, Any]) -> Any:
         wide = state.wide if state.settings.scope == "block" else None
         if state.settings.scope == "block" and (wide is None or given(wide.whole, names, args, kwargs)):
             return original(self, *args, **kwargs)
@@ -225,26 +268,23 @@ def _corrected(
     """
     if run.corrects:
         result = dense()
-        corrections[run.turns.number] = _both(result, merged(), torch.sub)
+        corrections[run.turns.number] = correction_of(result, merged())
         return result
     result = merged()
     lost = corrections.get(run.turns.number) if run.config.correct_every else None
-    if lost is None:
-        return result
-    corrected = _both(result, lost, torch.add)
-    return corrected[0] if isinstance(result, Tensor) else corrected
+    return result if lost is None else add_correction(result, lost)
 
 
-def _both(one: Any, other: Any, function: Callable[[Tensor, Tensor], Tensor]) -> tuple[Tensor | None, ...]:
-    """A function of each tensor of a result and its like in another one."""
-    return tuple(
-        None if a is None or b is None else function(a, b)
-        for a, b in zip(_tensors(one), _tensors(other), strict=True)
-    )
-
-
-def _tensors(result: Any) -> tuple[Tensor | None, ...]:
-    return (result,) if isinstance(result, Tensor) else tuple(result)
+def _bases(
+    state: BlockState, names: list[str], args: tuple, kwargs: dict[str, Any], count: int | None
+) -> list[Tensor]:
+    """What a block adds its change to: its tokens, and its text where the ``count`` tensors it returns hold that."""
+    assert state.wide is not None
+    tokens = argument(state.layout.tokens or names[0], names, args, kwargs)
+    if count is None:
+        return [tokens]
+    text = argument("encoder_hidden_states", names, args, kwargs)
+    return [tokens if i in state.wide.outputs else text for i in range(count)]
 
 
 def _proportional(state: LayerState, plan: Plan) -> AbstractContextManager[Any]:
@@ -302,7 +342,15 @@ def _new_plan(state: BlockState, features: Tensor) -> Plan | None:
     step = run.step.to(features.device)
 
     def plan(features: Tensor) -> Plan | None:
-        return PLANNERS[state.settings.planner](features, state.grid.shape, state.settings, step)
+        name, grid = state.settings.planner, state.grid.shape
+        if name in PLANNERS:
+            return PLANNERS[name](features, grid, state.settings, step)
+        importance = None if run.change is None else importance_of_tokens(run.change, grid)
+        if importance is not None and len(features) == 1:
+            importance = importance.mean(dim=0, keepdim=True)
+        if importance is None or len(importance) != len(features):
+            return PLANNERS["tome"](features, grid, state.settings, step)
+        return GUIDED_PLANNERS[name](features, grid, state.settings, step, importance.to(features.device))
 
     parts = b if not state.batched else run.parts if b % run.parts == 0 else 1
     if parts == 1:

@@ -11,12 +11,13 @@ from torch import Tensor
 
 from tokenmerge.config import ToMeConfig
 from tokenmerge.guidance import SameSample
+from tokenmerge.kept import Changes, Corrections, NotCopied
 from tokenmerge.layout import Grid, Layout
 from tokenmerge.ops import Plan
 from tokenmerge.pipeline import Pipeline
 from tokenmerge.when import Turns
 
-__all__ = ["STATE", "BlockState", "Corrections", "Held", "LayerState", "RecordedPlan", "Run"]
+__all__ = ["STATE", "BlockState", "Held", "LayerState", "RecordedPlan", "Run"]
 
 # The one attribute that a patched module has beside its own: a Run, a Grid, a BlockState or a LayerState.
 STATE = "_tokenmerge"
@@ -30,19 +31,8 @@ class RecordedPlan:
     grid: tuple[int, int, int]
 
 
-class _OfACall:
-    """Tensors of a generation, which copies and pickles of a model do not take with them."""
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        memo[id(self)] = copied = type(self)()
-        return copied
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), ()
-
-
 @dataclasses.dataclass(eq=False)
-class Held(_OfACall):
+class Held(NotCopied):
     """The plans that a block, or all blocks with one token grid, use again.
 
     Attributes:
@@ -52,12 +42,6 @@ class Held(_OfACall):
 
     plans: dict[int, Plan] = dataclasses.field(default_factory=dict)
     stale: bool = True
-
-    __deepcopy__, __reduce__ = _OfACall.__deepcopy__, _OfACall.__reduce__
-
-
-class Corrections(_OfACall, dict[int, tuple[Tensor | None, ...]]):
-    """What merging loses of each tensor of a result, by the number of the call in its step."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -85,8 +69,11 @@ class Run:
         stages: for each level what holds in each phase, where it merges most.
         settings: what holds at the running step, by level.
         corrects: whether the running call is dense and keeps what merging would lose.
+        reuses: whether the blocks of the running call do not run.
         holds: whether its plans are used again.
         plan_turn: number of the call of a step that planned for the running one.
+        result: of the call before the running one, where guidance is compared.
+        change: what guidance changed in the result of the last step.
         blocks: that merge.
         layers: of these, those whose calls change.
         record: where each block leaves its latest plan, by its path, while somebody asks for it.
@@ -109,8 +96,11 @@ class Run:
     stages: tuple[tuple[int, ToMeConfig], ...] = ()
     settings: dict[int, ToMeConfig] = dataclasses.field(default_factory=dict)
     corrects: bool = False
+    reuses: bool = False
     holds: bool = False
     plan_turn: int = 0
+    result: Tensor | None = None
+    change: Tensor | None = None
     blocks: list[BlockState] = dataclasses.field(default_factory=list)
     layers: list[LayerState] = dataclasses.field(default_factory=list)
     record: dict[str, RecordedPlan] | None = None
@@ -120,11 +110,13 @@ class Run:
         self.settings = {level: next(self.config.stages(level)) for level in self.levels}
 
     def forget(self) -> None:
-        """Let go of all plans and corrections."""
+        """Let go of all that a generation has left."""
+        self.result = self.change = None
         for block in self.blocks:
             block.held.plans.clear()
             block.held.stale = True
             block.corrections.clear()
+            block.changes.clear()
         for layer in self.layers:
             layer.corrections.clear()
 
@@ -134,6 +126,8 @@ class Run:
             return
         for block in self.blocks:
             block.held.plans.pop(self.plan_turn, None)
+            for number in range(self.plan_turn, self.turns.number + 1):
+                block.changes.pop(number, None)
         states: list[BlockState | LayerState] = [*self.blocks, *self.layers]
         for state in states:
             for number in range(self.plan_turn, self.turns.number + 1):
@@ -155,6 +149,7 @@ class BlockState:
         held: plans for other calls and other blocks.
         plan: of the running call.
         corrections: what merging the block as a whole loses.
+        changes: what it adds to its tokens.
     """
 
     run: Run
@@ -167,6 +162,7 @@ class BlockState:
     held: Held = dataclasses.field(default_factory=Held)
     plan: Plan | None = None
     corrections: Corrections = dataclasses.field(default_factory=Corrections)
+    changes: Changes = dataclasses.field(default_factory=Changes)
 
     @property
     def settings(self) -> ToMeConfig:

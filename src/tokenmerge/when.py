@@ -67,6 +67,7 @@ class Turns:
         number: of the running call in its step, from 0.
         planned: by that number, the step whose plan a call uses, and the shape of its sample.
         corrected: by that number, the step whose corrections a call adds.
+        ran: by that number, the last two steps whose blocks ran, and the shape of the sample then.
     """
 
     generation: object = None
@@ -76,6 +77,7 @@ class Turns:
     number: int = 0
     planned: dict[int, tuple[int, torch.Size]] = dataclasses.field(default_factory=dict)
     corrected: dict[int, int] = dataclasses.field(default_factory=dict)
+    ran: dict[int, tuple[int | None, int, torch.Size]] = dataclasses.field(default_factory=dict)
 
     @property
     def is_last(self) -> bool:
@@ -87,7 +89,7 @@ class Turns:
         begins = moment.generation is not self.generation or moment.index < self.index
         if begins:
             self.generation, self.first = moment.generation, moment.index
-            self.planned, self.corrected = {}, {}
+            self.planned, self.corrected, self.ran = {}, {}, {}
         self.number = self.number + 1 if not begins and moment.index == self.index else 0
         self.index, self.last = moment.index, moment.total - 1
         return begins
@@ -103,6 +105,17 @@ class Turns:
     def corrects(self, planner: int) -> bool:
         """Whether the running call has no correction of the plan that call number ``planner`` made."""
         return self.corrected.get(self.number, -1) < self.planned[planner][0]
+
+    def reuses(self, every: int, shape: torch.Size) -> bool:
+        """Whether the running call can do without its blocks, of which one in so many steps runs; note if not.
+
+        Never before two steps have run, which say where a block's change is heading.
+        """
+        before, last, seen = self.ran.get(self.number, (None, -1, None))
+        if seen == shape and before is not None and self.index - last < every:
+            return True
+        self.ran[self.number] = last if seen == shape else None, self.index, shape
+        return False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Turns:
         return Turns()

@@ -1,0 +1,111 @@
+"""What layers and blocks keep from one denoising step for those after it; copies of a model begin anew."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "Change",
+    "Changes",
+    "Corrections",
+    "NotCopied",
+    "add_correction",
+    "change_of",
+    "changed",
+    "correction_of",
+]
+
+
+class NotCopied:
+    """Begins anew in copies and pickles of a model."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        memo[id(self)] = copied = type(self)()
+        return copied
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), ()
+
+
+class Change(NamedTuple):
+    """What a block adds to the tokens that it is called with.
+
+    Attributes:
+        alone: whether its result is one tensor, and not a tuple.
+        step: at which it was.
+        latest: what it added then to each tensor of its result.
+        slope: by how much that grew in a step; None before there are two.
+    """
+
+    alone: bool
+    step: int
+    latest: tuple[Tensor | None, ...]
+    slope: tuple[Tensor | None, ...] | None
+
+
+# By the number of the call in its step: a pipeline makes several, for prompts or tiles.
+class Corrections(NotCopied, dict[int, tuple[Tensor | None, ...]]):
+    """What merging loses of each tensor of a result."""
+
+
+class Changes(NotCopied, dict[int, Change]):
+    """What a block changed in the last steps that it ran in."""
+
+
+def correction_of(exact: Any, merged: Any) -> tuple[Tensor | None, ...]:
+    """What the merged result of a layer or block lacks."""
+    return _each(torch.sub, _tensors(exact), _tensors(merged))
+
+
+def add_correction(result: Any, correction: Sequence[Tensor | None]) -> Any:
+    """A merged result with what it lacks."""
+    corrected = _each(torch.add, _tensors(result), correction)
+    return corrected[0] if isinstance(result, Tensor) else corrected
+
+
+def change_of(result: Any, bases: Sequence[Tensor], step: int, before: Change | None) -> Change:
+    """What a block has changed at a step.
+
+    Args:
+        result: of the block: a tensor, or several.
+        bases: what it was added to: one for each tensor of the result.
+        step: index of the step.
+        before: the last change.
+    """
+    latest = _each(torch.sub, _tensors(result), bases)
+    if before is None or any(
+        (a is None) != (b is None) or (a is not None and b is not None and a.shape != b.shape)
+        for a, b in zip(latest, before.latest, strict=True)
+    ):
+        return Change(isinstance(result, Tensor), step, latest, None)
+    length = step - before.step
+    slope = _each(lambda now, then: (now - then) / length, latest, before.latest)
+    return Change(isinstance(result, Tensor), step, latest, slope)
+
+
+def changed(change: Change, bases: Sequence[Tensor], step: int) -> Any:
+    """A block's result, if its change goes on in a straight line (TaylorSeer, arXiv 2503.06923, order 1)."""
+    result = _each(torch.add, bases, change.latest)
+    if change.slope is not None:
+        since = step - change.step
+        result = _each(lambda value, slope: value.add_(slope, alpha=since), result, change.slope)
+    return result[0] if change.alone else result
+
+
+def _each(
+    function: Callable[[Tensor, Tensor], Tensor],
+    ones: Sequence[Tensor | None],
+    others: Sequence[Tensor | None],
+) -> tuple[Tensor | None, ...]:
+    return tuple(
+        None if one is None or other is None else function(one, other)
+        for one, other in zip(ones, others, strict=True)
+    )
+
+
+def _tensors(result: Any) -> tuple[Tensor | None, ...]:
+    return (result,) if isinstance(result, Tensor) else tuple(result)
