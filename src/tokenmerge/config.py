@@ -215,8 +215,8 @@ class ToMeConfig:
         _check_int("correct_every", self.correct_every, lowest=0)
         if self.correct_every and self.reuse_every > 1:
             raise ConfigError(
-                "reuse_every, correct_every: blocks that do not run cannot be corrected; take one of the two, "
-                f"got {self.reuse_every} and {self.correct_every}"
+                "reuse_every, correct_every: blocks that do not run cannot be corrected; take one of the "
+                f"two, got {self.reuse_every} and {self.correct_every}"
             )
         if self.correct_every == 1:
             raise ConfigError(

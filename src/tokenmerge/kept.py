@@ -19,6 +19,8 @@ __all__ = [
     "correction_of",
 ]
 
+Tensors = Sequence[Tensor | None]
+
 
 class NotCopied:
     """Begins anew in copies and pickles of a model."""
@@ -61,7 +63,7 @@ def correction_of(exact: Any, merged: Any) -> tuple[Tensor | None, ...]:
     return _each(torch.sub, _tensors(exact), _tensors(merged))
 
 
-def add_correction(result: Any, correction: Sequence[Tensor | None]) -> Any:
+def add_correction(result: Any, correction: Tensors) -> Any:
     """A merged result with what it lacks."""
     corrected = _each(torch.add, _tensors(result), correction)
     return corrected[0] if isinstance(result, Tensor) else corrected
@@ -96,11 +98,7 @@ def changed(change: Change, bases: Sequence[Tensor], step: int) -> Any:
     return result[0] if change.alone else result
 
 
-def _each(
-    function: Callable[[Tensor, Tensor], Tensor],
-    ones: Sequence[Tensor | None],
-    others: Sequence[Tensor | None],
-) -> tuple[Tensor | None, ...]:
+def _each(function: Callable[[Tensor, Tensor], Tensor], ones: Tensors, others: Tensors) -> tuple[Any, ...]:
     return tuple(
         None if one is None or other is None else function(one, other)
         for one, other in zip(ones, others, strict=True)

@@ -278,7 +278,7 @@ def _corrected(
 def _bases(
     state: BlockState, names: list[str], args: tuple, kwargs: dict[str, Any], count: int | None
 ) -> list[Tensor]:
-    """What a block adds its change to: its tokens, and its text where the ``count`` tensors it returns hold that."""
+    """What a block adds its change to: its tokens, and its text if that is among ``count`` tensors it returns."""
     assert state.wide is not None
     tokens = argument(state.layout.tokens or names[0], names, args, kwargs)
     if count is None:

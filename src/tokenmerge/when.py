@@ -107,7 +107,7 @@ class Turns:
         return self.corrected.get(self.number, -1) < self.planned[planner][0]
 
     def reuses(self, every: int, shape: torch.Size) -> bool:
-        """Whether the running call can do without its blocks, of which one in so many steps runs; note if not.
+        """Whether the running call can do without its blocks, which run in one of so many steps; note if not.
 
         Never before two steps have run, which say where a block's change is heading.
         """
