@@ -25,8 +25,8 @@ JOINED = sum(WIDTHS)
 SHIFT = 2.0  # towards noise, where the text alone must say what goes where
 
 PHASES = (
-    Phase(size=64, batch=32, steps=1700, rate=2e-3, final_rate=1.2e-3),
-    Phase(size=128, batch=16, steps=600, rate=1.0e-3, final_rate=2e-4),
+    Phase(size=64, batch=32, steps=2200, rate=1.5e-3, final_rate=1.2e-3),
+    Phase(size=128, batch=16, steps=1800, rate=1.0e-3, final_rate=2e-4),
     Phase(size=256, batch=8, steps=200, rate=2e-4, final_rate=5e-5),
 )
 
