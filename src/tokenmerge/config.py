@@ -22,7 +22,7 @@ COMBINATIONS = ("mean", "keep", "norm")
 
 # What may differ between levels and between steps.
 _CHANGEABLE = (
-    *("ratio", "sx", "sy", "st", "use_rand", "merge_attn", "merge_crossattn", "merge_mlp"),
+    *("ratio", "min_tokens", "sx", "sy", "st", "use_rand", "merge_attn", "merge_crossattn", "merge_mlp"),
     *("scope", "planner", "threshold", "combine", "proportional"),
 )
 
@@ -59,6 +59,8 @@ class ToMeConfig:
             it, then 4 and 8. Raising it saves a little more, because deeper levels hold fewer tokens, and
             costs quality, because each of those tokens stands for more of the picture. SDXL has no
             attention at level 1 and needs 2 or more.
+        min_tokens: token grids with fewer tokens stay dense, ≥ 0. Raising it leaves blocks alone in which
+            merging costs about what it saves; pictures come closer to the dense one.
         sx: width of a cell of the destination grid, in tokens, ≥ 1.
         sy: height of a cell, in tokens, ≥ 1. Raising ``sx`` or ``sy`` leaves fewer destinations: matching
             becomes faster and higher ratios possible, and tokens merge over longer distances.
@@ -130,8 +132,10 @@ class ToMeConfig:
         reuse_every: one in so many steps runs the blocks that merge, ≥ 1; in the steps between, what a block
             changes is taken on in a straight line from the last two that ran (arXiv 2503.06923, order 1). It
             is for blocks that can run on merged tokens as a whole, in whatever scope they merge. Raising it
-            saves more, and the picture follows less closely; few steps differ too much for it. It takes
-            memory for two results of each block. 1: all of them run.
+            saves more, and the picture follows less closely. It takes memory for two results of each block.
+            1: all of them run.
+        reuse_min_steps: generations of fewer steps run all blocks, whatever ``reuse_every`` says: their steps
+            differ too much from each other.
         levels: settings of single levels: ``{2: {"ratio": 0.25}}``.
         phases: settings from a share of the steps on: ``{0.5: {"planner": "tome"}}``.
 
@@ -144,6 +148,7 @@ class ToMeConfig:
 
     ratio: float = 0.5
     max_downsample: int = 1
+    min_tokens: int = 0
     sx: int = 2
     sy: int = 2
     st: int = 1
@@ -164,6 +169,7 @@ class ToMeConfig:
     share_plan: bool = False
     correct_every: int = 0
     reuse_every: int = 1
+    reuse_min_steps: int = 0
     levels: Mapping[int, Mapping[str, Any]] = dataclasses.field(default_factory=dict, hash=False)
     phases: Mapping[float, Mapping[str, Any]] = dataclasses.field(default_factory=dict, hash=False)
 
@@ -212,6 +218,8 @@ class ToMeConfig:
     def _check_steps(self) -> None:
         _check_int("plan_every", self.plan_every, lowest=1)
         _check_int("reuse_every", self.reuse_every, lowest=1)
+        _check_int("reuse_min_steps", self.reuse_min_steps, lowest=0)
+        _check_int("min_tokens", self.min_tokens, lowest=0)
         _check_int("correct_every", self.correct_every, lowest=0)
         if self.correct_every and self.reuse_every > 1:
             raise ConfigError(

@@ -88,15 +88,17 @@ def _note_turn(run: Run, sample: Tensor, timestep: Any) -> None:
     run.holds = config.follows_steps or config.share_plan or run.same.known
     if config.correct_every and turns.corrects(run.plan_turn):
         _correct(run)
-    run.reuses = config.reuse_every > 1 and _reuses(run, sample)
+    run.keeps = config.reuse_every > 1 and _keeps(run)
+    run.reuses = run.keeps and turns.reuses(config.reuse_every, sample.shape)
 
 
-def _reuses(run: Run, sample: Tensor) -> bool:
+def _keeps(run: Run) -> bool:
+    """Whether steps of this generation, and the running one, may do without their blocks."""
     if torch.is_grad_enabled():
         _refuse_training("reuse_every", run.config.reuse_every, 1)
     turns = run.turns
     step, steps = turns.index - turns.first, turns.last + 1 - turns.first
-    return step < round(run.config.until * steps) and turns.reuses(run.config.reuse_every, sample.shape)
+    return steps >= run.config.reuse_min_steps and step < round(run.config.until * steps)
 
 
 def _refuse_training(name: str, value: int, off: int) -> None:
@@ -175,8 +177,8 @@ def block_call(original: Callable) -> Callable:
         state: BlockState | None = self.__dict__.get(STATE)
         if state is None:
             return original(self, *args, **kwargs)
-        reuses = state.run.config.reuse_every > 1 and state.wide is not None
-        return reused(self, state, args, kwargs) if reuses else run(self, state, args, kwargs)
+        keeps = state.run.keeps and state.wide is not None
+        return reused(self, state, args, kwargs) if keeps else run(self, state, args, kwargs)
 
     def reused(self: nn.Module, state: BlockState, args: tuple, kwargs: dict[str, Any]) -> Any:
         turns, bases = state.run.turns, functools.partial(_bases, state, names, args, kwargs)

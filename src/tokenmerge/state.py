@@ -69,7 +69,8 @@ class Run:
         stages: for each level what holds in each phase, where it merges most.
         settings: what holds at the running step, by level.
         corrects: whether the running call is dense and keeps what merging would lose.
-        reuses: whether the blocks of the running call do not run.
+        keeps: whether blocks keep what they change, for steps in which they do not run.
+        reuses: whether the running call is such a step.
         holds: whether its plans are used again.
         plan_turn: number of the call of a step that planned for the running one.
         result: of the call before the running one, where guidance is compared.
@@ -96,6 +97,7 @@ class Run:
     stages: tuple[tuple[int, ToMeConfig], ...] = ()
     settings: dict[int, ToMeConfig] = dataclasses.field(default_factory=dict)
     corrects: bool = False
+    keeps: bool = False
     reuses: bool = False
     holds: bool = False
     plan_turn: int = 0

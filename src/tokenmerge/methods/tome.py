@@ -28,6 +28,8 @@ def num_removed(grid: Sequence[int], config: ToMeConfig) -> int:
     >>> num_removed((1, 64, 64), ToMeConfig(ratio=0.5)), num_removed((1, 1, 9), ToMeConfig(ratio=0.5))
     (2048, 0)
     """
+    if num_tokens(grid) < config.min_tokens:
+        return 0
     parts, part, cell = _parts(grid, config)
     return parts * int(num_tokens(part) * config.ratio) if num_destinations(part, cell) else 0
 
