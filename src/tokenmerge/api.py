@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import numbers
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, Generic, TypeVar, overload
 
 from torch import nn
 
+from tokenmerge.auto import choose
 from tokenmerge.config import ToMeConfig
 from tokenmerge.errors import ConfigError, UnsupportedModelError
 from tokenmerge.models import Host, find_hosts
@@ -55,7 +57,8 @@ class Patch(Generic[AnyReport, AnyRecord]):
     def at_step(self, index: int, steps: int) -> None:
         """Say which denoising step comes next, in a loop that is not a diffusers pipeline's.
 
-        Only settings that follow the steps need it; ``index`` 0 begins a generation.
+        Only settings that follow the steps need it; ``index`` 0 begins a generation. From then on a
+        pipeline's own scheduler is not asked any more.
 
         Args:
             index: of the step, 0 ≤ index < steps.
@@ -88,10 +91,12 @@ class Patch(Generic[AnyReport, AnyRecord]):
 
 
 @overload
-def apply_token_merging(pipe_or_model: object, config: ToMeConfig) -> Patch[Report, RecordedPlan]: ...
+def apply_token_merging(pipe_or_model: object, config: ToMeConfig | float) -> Patch[Report, RecordedPlan]: ...
 @overload
 def apply_token_merging(pipe_or_model: object, config: ViTConfig) -> Patch[ViTReport, RecordedTokens]: ...
-def apply_token_merging(pipe_or_model: object, config: ToMeConfig | ViTConfig) -> Patch[Any, Any]:
+def apply_token_merging(
+    pipe_or_model: object, config: ToMeConfig | ViTConfig | float = 0.5
+) -> Patch[Any, Any]:
     """Merge tokens in a diffusion model or a vision transformer from its next call on, in place.
 
     Args:
@@ -99,7 +104,8 @@ def apply_token_merging(pipe_or_model: object, config: ToMeConfig | ViTConfig) -
             model such as ``pipe.unet``, or a CompVis-style model; for a ViTConfig a ViT, DeiT, CLIP or
             DINOv2 model of transformers, a ``VisionTransformer`` of timm, or a pipeline with one in it. One
             that is patched already gets the new settings.
-        config: what to merge and how much.
+        config: what to merge and how much; or the ratio of tokens removed alone, and all else is chosen by
+            :func:`tokenmerge.auto.choose`.
 
     Returns:
         A handle: ``print(patch.report)`` says what happens where, ``patch.remove()`` undoes it.
@@ -114,10 +120,12 @@ def apply_token_merging(pipe_or_model: object, config: ToMeConfig | ViTConfig) -
     """
     if isinstance(config, ViTConfig):
         return _merge_in_encoders(pipe_or_model, config)
+    if isinstance(config, numbers.Real) and not isinstance(config, bool):
+        config = choose(pipe_or_model, float(config))
     if not isinstance(config, ToMeConfig):
         raise ConfigError(
-            "config: expected a ToMeConfig such as ToMeConfig(ratio=0.5), or a ViTConfig such as "
-            f"ViTConfig(r=8), got {config!r}"
+            "config: expected a ratio such as 0.5, a ToMeConfig such as ToMeConfig(ratio=0.5), or a "
+            f"ViTConfig such as ViTConfig(r=8), got {config!r}"
         )
     return _merge_in_hosts(pipe_or_model, config)
 
@@ -128,8 +136,8 @@ def _merge_in_hosts(model: object, config: ToMeConfig) -> Patch[Report, Recorded
     for host in hosts:
         restore(host.root)
     runs = {host.root: new_run(host, config) for host in merging}
-    # One for all of its models: a second transformer does not begin a generation where it takes over.
     pipeline = Pipeline(None if isinstance(model, nn.Module) else model)
+    pipeline.runs += runs.values()
     for run in runs.values():
         run.pipeline = pipeline
     for host in merging:
@@ -175,14 +183,14 @@ def remove_token_merging(pipe_or_model: object) -> None:
 
 @overload
 def token_merging(
-    pipe_or_model: object, config: ToMeConfig
+    pipe_or_model: object, config: ToMeConfig | float
 ) -> contextlib.AbstractContextManager[Patch[Report, RecordedPlan]]: ...
 @overload
 def token_merging(
     pipe_or_model: object, config: ViTConfig
 ) -> contextlib.AbstractContextManager[Patch[ViTReport, RecordedTokens]]: ...
 @contextlib.contextmanager
-def token_merging(pipe_or_model: object, config: Any) -> Iterator[Patch[Any, Any]]:
+def token_merging(pipe_or_model: object, config: Any = 0.5) -> Iterator[Patch[Any, Any]]:
     """Merge tokens while the context lasts; then put back what was there, also after an exception.
 
     Args:

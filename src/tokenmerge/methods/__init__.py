@@ -9,6 +9,7 @@ from tokenmerge.methods.ibtm import plan_ibtm
 from tokenmerge.methods.local import plan_local
 from tokenmerge.methods.sdtm import plan_windows
 from tokenmerge.methods.sito import plan_sito
+from tokenmerge.methods.tiled import plan_tiled
 from tokenmerge.methods.toma import plan_toma
 from tokenmerge.methods.tome import plan_tome
 from tokenmerge.methods.uniform import plan_uniform
@@ -19,6 +20,7 @@ __all__ = ["GUIDED_PLANNERS", "PLANNERS"]
 PLANNERS: dict[str, Callable[..., Plan | None]] = {
     "tome": plan_tome,
     "local": plan_local,
+    "tiled": plan_tiled,
     "uniform": plan_uniform,
     "windows": plan_windows,
     "sito": plan_sito,

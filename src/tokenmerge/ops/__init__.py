@@ -26,6 +26,7 @@ from tokenmerge.ops.plan import (
     unmerge,
 )
 from tokenmerge.ops.soft import SoftPlan, Tiles, make_soft_plan, tile
+from tokenmerge.ops.tiles import tiled_matching
 from tokenmerge.ops.tokens import SizedPlan, Tokens, plan_by_size
 
 __all__ = [
@@ -52,6 +53,7 @@ __all__ = [
     "shared_features",
     "strided_partition",
     "tile",
+    "tiled_matching",
     "uniform_noise",
     "unmerge",
     "whole_cells",

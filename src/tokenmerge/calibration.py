@@ -1,0 +1,114 @@
+"""How many tokens it takes for merging to save time on a device: measured once, then read from a file."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tokenmerge.config import ToMeConfig
+from tokenmerge.methods import PLANNERS
+from tokenmerge.ops import merge, unmerge
+
+__all__ = ["cache_file", "fewest_tokens", "measure_fewest_tokens"]
+
+SIDES = (8, 16, 24, 32, 48, 64)  # of the token grids that are tried, the smallest first
+_BATCH, _CHANNELS, _HEADS, _ROUNDS = 2, 640, 8, 5
+
+
+def fewest_tokens(device: torch.device, dtype: torch.dtype) -> int:
+    """Smallest token grid of which merging half, around self-attention, is faster than not.
+
+    It is measured once for a device, a dtype, a version of torch and a number of threads, which takes a
+    second or two at most, and then read from :func:`cache_file`; delete that to measure again.
+    """
+    key = _key(device, dtype)
+    file = cache_file()
+    known: dict[str, int] = {}
+    with contextlib.suppress(OSError, ValueError):
+        known = json.loads(file.read_text(encoding="utf-8"))
+    if not isinstance(known.get(key), int):
+        known[key] = measure_fewest_tokens(device, dtype)
+        with contextlib.suppress(OSError):  # it is measured again next time
+            _write(file, known)
+    return known[key]
+
+
+def cache_file() -> Path:
+    """Where measurements are kept: ``tokenmerge/fewest_tokens.json`` in the user's folder for caches."""
+    root = os.environ.get("XDG_CACHE_HOME") or os.environ.get("LOCALAPPDATA") or Path.home() / ".cache"
+    return Path(root) / "tokenmerge" / "fewest_tokens.json"
+
+
+@torch.no_grad()
+def measure_fewest_tokens(device: torch.device, dtype: torch.dtype) -> int:
+    """Time self-attention dense and merged on growing token grids, planning included.
+
+    Returns:
+        The number of tokens of the first grid on which merging is faster; of the largest one, if none is.
+    """
+    layer = _SelfAttention().to(device, dtype).eval()
+    generator = torch.Generator().manual_seed(0)
+    step = torch.zeros((), dtype=torch.int64, device=device)
+    config = ToMeConfig(ratio=0.5, planner="local")
+    for side in SIDES:
+        noise = torch.randn(_BATCH, side * side, _CHANNELS, generator=generator)
+        x = noise.to(device, dtype)
+
+        def merged(x: Tensor = x, grid: tuple[int, int, int] = (1, side, side)) -> Tensor:
+            plan = PLANNERS["local"](x, grid, config, step)
+            assert plan is not None
+            return unmerge(plan, layer(merge(plan, x)))
+
+        def dense(x: Tensor = x) -> Tensor:
+            return layer(x)
+
+        if _seconds(merged, device) < _seconds(dense, device):
+            return side * side
+    return SIDES[-1] ** 2
+
+
+class _SelfAttention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.project, self.out = nn.Linear(_CHANNELS, 3 * _CHANNELS), nn.Linear(_CHANNELS, _CHANNELS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.project(x).unflatten(-1, (3, _HEADS, -1)).permute(2, 0, 3, 1, 4)
+        return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+def _seconds(function: Callable[[], Tensor], device: torch.device) -> float:
+    """Median time of a call, after one that is not timed."""
+    times = []
+    for _ in range(_ROUNDS + 1):
+        start = time.perf_counter()
+        function()
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[1:])
+
+
+def _key(device: torch.device, dtype: torch.dtype) -> str:
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+    threads = f", {torch.get_num_threads()} threads" if device.type == "cpu" else ""
+    return f"{device.type} {name}{threads}, {str(dtype).removeprefix('torch.')}, torch {torch.__version__}"
+
+
+def _write(file: Path, known: dict[str, int]) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=file.parent, suffix=".json")
+    with os.fdopen(handle, "w", encoding="utf-8") as stream:
+        json.dump(known, stream, indent=2)
+    Path(temporary).replace(file)

@@ -1,0 +1,140 @@
+"""The default method: what it chooses, for which pipelines, and what it was measured by."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import hosts
+import pytest
+import torch
+from families.test_every_family import model_of
+from families.tiny import FAMILIES
+
+from tokenmerge import ConfigError, NothingToMergeError, apply_token_merging, calibration, token_merging
+from tokenmerge.auto import choose
+from tokenmerge.patch import run_of
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture
+def fast(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device on which merging is faster on every grid."""
+    monkeypatch.setattr(calibration, "measure_fewest_tokens", lambda *_: 16)
+
+
+def pipeline(**models: Any) -> SimpleNamespace:
+    return SimpleNamespace(**models, scheduler=SimpleNamespace(timesteps=None))
+
+
+def test_a_number_alone_chooses_all_else(fast):
+    unet = hosts.unet()
+    apply_token_merging(pipeline(unet=unet), 0.4)
+    run = run_of(unet)
+    assert run.config == choose(pipeline(unet=unet), 0.4)
+    assert (run.config.ratio, run.config.planner, run.config.proportional) == (0.4, "tiled", True)
+    assert run.config.max_downsample == 2  # all levels
+    assert (run.config.reuse_every, run.config.reuse_min_steps) == (2, 16)
+    with token_merging(unet, 0.2) as patch:
+        assert run_of(unet).config.ratio == 0.2
+        assert patch.report.rows
+    assert run_of(unet) is not None
+    with pytest.raises(ConfigError, match="ratio: expected 0 ≤ ratio"):
+        apply_token_merging(unet, 0.9)
+    with pytest.raises(ConfigError, match=r"expected a ratio such as 0\.5, a ToMeConfig"):
+        apply_token_merging(unet, True)
+
+
+def test_a_model_alone_has_no_steps_to_follow(fast):
+    unet = hosts.unet()
+    assert choose(unet, 0.5).reuse_every == 1
+    apply_token_merging(unet, 0.5)
+    assert torch.isfinite(hosts.call(unet, **hosts.inputs())).all()
+
+
+@pytest.mark.parametrize("name", ["SD3Transformer2DModel", "FluxTransformer2DModel", "WanTransformer3DModel"])
+def test_transformers(name, fast):
+    family = FAMILIES[name]
+    model = model_of(family)
+    config = choose(pipeline(transformer=model), 0.5)
+    assert config.reuse_every == 2
+    patch = apply_token_merging(pipeline(transformer=model), 0.5)
+    for index in range(2):
+        patch.at_step(index, 20)
+        with torch.no_grad():
+            model(**family.inputs(2, 8, 8))
+
+
+def test_small_pictures_are_an_error_only_if_nothing_is_saved(monkeypatch):
+    monkeypatch.setattr(calibration, "measure_fewest_tokens", lambda *_: 4096)
+    unet = hosts.unet()
+    with pytest.raises(NothingToMergeError, match="min_tokens=4096"):
+        apply_token_merging(unet, 0.5)
+    apply_token_merging(pipeline(unet=unet), 0.5)  # steps without blocks save time at any size
+
+
+def test_attention_by_other_kernels_is_not_asked_for_sizes(fast):
+    from diffusers.models.attention_processor import AttnProcessor
+
+    unet = hosts.unet()
+    unet.set_attn_processor(AttnProcessor())
+    assert not choose(unet, 0.5).proportional
+    apply_token_merging(unet, 0.5)
+    hosts.call(unet, **hosts.inputs())
+
+
+@pytest.mark.parametrize(("slow", "expected"), [("merged", 64 * 64), ("dense", 64), ("small", 16 * 16)])
+def test_the_fewest_tokens_are_those_from_which_merging_is_faster(slow, expected, monkeypatch):
+    """With times that are told: of the first, second … grid, merged and dense in turn."""
+    sides = iter([side for side in calibration.SIDES for _ in range(2)])
+    turn = iter(range(100))
+
+    def seconds(function: Any, device: torch.device) -> float:
+        side, merged = next(sides), next(turn) % 2 == 0
+        worse = {"merged": True, "dense": False, "small": side < 16}[slow]
+        return 2.0 if merged == worse else 1.0
+
+    monkeypatch.setattr(calibration, "_seconds", seconds)
+    assert calibration.measure_fewest_tokens(torch.device("cpu"), torch.float32) == expected
+
+
+def test_it_is_measured_once_for_a_device_and_kept(own_cache, monkeypatch):
+    cpu, measured = torch.device("cpu"), []
+
+    def measure(device: torch.device, dtype: torch.dtype) -> int:
+        measured.append(dtype)
+        return 64 * len(measured)
+
+    monkeypatch.setattr(calibration, "measure_fewest_tokens", measure)
+    for _ in range(2):
+        assert calibration.fewest_tokens(cpu, torch.float32) == 64
+    assert calibration.fewest_tokens(cpu, torch.bfloat16) == 128
+    file = own_cache / "tokenmerge" / "fewest_tokens.json"
+    assert calibration.cache_file() == file
+    assert list(json.loads(file.read_text()).values()) == [64, 128]
+    assert [path.name for path in file.parent.iterdir()] == [file.name]
+    file.write_text('{"cut off')
+    assert calibration.fewest_tokens(cpu, torch.float32) == 192
+
+
+def test_a_folder_that_cannot_be_written_is_no_matter(monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    monkeypatch.setattr(calibration, "measure_fewest_tokens", lambda *_: 256)
+    assert calibration.fewest_tokens(torch.device("cpu"), torch.float32) == 256
+
+
+def test_measuring_takes_seconds():
+    start = time.perf_counter()
+    assert calibration.measure_fewest_tokens(torch.device("cpu"), torch.float32) in {
+        side**2 for side in calibration.SIDES
+    }
+    assert time.perf_counter() - start < 60  # on a machine that does much else at the same time
