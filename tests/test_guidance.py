@@ -61,6 +61,16 @@ def test_parts_of_a_batch_share_a_plan_and_its_images_do_not(pipe, parts):
     assert not torch.equal(first[0], first[1])
 
 
+def test_of_a_pipeline_that_does_not_tell_equal_samples_share_a_plan():
+    """PixArt's, CogVideoX's and others only know within their call whether they guide."""
+    arguments = hosts.inputs(2)
+    guided = {**arguments, "sample": arguments["sample"][:1].repeat(2, 1, 1, 1)}
+    pipe = Pipe(hosts.unet())
+    del pipe.do_classifier_free_guidance
+    one, other = last_labels(pipe, guided)
+    assert torch.equal(one, other)
+
+
 @pytest.mark.parametrize(("guides", "share"), [(True, False), (False, True)])
 def test_equal_samples_need_not_share_a_plan(guides, share):
     """Without guidance they are pictures of two prompts from one seed, of which none may change the other."""
@@ -135,6 +145,14 @@ def test_calls_on_one_sample_share_a_plan(name):
     patch = apply_token_merging(model, ToMeConfig(ratio=0.5, share_guidance=False))
     labels_of(patch, model, first)
     assert torch.equal(labels_of(patch, model, second), own)
+
+
+@torch.inference_mode()
+def test_calls_on_one_sample_in_inference_mode():
+    """Its tensors do not count their changes."""
+    model, first, second = two_prompts("WanTransformer3DModel")
+    patch = apply_token_merging(model, ToMeConfig(ratio=0.5))
+    assert torch.equal(labels_of(patch, model, first), labels_of(patch, model, second))
 
 
 def test_plans_are_dropped_with_the_sample():

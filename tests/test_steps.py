@@ -10,6 +10,7 @@ from typing import Any
 import hosts
 import pytest
 import torch
+from diffusers import PyramidAttentionBroadcastConfig
 from families.test_every_family import call, model_of
 from families.tiny import FAMILIES
 from torch import Tensor, nn
@@ -68,6 +69,10 @@ def equal(results: list[Tensor], others: list[Tensor]) -> list[bool]:
         ({"levels": {1: {"ratio": 0.0}, 2: {"ratio": 0.0}}, "until": 0.99}, [0, 1, 2, 3, 4, 5]),
         ({"correct_every": 3}, [0, 3]),
         ({"correct_every": 3, "until": 0.6}, [0, 3, 4, 5]),  # no merged step follows the second
+        # A plan that is still held, and its corrections, are not for a step that does not merge.
+        ({"plan_every": 6, "until": 0.5}, [3, 4, 5]),
+        ({"correct_every": 6, "until": 0.5}, [0, 3, 4, 5]),
+        ({"plan_every": 6, "schedule": lambda done: float(done != 0.4)}, [2]),
     ],
 )
 def test_which_steps_are_dense(settings, dense):
@@ -81,6 +86,11 @@ def test_ratios_follow_the_schedule():
     _, plans = Loop(hosts.unet(), hosts.inputs(1), schedule=(1.0, 0.5)).run()
     kept = [len(last) for _, last in plans]
     assert kept == [256 - int(256 * 0.5 * (1 - 0.1 * i)) for i in range(STEPS)]
+
+
+def test_phases_have_plans_of_their_own():
+    _, plans = Loop(hosts.unet(), hosts.inputs(1), plan_every=6, phases={0.5: {"ratio": 0.25}}).run()
+    assert [len(last) for _, last in plans] == [128, 128, 128, 192, 192, 192]
 
 
 @pytest.mark.parametrize("share", [False, True])
@@ -203,15 +213,24 @@ def test_changes_are_taken_on_from_the_last_two_steps():
 
 
 def kept(model: nn.Module) -> list[Any]:
-    run = run_of(model)
-    assert run is not None
+    return kept_by(run_of(model))
+
+
+def kept_by(run: Any) -> list[Any]:
     return [
         *(kept for state in (*run.blocks, *run.layers) for kept in state.corrections.values()),
         *(kept for state in run.blocks for kept in (*state.changes.values(), *state.held.plans.values())),
+        *run.guided.values(),
+        *([] if run.same.result is None else [run.same.result]),
     ]
 
 
-@pytest.mark.parametrize("every", [{"correct_every": 2}, {"reuse_every": 2}])
+KEEPING = pytest.mark.parametrize(
+    "every", [{"correct_every": 2}, {"reuse_every": 2}, {"planner": "importance", "plan_every": 2}]
+)
+
+
+@KEEPING
 def test_nothing_outlives_the_generation(every):
     unet = hosts.unet()
     loop = Loop(unet, hosts.inputs(), scope="block", **every)
@@ -221,6 +240,64 @@ def test_nothing_outlives_the_generation(every):
         hosts.call(unet, **{**arguments, "sample": arguments["sample"].clone()})
         gc.collect()
         assert bool(kept(unet)) == (index < 3)
+
+
+@KEEPING
+def test_removal_in_the_middle_lets_go_of_all(every):
+    """Though the handle is still held, and the sample lives."""
+    unet = hosts.unet()
+    loop = Loop(unet, hosts.inputs(), scope="block", **every)
+    run = run_of(unet)
+    loop.patch.at_step(0, 4)
+    hosts.call(unet, **loop.arguments)
+    assert kept_by(run)
+    loop.patch.remove()
+    assert not kept_by(run)
+
+
+def test_calls_that_a_step_does_without_keep_nothing():
+    """Such as those without the prompt, once guidance is over."""
+    unet, one, other = hosts.unet(), hosts.inputs(1, seed=0), hosts.inputs(1, seed=1)
+    patch = apply_token_merging(unet, ToMeConfig(**HALF, scope="block", correct_every=4))
+    counts = []
+    for index, calls in enumerate([(one, other), (one, other), (one,), (one,)]):
+        patch.at_step(index, 6)
+        for arguments in calls:
+            hosts.call(unet, **{**arguments, "sample": arguments["sample"].clone()})
+        counts.append({len(state.corrections) for state in run_of(unet).blocks})
+    assert counts == [{2}, {2}, {2}, {1}]
+
+
+def test_a_step_that_is_over_is_an_error():
+    """Of a loop that does not say so; of a pipeline that shares the model with the one it was applied to."""
+    unet, arguments = hosts.unet(), hosts.inputs()
+    patch = apply_token_merging(unet, ToMeConfig(**HALF, until=0.5))
+    patch.at_step(0, 4)
+    hosts.call(unet, **arguments)
+    hosts.call(unet, **arguments)
+    with pytest.raises(ConfigError, match="step 0 of 4 is over"):
+        hosts.call(unet, **{**arguments, "timestep": torch.tensor(400)})
+
+
+@pytest.mark.parametrize("every", [{"correct_every": 2}, {"reuse_every": 2}])
+@pytest.mark.parametrize("first", ["cache", "patch"])
+def test_caches_that_count_calls_are_refused(every, first):
+    family = FAMILIES["FluxTransformer2DModel"]
+    model, arguments = model_of(family), family.inputs(1, 8, 8)
+    cache = PyramidAttentionBroadcastConfig(
+        spatial_attention_block_skip_range=2, current_timestep_callback=lambda: 500
+    )
+    if first == "cache":
+        model.enable_cache(cache)
+    patch = apply_token_merging(model, ToMeConfig(ratio=0.5, scope="block", **every))
+    if first == "patch":
+        model.enable_cache(cache)
+    patch.at_step(0, 4)
+    for _ in range(2):  # until it is gone
+        with pytest.raises(UnsupportedModelError, match=r"PyramidAttentionBroadcastHook.*disable_cache\(\)"):
+            call(model, arguments)
+    model.disable_cache()
+    assert torch.isfinite(call(model, arguments)).all()
 
 
 def test_a_new_generation_begins_anew():
@@ -244,6 +321,18 @@ def test_copies_and_pickles_take_nothing_of_a_generation():
             hosts.call(copied, **arguments)
     first, second = (state.held for state in run_of(copy.deepcopy(unet)).blocks[-2:])
     assert first is second
+
+
+def test_copies_take_nothing_of_what_guidance_changed():
+    unet, arguments = hosts.unet(), hosts.inputs()
+    patch = apply_token_merging(unet, ToMeConfig(**HALF, planner="importance"))
+    patch.at_step(0, 6)
+    for text in (1, 2):
+        hosts.call(unet, **{**arguments, "encoder_hidden_states": text * arguments["encoder_hidden_states"]})
+    run = run_of(unet)
+    assert run.guided
+    assert run.same.result is not None
+    assert not kept(copy.deepcopy(unet))
 
 
 def test_a_model_alone_has_to_be_told_the_step():

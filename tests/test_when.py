@@ -26,6 +26,7 @@ SCHEDULERS = [
     ("KDPM2DiscreteScheduler", {}),
     ("LCMScheduler", {}),
     ("LMSDiscreteScheduler", {}),
+    ("PNDMScheduler", {"skip_prk_steps": True}),  # with a timestep that comes twice
     ("UniPCMultistepScheduler", {}),
 ]
 
@@ -66,8 +67,9 @@ def test_every_call_has_its_index(name, settings, first):
     assert found == list(range(first, len(scheduler.timesteps)))
 
 
-def test_the_timestep_in_another_unit_or_in_half_precision_is_no_matter_to_schedulers_that_count():
-    scheduler = scheduler_of("FlowMatchEulerDiscreteScheduler", {"shift": 3.0})
+@pytest.mark.parametrize("shift", [3.0, 1.0])  # without a shift, 1 is the last of its timesteps too
+def test_the_timestep_in_another_unit_or_in_half_precision_is_no_matter_to_schedulers_that_count(shift):
+    scheduler = scheduler_of("FlowMatchEulerDiscreteScheduler", {"shift": shift})
     assert indices(scheduler, 50, unit=1000, dtype=torch.bfloat16) == list(range(50))
 
 
@@ -84,17 +86,58 @@ def test_what_cannot_be_told_is_not_guessed():
     assert moment_of(None, torch.tensor(1.0)) is None
 
 
+@pytest.mark.parametrize(
+    "name", ["DDIMScheduler", "EulerDiscreteScheduler", "FlowMatchEulerDiscreteScheduler"]
+)
+def test_a_scheduler_that_no_generation_uses_says_nothing(name):
+    """That of a pipeline beside the one that runs, with the same model."""
+    scheduler = scheduler_of(name, {})
+    assert moment_of(scheduler, torch.tensor(500.0)) is None
+    indices(scheduler, 4)  # and is over
+    if hasattr(scheduler, "step_index"):
+        assert moment_of(scheduler, torch.tensor(500.0)) is None
+
+
 def test_calls_of_one_step_are_numbered_and_generations_begin_anew():
     turns, first, second = Turns(), object(), object()
-    begins = [turns.note(Moment(g, i, 3)) for g, i in ((first, 0), (first, 0), (first, 1), (second, 0))]
-    assert begins == [True, False, False, True]
+    calls = ((first, 0), (first, 0), (first, 1), (first, 2), (second, 0))
+    over = [turns.note(Moment(g, i, 3)) for g, i in calls]
+    # As the second step begins, calls from number 2 on are over; as the third does, those from 1 on.
+    assert over == [0, None, 2, 1, 0]
     assert turns.number == 0
     turns.note(Moment(second, 0, 3))
     assert turns.number == 1
     # The scheduler's timesteps may be the same: then going back begins a generation.
     turns.note(Moment(second, 2, 3))
     assert turns.is_last
-    assert turns.note(Moment(second, 0, 3))
+    assert turns.note(Moment(second, 0, 3)) == 0
+
+
+def firsts(moments: list[Moment]) -> list[int]:
+    """Where each moment's generation began, if each follows the one before it."""
+    before, found = None, []
+    for moment in moments:
+        before = moment.after(before)
+        found.append(before.first)
+    return found
+
+
+def test_a_generation_is_that_of_its_timesteps():
+    one, other = torch.arange(9), torch.arange(8)
+    assert firsts([Moment(one, i, 9) for i in (4, 5, 5, 6)]) == [4, 4, 4, 4]
+    assert firsts([Moment(one, 5, 9), Moment(one, 4, 9)]) == [5, 4]
+    assert firsts([Moment(one, 5, 9), Moment(other, 6, 8)]) == [5, 6]
+
+
+def test_tiles_have_copies_of_the_schedulers_state():
+    """As StableDiffusionPanoramaPipeline makes them: after the first step, of each tile its own."""
+    set_once = torch.arange(9)
+    tiles = [Moment(set_once if i == 2 else torch.arange(9), i, 9) for i in (2, 2, 3, 3, 4, 4)]
+    assert firsts(tiles) == [2] * 6
+    # Where a generation fails in its first step, the next one begins there, too.
+    moments = [Moment(torch.arange(9), 2, 9).after(None)]
+    moments.append(Moment(torch.arange(9), 2, 9).after(moments[0]))
+    assert moments[1].generation is not moments[0].generation
 
 
 def test_plans_last_for_so_many_steps_and_one_shape():

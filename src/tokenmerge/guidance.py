@@ -22,25 +22,34 @@ class SameSample:
     Attributes:
         known: whether another call can be found to be on the sample of the running one.
         again: whether the running one is on that of the call before it.
+        result: of the call before it, where guidance is compared.
     """
 
     def __init__(self) -> None:
         self.known = self.again = False
+        self.result: Tensor | None = None
         self._sample: weakref.ref[Tensor] | None = None
         self._version = -1
         self._step: Tensor | None = None
 
     def note(self, sample: Tensor, step: Tensor, gone: Callable[[], None]) -> None:
         """Note a call; ``gone`` is called when its sample lives no longer, in a pipeline after the step."""
-        same = self._sample is not None and self._sample() is sample and self._version == sample._version
+        version = 0 if sample.is_inference() else sample._version  # what inference mode makes has none
+        same = self._sample is not None and self._sample() is sample and self._version == version
         self.again = same and self._step is not None and torch.equal(self._step, step)
-        if not self.again:
-            self._sample, self._version = weakref.ref(sample, lambda _: gone()), sample._version
-            self._step, self.known = step, True
+        if self.again:
+            return
+
+        def let_go(_: object) -> None:
+            self.result = None
+            gone()
+
+        self._sample, self._version, self._step = weakref.ref(sample, let_go), version, step
+        self.known, self.result = True, None
 
     def forget(self) -> None:
         """Note a call whose sample cannot be found again."""
-        self.known, self.again, self._sample = False, False, None
+        self.known, self.again, self._sample, self.result = False, False, None, None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SameSample:
         return SameSample()

@@ -12,6 +12,7 @@ __all__ = [
     "Change",
     "Changes",
     "Corrections",
+    "Guided",
     "NotCopied",
     "add_correction",
     "change_of",
@@ -56,6 +57,10 @@ class Corrections(NotCopied, dict[int, tuple[Tensor | None, ...]]):
 
 class Changes(NotCopied, dict[int, Change]):
     """What a block changed in the last steps that it ran in."""
+
+
+class Guided(NotCopied, dict[int, Tensor]):
+    """What guidance changed in a model's result; the number is that of the call that planned."""
 
 
 def correction_of(exact: Any, merged: Any) -> tuple[Tensor | None, ...]:

@@ -173,6 +173,9 @@ def restore(root: nn.Module) -> None:
     """Give every module of a model back what it had; a model that is not patched stays as it is."""
     for module in root.modules():
         if STATE in module.__dict__:
+            if isinstance(state := module.__dict__[STATE], Run):  # whoever holds the handle holds it
+                state.same.forget()
+                state.forget()
             if hasattr(type(module), "_tokenmerge_base"):
                 _unswap(module)
             else:

@@ -50,10 +50,12 @@ def note_call(root: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
     device = (sample[0] if isinstance(sample, list) else sample).device
     told = run.timestep
     timestep = arguments[told] if isinstance(told, str) else told(root, arguments)
-    run.step = _step_of(timestep, device)
+    before, run.step = run.step, _step_of(timestep, device)
     if run.config.share_guidance:
         _note_parts(run, root, sample)
-    _note_turn(run, sample[0] if isinstance(sample, list) else sample, timestep)
+    if run.config.follows_steps:
+        _note_step(run, root, timestep, before)
+    _note_turn(run, sample)
 
 
 def _note_parts(run: Run, root: nn.Module, sample: Any) -> None:
@@ -66,22 +68,23 @@ def _note_parts(run: Run, root: nn.Module, sample: Any) -> None:
         run.parts, run.shared = parts if equal is not None and equal else 1, None
 
 
-def _note_turn(run: Run, sample: Tensor, timestep: Any) -> None:
+def _note_turn(run: Run, sample: Tensor | list[Tensor]) -> None:
     """Note which plans and corrections the running call uses, and which it makes."""
     config, turns, again, anew = run.config, run.turns, False, True
+    shape = len(sample), *sample[0].shape
     run.corrects = False
-    if config.follows_steps:
-        _note_step(run, timestep)
     # With gradients, blocks may run again when the sample, and the plans with it, are gone.
     if torch.compiler.is_compiling() or torch.is_grad_enabled():
         run.same.forget()
     else:
-        run.same.note(sample, run.step, run.sample_gone)
+        first = sample[0] if isinstance(sample, list) else sample
+        run.same.note(first, run.step, run.sample_gone)
         # A second call of a step, not the first of the next one.
         again = config.share_guidance and run.same.again and (turns.number > 0 or not config.follows_steps)
     if not again and config.follows_steps:
         run.plan_turn = turns.number
-        anew = turns.plans(config.correct_every or config.plan_every, sample.shape)
+        phase = config.phase(turns.index - turns.first, turns.last + 1 - turns.first)
+        anew = turns.plans(config.correct_every or config.plan_every, (*shape, phase))
     if anew and not again:
         for block in run.blocks:
             block.held.stale = True
@@ -89,7 +92,7 @@ def _note_turn(run: Run, sample: Tensor, timestep: Any) -> None:
     if config.correct_every and turns.corrects(run.plan_turn):
         _correct(run)
     run.keeps = config.reuse_every > 1 and _keeps(run)
-    run.reuses = run.keeps and turns.reuses(config.reuse_every, sample.shape)
+    run.reuses = run.keeps and turns.reuses(config.reuse_every, shape)
 
 
 def _keeps(run: Run) -> bool:
@@ -108,8 +111,8 @@ def _refuse_training(name: str, value: int, off: int) -> None:
     )
 
 
-def _note_step(run: Run, timestep: Any) -> None:
-    """Note which step it is, and what holds at it."""
+def _note_step(run: Run, root: nn.Module, timestep: Any, before: Tensor) -> None:
+    """Note which step it is, and what holds at it; ``before`` is ``run.step`` of the last call."""
     if torch.compiler.is_compiling():
         raise UnsupportedModelError(
             "settings that follow the denoising steps cannot be compiled into one graph with the whole "
@@ -118,14 +121,43 @@ def _note_step(run: Run, timestep: Any) -> None:
     moment = run.pipeline.moment(timestep)
     if moment is None:
         raise ConfigError(
-            "until, schedule, phases, plan_every and correct_every need to know which denoising step it is: "
-            "apply token merging to the pipeline instead of its model, or call patch.at_step(i, steps) "
-            "before each step of a loop of your own"
+            "until, schedule, phases, plan_every, correct_every, reuse_every and planner='importance' need "
+            "to know which denoising step it is, and no scheduler says so: apply token merging to the "
+            "pipeline that runs instead of its model, or call patch.at_step(i, steps) before each step of a "
+            "loop of your own"
         )
-    if run.turns.note(moment):
-        run.forget()
-    index, steps = run.turns.index - run.turns.first, moment.total - run.turns.first
+    if run.turns.begins_with(moment):
+        _refuse_caches(run, root)
+    elif moment.index == run.turns.index and not torch.equal(before, run.step):
+        raise ConfigError(
+            f"step {moment.index} of {moment.total} is over, by the timestep that the model is called with; "
+            "call patch.at_step(i, steps) before each step of a loop of your own, or apply token merging to "
+            "the very pipeline that runs: others that share its models have schedulers of their own"
+        )
+    over = run.turns.note(moment)
+    if over is not None:
+        run.forget(over)
+    index, steps = moment.index - moment.first, moment.total - moment.first
     run.settings = {level: run.config.at(level, index, steps) for level in run.levels}
+
+
+def _refuse_caches(run: Run, root: nn.Module) -> None:
+    """Refuse hooks that count the calls of blocks and layers where these run twice, or not at all."""
+    config = run.config
+    if config.correct_every:
+        name, value, does, off = "correct_every", config.correct_every, "runs blocks twice on dense steps", 0
+    elif config.reuse_every > 1:
+        name, value, does, off = "reuse_every", config.reuse_every, "leaves blocks out on some steps", 1
+    else:
+        return
+    for path, module in root.named_modules():
+        hooks = getattr(module.__dict__.get("_diffusers_hook"), "hooks", {})
+        for hook in hooks.values():
+            if hook._is_stateful:
+                raise UnsupportedModelError(
+                    f"{path}: {name}={value} {does}, and {type(hook).__name__} keeps results from call to "
+                    f"call; take {name}={off}, or remove that cache first: model.disable_cache()"
+                )
 
 
 def _correct(run: Run) -> None:
@@ -150,10 +182,11 @@ def note_result(root: nn.Module, args: tuple, result: Any) -> None:
         return
     if run.parts > 1:
         unguided, guided, *_ = made.detach().chunk(run.parts)
-        run.change = guided - unguided
-    elif run.same.again and run.result is not None:
-        run.change = made.detach() - run.result
-    run.result = made.detach() if run.same.known and run.parts == 1 else None
+        run.guided[run.plan_turn] = guided - unguided
+    elif run.same.again and run.same.result is not None:
+        run.guided[run.plan_turn] = made.detach() - run.same.result
+    if run.same.known and run.parts == 1:
+        run.same.result = made.detach()
 
 
 def note_grid(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -280,7 +313,7 @@ def _corrected(
 def _bases(
     state: BlockState, names: list[str], args: tuple, kwargs: dict[str, Any], count: int | None
 ) -> list[Tensor]:
-    """What a block adds its change to: its tokens, and its text if that is among ``count`` tensors it returns."""
+    """What a block adds its change to: its tokens, or its text where that is among ``count`` results."""
     assert state.wide is not None
     tokens = argument(state.layout.tokens or names[0], names, args, kwargs)
     if count is None:
@@ -326,6 +359,8 @@ def _plan(state: BlockState, x: Tensor, mask: Tensor | None) -> Plan | None:
     start = None if mask is None else mask.sum(dim=1) - n
     features = state.layout.image(x, n, start)
     held = state.held
+    if not state.settings.ratio:  # a held plan is of a step that merged
+        return None
     plan = held.plans.get(run.plan_turn) if run.holds and not held.stale else None
     if plan is None or plan.inverse.shape != features.shape[:2]:
         plan = _new_plan(state, features)
@@ -347,7 +382,8 @@ def _new_plan(state: BlockState, features: Tensor) -> Plan | None:
         name, grid = state.settings.planner, state.grid.shape
         if name in PLANNERS:
             return PLANNERS[name](features, grid, state.settings, step)
-        importance = None if run.change is None else importance_of_tokens(run.change, grid)
+        change = run.guided.get(run.plan_turn)
+        importance = None if change is None else importance_of_tokens(change, grid)
         if importance is not None and len(features) == 1:
             importance = importance.mean(dim=0, keepdim=True)
         if importance is None or len(importance) != len(features):

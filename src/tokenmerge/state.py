@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from tokenmerge.config import ToMeConfig
 from tokenmerge.guidance import SameSample
-from tokenmerge.kept import Changes, Corrections, NotCopied
+from tokenmerge.kept import Changes, Corrections, Guided, NotCopied
 from tokenmerge.layout import Grid, Layout
 from tokenmerge.ops import Plan
 from tokenmerge.pipeline import Pipeline
@@ -73,8 +74,7 @@ class Run:
         reuses: whether the running call is such a step.
         holds: whether its plans are used again.
         plan_turn: number of the call of a step that planned for the running one.
-        result: of the call before the running one, where guidance is compared.
-        change: what guidance changed in the result of the last step.
+        guided: what guidance changed in the results of the last step.
         blocks: that merge.
         layers: of these, those whose calls change.
         record: where each block leaves its latest plan, by its path, while somebody asks for it.
@@ -101,8 +101,7 @@ class Run:
     reuses: bool = False
     holds: bool = False
     plan_turn: int = 0
-    result: Tensor | None = None
-    change: Tensor | None = None
+    guided: Guided = dataclasses.field(default_factory=Guided)
     blocks: list[BlockState] = dataclasses.field(default_factory=list)
     layers: list[LayerState] = dataclasses.field(default_factory=list)
     record: dict[str, RecordedPlan] | None = None
@@ -111,29 +110,28 @@ class Run:
         self.stages = tuple((level, s) for level in self.levels for s in self.config.stages(level))
         self.settings = {level: next(self.config.stages(level)) for level in self.levels}
 
-    def forget(self) -> None:
-        """Let go of all that a generation has left."""
-        self.result = self.change = None
+    def forget(self, first: int = 0, last: int = sys.maxsize) -> None:
+        """Let go of all that calls with these numbers in their steps have left."""
+        for kept in self._kept():
+            for number in [number for number in kept if first <= number <= last]:
+                kept.pop(number, None)  # a plan may be several blocks'
+
+    def _kept(self) -> Iterator[dict[int, Any]]:
+        yield from (self.turns.planned, self.turns.corrected, self.turns.ran, self.guided)
         for block in self.blocks:
-            block.held.plans.clear()
-            block.held.stale = True
-            block.corrections.clear()
-            block.changes.clear()
+            yield from (block.held.plans, block.corrections, block.changes)
         for layer in self.layers:
-            layer.corrections.clear()
+            yield layer.corrections
 
     def sample_gone(self) -> None:
         """After all calls on one sample: let go of what the next step will not use."""
-        if self.config.follows_steps and not self.turns.is_last:
-            return
-        for block in self.blocks:
-            block.held.plans.pop(self.plan_turn, None)
-            for number in range(self.plan_turn, self.turns.number + 1):
-                block.changes.pop(number, None)
-        states: list[BlockState | LayerState] = [*self.blocks, *self.layers]
-        for state in states:
-            for number in range(self.plan_turn, self.turns.number + 1):
-                state.corrections.pop(number, None)
+        if not self.config.follows_steps:
+            self.forget()
+        elif self.turns.is_last:
+            self.forget(self.plan_turn, self.turns.number)
+            for run in self.pipeline.runs:
+                if not run.turns.is_last:  # a model for the first steps alone
+                    run.forget()
 
 
 @dataclasses.dataclass(eq=False)

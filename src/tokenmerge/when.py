@@ -16,14 +16,32 @@ class Moment:
     """A denoising step.
 
     Attributes:
-        generation: what differs between generations, by identity.
+        generation: what differs between generations.
         index: of the step among those of its scheduler, from 0.
         total: number of these.
+        first: index of the generation's first step; image-to-image does not begin at 0.
     """
 
     generation: object
     index: int
     total: int
+    first: int = 0
+
+    def after(self, before: Moment | None) -> Moment:
+        """This moment as one of the generation of ``before``, if it is; or else as the first of its own."""
+        if before is not None and self.index >= before.index:
+            same = self.generation is before.generation
+            # Pipelines of tiles step each of them with its own copy of the scheduler's state.
+            copied = self.index > before.first and _equal(self.generation, before.generation)
+            if same or copied:
+                return dataclasses.replace(self, generation=before.generation, first=before.first)
+        return dataclasses.replace(self, first=self.index)
+
+
+def _equal(timesteps: object, others: object) -> bool:
+    if not (isinstance(timesteps, Tensor) and isinstance(others, Tensor)):
+        return False
+    return timesteps.device == others.device and torch.equal(timesteps, others)
 
 
 def moment_of(scheduler: Any, timestep: Tensor | float) -> Moment | None:
@@ -34,25 +52,43 @@ def moment_of(scheduler: Any, timestep: Tensor | float) -> Moment | None:
         timestep: that the model is called with, for schedulers that do not count.
     """
     timesteps = getattr(scheduler, "timesteps", None)
-    if timesteps is None or len(timesteps) == 0:
+    if timesteps is None or len(timesteps) == 0 or _is_unused(scheduler):
         return None
     index = getattr(scheduler, "step_index", None)
     # Before the first step it is not counted yet. Image-to-image begins later than at the first.
     index = getattr(scheduler, "begin_index", None) if index is None else index
     if index is None:
-        index = _place(timestep, timesteps, counts=hasattr(scheduler, "step_index"))
-    return None if index is None else Moment(timesteps, int(index), len(timesteps))
+        now = float(torch.as_tensor(timestep).max())
+        index = _place(now, timesteps, made=getattr(scheduler, "counter", 0))
+        # Models of flow matching are told a share of the highest timestep, and 1 is also one of the last.
+        if hasattr(scheduler, "step_index") and (index is None or now <= 1):
+            index = 0
+    if index is None or index >= len(timesteps):  # of a generation that is over
+        return None
+    return Moment(timesteps, int(index), len(timesteps))
 
 
-def _place(timestep: Tensor | float, timesteps: Any, counts: bool) -> int | None:
-    """Which of the timesteps a model is called with; the first, where a scheduler that counts cannot tell."""
+def _is_unused(scheduler: Any) -> bool:
+    """Whether its timesteps are still those of training: another one is in use."""
+    training = getattr(getattr(scheduler, "config", None), "num_train_timesteps", None)
+    return getattr(scheduler, "num_inference_steps", None) is None and len(scheduler.timesteps) == training
+
+
+def _place(timestep: float, timesteps: Any, made: int) -> int | None:
+    """Which of the timesteps a model is called with; None: it is in another unit.
+
+    Args:
+        timestep: that the model is called with.
+        timesteps: of the scheduler.
+        made: steps that it has made, which PNDM tells and which tells its equal timesteps apart.
+    """
     scheduled = torch.as_tensor(timesteps, dtype=torch.float32).cpu()
-    distance = (scheduled - torch.as_tensor(timestep).detach().float().max().cpu()).abs()
-    nearest = int(distance.argmin())
-    # Models are told the timestep in half precision, to 1 in 256, or in another unit altogether.
-    if distance[nearest] <= max(1.0, float(scheduled[nearest].abs())) / 128:
-        return nearest
-    return 0 if counts else None
+    distance = (scheduled - timestep).abs()
+    nearest = distance.min()
+    if nearest > max(1.0, abs(timestep)) / 128:  # half precision is good to 1 in 256
+        return None
+    places = (distance == nearest).nonzero().flatten().tolist()
+    return next((place for place in places if place >= made), places[-1])
 
 
 @dataclasses.dataclass(eq=False)
@@ -61,13 +97,13 @@ class Turns:
 
     Attributes:
         generation: the running one.
-        first: its first step; image-to-image does not begin at 0.
+        first: its first step.
         last: its last step.
         index: the running step.
         number: of the running call in its step, from 0.
-        planned: by that number, the step whose plan a call uses, and the shape of its sample.
+        planned: by that number, the step whose plan a call uses, and what that plan is for.
         corrected: by that number, the step whose corrections a call adds.
-        ran: by that number, the last two steps whose blocks ran, and the shape of the sample then.
+        ran: by that number, the last two steps whose blocks ran, and the shape of the samples then.
     """
 
     generation: object = None
@@ -75,38 +111,52 @@ class Turns:
     last: int = 0
     index: int = -1
     number: int = 0
-    planned: dict[int, tuple[int, torch.Size]] = dataclasses.field(default_factory=dict)
+    planned: dict[int, tuple[int, object]] = dataclasses.field(default_factory=dict)
     corrected: dict[int, int] = dataclasses.field(default_factory=dict)
-    ran: dict[int, tuple[int | None, int, torch.Size]] = dataclasses.field(default_factory=dict)
+    ran: dict[int, tuple[int | None, int, tuple[int, ...]]] = dataclasses.field(default_factory=dict)
 
     @property
     def is_last(self) -> bool:
         """Whether it is the last step."""
         return self.index >= self.last
 
-    def note(self, moment: Moment) -> bool:
-        """Note a call; whether it begins a generation."""
-        begins = moment.generation is not self.generation or moment.index < self.index
-        if begins:
-            self.generation, self.first = moment.generation, moment.index
-            self.planned, self.corrected, self.ran = {}, {}, {}
-        self.number = self.number + 1 if not begins and moment.index == self.index else 0
-        self.index, self.last = moment.index, moment.total - 1
-        return begins
+    def note(self, moment: Moment) -> int | None:
+        """Note a call.
 
-    def plans(self, every: int, shape: torch.Size) -> bool:
-        """Whether the running call plans anew, where plans are used for so many steps; note that it does."""
+        Returns:
+            From which number on calls are not made any more, so that what they have left can go: 0 where a
+            generation begins; where a step does, as many as the step before had; None: they still are.
+        """
+        begins = self.begins_with(moment)
+        again = not begins and moment.index == self.index
+        made = 0 if begins else self.number + 1
+        self.generation, self.first = moment.generation, moment.first
+        self.index, self.last = moment.index, moment.total - 1
+        self.number = made if again else 0
+        return None if again else made
+
+    def begins_with(self, moment: Moment) -> bool:
+        """Whether a call begins a generation."""
+        return moment.generation is not self.generation or moment.index < self.index
+
+    def plans(self, every: int, purpose: object) -> bool:
+        """Whether the running call plans anew; note that it does.
+
+        Args:
+            every: for how many steps plans are used.
+            purpose: what they are for, such as the shape of the sample; another one needs other plans.
+        """
         index, before = self.planned.get(self.number, (None, None))
-        due = index is None or before != shape or self.index - index >= every
+        due = index is None or before != purpose or self.index - index >= every
         if due:
-            self.planned[self.number] = self.index, shape
+            self.planned[self.number] = self.index, purpose
         return due
 
     def corrects(self, planner: int) -> bool:
         """Whether the running call has no correction of the plan that call number ``planner`` made."""
         return self.corrected.get(self.number, -1) < self.planned[planner][0]
 
-    def reuses(self, every: int, shape: torch.Size) -> bool:
+    def reuses(self, every: int, shape: tuple[int, ...]) -> bool:
         """Whether the running call can do without its blocks, which run in one of so many steps; note if not.
 
         Never before two steps have run, which say where a block's change is heading.
