@@ -64,6 +64,7 @@ VARIANTS: dict[str, Callable] = {
     "dense": lambda unet: nullcontext(),
     "oracle": oracle,
     "tokenmerge": lambda unet: tokenmerge.token_merging(unet, tokenmerge.ToMeConfig(ratio=RATIO)),
+    "tiled": lambda unet: tokenmerge.token_merging(unet, tokenmerge.ToMeConfig(ratio=RATIO, planner="tiled")),
     "tomesd": tomesd_patch,
 }
 

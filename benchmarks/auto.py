@@ -1,0 +1,158 @@
+"""Time of a denoising step with `auto`, with tomesd and dense, on the geometry of well-known models.
+
+The models have random weights and run alone, with the batch that one guided picture makes. With `auto`, a
+generation of 16 steps or more has two kinds of steps: some run the transformer blocks and some do not. Both are
+timed, and a line shows their mean over the generation. Variants take turns; each line shows the median of the
+rounds and their quartiles, and the median of the ratios to dense within a round.
+
+    python benchmarks/auto.py --model sd15 --size 512 768 --ratio 0.5 0.6
+    python benchmarks/auto.py --model sd3@0.2 flux@0.05 --size 1024 --steps 28
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import tomesd
+import torch
+from torch import nn
+
+import tokenmerge
+from tokenmerge.auto import choose
+from tokenmerge.bench.geometry import build_denoiser, find_geometry
+from tokenmerge.bench.inputs import Inputs, InputSize, example_inputs
+
+Seconds = Callable[[], float]  # of one call
+
+
+class Pipe:
+    """As far as merging looks at a pipeline."""
+
+    scheduler = SimpleNamespace(timesteps=None)
+
+    def __init__(self, model: nn.Module, guided: bool) -> None:
+        self.model, self.do_classifier_free_guidance = model, guided
+
+
+def dense(pipe: Pipe, call: Seconds, steps: int) -> float:
+    return call()
+
+
+def with_tomesd(pipe: Pipe, call: Seconds, steps: int) -> float:
+    tomesd.apply_patch(pipe.model, ratio=0.5)
+    try:
+        return call()
+    finally:
+        tomesd.remove_patch(pipe.model)
+
+
+def with_auto(ratio: float) -> Callable[[Pipe, Seconds, int], float]:
+    def measure(pipe: Pipe, call: Seconds, steps: int) -> float:
+        """The mean over a generation, of which the steps after the second run their blocks by turns."""
+        config = choose(pipe, ratio)
+        with tokenmerge.token_merging(pipe, config) as patch:
+            kinds = []
+            for index in range(4):
+                patch.at_step(index, steps)
+                kinds.append(call())
+        first, second, without, again = kinds
+        if config.reuse_every == 2 and steps >= config.reuse_min_steps:
+            skipped = (steps - 1) // 2
+            return (first + second + (steps - 2 - skipped) * again + skipped * without) / steps
+        return statistics.mean(kinds)
+
+    return measure
+
+
+def timed(model: nn.Module, inputs: Inputs) -> Seconds:
+    device = next(model.parameters()).device
+
+    @torch.no_grad()
+    def call() -> float:
+        args = tuple(value.clone() for value in inputs.args)  # a pipeline makes a new sample for each step
+        start = time.perf_counter()
+        model(*args, **inputs.kwargs)
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
+        return time.perf_counter() - start
+
+    return call
+
+
+def measure(name: str, size: int, options: argparse.Namespace) -> dict[str, list[float]]:
+    geometry = find_geometry(name)
+    model = build_denoiser(geometry, getattr(torch, options.dtype), torch.device(options.device), seed=0)
+    inputs = example_inputs(
+        model,
+        InputSize(height=size, width=size, scale=8, samples=2 if geometry.guided else 1, frames=1),
+        seed=0,
+        guided=geometry.guided,
+    )
+    variants: dict[str, Callable[[Pipe, Seconds, int], float]] = {"dense": dense}
+    if "unet" in geometry.denoiser.lower():
+        variants["tomesd 0.5"] = with_tomesd
+    variants |= {f"auto {ratio:g}": with_auto(ratio) for ratio in options.ratio}
+    pipe, times = Pipe(model, geometry.guided), {variant: [] for variant in variants}
+    call = timed(model, inputs)
+    call()  # warms up
+    for turn in range(options.rounds):
+        for variant, of in variants.items():
+            took = of(pipe, call, options.steps)
+            times[variant].append(took)
+            print(f"{name} {size}: round {turn + 1}: {variant} {took:.3f} s", file=sys.stderr, flush=True)
+    return times
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", nargs="+", default=["sd15"], help="geometries of `tokenmerge bench`")
+    parser.add_argument("--size", type=int, nargs="+", default=[512, 768], help="pixels (default: 512 768)")
+    parser.add_argument("--ratio", type=float, nargs="+", default=[0.5, 0.6], help="of auto")
+    parser.add_argument("--steps", type=int, default=20, help="of the generation (default: 20)")
+    parser.add_argument("--rounds", type=int, default=5, help="timed rounds (default: 5)")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--out", type=Path, help="append a JSON line for each model and size to this file")
+    options = parser.parse_args()
+
+    for name in options.model:
+        for size in options.size:
+            times = measure(name, size, options)
+            print(
+                f"\n{name}, {size} × {size}, {options.steps} steps, {options.dtype}, {options.device}, ",
+                end="",
+            )
+            print(f"{torch.get_num_threads()} threads")
+            print(f"{'variant':<12}{'s a step':>10}{'quartiles':>18}{'speed-up':>10}")
+            for variant, values in times.items():
+                low, _, high = statistics.quantiles(values, n=4)
+                gain = statistics.median(a / b for a, b in zip(times["dense"], values, strict=True))
+                median = statistics.median(values)
+                print(f"{variant:<12}{median:>10.3f}{f'{low:.3f} to {high:.3f}':>18}{gain:>9.2f}x")
+            if options.out:
+                conditions: dict[str, Any] = {
+                    "model": name,
+                    "size": size,
+                    "steps": options.steps,
+                    "dtype": options.dtype,
+                    "device": options.device,
+                    "threads": torch.get_num_threads(),
+                    "torch": torch.__version__,
+                    "tokenmerge": tokenmerge.__version__,
+                }
+                with options.out.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps({**conditions, "seconds": times}) + "\n")
+
+
+if __name__ == "__main__":
+    main()
