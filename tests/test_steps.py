@@ -18,7 +18,7 @@ from torch._dynamo.testing import CompileCounter
 from torch.testing import assert_close
 
 from tokenmerge import ConfigError, ToMeConfig, UnsupportedModelError, apply_token_merging
-from tokenmerge.kept import Change, change_of, changed
+from tokenmerge.kept import change_of, changed
 from tokenmerge.patch import run_of
 from tokenmerge.state import STATE
 
@@ -201,14 +201,12 @@ def test_blocks_that_do_not_run_go_on_in_a_straight_line(name, scope):
 
 def test_changes_are_taken_on_from_the_last_two_steps():
     base, result = torch.zeros(1, 2, 3), torch.ones(1, 2, 3)
-    first = change_of(result, [base], step=1, before=None)
-    assert torch.equal(changed(first, [base + 5], step=4), torch.full((1, 2, 3), 6.0))
-    second = change_of((3 * result, None), [base, base], step=3, before=None)
-    second = change_of(
-        (3 * result, None), [base, base], step=3, before=Change(False, 1, (result, None), None)
-    )
-    one, none = changed(second, [base, base], step=6)
-    assert torch.equal(one, torch.full((1, 2, 3), 3.0 + 3 * 1.0))
+    first = change_of(result, [base], before=None)
+    assert torch.equal(changed(first, [base + 5], ahead=3.0), torch.full((1, 2, 3), 6.0))
+    before = change_of((result, None), [base, base], before=None)
+    second = change_of((3 * result, None), [base, base], before=before)
+    one, none = changed(second, [base, base], ahead=1.5)
+    assert torch.equal(one, torch.full((1, 2, 3), 3.0 + 1.5 * 2.0))
     assert none is None
 
 
@@ -357,22 +355,30 @@ def blocks_of(unet: nn.Module) -> list[nn.Module]:
     return [module for module in unet.modules() if type(module).__name__ == "BasicTransformerBlock"]
 
 
-def test_blocks_compile_in_as_many_graphs_as_kinds_of_steps():
+@pytest.mark.parametrize(
+    ("settings", "graphs"),
+    [
+        # The first dense step, the others, and merged ones.
+        ({"correct_every": 2}, 3),
+        # The first step, the second, those that go on from two others, and later ones that run.
+        ({"reuse_every": 2}, 4),
+    ],
+)
+def test_blocks_compile_in_as_many_graphs_as_kinds_of_steps(settings, graphs):
     torch._dynamo.reset()
-    settings = {"ratio": 0.5, "scope": "block", "correct_every": 2}
+    settings = {"ratio": 0.5, "scope": "block", **settings}
     eager, compiled, counter = hosts.unet(), hosts.unet(), CompileCounter()
     patches = [apply_token_merging(unet, ToMeConfig(**settings)) for unet in (eager, compiled)]
     merging = [block for block in blocks_of(compiled) if STATE in block.__dict__]
     for block in merging:
         block.compile(fullgraph=True, backend=counter)
-    for index in range(6):
+    for index in range(10):
         for patch in patches:
-            patch.at_step(index, 6)
+            patch.at_step(index, 10)
         wanted, result = (hosts.call(unet, **{**hosts.inputs(1, seed=index)}) for unet in (eager, compiled))
         assert_close(result, wanted, rtol=1e-5, atol=1e-5)
-    # The first dense step, the others, and merged ones.
     assert len(merging) > 1
-    assert counter.frame_count == 3
+    assert counter.frame_count == graphs
 
 
 def test_steps_are_not_for_one_graph():

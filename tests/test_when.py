@@ -147,3 +147,19 @@ def test_plans_last_for_so_many_steps_and_one_shape():
         turns.note(Moment(None, index, 6))
         due.append(turns.plans(3, large if index == 5 else small))
     assert due == [True, False, False, True, False, True]
+
+
+def test_how_far_steps_without_blocks_go_on():
+    turns, shape = Turns(), (2, 4)
+    found = []
+    for index in range(8):
+        turns.note(Moment(None, index, 8))
+        found.append(turns.ahead(3, shape))
+    assert found == [None, None, 1.0, 2.0, None, 1 / 3, 2 / 3, None]
+    # Guidance is over, and with it half of the batch.
+    turns.note(Moment(None, 8, 12))
+    assert turns.ahead(3, (1, 4)) is None
+    turns.note(Moment(None, 9, 12))
+    assert turns.ahead(3, (1, 4)) is None
+    turns.note(Moment(None, 10, 12))
+    assert turns.ahead(3, (1, 4)) == 1.0

@@ -39,13 +39,11 @@ class Change(NamedTuple):
 
     Attributes:
         alone: whether its result is one tensor, and not a tuple.
-        step: at which it was.
-        latest: what it added then to each tensor of its result.
-        slope: by how much that grew in a step; None before there are two.
+        latest: what it added when it last ran, to each tensor of its result.
+        slope: by how much that grew since it ran before; None where it did not.
     """
 
     alone: bool
-    step: int
     latest: tuple[Tensor | None, ...]
     slope: tuple[Tensor | None, ...] | None
 
@@ -74,32 +72,34 @@ def add_correction(result: Any, correction: Tensors) -> Any:
     return corrected[0] if isinstance(result, Tensor) else corrected
 
 
-def change_of(result: Any, bases: Sequence[Tensor], step: int, before: Change | None) -> Change:
-    """What a block has changed at a step.
+def change_of(result: Any, bases: Sequence[Tensor], before: Change | None) -> Change:
+    """What a block has changed.
 
     Args:
         result: of the block: a tensor, or several.
         bases: what it was added to: one for each tensor of the result.
-        step: index of the step.
-        before: the last change.
+        before: its change when it ran before.
     """
     latest = _each(torch.sub, _tensors(result), bases)
     if before is None or any(
         (a is None) != (b is None) or (a is not None and b is not None and a.shape != b.shape)
         for a, b in zip(latest, before.latest, strict=True)
     ):
-        return Change(isinstance(result, Tensor), step, latest, None)
-    length = step - before.step
-    slope = _each(lambda now, then: (now - then) / length, latest, before.latest)
-    return Change(isinstance(result, Tensor), step, latest, slope)
+        return Change(isinstance(result, Tensor), latest, None)
+    return Change(isinstance(result, Tensor), latest, _each(torch.sub, latest, before.latest))
 
 
-def changed(change: Change, bases: Sequence[Tensor], step: int) -> Any:
-    """A block's result, if its change goes on in a straight line (TaylorSeer, arXiv 2503.06923, order 1)."""
+def changed(change: Change, bases: Sequence[Tensor], ahead: float) -> Any:
+    """A block's result, if its change goes on in a straight line (TaylorSeer, arXiv 2503.06923, order 1).
+
+    Args:
+        change: of the last step that it ran in.
+        bases: what is added to.
+        ahead: steps since then, divided by those between the last two that it ran in.
+    """
     result = _each(torch.add, bases, change.latest)
     if change.slope is not None:
-        since = step - change.step
-        result = _each(lambda value, slope: value.add_(slope, alpha=since), result, change.slope)
+        result = _each(lambda value, slope: value.add_(slope, alpha=ahead), result, change.slope)
     return result[0] if change.alone else result
 
 

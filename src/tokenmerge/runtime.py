@@ -92,7 +92,7 @@ def _note_turn(run: Run, sample: Tensor | list[Tensor]) -> None:
     if config.correct_every and turns.corrects(run.plan_turn):
         _correct(run)
     run.keeps = config.reuse_every > 1 and _keeps(run)
-    run.reuses = run.keeps and turns.reuses(config.reuse_every, shape)
+    run.ahead = turns.ahead(config.reuse_every, shape) if run.keeps else None
 
 
 def _keeps(run: Run) -> bool:
@@ -216,11 +216,11 @@ def block_call(original: Callable) -> Callable:
     def reused(self: nn.Module, state: BlockState, args: tuple, kwargs: dict[str, Any]) -> Any:
         turns, bases = state.run.turns, functools.partial(_bases, state, names, args, kwargs)
         change = state.changes.get(turns.number)
-        if state.run.reuses and change is not None:
-            return changed(change, bases(None if change.alone else len(change.latest)), turns.index)
+        if state.run.ahead is not None and change is not None:
+            return changed(change, bases(None if change.alone else len(change.latest)), state.run.ahead)
         result = run(self, state, args, kwargs)
         added_to = bases(None if isinstance(result, Tensor) else len(result))
-        state.changes[turns.number] = change_of(result, added_to, turns.index, change)
+        state.changes[turns.number] = change_of(result, added_to, change)
         return result
 
     def run(self: nn.Module, state: BlockState, args: tuple, kwargs: dict[str, Any]) -> Any:

@@ -71,7 +71,7 @@ class Run:
         settings: what holds at the running step, by level.
         corrects: whether the running call is dense and keeps what merging would lose.
         keeps: whether blocks keep what they change, for steps in which they do not run.
-        reuses: whether the running call is such a step.
+        ahead: of such a step, how far it is from those that ran, as :meth:`Turns.ahead` says; None: they run.
         holds: whether its plans are used again.
         plan_turn: number of the call of a step that planned for the running one.
         guided: what guidance changed in the results of the last step.
@@ -98,7 +98,7 @@ class Run:
     settings: dict[int, ToMeConfig] = dataclasses.field(default_factory=dict)
     corrects: bool = False
     keeps: bool = False
-    reuses: bool = False
+    ahead: float | None = None
     holds: bool = False
     plan_turn: int = 0
     guided: Guided = dataclasses.field(default_factory=Guided)

@@ -156,16 +156,18 @@ class Turns:
         """Whether the running call has no correction of the plan that call number ``planner`` made."""
         return self.corrected.get(self.number, -1) < self.planned[planner][0]
 
-    def reuses(self, every: int, shape: tuple[int, ...]) -> bool:
-        """Whether the running call can do without its blocks, which run in one of so many steps; note if not.
+    def ahead(self, every: int, shape: tuple[int, ...]) -> float | None:
+        """How far the running call goes on without its blocks, which run in one of so many steps.
 
-        Never before two steps have run, which say where a block's change is heading.
+        Returns:
+            Steps since they ran, divided by those between the last two in which they ran; None: they run, as
+            they do until two steps say where a block's change is heading, and it is noted.
         """
         before, last, seen = self.ran.get(self.number, (None, -1, None))
         if seen == shape and before is not None and self.index - last < every:
-            return True
+            return (self.index - last) / (last - before)
         self.ran[self.number] = last if seen == shape else None, self.index, shape
-        return False
+        return None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Turns:
         return Turns()
