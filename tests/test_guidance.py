@@ -160,17 +160,17 @@ def test_plans_are_dropped_with_the_sample():
     apply_token_merging(model, ToMeConfig(ratio=0.5))
     states = run_of(model).blocks
     call(model, first)
-    assert all(state.held.plans for state in states)
+    assert all(state.plans for state in states)
     del first, second
     gc.collect()
-    assert not any(state.held.plans for state in states)
+    assert not any(state.plans for state in states)
 
 
 def test_with_gradients_calls_have_plans_of_their_own():
     model, first, _ = two_prompts("WanTransformer3DModel")
     apply_token_merging(model, ToMeConfig(ratio=0.5))
     model(**first)
-    assert not any(state.held.plans for state in run_of(model).blocks)
+    assert not any(state.plans for state in run_of(model).blocks)
 
 
 @pytest.mark.parametrize("batched", [True, False])

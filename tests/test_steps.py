@@ -217,7 +217,7 @@ def kept(model: nn.Module) -> list[Any]:
 def kept_by(run: Any) -> list[Any]:
     return [
         *(kept for state in (*run.blocks, *run.layers) for kept in state.corrections.values()),
-        *(kept for state in run.blocks for kept in (*state.changes.values(), *state.held.plans.values())),
+        *(kept for state in run.blocks for kept in (*state.changes.values(), *state.plans.values())),
         *run.guided.values(),
         *([] if run.same.result is None else [run.same.result]),
     ]
@@ -317,7 +317,7 @@ def test_copies_and_pickles_take_nothing_of_a_generation():
         assert not kept(copied)
         with pytest.raises(ConfigError, match="which denoising step"):
             hosts.call(copied, **arguments)
-    first, second = (state.held for state in run_of(copy.deepcopy(unet)).blocks[-2:])
+    first, second = (state.plans for state in run_of(copy.deepcopy(unet)).blocks[-2:])
     assert first is second
 
 

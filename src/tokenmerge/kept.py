@@ -8,12 +8,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tokenmerge.ops import Plan
+
 __all__ = [
+    "Call",
     "Change",
     "Changes",
     "Corrections",
     "Guided",
-    "NotCopied",
+    "Plans",
     "add_correction",
     "change_of",
     "changed",
@@ -48,17 +51,25 @@ class Change(NamedTuple):
     slope: tuple[Tensor | None, ...] | None
 
 
-# By the number of the call in its step: a pipeline makes several, for prompts or tiles.
-class Corrections(NotCopied, dict[int, tuple[Tensor | None, ...]]):
+# Which call it is: of the model in its step, as pipelines make several for prompts or tiles; and of the block
+# in that, as FreeNoise calls it for some frames after others.
+Call = tuple[int, int]
+
+
+class Plans(NotCopied, dict[Call, Plan]):
+    """The plans that a block, or all blocks with one token grid, use again."""
+
+
+class Corrections(NotCopied, dict[Call, tuple[Tensor | None, ...]]):
     """What merging loses of each tensor of a result."""
 
 
-class Changes(NotCopied, dict[int, Change]):
+class Changes(NotCopied, dict[Call, Change]):
     """What a block changed in the last steps that it ran in."""
 
 
 class Guided(NotCopied, dict[int, Tensor]):
-    """What guidance changed in a model's result; the number is that of the call that planned."""
+    """What guidance changed in a model's result, by the number of the call that planned."""
 
 
 def correction_of(exact: Any, merged: Any) -> tuple[Tensor | None, ...]:

@@ -18,6 +18,7 @@ from torch import nn
 
 from tokenmerge.config import ToMeConfig
 from tokenmerge.errors import NothingToMergeError, UnsupportedModelError
+from tokenmerge.kept import Plans
 from tokenmerge.layout import Grid
 from tokenmerge.models import KINDS, Block, Host, Layer
 from tokenmerge.runtime import (
@@ -29,7 +30,7 @@ from tokenmerge.runtime import (
     note_result,
     parameters,
 )
-from tokenmerge.state import STATE, BlockState, Held, LayerState, Run
+from tokenmerge.state import STATE, BlockState, LayerState, Run
 
 __all__ = [
     "check_host",
@@ -142,7 +143,7 @@ def new_run(host: Host, config: ToMeConfig) -> Run:
 def patch_host(host: Host, run: Run) -> None:
     """Patch a host that :func:`check_host` accepts and that is not patched."""
     grids: dict[nn.Module, Grid] = {}
-    shared: dict[tuple[int, bool], Held] = {}
+    shared: dict[tuple[int, bool], Plans] = {}
     run.blocks.clear()
     run.layers.clear()
     for block in _blocks_to_merge(host, run.config):
@@ -150,7 +151,7 @@ def patch_host(host: Host, run: Run) -> None:
         layer_states = layers_to_merge(block, run.config)
         state = BlockState(run, block.level, grid, block.path, block.layout, block.batched, block.wide)
         if run.config.share_plan:
-            state.held = shared.setdefault((block.level, block.batched), state.held)
+            state.plans = shared.setdefault((block.level, block.batched), state.plans)
         run.blocks.append(state)
         swap(block.module, block.method, block_call, state)
         for layer in layer_states:

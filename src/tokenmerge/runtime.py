@@ -85,9 +85,7 @@ def _note_turn(run: Run, sample: Tensor | list[Tensor]) -> None:
         run.plan_turn = turns.number
         phase = config.phase(turns.index - turns.first, turns.last + 1 - turns.first)
         anew = turns.plans(config.correct_every or config.plan_every, (*shape, phase))
-    if anew and not again:
-        for block in run.blocks:
-            block.held.stale = True
+    run.begin_call(plan_anew=anew and not again)
     run.holds = config.follows_steps or config.share_plan or run.same.known
     if config.correct_every and turns.corrects(run.plan_turn):
         _correct(run)
@@ -210,17 +208,19 @@ def block_call(original: Callable) -> Callable:
         state: BlockState | None = self.__dict__.get(STATE)
         if state is None:
             return original(self, *args, **kwargs)
+        # With gradients, it may run once more behind the model, as in the same call.
+        state.number = 0 if torch.is_grad_enabled() else state.number + 1
         keeps = state.run.keeps and state.wide is not None
         return reused(self, state, args, kwargs) if keeps else run(self, state, args, kwargs)
 
     def reused(self: nn.Module, state: BlockState, args: tuple, kwargs: dict[str, Any]) -> Any:
-        turns, bases = state.run.turns, functools.partial(_bases, state, names, args, kwargs)
-        change = state.changes.get(turns.number)
+        bases = functools.partial(_bases, state, names, args, kwargs)
+        change = state.changes.get(state.call)
         if state.run.ahead is not None and change is not None:
             return changed(change, bases(None if change.alone else len(change.latest)), state.run.ahead)
         result = run(self, state, args, kwargs)
         added_to = bases(None if isinstance(result, Tensor) else len(result))
-        state.changes[turns.number] = change_of(result, added_to, change)
+        state.changes[state.call] = change_of(result, added_to, change)
         return result
 
     def run(self: nn.Module, state: BlockState, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -244,7 +244,7 @@ def block_call(original: Callable) -> Callable:
                 function, combine = functools.partial(original, self), COMBINE[state.settings.combine]
                 return merged_call(function, wide, plan, names, args, kwargs, combine, change_only=True)
 
-            return _corrected(state.run, state.corrections, dense, merged)
+            return _corrected(state, state.corrections, dense, merged)
         finally:
             state.plan = None
 
@@ -284,29 +284,29 @@ def layer_call(original: Callable) -> Callable:
                 return merged_call(function, state.layout, plan, names, args, kwargs, combine)
 
         return _corrected(
-            state.block.run, state.corrections, functools.partial(function, *args, **kwargs), merged
+            state.block, state.corrections, functools.partial(function, *args, **kwargs), merged
         )
 
     return forward
 
 
 def _corrected(
-    run: Run, corrections: Corrections, dense: Callable[[], Any], merged: Callable[[], Any]
+    block: BlockState, corrections: Corrections, dense: Callable[[], Any], merged: Callable[[], Any]
 ) -> Any:
     """The merged result with what merging loses, as far as the last dense step tells; keep it on such a step.
 
     Args:
-        run: of the model.
-        corrections: of the layer or block.
+        block: that runs.
+        corrections: of it or of its layer.
         dense: → its result.
         merged: → its result on merged tokens.
     """
-    if run.corrects:
+    if block.run.corrects:
         result = dense()
-        corrections[run.turns.number] = correction_of(result, merged())
+        corrections[block.call] = correction_of(result, merged())
         return result
     result = merged()
-    lost = corrections.get(run.turns.number) if run.config.correct_every else None
+    lost = corrections.get(block.call) if block.run.config.correct_every else None
     return result if lost is None else add_correction(result, lost)
 
 
@@ -358,14 +358,13 @@ def _plan(state: BlockState, x: Tensor, mask: Tensor | None) -> Plan | None:
         )
     start = None if mask is None else mask.sum(dim=1) - n
     features = state.layout.image(x, n, start)
-    held = state.held
-    if not state.settings.ratio:  # a held plan is of a step that merged
+    if not state.settings.ratio:  # a plan that is kept is of a step that merged
         return None
-    plan = held.plans.get(run.plan_turn) if run.holds and not held.stale else None
+    plan = state.plans.get(state.planning_call) if run.holds else None
     if plan is None or plan.inverse.shape != features.shape[:2]:
         plan = _new_plan(state, features)
         if run.holds and plan is not None:
-            held.plans[run.plan_turn], held.stale = plan, False
+            state.plans[state.planning_call] = plan
     if run.record is not None and plan is not None:
         run.record[state.path] = RecordedPlan(plan, grid)
     if plan is not None and start is not None:

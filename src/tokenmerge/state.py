@@ -12,13 +12,13 @@ from torch import Tensor
 
 from tokenmerge.config import ToMeConfig
 from tokenmerge.guidance import SameSample
-from tokenmerge.kept import Changes, Corrections, Guided, NotCopied
+from tokenmerge.kept import Call, Changes, Corrections, Guided, Plans
 from tokenmerge.layout import Grid, Layout
 from tokenmerge.ops import Plan
 from tokenmerge.pipeline import Pipeline
 from tokenmerge.when import Turns
 
-__all__ = ["STATE", "BlockState", "Held", "LayerState", "RecordedPlan", "Run"]
+__all__ = ["STATE", "BlockState", "LayerState", "RecordedPlan", "Run"]
 
 # The one attribute that a patched module has beside its own: a Run, a Grid, a BlockState or a LayerState.
 STATE = "_tokenmerge"
@@ -30,19 +30,6 @@ class RecordedPlan:
 
     plan: Plan
     grid: tuple[int, int, int]
-
-
-@dataclasses.dataclass(eq=False)
-class Held(NotCopied):
-    """The plans that a block, or all blocks with one token grid, use again.
-
-    Attributes:
-        plans: by the number of the call in its step.
-        stale: whether the running call has to plan anew.
-    """
-
-    plans: dict[int, Plan] = dataclasses.field(default_factory=dict)
-    stale: bool = True
 
 
 @dataclasses.dataclass(eq=False)
@@ -112,16 +99,31 @@ class Run:
 
     def forget(self, first: int = 0, last: int = sys.maxsize) -> None:
         """Let go of all that calls with these numbers in their steps have left."""
+        noted: tuple[dict[int, Any], ...] = (
+            self.turns.planned,
+            self.turns.corrected,
+            self.turns.ran,
+            self.guided,
+        )
+        for by_number in noted:
+            for number in [number for number in by_number if first <= number <= last]:
+                del by_number[number]
         for kept in self._kept():
-            for number in [number for number in kept if first <= number <= last]:
-                kept.pop(number, None)  # a plan may be several blocks'
+            for call in [call for call in kept if first <= call[0] <= last]:
+                del kept[call]
 
-    def _kept(self) -> Iterator[dict[int, Any]]:
-        yield from (self.turns.planned, self.turns.corrected, self.turns.ran, self.guided)
+    def _kept(self) -> Iterator[dict[Call, Any]]:
         for block in self.blocks:
-            yield from (block.held.plans, block.corrections, block.changes)
+            yield from (block.plans, block.corrections, block.changes)
         for layer in self.layers:
             yield layer.corrections
+
+    def begin_call(self, plan_anew: bool) -> None:
+        """Before a call of the model: its blocks count theirs from 0, and have no plans that it makes anew."""
+        for block in self.blocks:
+            block.number = -1
+            for call in [call for call in block.plans if plan_anew and call[0] == self.plan_turn]:
+                del block.plans[call]
 
     def sample_gone(self) -> None:
         """After all calls on one sample: let go of what the next step will not use."""
@@ -146,8 +148,9 @@ class BlockState:
         layout: how it takes its tokens.
         batched: whether each image of a batch has a plan of its own.
         wide: how the block as a whole takes its tokens; None: it cannot run on merged ones.
-        held: plans for other calls and other blocks.
+        plans: for other calls and other blocks.
         plan: of the running call.
+        number: of that among the block's in one call of the model, from 0.
         corrections: what merging the block as a whole loses.
         changes: what it adds to its tokens.
     """
@@ -159,8 +162,9 @@ class BlockState:
     layout: Layout
     batched: bool
     wide: Layout | None = None
-    held: Held = dataclasses.field(default_factory=Held)
+    plans: Plans = dataclasses.field(default_factory=Plans)
     plan: Plan | None = None
+    number: int = -1
     corrections: Corrections = dataclasses.field(default_factory=Corrections)
     changes: Changes = dataclasses.field(default_factory=Changes)
 
@@ -168,6 +172,16 @@ class BlockState:
     def settings(self) -> ToMeConfig:
         """What holds at the running step."""
         return self.run.settings[self.level]
+
+    @property
+    def call(self) -> Call:
+        """The running call."""
+        return self.run.turns.number, self.number
+
+    @property
+    def planning_call(self) -> Call:
+        """The one whose plan the running call uses."""
+        return self.run.plan_turn, self.number
 
 
 @dataclasses.dataclass(eq=False)
