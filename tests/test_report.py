@@ -12,8 +12,9 @@ from diffusers.models.attention_processor import IPAdapterAttnProcessor2_0
 from diffusers.models.embeddings import ImageProjection, MultiIPAdapterImageProjection
 from torch.utils.flop_counter import FlopCounterMode
 
-from tokenmerge import ConfigError, NothingToMergeError, ToMeConfig, apply_token_merging
-from tokenmerge.report import predict
+from tokenmerge import ConfigError, NothingToMergeError, ToMeConfig, apply_token_merging, presets
+from tokenmerge.over_steps import notes_on_steps
+from tokenmerge.report import Report, predict
 
 HALF = ToMeConfig(ratio=0.5)
 
@@ -181,3 +182,106 @@ def test_published_geometries():
     report = predict(unet, HALF)
     assert [(row.tokens, row.merged_tokens) for row in report.rows] == [(4096, 2048)] * 5
     assert dataclasses.asdict(report)["rows"][0]["level"] == 1
+
+
+# --- settings that follow the denoising steps ------------------------------------------------------------
+
+
+CHANNELS, TOKENS, BLOCKS = 32, 256, 3  # of the finest level of the UNet at its own size
+SIMILARITIES = 2 * (TOKENS * 3 // 4) * (TOKENS // 4) * CHANNELS  # of sources with destinations, for a plan
+FLOAT32 = 4  # bytes
+
+
+@pytest.mark.parametrize(
+    ("settings", "results"),
+    [
+        ({"correct_every": 3}, BLOCKS),  # of attention
+        ({"correct_every": 3, "merge_mlp": True}, 2 * BLOCKS),
+        ({"correct_every": 3, "scope": "block"}, BLOCKS),
+        ({"reuse_every": 2}, 2 * BLOCKS),
+        ({"reuse_every": 3, "scope": "block", "until": 0.1, "reuse_min_steps": 16}, 2 * BLOCKS),
+        ({"plan_every": 3}, 0),
+    ],
+)
+def test_what_is_kept_between_steps_is_counted(settings, results):
+    report = predict(hosts.unet(), ToMeConfig(**settings), batch=3)
+    assert report.kept_bytes == results * 3 * TOKENS * CHANNELS * FLOAT32
+    told = [note for note in report.notes if "MB between steps" in note]
+    assert told == [note for note in told if f" {report.kept_bytes / 1e6:.1f} MB" in note]
+    assert bool(told) == bool(results)
+
+
+def test_half_precision_keeps_half():
+    config = ToMeConfig(correct_every=2)
+    assert predict(hosts.unet().half(), config).kept_bytes == predict(hosts.unet(), config).kept_bytes / 2
+
+
+def over_steps(steps: int, **settings: object) -> Report:
+    return predict(hosts.unet(), ToMeConfig(**settings), steps=steps)
+
+
+def test_the_mean_over_steps_is_that_of_dense_and_merged_ones():
+    report = over_steps(4, until=0.25)
+    assert report.steps == 4
+    assert report.flops_mean == (report.flops_merged + 3 * report.flops_dense) / 4
+    assert report.flops_merged == predict(hosts.unet(), HALF).flops_merged
+    saving = (report.flops_dense - report.flops_merged) / 4 / report.flops_dense
+    assert f"{100 * saving:.1f} % saved" in report.notes[-1]
+    assert report.notes[-1].startswith("mean over 4 steps: ")
+
+
+def test_a_dense_step_that_keeps_corrections_runs_what_merges_twice():
+    report = over_steps(2, correct_every=2, scope="block")
+    merged = sum(row.flops_merged for row in report.rows)
+    plans = 3 * 2 * SIMILARITIES
+    # Dense with the merged blocks beside, then merged with the same plans.
+    expected = report.flops_dense + merged + report.flops_merged - plans
+    assert report.flops_mean * 2 == expected
+
+
+def test_blocks_that_do_not_run_cost_nothing():
+    report = over_steps(4, reuse_every=2)
+    blocks = sum(row.flops_merged for row in report.rows)
+    assert report.flops_mean * 4 == 4 * report.flops_merged - blocks  # the third of four
+
+
+def test_without_steps_or_where_all_are_alike_no_mean_is_told():
+    for report in (predict(hosts.unet(), ToMeConfig(until=0.5)), predict(hosts.unet(), HALF, steps=3)):
+        assert (report.steps, report.flops_mean) == (None, None)
+        assert not any("mean over" in note for note in report.notes)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (ToMeConfig(until=0.75), "the last 25 % of the steps are dense"),
+        (presets.sdtm(), "the ratio goes from 0.7 to 0.3 over the steps"),
+        (presets.sdtm(), "from 40 % of the steps on: planner=tome"),
+        (presets.sdtm(), "tokens and operations are those of the step that merges most"),
+        (ToMeConfig(schedule=lambda done: 1.5 * done), "follows a function over the steps, 0.75 at most"),
+        (presets.toma(), "a plan is used for 5 steps"),
+        (presets.toma(), "blocks with one token grid use one plan"),
+        (presets.ibtm(), "planned as 'tome' until a guided step was made"),
+        (ToMeConfig(correct_every=4), "1 of 4 steps is dense"),
+        (ToMeConfig(correct_every=4), "a plan is used for 4 steps"),
+        (ToMeConfig(reuse_every=2, reuse_min_steps=16), "in generations of 16 steps or more"),
+        (ToMeConfig(max_downsample=2, levels={2: {"ratio": 0.25}}), "level 2: ratio=0.25"),
+    ],
+)
+def test_notes_say_what_follows_the_steps(config, words):
+    assert sum(words in note for note in notes_on_steps(config)) == 1, notes_on_steps(config)
+    assert notes_on_steps(HALF) == []
+
+
+@pytest.mark.parametrize("config", [presets.sdtm(), presets.ibtm(max_downsample=2, min_tokens=200)])
+def test_the_report_has_these_notes_and_those_on_small_grids(config):
+    notes = predict(hosts.unet(), config).notes
+    assert set(notes_on_steps(config)) < set(notes)
+    assert ("4 blocks stay dense: fewer than min_tokens=200 tokens, or none to remove" in notes) == bool(
+        config.min_tokens
+    )
+
+
+def test_levels_are_counted_with_their_own_settings():
+    report = predict(hosts.unet(), ToMeConfig(max_downsample=2, levels={2: {"ratio": 0.25}}))
+    assert {(row.level, row.tokens - row.merged_tokens) for row in report.rows} == {(1, 128), (2, 16)}

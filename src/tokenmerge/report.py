@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import chain, groupby
 from typing import Any
 
@@ -12,8 +13,10 @@ from tokenmerge.config import ToMeConfig
 from tokenmerge.counting import count_flops, weightless
 from tokenmerge.errors import ConfigError
 from tokenmerge.models import KINDS, Block, Host, find_hosts
-from tokenmerge.patch import hosts_that_merge, layers_to_merge, merges, new_run, patch_host
+from tokenmerge.over_steps import kept_bytes, mean_flops, notes_on_steps
+from tokenmerge.patch import hosts_that_merge, layers_to_merge, merges, new_run, patch_host, restore
 from tokenmerge.state import RecordedPlan
+from tokenmerge.when import Moment
 
 __all__ = ["Report", "Row", "aligned", "predict", "saved"]
 
@@ -61,8 +64,12 @@ class Report:
         batch: images in the call; classifier-free guidance makes it 2 for one picture.
         rows: a row for each block that merges.
         flops_dense: operations of the whole model without merging.
-        flops_merged: with it.
-        notes: every block that is left dense and why, in words.
+        flops_merged: with it; of the step that merges most, where settings follow the denoising steps.
+        notes: every block that is left dense and why, and what follows the steps, in words.
+        kept_bytes: memory for what blocks keep from one step for those after it.
+        steps: of the generation that ``flops_mean`` is of.
+        flops_mean: operations with merging, mean over these steps; None where all are alike, or it was not
+            asked for.
     """
 
     model: str
@@ -73,6 +80,9 @@ class Report:
     flops_dense: int
     flops_merged: int
     notes: tuple[str, ...]
+    kept_bytes: int = 0
+    steps: int | None = None
+    flops_mean: int | None = None
 
     def joined_rows(self) -> Iterator[Row]:
         """The rows, with equal blocks that follow each other in one list as one row.
@@ -146,6 +156,7 @@ def predict(
     height: int | None = None,
     width: int | None = None,
     batch: int = 2,
+    steps: int | None = None,
 ) -> Report:
     """Count what merging saves, by running a copy of the model without weights on the meta device.
 
@@ -158,13 +169,15 @@ def predict(
             was made for.
         width: width of the sample.
         batch: number of samples in the call.
+        steps: of a generation over which operations are averaged, for settings that follow them; it takes a
+            count for each step, of half a second or less. None: not averaged.
 
     Raises:
         NothingToMergeError: no token would merge at this size.
         UnsupportedModelError: it is not, and does not contain, a model that tokens can be merged in.
         ConfigError: the size is missing and the model does not say what it was made for, or it is not valid.
     """
-    for argument, value in (("height", height), ("width", width), ("batch", batch)):
+    for argument, value in (("height", height), ("width", width), ("batch", batch), ("steps", steps)):
         if value is not None and (not isinstance(value, int) or value < 1):
             raise ConfigError(f"{argument}: expected an integer ≥ 1, got {value!r}")
     hosts = find_hosts(pipe_or_model)
@@ -178,18 +191,35 @@ def predict(
     merging, left_dense = hosts_that_merge(hosts, config, (height, width))
     labels = _labels(merging)
     reports = [
-        _predict_host(host, name, config, height, width, batch)
+        _predict_host(host, name, config, height, width, batch, steps)
         for host, name in zip(merging, labels, strict=True)
     ]
+    flops_dense = sum(report.flops_dense for report in reports)
+    kept = sum(report.kept_bytes for report in reports)
+    means = [report.flops_mean for report in reports if report.flops_mean is not None]
+    notes = [
+        *chain.from_iterable(report.notes for report in reports),
+        *map(str, left_dense),
+        *notes_on_steps(config),
+    ]
+    if kept:
+        what = "corrections take" if config.correct_every else "what blocks changed takes"
+        notes.append(f"{what} {kept / 1e6:.1f} MB between steps")
+    if means:
+        mean = f"{flops_dense / 1e9:.2f} → {sum(means) / 1e9:.2f} GFLOPs"
+        notes.append(f"mean over {steps} steps: {mean}, {saved(flops_dense, sum(means))} saved")
     return Report(
         model=" + ".join(labels),
         height=height,
         width=width,
         batch=batch,
         rows=tuple(chain.from_iterable(report.rows for report in reports)),
-        flops_dense=sum(report.flops_dense for report in reports),
+        flops_dense=flops_dense,
         flops_merged=sum(report.flops_merged for report in reports),
-        notes=tuple(chain(chain.from_iterable(r.notes for r in reports), map(str, left_dense))),
+        notes=tuple(notes),
+        kept_bytes=kept,
+        steps=steps if means else None,
+        flops_mean=sum(means) if means else None,
     )
 
 
@@ -202,15 +232,19 @@ def _labels(hosts: list[Host]) -> list[str]:
     ]
 
 
-def _predict_host(host: Host, name: str, config: ToMeConfig, height: int, width: int, batch: int) -> Report:
+def _predict_host(
+    host: Host, name: str, config: ToMeConfig, height: int, width: int, batch: int, steps: int | None
+) -> Report:
     (copied,) = find_hosts(weightless(host.root, host.on_cpu))
-    arguments = copied.example(height, width, batch)
-    dense = count_flops(copied.root, arguments)
+    arguments = partial(copied.example, height, width, batch)
+    dense = count_flops(copied.root, arguments())
     run = new_run(copied, config.most())
     patch_host(copied, run)
     recorded: dict[str, RecordedPlan] = {}
     run.record = recorded
-    merged = count_flops(copied.root, arguments)
+    run.pipeline.told = Moment(run, 0, 1)  # for a planner that looks at the step before
+    merged = count_flops(copied.root, arguments())
+    restore(copied.root)
 
     counted = type(host.root).__name__
     rows = []
@@ -230,7 +264,18 @@ def _predict_host(host: Host, name: str, config: ToMeConfig, height: int, width:
             )
             rows.append(row)
     notes = (*_notes(copied.blocks, rows, config), *host.limits)
-    return Report(name, height, width, batch, tuple(rows), dense[counted], merged[counted], notes)
+    return Report(
+        model=name,
+        height=height,
+        width=width,
+        batch=batch,
+        rows=tuple(rows),
+        flops_dense=dense[counted],
+        flops_merged=merged[counted],
+        notes=notes,
+        kept_bytes=kept_bytes(copied, config, arguments),
+        flops_mean=mean_flops(copied, config, steps, arguments) if steps and config.follows_steps else None,
+    )
 
 
 def _merged(block: Block, config: ToMeConfig) -> str:
@@ -267,12 +312,22 @@ def _notes(blocks: tuple[Block, ...], rows: list[Row], config: ToMeConfig) -> tu
         stay = "block stays dense" if one else "blocks stay dense"
         notes.append(f"{len(without)} {stay}: {why[config.scope]}")
     merging = {row.path for row in rows}
-    for block in blocks:
-        if merges(block, config) and block not in too_deep and block.path not in merging:
-            notes.append(
-                f"{block.path} stays dense: its token grid has no cell of sy={config.sy} × sx={config.sx} "
-                f"or ratio={config.ratio:g} removes no token of it"
-            )
+    too_small = [
+        block
+        for block in blocks
+        if merges(block, config) and block not in too_deep and block.path not in merging
+    ]
+    if too_small and config.min_tokens:
+        stay = "block stays dense" if len(too_small) == 1 else "blocks stay dense"
+        notes.append(
+            f"{len(too_small)} {stay}: fewer than min_tokens={config.min_tokens} tokens, or none to remove"
+        )
+    else:
+        notes += [
+            f"{block.path} stays dense: its token grid has no cell of sy={config.sy} × sx={config.sx} "
+            f"or ratio={config.ratio:g} removes no token of it"
+            for block in too_small
+        ]
     notes += dict.fromkeys(block.dense[kind] for block in blocks for kind in kinds if kind in block.dense)
     notes += [
         f"{row.path}: merging costs more operations than it saves; lower max_downsample or raise ratio"

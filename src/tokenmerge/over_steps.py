@@ -1,0 +1,120 @@
+"""What settings come to over the steps of a generation: in words, operations and memory."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from tokenmerge.config import ToMeConfig
+from tokenmerge.counting import count_flops
+from tokenmerge.models import Host
+from tokenmerge.patch import new_run, patch_host, restore
+from tokenmerge.state import BlockState, LayerState, Run
+from tokenmerge.when import Moment
+
+__all__ = ["kept_bytes", "mean_flops", "notes_on_steps"]
+
+# Enough for two that run all blocks, after which reuse keeps most, and another that is not the last.
+_STEPS_TO_KEEP_MOST = 4
+
+Arguments = Callable[[], dict[str, Any]]
+
+
+def mean_flops(host: Host, config: ToMeConfig, steps: int, arguments: Arguments) -> int:
+    """Operations of a call, mean over the steps of a generation; the model may be one without weights.
+
+    Args:
+        host: the model, not patched.
+        config: what to merge and how much.
+        steps: number of them, ≥ 1.
+        arguments: → those of a call by name; each step has its own.
+    """
+    name = type(host.root).__name__
+    with _patched(host, config) as run:
+        counts = []
+        for index in range(steps):
+            run.pipeline.told = Moment(run, index, steps)
+            counts.append(count_flops(host.root, arguments())[name])
+    return round(sum(counts) / steps)
+
+
+def kept_bytes(host: Host, config: ToMeConfig, arguments: Arguments) -> int:
+    """Memory for what blocks and layers keep from one step for those after it: corrections and changes.
+
+    Args:
+        host: the model, not patched.
+        config: what to merge and how much.
+        arguments: → those of a call by name; each step has its own.
+    """
+    if not config.correct_every and config.reuse_every == 1:
+        return 0
+    often = {"correct_every": config.correct_every, "reuse_every": config.reuse_every}
+    keeping = dataclasses.replace(config.most(), **often, reuse_min_steps=0)
+    with _patched(host, keeping) as run:
+        for index in range(2):
+            run.pipeline.told = Moment(run, index, _STEPS_TO_KEEP_MOST)
+            count_flops(host.root, arguments())
+        states: list[BlockState | LayerState] = [*run.blocks, *run.layers]
+        kept = [lost for state in states for lost in state.corrections.values()]
+        for block in run.blocks:
+            for change in block.changes.values():
+                kept += [change.latest, change.slope or ()]
+    return sum(tensor.nbytes for tensors in kept for tensor in tensors if tensor is not None)
+
+
+@contextlib.contextmanager
+def _patched(host: Host, config: ToMeConfig) -> Iterator[Run]:
+    run = new_run(host, config)
+    patch_host(host, run)
+    try:
+        yield run
+    finally:
+        restore(host.root)
+
+
+def notes_on_steps(config: ToMeConfig) -> list[str]:
+    """What differs between levels and between steps, in words."""
+    notes = [f"level {level}: {_in_words(changes)}" for level, changes in sorted(config.levels.items())]
+    notes += [
+        f"from {_percent(start)} of the steps on: {_in_words(changes)}"
+        for start, changes in sorted(config.phases.items())
+    ]
+    if callable(config.schedule):
+        notes.append(f"the ratio follows a function over the steps, {config.most().ratio:g} at most")
+    elif config.schedule is not None:
+        ratios = " to ".join(f"{config.ratio * factor:g}" for factor in config.schedule)
+        notes.append(f"the ratio goes from {ratios} over the steps")
+    if config.until < 1:
+        notes.append(f"until={config.until:g}: the last {_percent(1 - config.until)} of the steps are dense")
+    if config.correct_every:
+        notes.append(
+            f"correct_every={config.correct_every}: 1 of {config.correct_every} steps is dense and runs what "
+            "merges once more, to keep what merging loses for the others"
+        )
+    if config.reuse_every > 1:
+        short = (
+            f", in generations of {config.reuse_min_steps} steps or more" if config.reuse_min_steps else ""
+        )
+        notes.append(
+            f"reuse_every={config.reuse_every}: 1 of {config.reuse_every} steps runs the blocks that can "
+            f"merge as a whole; in the others, what they changed goes on in a straight line{short}"
+        )
+    if every := config.correct_every or (config.plan_every if config.plan_every > 1 else 0):
+        notes.append(f"a plan is used for {every} steps")
+    if config.share_plan:
+        notes.append("share_plan: blocks with one token grid use one plan")
+    if config.asks_guidance:
+        notes.append("planner='importance': planned as 'tome' until a guided step was made")
+    if config.schedule is not None or config.phases:
+        notes.append("tokens and operations are those of the step that merges most")
+    return notes
+
+
+def _in_words(changes: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in changes.items())
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.3g} %"
