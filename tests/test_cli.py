@@ -11,6 +11,7 @@ import tiny_pipeline
 import torch
 
 import tokenmerge.generate
+from tokenmerge import presets
 from tokenmerge.cli import main
 from tokenmerge.config import ToMeConfig
 from tokenmerge.loading import find_model, load_sketch
@@ -74,8 +75,12 @@ def test_generate_prints_a_table_and_writes_a_folder(folder, tmp_path, capsys):
     assert table[-1] == f"written to {out}"
     assert "dense" in printed.err  # the progress bars
     assert (out / "comparison.png").is_file()
-    chosen = json.loads((out / "run.json").read_text())["conditions"]["options"]
-    assert chosen["merging"] == ToMeConfig(ratio=0.25, use_rand=False, max_downsample=2).to_dict()
+    conditions = json.loads((out / "run.json").read_text())["conditions"]
+    chosen = conditions["options"]
+    changes = {"ratio": 0.25, "use_rand": False, "max_downsample": 2}
+    assert chosen["merging"] == {"method": "tome", **changes}
+    assert conditions["config"] == json.loads(json.dumps(ToMeConfig(**changes).to_dict()))
+    assert "merged: tome ratio=0.25 max_downsample=2 use_rand=False" in table
     assert (chosen["prompt"], chosen["steps"], chosen["seed"], chosen["repeat"]) == ("a red apple", 2, 7, 1)
 
 
@@ -89,8 +94,9 @@ def test_every_option_of_generate_reaches_the_options(monkeypatch, folder):
     # `tokenmerge.commands.generate` names the command, not its module.
     monkeypatch.setattr(sys.modules["tokenmerge.commands.generate"], "run_generate", stop)
     arguments = (
-        "generate x --model m --out o --ratio 0.1 --max-downsample 4 --sx 3 --sy 4 --no-rand --no-merge-attn "
-        "--merge-crossattn --merge-mlp --size 64x32 --steps 3 --seed 4 --batch 5 --scheduler ddim "
+        "generate x --model m --out o --method tomesd --ratio 0.1 --max-downsample 4 --sx 3 --sy 4 --no-rand "
+        "--no-merge-attn --merge-crossattn --merge-mlp --set scope=block --set schedule=1.4/0.6 --size 64x32 "
+        "--steps 3 --seed 4 --batch 5 --scheduler ddim "
         "--negative-prompt n --guidance 2.5 --control c.png --controlnet cn --dtype bf16 --device cpu "
         "--attention default --compile --no-compare --repeat 6"
     )
@@ -100,16 +106,19 @@ def test_every_option_of_generate_reaches_the_options(monkeypatch, folder):
         "prompt": "x",
         "model": "m",
         "out": "o",
-        "merging": ToMeConfig(
-            ratio=0.1,
-            max_downsample=4,
-            sx=3,
-            sy=4,
-            use_rand=False,
-            merge_attn=False,
-            merge_crossattn=True,
-            merge_mlp=True,
-        ).to_dict(),
+        "merging": {
+            "method": "tomesd",
+            "ratio": 0.1,
+            "max_downsample": 4,
+            "sx": 3,
+            "sy": 4,
+            "use_rand": False,
+            "merge_attn": False,
+            "merge_crossattn": True,
+            "merge_mlp": True,
+            "scope": "block",
+            "schedule": "1.4/0.6",
+        },
         "size": (64, 32),
         "steps": 3,
         "seed": 4,
@@ -145,10 +154,48 @@ def test_inspect_prints_the_report_and_cuts_nothing(folder, capsys):
 
 def test_inspect_as_json_is_the_report(folder, capsys):
     assert main(["inspect", str(folder), "--merge-mlp", "--batch", "4", "--json"]) == 0
-    report = predict(
-        load_sketch(find_model(str(folder))).denoiser, ToMeConfig(merge_mlp=True), 16, 16, batch=4
-    )
-    assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(report.to_dict()))
+    config = ToMeConfig(merge_mlp=True)
+    report = predict(load_sketch(find_model(str(folder))).denoiser, config, 16, 16, batch=4)
+    told = {"method": "tome", "merging": config.to_dict(), **report.to_dict()}
+    assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(told))
+
+
+@pytest.mark.parametrize(
+    ("options", "config"),
+    [
+        ((), presets.toma()),
+        (("--ratio", "0.25", "--max-downsample", "2"), presets.toma(0.25, max_downsample=2)),
+        (
+            ("--no-merge-mlp", "--set", "merge_crossattn=false"),
+            presets.toma(merge_mlp=False, merge_crossattn=False),
+        ),
+        (
+            ("--set", "plan_every=2", "--set", "share_plan=false"),
+            presets.toma(plan_every=2, share_plan=False),
+        ),
+        (
+            ("--set", 'levels={"2": {"ratio": 0.25}}', "--set", 'phases={"0.5": {"combine": "keep"}}'),
+            presets.toma(levels={2: {"ratio": 0.25}}, phases={0.5: {"combine": "keep"}}),
+        ),
+        (
+            ("--set", "schedule=[1.2, 0.8]", "--set", "until=0.75"),
+            presets.toma(schedule=(1.2, 0.8), until=0.75),
+        ),
+    ],
+)
+def test_a_method_keeps_what_the_options_leave_out(options, config, folder, capsys):
+    assert main(["inspect", str(folder), "--method", "toma", *options, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["method"] == "toma"
+    assert found["merging"] == json.loads(json.dumps(config.to_dict()))
+
+
+def test_inspect_counts_the_mean_over_steps(folder, capsys):
+    arguments = ["inspect", str(folder), "--set", "until=0.5"]
+    assert main([*arguments, "--steps", "4"]) == 0
+    assert "note: mean over 4 steps" in capsys.readouterr().out
+    assert main(arguments) == 0
+    assert "mean over" not in capsys.readouterr().out
 
 
 def test_env_prints_versions_and_back_ends(capsys):
@@ -196,6 +243,20 @@ def test_without_arguments_the_commands_are_listed(capsys):
         (["generate", "x", "--speed"], "No such option: --speed"),
         (["inspect", "--size", "0"], "size: expected WIDTHxHEIGHT or one number"),
         (["inspect", "nothing"], "model: 'nothing' is no model"),
+        (["inspect", "--steps", "0"], "steps: expected an integer ≥ 1, got 0"),
+        (["inspect", "--method", "tomato"], "method: expected one of auto, tome, ca_tome"),
+        (["inspect", "--method", "auto"], "inspect reads no weights"),
+        (["inspect", "--set", "speed=2"], "set: expected settings out of ratio, max_downsample"),
+        (["inspect", "--set", "sx=wide"], "set: sx: expected sx=INTEGER, got 'sx=wide'"),
+        (["inspect", "--set", "until"], "until: expected until=NUMBER"),
+        (["inspect", "--set", "proportional=maybe"], "expected proportional=true or false"),
+        (["inspect", "--set", "schedule=1/x"], "schedule=NUMBER/NUMBER"),
+        (["inspect", "--set", "levels=[2]"], "levels=JSON such as"),
+        (["inspect", "--set", 'phases={"0.5": 2}'], "phases=JSON such as"),
+        (["inspect", "--set", 'levels={"2": {"until": 0.5}}'], "levels: cannot change until"),
+        (["inspect", "--set", "plan_every=0"], "plan_every: expected an integer ≥ 1, got 0"),
+        (["inspect", "--sx", "3", "--set", "sx=4"], "set: sx is given twice, as 3 and as 4"),
+        (["generate", "x", "--method", "ca_tome", "--compile"], "leave --compile out"),
         (["paint"], "No such command 'paint'"),
     ],
 )

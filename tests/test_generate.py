@@ -15,6 +15,7 @@ from tokenmerge.config import ToMeConfig
 from tokenmerge.errors import ConfigError, NothingToMergeError
 from tokenmerge.generate import generate
 from tokenmerge.loading import find_model, load_pipeline
+from tokenmerge.merging_settings import Merging
 from tokenmerge.options import GenerateOptions
 from tokenmerge.pipeline_call import PipelineCall
 from tokenmerge.twin import twin
@@ -97,7 +98,8 @@ def test_the_record_holds_conditions_times_and_quality(run):
     assert record["complete"] is True
     conditions = record["conditions"]
     assert conditions["seeds"] == [0, 1]
-    assert conditions["options"]["merging"] == ToMeConfig().to_dict()
+    assert conditions["options"]["merging"] == {"method": "tome"}
+    assert conditions["config"] == ToMeConfig().to_dict()
     assert conditions["environment"]["versions"]["torch"] == torch.__version__
     assert (conditions["device"], conditions["dtype"]) == ("cpu", "float32")
     for name in ("dense", "merged"):
@@ -139,10 +141,29 @@ def test_a_picture_depends_on_its_seed_alone(folder, run, tmp_path):
 
 
 def test_ratio_zero_gives_the_dense_picture_and_says_so(folder, tmp_path):
-    result = generate(options(folder, tmp_path, merging=ToMeConfig(ratio=0.0)))
+    result = generate(options(folder, tmp_path, merging=Merging("tome", {"ratio": 0.0})))
     assert np.array_equal(pixels(tmp_path / "dense-00.png"), pixels(tmp_path / "merged-00.png"))
     assert result.quality.psnr == (math.inf,)
     assert json.loads((tmp_path / "run.json").read_text())["quality"]["psnr_db"] == ["inf"]
+
+
+def test_settings_that_follow_the_steps_have_those_of_the_pipeline(folder, tmp_path):
+    """With none of the two steps merged, the picture is the dense one; with one of them, it is not."""
+    for until, equal in ((0.2, True), (0.5, False)):
+        out = tmp_path / str(until)
+        result = generate(options(folder, out, merging=Merging("tome", {"until": until})))
+        assert result.conditions["config"]["until"] == until
+        assert np.array_equal(pixels(out / "dense-00.png"), pixels(out / "merged-00.png")) == equal
+
+
+def test_a_method_that_chooses_by_the_model_says_what_it_chose(folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr("tokenmerge.auto.fewest_tokens", lambda device, dtype: 64)
+    merging = Merging("auto", {"ratio": 0.25, "planner": "tome"})
+    result = generate(options(folder, tmp_path / "out", compare=False, merging=merging))
+    config = result.conditions["config"]
+    assert (config["ratio"], config["planner"], config["min_tokens"]) == (0.25, "tome", 64)
+    assert result.report.rows
 
 
 def test_without_comparison_only_merged_runs(folder, tmp_path):

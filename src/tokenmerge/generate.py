@@ -17,6 +17,7 @@ from tokenmerge.api import apply_token_merging
 from tokenmerge.bench.env import environment
 from tokenmerge.bench.memory import peak_memory_meaning
 from tokenmerge.bench.timing import Measurement, interleaved
+from tokenmerge.config import ToMeConfig
 from tokenmerge.errors import ConfigError, MissingExtraError
 from tokenmerge.files import free_folder, prepare_folder, slug, write_atomically, write_json
 from tokenmerge.loading import (
@@ -88,6 +89,8 @@ def generate(options: GenerateOptions, on_progress: Callable[[Progress], None] |
             checked before the weights are loaded.
     """
     require_diffusers("tokenmerge generate")
+    if not options.merging.needs_model:
+        _check_compile(options, options.merging.config())
     source = find_model(options.model)
     device = resolve_device(options.device)
     dtype = resolve_dtype(options.dtype, device)
@@ -113,9 +116,18 @@ def _check_before_loading(options: GenerateOptions, sketch: ModelSketch) -> None
     size = options.size or sketch.size
     if size is not None:
         width, height = check_size(size, sketch.scale)
-        if options.controlnet is None:  # one that merges makes up for a denoiser that does not
+        # A ControlNet that merges makes up for a denoiser that does not.
+        if options.controlnet is None and not options.merging.needs_model:
             for host in find_hosts(sketch.denoiser):
-                check_host(host, options.merging, (height, width))
+                check_host(host, options.merging.config(), (height, width))
+
+
+def _check_compile(options: GenerateOptions, config: ToMeConfig) -> None:
+    if options.compile and config.follows_steps:
+        raise ConfigError(
+            "compile: settings that follow the denoising steps cannot be compiled into one graph with the "
+            "model; leave --compile out, or take a method that is the same at every step"
+        )
 
 
 class _Run:
@@ -133,11 +145,14 @@ class _Run:
         size = options.size or own_size(pipe)
         width, height = check_size(size, latent_scale(pipe))
         self.call = PipelineCall.prepare(pipe, options, size, control)
+        self.config = options.merging.config(pipe)
+        _check_compile(options, self.config)
         self.report = predict(
-            pipe, options.merging, height, width, batch=options.batch * (2 if self.call.guided else 1)
+            pipe, self.config, height, width, batch=options.batch * (2 if self.call.guided else 1)
         )
         self.conditions = {
             "options": options.to_dict(),
+            "config": self.config.to_dict(),
             "pipeline": type(pipe).__name__,
             "scheduler": type(pipe.scheduler).__name__,
             "width": size[0],
@@ -165,7 +180,7 @@ class _Run:
             dense = self._pictures("dense", self.pipe)
             calls["dense"] = lambda: self._generate("dense", self.pipe)
 
-        patch = apply_token_merging(merged_pipe, options.merging)
+        patch = apply_token_merging(merged_pipe, self.config)
         with patch.record() as plans:
             merged = self._pictures("merged", merged_pipe)
         if options.compile:  # only now, or recording the plans would be compiled in
@@ -221,7 +236,7 @@ class _Run:
         picture = comparison(
             rows,
             dense=f"{self.conditions['width']} x {self.conditions['height']}, {self.options.steps} steps",
-            merged=f"ratio {self.options.merging.ratio:g}",
+            merged=f"{self.options.merging.method}, ratio {self.config.ratio:g}",
             groups=groups[0][1],
         )
         write_atomically(self.folder / "comparison.png", picture.save)
@@ -256,7 +271,7 @@ def _groups(plans: Mapping[str, RecordedPlan], index: int, batch: int) -> tuple[
     row = max(0, labels.shape[0] - batch + index)
     grid = labels[row].reshape(recorded.grid[1:]).cpu().numpy()
     where = path.partition(".attentions")[0]
-    return grid, f"{grid.size} to {len(np.unique(grid))} tokens in {where}, last step"
+    return grid, f"{grid.size} to {len(np.unique(grid))} tokens in {where}, last plan"
 
 
 def _compile(pipe: DiffusionPipeline) -> None:

@@ -7,9 +7,9 @@ import math
 from pathlib import Path
 from typing import Any
 
-from tokenmerge.config import ToMeConfig
 from tokenmerge.errors import ConfigError
 from tokenmerge.loading import DEFAULT_MODEL
+from tokenmerge.merging_settings import Merging
 from tokenmerge.pipeline_settings import DTYPE_CHOICES, check_attention
 
 __all__ = ["GenerateOptions"]
@@ -22,7 +22,7 @@ class GenerateOptions:
     Args:
         prompt: text of the picture, not empty.
         model: a bundled model, a diffusers folder, a ``.safetensors`` checkpoint or a hub id.
-        merging: which tokens are merged, and how many.
+        merging: the method and its settings.
         size: (width, height) in pixels; ``None`` is the model's own.
         steps: denoising steps, ≥ 1.
         seed: seed of the first picture, ≥ 0; picture i has ``seed + i``, whatever the batch.
@@ -46,7 +46,7 @@ class GenerateOptions:
 
     prompt: str
     model: str = DEFAULT_MODEL
-    merging: ToMeConfig = dataclasses.field(default_factory=ToMeConfig)
+    merging: Merging = dataclasses.field(default_factory=Merging)
     size: tuple[int, int] | None = None
     steps: int = 25
     seed: int = 0

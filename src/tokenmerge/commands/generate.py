@@ -8,24 +8,11 @@ from typing import Annotated
 import typer
 
 from tokenmerge.commands import tables
-from tokenmerge.commands.arguments import (
-    MaxDownsample,
-    MergeAttn,
-    MergeCrossattn,
-    MergeMlp,
-    Rand,
-    Ratio,
-    Size,
-    StrideX,
-    StrideY,
-    integer,
-    machine,
-    number,
-    picture,
-)
+from tokenmerge.commands.arguments import Size, integer, machine, number, picture
+from tokenmerge.commands.merging import with_merging_options
 from tokenmerge.commands.quiet import quiet_libraries
-from tokenmerge.config import ToMeConfig
 from tokenmerge.generate import generate as run_generate
+from tokenmerge.merging_settings import Merging
 from tokenmerge.options import GenerateOptions
 from tokenmerge.pipeline_settings import ATTENTION_CHOICES, DTYPE_CHOICES, SCHEDULER_NAMES
 from tokenmerge.sizes import parse_size
@@ -35,8 +22,10 @@ __all__ = ["generate"]
 _SCHEDULER_HELP = f"{', '.join(SCHEDULER_NAMES)}, or a class of diffusers. Default: the model's own."
 
 
+@with_merging_options
 def generate(
     prompt: Annotated[str, typer.Argument(help="What to draw.")],
+    *,
     model: Annotated[
         str, typer.Option(help="Bundled model, diffusers folder, .safetensors checkpoint or hub id.")
     ] = GenerateOptions.model,
@@ -44,14 +33,7 @@ def generate(
         Path | None,
         typer.Option(help="Folder for results. Default: a new one in outputs/, named by the prompt."),
     ] = None,
-    ratio: Ratio = ToMeConfig.ratio,
-    max_downsample: MaxDownsample = ToMeConfig.max_downsample,
-    sx: StrideX = ToMeConfig.sx,
-    sy: StrideY = ToMeConfig.sy,
-    rand: Rand = ToMeConfig.use_rand,
-    merge_attn: MergeAttn = ToMeConfig.merge_attn,
-    merge_crossattn: MergeCrossattn = ToMeConfig.merge_crossattn,
-    merge_mlp: MergeMlp = ToMeConfig.merge_mlp,
+    merging: Merging,
     size: Size = None,
     steps: Annotated[int, picture("Denoising steps.", parser=integer)] = GenerateOptions.steps,
     seed: Annotated[
@@ -81,16 +63,7 @@ def generate(
     options = GenerateOptions(
         prompt=prompt,
         model=model,
-        merging=ToMeConfig(
-            ratio=ratio,
-            max_downsample=max_downsample,
-            sx=sx,
-            sy=sy,
-            use_rand=rand,
-            merge_attn=merge_attn,
-            merge_crossattn=merge_crossattn,
-            merge_mlp=merge_mlp,
-        ),
+        merging=merging,
         size=None if size is None else parse_size(size),
         steps=steps,
         seed=seed,

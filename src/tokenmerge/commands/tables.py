@@ -13,6 +13,7 @@ from rich.progress import Progress as Bars
 from rich.table import Table
 from rich.text import Text
 
+from tokenmerge.bench.records import variant_label
 from tokenmerge.generate import Progress
 from tokenmerge.report import Report, saved
 from tokenmerge.reporting.tables import Table as PlainTable
@@ -111,8 +112,11 @@ def result_table(result: Result) -> Table:
 def result_notes(result: Result) -> list[str]:
     """What to read a result table with, and where the pictures are."""
     runs = len(result.variants[-1].seconds)
+    settings = dict(result.conditions["options"]["merging"])
+    merged = variant_label(settings.pop("method"), settings)
     compared = "PSNR and SSIM: merged against dense, means over the pictures"
     return [
+        f"merged: {merged}",
         f"times: median of {runs} pipeline call{'s' if runs > 1 else ''} after an untimed warm-up",
         f"memory: {result.conditions['peak_memory']}",
         *([compared] if result.quality else []),

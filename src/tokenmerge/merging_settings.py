@@ -1,0 +1,141 @@
+"""Methods and settings as a user types them, and the configuration that they mean."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+from tokenmerge import presets
+from tokenmerge.auto import choose
+from tokenmerge.config import ToMeConfig
+from tokenmerge.errors import ConfigError
+
+__all__ = ["AUTO", "METHODS", "SETTINGS", "Merging", "as_plain", "read_setting"]
+
+AUTO = "auto"
+METHODS = (AUTO, "tome", *presets.__all__)
+SETTINGS = tuple(field.name for field in dataclasses.fields(ToMeConfig))
+
+
+@dataclasses.dataclass(frozen=True)
+class Merging:
+    """A method, and what is changed of its settings.
+
+    Args:
+        method: ``"auto"`` chooses by the model and the device (:func:`tokenmerge.auto.choose`); ``"tome"`` is
+            :class:`tokenmerge.ToMeConfig` as it is; or the name of one of :mod:`tokenmerge.presets`.
+        changes: fields of :class:`tokenmerge.ToMeConfig` that are not to be the method's own.
+
+    Raises:
+        ConfigError: there is no such method, or a value is out of its range.
+
+    >>> Merging("sito", {"max_downsample": 2}).config().combine
+    'keep'
+    """
+
+    method: str = "tome"
+    changes: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)
+
+    def __post_init__(self) -> None:
+        if self.method not in METHODS:
+            raise ConfigError(f"method: expected one of {', '.join(METHODS)}, got {self.method!r}")
+        if self.needs_model:
+            ToMeConfig(**self.changes)
+        else:
+            self.config()
+
+    @property
+    def needs_model(self) -> bool:
+        """Whether the settings depend on the model that is to merge."""
+        return self.method == AUTO
+
+    def config(self, pipe_or_model: object = None) -> ToMeConfig:
+        """The settings.
+
+        Args:
+            pipe_or_model: what is to merge; only a method that :attr:`needs_model` looks at it.
+
+        Raises:
+            ConfigError: the changes do not go together with what the method chose.
+        """
+        if self.needs_model:
+            chosen = choose(pipe_or_model, self.changes.get("ratio", ToMeConfig.ratio))
+            return dataclasses.replace(chosen, **self.changes)
+        make: Callable[..., ToMeConfig] = (
+            ToMeConfig if self.method == "tome" else getattr(presets, self.method)
+        )
+        return make(**self.changes)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain values, for records."""
+        return {"method": self.method, **{name: as_plain(value) for name, value in self.changes.items()}}
+
+
+def read_setting(text: str, names: Collection[str] = SETTINGS) -> tuple[str, Any]:
+    """Read ``NAME=VALUE``; a setting that is a switch may stand without a value.
+
+    ``schedule`` is numbers with ``/`` between them, or a list in JSON; ``levels`` and ``phases`` are JSON.
+
+    Args:
+        text: such as ``"scope=block"``.
+        names: of the settings that may be given.
+
+    Raises:
+        ConfigError: there is no such setting, or the value is not of its type.
+
+    >>> read_setting("merge_mlp"), read_setting("schedule=1.4/0.6")
+    (('merge_mlp', True), ('schedule', (1.4, 0.6)))
+    >>> read_setting('levels={"2": {"ratio": 0.25}}')
+    ('levels', {2: {'ratio': 0.25}})
+    """
+    name, equals, value = (part.strip() for part in text.partition("="))
+    if name not in names:
+        raise ConfigError(f"expected settings out of {', '.join(names)}, got {name!r}")
+    switch = isinstance(getattr(ToMeConfig, name, None), bool)
+    read, wanted = _READERS[name]
+    try:
+        return name, read("true" if switch and not equals else value)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(f"{name}: expected {name}={wanted}, got {text!r}") from error
+
+
+def as_plain(value: Any) -> str | int | float | bool:
+    """A setting's value as one that records, names and :func:`read_setting` share.
+
+    >>> as_plain((1.4, 0.6)), as_plain({2: {"ratio": 0.25}}), as_plain(0.5)
+    ('1.4/0.6', '{"2": {"ratio": 0.25}}', 0.5)
+    """
+    if isinstance(value, Mapping):
+        return json.dumps(value)
+    return "/".join(f"{number:g}" for number in value) if isinstance(value, tuple) else value
+
+
+def _switch(text: str) -> bool:
+    return {"true": True, "false": False}[text.lower()]
+
+
+def _schedule(text: str) -> tuple[float, ...]:
+    return tuple(map(float, json.loads(text) if text.startswith("[") else text.split("/")))
+
+
+def _changes_by(number: Callable[[str], float]) -> Callable[[str], dict[float, dict[str, Any]]]:
+    def read(text: str) -> dict[float, dict[str, Any]]:
+        return {number(key): dict(changes.items()) for key, changes in json.loads(text).items()}
+
+    return read
+
+
+_OF_TYPE: dict[type, tuple[Callable[[str], Any], str]] = {
+    bool: (_switch, "true or false"),
+    int: (int, "INTEGER"),
+    float: (float, "NUMBER"),
+    str: (str, "WORD"),
+}
+_READERS = {
+    **{name: _OF_TYPE[type(value)] for name, value in vars(ToMeConfig()).items() if type(value) in _OF_TYPE},
+    "schedule": (_schedule, "NUMBER/NUMBER…, such as 1.4/0.6"),
+    "levels": (_changes_by(int), 'JSON such as {"2": {"ratio": 0.25}}'),
+    "phases": (_changes_by(float), 'JSON such as {"0.5": {"planner": "tome"}}'),
+}
