@@ -1,17 +1,20 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
+import hosts
 import pytest
 import torch
 from torch import nn
 
+from tokenmerge import ToMeConfig, presets
 from tokenmerge.bench import subject
 from tokenmerge.bench.grid import Grid
 from tokenmerge.bench.grid_files import preset_names, read_grid, read_preset
 from tokenmerge.bench.inputs import InputSize
 from tokenmerge.bench.plan import plan_groups
-from tokenmerge.bench.variants import FEWER_STEPS, VARIANTS, parse_variant
+from tokenmerge.bench.variants import FEWER_STEPS, VARIANTS, VariantSpec, parse_variant
 from tokenmerge.errors import ConfigError
 from tokenmerge.loading import ModelSketch
 
@@ -88,7 +91,67 @@ class VideoPipeline:
 def test_a_video_pipeline_is_asked_for_the_frames_of_its_record() -> None:
     pipe = VideoPipeline()
     call = subject._PipelineCall(pipe, None, 0)
-    assert call(pipe.transformer, InputSize(64, 64, 8, 1, frames=9), 2)() == 9
+    assert call(call.whole(pipe.transformer), InputSize(64, 64, 8, 1, frames=9), 2)() == 9
+
+
+def test_methods_have_their_own_settings_and_ratio() -> None:
+    specs = Grid(
+        variants=("todo", "toma:ratio=0.6", "sdtm:schedule=1.2/0.8", "ca_tome"), ratio=(0.3, 0.5)
+    ).specs()
+    assert [spec.label for spec in specs] == [
+        "todo ratio=0.75",  # its planner removes the same at any
+        "toma ratio=0.6",
+        "sdtm ratio=0.3 schedule=1.2/0.8",
+        "sdtm ratio=0.5 schedule=1.2/0.8",
+        "ca_tome ratio=0.3",
+        "ca_tome ratio=0.5",
+    ]
+    assert [spec.config() for spec in specs[:3]] == [
+        presets.todo(),
+        presets.toma(0.6),
+        presets.sdtm(0.3, schedule=(1.2, 0.8)),
+    ]
+    assert parse_variant("toma:max_downsample=8", [0.5], {}) == parse_variant("toma", [0.5], {})
+
+
+def test_every_setting_can_be_told() -> None:
+    text = (
+        'tome:proportional,scope=block,reuse_every=2,until=0.75,levels={"2": {"ratio": 0.25, "sx": 4}, "4": '
+        '{"ratio": 0.0}},phases={"0.5": {"planner": "local"}},share_plan'
+    )
+    (spec,) = parse_variant(text, [0.5], {})
+    config = ToMeConfig(
+        proportional=True,
+        scope="block",
+        reuse_every=2,
+        until=0.75,
+        levels={2: {"ratio": 0.25, "sx": 4}, 4: {"ratio": 0.0}},
+        phases={0.5: {"planner": "local"}},
+        share_plan=True,
+    )
+    assert spec.config() == config
+    # What a record holds is what was meant.
+    again = VariantSpec("tome", tuple(json.loads(json.dumps(dict(spec.settings))).items()))
+    assert again.config() == config
+    assert again == spec
+
+
+def test_auto_is_chosen_when_the_model_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tokenmerge.auto.fewest_tokens", lambda device, dtype: 7)
+    (spec,) = parse_variant("auto:sx=4", [0.25], {})
+    assert spec.label == "auto ratio=0.25 sx=4"
+    config = spec.config(hosts.unet())
+    assert (config.ratio, config.sx, config.min_tokens) == (0.25, 4, 7)
+
+
+def test_the_oracle_bounds_what_merges_around_layers_and_is_alike_at_every_step() -> None:
+    variants = ("ca_tome", "sito", "toma", "sdtm", "todo", "auto", "tome:until=0.5", "tome:planner=windows")
+    oracles = [spec.label for spec in Grid(variants=(*variants, "oracle")).specs() if spec.name == "oracle"]
+    assert oracles == [
+        "oracle ratio=0.5",
+        "oracle ratio=0.5 max_downsample=8 sx=8 sy=8 merge_crossattn merge_mlp",
+        "oracle ratio=0.5 planner=windows",
+    ]
 
 
 def test_the_oracle_is_the_bound_of_the_variants_beside_it() -> None:
@@ -116,21 +179,27 @@ def test_settings_equal_to_the_defaults_do_not_make_another_variant() -> None:
     assert deeper.config().max_downsample == 2
 
 
-@pytest.mark.parametrize("name", sorted(set(VARIANTS) - {FEWER_STEPS}))
+@pytest.mark.parametrize("name", sorted(set(VARIANTS) - {FEWER_STEPS, "auto"}))
 def test_each_variant_has_the_settings_it_is_applied_with(name: str) -> None:
-    (spec,) = parse_variant(name, [0.5], {})
+    (spec,) = parse_variant(f"{name}:ratio=0.5" if VARIANTS[name].method else name, [0.3], {})
     config = spec.config()
-    assert (config is None) == (VARIANTS[name].config is None)
+    assert (config is None) == (VARIANTS[name].method is None)
     assert config is None or config.ratio == 0.5
 
 
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("tomy", "expected one of dense, tome"),
+        ("tomy", "expected one of dense, auto, tome"),
         ("tome:speed=2", "expected settings out of ratio, max_downsample"),
         ("tomesd:seed=1", "got 'seed'"),
-        ("tome:ratio=much", "expected a value of type float, got 'much'"),
+        ("tome:ratio=much", "expected ratio=NUMBER, got 'ratio=much'"),
+        ("tome:scope=all", "scope: expected one of 'layers', 'block', 'keys', got 'all'"),
+        ("tome:schedule=1/", "schedule=NUMBER/NUMBER"),
+        ("tome:reuse_every=2,correct_every=3", "take one of the two"),
+        ("sdtm:ratio=0.6", "ratio"),
+        ("auto:ratio=1", "0.75"),
+        ('tome:levels={"x": {}}', "levels=JSON"),
         ("tome:ratio=0.8", "0.75"),
         ("tome:merge_mlp=maybe", "true or false"),
         ("dense:ratio=0.5", "takes no settings"),

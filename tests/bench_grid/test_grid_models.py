@@ -89,7 +89,7 @@ def test_transformers_run_dense_and_merged(
     assert torch.isfinite(merged).all()
     assert not torch.equal(merged, output)
     with (
-        pytest.raises(ConfigError, match="oracle: it bounds scope='layers'"),
+        pytest.raises(ConfigError, match="oracle: it bounds scope='layers', alike"),
         apply.oracle(model, config, None),
     ):
         pass
@@ -106,7 +106,7 @@ def test_a_pipeline_runs_the_steps_it_is_asked_for() -> None:
     rows: list[int] = []
     subject.denoiser.register_forward_pre_hook(lambda module, args: rows.append(len(args[0])))
     size = InputSize(height=64, width=128, scale=8, samples=3, frames=1)
-    pictures = subject.bind(subject.denoiser, size, 4)().images
+    pictures = subject.bind(subject.whole(subject.denoiser), size, 4)().images
     assert rows == [2 * 3] * 4
     assert pictures.shape == (3, 3, 64, 128)
 

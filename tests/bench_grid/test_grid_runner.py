@@ -9,12 +9,20 @@ import pytest
 import torch
 from torch import nn
 
+from tokenmerge import ToMeConfig
+from tokenmerge.api import Patch
 from tokenmerge.bench import apply, group, memory_limit, prepared, runner
+from tokenmerge.bench.geometries import GEOMETRIES
+from tokenmerge.bench.geometry import build_denoiser
 from tokenmerge.bench.records import CellRecord
 from tokenmerge.bench.store import RecordNotWrittenError, ResultsFile, read_cells
 from tokenmerge.bench.timing import interleaved
 from tokenmerge.errors import ConfigError
+from tokenmerge.methods import PLANNERS
+from tokenmerge.methods.tome import plan_tome
+from tokenmerge.report import predict
 
+CPU = torch.device("cpu")
 Measure = Callable[..., list[CellRecord]]
 
 
@@ -227,6 +235,69 @@ def test_a_full_disk_ends_the_run_with_the_finished_cells_in_the_file(
     with pytest.raises(RecordNotWrittenError):
         measure(variants=("tome", "oracle"))
     assert names(list(read_cells(tmp_path / "results.jsonl"))) == ["dense sdpa", "tome ratio=0.5 sdpa"]
+
+
+@pytest.mark.parametrize(("scope", "per_block"), [("denoiser", 2), ("pipeline", 1)])
+def test_every_call_plans(
+    measure: Measure, monkeypatch: pytest.MonkeyPatch, scope: str, per_block: int
+) -> None:
+    """Both halves of guidance at once where a pipeline tells them; each, where the denoiser is alone."""
+    images: list[int] = []
+
+    def counted(features: torch.Tensor, *args: object) -> object:
+        if not features.is_meta:  # as it is for the report
+            images.append(len(features))
+        return plan_tome(features, *args)
+
+    monkeypatch.setitem(PLANNERS, "tome", counted)
+    measure(variants=("tome",), scope=scope, steps=1, warmup=1, rounds=2)
+    assert images == [per_block] * 3 * 3  # a warm-up and two rounds of three blocks
+
+
+def test_settings_that_follow_the_steps_are_timed_over_a_generation(
+    measure: Measure, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[tuple[int, int]] = []
+    at_step = Patch.at_step
+    monkeypatch.setattr(
+        Patch, "at_step", lambda self, i, steps: (told.append((i, steps)), at_step(self, i, steps))
+    )
+
+    def paced(calls: dict, repeat: int, device: torch.device) -> object:
+        for measured in interleaved(calls, repeat, device):
+            yield type(measured)(measured.variant, {"dense, sdpa": 1.0}.get(measured.variant, 3.0), None)
+
+    monkeypatch.setattr(group, "interleaved", paced)
+    _, merged = measure(variants=("tome:until=0.5",), steps=4, rounds=2)
+    assert told == [(i, 4) for i in range(4)] * 3  # a warm-up, two rounds
+    assert merged.seconds == (3.0 / 4,) * 2
+    assert merged.speedup == pytest.approx(4 / 3)
+    assert any("mean of the 4 calls of a generation" in note for note in merged.facts["notes"])
+    report = predict(build_denoiser(GEOMETRIES["tiny"], torch.float32, CPU, 0), ToMeConfig(), 8, 8, 2)
+    assert merged.facts["flops_merged"] == (report.flops_merged + report.flops_dense) / 2
+
+
+@pytest.mark.parametrize(
+    "variant", ["tome:reuse_every=2,max_downsample=2", "tome:correct_every=2,scope=block", "ibtm", "toma"]
+)
+def test_a_pipeline_tells_its_steps_and_its_guidance(measure: Measure, variant: str) -> None:
+    _, merged = measure(variants=(variant,), scope="pipeline", steps=4, rounds=1, ratio=(0.25,))
+    assert (merged.status, merged.message) == ("ok", "")
+    assert (merged.facts["kept_bytes"] > 0) == ("_every=2" in variant)
+
+
+@pytest.mark.parametrize(
+    ("axes", "words"),
+    [
+        ({"variants": ("ibtm",)}, "take --scope pipeline"),
+        ({"variants": ("ca_tome",), "compile": (True,)}, "cannot be compiled"),
+    ],
+)
+def test_what_cannot_be_timed_honestly_is_a_row_that_says_why(
+    measure: Measure, axes: dict, words: str
+) -> None:
+    cells = [record for record in measure(**axes) if record.conditions["variant"] != "dense"]
+    assert [(cell.status, words in cell.message) for cell in cells] == [("unavailable", True)]
 
 
 def test_fewer_steps_of_the_denoiser_are_computed_and_say_so(

@@ -10,31 +10,48 @@ from typing import Any
 
 from torch import Tensor, cat, nn
 
-from tokenmerge.api import token_merging
+from tokenmerge.api import Patch, token_merging
 from tokenmerge.config import ToMeConfig
 from tokenmerge.errors import ConfigError, UnsupportedModelError
 from tokenmerge.models import find_hosts
 from tokenmerge.report import Report
+from tokenmerge.state import RecordedPlan
 
-__all__ = ["TOMESD_SETTINGS", "bounds", "dense", "oracle", "tokenmerge", "tomesd", "tomesd_missing"]
+__all__ = [
+    "TOMESD_SETTINGS",
+    "bounding_settings",
+    "bounds",
+    "dense",
+    "oracle",
+    "tokenmerge",
+    "tomesd",
+    "tomesd_missing",
+]
 
-TOMESD_SETTINGS = frozenset(
-    {
-        "ratio",
-        "max_downsample",
-        "sx",
-        "sy",
-        "use_rand",
-        "merge_attn",
-        "merge_crossattn",
-        "merge_mlp",
-    }
+TOMESD_SETTINGS = (
+    *("ratio", "max_downsample", "sx", "sy"),
+    *("use_rand", "merge_attn", "merge_crossattn", "merge_mlp"),
 )
 
 
+# What the time of the oracle depends on.
+_BOUNDING = (
+    *("ratio", "max_downsample", "min_tokens", "sx", "sy", "st"),
+    *("merge_attn", "merge_crossattn", "merge_mlp"),
+)
+# These do not remove the number of tokens that the ratio says.
+_PLANNERS_WITH_OWN_NUMBER = ("uniform", "windows")
+
+
 def bounds(config: ToMeConfig) -> bool:
-    """Whether the oracle is the bound of merging with these settings."""
-    return config.scope == "layers"
+    """Whether the oracle is the bound of merging with these settings: around layers, alike at every step."""
+    changing = config.until < 1 or config.correct_every or config.reuse_every > 1
+    return config.scope == "layers" and not (changing or config.schedule or config.phases or config.levels)
+
+
+def bounding_settings(config: ToMeConfig) -> tuple[str, ...]:
+    """Names of the settings that the bound of a configuration depends on."""
+    return (*_BOUNDING, "planner") if config.planner in _PLANNERS_WITH_OWN_NUMBER else _BOUNDING
 
 
 @contextlib.contextmanager
@@ -44,10 +61,10 @@ def dense(model: nn.Module, config: None, report: None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def tokenmerge(model: object, config: ToMeConfig, report: Report) -> Iterator[None]:
+def tokenmerge(model: object, config: ToMeConfig, report: Report) -> Iterator[Patch[Report, RecordedPlan]]:
     """Merge tokens with this package."""
-    with token_merging(model, config):
-        yield
+    with token_merging(model, config) as patch:
+        yield patch
 
 
 @contextlib.contextmanager
@@ -91,7 +108,9 @@ def oracle(model: nn.Module, config: ToMeConfig, report: Report) -> Iterator[Non
         ConfigError: not single layers would merge, or layers that take more than image tokens.
     """
     if not bounds(config):
-        raise ConfigError("oracle: it bounds scope='layers'; leave it out for other scopes")
+        raise ConfigError(
+            "oracle: it bounds scope='layers', alike at every step; leave it out for other settings"
+        )
     _check_shortening(model, config)
     swapped: dict[nn.Module, type[nn.Module]] = {}
     try:

@@ -7,8 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from tokenmerge.bench.apply import bounds
-from tokenmerge.bench.variants import ORACLE, VARIANTS, VariantSpec, parse_variant
+from tokenmerge.bench.variants import ORACLE, VARIANTS, VariantSpec, oracle_of, parse_variant
 from tokenmerge.errors import ConfigError
 from tokenmerge.pipeline_settings import ATTENTION_CHOICES, DTYPE_CHOICES
 from tokenmerge.sizes import parse_size
@@ -116,7 +115,7 @@ class Grid:
             specs += parse_variant(text, self.ratio, defaults)
         merging = [spec for spec in specs if VARIANTS[spec.name].merges]
         if ORACLE in self.variants and merging:
-            oracles = [VariantSpec(ORACLE, spec.settings) for spec in merging if bounds(spec.config())]
+            oracles = [oracle for oracle in map(oracle_of, merging) if oracle is not None]
             plain = parse_variant(ORACLE, self.ratio, defaults)
             specs = [spec for spec in specs if spec not in plain] + oracles
         return list(dict.fromkeys(specs))

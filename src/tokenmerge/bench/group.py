@@ -111,23 +111,25 @@ class GroupRun:
             column = by_name[measured.variant]
             cell = cells[column]
             if cell.failure is None:
-                cell.seconds.append(measured.seconds)
+                cell.seconds.append(measured.seconds / cell.calls)
                 cell.peak_bytes = max(cell.peak_bytes or 0, measured.peak_bytes or 0) or None
             if column in waiting and (cell.failure or len(cell.seconds) == self.setting.rounds):
                 waiting.remove(column)
-                more = facts[column] if facts else self._facts(column, cell)
+                more = facts[column] if facts else self._facts(cell)
                 self._finish(self.setting, column, _outcome(column, cells, more))
 
-    def _facts(self, column: Column, cell: Prepared) -> dict[str, Any]:
-        report = None if cell.failure else self.bench.report(column.spec)
-        if report is None:
+    def _facts(self, cell: Prepared) -> dict[str, Any]:
+        report, config = cell.report, cell.config
+        if cell.failure or report is None or config is None:
             return self.facts
+        mean = f"the mean of the {cell.calls} calls of a generation, some of which cost more than others"
         return {
             **self.facts,
-            "config": column.spec.config().to_dict(),
+            "config": config.to_dict(),
             "flops_dense": report.flops_dense,
-            "flops_merged": report.flops_merged,
-            "notes": [*self.notes, *report.notes],
+            "flops_merged": report.flops_merged if report.flops_mean is None else report.flops_mean,
+            "kept_bytes": report.kept_bytes,
+            "notes": [*self.notes, *report.notes, *([] if cell.calls == 1 else [mean])],
         }
 
     def _computed(self, merged: CellRecord) -> Outcome:

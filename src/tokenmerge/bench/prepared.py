@@ -9,11 +9,13 @@ from typing import Any
 
 import torch
 
+from tokenmerge.api import Patch
 from tokenmerge.bench.failures import Failure
 from tokenmerge.bench.inputs import InputSize
 from tokenmerge.bench.plan import Column
 from tokenmerge.bench.subject import Subject, shared_copy
-from tokenmerge.bench.variants import VARIANTS, VariantSpec
+from tokenmerge.bench.variants import VARIANTS
+from tokenmerge.config import ToMeConfig
 from tokenmerge.errors import ConfigError
 from tokenmerge.pipeline_settings import set_attention
 from tokenmerge.report import Report, predict
@@ -29,6 +31,9 @@ class Prepared:
         failure: why it has no figures; None while all is well.
         seconds: its timings so far.
         peak_bytes: most memory held in any of them.
+        config: the settings of its variant, if it has any.
+        report: what merging does with them at the size at hand.
+        calls: how many calls, of which the mean is told, one run makes.
     """
 
     def __init__(self, column: Column) -> None:
@@ -37,6 +42,9 @@ class Prepared:
         self.seconds: list[float] = []
         self.peak_bytes: int | None = None
         self.call: Callable[[], object] | None = None
+        self.config: ToMeConfig | None = None
+        self.report: Report | None = None
+        self.calls = 1
 
     def attempt(self, action: Callable[[], object]) -> None:
         """Do something for this cell, and note down if it fails."""
@@ -82,32 +90,58 @@ class Workbench:
         prepared = Prepared(column)
 
         def build() -> None:
-            spec = column.spec
-            if missing := VARIANTS[spec.name].missing():
+            variant = VARIANTS[column.spec.name]
+            if missing := variant.missing():
                 raise ConfigError(missing)
             model = shared_copy(self.subject.denoiser)
             set_attention([model], column.attention)
-            variant = VARIANTS[spec.name].apply(model, spec.config(), self.report(spec))
-            self.variants.enter_context(variant)
-            # Static shapes: compiled for one cell, as a user would, not for what differs between cells.
-            runs: Any = torch.compile(model, dynamic=False) if column.compile else model
-            prepared.call = self.subject.bind(runs, self.size, steps or self.steps)
+            whole = self.subject.whole(model)
+            config = prepared.config = column.spec.config(whole)
+            if config is not None:
+                self._check(config, column)
+                prepared.report = self._report(config)
+            applied = variant.apply(whole if variant.of_pipeline else model, config, prepared.report)
+            patch = self.variants.enter_context(applied)
+            if column.compile:
+                # Static shapes: compiled for one cell, as a user would, not for what differs between cells.
+                model.compile(dynamic=False)
+            call = self.subject.bind(whole, self.size, steps or self.steps)
+            if self.subject.alone and config is not None and config.follows_steps:
+                call, prepared.calls = _whole_generation(call, patch, self.steps), self.steps
+            prepared.call = call
 
         prepared.attempt(build)
         return prepared
 
-    def report(self, spec: VariantSpec) -> Report | None:
-        """What merging does at this size; None for a variant without settings.
+    def _check(self, config: ToMeConfig, column: Column) -> None:
+        if column.compile and config.follows_steps:
+            raise ConfigError(
+                "settings that follow the denoising steps cannot be compiled into one graph with the model"
+            )
+        if self.subject.alone and config.asks_guidance:
+            raise ConfigError(
+                "planner='importance' looks at what guidance changed, and guidance is the pipeline's; take "
+                "--scope pipeline"
+            )
 
-        Raises:
-            NothingToMergeError, UnsupportedModelError: nothing would merge.
-        """
-        config = spec.config()
-        if config is None:
-            return None
+    def _report(self, config: ToMeConfig) -> Report:
+        """What merging does at this size, counted once."""
         if config not in self._reports:
-            self._reports[config] = predict(self.subject.denoiser, config, *self.size.latent, self.samples)
+            self._reports[config] = predict(
+                self.subject.denoiser, config, *self.size.latent, self.samples, self.steps
+            )
         return self._reports[config]
+
+
+def _whole_generation(call: Callable[[], object], patch: Patch[Any, Any], steps: int) -> Callable[[], object]:
+    """All calls of a denoiser that a generation makes, some of which cost more than others."""
+
+    def generation() -> None:
+        for index in range(steps):
+            patch.at_step(index, steps)
+            call()
+
+    return generation
 
 
 @contextlib.contextmanager

@@ -10,7 +10,8 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from tokenmerge.bench.geometry import PREFIX, build_denoiser, build_pipeline, depth_note, find_geometry
 from tokenmerge.bench.inputs import InputSize, example_inputs
@@ -47,13 +48,17 @@ class Subject:
 
     Args:
         denoiser: the model that variants are applied to, on copies.
-        bind: (a copy of the denoiser, size, steps) → a call without arguments that is what is timed.
+        alone: whether a call is one of the denoiser, and not one of a whole pipeline.
+        whole: a copy of the denoiser → the pipeline with it, or the copy itself where it is alone.
+        bind: (what ``whole`` gives, size, steps) → a call without arguments that is what is timed.
         scale: pixels per latent position, along each side.
         guided: whether classifier-free guidance makes two samples of each picture.
         notes: what a reader of the figures should know, in words.
     """
 
     denoiser: nn.Module
+    alone: bool
+    whole: Callable[[nn.Module], Any]
     bind: Callable[[Any, InputSize, int], Callable[[], object]]
     scale: int
     guided: bool
@@ -120,7 +125,8 @@ def load_subject(
     if scheduler is not None:
         set_scheduler(pipe, scheduler)
     pipe.set_progress_bar_config(disable=True)
-    return Subject(denoiser, _PipelineCall(pipe, guidance, seed), scale, guided, tuple(notes))
+    call = _PipelineCall(pipe, guidance, seed)
+    return Subject(denoiser, False, call.whole, call, scale, guided, tuple(notes))
 
 
 def shared_copy(module: nn.Module) -> nn.Module:
@@ -134,23 +140,28 @@ def _denoiser_alone(denoiser: nn.Module, scale: int, guided: bool, seed: int, no
         inputs = example_inputs(denoiser, size, seed, guided)
 
         def call() -> object:
+            # As at each step of a generation: what was planned for a sample is used again while that lives.
+            args, kwargs = tree_map_only(Tensor, torch.clone, (inputs.args, inputs.kwargs))
             with torch.no_grad():
-                return model(*inputs.args, **inputs.kwargs)
+                return model(*args, **kwargs)
 
         return call
 
-    return Subject(denoiser, bind, scale, guided, tuple(notes))
+    return Subject(denoiser, True, lambda model: model, bind, scale, guided, tuple(notes))
 
 
 class _PipelineCall:
-    """Binds a copy of a pipeline's denoiser to a call of the whole pipeline."""
+    """Binds a pipeline to a call of it."""
 
     def __init__(self, pipe: Any, guidance: float | None, seed: int) -> None:
         self.pipe, self.guidance, self.seed = pipe, guidance, seed
 
-    def __call__(self, model: nn.Module, size: InputSize, steps: int) -> Callable[[], object]:
+    def whole(self, model: nn.Module) -> Any:
         pipe = copy.copy(self.pipe)
         setattr(pipe, denoiser_name(pipe), model)
+        return pipe
+
+    def __call__(self, pipe: Any, size: InputSize, steps: int) -> Callable[[], object]:
         parameters = inspect.signature(pipe.__call__).parameters
         if not {"prompt", "width", "height", "num_inference_steps"} <= set(parameters):
             raise ConfigError(f"scope: {type(pipe).__name__} draws nothing from text; take --scope denoiser")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -11,10 +12,23 @@ from tokenmerge.bench import apply
 from tokenmerge.bench.records import variant_label
 from tokenmerge.config import ToMeConfig
 from tokenmerge.errors import ConfigError
+from tokenmerge.merging_settings import METHODS, SETTINGS, Merging, as_plain, read_setting
 
-__all__ = ["DENSE", "FEWER_STEPS", "ORACLE", "VARIANTS", "Variant", "VariantSpec", "parse_variant"]
+__all__ = [
+    "DENSE",
+    "FEWER_STEPS",
+    "ORACLE",
+    "VARIANTS",
+    "Variant",
+    "VariantSpec",
+    "oracle_of",
+    "parse_variant",
+]
 
-DENSE, ORACLE, FEWER_STEPS = "dense", "oracle", "fewer-steps"
+DENSE, ORACLE, FEWER_STEPS, TOMESD = "dense", "oracle", "fewer-steps", "tomesd"
+
+# Commas between settings, not those within the JSON of one: there, what follows is in quotes.
+_COMMA = re.compile(r",(?=\s*[A-Za-z_])")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,34 +37,36 @@ class Variant:
 
     Args:
         apply: called with the model, its configuration and the report on it at the size at hand (both None
-            for a variant without settings); the variant is in force while the context lasts.
-        config: class of its settings, a dataclass with a field ``ratio``; None: it has none.
+            for a variant without settings); the variant is in force while the context lasts, which gives the
+            patch, if it is one of this package.
+        method: whose settings it has, of :data:`tokenmerge.merging_settings.METHODS`; None: it has none.
         of_pipeline: whether it is put on a whole pipeline where there is one, instead of its denoiser.
         merges: whether it makes usable pictures from fewer tokens: then it gets an oracle and fewer steps
             beside it.
         missing: why it cannot run here, or None.
-        not_taken: settings of ``config`` that it does not know.
+        takes: names of the settings that it knows.
     """
 
-    apply: Callable[..., AbstractContextManager[None]]
-    config: type[ToMeConfig] | None = None
+    apply: Callable[..., AbstractContextManager[Any]]
+    method: str | None = None
     of_pipeline: bool = False
     merges: bool = False
     missing: Callable[[], str | None] = lambda: None
-    not_taken: frozenset[str] = frozenset()
+    takes: Collection[str] = SETTINGS
 
 
 VARIANTS = {
     DENSE: Variant(apply.dense),
-    "tome": Variant(apply.tokenmerge, ToMeConfig, of_pipeline=True, merges=True),
-    "tomesd": Variant(
-        apply.tomesd,
-        ToMeConfig,
-        merges=True,
-        missing=apply.tomesd_missing,
-        not_taken=frozenset(field.name for field in dataclasses.fields(ToMeConfig)) - apply.TOMESD_SETTINGS,
+    **{
+        method: Variant(apply.tokenmerge, method, of_pipeline=True, merges=True)
+        for method in METHODS
+        if method != TOMESD
+    },
+    # The package of that name; this package with its settings is tome:share_guidance=false.
+    TOMESD: Variant(
+        apply.tomesd, "tome", merges=True, missing=apply.tomesd_missing, takes=apply.TOMESD_SETTINGS
     ),
-    ORACLE: Variant(apply.oracle, ToMeConfig),
+    ORACLE: Variant(apply.oracle, "tome"),
     # Dense with as many steps as fit into the time of a merged variant: how many is known after that one ran.
     FEWER_STEPS: Variant(apply.dense),
 }
@@ -62,7 +78,8 @@ class VariantSpec:
 
     Args:
         name: of :data:`VARIANTS`.
-        settings: name and value of those that differ from the defaults, and of the ratio.
+        settings: name and value of those that differ from the method's own, and of the ratio; values as
+            :func:`tokenmerge.merging_settings.as_plain` makes them.
     """
 
     name: str
@@ -73,18 +90,28 @@ class VariantSpec:
         """In words, such as ``"tome ratio=0.5"``."""
         return variant_label(self.name, dict(self.settings))
 
-    def config(self) -> Any:
-        """The configuration object; None for a variant without settings."""
-        config_class = VARIANTS[self.name].config
-        return None if config_class is None else config_class(**dict(self.settings))
+    @property
+    def merging(self) -> Merging | None:
+        """The method and what is changed of it; None for a variant without settings."""
+        method = VARIANTS[self.name].method
+        return None if method is None else Merging(method, dict(map(_read, self.settings)))
+
+    def config(self, pipe_or_model: object = None) -> ToMeConfig | None:
+        """The configuration; None for a variant without settings.
+
+        Args:
+            pipe_or_model: what is to merge, for a method that chooses by it.
+        """
+        return None if self.merging is None else self.merging.config(pipe_or_model)
 
 
 def parse_variant(text: str, ratios: Sequence[float], defaults: Mapping[str, Any]) -> list[VariantSpec]:
-    """Read ``NAME`` or ``NAME:SETTING=VALUE,…``; a setting that is a switch may stand without a value.
+    """Read ``NAME`` or ``NAME:SETTING=VALUE,…``, with settings as :func:`read_setting` reads them.
 
     Args:
-        text: such as ``"tome:max_downsample=2,merge_mlp"``.
-        ratios: one variant is made for each, unless the text says its own.
+        text: such as ``"tome:max_downsample=2,merge_mlp"`` or ``"sdtm:schedule=1.2/0.8"``.
+        ratios: one variant is made for each, unless the text says its own, or the planner removes the same
+            at any.
         defaults: values of settings that the text does not give.
 
     Raises:
@@ -97,39 +124,50 @@ def parse_variant(text: str, ratios: Sequence[float], defaults: Mapping[str, Any
     if name not in VARIANTS:
         raise ConfigError(f"variant: expected one of {', '.join(VARIANTS)}, got {name!r}")
     variant = VARIANTS[name]
-    config_class = variant.config
-    if config_class is None:
+    if variant.method is None:
         if rest:
             raise ConfigError(f"variant: {name} takes no settings, got {rest!r}")
         return [VariantSpec(name)]
-    fields = {
-        field.name: field.default
-        for field in dataclasses.fields(config_class)
-        if field.name not in variant.not_taken
-    }
-    given = {**defaults, **dict(_setting(item, fields, text) for item in rest.split(",") if item)}
-    specs = []
-    for ratio in [given["ratio"]] if "ratio" in given else ratios:
-        settings = {**fields, **given, "ratio": float(ratio)}
-        try:
-            config_class(**settings)
-        except ConfigError as error:
-            raise ConfigError(f"variant {text}: {error}") from error
-        # Without defaults, so that one variant has one name.
-        shown = [item for item in settings.items() if item[0] == "ratio" or item[1] != fields[item[0]]]
-        specs.append(VariantSpec(name, tuple(shown)))
+    try:
+        items = [read_setting(item, variant.takes) for item in _COMMA.split(rest.rstrip(", ")) if item]
+        given = {**defaults, **dict(items)}
+        method = Merging(variant.method)
+        own = ToMeConfig() if method.needs_model else method.config()
+        if given.get("planner", own.planner) == "uniform":
+            ratios = [own.ratio]
+        specs = []
+        for ratio in [given["ratio"]] if "ratio" in given else ratios:
+            changes = {**given, "ratio": float(ratio)}
+            Merging(variant.method, changes)
+            # Without the method's own, so that one variant has one name.
+            shown = [
+                (setting, as_plain(changes[setting]))
+                for setting in SETTINGS
+                if setting in changes
+                and (setting == "ratio" or method.needs_model or changes[setting] != getattr(own, setting))
+            ]
+            specs.append(VariantSpec(name, tuple(shown)))
+    except ConfigError as error:
+        raise ConfigError(f"variant {text}: {error}") from error
     return specs
 
 
-def _setting(item: str, fields: Mapping[str, Any], text: str) -> tuple[str, Any]:
-    name, equals, value = (part.strip() for part in item.partition("="))
-    if name not in fields:
-        raise ConfigError(f"variant {text}: expected settings out of {', '.join(fields)}, got {name!r}")
-    kind = type(fields[name])
-    try:
-        if kind is bool:
-            return name, {"": True, "true": True, "false": False}[value.lower() if equals else ""]
-        return name, kind(value)
-    except (KeyError, ValueError) as error:
-        wanted = "true or false" if kind is bool else f"a value of type {kind.__name__}"
-        raise ConfigError(f"variant {text}: {name}: expected {wanted}, got {value!r}") from error
+def oracle_of(spec: VariantSpec) -> VariantSpec | None:
+    """The bound of a merging variant; None where there is none."""
+    config = None if spec.merging is None or spec.merging.needs_model else spec.config()
+    if config is None or not apply.bounds(config):
+        return None
+    plain = ToMeConfig()
+    return VariantSpec(
+        ORACLE,
+        tuple(
+            (name, getattr(config, name))
+            for name in apply.bounding_settings(config)
+            if name == "ratio" or getattr(config, name) != getattr(plain, name)
+        ),
+    )
+
+
+def _read(item: tuple[str, Any]) -> tuple[str, Any]:
+    name, value = item
+    return read_setting(f"{name}={value}") if isinstance(value, str) else item

@@ -9,7 +9,6 @@ import torch
 
 from tokenmerge.bench.commit import source_commit
 from tokenmerge.bench.env import versions
-from tokenmerge.bench.variants import VARIANTS
 from tokenmerge.errors import ConfigError
 from tokenmerge.evaluate.layout import Layout
 from tokenmerge.evaluate.options import EvaluateOptions
@@ -85,9 +84,10 @@ def make_plan(options: EvaluateOptions, device: torch.device) -> Plan:
         size = size or sketch.size
         if size is not None:
             width, height = check_size(size, sketch.scale)
-            for config in (spec.config() for spec in specs if VARIANTS[spec.name].merges):
-                for host in find_hosts(sketch.denoiser):
-                    check_host(host, config, (height, width))
+            for merging in (spec.merging for spec in specs):
+                if merging is not None and not merging.needs_model:
+                    for host in find_hosts(sketch.denoiser):
+                        check_host(host, merging.config(), (height, width))
     if size is None:
         raise ConfigError("size: this model does not say what size it was made for; give --size")
     if min(size) < _SMALLEST_SIDE:
