@@ -119,7 +119,7 @@ class Run:
             yield layer.corrections
 
     def begin_call(self, plan_anew: bool) -> None:
-        """Before a call of the model: its blocks count theirs from 0, and have no plans that it makes anew."""
+        """Before a call of the model: blocks count theirs from 0, and have no plans that it makes anew."""
         for block in self.blocks:
             block.number = -1
             for call in [call for call in block.plans if plan_anew and call[0] == self.plan_turn]:
