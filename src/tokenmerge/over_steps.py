@@ -50,8 +50,8 @@ def kept_bytes(host: Host, config: ToMeConfig, arguments: Arguments) -> int:
     """
     if not config.correct_every and config.reuse_every == 1:
         return 0
-    often = {"correct_every": config.correct_every, "reuse_every": config.reuse_every}
-    keeping = dataclasses.replace(config.most(), **often, reuse_min_steps=0)
+    correct, reuse = config.correct_every, config.reuse_every
+    keeping = dataclasses.replace(config.most(), correct_every=correct, reuse_every=reuse, reuse_min_steps=0)
     with _patched(host, keeping) as run:
         for index in range(2):
             run.pipeline.told = Moment(run, index, _STEPS_TO_KEEP_MOST)
