@@ -41,6 +41,8 @@ app.command(
         "generate 'a red apple'",
         "generate 'a castle' --model owner/name --size 768x512",
         "generate 'a castle' --model ./sdxl --max-downsample 2",
+        "generate 'a castle' --method toma --ratio 0.6",
+        "generate 'a castle' --set scope=block --set reuse_every=2 --set until=0.75",
         "generate 'a castle' --control edges.png --controlnet ./canny",
     )
 )(generate)
@@ -49,12 +51,14 @@ app.command(
         "inspect",
         "inspect owner/name --size 768x512 --ratio 0.5",
         "inspect ./sdxl --max-downsample 2 --json",
+        "inspect --method sdtm --steps 25",
     )
 )(inspect)
 app.command(
     epilog=_examples(
         "bench --size 512 --size 768 --ratio 0.5",
         "bench --model owner/name --scope pipeline --variant tome",
+        "bench --variant todo --variant toma:ratio=0.6 --variant tome:scope=block,reuse_every=2",
         "bench --preset paper --dtype fp32",
         "bench --grid my-grid.toml -o results.jsonl",
     )

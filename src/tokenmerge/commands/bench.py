@@ -55,7 +55,11 @@ def bench(
     attention: Annotated[list[str] | None, _axis("attention", f"{', '.join(ATTENTION_CHOICES)}.")] = None,
     variant: Annotated[
         list[str] | None,
-        _axis("variants", f"{', '.join(VARIANTS)}; or with settings: tome:ratio=0.75,merge_mlp."),
+        _axis(
+            "variants",
+            f"{', '.join(VARIANTS)}; or with any field of ToMeConfig: toma:ratio=0.6, "
+            "tome:proportional,scope=block,schedule=1.4/0.6. tomesd is the package of that name.",
+        ),
     ] = None,
     ratio: Annotated[list[float] | None, _axis("ratio", "Fraction of tokens removed.")] = None,
     compile: Annotated[

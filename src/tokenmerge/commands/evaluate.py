@@ -56,7 +56,11 @@ def evaluate(
     ] = EvaluateOptions.seed,
     variant: Annotated[
         list[str] | None,
-        _compared(f"{', '.join(CHOICES)}; or with settings: tome:ratio=0.75,merge_mlp. May be repeated."),
+        _compared(
+            f"{', '.join(CHOICES)}; or with any field of ToMeConfig: toma:ratio=0.6, "
+            "tome:proportional,scope=block,schedule=1.4/0.6. tomesd is the package of that name. May be "
+            "repeated."
+        ),
     ] = None,
     ratio: Annotated[list[float] | None, _compared("Fraction of tokens removed. May be repeated.")] = None,
     max_downsample: Annotated[

@@ -36,11 +36,6 @@ def inspect(
     as_json: AsJson = False,
 ) -> None:
     """Show what merging would do to each block of a model; reads its configs, not its weights."""
-    if merging.needs_model:
-        raise ConfigError(
-            f"method: {merging.method} measures the device that a model is on, and inspect reads no weights; "
-            "take another method, or let tokenmerge generate tell what it chose"
-        )
     wanted = None if size is None else parse_size(size)
     quiet_libraries("tokenmerge inspect")
     sketch = load_sketch(find_model(model))
@@ -48,7 +43,7 @@ def inspect(
     if pixels is None:
         raise ConfigError("size: this model does not say what size it was made for; give --size")
     width, height = check_size(pixels, sketch.scale)
-    config = merging.config()
+    config = merging.config(sketch.denoiser, follows_steps=True)
     report = predict(sketch.denoiser, config, height, width, batch, steps)
     if as_json:
         told = {"method": merging.method, "merging": config.to_dict()}
