@@ -56,6 +56,7 @@ def refused(capsys, *arguments):
 def test_generate_prints_a_table_and_writes_a_folder(folder, tmp_path, capsys):
     out = tmp_path / "out"
     arguments = ["generate", "a red apple", "--model", folder, "--steps", 2, "--repeat", 1, "--out", out]
+    arguments += ["--method", "tome"]
     assert (
         main([*map(str, arguments), "--ratio", "0.25", "--seed", "7", "--no-rand", "--max-downsample", "2"])
         == 0
@@ -138,7 +139,7 @@ def test_every_option_of_generate_reaches_the_options(monkeypatch, folder):
 
 
 def test_inspect_prints_the_report_and_cuts_nothing(folder, capsys):
-    assert main(["inspect", str(folder), "--size", "64x32", "--ratio", "0.5"]) == 0
+    assert main(["inspect", str(folder), "--method", "tome", "--size", "64x32", "--ratio", "0.5"]) == 0
     printed = capsys.readouterr().out
     for cell in (
         "up_blocks.1.attentions.1.transformer_blocks.0",
@@ -152,8 +153,15 @@ def test_inspect_prints_the_report_and_cuts_nothing(folder, capsys):
     assert "…" not in printed
 
 
+def test_without_a_method_it_is_auto(folder, capsys):
+    assert main(["inspect", str(folder), "--ratio", "0.4", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["method"], found["merging"]["ratio"], found["merging"]["reuse_every"]) == ("auto", 0.4, 2)
+    assert found["kept_bytes"] > 0
+
+
 def test_inspect_as_json_is_the_report(folder, capsys):
-    assert main(["inspect", str(folder), "--merge-mlp", "--batch", "4", "--json"]) == 0
+    assert main(["inspect", str(folder), "--method", "tome", "--merge-mlp", "--batch", "4", "--json"]) == 0
     config = ToMeConfig(merge_mlp=True)
     report = predict(load_sketch(find_model(str(folder))).denoiser, config, 16, 16, batch=4)
     told = {"method": "tome", "merging": config.to_dict(), **report.to_dict()}
@@ -245,7 +253,6 @@ def test_without_arguments_the_commands_are_listed(capsys):
         (["inspect", "nothing"], "model: 'nothing' is no model"),
         (["inspect", "--steps", "0"], "steps: expected an integer ≥ 1, got 0"),
         (["inspect", "--method", "tomato"], "method: expected one of auto, tome, ca_tome"),
-        (["inspect", "--method", "auto"], "inspect reads no weights"),
         (["inspect", "--set", "speed=2"], "set: expected settings out of ratio, max_downsample"),
         (["inspect", "--set", "sx=wide"], "set: sx: expected sx=INTEGER, got 'sx=wide'"),
         (["inspect", "--set", "until"], "until: expected until=NUMBER"),

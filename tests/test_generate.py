@@ -52,6 +52,7 @@ class NoCompilerError(RuntimeError):
 
 def options(folder, out, **changes):
     defaults = {"prompt": "a red apple", "model": str(folder), "steps": 2, "repeat": 1, "out": out}
+    defaults["merging"] = Merging("tome")
     return GenerateOptions(**{**defaults, **changes})
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch import nn
+import torch
 
 from tokenmerge.calibration import fewest_tokens
 from tokenmerge.config import ToMeConfig
@@ -20,7 +20,7 @@ _EAGER = ("AttnProcessor", "AttnAddedKVProcessor", "IPAdapterAttnProcessor", "Cu
 _STEPS_TO_REUSE = 16
 
 
-def choose(pipe_or_model: object, ratio: float = 0.5) -> ToMeConfig:
+def choose(pipe_or_model: object, ratio: float = 0.5, follows_steps: bool | None = None) -> ToMeConfig:
     """Choose the settings that were found closest to the dense picture at their speed.
 
     - Self-attention merges at every level, by tiled matching, with proportional attention: what costs least
@@ -37,6 +37,8 @@ def choose(pipe_or_model: object, ratio: float = 0.5) -> ToMeConfig:
         ratio: fraction of tokens removed, 0 ≤ ratio ≤ 0.75. Raising it makes attention faster and the picture
             less like the dense one.
 
+        follows_steps: whether settings may follow the denoising steps; None: in a pipeline they may.
+
     Raises:
         UnsupportedModelError: it is not, and does not contain, a model that tokens can be merged in.
         ConfigError: the ratio is out of its range.
@@ -45,17 +47,25 @@ def choose(pipe_or_model: object, ratio: float = 0.5) -> ToMeConfig:
     blocks = [block for host in hosts for block in host.blocks]
     denoiser = next((host for host in hosts if not host.controlnet), hosts[0])
     weight = next(denoiser.root.parameters())
-    steps = not isinstance(pipe_or_model, nn.Module) and getattr(pipe_or_model, "scheduler", None) is not None
-    reuses = steps and any(block.wide is not None for block in blocks)
+    device = weight.device if not weight.is_meta else _default_device()
+    if follows_steps is None:
+        follows_steps = getattr(pipe_or_model, "scheduler", None) is not None
+    reuses = follows_steps and any(block.wide is not None for block in blocks)
     return ToMeConfig(
         ratio=ratio,
         max_downsample=max((block.level for block in blocks), default=1),
-        min_tokens=fewest_tokens(weight.device, weight.dtype),
+        min_tokens=fewest_tokens(device, weight.dtype),
         planner="tiled",
         proportional=_calls_fused_attention(hosts),
         reuse_every=2 if reuses else 1,
         reuse_min_steps=_STEPS_TO_REUSE if reuses else 0,
     )
+
+
+def _default_device() -> torch.device:
+    """Where a model that has no weights yet will be."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return torch.device("cpu") if accelerator is None else accelerator
 
 
 def _calls_fused_attention(hosts: Sequence[Host]) -> bool:

@@ -145,7 +145,8 @@ class _Run:
         size = options.size or own_size(pipe)
         width, height = check_size(size, latent_scale(pipe))
         self.call = PipelineCall.prepare(pipe, options, size, control)
-        self.config = options.merging.config(pipe)
+        # In one graph with the whole model nothing follows the steps.
+        self.config = options.merging.config(pipe, follows_steps=False if options.compile else None)
         _check_compile(options, self.config)
         self.report = predict(
             pipe, self.config, height, width, batch=options.batch * (2 if self.call.guided else 1)

@@ -35,7 +35,7 @@ class Merging:
     'keep'
     """
 
-    method: str = "tome"
+    method: str = AUTO
     changes: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
@@ -51,17 +51,18 @@ class Merging:
         """Whether the settings depend on the model that is to merge."""
         return self.method == AUTO
 
-    def config(self, pipe_or_model: object = None) -> ToMeConfig:
+    def config(self, pipe_or_model: object = None, follows_steps: bool | None = None) -> ToMeConfig:
         """The settings.
 
         Args:
             pipe_or_model: what is to merge; only a method that :attr:`needs_model` looks at it.
+            follows_steps: as for :func:`tokenmerge.auto.choose`.
 
         Raises:
             ConfigError: the changes do not go together with what the method chose.
         """
         if self.needs_model:
-            chosen = choose(pipe_or_model, self.changes.get("ratio", ToMeConfig.ratio))
+            chosen = choose(pipe_or_model, self.changes.get("ratio", ToMeConfig.ratio), follows_steps)
             return dataclasses.replace(chosen, **self.changes)
         make: Callable[..., ToMeConfig] = (
             ToMeConfig if self.method == "tome" else getattr(presets, self.method)
