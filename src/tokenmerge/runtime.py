@@ -409,14 +409,16 @@ def check_grid(run: Run, grid: tuple[int, int, int]) -> None:
     def merges(level: int, settings: ToMeConfig) -> bool:
         return num_removed((frames, -(-rows // level), -(-columns // level)), settings) > 0
 
-    if any(settings.ratio for _, settings in run.stages) and not any(merges(*stage) for stage in run.stages):
+    asked = any(settings.ratio for _, settings in run.stages) and run.config.reuse_every == 1
+    if asked and not any(merges(*stage) for stage in run.stages):
         level, config = run.stages[0]
         sides = (frames, -(-rows // level), -(-columns // level))[frames == 1 :]
+        cells = f"cells of sy={config.sy} × sx={config.sx}{f' × st={config.st}' if config.st > 1 else ''}"
+        fewest = f" and min_tokens={config.min_tokens}" if config.min_tokens else ""
         raise NothingToMergeError(
-            f"nothing to merge: the sample gives {' × '.join(map(str, sides))} tokens "
-            f"at level {level}, of which ratio={config.ratio:g} with cells of sy={config.sy} × "
-            f"sx={config.sx}{f' × st={config.st}' if config.st > 1 else ''} removes none; generate a larger "
-            f"image, lower {'sx, sy and st' if config.st > 1 else 'sx and sy'}, or raise ratio"
+            f"nothing to merge: the sample gives {' × '.join(map(str, sides))} tokens at level {level}, of "
+            f"which ratio={config.ratio:g} with {cells}{fewest} removes none; generate a larger image, lower "
+            f"{'sx, sy and st' if config.st > 1 else 'sx and sy'}, or raise ratio"
         )
 
 
