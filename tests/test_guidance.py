@@ -206,6 +206,32 @@ def test_destinations_are_where_guidance_changed_the_last_step(batched, monkeypa
     assert not asked  # a new generation knows nothing yet
 
 
+def test_each_tile_has_the_importance_of_its_own(monkeypatch):
+    """A pipeline of tiles, which calls for each prompt of each."""
+    asked = []
+
+    def plan(features, grid, config, step, importance):
+        asked.append(importance)
+        return PLANNERS["tome"](features, grid, config, step)
+
+    monkeypatch.setitem(GUIDED_PLANNERS, "importance", plan)
+    unet = hosts.unet()
+    prompts = [inputs["encoder_hidden_states"] for inputs in (hosts.inputs(1), hosts.inputs(1, seed=1))]
+    patch = apply_token_merging(unet, ToMeConfig(ratio=0.01, planner="importance"))
+    for index in range(2):
+        patch.at_step(index, 3)
+        for seed in range(2):
+            tile = hosts.inputs(1, seed=seed)
+            for prompt in prompts:
+                call(unet, {**tile, "encoder_hidden_states": prompt})
+    expected = [change.abs().mean(dim=1).flatten() for change in run_of(unet).guided.values()]
+    assert len(expected) == 2
+    ones = asked[: len(asked) // 2], asked[len(asked) // 2 :]
+    for (importance, *_), own, other in zip(ones, expected, expected[::-1], strict=True):
+        near, far = (torch.corrcoef(torch.stack([importance.flatten(), x]))[0, 1] for x in (own, other))
+        assert near > 0.99 > far
+
+
 def test_importance_is_the_mean_over_what_a_token_covers():
     change = torch.arange(16.0).view(1, 1, 4, 4) - 4
     found = importance_of_tokens(change, (1, 2, 2))

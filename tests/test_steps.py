@@ -33,13 +33,13 @@ class Loop:
         self.model, self.arguments = model, arguments
         self.patch = apply_token_merging(model, ToMeConfig(**{**HALF, **settings}))
 
-    def run(self, steps: int = STEPS) -> tuple[list[Tensor], list[list[tuple[int, ...]]]]:
-        """Results and, for each step, the places that the plans of the last two blocks keep."""
+    def run(self, made: int = STEPS) -> tuple[list[Tensor], list[list[tuple[int, ...]]]]:
+        """Results and, for each step that is made, the places that the plans of the last two blocks keep."""
         results, plans = [], []
         name = "sample" if "sample" in self.arguments else "hidden_states"
         torch.manual_seed(1)
-        for i in range(steps):
-            self.patch.at_step(i, steps)
+        for i in range(made):
+            self.patch.at_step(i, STEPS)
             sample = self.arguments[name] + 0.1 * i * torch.randn_like(self.arguments[name])
             now = {**self.arguments, name: sample, "timestep": torch.full((len(sample),), 900.0 - i)}
             with self.patch.record() as recorded:
@@ -301,8 +301,8 @@ def test_caches_that_count_calls_are_refused(every, first):
 def test_a_new_generation_begins_anew():
     unet, arguments = hosts.unet(), hosts.inputs()
     loop = Loop(unet, arguments, correct_every=4)
-    first, _ = loop.run(3)  # cut off: the last step was to come
-    loop.patch.at_step(2, 6)
+    first, _ = loop.run(3)
+    assert kept(unet)  # it was cut off
     again, _ = loop.run(3)
     assert all(equal(first, again))
 
@@ -349,6 +349,19 @@ def test_what_is_kept_is_not_for_training(every):
     patch.at_step(0, 4)
     with pytest.raises(ConfigError, match="no_grad"):
         unet(**hosts.inputs())
+
+
+def test_gradient_checkpointing_runs_blocks_again_with_the_plan_that_they_share():
+    arguments, gradients = hosts.inputs(), []
+    for checkpoints in (False, True):
+        unet = hosts.unet().train()
+        if checkpoints:
+            unet.enable_gradient_checkpointing()
+        apply_token_merging(unet, ToMeConfig(**HALF, share_plan=True))
+        unet(**arguments).sample.square().mean().backward()
+        gradients.append([parameter.grad for parameter in unet.parameters()])
+    for plain, again in zip(*gradients, strict=True):
+        assert_close(again, plain, rtol=1e-5, atol=1e-6)
 
 
 def blocks_of(unet: nn.Module) -> list[nn.Module]:
