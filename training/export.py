@@ -36,7 +36,7 @@ def main(
     # float32: the two must agree. AutoencoderTiny derives the other entry, and warns if it is given.
     for encoder in folder.glob("text_encoder*"):
         edit_config(encoder / "config.json", dtype="float32")
-    edit_config(folder / "vae" / "config.json", block_out_channels=None)
+    edit_config(folder / "vae" / "config.json", block_out_channels=None, _name_or_path=None)
     # transformers 4 reads these two files and not tokenizer.json.
     for tokenizer in folder.glob("tokenizer*"):
         model.tokenizer.backend_tokenizer.model.save(str(tokenizer))

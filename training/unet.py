@@ -24,8 +24,7 @@ NATIVE_SIZE = 128
 # Small pictures first: what goes where is learnt several times faster at a sixteenth of the attention's cost.
 PHASES = (
     Phase(size=64, batch=32, steps=900, rate=2e-3, final_rate=1.2e-3),
-    Phase(size=128, batch=16, steps=1300, rate=1.0e-3, final_rate=1.5e-4),
-    Phase(size=256, batch=4, steps=300, rate=1.5e-4, final_rate=3e-5),
+    Phase(size=128, batch=16, steps=1000, rate=1.0e-3, final_rate=5e-5),
 )
 
 
