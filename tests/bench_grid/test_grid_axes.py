@@ -145,8 +145,16 @@ def test_auto_is_chosen_when_the_model_is_there(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_oracle_bounds_what_merges_around_layers_and_is_alike_at_every_step() -> None:
-    variants = ("ca_tome", "sito", "toma", "sdtm", "todo", "auto", "tome:until=0.5", "tome:planner=windows")
-    oracles = [spec.label for spec in Grid(variants=(*variants, "oracle")).specs() if spec.name == "oracle"]
+    changing = (
+        "until=0.5",
+        "schedule=1/0",
+        "correct_every=2",
+        "reuse_every=2",
+        'levels={"2": {"ratio": 0.1}}',
+    )
+    unbound = ("sdtm", "todo", "auto", *(f"tome:sx=4,{setting}" for setting in changing))
+    variants = (*unbound, "ca_tome", "sito", "toma", "tome:planner=windows", "oracle")
+    oracles = [spec.label for spec in Grid(variants=variants).specs() if spec.name == "oracle"]
     assert oracles == [
         "oracle ratio=0.5",
         "oracle ratio=0.5 max_downsample=8 sx=8 sy=8 merge_crossattn merge_mlp",
