@@ -56,18 +56,16 @@ def with_tomesd(pipe: Pipe, call: Seconds, steps: int) -> float:
 
 def with_auto(ratio: float) -> Callable[[Pipe, Seconds, int], float]:
     def measure(pipe: Pipe, call: Seconds, steps: int) -> float:
-        """The mean over a generation, of which the steps after the second run their blocks by turns."""
+        """The mean over a generation; the first two steps run their blocks, then one in so many."""
         config = choose(pipe, ratio)
+        every = config.reuse_every if steps >= config.reuse_min_steps else 1
+        runs = [index < 2 or (index - 1) % every == 0 for index in range(steps)]
+        of_kind: dict[bool, list[float]] = {True: [], False: []}
         with tokenmerge.token_merging(pipe, config) as patch:
-            kinds = []
-            for index in range(4):
+            for index in range(2 + every):
                 patch.at_step(index, steps)
-                kinds.append(call())
-        first, second, without, again = kinds
-        if config.reuse_every == 2 and steps >= config.reuse_min_steps:
-            skipped = (steps - 1) // 2
-            return (first + second + (steps - 2 - skipped) * again + skipped * without) / steps
-        return statistics.mean(kinds)
+                of_kind[runs[index]].append(call())
+        return statistics.mean(statistics.mean(of_kind[kind]) for kind in runs)
 
     return measure
 

@@ -18,6 +18,7 @@ _EAGER = ("AttnProcessor", "AttnAddedKVProcessor", "IPAdapterAttnProcessor", "Cu
 
 # With fewer steps, each changes more than a straight line tells.
 _STEPS_TO_REUSE = 16
+_MODERATE = 0.5  # up to this ratio every second step runs its blocks, above it every third
 
 
 def choose(pipe_or_model: object, ratio: float = 0.5, follows_steps: bool | None = None) -> ToMeConfig:
@@ -26,8 +27,9 @@ def choose(pipe_or_model: object, ratio: float = 0.5, follows_steps: bool | None
     - Self-attention merges at every level, by tiled matching, with proportional attention: what costs least
       of the picture for what it saves. Token grids so small that it would cost more time than it saves stay
       dense; how small was measured once on this device.
-    - In generations of 16 steps or more, one in two steps runs the blocks (``reuse_every=2``); few steps
-      differ too much from each other for that. Only a pipeline has steps that can be followed.
+    - In generations of 16 steps or more, every second step runs the blocks, above a ratio of 0.5 every third
+      (``reuse_every``); few steps differ too much from each other for that. Only a pipeline has steps that
+      can be followed.
 
     Fewer steps are the rival: where a model has few tokens and a good solver, as Stable Diffusion at 512²
     with 20 steps, they are the closer way to the same speed.
@@ -57,7 +59,7 @@ def choose(pipe_or_model: object, ratio: float = 0.5, follows_steps: bool | None
         min_tokens=fewest_tokens(device, weight.dtype),
         planner="tiled",
         proportional=_calls_fused_attention(hosts),
-        reuse_every=2 if reuses else 1,
+        reuse_every=1 if not reuses else 2 if ratio <= _MODERATE else 3,
         reuse_min_steps=_STEPS_TO_REUSE if reuses else 0,
     )
 
