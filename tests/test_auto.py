@@ -43,6 +43,7 @@ def test_a_number_alone_chooses_all_else(fast):
     assert (run.config.ratio, run.config.planner, run.config.proportional) == (0.4, "tiled", True)
     assert run.config.max_downsample == 2  # all levels
     assert (run.config.reuse_every, run.config.reuse_min_steps) == (2, 16)
+    assert choose(pipeline(unet=unet), 0.6).reuse_every == 3
     with token_merging(unet, 0.2) as patch:
         assert run_of(unet).config.ratio == 0.2
         assert patch.report.rows
