@@ -1,9 +1,9 @@
 """Time of a denoising step with `auto`, with tomesd and dense, on the geometry of well-known models.
 
-The models have random weights and run alone, with the batch that one guided picture makes. In generations of
-16 steps or more, some steps of `auto` run the transformer blocks and some do not. Both kinds are timed, and a
-line shows their mean over the generation. Variants take turns; each line shows the median of the rounds and their
-quartiles, and the median of the ratios to dense within a round.
+The models have random weights and run alone, with the batch that one guided picture makes. In generations
+of 16 steps or more, some steps of `auto` run the transformer blocks and some do not. Both kinds are timed,
+and a line shows their mean over the generation. Variants take turns; each line shows the median of the
+rounds, their quartiles, and the median of the ratios to dense within a round.
 
     python benchmarks/auto.py --model sd15 --size 512 768 --ratio 0.5 0.6
     python benchmarks/auto.py --model sd3@0.2 flux@0.05 --size 1024 --steps 28

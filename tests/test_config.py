@@ -27,6 +27,11 @@ from tokenmerge import ConfigError, ToMeConfig
         ({"threshold": math.nan}, "got nan"),
         ({"use_rand": 1}, "use_rand: expected True or False, got 1"),
         ({"merge_attn": False}, "merge_attn, merge_crossattn, merge_mlp: all are False"),
+        ({"planner": "importance", "share_guidance": False}, "share_guidance: planner='importance' compares"),
+        (
+            {"phases": {0.5: {"planner": "importance"}}, "share_guidance": False},
+            "share_guidance: planner='importance' compares",
+        ),
     ],
 )
 def test_bad_settings(settings, message):

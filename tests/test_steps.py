@@ -10,7 +10,12 @@ from typing import Any
 import hosts
 import pytest
 import torch
-from diffusers import PyramidAttentionBroadcastConfig
+from diffusers import (
+    FirstBlockCacheConfig,
+    MagCacheConfig,
+    PyramidAttentionBroadcastConfig,
+    TaylorSeerCacheConfig,
+)
 from families.test_every_family import call, model_of
 from families.tiny import FAMILIES
 from torch import Tensor, nn
@@ -279,12 +284,23 @@ def test_a_step_that_is_over_is_an_error():
 
 @pytest.mark.parametrize("every", [{"correct_every": 2}, {"reuse_every": 2}])
 @pytest.mark.parametrize("first", ["cache", "patch"])
-def test_caches_that_count_calls_are_refused(every, first):
+@pytest.mark.parametrize(
+    ("cache", "hook"),
+    [
+        (
+            PyramidAttentionBroadcastConfig(
+                spatial_attention_block_skip_range=2, current_timestep_callback=lambda: 500
+            ),
+            "PyramidAttentionBroadcastHook",
+        ),
+        (FirstBlockCacheConfig(threshold=0.1), "FBCHeadBlockHook"),
+        (MagCacheConfig(num_inference_steps=4, mag_ratios=[1.0] * 4), "MagCacheHeadHook"),
+        (TaylorSeerCacheConfig(), "TaylorSeerCacheHook"),
+    ],
+)
+def test_caches_that_count_calls_are_refused(every, first, cache, hook):
     family = FAMILIES["FluxTransformer2DModel"]
     model, arguments = model_of(family), family.inputs(1, 8, 8)
-    cache = PyramidAttentionBroadcastConfig(
-        spatial_attention_block_skip_range=2, current_timestep_callback=lambda: 500
-    )
     if first == "cache":
         model.enable_cache(cache)
     patch = apply_token_merging(model, ToMeConfig(ratio=0.5, scope="block", **every))
@@ -292,7 +308,7 @@ def test_caches_that_count_calls_are_refused(every, first):
         model.enable_cache(cache)
     patch.at_step(0, 4)
     for _ in range(2):  # until it is gone
-        with pytest.raises(UnsupportedModelError, match=r"PyramidAttentionBroadcastHook.*disable_cache\(\)"):
+        with pytest.raises(UnsupportedModelError, match=rf"{hook} keeps.*disable_cache\(\)"):
             call(model, arguments)
     model.disable_cache()
     assert torch.isfinite(call(model, arguments)).all()

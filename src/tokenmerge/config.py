@@ -115,7 +115,9 @@ class ToMeConfig:
 
     Settings that follow the denoising steps are for pipelines, whose scheduler says which step it is; around
     a model in a loop of one's own, ``patch.at_step(i, steps)`` does. They cannot be compiled into one graph
-    with the whole model, only with its blocks.
+    with the whole model, only with its blocks. What is kept from one step for the next goes after the last
+    step, or with the next generation where one is cut off. With ``correct_every`` and ``reuse_every`` blocks
+    run twice, or not at all, so that diffusers' own caches beside them are an error.
 
     Args:
         schedule: what ``ratio`` is multiplied by at each step: numbers spaced evenly over the steps, with a
@@ -227,6 +229,11 @@ class ToMeConfig:
             raise ConfigError(
                 "reuse_every, correct_every: blocks that do not run cannot be corrected; take one of the "
                 f"two, got {self.reuse_every} and {self.correct_every}"
+            )
+        if self.asks_guidance and not self.share_guidance:
+            raise ConfigError(
+                "share_guidance: planner='importance' compares what guidance compares, and with "
+                "share_guidance=False nothing looks for that; leave it out, or take another planner"
             )
         if self.correct_every == 1:
             raise ConfigError(

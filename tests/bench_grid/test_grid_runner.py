@@ -286,6 +286,19 @@ def test_a_pipeline_tells_its_steps_and_its_guidance(measure: Measure, variant: 
     assert (merged.facts["kept_bytes"] > 0) == ("_every=2" in variant)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_auto_follows_the_steps_unless_it_is_compiled(
+    measure: Measure, monkeypatch: pytest.MonkeyPatch, compiled: bool
+) -> None:
+    monkeypatch.setattr("tokenmerge.auto.fewest_tokens", lambda device, dtype: 64)
+    monkeypatch.setattr(nn.Module, "compile", lambda self, dynamic: None)
+    records = measure(variants=("auto",), steps=2, rounds=1, warmup=1, compile=(compiled,))
+    (auto,) = [record for record in records if record.conditions["variant"] == "auto"]
+    assert (auto.status, auto.message) == ("ok", "")
+    assert auto.facts["config"]["reuse_every"] == (1 if compiled else 2)
+    assert any("calls of a generation" in note for note in auto.facts["notes"]) != compiled
+
+
 @pytest.mark.parametrize(
     ("axes", "words"),
     [

@@ -96,7 +96,8 @@ class Workbench:
             model = shared_copy(self.subject.denoiser)
             set_attention([model], column.attention)
             whole = self.subject.whole(model)
-            config = prepared.config = column.spec.config(whole)
+            # A denoiser alone is told its steps; in one graph with the whole model nothing follows them.
+            config = prepared.config = column.spec.config(whole, follows_steps=not column.compile)
             if config is not None:
                 self._check(config, column)
                 prepared.report = self._report(config)

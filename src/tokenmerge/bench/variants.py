@@ -96,13 +96,14 @@ class VariantSpec:
         method = VARIANTS[self.name].method
         return None if method is None else Merging(method, dict(map(_read, self.settings)))
 
-    def config(self, pipe_or_model: object = None) -> ToMeConfig | None:
+    def config(self, pipe_or_model: object = None, follows_steps: bool | None = None) -> ToMeConfig | None:
         """The configuration; None for a variant without settings.
 
         Args:
             pipe_or_model: what is to merge, for a method that chooses by it.
+            follows_steps: as for :func:`tokenmerge.auto.choose`.
         """
-        return None if self.merging is None else self.merging.config(pipe_or_model)
+        return None if self.merging is None else self.merging.config(pipe_or_model, follows_steps)
 
 
 def parse_variant(text: str, ratios: Sequence[float], defaults: Mapping[str, Any]) -> list[VariantSpec]:
