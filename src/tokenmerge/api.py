@@ -121,6 +121,7 @@ def apply_token_merging(
     if isinstance(config, ViTConfig):
         return _merge_in_encoders(pipe_or_model, config)
     if isinstance(config, numbers.Real) and not isinstance(config, bool):
+        _hosts(pipe_or_model)  # raises the error that says what a vision transformer takes
         config = choose(pipe_or_model, float(config))
     if not isinstance(config, ToMeConfig):
         raise ConfigError(
