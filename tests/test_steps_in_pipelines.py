@@ -73,8 +73,8 @@ def calls(model: nn.Module) -> list[tuple[int, int, str]]:
 def kept(model: nn.Module) -> int:
     gc.collect()
     run = run_of(model)
-    blocks = [len(kept) for state in run.blocks for kept in (state.plans, state.corrections, state.changes)]
-    return sum(blocks) + sum(len(state.corrections) for state in run.layers) + len(run.guided)
+    blocks = [len(kept) for state in run.blocks for kept in (state.plans, state.changes)]
+    return sum(blocks) + sum(len(state.changes) for state in run.layers) + len(run.guided)
 
 
 def whats(seen: list[tuple[int, int, str]]) -> str:
@@ -162,7 +162,7 @@ def test_removal_in_the_middle(pipe):
         return {}
 
     draw(pipe, 4, callback_on_step_end=remove)
-    assert not any(state.corrections or state.plans for state in run.blocks)
+    assert not any(state.changes or state.plans for state in run.blocks)
     assert run_of(pipe.unet) is None
 
 

@@ -155,7 +155,8 @@ def main(
             if phase.size not in data:
                 data = {phase.size: Latents(read_glyphs(), codec, phase.size)}
             latents, captions = data[phase.size].batch(phase.batch // world, rng)
-            with torch.autocast(target.type, getattr(torch, dtype), enabled=dtype != "float32"):
+            autocast = torch.autocast(target.type, getattr(torch, dtype), enabled=dtype != "float32")
+            with autocast:
                 loss = model.loss(latents.to(target), captions)
             model.zero_grad()
             loss.backward()
@@ -164,7 +165,8 @@ def main(
             for optimiser in optimisers:
                 for group in optimiser.param_groups:
                     group["lr"] = rate
-                optimiser.step()
+                with autocast:  # for the products of Muon
+                    optimiser.step()
             update_average(average, model, step)
             losses.append(loss.item())
             if rank > 0:
@@ -187,7 +189,8 @@ def main(
                     f"step {step + 1}: {phase.size} px, loss {recent:.4f}, {speed:.1f} pictures/s"
                 )
             if (step + 1) % samples_every == 0 or step + 1 == end:
-                save_samples(average, codec, phase.size, run / f"samples-{step + 1:06d}.png")
+                size = max(phase.size, model.native_size)
+                save_samples(average, codec, size, run / f"samples-{step + 1:06d}.png")
 
 
 if __name__ == "__main__":

@@ -37,6 +37,7 @@ class EmojiUNet(nn.Module):
 
     name = "emoji-unet"
     phases = PHASES
+    native_size = NATIVE_SIZE
 
     def __init__(self, captions: list[str]) -> None:
         super().__init__()

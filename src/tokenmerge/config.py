@@ -116,8 +116,8 @@ class ToMeConfig:
     Settings that follow the denoising steps are for pipelines, whose scheduler says which step it is; around
     a model in a loop of one's own, ``patch.at_step(i, steps)`` does. They cannot be compiled into one graph
     with the whole model, only with its blocks. What is kept from one step for the next goes after the last
-    step, or with the next generation where one is cut off. With ``correct_every`` and ``reuse_every`` blocks
-    run twice, or not at all, so that diffusers' own caches beside them are an error.
+    step, or with the next generation where one is cut off. With ``reuse_every`` blocks do not run
+    at every step, so that diffusers' own caches beside it are an error.
 
     Args:
         schedule: what ``ratio`` is multiplied by at each step: numbers spaced evenly over the steps, with a
@@ -128,16 +128,17 @@ class ToMeConfig:
         plan_every: a plan is used for so many steps, ≥ 1. Raising it makes planning cheaper, and plans older.
         share_plan: blocks with one token grid use the plan of the first of them. Planning becomes as many
             times cheaper, and plans a little worse.
-        correct_every: every so many steps, ≥ 2, are dense ones, on which each layer or block that merges also
-            keeps how much its merged result differs; the steps in between add that. 0: none do. It costs
-            more than the dense steps' saving, since those run merged too, and memory for one result of each
-            layer or block; it turns ``scope="block"`` into one of the closest. Raising it gives a part of the
-            saving back, and corrections that are older. A plan is kept from one dense step to the next.
+        correct_every: one in so many of the steps that run blocks, ≥ 2, is dense, and each layer or block
+            that merges keeps what it changed; on the steps in between, each token is given back how its
+            change differed from that of the tokens it merges with. 0: none is dense. Raising it gives back
+            less of what merging loses, and less of the time that the dense steps take: with 3, most of the
+            loss goes with a third of the saving. It takes memory for one result of each layer or block. Not
+            with ``scope="keys"``, which gives each token a result of its own.
         reuse_every: one in so many steps runs the blocks that merge, ≥ 1; in the steps between, what a block
-            changes is taken on in a straight line from the last two that ran (arXiv 2503.06923, order 1). It
-            is for blocks that can run on merged tokens as a whole, in whatever scope they merge. Raising it
-            saves more, and the picture follows less closely. It takes memory for two results of each block.
-            1: all of them run.
+            changes is taken on in a straight line from the last two that ran (arXiv 2503.06923, order 1), as
+            far as that line was straight before. It is for blocks that can run on merged tokens as a whole,
+            in whatever scope they merge. Raising it saves more, and the picture follows less closely. It
+            takes memory for two results of each block. 1: all of them run.
         reuse_min_steps: generations of fewer steps run all blocks, whatever ``reuse_every`` says: their steps
             differ too much from each other.
         levels: settings of single levels: ``{2: {"ratio": 0.25}}``.
@@ -225,11 +226,6 @@ class ToMeConfig:
         _check_int("reuse_min_steps", self.reuse_min_steps, lowest=0)
         _check_int("min_tokens", self.min_tokens, lowest=0)
         _check_int("correct_every", self.correct_every, lowest=0)
-        if self.correct_every and self.reuse_every > 1:
-            raise ConfigError(
-                "reuse_every, correct_every: blocks that do not run cannot be corrected; take one of the "
-                f"two, got {self.reuse_every} and {self.correct_every}"
-            )
         if self.asks_guidance and not self.share_guidance:
             raise ConfigError(
                 "share_guidance: planner='importance' compares what guidance compares, and with "
@@ -239,10 +235,10 @@ class ToMeConfig:
             raise ConfigError(
                 "correct_every: with 1 every step would be dense; take 2 or more, or 0 for none"
             )
-        if self.correct_every and self.plan_every > 1:
+        if self.correct_every and "keys" in self._all("scope"):
             raise ConfigError(
-                f"plan_every: corrections are of the plan that they were made with, so correct_every="
-                f"{self.correct_every} says how long it is used; leave plan_every={self.plan_every} out"
+                "correct_every: with scope='keys' every token has a result of its own, and none loses its "
+                "group's; take another scope, or leave it out"
             )
         _check_share("until", self.until)
         if self.schedule is not None and not callable(self.schedule):
@@ -283,9 +279,12 @@ class ToMeConfig:
     @property
     def asks_guidance(self) -> bool:
         """Whether plans depend on what guidance changed in the last step."""
+        return "importance" in self._all("planner")
+
+    def _all(self, name: str) -> list[Any]:
+        """What a setting is at the beginning and where it is changed, on any level and from any step on."""
         changes = (*self.levels.values(), *self.phases.values())
-        planners = (self.planner, *(change.get("planner") for change in changes))
-        return "importance" in planners
+        return [getattr(self, name), *(change[name] for change in changes if name in change)]
 
     def phase(self, index: int, steps: int) -> int:
         """How many of ``phases`` have begun at step ``index`` of ``steps``."""

@@ -14,13 +14,11 @@ __all__ = [
     "Call",
     "Change",
     "Changes",
-    "Corrections",
     "Guided",
     "Plans",
-    "add_correction",
     "change_of",
     "changed",
-    "correction_of",
+    "since",
 ]
 
 Tensors = Sequence[Tensor | None]
@@ -38,17 +36,19 @@ class NotCopied:
 
 
 class Change(NamedTuple):
-    """What a block adds to the tokens that it is called with.
+    """What a block adds to the tokens that it is called with, or the result of a layer, which is added later.
 
     Attributes:
         alone: whether its result is one tensor, and not a tuple.
         latest: what it added when it last ran, to each tensor of its result.
-        slope: by how much that grew since it ran before; None where it did not.
+        growth: by how much that grew since it ran before, 0 where it did not; None where nobody asks.
+        steady: how far the growth kept its direction, 0 to 1 for each image; None with ``growth``.
     """
 
     alone: bool
     latest: tuple[Tensor | None, ...]
-    slope: tuple[Tensor | None, ...] | None
+    growth: tuple[Tensor | None, ...] | None = None
+    steady: tuple[Tensor | None, ...] | None = None
 
 
 # Which call it is: of the model in its step, as pipelines make several for prompts or tiles; and of the block
@@ -60,64 +60,65 @@ class Plans(NotCopied, dict[Call, Plan]):
     """The plans that a block, or all blocks with one token grid, use again."""
 
 
-class Corrections(NotCopied, dict[Call, tuple[Tensor | None, ...]]):
-    """What merging loses of each tensor of a result."""
-
-
 class Changes(NotCopied, dict[Call, Change]):
-    """What a block changed in the last steps that it ran in."""
+    """What a block or layer changed in the last steps that it ran in."""
 
 
 class Guided(NotCopied, dict[int, Tensor]):
     """What guidance changed in a model's result, by the number of the call that planned."""
 
 
-def correction_of(exact: Any, merged: Any) -> tuple[Tensor | None, ...]:
-    """What the merged result of a layer or block lacks."""
-    return _each(torch.sub, _tensors(exact), _tensors(merged))
+def change_of(result: Any, bases: Sequence[Tensor | float]) -> Change:
+    """What a block or layer has changed: its result, a tensor or several, less what each was added to."""
+    return Change(isinstance(result, Tensor), _each(torch.sub, _tensors(result), bases))
 
 
-def add_correction(result: Any, correction: Tensors) -> Any:
-    """A merged result with what it lacks."""
-    corrected = _each(torch.add, _tensors(result), correction)
-    return corrected[0] if isinstance(result, Tensor) else corrected
+def since(before: Change | None, change: Change) -> Change:
+    """A change and how it grew since the block ran before."""
+    latest = change.latest
+    if before is None or before.growth is None or not _alike(latest, before.latest):
+        growth = _each(torch.zeros_like, latest)
+        return change._replace(growth=growth, steady=_each(_agreement, growth, growth))
+    growth = _each(torch.sub, latest, before.latest)
+    return change._replace(growth=growth, steady=_each(_agreement, growth, before.growth))
 
 
-def change_of(result: Any, bases: Sequence[Tensor], before: Change | None) -> Change:
-    """What a block has changed.
+def changed(change: Change, bases: Sequence[Tensor], ahead: Tensor) -> Any:
+    """A block's result, if its change goes on as it did.
 
-    Args:
-        result: of the block: a tensor, or several.
-        bases: what it was added to: one for each tensor of the result.
-        before: its change when it ran before.
-    """
-    latest = _each(torch.sub, _tensors(result), bases)
-    if before is None or any(
-        (a is None) != (b is None) or (a is not None and b is not None and a.shape != b.shape)
-        for a, b in zip(latest, before.latest, strict=True)
-    ):
-        return Change(isinstance(result, Tensor), latest, None)
-    return Change(isinstance(result, Tensor), latest, _each(torch.sub, latest, before.latest))
-
-
-def changed(change: Change, bases: Sequence[Tensor], ahead: float) -> Any:
-    """A block's result, if its change goes on in a straight line (TaylorSeer, arXiv 2503.06923, order 1).
+    In a straight line (TaylorSeer, arXiv 2503.06923, order 1) as far as that line was straight before. What
+    turns about between steps, as under strong guidance, stays where it is: going on would double the error.
 
     Args:
-        change: of the last step that it ran in.
+        change: of the last step that it ran in, with its growth.
         bases: what is added to.
         ahead: steps since then, divided by those between the last two that it ran in.
     """
+    assert change.growth is not None
+    assert change.steady is not None
     result = _each(torch.add, bases, change.latest)
-    if change.slope is not None:
-        result = _each(lambda value, slope: value.add_(slope, alpha=ahead), result, change.slope)
+    result = _each(
+        lambda value, growth, steady: value + growth * (steady * ahead), result, change.growth, change.steady
+    )
     return result[0] if change.alone else result
 
 
-def _each(function: Callable[[Tensor, Tensor], Tensor], ones: Tensors, others: Tensors) -> tuple[Any, ...]:
+def _alike(ones: Tensors, others: Tensors) -> bool:
+    return [one if one is None else one.shape for one in ones] == [
+        other if other is None else other.shape for other in others
+    ]
+
+
+def _agreement(growth: Tensor, before: Tensor) -> Tensor:
+    """How far each image's growth keeps its direction, 0 to 1: the cosine, or 0 where it turns back."""
+    cosine = torch.cosine_similarity(growth.flatten(1).float(), before.flatten(1).float(), dim=1)
+    return cosine.clamp(min=0).to(growth.dtype).view(-1, *[1] * (growth.ndim - 1))
+
+
+def _each(function: Callable[..., Tensor], *values: Sequence[Tensor | float | None]) -> tuple[Any, ...]:
+    """The function of the first of each sequence, of the second of each …; None where one of them is None."""
     return tuple(
-        None if one is None or other is None else function(one, other)
-        for one, other in zip(ones, others, strict=True)
+        None if any(one is None for one in ones) else function(*ones) for ones in zip(*values, strict=True)
     )
 
 

@@ -16,6 +16,7 @@ __all__ = [
     "Follower",
     "Grid",
     "Layout",
+    "add_lost",
     "argument",
     "given",
     "keyed_call",
@@ -145,6 +146,37 @@ def merged_call(
         _replace_image(layout, value, m, back) if i in layout.outputs and value is not None else value
         for i, value in enumerate(result)
     )
+
+
+def add_lost(
+    layout: Layout,
+    plan: Plan,
+    result: Any,
+    changes: Sequence[Tensor | None],
+    combine: Callable[[Plan, Tensor], Tensor] = merge,
+) -> Any:
+    """Add to a merged result what merging loses: of each token's change, how it differs from its group's.
+
+    Args:
+        layout: where the tokens are.
+        plan: that the result was merged by.
+        result: of :func:`merged_call`.
+        changes: that the function made on a step that was not merged, one for each tensor of the result.
+        combine: as there.
+    """
+    n = plan.inverse.shape[1]
+
+    def add(value: Tensor, change: Tensor) -> Tensor:
+        image = layout.image(change, n)
+        lost = image - unmerge(plan, combine(plan, image))
+        return _replace_image(layout, value, n, lambda tokens: tokens + lost)
+
+    alone = isinstance(result, Tensor)
+    added = tuple(
+        value if change is None or not (alone or i in layout.outputs) else add(value, change)
+        for i, (value, change) in enumerate(zip([result] if alone else result, changes, strict=True))
+    )
+    return added[0] if alone else added
 
 
 def keyed_call(

@@ -57,11 +57,9 @@ def kept_bytes(host: Host, config: ToMeConfig, arguments: Arguments) -> int:
             run.pipeline.told = Moment(run, index, _STEPS_TO_KEEP_MOST)
             count_flops(host.root, arguments())
         states: list[BlockState | LayerState] = [*run.blocks, *run.layers]
-        kept = [lost for state in states for lost in state.corrections.values()]
-        for block in run.blocks:
-            for change in block.changes.values():
-                kept += [change.latest, change.slope or ()]
-    return sum(tensor.nbytes for tensors in kept for tensor in tensors if tensor is not None)
+        changes = [change for state in states for change in state.changes.values()]
+    kept = [tensor for change in changes for tensor in (*change.latest, *(change.growth or ()))]
+    return sum(tensor.nbytes for tensor in kept if tensor is not None)
 
 
 @contextlib.contextmanager
@@ -90,8 +88,8 @@ def notes_on_steps(config: ToMeConfig) -> list[str]:
         notes.append(f"until={config.until:g}: the last {_percent(1 - config.until)} of the steps are dense")
     if config.correct_every:
         notes.append(
-            f"correct_every={config.correct_every}: 1 of {config.correct_every} steps is dense and runs what "
-            "merges once more, to keep what merging loses for the others"
+            f"correct_every={config.correct_every}: 1 of {config.correct_every} steps that run blocks is "
+            "dense and tells what merging loses on the others"
         )
     if config.reuse_every > 1:
         short = (
@@ -101,8 +99,8 @@ def notes_on_steps(config: ToMeConfig) -> list[str]:
             f"reuse_every={config.reuse_every}: 1 of {config.reuse_every} steps runs the blocks that can "
             f"merge as a whole; in the others, what they changed goes on in a straight line{short}"
         )
-    if every := config.correct_every or (config.plan_every if config.plan_every > 1 else 0):
-        notes.append(f"a plan is used for {every} steps")
+    if config.plan_every > 1:
+        notes.append(f"a plan is used for {config.plan_every} steps")
     if config.share_plan:
         notes.append("share_plan: blocks with one token grid use one plan")
     if config.asks_guidance:

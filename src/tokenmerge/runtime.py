@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from tokenmerge.config import ToMeConfig
 from tokenmerge.errors import ConfigError, NothingToMergeError, UnsupportedModelError
 from tokenmerge.guidance import importance_of_tokens, parts_are_equal
-from tokenmerge.kept import Corrections, add_correction, change_of, changed, correction_of
-from tokenmerge.layout import Grid, argument, given, keyed_call, merged_call
+from tokenmerge.kept import Change, change_of, changed, since
+from tokenmerge.layout import Grid, Layout, add_lost, argument, given, keyed_call, merged_call
 from tokenmerge.methods import GUIDED_PLANNERS, PLANNERS
 from tokenmerge.methods.tome import num_removed
 from tokenmerge.ops import (
@@ -84,13 +84,15 @@ def _note_turn(run: Run, sample: Tensor | list[Tensor]) -> None:
     if not again and config.follows_steps:
         run.plan_turn = turns.number
         phase = config.phase(turns.index - turns.first, turns.last + 1 - turns.first)
-        anew = turns.plans(config.correct_every or config.plan_every, (*shape, phase))
+        anew = turns.plans(config.plan_every, (*shape, phase))
     run.begin_call(plan_anew=anew and not again)
     run.holds = config.follows_steps or config.share_plan or run.same.known
-    if config.correct_every and turns.corrects(run.plan_turn):
-        _correct(run)
     run.keeps = config.reuse_every > 1 and _keeps(run)
-    run.ahead = turns.ahead(config.reuse_every, shape) if run.keeps else None
+    ahead = turns.ahead(config.reuse_every, shape) if run.keeps else None
+    # A tensor, so that compiled blocks need no graph for each value.
+    run.ahead = None if ahead is None else torch.tensor(ahead)
+    if config.correct_every and run.ahead is None and turns.corrects(config.correct_every, shape):
+        _correct(run)
 
 
 def _keeps(run: Run) -> bool:
@@ -140,21 +142,18 @@ def _note_step(run: Run, root: nn.Module, timestep: Any, before: Tensor) -> None
 
 
 def _refuse_caches(run: Run, root: nn.Module) -> None:
-    """Refuse hooks that count the calls of blocks and layers where these run twice, or not at all."""
-    config = run.config
-    if config.correct_every:
-        name, value, does, off = "correct_every", config.correct_every, "runs blocks twice on dense steps", 0
-    elif config.reuse_every > 1:
-        name, value, does, off = "reuse_every", config.reuse_every, "leaves blocks out on some steps", 1
-    else:
+    """Refuse hooks that count the calls of blocks where these do not run on every step."""
+    every = run.config.reuse_every
+    if every == 1:
         return
     for path, module in root.named_modules():
         hooks = getattr(module.__dict__.get("_diffusers_hook"), "hooks", {})
         for hook in hooks.values():
             if hook._is_stateful:
                 raise UnsupportedModelError(
-                    f"{path}: {name}={value} {does}, and {type(hook).__name__} keeps results from call to "
-                    f"call; take {name}={off}, or remove that cache first: model.disable_cache()"
+                    f"{path}: reuse_every={every} leaves blocks out on some steps, and {type(hook).__name__} "
+                    "keeps results from call to call; take reuse_every=1, or remove that cache first: "
+                    "model.disable_cache()"
                 )
 
 
@@ -167,7 +166,6 @@ def _correct(run: Run) -> None:
     used = not turns.is_last and any(run.config.at(level, index, steps).ratio for level in run.levels)
     if used and any(settings.ratio for settings in run.settings.values()):
         run.corrects = True
-        turns.corrected[turns.number] = turns.index
     else:
         run.settings = {level: dataclasses.replace(run.settings[level], ratio=0.0) for level in run.levels}
 
@@ -220,7 +218,7 @@ def block_call(original: Callable) -> Callable:
             return changed(change, bases(None if change.alone else len(change.latest)), state.run.ahead)
         result = run(self, state, args, kwargs)
         added_to = bases(None if isinstance(result, Tensor) else len(result))
-        state.changes[state.call] = change_of(result, added_to, change)
+        state.changes[state.call] = since(change, change_of(result, added_to))
         return result
 
     def run(self: nn.Module, state: BlockState, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -240,11 +238,17 @@ def block_call(original: Callable) -> Callable:
                 return original(self, *args, **kwargs)
 
             def merged() -> Any:
-                state.plan = plan
                 function, combine = functools.partial(original, self), COMBINE[state.settings.combine]
                 return merged_call(function, wide, plan, names, args, kwargs, combine, change_only=True)
 
-            return _corrected(state, state.corrections, dense, merged)
+            before = state.changes.get(state.call)
+            result = _corrected(state, before, wide, plan, dense, merged)
+            if _keeps_change(state, before) and not state.run.keeps:
+                bases = _bases(
+                    state, names, args, kwargs, None if isinstance(result, Tensor) else len(result)
+                )
+                state.changes[state.call] = change_of(result, bases)
+            return result
         finally:
             state.plan = None
 
@@ -283,31 +287,46 @@ def layer_call(original: Callable) -> Callable:
                     return keyed_call(function, state.layout, plan, state.keys, names, args, kwargs, combine)
                 return merged_call(function, state.layout, plan, names, args, kwargs, combine)
 
-        return _corrected(
-            state.block, state.corrections, functools.partial(function, *args, **kwargs), merged
-        )
+        before = state.changes.get(state.block.call)
+        dense = functools.partial(function, *args, **kwargs)
+        result = _corrected(state.block, before, state.layout, plan, dense, merged)
+        if _keeps_change(state.block, before):
+            nothing = [0.0] * (1 if isinstance(result, Tensor) else len(result))
+            state.changes[state.block.call] = change_of(result, nothing)
+        return result
 
     return forward
 
 
 def _corrected(
-    block: BlockState, corrections: Corrections, dense: Callable[[], Any], merged: Callable[[], Any]
+    block: BlockState,
+    before: Change | None,
+    layout: Layout,
+    plan: Plan,
+    dense: Callable[[], Any],
+    merged: Callable[[], Any],
 ) -> Any:
-    """The merged result with what merging loses, as far as the last dense step tells; keep it on such a step.
+    """The result of a block or layer: on dense steps exact, on others merged, with what merging loses.
 
     Args:
         block: that runs.
-        corrections: of it or of its layer.
-        dense: → its result.
-        merged: → its result on merged tokens.
+        before: what it, or its layer, changed when it last ran; None: nothing is known.
+        layout: of its tokens.
+        plan: for them.
+        dense: → the exact result.
+        merged: → the result on merged tokens.
     """
     if block.run.corrects:
-        result = dense()
-        corrections[block.call] = correction_of(result, merged())
-        return result
-    result = merged()
-    lost = corrections.get(block.call) if block.run.config.correct_every else None
-    return result if lost is None else add_correction(result, lost)
+        return dense()
+    if before is None or not block.run.config.correct_every:
+        return merged()
+    return add_lost(layout, plan, merged(), before.latest, COMBINE[block.settings.combine])
+
+
+def _keeps_change(block: BlockState, before: Change | None) -> bool:
+    """Whether what a block or layer changes is kept, for corrections: from a dense step on."""
+    run = block.run
+    return run.corrects or (before is not None and bool(run.config.correct_every))
 
 
 def _bases(

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tokenmerge.config import ToMeConfig
 from tokenmerge.guidance import SameSample
-from tokenmerge.kept import Call, Changes, Corrections, Guided, Plans
+from tokenmerge.kept import Call, Changes, Guided, Plans
 from tokenmerge.layout import Grid, Layout
 from tokenmerge.ops import Plan
 from tokenmerge.pipeline import Pipeline
@@ -85,7 +85,7 @@ class Run:
     settings: dict[int, ToMeConfig] = dataclasses.field(default_factory=dict)
     corrects: bool = False
     keeps: bool = False
-    ahead: float | None = None
+    ahead: Tensor | None = None
     holds: bool = False
     plan_turn: int = 0
     guided: Guided = dataclasses.field(default_factory=Guided)
@@ -114,9 +114,9 @@ class Run:
 
     def _kept(self) -> Iterator[dict[Call, Any]]:
         for block in self.blocks:
-            yield from (block.plans, block.corrections, block.changes)
+            yield from (block.plans, block.changes)
         for layer in self.layers:
-            yield layer.corrections
+            yield layer.changes
 
     def begin_call(self, plan_anew: bool) -> None:
         """Before a call of the model: blocks count theirs from 0, and have no plans that it makes anew."""
@@ -151,7 +151,6 @@ class BlockState:
         plans: for other calls and other blocks.
         plan: of the running call.
         number: of that among the block's in one call of the model, from 0.
-        corrections: what merging the block as a whole loses.
         changes: what it adds to its tokens.
     """
 
@@ -165,7 +164,6 @@ class BlockState:
     plans: Plans = dataclasses.field(default_factory=Plans)
     plan: Plan | None = None
     number: int = -1
-    corrections: Corrections = dataclasses.field(default_factory=Corrections)
     changes: Changes = dataclasses.field(default_factory=Changes)
 
     @property
@@ -194,7 +192,7 @@ class LayerState:
         layout: how it takes its tokens.
         own_keys: of attention, whether it looks at the tokens that it is called with.
         keys: name of the argument by which it can be given merged keys; None: there is none.
-        corrections: what merging the layer loses.
+        changes: its results on dense steps.
     """
 
     block: BlockState
@@ -202,4 +200,4 @@ class LayerState:
     layout: Layout
     own_keys: bool = True
     keys: str | None = None
-    corrections: Corrections = dataclasses.field(default_factory=Corrections)
+    changes: Changes = dataclasses.field(default_factory=Changes)

@@ -102,7 +102,7 @@ class Turns:
         index: the running step.
         number: of the running call in its step, from 0.
         planned: by that number, the step whose plan a call uses, and what that plan is for.
-        corrected: by that number, the step whose corrections a call adds.
+        corrected: by that number, how many calls ago one was dense, and the shape of the samples then.
         ran: by that number, the last two steps whose blocks ran, and the shape of the samples then.
     """
 
@@ -112,7 +112,7 @@ class Turns:
     index: int = -1
     number: int = 0
     planned: dict[int, tuple[int, object]] = dataclasses.field(default_factory=dict)
-    corrected: dict[int, int] = dataclasses.field(default_factory=dict)
+    corrected: dict[int, tuple[int, tuple[int, ...] | None]] = dataclasses.field(default_factory=dict)
     ran: dict[int, tuple[int | None, int, tuple[int, ...]]] = dataclasses.field(default_factory=dict)
 
     @property
@@ -152,9 +152,12 @@ class Turns:
             self.planned[self.number] = self.index, purpose
         return due
 
-    def corrects(self, planner: int) -> bool:
-        """Whether the running call has no correction of the plan that call number ``planner`` made."""
-        return self.corrected.get(self.number, -1) < self.planned[planner][0]
+    def corrects(self, every: int, shape: tuple[int, ...]) -> bool:
+        """Whether the running call is dense, as one in so many that run blocks; note that it is."""
+        since, seen = self.corrected.get(self.number, (every, None))
+        due = seen != shape or since + 1 >= every
+        self.corrected[self.number] = 0 if due else since + 1, shape
+        return due
 
     def ahead(self, every: int, shape: tuple[int, ...]) -> float | None:
         """How far the running call goes on without its blocks, which run in one of so many steps.
