@@ -1,8 +1,8 @@
 """Time of a denoising step with `auto`, with tomesd and dense, on the geometry of well-known models.
 
-The models have random weights and run alone, with the batch that one guided picture makes. In generations
-of 16 steps or more, some steps of `auto` run the transformer blocks and some do not. Both kinds are timed,
-and a line shows their mean over the generation. Variants take turns; each line shows the median of the
+The models have random weights and run alone, with the batch that one guided picture makes. Some steps of
+`auto` are dense, some merge, and in generations of 16 steps or more some do without the blocks. Each kind is
+timed, and a line shows their mean over the generation. Variants take turns; each line shows the median of the
 rounds, their quartiles, and the median of the ratios to dense within a round.
 
     python benchmarks/auto.py --model sd15 --size 512 768 --ratio 0.5 0.6
@@ -26,6 +26,7 @@ import torch
 from torch import nn
 
 import tokenmerge
+from tokenmerge import ToMeConfig
 from tokenmerge.auto import choose
 from tokenmerge.bench.geometry import build_denoiser, find_geometry
 from tokenmerge.bench.inputs import Inputs, InputSize, example_inputs
@@ -54,18 +55,30 @@ def with_tomesd(pipe: Pipe, call: Seconds, steps: int) -> float:
         tomesd.remove_patch(pipe.model)
 
 
+def kinds_of_steps(config: ToMeConfig, steps: int) -> list[str]:
+    """What each step of a generation does: the first two run their blocks, then one in so many."""
+    every = config.reuse_every if steps >= config.reuse_min_steps else 1
+    kinds, run = [], 0
+    for index in range(steps):
+        if index >= 2 and (index - 1) % every:
+            kinds.append("reused")
+            continue
+        kinds.append("dense" if config.correct_every and run % config.correct_every == 0 else "merged")
+        run += 1
+    return kinds
+
+
 def with_auto(ratio: float) -> Callable[[Pipe, Seconds, int], float]:
     def measure(pipe: Pipe, call: Seconds, steps: int) -> float:
-        """The mean over a generation; the first two steps run their blocks, then one in so many."""
+        """The mean over a generation, from its first steps."""
         config = choose(pipe, ratio)
-        every = config.reuse_every if steps >= config.reuse_min_steps else 1
-        runs = [index < 2 or (index - 1) % every == 0 for index in range(steps)]
-        of_kind: dict[bool, list[float]] = {True: [], False: []}
+        kinds = kinds_of_steps(config, steps)
+        of_kind: dict[str, list[float]] = {kind: [] for kind in kinds}
         with tokenmerge.token_merging(pipe, config) as patch:
-            for index in range(2 + every):
+            for index in range(2 + config.reuse_every):
                 patch.at_step(index, steps)
-                of_kind[runs[index]].append(call())
-        return statistics.mean(statistics.mean(of_kind[kind]) for kind in runs)
+                of_kind[kinds[index]].append(call())
+        return statistics.mean(statistics.mean(of_kind[kind]) for kind in kinds)
 
     return measure
 

@@ -43,7 +43,9 @@ def test_a_number_alone_chooses_all_else(fast):
     assert (run.config.ratio, run.config.planner, run.config.proportional) == (0.4, "tiled", True)
     assert run.config.max_downsample == 2  # all levels
     assert (run.config.reuse_every, run.config.reuse_min_steps) == (2, 16)
-    assert choose(pipeline(unet=unet), 0.6).reuse_every == 3
+    assert (run.config.scope, run.config.correct_every) == ("layers", 4)
+    more = choose(pipeline(unet=unet), 0.6)
+    assert (more.scope, more.correct_every, more.reuse_every) == ("block", 3, 2)
     with token_merging(unet, 0.2) as patch:
         assert run_of(unet).config.ratio == 0.2
         assert patch.report.rows
@@ -56,7 +58,7 @@ def test_a_number_alone_chooses_all_else(fast):
 
 def test_a_model_alone_has_no_steps_to_follow(fast):
     unet = hosts.unet()
-    assert choose(unet, 0.5).reuse_every == 1
+    assert not choose(unet, 0.5).follows_steps
     apply_token_merging(unet, 0.5)
     assert torch.isfinite(hosts.call(unet, **hosts.inputs())).all()
 

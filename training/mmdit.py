@@ -30,9 +30,9 @@ SECOND_SHARE = 0.3  # of the steps in which smaller pictures stand for those of 
 
 # Nearly all is learnt on few tokens, which stand for those of the larger sizes: see `standing_for`.
 PHASES = (
-    Phase(size=64, batch=48, steps=2200, rate=2e-3, final_rate=1e-3),
-    Phase(size=128, batch=16, steps=400, rate=1e-3, final_rate=1e-4),
-    Phase(size=256, batch=8, steps=40, rate=2e-4, final_rate=5e-5),
+    Phase(size=64, batch=48, steps=2100, rate=2e-3, final_rate=1e-3),
+    Phase(size=128, batch=16, steps=360, rate=1e-3, final_rate=1e-4),
+    Phase(size=256, batch=8, steps=30, rate=2e-4, final_rate=5e-5),
 )
 
 
@@ -97,9 +97,9 @@ class EmojiMMDiT(nn.Module):
     def standing_for(self, size: int, side: int) -> Iterator[None]:
         """Give latents of side × side the positions of a picture of `size` × `size` pixels.
 
-        Each latent takes the mean position of those that it stands for. A transformer knows where a token lies
-        by its position alone; without this, half the picture size would be another picture's middle, and
-        what was learnt there would be of little use for the whole.
+        Each latent takes the mean position of those that it stands for. A transformer knows where a token is
+        by its position alone: without this, a small picture would be the middle of a larger one, and what is
+        learnt there of little use for the whole.
         """
         embedding = self.transformer.pos_embed
         positions, most = embedding.pos_embed, embedding.pos_embed_max_size

@@ -16,29 +16,30 @@ __all__ = ["choose"]
 _OTHER_KERNELS = ("XFormers", "Sliced")
 _EAGER = ("AttnProcessor", "AttnAddedKVProcessor", "IPAdapterAttnProcessor", "CustomDiffusionAttnProcessor")
 
-# With fewer steps, each changes more than a straight line tells.
+# With fewer steps, each changes more than those before it tell.
 _STEPS_TO_REUSE = 16
-_MODERATE = 0.5  # up to this ratio every second step runs its blocks, above it every third
+# Up to this ratio attention merges; above it whole blocks, which lose more and are corrected more often.
+_MODERATE = 0.5
 
 
 def choose(pipe_or_model: object, ratio: float = 0.5, follows_steps: bool | None = None) -> ToMeConfig:
     """Choose the settings that were found closest to the dense picture at their speed.
 
-    - Self-attention merges at every level, by tiled matching, with proportional attention: what costs least
-      of the picture for what it saves. Token grids so small that it would cost more time than it saves stay
-      dense; how small was measured once on this device.
-    - In generations of 16 steps or more, every second step runs the blocks, above a ratio of 0.5 every third
-      (``reuse_every``); few steps differ too much from each other for that. Only a pipeline has steps that
-      can be followed.
+    - Up to a ratio of 0.5 self-attention merges, above it whole blocks, at every level, by tiled matching,
+      with proportional attention: what costs least of the picture for what it saves. Token grids so small
+      that it would cost more time than it saves stay dense; how small was measured once on this device.
+    - In a pipeline, whose steps can be followed, one in four of the steps that run blocks is dense and
+      corrects the others; one in three where whole blocks merge (``correct_every``).
+    - In generations of 16 steps or more, every second step runs the blocks (``reuse_every``); few steps differ
+      too much from each other for that.
 
     Fewer steps are the rival: where a model has few tokens and a good solver, as Stable Diffusion at 512²
-    with 20 steps, they are the closer way to the same speed.
+    with 20 steps and little guidance, they are the closer way to the same speed.
 
     Args:
         pipe_or_model: as for :func:`tokenmerge.apply_token_merging`.
-        ratio: fraction of tokens removed, 0 ≤ ratio ≤ 0.75. Raising it makes attention faster and the picture
-            less like the dense one.
-
+        ratio: fraction of tokens removed, 0 ≤ ratio ≤ 0.75. Raising it makes attention, and above 0.5 the
+            whole block, faster and the picture less like the dense one.
         follows_steps: whether settings may follow the denoising steps; None: in a pipeline they may.
 
     Raises:
@@ -52,14 +53,18 @@ def choose(pipe_or_model: object, ratio: float = 0.5, follows_steps: bool | None
     device = weight.device if not weight.is_meta else _default_device()
     if follows_steps is None:
         follows_steps = getattr(pipe_or_model, "scheduler", None) is not None
+    whole = all(block.wide is not None for block in blocks)
+    scope = "block" if whole and ratio > _MODERATE else "layers"
     reuses = follows_steps and any(block.wide is not None for block in blocks)
     return ToMeConfig(
         ratio=ratio,
         max_downsample=max((block.level for block in blocks), default=1),
         min_tokens=fewest_tokens(device, weight.dtype),
+        scope=scope,
         planner="tiled",
         proportional=_calls_fused_attention(hosts),
-        reuse_every=1 if not reuses else 2 if ratio <= _MODERATE else 3,
+        correct_every=0 if not follows_steps else 3 if scope == "block" else 4,
+        reuse_every=2 if reuses else 1,
         reuse_min_steps=_STEPS_TO_REUSE if reuses else 0,
     )
 

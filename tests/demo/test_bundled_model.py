@@ -1,4 +1,4 @@
-"""The bundled model loads with plain diffusers, is small, and draws what it is asked for."""
+"""The bundled models load with plain diffusers, are small, and draw what they are asked for."""
 
 import time
 from pathlib import Path
@@ -21,13 +21,16 @@ MEGABYTES = 15.0
 SHARE_RIGHT = 0.75  # by chance an eighth
 
 
-def load():
-    return diffusers.StableDiffusionPipeline.from_pretrained(demo.path("emoji-unet"))
+CLASSES = {"emoji-unet": "StableDiffusionPipeline", "emoji-mmdit": "StableDiffusion3Pipeline"}
 
 
-@pytest.fixture(scope="module")
-def pipe():
-    pipe = load()
+def load(name):
+    return getattr(diffusers, CLASSES[name]).from_pretrained(demo.path(name))
+
+
+@pytest.fixture(scope="module", params=demo.NAMES)
+def pipe(request):
+    pipe = load(request.param)
     pipe.set_progress_bar_config(disable=True)
     return pipe
 
@@ -40,23 +43,28 @@ def generate(pipe, prompts, steps, **arguments):
 
 
 def test_unknown_name_lists_the_known_ones():
-    with pytest.raises(ValueError, match=r"'emoji-nut'; there is 'emoji-unet'"):
+    with pytest.raises(ValueError, match=r"'emoji-nut'; there is 'emoji-unet', 'emoji-mmdit'"):
         demo.path("emoji-nut")
 
 
-def test_loads_fast(pipe):  # the fixture has already paid for the imports
+@pytest.mark.parametrize("name", demo.NAMES)
+def test_loads_fast(name):
+    load(name)  # pays for the imports
     start = time.perf_counter()
-    load()
+    load(name)
     assert time.perf_counter() - start < SECONDS_TO_LOAD
 
 
-def test_weights_are_small():
-    weights = demo.path("emoji-unet").rglob("*.safetensors")
+@pytest.mark.parametrize("name", demo.NAMES)
+def test_weights_are_small(name):
+    weights = demo.path(name).rglob("*.safetensors")
     assert sum(file.stat().st_size for file in weights) < MEGABYTES * 1e6
 
 
 def test_all_parts_load_in_single_precision(pipe):  # the files hold half precision
-    assert {pipe.unet.dtype, pipe.vae.dtype, pipe.text_encoder.dtype} == {torch.float32}
+    models = [part for part in pipe.components.values() if isinstance(part, torch.nn.Module)]
+    assert len(models) >= 3
+    assert {model.dtype for model in models} == {torch.float32}
 
 
 def test_words_are_whole_and_any_text_is_accepted(pipe):

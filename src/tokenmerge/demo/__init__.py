@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-NAMES = ("emoji-unet",)
+NAMES = ("emoji-unet", "emoji-mmdit")
 
 
 def path(name: str = "emoji-unet") -> Path:
     """Return the folder of a bundled model, for the `from_pretrained` of its diffusers pipeline.
 
     Args:
-        name: One of `NAMES`. `emoji-unet` loads as `StableDiffusionPipeline`.
+        name: One of `NAMES`. `emoji-unet` loads as `StableDiffusionPipeline`, `emoji-mmdit` as
+            `StableDiffusion3Pipeline`.
 
     Raises:
         ValueError: If no bundled model has that name.
