@@ -17,6 +17,7 @@ CORE = [
     ["kept", "layout", "when"],
     ["guidance", "methods", "models", "pipeline", "proportional"],
     ["state"],
+    ["noting", "planning"],
     ["runtime"],
     ["calibration", "patch"],
     ["counting"],
@@ -37,7 +38,7 @@ TOOLS = [
     ["cli"],
     ["__main__"],
 ]
-MAY_NOT = {("state", "models"), ("runtime", "models")}
+MAY_NOT = {("state", "models"), ("noting", "models"), ("planning", "models"), ("runtime", "models")}
 
 
 def imports(file: Path) -> set[str]:

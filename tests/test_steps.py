@@ -317,6 +317,19 @@ def test_a_step_that_is_over_is_an_error():
         hosts.call(unet, **{**arguments, "timestep": torch.tensor(400)})
 
 
+def test_corrections_run_beside_a_cache():
+    """It leaves out blocks, which then keep nothing and correct with what they have."""
+    family = FAMILIES["FluxTransformer2DModel"]
+    model, arguments = model_of(family), family.inputs(1, 8, 8)
+    patch = apply_token_merging(model, ToMeConfig(ratio=0.5, scope="block", correct_every=2))
+    model.enable_cache(FirstBlockCacheConfig(threshold=10.0))
+    for index in range(3):
+        patch.at_step(index, 4)
+        with model.cache_context("a"):
+            again = {**arguments, "hidden_states": arguments["hidden_states"].clone()}
+            assert torch.isfinite(call(model, again)).all()
+
+
 @pytest.mark.parametrize("first", ["cache", "patch"])
 @pytest.mark.parametrize(
     ("cache", "hook"),

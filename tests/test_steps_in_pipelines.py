@@ -187,6 +187,8 @@ def test_another_pipeline_with_the_same_model_is_refused(pipe):
         # The second transformer has nothing of the first; a share of the steps is one of both's.
         ({"scope": "block", "correct_every": 3, "until": 0.75}, "ccmmmmccmm", "dddddd"),
         ({"reuse_every": 2}, "mmmmrrmmrr", "mmmmrr"),
+        # Of the steps that run.
+        ({"scope": "block", "correct_every": 2, "reuse_every": 2}, "ccmmrrccrr", "ccmmrr"),
     ],
 )
 def test_two_transformers_and_a_call_for_each_prompt(settings, first, second):

@@ -30,8 +30,8 @@ def choose(pipe_or_model: object, ratio: float = 0.5, follows_steps: bool | None
       that it would cost more time than it saves stay dense; how small was measured once on this device.
     - In a pipeline, whose steps can be followed, one in four of the steps that run blocks is dense and
       corrects the others; one in three where whole blocks merge (``correct_every``).
-    - In generations of 16 steps or more, every second step runs the blocks (``reuse_every``); few steps differ
-      too much from each other for that.
+    - In generations of 16 steps or more, every second step runs the blocks (``reuse_every``); few steps
+      differ too much from each other for that.
 
     Fewer steps are the rival: where a model has few tokens and a good solver, as Stable Diffusion at 512²
     with 20 steps and little guidance, they are the closer way to the same speed.

@@ -21,15 +21,8 @@ from tokenmerge.errors import NothingToMergeError, UnsupportedModelError
 from tokenmerge.kept import Plans
 from tokenmerge.layout import Grid
 from tokenmerge.models import KINDS, Block, Host, Layer
-from tokenmerge.runtime import (
-    block_call,
-    check_grid,
-    layer_call,
-    note_call,
-    note_grid,
-    note_result,
-    parameters,
-)
+from tokenmerge.noting import check_grid, note_call, note_grid, note_result
+from tokenmerge.runtime import block_call, layer_call, parameters
 from tokenmerge.state import STATE, BlockState, LayerState, Run
 
 __all__ = [

@@ -203,8 +203,7 @@ def predict(
         *notes_on_steps(config),
     ]
     if kept:
-        what = "corrections take" if config.correct_every else "what blocks changed takes"
-        notes.append(f"{what} {kept / 1e6:.1f} MB between steps")
+        notes.append(f"what blocks and layers changed takes {kept / 1e6:.1f} MB between steps")
     if means:
         mean = f"{flops_dense / 1e9:.2f} → {sum(means) / 1e9:.2f} GFLOPs"
         notes.append(f"mean over {steps} steps: {mean}, {saved(flops_dense, sum(means))} saved")

@@ -1,0 +1,65 @@
+"""The plan of a block for its running call: one that is kept, or a new one."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from tokenmerge.errors import UnsupportedModelError
+from tokenmerge.guidance import importance_of_tokens
+from tokenmerge.methods import GUIDED_PLANNERS, PLANNERS
+from tokenmerge.ops import Plan, features_if_shared, num_tokens, shared_features
+from tokenmerge.state import BlockState, RecordedPlan
+
+__all__ = ["plan_of"]
+
+
+def plan_of(state: BlockState, x: Tensor, mask: Tensor | None) -> Plan | None:
+    """The plan for a block's tokens; ``mask`` tells them from padding behind them."""
+    run, grid = state.run, state.grid.shape
+    n = num_tokens(grid)
+    if x.shape[1] < n:
+        raise UnsupportedModelError(
+            f"{state.path}: expected the {' × '.join(map(str, grid))} = {n} tokens of its grid, got an "
+            f"input of shape {tuple(x.shape)}; this model calls its blocks in a way that tokenmerge does not "
+            "know: remove_token_merging(model) restores it"
+        )
+    start = None if mask is None else mask.sum(dim=1) - n
+    features = state.layout.image(x, n, start)
+    if not state.settings.ratio:  # a plan that is kept is of a step that merged
+        return None
+    plan = state.plans.get(state.planning_call) if run.holds else None
+    if plan is None or plan.inverse.shape != features.shape[:2]:
+        plan = _new_plan(state, features)
+        if run.holds and plan is not None:
+            state.plans[state.planning_call] = plan
+    if run.record is not None and plan is not None:
+        run.record[state.path] = RecordedPlan(plan, grid)
+    if plan is not None and start is not None:
+        plan = plan.within(start, x.shape[1])
+    return plan
+
+
+def _new_plan(state: BlockState, features: Tensor) -> Plan | None:
+    run, b = state.run, features.shape[0]
+    # The step is where the sample is; blocks of a model on several devices need not be.
+    step = run.step.to(features.device)
+
+    def plan(features: Tensor) -> Plan | None:
+        name, grid = state.settings.planner, state.grid.shape
+        if name in PLANNERS:
+            return PLANNERS[name](features, grid, state.settings, step)
+        change = run.guided.get(run.plan_turn)
+        importance = None if change is None else importance_of_tokens(change, grid)
+        if importance is not None and len(features) == 1:
+            importance = importance.mean(dim=0, keepdim=True)
+        if importance is None or len(importance) != len(features):
+            return PLANNERS["tome"](features, grid, state.settings, step)
+        return GUIDED_PLANNERS[name](features, grid, state.settings, step, importance.to(features.device))
+
+    parts = b if not state.batched else run.parts if b % run.parts == 0 else 1
+    if parts == 1:
+        return plan(features)
+    if state.batched and run.shared is not None:
+        return plan(features_if_shared(features, parts, run.shared.to(features.device)))
+    shared = plan(shared_features(features, parts))
+    return None if shared is None else shared.repeated(parts)
