@@ -155,7 +155,10 @@ def load_pipeline(
             pipeline_class = _checkpoint_pipeline(source.location)
             pipe = pipeline_class.from_single_file(source.location, **dtype_argument)
         else:
-            pipe = diffusers.DiffusionPipeline.from_pretrained(source.location, **dtype_argument)
+            index = diffusers.DiffusionPipeline.load_config(source.location)
+            # Stable Diffusion 3 without T5, say: saved as absent, and yet it has to be named.
+            absent = {part: None for part, found in index.items() if found == [None, None]}
+            pipe = diffusers.DiffusionPipeline.from_pretrained(source.location, **absent, **dtype_argument)
     denoiser_name(pipe)
     if controlnet is not None:
         with _loading(controlnet):
