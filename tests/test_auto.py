@@ -112,20 +112,21 @@ def test_the_fewest_tokens_are_those_from_which_merging_is_faster(slow, expected
 def test_it_is_measured_once_for_a_device_and_kept(own_cache, monkeypatch):
     cpu, measured = torch.device("cpu"), []
 
-    def measure(device: torch.device, dtype: torch.dtype) -> int:
-        measured.append(dtype)
+    def measure(device: torch.device, dtype: torch.dtype, channels: int, heads: int) -> int:
+        measured.append((dtype, channels, heads))
         return 64 * len(measured)
 
     monkeypatch.setattr(calibration, "measure_fewest_tokens", measure)
     for _ in range(2):
         assert calibration.fewest_tokens(cpu, torch.float32) == 64
     assert calibration.fewest_tokens(cpu, torch.bfloat16) == 128
+    assert calibration.fewest_tokens(cpu, torch.bfloat16, 64, 4) == 192
     file = own_cache / "tokenmerge" / "fewest_tokens.json"
     assert calibration.cache_file() == file
-    assert list(json.loads(file.read_text()).values()) == [64, 128]
+    assert list(json.loads(file.read_text()).values()) == [64, 128, 192]
     assert [path.name for path in file.parent.iterdir()] == [file.name]
     file.write_text('{"cut off')
-    assert calibration.fewest_tokens(cpu, torch.float32) == 192
+    assert calibration.fewest_tokens(cpu, torch.float32) == 256
 
 
 def test_a_folder_that_cannot_be_written_is_no_matter(monkeypatch, tmp_path):
@@ -141,3 +142,12 @@ def test_measuring_takes_seconds():
         side**2 for side in calibration.SIDES
     }
     assert time.perf_counter() - start < 60  # on a machine that does much else at the same time
+
+
+def test_the_narrowest_attention_decides(monkeypatch):
+    asked = []
+    monkeypatch.setattr(calibration, "measure_fewest_tokens", lambda *shape: asked.append(shape[2:]) or 64)
+    unet = hosts.unet()
+    choose(pipeline(unet=unet))
+    attention = unet.down_blocks[0].attentions[0].transformer_blocks[0].attn1
+    assert asked == [(attention.to_q.out_features, attention.heads)]

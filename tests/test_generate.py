@@ -159,7 +159,7 @@ def test_settings_that_follow_the_steps_have_those_of_the_pipeline(folder, tmp_p
 
 def test_a_method_that_chooses_by_the_model_says_what_it_chose(folder, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr("tokenmerge.auto.fewest_tokens", lambda device, dtype: 64)
+    monkeypatch.setattr("tokenmerge.auto.fewest_tokens", lambda *_: 64)
     merging = Merging("auto", {"ratio": 0.25, "planner": "tome"})
     result = generate(options(folder, tmp_path / "out", compare=False, merging=merging))
     config = result.conditions["config"]

@@ -20,6 +20,7 @@ from rich.progress import track
 
 from tokenmerge.demo.glyphs import caption, choose_prompts, read_glyphs
 from tokenmerge.demo.retrieval import Gallery
+from tokenmerge.loading import find_model, load_pipeline
 
 BATCH = 10
 COLUMNS = 8
@@ -75,7 +76,7 @@ def main(
     output: Annotated[Path | None, typer.Option("--json", help="Write the figures here.")] = None,
 ) -> None:
     """Measure how often glyph and background are the ones asked for."""
-    pipe = DiffusionPipeline.from_pretrained(model).to(device)
+    pipe = load_pipeline(find_model(str(model)), torch.float32, torch.device(device))
     pipe.set_progress_bar_config(disable=True)
     glyphs = read_glyphs()
     gallery = Gallery()

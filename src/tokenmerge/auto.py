@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import nn
 
 from tokenmerge.calibration import fewest_tokens
 from tokenmerge.config import ToMeConfig
-from tokenmerge.models import Host, find_hosts
+from tokenmerge.models import Block, Host, find_hosts
 
 __all__ = ["choose"]
 
@@ -59,7 +60,7 @@ def choose(pipe_or_model: object, ratio: float = 0.5, follows_steps: bool | None
     return ToMeConfig(
         ratio=ratio,
         max_downsample=max((block.level for block in blocks), default=1),
-        min_tokens=fewest_tokens(device, weight.dtype),
+        min_tokens=fewest_tokens(device, weight.dtype, *_narrowest(blocks)),
         scope=scope,
         planner="tiled",
         proportional=_calls_fused_attention(hosts),
@@ -67,6 +68,16 @@ def choose(pipe_or_model: object, ratio: float = 0.5, follows_steps: bool | None
         reuse_every=2 if reuses else 1,
         reuse_min_steps=_STEPS_TO_REUSE if reuses else 0,
     )
+
+
+def _narrowest(blocks: Sequence[Block]) -> tuple[int, int]:
+    """Channels and heads of the narrowest attention, where merging saves least; common ones if unknown."""
+    found = []
+    for layer in (getattr(block.module, layer.name) for block in blocks for layer in block.layers):
+        projection, heads = getattr(layer, "to_q", None), getattr(layer, "heads", None)
+        if isinstance(projection, nn.Linear) and isinstance(heads, int):
+            found.append((projection.out_features, heads))
+    return min(found, default=(640, 8))
 
 
 def _default_device() -> torch.device:

@@ -23,22 +23,28 @@ from tokenmerge.ops import merge, unmerge
 __all__ = ["cache_file", "fewest_tokens", "measure_fewest_tokens"]
 
 SIDES = (8, 16, 24, 32, 48, 64)  # of the token grids that are tried, the smallest first
-_BATCH, _CHANNELS, _HEADS, _ROUNDS = 2, 640, 8, 5
+_BATCH, _ROUNDS = 2, 5
 
 
-def fewest_tokens(device: torch.device, dtype: torch.dtype) -> int:
+def fewest_tokens(device: torch.device, dtype: torch.dtype, channels: int = 640, heads: int = 8) -> int:
     """Smallest token grid of which merging half, around self-attention, is faster than not.
 
-    It is measured once for a device, a dtype, a version of torch and a number of threads, which takes a
-    second or two at most, and then read from :func:`cache_file`; delete that to measure again.
+    It is measured once for a device, a dtype, a width, a version of torch and a number of threads, which
+    takes a second or two at most, and then read from :func:`cache_file`; delete that to measure again.
+
+    Args:
+        device: that the model is on.
+        dtype: of its weights.
+        channels: of its tokens.
+        heads: of its attention.
     """
-    key = _key(device, dtype)
+    key = f"{_key(device, dtype)}, {heads} × {channels // heads} channels"
     file = cache_file()
     known: dict[str, int] = {}
     with contextlib.suppress(OSError, ValueError):
         known = json.loads(file.read_text(encoding="utf-8"))
     if not isinstance(known.get(key), int):
-        known[key] = measure_fewest_tokens(device, dtype)
+        known[key] = measure_fewest_tokens(device, dtype, channels, heads)
         with contextlib.suppress(OSError):  # it is measured again next time
             _write(file, known)
     return known[key]
@@ -51,22 +57,26 @@ def cache_file() -> Path:
 
 
 @torch.no_grad()
-def measure_fewest_tokens(device: torch.device, dtype: torch.dtype) -> int:
+def measure_fewest_tokens(
+    device: torch.device, dtype: torch.dtype, channels: int = 640, heads: int = 8
+) -> int:
     """Time self-attention dense and merged on growing token grids, planning included.
+
+    The arguments are those of :func:`fewest_tokens`.
 
     Returns:
         The number of tokens of the first grid on which merging is faster; of the largest one, if none is.
     """
-    layer = _SelfAttention().to(device, dtype).eval()
+    layer = _SelfAttention(channels, heads).to(device, dtype).eval()
     generator = torch.Generator().manual_seed(0)
     step = torch.zeros((), dtype=torch.int64, device=device)
-    config = ToMeConfig(ratio=0.5, planner="local")
+    config = ToMeConfig(ratio=0.5, planner="tiled")
     for side in SIDES:
-        noise = torch.randn(_BATCH, side * side, _CHANNELS, generator=generator)
+        noise = torch.randn(_BATCH, side * side, channels, generator=generator)
         x = noise.to(device, dtype)
 
         def merged(x: Tensor = x, grid: tuple[int, int, int] = (1, side, side)) -> Tensor:
-            plan = PLANNERS["local"](x, grid, config, step)
+            plan = PLANNERS["tiled"](x, grid, config, step)
             assert plan is not None
             return unmerge(plan, layer(merge(plan, x)))
 
@@ -79,12 +89,13 @@ def measure_fewest_tokens(device: torch.device, dtype: torch.dtype) -> int:
 
 
 class _SelfAttention(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, channels: int, heads: int) -> None:
         super().__init__()
-        self.project, self.out = nn.Linear(_CHANNELS, 3 * _CHANNELS), nn.Linear(_CHANNELS, _CHANNELS)
+        self.heads = heads
+        self.project, self.out = nn.Linear(channels, 3 * channels), nn.Linear(channels, channels)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.project(x).unflatten(-1, (3, _HEADS, -1)).permute(2, 0, 3, 1, 4)
+        q, k, v = self.project(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
 
 

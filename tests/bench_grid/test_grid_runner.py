@@ -290,7 +290,7 @@ def test_a_pipeline_tells_its_steps_and_its_guidance(measure: Measure, variant: 
 def test_auto_follows_the_steps_unless_it_is_compiled(
     measure: Measure, monkeypatch: pytest.MonkeyPatch, compiled: bool
 ) -> None:
-    monkeypatch.setattr("tokenmerge.auto.fewest_tokens", lambda device, dtype: 64)
+    monkeypatch.setattr("tokenmerge.auto.fewest_tokens", lambda *_: 64)
     monkeypatch.setattr(nn.Module, "compile", lambda self, dynamic: None)
     records = measure(variants=("auto",), steps=2, rounds=1, warmup=1, compile=(compiled,))
     (auto,) = [record for record in records if record.conditions["variant"] == "auto"]

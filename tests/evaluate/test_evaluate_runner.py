@@ -69,7 +69,7 @@ def test_figures_are_those_of_the_pictures_on_disk(run: Run, tmp_path: Path) -> 
 
 
 def test_methods_follow_the_steps_of_the_pipeline(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tokenmerge.auto.fewest_tokens", lambda device, dtype: 64)
+    monkeypatch.setattr("tokenmerge.auto.fewest_tokens", lambda *_: 64)
     variants = ("tome:until=0.2", "tome:correct_every=2,scope=block", "ibtm", "auto")
     records = by_label(run(variants=variants, limit=1))
     assert list(records)[1:] == [
