@@ -35,6 +35,12 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
+@pytest.fixture(autouse=True)
+def fast(monkeypatch):
+    """A device on which merging saves time on every grid; here a tiny one need not."""
+    monkeypatch.setattr("tokenmerge.auto.fewest_tokens", lambda *_: 4)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return tiny_pipeline.write_pipeline(tmp_path_factory.mktemp("models") / "tiny")

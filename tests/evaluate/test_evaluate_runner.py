@@ -319,7 +319,7 @@ def test_without_a_benchmark_fewer_steps_say_what_to_run(tmp_path: Path) -> None
         ({"metrics": ("none",)}, ConfigError, "got 'none'"),
         ({"metrics": ("glyphs",)}, ConfigError, "'red apple' names no glyph"),
         ({"reference": Path()}, ConfigError, "only fid and kid compare with it"),
-        ({"prompts": None}, ConfigError, "only bundled models .emoji-unet. bring their own"),
+        ({"prompts": None}, ConfigError, "only bundled models .emoji-unet, emoji-mmdit. bring their own"),
         ({"prompts": None, "model": "emoji-unet", "template": "a {}"}, ConfigError, "give --prompts too"),
         ({"out": Path("results")}, ConfigError, "expected a file ending in .jsonl, got results"),
         ({"grid": Path("grid")}, ConfigError, "save-grid: expected a file ending in .png"),
