@@ -320,3 +320,10 @@ def test_attention_that_is_not_here_is_refused(pipe, name, message, monkeypatch)
     monkeypatch.setitem(sys.modules, "xformers", None)
     with pytest.raises(ConfigError, match=message):
         set_attention([pipe.unet], name)
+
+
+def test_parts_that_were_saved_as_absent_need_not_be_named():
+    """Stable Diffusion 3 without T5: diffusers asks for its encoder unless it is told."""
+    pipe = load_pipeline(find_model("emoji-mmdit"), torch.float32, CPU)
+    assert pipe.text_encoder_3 is None
+    assert pipe.text_encoder_2 is not None
