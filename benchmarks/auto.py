@@ -12,17 +12,14 @@ rounds, their quartiles, and the median of the ratios to dense within a round.
 from __future__ import annotations
 
 import argparse
-import json
+import functools
 import statistics
-import sys
-import time
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import tomesd
 import torch
+import turns
 from torch import nn
 
 import tokenmerge
@@ -89,11 +86,7 @@ def timed(model: nn.Module, inputs: Inputs) -> Seconds:
     @torch.no_grad()
     def call() -> float:
         args = tuple(value.clone() for value in inputs.args)  # a pipeline makes a new sample for each step
-        start = time.perf_counter()
-        model(*args, **inputs.kwargs)
-        if device.type != "cpu":
-            torch.accelerator.synchronize(device)
-        return time.perf_counter() - start
+        return turns.seconds(lambda: model(*args, **inputs.kwargs), device)
 
     return call
 
@@ -111,58 +104,36 @@ def measure(name: str, size: int, options: argparse.Namespace) -> dict[str, list
     if "unet" in geometry.denoiser.lower():
         variants["tomesd 0.5"] = with_tomesd
     variants |= {f"auto {ratio:g}": with_auto(ratio) for ratio in options.ratio}
-    pipe, times = Pipe(model, geometry.guided), {variant: [] for variant in variants}
-    call = timed(model, inputs)
+    pipe, call = Pipe(model, geometry.guided), timed(model, inputs)
     call()  # warms up
-    for turn in range(options.rounds):
-        for variant, of in variants.items():
-            took = of(pipe, call, options.steps)
-            times[variant].append(took)
-            print(f"{name} {size}: round {turn + 1}: {variant} {took:.3f} s", file=sys.stderr, flush=True)
-    return times
+    return turns.in_turns(
+        {name: functools.partial(of, pipe, call, options.steps) for name, of in variants.items()},
+        options.rounds,
+        f"{name} {size}",
+        warm_up=False,
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = turns.parser(__doc__, rounds=5)
     parser.add_argument("--model", nargs="+", default=["sd15"], help="geometries of `tokenmerge bench`")
     parser.add_argument("--size", type=int, nargs="+", default=[512, 768], help="pixels (default: 512 768)")
     parser.add_argument("--ratio", type=float, nargs="+", default=[0.5, 0.6], help="of auto")
     parser.add_argument("--steps", type=int, default=20, help="of the generation (default: 20)")
-    parser.add_argument("--rounds", type=int, default=5, help="timed rounds (default: 5)")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--out", type=Path, help="append a JSON line for each model and size to this file")
     options = parser.parse_args()
 
     for name in options.model:
         for size in options.size:
             times = measure(name, size, options)
-            print(
-                f"\n{name}, {size} × {size}, {options.steps} steps, {options.dtype}, {options.device}, ",
-                end="",
-            )
-            print(f"{torch.get_num_threads()} threads")
+            print(f"\n{name}, {size} × {size}, {options.steps} steps, {options.dtype}, ", end="")
+            print(f"{options.device}, {torch.get_num_threads()} threads")
             print(f"{'variant':<12}{'s a step':>10}{'quartiles':>18}{'speed-up':>10}")
             for variant, values in times.items():
                 low, _, high = statistics.quantiles(values, n=4)
                 gain = statistics.median(a / b for a, b in zip(times["dense"], values, strict=True))
                 median = statistics.median(values)
                 print(f"{variant:<12}{median:>10.3f}{f'{low:.3f} to {high:.3f}':>18}{gain:>9.2f}x")
-            if options.out:
-                conditions: dict[str, Any] = {
-                    "model": name,
-                    "size": size,
-                    "steps": options.steps,
-                    "dtype": options.dtype,
-                    "device": options.device,
-                    "threads": torch.get_num_threads(),
-                    "torch": torch.__version__,
-                    "tokenmerge": tokenmerge.__version__,
-                }
-                with options.out.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps({**conditions, "seconds": times}) + "\n")
+            turns.record(options, times, model=name, size=size, steps=options.steps)
 
 
 if __name__ == "__main__":

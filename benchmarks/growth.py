@@ -10,16 +10,13 @@ timed on tokens of that size alone, five times for the five blocks. The two part
 from __future__ import annotations
 
 import argparse
-import json
+import functools
 import statistics
-import sys
-import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
+import turns
 
-import tokenmerge
 from tokenmerge import ToMeConfig
 from tokenmerge.bench.geometry import build_denoiser, find_geometry
 from tokenmerge.bench.inputs import InputSize, example_inputs
@@ -27,14 +24,6 @@ from tokenmerge.methods import PLANNERS
 from tokenmerge.ops import merge, shared_features, unmerge
 
 BLOCKS, CHANNELS, FACTOR = 5, 320, 8  # of the top level; pixels per latent
-
-
-def seconds(function: Callable[[], object], device: torch.device) -> float:
-    start = time.perf_counter()
-    function()
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
-    return time.perf_counter() - start
 
 
 @torch.no_grad()
@@ -60,28 +49,19 @@ def measure(size: int, options: argparse.Namespace) -> dict[str, list[float]]:
 
         return around_all_blocks
 
-    calls = {planner: merging(planner) for planner in options.planner}
+    calls: dict[str, Callable[[], object]] = {planner: merging(planner) for planner in options.planner}
     calls["dense"] = lambda: model(*inputs.args, **inputs.kwargs)
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for turn in range(options.rounds + 1):
-        for name, call in calls.items():
-            took = seconds(call, device)
-            print(f"{size}: round {turn}: {name} {took:.3f} s", file=sys.stderr, flush=True)
-            if turn:  # the first warms up
-                times[name].append(took)
-    return times
+    return turns.in_turns(
+        {name: functools.partial(turns.seconds, call, device) for name, call in calls.items()},
+        options.rounds,
+        str(size),
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = turns.parser(__doc__, rounds=3)
     parser.add_argument("--size", type=int, nargs="+", default=[256, 512, 768, 1024], help="pixels")
     parser.add_argument("--planner", nargs="+", default=["tiled", "tome"], choices=sorted(PLANNERS))
-    parser.add_argument("--rounds", type=int, default=3, help="timed rounds (default: 3)")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--out", type=Path, help="append a JSON line for each size to this file")
     options = parser.parse_args()
 
     print(f"{'tokens':>7}{'planner':>9}{'merging, ms':>13}{'dense step, s':>15}{'share':>9}")
@@ -92,17 +72,7 @@ def main() -> None:
             took = statistics.median(times[planner])
             line = f"{(size // FACTOR) ** 2:>7}{planner:>9}{1000 * took:>13.1f}{dense:>15.3f}"
             print(f"{line}{took / dense:>9.2%}")
-        if options.out:
-            conditions = {
-                "size": size,
-                "dtype": options.dtype,
-                "device": options.device,
-                "threads": torch.get_num_threads(),
-                "torch": torch.__version__,
-                "tokenmerge": tokenmerge.__version__,
-            }
-            with options.out.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({**conditions, "seconds": times}) + "\n")
+        turns.record(options, times, size=size)
 
 
 if __name__ == "__main__":

@@ -6,22 +6,19 @@ method that merges around self-attention can be faster. Variants take turns, so 
 slower or faster does so for all of them; each line shows the median of the rounds and their quartiles.
 
     python benchmarks/same_scope.py --size 512 768 --rounds 7
-    python benchmarks/same_scope.py --device cuda --dtype float16 bfloat16 --size 512 768 1024
+    python benchmarks/same_scope.py --device cuda --dtype float16 --size 512 768 1024
 """
 
 from __future__ import annotations
 
-import argparse
-import json
+import functools
 import statistics
-import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 
 import tomesd
 import torch
+import turns
 from diffusers import UNet2DConditionModel
 
 import tokenmerge
@@ -69,71 +66,42 @@ VARIANTS: dict[str, Callable] = {
 }
 
 
-def seconds(call: Callable[[], object], device: str) -> float:
-    synchronize = torch.cuda.synchronize if device == "cuda" else lambda: None
-    synchronize()
-    start = time.perf_counter()
-    call()
-    synchronize()
-    return time.perf_counter() - start
-
-
 @torch.inference_mode()
 def measure(unet: UNet2DConditionModel, size: int, rounds: int) -> dict[str, list[float]]:
     like = {"device": unet.device, "dtype": unet.dtype}
     sample = torch.randn(2, 4, size // 8, size // 8, **like)
     text = torch.randn(2, 77, 768, **like)
-    times: dict[str, list[float]] = {name: [] for name in VARIANTS}
-    for turn in range(rounds + 1):
-        for name, variant in VARIANTS.items():
-            with variant(unet):
-                took = seconds(lambda: unet(sample, 500, text), unet.device.type)
-            print(f"round {turn} of {rounds}: {name} {took:.3f} s", file=sys.stderr, flush=True)
-            if turn > 0:  # the first round warms up
-                times[name].append(took)
-    return times
+
+    def call(variant: Callable) -> float:
+        with variant(unet):
+            return turns.seconds(lambda: unet(sample, 500, text), unet.device)
+
+    calls = {name: functools.partial(call, variant) for name, variant in VARIANTS.items()}
+    return turns.in_turns(calls, rounds, f"{size} × {size}")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = turns.parser(__doc__, rounds=7)
     parser.add_argument("--size", type=int, nargs="+", default=[512, 768], help="pixels (default: 512 768)")
-    parser.add_argument("--rounds", type=int, default=7, help="timed rounds (default: 7)")
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--dtype", nargs="+", default=["float32"], help="float32, float16, bfloat16")
-    parser.add_argument("--out", type=Path, help="append a JSON line for each size and dtype to this file")
     options = parser.parse_args()
 
     torch.manual_seed(0)
-    unet = UNet2DConditionModel(sample_size=64, cross_attention_dim=768).eval().to(options.device)
-    for dtype in options.dtype:
-        unet.to(getattr(torch, dtype))
-        for size in options.size:
-            times = measure(unet, size, options.rounds)
-            medians = {name: statistics.median(values) for name, values in times.items()}
-            print(f"\n{size} × {size}, batch 2, {dtype}, {options.device}, {torch.get_num_threads()} threads")
-            print(f"{'variant':<12}{'median s':>10}{'quartiles s':>20}{'speed-up':>10}{'over oracle':>13}")
-            for name, values in times.items():
-                low, _, high = statistics.quantiles(values, n=4)
-                over = statistics.median(a / b for a, b in zip(values, times["oracle"], strict=True)) - 1
-                print(
-                    f"{name:<12}{medians[name]:>10.3f}{f'{low:.3f} to {high:.3f}':>20}"
-                    f"{medians['dense'] / medians[name]:>9.2f}x{100 * over:>11.1f} %"
-                )
-            if options.out:
-                conditions = {
-                    "size": size,
-                    "batch": 2,
-                    "dtype": dtype,
-                    "device": options.device,
-                    "threads": torch.get_num_threads(),
-                    "torch": torch.__version__,
-                    "tokenmerge": tokenmerge.__version__,
-                    "ratio": RATIO,
-                }
-                with options.out.open("a") as file:
-                    file.write(json.dumps({**conditions, "seconds": times}) + "\n")
+    unet = UNet2DConditionModel(sample_size=64, cross_attention_dim=768).eval()
+    unet.to(options.device, getattr(torch, options.dtype))
+    for size in options.size:
+        times = measure(unet, size, options.rounds)
+        medians = {name: statistics.median(values) for name, values in times.items()}
+        print(f"\n{size} × {size}, batch 2, {options.dtype}, {options.device}, ", end="")
+        print(f"{torch.get_num_threads()} threads")
+        print(f"{'variant':<12}{'median s':>10}{'quartiles s':>20}{'speed-up':>10}{'over oracle':>13}")
+        for name, values in times.items():
+            low, _, high = statistics.quantiles(values, n=4)
+            over = statistics.median(a / b for a, b in zip(values, times["oracle"], strict=True)) - 1
+            print(
+                f"{name:<12}{medians[name]:>10.3f}{f'{low:.3f} to {high:.3f}':>20}"
+                f"{medians['dense'] / medians[name]:>9.2f}x{100 * over:>11.1f} %"
+            )
+        turns.record(options, times, size=size, batch=2, ratio=RATIO)
 
 
 if __name__ == "__main__":

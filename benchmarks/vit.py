@@ -10,57 +10,35 @@ median of the speed-ups over dense in the same round, beside what the FLOPs alon
 
 from __future__ import annotations
 
-import argparse
-import json
+import functools
 import statistics
-import sys
-import time
 from contextlib import nullcontext
-from pathlib import Path
 
 import torch
+import turns
 from transformers import ViTConfig as HostConfig
 from transformers import ViTModel
 
-import tokenmerge
 from tokenmerge import ViTConfig, token_merging
 from tokenmerge.vit.report import predict_vit
-
-
-def seconds(vit: ViTModel, pictures: torch.Tensor) -> float:
-    synchronize = torch.cuda.synchronize if pictures.is_cuda else lambda: None
-    synchronize()
-    start = time.perf_counter()
-    vit(pictures)
-    synchronize()
-    return time.perf_counter() - start
 
 
 @torch.inference_mode()
 def measure(vit: ViTModel, pictures: torch.Tensor, numbers: list[int], rounds: int) -> dict[int, list[float]]:
     """Seconds a call for each r, 0 being the dense model without a patch."""
-    times: dict[int, list[float]] = {r: [] for r in numbers}
-    for turn in range(rounds + 1):
-        for r in numbers:
-            with token_merging(vit, ViTConfig(r=r)) if r else nullcontext():
-                vit(pictures)  # after a change of its layers the first call is not like the others
-                took = seconds(vit, pictures)
-            print(f"round {turn} of {rounds}: r={r} {took:.3f} s", file=sys.stderr, flush=True)
-            if turn > 0:  # the first round warms up
-                times[r].append(took)
-    return times
+
+    def call(r: int) -> float:
+        with token_merging(vit, ViTConfig(r=r)) if r else nullcontext():
+            vit(pictures)  # after a change of its layers the first call is not like the others
+            return turns.seconds(lambda: vit(pictures), vit.device)
+
+    return turns.in_turns({r: functools.partial(call, r) for r in numbers}, rounds, "r")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = turns.parser(__doc__, rounds=9)
     parser.add_argument("--r", type=int, nargs="+", default=[8, 13, 16], help="default: 8 13 16")
     parser.add_argument("--batch", type=int, default=8, help="pictures a call (default: 8)")
-    parser.add_argument("--rounds", type=int, default=9, help="timed rounds (default: 9)")
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--dtype", default="float32", choices=["float32", "float16", "bfloat16"])
-    parser.add_argument("--out", type=Path, help="append a JSON line to this file")
     options = parser.parse_args()
 
     torch.manual_seed(0)
@@ -81,18 +59,7 @@ def main() -> None:
             f"{r or 'dense':<8}{median:>12.2f}{f'{low:.2f} to {high:.2f}':>18}{ratio:>10.2f}x"
             f"{report.flops_dense / report.flops_merged:>10.2f}x"
         )
-    if options.out:
-        conditions = {
-            "model": "ViT-B/16",
-            "batch": options.batch,
-            "dtype": options.dtype,
-            "device": options.device,
-            "threads": torch.get_num_threads(),
-            "torch": torch.__version__,
-            "tokenmerge": tokenmerge.__version__,
-        }
-        with options.out.open("a") as file:
-            file.write(json.dumps({**conditions, "seconds": times}) + "\n")
+    turns.record(options, times, model="ViT-B/16", batch=options.batch)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from typing import Annotated
 
 import torch
 import typer
+from transformers import CLIPTokenizer
 
 from training.codec import load_codec
 from training.train import load_trained
@@ -31,15 +32,17 @@ def main(
     """Write the model of the last checkpoint, with the codec, as a diffusers folder."""
     cpu = torch.device("cpu")
     model = load_trained(name, cpu, average)
-    model.pipeline(load_codec(cpu)).to(torch.float16).save_pretrained(folder)
+    pipe = model.pipeline(load_codec(cpu)).to(torch.float16)
+    pipe.save_pretrained(folder)
     # transformers 5 would load the text encoder in the precision of its file, diffusers everything else in
     # float32: the two must agree. AutoencoderTiny derives the other entry, and warns if it is given.
     for encoder in folder.glob("text_encoder*"):
         edit_config(encoder / "config.json", dtype="float32")
     edit_config(folder / "vae" / "config.json", block_out_channels=None, _name_or_path=None)
     # transformers 4 reads these two files and not tokenizer.json.
-    for tokenizer in folder.glob("tokenizer*"):
-        model.tokenizer.backend_tokenizer.model.save(str(tokenizer))
+    for part, tokenizer in pipe.components.items():
+        if isinstance(tokenizer, CLIPTokenizer):
+            tokenizer.backend_tokenizer.model.save(str(folder / part))
     size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
     typer.echo(f"{folder}: {size / 1e6:.2f} MB")
 

@@ -15,31 +15,33 @@ from diffusers import (
     StableDiffusion3Pipeline,
 )
 from torch import Tensor, nn
-from transformers import CLIPTextModelWithProjection
+from transformers import CLIPTextModelWithProjection, T5Config, T5EncoderModel, T5Tokenizer
 
 from training.codec import FACTOR, LATENT_CHANNELS
 from training.schedule import Phase
-from training.text import build_tokenizer, text_config
+from training.text import build_tokenizer, load_exported_encoder, text_config
 
 NATIVE_SIZE, SECOND_SIZE = 128, 256
 WIDTHS = (128, 32)  # of the two text encoders; the pipeline joins them, as that of Stable Diffusion 3 does
 JOINED = sum(WIDTHS)
+T5_TOKENS = 256  # which the pipeline adds to those of the other two
 SHIFT = 2.0  # towards noise, where the text alone must say what goes where
 
 SECOND_SHARE = 0.3  # of the steps in which smaller pictures stand for those of the second size
 
 # Nearly all is learnt on few tokens, which stand for those of the larger sizes: see `standing_for`.
 PHASES = (
-    Phase(size=64, batch=48, steps=2100, rate=2e-3, final_rate=1e-3),
-    Phase(size=128, batch=16, steps=360, rate=1e-3, final_rate=1e-4),
-    Phase(size=256, batch=8, steps=30, rate=2e-4, final_rate=5e-5),
+    Phase(sizes=(64,), batch=48, steps=2100, rate=2e-3, final_rate=1e-3),
+    Phase(sizes=(128,), batch=16, steps=360, rate=1e-3, final_rate=1e-4),
+    Phase(sizes=(256, 128), batch=8, steps=400, rate=4e-4, final_rate=2e-5),
 )
 
 
 class EmojiMMDiT(nn.Module):
     """The parts that are trained, with their loss.
 
-    Two CLIP text encoders and no T5, which `StableDiffusion3Pipeline` replaces by zeros where it is missing.
+    All text features are those of two CLIP encoders. `StableDiffusion3Pipeline` does not load without T5, so
+    there is the smallest one, whose output is zero.
     """
 
     name = "emoji-mmdit"
@@ -52,6 +54,14 @@ class EmojiMMDiT(nn.Module):
         self.text_encoder, self.text_encoder_2 = (
             CLIPTextModelWithProjection(text_config(self.tokenizer, width)) for width in WIDTHS
         )
+        # Without extra ids all text is one unknown token after another; T5 needs a feature width and no more.
+        self.tokenizer_3 = T5Tokenizer(extra_ids=0, model_max_length=T5_TOKENS)
+        self.text_encoder_3 = T5EncoderModel(
+            T5Config(
+                vocab_size=len(self.tokenizer_3), d_model=JOINED, d_kv=1, d_ff=1, num_layers=1, num_heads=1
+            )
+        ).requires_grad_(False)
+        nn.init.zeros_(self.text_encoder_3.encoder.final_layer_norm.weight)
         self.transformer = SD3Transformer2DModel(
             sample_size=NATIVE_SIZE // FACTOR,
             patch_size=1,
@@ -81,9 +91,12 @@ class EmojiMMDiT(nn.Module):
         uniform = torch.randn(latents.shape[0], device=latents.device).sigmoid()
         sigma = SHIFT * uniform / (1 + (SHIFT - 1) * uniform)
         share = sigma.view(-1, 1, 1, 1)
-        text, pooled = self._encode(captions)
-        is_second = latents.shape[-1] * FACTOR > NATIVE_SIZE or torch.rand(()).item() < SECOND_SHARE
-        with self.standing_for(SECOND_SIZE if is_second else NATIVE_SIZE, latents.shape[-1]):
+        side = latents.shape[-1]
+        is_second = side * FACTOR > NATIVE_SIZE or torch.rand(()).item() < SECOND_SHARE
+        size = SECOND_SIZE if is_second else NATIVE_SIZE
+        # Fewer image tokens get fewer zeros, so that both keep their weight in the attention.
+        text, pooled = self._encode(captions, zeros=T5_TOKENS * side**2 // (size // FACTOR) ** 2)
+        with self.standing_for(size, side):
             predicted = self.transformer(
                 hidden_states=(1 - share) * latents + share * noise,
                 timestep=sigma * self.scheduler.config.num_train_timesteps,
@@ -113,14 +126,13 @@ class EmojiMMDiT(nn.Module):
         finally:
             embedding.pos_embed, embedding.pos_embed_max_size = positions, most
 
-    def _encode(self, captions: list[str]) -> tuple[Tensor, Tensor]:
-        """Encode captions as the pipeline does: [b, 48, JOINED] and [b, JOINED]."""
+    def _encode(self, captions: list[str], zeros: int) -> tuple[Tensor, Tensor]:
+        """Encode captions as the pipeline does: [b, MAX_TOKENS + zeros, JOINED] and [b, JOINED]."""
         ids = self.tokenizer(captions, padding="max_length", truncation=True, return_tensors="pt").input_ids
         encoders = (self.text_encoder, self.text_encoder_2)
         found = [encoder(ids.to(encoder.device), output_hidden_states=True) for encoder in encoders]
         text = torch.cat([output.hidden_states[-2] for output in found], dim=-1)
-        # Zeros in the place of T5's tokens.
-        text = torch.cat([text, torch.zeros_like(text)], dim=1)
+        text = torch.cat([text, text.new_zeros(len(captions), zeros, JOINED)], dim=1)  # zeros: T5's output
         return text, torch.cat([output.text_embeds for output in found], dim=-1)
 
     def load_exported(self, folder: Path) -> None:
@@ -128,8 +140,7 @@ class EmojiMMDiT(nn.Module):
         transformer = SD3Transformer2DModel.from_pretrained(folder / "transformer")
         self.transformer.load_state_dict(transformer.state_dict())
         for name in ("text_encoder", "text_encoder_2"):
-            encoder = CLIPTextModelWithProjection.from_pretrained(folder / name)
-            getattr(self, name).load_state_dict(encoder.state_dict())
+            load_exported_encoder(getattr(self, name), self.tokenizer, folder / name)
 
     def pipeline(self, codec: AutoencoderTiny) -> StableDiffusion3Pipeline:
         """Assemble the pipeline that users load."""
@@ -141,6 +152,6 @@ class EmojiMMDiT(nn.Module):
             tokenizer=self.tokenizer,
             text_encoder_2=self.text_encoder_2,
             tokenizer_2=self.tokenizer,
-            text_encoder_3=None,
-            tokenizer_3=None,
+            text_encoder_3=self.text_encoder_3,
+            tokenizer_3=self.tokenizer_3,
         )

@@ -10,9 +10,12 @@ WARM_UP = 100  # steps from a learning rate of zero, once, at the start of the r
 
 @dataclass(frozen=True)
 class Phase:
-    """A stretch of the run at one picture size; the rate goes linearly from `rate` to `final_rate`."""
+    """A stretch of the run; the rate goes linearly from `rate` to `final_rate`.
 
-    size: int
+    Pictures are of the given sizes in turn, one size a step, so that none is forgotten.
+    """
+
+    sizes: tuple[int, ...]
     batch: int
     steps: int
     rate: float
@@ -22,7 +25,7 @@ class Phase:
 def stretch(phases: Sequence[Phase], length: float) -> list[Phase]:
     """Multiply the steps of every phase, for a machine that can afford more of them.
 
-    >>> [phase.steps for phase in stretch([Phase(64, 32, 900, 2e-3, 1e-3)], 1.5)]
+    >>> [phase.steps for phase in stretch([Phase((64,), 32, 900, 2e-3, 1e-3)], 1.5)]
     [1350]
     """
     return [replace(phase, steps=round(phase.steps * length)) for phase in phases]

@@ -119,6 +119,9 @@ def main(
     start_from: Annotated[
         Path | None, typer.Option(help="Exported model to go on from, where there is no checkpoint.")
     ] = None,
+    first_phase: Annotated[
+        int, typer.Option(help="Phase to begin with, from 0: what --start-from has learnt is left out.")
+    ] = 0,
     samples_every: Annotated[int, typer.Option(help="Steps between sample pictures.")] = 500,
 ) -> None:
     """Train a bundled model; started again, go on from the last checkpoint."""
@@ -138,7 +141,7 @@ def main(
     elif start_from is not None:
         model.load_exported(start_from)
         average.load_exported(start_from)
-    phases = stretch(model.phases, length)
+    phases = stretch(model.phases[first_phase:], length)
     start, end = len(losses), total_steps(phases)
     # Each process draws its own pictures and noise; a resumed run draws others than those before it.
     rng = np.random.default_rng((seed, start, rank))
@@ -152,9 +155,11 @@ def main(
         clock = time.perf_counter()
         for step in range(start, end):
             phase, rate = at_step(phases, step)
-            if phase.size not in data:
-                data = {phase.size: Latents(read_glyphs(), codec, phase.size)}
-            latents, captions = data[phase.size].batch(phase.batch // world, rng)
+            size = phase.sizes[step % len(phase.sizes)]
+            if size not in data:
+                data = {kept: data[kept] for kept in data if kept in phase.sizes}
+                data[size] = Latents(read_glyphs(), codec, size)
+            latents, captions = data[size].batch(phase.batch // world, rng)
             autocast = torch.autocast(target.type, getattr(torch, dtype), enabled=dtype != "float32")
             with autocast:
                 loss = model.loss(latents.to(target), captions)
@@ -173,7 +178,8 @@ def main(
                 continue
 
             recent = float(np.mean(losses[-SAVE_EVERY:]))
-            progress.update(bar, advance=1, note=f"{phase.size} px, loss {recent:.4f}")
+            sizes = ", ".join(map(str, phase.sizes))
+            progress.update(bar, advance=1, note=f"{sizes} px, loss {recent:.4f}")
             if (step + 1) % SAVE_EVERY == 0 or step + 1 == end:
                 state: dict[str, Any] = {
                     "model": model.state_dict(),
@@ -186,11 +192,11 @@ def main(
                 speed = SAVE_EVERY * phase.batch / (time.perf_counter() - clock)
                 clock = time.perf_counter()
                 progress.console.log(
-                    f"step {step + 1}: {phase.size} px, loss {recent:.4f}, {speed:.1f} pictures/s"
+                    f"step {step + 1}: {sizes} px, loss {recent:.4f}, {speed:.1f} pictures/s"
                 )
             if (step + 1) % samples_every == 0 or step + 1 == end:
-                size = max(phase.size, model.native_size)
-                save_samples(average, codec, size, run / f"samples-{step + 1:06d}.png")
+                largest = max(*phase.sizes, model.native_size)
+                save_samples(average, codec, largest, run / f"samples-{step + 1:06d}.png")
 
 
 if __name__ == "__main__":

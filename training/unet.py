@@ -17,14 +17,15 @@ from transformers import CLIPTextModel
 
 from training.codec import FACTOR, LATENT_CHANNELS
 from training.schedule import Phase
-from training.text import WIDTH, build_tokenizer, encode, text_config
+from training.text import WIDTH, build_tokenizer, encode, load_exported_encoder, text_config
 
 NATIVE_SIZE = 128
 
 # Small pictures first: what goes where is learnt several times faster at a sixteenth of the attention's cost.
 PHASES = (
-    Phase(size=64, batch=32, steps=900, rate=2e-3, final_rate=1.2e-3),
-    Phase(size=128, batch=16, steps=1000, rate=1.0e-3, final_rate=5e-5),
+    Phase(sizes=(64,), batch=32, steps=900, rate=2e-3, final_rate=1.2e-3),
+    Phase(sizes=(128,), batch=16, steps=1000, rate=1.0e-3, final_rate=5e-5),
+    Phase(sizes=(256, 128), batch=8, steps=900, rate=5e-4, final_rate=3e-5),
 )
 
 
@@ -84,8 +85,7 @@ class EmojiUNet(nn.Module):
         """Take over the weights of an exported model."""
         unet = UNet2DConditionModel.from_pretrained(folder / "unet")
         self.unet.load_state_dict(unet.state_dict())
-        text = CLIPTextModel.from_pretrained(folder / "text_encoder")
-        self.text_encoder.load_state_dict(text.state_dict())
+        load_exported_encoder(self.text_encoder, self.tokenizer, folder / "text_encoder")
 
     def pipeline(self, codec: AutoencoderTiny) -> StableDiffusionPipeline:
         """Assemble the pipeline that users load."""

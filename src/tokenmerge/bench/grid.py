@@ -113,7 +113,7 @@ class Grid:
         specs: list[VariantSpec] = []
         for text in self.variants:
             specs += parse_variant(text, self.ratio, defaults)
-        merging = [spec for spec in specs if VARIANTS[spec.name].merges]
+        merging = [spec for spec in specs if VARIANTS[spec.name].is_faster]
         if ORACLE in self.variants and merging:
             oracles = [oracle for oracle in map(oracle_of, merging) if oracle is not None]
             plain = parse_variant(ORACLE, self.ratio, defaults)

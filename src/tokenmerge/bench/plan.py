@@ -147,6 +147,6 @@ def _columns(grid: Grid) -> Iterable[Column]:
     for compiled, attention, spec in product(
         dict.fromkeys(grid.compile), dict.fromkeys(grid.attention), applied if fewer_steps else ()
     ):
-        if VARIANTS[spec.name].merges:
+        if VARIANTS[spec.name].is_faster:
             fewer = VariantSpec(FEWER_STEPS, (("as", spec.label),))
             yield Column(fewer, attention, compiled, merged=spec)

@@ -101,7 +101,7 @@ class Workbench:
             if config is not None:
                 self._check(config, column)
                 prepared.report = self._report(config)
-            applied = variant.apply(whole if variant.of_pipeline else model, config, prepared.report)
+            applied = column.spec.apply(whole if variant.of_pipeline else model, config, prepared.report)
             patch = self.variants.enter_context(applied)
             if column.compile:
                 # Static shapes: compiled for one cell, as a user would, not for what differs between cells.

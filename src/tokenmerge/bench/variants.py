@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-from tokenmerge.bench import apply
+from tokenmerge.bench import apply, caches
 from tokenmerge.bench.records import variant_label
 from tokenmerge.config import ToMeConfig
 from tokenmerge.errors import ConfigError
 from tokenmerge.merging_settings import METHODS, SETTINGS, Merging, as_plain, read_setting
+from tokenmerge.report import Report
 
 __all__ = [
     "DENSE",
@@ -41,30 +43,43 @@ class Variant:
             patch, if it is one of this package.
         method: whose settings it has, of :data:`tokenmerge.merging_settings.METHODS`; None: it has none.
         of_pipeline: whether it is put on a whole pipeline where there is one, instead of its denoiser.
-        merges: whether it makes usable pictures from fewer tokens: then it gets an oracle and fewer steps
-            beside it.
+        is_faster: whether it makes usable pictures in less time: then it gets fewer steps beside it, and an
+            oracle where it merges.
         missing: why it cannot run here, or None.
         takes: names of the settings that it knows.
+        number: name and value of the one setting of a variant without a method, which ``apply`` is called
+            with by name.
     """
 
     apply: Callable[..., AbstractContextManager[Any]]
     method: str | None = None
     of_pipeline: bool = False
-    merges: bool = False
+    is_faster: bool = False
     missing: Callable[[], str | None] = lambda: None
     takes: Collection[str] = SETTINGS
+    number: tuple[str, float] | None = None
 
 
 VARIANTS = {
     DENSE: Variant(apply.dense),
     **{
-        method: Variant(apply.tokenmerge, method, of_pipeline=True, merges=True)
+        method: Variant(apply.tokenmerge, method, of_pipeline=True, is_faster=True)
         for method in METHODS
         if method != TOMESD
     },
     # The package of that name; this package with its settings is tome:share_guidance=false.
     TOMESD: Variant(
-        apply.tomesd, "tome", merges=True, missing=apply.tomesd_missing, takes=apply.TOMESD_SETTINGS
+        apply.tomesd, "tome", is_faster=True, missing=apply.tomesd_missing, takes=apply.TOMESD_SETTINGS
+    ),
+    "deepcache": Variant(
+        caches.deepcache,
+        of_pipeline=True,
+        is_faster=True,
+        missing=caches.deepcache_missing,
+        number=("interval", 3),
+    ),
+    "first-block-cache": Variant(
+        caches.first_block_cache, of_pipeline=True, is_faster=True, number=("threshold", 0.1)
     ),
     ORACLE: Variant(apply.oracle, "tome"),
     # Dense with as many steps as fit into the time of a merged variant: how many is known after that one ran.
@@ -96,6 +111,20 @@ class VariantSpec:
         method = VARIANTS[self.name].method
         return None if method is None else Merging(method, dict(map(_read, self.settings)))
 
+    def apply(
+        self, target: object, config: ToMeConfig | None, report: Report | None
+    ) -> AbstractContextManager[Any]:
+        """Put the variant on a model or a pipeline for as long as the context lasts.
+
+        Args:
+            target: a pipeline where the variant is one ``of_pipeline`` and there is one, else the denoiser.
+            config: what :meth:`config` returned.
+            report: of merging at the size at hand, for a bound.
+        """
+        variant = VARIANTS[self.name]
+        own = {} if variant.number is None else dict(self.settings)
+        return variant.apply(target, config, report, **own)
+
     def config(self, pipe_or_model: object = None, follows_steps: bool | None = None) -> ToMeConfig | None:
         """The configuration; None for a variant without settings.
 
@@ -125,6 +154,8 @@ def parse_variant(text: str, ratios: Sequence[float], defaults: Mapping[str, Any
     if name not in VARIANTS:
         raise ConfigError(f"variant: expected one of {', '.join(VARIANTS)}, got {name!r}")
     variant = VARIANTS[name]
+    if variant.number is not None:
+        return [VariantSpec(name, (_read_number(name, rest, *variant.number),))]
     if variant.method is None:
         if rest:
             raise ConfigError(f"variant: {name} takes no settings, got {rest!r}")
@@ -167,6 +198,22 @@ def oracle_of(spec: VariantSpec) -> VariantSpec | None:
             if name == "ratio" or getattr(config, name) != getattr(plain, name)
         ),
     )
+
+
+def _read_number(variant: str, text: str, name: str, default: float) -> tuple[str, float]:
+    """Read ``NAME=VALUE``, or nothing at all."""
+    given, _, value = text.partition("=")
+    if not text:
+        return name, default
+    try:
+        number = float(value)
+    except ValueError:
+        number = math.nan
+    if given.strip() != name or not number > 0:
+        raise ConfigError(
+            f"variant: {variant} takes {name}=NUMBER, above 0, such as {name}={default:g}, got {text!r}"
+        )
+    return name, number
 
 
 def _read(item: tuple[str, Any]) -> tuple[str, Any]:

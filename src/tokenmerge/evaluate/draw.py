@@ -99,5 +99,5 @@ def _variant(pipe: DiffusionPipeline, variant: Drawn, in_force: contextlib.ExitS
     spec = variant.spec
     kind = VARIANTS[spec.name]
     target = copied if kind.of_pipeline else getattr(copied, denoiser_name(copied))
-    in_force.enter_context(kind.apply(target, spec.config(target), None))
+    in_force.enter_context(spec.apply(target, spec.config(target), None))
     return copied

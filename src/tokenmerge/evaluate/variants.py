@@ -16,7 +16,7 @@ from tokenmerge.errors import ConfigError
 __all__ = ["CHOICES", "Drawn", "parse_variants", "plan_variants"]
 
 # Of an oracle, the pictures are wrong.
-CHOICES = (*(name for name, variant in VARIANTS.items() if variant.merges), FEWER_STEPS)
+CHOICES = (*(name for name, variant in VARIANTS.items() if variant.is_faster), FEWER_STEPS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +80,7 @@ def plan_variants(
     Raises:
         ConfigError: no record there says it.
     """
-    merged = [spec for spec in specs if VARIANTS[spec.name].merges]
+    merged = [spec for spec in specs if VARIANTS[spec.name].is_faster]
     drawn = [Drawn(VariantSpec(DENSE), steps), *(Drawn(spec, steps) for spec in merged)]
     if len(merged) < len(specs):
         cells = [cell for file in sorted(folder.glob("*.jsonl")) for cell in read_cells(file)]
