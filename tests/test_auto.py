@@ -42,10 +42,11 @@ def test_a_number_alone_chooses_all_else(fast):
     assert run.config == choose(pipeline(unet=unet), 0.4)
     assert (run.config.ratio, run.config.planner, run.config.proportional) == (0.4, "tiled", True)
     assert run.config.max_downsample == 2  # all levels
-    assert (run.config.reuse_every, run.config.reuse_min_steps) == (2, 16)
+    assert (run.config.reuse_every, run.config.reuse_min_steps) == (2, 4)
+    assert choose(pipeline(unet=unet), 0.5).reuse_every == 3
     assert (run.config.scope, run.config.correct_every) == ("layers", 4)
     more = choose(pipeline(unet=unet), 0.6)
-    assert (more.scope, more.correct_every, more.reuse_every) == ("block", 3, 2)
+    assert (more.scope, more.correct_every, more.reuse_every) == ("block", 3, 3)
     with token_merging(unet, 0.2) as patch:
         assert run_of(unet).config.ratio == 0.2
         assert patch.report.rows
@@ -68,7 +69,7 @@ def test_transformers(name, fast):
     family = FAMILIES[name]
     model = model_of(family)
     config = choose(pipeline(transformer=model), 0.5)
-    assert config.reuse_every == 2
+    assert (config.reuse_every, config.reuse_min_steps) == (2, 16)
     patch = apply_token_merging(pipeline(transformer=model), 0.5)
     for index in range(2):
         patch.at_step(index, 20)

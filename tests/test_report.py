@@ -10,9 +10,13 @@ import torch
 from diffusers import UNet2DConditionModel
 from diffusers.models.attention_processor import IPAdapterAttnProcessor2_0
 from diffusers.models.embeddings import ImageProjection, MultiIPAdapterImageProjection
+from families.test_every_family import model_of
+from families.tiny import FAMILIES
 from torch.utils.flop_counter import FlopCounterMode
 
 from tokenmerge import ConfigError, NothingToMergeError, ToMeConfig, apply_token_merging, presets
+from tokenmerge.counting import count_flops, weightless
+from tokenmerge.models import find_hosts
 from tokenmerge.over_steps import notes_on_steps
 from tokenmerge.report import Report, predict
 
@@ -188,6 +192,7 @@ def test_published_geometries():
 
 
 CHANNELS, TOKENS, BLOCKS = 32, 256, 3  # of the finest level of the UNet at its own size
+BELOW = 2  # times as many channels as tokens of the finest level has what comes up to it
 SIMILARITIES = 2 * (TOKENS * 3 // 4) * (TOKENS // 4) * CHANNELS  # of sources with destinations, for a plan
 FLOAT32 = 4  # bytes
 
@@ -198,8 +203,8 @@ FLOAT32 = 4  # bytes
         ({"correct_every": 3}, BLOCKS),  # of attention
         ({"correct_every": 3, "merge_mlp": True}, 2 * BLOCKS),
         ({"correct_every": 3, "scope": "block"}, BLOCKS),
-        ({"reuse_every": 2}, 2 * BLOCKS),
-        ({"reuse_every": 3, "scope": "block", "until": 0.1, "reuse_min_steps": 16}, 2 * BLOCKS),
+        ({"reuse_every": 2}, 2 * BELOW),
+        ({"reuse_every": 3, "scope": "block", "until": 0.1, "reuse_min_steps": 16}, 2 * BELOW),
         ({"plan_every": 3}, 0),
     ],
 )
@@ -237,9 +242,19 @@ def test_a_dense_step_that_tells_what_merging_loses_costs_a_plan_more():
 
 
 def test_blocks_that_do_not_run_cost_nothing():
-    report = over_steps(4, reuse_every=2)
+    report = predict(model_of(FAMILIES["SD3Transformer2DModel"]), ToMeConfig(reuse_every=2), steps=4)
     blocks = sum(row.flops_merged for row in report.rows)
     assert report.flops_mean * 4 == 4 * report.flops_merged - blocks  # the third of four
+
+
+def test_stages_that_do_not_run_cost_nothing():
+    report = over_steps(4, reuse_every=2)
+    (host,) = find_hosts(weightless(hosts.unet()))
+    flops = count_flops(host.root, host.example(16, 16, 2))
+    below = sum(
+        flops[f"UNet2DConditionModel.{path}"] for path in ("down_blocks.1", "mid_block", "up_blocks.0")
+    )
+    assert report.flops_mean * 4 == 4 * report.flops_merged - below  # the third of four
 
 
 def test_without_steps_or_where_all_are_alike_no_mean_is_told():

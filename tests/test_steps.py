@@ -201,11 +201,14 @@ def test_another_batch_in_the_middle_is_corrected_anew():
     "name", ["UNet", "SD3Transformer2DModel", "FluxTransformer2DModel", "WanTransformer3DModel"]
 )
 def test_blocks_that_do_not_run_go_on_in_a_straight_line(name, scope):
-    """With changes that are the same in each step the result is, too; no block runs for it."""
+    """With changes that are the same in each step the result is, too; no block runs for it.
+
+    In a UNet, those of the finest level do.
+    """
     model, arguments, of_sample = host_of(name)
     patch = apply_token_merging(model, ToMeConfig(**HALF, scope=scope, reuse_every=2, use_rand=False))
     ran: list[int] = []
-    states = run_of(model).blocks
+    states = [state for state in run_of(model).blocks if state.level > 1 or not run_of(model).below]
     blocks = [module for module in model.modules() if module.__dict__.get(STATE) in states]
     for block in blocks:
         block.register_forward_hook(lambda *_: ran.append(0))
@@ -220,6 +223,61 @@ def test_blocks_that_do_not_run_go_on_in_a_straight_line(name, scope):
     assert [count > 0 for count in counts] == [True, True, False, True, False, True]
     for result in results[1:]:
         assert_close(result, results[0], rtol=1e-4, atol=1e-5 * results[0].abs().max().item())
+
+
+@pytest.mark.parametrize("remove", [False, True])
+def test_in_a_unet_nothing_runs_below_the_finest_level(remove):
+    unet = hosts.unet()
+    patch = apply_token_merging(unet, ToMeConfig(**HALF, reuse_every=3))
+    ran: dict[str, int] = {}
+    below = ["down_blocks.1.resnets.0", "mid_block.attentions.0", "up_blocks.0.resnets.1"]
+    finest = ["conv_in", "down_blocks.0.attentions.0", "up_blocks.1.resnets.1", "up_blocks.1.attentions.1"]
+    for path in (*below, *finest):
+        unet.get_submodule(path).register_forward_hook(
+            lambda *_, path=path: ran.update({path: ran.get(path, 0) + 1})
+        )
+    if remove:
+        patch.remove()
+    for index in range(8):  # it runs in 0, 1, 4 and 7
+        if not remove:
+            patch.at_step(index, 8)
+        hosts.call(unet, **hosts.inputs(1, seed=index))
+    assert ran == {**dict.fromkeys(below, 8 if remove else 4), **dict.fromkeys(finest, 8)}
+
+
+def test_a_controlnet_may_add_to_what_does_not_run():
+    unet, arguments = hosts.unet(), hosts.inputs(1)
+    shapes: list[Tensor] = []
+    unet.up_blocks[0].register_forward_pre_hook(
+        lambda _, args, kwargs: shapes.extend(kwargs["res_hidden_states_tuple"]), with_kwargs=True
+    )
+    patch = apply_token_merging(unet, ToMeConfig(**HALF, reuse_every=2))
+    for index in range(3):
+        patch.at_step(index, 4)
+        result = call(unet, arguments)
+    residuals = [torch.ones_like(t) for t in unet_residuals(hosts.unet(), arguments)]
+    patch.at_step(2, 4)
+    added = call(
+        unet,
+        {
+            **arguments,
+            "down_block_additional_residuals": residuals,
+            "mid_block_additional_residual": torch.ones(1, 64, 8, 8),
+        },
+    )
+    assert shapes
+    assert added.shape == result.shape
+    assert not torch.equal(added, result)  # what it adds to the finest level counts
+
+
+def unet_residuals(unet: nn.Module, arguments: dict[str, Any]) -> list[Tensor]:
+    """What the way down of a UNet leaves for the way up."""
+    found: list[Tensor] = []
+    unet.conv_in.register_forward_hook(lambda _, args, result: found.append(result))
+    for stage in unet.down_blocks:
+        stage.register_forward_hook(lambda _, args, result: found.extend(result[1]))
+    call(unet, arguments)
+    return found
 
 
 def test_changes_are_taken_on_as_far_as_they_keep_their_direction():
@@ -256,7 +314,8 @@ def kept(model: nn.Module) -> list[Any]:
 
 def kept_by(run: Any) -> list[Any]:
     return [
-        *(kept for state in (*run.blocks, *run.layers) for kept in state.changes.values()),
+        *(kept for state in (*run.blocks, *run.layers, *run.below) for kept in state.changes.values()),
+        *(kept for state in run.below for kept in state.shapes.values()),
         *(kept for state in run.blocks for kept in state.plans.values()),
         *run.guided.values(),
         *([] if run.same.result is None else [run.same.result]),
@@ -427,33 +486,39 @@ def test_gradient_checkpointing_runs_blocks_again_with_the_plan_that_they_share(
         assert_close(again, plain, rtol=1e-5, atol=1e-6)
 
 
-def blocks_of(unet: nn.Module) -> list[nn.Module]:
-    return [module for module in unet.modules() if type(module).__name__ == "BasicTransformerBlock"]
+WAN = "WanTransformer3DModel"
 
 
 @pytest.mark.parametrize(
-    ("settings", "graphs"),
+    ("name", "settings", "graphs"),
     [
         # The first dense step, the others, and merged ones.
-        ({"correct_every": 2}, 3),
+        ("UNet", {"correct_every": 2}, 3),
+        # The finest level of a UNet runs on every step.
+        ("UNet", {"reuse_every": 2}, 1),
         # The first step, others that run, and those that go on.
-        ({"reuse_every": 2}, 3),
-        # The first dense step, the others, the last one, merged ones, and those that go on.
-        ({"correct_every": 2, "reuse_every": 2}, 5),
+        (WAN, {"reuse_every": 2}, 3),
+        # The first dense step, the others, merged ones, and those that go on.
+        (WAN, {"correct_every": 2, "reuse_every": 2}, 4),
     ],
 )
-def test_blocks_compile_in_as_many_graphs_as_kinds_of_steps(settings, graphs):
+def test_blocks_compile_in_as_many_graphs_as_kinds_of_steps(name, settings, graphs):
     torch._dynamo.reset()
     settings = {"ratio": 0.5, "scope": "block", **settings}
-    eager, compiled, counter = hosts.unet(), hosts.unet(), CompileCounter()
-    patches = [apply_token_merging(unet, ToMeConfig(**settings)) for unet in (eager, compiled)]
-    merging = [block for block in blocks_of(compiled) if STATE in block.__dict__]
+    counter = CompileCounter()
+    (eager, arguments, of_sample), (compiled, *_) = host_of(name), host_of(name)
+    patches = [apply_token_merging(model, ToMeConfig(**settings)) for model in (eager, compiled)]
+    states = run_of(compiled).blocks
+    merging = [module for module in compiled.modules() if module.__dict__.get(STATE) in states]
     for block in merging:
         block.compile(fullgraph=True, backend=counter)
     for index in range(10):
         for patch in patches:
             patch.at_step(index, 10)
-        wanted, result = (hosts.call(unet, **{**hosts.inputs(1, seed=index)}) for unet in (eager, compiled))
+        sample = arguments[of_sample] + 0.1 * index
+        wanted, result = (
+            call(model, {**arguments, of_sample: sample.clone()}) for model in (eager, compiled)
+        )
         assert_close(result, wanted, rtol=1e-5, atol=1e-5)
     assert len(merging) > 1
     assert counter.frame_count == graphs

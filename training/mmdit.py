@@ -33,7 +33,7 @@ SECOND_SHARE = 0.3  # of the steps in which smaller pictures stand for those of 
 PHASES = (
     Phase(sizes=(64,), batch=48, steps=2100, rate=2e-3, final_rate=1e-3),
     Phase(sizes=(128,), batch=16, steps=360, rate=1e-3, final_rate=1e-4),
-    Phase(sizes=(256, 128), batch=8, steps=400, rate=4e-4, final_rate=2e-5),
+    Phase(sizes=(256, 128), batch=8, steps=200, rate=3e-4, final_rate=2e-5),
 )
 
 

@@ -17,9 +17,11 @@ __all__ = ["choose"]
 _OTHER_KERNELS = ("XFormers", "Sliced")
 _EAGER = ("AttnProcessor", "AttnAddedKVProcessor", "IPAdapterAttnProcessor", "CustomDiffusionAttnProcessor")
 
-# With fewer steps, each changes more than those before it tell.
-_STEPS_TO_REUSE = 16
-# Up to this ratio attention merges; above it whole blocks, which lose more and are corrected more often.
+# With fewer steps, each changes more than those before it tell: what blocks change more than what comes up to
+# the finest level of a UNet, which draws the details anew.
+_STEPS_TO_REUSE_BLOCKS, _STEPS_TO_REUSE_STAGES = 16, 4
+# Up to this ratio attention merges; above it whole blocks, which lose more and are corrected more often. From it
+# on, more steps of a UNet do without what is below its finest level.
 _MODERATE = 0.5
 
 
@@ -31,11 +33,12 @@ def choose(pipe_or_model: object, ratio: float = 0.5, follows_steps: bool | None
       that it would cost more time than it saves stay dense; how small was measured once on this device.
     - In a pipeline, whose steps can be followed, one in four of the steps that run blocks is dense and
       corrects the others; one in three where whole blocks merge (``correct_every``).
-    - In generations of 16 steps or more, every second step runs the blocks (``reuse_every``); few steps
-      differ too much from each other for that.
+    - Of a UNet, what is below the finest level runs in every second step, from a ratio of 0.5 on in every
+      third; of other models the blocks run in every second step, in generations of 16 steps or more
+      (``reuse_every``).
 
-    Fewer steps are the rival: where a model has few tokens and a good solver, as Stable Diffusion at 512²
-    with 20 steps and little guidance, they are the closer way to the same speed.
+    Fewer steps are the rival: where a transformer has few tokens and little guidance, they are the closer way
+    to the same speed.
 
     Args:
         pipe_or_model: as for :func:`tokenmerge.apply_token_merging`.
@@ -56,7 +59,8 @@ def choose(pipe_or_model: object, ratio: float = 0.5, follows_steps: bool | None
         follows_steps = getattr(pipe_or_model, "scheduler", None) is not None
     whole = all(block.wide is not None for block in blocks)
     scope = "block" if whole and ratio > _MODERATE else "layers"
-    reuses = follows_steps and any(block.wide is not None for block in blocks)
+    stages = bool(denoiser.below)
+    reuses = follows_steps and (stages or any(block.wide is not None for block in blocks))
     return ToMeConfig(
         ratio=ratio,
         max_downsample=max((block.level for block in blocks), default=1),
@@ -65,8 +69,8 @@ def choose(pipe_or_model: object, ratio: float = 0.5, follows_steps: bool | None
         planner="tiled",
         proportional=_calls_fused_attention(hosts),
         correct_every=0 if not follows_steps else 3 if scope == "block" else 4,
-        reuse_every=2 if reuses else 1,
-        reuse_min_steps=_STEPS_TO_REUSE if reuses else 0,
+        reuse_every=1 if not reuses else 3 if stages and ratio >= _MODERATE else 2,
+        reuse_min_steps=0 if not reuses else _STEPS_TO_REUSE_STAGES if stages else _STEPS_TO_REUSE_BLOCKS,
     )
 
 

@@ -134,11 +134,13 @@ class ToMeConfig:
             less of what merging loses, and less of the time that the dense steps take: with 3, most of the
             loss goes with a third of the saving. It takes memory for one result of each layer or block. Not
             with ``scope="keys"``, which gives each token a result of its own.
-        reuse_every: one in so many steps runs the blocks that merge, ≥ 1; in the steps between, what a block
-            changes is taken on in a straight line from the last two that ran (arXiv 2503.06923, order 1), as
-            far as that line was straight before. It is for blocks that can run on merged tokens as a whole,
-            in whatever scope they merge. Raising it saves more, and the picture follows less closely. It
-            takes memory for two results of each block. 1: all of them run.
+        reuse_every: one in so many steps runs everything, ≥ 1. In the steps between, a UNet runs its finest
+            level alone, on what came up to it before (as in DeepCache, arXiv 2312.00858); other models run
+            none of the blocks that can run on merged tokens as a whole. What did not run is taken on in a
+            straight line from the last two steps in which it did (arXiv 2503.06923, order 1), as far as that
+            line was straight before. Raising it saves more, and the picture follows less closely. It takes
+            memory for two results of each block, of a UNet for two of what comes up to its finest level.
+            1: everything runs.
         reuse_min_steps: generations of fewer steps run all blocks, whatever ``reuse_every`` says: their steps
             differ too much from each other.
         levels: settings of single levels: ``{2: {"ratio": 0.25}}``.

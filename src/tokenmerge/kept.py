@@ -16,6 +16,7 @@ __all__ = [
     "Changes",
     "Guided",
     "Plans",
+    "Shapes",
     "change_of",
     "changed",
     "since",
@@ -64,6 +65,10 @@ class Changes(NotCopied, dict[Call, Change]):
     """What a block or layer changed in the last steps that it ran in."""
 
 
+class Shapes(NotCopied, dict[Call, Any]):
+    """What results look like that nobody takes: tensors, or tuples of them, without memory."""
+
+
 class Guided(NotCopied, dict[int, Tensor]):
     """What guidance changed in a model's result, by the number of the call that planned."""
 
@@ -83,7 +88,7 @@ def since(before: Change | None, change: Change) -> Change:
     return change._replace(growth=growth, steady=_each(_agreement, growth, before.growth))
 
 
-def changed(change: Change, bases: Sequence[Tensor], ahead: Tensor) -> Any:
+def changed(change: Change, bases: Sequence[Tensor | float], ahead: Tensor) -> Any:
     """A block's result, if its change goes on as it did.
 
     In a straight line (TaylorSeer, arXiv 2503.06923, order 1) as far as that line was straight before. What
@@ -96,7 +101,7 @@ def changed(change: Change, bases: Sequence[Tensor], ahead: Tensor) -> Any:
     """
     assert change.growth is not None
     assert change.steady is not None
-    result = _each(torch.add, bases, change.latest)
+    result = _each(torch.add, change.latest, bases)
     result = _each(
         lambda value, growth, steady: value + growth * (steady * ahead), result, change.growth, change.steady
     )

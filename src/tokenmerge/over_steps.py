@@ -11,7 +11,7 @@ from tokenmerge.config import ToMeConfig
 from tokenmerge.counting import count_flops
 from tokenmerge.models import Host
 from tokenmerge.patch import new_run, patch_host, restore
-from tokenmerge.state import BlockState, LayerState, Run
+from tokenmerge.state import BlockState, LayerState, Run, StageState
 from tokenmerge.when import Moment
 
 __all__ = ["kept_bytes", "mean_flops", "notes_on_steps"]
@@ -56,7 +56,7 @@ def kept_bytes(host: Host, config: ToMeConfig, arguments: Arguments) -> int:
         for index in range(2):
             run.pipeline.told = Moment(run, index, _STEPS_TO_KEEP_MOST)
             count_flops(host.root, arguments())
-        states: list[BlockState | LayerState] = [*run.blocks, *run.layers]
+        states: list[BlockState | LayerState | StageState] = [*run.blocks, *run.layers, *run.below]
         changes = [change for state in states for change in state.changes.values()]
     kept = [tensor for change in changes for tensor in (*change.latest, *(change.growth or ()))]
     return sum(tensor.nbytes for tensor in kept if tensor is not None)
@@ -96,8 +96,9 @@ def notes_on_steps(config: ToMeConfig) -> list[str]:
             f", in generations of {config.reuse_min_steps} steps or more" if config.reuse_min_steps else ""
         )
         notes.append(
-            f"reuse_every={config.reuse_every}: 1 of {config.reuse_every} steps runs the blocks that can "
-            f"merge as a whole; in the others, what they changed goes on in a straight line{short}"
+            f"reuse_every={config.reuse_every}: 1 of {config.reuse_every} steps runs all; in the others, "
+            "the levels of a UNet below its finest, or the blocks of other models, do not run, and what they "
+            f"changed goes on in a straight line{short}"
         )
     if config.plan_every > 1:
         notes.append(f"a plan is used for {config.plan_every} steps")

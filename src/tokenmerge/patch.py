@@ -22,8 +22,8 @@ from tokenmerge.kept import Plans
 from tokenmerge.layout import Grid
 from tokenmerge.models import KINDS, Block, Host, Layer
 from tokenmerge.noting import check_grid, note_call, note_grid, note_result
-from tokenmerge.runtime import block_call, layer_call, parameters
-from tokenmerge.state import STATE, BlockState, LayerState, Run
+from tokenmerge.runtime import block_call, layer_call, parameters, stage_call
+from tokenmerge.state import STATE, BlockState, LayerState, Run, StageState
 
 __all__ = [
     "check_host",
@@ -94,6 +94,8 @@ def check_host(host: Host, config: ToMeConfig, size: tuple[int, int] | None) -> 
         for layer in layers_to_merge(block, config):
             module = getattr(block.module, layer.name)
             check_swappable(module, f"{block.path}.{layer.name}", "forward")
+    for path in _below(host, config):
+        check_swappable(host.root.get_submodule(path), path, "forward")
 
 
 def _why_nothing(host: Host, config: ToMeConfig) -> str:
@@ -139,6 +141,7 @@ def patch_host(host: Host, run: Run) -> None:
     shared: dict[tuple[int, bool], Plans] = {}
     run.blocks.clear()
     run.layers.clear()
+    run.below.clear()
     for block in _blocks_to_merge(host, run.config):
         grid = run.grid if block.grid is None else grids.setdefault(block.grid, Grid())
         layer_states = layers_to_merge(block, run.config)
@@ -151,6 +154,10 @@ def patch_host(host: Host, run: Run) -> None:
             layer_state = LayerState(state, layer.kind, layer.layout, layer.own_keys, layer.keys)
             run.layers.append(layer_state)
             swap(getattr(block.module, layer.name), "forward", layer_call, layer_state)
+    for path in _below(host, run.config):
+        stage_state = StageState(run, is_last=path == host.below[-1])
+        run.below.append(stage_state)
+        swap(host.root.get_submodule(path), "forward", stage_call, stage_state)
     for module, grid in grids.items():
         note(module, note_grid, grid)
     note(host.root, note_call, run)
@@ -174,6 +181,11 @@ def restore(root: nn.Module) -> None:
                 _unswap(module)
             else:
                 _unnote(module)
+
+
+def _below(host: Host, config: ToMeConfig) -> tuple[str, ...]:
+    """Paths of the stages that do not run on every step."""
+    return host.below if config.reuse_every > 1 else ()
 
 
 def _blocks_to_merge(host: Host, config: ToMeConfig) -> list[Block]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from tokenmerge.errors import UnsupportedModelError
 from tokenmerge.kept import Change, change_of, changed, since
@@ -17,13 +18,13 @@ from tokenmerge.layout import Layout, add_lost, argument, given, keyed_call, mer
 from tokenmerge.ops import Plan, keep_destinations, merge, merge_with_norm
 from tokenmerge.planning import plan_of
 from tokenmerge.proportional import ProportionalAttention
-from tokenmerge.state import STATE, BlockState, LayerState
+from tokenmerge.state import STATE, BlockState, LayerState, StageState
 
-__all__ = ["block_call", "layer_call", "parameters"]
+__all__ = ["block_call", "layer_call", "parameters", "stage_call"]
 
 COMBINE = {"mean": merge, "keep": keep_destinations, "norm": merge_with_norm}
 
-# Two functions make the method of a swapped class from the method of the original one, taken as a plain
+# These functions make the method of a swapped class from the method of the original one, taken as a plain
 # function, which torch.compile can follow. A module that is called through a reference to this method after
 # it was restored has no state and does what it did before.
 
@@ -39,8 +40,7 @@ def block_call(original: Callable) -> Callable:
             return original(self, *args, **kwargs)
         # With gradients, it may run once more behind the model, as in the same call.
         state.number = 0 if torch.is_grad_enabled() else state.number + 1
-        keeps = state.run.keeps and state.wide is not None
-        return reused(self, state, args, kwargs) if keeps else run(self, state, args, kwargs)
+        return reused(self, state, args, kwargs) if state.keeps else run(self, state, args, kwargs)
 
     def reused(self: nn.Module, state: BlockState, args: tuple, kwargs: dict[str, Any]) -> Any:
         before = state.changes.get(state.call)
@@ -77,11 +77,35 @@ def block_call(original: Callable) -> Callable:
 
             before = state.changes.get(state.call)
             result = _corrected(state, before, wide, plan, dense, merged)
-            if _keeps_change(state, before) and not state.run.keeps:
+            if _keeps_change(state, before) and not state.keeps:
                 state.changes[state.call] = change(state, args, kwargs, result)
             return result
         finally:
             state.plan = None
+
+    return forward
+
+
+def stage_call(original: Callable) -> Callable:
+    """A stage below the finest level of a UNet: on some steps only its result goes on, and nothing runs."""
+
+    @functools.wraps(original)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        state: StageState | None = self.__dict__.get(STATE)
+        if state is None or not state.run.keeps:
+            return original(self, *args, **kwargs)
+        call, ahead = (state.run.turns.number, 0), state.run.ahead
+        before, shape = state.changes.get(call), state.shapes.get(call)
+        if ahead is not None and before is not None:
+            return changed(before, [0.0], ahead)
+        if ahead is not None and shape is not None:
+            return tree_map(torch.zeros_like, shape)  # for other stages that do not run either
+        result = original(self, *args, **kwargs)
+        if state.is_last:
+            state.changes[call] = since(before, change_of(result, [0.0]))
+        else:
+            state.shapes[call] = tree_map(lambda tensor: tensor.new_zeros(()).expand(tensor.shape), result)
+        return result
 
     return forward
 

@@ -12,15 +12,16 @@ from torch import Tensor
 
 from tokenmerge.config import ToMeConfig
 from tokenmerge.guidance import SameSample
-from tokenmerge.kept import Call, Changes, Guided, Plans
+from tokenmerge.kept import Call, Changes, Guided, Plans, Shapes
 from tokenmerge.layout import Grid, Layout
 from tokenmerge.ops import Plan
 from tokenmerge.pipeline import Pipeline
 from tokenmerge.when import Turns
 
-__all__ = ["STATE", "BlockState", "LayerState", "RecordedPlan", "Run"]
+__all__ = ["STATE", "BlockState", "LayerState", "RecordedPlan", "Run", "StageState"]
 
-# The one attribute that a patched module has beside its own: a Run, a Grid, a BlockState or a LayerState.
+# The one attribute that a patched module has beside its own: a Run, a Grid, a StageState, a BlockState or a
+# LayerState.
 STATE = "_tokenmerge"
 
 
@@ -64,6 +65,7 @@ class Run:
         guided: what guidance changed in the results of the last step.
         blocks: that merge.
         layers: of these, those whose calls change.
+        below: the stages below the finest level, if they do not run on every step.
         record: where each block leaves its latest plan, by its path, while somebody asks for it.
     """
 
@@ -91,6 +93,7 @@ class Run:
     guided: Guided = dataclasses.field(default_factory=Guided)
     blocks: list[BlockState] = dataclasses.field(default_factory=list)
     layers: list[LayerState] = dataclasses.field(default_factory=list)
+    below: list[StageState] = dataclasses.field(default_factory=list)
     record: dict[str, RecordedPlan] | None = None
 
     def __post_init__(self) -> None:
@@ -117,6 +120,8 @@ class Run:
             yield from (block.plans, block.changes)
         for layer in self.layers:
             yield layer.changes
+        for stage in self.below:
+            yield from (stage.changes, stage.shapes)
 
     def begin_call(self, plan_anew: bool) -> None:
         """Before a call of the model: blocks count theirs from 0, and have no plans that it makes anew."""
@@ -172,6 +177,11 @@ class BlockState:
         return self.run.settings[self.level]
 
     @property
+    def keeps(self) -> bool:
+        """Whether it keeps what it changes for steps in which it, and not its whole stage, does not run."""
+        return self.run.keeps and self.wide is not None and not self.run.below
+
+    @property
     def call(self) -> Call:
         """The running call."""
         return self.run.turns.number, self.number
@@ -201,3 +211,20 @@ class LayerState:
     own_keys: bool = True
     keys: str | None = None
     changes: Changes = dataclasses.field(default_factory=Changes)
+
+
+@dataclasses.dataclass(eq=False)
+class StageState:
+    """What a stage below the finest level of a UNet knows.
+
+    Attributes:
+        run: of its model.
+        is_last: whether its result is what the finest level takes.
+        changes: of the last one, its results when it last ran.
+        shapes: of the others, what their results look like.
+    """
+
+    run: Run
+    is_last: bool
+    changes: Changes = dataclasses.field(default_factory=Changes)
+    shapes: Shapes = dataclasses.field(default_factory=Shapes)

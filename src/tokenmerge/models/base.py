@@ -112,6 +112,8 @@ class Host:
         controlnet: whether it is a ControlNet, which may stay dense beside a denoiser that merges.
         example: ``(height, width, batch)`` → arguments by name of a call with a sample of that size.
         limits: what to know before merging it, in words.
+        below: paths of the stages of a UNet below its finest level, in the order in which they run; the last
+            one's result is what the finest level takes of them. Empty where there are none.
         on_cpu: names of parameters that a copy without weights, for counting, has on the CPU all the same:
             the model does something with their device that tensors without values do not allow.
     """
@@ -128,4 +130,5 @@ class Host:
     patch: int = 1
     frames: int = 1
     limits: tuple[str, ...] = ()
+    below: tuple[str, ...] = ()
     on_cpu: tuple[str, ...] = ()

@@ -58,7 +58,17 @@ def describe_stages(
         sample_size=_sample_size(root),
         controlnet=controlnet,
         example=partial(example, root),
+        below=_below(root),
     )
+
+
+def _below(root: Any) -> tuple[str, ...]:
+    """Paths of the stages between the first one on the way down and the last one on the way up."""
+    down, up = len(root.down_blocks), len(getattr(root, "up_blocks", ()))
+    if up < 2 or root.mid_block is None:  # a ControlNet, say: each level's result is asked for
+        return ()
+    ways = [f"down_blocks.{i}" for i in range(1, down)], [f"up_blocks.{i}" for i in range(up - 1)]
+    return (*ways[0], "mid_block", *ways[1])
 
 
 def _sample_size(root: Any) -> tuple[int, int] | None:
