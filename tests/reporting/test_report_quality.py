@@ -92,19 +92,27 @@ def test_fewer_steps_are_one_line_of_the_curve_and_dense_is_told_once() -> None:
         for label in ("tome ratio=0.5", "tome ratio=0.5 merge_mlp", "tome ratio=0.25")
     ]
     steps = [
-        cell("fewer-steps", (dense,), 4.0, settings=record.settings)
-        for dense, record in zip((2.0, 1.0, 3.0), fewer, strict=True)
+        cell("fewer-steps", (took,), 4.0, settings=record.settings, facts={"steps_used": int(5 * took)})
+        for took, record in zip((2.0, 1.0, 3.0), fewer, strict=True)
     ]
     dense = dataclasses.replace(fewer[0], variant="dense", settings={}, figures={"psnr": 99.0})
     (chart,) = charts(steps, fewer)
     assert [(line.name, line.labels) for line in chart.lines] == [
-        ("fewer-steps (tome merge_mlp)", ("0.5",)),
-        ("fewer-steps (tome)", ("0.25", "0.5")),
+        ("fewer-steps", ("5", "10", "15")),
     ]
     assert chart.level == ("dense", 1.0)
     (chart,) = charts([*steps, cell("dense", (4.0,), 4.0)], [*fewer, dense])
     assert chart.lines[0].name == "dense"
     assert chart.level is None
+
+
+def test_variants_with_a_number_of_their_own_are_lines_too() -> None:
+    cells = [cell("deepcache", (1.0 / n,), 4.0, settings={"interval": float(n)}) for n in (5, 2)]
+    records = [
+        dataclasses.replace(quality()[0], variant="deepcache", settings={"interval": float(n)}) for n in (5, 2)
+    ]
+    (chart, *_) = charts(cells, records)
+    assert [(line.name, line.labels) for line in chart.lines] == [("deepcache", ("2", "5"))]
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import Any
@@ -18,7 +17,7 @@ from tokenmerge.reporting.tables import SETTING, in_order, setting_name, where_o
 __all__ = ["Chart", "Line", "charts"]
 
 _FUSED = "sdpa"
-_RATIO = re.compile(r" ratio=(\S+)")
+_KNOBS = ("ratio", "interval", "threshold", "as")  # settings by which a variant becomes faster
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,19 +135,18 @@ def _price(cells: Sequence[CellRecord], quality: Sequence[QualityRecord]) -> Ite
 def _price_lines(
     records: Sequence[QualityRecord], metric: str, cells: Sequence[CellRecord]
 ) -> Iterable[Line]:
-    """One line for each method; its points are its ratios."""
-    families: dict[str, list[tuple[float, float, str]]] = {}
+    """One line for each method, whose points are its ratios, and one for fewer steps."""
+    families: dict[str, list[tuple[float, float, float]]] = {}
     for record in records:
         cell = cell_of_pictures(record.label, record.drawn_with, cells)
-        speedup = None if cell is None else cell.speedup
-        if metric in record.figures and speedup is not None:
-            ratio = _ratio(record.settings)
+        if cell is not None and cell.speedup is not None and metric in record.figures:
             family = families.setdefault(_family(record.variant, record.settings), [])
-            family.append((record.figures[metric], speedup, ratio))
+            family.append((_knob(record.settings, cell), record.figures[metric], cell.speedup))
     for name, found in sorted(families.items()):
-        # By ratio: a figure over few pictures may not fall from one to the next.
-        points = sorted(found, key=lambda point: (float(point[2] or 0), point))
-        yield Line(name, tuple((x, y) for x, y, _ in points), tuple(ratio for _, _, ratio in points))
+        # By what is turned: a figure over few pictures may not fall from one to the next.
+        points = sorted(set(found))
+        labels = tuple("" if math.isnan(knob) else f"{knob:g}" for knob, _, _ in points)
+        yield Line(name, tuple((x, y) for _, x, y in points), labels)
 
 
 def _by_family(cells: Sequence[CellRecord]) -> Iterable[tuple[str, list[CellRecord]]]:
@@ -160,21 +158,19 @@ def _by_family(cells: Sequence[CellRecord]) -> Iterable[tuple[str, list[CellReco
 
 
 def _family(variant: str, settings: Mapping[str, Any]) -> str:
-    """A variant without its ratio; fewer steps without that of the variant whose time they fit into.
+    """A variant without what makes it faster, and fewer steps whatever they fit into.
 
-    >>> _family("fewer-steps", {"as": "tome ratio=0.5 merge_mlp"})
-    'fewer-steps (tome merge_mlp)'
+    >>> _family("tome", {"ratio": 0.5, "merge_mlp": True})
+    'tome merge_mlp'
     """
-    kept = {name: value for name, value in settings.items() if name != "ratio"}
-    if "as" in kept:
-        kept["as"] = _RATIO.sub("", kept["as"])
-    return variant_label(variant, kept)
+    return variant_label(variant, {name: value for name, value in settings.items() if name not in _KNOBS})
 
 
-def _ratio(settings: Mapping[str, Any]) -> str:
-    """What a point of a line is labelled with."""
-    found = _RATIO.search(settings.get("as", ""))
-    return found[1] if found else str(settings.get("ratio", ""))
+def _knob(settings: Mapping[str, Any], cell: CellRecord) -> float:
+    """What a point of a line is labelled with: the ratio, the steps …; not a number where there is none."""
+    if "as" in settings:
+        return float(cell.facts.get("steps_used", math.nan))
+    return float(next((settings[name] for name in _KNOBS if name in settings), math.nan))
 
 
 def _side(cell: CellRecord) -> float:
