@@ -109,7 +109,8 @@ def test_fewer_steps_are_one_line_of_the_curve_and_dense_is_told_once() -> None:
 def test_variants_with_a_number_of_their_own_are_lines_too() -> None:
     cells = [cell("deepcache", (1.0 / n,), 4.0, settings={"interval": float(n)}) for n in (5, 2)]
     records = [
-        dataclasses.replace(quality()[0], variant="deepcache", settings={"interval": float(n)}) for n in (5, 2)
+        dataclasses.replace(quality()[0], variant="deepcache", settings={"interval": float(n)})
+        for n in (5, 2)
     ]
     (chart, *_) = charts(cells, records)
     assert [(line.name, line.labels) for line in chart.lines] == [("deepcache", ("2", "5"))]
