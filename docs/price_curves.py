@@ -16,6 +16,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def main() -> None:
+    """Draw one curve for each model, size, number of steps and guidance that closeness was measured with."""
     results = read_results(sorted((ROOT / "benchmarks" / "results").glob("*.jsonl")))
     (cells, _), (quality, _) = newest_cells(results.cells), newest_figures(results.quality)
     drawn = dict.fromkeys(

@@ -20,8 +20,8 @@ _EAGER = ("AttnProcessor", "AttnAddedKVProcessor", "IPAdapterAttnProcessor", "Cu
 # With fewer steps, each changes more than those before it tell: what blocks change more than what comes up to
 # the finest level of a UNet, which draws the details anew.
 _STEPS_TO_REUSE_BLOCKS, _STEPS_TO_REUSE_STAGES = 16, 4
-# Up to this ratio attention merges; above it whole blocks, which lose more and are corrected more often. From it
-# on, more steps of a UNet do without what is below its finest level.
+# Up to this ratio attention merges; above it whole blocks, which lose more and are corrected more often. From
+# it on, more steps of a UNet do without what is below its finest level.
 _MODERATE = 0.5
 
 

@@ -96,7 +96,7 @@ def test_second_size(pipe):
 
 
 def test_t5_says_nothing():
-    """`StableDiffusion3Pipeline` does not load without it; the text features are those of the CLIP encoders."""
+    """`StableDiffusion3Pipeline` does not load without it; text features are those of the CLIP encoders."""
     pipe = load("emoji-mmdit")
     text, *_ = pipe.encode_prompt("a red apple", None, None)
     clip_tokens = pipe.tokenizer.model_max_length
