@@ -5,6 +5,7 @@ import json
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 import tiny_pipeline
@@ -328,6 +329,7 @@ def test_a_terminal_without_the_characters_still_gets_the_table(folder, monkeypa
 def test_ctrl_c_ends_with_130_and_keeps_what_is_there(folder, tmp_path, capsys, monkeypatch):
     def press_ctrl_c(*args):
         signal.raise_signal(signal.SIGINT)
+        time.sleep(1)  # until it has arrived
         yield
 
     monkeypatch.setattr(tokenmerge.generate, "interleaved", press_ctrl_c)
