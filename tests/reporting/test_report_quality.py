@@ -89,11 +89,11 @@ def test_fewer_steps_are_one_line_of_the_curve_and_dense_is_told_once() -> None:
         dataclasses.replace(
             quality()[0], figures={"psnr": 20.0}, variant="fewer-steps", settings={"as": label}
         )
-        for label in ("tome ratio=0.5", "tome ratio=0.5 merge_mlp", "tome ratio=0.25")
+        for label in ("tome ratio=0.5", "tome ratio=0.5 merge_mlp", "tome ratio=0.25", "tome ratio=0.1")
     ]
     steps = [
         cell("fewer-steps", (took,), 4.0, settings=record.settings, facts={"steps_used": int(5 * took)})
-        for took, record in zip((2.0, 1.0, 3.0), fewer, strict=True)
+        for took, record in zip((2.0, 1.0, 3.0, 10.0), fewer, strict=True)  # the last as many as dense
     ]
     dense = dataclasses.replace(fewer[0], variant="dense", settings={}, figures={"psnr": 99.0})
     (chart,) = charts(steps, fewer)

@@ -139,7 +139,9 @@ def _price_lines(
     families: dict[str, list[tuple[float, float, float]]] = {}
     for record in records:
         cell = cell_of_pictures(record.label, record.drawn_with, cells)
-        if cell is not None and cell.speedup is not None and metric in record.figures:
+        # No fewer steps than dense has are dense.
+        is_dense = cell is not None and cell.facts.get("steps_used") == cell.conditions["steps"]
+        if cell is not None and cell.speedup is not None and metric in record.figures and not is_dense:
             family = families.setdefault(_family(record.variant, record.settings), [])
             family.append((_knob(record.settings, cell), record.figures[metric], cell.speedup))
     for name, found in sorted(families.items()):
