@@ -245,39 +245,39 @@ def test_in_a_unet_nothing_runs_below_the_finest_level(remove):
     assert ran == {**dict.fromkeys(below, 8 if remove else 4), **dict.fromkeys(finest, 8)}
 
 
-def test_a_controlnet_may_add_to_what_does_not_run():
-    unet, arguments = hosts.unet(), hosts.inputs(1)
-    shapes: list[Tensor] = []
-    unet.up_blocks[0].register_forward_pre_hook(
-        lambda _, args, kwargs: shapes.extend(kwargs["res_hidden_states_tuple"]), with_kwargs=True
-    )
-    patch = apply_token_merging(unet, ToMeConfig(**HALF, reuse_every=2))
-    for index in range(3):
-        patch.at_step(index, 4)
-        result = call(unet, arguments)
-    residuals = [torch.ones_like(t) for t in unet_residuals(hosts.unet(), arguments)]
-    patch.at_step(2, 4)
-    added = call(
-        unet,
-        {
-            **arguments,
-            "down_block_additional_residuals": residuals,
-            "mid_block_additional_residual": torch.ones(1, 64, 8, 8),
-        },
-    )
-    assert shapes
-    assert added.shape == result.shape
-    assert not torch.equal(added, result)  # what it adds to the finest level counts
+def test_what_a_controlnet_adds_to_the_finest_level_counts_where_nothing_else_runs():
+    arguments = hosts.inputs(1)
+    # From the first convolution, the finest level, what goes down from it, and the level below.
+    channels, sides = (32, 32, 32, 64), (16, 16, 8, 8)
 
+    def third_step(values: tuple[float, ...], middle: float) -> Tensor:
+        """The result of a step in which only the finest level runs, with these values added to each."""
+        unet = hosts.unet()
+        patch = apply_token_merging(unet, ToMeConfig(**HALF, reuse_every=2))
+        for index in range(2):
+            patch.at_step(index, 4)
+            call(unet, arguments)
+        patch.at_step(2, 4)
+        added = [
+            torch.full((1, c, side, side), value)
+            for c, side, value in zip(channels, sides, values, strict=True)
+        ]
+        result = call(
+            unet,
+            {
+                **arguments,
+                "sample": arguments["sample"].clone(),
+                "down_block_additional_residuals": added,
+                "mid_block_additional_residual": torch.full((1, 64, 8, 8), middle),
+            },
+        )
+        assert run_of(unet).ahead is not None
+        return result
 
-def unet_residuals(unet: nn.Module, arguments: dict[str, Any]) -> list[Tensor]:
-    """What the way down of a UNet leaves for the way up."""
-    found: list[Tensor] = []
-    unet.conv_in.register_forward_hook(lambda _, args, result: found.append(result))
-    for stage in unet.down_blocks:
-        stage.register_forward_hook(lambda _, args, result: found.extend(result[1]))
-    call(unet, arguments)
-    return found
+    nothing = third_step((0.0, 0.0, 0.0, 0.0), 0.0)
+    assert torch.equal(third_step((0.0, 0.0, 1.0, 1.0), 1.0), nothing)
+    assert not torch.equal(third_step((0.0, 1.0, 0.0, 0.0), 0.0), nothing)
+    assert not torch.equal(third_step((1.0, 0.0, 0.0, 0.0), 0.0), nothing)
 
 
 def test_changes_are_taken_on_as_far_as_they_keep_their_direction():

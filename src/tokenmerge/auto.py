@@ -37,7 +37,7 @@ def choose(pipe_or_model: object, ratio: float = 0.5, follows_steps: bool | None
       third; of other models the blocks run in every second step, in generations of 16 steps or more
       (``reuse_every``).
 
-    Fewer steps are the rival: where a transformer has few tokens and little guidance, they are the closer way
+    Fewer steps are the rival: on the bundled models, at 20 steps and little guidance, they are the closer way
     to the same speed.
 
     Args:

@@ -34,12 +34,13 @@ def deepcache(pipe: Any, config: None, report: None, interval: float) -> Iterato
         raise UnsupportedModelError(f"deepcache: it is made for UNets, and {type(pipe).__name__} has none")
     helper = importlib.import_module("DeepCache").DeepCacheSDHelper(pipe=pipe)
     helper.set_params(cache_interval=int(interval), cache_branch_id=0)
+    before = [module for module in pipe.unet.modules() if "forward" not in module.__dict__]
     helper.enable()
     try:
         yield
     finally:
         helper.disable()
-        for module in pipe.unet.modules():  # it puts methods back as attributes of the instance
+        for module in before:  # it puts methods back as attributes of the instance
             module.__dict__.pop("forward", None)
 
 
