@@ -245,6 +245,21 @@ def test_in_a_unet_nothing_runs_below_the_finest_level(remove):
     assert ran == {**dict.fromkeys(below, 8 if remove else 4), **dict.fromkeys(finest, 8)}
 
 
+def test_what_comes_up_to_the_finest_level_of_a_unet_is_taken_on():
+    unet, came_up = hosts.unet(), []
+    patch = apply_token_merging(unet, ToMeConfig(**HALF, reuse_every=2))
+    unet.up_blocks[0].register_forward_hook(lambda _, args, result: came_up.append(result))
+    arguments, drift = hosts.inputs(1), torch.randn(1, 4, 16, 16, generator=torch.Generator().manual_seed(1))
+    for index in range(5):  # it runs in 0, 1 and 3
+        patch.at_step(index, 8)
+        call(unet, {**arguments, "sample": arguments["sample"] + 0.1 * index * drift})
+    zeroth, first, _, third, fourth = came_up
+    growths = [(third - first).flatten(), (first - zeroth).flatten()]
+    steady = torch.cosine_similarity(*growths, dim=0)
+    assert steady > 0.5
+    assert_close(fourth, third + steady * (4 - 3) / (3 - 1) * (third - first))
+
+
 def test_what_a_controlnet_adds_to_the_finest_level_counts_where_nothing_else_runs():
     arguments = hosts.inputs(1)
     # From the first convolution, the finest level, what goes down from it, and the level below.
