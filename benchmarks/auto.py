@@ -1,9 +1,9 @@
 """Time of a denoising step with `auto`, with tomesd and dense, on the geometry of well-known models.
 
 The models have random weights and run alone, with the batch that one guided picture makes. Some steps of
-`auto` are dense, some merge, and in generations of 16 steps or more some do without the blocks. Each kind is
-timed, and a line shows their mean over the generation. Variants take turns; each line shows the median of the
-rounds, their quartiles, and the median of the ratios to dense within a round.
+`auto` are dense, some merge, and some run only a part of the model. Each kind is timed, and a line shows
+their mean over the generation. Variants take turns; each line shows the median of the rounds, their quartiles,
+and the median of the ratios to dense within a round.
 
     python benchmarks/auto.py --model sd15 --size 512 768 --ratio 0.5 0.6
     python benchmarks/auto.py --model sd3@0.2 flux@0.05 --size 1024 --steps 28
@@ -53,14 +53,15 @@ def with_tomesd(pipe: Pipe, call: Seconds, steps: int) -> float:
 
 
 def kinds_of_steps(config: ToMeConfig, steps: int) -> list[str]:
-    """What each step of a generation does: the first two run their blocks, then one in so many."""
-    every = config.reuse_every if steps >= config.reuse_min_steps else 1
+    """What each step of a generation does: the first two run all, then one in so many."""
+    every, finest_every = config.reuse(steps)
     kinds, run = [], 0
     for index in range(steps):
-        if index >= 2 and (index - 1) % every:
-            kinds.append("reused")
+        since = max(0, index - 1) % every
+        if since:
+            kinds.append("last layer" if since % finest_every else "finest level")
             continue
-        kinds.append("dense" if config.correct_every and run % config.correct_every == 0 else "merged")
+        kinds.append("dense" if run % config.correct_every == 0 else "merged")
         run += 1
     return kinds
 
@@ -72,7 +73,7 @@ def with_auto(ratio: float) -> Callable[[Pipe, Seconds, int], float]:
         kinds = kinds_of_steps(config, steps)
         of_kind: dict[str, list[float]] = {kind: [] for kind in kinds}
         with tokenmerge.token_merging(pipe, config) as patch:
-            for index in range(2 + config.reuse_every):
+            for index in range(1 + config.reuse_every):
                 patch.at_step(index, steps)
                 of_kind[kinds[index]].append(call())
         return statistics.mean(statistics.mean(of_kind[kind]) for kind in kinds)

@@ -16,6 +16,7 @@ from families.tiny import FAMILIES
 
 from tokenmerge import ConfigError, NothingToMergeError, apply_token_merging, calibration, token_merging
 from tokenmerge.auto import choose
+from tokenmerge.models import find_hosts
 from tokenmerge.patch import run_of
 
 
@@ -42,11 +43,11 @@ def test_a_number_alone_chooses_all_else(fast):
     assert run.config == choose(pipeline(unet=unet), 0.4)
     assert (run.config.ratio, run.config.planner, run.config.proportional) == (0.4, "tiled", True)
     assert run.config.max_downsample == 2  # all levels
-    assert (run.config.reuse_every, run.config.reuse_min_steps) == (2, 4)
-    assert choose(pipeline(unet=unet), 0.5).reuse_every == 3
-    assert (run.config.scope, run.config.correct_every) == ("layers", 4)
+    assert (run.config.reuse_every, run.config.reuse_span) == (2, 0.25)
+    assert choose(pipeline(unet=unet), 0.5).reuse_every == 4
+    assert (run.config.scope, run.config.correct_every) == ("layers", 2)
     more = choose(pipeline(unet=unet), 0.6)
-    assert (more.scope, more.correct_every, more.reuse_every) == ("block", 3, 3)
+    assert (more.scope, more.correct_every, more.reuse_every) == ("block", 2, 4)
     with token_merging(unet, 0.2) as patch:
         assert run_of(unet).config.ratio == 0.2
         assert patch.report.rows
@@ -69,12 +70,28 @@ def test_transformers(name, fast):
     family = FAMILIES[name]
     model = model_of(family)
     config = choose(pipeline(transformer=model), 0.5)
-    assert (config.reuse_every, config.reuse_min_steps) == (2, 16)
+    assert [config.reuse(steps) for steps in (15, 16, 50)] == [(1, 1), (2, 1), (2, 1)]
     patch = apply_token_merging(pipeline(transformer=model), 0.5)
     for index in range(2):
         patch.at_step(index, 20)
         with torch.no_grad():
             model(**family.inputs(2, 8, 8))
+
+
+def test_a_costly_finest_level_of_a_unet_does_not_run_on_every_step(fast):
+    """By its share of the work: most of a narrow model, a part of SD 1.5, next to nothing of SDXL."""
+
+    def finest_every(channels: tuple[int, int]) -> list[int]:
+        pipe = pipeline(unet=hosts.unet(block_out_channels=channels))
+        (host,) = find_hosts(pipe)
+        shares.append(host.finest_share)
+        return [choose(pipe, ratio).reuse_finest_every for ratio in (0.25, 0.5)]
+
+    shares: list[float] = []
+    assert finest_every((64, 64)) == [2, 2]
+    assert finest_every((32, 64)) == [1, 2]
+    assert finest_every((32, 160)) == [1, 1]
+    assert shares[0] > 0.5 > shares[1] > 0.2 > shares[2]
 
 
 def test_small_pictures_are_an_error_only_if_nothing_is_saved(monkeypatch):

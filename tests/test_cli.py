@@ -269,6 +269,11 @@ def test_without_arguments_the_commands_are_listed(capsys):
         (["inspect", "--set", 'phases={"0.5": 2}'], "phases=JSON such as"),
         (["inspect", "--set", 'levels={"2": {"until": 0.5}}'], "levels: cannot change until"),
         (["inspect", "--set", "plan_every=0"], "plan_every: expected an integer ≥ 1, got 0"),
+        (["inspect", "--set", "reuse_finest_every=2"], "reuse_finest_every: expected 1 to reuse_every=1"),
+        (
+            ["inspect", "--set", "reuse_span=0"],
+            "reuse_span: expected a share of the steps, above 0 and up to 1",
+        ),
         (["inspect", "--sx", "3", "--set", "sx=4"], "set: sx is given twice, as 3 and as 4"),
         (["generate", "x", "--method", "ca_tome", "--compile"], "leave --compile out"),
         (["paint"], "No such command 'paint'"),

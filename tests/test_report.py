@@ -204,7 +204,8 @@ FLOAT32 = 4  # bytes
         ({"correct_every": 3, "merge_mlp": True}, 2 * BLOCKS),
         ({"correct_every": 3, "scope": "block"}, BLOCKS),
         ({"reuse_every": 2}, 2 * BELOW),
-        ({"reuse_every": 3, "scope": "block", "until": 0.1, "reuse_min_steps": 16}, 2 * BELOW),
+        ({"reuse_every": 3, "scope": "block", "until": 0.1, "reuse_span": 0.1}, 2 * BELOW),
+        ({"reuse_every": 2, "reuse_finest_every": 2}, 2 * BELOW + 2),
         ({"plan_every": 3}, 0),
     ],
 )
@@ -276,7 +277,9 @@ def test_without_steps_or_where_all_are_alike_no_mean_is_told():
         (presets.ibtm(), "planned as 'tome' until a guided step was made"),
         (ToMeConfig(correct_every=4), "1 of 4 steps that run blocks is dense"),
         (ToMeConfig(plan_every=4), "a plan is used for 4 steps"),
-        (ToMeConfig(reuse_every=2, reuse_min_steps=16), "in generations of 16 steps or more"),
+        (ToMeConfig(reuse_every=2), "1 of 2 steps runs all"),
+        (ToMeConfig(reuse_every=4, reuse_finest_every=3), "of a UNet, 1 of 3 steps runs the finest level"),
+        (ToMeConfig(reuse_every=2, reuse_span=0.125), "never longer than 12.5 % of the steps"),
         (ToMeConfig(max_downsample=2, levels={2: {"ratio": 0.25}}), "level 2: ratio=0.25"),
     ],
 )

@@ -245,10 +245,49 @@ def test_in_a_unet_nothing_runs_below_the_finest_level(remove):
     assert ran == {**dict.fromkeys(below, 8 if remove else 4), **dict.fromkeys(finest, 8)}
 
 
-def test_what_comes_up_to_the_finest_level_of_a_unet_is_taken_on():
+def test_on_some_steps_the_last_layer_of_a_unet_runs_alone():
+    unet = hosts.unet()
+    patch = apply_token_merging(unet, ToMeConfig(**HALF, reuse_every=4, reuse_finest_every=2))
+    ran: dict[str, list[int]] = {}
+    below = ["down_blocks.1.resnets.0", "mid_block.attentions.0", "up_blocks.0.resnets.1"]
+    finest = ["down_blocks.0.resnets.0", "down_blocks.0.attentions.0", "up_blocks.1.attentions.0"]
+    last = ["conv_in", "up_blocks.1.resnets.1", "up_blocks.1.attentions.1", "conv_out"]
+    for path in (*below, *finest, *last):
+        # What is inside of it, as what stands still is called all the same.
+        inside = next(m for m in unet.get_submodule(path).modules() if not list(m.children()))
+        inside.register_forward_hook(lambda *_, path=path: ran.setdefault(path, []).append(index))
+    for index in range(8):
+        patch.at_step(index, 8)
+        hosts.call(unet, **hosts.inputs(1, seed=index))
+    assert all(ran[path] == [0, 1, 5] for path in below)
+    assert all(ran[path] == [0, 1, 3, 5, 7] for path in finest)
+    assert all(ran[path] == list(range(8)) for path in last)
+
+
+def test_in_short_generations_more_steps_run_everything():
+    config = ToMeConfig(reuse_every=4, reuse_finest_every=2, reuse_span=0.25)
+    assert [config.reuse(steps) for steps in (1, 7, 8, 12, 15, 16, 50)] == [
+        *((1, 1), (1, 1), (2, 1), (3, 1), (3, 1), (4, 2), (4, 2))
+    ]
+    assert ToMeConfig(reuse_every=3, reuse_finest_every=3).reuse(20) == (3, 3)
+    unet, ran = hosts.unet(), []
+    patch = apply_token_merging(unet, ToMeConfig(**HALF, reuse_every=4, reuse_span=0.25))
+    unet.mid_block.resnets[0].register_forward_hook(lambda *_: ran.append(index))
+    for index in range(8):
+        patch.at_step(index, 8)
+        hosts.call(unet, **hosts.inputs(1, seed=index))
+    assert ran == [0, 1, 3, 5, 7]
+
+
+@pytest.mark.parametrize(("path", "reuse"), [("up_blocks.0", (2, 1)), ("up_blocks.1.attentions.0", (2, 2))])
+def test_what_comes_up_to_what_runs_of_a_unet_is_taken_on(path, reuse):
     unet, came_up = hosts.unet(), []
-    patch = apply_token_merging(unet, ToMeConfig(**HALF, reuse_every=2))
-    unet.up_blocks[0].register_forward_hook(lambda _, args, result: came_up.append(result))
+    every, finest_every = reuse
+    config = ToMeConfig(**HALF, reuse_every=every, reuse_finest_every=finest_every)
+    patch = apply_token_merging(unet, config)
+    unet.get_submodule(path).register_forward_hook(
+        lambda _, args, result: came_up.append(result if isinstance(result, Tensor) else result[0])
+    )
     arguments, drift = hosts.inputs(1), torch.randn(1, 4, 16, 16, generator=torch.Generator().manual_seed(1))
     for index in range(5):  # it runs in 0, 1 and 3
         patch.at_step(index, 8)
@@ -265,10 +304,10 @@ def test_what_a_controlnet_adds_to_the_finest_level_counts_where_nothing_else_ru
     # From the first convolution, the finest level, what goes down from it, and the level below.
     channels, sides = (32, 32, 32, 64), (16, 16, 8, 8)
 
-    def third_step(values: tuple[float, ...], middle: float) -> Tensor:
-        """The result of a step in which only the finest level runs, with these values added to each."""
+    def third_step(values: tuple[float, ...], middle: float, finest_every: int = 1) -> Tensor:
+        """The result of a step in which not all of a UNet runs, with these values added to each."""
         unet = hosts.unet()
-        patch = apply_token_merging(unet, ToMeConfig(**HALF, reuse_every=2))
+        patch = apply_token_merging(unet, ToMeConfig(**HALF, reuse_every=2, reuse_finest_every=finest_every))
         for index in range(2):
             patch.at_step(index, 4)
             call(unet, arguments)
@@ -293,6 +332,9 @@ def test_what_a_controlnet_adds_to_the_finest_level_counts_where_nothing_else_ru
     assert torch.equal(third_step((0.0, 0.0, 1.0, 1.0), 1.0), nothing)
     assert not torch.equal(third_step((0.0, 1.0, 0.0, 0.0), 0.0), nothing)
     assert not torch.equal(third_step((1.0, 0.0, 0.0, 0.0), 0.0), nothing)
+    of_last_layer = third_step((0.0, 0.0, 0.0, 0.0), 0.0, finest_every=2)
+    assert torch.equal(third_step((0.0, 1.0, 1.0, 1.0), 1.0, finest_every=2), of_last_layer)
+    assert not torch.equal(third_step((1.0, 0.0, 0.0, 0.0), 0.0, finest_every=2), of_last_layer)
 
 
 def test_changes_are_taken_on_as_far_as_they_keep_their_direction():
@@ -329,8 +371,13 @@ def kept(model: nn.Module) -> list[Any]:
 
 def kept_by(run: Any) -> list[Any]:
     return [
-        *(kept for state in (*run.blocks, *run.layers, *run.below) for kept in state.changes.values()),
-        *(kept for state in run.below for kept in state.shapes.values()),
+        *(
+            kept
+            for state in (*run.blocks, *run.layers, *run.below, *run.finest)
+            for kept in state.changes.values()
+        ),
+        *(kept for state in (*run.below, *run.finest) for kept in state.shapes.values()),
+        *run.turns.ran,
         *(kept for state in run.blocks for kept in state.plans.values()),
         *run.guided.values(),
         *([] if run.same.result is None else [run.same.result]),
@@ -338,7 +385,13 @@ def kept_by(run: Any) -> list[Any]:
 
 
 KEEPING = pytest.mark.parametrize(
-    "every", [{"correct_every": 2}, {"reuse_every": 2}, {"planner": "importance", "plan_every": 2}]
+    "every",
+    [
+        {"correct_every": 2},
+        {"reuse_every": 2},
+        {"reuse_every": 2, "reuse_finest_every": 2},
+        {"planner": "importance", "plan_every": 2},
+    ],
 )
 
 

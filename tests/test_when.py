@@ -154,12 +154,12 @@ def test_how_far_steps_without_blocks_go_on():
     found = []
     for index in range(8):
         turns.note(Moment(None, index, 8))
-        found.append(turns.ahead(3, shape))
+        found.append(turns.ahead("blocks", 3, shape))
     assert found == [None, None, 1.0, 2.0, None, 1 / 3, 2 / 3, None]
     # Guidance is over, and with it half of the batch.
     turns.note(Moment(None, 8, 12))
-    assert turns.ahead(3, (1, 4)) is None
+    assert turns.ahead("blocks", 3, (1, 4)) is None
     turns.note(Moment(None, 9, 12))
-    assert turns.ahead(3, (1, 4)) is None
+    assert turns.ahead("blocks", 3, (1, 4)) is None
     turns.note(Moment(None, 10, 12))
-    assert turns.ahead(3, (1, 4)) == 1.0
+    assert turns.ahead("blocks", 3, (1, 4)) == 1.0

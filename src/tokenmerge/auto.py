@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import torch
@@ -17,12 +18,14 @@ __all__ = ["choose"]
 _OTHER_KERNELS = ("XFormers", "Sliced")
 _EAGER = ("AttnProcessor", "AttnAddedKVProcessor", "IPAdapterAttnProcessor", "CustomDiffusionAttnProcessor")
 
+# Up to this ratio attention merges; above it whole blocks, which lose more.
+_MODERATE = 0.5
+# Of a UNet with so much of its work at the finest level, that does not run on every step either: below a
+# ratio of 0.5, where the picture is to stay closest, and from it on.
+_COSTLY_FINEST_LEVEL, _WORTHWHILE_FINEST_LEVEL = 0.5, 0.2
 # With fewer steps, each changes more than those before it tell: what blocks change more than what comes up to
 # the finest level of a UNet, which draws the details anew.
-_STEPS_TO_REUSE_BLOCKS, _STEPS_TO_REUSE_STAGES = 16, 4
-# Up to this ratio attention merges; above it whole blocks, which lose more and are corrected more often. From
-# it on, more steps of a UNet do without what is below its finest level.
-_MODERATE = 0.5
+_SPAN_OF_BLOCKS, _SPAN_OF_STAGES = 1 / 8, 1 / 4
 
 
 def choose(pipe_or_model: object, ratio: float = 0.5, follows_steps: bool | None = None) -> ToMeConfig:
@@ -31,14 +34,12 @@ def choose(pipe_or_model: object, ratio: float = 0.5, follows_steps: bool | None
     - Up to a ratio of 0.5 self-attention merges, above it whole blocks, at every level, by tiled matching,
       with proportional attention: what costs least of the picture for what it saves. Token grids so small
       that it would cost more time than it saves stay dense; how small was measured once on this device.
-    - In a pipeline, whose steps can be followed, one in four of the steps that run blocks is dense and
-      corrects the others; one in three where whole blocks merge (``correct_every``).
+    - In a pipeline, whose steps can be followed, every second of the steps that run all blocks is dense and
+      corrects the others (``correct_every``).
     - Of a UNet, what is below the finest level runs in every second step, from a ratio of 0.5 on in every
-      third; of other models the blocks run in every second step, in generations of 16 steps or more
-      (``reuse_every``).
-
-    Fewer steps are the rival: on the bundled models, at 20 steps and little guidance, they are the closer way
-    to the same speed.
+      fourth, and the finest level, where it is a large part of the work, in every second; in generations of
+      fewer than 16 steps less is left out. Of other models the blocks run in every second step, in
+      generations of 16 steps or more (``reuse_every``, ``reuse_finest_every``, ``reuse_span``).
 
     Args:
         pipe_or_model: as for :func:`tokenmerge.apply_token_merging`.
@@ -59,19 +60,26 @@ def choose(pipe_or_model: object, ratio: float = 0.5, follows_steps: bool | None
         follows_steps = getattr(pipe_or_model, "scheduler", None) is not None
     whole = all(block.wide is not None for block in blocks)
     scope = "block" if whole and ratio > _MODERATE else "layers"
-    stages = bool(denoiser.below)
-    reuses = follows_steps and (stages or any(block.wide is not None for block in blocks))
-    return ToMeConfig(
+    settings = ToMeConfig(
         ratio=ratio,
         max_downsample=max((block.level for block in blocks), default=1),
         min_tokens=fewest_tokens(device, weight.dtype, *_narrowest(blocks)),
         scope=scope,
         planner="tiled",
         proportional=_calls_fused_attention(hosts),
-        correct_every=0 if not follows_steps else 3 if scope == "block" else 4,
-        reuse_every=1 if not reuses else 3 if stages and ratio >= _MODERATE else 2,
-        reuse_min_steps=0 if not reuses else _STEPS_TO_REUSE_STAGES if stages else _STEPS_TO_REUSE_BLOCKS,
+        correct_every=2 if follows_steps else 0,
     )
+    if follows_steps and denoiser.below:
+        costly = _COSTLY_FINEST_LEVEL if ratio < _MODERATE else _WORTHWHILE_FINEST_LEVEL
+        return dataclasses.replace(
+            settings,
+            reuse_every=2 if ratio < _MODERATE else 4,
+            reuse_finest_every=2 if denoiser.finest_share > costly else 1,
+            reuse_span=_SPAN_OF_STAGES,
+        )
+    if follows_steps and any(block.wide is not None for block in blocks):
+        return dataclasses.replace(settings, reuse_every=2, reuse_span=_SPAN_OF_BLOCKS)
+    return settings
 
 
 def _narrowest(blocks: Sequence[Block]) -> tuple[int, int]:

@@ -28,7 +28,8 @@ _CHANGEABLE = (
 
 # What makes settings the same at every step and for every level.
 _STEADY: Mapping[str, Any] = {
-    **{"schedule": None, "until": 1.0, "plan_every": 1, "correct_every": 0, "reuse_every": 1},
+    **{"schedule": None, "until": 1.0, "plan_every": 1, "correct_every": 0},
+    **{"reuse_every": 1, "reuse_finest_every": 1, "reuse_span": 1.0},
     **{"levels": {}, "phases": {}},
 }
 
@@ -141,8 +142,13 @@ class ToMeConfig:
             line was straight before. Raising it saves more, and the picture follows less closely. It takes
             memory for two results of each block, of a UNet for two of what comes up to its finest level.
             1: everything runs.
-        reuse_min_steps: generations of fewer steps run all blocks, whatever ``reuse_every`` says: their steps
-            differ too much from each other.
+        reuse_finest_every: of a UNet, one in so many steps runs the finest level whole, 1 ≤
+            reuse_finest_every ≤ reuse_every; the steps between run its last layer on the way up alone, as
+            DeepCache does. Raising it saves most where that level costs most, in narrow models and large
+            pictures, and loses more than raising ``reuse_every`` does, under strong guidance above all.
+        reuse_span: longest way from one step that runs everything to the next, as a share of the generation,
+            0 < reuse_span ≤ 1, and half of that for the finest level: of few steps, which differ more from
+            each other, fewer are left out. Raising it saves more in short generations, and loses more there.
         levels: settings of single levels: ``{2: {"ratio": 0.25}}``.
         phases: settings from a share of the steps on: ``{0.5: {"planner": "tome"}}``.
 
@@ -176,7 +182,8 @@ class ToMeConfig:
     share_plan: bool = False
     correct_every: int = 0
     reuse_every: int = 1
-    reuse_min_steps: int = 0
+    reuse_finest_every: int = 1
+    reuse_span: float = 1.0
     levels: Mapping[int, Mapping[str, Any]] = dataclasses.field(default_factory=dict, hash=False)
     phases: Mapping[float, Mapping[str, Any]] = dataclasses.field(default_factory=dict, hash=False)
 
@@ -225,7 +232,12 @@ class ToMeConfig:
     def _check_steps(self) -> None:
         _check_int("plan_every", self.plan_every, lowest=1)
         _check_int("reuse_every", self.reuse_every, lowest=1)
-        _check_int("reuse_min_steps", self.reuse_min_steps, lowest=0)
+        _check_int("reuse_finest_every", self.reuse_finest_every, lowest=1)
+        if self.reuse_finest_every > self.reuse_every:
+            raise ConfigError(
+                f"reuse_finest_every: expected 1 to reuse_every={self.reuse_every}, as a step that runs "
+                f"everything runs the finest level too, got {self.reuse_finest_every}"
+            )
         _check_int("min_tokens", self.min_tokens, lowest=0)
         _check_int("correct_every", self.correct_every, lowest=0)
         if self.asks_guidance and not self.share_guidance:
@@ -243,6 +255,7 @@ class ToMeConfig:
                 "group's; take another scope, or leave it out"
             )
         _check_share("until", self.until)
+        _check_share("reuse_span", self.reuse_span)
         if self.schedule is not None and not callable(self.schedule):
             object.__setattr__(self, "schedule", tuple(self.schedule))
             if not self.schedule or not all(_is_number(factor) and factor >= 0 for factor in self.schedule):
@@ -287,6 +300,16 @@ class ToMeConfig:
         """What a setting is at the beginning and where it is changed, on any level and from any step on."""
         changes = (*self.levels.values(), *self.phases.values())
         return [getattr(self, name), *(change[name] for change in changes if name in change)]
+
+    def reuse(self, steps: int) -> tuple[int, int]:
+        """One in how many steps runs everything, and one in how many the finest level, in so many steps.
+
+        >>> ToMeConfig(reuse_every=4, reuse_finest_every=2, reuse_span=0.25).reuse(steps=8)
+        (2, 1)
+        """
+        span = self.reuse_span * steps
+        everything = max(1, min(self.reuse_every, int(span)))
+        return everything, max(1, min(self.reuse_finest_every, int(span / 2)))
 
     def phase(self, index: int, steps: int) -> int:
         """How many of ``phases`` have begun at step ``index`` of ``steps``."""

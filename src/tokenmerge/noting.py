@@ -13,7 +13,7 @@ from tokenmerge.errors import ConfigError, NothingToMergeError, UnsupportedModel
 from tokenmerge.guidance import parts_are_equal
 from tokenmerge.layout import Grid
 from tokenmerge.methods.tome import num_removed
-from tokenmerge.state import STATE, Run
+from tokenmerge.state import STATE, Run, StageState
 
 __all__ = ["check_grid", "note_call", "note_grid", "note_result"]
 
@@ -66,21 +66,29 @@ def _note_turn(run: Run, sample: Tensor | list[Tensor]) -> None:
         anew = turns.plans(config.plan_every, (*shape, phase))
     run.begin_call(plan_anew=anew and not again)
     run.holds = config.follows_steps or config.share_plan or run.same.known
-    run.keeps = config.reuse_every > 1 and _keeps(run)
-    ahead = turns.ahead(config.reuse_every, shape) if run.keeps else None
-    # A tensor, so that compiled blocks need no graph for each value.
-    run.ahead = None if ahead is None else torch.tensor(ahead)
+    _note_reuse(run, shape)
     if config.correct_every and run.ahead is None and turns.corrects(config.correct_every, shape):
         _correct(run)
 
 
-def _keeps(run: Run) -> bool:
-    """Whether steps of this generation, and the running one, may do without their blocks."""
-    if torch.is_grad_enabled():
-        _refuse_training("reuse_every", run.config.reuse_every, 1)
+def _note_reuse(run: Run, shape: tuple[int, ...]) -> None:
+    """Note what does not run in the running call, and whether what runs is kept for such calls."""
     turns = run.turns
     step, steps = turns.index - turns.first, turns.last + 1 - turns.first
-    return steps >= run.config.reuse_min_steps and step < round(run.config.until * steps)
+    every, finest_every = run.config.reuse(steps)
+    run.keeps = every > 1 and step < round(run.config.until * steps)
+    if run.config.reuse_every > 1 and torch.is_grad_enabled():
+        _refuse_training("reuse_every", run.config.reuse_every, 1)
+    run.ahead = _ahead(run, "blocks", every, shape) if run.keeps else None
+    # A step that runs everything runs the finest level of a UNet too.
+    finest_every = 1 if run.ahead is None else finest_every
+    run.finest_ahead = _ahead(run, "finest", finest_every, shape) if run.keeps else None
+
+
+def _ahead(run: Run, part: str, every: int, shape: tuple[int, ...]) -> Tensor | None:
+    ahead = run.turns.ahead(part, every, shape)
+    # A tensor, so that compiled blocks need no graph for each value.
+    return None if ahead is None else torch.tensor(ahead)
 
 
 def _refuse_training(name: str, value: int, off: int) -> None:
@@ -166,7 +174,9 @@ def note_result(root: nn.Module, args: tuple, result: Any) -> None:
 
 def note_grid(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
     """Before the module around some blocks: note their token grid, that of its first argument."""
-    grid: Grid = module.__dict__[STATE]
+    state: Grid | StageState = module.__dict__[STATE]
+    grid = state if isinstance(state, Grid) else state.grid
+    assert grid is not None
     x = args[0] if args else kwargs["hidden_states"]
     grid.frames, (grid.rows, grid.columns) = 1, x.shape[-2:]
 

@@ -50,13 +50,22 @@ def kept_bytes(host: Host, config: ToMeConfig, arguments: Arguments) -> int:
     """
     if not config.correct_every and config.reuse_every == 1:
         return 0
-    correct, reuse = config.correct_every, config.reuse_every
-    keeping = dataclasses.replace(config.most(), correct_every=correct, reuse_every=reuse, reuse_min_steps=0)
+    keeping = dataclasses.replace(
+        config.most(),
+        correct_every=config.correct_every,
+        reuse_every=config.reuse_every,
+        reuse_finest_every=config.reuse_finest_every,
+    )
     with _patched(host, keeping) as run:
         for index in range(2):
             run.pipeline.told = Moment(run, index, _STEPS_TO_KEEP_MOST)
             count_flops(host.root, arguments())
-        states: list[BlockState | LayerState | StageState] = [*run.blocks, *run.layers, *run.below]
+        states: list[BlockState | LayerState | StageState] = [
+            *run.blocks,
+            *run.layers,
+            *run.below,
+            *run.finest,
+        ]
         changes = [change for state in states for change in state.changes.values()]
     kept = [tensor for change in changes for tensor in (*change.latest, *(change.growth or ()))]
     return sum(tensor.nbytes for tensor in kept if tensor is not None)
@@ -92,14 +101,21 @@ def notes_on_steps(config: ToMeConfig) -> list[str]:
             "dense and tells what merging loses on the others"
         )
     if config.reuse_every > 1:
-        short = (
-            f", in generations of {config.reuse_min_steps} steps or more" if config.reuse_min_steps else ""
-        )
         notes.append(
             f"reuse_every={config.reuse_every}: 1 of {config.reuse_every} steps runs all; in the others, "
             "the levels of a UNet below its finest, or the blocks of other models, do not run, and what they "
-            f"changed goes on in a straight line{short}"
+            "changed goes on in a straight line"
         )
+        if config.reuse_finest_every > 1:
+            notes.append(
+                f"reuse_finest_every={config.reuse_finest_every}: of a UNet, 1 of "
+                f"{config.reuse_finest_every} steps runs the finest level, the others only its last layer"
+            )
+        if config.reuse_span < 1:
+            notes.append(
+                f"reuse_span={config.reuse_span:g}: never longer than {_percent(config.reuse_span)} of the "
+                "steps, so that short generations run more of them"
+            )
     if config.plan_every > 1:
         notes.append(f"a plan is used for {config.plan_every} steps")
     if config.share_plan:

@@ -94,7 +94,7 @@ def check_host(host: Host, config: ToMeConfig, size: tuple[int, int] | None) -> 
         for layer in layers_to_merge(block, config):
             module = getattr(block.module, layer.name)
             check_swappable(module, f"{block.path}.{layer.name}", "forward")
-    for path in _below(host, config):
+    for path, _, _ in _pausing(host, config):
         check_swappable(host.root.get_submodule(path), path, "forward")
 
 
@@ -142,6 +142,7 @@ def patch_host(host: Host, run: Run) -> None:
     run.blocks.clear()
     run.layers.clear()
     run.below.clear()
+    run.finest.clear()
     for block in _blocks_to_merge(host, run.config):
         grid = run.grid if block.grid is None else grids.setdefault(block.grid, Grid())
         layer_states = layers_to_merge(block, run.config)
@@ -154,12 +155,13 @@ def patch_host(host: Host, run: Run) -> None:
             layer_state = LayerState(state, layer.kind, layer.layout, layer.own_keys, layer.keys)
             run.layers.append(layer_state)
             swap(getattr(block.module, layer.name), "forward", layer_call, layer_state)
-    for path in _below(host, run.config):
-        stage_state = StageState(run, is_last=path == host.below[-1])
-        run.below.append(stage_state)
-        swap(host.root.get_submodule(path), "forward", stage_call, stage_state)
     for module, grid in grids.items():
         note(module, note_grid, grid)
+    for path, finest, is_last in _pausing(host, run.config):
+        module = host.root.get_submodule(path)
+        stage_state = StageState(run, finest, is_last, grids.get(module))
+        (run.finest if finest else run.below).append(stage_state)
+        swap(module, "forward", stage_call, stage_state)
     note(host.root, note_call, run)
     if run.config.asks_guidance:
         host.root.register_forward_hook(note_result)
@@ -179,13 +181,15 @@ def restore(root: nn.Module) -> None:
                 state.forget()
             if hasattr(type(module), "_tokenmerge_base"):
                 _unswap(module)
-            else:
-                _unnote(module)
+            _unnote(module)
 
 
-def _below(host: Host, config: ToMeConfig) -> tuple[str, ...]:
-    """Paths of the stages that do not run on every step."""
-    return host.below if config.reuse_every > 1 else ()
+def _pausing(host: Host, config: ToMeConfig) -> Iterator[tuple[str, bool, bool]]:
+    """What of a UNet does not run on every step: path, whether at its finest level, whether last there."""
+    if config.reuse_every > 1:
+        yield from ((path, False, path == host.below[-1]) for path in host.below)
+    if config.reuse_finest_every > 1:
+        yield from ((path, True, path == host.finest[-1]) for path in host.finest)
 
 
 def _blocks_to_merge(host: Host, config: ToMeConfig) -> list[Block]:
@@ -272,7 +276,6 @@ def swap(module: nn.Module, method: str, call: Callable[[Callable], Callable], s
 def _unswap(module: nn.Module) -> None:
     swapped: Any = type(module)
     module.__class__ = swapped._tokenmerge_base
-    del module.__dict__[STATE]
     _rebind_hooks(module, getattr(swapped, swapped._tokenmerge_method))
 
 

@@ -87,19 +87,19 @@ def block_call(original: Callable) -> Callable:
 
 
 def stage_call(original: Callable) -> Callable:
-    """A stage below the finest level of a UNet: on some steps only its result goes on, and nothing runs."""
+    """A part of a UNet: on some steps only its result goes on, and nothing runs."""
 
     @functools.wraps(original)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         state: StageState | None = self.__dict__.get(STATE)
         if state is None or not state.run.keeps:
             return original(self, *args, **kwargs)
-        call, ahead = (state.run.turns.number, 0), state.run.ahead
+        call, ahead = (state.run.turns.number, 0), state.ahead
         before, shape = state.changes.get(call), state.shapes.get(call)
         if ahead is not None and before is not None:
             return changed(before, [0.0], ahead)
         if ahead is not None and shape is not None:
-            return tree_map(torch.zeros_like, shape)  # for other stages that do not run either
+            return tree_map(torch.zeros_like, shape)  # for others that do not run either
         result = original(self, *args, **kwargs)
         if state.is_last:
             state.changes[call] = since(before, change_of(result, [0.0]))

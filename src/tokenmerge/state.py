@@ -60,12 +60,14 @@ class Run:
         corrects: whether the running call is dense and keeps what merging would lose.
         keeps: whether blocks keep what they change, for steps in which they do not run.
         ahead: of such a step, how far it is from those that ran, as :meth:`Turns.ahead` says; None: they run.
+        finest_ahead: the same for the finest level of a UNet.
         holds: whether its plans are used again.
         plan_turn: number of the call of a step that planned for the running one.
         guided: what guidance changed in the results of the last step.
         blocks: that merge.
         layers: of these, those whose calls change.
-        below: the stages below the finest level, if they do not run on every step.
+        below: the stages of a UNet below its finest level, if they do not run on every step.
+        finest: what is at that level before the last layer on the way up, if it does not.
         record: where each block leaves its latest plan, by its path, while somebody asks for it.
     """
 
@@ -88,12 +90,14 @@ class Run:
     corrects: bool = False
     keeps: bool = False
     ahead: Tensor | None = None
+    finest_ahead: Tensor | None = None
     holds: bool = False
     plan_turn: int = 0
     guided: Guided = dataclasses.field(default_factory=Guided)
     blocks: list[BlockState] = dataclasses.field(default_factory=list)
     layers: list[LayerState] = dataclasses.field(default_factory=list)
     below: list[StageState] = dataclasses.field(default_factory=list)
+    finest: list[StageState] = dataclasses.field(default_factory=list)
     record: dict[str, RecordedPlan] | None = None
 
     def __post_init__(self) -> None:
@@ -102,12 +106,7 @@ class Run:
 
     def forget(self, first: int = 0, last: int = sys.maxsize) -> None:
         """Let go of all that calls with these numbers in their steps have left."""
-        noted: tuple[dict[int, Any], ...] = (
-            self.turns.planned,
-            self.turns.corrected,
-            self.turns.ran,
-            self.guided,
-        )
+        noted: tuple[dict[int, Any], ...] = (self.turns.planned, self.turns.corrected, self.guided)
         for by_number in noted:
             for number in [number for number in by_number if first <= number <= last]:
                 del by_number[number]
@@ -115,12 +114,14 @@ class Run:
             for call in [call for call in kept if first <= call[0] <= last]:
                 del kept[call]
 
-    def _kept(self) -> Iterator[dict[Call, Any]]:
+    def _kept(self) -> Iterator[dict[Any, Any]]:
+        """What is kept by tuples that begin with the number of a call."""
+        yield self.turns.ran
         for block in self.blocks:
             yield from (block.plans, block.changes)
         for layer in self.layers:
             yield layer.changes
-        for stage in self.below:
+        for stage in (*self.below, *self.finest):
             yield from (stage.changes, stage.shapes)
 
     def begin_call(self, plan_anew: bool) -> None:
@@ -215,16 +216,25 @@ class LayerState:
 
 @dataclasses.dataclass(eq=False)
 class StageState:
-    """What a stage below the finest level of a UNet knows.
+    """What a part of a UNet knows that does not run on every step: a stage, or a module of one.
 
     Attributes:
         run: of its model.
-        is_last: whether its result is what the finest level takes.
+        finest: whether it is at the finest level.
+        is_last: whether its result is what those take that do run.
+        grid: of its tokens, if it has blocks.
         changes: of the last one, its results when it last ran.
         shapes: of the others, what their results look like.
     """
 
     run: Run
+    finest: bool
     is_last: bool
+    grid: Grid | None = None
     changes: Changes = dataclasses.field(default_factory=Changes)
     shapes: Shapes = dataclasses.field(default_factory=Shapes)
+
+    @property
+    def ahead(self) -> Tensor | None:
+        """How far the running call is from those in which it ran, as :meth:`Turns.ahead` says."""
+        return self.run.finest_ahead if self.finest else self.run.ahead

@@ -103,7 +103,8 @@ class Turns:
         number: of the running call in its step, from 0.
         planned: by that number, the step whose plan a call uses, and what that plan is for.
         corrected: by that number, how many calls ago one was dense, and the shape of the samples then.
-        ran: by that number, the last two steps whose blocks ran, and the shape of the samples then.
+        ran: by that number and part of the model, the last two steps in which it ran, and the shape of the
+            samples then.
     """
 
     generation: object = None
@@ -113,7 +114,9 @@ class Turns:
     number: int = 0
     planned: dict[int, tuple[int, object]] = dataclasses.field(default_factory=dict)
     corrected: dict[int, tuple[int, tuple[int, ...] | None]] = dataclasses.field(default_factory=dict)
-    ran: dict[int, tuple[int | None, int, tuple[int, ...]]] = dataclasses.field(default_factory=dict)
+    ran: dict[tuple[int, str], tuple[int | None, int, tuple[int, ...]]] = dataclasses.field(
+        default_factory=dict
+    )
 
     @property
     def is_last(self) -> bool:
@@ -159,17 +162,17 @@ class Turns:
         self.corrected[self.number] = 0 if due else since + 1, shape
         return due
 
-    def ahead(self, every: int, shape: tuple[int, ...]) -> float | None:
-        """How far the running call goes on without its blocks, which run in one of so many steps.
+    def ahead(self, part: str, every: int, shape: tuple[int, ...]) -> float | None:
+        """How far the running call goes on without a part of the model, which runs in one of so many steps.
 
         Returns:
-            Steps since they ran, divided by those between the last two in which they ran; None: they run, as
-            they do until two steps say where a block's change is heading, and it is noted.
+            Steps since it ran, divided by those between the last two in which it ran; None: it runs, as it
+            does until two steps say where its change is heading, and that is noted.
         """
-        before, last, seen = self.ran.get(self.number, (None, -1, None))
+        before, last, seen = self.ran.get((self.number, part), (None, -1, None))
         if seen == shape and before is not None and self.index - last < every:
             return (self.index - last) / (last - before)
-        self.ran[self.number] = last if seen == shape else None, self.index, shape
+        self.ran[self.number, part] = last if seen == shape else None, self.index, shape
         return None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Turns:

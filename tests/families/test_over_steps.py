@@ -40,11 +40,14 @@ def test_what_a_block_changed_is_added_to_what_it_is_called_with(family):
     model = model_of(family)
     if not whole(model):
         pytest.skip("no block of it can run as a whole")
-    _, ran, gone_on = at_each_step(model, family, 3, reuse_every=2, use_rand=False)
+    reuse = {"reuse_every": 3, "reuse_finest_every": 2, "use_rand": False}
+    _, ran, last_layer, finest_level = at_each_step(model, family, 4, **reuse)
     run = run_of(model)
     assert all(state.changes for state in run.below[-1:] or run.blocks if run.below or state.wide is not None)
-    assert torch.isfinite(gone_on).all()
-    assert_close(gone_on, ran, rtol=1e-4, atol=1e-4 * ran.abs().max().item())
+    assert all(state.changes for state in run.finest[-1:])
+    for gone_on in (last_layer, finest_level):
+        assert torch.isfinite(gone_on).all()
+        assert_close(gone_on, ran, rtol=1e-4, atol=1e-4 * ran.abs().max().item())
 
 
 @EVERY

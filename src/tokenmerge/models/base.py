@@ -114,6 +114,9 @@ class Host:
         limits: what to know before merging it, in words.
         below: paths of the stages of a UNet below its finest level, in the order in which they run; the last
             one's result is what the finest level takes of them. Empty where there are none.
+        finest: paths of what runs at that level before its last layer on the way up, in that order; the last
+            one's result is what that layer takes of them. Empty where it takes more than that.
+        finest_share: share of a call's work that is at that level, by the sizes of its weights.
         on_cpu: names of parameters that a copy without weights, for counting, has on the CPU all the same:
             the model does something with their device that tensors without values do not allow.
     """
@@ -131,4 +134,6 @@ class Host:
     frames: int = 1
     limits: tuple[str, ...] = ()
     below: tuple[str, ...] = ()
+    finest: tuple[str, ...] = ()
+    finest_share: float = 1.0
     on_cpu: tuple[str, ...] = ()

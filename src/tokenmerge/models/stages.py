@@ -17,6 +17,7 @@ __all__ = ["describe_stages"]
 
 # Their first argument is [b, c, h, w], for a video with its frames in the batch. What attends over time is in
 # other classes (AnimateDiffTransformer3D, TransformerTemporalModel) or in other lists of blocks.
+_IN_LAYERS = ("resnets", "temp_convs", "attentions", "temp_attentions", "motion_modules")  # as they run
 _TRANSFORMERS = ("Transformer2DModel", "TransformerSpatioTemporalModel", "DreamLiteTransformer2DModel")
 
 
@@ -33,18 +34,8 @@ def describe_stages(
     Raises:
         UnsupportedModelError: its attention is not in transformer blocks.
     """
-    blocks: list[Block] = []
-    level = 1
-    for i, stage in enumerate(root.down_blocks):
-        blocks += _blocks(stage, f"down_blocks.{i}", level)
-        if _has(stage, "downsamplers", "base_downsamplers"):
-            level *= 2
-    if root.mid_block is not None:
-        blocks += _blocks(root.mid_block, "mid_block", level)
-    for i, stage in enumerate(getattr(root, "up_blocks", ())):
-        blocks += _blocks(stage, f"up_blocks.{i}", level)
-        if _has(stage, "upsamplers"):
-            level //= 2
+    stages = list(_stages(root))
+    blocks = [block for path, stage, level in stages for block in _blocks(stage, path, level)]
     if not blocks:
         _refuse_other_attention(root)
 
@@ -59,7 +50,30 @@ def describe_stages(
         controlnet=controlnet,
         example=partial(example, root),
         below=_below(root),
+        finest=_finest(root),
+        finest_share=_finest_share(stages),
     )
+
+
+def _stages(root: Any) -> Iterator[tuple[str, Any, int]]:
+    """Path, module and resolution level of each stage, in the order in which they run."""
+    level = 1
+    for i, stage in enumerate(root.down_blocks):
+        yield f"down_blocks.{i}", stage, level
+        if _has(stage, "downsamplers", "base_downsamplers"):
+            level *= 2
+    if root.mid_block is not None:
+        yield "mid_block", root.mid_block, level
+    for i, stage in enumerate(getattr(root, "up_blocks", ())):
+        yield f"up_blocks.{i}", stage, level
+        if _has(stage, "upsamplers"):
+            level //= 2
+
+
+def _finest_share(stages: list[tuple[str, Any, int]]) -> float:
+    """Share of the work that is at level 1: each weight is used once for each position of its level."""
+    work = {path: sum(p.numel() for p in stage.parameters()) / level**2 for path, stage, level in stages}
+    return sum(work[path] for path, _, level in stages if level == 1) / sum(work.values())
 
 
 def _below(root: Any) -> tuple[str, ...]:
@@ -69,6 +83,31 @@ def _below(root: Any) -> tuple[str, ...]:
         return ()
     ways = [f"down_blocks.{i}" for i in range(1, down)], [f"up_blocks.{i}" for i in range(up - 1)]
     return (*ways[0], "mid_block", *ways[1])
+
+
+def _finest(root: Any) -> tuple[str, ...]:
+    """Paths of what is at the finest level before the last layer on the way up.
+
+    That layer takes what the layer before it makes, and what the first convolution does, which is no stage.
+    """
+    if not _below(root):
+        return ()
+    path, stage = f"up_blocks.{len(root.up_blocks) - 1}", root.up_blocks[-1]
+    layers = len(stage.resnets)
+    lists = [(name, getattr(stage, name)) for name in _IN_LAYERS if hasattr(stage, name)]
+    return (
+        (
+            "down_blocks.0",
+            *(
+                f"{path}.{name}.{i}"
+                for layer in range(layers - 1)
+                for name, modules in lists
+                for i in range(layer * len(modules) // layers, (layer + 1) * len(modules) // layers)
+            ),
+        )
+        if layers > 1
+        else ()
+    )
 
 
 def _sample_size(root: Any) -> tuple[int, int] | None:
