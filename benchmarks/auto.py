@@ -1,9 +1,9 @@
-"""Time of a denoising step with `auto`, with tomesd and dense, on the geometry of well-known models.
+"""Time of a denoising step with `auto`, tomesd, DeepCache and dense, on the geometry of well-known models.
 
 The models have random weights and run alone, with the batch that one guided picture makes. Some steps of
 `auto` are dense, some merge, and some run only a part of the model. Each kind is timed, and a line shows
-their mean over the generation. Variants take turns; each line shows the median of the rounds, their quartiles,
-and the median of the ratios to dense within a round.
+their mean over the generation. Variants take turns; each line shows the median of the rounds, their
+quartiles, and the median of the ratios to dense within a round.
 
     python benchmarks/auto.py --model sd15 --size 512 768 --ratio 0.5 0.6
     python benchmarks/auto.py --model sd3@0.2 flux@0.05 --size 1024 --steps 28
@@ -25,10 +25,12 @@ from torch import nn
 import tokenmerge
 from tokenmerge import ToMeConfig
 from tokenmerge.auto import choose
+from tokenmerge.bench.caches import deepcache
 from tokenmerge.bench.geometry import build_denoiser, find_geometry
 from tokenmerge.bench.inputs import Inputs, InputSize, example_inputs
 
 Seconds = Callable[[], float]  # of one call
+TIMESTEP = 500
 
 
 class Pipe:
@@ -50,6 +52,20 @@ def with_tomesd(pipe: Pipe, call: Seconds, steps: int) -> float:
         return call()
     finally:
         tomesd.remove_patch(pipe.model)
+
+
+def with_deepcache(interval: int) -> Callable[[Pipe, Seconds, int], float]:
+    def measure(pipe: Pipe, call: Seconds, steps: int) -> float:
+        """The mean over a generation; it knows a step by the timestep's place among the scheduler's."""
+        scheduler = SimpleNamespace(timesteps=[TIMESTEP])  # the first step
+        with deepcache(SimpleNamespace(unet=pipe.model, scheduler=scheduler), None, None, interval):
+            everything = call()
+            scheduler.timesteps = [TIMESTEP + 1, TIMESTEP]  # the second
+            cached = call()
+        full = len(range(0, steps, interval))
+        return (full * everything + (steps - full) * cached) / steps
+
+    return measure
 
 
 def kinds_of_steps(config: ToMeConfig, steps: int) -> list[str]:
@@ -103,7 +119,11 @@ def measure(name: str, size: int, options: argparse.Namespace) -> dict[str, list
     )
     variants: dict[str, Callable[[Pipe, Seconds, int], float]] = {"dense": dense}
     if "unet" in geometry.denoiser.lower():
+        # By position and one for all, as the pipelines pass it: DeepCache looks there.
+        other = {name: value for name, value in inputs.kwargs.items() if name != "timestep"}
+        inputs = Inputs((*inputs.args, torch.tensor(TIMESTEP)), other)
         variants["tomesd 0.5"] = with_tomesd
+        variants |= {f"DeepCache {interval}": with_deepcache(interval) for interval in (2, 3)}
     variants |= {f"auto {ratio:g}": with_auto(ratio) for ratio in options.ratio}
     pipe, call = Pipe(model, geometry.guided), timed(model, inputs)
     call()  # warms up

@@ -2,8 +2,9 @@
 
 The model is a UNet with the geometry of Stable Diffusion 1.5 and random weights, called with a batch of 2 as
 in classifier-free guidance. The oracle runs self-attention on the first n − r tokens and merges nothing: no
-method that merges around self-attention can be faster. Variants take turns, so that a machine that becomes
-slower or faster does so for all of them; each line shows the median of the rounds and their quartiles.
+method that merges around self-attention can be faster. "one plan" is by
+tiled matching, once for all blocks of the level. Variants take turns, so that a machine that becomes slower or
+faster does so for all of them; each line shows the median of the rounds and their quartiles.
 
     python benchmarks/same_scope.py --size 512 768 --rounds 7
     python benchmarks/same_scope.py --device cuda --dtype float16 --size 512 768 1024
@@ -14,7 +15,8 @@ from __future__ import annotations
 import functools
 import statistics
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import tomesd
 import torch
@@ -57,11 +59,15 @@ def oracle(unet: UNet2DConditionModel) -> Iterator[None]:
             del block.attn1.forward
 
 
+def with_settings(**settings: Any) -> Callable[[UNet2DConditionModel], AbstractContextManager]:
+    return lambda unet: tokenmerge.token_merging(unet, tokenmerge.ToMeConfig(ratio=RATIO, **settings))
+
+
 VARIANTS: dict[str, Callable] = {
     "dense": lambda unet: nullcontext(),
     "oracle": oracle,
-    "tokenmerge": lambda unet: tokenmerge.token_merging(unet, tokenmerge.ToMeConfig(ratio=RATIO)),
-    "tiled": lambda unet: tokenmerge.token_merging(unet, tokenmerge.ToMeConfig(ratio=RATIO, planner="tiled")),
+    "tokenmerge": with_settings(),
+    "one plan": with_settings(planner="tiled", share_plan=True),
     "tomesd": tomesd_patch,
 }
 

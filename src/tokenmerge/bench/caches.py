@@ -18,9 +18,9 @@ __all__ = ["deepcache", "deepcache_missing", "first_block_cache"]
 
 @contextlib.contextmanager
 def deepcache(pipe: Any, config: None, report: None, interval: float) -> Iterator[None]:
-    """Run a UNet's deeper levels at every ``interval``-th step alone, with the package DeepCache.
+    """Run all of a UNet at every ``interval``-th step alone, with the package DeepCache.
 
-    The top level runs at every step. Source: arXiv 2312.00858.
+    Its last layer on the way up runs at every step. Source: arXiv 2312.00858.
 
     Raises:
         ConfigError: there is no pipeline, whose steps it follows, or ``interval`` is not a whole number from

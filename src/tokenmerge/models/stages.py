@@ -90,24 +90,19 @@ def _finest(root: Any) -> tuple[str, ...]:
 
     That layer takes what the layer before it makes, and what the first convolution does, which is no stage.
     """
-    if not _below(root):
+    stage = root.up_blocks[-1] if _below(root) else None
+    layers = len(getattr(stage, "resnets", ()))
+    if layers < 2:
         return ()
-    path, stage = f"up_blocks.{len(root.up_blocks) - 1}", root.up_blocks[-1]
-    layers = len(stage.resnets)
-    lists = [(name, getattr(stage, name)) for name in _IN_LAYERS if hasattr(stage, name)]
-    return (
-        (
-            "down_blocks.0",
-            *(
-                f"{path}.{name}.{i}"
-                for layer in range(layers - 1)
-                for name, modules in lists
-                for i in range(layer * len(modules) // layers, (layer + 1) * len(modules) // layers)
-            ),
-        )
-        if layers > 1
-        else ()
-    )
+    path = f"up_blocks.{len(root.up_blocks) - 1}"
+    lists = [(name, len(getattr(stage, name))) for name in _IN_LAYERS if hasattr(stage, name)]
+    before = [
+        f"{path}.{name}.{i}"
+        for layer in range(layers - 1)
+        for name, length in lists
+        for i in range(layer * length // layers, (layer + 1) * length // layers)
+    ]
+    return ("down_blocks.0", *before)
 
 
 def _sample_size(root: Any) -> tuple[int, int] | None:
