@@ -26,7 +26,7 @@ _BATCH, _ROUNDS = 2, 5
 
 
 def fewest_tokens(device: torch.device, dtype: torch.dtype, channels: int = 640, heads: int = 8) -> int:
-    """Smallest token grid of which merging half, around self-attention, is faster than not.
+    """Smallest token grid of which merging half, around self-attention, as ``auto`` does, is faster than not.
 
     It is measured once for a device, a dtype, a width, a version of torch and a number of threads, which
     takes a second or two at most, and then read from :func:`cache_file`; delete that to measure again.
@@ -37,7 +37,7 @@ def fewest_tokens(device: torch.device, dtype: torch.dtype, channels: int = 640,
         channels: of its tokens.
         heads: of its attention.
     """
-    key = f"{_key(device, dtype)}, {heads} × {channels // heads} channels"
+    key = f"{_key(device, dtype)}, {heads} × {channels // heads} channels, proportional, corrected"
     file = cache_file()
     known: dict[str, int] = {}
     with contextlib.suppress(OSError, ValueError):
@@ -59,7 +59,9 @@ def cache_file() -> Path:
 def measure_fewest_tokens(
     device: torch.device, dtype: torch.dtype, channels: int = 640, heads: int = 8
 ) -> int:
-    """Time self-attention dense and merged on growing token grids, planning included.
+    """Time self-attention dense and merged on growing token grids.
+
+    What ``auto`` adds to a merged step counts: planning, sizes in attention, and the correction.
 
     The arguments are those of :func:`fewest_tokens`.
 
@@ -74,10 +76,15 @@ def measure_fewest_tokens(
         noise = torch.randn(_BATCH, side * side, channels, generator=generator)
         x = noise.to(device, dtype)
 
-        def merged(x: Tensor = x, grid: tuple[int, int, int] = (1, side, side)) -> Tensor:
+        change = layer(x)
+
+        def merged(
+            x: Tensor = x, change: Tensor = change, grid: tuple[int, int, int] = (1, side, side)
+        ) -> Tensor:
             plan = PLANNERS["tiled"](x, grid, config, step)
             assert plan is not None
-            return unmerge(plan, layer(merge(plan, x)))
+            result = unmerge(plan, layer(merge(plan, x), plan.sizes.log()))
+            return result + (change - unmerge(plan, merge(plan, change)))
 
         def dense(x: Tensor = x) -> Tensor:
             return layer(x)
@@ -93,9 +100,10 @@ class _SelfAttention(nn.Module):
         self.heads = heads
         self.project, self.out = nn.Linear(channels, 3 * channels), nn.Linear(channels, channels)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, logits: Tensor | None = None) -> Tensor:
         q, k, v = self.project(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        mask = None if logits is None else logits[:, None, None].to(x.dtype)
+        return self.out(F.scaled_dot_product_attention(q, k, v, mask).transpose(1, 2).flatten(2))
 
 
 def _seconds(function: Callable[[], Tensor], device: torch.device) -> float:

@@ -7,6 +7,7 @@ from torch import Tensor
 from tokenmerge.errors import UnsupportedModelError
 from tokenmerge.guidance import importance_of_tokens
 from tokenmerge.methods import GUIDED_PLANNERS, PLANNERS
+from tokenmerge.methods.tome import num_removed
 from tokenmerge.ops import Plan, features_if_shared, num_tokens, shared_features
 from tokenmerge.state import BlockState, RecordedPlan
 
@@ -25,7 +26,8 @@ def plan_of(state: BlockState, x: Tensor, mask: Tensor | None) -> Plan | None:
         )
     start = None if mask is None else mask.sum(dim=1) - n
     features = state.layout.image(x, n, start)
-    if not state.settings.ratio:  # a plan that is kept is of a step that merged
+    # A plan that is kept is of a step that merged.
+    if not state.settings.ratio or not num_removed(state.grid.shape, state.settings):
         return None
     plan = state.plans.get(state.planning_call) if run.holds else None
     if plan is None or plan.inverse.shape != features.shape[:2]:
