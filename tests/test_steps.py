@@ -245,9 +245,13 @@ def test_in_a_unet_nothing_runs_below_the_finest_level(remove):
     assert ran == {**dict.fromkeys(below, 8 if remove else 4), **dict.fromkeys(finest, 8)}
 
 
-def test_on_some_steps_the_last_layer_of_a_unet_runs_alone():
+@pytest.mark.parametrize(
+    ("every", "steps_of_all", "steps_of_finest"),
+    [(4, [0, 1, 5], [0, 1, 3, 5, 7]), (3, [0, 1, 4, 7], [0, 1, 3, 4, 6, 7])],
+)
+def test_on_some_steps_the_last_layer_of_a_unet_runs_alone(every, steps_of_all, steps_of_finest):
     unet = hosts.unet()
-    patch = apply_token_merging(unet, ToMeConfig(**HALF, reuse_every=4, reuse_finest_every=2))
+    patch = apply_token_merging(unet, ToMeConfig(**HALF, reuse_every=every, reuse_finest_every=2))
     ran: dict[str, list[int]] = {}
     below = ["down_blocks.1.resnets.0", "mid_block.attentions.0", "up_blocks.0.resnets.1"]
     finest = ["down_blocks.0.resnets.0", "down_blocks.0.attentions.0", "up_blocks.1.attentions.0"]
@@ -259,8 +263,8 @@ def test_on_some_steps_the_last_layer_of_a_unet_runs_alone():
     for index in range(8):
         patch.at_step(index, 8)
         hosts.call(unet, **hosts.inputs(1, seed=index))
-    assert all(ran[path] == [0, 1, 5] for path in below)
-    assert all(ran[path] == [0, 1, 3, 5, 7] for path in finest)
+    assert all(ran[path] == steps_of_all for path in below)
+    assert all(ran[path] == steps_of_finest for path in finest)
     assert all(ran[path] == list(range(8)) for path in last)
 
 
