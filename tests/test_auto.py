@@ -16,6 +16,7 @@ from families.tiny import FAMILIES
 
 from tokenmerge import ConfigError, NothingToMergeError, apply_token_merging, calibration, token_merging
 from tokenmerge.auto import choose
+from tokenmerge.methods import PLANNERS
 from tokenmerge.models import find_hosts
 from tokenmerge.patch import run_of
 
@@ -102,6 +103,16 @@ def test_small_pictures_are_an_error_only_if_nothing_is_saved(monkeypatch):
     apply_token_merging(pipeline(unet=unet), 0.5)  # steps without blocks save time at any size
 
 
+def test_blocks_in_which_nothing_merges_compare_no_tokens(monkeypatch):
+    monkeypatch.setattr(calibration, "measure_fewest_tokens", lambda *_: 4096)
+    monkeypatch.setitem(PLANNERS, "tiled", lambda *_: pytest.fail("tokens were compared"))
+    unet = hosts.unet()
+    patch = apply_token_merging(pipeline(unet=unet), 0.5)
+    for index in range(2):
+        patch.at_step(index, 20)
+        hosts.call(unet, **hosts.inputs())
+
+
 def test_attention_by_other_kernels_is_not_asked_for_sizes(fast):
     from diffusers.models.attention_processor import AttnProcessor
 
@@ -125,6 +136,25 @@ def test_the_fewest_tokens_are_those_from_which_merging_is_faster(slow, expected
 
     monkeypatch.setattr(calibration, "_seconds", seconds)
     assert calibration.measure_fewest_tokens(torch.device("cpu"), torch.float32) == expected
+
+
+def test_the_fewest_tokens_are_timed_with_all_that_auto_adds_to_a_merged_step(monkeypatch):
+    """Sizes in attention, and the correction, which merges what a dense step changed."""
+    masks, merges = [], []
+    attend, merge = calibration.F.scaled_dot_product_attention, calibration.merge
+
+    def noted(q: Any, k: Any, v: Any, mask: Any = None) -> Any:
+        masks.append(mask is not None)
+        return attend(q, k, v, mask)
+
+    monkeypatch.setattr(calibration.F, "scaled_dot_product_attention", noted)
+    monkeypatch.setattr(calibration, "merge", lambda plan, x: merges.append(x) or merge(plan, x))
+    monkeypatch.setattr(calibration, "SIDES", (8,))
+    monkeypatch.setattr(calibration, "_seconds", lambda function, device: function() is None)
+    calibration.measure_fewest_tokens(torch.device("cpu"), torch.float32, 64, 4)
+    assert masks == [False, True, False]  # what a dense step changed, merged, dense
+    assert len(merges) == 2
+    assert not torch.equal(*merges)
 
 
 def test_it_is_measured_once_for_a_device_and_kept(own_cache, monkeypatch):

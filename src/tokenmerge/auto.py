@@ -41,6 +41,9 @@ def choose(pipe_or_model: object, ratio: float = 0.5, follows_steps: bool | None
       fewer than 16 steps less is left out. Of other models the blocks run in every second step, in
       generations of 16 steps or more (``reuse_every``, ``reuse_finest_every``, ``reuse_span``).
 
+    Fewer steps are the rival: on the bundled models, at 20 steps, they are as close at the same speed or
+    closer, but at 4096 tokens from twice the speed on.
+
     Args:
         pipe_or_model: as for :func:`tokenmerge.apply_token_merging`.
         ratio: fraction of tokens removed, 0 ≤ ratio ≤ 0.75. Raising it makes attention, and above 0.5 the
