@@ -71,7 +71,11 @@ def test_transformers(name, fast):
     family = FAMILIES[name]
     model = model_of(family)
     config = choose(pipeline(transformer=model), 0.5)
-    assert [config.reuse(steps) for steps in (15, 16, 50)] == [(1, 1), (2, 1), (2, 1)]
+    assert [config.reuse(steps) for steps in (10, 15, 16, 50)] == [(1, 1), (2, 1), (3, 1), (3, 1)]
+    less = choose(pipeline(transformer=model), 0.4)
+    assert [less.reuse(steps) for steps in (15, 16, 50)] == [(1, 1), (2, 1), (2, 1)]
+    # With fewer tokens merging loses more than reuse alone; without steps to follow there is no reuse.
+    assert (config.min_tokens, choose(model, 0.5).min_tokens) == (2048, 16)
     patch = apply_token_merging(pipeline(transformer=model), 0.5)
     for index in range(2):
         patch.at_step(index, 20)
@@ -80,7 +84,7 @@ def test_transformers(name, fast):
 
 
 def test_a_costly_finest_level_of_a_unet_does_not_run_on_every_step(fast):
-    """By its share of the work: most of a narrow model, a part of SD 1.5, next to nothing of SDXL."""
+    """By its share of the work: a part of SD 1.5, next to nothing of SDXL; never below a ratio of 0.5."""
 
     def finest_every(channels: tuple[int, int]) -> list[int]:
         pipe = pipeline(unet=hosts.unet(block_out_channels=channels))
@@ -89,10 +93,9 @@ def test_a_costly_finest_level_of_a_unet_does_not_run_on_every_step(fast):
         return [choose(pipe, ratio).reuse_finest_every for ratio in (0.25, 0.5)]
 
     shares: list[float] = []
-    assert finest_every((64, 64)) == [2, 2]
     assert finest_every((32, 64)) == [1, 2]
     assert finest_every((32, 160)) == [1, 1]
-    assert shares[0] > 0.5 > shares[1] > 0.2 > shares[2]
+    assert shares[0] > 0.2 > shares[1]
 
 
 def test_small_pictures_are_an_error_only_if_nothing_is_saved(monkeypatch):

@@ -20,12 +20,13 @@ _EAGER = ("AttnProcessor", "AttnAddedKVProcessor", "IPAdapterAttnProcessor", "Cu
 
 # Up to this ratio attention merges; above it whole blocks, which lose more.
 _MODERATE = 0.5
-# Of a UNet with so much of its work at the finest level, that does not run on every step either: below a
-# ratio of 0.5, where the picture is to stay closest, and from it on.
-_COSTLY_FINEST_LEVEL, _WORTHWHILE_FINEST_LEVEL = 0.5, 0.2
+# Of a UNet with more than this share of its work at the finest level, that does not run on every step either.
+_WORTHWHILE_FINEST_LEVEL = 0.2
 # With fewer steps, each changes more than those before it tell: what blocks change more than what comes up to
 # the finest level of a UNet, which draws the details anew.
-_SPAN_OF_BLOCKS, _SPAN_OF_STAGES = 1 / 8, 1 / 4
+_STEPS_OF_BLOCKS, _SPAN_OF_STAGES = 16, 1 / 4
+# On smaller grids of other models than UNets, leaving out more steps costs less of the picture than merging.
+_FEWEST_TOKENS_OF_TRANSFORMERS = 2048
 
 
 def choose(pipe_or_model: object, ratio: float = 0.5, follows_steps: bool | None = None) -> ToMeConfig:
@@ -38,11 +39,11 @@ def choose(pipe_or_model: object, ratio: float = 0.5, follows_steps: bool | None
       corrects the others (``correct_every``).
     - Of a UNet, what is below the finest level runs in every second step, from a ratio of 0.5 on in every
       fourth, and the finest level, where it is a large part of the work, in every second; in generations of
-      fewer than 16 steps less is left out. Of other models the blocks run in every second step, in
-      generations of 16 steps or more (``reuse_every``, ``reuse_finest_every``, ``reuse_span``).
+      fewer than 16 steps less is left out. Of other models the blocks run in every second step, from a
+      ratio of 0.5 on in every third, in generations of 16 steps or more (``reuse_every``,
+      ``reuse_finest_every``, ``reuse_span``), and merge from 2048 tokens on.
 
-    Fewer steps are the rival: on the bundled models, at 20 steps, they are as close at the same speed or
-    closer, but at 4096 tokens from twice the speed on.
+    Fewer steps are the rival: docs/methods.md says where they are as close at the same speed.
 
     Args:
         pipe_or_model: as for :func:`tokenmerge.apply_token_merging`.
@@ -72,27 +73,35 @@ def choose(pipe_or_model: object, ratio: float = 0.5, follows_steps: bool | None
         proportional=_calls_fused_attention(hosts),
         correct_every=2 if follows_steps else 0,
     )
-    if follows_steps and denoiser.below:
-        costly = _COSTLY_FINEST_LEVEL if ratio < _MODERATE else _WORTHWHILE_FINEST_LEVEL
+    if not follows_steps:
+        return settings
+    far = ratio >= _MODERATE
+    if denoiser.below:
         return dataclasses.replace(
             settings,
-            reuse_every=2 if ratio < _MODERATE else 4,
-            reuse_finest_every=2 if denoiser.finest_share > costly else 1,
+            reuse_every=4 if far else 2,
+            reuse_finest_every=2 if far and denoiser.finest_share > _WORTHWHILE_FINEST_LEVEL else 1,
             reuse_span=_SPAN_OF_STAGES,
         )
-    if follows_steps and any(block.wide is not None for block in blocks):
-        return dataclasses.replace(settings, reuse_every=2, reuse_span=_SPAN_OF_BLOCKS)
+    if any(block.wide is not None for block in blocks):
+        every = 3 if far else 2
+        return dataclasses.replace(
+            settings,
+            min_tokens=max(settings.min_tokens, _FEWEST_TOKENS_OF_TRANSFORMERS),
+            reuse_every=every,
+            reuse_span=every / _STEPS_OF_BLOCKS,
+        )
     return settings
 
 
-def _narrowest(blocks: Sequence[Block]) -> tuple[int, int]:
-    """Channels and heads of the narrowest attention, where merging saves least; common ones if unknown."""
+def _narrowest(blocks: Sequence[Block]) -> tuple[int, ...]:
+    """Channels and heads of the narrowest attention, where merging saves least; nothing if unknown."""
     found = []
     for layer in (getattr(block.module, layer.name) for block in blocks for layer in block.layers):
         projection, heads = getattr(layer, "to_q", None), getattr(layer, "heads", None)
         if isinstance(projection, nn.Linear) and isinstance(heads, int):
             found.append((projection.out_features, heads))
-    return min(found, default=(640, 8))
+    return min(found, default=())
 
 
 def _default_device() -> torch.device:
