@@ -83,6 +83,25 @@ def test_transformers(name, fast):
             model(**family.inputs(2, 8, 8))
 
 
+def test_where_nothing_merges_and_steps_run_less_the_report_says_so(fast):
+    family = FAMILIES["SD3Transformer2DModel"]
+    patch = apply_token_merging(pipeline(transformer=model_of(family)), 0.5)
+    assert not patch.report.rows
+    assert patch.report.flops_merged == patch.report.flops_dense
+    assert "fewer than min_tokens=2048 tokens" in str(patch.report)
+    assert "1 of 3 steps runs all" in str(patch.report)
+
+
+def test_a_ratio_of_0_is_dense(fast):
+    unet = hosts.unet()
+    inputs = hosts.inputs()
+    dense = hosts.call(unet, **inputs)
+    patch = apply_token_merging(pipeline(unet=unet), 0.0)
+    assert not run_of(unet).config.follows_steps
+    assert torch.equal(hosts.call(unet, **inputs), dense)
+    assert "every block stays dense, as asked" in str(patch.report)
+
+
 def test_a_costly_finest_level_of_a_unet_does_not_run_on_every_step(fast):
     """By its share of the work: a part of SD 1.5, next to nothing of SDXL; never below a ratio of 0.5."""
 

@@ -186,6 +186,24 @@ def test_calls_of_one_step_have_corrections_of_their_own():
         assert all(equal(both, alone))
 
 
+@pytest.mark.parametrize("settings", [{"reuse_every": 2}, {"scope": "block", "correct_every": 4}])
+@pytest.mark.parametrize("name", ["SD3Transformer2DModel", "FluxTransformer2DModel"])
+def test_another_text_in_the_middle_may_be_longer(name, settings):
+    """Blocks change it together with the picture, so that nothing of the shorter one can be used."""
+    model, arguments, _ = host_of(name)
+    text = arguments["encoder_hidden_states"]
+    longer = {**arguments, "encoder_hidden_states": torch.cat([text, text], dim=1)}
+    if "txt_ids" in arguments:
+        longer["txt_ids"] = torch.cat([arguments["txt_ids"]] * 2)
+    patch = apply_token_merging(model, ToMeConfig(**HALF, **settings, use_rand=False))
+    patch.at_step(0, 8)
+    alone = call(model, longer)
+    for index in range(3):  # the last would go on with what blocks changed, or merge with corrections
+        patch.at_step(index, 8)
+        result = call(model, longer if index == 2 else arguments)
+    assert torch.equal(result, alone)
+
+
 def test_another_batch_in_the_middle_is_corrected_anew():
     unet, two, three = hosts.unet(), hosts.inputs(2), hosts.inputs(3)
     dense = hosts.call(unet, **three)
@@ -435,6 +453,36 @@ def test_calls_that_a_step_does_without_keep_nothing():
             hosts.call(unet, **{**arguments, "sample": arguments["sample"].clone()})
         counts.append({len(state.changes) for state in run_of(unet).blocks})
     assert counts == [{2}, {2}, {2}, {1}]
+
+
+def test_a_single_step_merges():
+    """Dense, it would tell what merging loses on steps that there are not."""
+    for settings in ({"correct_every": 2}, {"until": 0.3}):
+        unet, inputs = hosts.unet(), hosts.inputs()
+        dense = hosts.call(unet, **inputs)
+        patch = apply_token_merging(unet, ToMeConfig(**HALF, **settings))
+        patch.at_step(0, 1)
+        with patch.record() as recorded:
+            merged = hosts.call(unet, **inputs)
+        assert recorded
+        assert not torch.equal(merged, dense)
+
+
+def test_a_loop_that_goes_on_elsewhere_begins_anew():
+    loop = Loop(hosts.unet(), hosts.inputs(), scope="block", correct_every=4)
+    run = run_of(loop.model)
+    ran = []
+    for index in (0, 1, 4, 5, 3):
+        loop.patch.at_step(index, 8)
+        hosts.call(loop.model, **loop.arguments)
+        ran.append(run.corrects)
+    assert ran == [True, False, True, False, True]
+
+
+def test_reuse_is_refused_where_nothing_can_be_left_out():
+    model = model_of(FAMILIES["QwenImageTransformer2DModel"])
+    with pytest.raises(UnsupportedModelError, match="reuse_every=2: no part of QwenImage"):
+        apply_token_merging(model, ToMeConfig(**HALF, reuse_every=2))
 
 
 def test_a_step_that_is_over_is_an_error():

@@ -153,6 +153,39 @@ def test_what_is_cut_off_changes_nothing_of_the_next(pipe):
     assert torch.equal(draw(pipe, 4), expected)
 
 
+@pytest.mark.parametrize("settings", [CORRECTED, REUSED])
+def test_what_is_cut_off_changes_nothing_of_image_to_image_after_it(pipe, settings):
+    """It begins at the very step that the other would have made next."""
+    pipe.scheduler = EulerDiscreteScheduler.from_config(pipe.scheduler.config)
+    from_picture = StableDiffusionImg2ImgPipeline(**pipe.components, requires_safety_checker=False)
+    from_picture.set_progress_bar_config(disable=True)
+    given = {"image": Image.new("RGB", (SIDE, SIDE), (200, 30, 60)), "strength": 0.5}
+
+    def cut(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+        pipe._interrupt = step == 3
+        return tensors
+
+    apply_token_merging(from_picture, ToMeConfig(**settings))
+    expected = draw(from_picture, 8, **given)
+    draw(pipe, 8, callback_on_step_end=cut)
+    assert torch.equal(draw(from_picture, 8, **given), expected)
+
+
+@pytest.mark.parametrize("settings", [CORRECTED, REUSED])
+def test_nothing_is_kept_any_more_when_the_picture_is_decoded(pipe, settings):
+    apply_token_merging(pipe, ToMeConfig(**settings))
+    run, held = run_of(pipe.unet), []
+
+    def note(*_: Any) -> None:
+        held.append(sum(len(state.changes) for state in (*run.blocks, *run.layers, *run.below)))
+
+    pipe.vae.decoder.register_forward_pre_hook(note)
+    pipe.unet.register_forward_hook(note)
+    draw(pipe, 4, output_type="np")
+    assert held[-1] == 0
+    assert all(held[:3])
+
+
 def test_removal_in_the_middle(pipe):
     patch = apply_token_merging(pipe, ToMeConfig(**CORRECTED))
     run = run_of(pipe.unet)

@@ -140,6 +140,20 @@ def test_tiles_have_copies_of_the_schedulers_state():
     assert moments[1].generation is not moments[0].generation
 
 
+def test_image_to_image_after_a_generation_that_was_cut_off_begins_its_own():
+    """Their timesteps are alike: its scheduler says where it begins, or steps are missing between them."""
+    cut_off = Moment(torch.arange(9), 4, 9)
+    assert firsts([cut_off, Moment(torch.arange(9), 5, 9, begins=True)]) == [4, 5]
+    assert firsts([cut_off, Moment(torch.arange(9), 7, 9)]) == [4, 7]
+    scheduler = diffusers.EulerDiscreteScheduler()
+    scheduler.set_timesteps(9)
+    assert not moment_of(scheduler, scheduler.timesteps[0]).begins
+    scheduler.set_begin_index(5)
+    assert moment_of(scheduler, scheduler.timesteps[5]).begins
+    scheduler.step(torch.zeros(1), scheduler.timesteps[5], torch.zeros(1))
+    assert not moment_of(scheduler, scheduler.timesteps[6]).begins
+
+
 def test_plans_last_for_so_many_steps_and_one_shape():
     turns, small, large = Turns(), torch.Size([2]), torch.Size([3])
     due = []

@@ -57,8 +57,9 @@ class Patch(Generic[AnyReport, AnyRecord]):
     def at_step(self, index: int, steps: int) -> None:
         """Say which denoising step comes next, in a loop that is not a diffusers pipeline's.
 
-        Only settings that follow the steps need it; ``index`` 0 begins a generation. From then on a
-        pipeline's own scheduler is not asked any more.
+        Only settings that follow the steps need it; ``index`` 0 begins a generation, and so does one that
+        is neither the last one again nor the next. From then on a pipeline's own scheduler is not asked any
+        more.
 
         Args:
             index: of the step, 0 ≤ index < steps.
@@ -71,7 +72,8 @@ class Patch(Generic[AnyReport, AnyRecord]):
             raise ConfigError(f"index, steps: expected integers, 0 ≤ index < steps, got {index!r}, {steps!r}")
         for run in self._runs.values():
             told = run.pipeline.told
-            generation = object() if told is None or index == 0 else told.generation
+            begins = told is None or index == 0 or index - told.index not in (0, 1)
+            generation = object() if begins else told.generation
             run.pipeline.told = Moment(generation, index, steps)
 
     @contextlib.contextmanager

@@ -48,7 +48,7 @@ def choose(pipe_or_model: object, ratio: float = 0.5, follows_steps: bool | None
     Args:
         pipe_or_model: as for :func:`tokenmerge.apply_token_merging`.
         ratio: fraction of tokens removed, 0 ≤ ratio ≤ 0.75. Raising it makes attention, and above 0.5 the
-            whole block, faster and the picture less like the dense one.
+            whole block, faster and the picture less like the dense one; at 0 every step is dense.
         follows_steps: whether settings may follow the denoising steps; None: in a pipeline they may.
 
     Raises:
@@ -62,6 +62,8 @@ def choose(pipe_or_model: object, ratio: float = 0.5, follows_steps: bool | None
     device = weight.device if not weight.is_meta else _default_device()
     if follows_steps is None:
         follows_steps = getattr(pipe_or_model, "scheduler", None) is not None
+    if ratio == 0:
+        return ToMeConfig(ratio=ratio)
     whole = all(block.wide is not None for block in blocks)
     scope = "block" if whole and ratio > _MODERATE else "layers"
     settings = ToMeConfig(
@@ -83,7 +85,7 @@ def choose(pipe_or_model: object, ratio: float = 0.5, follows_steps: bool | None
             reuse_finest_every=2 if far and denoiser.finest_share > _WORTHWHILE_FINEST_LEVEL else 1,
             reuse_span=_SPAN_OF_STAGES,
         )
-    if any(block.wide is not None for block in blocks):
+    if denoiser.can_pause:
         every = 3 if far else 2
         return dataclasses.replace(
             settings,

@@ -15,7 +15,7 @@ from tokenmerge.layout import Grid
 from tokenmerge.methods.tome import num_removed
 from tokenmerge.state import STATE, Run, StageState
 
-__all__ = ["check_grid", "note_call", "note_grid", "note_result"]
+__all__ = ["check_grid", "note_call", "note_end", "note_grid", "note_result"]
 
 
 def note_call(root: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -34,7 +34,9 @@ def note_call(root: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         _note_parts(run, root, sample)
     if run.config.follows_steps:
         _note_step(run, root, timestep, before)
-    _note_turn(run, sample)
+    shape = (len(sample), *sample[0].shape)
+    text = arguments.get("encoder_hidden_states")  # joint blocks change it too, and its length may change
+    _note_turn(run, sample, (*shape, *text.shape) if isinstance(text, Tensor) else shape)
 
 
 def _note_parts(run: Run, root: nn.Module, sample: Any) -> None:
@@ -47,10 +49,9 @@ def _note_parts(run: Run, root: nn.Module, sample: Any) -> None:
         run.parts, run.shared = parts if equal is not None and equal else 1, None
 
 
-def _note_turn(run: Run, sample: Tensor | list[Tensor]) -> None:
-    """Note which plans and corrections the running call uses, and which it makes."""
+def _note_turn(run: Run, sample: Tensor | list[Tensor], shape: tuple[int, ...]) -> None:
+    """Note which plans and corrections a call with inputs of this shape uses, and which it makes."""
     config, turns, again, anew = run.config, run.turns, False, True
-    shape = len(sample), *sample[0].shape
     run.corrects = False
     # With gradients, blocks may run again when the sample, and the plans with it, are gone.
     if torch.compiler.is_compiling() or torch.is_grad_enabled():
@@ -76,7 +77,7 @@ def _note_reuse(run: Run, shape: tuple[int, ...]) -> None:
     turns = run.turns
     step, steps = turns.index - turns.first, turns.last + 1 - turns.first
     every, finest_every = run.config.reuse(steps)
-    run.keeps = every > 1 and step < round(run.config.until * steps)
+    run.keeps = every > 1 and step < run.config.merging_steps(steps)
     if run.config.reuse_every > 1 and torch.is_grad_enabled():
         _refuse_training("reuse_every", run.config.reuse_every, 1)
     run.ahead = _ahead(run, "blocks", every, shape) if run.keeps else None
@@ -150,11 +151,20 @@ def _correct(run: Run) -> None:
         _refuse_training("correct_every", run.config.correct_every, 0)
     turns = run.turns
     index, steps = turns.index + 1 - turns.first, turns.last + 1 - turns.first
+    if steps == 1:  # there is none to correct
+        return
     used = not turns.is_last and any(run.config.at(level, index, steps).ratio for level in run.levels)
     if used and any(settings.ratio for settings in run.settings.values()):
         run.corrects = True
     else:
         run.settings = {level: dataclasses.replace(run.settings[level], ratio=0.0) for level in run.levels}
+
+
+def note_end(root: nn.Module, args: tuple, result: Any) -> None:
+    """Behind the model: after the last step, let go of what is kept, before the picture is decoded."""
+    run: Run = root.__dict__[STATE]
+    if run.turns.is_last:
+        run.forget_results(run.turns.number)
 
 
 def note_result(root: nn.Module, args: tuple, result: Any) -> None:

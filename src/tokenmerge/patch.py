@@ -21,7 +21,7 @@ from tokenmerge.errors import NothingToMergeError, UnsupportedModelError
 from tokenmerge.kept import Plans
 from tokenmerge.layout import Grid
 from tokenmerge.models import KINDS, Block, Host, Layer
-from tokenmerge.noting import check_grid, note_call, note_grid, note_result
+from tokenmerge.noting import check_grid, note_call, note_end, note_grid, note_result
 from tokenmerge.runtime import block_call, layer_call, parameters, stage_call
 from tokenmerge.state import STATE, BlockState, LayerState, Run, StageState
 
@@ -86,6 +86,11 @@ def check_host(host: Host, config: ToMeConfig, size: tuple[int, int] | None) -> 
     blocks = _blocks_to_merge(host, config)
     if not blocks:
         raise NothingToMergeError(_why_nothing(host, config))
+    if config.reuse_every > 1 and not (host.can_pause or host.controlnet):
+        raise UnsupportedModelError(
+            f"reuse_every={config.reuse_every}: no part of {type(host.root).__name__} can be left out of a "
+            "step; take reuse_every=1"
+        )
     if size is not None:
         rows, columns = (-(-side // host.patch) for side in size)
         check_grid(new_run(host, config), (host.frames, rows, columns))
@@ -163,6 +168,8 @@ def patch_host(host: Host, run: Run) -> None:
         (run.finest if finest else run.below).append(stage_state)
         swap(module, "forward", stage_call, stage_state)
     note(host.root, note_call, run)
+    if run.config.follows_steps:
+        host.root.register_forward_hook(note_end)
     if run.config.asks_guidance:
         host.root.register_forward_hook(note_result)
 

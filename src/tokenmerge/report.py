@@ -237,7 +237,8 @@ def _predict_host(
     (copied,) = find_hosts(weightless(host.root, host.on_cpu))
     arguments = partial(copied.example, height, width, batch)
     dense = count_flops(copied.root, arguments())
-    run = new_run(copied, config.most())
+    # Where nothing merges, steps that run less are no reason to refuse it.
+    run = new_run(copied, dataclasses.replace(config.most(), reuse_every=config.reuse_every))
     patch_host(copied, run)
     recorded: dict[str, RecordedPlan] = {}
     run.record = recorded

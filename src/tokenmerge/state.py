@@ -114,13 +114,21 @@ class Run:
             for call in [call for call in kept if first <= call[0] <= last]:
                 del kept[call]
 
+    def forget_results(self, number: int) -> None:
+        """Let go of the results that a call with this number in its step has left, but of no plan."""
+        for kept in self._results():
+            for call in [call for call in kept if call[0] == number]:
+                del kept[call]
+
     def _kept(self) -> Iterator[dict[Any, Any]]:
         """What is kept by tuples that begin with the number of a call."""
         yield self.turns.ran
-        for block in self.blocks:
-            yield from (block.plans, block.changes)
-        for layer in self.layers:
-            yield layer.changes
+        yield from (block.plans for block in self.blocks)
+        yield from self._results()
+
+    def _results(self) -> Iterator[dict[Any, Any]]:
+        yield from (block.changes for block in self.blocks)
+        yield from (layer.changes for layer in self.layers)
         for stage in (*self.below, *self.finest):
             yield from (stage.changes, stage.shapes)
 

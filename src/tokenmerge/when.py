@@ -20,20 +20,23 @@ class Moment:
         index: of the step among those of its scheduler, from 0.
         total: number of these.
         first: index of the generation's first step; image-to-image does not begin at 0.
+        begins: whether its scheduler says that it is the first.
     """
 
     generation: object
     index: int
     total: int
     first: int = 0
+    begins: bool = False
 
     def after(self, before: Moment | None) -> Moment:
         """This moment as one of the generation of ``before``, if it is; or else as the first of its own."""
         if before is not None and self.index >= before.index:
             same = self.generation is before.generation
-            # Pipelines of tiles step each of them with its own copy of the scheduler's state.
-            copied = self.index > before.first and _equal(self.generation, before.generation)
-            if same or copied:
+            # Pipelines of tiles step each of them with its own copy of the scheduler's state. One that was
+            # cut short, and image-to-image after it, look alike but for where that begins.
+            follows = before.first < self.index <= before.index + 1 and not self.begins
+            if same or (follows and _equal(self.generation, before.generation)):
                 return dataclasses.replace(self, generation=before.generation, first=before.first)
         return dataclasses.replace(self, first=self.index)
 
@@ -56,7 +59,8 @@ def moment_of(scheduler: Any, timestep: Tensor | float) -> Moment | None:
         return None
     index = getattr(scheduler, "step_index", None)
     # Before the first step it is not counted yet. Image-to-image begins later than at the first.
-    index = getattr(scheduler, "begin_index", None) if index is None else index
+    first = getattr(scheduler, "begin_index", None)
+    index = first if index is None else index
     if index is None:
         now = float(torch.as_tensor(timestep).max())
         index = _place(now, timesteps, made=getattr(scheduler, "counter", 0))
@@ -65,7 +69,7 @@ def moment_of(scheduler: Any, timestep: Tensor | float) -> Moment | None:
             index = 0
     if index is None or index >= len(timesteps):  # of a generation that is over
         return None
-    return Moment(timesteps, int(index), len(timesteps))
+    return Moment(timesteps, int(index), len(timesteps), begins=index == first)
 
 
 def _is_unused(scheduler: Any) -> bool:

@@ -137,3 +137,8 @@ class Host:
     finest: tuple[str, ...] = ()
     finest_share: float = 1.0
     on_cpu: tuple[str, ...] = ()
+
+    @property
+    def can_pause(self) -> bool:
+        """Whether something of it need not run on every step: stages of a UNet, or whole blocks."""
+        return bool(self.below) or any(block.wide is not None for block in self.blocks)
