@@ -124,8 +124,8 @@ def notes_on_steps(config: ToMeConfig) -> list[str]:
         notes.append("planner='importance': planned as 'tome' until a guided step was made")
     if config.schedule is not None or config.phases or config.correct_every or config.reuse_every > 1:
         notes.append(
-            "tokens and operations are those of the step that merges most; given a number of steps (--steps), "
-            "their mean over these is counted too"
+            "tokens and operations are those of the step that merges most; with a number of steps (--steps), "
+            "their mean is counted too"
         )
     return notes
 
