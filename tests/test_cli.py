@@ -299,13 +299,14 @@ def test_an_output_folder_that_cannot_be_written_is_one_line(folder, tmp_path, c
 
 
 def test_where_nothing_merges_the_line_says_what_to_set(folder, tmp_path, capsys):
-    assert "larger image" in refused(capsys, "inspect", folder, "--size", 2)
-    line = refused(capsys, "generate", "x", "--model", folder, "--out", tmp_path, "--size", 2)
+    tiny = ("--size", 2, "--method", "tome")
+    assert "larger image" in refused(capsys, "inspect", folder, *tiny)
+    line = refused(capsys, "generate", "x", "--model", folder, "--out", tmp_path, *tiny)
     assert "larger image" in line
 
 
 def test_a_stride_larger_than_the_grid_is_one_line(folder, capsys):
-    assert "sx" in refused(capsys, "inspect", folder, "--sx", 99)
+    assert "sx" in refused(capsys, "inspect", folder, "--sx", 99, "--method", "tome")
 
 
 def test_a_missing_extra_is_one_line(capsys, monkeypatch):

@@ -124,8 +124,8 @@ class ToMeConfig:
         schedule: what ``ratio`` is multiplied by at each step: numbers spaced evenly over the steps, with a
             straight line between each two, or a function of the share of them that is done, from 0 to 1.
             ``(1.4, 0.6)`` merges more at first, when the picture forgives most. None: always by 1.
-        until: share of the steps that merge, 0 < until ≤ 1, at least one; those after it are dense. Lowering
-            it gives back the saving of the late steps, and with it most of the loss.
+        until: share of the steps that merge, 0 < until ≤ 1; those after it are dense. Lowering it gives back
+            the saving of the late steps, and with it most of the loss.
         plan_every: a plan is used for so many steps, ≥ 1. Raising it makes planning cheaper, and plans older.
         share_plan: blocks with one token grid use the plan of the first of them. Planning becomes as many
             times cheaper, and plans a little worse.
@@ -311,10 +311,6 @@ class ToMeConfig:
         everything = max(1, min(self.reuse_every, int(span)))
         return everything, max(1, min(self.reuse_finest_every, int(span / 2)))
 
-    def merging_steps(self, steps: int) -> int:
-        """How many of so many steps ``until`` lets merge, at least one."""
-        return max(1, round(self.until * steps))
-
     def phase(self, index: int, steps: int) -> int:
         """How many of ``phases`` have begun at step ``index`` of ``steps``."""
         return sum(index >= round(start * steps) for start in self.phases)
@@ -329,7 +325,7 @@ class ToMeConfig:
         changes: dict[str, Any] = {}
         for start in sorted(self.phases)[: self.phase(index, steps)]:
             changes |= self.phases[start]
-        if index >= self.merging_steps(steps):
+        if index >= round(self.until * steps):
             factor = 0.0
         else:
             factor = _factor(self.schedule, index / max(1, steps - 1))

@@ -35,7 +35,8 @@ def note_call(root: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
     if run.config.follows_steps:
         _note_step(run, root, timestep, before)
     shape = (len(sample), *sample[0].shape)
-    text = arguments.get("encoder_hidden_states")  # joint blocks change it too, and its length may change
+    text = arguments.get("encoder_hidden_states") if run.config.follows_steps else None
+    # Joint blocks change the text too, and its length may be another one at the next step.
     _note_turn(run, sample, (*shape, *text.shape) if isinstance(text, Tensor) else shape)
 
 
@@ -77,7 +78,7 @@ def _note_reuse(run: Run, shape: tuple[int, ...]) -> None:
     turns = run.turns
     step, steps = turns.index - turns.first, turns.last + 1 - turns.first
     every, finest_every = run.config.reuse(steps)
-    run.keeps = every > 1 and step < run.config.merging_steps(steps)
+    run.keeps = every > 1 and step < round(run.config.until * steps)
     if run.config.reuse_every > 1 and torch.is_grad_enabled():
         _refuse_training("reuse_every", run.config.reuse_every, 1)
     run.ahead = _ahead(run, "blocks", every, shape) if run.keeps else None
