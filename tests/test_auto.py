@@ -90,6 +90,7 @@ def test_where_nothing_merges_and_steps_run_less_the_report_says_so(fast):
     assert patch.report.flops_merged == patch.report.flops_dense
     assert "fewer than min_tokens=2048 tokens" in str(patch.report)
     assert "1 of 3 steps runs all" in str(patch.report)
+    assert "those of the step that merges most" in str(patch.report)
 
 
 def test_a_ratio_of_0_is_dense(fast):
