@@ -101,6 +101,7 @@ def test_a_ratio_of_0_is_dense(fast):
     assert not run_of(unet).config.follows_steps
     assert torch.equal(hosts.call(unet, **inputs), dense)
     assert "every block stays dense, as asked" in str(patch.report)
+    assert choose(pipeline(unet=unet), 0.0).max_downsample == 2  # as SDXL needs, to be patched at all
 
 
 def test_a_costly_finest_level_of_a_unet_does_not_run_on_every_step(fast):

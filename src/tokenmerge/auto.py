@@ -39,8 +39,8 @@ def choose(pipe_or_model: object, ratio: float = 0.5, follows_steps: bool | None
       corrects the others (``correct_every``).
     - Of a UNet, what is below the finest level runs in every second step, from a ratio of 0.5 on in every
       fourth, and the finest level, where it is a large part of the work, in every second; in generations of
-      fewer than 16 steps less is left out. Of other models the blocks run in every second step, from a
-      ratio of 0.5 on in every third, in generations of 16 steps or more (``reuse_every``,
+      fewer than 16 steps less is left out. Of other models the blocks, if they can be left out, run in every
+      second step, from a ratio of 0.5 on in every third, in generations of 16 steps or more (``reuse_every``,
       ``reuse_finest_every``, ``reuse_span``), and merge from 2048 tokens on.
 
     Fewer steps are the rival: docs/methods.md says where they are as close at the same speed.
@@ -62,13 +62,14 @@ def choose(pipe_or_model: object, ratio: float = 0.5, follows_steps: bool | None
     device = weight.device if not weight.is_meta else _default_device()
     if follows_steps is None:
         follows_steps = getattr(pipe_or_model, "scheduler", None) is not None
+    deepest = max((block.level for block in blocks), default=1)
     if ratio == 0:
-        return ToMeConfig(ratio=ratio)
+        return ToMeConfig(ratio=ratio, max_downsample=deepest)
     whole = all(block.wide is not None for block in blocks)
     scope = "block" if whole and ratio > _MODERATE else "layers"
     settings = ToMeConfig(
         ratio=ratio,
-        max_downsample=max((block.level for block in blocks), default=1),
+        max_downsample=deepest,
         min_tokens=fewest_tokens(device, weight.dtype, *_narrowest(blocks)),
         scope=scope,
         planner="tiled",
