@@ -326,7 +326,7 @@ def test_with_torch_alone_the_extra_is_named():
 def test_a_terminal_without_the_characters_still_gets_the_table(folder, monkeypatch):
     terminal = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr(sys, "stdout", terminal)
-    assert main(["inspect", str(folder)]) == 0
+    assert main(["inspect", str(folder), "--method", "tome"]) == 0
     terminal.flush()
     assert b"256 ? 128" in terminal.buffer.getvalue()
 

@@ -159,11 +159,15 @@ def test_settings_that_follow_the_steps_have_those_of_the_pipeline(folder, tmp_p
 
 def test_a_method_that_chooses_by_the_model_says_what_it_chose(folder, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr("tokenmerge.auto.fewest_tokens", lambda *_: 64)
-    merging = Merging("auto", {"ratio": 0.25, "planner": "tome"})
+    merging = Merging("auto", {"ratio": 0.25, "planner": "tome", "min_tokens": 64})
     result = generate(options(folder, tmp_path / "out", compare=False, merging=merging))
     config = result.conditions["config"]
-    assert (config["ratio"], config["planner"], config["min_tokens"]) == (0.25, "tome", 64)
+    assert (config["ratio"], config["planner"], config["min_tokens"], config["reuse_every"]) == (
+        0.25,
+        "tome",
+        64,
+        2,
+    )
     assert result.report.rows
 
 

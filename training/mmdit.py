@@ -84,6 +84,11 @@ class EmojiMMDiT(nn.Module):
                 nn.init.zeros_(norm.linear.bias)
         nn.init.zeros_(self.transformer.proj_out.weight)
 
+    @property
+    def denoiser(self) -> SD3Transformer2DModel:
+        """What tokens merge in."""
+        return self.transformer
+
     def loss(self, latents: Tensor, captions: list[str]) -> Tensor:
         """Return the mean squared error of the predicted velocity, for latents [b, c, h, w]."""
         noise = torch.randn_like(latents)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from tokenmerge import ToMeConfig
+
 WARM_UP = 100  # steps from a learning rate of zero, once, at the start of the run
 
 
@@ -12,7 +14,8 @@ WARM_UP = 100  # steps from a learning rate of zero, once, at the start of the r
 class Phase:
     """A stretch of the run; the rate goes linearly from `rate` to `final_rate`.
 
-    Pictures are of the given sizes in turn, one size a step, so that none is forgotten.
+    Pictures are of the given sizes in turn, one size a step, so that none is forgotten. With `merging`,
+    tokens merge in training too; a dense phase that follows makes up for what the model loses by it.
     """
 
     sizes: tuple[int, ...]
@@ -20,6 +23,7 @@ class Phase:
     steps: int
     rate: float
     final_rate: float
+    merging: ToMeConfig | None = None
 
 
 def stretch(phases: Sequence[Phase], length: float) -> list[Phase]:

@@ -17,6 +17,7 @@ import typer
 from PIL import Image
 from rich.progress import Progress, TextColumn
 
+from tokenmerge import ToMeConfig, apply_token_merging, remove_token_merging
 from tokenmerge.demo.glyphs import BACKGROUNDS, caption, read_glyphs
 from training import checkpoint, parallel
 from training.codec import load_codec
@@ -78,6 +79,14 @@ def update_average(average: torch.nn.Module, model: torch.nn.Module, step: int) 
     decay = min(EMA_DECAY, (1 + step) / (50 + step))
     for mean, value in zip(average.parameters(), model.parameters(), strict=True):
         mean.lerp_(value, 1 - decay)
+
+
+def set_merging(model: Model, merging: ToMeConfig | None) -> None:
+    """Let tokens merge in the model that is trained, or end it; the averaged one stays dense."""
+    if merging is None:
+        remove_token_merging(model.denoiser)
+    else:
+        apply_token_merging(model.denoiser, merging)
 
 
 def plot_losses(losses: list[float], path: Path) -> None:
@@ -148,6 +157,7 @@ def main(
     torch.manual_seed(int(rng.integers(2**63)))
     codec = load_codec(target)
     data: dict[int, Latents] = {}
+    merging: ToMeConfig | None = None
 
     columns = (*Progress.get_default_columns(), TextColumn("{task.fields[note]}"))
     with Progress(*columns, disable=rank > 0) as progress:
@@ -159,6 +169,9 @@ def main(
             if size not in data:
                 data = {kept: data[kept] for kept in data if kept in phase.sizes}
                 data[size] = Latents(read_glyphs(), codec, size)
+            if phase.merging != merging:
+                merging = phase.merging
+                set_merging(model, merging)
             latents, captions = data[size].batch(phase.batch // world, rng)
             autocast = torch.autocast(target.type, getattr(torch, dtype), enabled=dtype != "float32")
             with autocast:

@@ -25,8 +25,9 @@ _WORTHWHILE_FINEST_LEVEL = 0.2
 # With fewer steps, each changes more than those before it tell: what blocks change more than what comes up to
 # the finest level of a UNet, which draws the details anew.
 _STEPS_OF_BLOCKS, _SPAN_OF_STAGES = 16, 1 / 4
-# On smaller grids of other models than UNets, leaving out more steps costs less of the picture than merging.
-_FEWEST_TOKENS_OF_TRANSFORMERS = 2048
+# On smaller grids, where blocks are left out of steps, merging attention saves little more and costs more of the
+# picture than leaving out more steps.
+_FEWEST_TOKENS_BESIDE_REUSE = 2048
 
 
 def choose(pipe_or_model: object, ratio: float = 0.5, follows_steps: bool | None = None) -> ToMeConfig:
@@ -35,13 +36,15 @@ def choose(pipe_or_model: object, ratio: float = 0.5, follows_steps: bool | None
     - Up to a ratio of 0.5 self-attention merges, above it whole blocks, at every level, by tiled matching,
       with proportional attention: what costs least of the picture for what it saves. Token grids so small
       that it would cost more time than it saves stay dense; how small was measured once on this device.
+      Where blocks are left out as below, grids of fewer than 2048 tokens stay dense too, but for whole
+      blocks of a UNet.
     - In a pipeline, whose steps can be followed, every second of the steps that run all blocks is dense and
       corrects the others (``correct_every``).
     - Of a UNet, what is below the finest level runs in every second step, from a ratio of 0.5 on in every
       fourth, and the finest level, where it is a large part of the work, in every second; in generations of
       fewer than 16 steps less is left out. Of other models the blocks, if they can be left out, run in every
       second step, from a ratio of 0.5 on in every third, in generations of 16 steps or more (``reuse_every``,
-      ``reuse_finest_every``, ``reuse_span``), and merge from 2048 tokens on.
+      ``reuse_finest_every``, ``reuse_span``).
 
     Fewer steps are the rival: docs/methods.md says where they are as close at the same speed.
 
@@ -79,9 +82,11 @@ def choose(pipe_or_model: object, ratio: float = 0.5, follows_steps: bool | None
     if not follows_steps:
         return settings
     far = ratio >= _MODERATE
+    many = max(settings.min_tokens, _FEWEST_TOKENS_BESIDE_REUSE)
     if denoiser.below:
         return dataclasses.replace(
             settings,
+            min_tokens=many if scope == "layers" else settings.min_tokens,
             reuse_every=4 if far else 2,
             reuse_finest_every=2 if far and denoiser.finest_share > _WORTHWHILE_FINEST_LEVEL else 1,
             reuse_span=_SPAN_OF_STAGES,
@@ -90,7 +95,7 @@ def choose(pipe_or_model: object, ratio: float = 0.5, follows_steps: bool | None
         every = 3 if far else 2
         return dataclasses.replace(
             settings,
-            min_tokens=max(settings.min_tokens, _FEWEST_TOKENS_OF_TRANSFORMERS),
+            min_tokens=many,
             reuse_every=every,
             reuse_span=every / _STEPS_OF_BLOCKS,
         )

@@ -68,15 +68,14 @@ def test_figures_are_those_of_the_pictures_on_disk(run: Run, tmp_path: Path) -> 
     assert records["tome ratio=0.25"].figures["psnr"] > records["tome ratio=0.5"].figures["psnr"]
 
 
-def test_methods_follow_the_steps_of_the_pipeline(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tokenmerge.auto.fewest_tokens", lambda *_: 64)
-    variants = ("tome:until=0.2", "tome:correct_every=2,scope=block", "ibtm", "auto")
+def test_methods_follow_the_steps_of_the_pipeline(run: Run) -> None:
+    variants = ("tome:until=0.2", "tome:correct_every=2,scope=block", "ibtm", "auto:min_tokens=64")
     records = by_label(run(variants=variants, limit=1))
     assert list(records)[1:] == [
         "tome ratio=0.5 until=0.2",
         "tome ratio=0.5 scope=block correct_every=2",
         "ibtm ratio=0.5",
-        "auto ratio=0.5",
+        "auto ratio=0.5 min_tokens=64",
     ]
     # Of two steps, none merges.
     assert any("equal dense in every pixel" in note for note in records["tome ratio=0.5 until=0.2"].notes)
