@@ -20,6 +20,7 @@ import turns
 from tokenmerge import ToMeConfig
 from tokenmerge.bench.geometry import build_denoiser, find_geometry
 from tokenmerge.bench.inputs import InputSize, example_inputs
+from tokenmerge.config import GUIDED_PLANNERS
 from tokenmerge.methods import PLANNERS
 from tokenmerge.ops import merge, shared_features, unmerge
 
@@ -61,7 +62,8 @@ def measure(size: int, options: argparse.Namespace) -> dict[str, list[float]]:
 def main() -> None:
     parser = turns.parser(__doc__, rounds=3)
     parser.add_argument("--size", type=int, nargs="+", default=[256, 512, 768, 1024], help="pixels")
-    parser.add_argument("--planner", nargs="+", default=["tiled", "tome"], choices=sorted(PLANNERS))
+    planners = sorted(set(PLANNERS).difference(GUIDED_PLANNERS))
+    parser.add_argument("--planner", nargs="+", default=["tiled", "tome"], choices=planners)
     options = parser.parse_args()
 
     print(f"{'tokens':>7}{'planner':>9}{'merging, ms':>13}{'dense step, s':>15}{'share':>9}")

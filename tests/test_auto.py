@@ -93,6 +93,7 @@ def test_where_nothing_merges_and_steps_run_less_the_report_says_so(fast):
     assert "fewer than min_tokens=2048 tokens" in str(patch.report)
     assert "1 of 3 steps runs all" in str(patch.report)
     assert "those of the step that merges most" in str(patch.report)
+    assert "correct_every" not in str(patch.report)
 
 
 def test_a_ratio_of_0_is_dense(fast):
@@ -149,7 +150,7 @@ def test_attention_by_other_kernels_is_not_asked_for_sizes(fast):
     hosts.call(unet, **hosts.inputs())
 
 
-@pytest.mark.parametrize(("slow", "expected"), [("merged", 64 * 64), ("dense", 64), ("small", 16 * 16)])
+@pytest.mark.parametrize(("slow", "expected"), [("merged", 128 * 128), ("dense", 64), ("small", 16 * 16)])
 def test_the_fewest_tokens_are_those_from_which_merging_is_faster(slow, expected, monkeypatch):
     """With times that are told: of the first, second … grid, merged and dense in turn."""
     sides = iter([side for side in calibration.SIDES for _ in range(2)])
@@ -212,9 +213,8 @@ def test_a_folder_that_cannot_be_written_is_no_matter(monkeypatch, tmp_path):
 
 def test_measuring_takes_seconds():
     start = time.perf_counter()
-    assert calibration.measure_fewest_tokens(torch.device("cpu"), torch.float32) in {
-        side**2 for side in calibration.SIDES
-    }
+    sides = {side**2 for side in (*calibration.SIDES, 2 * calibration.SIDES[-1])}
+    assert calibration.measure_fewest_tokens(torch.device("cpu"), torch.float32) in sides
     assert time.perf_counter() - start < 60  # on a machine that does much else at the same time
 
 

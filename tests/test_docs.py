@@ -9,6 +9,9 @@ import vits
 from diffusers import StableDiffusionPipeline
 from PIL import Image
 
+from tokenmerge import presets
+from tokenmerge.methods import PLANNERS
+
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
@@ -62,6 +65,14 @@ def test_the_files_that_the_documents_link_to_are_there():
     for document in ROOT.glob("*.md"):
         for target in re.findall(r"\]\((?!http)([^)#]+)", document.read_text(encoding="utf-8")):
             assert (document.parent / target).exists(), f"{document.name} links to {target}"
+
+
+def test_every_method_is_described():
+    methods = (ROOT / "docs" / "methods.md").read_text(encoding="utf-8")
+    for planner in PLANNERS:
+        assert f"\n### {planner}\n" in methods
+    for preset in presets.__all__:
+        assert f"`presets.{preset}`" in methods
 
 
 def test_the_two_commands_are_named_and_exist():

@@ -12,9 +12,9 @@ from families.test_every_family import call, model_of
 from families.tiny import FAMILIES
 from torch import nn
 
-from tokenmerge import ToMeConfig, apply_token_merging
+from tokenmerge import ToMeConfig, apply_token_merging, config, planning
 from tokenmerge.guidance import importance_of_tokens
-from tokenmerge.methods import GUIDED_PLANNERS, PLANNERS
+from tokenmerge.methods import PLANNERS
 from tokenmerge.patch import run_of
 
 HALF: dict[str, Any] = {"ratio": 0.5, "max_downsample": 8}
@@ -173,22 +173,26 @@ def test_with_gradients_calls_have_plans_of_their_own():
     assert not any(state.plans for state in run_of(model).blocks)
 
 
+@pytest.mark.parametrize("planner", ["importance", "another"])
 @pytest.mark.parametrize("batched", [True, False])
-def test_destinations_are_where_guidance_changed_the_last_step(batched, monkeypatch):
+def test_a_guided_planner_is_told_what_guidance_changed_in_the_last_step(batched, planner, monkeypatch):
     asked = []
+    monkeypatch.setattr(config, "PLANNERS", (*config.PLANNERS, "another"))
+    for module in (config, planning):
+        monkeypatch.setattr(module, "GUIDED_PLANNERS", ("importance", "another"))
 
     def plan(features, grid, config, step, importance):
         asked.append(importance)
         return PLANNERS["tome"](features, grid, config, step)
 
-    monkeypatch.setitem(GUIDED_PLANNERS, "importance", plan)
+    monkeypatch.setitem(PLANNERS, planner, plan)
     unet = hosts.unet()
     pipe = Pipe(unet, guides=batched)
     one, other = hosts.inputs(2, seed=0), hosts.inputs(2, seed=1)
     other["sample"] = one["sample"]
     first = {"timestep": torch.tensor(900.0)}
     dense = [call(unet, {**arguments, **first}) for arguments in (one, other)]
-    patch = apply_token_merging(pipe, ToMeConfig(ratio=0.01, planner="importance"))
+    patch = apply_token_merging(pipe, ToMeConfig(ratio=0.01, planner=planner))
     calls = [one, other]
     if batched:
         both = ("sample", "encoder_hidden_states")
@@ -214,7 +218,7 @@ def test_each_tile_has_the_importance_of_its_own(monkeypatch):
         asked.append(importance)
         return PLANNERS["tome"](features, grid, config, step)
 
-    monkeypatch.setitem(GUIDED_PLANNERS, "importance", plan)
+    monkeypatch.setitem(PLANNERS, "importance", plan)
     unet = hosts.unet()
     prompts = [inputs["encoder_hidden_states"] for inputs in (hosts.inputs(1), hosts.inputs(1, seed=1))]
     patch = apply_token_merging(unet, ToMeConfig(ratio=0.01, planner="importance"))

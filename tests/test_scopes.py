@@ -18,7 +18,8 @@ from tokenmerge import (
 )
 from tokenmerge.methods import PLANNERS
 from tokenmerge.models import find_hosts
-from tokenmerge.ops import make_plan, own_cell, strided_partition
+from tokenmerge.ops import make_plan, own_cell, strided_partition, unmerge
+from tokenmerge.runtime import COMBINE
 
 HALF = {"ratio": 0.5}
 
@@ -90,6 +91,32 @@ def uneven(module: nn.Module, tokens: Tensor, text: Tensor) -> Tensor:
     with pytest.MonkeyPatch.context() as patched:
         patched.setitem(PLANNERS, "uniform", lambda *_: plan)
         return module(tokens, encoder_hidden_states=text)
+
+
+@pytest.mark.parametrize("combine", ["mean", "keep"])
+def test_blocks_with_one_plan_are_a_stack_that_is_merged_once(combine, monkeypatch):
+    """As a block's change is unmerged alone, merging again behind it gives what it left."""
+    plans = []
+    plan_of = PLANNERS["tome"]
+    monkeypatch.setitem(PLANNERS, "tome", lambda *given: plans.append(plan_of(*given)) or plans[-1])
+    unet, arguments = hosts.sdxl(), hosts.inputs()
+    conditions = {"text_embeds": torch.randn(2, hosts.TEXT), "time_ids": torch.randn(2, 6)}
+    first, second = unet.down_blocks[1].attentions[0].transformer_blocks
+    seen = []
+    first.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    second.register_forward_hook(lambda module, args, result: seen.append(result))
+    config = ToMeConfig(**HALF, max_downsample=2, scope="block", share_plan=True, combine=combine)
+    with torch.no_grad():
+        patch = apply_token_merging(unet, config)
+        unet(**arguments, added_cond_kwargs=conditions)
+        patch.remove()
+        (plan,), (x, stacked) = plans, seen
+        merged = COMBINE[combine](plan, x)
+        text = arguments["encoder_hidden_states"]
+        result = merged
+        for block in (first, second):
+            result = block(result, encoder_hidden_states=text)
+    assert_close(stacked, x + unmerge(plan, result - merged), rtol=1e-5, atol=1e-5)
 
 
 def test_keys_alone_are_fewer_and_every_query_stays():
@@ -173,7 +200,7 @@ def test_every_way_to_combine_acts():
     [
         ({"scope": "stack"}, "scope: expected one of 'layers', 'block', 'keys', got 'stack'"),
         ({"combine": "max"}, "combine: expected one of 'mean', 'keep', 'norm', got 'max'"),
-        ({"planner": "best"}, "planner: expected one of 'tome', 'local', .*, 'toma', got 'best'"),
+        ({"planner": "best"}, "planner: expected one of 'tome', 'local', .*'toma'.*, got 'best'"),
     ],
 )
 def test_bad_settings(settings, message):

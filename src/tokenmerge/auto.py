@@ -25,8 +25,8 @@ _WORTHWHILE_FINEST_LEVEL = 0.2
 # With fewer steps, each changes more than those before it tell: what blocks change more than what comes up to
 # the finest level of a UNet, which draws the details anew.
 _STEPS_OF_BLOCKS, _SPAN_OF_STAGES = 16, 1 / 4
-# On smaller grids, where blocks are left out of steps, merging attention saves little more and costs more of the
-# picture than leaving out more steps.
+# On smaller grids, where blocks are left out of steps, merging attention saves little more and costs more of
+# the picture than leaving out more steps.
 _FEWEST_TOKENS_BESIDE_REUSE = 2048
 
 
@@ -41,17 +41,18 @@ def choose(pipe_or_model: object, ratio: float = 0.5, follows_steps: bool | None
     - In a pipeline, whose steps can be followed, every second of the steps that run all blocks is dense and
       corrects the others (``correct_every``).
     - Of a UNet, what is below the finest level runs in every second step, from a ratio of 0.5 on in every
-      fourth, and the finest level, where it is a large part of the work, in every second; in generations of
-      fewer than 16 steps less is left out. Of other models the blocks, if they can be left out, run in every
-      second step, from a ratio of 0.5 on in every third, in generations of 16 steps or more (``reuse_every``,
-      ``reuse_finest_every``, ``reuse_span``).
+      fourth, and the finest level, where it is a large part of the work, in every second. Of other models
+      the blocks, if they can be left out, run in every second step, from a ratio of 0.5 on in every third.
+      In generations of fewer than 16 steps less is left out (``reuse_every``, ``reuse_finest_every``,
+      ``reuse_span``).
 
     Fewer steps are the rival: docs/methods.md says where they are as close at the same speed.
 
     Args:
         pipe_or_model: as for :func:`tokenmerge.apply_token_merging`.
         ratio: fraction of tokens removed, 0 ≤ ratio ≤ 0.75. Raising it makes attention, and above 0.5 the
-            whole block, faster and the picture less like the dense one; at 0 every step is dense.
+            whole block, faster and the picture less like the dense one; at 0 every step is dense. Where all
+            grids are so small that they stay dense, it only chooses how many steps are left out.
         follows_steps: whether settings may follow the denoising steps; None: in a pipeline they may.
 
     Raises:

@@ -66,7 +66,8 @@ def measure_fewest_tokens(
     The arguments are those of :func:`fewest_tokens`.
 
     Returns:
-        The number of tokens of the first grid on which merging is faster; of the largest one, if none is.
+        The number of tokens of the first grid on which merging is faster; if none is, of the next larger one,
+        as attention grows with its square.
     """
     layer = _SelfAttention(channels, heads).to(device, dtype).eval()
     generator = torch.Generator().manual_seed(0)
@@ -91,7 +92,7 @@ def measure_fewest_tokens(
 
         if _seconds(merged, device) < _seconds(dense, device):
             return side * side
-    return SIDES[-1] ** 2
+    return (2 * SIDES[-1]) ** 2
 
 
 class _SelfAttention(nn.Module):

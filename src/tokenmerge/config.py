@@ -10,14 +10,26 @@ from typing import Any
 
 from tokenmerge.errors import ConfigError
 
-__all__ = ["COMBINATIONS", "PLANNERS", "SCOPES", "Schedule", "ToMeConfig", "highest_ratio"]
+__all__ = ["COMBINATIONS", "GUIDED_PLANNERS", "PLANNERS", "SCOPES", "Schedule", "ToMeConfig", "highest_ratio"]
 
 # Numbers spaced evenly over the denoising steps, with a straight line between each two, or a function of
 # the share of them that is done, from 0 at the first to 1 at the last.
 Schedule = Sequence[float] | Callable[[float], float]
 
 SCOPES = ("layers", "block", "keys")
-PLANNERS = ("tome", "local", "tiled", "uniform", "windows", "sito", "threshold", "importance", "toma")
+# Those that look at what guidance changed in the last step; they plan as "tome" until that is known.
+GUIDED_PLANNERS = ("importance",)
+PLANNERS = (
+    "tome",
+    "local",
+    "tiled",
+    "uniform",
+    "windows",
+    "sito",
+    "threshold",
+    *GUIDED_PLANNERS,
+    "toma",
+)
 COMBINATIONS = ("mean", "keep", "norm")
 
 # What may differ between levels and between steps.
@@ -60,19 +72,22 @@ class ToMeConfig:
             it, then 4 and 8. Raising it saves a little more, because deeper levels hold fewer tokens, and
             costs quality, because each of those tokens stands for more of the picture. SDXL has no
             attention at level 1 and needs 2 or more.
-        min_tokens: token grids with fewer tokens stay dense, ≥ 0. Raising it leaves blocks alone in which
-            merging costs about what it saves; pictures come closer to the dense one.
+        min_tokens: token grids with fewer tokens stay dense, ≥ 0. Raising it brings pictures closer to the
+            dense one. It costs nothing as long as it leaves blocks alone in which merging costs about what it
+            saves, and beyond that the saving of those in which merging would have paid.
         sx: width of a cell of the destination grid, in tokens, ≥ 1.
         sy: height of a cell, in tokens, ≥ 1. Raising ``sx`` or ``sy`` leaves fewer destinations: matching
-            becomes faster and higher ratios possible, and tokens merge over longer distances.
+            becomes faster and higher ratios possible; tokens merge over longer distances and with less
+            similar ones, and the picture is less like the dense one.
         st: length of a cell in frames of a video, ≥ 1. With 1 each frame merges on its own, which is the
             fastest to plan. Raising it lets tokens merge over time too: what stands still merges best and
             moving things blur; all frames are then compared with each other, which takes time that grows
             with the square of their number. Pictures have one frame and need 1.
         use_rand: draw the destination of each cell at random, anew at each denoising step. It costs no
             time; switching it off makes a regular pattern visible at high ratios.
-        seed: what those draws depend on, together with the timestep and the cell; any integer. Where each
-            sample of a batch has its own timestep, as in training, the highest counts for all.
+        seed: what those draws depend on, together with the timestep and the cell; any integer. None is faster
+            or better than another. Where each sample of a batch has its own timestep, as in training, the
+            highest counts for all.
         merge_attn: merge around self-attention, or the joint attention of image and text: the largest
             saving, the smallest loss.
         merge_crossattn: merge the queries of cross-attention: a small saving, a small loss.
@@ -87,29 +102,40 @@ class ToMeConfig:
             largest saving, and a large loss. ``"keys"`` merges what self-attention looks at and not the
             tokens that look: it saves in attention alone, and loses least. The latter two say by themselves
             which layers merge; ``merge_attn``, ``merge_crossattn`` and ``merge_mlp`` do not count.
-        planner: ``"tome"`` compares each source with all destinations; ``"local"`` with those of the 3 × 3
-            cells around it, faster the larger the picture, over shorter distances; ``"tiled"`` with those of
-            the 32 × 32 cells or so around it, nearly as close to the dense picture as ``"tome"`` and as fast
-            for each token however large the picture; ``"uniform"`` compares
-            nothing and merges each cell into its destination, which removes 1 − 1/(sx·sy) for any ratio
-            above 0; ``"windows"`` merges whole cells, the most uniform first (arXiv 2505.11707); ``"sito"``
-            has the most typical token of each cell as its destination and takes longest (SiTo, AAAI 2025);
-            ``"threshold"`` is ``"tome"`` with means of similar tokens alone (arXiv 2501.00946);
+        planner: ``"tome"`` compares each source with all destinations: planning time grows with the square
+            of the tokens, and no published planner here is clearly closer to the dense picture. ``"local"``
+            compares with the destinations of the 3 × 3 cells around it: few operations, linear in the tokens,
+            as close as ``"tome"`` or, with ``proportional``, less. ``"tiled"`` compares with those of the
+            32 × 32 cells or so around it: ``"tome"`` on small grids, faster on large ones, as its
+            operations are linear in the tokens; only what is alike farther apart is missed.
+            ``"uniform"`` compares nothing and merges each cell into its destination, 1 − 1/(sx·sy) of the
+            tokens for any ratio above 0: no planning time, and detail finer than a cell is lost.
+            ``"windows"`` merges whole cells, the most uniform first (arXiv 2505.11707): cheap, with the
+            other cells intact, and coarse where a high ratio takes cells that are not uniform. ``"sito"``
+            has the most typical token of each cell as its destination (SiTo, AAAI 2025): more than twice the
+            comparisons of ``"tome"``, and farther from the dense picture. ``"threshold"`` is ``"tome"`` with
+            means of similar tokens alone (arXiv 2501.00946): as fast, and not closer where it was measured.
             ``"importance"`` has its destinations where guidance changes the picture most (arXiv 2411.16720),
-            and is ``"tome"`` until a guided step was made; ``"toma"`` shares the tokens of a cell out over
-            several destinations in it (arXiv 2509.10918), and wants large cells.
+            and is ``"tome"`` until a guided step was made: a little slower, for what guidance draws, and
+            about as close. ``"toma"`` shares the tokens of a cell out over several destinations in it (arXiv
+            2509.10918), and wants large cells: many small steps to plan, so that plans should be kept
+            (``plan_every``); like tokens merge within a cell alone, and the picture is not closer for it.
         combine: ``"mean"`` of the tokens that one stands for; ``"keep"`` the destination and drop the others,
             a little faster and a little worse; ``"norm"``: the mean, as long as the longest of them (arXiv
-            2312.01026), which takes another pass over the tokens.
+            2312.01026), which takes another pass over the tokens and keeps the length that a mean of unlike
+            tokens loses; whether pictures come closer was not measured.
         threshold: for ``planner="threshold"``: cosine similarity, −1 ≤ threshold ≤ 1, from which a token may
-            merge into its most similar destination. Raising it brings the picture closer to the dense one;
-            the speed is that of ``ratio`` at any threshold.
+            merge into its most similar destination. Raising it keeps unlike tokens out of the means and
+            drops them, up to what ``combine="keep"`` does, a little worse than a mean of all; the speed is
+            that of ``ratio`` at any threshold.
         proportional: count a merged token in self- or joint attention for as many keys as it stands for
-            (arXiv 2210.09461, equation 2). It brings the picture several dB closer to the dense one. It is a
-            mask in PyTorch's ``scaled_dot_product_attention``, which its fastest kernels on a GPU do not
-            take; a model that computes attention in another way is an error.
+            (arXiv 2210.09461, equation 1). It brings the picture several dB closer to the dense one, and
+            takes a little of the time that merged attention saves. It is a mask in PyTorch's
+            ``scaled_dot_product_attention``, which its fastest kernels on a GPU do not take; a model that
+            computes attention in another way is an error.
         share_guidance: one plan for all that guidance compares, the same sample with and without the prompt,
-            so that what it makes of their difference is not the difference of two plans. Where a pipeline
+            so that what it makes of their difference is not the difference of two plans: meant for strong
+            guidance, at no cost in time; without it each plan fits its own sample better. Where a pipeline
             passes them in one batch, the plan is by their mean similarity; where it calls the model for one
             after the other, it is that of the first. Both are found by looking at the samples before each
             call; with gradients, or compiled whole, calls after each other have plans of their own.
@@ -123,12 +149,15 @@ class ToMeConfig:
     Args:
         schedule: what ``ratio`` is multiplied by at each step: numbers spaced evenly over the steps, with a
             straight line between each two, or a function of the share of them that is done, from 0 to 1.
-            ``(1.4, 0.6)`` merges more at first, when the picture forgives most. None: always by 1.
+            ``(1.4, 0.6)`` merges more at first, when the picture forgives most: closer to the dense one than
+            a constant ratio of the same mean, for a little less saving in attention; rising factors are less
+            close. Raising all of them does what raising ``ratio`` does. None: always by 1.
         until: share of the steps that merge, 0 < until ≤ 1; those after it are dense. Lowering it gives back
             the saving of the late steps, and with it most of the loss.
-        plan_every: a plan is used for so many steps, ≥ 1. Raising it makes planning cheaper, and plans older.
+        plan_every: a plan is used for so many steps, ≥ 1. Raising it makes planning cheaper, and plans older,
+            so that the picture is a little less close.
         share_plan: blocks with one token grid use the plan of the first of them. Planning becomes as many
-            times cheaper, and plans a little worse.
+            times cheaper, and plans a little worse, as is the picture.
         correct_every: one in so many of the steps that run blocks, ≥ 2, is dense, and each layer or block
             that merges keeps what it changed; on the steps in between, each token is given back how its
             change differed from that of the tokens it merges with. 0: none is dense. Raising it gives back
@@ -149,8 +178,11 @@ class ToMeConfig:
         reuse_span: longest way from one step that runs everything to the next, as a share of the generation,
             0 < reuse_span ≤ 1, and half of that for the finest level: of few steps, which differ more from
             each other, fewer are left out. Raising it saves more in short generations, and loses more there.
-        levels: settings of single levels: ``{2: {"ratio": 0.25}}``.
-        phases: settings from a share of the steps on: ``{0.5: {"planner": "tome"}}``.
+        levels: settings of single levels: ``{2: {"ratio": 0.25}}``. Merging less at deep levels gives up
+            little time, as they hold fewer tokens, and brings the picture closer; merging less at the finest
+            gives up most.
+        phases: settings from a share of the steps on: ``{0.5: {"planner": "tome"}}``. What is slower and
+            closer pays best late, where the picture forgives least; what is fast, early.
 
     Raises:
         ConfigError: a value is outside these ranges.
@@ -242,7 +274,7 @@ class ToMeConfig:
         _check_int("correct_every", self.correct_every, lowest=0)
         if self.asks_guidance and not self.share_guidance:
             raise ConfigError(
-                "share_guidance: planner='importance' compares what guidance compares, and with "
+                f"share_guidance: planner={self.guided_planner!r} compares what guidance compares, and with "
                 "share_guidance=False nothing looks for that; leave it out, or take another planner"
             )
         if self.correct_every == 1:
@@ -294,7 +326,12 @@ class ToMeConfig:
     @property
     def asks_guidance(self) -> bool:
         """Whether plans depend on what guidance changed in the last step."""
-        return "importance" in self._all("planner")
+        return self.guided_planner is not None
+
+    @property
+    def guided_planner(self) -> str | None:
+        """The first planner, of any level and any step, that looks at what guidance changed."""
+        return next((name for name in self._all("planner") if name in GUIDED_PLANNERS), None)
 
     def _all(self, name: str) -> list[Any]:
         """What a setting is at the beginning and where it is changed, on any level and from any step on."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-__all__ = ["SameSample", "importance_of_tokens", "parts_are_equal"]
+__all__ = ["SameSample", "importance_of_tokens", "parts_are_equal", "same_step"]
 
 
 class SameSample:
@@ -36,7 +36,7 @@ class SameSample:
         """Note a call; ``gone`` is called when its sample lives no longer, in a pipeline after the step."""
         version = 0 if sample.is_inference() else sample._version  # what inference mode makes has none
         same = self._sample is not None and self._sample() is sample and self._version == version
-        self.again = same and self._step is not None and torch.equal(self._step, step)
+        self.again = same and self._step is not None and same_step(self._step, step)
         if self.again:
             return
 
@@ -56,6 +56,11 @@ class SameSample:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return SameSample, ()
+
+
+def same_step(step: Tensor, other: Tensor) -> bool:
+    """Whether two calls are at one denoising step; the same tensor needs no look, which devices wait for."""
+    return step is other or torch.equal(step, other)
 
 
 def parts_are_equal(sample: Tensor | Sequence[Tensor], parts: int) -> Tensor | None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from tokenmerge.config import ToMeConfig
 from tokenmerge.errors import ConfigError, NothingToMergeError, UnsupportedModelError
-from tokenmerge.guidance import parts_are_equal
+from tokenmerge.guidance import parts_are_equal, same_step
 from tokenmerge.layout import Grid
 from tokenmerge.methods.tome import num_removed
 from tokenmerge.state import STATE, Run, StageState
@@ -29,7 +29,7 @@ def note_call(root: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
     device = (sample[0] if isinstance(sample, list) else sample).device
     told = run.timestep
     timestep = arguments[told] if isinstance(told, str) else told(root, arguments)
-    before, run.step = run.step, _step_of(timestep, device)
+    before, run.step = run.step, run.steps.of(timestep, device)
     if run.config.share_guidance:
         _note_parts(run, root, sample)
     if run.config.follows_steps:
@@ -44,10 +44,15 @@ def _note_parts(run: Run, root: nn.Module, sample: Any) -> None:
     """Note which images of the batch are the same sample with other prompts."""
     parts = run.pipeline.parts
     equal = parts_are_equal(run.latents(root, sample), parts) if parts > 1 else None
-    if torch.compiler.is_compiling():
-        run.parts, run.shared = (1, None) if equal is None else (parts, equal)
-    else:
+    if equal is None or _is_known(equal) or run.config.asks_guidance:
         run.parts, run.shared = parts if equal is not None and equal else 1, None
+    else:
+        run.parts, run.shared = parts, equal
+
+
+def _is_known(value: Tensor) -> bool:
+    """Whether a tensor can be looked at without cost: not in a graph, nor on a device to be waited for."""
+    return not torch.compiler.is_compiling() and value.device.type == "cpu"
 
 
 def _note_turn(run: Run, sample: Tensor | list[Tensor], shape: tuple[int, ...]) -> None:
@@ -117,7 +122,7 @@ def _note_step(run: Run, root: nn.Module, timestep: Any, before: Tensor) -> None
         )
     if run.turns.begins_with(moment):
         _refuse_caches(run, root)
-    elif moment.index == run.turns.index and not torch.equal(before, run.step):
+    elif moment.index == run.turns.index and not same_step(before, run.step):
         raise ConfigError(
             f"step {moment.index} of {moment.total} is over, by the timestep that the model is called with; "
             "call patch.at_step(i, steps) before each step of a loop of your own, or apply token merging to "
@@ -214,15 +219,3 @@ def check_grid(run: Run, grid: tuple[int, int, int]) -> None:
             f"which ratio={config.ratio:g} with {cells}{fewest} removes none; generate a larger image, lower "
             f"{'sx, sy and st' if config.st > 1 else 'sx and sy'}, or raise ratio"
         )
-
-
-def _step_of(timestep: Tensor | float, device: torch.device) -> Tensor:
-    """An integer that differs between denoising steps: the bits of the timestep.
-
-    The timestep rather than a counter: it is the same for the conditional and the unconditional half of
-    classifier-free guidance, for every batch size, and in the second forward pass of gradient checkpointing.
-    Training may give each sample of a batch its own timestep, and image-to-video models each token, with 0
-    for the picture that is given; the latest counts for all.
-    """
-    latest = torch.as_tensor(timestep, device=device, dtype=torch.float32).max()
-    return latest.view(torch.int32).to(torch.int64)

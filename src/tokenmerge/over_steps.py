@@ -121,7 +121,7 @@ def notes_on_steps(config: ToMeConfig) -> list[str]:
     if config.share_plan:
         notes.append("share_plan: blocks with one token grid use one plan")
     if config.asks_guidance:
-        notes.append("planner='importance': planned as 'tome' until a guided step was made")
+        notes.append(f"planner={config.guided_planner!r}: planned as 'tome' until a guided step was made")
     if config.schedule is not None or config.phases or config.correct_every or config.reuse_every > 1:
         notes.append(
             "tokens and operations are those of the step that merges most; with a number of steps (--steps), "

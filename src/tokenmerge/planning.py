@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from tokenmerge.config import GUIDED_PLANNERS
 from tokenmerge.errors import UnsupportedModelError
 from tokenmerge.guidance import importance_of_tokens
-from tokenmerge.methods import GUIDED_PLANNERS, PLANNERS
+from tokenmerge.methods import PLANNERS
 from tokenmerge.methods.tome import num_removed
 from tokenmerge.ops import Plan, features_if_shared, num_tokens, shared_features
 from tokenmerge.state import BlockState, RecordedPlan
@@ -47,16 +48,17 @@ def _new_plan(state: BlockState, features: Tensor) -> Plan | None:
     step = run.step.to(features.device)
 
     def plan(features: Tensor) -> Plan | None:
-        name, grid = state.settings.planner, state.grid.shape
-        if name in PLANNERS:
-            return PLANNERS[name](features, grid, state.settings, step)
+        settings, grid = state.settings, state.grid.shape
+        planner = PLANNERS[settings.planner]
+        if settings.planner not in GUIDED_PLANNERS:
+            return planner(features, grid, settings, step)
         change = run.guided.get(run.plan_turn)
         importance = None if change is None else importance_of_tokens(change, grid)
         if importance is not None and len(features) == 1:
             importance = importance.mean(dim=0, keepdim=True)
         if importance is None or len(importance) != len(features):
-            return PLANNERS["tome"](features, grid, state.settings, step)
-        return GUIDED_PLANNERS[name](features, grid, state.settings, step, importance.to(features.device))
+            return PLANNERS["tome"](features, grid, settings, step)
+        return planner(features, grid, settings, step, importance.to(features.device))
 
     parts = b if not state.batched else run.parts if b % run.parts == 0 else 1
     if parts == 1:

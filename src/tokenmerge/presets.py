@@ -55,7 +55,11 @@ def toma(ratio: float = 0.5, **changes: Any) -> ToMeConfig:
 
     Deviates: a tile has 8 × 8 tokens at any size of the picture, where the paper has 64 tiles, which is the
     same at 64 × 64 tokens. Destinations and shares are made anew together every 5 steps; the paper makes the
-    destinations every 10 and the shares every 5. Grids that tiles do not divide get larger tiles.
+    destinations every 10 and the shares every 5. Grids that tiles do not divide get larger tiles. The
+    authors' script for FLUX merges in every third step alone, leaves the first five joint and the first five
+    single blocks dense, and merges the MLP of single blocks and not that of joint ones. Here every step and
+    every block merges, and of the MLPs those of joint blocks: single ones project theirs with attention, and
+    merge it with ``scope="block"`` alone.
 
     Not for small models on a GPU with ``plan_every=1``: destinations are chosen one after the other, by
     kernels that take longer to start than to run.
@@ -99,7 +103,11 @@ def ibtm(ratio: float = 0.5, **changes: Any) -> ToMeConfig:
     |ε_cond − ε_uncond|; the least important tokens merge first. Both halves of guidance share the plan.
 
     Deviates: the first step, of which nothing is known yet, merges as :func:`tomesd` does. Destinations are
-    drawn by a function of seed, step and token instead of a generator.
+    drawn by a function of seed, step and token instead of a generator. The pool holds 1.4 times the tokens
+    that stay, as in the paper for Stable Diffusion, on every model. On PixArt the paper has another variant,
+    which is not built: a pool of 1.0 times, blocks 7 to 20 alone, attention and cross-attention, and tokens
+    matched by their coordinates instead of their features; here PixArt merges as other models do,
+    around self-attention.
 
     Not for models without classifier-free guidance: guidance-distilled ones (FLUX.1-dev) and few-step ones
     (LCM, Turbo), where it is :func:`tomesd`.

@@ -195,12 +195,14 @@ def predict(
         for host, name in zip(merging, labels, strict=True)
     ]
     flops_dense = sum(report.flops_dense for report in reports)
+    rows = tuple(chain.from_iterable(report.rows for report in reports))
     kept = sum(report.kept_bytes for report in reports)
     means = [report.flops_mean for report in reports if report.flops_mean is not None]
     notes = [
         *chain.from_iterable(report.notes for report in reports),
         *map(str, left_dense),
-        *notes_on_steps(config),
+        # Where nothing merges there is nothing to correct.
+        *notes_on_steps(config if rows else dataclasses.replace(config, correct_every=0)),
     ]
     if kept:
         notes.append(f"what blocks and layers changed takes {kept / 1e6:.1f} MB between steps")
@@ -212,7 +214,7 @@ def predict(
         height=height,
         width=width,
         batch=batch,
-        rows=tuple(chain.from_iterable(report.rows for report in reports)),
+        rows=rows,
         flops_dense=flops_dense,
         flops_merged=sum(report.flops_merged for report in reports),
         notes=tuple(notes),

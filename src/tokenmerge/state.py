@@ -16,7 +16,7 @@ from tokenmerge.kept import Call, Changes, Guided, Plans, Shapes
 from tokenmerge.layout import Grid, Layout
 from tokenmerge.ops import Plan
 from tokenmerge.pipeline import Pipeline
-from tokenmerge.when import Turns
+from tokenmerge.when import StepNumbers, Turns
 
 __all__ = ["STATE", "BlockState", "LayerState", "RecordedPlan", "Run", "StageState"]
 
@@ -48,11 +48,12 @@ class Run:
         levels: resolution levels of the blocks that merge.
         latents: (model, sample) → the part of it that is the same for all prompts of guidance.
         grid: the finest token grid of the running call.
+        steps: makes the numbers of steps.
         step: an integer that follows the timestep of the running call; blocks that are called without
             their model have that of its last call, or 0.
         pipeline: that the model is part of.
         parts: how many times the running batch holds each sample, for as many prompts.
-        shared: in a graph, whether it does hold the same ones; None: it does.
+        shared: in a graph and on accelerators, whether it does hold the same ones; None: it does.
         same: whether the running call is on the same sample as the last one.
         turns: which step and which call of it is running, where the settings follow the steps.
         stages: for each level what holds in each phase, where it merges most.
@@ -79,6 +80,7 @@ class Run:
     levels: tuple[int, ...]
     latents: Callable[[Any, Any], Any]
     grid: Grid = dataclasses.field(default_factory=Grid)
+    steps: StepNumbers = dataclasses.field(default_factory=StepNumbers)
     step: Tensor = dataclasses.field(default_factory=lambda: torch.zeros((), dtype=torch.int64))
     pipeline: Pipeline = dataclasses.field(default_factory=Pipeline)
     parts: int = 1

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["Moment", "Turns", "moment_of"]
+__all__ = ["Moment", "StepNumbers", "Turns", "moment_of"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,6 +63,8 @@ def moment_of(scheduler: Any, timestep: Tensor | float) -> Moment | None:
     first = getattr(scheduler, "begin_index", None)
     index = first if index is None else index
     if index is None:
+        index = _offset(timestep, timesteps)
+    if index is None:
         now = float(torch.as_tensor(timestep).max())
         index = _place(now, timesteps, made=getattr(scheduler, "counter", 0))
         # Models of flow matching are told a share of the highest timestep, and 1 is also one of the last.
@@ -70,6 +73,18 @@ def moment_of(scheduler: Any, timestep: Tensor | float) -> Moment | None:
     if index is None or index >= len(timesteps):  # of a generation that is over
         return None
     return Moment(timesteps, int(index), len(timesteps), begins=index == first)
+
+
+def _offset(timestep: object, timesteps: object) -> int | None:
+    """Which of the timesteps this is, by where it lies in memory: looking at it would wait for its device."""
+    if not (isinstance(timestep, Tensor) and isinstance(timesteps, Tensor)) or timesteps.ndim != 1:
+        return None
+    one = timestep.numel() > 0 and not any(timestep.stride())  # one value, for each image of a batch
+    if not one or timestep.is_meta or timestep.dtype != timesteps.dtype:
+        return None
+    if timestep.untyped_storage().data_ptr() != timesteps.untyped_storage().data_ptr():
+        return None
+    return (timestep.storage_offset() - timesteps.storage_offset()) // timesteps.stride(0)
 
 
 def _is_unused(scheduler: Any) -> bool:
@@ -93,6 +108,42 @@ def _place(timestep: float, timesteps: Any, made: int) -> int | None:
         return None
     places = (distance == nearest).nonzero().flatten().tolist()
     return next((place for place in places if place >= made), places[-1])
+
+
+class StepNumbers:
+    """Makes integers that differ between denoising steps: the bits of their timesteps.
+
+    The timestep rather than a counter: it is the same for the conditional and the unconditional half of
+    classifier-free guidance, for every batch size, and in the second forward pass of gradient checkpointing.
+    Training may give each sample of a batch its own timestep, and image-to-video models each token, with 0
+    for the picture that is given; the latest counts for all.
+    """
+
+    def __init__(self) -> None:
+        self._last: tuple[weakref.ref[Tensor], int, Tensor] | None = None
+
+    def of(self, timestep: Tensor | float, device: torch.device) -> Tensor:
+        """The number of a step; the very tensor of the call before, if it is called with its timestep."""
+        if torch.compiler.is_compiling() or not isinstance(timestep, Tensor) or timestep.is_inference():
+            return _bits(timestep, device)  # a graph, or nothing that tells whether it was changed since
+        if self._last is not None:
+            last, version, number = self._last
+            if last() is timestep and version == timestep._version and number.device == device:
+                return number
+        number = _bits(timestep, device)
+        self._last = weakref.ref(timestep), timestep._version, number
+        return number
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StepNumbers:
+        return StepNumbers()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return StepNumbers, ()
+
+
+def _bits(timestep: Tensor | float, device: torch.device) -> Tensor:
+    latest = torch.as_tensor(timestep, device=device, dtype=torch.float32).max()
+    return latest.view(torch.int32).to(torch.int64)
 
 
 @dataclasses.dataclass(eq=False)

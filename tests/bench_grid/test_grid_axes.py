@@ -296,7 +296,7 @@ def test_presets_cover_the_settings_of_the_published_tables() -> None:
 def test_grids_of_the_published_results_are_valid(path: Path) -> None:
     grid = Grid.from_dict(read_grid(path), str(path))
     # tomesd knows no transformers of diffusers.
-    rivals = {"fewer-steps"} if "mmdit" in path.stem else {"tomesd", "fewer-steps"}
+    rivals = {"fewer-steps"} if {"mmdit", "flux"} & set(path.stem.split("-")) else {"tomesd", "fewer-steps"}
     assert rivals <= {spec.name for spec in grid.specs()}
 
 

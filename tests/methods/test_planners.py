@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
-from tokenmerge.config import ToMeConfig, highest_ratio
-from tokenmerge.methods import GUIDED_PLANNERS, PLANNERS
+import tokenmerge.config
+from tokenmerge.config import GUIDED_PLANNERS, ToMeConfig, highest_ratio
+from tokenmerge.methods import OWN_NUMBER, PLANNERS
 from tokenmerge.methods.tome import num_removed
 from tokenmerge.ops import Plan, SoftPlan, keep_destinations, merge, merge_with_norm, unmerge
 
-NAMES = [*PLANNERS, *GUIDED_PLANNERS]
-EVERY = pytest.mark.parametrize("name", NAMES)
-# They draw nothing: one looks at no draw, the others say so.
-DRAWN = [name for name in NAMES if name != "toma"]
+EVERY = pytest.mark.parametrize("name", PLANNERS)
+# They draw nothing at random, whatever ``use_rand`` says.
+NOT_DRAWN = ("toma",)
 
 seeds = st.integers(0, 2**40)
 
@@ -31,10 +31,8 @@ def settings_of(name: str, **changes) -> ToMeConfig:
 
 
 def plan(name: str, x: Tensor, grid, config: ToMeConfig, step: int = 3) -> Plan | None:
-    if name in PLANNERS:
-        return PLANNERS[name](x, grid, config, torch.tensor(step, device=x.device))
-    importance = x.detach().double().sin().sum(dim=2).abs()
-    return GUIDED_PLANNERS[name](x, grid, config, torch.tensor(step, device=x.device), importance)
+    extra = (x.detach().double().sin().sum(dim=2).abs(),) if name in GUIDED_PLANNERS else ()
+    return PLANNERS[name](x, grid, config, torch.tensor(step, device=x.device), *extra)
 
 
 def tokens(b: int, grid, c: int = 6, seed: int = 0) -> Tensor:
@@ -51,7 +49,7 @@ def cases(draw):
 
 
 def removed(name: str, grid, config: ToMeConfig) -> int:
-    """How many tokens should go."""
+    """How many tokens should go; each planner in OWN_NUMBER has a line of its own."""
     frames, n, k = grid[0], grid[1] * grid[2], config.sx * config.sy
     r, cells = num_removed(grid, config), (grid[1] // config.sy) * (grid[2] // config.sx)
     if r and name == "uniform":
@@ -59,6 +57,19 @@ def removed(name: str, grid, config: ToMeConfig) -> int:
     if r and name == "windows":
         return frames * min(cells, max(1, r // frames // (k - 1))) * (k - 1)
     return r
+
+
+def test_settings_take_the_planners_that_there_are():
+    assert set(tokenmerge.config.PLANNERS) == set(PLANNERS)
+
+
+@EVERY
+def test_planners_that_remove_a_number_of_their_own_are_listed(name):
+    """What merging with it can save at most depends on it (tokenmerge.bench.apply)."""
+    grid, config = (1, 8, 8), settings_of(name, ratio=0.3)
+    planned = plan(name, tokens(1, grid), grid, config)
+    as_the_ratio_says = planned.keep.shape[1] == 64 - num_removed(grid, config)
+    assert as_the_ratio_says == (name not in OWN_NUMBER)
 
 
 @EVERY
@@ -222,8 +233,8 @@ def test_nothing_is_drawn_from_the_global_generator_and_steps_differ(name):
     # Features near each other leave SiTo's choice to its noise, as smooth pictures do.
     x = torch.ones_like(x) + 1e-3 * x if name == "sito" else x
     first = plan(name, x, grid, config)
-    assert differs(config, 4) == (name in DRAWN)
-    assert differs(dataclasses.replace(config, seed=1), 3) == (name in DRAWN)
+    assert differs(config, 4) == (name not in NOT_DRAWN)
+    assert differs(dataclasses.replace(config, seed=1), 3) == (name not in NOT_DRAWN)
     first = plan(name, x, grid, dataclasses.replace(config, use_rand=False))
     assert not differs(dataclasses.replace(config, use_rand=False), 4)
 
@@ -235,8 +246,8 @@ def test_planning_compiles_into_one_graph(name):
     x = tokens(2, grid)
 
     def step(x: Tensor, importance: Tensor, at: Tensor) -> Tensor:
-        extra = () if name in PLANNERS else (importance,)
-        planned = {**PLANNERS, **GUIDED_PLANNERS}[name](x, grid, config, at, *extra)
+        extra = (importance,) if name in GUIDED_PLANNERS else ()
+        planned = PLANNERS[name](x, grid, config, at, *extra)
         return unmerge(planned, merge(planned, x))
 
     arguments = x, x.sin().sum(dim=2).abs(), torch.tensor(3)

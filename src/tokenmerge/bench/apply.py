@@ -13,6 +13,7 @@ from torch import Tensor, cat, nn
 from tokenmerge.api import Patch, token_merging
 from tokenmerge.config import ToMeConfig
 from tokenmerge.errors import ConfigError, UnsupportedModelError
+from tokenmerge.methods import OWN_NUMBER
 from tokenmerge.models import find_hosts
 from tokenmerge.report import Report
 from tokenmerge.state import RecordedPlan
@@ -39,8 +40,6 @@ _BOUNDING = (
     *("ratio", "max_downsample", "min_tokens", "sx", "sy", "st"),
     *("merge_attn", "merge_crossattn", "merge_mlp"),
 )
-# These do not remove the number of tokens that the ratio says.
-_PLANNERS_WITH_OWN_NUMBER = ("uniform", "windows")
 
 
 def bounds(config: ToMeConfig) -> bool:
@@ -51,7 +50,7 @@ def bounds(config: ToMeConfig) -> bool:
 
 def bounding_settings(config: ToMeConfig) -> tuple[str, ...]:
     """Names of the settings that the bound of a configuration depends on."""
-    return (*_BOUNDING, "planner") if config.planner in _PLANNERS_WITH_OWN_NUMBER else _BOUNDING
+    return (*_BOUNDING, "planner") if config.planner in OWN_NUMBER else _BOUNDING
 
 
 @contextlib.contextmanager

@@ -121,8 +121,8 @@ class Workbench:
             )
         if self.subject.alone and config.asks_guidance:
             raise ConfigError(
-                "planner='importance' looks at what guidance changed, and guidance is the pipeline's; take "
-                "--scope pipeline"
+                f"planner={config.guided_planner!r} looks at what guidance changed, and guidance is the "
+                "pipeline's; take --scope pipeline"
             )
 
     def _report(self, config: ToMeConfig) -> Report:

@@ -15,8 +15,10 @@ from tokenmerge.methods.tome import plan_tome
 from tokenmerge.methods.uniform import plan_uniform
 from tokenmerge.ops import Plan
 
-__all__ = ["GUIDED_PLANNERS", "PLANNERS"]
+__all__ = ["OWN_NUMBER", "PLANNERS"]
 
+# One in config.GUIDED_PLANNERS takes one argument more: ``[b, n]``, how much guidance changed each
+# token in the last step.
 PLANNERS: dict[str, Callable[..., Plan | None]] = {
     "tome": plan_tome,
     "local": plan_local,
@@ -25,8 +27,9 @@ PLANNERS: dict[str, Callable[..., Plan | None]] = {
     "windows": plan_windows,
     "sito": plan_sito,
     "threshold": plan_threshold,
+    "importance": plan_ibtm,
     "toma": plan_toma,
 }
 
-# These take one argument more: ``[b, n]``, how much guidance changed each token in the last step.
-GUIDED_PLANNERS: dict[str, Callable[..., Plan | None]] = {"importance": plan_ibtm}
+# These do not remove the number of tokens that the ratio says.
+OWN_NUMBER = ("uniform", "windows")

@@ -1,4 +1,4 @@
-"""ToMe for Stable Diffusion: T. Bolya and J. Hoffman, arXiv 2303.17604."""
+"""ToMe for Stable Diffusion: D. Bolya and J. Hoffman, arXiv 2303.17604."""
 
 from __future__ import annotations
 

@@ -1,0 +1,126 @@
+"""On an accelerator no call of a model waits for it: nothing that merging does looks at a value of a tensor.
+
+Found by the operations that hand values to Python, or whose result has a shape that follows from values: they
+are the same on the CPU.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import StableDiffusionPipeline
+from test_steps_in_pipelines import SCHEDULERS, draw
+from tiny_pipeline import write_pipeline
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import tokenmerge
+from tokenmerge import ToMeConfig, apply_token_merging, noting, presets
+from tokenmerge.when import StepNumbers
+
+pytestmark = pytest.mark.filterwarnings("ignore:__array_(_ implementation|wrap__):DeprecationWarning")
+
+OURS = str(Path(tokenmerge.__file__).parent)
+WAITING = {"_local_scalar_dense", "equal", "nonzero", "masked_select", "unique_dim", "_unique2", "bincount"}
+METHODS = {
+    "auto": ToMeConfig(
+        ratio=0.5, planner="tiled", proportional=True, correct_every=2, reuse_every=2, max_downsample=2
+    ),
+    **{name: getattr(presets, name)() for name in presets.__all__ if name != "ibtm"},
+}
+
+
+class Waits(TorchDispatchMode):
+    """Counts operations that an accelerator would be waited for, by the line of ours that asked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = function._schema.name.removeprefix("aten::")
+        by_mask = name == "index" and any(i is not None and i.dtype == torch.bool for i in args[1])
+        if name in WAITING or by_mask:
+            frames = [f for f in traceback.extract_stack() if "/torch/" not in f.filename]
+            if frames[-2].filename.startswith(OURS):  # the last one is this
+                self.found[f"{name} at {frames[-2].filename}:{frames[-2].lineno}"] += 1
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_pipeline(tmp_path_factory.mktemp("syncs") / "pipeline")
+
+
+@pytest.fixture
+def pipe(folder: Path) -> StableDiffusionPipeline:
+    loaded = StableDiffusionPipeline.from_pretrained(folder, safety_checker=None)
+    loaded.set_progress_bar_config(disable=True)
+    return loaded
+
+
+def waits(pipe: StableDiffusionPipeline, config: ToMeConfig) -> tuple[Counter[str], torch.Tensor]:
+    with tokenmerge.token_merging(pipe, config), Waits() as waits:
+        latents = draw(pipe, 6)
+    return waits.found, latents
+
+
+@SCHEDULERS
+@pytest.mark.parametrize("name", METHODS)
+def test_no_call_waits(name, scheduler, pipe, monkeypatch):
+    pipe.scheduler = scheduler
+    _, looked_at = waits(pipe, METHODS[name])
+    monkeypatch.setattr(noting, "_is_known", lambda value: False)  # as on an accelerator
+    found, latents = waits(pipe, METHODS[name])
+    assert not found
+    # Plans of one prompt's features or of both prompts'; of places that are nearly as good, toma's choice
+    # turns with the rounding of another batch.
+    if name != "toma":
+        assert torch.equal(latents, looked_at)
+
+
+def test_values_that_are_looked_at_are_found(pipe):
+    """On a CPU, where it costs nothing, whether prompts share a sample is."""
+    found, _ = waits(pipe, METHODS["auto"])
+    assert sum(found.values()) == 6
+
+
+def test_importance_alone_looks_at_the_sample(pipe, monkeypatch):
+    """What it knows of guidance is the difference of two prompts on one sample."""
+    monkeypatch.setattr(noting, "_is_known", lambda value: False)
+    found, _ = waits(pipe, presets.ibtm())
+    assert sum(found.values()) == 6
+
+
+def test_two_calls_with_one_timestep_have_one_number():
+    numbers, cpu = StepNumbers(), torch.device("cpu")
+    timestep = torch.tensor(7.0)
+    first = numbers.of(timestep, cpu)
+    assert numbers.of(timestep, cpu) is first
+    timestep += 1
+    changed = numbers.of(timestep, cpu)
+    assert changed != first
+    assert numbers.of(torch.tensor(8.0), cpu) == changed
+    assert numbers.of(8.0, cpu) == changed
+    with torch.inference_mode():
+        timestep = torch.tensor(7.0)
+        assert numbers.of(timestep, cpu) == first
+        timestep += 1  # of which nothing tells
+        assert numbers.of(timestep, cpu) == changed
+
+
+def test_a_second_call_of_a_step_compares_no_numbers(pipe):
+    """Prompts in calls of their own, on one sample and with one timestep, as video pipelines make them."""
+    apply_token_merging(pipe, METHODS["auto"])
+    pipe.scheduler.set_timesteps(3)
+    text = torch.randn(1, 4, 16)
+    with torch.no_grad(), Waits() as waits:
+        for t in pipe.scheduler.timesteps:
+            sample = torch.randn(1, 4, 16, 16)
+            for _ in range(2):
+                pipe.unet(sample, t, text)
+    assert not waits.found
