@@ -12,6 +12,7 @@ from families.test_every_family import call, model_of
 from families.tiny import FAMILIES
 
 from tokenmerge import ConfigError, NothingToMergeError, ToMeConfig, apply_token_merging, presets
+from tokenmerge.patch import run_of
 
 EVERY = pytest.mark.parametrize("name", presets.__all__)
 MODELS = ("UNet2DConditionModel", "SD3Transformer2DModel", "FluxTransformer2DModel")
@@ -61,6 +62,29 @@ def test_a_preset_merges_and_leaves_nothing_behind(name, family):
         assert not torch.equal(results[-1], dense)
     patch.remove()
     assert torch.equal(call(model, arguments), dense)
+
+
+@EVERY
+@pytest.mark.parametrize("family", MODELS[:2])
+def test_a_preset_compiles_without_a_break(name, family):
+    """The whole model as one graph; where settings follow the steps, each block as one."""
+    torch._dynamo.reset()
+    config, inputs = getattr(presets, name)(), FAMILIES[family].inputs(2, 16, 16)
+    if config.scope == "keys" and family != "UNet2DConditionModel":
+        pytest.skip("refused: see above")
+    eager, compiled = model_of(FAMILIES[family]), model_of(FAMILIES[family])
+    patches = [apply_token_merging(model, config) for model in (eager, compiled)]
+    if config.follows_steps:
+        blocks = [state.path for state in run_of(compiled).blocks]
+        assert blocks
+        for path in blocks:
+            compiled.get_submodule(path).compile(fullgraph=True, backend="eager")
+    else:
+        compiled = torch.compile(compiled, fullgraph=True, backend="eager")
+    for step in range(3):
+        for patch in patches if config.follows_steps else ():
+            patch.at_step(step, 3)
+        assert torch.equal(call(compiled, inputs), call(eager, inputs))
 
 
 def test_sdtm_merges_windows_first_and_less_and_less():

@@ -1,0 +1,90 @@
+"""Peak memory of tensors while a picture is made, dense and with `auto`, beside what the report says is kept.
+
+Counted from the allocations of PyTorch, not from the process: what is alive at once beyond what was before,
+the weights. Latents are not decoded.
+
+    python benchmarks/peak_memory.py --model emoji-unet emoji-mmdit --size 256 --ratio 0.25 0.5 0.6
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import torch
+from diffusers import DiffusionPipeline
+from torch.profiler import ProfilerActivity, profile
+
+import tokenmerge
+from tokenmerge import token_merging
+from tokenmerge.auto import choose
+from tokenmerge.demo import path
+from tokenmerge.report import predict
+
+
+def peak(pipe: DiffusionPipeline, size: int, options: argparse.Namespace) -> int:
+    """Bytes of tensors that are alive at once while a picture is made, beyond those before."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        pipe(
+            "a red apple on a light blue background",
+            height=size,
+            width=size,
+            num_inference_steps=options.steps,
+            guidance_scale=options.guidance,
+            generator=torch.Generator().manual_seed(0),
+            output_type="latent",
+        )
+    events = profiled.profiler.kineto_results.events()
+    changes = sorted(
+        ((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"), key=lambda e: e[0]
+    )
+    alive = highest = 0
+    for _, change in changes:
+        alive += change
+        highest = max(highest, alive)
+    return highest
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", nargs="+", default=["emoji-unet", "emoji-mmdit"])
+    parser.add_argument("--size", type=int, nargs="+", default=[256], help="pixels (default: 256)")
+    parser.add_argument("--ratio", type=float, nargs="+", default=[0.25, 0.5, 0.6])
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--guidance", type=float, default=3.0)
+    parser.add_argument(
+        "--out", type=Path, help="append the figures to this file, a JSON line a model and size"
+    )
+    options = parser.parse_args()
+
+    diffusers.utils.logging.set_verbosity_error()
+    for name in options.model:
+        pipe = DiffusionPipeline.from_pretrained(path(name))
+        pipe.set_progress_bar_config(disable=True)
+        for size in options.size:
+            dense = peak(pipe, size, options)
+            print(f"\n{name}, {size} × {size}, {options.steps} steps: dense {dense / 1e6:.1f} MB")
+            print(f"{'ratio':>5}{'peak':>10}{'more':>10}{'kept':>10}   MB")
+            found: dict[str, Any] = {}
+            for ratio in options.ratio:
+                config, side = choose(pipe, ratio), size // pipe.vae_scale_factor
+                with token_merging(pipe, config):
+                    merged = peak(pipe, size, options)
+                kept = predict(pipe, config, side, side).kept_bytes
+                found[f"{ratio:g}"] = {"peak": merged, "kept": kept}
+                print(f"{ratio:>5g}" + "".join(f"{v / 1e6:>10.1f}" for v in (merged, merged - dense, kept)))
+            if options.out:
+                conditions = {key: getattr(options, key) for key in ("steps", "guidance")}
+                about = {"model": name, "size": size, **conditions, "torch": torch.__version__}
+                line = {**about, "tokenmerge": tokenmerge.__version__, "dense": dense, "auto": found}
+                with options.out.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(line) + "\n")
+
+
+if __name__ == "__main__":
+    main()
