@@ -1,0 +1,73 @@
+"""Measure what docs/methods.md compares: for each grid, speed with `bench`, then closeness with `evaluate`.
+
+Both see the same model, size, steps, guidance and methods. Results that are there are measured again: put
+them away to keep them. The machine should do nothing else.
+
+    python benchmarks/measure.py                         # all, somewhat over an hour on 2 cores
+    python benchmarks/measure.py cpu-methods-20          # one
+    python benchmarks/measure.py --only evaluate cpu-methods-20
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from tokenmerge.bench.grid_files import read_grid
+
+RESULTS = Path(__file__).parent / "results"
+# By grid: where closeness goes, and over how many prompts.
+QUALITY = {
+    "cpu-methods-20": ("cpu-quality-20", 6),
+    "cpu-methods-20-256": ("cpu-quality-20-256", 3),
+    "cpu-guidance-unet": ("cpu-quality-20-guidance-7.5", 6),
+    "cpu-methods-8": ("cpu-quality-8", 6),
+    "cpu-mmdit-20": ("cpu-mmdit-quality-20", 4),
+    "cpu-mmdit-20-256": ("cpu-mmdit-quality-20-256", 2),
+    "cpu-mmdit-8": ("cpu-mmdit-quality-8", 4),
+}
+
+
+def tokenmerge(*arguments: object) -> None:
+    print("tokenmerge", *arguments, flush=True)
+    subprocess.run([sys.executable, "-m", "tokenmerge", *map(str, arguments)], check=True)
+
+
+def bench(name: str) -> None:
+    out = RESULTS / f"{name}.jsonl"
+    out.unlink(missing_ok=True)
+    tokenmerge("bench", "--grid", RESULTS / f"{name}.toml", "--out", out)
+
+
+def evaluate(name: str) -> None:
+    grid = read_grid(RESULTS / f"{name}.toml")
+    quality, prompts = QUALITY[name]
+    out = RESULTS / f"{quality}.jsonl"
+    out.unlink(missing_ok=True)
+    shutil.rmtree(RESULTS / quality, ignore_errors=True)
+    settings = [f"--{key}={grid[key]}" for key in ("model", "size", "steps", "guidance", "ratio")]
+    # The oracle draws no picture of the prompt: it merges at no cost, and any tokens.
+    variants = [f"--variant={variant}" for variant in grid["variants"] if variant != "oracle"]
+    tokenmerge("evaluate", f"--limit={prompts}", *settings, *variants, "--out", out)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("grid", nargs="*", default=list(QUALITY), help=f"of {', '.join(QUALITY)}")
+    parser.add_argument("--only", choices=("bench", "evaluate"))
+    options = parser.parse_args()
+    if unknown := set(options.grid) - set(QUALITY):
+        parser.error(f"no grid {', '.join(sorted(unknown))}; there are {', '.join(QUALITY)}")
+    for name in options.grid:
+        for measure in (bench, evaluate):
+            if options.only in (None, measure.__name__):
+                measure(name)
+
+
+if __name__ == "__main__":
+    main()
