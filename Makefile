@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constr
 .PHONY: demo test format clean
 
 demo: $(VENV)/ready
-	$(BIN)/tokenmerge generate "a grinning face on a light blue background" --steps 20 --out outputs/demo
+	$(BIN)/tokenmerge generate "a grinning face on a light blue background" --size 256 --steps 20 --out outputs/demo
 
 test: $(VENV)/tested
 	$(BIN)/ruff format --check .

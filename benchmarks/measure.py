@@ -1,7 +1,7 @@
 """Measure what docs/methods.md compares: for each grid, speed with `bench`, then closeness with `evaluate`.
 
-Both see the same model, size, steps, guidance and methods. Results that are there are measured again: put
-them away to keep them. The machine should do nothing else.
+Both see the same model, size, steps, guidance and methods. Results that are there are measured again. The
+machine should do nothing else.
 
     python benchmarks/measure.py                         # all, somewhat over an hour on 2 cores
     python benchmarks/measure.py cpu-methods-20          # one
@@ -14,6 +14,8 @@ import argparse
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from tokenmerge.bench.grid_files import read_grid
@@ -36,22 +38,48 @@ def tokenmerge(*arguments: object) -> None:
     subprocess.run([sys.executable, "-m", "tokenmerge", *map(str, arguments)], check=True)
 
 
+@contextmanager
+def anew(*results: Path) -> Iterator[None]:
+    """Measure again: what is there is put aside, and comes back if that fails."""
+    aside = {path: path.with_name(f"{path.name}.before") for path in results if path.exists()}
+    for path, before in aside.items():
+        path.rename(before)
+    try:
+        yield
+    except BaseException:
+        for path in results:
+            remove(path)
+        for path, before in aside.items():
+            before.rename(path)
+        raise
+    for before in aside.values():
+        remove(before)
+
+
+def remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
 def bench(name: str) -> None:
     out = RESULTS / f"{name}.jsonl"
-    out.unlink(missing_ok=True)
-    tokenmerge("bench", "--grid", RESULTS / f"{name}.toml", "--out", out)
+    with anew(out):
+        tokenmerge("bench", "--grid", RESULTS / f"{name}.toml", "--out", out)
 
 
 def evaluate(name: str) -> None:
     grid = read_grid(RESULTS / f"{name}.toml")
     quality, prompts = QUALITY[name]
     out = RESULTS / f"{quality}.jsonl"
-    out.unlink(missing_ok=True)
-    shutil.rmtree(RESULTS / quality, ignore_errors=True)
-    settings = [f"--{key}={grid[key]}" for key in ("model", "size", "steps", "guidance", "ratio")]
+    settings = [
+        f"--{key}={grid[key]}" for key in ("model", "size", "steps", "guidance", "ratio", "device", "dtype")
+    ]
     # The oracle draws no picture of the prompt: it merges at no cost, and any tokens.
     variants = [f"--variant={variant}" for variant in grid["variants"] if variant != "oracle"]
-    tokenmerge("evaluate", f"--limit={prompts}", *settings, *variants, "--out", out)
+    with anew(out, RESULTS / quality):
+        tokenmerge("evaluate", f"--limit={prompts}", *settings, *variants, "--out", out)
 
 
 def main() -> None:

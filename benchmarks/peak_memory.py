@@ -72,10 +72,11 @@ def main() -> None:
             print(f"{'ratio':>5}{'peak':>10}{'more':>10}{'kept':>10}   MB")
             found: dict[str, Any] = {}
             for ratio in options.ratio:
+                batch = 2 if options.guidance > 1 else 1
                 config, side = choose(pipe, ratio), size // pipe.vae_scale_factor
                 with token_merging(pipe, config):
                     merged = peak(pipe, size, options)
-                kept = predict(pipe, config, side, side).kept_bytes
+                kept = predict(pipe, config, side, side, batch).kept_bytes
                 found[f"{ratio:g}"] = {"peak": merged, "kept": kept}
                 print(f"{ratio:>5g}" + "".join(f"{v / 1e6:>10.1f}" for v in (merged, merged - dense, kept)))
             if options.out:

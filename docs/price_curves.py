@@ -1,6 +1,6 @@
-"""Draw the price curves of README and methods.md, and write the latter's table, from benchmarks/results.
+"""Draw the price curves of README and methods.md, and write the tables of both, from benchmarks/results.
 
-python docs/price_curves.py          # writes docs/price-MODEL-SIZE-STEPS-GUIDANCE.svg and docs/methods.md
+python docs/price_curves.py          # writes docs/price-MODEL-SIZE-STEPS-GUIDANCE.svg, docs/methods.md, README.md
 """
 
 from __future__ import annotations
@@ -15,6 +15,14 @@ from tokenmerge.reporting.plots import draw
 from tokenmerge.reporting.results import read_results
 
 ROOT = Path(__file__).parent.parent
+# What README shows of it: auto and its rivals.
+IN_README = {
+    "auto": ("0.25", "0.5", "0.6"),
+    "tomesd": ("0.5",),
+    "deepcache": ("2", "3"),
+    "first-block-cache": ("0.1", "0.2"),
+    "fewer-steps": ("6", "8", "10", "12"),
+}
 TABLE = re.compile(r"(<!-- closeness.*?-->\n).*?(<!-- end -->)", flags=re.DOTALL)
 
 
@@ -35,18 +43,38 @@ def curves() -> dict[str, Chart]:
     }
 
 
-def table(drawn: Mapping[str, Chart]) -> str:
-    """Closeness and speed-up of every point of every curve, in Markdown: a row for each method."""
+def table(drawn: Mapping[str, Chart], only: Mapping[str, tuple[str, ...]] | None = None) -> str:
+    """Closeness and speed-up of the points of all curves, in Markdown: a row for each method and setting.
+
+    Args:
+        drawn: the curves, by their names.
+        only: the settings that are shown, by method; None: all.
+    """
     rows: dict[tuple[str, str], dict[str, str]] = {}
     for name, chart in drawn.items():
         for line in chart.lines:
             for (closeness, speed), label in zip(line.points, line.labels, strict=True):
-                rows.setdefault((line.name, label), {})[name] = f"{closeness:.1f} at {speed:.2f}×"
+                if only is None or label in only.get(line.name, ()):
+                    rows.setdefault((line.name, label), {})[name] = f"{closeness:.1f} at {speed:.2f}×"
     heads = [re.sub(r"-(\d+)-(\d+)-(.*)", r", \1 px, \2 steps, guidance \3", name) for name in drawn]
     lines = [f"| method | | {' | '.join(heads)} |", f"|---|---|{'---:|' * len(heads)}"]
     for (method, label), values in sorted(rows.items(), key=lambda row: (row[0][0], float(row[0][1] or 0))):
         lines.append(f"| {method} | {label} | {' | '.join(values.get(name, '') for name in drawn)} |")
     return "\n".join(lines) + "\n"
+
+
+def with_tables(drawn: Mapping[str, Chart]) -> dict[str, str]:
+    """The documents that have such a table, by their path, with what it is to be."""
+    longer = {
+        name: chart for name, chart in drawn.items() if "-20-" in name
+    }  # README has no room for 8 steps
+    tables = {"docs/methods.md": table(drawn), "README.md": table(longer, IN_README)}
+    return {
+        name: TABLE.sub(
+            lambda found, made=made: found[1] + made + found[2], (ROOT / name).read_text(encoding="utf-8")
+        )
+        for name, made in tables.items()
+    }
 
 
 def main() -> None:
@@ -56,9 +84,9 @@ def main() -> None:
         path = ROOT / "docs" / f"price-{name}.svg"
         path.write_text(draw(chart), encoding="utf-8")
         print(path.relative_to(ROOT))
-    methods = ROOT / "docs" / "methods.md"
-    text = methods.read_text(encoding="utf-8")
-    methods.write_text(TABLE.sub(lambda found: found[1] + table(drawn) + found[2], text), encoding="utf-8")
+    for name, text in with_tables(drawn).items():
+        (ROOT / name).write_text(text, encoding="utf-8")
+        print(name)
 
 
 if __name__ == "__main__":

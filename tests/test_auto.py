@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -94,6 +95,25 @@ def test_where_nothing_merges_and_steps_run_less_the_report_says_so(fast):
     assert "1 of 3 steps runs all" in str(patch.report)
     assert "those of the step that merges most" in str(patch.report)
     assert "correct_every" not in str(patch.report)
+
+
+@pytest.mark.parametrize(("steps", "dense"), [(4, True), (7, True), (8, False)])
+def test_a_generation_in_which_nothing_is_saved_says_so(steps, dense, fast):
+    """Too few tokens to merge, and too few steps to leave any out."""
+    unet, inputs = hosts.unet(), hosts.inputs()
+    wanted = hosts.call(unet, **inputs)
+    patch = apply_token_merging(pipeline(unet=unet), 0.4)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for index in range(steps):
+            patch.at_step(index, steps)
+            result = hosts.call(unet, **inputs)
+            assert torch.equal(result, wanted) or not dense
+    told = [str(warning.message) for warning in caught]
+    assert len(told) == dense
+    assert all(
+        f"of {steps} steps reuse_span=0.25 leaves none out, and on 256 tokens" in text for text in told
+    )
 
 
 def test_a_ratio_of_0_is_dense(fast):

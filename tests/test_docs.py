@@ -1,6 +1,7 @@
 """What the documents say runs."""
 
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,13 @@ def test_every_method_is_described():
         assert f"\n### {planner}\n" in methods
     for preset in presets.__all__:
         assert f"`presets.{preset}`" in methods
+
+
+def test_the_tables_of_closeness_say_what_the_records_say():
+    written = runpy.run_path(str(ROOT / "docs" / "price_curves.py"))
+    for path, text in written["with_tables"](dict(sorted(written["curves"]().items()))).items():
+        assert text.count("<!-- closeness") == 1
+        assert text == (ROOT / path).read_text(encoding="utf-8")
 
 
 def test_the_two_commands_are_named_and_exist():

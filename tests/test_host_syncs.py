@@ -19,7 +19,7 @@ from tiny_pipeline import write_pipeline
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tokenmerge
-from tokenmerge import ToMeConfig, apply_token_merging, noting, presets
+from tokenmerge import ToMeConfig, apply_token_merging, noting, presets, when
 from tokenmerge.when import StepNumbers
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array_(_ implementation|wrap__):DeprecationWarning")
@@ -30,7 +30,8 @@ METHODS = {
     "auto": ToMeConfig(
         ratio=0.5, planner="tiled", proportional=True, correct_every=2, reuse_every=2, max_downsample=2
     ),
-    **{name: getattr(presets, name)() for name in presets.__all__ if name != "ibtm"},
+    "tome": ToMeConfig(ratio=0.5),
+    **{name: getattr(presets, name)() for name in presets.__all__},
 }
 
 
@@ -69,34 +70,45 @@ def waits(pipe: StableDiffusionPipeline, config: ToMeConfig) -> tuple[Counter[st
     return waits.found, latents
 
 
+@pytest.fixture
+def accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if tensors were on one."""
+    for module in (noting, when):
+        monkeypatch.setattr(module, "waits_for", lambda value: True)
+
+
 @SCHEDULERS
 @pytest.mark.parametrize("name", METHODS)
-def test_no_call_waits(name, scheduler, pipe, monkeypatch):
-    pipe.scheduler = scheduler
-    _, looked_at = waits(pipe, METHODS[name])
-    monkeypatch.setattr(noting, "_is_known", lambda value: False)  # as on an accelerator
-    found, latents = waits(pipe, METHODS[name])
-    assert not found
-    # Plans of one prompt's features or of both prompts'; of places that are nearly as good, toma's choice
-    # turns with the rounding of another batch.
-    if name != "toma":
-        assert torch.equal(latents, looked_at)
+def test_no_call_waits(name, scheduler, pipe, monkeypatch, request):
+    """But the first two of a generation whose steps are followed: they ask whether prompts share a sample."""
+    pipe.scheduler, config = scheduler, METHODS[name]
+    _, looked_at = waits(pipe, config)
+    request.getfixturevalue("accelerator")
+    found, latents = waits(pipe, config)
+    assert sum(found.values()) == (2 if config.follows_steps and config.share_guidance else 0)
+    assert torch.equal(latents, looked_at)
 
 
 def test_values_that_are_looked_at_are_found(pipe):
-    """On a CPU, where it costs nothing, whether prompts share a sample is."""
+    """On a CPU, where it costs nothing, each call asks."""
     found, _ = waits(pipe, METHODS["auto"])
     assert sum(found.values()) == 6
 
 
-def test_importance_alone_looks_at_the_sample(pipe, monkeypatch):
-    """What it knows of guidance is the difference of two prompts on one sample."""
-    monkeypatch.setattr(noting, "_is_known", lambda value: False)
-    found, _ = waits(pipe, presets.ibtm())
-    assert sum(found.values()) == 6
+def test_a_larger_batch_is_asked_again(pipe, accelerator):
+    config = METHODS["auto"]
+
+    def half(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+        if step == 3:
+            tensors["latents"] = tensors["latents"][..., :8].contiguous()
+        return tensors
+
+    with tokenmerge.token_merging(pipe, config), Waits() as found:
+        draw(pipe, 8, callback_on_step_end=half)
+    assert sum(found.found.values()) == 4
 
 
-def test_two_calls_with_one_timestep_have_one_number():
+def test_two_calls_with_one_timestep_have_one_number(accelerator):
     numbers, cpu = StepNumbers(), torch.device("cpu")
     timestep = torch.tensor(7.0)
     first = numbers.of(timestep, cpu)
@@ -113,7 +125,7 @@ def test_two_calls_with_one_timestep_have_one_number():
         assert numbers.of(timestep, cpu) == changed
 
 
-def test_a_second_call_of_a_step_compares_no_numbers(pipe):
+def test_a_second_call_of_a_step_compares_no_numbers(pipe, accelerator):
     """Prompts in calls of their own, on one sample and with one timestep, as video pipelines make them."""
     apply_token_merging(pipe, METHODS["auto"])
     pipe.scheduler.set_timesteps(3)

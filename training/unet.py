@@ -87,6 +87,7 @@ class EmojiUNet(nn.Module):
         # it takes more to hide what is where.
         evenness = 1 / (1 + latents.shape[-1] / self.unet.config.sample_size)
         steps = (len(signals) * torch.rand(latents.shape[0], device=latents.device) ** evenness).long()
+        steps = steps.clamp(max=len(signals) - 1)  # what is nearly 1 is rounded up to it
         signal = signals[steps].view(-1, 1, 1, 1)
         alpha, sigma = signal.sqrt(), (1 - signal).sqrt()
         text = encode(self.tokenizer, self.text_encoder, captions)

@@ -37,7 +37,7 @@ def fewest_tokens(device: torch.device, dtype: torch.dtype, channels: int = 640,
         channels: of its tokens.
         heads: of its attention.
     """
-    key = f"{_key(device, dtype)}, {heads} × {channels // heads} channels, proportional, corrected"
+    key = f"{_key(device, dtype)}, {heads} × {channels // heads} channels, proportional, corrected, or none"
     file = cache_file()
     known: dict[str, int] = {}
     with contextlib.suppress(OSError, ValueError):

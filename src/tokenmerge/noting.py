@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import warnings
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from tokenmerge.config import ToMeConfig
 from tokenmerge.errors import ConfigError, NothingToMergeError, UnsupportedModelError
 from tokenmerge.guidance import parts_are_equal, same_step
 from tokenmerge.layout import Grid
 from tokenmerge.methods.tome import num_removed
 from tokenmerge.state import STATE, Run, StageState
+from tokenmerge.when import waits_for
 
 __all__ = ["check_grid", "note_call", "note_end", "note_grid", "note_result"]
 
@@ -30,10 +32,10 @@ def note_call(root: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
     told = run.timestep
     timestep = arguments[told] if isinstance(told, str) else told(root, arguments)
     before, run.step = run.step, run.steps.of(timestep, device)
-    if run.config.share_guidance:
-        _note_parts(run, root, sample)
     if run.config.follows_steps:
         _note_step(run, root, timestep, before)
+    if run.config.share_guidance:
+        _note_parts(run, root, sample)
     shape = (len(sample), *sample[0].shape)
     text = arguments.get("encoder_hidden_states") if run.config.follows_steps else None
     # Joint blocks change the text too, and its length may be another one at the next step.
@@ -44,15 +46,16 @@ def _note_parts(run: Run, root: nn.Module, sample: Any) -> None:
     """Note which images of the batch are the same sample with other prompts."""
     parts = run.pipeline.parts
     equal = parts_are_equal(run.latents(root, sample), parts) if parts > 1 else None
-    if equal is None or _is_known(equal) or run.config.asks_guidance:
-        run.parts, run.shared = parts if equal is not None and equal else 1, None
+    run.parts, run.shared = 1, None
+    if equal is None:
+        return
+    if not waits_for(equal):
+        run.parts = parts if equal else 1
+    elif run.config.follows_steps and not torch.compiler.is_compiling():
+        shape = (parts, len(sample), *sample[0].shape)
+        run.parts = parts if run.turns.answer(shape, lambda: bool(equal)) else 1
     else:
         run.parts, run.shared = parts, equal
-
-
-def _is_known(value: Tensor) -> bool:
-    """Whether a tensor can be looked at without cost: not in a graph, nor on a device to be waited for."""
-    return not torch.compiler.is_compiling() and value.device.type == "cpu"
 
 
 def _note_turn(run: Run, sample: Tensor | list[Tensor], shape: tuple[int, ...]) -> None:
@@ -115,13 +118,14 @@ def _note_step(run: Run, root: nn.Module, timestep: Any, before: Tensor) -> None
     moment = run.pipeline.moment(timestep)
     if moment is None:
         raise ConfigError(
-            "until, schedule, phases, plan_every, correct_every, reuse_every and planner='importance' need "
-            "to know which denoising step it is, and no scheduler says so: apply token merging to the "
-            "pipeline that runs instead of its model, or call patch.at_step(i, steps) before each step of a "
-            "loop of your own"
+            "until, schedule, phases, plan_every, correct_every, reuse_every and planners that look at "
+            "guidance need to know which denoising step it is, and no scheduler says so: apply token merging "
+            "to the pipeline that runs instead of its model, or call patch.at_step(i, steps) before each "
+            "step of a loop of your own"
         )
     if run.turns.begins_with(moment):
         _refuse_caches(run, root)
+        _warn_where_nothing_is_saved(run, moment.total - moment.first)
     elif moment.index == run.turns.index and not same_step(before, run.step):
         raise ConfigError(
             f"step {moment.index} of {moment.total} is over, by the timestep that the model is called with; "
@@ -197,6 +201,29 @@ def note_grid(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
     grid.frames, (grid.rows, grid.columns) = 1, x.shape[-2:]
 
 
+def _warn_where_nothing_is_saved(run: Run, steps: int) -> None:
+    """Say that a generation is dense: it has too few steps to leave any out, and too few tokens to merge."""
+    grid = (run.grid.frames, run.grid.rows, run.grid.columns)
+    if run.step.is_meta:  # operations of a single step are counted
+        return
+    if run.config.reuse_every > 1 and run.config.reuse(steps) == (1, 1) and not _merges(run, grid):
+        warnings.warn(
+            f"this generation is dense: of {steps} steps reuse_span={run.config.reuse_span:g} leaves none "
+            f"out, and on {math.prod(grid)} tokens, with min_tokens={run.config.min_tokens}, nothing merges; "
+            "lower min_tokens, generate a larger image, or take more steps",
+            stacklevel=2,
+        )
+
+
+def _merges(run: Run, grid: tuple[int, int, int]) -> bool:
+    """Whether a call with this finest grid of (frames, rows, columns) has tokens to merge."""
+    frames, rows, columns = grid
+    return any(
+        num_removed((frames, -(-rows // level), -(-columns // level)), settings) > 0
+        for level, settings in run.stages
+    )
+
+
 def check_grid(run: Run, grid: tuple[int, int, int]) -> None:
     """See that a call with this finest grid of (frames, rows, columns) has tokens to merge.
 
@@ -204,18 +231,15 @@ def check_grid(run: Run, grid: tuple[int, int, int]) -> None:
         NothingToMergeError: it has not.
     """
     frames, rows, columns = grid
-
-    def merges(level: int, settings: ToMeConfig) -> bool:
-        return num_removed((frames, -(-rows // level), -(-columns // level)), settings) > 0
-
     asked = any(settings.ratio for _, settings in run.stages) and run.config.reuse_every == 1
-    if asked and not any(merges(*stage) for stage in run.stages):
+    if asked and not _merges(run, grid):
         level, config = run.stages[0]
         sides = (frames, -(-rows // level), -(-columns // level))[frames == 1 :]
         cells = f"cells of sy={config.sy} × sx={config.sx}{f' × st={config.st}' if config.st > 1 else ''}"
         fewest = f" and min_tokens={config.min_tokens}" if config.min_tokens else ""
+        lower = [*(["min_tokens"] if fewest else []), "sx and sy" if config.st == 1 else "sx, sy and st"]
         raise NothingToMergeError(
             f"nothing to merge: the sample gives {' × '.join(map(str, sides))} tokens at level {level}, of "
             f"which ratio={config.ratio:g} with {cells}{fewest} removes none; generate a larger image, lower "
-            f"{'sx, sy and st' if config.st > 1 else 'sx and sy'}, or raise ratio"
+            f"{', '.join(lower)}, or raise ratio"
         )

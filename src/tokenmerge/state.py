@@ -108,7 +108,12 @@ class Run:
 
     def forget(self, first: int = 0, last: int = sys.maxsize) -> None:
         """Let go of all that calls with these numbers in their steps have left."""
-        noted: tuple[dict[int, Any], ...] = (self.turns.planned, self.turns.corrected, self.guided)
+        noted: tuple[dict[int, Any], ...] = (
+            self.turns.planned,
+            self.turns.corrected,
+            self.turns.compared,
+            self.guided,
+        )
         for by_number in noted:
             for number in [number for number in by_number if first <= number <= last]:
                 del by_number[number]

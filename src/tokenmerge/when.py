@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["Moment", "StepNumbers", "Turns", "moment_of"]
+__all__ = ["Moment", "StepNumbers", "Turns", "moment_of", "waits_for"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,16 +76,24 @@ def moment_of(scheduler: Any, timestep: Tensor | float) -> Moment | None:
     return Moment(timesteps, int(index), len(timesteps), begins=index == first)
 
 
+def waits_for(value: Tensor) -> bool:
+    """Whether a tensor cannot be looked at without cost: in a graph, and on a device that is waited for."""
+    return torch.compiler.is_compiling() or value.device.type != "cpu"
+
+
 def _offset(timestep: object, timesteps: object) -> int | None:
     """Which of the timesteps this is, by where it lies in memory: looking at it would wait for its device."""
     if not (isinstance(timestep, Tensor) and isinstance(timesteps, Tensor)) or timesteps.ndim != 1:
         return None
-    one = timestep.numel() > 0 and not any(timestep.stride())  # one value, for each image of a batch
+    # One value, for each image of a batch.
+    one = timestep.numel() == 1 or (timestep.numel() > 1 and not any(timestep.stride()))
     if not one or timestep.is_meta or timestep.dtype != timesteps.dtype:
         return None
-    if timestep.untyped_storage().data_ptr() != timesteps.untyped_storage().data_ptr():
+    memory, stride = timesteps.untyped_storage().data_ptr(), timesteps.stride(0)
+    if not memory or timestep.untyped_storage().data_ptr() != memory or stride < 1:  # 0: it has no address
         return None
-    return (timestep.storage_offset() - timesteps.storage_offset()) // timesteps.stride(0)
+    place, between = divmod(int(timestep.storage_offset() - timesteps.storage_offset()), stride)
+    return place if not between and 0 <= place < len(timesteps) else None
 
 
 def _is_unused(scheduler: Any) -> bool:
@@ -124,8 +133,10 @@ class StepNumbers:
 
     def of(self, timestep: Tensor | float, device: torch.device) -> Tensor:
         """The number of a step; the very tensor of the call before, if it is called with its timestep."""
-        if torch.compiler.is_compiling() or not isinstance(timestep, Tensor) or timestep.is_inference():
-            return _bits(timestep, device)  # a graph, or nothing that tells whether it was changed since
+        if not isinstance(timestep, Tensor) or not waits_for(timestep):
+            return _bits(timestep, device)
+        if torch.compiler.is_compiling() or timestep.is_inference():
+            return _bits(timestep, device)  # nothing tells whether it was changed since
         if self._last is not None:
             last, version, number = self._last
             if last() is timestep and version == timestep._version and number.device == device:
@@ -158,6 +169,7 @@ class Turns:
         number: of the running call in its step, from 0.
         planned: by that number, the step whose plan a call uses, and what that plan is for.
         corrected: by that number, how many calls ago one was dense, and the shape of the samples then.
+        compared: by that number, what was looked at, how many times in a row with what answer.
         ran: by that number and part of the model, the last two steps in which it ran, and the shape of the
             samples then.
     """
@@ -169,6 +181,7 @@ class Turns:
     number: int = 0
     planned: dict[int, tuple[int, object]] = dataclasses.field(default_factory=dict)
     corrected: dict[int, tuple[int, tuple[int, ...] | None]] = dataclasses.field(default_factory=dict)
+    compared: dict[int, tuple[object, int, bool]] = dataclasses.field(default_factory=dict)
     ran: dict[tuple[int, str], tuple[int | None, int, tuple[int, ...]]] = dataclasses.field(
         default_factory=dict
     )
@@ -216,6 +229,21 @@ class Turns:
         due = seen != shape or since + 1 >= every
         self.corrected[self.number] = 0 if due else since + 1, shape
         return due
+
+    def answer(self, question: object, look: Callable[[], bool]) -> bool:
+        """What the running call finds, or what two steps in a row have found: looking waits for a device.
+
+        Args:
+            question: what is looked for, such as the shape of the sample; another one is looked for anew.
+            look: finds the answer.
+        """
+        before, times, answer = self.compared.get(self.number, (None, 0, False))
+        if before == question and times == 2:
+            return answer
+        found = look()
+        times = times + 1 if before == question and found == answer else 1
+        self.compared[self.number] = question, times, found
+        return found
 
     def ahead(self, part: str, every: int, shape: tuple[int, ...]) -> float | None:
         """How far the running call goes on without a part of the model, which runs in one of so many steps.
