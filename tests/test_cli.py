@@ -340,7 +340,8 @@ def test_ctrl_c_ends_with_130_and_keeps_what_is_there(folder, tmp_path, capsys, 
     # Shells start what runs in the background with the signal ignored.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        assert main(["generate", "x", "--model", str(folder), "--out", str(tmp_path), "--steps", "1"]) == 130
+        arguments = ["--out", str(tmp_path), "--steps", "1", "--method", "tome"]
+        assert main(["generate", "x", "--model", str(folder), *arguments]) == 130
     finally:
         signal.signal(signal.SIGINT, before)
     printed = capsys.readouterr()

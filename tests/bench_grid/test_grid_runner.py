@@ -292,7 +292,7 @@ def test_auto_follows_the_steps_unless_it_is_compiled(
 ) -> None:
     monkeypatch.setattr("tokenmerge.auto.fewest_tokens", lambda *_: 64)
     monkeypatch.setattr(nn.Module, "compile", lambda self, dynamic: None)
-    records = measure(variants=("auto",), steps=2, rounds=1, warmup=1, compile=(compiled,))
+    records = measure(variants=("auto",), steps=8, rounds=1, warmup=1, compile=(compiled,))
     (auto,) = [record for record in records if record.conditions["variant"] == "auto"]
     assert (auto.status, auto.message) == ("ok", "")
     assert auto.facts["config"]["reuse_every"] == (1 if compiled else 4)
