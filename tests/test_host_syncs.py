@@ -15,7 +15,6 @@ import pytest
 import torch
 from diffusers import StableDiffusionPipeline
 from test_steps_in_pipelines import SCHEDULERS, draw
-from tiny_pipeline import write_pipeline
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tokenmerge
@@ -50,18 +49,6 @@ class Waits(TorchDispatchMode):
             if frames[-2].filename.startswith(OURS):  # the last one is this
                 self.found[f"{name} at {frames[-2].filename}:{frames[-2].lineno}"] += 1
         return function(*args, **(kwargs or {}))
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_pipeline(tmp_path_factory.mktemp("syncs") / "pipeline")
-
-
-@pytest.fixture
-def pipe(folder: Path) -> StableDiffusionPipeline:
-    loaded = StableDiffusionPipeline.from_pretrained(folder, safety_checker=None)
-    loaded.set_progress_bar_config(disable=True)
-    return loaded
 
 
 def waits(pipe: StableDiffusionPipeline, config: ToMeConfig) -> tuple[Counter[str], torch.Tensor]:

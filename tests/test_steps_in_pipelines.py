@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,7 +24,7 @@ from families.family import TEXT, WORDS
 from families.test_every_family import model_of
 from families.tiny import FAMILIES
 from PIL import Image
-from tiny_pipeline import SIDE, write_pipeline
+from tiny_pipeline import SIDE
 from torch import nn
 
 from tokenmerge import ConfigError, ToMeConfig, apply_token_merging
@@ -36,18 +35,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:__array_(_ implementation|wrap__
 
 CORRECTED: dict[str, Any] = {"ratio": 0.5, "max_downsample": 2, "scope": "block", "correct_every": 3}
 REUSED: dict[str, Any] = {"ratio": 0.5, "max_downsample": 2, "reuse_every": 2}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_pipeline(tmp_path_factory.mktemp("steps") / "pipeline")
-
-
-@pytest.fixture
-def pipe(folder: Path) -> StableDiffusionPipeline:
-    loaded = StableDiffusionPipeline.from_pretrained(folder, safety_checker=None)
-    loaded.set_progress_bar_config(disable=True)
-    return loaded
 
 
 def draw(pipe: DiffusionPipeline, steps: int, **arguments: Any) -> Any:
