@@ -10,26 +10,16 @@ mean and the standard error of the differences, prompt by prompt.
 
 from __future__ import annotations
 
-import argparse
-import json
-import statistics
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from unittest import mock
 
-import diffusers
-import numpy as np
-import torch
-from diffusers import StableDiffusionPipeline
+import closeness
 from diffusers.models.attention import BasicTransformerBlock
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import tokenmerge
 from tokenmerge import ToMeConfig, token_merging
-from tokenmerge.demo import path
-from tokenmerge.demo.glyphs import caption, choose_prompts, read_glyphs
 from tokenmerge.methods import PLANNERS
 
 Features = Callable[[Tensor, tuple[int, int, int], nn.Module], Tensor]
@@ -76,62 +66,18 @@ def compared_by(features: Features, unet: nn.Module) -> Iterator[None]:
             hook.remove()
 
 
-def measure(pipe: StableDiffusionPipeline, size: int, options: argparse.Namespace) -> dict[str, list[float]]:
-    """PSNR to dense in dB, by features: one number a prompt."""
-    glyphs = read_glyphs()
-    prompts = [caption(glyphs[i].name, background) for i, background in choose_prompts(options.prompts)]
-
-    def draw() -> np.ndarray:
-        return pipe(
-            prompts,
-            height=size,
-            width=size,
-            num_inference_steps=options.steps,
-            guidance_scale=options.guidance,
-            generator=[torch.Generator().manual_seed(seed) for seed in range(len(prompts))],
-            output_type="np",
-        ).images
-
+def main() -> None:
+    options = closeness.parser(__doc__).parse_args()
+    pipe = closeness.load()
     # Keys and smoothed tokens are of one prompt; so each half of guidance has a plan of its own.
     config = ToMeConfig(ratio=options.ratio, proportional=True, share_guidance=False)
-    dense, found = draw(), {}
-    for name, features in FEATURES.items():
-        with token_merging(pipe, config), compared_by(features, pipe.unet):
-            error = ((draw() - dense) ** 2).mean(axis=(1, 2, 3))
-        found[name] = [float(value) for value in -10 * np.log10(error)]
-    return found
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--size", type=int, nargs="+", default=[128, 256], help="pixels (default: 128 256)")
-    parser.add_argument("--ratio", type=float, default=0.5)
-    parser.add_argument("--prompts", type=int, default=12)
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--guidance", type=float, default=3.0)
-    parser.add_argument("--out", type=Path, help="append the figures to this file, a JSON line a size")
-    options = parser.parse_args()
-
-    diffusers.utils.logging.set_verbosity_error()
-    pipe = StableDiffusionPipeline.from_pretrained(path("emoji-unet"))
-    pipe.set_progress_bar_config(disable=True)
     for size in options.size:
-        found = measure(pipe, size, options)
-        print(f"\n{size} × {size}, ratio {options.ratio:g}, {options.prompts} prompts, {options.steps} steps")
-        print(f"{'features':<17}{'dB':>6}{'against the input':>20}")
-        for name, values in found.items():
-            more = [a - b for a, b in zip(values, found["block input"], strict=True)]
-            error = statistics.stdev(more) / len(more) ** 0.5
-            against = f"{statistics.mean(more):+.1f} ± {error:.1f}"
-            print(f"{name:<17}{statistics.mean(values):>6.1f}{against:>20}")
-        if options.out:
-            conditions = {key: getattr(options, key) for key in ("ratio", "steps", "guidance")}
-            about = {"size": size, **conditions, "torch": torch.__version__}
-            line = {**about, "tokenmerge": tokenmerge.__version__, "psnr": found}
-            with options.out.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(line) + "\n")
+        dense, found = closeness.draw(pipe, size, options), {}
+        for name, features in FEATURES.items():
+            with token_merging(pipe, config), compared_by(features, pipe.unet):
+                found[name] = closeness.psnr(closeness.draw(pipe, size, options), dense)
+        closeness.show(size, options, found, base="block input")
+        closeness.record(size, options, found)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,64 @@
+"""What each setting costs in closeness, alone: one is changed of a base, and the pictures are compared.
+
+The base merges around self-attention of the top level of `emoji-unet`, by global matching, with proportional
+attention and one plan for both halves of guidance. Each of the others differs from it in what its line says.
+A line shows the closeness to the dense pictures of the same seeds, the mean over the prompts, and by how much
+it differs from the base: the mean and the standard error of the differences, prompt by prompt.
+
+    python benchmarks/settings.py --size 128 256 --ratio 0.5
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import closeness
+
+from tokenmerge import ToMeConfig, token_merging
+
+BASE = "base"
+BLOCKS = {"scope": "block"}
+SETTINGS: dict[str, Mapping[str, Any]] = {
+    BASE: {},
+    "proportional=False": {"proportional": False},
+    "share_guidance=False": {"share_guidance": False},
+    **{
+        f"planner={name}": {"planner": name}
+        for name in ("tiled", "local", "uniform", "threshold", "importance", "windows", "sito")
+    },
+    "planner=toma, sx=8, sy=8": {"planner": "toma", "sx": 8, "sy": 8},
+    **{f"combine={name}": {"combine": name} for name in ("keep", "norm")},
+    "share_plan": {"share_plan": True},
+    "plan_every=4": {"plan_every": 4},
+    # At the same mean ratio over the steps.
+    "schedule=1.4 to 0.6": {"schedule": (1.4, 0.6)},
+    "schedule=0.6 to 1.4": {"schedule": (0.6, 1.4)},
+    "until=0.5": {"until": 0.5},
+    "correct_every=2": {"correct_every": 2},
+    "scope=keys": {"scope": "keys"},
+    "scope=block": BLOCKS,
+    "scope=block, correct_every=2": {**BLOCKS, "correct_every": 2},
+    "reuse_every=2": {"reuse_every": 2},
+    "reuse_every=2, reuse_finest_every=2": {"reuse_every": 2, "reuse_finest_every": 2},
+}
+
+
+def main() -> None:
+    options = closeness.parser(__doc__).parse_args()
+    pipe = closeness.load()
+    base = ToMeConfig(ratio=options.ratio, proportional=True)
+    for size in options.size:
+        dense, found = closeness.draw(pipe, size, options), {}
+        for name, changes in SETTINGS.items():
+            with token_merging(pipe, dataclasses.replace(base, **changes)):
+                found[name] = closeness.psnr(closeness.draw(pipe, size, options), dense)
+            print(f"{size} × {size}: {name}", file=sys.stderr, flush=True)
+        closeness.show(size, options, found, BASE)
+        closeness.record(size, options, found)
+
+
+if __name__ == "__main__":
+    main()
