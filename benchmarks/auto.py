@@ -89,7 +89,7 @@ def with_auto(ratio: float) -> Callable[[Pipe, Seconds, int], float]:
         kinds = kinds_of_steps(config, steps)
         of_kind: dict[str, list[float]] = {kind: [] for kind in kinds}
         with tokenmerge.token_merging(pipe, config) as patch:
-            for index in range(1 + config.reuse_every):
+            for index in range(min(steps, 1 + config.reuse_every)):
                 patch.at_step(index, steps)
                 of_kind[kinds[index]].append(call())
         return statistics.mean(statistics.mean(of_kind[kind]) for kind in kinds)
@@ -146,6 +146,7 @@ def main() -> None:
     for name in options.model:
         for size in options.size:
             times = measure(name, size, options)
+            turns.record(options, times, model=name, size=size, steps=options.steps)
             print(f"\n{name}, {size} × {size}, {options.steps} steps, {options.dtype}, ", end="")
             print(f"{options.device}, {torch.get_num_threads()} threads")
             print(f"{'variant':<12}{'s a step':>10}{'quartiles':>18}{'speed-up':>10}")
@@ -154,7 +155,6 @@ def main() -> None:
                 gain = statistics.median(a / b for a, b in zip(times["dense"], values, strict=True))
                 median = statistics.median(values)
                 print(f"{variant:<12}{median:>10.3f}{f'{low:.3f} to {high:.3f}':>18}{gain:>9.2f}x")
-            turns.record(options, times, model=name, size=size, steps=options.steps)
 
 
 if __name__ == "__main__":

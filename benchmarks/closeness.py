@@ -12,6 +12,7 @@ import diffusers
 import numpy as np
 import torch
 from diffusers import StableDiffusionPipeline
+from turns import at_least_2
 
 import tokenmerge
 from tokenmerge.demo import path
@@ -25,7 +26,7 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     )
     parser.add_argument("--size", type=int, nargs="+", default=[128, 256], help="pixels (default: 128 256)")
     parser.add_argument("--ratio", type=float, default=0.5)
-    parser.add_argument("--prompts", type=int, default=12)
+    parser.add_argument("--prompts", type=at_least_2, default=12)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--guidance", type=float, default=3.0)
     parser.add_argument("--out", type=Path, help="append the figures to this file, a JSON line a size")

@@ -76,8 +76,8 @@ def main() -> None:
         for name, features in FEATURES.items():
             with token_merging(pipe, config), compared_by(features, pipe.unet):
                 found[name] = closeness.psnr(closeness.draw(pipe, size, options), dense)
-        closeness.show(size, options, found, base="block input")
         closeness.record(size, options, found)
+        closeness.show(size, options, found, base="block input")
 
 
 if __name__ == "__main__":

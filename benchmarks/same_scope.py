@@ -96,6 +96,7 @@ def main() -> None:
     unet.to(options.device, getattr(torch, options.dtype))
     for size in options.size:
         times = measure(unet, size, options.rounds)
+        turns.record(options, times, size=size, batch=2, ratio=RATIO)
         medians = {name: statistics.median(values) for name, values in times.items()}
         print(f"\n{size} × {size}, batch 2, {options.dtype}, {options.device}, ", end="")
         print(f"{torch.get_num_threads()} threads")
@@ -107,7 +108,6 @@ def main() -> None:
                 f"{name:<12}{medians[name]:>10.3f}{f'{low:.3f} to {high:.3f}':>20}"
                 f"{medians['dense'] / medians[name]:>9.2f}x{100 * over:>11.1f} %"
             )
-        turns.record(options, times, size=size, batch=2, ratio=RATIO)
 
 
 if __name__ == "__main__":

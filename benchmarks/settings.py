@@ -56,8 +56,8 @@ def main() -> None:
             with token_merging(pipe, dataclasses.replace(base, **changes)):
                 found[name] = closeness.psnr(closeness.draw(pipe, size, options), dense)
             print(f"{size} × {size}: {name}", file=sys.stderr, flush=True)
-        closeness.show(size, options, found, BASE)
         closeness.record(size, options, found)
+        closeness.show(size, options, found, BASE)
 
 
 if __name__ == "__main__":

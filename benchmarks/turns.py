@@ -22,11 +22,20 @@ def parser(description: str | None, rounds: int) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rounds", type=int, default=rounds, help=f"timed rounds (default: {rounds})")
+    parser.add_argument(
+        "--rounds", type=at_least_2, default=rounds, help=f"timed rounds, 2 or more (default: {rounds})"
+    )
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32", choices=["float32", "float16", "bfloat16"])
     parser.add_argument("--out", type=Path, help="append the times to this file, a JSON line a setting")
     return parser
+
+
+def at_least_2(text: str) -> int:
+    """Read a number that a spread can be made of."""
+    if int(text) < 2:
+        raise argparse.ArgumentTypeError(f"expected 2 or more, to tell their spread, got {text}")
+    return int(text)
 
 
 def seconds(call: Callable[[], object], device: torch.device | str) -> float:

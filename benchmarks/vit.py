@@ -45,6 +45,7 @@ def main() -> None:
     vit = ViTModel(HostConfig()).eval().to(options.device, getattr(torch, options.dtype))
     pictures = torch.randn(options.batch, 3, 224, 224, device=vit.device, dtype=vit.dtype)
     times = measure(vit, pictures, [0, *options.r], options.rounds)
+    turns.record(options, times, model="ViT-B/16", batch=options.batch)
 
     print(
         f"\nViT-B/16, batch {options.batch}, {options.dtype}, {options.device}, "
@@ -59,7 +60,6 @@ def main() -> None:
             f"{r or 'dense':<8}{median:>12.2f}{f'{low:.2f} to {high:.2f}':>18}{ratio:>10.2f}x"
             f"{report.flops_dense / report.flops_merged:>10.2f}x"
         )
-    turns.record(options, times, model="ViT-B/16", batch=options.batch)
 
 
 if __name__ == "__main__":

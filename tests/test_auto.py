@@ -12,11 +12,21 @@ from typing import Any
 import hosts
 import pytest
 import torch
+from diffusers.models.attention_dispatch import AttentionBackendName
 from families.test_every_family import model_of
 from families.tiny import FAMILIES
+from torch import nn
 
-from tokenmerge import ConfigError, NothingToMergeError, apply_token_merging, calibration, token_merging
+from tokenmerge import (
+    ConfigError,
+    NothingToMergeError,
+    ToMeConfig,
+    apply_token_merging,
+    calibration,
+    token_merging,
+)
 from tokenmerge.auto import choose
+from tokenmerge.merging_settings import Merging
 from tokenmerge.methods import PLANNERS
 from tokenmerge.models import find_hosts
 from tokenmerge.patch import run_of
@@ -116,6 +126,27 @@ def test_a_generation_in_which_nothing_is_saved_says_so(steps, dense, fast):
     )
 
 
+@pytest.mark.parametrize(("steps", "dense"), [(1, True), (2, False)])
+def test_a_generation_that_is_over_before_anything_merges_says_so(steps, dense):
+    unet = hosts.unet()
+    patch = apply_token_merging(pipeline(unet=unet), ToMeConfig(ratio=0.5, until=0.5))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        patch.at_step(0, steps)
+        hosts.call(unet, **hosts.inputs())
+    told = ["nothing merges in this generation: until=0.5 of 1 step is none; raise until, or take more steps"]
+    assert [str(warning.message) for warning in caught] == (told if dense else [])
+
+
+@pytest.mark.parametrize(
+    ("changes", "found"),
+    [({"reuse_every": 1}, (1, 1)), ({"reuse_finest_every": 3}, (4, 3)), ({"reuse_every": 3}, (3, 2))],
+)
+def test_what_is_asked_for_goes_before_what_auto_chooses(changes, found, fast):
+    config = Merging("auto", changes).config(pipeline(unet=hosts.unet(block_out_channels=(32, 64))))
+    assert (config.reuse_every, config.reuse_finest_every) == found
+
+
 def test_a_ratio_of_0_is_dense(fast):
     unet = hosts.unet()
     inputs = hosts.inputs()
@@ -170,6 +201,76 @@ def test_attention_by_other_kernels_is_not_asked_for_sizes(fast):
     hosts.call(unet, **hosts.inputs())
 
 
+def test_attention_of_a_model_without_processors_is_looked_at(fast):
+    """CompVis repositories have one that multiplies matrices itself, and one that calls PyTorch's."""
+    model = hosts.LatentDiffusion()
+    assert choose(model, 0.5).proportional
+
+    class CrossAttention(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.einsum("b i j, b j d -> b i d", (x @ x.mT).softmax(-1), x)
+
+    layers = [module for module in model.modules() if type(module).__name__ == "CrossAttention"]
+    layers[0].__class__ = CrossAttention
+    assert not choose(model, 0.5).proportional
+
+
+@pytest.mark.parametrize(
+    ("backend", "proportional"), [("native", True), ("_native_math", True), ("flash", False), ("sage", False)]
+)
+def test_backends_that_take_no_mask_are_not_asked_for_sizes(backend, proportional, fast, monkeypatch):
+    model = model_of(FAMILIES["FluxTransformer2DModel"])
+    assert choose(model, 0.5).proportional
+    monkeypatch.setenv("DIFFUSERS_ATTN_BACKEND", backend)
+    assert choose(model, 0.5).proportional == proportional
+    monkeypatch.delenv("DIFFUSERS_ATTN_BACKEND")
+    for module in model.modules():
+        if hasattr(module, "processor"):
+            module.processor._attention_backend = AttentionBackendName(backend)
+    assert choose(model, 0.5).proportional == proportional
+
+
+def test_perturbed_attention_guidance_is_not_asked_for_sizes(fast):
+    pipe = pipeline(unet=hosts.unet(), pag_applied_layers=["mid"])
+    assert not choose(pipe, 0.5).proportional
+
+
+@pytest.mark.parametrize(
+    ("stored", "norms", "timed"),
+    [
+        (torch.float16, torch.float16, torch.float16),
+        (torch.float8_e4m3fn, torch.bfloat16, torch.bfloat16),
+        (torch.uint8, torch.float16, torch.float16),
+        (torch.int8, torch.int8, torch.bfloat16),
+    ],
+)
+def test_grids_are_timed_in_what_the_model_computes_in(stored, norms, timed, monkeypatch):
+    """Quantised and layerwise-cast weights are stored in another type."""
+    asked = []
+    monkeypatch.setattr(calibration, "measure_fewest_tokens", lambda *shape: asked.append(shape[:2]) or 64)
+    unet = hosts.unet()
+    for name, weight in unet.named_parameters():
+        weight.requires_grad_(False)
+        weight.data = weight.data.to(norms if "norm" in name else stored)
+    choose(pipeline(unet=unet))
+    assert asked == [(torch.device("cpu"), timed)]
+
+
+def test_grids_are_timed_where_an_offloaded_model_runs(monkeypatch):
+    asked = []
+    monkeypatch.setattr(calibration, "measure_fewest_tokens", lambda *shape: asked.append(shape[0]) or 64)
+    monkeypatch.setattr(calibration, "_key", lambda device, dtype: str(device))  # it need not be there
+    choose(pipeline(unet=hosts.unet(), _execution_device=torch.device("cuda:0")))
+    assert asked == [torch.device("cuda:0")]
+
+
+def test_measuring_draws_nothing_from_the_global_generator(monkeypatch):
+    monkeypatch.setattr(calibration, "SIDES", (8,))
+    before = torch.get_rng_state()
+    calibration.measure_fewest_tokens(torch.device("cpu"), torch.float32, 64, 4)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 @pytest.mark.parametrize(("slow", "expected"), [("merged", 128 * 128), ("dense", 64), ("small", 16 * 16)])
 def test_the_fewest_tokens_are_those_from_which_merging_is_faster(slow, expected, monkeypatch):
     """With times that are told: of the first, second … grid, merged and dense in turn."""
@@ -220,8 +321,9 @@ def test_it_is_measured_once_for_a_device_and_kept(own_cache, monkeypatch):
     assert calibration.cache_file() == file
     assert list(json.loads(file.read_text()).values()) == [64, 128, 192]
     assert [path.name for path in file.parent.iterdir()] == [file.name]
-    file.write_text('{"cut off')
-    assert calibration.fewest_tokens(cpu, torch.float32) == 256
+    for times, text in enumerate(('{"cut off', "[1]", "3")):
+        file.write_text(text)
+        assert calibration.fewest_tokens(cpu, torch.float32) == 256 + 64 * times
 
 
 def test_a_folder_that_cannot_be_written_is_no_matter(monkeypatch, tmp_path):

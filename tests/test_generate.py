@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from tokenmerge.generate import generate
 from tokenmerge.loading import find_model, load_pipeline
 from tokenmerge.merging_settings import Merging
 from tokenmerge.options import GenerateOptions
-from tokenmerge.pipeline_call import PipelineCall
+from tokenmerge.pipeline_call import PipelineCall, guides
 from tokenmerge.twin import twin
 
 CPU = torch.device("cpu")
@@ -192,6 +193,26 @@ def test_size_steps_scheduler_guidance_and_negative_prompt_reach_the_pipeline(fo
     assert call.arguments["guidance_scale"] == 3.0
     assert call.guided
     assert not PipelineCall.prepare(pipe, options(folder, out, guidance=1.0), (48, 24)).guided
+
+
+@pytest.mark.parametrize(
+    ("embeds", "default", "scale", "expected"),
+    [
+        (None, 7.5, None, True),
+        (None, 1.0, None, False),
+        (None, None, None, False),  # Qwen-Image
+        (False, None, 3.0, True),
+        (True, 3.5, None, False),  # FLUX.1-dev
+        (True, 3.5, 7.0, False),
+    ],
+)
+def test_pipelines_whose_model_takes_the_scale_denoise_once(embeds, default, scale, expected):
+    class Pipe:
+        transformer = SimpleNamespace(config={} if embeds is None else {"guidance_embeds": embeds})
+
+        def __call__(self, prompt: str, guidance_scale: float | None = default) -> None: ...
+
+    assert guides(Pipe(), scale) == expected
 
 
 def test_a_controlnet_merges_too_and_its_picture_matters(folder, tmp_path):

@@ -242,3 +242,28 @@ def test_importance_is_the_mean_over_what_a_token_covers():
     assert torch.equal(found, torch.tensor([[(4 + 3 + 0 + 1) / 4, (2 + 1 + 2 + 3) / 4, 6.5, 8.5]]))
     assert torch.equal(importance_of_tokens(-change.flatten(2).mT, (1, 4, 4)), change.abs().flatten(1))
     assert importance_of_tokens(change, (2, 2, 2)) is None
+
+
+def test_frames_in_the_batch_have_the_importance_of_their_own():
+    """Video UNets look at each frame alone; transformers at all, on a grid of several."""
+    change = torch.randn(2, 4, 3, 4, 4, generator=torch.Generator().manual_seed(0))
+    found = importance_of_tokens(change, (1, 2, 2))
+    assert found.shape == (6, 4)
+    frames = [
+        importance_of_tokens(change[i, :, f].unsqueeze(0), (1, 2, 2)) for i in range(2) for f in range(3)
+    ]
+    torch.testing.assert_close(found, torch.cat(frames))
+    assert importance_of_tokens(change, (3, 2, 2)).shape == (2, 12)
+
+
+def test_importance_that_does_not_fit_the_tokens_is_said():
+    unet = hosts.unet()
+    patch = apply_token_merging(unet, ToMeConfig(ratio=0.5, planner="importance"))
+    inputs = hosts.inputs(2)
+    for index in range(2):
+        patch.at_step(index, 3)
+        call(unet, inputs)
+    run_of(unet).guided[0] = torch.zeros(5, 4, 16, 16)
+    patch.at_step(2, 3)
+    with pytest.warns(UserWarning, match=r"shape \(5, 4, 16, 16\) does not fit .* it plans as 'tome' does"):
+        call(unet, inputs)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
+import os
 from collections.abc import Sequence
 
 import torch
@@ -14,9 +16,10 @@ from tokenmerge.models import Block, Host, find_hosts
 
 __all__ = ["choose"]
 
-# Attention processors that do not call PyTorch's scaled_dot_product_attention, by what is in their names.
-_OTHER_KERNELS = ("XFormers", "Sliced")
-_EAGER = ("AttnProcessor", "AttnAddedKVProcessor", "IPAdapterAttnProcessor", "CustomDiffusionAttnProcessor")
+# What attention calls, itself or through diffusers, that computes it with PyTorch's fused kernels; and the
+# back-ends of diffusers that do, and take a mask.
+_FUSED = {"scaled_dot_product_attention", "dispatch_attention_fn"}
+_BACKENDS = {"native", "_native_cudnn", "_native_efficient", "_native_math"}
 
 # Up to this ratio attention merges; above it whole blocks, which lose more.
 _MODERATE = 0.5
@@ -49,7 +52,8 @@ def choose(pipe_or_model: object, ratio: float = 0.5, follows_steps: bool | None
     Fewer steps are the rival: docs/methods.md says where they are as close at the same speed.
 
     Args:
-        pipe_or_model: as for :func:`tokenmerge.apply_token_merging`.
+        pipe_or_model: as for :func:`tokenmerge.apply_token_merging`; on the device that it will run on, or
+            offloaded from it, since grids are timed there.
         ratio: fraction of tokens removed, 0 ≤ ratio ≤ 0.75. Raising it makes attention, and above 0.5 the
             whole block, faster and the picture less like the dense one; at 0 every step is dense. Where all
             grids are so small that they stay dense, it only chooses how many steps are left out.
@@ -62,8 +66,6 @@ def choose(pipe_or_model: object, ratio: float = 0.5, follows_steps: bool | None
     hosts = find_hosts(pipe_or_model)
     blocks = [block for host in hosts for block in host.blocks]
     denoiser = next((host for host in hosts if not host.controlnet), hosts[0])
-    weight = next(denoiser.root.parameters())
-    device = weight.device if not weight.is_meta else _default_device()
     if follows_steps is None:
         follows_steps = getattr(pipe_or_model, "scheduler", None) is not None
     deepest = max((block.level for block in blocks), default=1)
@@ -74,10 +76,12 @@ def choose(pipe_or_model: object, ratio: float = 0.5, follows_steps: bool | None
     settings = ToMeConfig(
         ratio=ratio,
         max_downsample=deepest,
-        min_tokens=fewest_tokens(device, weight.dtype, *_narrowest(blocks)),
+        min_tokens=fewest_tokens(
+            _device(pipe_or_model, denoiser.root), _dtype(denoiser.root), *_narrowest(blocks)
+        ),
         scope=scope,
         planner="tiled",
-        proportional=_calls_fused_attention(hosts),
+        proportional=_calls_fused_attention(pipe_or_model, hosts),
         correct_every=2 if follows_steps else 0,
     )
     if not follows_steps:
@@ -113,19 +117,35 @@ def _narrowest(blocks: Sequence[Block]) -> tuple[int, ...]:
     return min(found, default=())
 
 
-def _default_device() -> torch.device:
-    """Where a model that has no weights yet will be."""
+def _device(pipe_or_model: object, model: nn.Module) -> torch.device:
+    """Where a model runs: what is offloaded, or has no weights yet, lies elsewhere."""
+    device = getattr(pipe_or_model, "_execution_device", None) or next(model.parameters()).device
+    if torch.device(device).type != "meta":
+        return torch.device(device)
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return torch.device("cpu") if accelerator is None else accelerator
 
 
-def _calls_fused_attention(hosts: Sequence[Host]) -> bool:
+def _dtype(model: nn.Module) -> torch.dtype:
+    """What a model computes in: weights that are stored in fewer bits are turned into it."""
+    dtypes = (weight.dtype for weight in model.parameters())
+    return next((dtype for dtype in dtypes if dtype.is_floating_point and dtype.itemsize > 1), torch.bfloat16)
+
+
+def _calls_fused_attention(pipe_or_model: object, hosts: Sequence[Host]) -> bool:
     """Whether proportional attention is possible in every block."""
-    for host in hosts:
-        for block in host.blocks:
-            for layer in block.layers:
-                processor = getattr(getattr(block.module, layer.name), "processor", None)
-                name = type(processor).__name__
-                if name in _EAGER or any(kernel in name for kernel in _OTHER_KERNELS):
-                    return False
-    return True
+    # Perturbed-attention guidance swaps processors in mid-call, and attends to a part of the batch at a time.
+    if hasattr(pipe_or_model, "pag_applied_layers"):
+        return False
+    blocks = (block for host in hosts for block in host.blocks)
+    layers = ((getattr(block.module, layer.name), layer) for block in blocks for layer in block.layers)
+    return all(_is_fused(module) for module, layer in layers if layer.kind != "ff")
+
+
+def _is_fused(attention: nn.Module) -> bool:
+    processor = getattr(attention, "processor", None)
+    backend = getattr(processor, "_attention_backend", None) or os.environ.get("DIFFUSERS_ATTN_BACKEND")
+    call = type(attention).forward if processor is None else type(processor).__call__
+    code = getattr(inspect.unwrap(call), "__code__", None)
+    named = set() if code is None else set(code.co_names)
+    return bool(_FUSED & named) and getattr(backend, "value", backend or "native") in _BACKENDS

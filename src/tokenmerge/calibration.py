@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from tokenmerge.config import ToMeConfig
@@ -40,8 +40,8 @@ def fewest_tokens(device: torch.device, dtype: torch.dtype, channels: int = 640,
     key = f"{_key(device, dtype)}, {heads} × {channels // heads} channels, proportional, corrected, or none"
     file = cache_file()
     known: dict[str, int] = {}
-    with contextlib.suppress(OSError, ValueError):
-        known = json.loads(file.read_text(encoding="utf-8"))
+    with contextlib.suppress(OSError, TypeError, ValueError):
+        known = dict(json.loads(file.read_text(encoding="utf-8")))
     if not isinstance(known.get(key), int):
         known[key] = measure_fewest_tokens(device, dtype, channels, heads)
         with contextlib.suppress(OSError):  # it is measured again next time
@@ -69,14 +69,16 @@ def measure_fewest_tokens(
         The number of tokens of the first grid on which merging is faster; if none is, of the next larger one,
         as attention grows with its square.
     """
-    layer = _SelfAttention(channels, heads).to(device, dtype).eval()
     generator = torch.Generator().manual_seed(0)
+
+    def noise(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, device="cpu").to(device, dtype)
+
+    layer = _self_attention(noise(4 * channels, channels) / channels**0.5, heads)
     step = torch.zeros((), dtype=torch.int64, device=device)
     config = ToMeConfig(ratio=0.5, planner="tiled")
     for side in SIDES:
-        noise = torch.randn(_BATCH, side * side, channels, generator=generator)
-        x = noise.to(device, dtype)
-
+        x = noise(_BATCH, side * side, channels)
         change = layer(x)
 
         def merged(
@@ -95,16 +97,17 @@ def measure_fewest_tokens(
     return (2 * SIDES[-1]) ** 2
 
 
-class _SelfAttention(nn.Module):
-    def __init__(self, channels: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.project, self.out = nn.Linear(channels, 3 * channels), nn.Linear(channels, channels)
+def _self_attention(weights: Tensor, heads: int) -> Callable[..., Tensor]:
+    """Attention with these projections of queries, keys, values and results, one below the other."""
+    channels = weights.shape[1]
+    project, out = weights.split((3 * channels, channels))
 
-    def forward(self, x: Tensor, logits: Tensor | None = None) -> Tensor:
-        q, k, v = self.project(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+    def attend(x: Tensor, logits: Tensor | None = None) -> Tensor:
+        q, k, v = F.linear(x, project).unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4)
         mask = None if logits is None else logits[:, None, None].to(x.dtype)
-        return self.out(F.scaled_dot_product_attention(q, k, v, mask).transpose(1, 2).flatten(2))
+        return F.linear(F.scaled_dot_product_attention(q, k, v, mask).transpose(1, 2).flatten(2), out)
+
+    return attend
 
 
 def _seconds(function: Callable[[], Tensor], device: torch.device) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import numbers
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from tokenmerge.errors import ConfigError
@@ -31,6 +31,9 @@ PLANNERS = (
     "toma",
 )
 COMBINATIONS = ("mean", "keep", "norm")
+
+# Where functions over the steps are looked at before there are steps.
+_SAMPLES = tuple(i / 100 for i in range(101))
 
 # What may differ between levels and between steps.
 _CHANGEABLE = (
@@ -262,6 +265,10 @@ class ToMeConfig:
             )
 
     def _check_steps(self) -> None:
+        for name, key in (("levels", "level"), ("phases", "share of the steps")):
+            changes = getattr(self, name)
+            if not isinstance(changes, Mapping) or not all(isinstance(c, Mapping) for c in changes.values()):
+                raise ConfigError(f"{name}: expected {{{key}: {{setting: value}}}}, got {changes!r}")
         _check_int("plan_every", self.plan_every, lowest=1)
         _check_int("reuse_every", self.reuse_every, lowest=1)
         _check_int("reuse_finest_every", self.reuse_finest_every, lowest=1)
@@ -288,12 +295,10 @@ class ToMeConfig:
             )
         _check_share("until", self.until)
         _check_share("reuse_span", self.reuse_span)
-        if self.schedule is not None and not callable(self.schedule):
+        if isinstance(self.schedule, Iterable):
             object.__setattr__(self, "schedule", tuple(self.schedule))
-            if not self.schedule or not all(_is_number(factor) and factor >= 0 for factor in self.schedule):
-                raise ConfigError(
-                    f"schedule: expected factors ≥ 0, such as (1.4, 0.6), got {self.schedule!r}"
-                )
+        if self.schedule is not None:
+            self._check_schedule()
         for level in self.levels:
             _check_int("levels", level, lowest=1)
         for start in self.phases:
@@ -309,6 +314,19 @@ class ToMeConfig:
             for level in (0, *self.levels):
                 for _ in self.stages(level):  # each checks its values
                     pass
+
+    def _check_schedule(self) -> None:
+        if callable(self.schedule):
+            factors = [_factor(self.schedule, done) for done in _SAMPLES]
+        else:
+            factors = list(self.schedule) if isinstance(self.schedule, tuple) else []
+        wrong = [factor for factor in factors if not (_is_number(factor) and factor >= 0)]
+        if wrong or not factors:
+            found = f"{self.schedule!r}{f' with {wrong[0]!r}' if callable(self.schedule) else ''}"
+            raise ConfigError(
+                "schedule: expected factors ≥ 0, such as (1.4, 0.6), or a function that gives one for each "
+                f"share of the steps from 0 to 1, got {found}"
+            )
 
     @property
     def follows_steps(self) -> bool:
@@ -394,7 +412,7 @@ class ToMeConfig:
     @property
     def _highest_factor(self) -> float:
         if callable(self.schedule):  # it may be highest anywhere
-            return max(_factor(self.schedule, i / 100) for i in range(101))
+            return max(_factor(self.schedule, done) for done in _SAMPLES)
         return max(self.schedule or (1.0,))
 
     def _plain(self, changes: dict[str, Any], factor: float) -> ToMeConfig:

@@ -83,8 +83,8 @@ def importance_of_tokens(change: Tensor, grid: Sequence[int]) -> Tensor | None:
         grid: (frames, rows, columns) of the tokens that are asked about.
 
     Returns:
-        ``[b, n]``: the mean of the absolute change over what a token covers; None for a result of another
-        shape.
+        ``[b, n]``: the mean of the absolute change over what a token covers; ``[b · f, n]`` of several frames
+        for a grid of one; None for a result of another shape.
     """
     size = change.abs().float()
     if size.ndim == 3:
@@ -92,6 +92,9 @@ def importance_of_tokens(change: Tensor, grid: Sequence[int]) -> Tensor | None:
         return tokens if tokens.shape[1] == grid[0] * grid[1] * grid[2] else None
     if size.ndim not in (4, 5) or (size.ndim == 4 and grid[0] > 1):
         return None
-    size = size.mean(dim=1, keepdim=True)
-    frames = size.unsqueeze(2) if size.ndim == 4 else size
+    frames = size.mean(dim=1, keepdim=True)  # [b, 1, h, w] or [b, 1, f, h, w]
+    if size.ndim == 5 and grid[0] == 1:
+        frames = frames.flatten(0, 2).unsqueeze(1)
+    if frames.ndim == 4:
+        frames = frames.unsqueeze(2)
     return F.adaptive_avg_pool3d(frames, (grid[0], grid[1], grid[2])).flatten(1)

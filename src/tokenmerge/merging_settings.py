@@ -42,7 +42,8 @@ class Merging:
         if self.method not in METHODS:
             raise ConfigError(f"method: expected one of {', '.join(METHODS)}, got {self.method!r}")
         if self.needs_model:
-            ToMeConfig(**self.changes)
+            finest = self.changes.get("reuse_finest_every", 1)  # up to what the method chooses, if that
+            ToMeConfig(**{"reuse_every": finest, **self.changes})
         else:
             self.config()
 
@@ -63,7 +64,9 @@ class Merging:
         """
         if self.needs_model:
             chosen = choose(pipe_or_model, self.changes.get("ratio", ToMeConfig.ratio), follows_steps)
-            return dataclasses.replace(chosen, **self.changes)
+            every = self.changes.get("reuse_every", chosen.reuse_every)
+            finest = min(chosen.reuse_finest_every, every)  # who asks for less of one means both
+            return dataclasses.replace(chosen, **{"reuse_finest_every": finest, **self.changes})
         make: Callable[..., ToMeConfig] = (
             ToMeConfig if self.method == "tome" else getattr(presets, self.method)
         )

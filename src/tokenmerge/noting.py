@@ -202,11 +202,17 @@ def note_grid(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
 
 
 def _warn_where_nothing_is_saved(run: Run, steps: int) -> None:
-    """Say that a generation is dense: it has too few steps to leave any out, and too few tokens to merge."""
+    """Say that a generation is dense: too few steps to merge in or to leave out, and too few tokens."""
     grid = (run.grid.frames, run.grid.rows, run.grid.columns)
     if run.step.is_meta:  # operations of a single step are counted
         return
-    if run.config.reuse_every > 1 and run.config.reuse(steps) == (1, 1) and not _merges(run, grid):
+    if not round(run.config.until * steps):
+        warnings.warn(
+            f"nothing merges in this generation: until={run.config.until:g} of {steps} "
+            f"step{'s' if steps > 1 else ''} is none; raise until, or take more steps",
+            stacklevel=2,
+        )
+    elif run.config.reuse_every > 1 and run.config.reuse(steps) == (1, 1) and not _merges(run, grid):
         warnings.warn(
             f"this generation is dense: of {steps} steps reuse_span={run.config.reuse_span:g} leaves none "
             f"out, and on {math.prod(grid)} tokens, with min_tokens={run.config.min_tokens}, nothing merges; "

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
     from PIL.Image import Image
 
-__all__ = ["PipelineCall", "latent_scale", "open_control", "own_size"]
+__all__ = ["PipelineCall", "guides", "latent_scale", "open_control", "own_size"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,12 +77,8 @@ class PipelineCall:
             )
         if unknown:
             raise ConfigError(f"{pipeline} does not know {', '.join(unknown)}; leave that option out")
-        guidance = options.guidance
-        if guidance is None:
-            guidance = parameters["guidance_scale"].default if "guidance_scale" in parameters else 1.0
-        return cls(
-            arguments, tuple(range(options.seed, options.seed + options.batch)), guided=float(guidance) > 1
-        )
+        seeds = tuple(range(options.seed, options.seed + options.batch))
+        return cls(arguments, seeds, guides(pipe, options.guidance))
 
     def __call__(self, pipe: DiffusionPipeline, on_step: Callable[[int], None]) -> list[Image]:
         """Generate one picture per seed.
@@ -103,6 +99,19 @@ class PipelineCall:
         generators = [torch.Generator("cpu").manual_seed(seed) for seed in self.seeds]
         images: list[Image] = pipe(**arguments, generator=generators, output_type="pil").images
         return images
+
+
+def guides(pipe: DiffusionPipeline, scale: float | None) -> bool:
+    """Whether a pipeline denoises with and without the prompt at this guidance scale; None: at its own.
+
+    Models that were distilled from guided ones take the scale as an input, and run once.
+    """
+    if getattr(pipe, denoiser_name(pipe)).config.get("guidance_embeds"):
+        return False
+    if scale is None:
+        parameter = inspect.signature(pipe.__call__).parameters.get("guidance_scale")
+        scale = None if parameter is None else parameter.default
+    return scale is not None and scale > 1
 
 
 def open_control(path: Path) -> Image:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 from torch import Tensor
 
 from tokenmerge.config import GUIDED_PLANNERS
@@ -57,6 +59,8 @@ def _new_plan(state: BlockState, features: Tensor) -> Plan | None:
         if importance is not None and len(features) == 1:
             importance = importance.mean(dim=0, keepdim=True)
         if importance is None or len(importance) != len(features):
+            if change is not None:
+                _warn_of_other_tokens(state, change, features)
             return PLANNERS["tome"](features, grid, settings, step)
         return planner(features, grid, settings, step, importance.to(features.device))
 
@@ -67,3 +71,12 @@ def _new_plan(state: BlockState, features: Tensor) -> Plan | None:
         return plan(features_if_shared(features, parts, run.shared.to(features.device)))
     shared = plan(shared_features(features, parts))
     return None if shared is None else shared.repeated(parts)
+
+
+def _warn_of_other_tokens(state: BlockState, change: Tensor, features: Tensor) -> None:
+    warnings.warn(
+        f"{state.path}: planner={state.settings.planner!r} looks at what guidance changed, whose shape "
+        f"{tuple(change.shape)} does not fit {len(features)} × {features.shape[1]} tokens; it plans as "
+        "'tome' does",
+        stacklevel=2,
+    )

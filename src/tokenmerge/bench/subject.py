@@ -18,6 +18,7 @@ from tokenmerge.bench.inputs import InputSize, example_inputs
 from tokenmerge.errors import ConfigError
 from tokenmerge.loading import denoiser_name, find_model, load_pipeline, load_sketch
 from tokenmerge.models.base import is_a
+from tokenmerge.pipeline_call import guides
 from tokenmerge.pipeline_settings import set_scheduler
 
 __all__ = ["ModelFacts", "Subject", "find_facts", "load_subject", "shared_copy"]
@@ -117,7 +118,7 @@ def load_subject(
         notes.append("without the text encoders: the pipeline is given prompt embeddings")
     else:
         pipe = load_pipeline(find_model(model), dtype, device)
-        guided = _guides(pipe, guidance)
+        guided = guides(pipe, guidance)
     denoiser = getattr(pipe, denoiser_name(pipe))
     scale = int(getattr(pipe, "vae_scale_factor", 1))
     if scope == "denoiser":
@@ -202,10 +203,3 @@ class _PipelineCall:
             pooled = config.projection_class_embeddings_input_dim - 6 * config.addition_time_embed_dim
             embeddings |= {name.replace("prompt", "pooled_prompt"): noise(pooled) for name in names}
         return embeddings
-
-
-def _guides(pipe: Any, guidance: float | None) -> bool:
-    if guidance is None:
-        parameter = inspect.signature(pipe.__call__).parameters.get("guidance_scale")
-        guidance = 1.0 if parameter is None else parameter.default
-    return guidance is not None and guidance > 1
