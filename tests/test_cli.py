@@ -268,7 +268,10 @@ def test_without_arguments_the_commands_are_listed(capsys):
         (["inspect", "--set", 'phases={"0.5": 2}'], "phases=JSON such as"),
         (["inspect", "--set", 'levels={"2": {"until": 0.5}}'], "levels: cannot change until"),
         (["inspect", "--set", "plan_every=0"], "plan_every: expected an integer ≥ 1, got 0"),
-        (["inspect", "--set", "reuse_finest_every=2"], "reuse_finest_every: expected 1 to reuse_every=1"),
+        (
+            ["inspect", "--method", "tome", "--set", "reuse_finest_every=2"],
+            "reuse_finest_every: expected 1 to reuse_every=1",
+        ),
         (
             ["inspect", "--set", "reuse_span=0"],
             "reuse_span: expected a share of the steps, above 0 and up to 1",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import enum
+import inspect
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +26,7 @@ __all__ = [
     "SourceKind",
     "denoiser_name",
     "find_model",
+    "guides",
     "load_pipeline",
     "load_sketch",
     "require_diffusers",
@@ -179,6 +181,19 @@ def denoiser_name(pipe: DiffusionPipeline) -> str:
         if getattr(pipe, name, None) is not None:
             return name
     raise UnsupportedModelError(_no_denoiser(type(pipe).__name__))
+
+
+def guides(pipe: DiffusionPipeline, scale: float | None) -> bool:
+    """Whether a pipeline denoises with and without the prompt at this guidance scale; None: at its own.
+
+    Models that were distilled from guided ones take the scale as an input, and run once.
+    """
+    if getattr(pipe, denoiser_name(pipe)).config.get("guidance_embeds"):
+        return False
+    if scale is None:
+        parameter = inspect.signature(pipe.__call__).parameters.get("guidance_scale")
+        scale = None if parameter is None else parameter.default
+    return scale is not None and scale > 1
 
 
 def require_diffusers(needed_by: str) -> Any:

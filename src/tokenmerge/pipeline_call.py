@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tokenmerge.errors import ConfigError, UnsupportedModelError
-from tokenmerge.loading import denoiser_name
+from tokenmerge.loading import denoiser_name, guides
 from tokenmerge.options import GenerateOptions
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
     from PIL.Image import Image
 
-__all__ = ["PipelineCall", "guides", "latent_scale", "open_control", "own_size"]
+__all__ = ["PipelineCall", "latent_scale", "open_control", "own_size"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,19 +99,6 @@ class PipelineCall:
         generators = [torch.Generator("cpu").manual_seed(seed) for seed in self.seeds]
         images: list[Image] = pipe(**arguments, generator=generators, output_type="pil").images
         return images
-
-
-def guides(pipe: DiffusionPipeline, scale: float | None) -> bool:
-    """Whether a pipeline denoises with and without the prompt at this guidance scale; None: at its own.
-
-    Models that were distilled from guided ones take the scale as an input, and run once.
-    """
-    if getattr(pipe, denoiser_name(pipe)).config.get("guidance_embeds"):
-        return False
-    if scale is None:
-        parameter = inspect.signature(pipe.__call__).parameters.get("guidance_scale")
-        scale = None if parameter is None else parameter.default
-    return scale is not None and scale > 1
 
 
 def open_control(path: Path) -> Image:

@@ -16,9 +16,8 @@ from torch.utils._pytree import tree_map_only
 from tokenmerge.bench.geometry import PREFIX, build_denoiser, build_pipeline, depth_note, find_geometry
 from tokenmerge.bench.inputs import InputSize, example_inputs
 from tokenmerge.errors import ConfigError
-from tokenmerge.loading import denoiser_name, find_model, load_pipeline, load_sketch
+from tokenmerge.loading import denoiser_name, find_model, guides, load_pipeline, load_sketch
 from tokenmerge.models.base import is_a
-from tokenmerge.pipeline_call import guides
 from tokenmerge.pipeline_settings import set_scheduler
 
 __all__ = ["ModelFacts", "Subject", "find_facts", "load_subject", "shared_copy"]
