@@ -1,11 +1,13 @@
-"""Draw the price curves of README and methods.md, and write the tables of both, from benchmarks/results.
+"""Draw the price curves of README and methods.md, and write the tables of both, from the records in benchmarks.
 
 python docs/price_curves.py          # writes docs/price-MODEL-SIZE-STEPS-GUIDANCE.svg, docs/methods.md, README.md
 """
 
 from __future__ import annotations
 
+import json
 import re
+import statistics
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -23,7 +25,7 @@ IN_README = {
     "first-block-cache": ("0.1", "0.2"),
     "fewer-steps": ("6", "8", "10", "12"),
 }
-TABLE = re.compile(r"(<!-- closeness.*?-->\n).*?(<!-- end -->)", flags=re.DOTALL)
+TABLE = re.compile(r"(<!-- (closeness|settings):.*?-->\n).*?(<!-- end -->)", flags=re.DOTALL)
 
 
 def curves() -> dict[str, Chart]:
@@ -63,15 +65,35 @@ def table(drawn: Mapping[str, Chart], only: Mapping[str, tuple[str, ...]] | None
     return "\n".join(lines) + "\n"
 
 
+def settings_table() -> str:
+    """Closeness with one setting changed at a time, in Markdown: a row a setting, two columns a size."""
+    records = (ROOT / "benchmarks" / "settings_cpu.jsonl").read_text(encoding="utf-8").splitlines()
+    sizes = {line["size"]: line["psnr"] for line in map(json.loads, records)}
+    heads = [f"{size} px, {len(psnr['base'])} prompts | difference" for size, psnr in sizes.items()]
+    lines = [f"| setting | {' | '.join(heads)} |", f"|---|{'---:|---:|' * len(heads)}"]
+    for name in next(iter(sizes.values())):
+        row = name if name == "base" else f"`{name}`"
+        for psnr in sizes.values():
+            more = [a - b for a, b in zip(psnr[name], psnr["base"], strict=True)]
+            error = statistics.stdev(more) / len(more) ** 0.5
+            against = "" if name == "base" else f"{statistics.mean(more):+.1f} ± {error:.1f}"
+            row += f" | {statistics.mean(psnr[name]):.1f} | {against}"
+        lines.append(f"| {row} |")
+    return "\n".join(lines) + "\n"
+
+
 def with_tables(drawn: Mapping[str, Chart]) -> dict[str, str]:
     """The documents that have such a table, by their path, with what it is to be."""
-    longer = {
-        name: chart for name, chart in drawn.items() if "-20-" in name
-    }  # README has no room for 8 steps
-    tables = {"docs/methods.md": table(drawn), "README.md": table(longer, IN_README)}
+    # README has no room for 8 steps.
+    longer = {name: chart for name, chart in drawn.items() if "-20-" in name}
+    tables = {
+        "docs/methods.md": {"closeness": table(drawn), "settings": settings_table()},
+        "README.md": {"closeness": table(longer, IN_README)},
+    }
     return {
         name: TABLE.sub(
-            lambda found, made=made: found[1] + made + found[2], (ROOT / name).read_text(encoding="utf-8")
+            lambda found, made=made: found[1] + made[found[2]] + found[3],
+            (ROOT / name).read_text(encoding="utf-8"),
         )
         for name, made in tables.items()
     }
