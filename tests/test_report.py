@@ -273,7 +273,7 @@ def test_without_steps_or_where_all_are_alike_no_mean_is_told():
         (presets.sdtm(), "tokens and operations are those of the step that merges most"),
         (ToMeConfig(schedule=lambda done: 1.5 * done), "follows a function over the steps, 0.75 at most"),
         (presets.toma(), "a plan is used for 5 steps"),
-        (presets.toma(), "blocks with one token grid use one plan"),
+        (presets.toma(), "neighbouring blocks with one token grid use one plan"),
         (presets.ibtm(), "planned as 'tome' until a guided step was made"),
         (ToMeConfig(correct_every=4), "1 of 4 steps that run blocks is dense"),
         (ToMeConfig(plan_every=4), "a plan is used for 4 steps"),

@@ -110,7 +110,8 @@ def test_blocks_with_one_plan_are_a_stack_that_is_merged_once(combine, monkeypat
         patch = apply_token_merging(unet, config)
         unet(**arguments, added_cond_kwargs=conditions)
         patch.remove()
-        (plan,), (x, stacked) = plans, seen
+        assert len(plans) == 3  # down, in the middle, up
+        (plan, *_), (x, stacked) = plans, seen
         merged = COMBINE[combine](plan, x)
         text = arguments["encoder_hidden_states"]
         result = merged

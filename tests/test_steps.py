@@ -115,11 +115,15 @@ def test_blocks_share_a_plan_within_a_call_without_steps():
     for seed in (0, 1):
         with patch.record() as recorded:
             hosts.call(unet, **hosts.inputs(1, seed=seed))
-        by_grid: dict[Any, set[Any]] = {}
-        for record in recorded.values():
-            by_grid.setdefault(record.grid, set()).add(tuple(record.plan.keep.flatten().tolist()))
-        assert all(len(plans) == 1 for plans in by_grid.values())
-        seen.append(by_grid)
+        ways: dict[Any, set[Any]] = {}
+        for path, record in recorded.items():
+            way = record.grid, path.partition(".")[0]
+            ways.setdefault(way, set()).add(tuple(record.plan.keep.flatten().tolist()))
+        assert all(len(plans) == 1 for plans in ways.values())
+        # Tokens on the way up are alike in other ways than on the way down.
+        finest = (1, 16, 16)
+        assert ways[finest, "down_blocks"] != ways[finest, "up_blocks"]
+        seen.append(ways)
     assert seen[0] != seen[1]
 
 

@@ -159,8 +159,9 @@ class ToMeConfig:
             the saving of the late steps, and with it most of the loss.
         plan_every: a plan is used for so many steps, ≥ 1. Raising it makes planning cheaper, and plans older,
             so that the picture is a little less close.
-        share_plan: blocks with one token grid use the plan of the first of them. Planning becomes as many
-            times cheaper, and plans a little worse, as is the picture.
+        share_plan: blocks with one token grid use the plan of the first of them; those on a UNet's way down
+            and on its way up, or a transformer's joint and its single ones, have one each. Planning becomes
+            as many times cheaper, and plans a little worse, as is the picture.
         correct_every: one in so many of the steps that run blocks, ≥ 2, is dense, and each layer or block
             that merges keeps what it changed; on the steps in between, each token is given back how its
             change differed from that of the tokens it merges with. 0: none is dense. Raising it gives back

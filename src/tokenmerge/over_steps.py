@@ -119,7 +119,7 @@ def notes_on_steps(config: ToMeConfig) -> list[str]:
     if config.plan_every > 1:
         notes.append(f"a plan is used for {config.plan_every} steps")
     if config.share_plan:
-        notes.append("share_plan: blocks with one token grid use one plan")
+        notes.append("share_plan: neighbouring blocks with one token grid use one plan")
     if config.asks_guidance:
         notes.append(f"planner={config.guided_planner!r}: planned as 'tome' until a guided step was made")
     if config.schedule is not None or config.phases or config.correct_every or config.reuse_every > 1:

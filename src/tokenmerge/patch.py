@@ -143,7 +143,7 @@ def new_run(host: Host, config: ToMeConfig) -> Run:
 def patch_host(host: Host, run: Run) -> None:
     """Patch a host that :func:`check_host` accepts and that is not patched."""
     grids: dict[nn.Module, Grid] = {}
-    shared: dict[tuple[int, bool], Plans] = {}
+    shared: dict[tuple[int, bool, str], Plans] = {}
     run.blocks.clear()
     run.layers.clear()
     run.below.clear()
@@ -153,7 +153,9 @@ def patch_host(host: Host, run: Run) -> None:
         layer_states = layers_to_merge(block, run.config)
         state = BlockState(run, block.level, grid, block.path, block.layout, block.batched, block.wide)
         if run.config.share_plan:
-            state.plans = shared.setdefault((block.level, block.batched), state.plans)
+            # On a UNet's way up tokens are alike in other ways than on its way down.
+            way = block.path.partition(".")[0]
+            state.plans = shared.setdefault((block.level, block.batched, way), state.plans)
         run.blocks.append(state)
         swap(block.module, block.method, block_call, state)
         for layer in layer_states:
