@@ -102,12 +102,13 @@ def ibtm(ratio: float = 0.5, **changes: Any) -> ToMeConfig:
     :func:`tomesd` with its destinations drawn from the tokens that guidance changed most in the last step,
     |ε_cond − ε_uncond|; the least important tokens merge first. Both halves of guidance share the plan.
 
-    Deviates: the first step, of which nothing is known yet, and ControlNets merge as :func:`tomesd` does, as
-    does a model whose result does not fit its tokens, with a warning. Destinations are drawn by a function of
-    seed, step and token instead of a generator. The pool holds 1.4 times the tokens that stay, as in the paper for Stable Diffusion, on every model. On PixArt the paper has another variant,
-    which is not built: a pool of 1.0 times, blocks 7 to 20 alone, attention and cross-attention, and tokens
-    matched by their coordinates instead of their features; here PixArt merges as other models do,
-    around self-attention.
+    Deviates: the first step, of which nothing is known yet, and ControlNets merge as :func:`tomesd` does,
+    as does a model whose result does not fit its tokens, with a warning. Destinations are drawn by a
+    function of seed, step and token instead of a generator. The pool holds 1.4 times the tokens that stay,
+    as in the paper for Stable Diffusion, on every model. On PixArt the paper has another variant, which is
+    not built: a pool of 1.0 times, blocks 7 to 20 alone, attention and cross-attention, and tokens matched
+    by their coordinates instead of their features; here PixArt merges as other models do, around self-
+    attention.
 
     Not for models without classifier-free guidance: guidance-distilled ones (FLUX.1-dev) and few-step ones
     (LCM, Turbo), where it is :func:`tomesd`.
