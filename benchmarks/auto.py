@@ -1,12 +1,14 @@
-"""Time of a denoising step with `auto`, tomesd, DeepCache and dense, on the geometry of well-known models.
+"""Time of a denoising step with `auto`, published methods and dense, on the geometry of well-known models.
 
 The models have random weights and run alone, with the batch that one guided picture makes. Some steps of
-`auto` are dense, some merge, and some run only a part of the model. Each kind is timed, and a line shows
-their mean over the generation. Variants take turns; each line shows the median of the rounds, their
-quartiles, and the median of the ratios to dense within a round.
+`auto` are dense, some merge, and some run only a part of the model; some published methods do not plan at
+every step, or merge less at later ones. Each kind is timed, and a line shows their mean over the generation.
+Variants take turns; each line shows the median of the rounds, their quartiles, and the median of the ratios
+to dense within a round. tomesd is its package, DeepCache that of its paper; the others are presets.
 
     python benchmarks/auto.py --model sd15 --size 512 768 --ratio 0.5 0.6
-    python benchmarks/auto.py --model sd3@0.2 flux@0.05 --size 1024 --steps 28
+    python benchmarks/auto.py --model sd15 --size 512 --preset todo toma ca_tome ibtm sdtm sito
+    python benchmarks/auto.py --model sd3@0.13 flux@0.03 --size 1024 --steps 28 --preset toma sito
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ import turns
 from torch import nn
 
 import tokenmerge
-from tokenmerge import ToMeConfig
+from tokenmerge import ToMeConfig, presets
 from tokenmerge.auto import choose
 from tokenmerge.bench.caches import deepcache
 from tokenmerge.bench.geometry import build_denoiser, find_geometry
@@ -97,6 +99,31 @@ def with_auto(ratio: float) -> Callable[[Pipe, Seconds, int], float]:
     return measure
 
 
+def with_preset(name: str) -> Callable[[Pipe, Seconds, int], float]:
+    def measure(pipe: Pipe, call: Seconds, steps: int) -> float:
+        """The mean over a generation."""
+        config = getattr(presets, name)()
+        shares = shares_of_steps(config, steps)
+        with tokenmerge.token_merging(pipe, config) as patch:
+            total = 0.0
+            for index, share in shares.items():
+                patch.at_step(index, steps)
+                total += share * call()
+        return total
+
+    return measure
+
+
+def shares_of_steps(config: ToMeConfig, steps: int) -> dict[int, float]:
+    """Steps of a generation that stand for all, and how large a share of it each stands for."""
+    if config.schedule is not None or config.phases:
+        return {steps * (2 * quarter + 1) // 8: 1 / 4 for quarter in range(4)}  # the middle of each quarter
+    if config.plan_every > 1:
+        planned = len(range(0, steps, config.plan_every)) / steps
+        return {0: planned, 1: 1 - planned}
+    return {0: 1 / steps, 1: 1 - 1 / steps}  # the first knows nothing of one before it
+
+
 def timed(model: nn.Module, inputs: Inputs) -> Seconds:
     device = next(model.parameters()).device
 
@@ -124,6 +151,7 @@ def measure(name: str, size: int, options: argparse.Namespace) -> dict[str, list
         inputs = Inputs((*inputs.args, torch.tensor(TIMESTEP)), other)
         variants["tomesd 0.5"] = with_tomesd
         variants |= {f"DeepCache {interval}": with_deepcache(interval) for interval in (2, 3)}
+    variants |= {name: with_preset(name) for name in options.preset}
     variants |= {f"auto {ratio:g}": with_auto(ratio) for ratio in options.ratio}
     pipe, call = Pipe(model, geometry.guided), timed(model, inputs)
     call()  # warms up
@@ -140,6 +168,8 @@ def main() -> None:
     parser.add_argument("--model", nargs="+", default=["sd15"], help="geometries of `tokenmerge bench`")
     parser.add_argument("--size", type=int, nargs="+", default=[512, 768], help="pixels (default: 512 768)")
     parser.add_argument("--ratio", type=float, nargs="+", default=[0.5, 0.6], help="of auto")
+    published = [name for name in presets.__all__ if name != "tomesd"]
+    parser.add_argument("--preset", nargs="+", default=[], choices=published, help="published methods")
     parser.add_argument("--steps", type=int, default=20, help="of the generation (default: 20)")
     options = parser.parse_args()
 

@@ -3,7 +3,7 @@
 Both see the same model, size, steps, guidance and methods. Results that are there are measured again. The
 machine should do nothing else.
 
-    python benchmarks/measure.py                         # all, somewhat over an hour on 2 cores
+    python benchmarks/measure.py                         # all, some two hours on 2 cores
     python benchmarks/measure.py cpu-methods-20          # one
     python benchmarks/measure.py --only evaluate cpu-methods-20
 """
@@ -27,9 +27,13 @@ QUALITY = {
     "cpu-methods-20-256": ("cpu-quality-20-256", 3),
     "cpu-guidance-unet": ("cpu-quality-20-guidance-7.5", 6),
     "cpu-methods-8": ("cpu-quality-8", 6),
+    "cpu-methods-8-256": ("cpu-quality-8-256", 3),
     "cpu-mmdit-20": ("cpu-mmdit-quality-20", 4),
     "cpu-mmdit-20-256": ("cpu-mmdit-quality-20-256", 2),
+    "cpu-mmdit-published-20": ("cpu-mmdit-published-quality-20", 4),
+    "cpu-mmdit-published-20-256": ("cpu-mmdit-published-quality-20-256", 2),
     "cpu-mmdit-8": ("cpu-mmdit-quality-8", 4),
+    "cpu-mmdit-8-256": ("cpu-mmdit-quality-8-256", 2),
 }
 
 

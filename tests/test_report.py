@@ -193,7 +193,6 @@ def test_published_geometries():
 
 CHANNELS, TOKENS, BLOCKS = 32, 256, 3  # of the finest level of the UNet at its own size
 BELOW = 2  # times as many channels as tokens of the finest level has what comes up to it
-SIMILARITIES = 2 * (TOKENS * 3 // 4) * (TOKENS // 4) * CHANNELS  # of sources with destinations, for a plan
 FLOAT32 = 4  # bytes
 
 
@@ -236,10 +235,9 @@ def test_the_mean_over_steps_is_that_of_dense_and_merged_ones():
     assert report.notes[-1].startswith("mean over 4 steps: ")
 
 
-def test_a_dense_step_that_tells_what_merging_loses_costs_a_plan_more():
+def test_a_dense_step_that_tells_what_merging_loses_costs_no_more_than_another():
     report = over_steps(2, correct_every=2, scope="block")
-    plans = 3 * 2 * SIMILARITIES
-    assert report.flops_mean * 2 == report.flops_dense + plans + report.flops_merged
+    assert report.flops_mean * 2 == report.flops_dense + report.flops_merged
 
 
 def test_blocks_that_do_not_run_cost_nothing():

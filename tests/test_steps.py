@@ -172,6 +172,15 @@ def host_of(name: str) -> tuple[nn.Module, dict[str, Any], str]:
     return model_of(FAMILIES[name]), FAMILIES[name].inputs(2, 8, 8), "hidden_states"
 
 
+@pytest.mark.parametrize("scope", ["layers", "block"])
+def test_a_dense_step_for_corrections_plans_nothing_and_holds_no_plan(scope):
+    loop = Loop(hosts.unet(), hosts.inputs(), scope=scope, correct_every=2)
+    _, plans = loop.run()
+    assert list(map(bool, plans)) == [False, True] * 3
+    loop.run(made=3)
+    assert not any(block.plans for block in run_of(loop.model).blocks)
+
+
 def test_calls_of_one_step_have_corrections_of_their_own():
     """Tiles, or prompts: as if each were the only one."""
     inputs = [hosts.inputs(1, seed=seed) for seed in range(2)]

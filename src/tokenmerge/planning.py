@@ -14,12 +14,12 @@ from tokenmerge.methods.tome import num_removed
 from tokenmerge.ops import Plan, features_if_shared, num_tokens, shared_features
 from tokenmerge.state import BlockState, RecordedPlan
 
-__all__ = ["plan_of"]
+__all__ = ["plan_of", "size_of"]
 
 
-def plan_of(state: BlockState, x: Tensor, mask: Tensor | None) -> Plan | None:
-    """The plan for a block's tokens; ``mask`` tells them from padding behind them."""
-    run, grid = state.run, state.grid.shape
+def size_of(state: BlockState, x: Tensor, mask: Tensor | None) -> tuple[int, int] | None:
+    """Images and tokens that a plan for a block's input has, padding included; None: nothing would merge."""
+    grid = state.grid.shape
     n = num_tokens(grid)
     if x.shape[1] < n:
         raise UnsupportedModelError(
@@ -27,11 +27,17 @@ def plan_of(state: BlockState, x: Tensor, mask: Tensor | None) -> Plan | None:
             f"input of shape {tuple(x.shape)}; this model calls its blocks in a way that tokenmerge does not "
             "know: remove_token_merging(model) restores it"
         )
+    if not state.settings.ratio or not num_removed(grid, state.settings):
+        return None
+    return x.shape[0], n if mask is None else x.shape[1]
+
+
+def plan_of(state: BlockState, x: Tensor, mask: Tensor | None) -> Plan | None:
+    """The plan for a block's tokens, of which some merge; ``mask`` tells them from padding behind them."""
+    run, grid = state.run, state.grid.shape
+    n = num_tokens(grid)
     start = None if mask is None else mask.sum(dim=1) - n
     features = state.layout.image(x, n, start)
-    # A plan that is kept is of a step that merged.
-    if not state.settings.ratio or not num_removed(state.grid.shape, state.settings):
-        return None
     plan = state.plans.get(state.planning_call) if run.holds else None
     if plan is None or plan.inverse.shape != features.shape[:2]:
         plan = _new_plan(state, features)

@@ -16,7 +16,7 @@ from tokenmerge.errors import UnsupportedModelError
 from tokenmerge.kept import Change, change_of, changed, since
 from tokenmerge.layout import Layout, add_lost, argument, given, keyed_call, merged_call
 from tokenmerge.ops import Plan, keep_destinations, merge, merge_with_norm
-from tokenmerge.planning import plan_of
+from tokenmerge.planning import plan_of, size_of
 from tokenmerge.proportional import ProportionalAttention
 from tokenmerge.state import STATE, BlockState, LayerState, StageState
 
@@ -62,26 +62,25 @@ def block_call(original: Callable) -> Callable:
         layout = state.layout
         tokens = argument(layout.tokens or names[0], names, args, kwargs)
         mask = argument(layout.padding, names, args, kwargs) if layout.padding else None
-        plan = state.plan = plan_of(state, tokens, mask)
+        state.size = size_of(state, tokens, mask)
         try:
-            if wide is None or plan is None:
+            if state.size is not None and not state.run.corrects:
+                state.plan = plan_of(state, tokens, mask)
+            if wide is None or not state.acts:
                 return original(self, *args, **kwargs)
 
-            def dense() -> Any:
-                state.plan = None
-                return original(self, *args, **kwargs)
-
-            def merged() -> Any:
+            def merged(plan: Plan) -> Any:
                 function, combine = functools.partial(original, self), COMBINE[state.settings.combine]
                 return merged_call(function, wide, plan, names, args, kwargs, combine, change_only=True)
 
             before = state.changes.get(state.call)
-            result = _corrected(state, before, wide, plan, dense, merged)
+            dense = functools.partial(original, self, *args, **kwargs)
+            result = _corrected(state, before, wide, dense, merged)
             if _keeps_change(state, before) and not state.keeps:
                 state.changes[state.call] = change(state, args, kwargs, result)
             return result
         finally:
-            state.plan = None
+            state.size = state.plan = None
 
     return forward
 
@@ -117,17 +116,16 @@ def layer_call(original: Callable) -> Callable:
     @functools.wraps(original)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         state: LayerState | None = self.__dict__.get(STATE)
-        plan = None if state is None else state.block.plan
-        if state is None or plan is None:
+        if state is None or not state.block.acts:
             return original(self, *args, **kwargs)
-        settings = state.block.settings
+        settings, plan = state.block.settings, state.block.plan
         wide = settings.scope == "block"
         takes_part = (
             state.keys is not None if settings.scope == "keys" else state.kind in settings.merged_layers
         )
         tokens = argument(names[0], names, args, kwargs)
         # Parts of the sequence, as in feed-forward chunking, do not fit the plan.
-        fits = _fits(plan, tokens, wide) and not given(state.layout.whole, names, args, kwargs)
+        fits = _fits(state.block, tokens, wide) and not given(state.layout.whole, names, args, kwargs)
         if not (wide or takes_part) or not fits:
             return original(self, *args, **kwargs)
         function, combine = functools.partial(original, self), COMBINE[settings.combine]
@@ -135,7 +133,7 @@ def layer_call(original: Callable) -> Callable:
             with _proportional(state, plan):
                 return function(*args, **kwargs)
 
-        def merged() -> Any:
+        def merged(plan: Plan) -> Any:
             with _proportional(state, plan):
                 if settings.scope == "keys" and state.keys is not None:
                     _check_keys(self, state)
@@ -144,7 +142,7 @@ def layer_call(original: Callable) -> Callable:
 
         before = state.changes.get(state.block.call)
         dense = functools.partial(function, *args, **kwargs)
-        result = _corrected(state.block, before, state.layout, plan, dense, merged)
+        result = _corrected(state.block, before, state.layout, dense, merged)
         if _keeps_change(state.block, before):
             nothing = [0.0] * (1 if isinstance(result, Tensor) else len(result))
             state.changes[state.block.call] = change_of(result, nothing)
@@ -157,9 +155,8 @@ def _corrected(
     block: BlockState,
     before: Change | None,
     layout: Layout,
-    plan: Plan,
     dense: Callable[[], Any],
-    merged: Callable[[], Any],
+    merged: Callable[[Plan], Any],
 ) -> Any:
     """The result of a block or layer: on dense steps exact, on others merged, with what merging loses.
 
@@ -167,15 +164,15 @@ def _corrected(
         block: that runs.
         before: what it, or its layer, changed when it last ran; None: nothing is known.
         layout: of its tokens.
-        plan: for them.
         dense: → the exact result.
-        merged: → the result on merged tokens.
+        merged: plan → the result on merged tokens.
     """
-    if block.run.corrects:
+    plan = block.plan
+    if plan is None:
         return dense()
     if before is None or not block.run.config.correct_every:
-        return merged()
-    return add_lost(layout, plan, merged(), before.latest, COMBINE[block.settings.combine])
+        return merged(plan)
+    return add_lost(layout, plan, merged(plan), before.latest, COMBINE[block.settings.combine])
 
 
 def _keeps_change(block: BlockState, before: Change | None) -> bool:
@@ -196,8 +193,8 @@ def _bases(
     return [tokens if i in state.wide.outputs else text for i in range(count)]
 
 
-def _proportional(state: LayerState, plan: Plan) -> AbstractContextManager[Any]:
-    if state.block.settings.proportional and state.kind == "attn1" and state.own_keys:
+def _proportional(state: LayerState, plan: Plan | None) -> AbstractContextManager[Any]:
+    if plan is not None and state.block.settings.proportional and state.kind == "attn1" and state.own_keys:
         return ProportionalAttention(plan, state.layout, state.block.path)
     return nullcontext()
 
@@ -215,6 +212,6 @@ def parameters(function: Callable) -> list[str]:
     return list(inspect.signature(function).parameters)[1:]
 
 
-def _fits(plan: Plan, x: Tensor, merged: bool) -> bool:
-    b, n = plan.keep.shape if merged else plan.inverse.shape
+def _fits(block: BlockState, x: Tensor, merged: bool) -> bool:
+    b, n = block.plan.keep.shape if merged and block.plan is not None else block.size or (0, 0)
     return x.shape[0] == b and x.shape[1] >= n

@@ -159,7 +159,7 @@ class Run:
 
 @dataclasses.dataclass(eq=False)
 class BlockState:
-    """What a block leaves for its sub-layers while it runs: the plan, or None where nothing merges.
+    """What a block leaves for its sub-layers while it runs: the plan, or None where nothing merges now.
 
     Attributes:
         run: of its model.
@@ -170,7 +170,8 @@ class BlockState:
         batched: whether each image of a batch has a plan of its own.
         wide: how the block as a whole takes its tokens; None: it cannot run on merged ones.
         plans: for other calls and other blocks.
-        plan: of the running call.
+        size: images and tokens that a plan for the running call has; None where nothing merges.
+        plan: of the running call; None on dense steps for corrections too.
         number: of that among the block's in one call of the model, from 0.
         changes: what it adds to its tokens.
     """
@@ -183,6 +184,7 @@ class BlockState:
     batched: bool
     wide: Layout | None = None
     plans: Plans = dataclasses.field(default_factory=Plans)
+    size: tuple[int, int] | None = None
     plan: Plan | None = None
     number: int = -1
     changes: Changes = dataclasses.field(default_factory=Changes)
@@ -191,6 +193,11 @@ class BlockState:
     def settings(self) -> ToMeConfig:
         """What holds at the running step."""
         return self.run.settings[self.level]
+
+    @property
+    def acts(self) -> bool:
+        """Whether the running call merges, or is one that would and tells instead what merging loses."""
+        return self.plan is not None or (self.run.corrects and self.size is not None)
 
     @property
     def keeps(self) -> bool:
