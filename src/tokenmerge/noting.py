@@ -75,7 +75,14 @@ def _note_turn(run: Run, sample: Tensor | list[Tensor], shape: tuple[int, ...]) 
         phase = config.phase(turns.index - turns.first, turns.last + 1 - turns.first)
         anew = turns.plans(config.plan_every, (*shape, phase))
     run.begin_call(plan_anew=anew and not again)
-    run.holds = config.follows_steps or config.share_plan or run.same.known
+    run.holds = (
+        config.plan_every > 1
+        or config.share_plan
+        # For the other half of guidance, in a call of its own.
+        or (config.share_guidance and run.same.known and run.parts == 1)
+        # Blocks may run again, behind the model.
+        or (config.follows_steps and torch.is_grad_enabled())
+    )
     _note_reuse(run, shape)
     if config.correct_every and run.ahead is None and turns.corrects(config.correct_every, shape):
         _correct(run)
