@@ -104,11 +104,12 @@ def with_preset(name: str) -> Callable[[Pipe, Seconds, int], float]:
         """The mean over a generation."""
         config = getattr(presets, name)()
         shares = shares_of_steps(config, steps)
+        total = 0.0
         with tokenmerge.token_merging(pipe, config) as patch:
-            total = 0.0
-            for index, share in shares.items():
+            for index in range(max(shares) + 1):
                 patch.at_step(index, steps)
-                total += share * call()
+                if index in (0, *shares):  # the first call begins the generation
+                    total += shares.get(index, 0.0) * call()
         return total
 
     return measure

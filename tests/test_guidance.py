@@ -210,6 +210,61 @@ def test_a_guided_planner_is_told_what_guidance_changed_in_the_last_step(batched
     assert not asked  # a new generation knows nothing yet
 
 
+def guided_batch(seed: int = 0) -> dict[str, Any]:
+    """One sample for two prompts."""
+    arguments = hosts.inputs(2, seed=seed)
+    return {**arguments, "sample": arguments["sample"][:1].repeat(2, 1, 1, 1)}
+
+
+@pytest.mark.parametrize(
+    ("settings", "held"),
+    [
+        ({"until": 0.5, "share_guidance": False}, False),
+        ({"until": 0.5}, True),  # for another call on the same sample
+        ({"plan_every": 2, "share_guidance": False}, True),
+        ({"share_plan": True, "share_guidance": False}, True),
+    ],
+)
+def test_plans_are_held_only_where_they_are_used_again(settings, held):
+    unet, arguments = hosts.unet(), guided_batch()
+    patch = apply_token_merging(Pipe(unet), ToMeConfig(**HALF, **settings))
+    patch.at_step(0, 4)
+    call(unet, arguments)
+    assert any(block.plans for block in run_of(unet).blocks) == held
+
+
+@pytest.mark.parametrize("settings", [{}, {"until": 0.5}])
+def test_batches_that_are_twice_the_same_share_the_plan_of_the_first_call(settings):
+    """Two pictures of one seed, for each prompt in a call of its own."""
+    unet = hosts.unet()
+    patch = apply_token_merging(Pipe(unet), ToMeConfig(**HALF, **settings))
+    one, other = guided_batch(), guided_batch(seed=1)
+    other["sample"] = one["sample"]
+    patch.at_step(0, 4)
+    labels = []
+    for arguments in (one, other):
+        with patch.record() as plans:
+            call(unet, arguments)
+        labels.append(list(plans.values())[-1].plan.labels())
+    assert torch.equal(*labels)
+
+
+def test_gradient_checkpointing_runs_blocks_again_with_the_importance_that_they_had():
+    gradients = []
+    for checkpoints in (False, True):
+        unet = hosts.unet().train()
+        if checkpoints:
+            unet.enable_gradient_checkpointing()
+        patch = apply_token_merging(Pipe(unet), ToMeConfig(**HALF, planner="importance"))
+        for index in range(2):  # behind the second call, importance is that of the second
+            patch.at_step(index, 4)
+            result = unet(**guided_batch(seed=index)).sample
+        result.square().mean().backward()
+        gradients.append([parameter.grad for parameter in unet.parameters()])
+    for plain, again in zip(*gradients, strict=True):
+        torch.testing.assert_close(again, plain, rtol=1e-5, atol=1e-6)
+
+
 def test_each_tile_has_the_importance_of_its_own(monkeypatch):
     """A pipeline of tiles, which calls for each prompt of each."""
     asked = []

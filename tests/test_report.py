@@ -194,6 +194,8 @@ def test_published_geometries():
 CHANNELS, TOKENS, BLOCKS = 32, 256, 3  # of the finest level of the UNet at its own size
 BELOW = 2  # times as many channels as tokens of the finest level has what comes up to it
 FLOAT32 = 4  # bytes
+# An index for each token that stays, moves, where to, and where from; and how many are in each that stays.
+PLAN = TOKENS * 5 // 2 * 8 + TOKENS // 2 * FLOAT32
 
 
 @pytest.mark.parametrize(
@@ -210,15 +212,20 @@ FLOAT32 = 4  # bytes
 )
 def test_what_is_kept_between_steps_is_counted(settings, results):
     report = predict(hosts.unet(), ToMeConfig(**settings), batch=3)
-    assert report.kept_bytes == results * 3 * TOKENS * CHANNELS * FLOAT32
-    told = [note for note in report.notes if "MB between steps" in note]
-    assert told == [note for note in told if f" {report.kept_bytes / 1e6:.1f} MB" in note]
-    assert bool(told) == bool(results)
+    assert report.kept_bytes == 3 * (results * TOKENS * CHANNELS * FLOAT32 + BLOCKS * PLAN)
+    assert f"what steps keep for those after them takes {report.kept_bytes / 1e6:.1f} MB" in report.notes
 
 
-def test_half_precision_keeps_half():
-    config = ToMeConfig(correct_every=2)
-    assert predict(hosts.unet().half(), config).kept_bytes == predict(hosts.unet(), config).kept_bytes / 2
+def test_settings_that_do_not_follow_the_steps_keep_nothing():
+    report = predict(hosts.unet(), ToMeConfig(share_plan=True))
+    assert report.kept_bytes == 0
+    assert not any("what steps keep" in note for note in report.notes)
+
+
+def test_half_precision_keeps_half_of_what_is_changed():
+    config, plans = ToMeConfig(correct_every=2), 2 * BLOCKS * PLAN
+    half, whole = (predict(unet, config).kept_bytes - plans for unet in (hosts.unet().half(), hosts.unet()))
+    assert 0 < half == whole / 2
 
 
 def over_steps(steps: int, **settings: object) -> Report:
@@ -273,7 +280,7 @@ def test_without_steps_or_where_all_are_alike_no_mean_is_told():
         (presets.toma(), "a plan is used for 5 steps"),
         (presets.toma(), "neighbouring blocks with one token grid use one plan"),
         (presets.ibtm(), "planned as 'tome' until a guided step was made"),
-        (ToMeConfig(correct_every=4), "1 of 4 steps that run blocks is dense"),
+        (ToMeConfig(correct_every=4), "1 of 4 steps that run all is dense"),
         (ToMeConfig(plan_every=4), "a plan is used for 4 steps"),
         (ToMeConfig(reuse_every=2), "1 of 2 steps runs all"),
         (ToMeConfig(reuse_every=4, reuse_finest_every=3), "of a UNet, 1 of 3 steps runs the finest level"),

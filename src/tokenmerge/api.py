@@ -93,7 +93,9 @@ class Patch(Generic[AnyReport, AnyRecord]):
 
 
 @overload
-def apply_token_merging(pipe_or_model: object, config: ToMeConfig | float) -> Patch[Report, RecordedPlan]: ...
+def apply_token_merging(
+    pipe_or_model: object, config: ToMeConfig | float = 0.5
+) -> Patch[Report, RecordedPlan]: ...
 @overload
 def apply_token_merging(pipe_or_model: object, config: ViTConfig) -> Patch[ViTReport, RecordedTokens]: ...
 def apply_token_merging(
@@ -186,7 +188,7 @@ def remove_token_merging(pipe_or_model: object) -> None:
 
 @overload
 def token_merging(
-    pipe_or_model: object, config: ToMeConfig | float
+    pipe_or_model: object, config: ToMeConfig | float = 0.5
 ) -> contextlib.AbstractContextManager[Patch[Report, RecordedPlan]]: ...
 @overload
 def token_merging(

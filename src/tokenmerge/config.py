@@ -116,7 +116,7 @@ class ToMeConfig:
             ``"windows"`` merges whole cells, the most uniform first (arXiv 2505.11707): cheap, with the
             other cells intact, and coarse where a high ratio takes cells that are not uniform. ``"sito"``
             has the most typical token of each cell as its destination (SiTo, AAAI 2025): more than twice the
-            comparisons of ``"tome"``, and farther from the dense picture. ``"threshold"`` is ``"tome"`` with
+            comparisons of ``"tome"``, and not closer to the dense picture. ``"threshold"`` is ``"tome"`` with
             means of similar tokens alone (arXiv 2501.00946): as fast, and not closer where it was measured.
             ``"importance"`` has its destinations where guidance changes the picture most (arXiv 2411.16720),
             and is ``"tome"`` until a guided step was made: a little slower, for what guidance draws, and
@@ -126,7 +126,7 @@ class ToMeConfig:
         combine: ``"mean"`` of the tokens that one stands for; ``"keep"`` the destination and drop the others,
             a little faster and a little worse; ``"norm"``: the mean, as long as the longest of them (arXiv
             2312.01026), which takes another pass over the tokens and keeps the length that a mean of unlike
-            tokens loses; whether pictures come closer was not measured.
+            tokens loses; pictures were 1.5 dB farther from the dense one where it was measured.
         threshold: for ``planner="threshold"``: cosine similarity, −1 ≤ threshold ≤ 1, from which a token may
             merge into its most similar destination. Raising it keeps unlike tokens out of the means and
             drops them, up to what ``combine="keep"`` does, a little worse than a mean of all; the speed is
@@ -162,7 +162,7 @@ class ToMeConfig:
         share_plan: blocks with one token grid use the plan of the first of them; those on a UNet's way down
             and on its way up, or a transformer's joint and its single ones, have one each. Planning becomes
             as many times cheaper, and plans a little worse, as is the picture.
-        correct_every: one in so many of the steps that run blocks, ≥ 2, is dense, and each layer or block
+        correct_every: one in so many of the steps that run everything, ≥ 2, is dense, and each layer or block
             that merges keeps what it changed; on the steps in between, each token is given back how its
             change differed from that of the tokens it merges with. 0: none is dense. Raising it gives back
             less of what merging loses, and less of the time that the dense steps take: with 3, most of the

@@ -79,7 +79,7 @@ def _note_turn(run: Run, sample: Tensor | list[Tensor], shape: tuple[int, ...]) 
         config.plan_every > 1
         or config.share_plan
         # For the other half of guidance, in a call of its own.
-        or (config.share_guidance and run.same.known and run.parts == 1)
+        or (config.share_guidance and run.same.known)
         # Blocks may run again, behind the model.
         or (config.follows_steps and torch.is_grad_enabled())
     )

@@ -7,6 +7,8 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from torch import Tensor
+
 from tokenmerge.config import ToMeConfig
 from tokenmerge.counting import count_flops
 from tokenmerge.models import Host
@@ -41,17 +43,18 @@ def mean_flops(host: Host, config: ToMeConfig, steps: int, arguments: Arguments)
 
 
 def kept_bytes(host: Host, config: ToMeConfig, arguments: Arguments) -> int:
-    """Memory for what blocks and layers keep from one step for those after it: corrections and changes.
+    """Memory for what is kept from one step for those after it: corrections, changes and plans.
 
     Args:
         host: the model, not patched.
         config: what to merge and how much.
         arguments: → those of a call by name; each step has its own.
     """
-    if not config.correct_every and config.reuse_every == 1:
+    if not config.correct_every and config.reuse_every == config.plan_every == 1:
         return 0
     keeping = dataclasses.replace(
         config.most(),
+        plan_every=config.plan_every,
         correct_every=config.correct_every,
         reuse_every=config.reuse_every,
         reuse_finest_every=config.reuse_finest_every,
@@ -67,8 +70,10 @@ def kept_bytes(host: Host, config: ToMeConfig, arguments: Arguments) -> int:
             *run.finest,
         ]
         changes = [change for state in states for change in state.changes.values()]
+        plans = {id(plan): plan for block in run.blocks for plan in block.plans.values()}.values()
     kept = [tensor for change in changes for tensor in (*change.latest, *(change.growth or ()))]
-    return sum(tensor.nbytes for tensor in kept if tensor is not None)
+    kept += [tensor for plan in plans for tensor in plan]
+    return sum(tensor.nbytes for tensor in kept if isinstance(tensor, Tensor))
 
 
 @contextlib.contextmanager
@@ -97,7 +102,7 @@ def notes_on_steps(config: ToMeConfig) -> list[str]:
         notes.append(f"until={config.until:g}: the last {_percent(1 - config.until)} of the steps are dense")
     if config.correct_every:
         notes.append(
-            f"correct_every={config.correct_every}: 1 of {config.correct_every} steps that run blocks is "
+            f"correct_every={config.correct_every}: 1 of {config.correct_every} steps that run all is "
             "dense and tells what merging loses on the others"
         )
     if config.reuse_every > 1:

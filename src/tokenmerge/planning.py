@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 
+import torch
 from torch import Tensor
 
 from tokenmerge.config import GUIDED_PLANNERS
@@ -18,7 +19,11 @@ __all__ = ["plan_of", "size_of"]
 
 
 def size_of(state: BlockState, x: Tensor, mask: Tensor | None) -> tuple[int, int] | None:
-    """Images and tokens that a plan for a block's input has, padding included; None: nothing would merge."""
+    """Images and tokens that a plan for a block's input has, padding included; None: nothing would merge.
+
+    Raises:
+        UnsupportedModelError: the input has fewer tokens than the block's grid.
+    """
     grid = state.grid.shape
     n = num_tokens(grid)
     if x.shape[1] < n:
@@ -32,7 +37,7 @@ def size_of(state: BlockState, x: Tensor, mask: Tensor | None) -> tuple[int, int
     return x.shape[0], n if mask is None else x.shape[1]
 
 
-def plan_of(state: BlockState, x: Tensor, mask: Tensor | None) -> Plan | None:
+def plan_of(state: BlockState, x: Tensor, mask: Tensor | None) -> Plan:
     """The plan for a block's tokens, of which some merge; ``mask`` tells them from padding behind them."""
     run, grid = state.run, state.grid.shape
     n = num_tokens(grid)
@@ -41,21 +46,25 @@ def plan_of(state: BlockState, x: Tensor, mask: Tensor | None) -> Plan | None:
     plan = state.plans.get(state.planning_call) if run.holds else None
     if plan is None or plan.inverse.shape != features.shape[:2]:
         plan = _new_plan(state, features)
-        if run.holds and plan is not None:
+        if run.holds:
             state.plans[state.planning_call] = plan
-    if run.record is not None and plan is not None:
+    if run.record is not None:
         run.record[state.path] = RecordedPlan(plan, grid)
-    if plan is not None and start is not None:
-        plan = plan.within(start, x.shape[1])
-    return plan
+    return plan if start is None else plan.within(start, x.shape[1])
 
 
-def _new_plan(state: BlockState, features: Tensor) -> Plan | None:
+@torch.no_grad()
+def _new_plan(state: BlockState, features: Tensor) -> Plan:
     run, b = state.run, features.shape[0]
     # The step is where the sample is; blocks of a model on several devices need not be.
     step = run.step.to(features.device)
 
-    def plan(features: Tensor) -> Plan | None:
+    def plan(features: Tensor) -> Plan:
+        found = planned(features)
+        assert found is not None  # some tokens merge
+        return found
+
+    def planned(features: Tensor) -> Plan | None:
         settings, grid = state.settings, state.grid.shape
         planner = PLANNERS[settings.planner]
         if settings.planner not in GUIDED_PLANNERS:
@@ -75,8 +84,7 @@ def _new_plan(state: BlockState, features: Tensor) -> Plan | None:
         return plan(features)
     if state.batched and run.shared is not None:
         return plan(features_if_shared(features, parts, run.shared.to(features.device)))
-    shared = plan(shared_features(features, parts))
-    return None if shared is None else shared.repeated(parts)
+    return plan(shared_features(features, parts)).repeated(parts)
 
 
 def _warn_of_other_tokens(state: BlockState, change: Tensor, features: Tensor) -> None:

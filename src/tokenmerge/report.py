@@ -66,7 +66,7 @@ class Report:
         flops_dense: operations of the whole model without merging.
         flops_merged: with it; of the step that merges most, where settings follow the denoising steps.
         notes: every block that is left dense and why, and what follows the steps, in words.
-        kept_bytes: memory for what blocks keep from one step for those after it.
+        kept_bytes: memory for what is kept from one step for those after it: corrections, changes, plans.
         steps: of the generation that ``flops_mean`` is of.
         flops_mean: operations with merging, mean over these steps; None where all are alike, or it was not
             asked for.
@@ -205,7 +205,7 @@ def predict(
         *notes_on_steps(config if rows else dataclasses.replace(config, correct_every=0)),
     ]
     if kept:
-        notes.append(f"what blocks and layers changed takes {kept / 1e6:.1f} MB between steps")
+        notes.append(f"what steps keep for those after them takes {kept / 1e6:.1f} MB")
     if means:
         mean = f"{flops_dense / 1e9:.2f} → {sum(means) / 1e9:.2f} GFLOPs"
         notes.append(f"mean over {steps} steps: {mean}, {saved(flops_dense, sum(means))} saved")

@@ -225,7 +225,7 @@ class LayerState:
         layout: how it takes its tokens.
         own_keys: of attention, whether it looks at the tokens that it is called with.
         keys: name of the argument by which it can be given merged keys; None: there is none.
-        changes: its results on dense steps.
+        changes: its latest results, corrected.
     """
 
     block: BlockState

@@ -224,7 +224,7 @@ class Turns:
         return due
 
     def corrects(self, every: int, shape: tuple[int, ...]) -> bool:
-        """Whether the running call is dense, as one in so many that run blocks; note that it is."""
+        """Whether the running call is dense, as one in so many that run everything; note that it is."""
         since, seen = self.corrected.get(self.number, (every, None))
         due = seen != shape or since + 1 >= every
         self.corrected[self.number] = 0 if due else since + 1, shape

@@ -21,7 +21,7 @@ SIDE = 16
 def plan_tiled(features: Tensor, grid: Sequence[int], config: ToMeConfig, step: Tensor) -> Plan | None:
     """As :func:`tokenmerge.methods.tome.plan_tome`, with tiled matching within each frame.
 
-    On grids of up to 16 × 16 whole cells, which one tile holds, it is the same.
+    On grids of up to 16 × 16 cells without tokens beside them, which one tile holds, it is the same.
     """
     r = num_removed(grid, config)
     if r == 0:
