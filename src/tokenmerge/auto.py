@@ -27,7 +27,7 @@ _MODERATE = 0.5
 _WORTHWHILE_FINEST_LEVEL = 0.2
 # With fewer steps, each changes more than those before it tell: what blocks change more than what comes up to
 # the finest level of a UNet, which draws the details anew.
-_STEPS_OF_BLOCKS, _SPAN_OF_STAGES = 16, 1 / 4
+_STEPS_OF_BLOCKS, _SPAN_OF_STAGES = 16, 1 / 5
 # On smaller grids, where blocks are left out of steps, merging attention saves little more and costs more of
 # the picture than leaving out more steps.
 _FEWEST_TOKENS_BESIDE_REUSE = 2048
@@ -46,8 +46,8 @@ def choose(pipe_or_model: object, ratio: float = 0.5, follows_steps: bool | None
     - Of a UNet, what is below the finest level runs in every second step, from a ratio of 0.5 on in every
       fourth, and the finest level, where it is a large part of the work, in every second. Of other models
       the blocks, if they can be left out, run in every second step, from a ratio of 0.5 on in every third.
-      In generations of fewer than 16 steps less is left out (``reuse_every``, ``reuse_finest_every``,
-      ``reuse_span``).
+      In short generations less is left out, or nothing: of a UNet below 20 and 10 steps, of others below
+      16 and 11, or 16 alone below a ratio of 0.5 (``reuse_every``, ``reuse_finest_every``, ``reuse_span``).
 
     Fewer steps are the rival: docs/methods.md says where they are as close at the same speed.
 
