@@ -121,9 +121,7 @@ def test_a_generation_in_which_nothing_is_saved_says_so(steps, dense, fast):
             assert torch.equal(result, wanted) or not dense
     told = [str(warning.message) for warning in caught]
     assert len(told) == dense
-    assert all(
-        f"of {steps} steps reuse_span=0.2 leaves none out, and on 256 tokens" in text for text in told
-    )
+    assert all(f"of {steps} steps reuse_span=0.2 leaves none out, and on 256 tokens" in text for text in told)
 
 
 @pytest.mark.parametrize(("steps", "dense"), [(1, True), (2, False)])
