@@ -59,10 +59,13 @@ def test_a_number_alone_chooses_all_else(fast):
     assert choose(pipeline(unet=unet), 0.5).reuse_every == 4
     assert (run.config.scope, run.config.correct_every) == ("layers", 2)
     more = choose(pipeline(unet=unet), 0.6)
-    assert (more.scope, more.correct_every, more.reuse_every) == ("block", 2, 4)
-    # On small grids merged attention costs more than leaving out steps; whole blocks save enough to be worth
-    # it, and where there are no steps to follow there is nothing to leave out.
-    assert (run.config.min_tokens, more.min_tokens, choose(unet, 0.4).min_tokens) == (2048, 16, 16)
+    # Of a UNet whole blocks, and from 0.5 on corrections, lose more than they save.
+    assert (more.scope, more.correct_every, more.reuse_every) == ("layers", 0, 4)
+    assert choose(pipeline(unet=unet), 0.5).correct_every == 0
+    assert choose(unet, 0.6).scope == "layers"
+    # On small grids merged attention costs more than leaving out steps; where there are no steps to follow
+    # there is nothing to leave out.
+    assert (run.config.min_tokens, more.min_tokens, choose(unet, 0.4).min_tokens) == (2048, 2048, 16)
     with token_merging(unet, 0.2) as patch:
         assert run_of(unet).config.ratio == 0.2
         assert patch.report.rows
@@ -89,6 +92,8 @@ def test_transformers(name, fast):
     less = choose(pipeline(transformer=model), 0.4)
     assert [less.reuse(steps) for steps in (15, 16, 50)] == [(1, 1), (2, 1), (2, 1)]
     assert (config.min_tokens, choose(model, 0.5).min_tokens) == (2048, 16)
+    more = choose(pipeline(transformer=model), 0.6)
+    assert [(c.scope, c.correct_every) for c in (config, more)] == [("layers", 2), ("block", 2)]
     patch = apply_token_merging(pipeline(transformer=model), 0.5)
     for index in range(2):
         patch.at_step(index, 20)

@@ -21,7 +21,8 @@ __all__ = ["choose"]
 _FUSED = {"scaled_dot_product_attention", "dispatch_attention_fn"}
 _BACKENDS = {"native", "_native_cudnn", "_native_efficient", "_native_math"}
 
-# Up to this ratio attention merges; above it whole blocks, which lose more.
+# Above this ratio whole blocks merge, which lose more; in UNets, whose finest level draws details, too much.
+# From it on UNets are not corrected: a dense step costs more there than the merged ones after it gain.
 _MODERATE = 0.5
 # Of a UNet with more than this share of its work at the finest level, that does not run on every step either.
 _WORTHWHILE_FINEST_LEVEL = 0.2
@@ -36,13 +37,12 @@ _FEWEST_TOKENS_BESIDE_REUSE = 2048
 def choose(pipe_or_model: object, ratio: float = 0.5, follows_steps: bool | None = None) -> ToMeConfig:
     """Choose the settings that were found closest to the dense picture at their speed.
 
-    - Up to a ratio of 0.5 self-attention merges, above it whole blocks, at every level, by tiled matching,
-      with proportional attention: what costs least of the picture for what it saves. Token grids so small
-      that it would cost more time than it saves stay dense; how small was measured once on this device.
-      Where blocks are left out as below, grids of fewer than 2048 tokens stay dense too, but for whole
-      blocks of a UNet.
+    - Self-attention merges, above a ratio of 0.5 whole blocks, but for UNets, at every level, by tiled
+      matching, with proportional attention: what costs least of the picture for what it saves. Token grids
+      so small that it would cost more time than it saves stay dense; how small was measured once on this
+      device. Where blocks are left out as below, grids of fewer than 2048 tokens stay dense too.
     - In a pipeline, whose steps can be followed, every second of the steps that run all blocks is dense and
-      corrects the others (``correct_every``).
+      corrects the others (``correct_every``); not of a UNet from a ratio of 0.5 on.
     - Of a UNet, what is below the finest level runs in every second step, from a ratio of 0.5 on in every
       fourth, and the finest level, where it is a large part of the work, in every second. Of other models
       the blocks, if they can be left out, run in every second step, from a ratio of 0.5 on in every third.
@@ -54,8 +54,8 @@ def choose(pipe_or_model: object, ratio: float = 0.5, follows_steps: bool | None
     Args:
         pipe_or_model: as for :func:`tokenmerge.apply_token_merging`; on the device that it will run on, or
             offloaded from it, since grids are timed there.
-        ratio: fraction of tokens removed, 0 ≤ ratio ≤ 0.75. Raising it makes attention, and above 0.5 the
-            whole block, faster and the picture less like the dense one; at 0 every step is dense. Where all
+        ratio: fraction of tokens removed, 0 ≤ ratio ≤ 0.75. Raising it makes attention, or the whole
+            block, faster and the picture less like the dense one; at 0 every step is dense. Where all
             grids are so small that they stay dense, it only chooses how many steps are left out.
         follows_steps: whether settings may follow the denoising steps; None: in a pipeline they may.
 
@@ -72,14 +72,14 @@ def choose(pipe_or_model: object, ratio: float = 0.5, follows_steps: bool | None
     if ratio == 0:
         return ToMeConfig(ratio=ratio, max_downsample=deepest)
     whole = all(block.wide is not None for block in blocks)
-    scope = "block" if whole and ratio > _MODERATE else "layers"
+    wide = whole and ratio > _MODERATE and not denoiser.below
     settings = ToMeConfig(
         ratio=ratio,
         max_downsample=deepest,
         min_tokens=fewest_tokens(
             _device(pipe_or_model, denoiser.root), _dtype(denoiser.root), *_narrowest(blocks)
         ),
-        scope=scope,
+        scope="block" if wide else "layers",
         planner="tiled",
         proportional=_calls_fused_attention(pipe_or_model, hosts),
         correct_every=2 if follows_steps else 0,
@@ -91,7 +91,8 @@ def choose(pipe_or_model: object, ratio: float = 0.5, follows_steps: bool | None
     if denoiser.below:
         return dataclasses.replace(
             settings,
-            min_tokens=many if scope == "layers" else settings.min_tokens,
+            min_tokens=many,
+            correct_every=0 if far else 2,
             reuse_every=4 if far else 2,
             reuse_finest_every=2 if far and denoiser.finest_share > _WORTHWHILE_FINEST_LEVEL else 1,
             reuse_span=_SPAN_OF_STAGES,
