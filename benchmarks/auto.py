@@ -79,7 +79,8 @@ def kinds_of_steps(config: ToMeConfig, steps: int) -> list[str]:
         if since:
             kinds.append("last layer" if since % finest_every else "finest level")
             continue
-        kinds.append("dense" if run % config.correct_every == 0 else "merged")
+        corrects = config.correct_every and run % config.correct_every == 0
+        kinds.append("dense" if corrects else "merged")
         run += 1
     return kinds
 
