@@ -66,7 +66,7 @@ def block_call(original: Callable) -> Callable:
         try:
             if state.size is not None and not state.run.corrects:
                 state.plan = plan_of(state, tokens, mask)
-            if wide is None or not state.acts:
+            if wide is None or state.size is None:
                 return original(self, *args, **kwargs)
 
             def merged(plan: Plan) -> Any:
@@ -116,17 +116,17 @@ def layer_call(original: Callable) -> Callable:
     @functools.wraps(original)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         state: LayerState | None = self.__dict__.get(STATE)
-        if state is None or not state.block.acts:
+        if state is None or state.block.size is None:
             return original(self, *args, **kwargs)
-        settings, plan = state.block.settings, state.block.plan
+        settings, plan, size = state.block.settings, state.block.plan, state.block.size
         wide = settings.scope == "block"
         takes_part = (
             state.keys is not None if settings.scope == "keys" else state.kind in settings.merged_layers
         )
         tokens = argument(names[0], names, args, kwargs)
         # Parts of the sequence, as in feed-forward chunking, do not fit the plan.
-        fits = _fits(state.block, tokens, wide) and not given(state.layout.whole, names, args, kwargs)
-        if not (wide or takes_part) or not fits:
+        fits = _fits(tokens, *(plan.keep.shape if wide and plan is not None else size))
+        if not (wide or takes_part) or not fits or given(state.layout.whole, names, args, kwargs):
             return original(self, *args, **kwargs)
         function, combine = functools.partial(original, self), COMBINE[settings.combine]
         if wide:
@@ -212,6 +212,5 @@ def parameters(function: Callable) -> list[str]:
     return list(inspect.signature(function).parameters)[1:]
 
 
-def _fits(block: BlockState, x: Tensor, merged: bool) -> bool:
-    b, n = block.plan.keep.shape if merged and block.plan is not None else block.size or (0, 0)
-    return x.shape[0] == b and x.shape[1] >= n
+def _fits(x: Tensor, images: int, tokens: int) -> bool:
+    return x.shape[0] == images and x.shape[1] >= tokens

@@ -195,11 +195,6 @@ class BlockState:
         return self.run.settings[self.level]
 
     @property
-    def acts(self) -> bool:
-        """Whether the running call merges, or is one that would and tells instead what merging loses."""
-        return self.plan is not None or (self.run.corrects and self.size is not None)
-
-    @property
     def keeps(self) -> bool:
         """Whether it keeps what it changes for steps in which it, and not its whole stage, does not run."""
         return self.run.keeps and self.wide is not None and not self.run.below
