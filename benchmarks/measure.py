@@ -34,6 +34,10 @@ QUALITY = {
     "cpu-mmdit-published-20-256": ("cpu-mmdit-published-quality-20-256", 2),
     "cpu-mmdit-8": ("cpu-mmdit-quality-8", 4),
     "cpu-mmdit-8-256": ("cpu-mmdit-quality-8-256", 2),
+    "cpu-methods-4": ("cpu-quality-4", 6),
+    "cpu-methods-4-256": ("cpu-quality-4-256", 3),
+    "cpu-mmdit-4": ("cpu-mmdit-quality-4", 4),
+    "cpu-mmdit-4-256": ("cpu-mmdit-quality-4-256", 2),
 }
 
 
