@@ -123,7 +123,9 @@ def shares_of_steps(config: ToMeConfig, steps: int) -> dict[int, float]:
     if config.plan_every > 1:
         planned = len(range(0, steps, config.plan_every)) / steps
         return {0: planned, 1: 1 - planned}
-    return {0: 1 / steps, 1: 1 - 1 / steps}  # the first knows nothing of one before it
+    if config.asks_guidance:
+        return {0: 1 / steps, 1: 1 - 1 / steps}  # the first knows nothing of one before it
+    return {0: 1.0}
 
 
 def timed(model: nn.Module, inputs: Inputs) -> Seconds:

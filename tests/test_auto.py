@@ -61,7 +61,7 @@ def test_a_number_alone_chooses_all_else(fast):
     # Of a UNet whole blocks, and from 0.4 on corrections, lose more than they save.
     assert (more.scope, more.correct_every, more.reuse_every) == ("layers", 0, 4)
     between = [choose(pipeline(unet=unet), ratio) for ratio in (0.4, 0.5)]
-    assert [(found.correct_every, found.reuse_every) for found in between] == [(0, 3), (0, 4)]
+    assert [(found.correct_every, found.reuse_every) for found in between] == [(0, 2), (0, 4)]
     assert choose(unet, 0.6).scope == "layers"
     # On small grids merged attention costs more than leaving out steps; where there are no steps to follow
     # there is nothing to leave out.
@@ -162,13 +162,13 @@ def test_a_ratio_of_0_is_dense(fast):
 
 
 def test_a_costly_finest_level_of_a_unet_does_not_run_on_every_step(fast):
-    """By its share of the work: a part of SD 1.5, next to nothing of SDXL; never below a ratio of 0.5."""
+    """By its share of the work: a part of SD 1.5, next to nothing of SDXL; never below a ratio of 0.4."""
 
     def finest_every(channels: tuple[int, int]) -> list[int]:
         pipe = pipeline(unet=hosts.unet(block_out_channels=channels))
         (host,) = find_hosts(pipe)
         shares.append(host.finest_share)
-        return [choose(pipe, ratio).reuse_finest_every for ratio in (0.4, 0.5)]
+        return [choose(pipe, ratio).reuse_finest_every for ratio in (0.39, 0.4)]
 
     shares: list[float] = []
     assert finest_every((32, 64)) == [1, 2]

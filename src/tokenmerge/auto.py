@@ -44,10 +44,10 @@ def choose(pipe_or_model: object, ratio: float = 0.5, follows_steps: bool | None
       device. Where blocks are left out as below, grids of fewer than 2048 tokens stay dense too.
     - In a pipeline, whose steps can be followed, every second of the steps that run all blocks is dense and
       corrects the others (``correct_every``); not of a UNet from a ratio of 0.4 on.
-    - Of a UNet, what is below the finest level runs in every second step, from a ratio of 0.4 on in every
-      third, from 0.5 on in every fourth, and then the finest level, where it is a large part of the work, in
-      every second. Of other models the blocks, if they can be left out, run in every second step, from a
-      ratio of 0.5 on in every third.
+    - Of a UNet, what is below the finest level runs in every second step, from a ratio of 0.5 on in every
+      fourth, and the finest level, where it is a large part of the work, from 0.4 on in every second. Of
+      other models the blocks, if they can be left out, run in every second step, from a ratio of 0.5 on in
+      every third.
       In short generations less is left out, or nothing: of a UNet below 20 and 10 steps, of others below
       16 and 11, or 16 alone below a ratio of 0.5 (``reuse_every``, ``reuse_finest_every``, ``reuse_span``).
 
@@ -96,8 +96,8 @@ def choose(pipe_or_model: object, ratio: float = 0.5, follows_steps: bool | None
             settings,
             min_tokens=many,
             correct_every=2 if corrected else 0,
-            reuse_every=2 if corrected else 4 if far else 3,
-            reuse_finest_every=2 if far and denoiser.finest_share > _WORTHWHILE_FINEST_LEVEL else 1,
+            reuse_every=4 if far else 2,
+            reuse_finest_every=1 if corrected or denoiser.finest_share <= _WORTHWHILE_FINEST_LEVEL else 2,
             reuse_span=_SPAN_OF_STAGES,
         )
     if denoiser.can_pause:
