@@ -28,17 +28,18 @@ class ProportionalAttention(TorchFunctionMode):
     Args:
         plan: what the image's keys stand for.
         layout: where the keys of text stand, which count once.
-        path: of the block, for the message.
+        block: whose attention it is. Its ``path`` is looked at for the message alone: torch.compile would
+            make a graph for each path that is looked at before.
 
     Raises:
         UnsupportedModelError: on leaving it, if no call was one that attends to these keys.
     """
 
-    def __init__(self, plan: Plan, layout: Layout, path: str) -> None:
+    def __init__(self, plan: Plan, layout: Layout, block: Any) -> None:
         super().__init__()
         self.logits = plan.sizes.log()
         self.layout = layout
-        self.path = path
+        self.block = block
         self.waits = True
 
     def __torch_function__(
@@ -69,7 +70,7 @@ class ProportionalAttention(TorchFunctionMode):
         super().__exit__(kind, error, trace)
         if self.waits and kind is None:
             raise UnsupportedModelError(
-                f"{self.path}: proportional=True needs attention by PyTorch's scaled_dot_product_attention, "
-                "over all images of a batch at once, and this one computes it in another way; take the "
-                "default attention processor, or proportional=False"
+                f"{self.block.path}: proportional=True needs attention by PyTorch's "
+                "scaled_dot_product_attention, over all images of a batch at once, and this one computes it "
+                "in another way; take the default attention processor, or proportional=False"
             )
