@@ -14,6 +14,7 @@ from pathlib import Path
 from tokenmerge.reporting.curves import Chart, charts
 from tokenmerge.reporting.newest import newest_cells, newest_figures
 from tokenmerge.reporting.plots import draw
+from tokenmerge.reporting.quality import QualityRecord
 from tokenmerge.reporting.results import read_results
 
 ROOT = Path(__file__).parent.parent
@@ -33,7 +34,7 @@ def curves() -> dict[str, Chart]:
     results = read_results(sorted((ROOT / "benchmarks" / "results").glob("*.jsonl")))
     (cells, _), (quality, _) = newest_cells(results.cells), newest_figures(results.quality)
     found: dict[str, list] = {}
-    for record in quality:
+    for record in sorted(quality, key=_order):
         conditions = record.conditions
         name = f"{record.model}-{record.width}-{conditions['steps']}-{conditions['guidance']:g}"
         found.setdefault(name, []).append(record)
@@ -45,21 +46,35 @@ def curves() -> dict[str, Chart]:
     }
 
 
-def table(drawn: Mapping[str, Chart], only: Mapping[str, tuple[str, ...]] | None = None) -> str:
-    """Closeness and speed-up of the points of all curves, in Markdown: a row for each method and setting.
+def _order(record: QualityRecord) -> tuple:
+    """By model and size, then the longest generation first, and the weakest guidance."""
+    return record.model, record.width, -record.conditions["steps"], record.conditions["guidance"]
+
+
+def tables(drawn: Mapping[str, Chart], only: Mapping[str, tuple[str, ...]] | None = None) -> str:
+    """Closeness and speed-up of the points of all curves, in Markdown: for each model a row a setting.
 
     Args:
         drawn: the curves, by their names.
         only: the settings that are shown, by method; None: all.
     """
+    models = dict.fromkeys("-".join(name.split("-")[:2]) for name in drawn)
+    of_model = {model: {n: chart for n, chart in drawn.items() if n.startswith(model)} for model in models}
+    return "\n".join(_table(model, charts, only) for model, charts in of_model.items())
+
+
+def _table(model: str, drawn: Mapping[str, Chart], only: Mapping[str, tuple[str, ...]] | None) -> str:
     rows: dict[tuple[str, str], dict[str, str]] = {}
     for name, chart in drawn.items():
         for line in chart.lines:
             for (closeness, speed), label in zip(line.points, line.labels, strict=True):
                 if only is None or label in only.get(line.name, ()):
                     rows.setdefault((line.name, label), {})[name] = f"{closeness:.1f} at {speed:.2f}×"
-    heads = [re.sub(r"-(\d+)-(\d+)-(.*)", r", \1 px, \2 steps, guidance \3", name) for name in drawn]
-    lines = [f"| method | | {' | '.join(heads)} |", f"|---|---|{'---:|' * len(heads)}"]
+    heads = [
+        re.sub(r"-(\d+)-(\d+)-(.*)", r"\1 px, \2 steps, guidance \3", name.removeprefix(model))
+        for name in drawn
+    ]
+    lines = [f"| {model} | | {' | '.join(heads)} |", f"|---|---|{'---:|' * len(heads)}"]
     for (method, label), values in sorted(rows.items(), key=lambda row: (row[0][0], float(row[0][1] or 0))):
         lines.append(f"| {method} | {label} | {' | '.join(values.get(name, '') for name in drawn)} |")
     return "\n".join(lines) + "\n"
@@ -84,24 +99,24 @@ def settings_table() -> str:
 
 def with_tables(drawn: Mapping[str, Chart]) -> dict[str, str]:
     """The documents that have such a table, by their path, with what it is to be."""
-    # README has no room for 8 steps.
-    longer = {name: chart for name, chart in drawn.items() if "-20-" in name}
-    tables = {
-        "docs/methods.md": {"closeness": table(drawn), "settings": settings_table()},
-        "README.md": {"closeness": table(longer, IN_README)},
+    # README has no room for short generations on small pictures.
+    shown = {name: chart for name, chart in drawn.items() if "-20-" in name or "-256-" in name}
+    by_document = {
+        "docs/methods.md": {"closeness": tables(drawn), "settings": settings_table()},
+        "README.md": {"closeness": tables(shown, IN_README)},
     }
     return {
         name: TABLE.sub(
             lambda found, made=made: found[1] + made[found[2]] + found[3],
             (ROOT / name).read_text(encoding="utf-8"),
         )
-        for name, made in tables.items()
+        for name, made in by_document.items()
     }
 
 
 def main() -> None:
     """Draw and write."""
-    drawn = dict(sorted(curves().items()))
+    drawn = curves()
     for name, chart in drawn.items():
         path = ROOT / "docs" / f"price-{name}.svg"
         path.write_text(draw(chart), encoding="utf-8")

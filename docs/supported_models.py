@@ -24,8 +24,9 @@ Written by `python docs/supported_models.py` from the records in `src/tokenmerge
 `tests/families/`, on tiny random models of diffusers' own classes. Change those and run it again.
 
 - **merges**: the parts of a transformer block that can run on merged tokens, on their own (`scope="layers"`, chosen by
-  `merge_attn`, `merge_crossattn`, `merge_mlp`) and, for a *whole block*, all at once (`scope="block"`). *Keys* says that
-  what attention looks at can merge alone (`scope="keys"`).
+  `merge_attn`, `merge_crossattn`, `merge_mlp`) and, for a *whole block*, all at once (`scope="block"`); *stacks* are runs of
+  such blocks that can merge once (`scope="stack"`). *Keys* says that what attention looks at can merge alone
+  (`scope="keys"`).
 - **plan**: where the position tables of a model have no batch axis, all images of a batch have to merge alike. The
   picture that such a model makes from a seed depends on the batch that it is in; everywhere else it does not.
 - **checks**: with ratio 0 the output is bit-equal; with tokens reordered and none removed it is equal up to rounding
@@ -63,15 +64,18 @@ def families() -> list[tuple[str, str, list[str]]]:
 
 def row(key: str, checks: dict[str, tuple[int, int]] | None) -> str:
     """One line of a table."""
+    from families.family import deeper
     from families.tiny import FAMILIES
 
     from tokenmerge.models import KINDS, find_hosts
 
-    hosts = find_hosts(FAMILIES[key].build())
+    model = FAMILIES[key].build()
+    hosts = find_hosts(model)
     blocks = [block for host in hosts for block in host.blocks]
     kinds = {layer.kind for block in blocks for layer in block.layers}
     merges = [name for kind, name in KINDS.items() if kind in kinds]
     merges += ["whole block"] if any(block.wide for block in blocks) else []
+    merges += ["stacks"] if any(b.wide and b.stack for b in find_hosts(deeper(model))[0].blocks) else []
     merges += ["keys"] if any(layer.keys for block in blocks for layer in block.layers) else []
     plan = "per image" if all(block.batched for block in blocks) else "shared by the batch"
     limits = dict.fromkeys(

@@ -26,12 +26,12 @@ def unet(**changes: object) -> UNet2DConditionModel:
     return UNet2DConditionModel(**{**settings, **changes}).eval()
 
 
-def sdxl(**changes: object) -> UNet2DConditionModel:
-    """As in SDXL: no attention at level 1, two blocks a transformer, size and pooled text as conditions."""
+def sdxl(layers: int = 2, **changes: object) -> UNet2DConditionModel:
+    """As in SDXL: no attention at level 1, several blocks a transformer, size and pooled text."""
     return unet(
         down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
         up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
-        transformer_layers_per_block=2,
+        transformer_layers_per_block=layers,
         use_linear_projection=True,
         addition_embed_type="text_time",
         addition_time_embed_dim=8,

@@ -354,6 +354,20 @@ def test_feed_forward_in_chunks_stays_dense_and_chunked_and_alone_is_an_error():
         apply_token_merging(unet, ToMeConfig(ratio=0.5, merge_attn=False, merge_mlp=True))
 
 
+@pytest.mark.parametrize("dim", [0, 1])
+def test_feed_forward_that_gets_chunks_later_is_dense_from_then_on(dim):
+    """The plan is for all tokens of all images, and a chunk is some of them, or some of these."""
+    unet = hosts.unet()
+    apply_token_merging(unet, ToMeConfig(ratio=0.5))
+    attention_alone = hosts.call(unet, **hosts.inputs())
+    apply_token_merging(unet, ToMeConfig(ratio=0.5, merge_mlp=True))
+    assert not torch.allclose(hosts.call(unet, **hosts.inputs()), attention_alone)
+    for module in unet.modules():
+        if type(module).__name__ == "BasicTransformerBlock":
+            module.set_chunk_feed_forward(1 if dim == 0 else 64, dim)
+    torch.testing.assert_close(hosts.call(unet, **hosts.inputs()), attention_alone)
+
+
 def test_blocks_that_are_called_without_their_model_merge_with_random_destinations():
     unet = hosts.unet()
     with token_merging(unet, ToMeConfig(ratio=0.5)) as patch, patch.record() as plans, torch.no_grad():
@@ -531,3 +545,20 @@ def test_compiling_by_block_takes_as_many_graphs_as_the_plain_model_and_for_dyna
 
     assert graphs(merging=True, by_block=True) == graphs(merging=False, by_block=True) == 1
     assert graphs(merging=True, by_block=False) == graphs(merging=False, by_block=False) + 1
+
+
+@pytest.mark.parametrize("scope", ["layers", "keys", "block"])
+def test_with_proportional_attention_too_all_blocks_share_one_graph(scope):
+    """Of a model with more blocks than torch recompiles for, the last ones would not compile."""
+    torch._dynamo.reset()
+    compiled = []
+
+    def count(module: nn.Module, example: list) -> Callable:
+        compiled.append(module)
+        return module.forward
+
+    unet = one_level()
+    apply_token_merging(unet, ToMeConfig(ratio=0.5, scope=scope, proportional=True))
+    unet.compile_repeated_blocks(fullgraph=True, backend=count)
+    hosts.call(unet, **hosts.inputs())
+    assert len(compiled) == 1

@@ -16,7 +16,7 @@ __all__ = ["COMBINATIONS", "GUIDED_PLANNERS", "PLANNERS", "SCOPES", "Schedule", 
 # the share of them that is done, from 0 at the first to 1 at the last.
 Schedule = Sequence[float] | Callable[[float], float]
 
-SCOPES = ("layers", "block", "keys")
+SCOPES = ("layers", "block", "stack", "keys")
 # Those that look at what guidance changed in the last step; they plan as "tome" until that is known.
 GUIDED_PLANNERS = ("importance",)
 PLANNERS = (
@@ -102,9 +102,13 @@ class ToMeConfig:
         scope: ``"layers"`` merges and unmerges around each of the layers above. ``"block"`` merges once
             before a transformer block and unmerges behind it, all its layers in between, adding to each
             token only the change that the block made to the merged one, so that its own detail stays: the
-            largest saving, and a large loss. ``"keys"`` merges what self-attention looks at and not the
-            tokens that look: it saves in attention alone, and loses least. The latter two say by themselves
-            which layers merge; ``merge_attn``, ``merge_crossattn`` and ``merge_mlp`` do not count.
+            largest saving, and a large loss. ``"stack"`` does so once for a run of blocks: of a UNet of
+            diffusers those of each transformer, of other models those of a list but for the model's first and
+            last block, which stay dense. It is ``"block"`` with one plan for the run, for a little less time;
+            hooks between blocks see merged tokens, and what adds to all tokens there is an error. ``"keys"``
+            merges what self-attention looks at and not the tokens that look: it saves in attention alone, and
+            loses least. All but the first say by themselves which layers merge; ``merge_attn``,
+            ``merge_crossattn`` and ``merge_mlp`` do not count.
         planner: ``"tome"`` compares each source with all destinations: planning time grows with the square
             of the tokens, and no published planner here is clearly closer to the dense picture. ``"local"``
             compares with the destinations of the 3 × 3 cells around it: few operations, linear in the tokens,
@@ -167,14 +171,14 @@ class ToMeConfig:
             change differed from that of the tokens it merges with. 0: none is dense. Raising it gives back
             less of what merging loses, and less of the time that the dense steps take: with 3, most of the
             loss goes with a third of the saving. It takes memory for one result of each layer or block. Not
-            with ``scope="keys"``, which gives each token a result of its own.
+            with ``scope="keys"``, which gives each token a result of its own, nor with ``"stack"``.
         reuse_every: one in so many steps runs everything, ≥ 1. In the steps between, a UNet runs its finest
             level alone, on what came up to it before (as in DeepCache, arXiv 2312.00858); other models run
             none of the blocks that can run on merged tokens as a whole. What did not run is taken on in a
             straight line from the last two steps in which it did (arXiv 2503.06923, order 1), as far as that
             line was straight before. Raising it saves more, and the picture follows less closely. It takes
             memory for two results of each block, of a UNet for two of what comes up to its finest level.
-            1: everything runs.
+            1: everything runs. Of models other than UNets not with ``scope="stack"``.
         reuse_finest_every: of a UNet, one in so many steps runs the finest level whole, 1 ≤
             reuse_finest_every ≤ reuse_every; the steps between run its last layer on the way up alone, as
             DeepCache does. Raising it saves most where that level costs most, in narrow models and large
@@ -294,6 +298,11 @@ class ToMeConfig:
                 "correct_every: with scope='keys' every token has a result of its own, and none loses its "
                 "group's; take another scope, or leave it out"
             )
+        if self.correct_every and self.merges_stacks:
+            raise ConfigError(
+                "correct_every: with scope='stack' no block alone has all tokens to correct; take "
+                "scope='block', or leave it out"
+            )
         _check_share("until", self.until)
         _check_share("reuse_span", self.reuse_span)
         if isinstance(self.schedule, Iterable):
@@ -351,6 +360,11 @@ class ToMeConfig:
     def guided_planner(self) -> str | None:
         """The first planner, of any level and any step, that looks at what guidance changed."""
         return next((name for name in self._all("planner") if name in GUIDED_PLANNERS), None)
+
+    @property
+    def merges_stacks(self) -> bool:
+        """Whether some level, at some step, leaves tokens merged between blocks."""
+        return "stack" in self._all("scope")
 
     def _all(self, name: str) -> list[Any]:
         """What a setting is at the beginning and where it is changed, on any level and from any step on."""
@@ -421,6 +435,11 @@ class ToMeConfig:
             return self
         ratio = changes.get("ratio", self.ratio) * factor
         return dataclasses.replace(self, **{**_STEADY, **changes, "ratio": ratio})
+
+    @property
+    def whole_blocks(self) -> bool:
+        """Whether all of a block runs on merged tokens."""
+        return self.scope in ("block", "stack")
 
     @property
     def merged_layers(self) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""What layers and blocks keep from one denoising step for those after it; copies of a model begin anew."""
+"""What layers and blocks keep for others, and from one step for the next; copies of a model begin anew."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ __all__ = [
     "Change",
     "Changes",
     "Guided",
+    "Inside",
     "Plans",
     "Shapes",
+    "Stack",
     "change_of",
     "changed",
     "since",
@@ -71,6 +73,31 @@ class Shapes(NotCopied, dict[Call, Any]):
 
 class Guided(NotCopied, dict[int, Tensor]):
     """What guidance changed in a model's result, by the number of the call that planned."""
+
+
+class Inside(NamedTuple):
+    """What the blocks of a stack run with.
+
+    Attributes:
+        plan: of the first.
+        tokens: that the first was called with.
+        merged: these, merged.
+    """
+
+    plan: Plan
+    tokens: Tensor
+    merged: Tensor
+
+
+class Stack(NotCopied):
+    """A run of blocks that are merged once.
+
+    Attributes:
+        inside: from its first block to its last; None: nothing is merged.
+    """
+
+    def __init__(self) -> None:
+        self.inside: Inside | None = None
 
 
 def change_of(result: Any, bases: Sequence[Tensor | float]) -> Change:

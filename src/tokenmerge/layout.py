@@ -18,9 +18,12 @@ __all__ = [
     "Layout",
     "add_lost",
     "argument",
+    "call_on",
     "given",
     "keyed_call",
     "merged_call",
+    "merged_tokens",
+    "unmerged_result",
 ]
 
 
@@ -126,20 +129,55 @@ def merged_call(
         change_only: give each token the change that the function made to the merged token that holds it,
             and not that token's result.
     """
-    n, m = plan.inverse.shape[1], plan.keep.shape[1]
+    tokens = argument(layout.tokens or names[0], names, args, kwargs)
+    merged = merged_tokens(layout, plan, tokens, combine)
+    result = call_on(function, layout, plan, names, args, kwargs, merged)
+    return unmerged_result(layout, plan, result, (tokens, merged) if change_only else None)
+
+
+def merged_tokens(
+    layout: Layout, plan: Plan, tokens: Tensor, combine: Callable[[Plan, Tensor], Tensor]
+) -> Tensor:
+    """The first part of :func:`merged_call`: tokens of which those of the image are merged."""
+    return _replace_image(layout, tokens, plan.inverse.shape[1], lambda image: combine(plan, image))
+
+
+def call_on(
+    function: Callable,
+    layout: Layout,
+    plan: Plan,
+    names: Sequence[str],
+    args: tuple,
+    kwargs: dict[str, Any],
+    merged: Tensor,
+) -> Any:
+    """The second part: call a function on merged tokens, with what follows them."""
     name = layout.tokens or names[0]
-    tokens = argument(name, names, args, kwargs)
-    merged = _replace_image(layout, tokens, n, lambda image: combine(plan, image))
-
-    def back(image: Tensor) -> Tensor:
-        if not change_only:
-            return unmerge(plan, image)
-        return layout.image(tokens, n) + unmerge(plan, image - layout.image(merged, m))
-
     changed = {name: merged}
+    tokens = argument(name, names, args, kwargs)
     if layout.again and argument(layout.again, names, args, kwargs) is tokens:
         changed[layout.again] = merged
-    result = _call(function, layout, plan, names, args, kwargs, changed)
+    return _call(function, layout, plan, names, args, kwargs, changed)
+
+
+def unmerged_result(layout: Layout, plan: Plan, result: Any, change: tuple[Tensor, Tensor] | None) -> Any:
+    """The last part: the result, a tensor or several, for all tokens.
+
+    Args:
+        layout: where the tokens are.
+        plan: that they were merged by.
+        result: for merged tokens.
+        change: all tokens and merged ones, of which the former get the change from the latter to the result;
+            None: they get the result.
+    """
+    n, m = plan.inverse.shape[1], plan.keep.shape[1]
+
+    def back(image: Tensor) -> Tensor:
+        if change is None:
+            return unmerge(plan, image)
+        tokens, merged = change
+        return layout.image(tokens, n) + unmerge(plan, image - layout.image(merged, m))
+
     if isinstance(result, Tensor):
         return _replace_image(layout, result, m, back)
     return tuple(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -24,6 +25,8 @@ def note_call(root: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
     """Before the model: refuse a sample that is too small, note its token grid and the denoising step."""
     run: Run = root.__dict__[STATE]
     arguments = {**dict(zip(run.parameters, args, strict=False)), **kwargs}
+    if run.config.merges_stacks:
+        _check_stacks(run, root, arguments)
     grid = run.read_grid(root, arguments, run.grid)
     check_grid(run, grid)
     run.grid.frames, run.grid.rows, run.grid.columns = grid
@@ -40,6 +43,18 @@ def note_call(root: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
     text = arguments.get("encoder_hidden_states") if run.config.follows_steps else None
     # Joint blocks change the text too, and its length may be another one at the next step.
     _note_turn(run, sample, (*shape, *text.shape) if isinstance(text, Tensor) else shape)
+
+
+def _check_stacks(run: Run, root: nn.Module, arguments: Mapping[str, Any]) -> None:
+    """Refuse a call in which something stands between blocks that would leave tokens merged."""
+    between = [name for name in run.between if arguments.get(name) is not None]
+    if torch.is_grad_enabled() and getattr(root, "is_gradient_checkpointing", False):
+        between = ["gradient checkpointing"]
+    if between:
+        raise UnsupportedModelError(
+            f"scope='stack' leaves tokens merged from block to block, and {' and '.join(between)} needs each "
+            "block on its own; take scope='block', with share_plan=True for one plan"
+        )
 
 
 def _note_parts(run: Run, root: nn.Module, sample: Any) -> None:

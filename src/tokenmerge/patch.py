@@ -9,8 +9,9 @@ around it keep their classes, which pipelines compare, and get a hook that notes
 from __future__ import annotations
 
 import copy
+import itertools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch import nn
 
 from tokenmerge.config import ToMeConfig
 from tokenmerge.errors import NothingToMergeError, UnsupportedModelError
-from tokenmerge.kept import Plans
+from tokenmerge.kept import Plans, Stack
 from tokenmerge.layout import Grid
 from tokenmerge.models import KINDS, Block, Host, Layer
 from tokenmerge.noting import check_grid, note_call, note_end, note_grid, note_result
@@ -59,6 +60,12 @@ def hosts_that_merge(
     """
     merging, left_dense = [], []
     for host in hosts:
+        beside = not host.controlnet and any(other.controlnet for other in hosts)
+        if config.merges_stacks and host.between and beside:
+            raise UnsupportedModelError(
+                f"scope='stack' leaves tokens merged from block to block of {type(host.root).__name__}, and "
+                "the ControlNet adds to them there; take scope='block', with share_plan=True for one plan"
+            )
         try:
             check_host(host, config, size or host.sample_size)
             merging.append(host)
@@ -91,6 +98,12 @@ def check_host(host: Host, config: ToMeConfig, size: tuple[int, int] | None) -> 
             f"reuse_every={config.reuse_every}: no part of {type(host.root).__name__} can be left out of a "
             "step; take reuse_every=1"
         )
+    if config.reuse_every > 1 and config.merges_stacks and not (host.below or host.controlnet):
+        raise UnsupportedModelError(
+            f"reuse_every={config.reuse_every}: in a stack no block alone has all tokens, and of "
+            f"{type(host.root).__name__} nothing but blocks can be left out of a step; take scope='block' "
+            "or reuse_every=1"
+        )
     if size is not None:
         rows, columns = (-(-side // host.patch) for side in size)
         check_grid(new_run(host, config), (host.frames, rows, columns))
@@ -111,10 +124,15 @@ def _why_nothing(host: Host, config: ToMeConfig) -> str:
         )
     blocks = [block for block in host.blocks if merges(block, config)]
     if not blocks and config.scope != "layers":
-        what = "run on merged tokens as a whole" if config.scope == "block" else "be given its keys apart"
+        what = {
+            "block": "run on merged tokens as a whole",
+            "stack": "run on merged tokens together with its neighbours",
+            "keys": "be given its keys apart",
+        }
+        other = "block" if config.scope == "stack" and any(b.wide for b in host.blocks) else "layers"
         return (
-            f"nothing to merge: no transformer block of {name} can {what}, as scope={config.scope!r} needs; "
-            "take scope='layers'"
+            f"nothing to merge: no transformer block of {name} can {what[config.scope]}, as "
+            f"scope={config.scope!r} needs; take scope={other!r}"
         )
     wanted = " or ".join(KINDS[kind] for kind in config.merged_layers)
     if not blocks:
@@ -137,7 +155,9 @@ def new_run(host: Host, config: ToMeConfig) -> Run:
     """What the blocks of a host will share."""
     levels = sorted({block.level for block in _blocks_to_merge(host, config)})
     names = parameters(type(host.root).forward)
-    return Run(config, host.sample, host.timestep, names, host.grid, tuple(levels), host.latents)
+    return Run(
+        config, host.sample, host.timestep, names, host.grid, tuple(levels), host.latents, host.between
+    )
 
 
 def patch_host(host: Host, run: Run) -> None:
@@ -162,6 +182,7 @@ def patch_host(host: Host, run: Run) -> None:
             layer_state = LayerState(state, layer.kind, layer.layout, layer.own_keys, layer.keys)
             run.layers.append(layer_state)
             swap(getattr(block.module, layer.name), "forward", layer_call, layer_state)
+    _join_stacks(run, {block.path: block for block in host.blocks})
     for module, grid in grids.items():
         note(module, note_grid, grid)
     for path, finest, is_last in _pausing(host, run.config):
@@ -174,6 +195,22 @@ def patch_host(host: Host, run: Run) -> None:
         host.root.register_forward_hook(note_end)
     if run.config.asks_guidance:
         host.root.register_forward_hook(note_result)
+
+
+def _join_stacks(run: Run, blocks: Mapping[str, Block]) -> None:
+    """Tell blocks which stack they are in; of a model on several devices each has stacks of its own."""
+
+    def where(state: BlockState) -> tuple[str | None, Any]:
+        block = blocks[state.path]
+        weight = next(block.module.parameters(), None)
+        return block.stack if block.wide else None, None if weight is None else weight.device
+
+    for (name, _), joined in itertools.groupby(run.blocks, where):
+        if name is not None:
+            states, stack = list(joined), Stack()
+            for state in states:
+                state.stack = stack
+            states[0].is_first = states[-1].is_last = True
 
 
 def run_of(root: nn.Module) -> Run | None:
@@ -209,9 +246,13 @@ def _blocks_to_merge(host: Host, config: ToMeConfig) -> list[Block]:
 def merges(block: Block, config: ToMeConfig) -> bool:
     """Whether something of a block can merge, in some phase."""
     return any(
-        block.wide is not None if stage.scope == "block" else bool(_layers(block, stage))
+        _runs_whole(block, stage) if stage.whole_blocks else bool(_layers(block, stage))
         for stage in config.stages(block.level)
     )
+
+
+def _runs_whole(block: Block, stage: ToMeConfig) -> bool:
+    return block.wide is not None and (block.stack is not None or stage.scope != "stack")
 
 
 def layers_to_merge(block: Block, config: ToMeConfig) -> list[Layer]:
@@ -223,7 +264,7 @@ def layers_to_merge(block: Block, config: ToMeConfig) -> list[Layer]:
 def _layers(block: Block, stage: ToMeConfig) -> list[Layer]:
     if stage.scope == "keys":
         return [layer for layer in block.layers if layer.keys is not None]
-    if stage.scope == "block":  # its attention counts merged tokens for as many as they stand for
+    if stage.whole_blocks:  # its attention counts merged tokens for as many as they stand for
         attention = [layer for layer in block.layers if layer.kind == "attn1" and layer.own_keys]
         return attention if stage.proportional else []
     return [layer for layer in block.layers if layer.kind in stage.merged_layers]

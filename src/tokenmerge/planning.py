@@ -15,7 +15,7 @@ from tokenmerge.methods.tome import num_removed
 from tokenmerge.ops import Plan, features_if_shared, num_tokens, shared_features
 from tokenmerge.state import BlockState, RecordedPlan
 
-__all__ = ["plan_of", "size_of"]
+__all__ = ["note_plan", "plan_of", "size_of"]
 
 
 def size_of(state: BlockState, x: Tensor, mask: Tensor | None) -> tuple[int, int] | None:
@@ -48,9 +48,14 @@ def plan_of(state: BlockState, x: Tensor, mask: Tensor | None) -> Plan:
         plan = _new_plan(state, features)
         if run.holds:
             state.plans[state.planning_call] = plan
-    if run.record is not None:
-        run.record[state.path] = RecordedPlan(plan, grid)
+    note_plan(state, plan)
     return plan if start is None else plan.within(start, x.shape[1])
+
+
+def note_plan(state: BlockState, plan: Plan) -> None:
+    """Leave the plan that a block runs with to whoever asks for it."""
+    if state.run.record is not None:
+        state.run.record[state.path] = RecordedPlan(plan, state.grid.shape)
 
 
 @torch.no_grad()

@@ -282,8 +282,8 @@ def _predict_host(
 
 def _merged(block: Block, config: ToMeConfig) -> str:
     """What of a block sees merged tokens."""
-    if config.scope == "block":
-        return "whole block"
+    if config.whole_blocks:
+        return {"block": "whole block", "stack": "stack"}[config.scope]
     names = "+".join(layer.name for layer in layers_to_merge(block, config))
     return f"keys of {names}" if config.scope == "keys" else names
 
@@ -309,6 +309,7 @@ def _notes(blocks: tuple[Block, ...], rows: list[Row], config: ToMeConfig) -> tu
         why = {
             "layers": f"{has} no {' or '.join(KINDS[kind] for kind in kinds)}",
             "block": f"{'it' if one else 'they'} cannot run on merged tokens as a whole",
+            "stack": f"{'it is' if one else 'they are'} in no stack, as a transformer's first and last",
             "keys": f"{has} no self-attention that takes its keys apart",
         }
         stay = "block stays dense" if one else "blocks stay dense"

@@ -18,6 +18,7 @@ from tokenmerge.layout import Layout, add_lost, argument, given, keyed_call, mer
 from tokenmerge.ops import Plan, keep_destinations, merge, merge_with_norm
 from tokenmerge.planning import plan_of, size_of
 from tokenmerge.proportional import ProportionalAttention
+from tokenmerge.stacks import call_in_stack
 from tokenmerge.state import STATE, BlockState, LayerState, StageState
 
 __all__ = ["block_call", "layer_call", "parameters", "stage_call"]
@@ -56,6 +57,9 @@ def block_call(original: Callable) -> Callable:
         return change_of(result, _bases(state, names, args, kwargs, count))
 
     def run(self: nn.Module, state: BlockState, args: tuple, kwargs: dict[str, Any]) -> Any:
+        if state.settings.scope == "stack":
+            function, combine = functools.partial(original, self), COMBINE[state.settings.combine]
+            return call_in_stack(function, state, names, args, kwargs, combine)
         wide = state.wide if state.settings.scope == "block" else None
         if state.settings.scope == "block" and (wide is None or given(wide.whole, names, args, kwargs)):
             return original(self, *args, **kwargs)
@@ -119,7 +123,7 @@ def layer_call(original: Callable) -> Callable:
         if state is None or state.block.size is None:
             return original(self, *args, **kwargs)
         settings, plan, size = state.block.settings, state.block.plan, state.block.size
-        wide = settings.scope == "block"
+        wide = settings.whole_blocks
         takes_part = (
             state.keys is not None if settings.scope == "keys" else state.kind in settings.merged_layers
         )
@@ -195,7 +199,7 @@ def _bases(
 
 def _proportional(state: LayerState, plan: Plan | None) -> AbstractContextManager[Any]:
     if plan is not None and state.block.settings.proportional and state.kind == "attn1" and state.own_keys:
-        return ProportionalAttention(plan, state.layout, state.block.path)
+        return ProportionalAttention(plan, state.layout, state.block)
     return nullcontext()
 
 

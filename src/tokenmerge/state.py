@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tokenmerge.config import ToMeConfig
 from tokenmerge.guidance import SameSample
-from tokenmerge.kept import Call, Changes, Guided, Plans, Shapes
+from tokenmerge.kept import Call, Changes, Guided, Plans, Shapes, Stack
 from tokenmerge.layout import Grid, Layout
 from tokenmerge.ops import Plan
 from tokenmerge.pipeline import Pipeline
@@ -47,6 +47,7 @@ class Run:
             token grid.
         levels: resolution levels of the blocks that merge.
         latents: (model, sample) → the part of it that is the same for all prompts of guidance.
+        between: names of arguments that change tokens between the blocks of a stack, or leave blocks out.
         grid: the finest token grid of the running call.
         steps: makes the numbers of steps.
         step: an integer that follows the timestep of the running call; blocks that are called without
@@ -79,6 +80,7 @@ class Run:
     read_grid: Callable[[Any, Mapping[str, Any], Grid], tuple[int, int, int]]
     levels: tuple[int, ...]
     latents: Callable[[Any, Any], Any]
+    between: tuple[str, ...] = ()
     grid: Grid = dataclasses.field(default_factory=Grid)
     steps: StepNumbers = dataclasses.field(default_factory=StepNumbers)
     step: Tensor = dataclasses.field(default_factory=lambda: torch.zeros((), dtype=torch.int64))
@@ -120,6 +122,7 @@ class Run:
         for kept in self._kept():
             for call in [call for call in kept if first <= call[0] <= last]:
                 del kept[call]
+        self._leave_stacks()
 
     def forget_results(self, number: int) -> None:
         """Let go of the results that a call with this number in its step has left, but of no plan."""
@@ -139,8 +142,15 @@ class Run:
         for stage in (*self.below, *self.finest):
             yield from (stage.changes, stage.shapes)
 
+    def _leave_stacks(self) -> None:
+        """Let go of what a call that was broken off within a stack has left there."""
+        for block in self.blocks:
+            if block.stack is not None:
+                block.stack.inside = None
+
     def begin_call(self, plan_anew: bool) -> None:
         """Before a call of the model: blocks count theirs from 0, and have no plans that it makes anew."""
+        self._leave_stacks()
         for block in self.blocks:
             block.number = -1
             for call in [call for call in block.plans if plan_anew and call[0] == self.plan_turn]:
@@ -169,6 +179,9 @@ class BlockState:
         layout: how it takes its tokens.
         batched: whether each image of a batch has a plan of its own.
         wide: how the block as a whole takes its tokens; None: it cannot run on merged ones.
+        stack: that it is in; None: it is in none.
+        is_first: whether it is the one of its stack that merges.
+        is_last: whether it is the one that unmerges.
         plans: for other calls and other blocks.
         size: images and tokens that a plan for the running call has; None where nothing merges.
         plan: of the running call; None on dense steps for corrections too.
@@ -183,6 +196,9 @@ class BlockState:
     layout: Layout
     batched: bool
     wide: Layout | None = None
+    stack: Stack | None = None
+    is_first: bool = False
+    is_last: bool = False
     plans: Plans = dataclasses.field(default_factory=Plans)
     size: tuple[int, int] | None = None
     plan: Plan | None = None
@@ -197,7 +213,8 @@ class BlockState:
     @property
     def keeps(self) -> bool:
         """Whether it keeps what it changes for steps in which it, and not its whole stage, does not run."""
-        return self.run.keeps and self.wide is not None and not self.run.below
+        alone = self.wide is not None and self.settings.scope != "stack"
+        return self.run.keeps and alone and not self.run.below
 
     @property
     def call(self) -> Call:

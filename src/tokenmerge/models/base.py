@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from torch import Tensor, nn
 
 from tokenmerge.layout import PLAIN, Grid, Layout
 
-__all__ = ["KINDS", "Block", "GridShape", "Host", "Layer", "is_a", "listed"]
+__all__ = ["KINDS", "Block", "GridShape", "Host", "Layer", "is_a", "listed", "stacked"]
 
 GridShape = tuple[int, int, int]  # frames, rows, columns, in tokens
 
@@ -64,6 +64,8 @@ class Block:
             where it is that of the whole model.
         level: resolution level as a divisor of the host's finest token grid: 1, 2, 4 …
         dense: kinds of sub-layer that it has and that cannot merge, with the reason in words.
+        stack: name of the run of blocks that it is in, each of which gets what the one before it returned,
+            and nothing else touches; None: it is in none.
     """
 
     path: str
@@ -75,6 +77,7 @@ class Block:
     grid: nn.Module | None = None
     level: int = 1
     dense: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    stack: str | None = None
 
     @property
     def batched(self) -> bool:
@@ -87,6 +90,15 @@ def listed(root: Any, name: str, layers: tuple[Layer, ...], **facts: Any) -> tup
     """The blocks of a list of a model, which all have the same layers; ``facts`` as for a :class:`Block`."""
     blocks = enumerate(getattr(root, name))
     return tuple(Block(f"{name}.{i}", block, layers, **facts) for i, block in blocks)
+
+
+def stacked(blocks: Sequence[Block]) -> tuple[Block, ...]:
+    """The blocks of a transformer, a stack for each of its lists, but for its first and its last block.
+
+    What the first makes of the noise, and what the last makes of the picture, differs most between tokens.
+    """
+    inner = (dataclasses.replace(block, stack=block.path.rpartition(".")[0]) for block in blocks[1:-1])
+    return (*blocks[:1], *inner, *blocks[1:][-1:])
 
 
 def _all_of_it(root: Any, sample: Any) -> Any:
@@ -119,6 +131,7 @@ class Host:
         finest_share: share of a call's work that is at that level, by the sizes of its weights.
         on_cpu: names of parameters that a copy without weights, for counting, has on the CPU all the same:
             the model does something with their device that tensors without values do not allow.
+        between: names of its arguments that change tokens between the blocks of a stack, or leave blocks out.
     """
 
     root: nn.Module
@@ -137,6 +150,7 @@ class Host:
     finest: tuple[str, ...] = ()
     finest_share: float = 1.0
     on_cpu: tuple[str, ...] = ()
+    between: tuple[str, ...] = ()
 
     @property
     def can_pause(self) -> bool:

@@ -28,6 +28,7 @@ def basic_block(
     level: int = 1,
     method: str = "forward",
     context: str = "encoder_hidden_states",
+    stack: str | None = None,
 ) -> Block:
     """Describe a block whose sub-layers are called ``attn1``, ``attn2`` and ``ff``.
 
@@ -38,6 +39,7 @@ def basic_block(
         level: its resolution level.
         method: what checkpointing runs again.
         context: name of the argument by which its attention is given something else to look at.
+        stack: as for a :class:`Block`.
     """
     # Blocks without text, as one of three in AudioLDM 2, attend to the image twice; those with
     # only_cross_attention attend to the text twice.
@@ -66,4 +68,5 @@ def basic_block(
         grid=grid,
         level=level,
         dense={"ff": _CHUNKED} if chunked else {},
+        stack=stack,
     )

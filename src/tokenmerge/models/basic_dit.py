@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tokenmerge.models.base import Host, is_a
+from tokenmerge.models.base import Host, is_a, stacked
 from tokenmerge.models.basic import basic_block
 from tokenmerge.models.blank import blank
 from tokenmerge.models.grids import picture_grid
@@ -19,11 +19,13 @@ CLASSES = ("DiTTransformer2DModel", "PixArtTransformer2DModel", "LatteTransforme
 
 def describe(root: Any) -> Host:
     """Find the blocks; of Latte the spatial ones, whose batch holds the frames."""
+    blocks = tuple(
+        basic_block(f"transformer_blocks.{i}", block) for i, block in enumerate(root.transformer_blocks)
+    )
     return Host(
         root=root,
-        blocks=tuple(
-            basic_block(f"transformer_blocks.{i}", block) for i, block in enumerate(root.transformer_blocks)
-        ),
+        # Between those of Latte others attend over time.
+        blocks=blocks if is_a(root, "LatteTransformer3DModel") else stacked(blocks),
         sample="hidden_states",
         timestep="timestep",
         grid=picture_grid,

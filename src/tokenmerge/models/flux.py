@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tokenmerge.layout import Follower, Layout
-from tokenmerge.models.base import Host, Layer, is_a, listed
+from tokenmerge.models.base import Host, Layer, is_a, listed, stacked
 from tokenmerge.models.blank import blank, device_of_values, full_mask
 from tokenmerge.models.grids import grid_of_ids
 
@@ -57,19 +57,23 @@ def describe(root: Any) -> Host:
     """Find the blocks of both lists."""
     # The blocks of FIBO get their mask within another argument.
     wide = None if is_a(root, "BriaFiboTransformer2DModel") else _BLOCK
+    blocks = (
+        *listed(root, "transformer_blocks", _DOUBLE, wide=wide),
+        *listed(root, "single_transformer_blocks", _SINGLE, wide=wide, dense={"ff": _FUSED}),
+    )
+    # Of a ControlNet the result of each block is asked for.
+    controlnet = is_a(root, _CONTROLNET)
     return Host(
         root=root,
-        blocks=(
-            *listed(root, "transformer_blocks", _DOUBLE, wide=wide),
-            *listed(root, "single_transformer_blocks", _SINGLE, wide=wide, dense={"ff": _FUSED}),
-        ),
+        blocks=blocks if controlnet else stacked(blocks),
         sample="hidden_states",
         timestep="timestep",
         grid=grid_of_ids,
         sample_size=(128, 128),
-        controlnet=is_a(root, _CONTROLNET),
+        controlnet=controlnet,
         example=partial(_example, root),
         patch=2,
+        between=("controlnet_block_samples", "controlnet_single_block_samples"),
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from tokenmerge.layout import Grid, Layout
-from tokenmerge.models.base import Block, GridShape, Host, Layer, is_a
+from tokenmerge.models.base import Block, GridShape, Host, Layer, is_a, stacked
 from tokenmerge.models.blank import blank
 
 __all__ = ["CLASSES", "describe"]
@@ -24,24 +24,28 @@ _BLOCK = Layout(outputs=(1,))  # behind the text
 
 def describe(root: Any) -> Host:
     """Find the blocks."""
+    blocks = tuple(
+        Block(
+            f"transformer_blocks.{i}",
+            block,
+            tuple(layer for layer in _LAYERS if getattr(block, layer.name, None) is not None),
+            wide=_BLOCK,
+        )
+        for i, block in enumerate(root.transformer_blocks)
+    )
+    # Of a ControlNet the result of each block is asked for.
+    controlnet = is_a(root, _CONTROLNET)
     return Host(
         root=root,
-        blocks=tuple(
-            Block(
-                f"transformer_blocks.{i}",
-                block,
-                tuple(layer for layer in _LAYERS if getattr(block, layer.name, None) is not None),
-                wide=_BLOCK,
-            )
-            for i, block in enumerate(root.transformer_blocks)
-        ),
+        blocks=blocks if controlnet else stacked(blocks),
         sample="hidden_states",
         timestep="timestep",
         grid=_grid,
         sample_size=(root.config.sample_size,) * 2,
-        controlnet=is_a(root, _CONTROLNET),
+        controlnet=controlnet,
         example=partial(_example, root),
         patch=root.config.patch_size,
+        between=("block_controlnet_hidden_states", "skip_layers"),
     )
 
 

@@ -19,6 +19,8 @@ __all__ = ["describe_stages"]
 # other classes (AnimateDiffTransformer3D, TransformerTemporalModel) or in other lists of blocks.
 _IN_LAYERS = ("resnets", "temp_convs", "attentions", "temp_attentions", "motion_modules")  # as they run
 _TRANSFORMERS = ("Transformer2DModel", "TransformerSpatioTemporalModel", "DreamLiteTransformer2DModel")
+# Between its blocks others attend over time.
+_NO_STACK = "TransformerSpatioTemporalModel"
 
 
 def describe_stages(
@@ -117,8 +119,10 @@ def _has(stage: Any, *names: str) -> bool:
 def _blocks(stage: Any, prefix: str, level: int) -> Iterator[Block]:
     for path, module in stage.named_modules(prefix=prefix):
         if is_a(module, *_TRANSFORMERS):
+            stack = None if is_a(module, _NO_STACK) else path
             for i, block in enumerate(module.transformer_blocks):
-                yield basic_block(f"{path}.transformer_blocks.{i}", block, grid=module, level=level)
+                name = f"{path}.transformer_blocks.{i}"
+                yield basic_block(name, block, grid=module, level=level, stack=stack)
 
 
 def _refuse_other_attention(root: Any) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from tokenmerge.layout import Follower, Layout
-from tokenmerge.models.base import Host, Layer, is_a, listed
+from tokenmerge.models.base import Host, Layer, is_a, listed, stacked
 from tokenmerge.models.blank import blank
 from tokenmerge.models.grids import video_grid
 
@@ -45,6 +45,8 @@ _LAYERS = (
     Layer("attn2", "attn2"),
     Layer("ff", "ffn"),
 )
+# Between blocks VACE adds what it makes of the control video, Animate of a face.
+_ADDING = ("WanVACETransformer3DModel", "WanAnimateTransformer3DModel")
 _CONTROL = Layout(tokens="control_hidden_states")
 
 
@@ -53,6 +55,8 @@ def describe(root: Any) -> Host:
     # Blocks of SkyReels-V2 may get a mask between frames and times of their own in another layout.
     wide = None if is_a(root, "SkyReelsV2Transformer3DModel") else _BLOCK
     blocks = listed(root, "blocks", _LAYERS, wide=wide)
+    if not is_a(root, *_ADDING):
+        blocks = stacked(blocks)
     if is_a(root, "WanVACETransformer3DModel"):
         blocks = (*listed(root, "vace_blocks", _LAYERS, layout=_CONTROL), *blocks)
     return Host(
