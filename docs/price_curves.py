@@ -24,7 +24,7 @@ IN_README = {
     "tomesd": ("0.5",),
     "deepcache": ("2", "3"),
     "first-block-cache": ("0.1", "0.2"),
-    "fewer-steps": ("6", "8", "10", "12"),
+    "fewer-steps": ("3", "5", "6", "7", "10", "12"),
 }
 TABLE = re.compile(r"(<!-- (closeness|settings):.*?-->\n).*?(<!-- end -->)", flags=re.DOTALL)
 

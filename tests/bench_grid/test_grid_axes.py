@@ -202,7 +202,7 @@ def test_each_variant_has_the_settings_it_is_applied_with(name: str) -> None:
         ("tome:speed=2", "expected settings out of ratio, max_downsample"),
         ("tomesd:seed=1", "got 'seed'"),
         ("tome:ratio=much", "expected ratio=NUMBER, got 'ratio=much'"),
-        ("tome:scope=all", "scope: expected one of 'layers', 'block', 'keys', got 'all'"),
+        ("tome:scope=all", "scope: expected one of 'layers', 'block', 'stack', 'keys', got 'all'"),
         ("tome:schedule=1/", "schedule=NUMBER/NUMBER"),
         ("tome:scope=keys,correct_every=3", "every token has a result of its own"),
         ("sdtm:ratio=0.6", "ratio"),

@@ -140,12 +140,15 @@ def test_pictures_drawn_otherwise_are_another_table_and_another_chart(change: di
     assert all(len(line.points) == 3 for chart in price for line in chart.lines)
 
 
-def test_figures_of_an_older_commit_are_left_out_and_that_is_said() -> None:
+@pytest.mark.parametrize("finished", ["", "2026-11-23T00:00:00+00:00"])
+def test_figures_of_an_older_commit_are_left_out_and_that_is_said(finished: str) -> None:
+    """Of those that say when, the latest, whatever the names of their files; of the others, the last."""
     new = [
-        dataclasses.replace(record, conditions=drawn(commit="new"), figures={"psnr": 1.0})
+        dataclasses.replace(record, conditions=drawn(commit="new"), figures={"psnr": 1.0}, finished=finished)
         for record in quality()
     ]
-    content = content_of(Results((), (*quality(), *new)))
+    both = (*new, *quality()) if finished else (*quality(), *new)
+    content = content_of(Results((), both))
     (table,) = content.quality
     assert {row.cells[2] for row in table.rows} == {"1"}
     assert content.notes == ("6 older figures of quality left out: newer ones differ in commit alone",)

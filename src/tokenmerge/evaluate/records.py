@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 from collections.abc import Mapping
 
 from tokenmerge.bench.records import key_of
@@ -44,7 +45,8 @@ def quality_records(
                 variant.label, measured, metrics, reference, None if category is None else chosen
             )
             record = _record(plan, variant, category, figures)
-            record = dataclasses.replace(record, measured_with=measured_with)
+            now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+            record = dataclasses.replace(record, measured_with=measured_with, finished=now)
             earlier = known.get(record.key)
             if isinstance(earlier, QualityRecord):
                 again = metrics.networks

@@ -28,7 +28,7 @@ def newest_cells(cells: Iterable[CellRecord]) -> tuple[list[CellRecord], list[st
 def newest_figures(records: Iterable[QualityRecord]) -> tuple[list[QualityRecord], list[str]]:
     """Of figures that would be rows of one name in one table, the last ones; otherwise as for cells."""
     return _last(
-        list(records),
+        sorted(records, key=lambda record: record.finished),
         lambda record: (*where_drawn(record), record.label, record.category),
         "figures of quality",
     )

@@ -35,6 +35,7 @@ class QualityRecord:
         conditions: everything else that the pictures depend on, as values that JSON can hold.
         measured_with: network and reference of a figure, by the name of the metric.
         notes: what a reader of the figures should know, in words.
+        finished: date and time at which it was measured, ISO 8601 with the offset; "" if nothing says it.
     """
 
     model: str
@@ -48,6 +49,7 @@ class QualityRecord:
     conditions: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     measured_with: Mapping[str, str] = dataclasses.field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    finished: str = ""
 
     @property
     def label(self) -> str:
@@ -63,7 +65,7 @@ class QualityRecord:
     def key(self) -> str:
         """Equal for figures of the same pictures, of which the later ones count."""
         values = dataclasses.asdict(self)
-        for name in ("figures", "measured_with", "notes"):
+        for name in ("figures", "measured_with", "notes", "finished"):
             del values[name]
         return key_of(values)
 
@@ -78,7 +80,9 @@ class QualityRecord:
         Raises:
             ConfigError: it is not such a record.
         """
-        record = dataclasses.replace(_read(cls, values), notes=tuple(values["notes"]))
+        # Older records do not say when.
+        record = _read(cls, {"finished": "", **values})
+        record = dataclasses.replace(record, notes=tuple(record.notes))
         numbers = isinstance(record.figures, dict) and all(
             isinstance(value, int | float) for value in record.figures.values()
         )
