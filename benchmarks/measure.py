@@ -3,7 +3,7 @@
 Both see the same model, size, steps, guidance and methods. Results that are there are measured again. The
 machine should do nothing else.
 
-    python benchmarks/measure.py                         # all, some two hours on 2 cores
+    python benchmarks/measure.py                         # all, some three hours on 2 cores
     python benchmarks/measure.py cpu-methods-20          # one
     python benchmarks/measure.py --only evaluate cpu-methods-20
 """
