@@ -49,7 +49,7 @@ class QualityRecord:
     conditions: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     measured_with: Mapping[str, str] = dataclasses.field(default_factory=dict)
     notes: tuple[str, ...] = ()
-    finished: str = ""
+    finished: str = dataclasses.field(default="", compare=False)
 
     @property
     def label(self) -> str:
