@@ -527,18 +527,14 @@ def test_compiling_by_block_takes_as_many_graphs_as_the_plain_model_and_for_dyna
         torch._dynamo.reset()
         compiled = []
 
-        def count(module: nn.Module, example: list) -> Callable:
-            compiled.append(module)
-            return module.forward
-
         unet = one_level()
         if merging:
             apply_token_merging(unet, ToMeConfig(ratio=0.5))
         if by_block:
-            unet.compile_repeated_blocks(fullgraph=True, backend=count)
+            unet.compile_repeated_blocks(fullgraph=True, backend=hosts.counting(compiled))
             hosts.call(unet, **hosts.inputs())
         else:
-            unet = torch.compile(unet, fullgraph=True, dynamic=True, backend=count)
+            unet = torch.compile(unet, fullgraph=True, dynamic=True, backend=hosts.counting(compiled))
             for size in (16, 24, 32):
                 hosts.call(unet, **hosts.inputs(2, size, size + 8))
         return len(compiled)
@@ -553,12 +549,8 @@ def test_with_proportional_attention_too_all_blocks_share_one_graph(scope):
     torch._dynamo.reset()
     compiled = []
 
-    def count(module: nn.Module, example: list) -> Callable:
-        compiled.append(module)
-        return module.forward
-
     unet = one_level()
     apply_token_merging(unet, ToMeConfig(ratio=0.5, scope=scope, proportional=True))
-    unet.compile_repeated_blocks(fullgraph=True, backend=count)
+    unet.compile_repeated_blocks(fullgraph=True, backend=hosts.counting(compiled))
     hosts.call(unet, **hosts.inputs())
     assert len(compiled) == 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from types import SimpleNamespace
 
 import hosts
@@ -275,11 +274,7 @@ def test_blocks_of_a_stack_compile_into_one_graph_each_and_their_first_and_last_
     merged = hosts.call(unet, **hosts.sdxl_inputs())
     compiled = []
 
-    def count(module: nn.Module, example: list) -> Callable:
-        compiled.append(module)
-        return module.forward
-
-    unet.compile_repeated_blocks(fullgraph=True, backend=count)
+    unet.compile_repeated_blocks(fullgraph=True, backend=hosts.counting(compiled))
     assert_close(hosts.call(unet, **hosts.sdxl_inputs()), merged)
     assert len(compiled) == 3
 
