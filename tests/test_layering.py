@@ -13,9 +13,9 @@ ROOT = Path(tokenmerge.__file__).parent
 CORE = [
     ["errors"],
     ["config"],
-    ["ops", "presets"],
+    ["host_call", "ops", "presets"],
     ["kept", "layout", "when"],
-    ["guidance", "methods", "models", "pipeline", "proportional"],
+    ["guidance", "merged_call", "methods", "models", "pipeline", "proportional"],
     ["state"],
     ["noting", "planning"],
     ["stacks"],

@@ -13,8 +13,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from tokenmerge.errors import UnsupportedModelError
+from tokenmerge.host_call import HostCall
 from tokenmerge.kept import Change, change_of, changed, since
-from tokenmerge.layout import Layout, add_lost, argument, given, keyed_call, merged_call
+from tokenmerge.layout import Layout
+from tokenmerge.merged_call import add_lost, keyed_call, merged_call
 from tokenmerge.ops import Plan, keep_destinations, merge, merge_with_norm
 from tokenmerge.planning import plan_of, size_of
 from tokenmerge.proportional import ProportionalAttention
@@ -41,50 +43,8 @@ def block_call(original: Callable) -> Callable:
             return original(self, *args, **kwargs)
         # With gradients, it may run once more behind the model, as in the same call.
         state.number = 0 if torch.is_grad_enabled() else state.number + 1
-        return reused(self, state, args, kwargs) if state.keeps else run(self, state, args, kwargs)
-
-    def reused(self: nn.Module, state: BlockState, args: tuple, kwargs: dict[str, Any]) -> Any:
-        before = state.changes.get(state.call)
-        if state.run.ahead is not None and before is not None:
-            bases = _bases(state, names, args, kwargs, len(before.latest))
-            return changed(before, bases, state.run.ahead)
-        result = run(self, state, args, kwargs)
-        state.changes[state.call] = since(before, change(state, args, kwargs, result))
-        return result
-
-    def change(state: BlockState, args: tuple, kwargs: dict[str, Any], result: Any) -> Change:
-        count = 1 if isinstance(result, Tensor) else len(result)
-        return change_of(result, _bases(state, names, args, kwargs, count))
-
-    def run(self: nn.Module, state: BlockState, args: tuple, kwargs: dict[str, Any]) -> Any:
-        if state.settings.scope == "stack":
-            function, combine = functools.partial(original, self), COMBINE[state.settings.combine]
-            return call_in_stack(function, state, names, args, kwargs, combine)
-        wide = state.wide if state.settings.scope == "block" else None
-        if state.settings.scope == "block" and (wide is None or given(wide.whole, names, args, kwargs)):
-            return original(self, *args, **kwargs)
-        layout = state.layout
-        tokens = argument(layout.tokens or names[0], names, args, kwargs)
-        mask = argument(layout.padding, names, args, kwargs) if layout.padding else None
-        state.size = size_of(state, tokens, mask)
-        try:
-            if state.size is not None and not state.run.corrects:
-                state.plan = plan_of(state, tokens, mask)
-            if wide is None or state.size is None:
-                return original(self, *args, **kwargs)
-
-            def merged(plan: Plan) -> Any:
-                function, combine = functools.partial(original, self), COMBINE[state.settings.combine]
-                return merged_call(function, wide, plan, names, args, kwargs, combine, change_only=True)
-
-            before = state.changes.get(state.call)
-            dense = functools.partial(original, self, *args, **kwargs)
-            result = _corrected(state, before, wide, dense, merged)
-            if _keeps_change(state, before) and not state.keeps:
-                state.changes[state.call] = change(state, args, kwargs, result)
-            return result
-        finally:
-            state.size = state.plan = None
+        call = HostCall(functools.partial(original, self), names, args, kwargs)
+        return _reused_block(state, call) if state.keeps else _block(state, call)
 
     return forward
 
@@ -127,32 +87,77 @@ def layer_call(original: Callable) -> Callable:
         takes_part = (
             state.keys is not None if settings.scope == "keys" else state.kind in settings.merged_layers
         )
-        tokens = argument(names[0], names, args, kwargs)
+        call = HostCall(functools.partial(original, self), names, args, kwargs)
+        tokens = call.argument(names[0])
         # Parts of the sequence, as in feed-forward chunking, do not fit the plan.
         fits = _fits(tokens, *(plan.keep.shape if wide and plan is not None else size))
-        if not (wide or takes_part) or not fits or given(state.layout.whole, names, args, kwargs):
-            return original(self, *args, **kwargs)
-        function, combine = functools.partial(original, self), COMBINE[settings.combine]
+        if not (wide or takes_part) or not fits or call.has(state.layout.whole):
+            return call.result()
         if wide:
             with _proportional(state, plan):
-                return function(*args, **kwargs)
+                return call.result()
 
         def merged(plan: Plan) -> Any:
+            combine = COMBINE[settings.combine]
             with _proportional(state, plan):
                 if settings.scope == "keys" and state.keys is not None:
                     _check_keys(self, state)
-                    return keyed_call(function, state.layout, plan, state.keys, names, args, kwargs, combine)
-                return merged_call(function, state.layout, plan, names, args, kwargs, combine)
+                    return keyed_call(call, state.layout, plan, state.keys, combine)
+                return merged_call(call, state.layout, plan, combine)
 
         before = state.changes.get(state.block.call)
-        dense = functools.partial(function, *args, **kwargs)
-        result = _corrected(state.block, before, state.layout, dense, merged)
+        result = _corrected(state.block, before, state.layout, call.result, merged)
         if _keeps_change(state.block, before):
             nothing = [0.0] * (1 if isinstance(result, Tensor) else len(result))
             state.changes[state.block.call] = change_of(result, nothing)
         return result
 
     return forward
+
+
+def _reused_block(state: BlockState, call: HostCall) -> Any:
+    """The result of a block that on some steps does not run: what it changed before goes on."""
+    before = state.changes.get(state.call)
+    if state.run.ahead is not None and before is not None:
+        return changed(before, _bases(state, call, len(before.latest)), state.run.ahead)
+    result = _block(state, call)
+    state.changes[state.call] = since(before, _change(state, call, result))
+    return result
+
+
+def _block(state: BlockState, call: HostCall) -> Any:
+    """The result of a block that runs: itself on merged tokens, or its layers, or what it is a stack with."""
+    combine = COMBINE[state.settings.combine]
+    if state.settings.scope == "stack":
+        return call_in_stack(call, state, combine)
+    wide = state.wide if state.settings.scope == "block" else None
+    if state.settings.scope == "block" and (wide is None or call.has(wide.whole)):
+        return call.result()
+    layout = state.layout
+    tokens = layout.tokens_of(call)
+    mask = call.argument(layout.padding) if layout.padding else None
+    state.size = size_of(state, tokens, mask)
+    try:
+        if state.size is not None and not state.run.corrects:
+            state.plan = plan_of(state, tokens, mask)
+        if wide is None or state.size is None:
+            return call.result()
+
+        def merged(plan: Plan) -> Any:
+            return merged_call(call, wide, plan, combine, change_only=True)
+
+        before = state.changes.get(state.call)
+        result = _corrected(state, before, wide, call.result, merged)
+        if _keeps_change(state, before) and not state.keeps:
+            state.changes[state.call] = _change(state, call, result)
+        return result
+    finally:
+        state.size = state.plan = None
+
+
+def _change(state: BlockState, call: HostCall, result: Any) -> Change:
+    """What a block has added to what it was called with."""
+    return change_of(result, _bases(state, call, 1 if isinstance(result, Tensor) else len(result)))
 
 
 def _corrected(
@@ -185,15 +190,13 @@ def _keeps_change(block: BlockState, before: Change | None) -> bool:
     return run.corrects or (before is not None and bool(run.config.correct_every))
 
 
-def _bases(
-    state: BlockState, names: list[str], args: tuple, kwargs: dict[str, Any], count: int
-) -> list[Tensor]:
+def _bases(state: BlockState, call: HostCall, count: int) -> list[Tensor]:
     """What a block adds its change to: its tokens or text, for each of ``count`` tensors of its result."""
     assert state.wide is not None
-    tokens = argument(state.layout.tokens or names[0], names, args, kwargs)
+    tokens = state.layout.tokens_of(call)
     if count == 1:
         return [tokens]
-    text = argument("encoder_hidden_states", names, args, kwargs)
+    text = call.argument("encoder_hidden_states")
     return [tokens if i in state.wide.outputs else text for i in range(count)]
 
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
 from tokenmerge.errors import UnsupportedModelError
+from tokenmerge.host_call import HostCall
 from tokenmerge.kept import Inside
-from tokenmerge.layout import argument, call_on, given, merged_tokens, unmerged_result
+from tokenmerge.merged_call import call_on, merged_tokens, unmerged_result
 from tokenmerge.ops import Plan
 from tokenmerge.planning import note_plan, plan_of, size_of
 from tokenmerge.state import BlockState
@@ -17,23 +18,13 @@ from tokenmerge.state import BlockState
 __all__ = ["call_in_stack"]
 
 
-def call_in_stack(
-    function: Callable,
-    state: BlockState,
-    names: Sequence[str],
-    args: tuple,
-    kwargs: dict[str, Any],
-    combine: Callable[[Plan, Tensor], Tensor],
-) -> Any:
-    """Call a block: h + U (f_k … f_1 (M h) − M h) over its stack, with merging M and unmerging U.
+def call_in_stack(call: HostCall, state: BlockState, combine: Callable[[Plan, Tensor], Tensor]) -> Any:
+    """The result of a block: h + U (f_k … f_1 (M h) − M h) over its stack, with merging M and unmerging U.
 
     Args:
-        function: the block's own method.
+        call: of the block; with all tokens for the first, with merged ones for the others, but what follows
+            the tokens is for all of them in each.
         state: of the block.
-        names: of its parameters, in order.
-        args: positional arguments; of all tokens for the first block, of merged ones for the others, but
-            what follows the tokens is for all of them in each.
-        kwargs: arguments by name.
         combine: (plan, tokens) → merged tokens.
 
     Returns:
@@ -41,14 +32,14 @@ def call_in_stack(
     """
     stack, layout = state.stack, state.wide
     if stack is None or layout is None:
-        return function(*args, **kwargs)
-    tokens = argument(layout.tokens or names[0], names, args, kwargs)
+        return call.result()
+    tokens = layout.tokens_of(call)
     if state.is_first:
         stack.inside = None  # of a call that was broken off
     if stack.inside is None:
-        merges = size_of(state, tokens, None) is not None and not given(layout.whole, names, args, kwargs)
+        merges = size_of(state, tokens, None) is not None and not call.has(layout.whole)
         if not (merges and state.is_first):
-            return function(*args, **kwargs)
+            return call.result()
         plan = plan_of(state, tokens, None)
         merged = merged_tokens(layout, plan, tokens, combine)
         stack.inside = Inside(plan, tokens, merged)
@@ -59,7 +50,7 @@ def call_in_stack(
     images, n = plan.inverse.shape
     state.size, state.plan = (images, n), plan
     try:
-        result = call_on(function, layout, plan, names, args, kwargs, merged)
+        result = call_on(call, layout, plan, merged)
     finally:
         state.size = state.plan = None
     if not state.is_last:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from tokenmerge.errors import NothingToMergeError, UnsupportedModelError
-from tokenmerge.layout import argument
+from tokenmerge.host_call import HostCall
 from tokenmerge.methods.tome_vit import most_removed, plan_tome_vit
 from tokenmerge.ops import SizedPlan, Tokens, plan_by_size
 from tokenmerge.patch import restore, swap
@@ -134,7 +134,8 @@ def begin(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple,
     """Before the model: nothing has merged yet."""
     run: Run = model.__dict__[STATE]
     check_attention(model, run.config)
-    mask = argument(run.mask, parameters(type(model).forward), args, kwargs)
+    forward = type(model).forward
+    mask = HostCall(forward, parameters(forward), args, kwargs).argument(run.mask)
     if mask is not None and any(run.r):
         raise _mask_error(run, mask)
     if not run.by_keyword:
@@ -170,23 +171,24 @@ def layer_call(original: Callable) -> Callable:
         if state is None:
             return original(self, *args, **kwargs)
         run, given = state.run, kwargs.pop(_TOKENS, None)
-        call = _tokens_of_call(state) if given is None else given
+        tokens_of_layers = _tokens_of_call(state) if given is None else given
         swap_parts(self, state)
-        x, mask = (argument(name, names, args, kwargs) for name in (names[0], run.mask))
+        call = HostCall(functools.partial(original, self), names, args, kwargs)
+        x, mask = call.argument(names[0]), call.argument(run.mask)
         # A mask in a call of the whole model is the host's own, by which all tokens attend to all others.
         if mask is not None and given is None and any(run.r):
             raise _mask_error(run, mask)
-        tokens, r = call[state.index], _num_removed(state, x)
+        tokens, r = tokens_of_layers[state.index], _num_removed(state, x)
         if tokens is not None:
-            args, kwargs = _with(_log_sizes(tokens, run, x.dtype), run.mask, names, args, kwargs)
+            call = call.replaced(run.mask, _log_sizes(tokens, run, x.dtype))
         state.r, state.tokens = r, tokens
         try:
-            y = original(self, *args, **kwargs)
+            y = call.result()
             if state.plan is not None:
                 y, tokens = state.plan.merge(_one_tensor(y, state)), state.plan.after
         finally:
             state.r, state.tokens, state.plan = 0, None, None
-        call[state.index + 1] = tokens
+        tokens_of_layers[state.index + 1] = tokens
         if tokens is not None:
             if run.record is not None:
                 run.record[state.path] = RecordedTokens(tokens.source, tokens.sizes, run.protected)
@@ -282,16 +284,6 @@ def _num_removed(state: LayerState, x: Tensor) -> int:
 def _log_sizes(tokens: Tokens, run: Run, dtype: torch.dtype) -> Tensor | None:
     """What is added to the logits ``[b, heads, n, n]``."""
     return tokens.sizes.log().to(dtype)[:, None, None, :] if run.config.proportional_attention else None
-
-
-def _with(
-    value: Any, name: str, names: list[str], args: tuple, kwargs: dict[str, Any]
-) -> tuple[tuple, dict[str, Any]]:
-    """The arguments of a call with another value for the one called ``name``, however it is passed."""
-    place = names.index(name)
-    if place < len(args):
-        return (*args[:place], value, *args[place + 1 :]), kwargs
-    return args, {**kwargs, name: value}
 
 
 def _mask_error(run: Run, mask: Tensor) -> UnsupportedModelError:
