@@ -24,9 +24,9 @@ RESULTS = Path(__file__).parent / "results"
 # By grid: where closeness goes, and over how many prompts.
 QUALITY = {
     "cpu-methods-20": ("cpu-quality-20", 6),
-    "cpu-methods-20-256": ("cpu-quality-20-256", 3),
+    "cpu-methods-20-256": ("cpu-quality-20-256", 8),
     "cpu-auto-20": ("cpu-quality-auto-20", 6),
-    "cpu-auto-20-256": ("cpu-quality-auto-20-256", 3),
+    "cpu-auto-20-256": ("cpu-quality-auto-20-256", 8),
     "cpu-guidance-unet": ("cpu-quality-20-guidance-7.5", 6),
     "cpu-methods-8": ("cpu-quality-8", 6),
     "cpu-methods-8-256": ("cpu-quality-8-256", 3),
@@ -38,6 +38,7 @@ QUALITY = {
     "cpu-mmdit-8-256": ("cpu-mmdit-quality-8-256", 2),
     "cpu-methods-4": ("cpu-quality-4", 6),
     "cpu-methods-4-256": ("cpu-quality-4-256", 3),
+    "cpu-stack-mmdit-20": ("cpu-stack-mmdit-quality-20", 4),
     "cpu-mmdit-4": ("cpu-mmdit-quality-4", 4),
     "cpu-mmdit-4-256": ("cpu-mmdit-quality-4-256", 2),
 }
