@@ -24,9 +24,9 @@ IN_README = {
     "tomesd": ("0.5",),
     "deepcache": ("2", "3"),
     "first-block-cache": ("0.1", "0.2"),
-    "fewer-steps": ("3", "5", "6", "7", "10", "12"),
+    "fewer-steps": ("3", "5", "6", "7", "8", "9", "10", "11", "12", "14", "16"),
 }
-TABLE = re.compile(r"(<!-- (closeness|settings):.*?-->\n).*?(<!-- end -->)", flags=re.DOTALL)
+TABLE = re.compile(r"(<!-- (closeness|settings|speeds):.*?-->\n).*?(<!-- end -->)", flags=re.DOTALL)
 
 
 def curves() -> dict[str, Chart]:
@@ -97,13 +97,42 @@ def settings_table() -> str:
     return "\n".join(lines) + "\n"
 
 
+def speeds_table() -> str:
+    """Speed-up on the geometry of well-known models, in Markdown: median and quartiles of all rounds."""
+    lines = (ROOT / "benchmarks" / "auto_cpu.jsonl").read_text(encoding="utf-8").splitlines()
+    dense: dict[str, list[float]] = {}
+    rows: dict[str, dict[str, list[float]]] = {}
+    for record in map(json.loads, lines):
+        name = f"{record['model']}, {record['size']} px, {record['steps']} steps"
+        seconds = record["seconds"]
+        base = seconds.pop("dense")
+        dense.setdefault(name, []).extend(base)
+        for variant, taken in seconds.items():
+            ratios = [one / other for one, other in zip(base, taken, strict=True)]
+            rows.setdefault(variant, {}).setdefault(name, []).extend(ratios)
+    first = " | ".join(f"{statistics.median(taken):.1f} s" for taken in dense.values())
+    lines = [f"| | {' | '.join(dense)} |", f"|---|{'---:|' * len(dense)}", f"| dense | {first} |"]
+    order = sorted(rows.items(), key=lambda row: statistics.median(next(iter(row[1].values()))))
+    for variant, found in order:
+        cells = (_speed(found.get(name, [])) for name in dense)
+        lines.append(f"| {variant} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _speed(ratios: list[float]) -> str:
+    if not ratios:
+        return ""
+    low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
+    return f"{middle:.2f}× ({low:.2f} to {high:.2f})"
+
+
 def with_tables(drawn: Mapping[str, Chart]) -> dict[str, str]:
     """The documents that have such a table, by their path, with what it is to be."""
     # README has no room for short generations on small pictures.
     shown = {name: chart for name, chart in drawn.items() if "-20-" in name or "-256-" in name}
     by_document = {
         "docs/methods.md": {"closeness": tables(drawn), "settings": settings_table()},
-        "README.md": {"closeness": tables(shown, IN_README)},
+        "README.md": {"closeness": tables(shown, IN_README), "speeds": speeds_table()},
     }
     return {
         name: TABLE.sub(

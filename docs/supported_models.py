@@ -20,6 +20,8 @@ sys.path.insert(0, str(ROOT / "tests"))
 HEAD = """\
 # Supported models
 
+Diffusion models; the [README](../README.md#vision-transformers) has vision transformers.
+
 Written by `python docs/supported_models.py` from the records in `src/tokenmerge/models/` and from a run of
 `tests/families/`, on tiny random models of diffusers' own classes. Change those and run it again.
 
@@ -98,6 +100,10 @@ def page(checks: dict[str, tuple[int, int]] | None) -> str:
         if keys:
             parts += ["| model | merges | plan | checks | limits |", "|---|---|---|---|---|"]
             parts += [row(key, checks) for key in keys]
+        else:
+            parts.append(
+                "No class of diffusers: [tests/test_api.py](../tests/test_api.py) checks it on a UNet laid out alike.\n"
+            )
     refused = "\n".join(f"| `{name}` | {reason} |" for name, reason in sorted(REASONS.items()))
     return "\n".join(parts) + "\n" + REFUSED + refused + "\n"
 

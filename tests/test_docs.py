@@ -63,7 +63,7 @@ def test_the_commands_of_the_readme_have_the_options_they_use(line):
 
 
 def test_the_files_that_the_documents_link_to_are_there():
-    for document in ROOT.glob("*.md"):
+    for document in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/**/*.md")]:
         for target in re.findall(r"\]\((?!http)([^)#]+)", document.read_text(encoding="utf-8")):
             assert (document.parent / target).exists(), f"{document.name} links to {target}"
 
