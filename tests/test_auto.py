@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 import warnings
 from pathlib import Path
@@ -334,6 +335,32 @@ def test_a_folder_that_cannot_be_written_is_no_matter(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     monkeypatch.setattr(calibration, "measure_fewest_tokens", lambda *_: 256)
     assert calibration.fewest_tokens(torch.device("cpu"), torch.float32) == 256
+
+
+@pytest.mark.parametrize("failing", ["home", "disk"])
+def test_a_cache_that_fails_is_no_matter_and_leaves_nothing(failing, own_cache, monkeypatch):
+    monkeypatch.setattr(calibration, "measure_fewest_tokens", lambda *_: 256)
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError if failing == "disk" else RuntimeError
+
+    if failing == "disk":
+        monkeypatch.setattr(calibration.json, "dump", fail)
+    else:
+        monkeypatch.delenv("XDG_CACHE_HOME")
+        monkeypatch.delenv("LOCALAPPDATA", raising=False)
+        monkeypatch.setattr(calibration.Path, "home", fail)
+        monkeypatch.setattr(calibration.tempfile, "gettempdir", lambda: str(own_cache))
+    assert calibration.fewest_tokens(torch.device("cpu"), torch.float32) == 256
+    left = [path.name for path in (own_cache / "tokenmerge").iterdir()]
+    assert left == ([] if failing == "disk" else ["fewest_tokens.json"])
+
+
+@pytest.mark.parametrize("ratio", ["0.6", 0.9, math.nan])
+def test_a_ratio_is_checked_before_anything_is_measured(ratio, monkeypatch):
+    monkeypatch.setattr(calibration, "measure_fewest_tokens", lambda *_: pytest.fail("measured"))
+    with pytest.raises(ConfigError, match="ratio: expected"):
+        choose(hosts.unet(), ratio)
 
 
 def test_measuring_takes_seconds():

@@ -46,6 +46,11 @@ def test_bad_settings(settings, message):
         ToMeConfig(**settings)
 
 
+@pytest.mark.parametrize("scope", ["keys", "block", "stack"])
+def test_what_layers_merge_does_not_count_for_other_scopes(scope):
+    assert ToMeConfig(scope=scope, merge_attn=False).scope == scope
+
+
 def test_the_highest_ratio_is_allowed():
     assert ToMeConfig(ratio=0.75).ratio == 0.75
     assert ToMeConfig(ratio=0.9, sx=4, sy=4).ratio == 0.9

@@ -589,8 +589,8 @@ def test_copies_take_nothing_of_what_guidance_changed():
 
 def test_a_model_alone_has_to_be_told_the_step():
     unet = hosts.unet()
-    patch = apply_token_merging(unet, ToMeConfig(**HALF, until=0.5))
-    with pytest.raises(ConfigError, match=r"patch\.at_step\(i, steps\)"):
+    patch = apply_token_merging(unet, ToMeConfig(**HALF, until=0.5, plan_every=2))
+    with pytest.raises(ConfigError, match=r"until=0\.5 and plan_every=2: .* patch\.at_step\(i, steps\)"):
         hosts.call(unet, **hosts.inputs())
     with pytest.raises(ConfigError, match="0 ≤ index < steps, got 3, 3"):
         patch.at_step(3, 3)
@@ -616,6 +616,44 @@ def test_gradient_checkpointing_runs_blocks_again_with_the_plan_that_they_share(
         gradients.append([parameter.grad for parameter in unet.parameters()])
     for plain, again in zip(*gradients, strict=True):
         assert_close(again, plain, rtol=1e-5, atol=1e-6)
+
+
+def _again_with(timestep: float, side: int = 16) -> dict[str, Any]:
+    return {**hosts.inputs(height=side, width=side), "timestep": torch.tensor(timestep)}
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"scope": "block"}, {"share_plan": True}, {"schedule": (1.4, 0.6)}, {"ratio": 0.25}]
+)
+@pytest.mark.parametrize("side", [16, 24], ids=["another step", "another size"])
+def test_gradient_checkpointing_merges_what_it_merged_before_other_calls(settings, side):
+    """A step, another with gradients, and a reference without, before any goes backward."""
+    gradients = []
+    for checkpoints in (False, True):
+        unet = hosts.unet().train()
+        if checkpoints:
+            unet.enable_gradient_checkpointing()
+        patch, loss = apply_token_merging(unet, ToMeConfig(**{**HALF, **settings})), 0
+        for index, arguments in enumerate((_again_with(900.0), _again_with(500.0, side))):
+            patch.at_step(index, 2)
+            loss = loss + unet(**arguments).sample.square().mean()
+        with torch.no_grad():
+            unet(**{**arguments, "encoder_hidden_states": 2 * arguments["encoder_hidden_states"]})
+        loss.backward()
+        gradients.append([parameter.grad for parameter in unet.parameters()])
+    for plain, again in zip(*gradients, strict=True):
+        assert_close(again, plain, rtol=1e-5, atol=1e-6)
+
+
+def test_what_a_block_ran_with_goes_with_its_tokens():
+    unet = hosts.unet().train()
+    apply_token_merging(unet, ToMeConfig(**HALF))
+    run = run_of(unet)
+    unet(**hosts.inputs()).sample.square().mean().backward()
+    gc.collect()
+    assert not any(len(block.seen) for block in run.blocks)
+    hosts.call(unet, **hosts.inputs())  # without gradients nothing runs again
+    assert not any(len(block.seen) for block in run.blocks)
 
 
 WAN = "WanTransformer3DModel"

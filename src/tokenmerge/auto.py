@@ -65,6 +65,7 @@ def choose(pipe_or_model: object, ratio: float = 0.5, follows_steps: bool | None
         UnsupportedModelError: it is not, and does not contain, a model that tokens can be merged in.
         ConfigError: the ratio is out of its range.
     """
+    ToMeConfig(ratio=ratio)  # checks it
     hosts = find_hosts(pipe_or_model)
     blocks = [block for host in hosts for block in host.blocks]
     denoiser = next((host for host in hosts if not host.controlnet), hosts[0])

@@ -51,8 +51,12 @@ def fewest_tokens(device: torch.device, dtype: torch.dtype, channels: int = 640,
 
 def cache_file() -> Path:
     """Where measurements are kept: ``tokenmerge/fewest_tokens.json`` in the user's folder for caches."""
-    root = os.environ.get("XDG_CACHE_HOME") or os.environ.get("LOCALAPPDATA") or Path.home() / ".cache"
-    return Path(root) / "tokenmerge" / "fewest_tokens.json"
+    root = os.environ.get("XDG_CACHE_HOME") or os.environ.get("LOCALAPPDATA")
+    try:
+        folder = Path(root) if root else Path.home() / ".cache"
+    except RuntimeError:  # a user without a home, as in containers
+        folder = Path(tempfile.gettempdir())
+    return folder / "tokenmerge" / "fewest_tokens.json"
 
 
 @torch.no_grad()
@@ -131,6 +135,10 @@ def _key(device: torch.device, dtype: torch.dtype) -> str:
 def _write(file: Path, known: dict[str, int]) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=file.parent, suffix=".json")
-    with os.fdopen(handle, "w", encoding="utf-8") as stream:
-        json.dump(known, stream, indent=2)
-    Path(temporary).replace(file)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as stream:
+            json.dump(known, stream, indent=2)
+        Path(temporary).replace(file)
+    except OSError:
+        Path(temporary).unlink(missing_ok=True)
+        raise

@@ -264,7 +264,7 @@ class ToMeConfig:
         ):
             if not isinstance(getattr(self, field), bool):
                 raise ConfigError(f"{field}: expected True or False, got {getattr(self, field)!r}")
-        if not self.merged_layers:
+        if self.scope == "layers" and not self.merged_layers:
             raise ConfigError(
                 "merge_attn, merge_crossattn, merge_mlp: all are False, so nothing would merge; set one"
             )
@@ -341,15 +341,21 @@ class ToMeConfig:
     @property
     def follows_steps(self) -> bool:
         """Whether it has to be known which denoising step it is."""
-        return bool(
-            self.until < 1
-            or self.schedule is not None
-            or self.phases
-            or self.plan_every > 1
-            or self.correct_every
-            or self.reuse_every > 1
-            or self.asks_guidance
-        )
+        return bool(self.over_steps)
+
+    @property
+    def over_steps(self) -> tuple[str, ...]:
+        """The settings that depend on the denoising step, as they were given."""
+        asked = {
+            "until": self.until < 1,
+            "schedule": self.schedule is not None,
+            "phases": self.phases,
+            "plan_every": self.plan_every > 1,
+            "correct_every": self.correct_every,
+            "reuse_every": self.reuse_every > 1,
+        }
+        given = tuple(f"{name}={getattr(self, name)!r}" for name, on in asked.items() if on)
+        return given if self.guided_planner is None else (*given, f"planner={self.guided_planner!r}")
 
     @property
     def asks_guidance(self) -> bool:

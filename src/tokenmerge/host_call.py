@@ -46,18 +46,20 @@ class HostCall(NamedTuple):
         """The call with another value for the argument called ``name``, however it is passed."""
         place = self._place(name)
         if place < len(self.args):
-            return self._replace(args=(*self.args[:place], value, *self.args[place + 1 :]))
-        return self._replace(kwargs={**self.kwargs, name: value})
+            return self._with((*self.args[:place], value, *self.args[place + 1 :]), self.kwargs)
+        return self._with(self.args, {**self.kwargs, name: value})
 
     def changed(self, change: Callable[[str, Any], Any]) -> HostCall:
         """The call with each argument put through ``change(name, value)``; those without a name stay."""
-        return self._replace(
-            args=(
-                *(change(name, value) for name, value in zip(self.names, self.args, strict=False)),
-                *self.args[len(self.names) :],
-            ),
-            kwargs={name: change(name, value) for name, value in self.kwargs.items()},
+        named = (change(name, value) for name, value in zip(self.names, self.args, strict=False))
+        return self._with(
+            (*named, *self.args[len(self.names) :]),
+            {name: change(name, value) for name, value in self.kwargs.items()},
         )
+
+    def _with(self, args: tuple, kwargs: dict[str, Any]) -> HostCall:
+        # Not _replace, which older versions of torch.compile do not follow.
+        return HostCall(self.function, self.names, args, kwargs)
 
     def _place(self, name: str) -> int:
         """Where an argument is among the positional ones; behind them, where it is not."""

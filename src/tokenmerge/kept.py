@@ -7,7 +7,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
+from tokenmerge.config import ToMeConfig
 from tokenmerge.ops import Plan
 
 __all__ = [
@@ -17,6 +19,8 @@ __all__ = [
     "Guided",
     "Inside",
     "Plans",
+    "Seen",
+    "SeenWith",
     "Shapes",
     "Stack",
     "change_of",
@@ -75,6 +79,24 @@ class Guided(NotCopied, dict[int, Tensor]):
     """What guidance changed in a model's result, by the number of the call that planned."""
 
 
+class Seen(NamedTuple):
+    """What a block ran with.
+
+    Attributes:
+        settings: that held.
+        size: images and tokens of its plan; None: nothing merged.
+        plan: that was used; None: none.
+    """
+
+    settings: ToMeConfig
+    size: tuple[int, int] | None
+    plan: Plan | None
+
+
+class SeenWith(NotCopied, WeakIdKeyDictionary):
+    """What a block ran with, by its tokens, as long as these are there: that of :class:`Seen`."""
+
+
 class Inside(NamedTuple):
     """What the blocks of a stack run with.
 
@@ -110,9 +132,9 @@ def since(before: Change | None, change: Change) -> Change:
     latest = change.latest
     if before is None or before.growth is None or not _alike(latest, before.latest):
         growth = _each(torch.zeros_like, latest)
-        return change._replace(growth=growth, steady=_each(_agreement, growth, growth))
+        return Change(change.alone, latest, growth, _each(_agreement, growth, growth))
     growth = _each(torch.sub, latest, before.latest)
-    return change._replace(growth=growth, steady=_each(_agreement, growth, before.growth))
+    return Change(change.alone, latest, growth, _each(_agreement, growth, before.growth))
 
 
 def changed(change: Change, bases: Sequence[Tensor | float], ahead: Tensor) -> Any:

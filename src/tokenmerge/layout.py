@@ -81,9 +81,13 @@ class Layout:
         """Whether each image of a batch can have a plan of its own."""
         return all(follower.batched for follower in self.followers)
 
+    def name_of(self, call: HostCall) -> str:
+        """The name of the argument that are tokens."""
+        return self.tokens or call.names[0]
+
     def tokens_of(self, call: HostCall) -> Tensor:
         """The tokens of a call."""
-        return call.argument(self.tokens or call.names[0])
+        return call.argument(self.name_of(call))
 
     def image(self, x: Tensor, n: int, start: Tensor | None = None) -> Tensor:
         """The n image tokens of a sequence; ``start`` ``[b]``: where they begin, if images differ in it."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tokenmerge.host_call import HostCall
 from tokenmerge.layout import Follower, Layout
-from tokenmerge.ops import Plan, merge, unmerge
+from tokenmerge.ops import Plan, unmerge
 
 __all__ = ["add_lost", "call_on", "keyed_call", "merged_call", "merged_tokens", "unmerged_result"]
 
@@ -19,7 +19,7 @@ def merged_call(
     call: HostCall,
     layout: Layout,
     plan: Plan,
-    combine: Callable[[Plan, Tensor], Tensor] = merge,
+    combine: Callable[[Plan, Tensor], Tensor],
     change_only: bool = False,
 ) -> Any:
     """The result of a call, with merged tokens and unmerged.
@@ -47,7 +47,7 @@ def merged_tokens(
 
 def call_on(call: HostCall, layout: Layout, plan: Plan, merged: Tensor) -> Any:
     """The second part: the result of a call with merged tokens, and what follows them."""
-    name = layout.tokens or call.names[0]
+    name = layout.name_of(call)
     now = _following(call, layout, plan).replaced(name, merged)
     if layout.again and call.argument(layout.again) is call.argument(name):
         now = now.replaced(layout.again, merged)
@@ -85,7 +85,7 @@ def add_lost(
     plan: Plan,
     result: Any,
     changes: Sequence[Tensor | None],
-    combine: Callable[[Plan, Tensor], Tensor] = merge,
+    combine: Callable[[Plan, Tensor], Tensor],
 ) -> Any:
     """Add to a merged result what merging loses: of each token's change, how it differs from its group's.
 

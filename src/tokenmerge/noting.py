@@ -134,16 +134,15 @@ def _note_step(run: Run, root: nn.Module, timestep: Any, before: Tensor) -> None
     """Note which step it is, and what holds at it; ``before`` is ``run.step`` of the last call."""
     if torch.compiler.is_compiling():
         raise UnsupportedModelError(
-            "settings that follow the denoising steps cannot be compiled into one graph with the whole "
-            "model; compile its blocks: model.compile_repeated_blocks()"
+            f"{' and '.join(run.config.over_steps)}: what follows the denoising steps cannot be compiled "
+            "into one graph with the whole model; compile its blocks: model.compile_repeated_blocks()"
         )
     moment = run.pipeline.moment(timestep)
     if moment is None:
         raise ConfigError(
-            "until, schedule, phases, plan_every, correct_every, reuse_every and planners that look at "
-            "guidance need to know which denoising step it is, and no scheduler says so: apply token merging "
-            "to the pipeline that runs instead of its model, or call patch.at_step(i, steps) before each "
-            "step of a loop of your own"
+            f"{' and '.join(run.config.over_steps)}: it has to be known which denoising step it is, and no "
+            "scheduler says so: apply token merging to the pipeline that runs instead of its model, call "
+            "patch.at_step(i, steps) before each step of a loop of your own, or leave that setting out"
         )
     if run.turns.begins_with(moment):
         _refuse_caches(run, root)
@@ -225,7 +224,7 @@ def note_grid(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
 
 def _warn_where_nothing_is_saved(run: Run, steps: int) -> None:
     """Say that a generation is dense: too few steps to merge in or to leave out, and too few tokens."""
-    grid = (run.grid.frames, run.grid.rows, run.grid.columns)
+    grid = run.grid.shape
     if run.step.is_meta:  # operations of a single step are counted
         return
     if not round(run.config.until * steps):

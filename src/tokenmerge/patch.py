@@ -1,9 +1,10 @@
 """The only file that changes a module, and puts back what was there.
 
-A layer is changed by swapping its class for a subclass of the same name whose one method merges its input,
-calls the method of the original class and unmerges the result. Nothing of the host's code is copied, its
-parameters keep their names, and hooks, adapters and attention processors stay where they are. The modules
-around it keep their classes, which pipelines compare, and get a hook that notes the step or the token grid.
+A block or a layer of it is changed by swapping its class for a subclass of the same name whose one method
+merges its input, calls the method of the original class and unmerges the result. Nothing of the host's code
+is copied, its parameters keep their names, and hooks, adapters and attention processors stay where they are.
+The models around it keep their classes, which pipelines compare, and get hooks that note the step or the
+token grid; of a UNet, parts that are left out of steps are changed as blocks are.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map
 
 from tokenmerge.errors import UnsupportedModelError
 from tokenmerge.host_call import HostCall
-from tokenmerge.kept import Change, change_of, changed, since
+from tokenmerge.kept import Change, Seen, change_of, changed, since
 from tokenmerge.layout import Layout
 from tokenmerge.merged_call import add_lost, keyed_call, merged_call
 from tokenmerge.ops import Plan, keep_destinations, merge, merge_with_norm
@@ -44,6 +44,8 @@ def block_call(original: Callable) -> Callable:
         # With gradients, it may run once more behind the model, as in the same call.
         state.number = 0 if torch.is_grad_enabled() else state.number + 1
         call = HostCall(functools.partial(original, self), names, args, kwargs)
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            return _block_with_gradients(state, call)
         return _reused_block(state, call) if state.keeps else _block(state, call)
 
     return forward
@@ -115,6 +117,15 @@ def layer_call(original: Callable) -> Callable:
     return forward
 
 
+def _block_with_gradients(state: BlockState, call: HostCall) -> Any:
+    """The result of a block that gradient checkpointing may run once more: then it merges what it merged."""
+    state.again = state.seen.get(state.layout.tokens_of(call))
+    try:
+        return _block(state, call)
+    finally:
+        state.again = None
+
+
 def _reused_block(state: BlockState, call: HostCall) -> Any:
     """The result of a block that on some steps does not run: what it changed before goes on."""
     before = state.changes.get(state.call)
@@ -135,11 +146,16 @@ def _block(state: BlockState, call: HostCall) -> Any:
         return call.result()
     layout = state.layout
     tokens = layout.tokens_of(call)
-    mask = call.argument(layout.padding) if layout.padding else None
-    state.size = size_of(state, tokens, mask)
     try:
-        if state.size is not None and not state.run.corrects:
-            state.plan = plan_of(state, tokens, mask)
+        if state.again is None:
+            mask = call.argument(layout.padding) if layout.padding else None
+            state.size = size_of(state, tokens, mask)
+            if state.size is not None and not state.run.corrects:
+                state.plan = plan_of(state, tokens, mask)
+            if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+                state.seen[tokens] = Seen(state.settings, state.size, state.plan)
+        else:
+            _, state.size, state.plan = state.again
         if wide is None or state.size is None:
             return call.result()
 

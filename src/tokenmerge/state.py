@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tokenmerge.config import ToMeConfig
 from tokenmerge.guidance import SameSample
-from tokenmerge.kept import Call, Changes, Guided, Plans, Shapes, Stack
+from tokenmerge.kept import Call, Changes, Guided, Plans, Seen, SeenWith, Shapes, Stack
 from tokenmerge.layout import Grid, Layout
 from tokenmerge.ops import Plan
 from tokenmerge.pipeline import Pipeline
@@ -187,6 +187,9 @@ class BlockState:
         plan: of the running call; None on dense steps for corrections too.
         number: of that among the block's in one call of the model, from 0.
         changes: what it adds to its tokens.
+        seen: with gradients, what it ran with.
+        again: of that, what it ran with before on the same tokens, as gradient checkpointing runs it behind
+            the model, and perhaps behind other calls; None: it runs for the first time.
     """
 
     run: Run
@@ -204,11 +207,13 @@ class BlockState:
     plan: Plan | None = None
     number: int = -1
     changes: Changes = dataclasses.field(default_factory=Changes)
+    seen: SeenWith = dataclasses.field(default_factory=SeenWith)
+    again: Seen | None = None
 
     @property
     def settings(self) -> ToMeConfig:
         """What holds at the running step."""
-        return self.run.settings[self.level]
+        return self.run.settings[self.level] if self.again is None else self.again.settings
 
     @property
     def keeps(self) -> bool:

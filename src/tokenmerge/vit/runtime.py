@@ -134,8 +134,7 @@ def begin(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple,
     """Before the model: nothing has merged yet."""
     run: Run = model.__dict__[STATE]
     check_attention(model, run.config)
-    forward = type(model).forward
-    mask = HostCall(forward, parameters(forward), args, kwargs).argument(run.mask)
+    mask = HostCall(model.forward, parameters(type(model).forward), args, kwargs).argument(run.mask)
     if mask is not None and any(run.r):
         raise _mask_error(run, mask)
     if not run.by_keyword:
