@@ -130,8 +130,8 @@ def test_a_picture_that_is_missing_or_no_picture_costs_its_pairs_alone(tmp_path:
         page = out.read_text(encoding="utf-8")
         assert page.count('type="range"') == 3  # the other prompt's
         for text in (result.stderr, page):
-            assert text.count(str(picture)) == 3
-        assert "tome ratio=0.5, seed 0 is not shown" in result.stderr
+            assert text.count(str(picture)) == 1
+        assert "not shown of the samples: 3 pairs; the first is tome ratio=0.25, seed 0" in result.stderr
 
 
 def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:

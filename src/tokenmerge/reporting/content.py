@@ -64,17 +64,18 @@ def content_of(results: Results) -> Content:
 
 
 def _readable(samples: Sequence[Sample]) -> tuple[list[Sample], list[str]]:
-    """The pairs whose pictures are both there, and a sentence for each other pair."""
-    found, notes = [], []
+    """The pairs whose pictures are both there, and a sentence on the others, which can be very many."""
+    found, lost = [], []
     for sample in samples:
         try:
             for path in (sample.dense, sample.image):
                 picture_type(path)
         except ConfigError as error:
-            notes.append(f"{sample.record.label}, seed {sample.record.seed} is not shown: {error}")
+            lost.append(f"{sample.record.label}, seed {sample.record.seed}: {error}")
         else:
             found.append(sample)
-    return found, notes
+    pairs = "1 pair" if len(lost) == 1 else f"{len(lost)} pairs"
+    return found, [f"not shown of the samples: {pairs}; the first is {lost[0]}"] if lost else []
 
 
 def _conditions(cells: Sequence[CellRecord]) -> list[tuple[str, str]]:
