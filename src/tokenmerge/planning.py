@@ -37,6 +37,7 @@ def size_of(state: BlockState, x: Tensor, mask: Tensor | None) -> tuple[int, int
     return x.shape[0], n if mask is None else x.shape[1]
 
 
+@torch.no_grad()  # with gradient checkpointing a second run does not plan, and must save as many tensors
 def plan_of(state: BlockState, x: Tensor, mask: Tensor | None) -> Plan:
     """The plan for a block's tokens, of which some merge; ``mask`` tells them from padding behind them."""
     run, grid = state.run, state.grid.shape
@@ -58,7 +59,6 @@ def note_plan(state: BlockState, plan: Plan) -> None:
         state.run.record[state.path] = RecordedPlan(plan, state.grid.shape)
 
 
-@torch.no_grad()
 def _new_plan(state: BlockState, features: Tensor) -> Plan:
     run, b = state.run, features.shape[0]
     # The step is where the sample is; blocks of a model on several devices need not be.
