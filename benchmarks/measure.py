@@ -25,7 +25,6 @@ RESULTS = Path(__file__).parent / "results"
 QUALITY = {
     "cpu-methods-20": ("cpu-quality-20", 6),
     "cpu-methods-20-256": ("cpu-quality-20-256", 3),
-    "cpu-auto-20": ("cpu-quality-auto-20", 6),
     "cpu-auto-20-256": ("cpu-quality-auto-20-256", 3),
     "cpu-guidance-unet": ("cpu-quality-20-guidance-7.5", 6),
     "cpu-methods-8": ("cpu-quality-8", 6),

@@ -24,7 +24,7 @@ IN_README = {
     "tomesd": ("0.5",),
     "deepcache": ("2", "3"),
     "first-block-cache": ("0.1", "0.2"),
-    "fewer-steps": ("3", "5", "6", "7", "8", "9", "10", "11", "12", "14", "16"),
+    "fewer-steps": ("3", "5", "6", "7", "8", "9", "10", "11", "12", "13", "14", "15", "16"),
 }
 TABLE = re.compile(r"(<!-- (closeness|settings|speeds):.*?-->\n).*?(<!-- end -->)", flags=re.DOTALL)
 

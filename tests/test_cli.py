@@ -276,6 +276,10 @@ def test_without_arguments_the_commands_are_listed(capsys):
             ["inspect", "--set", "reuse_span=0"],
             "reuse_span: expected a share of the steps, above 0 and up to 1",
         ),
+        (
+            ["inspect", "--set", "reuse_finest_from=1"],
+            "reuse_finest_from: expected a share of the steps, from 0 to below 1",
+        ),
         (["inspect", "--sx", "3", "--set", "sx=4"], "set: sx is given twice, as 3 and as 4"),
         (["generate", "x", "--method", "ca_tome", "--compile"], "leave --compile out"),
         (["paint"], "No such command 'paint'"),

@@ -284,6 +284,10 @@ def test_without_steps_or_where_all_are_alike_no_mean_is_told():
         (ToMeConfig(plan_every=4), "a plan is used for 4 steps"),
         (ToMeConfig(reuse_every=2), "1 of 2 steps runs all"),
         (ToMeConfig(reuse_every=4, reuse_finest_every=3), "of a UNet, 1 of 3 steps runs the finest level"),
+        (
+            ToMeConfig(reuse_every=4, reuse_finest_every=3, reuse_finest_from=0.25),
+            "; reuse_finest_from=0.25: the first 25 % all run it",
+        ),
         (ToMeConfig(reuse_every=2, reuse_span=0.125), "never longer than 12.5 % of the steps"),
         (ToMeConfig(max_downsample=2, levels={2: {"ratio": 0.25}}), "level 2: ratio=0.25"),
     ],

@@ -277,12 +277,19 @@ def test_in_a_unet_nothing_runs_below_the_finest_level(remove):
 
 
 @pytest.mark.parametrize(
-    ("every", "steps_of_all", "steps_of_finest"),
-    [(4, [0, 1, 5], [0, 1, 3, 5, 7]), (3, [0, 1, 4, 7], [0, 1, 3, 4, 6, 7])],
+    ("every", "start", "steps_of_all", "steps_of_finest"),
+    [
+        (4, 0.0, [0, 1, 5], [0, 1, 3, 5, 7]),
+        (3, 0.0, [0, 1, 4, 7], [0, 1, 3, 4, 6, 7]),
+        (2, 0.0, [0, 1, 3, 5, 7], [0, 1, 3, 5, 7]),
+        (2, 0.5, [0, 1, 3, 5, 7], [0, 1, 2, 3, 5, 7]),
+        (4, 0.7, [0, 1, 5], [0, 1, 2, 3, 4, 5, 7]),
+    ],
 )
-def test_on_some_steps_the_last_layer_of_a_unet_runs_alone(every, steps_of_all, steps_of_finest):
+def test_on_some_steps_the_last_layer_of_a_unet_runs_alone(every, start, steps_of_all, steps_of_finest):
     unet = hosts.unet()
-    patch = apply_token_merging(unet, ToMeConfig(**HALF, reuse_every=every, reuse_finest_every=2))
+    config = ToMeConfig(**HALF, reuse_every=every, reuse_finest_every=2, reuse_finest_from=start)
+    patch = apply_token_merging(unet, config)
     ran: dict[str, list[int]] = {}
     below = ["down_blocks.1.resnets.0", "mid_block.attentions.0", "up_blocks.0.resnets.1"]
     finest = ["down_blocks.0.resnets.0", "down_blocks.0.attentions.0", "up_blocks.1.attentions.0"]

@@ -22,11 +22,12 @@ _FUSED = {"scaled_dot_product_attention", "dispatch_attention_fn"}
 _BACKENDS = {"native", "_native_cudnn", "_native_efficient", "_native_math"}
 
 # Above this ratio whole blocks merge, which lose more; in UNets, whose finest level draws details, too much.
+# From it on more is left out of steps, and UNets are not corrected: a dense step costs more there than merged
+# ones gain by it.
 _MODERATE = 0.5
-# From this ratio on UNets are not corrected: a dense step costs more there than merged ones gain by it.
-_UNCORRECTED = 0.4
-# Of a UNet with more than this share of its work at the finest level, that does not run on every step either.
-_WORTHWHILE_FINEST_LEVEL = 0.2
+# From this ratio on, of a UNet with more than this share of its work at the finest level, that does not run
+# on every step either: up to _MODERATE only after this share of the steps, the first of which lose most.
+_WITHOUT_FINEST_LEVEL, _WORTHWHILE_FINEST_LEVEL, _FIRST = 0.4, 0.2, 0.3
 # With fewer steps, each changes more than those before it tell: what blocks change more than what comes up to
 # the finest level of a UNet, which draws the details anew.
 _STEPS_OF_BLOCKS, _SPAN_OF_STAGES = 16, 1 / 5
@@ -43,13 +44,13 @@ def choose(pipe_or_model: object, ratio: float = 0.5, follows_steps: bool | None
       so small that it would cost more time than it saves stay dense; how small was measured once on this
       device. Where blocks are left out as below, grids of fewer than 2048 tokens stay dense too.
     - In a pipeline, whose steps can be followed, every second of the steps that run all blocks is dense and
-      corrects the others (``correct_every``); not of a UNet from a ratio of 0.4 on.
+      corrects the others (``correct_every``); not of a UNet from a ratio of 0.5 on.
     - Of a UNet, what is below the finest level runs in every second step, from a ratio of 0.5 on in every
-      fourth, and the finest level, where it is a large part of the work, from 0.4 on in every second. Of
-      other models the blocks, if they can be left out, run in every second step, from a ratio of 0.5 on in
-      every third.
-      In short generations less is left out, or nothing: of a UNet below 20 and 10 steps, of others below
-      16 and 11, or 16 alone below a ratio of 0.5 (``reuse_every``, ``reuse_finest_every``, ``reuse_span``).
+      fourth, and the finest level, where it is a large part of the work, from 0.4 on in every second, below
+      0.5 only after the first 30 % of the steps. Of other models the blocks, if they can be left out, run in
+      every second step, from a ratio of 0.5 on in every third. In short generations less is left out, or
+      nothing: of a UNet below 20 and 10 steps, of others below 16 and 11, or 16 alone below a ratio of 0.5
+      (``reuse_every``, ``reuse_finest_every``, ``reuse_finest_from``, ``reuse_span``).
 
     Fewer steps are the rival: docs/methods.md says where they are as close at the same speed.
 
@@ -92,13 +93,14 @@ def choose(pipe_or_model: object, ratio: float = 0.5, follows_steps: bool | None
     far = ratio >= _MODERATE
     many = max(settings.min_tokens, _FEWEST_TOKENS_BESIDE_REUSE)
     if denoiser.below:
-        corrected = ratio < _UNCORRECTED
+        finest = ratio >= _WITHOUT_FINEST_LEVEL and denoiser.finest_share > _WORTHWHILE_FINEST_LEVEL
         return dataclasses.replace(
             settings,
             min_tokens=many,
-            correct_every=2 if corrected else 0,
+            correct_every=0 if far else 2,
             reuse_every=4 if far else 2,
-            reuse_finest_every=1 if corrected or denoiser.finest_share <= _WORTHWHILE_FINEST_LEVEL else 2,
+            reuse_finest_every=2 if finest else 1,
+            reuse_finest_from=_FIRST if finest and not far else 0.0,
             reuse_span=_SPAN_OF_STAGES,
         )
     if denoiser.can_pause:

@@ -44,7 +44,7 @@ _CHANGEABLE = (
 # What makes settings the same at every step and for every level.
 _STEADY: Mapping[str, Any] = {
     **{"schedule": None, "until": 1.0, "plan_every": 1, "correct_every": 0},
-    **{"reuse_every": 1, "reuse_finest_every": 1, "reuse_span": 1.0},
+    **{"reuse_every": 1, "reuse_finest_every": 1, "reuse_finest_from": 0.0, "reuse_span": 1.0},
     **{"levels": {}, "phases": {}},
 }
 
@@ -183,6 +183,9 @@ class ToMeConfig:
             reuse_finest_every ≤ reuse_every; the steps between run its last layer on the way up alone, as
             DeepCache does. Raising it saves most where that level costs most, in narrow models and large
             pictures, and loses more than raising ``reuse_every`` does, under strong guidance above all.
+        reuse_finest_from: share of the steps, 0 ≤ reuse_finest_from < 1, in which the finest level runs whole
+            before it is left out of any. Raising it gives back their saving, and more than their part of the
+            loss, as the first steps change most: docs/methods.md has figures.
         reuse_span: longest way from one step that runs everything to the next, as a share of the generation,
             0 < reuse_span ≤ 1, and half of that for the finest level: of few steps, which differ more from
             each other, fewer are left out. Raising it saves more in short generations, and loses more there.
@@ -223,6 +226,7 @@ class ToMeConfig:
     correct_every: int = 0
     reuse_every: int = 1
     reuse_finest_every: int = 1
+    reuse_finest_from: float = 0.0
     reuse_span: float = 1.0
     levels: Mapping[int, Mapping[str, Any]] = dataclasses.field(default_factory=dict, hash=False)
     phases: Mapping[float, Mapping[str, Any]] = dataclasses.field(default_factory=dict, hash=False)
@@ -305,6 +309,11 @@ class ToMeConfig:
             )
         _check_share("until", self.until)
         _check_share("reuse_span", self.reuse_span)
+        if not (_is_number(self.reuse_finest_from) and 0 <= self.reuse_finest_from < 1):
+            raise ConfigError(
+                "reuse_finest_from: expected a share of the steps, from 0 to below 1, got "
+                f"{self.reuse_finest_from!r}"
+            )
         if isinstance(self.schedule, Iterable):
             object.__setattr__(self, "schedule", tuple(self.schedule))
         if self.schedule is not None:

@@ -113,7 +113,8 @@ def _note_reuse(run: Run, shape: tuple[int, ...]) -> None:
         _refuse_training("reuse_every", run.config.reuse_every, 1)
     run.ahead = _ahead(run, "blocks", every, shape) if run.keeps else None
     # A step that runs everything runs the finest level of a UNet too.
-    finest_every = 1 if run.ahead is None else finest_every
+    if run.ahead is None or step < round(run.config.reuse_finest_from * steps):
+        finest_every = 1
     run.finest_ahead = _ahead(run, "finest", finest_every, shape) if run.keeps else None
 
 

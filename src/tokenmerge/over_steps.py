@@ -112,9 +112,11 @@ def notes_on_steps(config: ToMeConfig) -> list[str]:
             "changed goes on in a straight line"
         )
         if config.reuse_finest_every > 1:
+            start = config.reuse_finest_from
             notes.append(
                 f"reuse_finest_every={config.reuse_finest_every}: of a UNet, 1 of "
                 f"{config.reuse_finest_every} steps runs the finest level, the others only its last layer"
+                + (f"; reuse_finest_from={start:g}: the first {_percent(start)} all run it" if start else "")
             )
         if config.reuse_span < 1:
             notes.append(
