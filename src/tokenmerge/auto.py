@@ -25,9 +25,11 @@ _BACKENDS = {"native", "_native_cudnn", "_native_efficient", "_native_math"}
 # From it on more is left out of steps, and UNets are not corrected: a dense step costs more there than merged
 # ones gain by it.
 _MODERATE = 0.5
-# From this ratio on, of a UNet with more than this share of its work at the finest level, that does not run
-# on every step either: up to _MODERATE only after this share of the steps, the first of which lose most.
-_WITHOUT_FINEST_LEVEL, _WORTHWHILE_FINEST_LEVEL, _FIRST = 0.4, 0.2, 0.3
+# From this ratio on the finest level of a UNet does not run on every step either, if it has more than this
+# share of the work.
+_WITHOUT_FINEST_LEVEL, _WORTHWHILE_FINEST_LEVEL = 0.4, 0.2
+# Below _MODERATE it runs in all of this first share of the steps, which lose most by leaving it out.
+_STEPS_OF_FINEST_LEVEL = 0.3
 # With fewer steps, each changes more than those before it tell: what blocks change more than what comes up to
 # the finest level of a UNet, which draws the details anew.
 _STEPS_OF_BLOCKS, _SPAN_OF_STAGES = 16, 1 / 5
@@ -100,7 +102,7 @@ def choose(pipe_or_model: object, ratio: float = 0.5, follows_steps: bool | None
             correct_every=0 if far else 2,
             reuse_every=4 if far else 2,
             reuse_finest_every=2 if finest else 1,
-            reuse_finest_from=_FIRST if finest and not far else 0.0,
+            reuse_finest_from=_STEPS_OF_FINEST_LEVEL if finest and not far else 0.0,
             reuse_span=_SPAN_OF_STAGES,
         )
     if denoiser.can_pause:

@@ -184,8 +184,8 @@ class ToMeConfig:
             DeepCache does. Raising it saves most where that level costs most, in narrow models and large
             pictures, and loses more than raising ``reuse_every`` does, under strong guidance above all.
         reuse_finest_from: share of the steps, 0 ≤ reuse_finest_from < 1, in which the finest level runs whole
-            before it is left out of any. Raising it gives back their saving, and more than their part of the
-            loss, as the first steps change most: docs/methods.md has figures.
+            before it is left out of any. Raising it gives back their saving, and brings the picture closer;
+            docs/methods.md has figures.
         reuse_span: longest way from one step that runs everything to the next, as a share of the generation,
             0 < reuse_span ≤ 1, and half of that for the finest level: of few steps, which differ more from
             each other, fewer are left out. Raising it saves more in short generations, and loses more there.
