@@ -83,9 +83,9 @@ def evaluate(name: str) -> None:
     grid = read_grid(RESULTS / f"{name}.toml")
     quality, prompts = QUALITY[name]
     out = RESULTS / f"{quality}.jsonl"
-    settings = [
-        f"--{key}={grid[key]}" for key in ("model", "size", "steps", "guidance", "ratio", "device", "dtype")
-    ]
+    settings = [f"--{key}={grid[key]}" for key in ("model", "size", "steps", "guidance", "device", "dtype")]
+    ratios = grid["ratio"] if isinstance(grid["ratio"], list) else [grid["ratio"]]
+    settings += [f"--ratio={ratio}" for ratio in ratios]
     # The oracle draws no picture of the prompt: it merges at no cost, and any tokens.
     variants = [f"--variant={variant}" for variant in grid["variants"] if variant != "oracle"]
     with anew(out, RESULTS / quality):

@@ -20,7 +20,7 @@ from tokenmerge.reporting.results import read_results
 ROOT = Path(__file__).parent.parent
 # What README shows of it: auto and its rivals.
 IN_README = {
-    "auto": ("0.25", "0.4", "0.5", "0.6"),
+    "auto": ("0.25", "0.3", "0.4", "0.5", "0.6"),
     "tomesd": ("0.5",),
     "deepcache": ("2", "3"),
     "first-block-cache": ("0.1", "0.2"),

@@ -163,7 +163,7 @@ def test_a_ratio_of_0_is_dense(fast):
 
 
 def test_a_costly_finest_level_of_a_unet_does_not_run_on_every_step(fast):
-    """By its share of the work: a part of SD 1.5, next to nothing of SDXL; never below a ratio of 0.4.
+    """By its share of the work: a part of SD 1.5, next to nothing of SDXL; never below a ratio of 0.3.
 
     Below 0.5 it runs in all of the first steps, which lose most.
     """
@@ -172,7 +172,7 @@ def test_a_costly_finest_level_of_a_unet_does_not_run_on_every_step(fast):
         pipe = pipeline(unet=hosts.unet(block_out_channels=channels))
         (host,) = find_hosts(pipe)
         shares.append(host.finest_share)
-        found = [choose(pipe, ratio) for ratio in (0.39, 0.4, 0.49, 0.5)]
+        found = [choose(pipe, ratio) for ratio in (0.29, 0.3, 0.49, 0.5)]
         return [(config.reuse_finest_every, config.reuse_finest_from) for config in found]
 
     shares: list[float] = []

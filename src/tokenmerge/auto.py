@@ -27,7 +27,7 @@ _BACKENDS = {"native", "_native_cudnn", "_native_efficient", "_native_math"}
 _MODERATE = 0.5
 # From this ratio on the finest level of a UNet does not run on every step either, if it has more than this
 # share of the work.
-_WITHOUT_FINEST_LEVEL, _WORTHWHILE_FINEST_LEVEL = 0.4, 0.2
+_WITHOUT_FINEST_LEVEL, _WORTHWHILE_FINEST_LEVEL = 0.3, 0.2
 # Below _MODERATE it runs in all of this first share of the steps, which lose most by leaving it out.
 _STEPS_OF_FINEST_LEVEL = 0.3
 # With fewer steps, each changes more than those before it tell: what blocks change more than what comes up to
@@ -48,7 +48,7 @@ def choose(pipe_or_model: object, ratio: float = 0.5, follows_steps: bool | None
     - In a pipeline, whose steps can be followed, every second of the steps that run all blocks is dense and
       corrects the others (``correct_every``); not of a UNet from a ratio of 0.5 on.
     - Of a UNet, what is below the finest level runs in every second step, from a ratio of 0.5 on in every
-      fourth, and the finest level, where it is a large part of the work, from 0.4 on in every second, below
+      fourth, and the finest level, where it is a large part of the work, from 0.3 on in every second, below
       0.5 only after the first 30 % of the steps. Of other models the blocks, if they can be left out, run in
       every second step, from a ratio of 0.5 on in every third. In short generations less is left out, or
       nothing: of a UNet below 20 and 10 steps, of others below 16 and 11, or 16 alone below a ratio of 0.5
