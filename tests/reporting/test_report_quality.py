@@ -106,6 +106,24 @@ def test_fewer_steps_are_one_line_of_the_curve_and_dense_is_told_once() -> None:
     assert chart.level is None
 
 
+def test_a_number_of_steps_that_fits_into_several_methods_is_one_point_at_their_median() -> None:
+    fewer = [
+        dataclasses.replace(
+            quality()[0],
+            figures={"psnr": 20.0},
+            variant="fewer-steps",
+            settings={"as": f"tome ratio={ratio}"},
+        )
+        for ratio in (0.1, 0.2, 0.3)
+    ]
+    timed = [
+        cell("fewer-steps", (took,), 4.0, settings=record.settings, facts={"steps_used": 10})
+        for took, record in zip((2.0, 1.0, 1.6), fewer, strict=True)
+    ]
+    ((line,),) = (chart.lines for chart in charts(timed, fewer))
+    assert (line.points, line.labels) == (((20.0, 2.5),), ("10",))
+
+
 def test_variants_with_a_number_of_their_own_are_lines_too() -> None:
     cells = [cell("deepcache", (1.0 / n,), 4.0, settings={"interval": float(n)}) for n in (5, 2)]
     records = [

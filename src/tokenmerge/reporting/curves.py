@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
+from statistics import median
 from typing import Any
 
 from tokenmerge.bench.lookup import cell_of_pictures
@@ -135,20 +136,26 @@ def _price(cells: Sequence[CellRecord], quality: Sequence[QualityRecord]) -> Ite
 def _price_lines(
     records: Sequence[QualityRecord], metric: str, cells: Sequence[CellRecord]
 ) -> Iterable[Line]:
-    """One line for each method, whose points are its ratios, and one for fewer steps."""
-    families: dict[str, list[tuple[float, float, float]]] = {}
+    """One line for each method, whose points are its ratios, and one for fewer steps.
+
+    A number of steps that fits into several methods was timed beside each: their median is its speed-up.
+    """
+    families: dict[str, dict[float, list[tuple[float, float]]]] = {}
     for record in records:
         cell = cell_of_pictures(record.label, record.drawn_with, cells)
         # No fewer steps than dense has are dense.
         is_dense = cell is not None and cell.facts.get("steps_used") == cell.conditions["steps"]
         if cell is not None and cell.speedup is not None and metric in record.figures and not is_dense:
-            family = families.setdefault(_family(record.variant, record.settings), [])
-            family.append((_knob(record.settings, cell), record.figures[metric], cell.speedup))
+            family = families.setdefault(_family(record.variant, record.settings), {})
+            knob = _knob(record.settings, cell)
+            family.setdefault(knob, []).append((record.figures[metric], cell.speedup))
     for name, found in sorted(families.items()):
         # By what is turned: a figure over few pictures may not fall from one to the next.
-        points = sorted(set(found))
-        labels = tuple("" if math.isnan(knob) else f"{knob:g}" for knob, _, _ in points)
-        yield Line(name, tuple((x, y) for _, x, y in points), labels)
+        knobs = sorted(found)
+        points = tuple(
+            (median(x for x, _ in found[knob]), median(y for _, y in found[knob])) for knob in knobs
+        )
+        yield Line(name, points, tuple("" if math.isnan(knob) else f"{knob:g}" for knob in knobs))
 
 
 def _by_family(cells: Sequence[CellRecord]) -> Iterable[tuple[str, list[CellRecord]]]:
