@@ -295,6 +295,7 @@ def test_fewer_steps_are_those_that_the_benchmark_found(run: Run, models: Path, 
     fewer = records["fewer-steps (tome ratio=0.5)"]
     assert fewer.notes == ("fewer-steps (tome ratio=0.5): 3 of 4 steps",)
     assert fewer.settings == {"as": "tome ratio=0.5"}
+    assert [record.steps_used for record in records.values()] == [None, None, 3]
 
 
 def test_without_a_benchmark_fewer_steps_say_what_to_run(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from tests.reporting.made import cell, drawn, grid_of_cells, quality
 from tokenmerge.bench.lookup import cell_of_pictures
+from tokenmerge.bench.records import CellRecord
 from tokenmerge.errors import ConfigError
 from tokenmerge.reporting.content import content_of
 from tokenmerge.reporting.curves import charts
@@ -85,17 +86,13 @@ def test_categories_are_lines_of_the_table_and_no_points_of_the_curve() -> None:
 
 
 def test_fewer_steps_are_one_line_of_the_curve_and_dense_is_told_once() -> None:
-    fewer = [
-        dataclasses.replace(
-            quality()[0], figures={"psnr": 20.0}, variant="fewer-steps", settings={"as": label}
-        )
-        for label in ("tome ratio=0.5", "tome ratio=0.5 merge_mlp", "tome ratio=0.25", "tome ratio=0.1")
-    ]
-    steps = [
-        cell("fewer-steps", (took,), 4.0, settings=record.settings, facts={"steps_used": int(5 * took)})
-        for took, record in zip((2.0, 1.0, 3.0, 10.0), fewer, strict=True)  # the last as many as dense
-    ]
-    dense = dataclasses.replace(fewer[0], variant="dense", settings={}, figures={"psnr": 99.0})
+    labels = ("tome ratio=0.5", "tome ratio=0.5 merge_mlp", "tome ratio=0.25", "tome ratio=0.1")
+    steps_used = (10, 5, 15, 50)  # the last as many as dense
+    fewer = [_fewer_steps(label, steps) for label, steps in zip(labels, steps_used, strict=True)]
+    steps = [_timed(record, used / 5) for record, used in zip(fewer, steps_used, strict=True)]
+    dense = dataclasses.replace(
+        fewer[0], variant="dense", settings={}, steps_used=None, figures={"psnr": 99.0}
+    )
     (chart,) = charts(steps, fewer)
     assert [(line.name, line.labels) for line in chart.lines] == [
         ("fewer-steps", ("5", "10", "15")),
@@ -107,21 +104,42 @@ def test_fewer_steps_are_one_line_of_the_curve_and_dense_is_told_once() -> None:
 
 
 def test_a_number_of_steps_that_fits_into_several_methods_is_one_point_at_their_median() -> None:
-    fewer = [
-        dataclasses.replace(
-            quality()[0],
-            figures={"psnr": 20.0},
-            variant="fewer-steps",
-            settings={"as": f"tome ratio={ratio}"},
-        )
-        for ratio in (0.1, 0.2, 0.3)
-    ]
-    timed = [
-        cell("fewer-steps", (took,), 4.0, settings=record.settings, facts={"steps_used": 10})
-        for took, record in zip((2.0, 1.0, 1.6), fewer, strict=True)
-    ]
+    fewer = [_fewer_steps(f"tome ratio={ratio}", 10) for ratio in (0.1, 0.2, 0.3)]
+    timed = [_timed(record, took) for record, took in zip(fewer, (2.0, 1.0, 1.6), strict=True)]
     ((line,),) = (chart.lines for chart in charts(timed, fewer))
     assert (line.points, line.labels) == (((20.0, 2.5),), ("10",))
+
+
+def test_what_was_drawn_and_timed_with_different_steps_is_on_no_curve_and_the_report_says_so() -> None:
+    drawn = _fewer_steps("tome ratio=0.5", 12)
+    cells = [_timed(dataclasses.replace(drawn, steps_used=13), 2.0)]
+    assert not charts(cells, [drawn])
+    (note,) = content_of(Results(tuple(cells), (drawn,))).notes
+    assert note.startswith("fewer-steps (tome ratio=0.5) of ")
+    assert "drawn with 12 steps, timed with 13; tokenmerge evaluate draws with as many" in note
+    unknown = dataclasses.replace(drawn, steps_used=None)
+    (note,) = content_of(Results(tuple(cells), (unknown,))).notes
+    assert "drawn with an unknown number of steps" in note
+    same = dataclasses.replace(drawn, steps_used=13)
+    assert charts(cells, [same])
+    assert not content_of(Results(tuple(cells), (same,))).notes
+    assert same.key != drawn.key
+
+
+def _fewer_steps(fits_into: str, steps: int) -> QualityRecord:
+    return dataclasses.replace(
+        quality()[0],
+        figures={"psnr": 20.0},
+        variant="fewer-steps",
+        settings={"as": fits_into},
+        steps_used=steps,
+    )
+
+
+def _timed(record: QualityRecord, seconds: float) -> CellRecord:
+    """Fewer steps, where dense takes 4 seconds."""
+    facts = {"steps_used": record.steps_used}
+    return cell("fewer-steps", (seconds,), 4.0, settings=record.settings, facts=facts)
 
 
 def test_variants_with_a_number_of_their_own_are_lines_too() -> None:

@@ -7,6 +7,7 @@ import datetime
 from collections.abc import Mapping
 
 from tokenmerge.bench.records import key_of
+from tokenmerge.bench.variants import FEWER_STEPS
 from tokenmerge.evaluate.measure import Figures, Measured, figures_of
 from tokenmerge.evaluate.metrics import Metrics
 from tokenmerge.evaluate.plan import Plan
@@ -84,6 +85,7 @@ def _record(plan: Plan, variant: Drawn, category: str | None, figures: Figures) 
         figures=figures.values,
         images=figures.images,
         category=category,
+        steps_used=variant.steps if variant.spec.name == FEWER_STEPS else None,
         conditions={
             **conditions,
             "prompts": {"count": len(texts), "key": key_of({"prompts": texts})},

@@ -10,7 +10,7 @@ from typing import Any
 from tokenmerge.bench.records import CellRecord
 from tokenmerge.errors import ConfigError
 from tokenmerge.reporting.beside import published_tables
-from tokenmerge.reporting.curves import Chart, charts
+from tokenmerge.reporting.curves import Chart, charts, timed_with_other_steps
 from tokenmerge.reporting.newest import newest_cells, newest_figures
 from tokenmerge.reporting.pictures import picture_type
 from tokenmerge.reporting.quality import QualityRecord
@@ -59,7 +59,7 @@ def content_of(results: Results) -> Content:
         charts=tuple(charts(cells, quality)),
         samples=tuple(samples),
         conditions=(*_conditions(cells), *_conditions_of_quality(quality)),
-        notes=(*results.notes, *older_cells, *older_figures, *lost),
+        notes=(*results.notes, *older_cells, *older_figures, *timed_with_other_steps(cells, quality), *lost),
     )
 
 

@@ -15,7 +15,7 @@ from tokenmerge.reporting.quality import LOWER_IS_CLOSER, QualityRecord
 from tokenmerge.reporting.quality_tables import quality_name, where_drawn
 from tokenmerge.reporting.tables import SETTING, in_order, setting_name, where_of
 
-__all__ = ["Chart", "Line", "charts"]
+__all__ = ["Chart", "Line", "charts", "timed_with_other_steps"]
 
 _FUSED = "sdpa"
 _KNOBS = ("ratio", "interval", "threshold", "as")  # settings by which a variant becomes faster
@@ -62,7 +62,7 @@ def charts(cells: Iterable[CellRecord], quality: Sequence[QualityRecord]) -> lis
 
     Only cells with fused attention: what others gain over plain attention is not merging's.
     """
-    timed = [c for c in cells if c.median is not None and c.conditions["attention"] == _FUSED]
+    timed = _timed(cells)
     return [*_against_resolution(timed), *_against_ratio(timed), *_price(timed, quality)]
 
 
@@ -143,9 +143,11 @@ def _price_lines(
     families: dict[str, dict[float, list[tuple[float, float]]]] = {}
     for record in records:
         cell = cell_of_pictures(record.label, record.drawn_with, cells)
+        if cell is None or cell.speedup is None or metric not in record.figures:
+            continue
         # No fewer steps than dense has are dense.
-        is_dense = cell is not None and cell.facts.get("steps_used") == cell.conditions["steps"]
-        if cell is not None and cell.speedup is not None and metric in record.figures and not is_dense:
+        is_dense = cell.facts.get("steps_used") == cell.conditions["steps"]
+        if _same_steps(record, cell) and not is_dense:
             family = families.setdefault(_family(record.variant, record.settings), {})
             knob = _knob(record.settings, cell)
             family.setdefault(knob, []).append((record.figures[metric], cell.speedup))
@@ -156,6 +158,29 @@ def _price_lines(
             (median(x for x, _ in found[knob]), median(y for _, y in found[knob])) for knob in knobs
         )
         yield Line(name, points, tuple("" if math.isnan(knob) else f"{knob:g}" for knob in knobs))
+
+
+def timed_with_other_steps(cells: Iterable[CellRecord], quality: Iterable[QualityRecord]) -> list[str]:
+    """A sentence for each variant that was drawn with one number of steps and timed with another."""
+    timed = _timed(cells)
+    found = []
+    for record in quality:
+        cell = cell_of_pictures(record.label, record.drawn_with, timed)
+        if record.category is None and cell is not None and not _same_steps(record, cell):
+            drawn = record.steps_used or "an unknown number of"
+            found.append(
+                f"{record.label} of {quality_name(record)} is on no price curve: drawn with {drawn} steps, "
+                f"timed with {cell.facts.get('steps_used')}; tokenmerge evaluate draws with as many"
+            )
+    return found
+
+
+def _timed(cells: Iterable[CellRecord]) -> list[CellRecord]:
+    return [c for c in cells if c.median is not None and c.conditions["attention"] == _FUSED]
+
+
+def _same_steps(record: QualityRecord, cell: CellRecord) -> bool:
+    return record.steps_used == cell.facts.get("steps_used")
 
 
 def _by_family(cells: Sequence[CellRecord]) -> Iterable[tuple[str, list[CellRecord]]]:

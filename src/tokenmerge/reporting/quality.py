@@ -32,7 +32,9 @@ class QualityRecord:
             finite numbers.
         images: how many pictures, ≥ 1.
         category: the part of the prompts that the pictures are of; None: all.
-        conditions: everything else that the pictures depend on, as values that JSON can hold.
+        conditions: everything else that the pictures depend on, as values that JSON can hold; ``steps`` are
+            those of dense.
+        steps_used: of ``"fewer-steps"``, how many; None: as many as dense.
         measured_with: network and reference of a figure, by the name of the metric.
         notes: what a reader of the figures should know, in words.
         finished: date and time at which it was measured, ISO 8601 with the offset; "" if nothing says it.
@@ -47,6 +49,7 @@ class QualityRecord:
     images: int
     category: str | None = None
     conditions: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    steps_used: int | None = None
     measured_with: Mapping[str, str] = dataclasses.field(default_factory=dict)
     notes: tuple[str, ...] = ()
     finished: str = dataclasses.field(default="", compare=False)
@@ -80,8 +83,8 @@ class QualityRecord:
         Raises:
             ConfigError: it is not such a record.
         """
-        # Older records do not say when.
-        record = _read(cls, {"finished": "", **values})
+        # Older records do not say when, nor with how many steps.
+        record = _read(cls, {"finished": "", "steps_used": None, **values})
         record = dataclasses.replace(record, notes=tuple(record.notes))
         numbers = isinstance(record.figures, dict) and all(
             isinstance(value, int | float) for value in record.figures.values()
