@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from tokenmerge.bench.grid import Grid
 from tokenmerge.bench.grid_files import read_grid
 
 RESULTS = Path(__file__).parent / "results"
@@ -84,8 +85,7 @@ def evaluate(name: str) -> None:
     quality, prompts = QUALITY[name]
     out = RESULTS / f"{quality}.jsonl"
     settings = [f"--{key}={grid[key]}" for key in ("model", "size", "steps", "guidance", "device", "dtype")]
-    ratios = grid["ratio"] if isinstance(grid["ratio"], list) else [grid["ratio"]]
-    settings += [f"--ratio={ratio}" for ratio in ratios]
+    settings += [f"--ratio={ratio}" for ratio in Grid.from_dict(grid, name).ratio]
     # The oracle draws no picture of the prompt: it merges at no cost, and any tokens.
     variants = [f"--variant={variant}" for variant in grid["variants"] if variant != "oracle"]
     with anew(out, RESULTS / quality):

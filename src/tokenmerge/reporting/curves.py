@@ -149,8 +149,7 @@ def _price_lines(
         is_dense = cell.facts.get("steps_used") == cell.conditions["steps"]
         if _same_steps(record, cell) and not is_dense:
             family = families.setdefault(_family(record.variant, record.settings), {})
-            knob = _knob(record.settings, cell)
-            family.setdefault(knob, []).append((record.figures[metric], cell.speedup))
+            family.setdefault(_knob(record), []).append((record.figures[metric], cell.speedup))
     for name, found in sorted(families.items()):
         # By what is turned: a figure over few pictures may not fall from one to the next.
         knobs = sorted(found)
@@ -200,11 +199,11 @@ def _family(variant: str, settings: Mapping[str, Any]) -> str:
     return variant_label(variant, {name: value for name, value in settings.items() if name not in _KNOBS})
 
 
-def _knob(settings: Mapping[str, Any], cell: CellRecord) -> float:
+def _knob(record: QualityRecord) -> float:
     """What a point of a line is labelled with: the ratio, the steps …; not a number where there is none."""
-    if "as" in settings:
-        return float(cell.facts.get("steps_used", math.nan))
-    return float(next((settings[name] for name in _KNOBS if name in settings), math.nan))
+    if record.steps_used is not None:
+        return float(record.steps_used)
+    return float(next((record.settings[name] for name in _KNOBS if name in record.settings), math.nan))
 
 
 def _side(cell: CellRecord) -> float:
