@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tokenmerge import ToMeConfig, token_merging
-from tokenmerge.methods import PLANNERS
+from tokenmerge.planners import PLANNERS
 
 Features = Callable[[Tensor, tuple[int, int, int], nn.Module], Tensor]
 

@@ -18,11 +18,11 @@ import torch
 import turns
 
 from tokenmerge import ToMeConfig
-from tokenmerge.bench.geometry import build_denoiser, find_geometry
-from tokenmerge.bench.inputs import InputSize, example_inputs
 from tokenmerge.config import GUIDED_PLANNERS
-from tokenmerge.methods import PLANNERS
+from tokenmerge.measure.bench.geometry import build_denoiser, find_geometry
+from tokenmerge.measure.bench.inputs import InputSize, example_inputs
 from tokenmerge.ops import merge, shared_features, unmerge
+from tokenmerge.planners import PLANNERS
 
 BLOCKS, CHANNELS, FACTOR = 5, 320, 8  # of the top level; pixels per latent
 

@@ -18,8 +18,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tokenmerge.bench.grid import Grid
-from tokenmerge.bench.grid_files import read_grid
+from tokenmerge.measure.bench.grid import Grid
+from tokenmerge.measure.bench.grid_files import read_grid
 
 RESULTS = Path(__file__).parent / "results"
 # By grid: where closeness goes, and over how many prompts.

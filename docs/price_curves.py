@@ -11,11 +11,11 @@ import statistics
 from collections.abc import Mapping
 from pathlib import Path
 
-from tokenmerge.reporting.curves import Chart, charts
-from tokenmerge.reporting.newest import newest_cells, newest_figures
-from tokenmerge.reporting.plots import draw
-from tokenmerge.reporting.quality import QualityRecord
-from tokenmerge.reporting.results import read_results
+from tokenmerge.measure.reporting.curves import Chart, charts
+from tokenmerge.measure.reporting.latest import newest_cells, newest_figures
+from tokenmerge.measure.reporting.plots import draw
+from tokenmerge.measure.reporting.quality import QualityRecord
+from tokenmerge.measure.reporting.results import read_results
 
 ROOT = Path(__file__).parent.parent
 # What README shows of it: auto and its rivals.

@@ -15,15 +15,15 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "supported-models.md"
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 HEAD = """\
 # Supported models
 
 Diffusion models; the [README](../README.md#vision-transformers) has vision transformers.
 
-Written by `python docs/supported_models.py` from the records in `src/tokenmerge/models/` and from a run of
-`tests/families/`, on tiny random models of diffusers' own classes. Change those and run it again.
+Written by `python docs/supported_models.py` from the records in `src/tokenmerge/models/families/` and from a run of
+`tests/models/`, on tiny random models of diffusers' own classes. Change those and run it again.
 
 - **merges**: the parts of a transformer block that can run on merged tokens, on their own (`scope="layers"`, chosen by
   `merge_attn`, `merge_crossattn`, `merge_mlp`) and, for a *whole block*, all at once (`scope="block"`); *stacks* are runs of
@@ -49,10 +49,9 @@ REFUSED = """
 
 def families() -> list[tuple[str, str, list[str]]]:
     """(title, what it says, keys of its tiny models) for each file of a family."""
-    from families.tiny import FAMILIES
-
-    from tokenmerge.models import FAMILIES as RECORDS
-    from tokenmerge.models import knows
+    from tests.models.tiny import FAMILIES
+    from tokenmerge.models.find import FAMILIES as RECORDS
+    from tokenmerge.models.find import knows
 
     built = {key: family.build() for key, family in FAMILIES.items()}
     found = []
@@ -66,10 +65,10 @@ def families() -> list[tuple[str, str, list[str]]]:
 
 def row(key: str, checks: dict[str, tuple[int, int]] | None) -> str:
     """One line of a table."""
-    from families.family import deeper
-    from families.tiny import FAMILIES
-
-    from tokenmerge.models import KINDS, find_hosts
+    from tests.models.family import deeper
+    from tests.models.tiny import FAMILIES
+    from tokenmerge.models.base import KINDS
+    from tokenmerge.models.find import find_hosts
 
     model = FAMILIES[key].build()
     hosts = find_hosts(model)
@@ -90,7 +89,7 @@ def row(key: str, checks: dict[str, tuple[int, int]] | None) -> str:
 
 def page(checks: dict[str, tuple[int, int]] | None) -> str:
     """The whole page; without ``checks`` their column is empty."""
-    from tokenmerge.models.refused import REASONS
+    from tokenmerge.models.unsupported import REASONS
 
     parts = [HEAD]
     for title, about, keys in families():
@@ -116,7 +115,7 @@ class Outcomes:
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         """Count one test."""
-        from families.tiny import FAMILIES
+        from tests.models.tiny import FAMILIES
 
         if report.when != "call" or report.skipped:
             return

@@ -14,10 +14,10 @@ import hosts
 import pytest
 import torch
 from diffusers.models.attention_dispatch import AttentionBackendName
-from families.test_every_family import model_of
-from families.tiny import FAMILIES
 from torch import nn
 
+from tests.models.test_every_family import model_of
+from tests.models.tiny import FAMILIES
 from tokenmerge import (
     ConfigError,
     NothingToMergeError,
@@ -27,10 +27,10 @@ from tokenmerge import (
     token_merging,
 )
 from tokenmerge.auto import choose
-from tokenmerge.merging_settings import Merging
-from tokenmerge.methods import PLANNERS
-from tokenmerge.models import find_hosts
-from tokenmerge.patch import run_of
+from tokenmerge.measure.method_spec import Merging
+from tokenmerge.models.find import find_hosts
+from tokenmerge.planners import PLANNERS
+from tokenmerge.runtime.patch import run_of
 
 
 @pytest.fixture(autouse=True)

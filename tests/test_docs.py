@@ -11,7 +11,7 @@ from diffusers import StableDiffusionPipeline
 from PIL import Image
 
 from tokenmerge import presets
-from tokenmerge.methods import PLANNERS
+from tokenmerge.planners import PLANNERS
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -54,7 +54,7 @@ def commands() -> list[str]:
 def test_the_commands_of_the_readme_have_the_options_they_use(line):
     from typer.main import get_command
 
-    from tokenmerge.commands import app
+    from tokenmerge.cli.app import app
 
     name = line.split()[1]
     known = {option for parameter in get_command(app).commands[name].params for option in parameter.opts}

@@ -20,8 +20,8 @@ from diffusers import AutoencoderTiny
 from rich.progress import track
 from torch import Tensor
 
-import tokenmerge.demo
-from tokenmerge.demo.glyphs import BACKGROUNDS, read_glyphs
+import tokenmerge.measure.demo
+from tokenmerge.measure.demo.glyphs import BACKGROUNDS, read_glyphs
 from training import checkpoint
 from training.glyphs import compose, draw
 
@@ -130,7 +130,7 @@ def load_codec(device: torch.device) -> AutoencoderTiny:
     """Load the codec trained here or, where there is none, the one that is bundled; frozen."""
     state = checkpoint.load(RUN / "last.pt", device)
     if state is None:
-        codec = AutoencoderTiny.from_pretrained(tokenmerge.demo.path("emoji-unet") / "vae").to(device)
+        codec = AutoencoderTiny.from_pretrained(tokenmerge.measure.demo.path("emoji-unet") / "vae").to(device)
     else:
         codec = build_codec().to(device)
         codec.load_state_dict(state["codec"])

@@ -9,7 +9,7 @@ import torch
 from diffusers import AutoencoderTiny
 from torch import Tensor
 
-from tokenmerge.demo.glyphs import BACKGROUNDS, Glyph, caption
+from tokenmerge.measure.demo.glyphs import BACKGROUNDS, Glyph, caption
 from training.codec import FACTOR, LATENT_CHANNELS, to_tensor
 from training.glyphs import compose, draw
 

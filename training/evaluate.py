@@ -1,6 +1,6 @@
-"""Does a model draw what it is asked for? Judged by `tokenmerge.demo.retrieval`, not by eye.
+"""Does a model draw what it is asked for? Judged by `tokenmerge.measure.demo.retrieval`, not by eye.
 
-python -m training.evaluate src/tokenmerge/demo/emoji-unet --contact-sheet sheet.jpg
+python -m training.evaluate src/tokenmerge/measure/demo/emoji-unet --contact-sheet sheet.jpg
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from diffusers import DiffusionPipeline
 from PIL import Image, ImageDraw, ImageFont
 from rich.progress import track
 
-from tokenmerge.demo.glyphs import caption, choose_prompts, read_glyphs
-from tokenmerge.demo.retrieval import Gallery
-from tokenmerge.loading import find_model, load_pipeline
+from tokenmerge.measure.demo.glyphs import caption, choose_prompts, read_glyphs
+from tokenmerge.measure.demo.retrieval import Gallery
+from tokenmerge.measure.pipelines.loading import find_model, load_pipeline
 
 BATCH = 10
 COLUMNS = 8

@@ -1,6 +1,6 @@
 """Write a trained model as the folder that users load, in half precision.
 
-python -m training.export emoji-unet src/tokenmerge/demo/emoji-unet
+python -m training.export emoji-unet src/tokenmerge/measure/demo/emoji-unet
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Draw the thumbnails by which `tokenmerge.demo.retrieval` recognises glyphs.
+"""Draw the thumbnails by which `tokenmerge.measure.demo.retrieval` recognises glyphs.
 
 python -m training.gallery
 """
@@ -8,8 +8,8 @@ from __future__ import annotations
 import typer
 from PIL import Image
 
-from tokenmerge.demo.glyphs import read_glyphs
-from tokenmerge.demo.retrieval import COLUMNS, GRID, SHEET
+from tokenmerge.measure.demo.glyphs import read_glyphs
+from tokenmerge.measure.demo.retrieval import COLUMNS, GRID, SHEET
 from training.glyphs import draw
 
 

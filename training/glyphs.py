@@ -1,4 +1,4 @@
-"""The training data: the glyphs of `tokenmerge.demo.glyphs`, drawn on its backgrounds.
+"""The training data: the glyphs of `tokenmerge.measure.demo.glyphs`, drawn on its backgrounds.
 
 Every picture is one glyph of Noto Color Emoji on one flat colour, and its caption says exactly that:
 "a red apple on a light blue background". Glyph and background are independent, so that a model which has
@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageDraw, ImageFilter, ImageFont
 
-from tokenmerge.demo.glyphs import BACKGROUNDS, Glyph
+from tokenmerge.measure.demo.glyphs import BACKGROUNDS, Glyph
 
 FONT = Path("/usr/share/fonts/truetype/noto/NotoColorEmoji.ttf")  # Debian package fonts-noto-color-emoji
 

@@ -18,7 +18,7 @@ from PIL import Image
 from rich.progress import Progress, TextColumn
 
 from tokenmerge import ToMeConfig, apply_token_merging, remove_token_merging
-from tokenmerge.demo.glyphs import BACKGROUNDS, caption, read_glyphs
+from tokenmerge.measure.demo.glyphs import BACKGROUNDS, caption, read_glyphs
 from training import checkpoint, parallel
 from training.codec import load_codec
 from training.data import Latents

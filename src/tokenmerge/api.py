@@ -13,17 +13,18 @@ from torch import nn
 from tokenmerge.auto import choose
 from tokenmerge.config import ToMeConfig
 from tokenmerge.errors import ConfigError, UnsupportedModelError
-from tokenmerge.models import Host, find_hosts
-from tokenmerge.patch import hosts_that_merge, new_run, patch_host, restore, run_of
-from tokenmerge.pipeline import Pipeline
+from tokenmerge.models.base import Host
+from tokenmerge.models.find import find_hosts
 from tokenmerge.report import Report, predict
-from tokenmerge.state import RecordedPlan
+from tokenmerge.runtime.patch import hosts_that_merge, new_run, patch_host, restore, run_of
+from tokenmerge.runtime.pipeline import Pipeline
+from tokenmerge.runtime.state import RecordedPlan
+from tokenmerge.runtime.step_tracker import Moment
 from tokenmerge.vit.config import ViTConfig
 from tokenmerge.vit.hosts import find_encoders
 from tokenmerge.vit.patch import checked_encoders, new_vit_run, patch_encoder
 from tokenmerge.vit.report import ViTReport, predict_vit
 from tokenmerge.vit.runtime import RecordedTokens
-from tokenmerge.when import Moment
 
 __all__ = ["Patch", "apply_token_merging", "remove_token_merging", "token_merging"]
 

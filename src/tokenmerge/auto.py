@@ -10,9 +10,10 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from tokenmerge.calibration import fewest_tokens
 from tokenmerge.config import ToMeConfig
-from tokenmerge.models import Block, Host, find_hosts
+from tokenmerge.models.base import Block, Host
+from tokenmerge.models.find import find_hosts
+from tokenmerge.planners.calibration import fewest_tokens
 
 __all__ = ["choose"]
 

@@ -86,8 +86,8 @@ def ca_tome(ratio: float = 0.5, **changes: Any) -> ToMeConfig:
 
     Deviates: the paper merges all tokens above the threshold and no other, and its speed follows the picture.
     Here the ratio says how many go, and those below the threshold are dropped instead of blended (see
-    :func:`tokenmerge.methods.ca_tome.plan_threshold`). Plans are made every 4 steps; the paper lists 13 of 50
-    steps, closer together at the end.
+    :func:`tokenmerge.planners.threshold.plan_threshold`). Plans are made every 4 steps; the paper lists 13 of
+    50 steps, closer together at the end.
 
     Not for a speed that adapts to the picture: shapes never depend on what is in it.
     """

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 
 from tokenmerge.config import ToMeConfig, highest_ratio
-from tokenmerge.methods.tome import num_removed, plan_tome
 from tokenmerge.ops import (
     keep_destinations,
     merge,
@@ -20,6 +19,7 @@ from tokenmerge.ops import (
     strided_partition,
     unmerge,
 )
+from tokenmerge.planners.tome import num_removed, plan_tome
 
 sizes = st.integers(1, 9)
 strides = st.integers(1, 3)

@@ -8,8 +8,8 @@ from torch.testing import assert_close
 
 from tokenmerge.config import ToMeConfig
 from tokenmerge.errors import ConfigError
-from tokenmerge.methods import PLANNERS
 from tokenmerge.ops import local_matching, merge, own_cell, strided_partition
+from tokenmerge.planners import PLANNERS
 
 strides = st.integers(1, 3)
 

@@ -5,8 +5,8 @@ import torch
 from torch.testing import assert_close
 
 from tokenmerge.config import ToMeConfig
-from tokenmerge.methods.tome import plan_tome
 from tokenmerge.ops import bipartite_soft_matching, matching, merge, strided_partition, unmerge
+from tokenmerge.planners.tome import plan_tome
 
 HALF = ToMeConfig(ratio=0.5)
 

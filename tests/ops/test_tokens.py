@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
-from tokenmerge.methods.tome_vit import most_removed, plan_tome_vit
 from tokenmerge.ops import Tokens, merge, plan_by_size
+from tokenmerge.planners.tome_vit import most_removed, plan_tome_vit
 
 
 def random_tokens(*shape: int, seed: int = 0) -> torch.Tensor:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from tokenmerge.layout import PLAIN, Grid, Layout
+from tokenmerge.models.layout import PLAIN, Grid, Layout
 
 __all__ = ["KINDS", "Block", "GridShape", "Host", "Layer", "is_a", "listed", "stacked"]
 

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from tokenmerge.errors import UnsupportedModelError
-from tokenmerge.layout import Grid
 from tokenmerge.models.base import GridShape
+from tokenmerge.models.layout import Grid
 
 __all__ = ["grid_of_ids", "picture_grid", "video_grid"]
 

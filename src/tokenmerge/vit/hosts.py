@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from tokenmerge.errors import UnsupportedModelError
-from tokenmerge.models import parts
 from tokenmerge.models.base import is_a
+from tokenmerge.models.find import parts
 
 __all__ = ["Encoder", "Layer", "find_encoders"]
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from tokenmerge.errors import NothingToMergeError, UnsupportedModelError
-from tokenmerge.models import parts
-from tokenmerge.patch import check_swappable, note, swap
+from tokenmerge.models.find import parts
+from tokenmerge.runtime.patch import check_swappable, note, swap
 from tokenmerge.vit.config import ViTConfig
 from tokenmerge.vit.hosts import FAMILIES, Encoder, find_encoders
 from tokenmerge.vit.runtime import (

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from tokenmerge.counting import count_flops, weightless
 from tokenmerge.errors import ConfigError
 from tokenmerge.report import aligned, saved
+from tokenmerge.report.flops import count_flops, weightless
 from tokenmerge.vit.config import ViTConfig
 from tokenmerge.vit.hosts import find_encoders
 from tokenmerge.vit.patch import checked_encoders, new_vit_run, patch_encoder

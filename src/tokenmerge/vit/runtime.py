@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from tokenmerge.errors import NothingToMergeError, UnsupportedModelError
-from tokenmerge.host_call import HostCall
-from tokenmerge.methods.tome_vit import most_removed, plan_tome_vit
+from tokenmerge.models.call import HostCall
 from tokenmerge.ops import SizedPlan, Tokens, plan_by_size
-from tokenmerge.patch import restore, swap
-from tokenmerge.runtime import parameters
-from tokenmerge.state import STATE
+from tokenmerge.planners.tome_vit import most_removed, plan_tome_vit
+from tokenmerge.runtime.forward import parameters
+from tokenmerge.runtime.patch import restore, swap
+from tokenmerge.runtime.state import STATE
 from tokenmerge.vit.config import ViTConfig
 
 __all__ = [
@@ -157,7 +157,7 @@ def check_attention(model: nn.Module, config: ViTConfig) -> None:
         )
 
 
-# Four functions make the method of a swapped class from that of the original one, as in tokenmerge.runtime.
+# Four functions make the method of a swapped class from that of the original one, as in runtime.forward.
 
 
 def layer_call(original: Callable) -> Callable:

@@ -1,0 +1,117 @@
+"""The commands of ``tokenmerge``, one per file: parse, call, print."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+
+import tokenmerge
+from tokenmerge.cli.bench import bench
+from tokenmerge.cli.env import env
+from tokenmerge.cli.evaluate import evaluate
+from tokenmerge.cli.generate import generate
+from tokenmerge.cli.inspect import inspect
+from tokenmerge.cli.report import report
+from tokenmerge.errors import ConfigError
+
+__all__ = ["app", "run"]
+
+# typer makes this class public only through its subclass.
+_UsageError: Any = typer.BadParameter.__bases__[0]
+
+# What typer makes of Ctrl-C.
+_INTERRUPTED = 130
+
+
+def _examples(*lines: str) -> str:
+    """Text for the foot of ``--help``."""
+    return "Examples:\n\n" + "\n\n".join(f"- `tokenmerge {line}`" for line in lines)
+
+
+app = typer.Typer(
+    help="Faster diffusion models without training: merge redundant tokens.",
+    epilog=_examples("generate 'a red apple'", "inspect --size 256", "env"),
+    add_completion=False,
+    rich_markup_mode="markdown",
+)
+app.command(
+    epilog=_examples(
+        "generate 'a red apple'",
+        "generate 'a castle' --model owner/name --size 768x512",
+        "generate 'a castle' --model ./sdxl --max-downsample 2",
+        "generate 'a castle' --method toma --ratio 0.6",
+        "generate 'a castle' --set scope=block --set reuse_every=2 --set until=0.75",
+        "generate 'a castle' --control edges.png --controlnet ./canny",
+    )
+)(generate)
+app.command(
+    epilog=_examples(
+        "inspect",
+        "inspect owner/name --size 768x512 --ratio 0.5",
+        "inspect ./sdxl --max-downsample 2 --json",
+        "inspect --method sdtm --steps 25",
+    )
+)(inspect)
+app.command(
+    epilog=_examples(
+        "bench --size 512 --size 768 --ratio 0.5",
+        "bench --model owner/name --scope pipeline --variant tome",
+        "bench --variant todo --variant toma:ratio=0.6 --variant tome:scope=block,reuse_every=2",
+        "bench --preset paper --dtype fp32",
+        "bench --grid my-grid.toml -o results.jsonl",
+    )
+)(bench)
+app.command(
+    epilog=_examples(
+        "evaluate --limit 20 --ratio 0.25 --ratio 0.5 --save-grid grid.png",
+        "evaluate --model owner/name --prompts PartiPrompts.tsv --metric dino --metric clip-score",
+        "evaluate --model owner/name --prompts classes.txt --metric fid --reference ./imagenet-val",
+        "evaluate --metric fid=facebook/dinov2-base --metric kid=facebook/dinov2-base",
+    )
+)(evaluate)
+app.command(
+    epilog=_examples(
+        "report outputs/bench.jsonl -o report.html",
+        "report --compare old.jsonl new.jsonl --fail-if-slower 5%",
+    )
+)(report)
+app.command(epilog=_examples("env", "env --json"))(env)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(tokenmerge.__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _tokenmerge(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", is_eager=True, callback=_print_version)
+    ] = False,
+) -> None:
+    pass
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run the command line and return its exit code.
+
+    Raises:
+        ConfigError: an option is unknown, missing or not of its type.
+        KeyboardInterrupt: the user pressed Ctrl-C.
+    """
+    command = typer.main.get_command(app)
+    try:
+        code: int | None = command.main(
+            list(arguments) or ["--help"], prog_name="tokenmerge", standalone_mode=False
+        )
+    except _UsageError as error:
+        place = error.ctx.command_path if error.ctx else "tokenmerge"
+        raise ConfigError(f"{error.format_message()} See: {place} --help") from error
+    except typer.Abort as error:
+        raise KeyboardInterrupt from error
+    if code == _INTERRUPTED:
+        raise KeyboardInterrupt
+    return code or 0

@@ -1,0 +1,20 @@
+"""``tokenmerge env``."""
+
+from __future__ import annotations
+
+import json
+
+from tokenmerge.cli import tables
+from tokenmerge.cli.arguments import AsJson
+from tokenmerge.measure.bench.env import environment
+
+__all__ = ["env"]
+
+
+def env(as_json: AsJson = False) -> None:
+    """Show versions, devices, threads and the attention back-ends found here."""
+    found = environment()
+    if as_json:
+        print(json.dumps(found, indent=2))
+    else:
+        tables.show(tables.environment_table(found))

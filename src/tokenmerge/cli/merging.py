@@ -1,0 +1,101 @@
+"""The options that say how tokens merge, once for all commands that have them."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from itertools import chain
+from typing import Annotated, Any
+
+from tokenmerge.cli.arguments import integer, number, option
+from tokenmerge.errors import ConfigError
+from tokenmerge.measure.method_spec import METHODS, Merging, read_setting
+
+__all__ = ["with_merging_options"]
+
+_merging = functools.partial(option, "Merging")
+
+
+def merging(
+    method: Annotated[
+        str, _merging(f"{', '.join(METHODS)}. What the options below leave out is the method's own.")
+    ] = Merging.method,
+    ratio: Annotated[
+        float | None, _merging("Fraction of tokens removed, from 0 to 1 - 1/(sx*sy).", parser=number)
+    ] = None,
+    max_downsample: Annotated[
+        int | None, _merging("Deepest level that merges: 1, 2, 4 or 8. SDXL needs 2.", parser=integer)
+    ] = None,
+    sx: Annotated[
+        int | None, _merging("Width in tokens of a cell with one destination.", "--sx", parser=integer)
+    ] = None,
+    sy: Annotated[int | None, _merging("Height in tokens of such a cell.", "--sy", parser=integer)] = None,
+    use_rand: Annotated[
+        bool | None, _merging("Draw the destination of each cell at random.", "--rand/--no-rand")
+    ] = None,
+    merge_attn: Annotated[
+        bool | None, _merging("Merge around self-attention.", "--merge-attn/--no-merge-attn")
+    ] = None,
+    merge_crossattn: Annotated[
+        bool | None, _merging("Merge around cross-attention too.", "--merge-crossattn/--no-merge-crossattn")
+    ] = None,
+    merge_mlp: Annotated[
+        bool | None, _merging("Merge around the feed-forward layer too.", "--merge-mlp/--no-merge-mlp")
+    ] = None,
+    settings: Annotated[
+        list[str] | None,
+        _merging(
+            "NAME=VALUE: any field of ToMeConfig, such as scope=block, reuse_every=2 or schedule=1.4/0.6; "
+            'levels and phases as JSON: levels={"2": {"ratio": 0.25}}. May be repeated.',
+            "--set",
+        ),
+    ] = None,
+) -> Merging:
+    """What the options say.
+
+    Raises:
+        ConfigError: a method or a setting is unknown, given twice, or out of its range.
+    """
+    options = {
+        "ratio": ratio,
+        "max_downsample": max_downsample,
+        "sx": sx,
+        "sy": sy,
+        "use_rand": use_rand,
+        "merge_attn": merge_attn,
+        "merge_crossattn": merge_crossattn,
+        "merge_mlp": merge_mlp,
+    }
+    changes: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
+    for text in settings or ():
+        try:
+            name, value = read_setting(text)
+        except ConfigError as error:
+            raise ConfigError(f"set: {error}") from error
+        if name in changes:
+            raise ConfigError(f"set: {name} is given twice, as {changes[name]!r} and as {value!r}")
+        changes[name] = value
+    return Merging(method, changes)
+
+
+def with_merging_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the options of :func:`merging` in the place of its argument ``merging``."""
+    options = inspect.signature(merging, eval_str=True).parameters
+
+    @functools.wraps(command)
+    def with_options(**values: Any) -> None:
+        told = merging(**{name: values.pop(name) for name in options})
+        command(**values, merging=told)
+
+    own = inspect.signature(command, eval_str=True).parameters
+    parameters = [
+        parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+        for parameter in chain.from_iterable(
+            options.values() if name == "merging" else (parameter,) for name, parameter in own.items()
+        )
+    ]
+    # What typer reads.
+    with_options.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    with_options.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return with_options

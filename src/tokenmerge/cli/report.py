@@ -1,0 +1,86 @@
+"""``tokenmerge report``."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tokenmerge.errors import ConfigError
+from tokenmerge.measure.files import write_atomically, writing
+from tokenmerge.measure.reporting.compare import compare, parse_tolerance
+from tokenmerge.measure.reporting.formats import as_csv, as_html, as_markdown, quality_as_csv
+from tokenmerge.measure.reporting.report_data import content_of
+from tokenmerge.measure.reporting.results import read_results
+
+__all__ = ["report"]
+
+_FORMATS = (".html", ".md", ".csv")
+
+
+def report(
+    results: Annotated[
+        list[Path] | None, typer.Argument(help="Files or folders of tokenmerge bench and evaluate.")
+    ] = None,
+    out: Annotated[
+        Path,
+        typer.Option("--out", "-o", help="A .html gets a .md and .csv beside it; .md or .csv come alone."),
+    ] = Path("outputs/report.html"),
+    compare_files: Annotated[
+        tuple[Path, Path] | None,
+        typer.Option("--compare", metavar="A B", help="Print t_B / t_A cell by cell instead of a report."),
+    ] = None,
+    fail_if_slower: Annotated[
+        str | None,
+        typer.Option(help="With --compare: exit with 1 if a cell takes this much longer, such as 5%."),
+    ] = None,
+) -> None:
+    """Make tables, plots and pictures from results: one HTML page, Markdown and CSV.
+
+    The page stands alone: it needs no network and no file beside it. The CSV files hold every record: one the
+    times, one, where there are any, the figures of quality.
+    """
+    if compare_files is not None:
+        _compare(*compare_files, fail_if_slower, results)
+        return
+    if fail_if_slower is not None:
+        raise ConfigError("fail-if-slower: it needs --compare A B, the results before and after")
+    if out.suffix not in _FORMATS:
+        raise ConfigError(f"out: expected a file ending in {', '.join(_FORMATS)}, got {out}")
+    found = read_results(results or [])
+    content = content_of(found)
+    for note in content.notes:
+        print(f"note: {note}", file=sys.stderr)
+    whole = out.suffix == ".html"
+    if whole:
+        _write(out, as_html(content))
+    if whole or out.suffix == ".md":
+        _write(out.with_suffix(".md"), as_markdown(content))
+    if whole or out.suffix == ".csv":
+        _write(out.with_suffix(".csv"), as_csv(found.cells))
+        if found.quality:
+            _write(out.with_name(f"{out.stem}-quality.csv"), quality_as_csv(found.quality))
+
+
+def _write(path: Path, text: str) -> None:
+    with writing(path, "out", "choose another file with --out"):
+        write_atomically(path, lambda unfinished: unfinished.write_text(text, encoding="utf-8"))
+    print(path)
+
+
+def _compare(before: Path, after: Path, fail_if_slower: str | None, results: list[Path] | None) -> None:
+    if results:
+        raise ConfigError(f"compare: expected two results and nothing more, got {results[0]} too")
+    tolerance = None if fail_if_slower is None else parse_tolerance(fail_if_slower)
+    comparison = compare(read_results([before]).cells, read_results([after]).cells)
+    for change in comparison.changes:
+        print(change)
+    for name in comparison.only_before:
+        print(f"{name}: only in {before}")
+    for name in comparison.only_after:
+        print(f"{name}: only in {after}")
+    if tolerance is not None and (slower := comparison.slower(tolerance)):
+        print(f"{len(slower)} of {len(comparison.changes)} cells are slower by more than {fail_if_slower}")
+        raise typer.Exit(1)

@@ -1,0 +1,4 @@
+"""Measuring: loading pipelines, generating, timing, judging pictures, and reports from records.
+
+The core does not import it, and can be read without it. May import everything but ``cli``.
+"""

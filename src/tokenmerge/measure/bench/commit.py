@@ -1,0 +1,39 @@
+"""Which version of this package's source is measured."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import subprocess
+from pathlib import Path
+
+__all__ = ["source_commit"]
+
+_SOURCE = Path(__file__).parents[2]
+
+
+def source_commit() -> str | None:
+    """The commit that last changed the package, with ``+changes-HASH`` where files differ from it.
+
+    Returns:
+        None outside a git checkout. Commits that touch other files do not show: they change no figure. The
+        hash is of the changes and of the files that git does not know, so that two states have two names.
+    """
+    if shutil.which("git") is None:
+        return None
+    commit = _git("log", "-1", "--format=%h", "--", ".")
+    if not commit:
+        return None
+    # Of a binary file, it names the content by a hash.
+    changes = _git("diff", "HEAD", "--no-ext-diff", "--no-color", "--", ".")
+    unknown = _git("ls-files", "--others", "--exclude-standard", "-z", "--", ".").split("\0")
+    found = hashlib.sha256(changes.encode())
+    for name in filter(None, unknown):
+        found.update(name.encode() + hashlib.sha256((_SOURCE / name).read_bytes()).digest())
+    return f"{commit}+changes-{found.hexdigest()[:8]}" if changes or any(unknown) else commit
+
+
+def _git(*arguments: str) -> str:
+    command = ["git", "-C", str(_SOURCE), *arguments]
+    done = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace", check=False)
+    return done.stdout.strip()

@@ -1,0 +1,177 @@
+"""What to measure: the axes of a benchmark, from flags, a file or a preset; knows no model."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from tokenmerge.errors import ConfigError
+from tokenmerge.measure.bench.variants import ORACLE, VARIANTS, VariantSpec, oracle_of, parse_variant
+from tokenmerge.measure.pipelines.settings import ATTENTION_CHOICES, DTYPE_CHOICES
+from tokenmerge.measure.pipelines.sizes import parse_size
+
+__all__ = ["SCOPES", "Grid"]
+
+SCOPES = ("denoiser", "pipeline")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Grid:
+    """The axes and the settings that all cells share.
+
+    Axes, of which every combination is measured:
+
+    Args:
+        model: bundled models, folders, hub ids, or ``geometry:NAME``; at least one.
+        size: ``WIDTHxHEIGHT`` or one number for a square, in pixels; empty: each model's own.
+        batch: pictures per call, each ≥ 1.
+        dtype: ``"auto"``, ``"fp32"``, ``"fp16"`` or ``"bf16"``.
+        attention: ``"sdpa"``, ``"xformers"`` or ``"default"``, two plain matrix products and a softmax.
+        compile: whether the denoiser goes through ``torch.compile``.
+        variants: what is measured beside dense, such as ``"tome"`` or ``"tome:ratio=0.75,merge_mlp"``.
+        ratio: ratios for the variants that do not say their own.
+
+    Settings:
+
+    Args:
+        max_downsample: deepest level that merges, for the variants that do not say their own; None: theirs.
+        scope: ``"denoiser"``, one call of it, or ``"pipeline"``, from the prompt to the picture.
+        steps: denoising steps, ≥ 1.
+        scheduler: short name or diffusers class name; None: the model's own.
+        guidance: scale of classifier-free guidance, ≥ 0; None: the model's own. Above 1 the denoiser sees
+            every picture twice.
+        frames: frames of a video model, ≥ 1.
+        seed: of weights, inputs and noise, ≥ 0.
+        device: ``"auto"`` or a torch device name.
+        threads: of the CPU, ≥ 1; None: torch's own choice.
+        rounds: timed calls of each cell, ≥ 1; all cells of one setting take turns.
+        warmup: untimed calls before them, ≥ 1; of compiled cells at least three.
+        about: what the grid is for, in words.
+
+    Raises:
+        ConfigError: a value is outside these ranges.
+    """
+
+    model: tuple[str, ...] = ("geometry:sd15",)
+    size: tuple[str, ...] = ()
+    batch: tuple[int, ...] = (1,)
+    dtype: tuple[str, ...] = ("auto",)
+    attention: tuple[str, ...] = ("sdpa",)
+    compile: tuple[bool, ...] = (False,)
+    variants: tuple[str, ...] = ("tome", "tomesd", "oracle", "fewer-steps")
+    ratio: tuple[float, ...] = (0.5,)
+    max_downsample: int | None = None
+    scope: str = "denoiser"
+    steps: int = 25
+    scheduler: str | None = None
+    guidance: float | None = None
+    frames: int = 81
+    seed: int = 0
+    device: str = "auto"
+    threads: int | None = None
+    rounds: int = 5
+    warmup: int = 1
+    about: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("model", "batch", "dtype", "attention", "compile", "variants", "ratio"):
+            if not getattr(self, name):
+                raise ConfigError(f"{name}: expected at least one value, got none")
+        for size in self.size:
+            parse_size(size)
+        for batch in self.batch:
+            _check_integer("batch", batch, 1)
+        for name in ("steps", "frames", "rounds", "warmup"):
+            _check_integer(name, getattr(self, name), 1)
+        _check_integer("seed", self.seed, 0)
+        if self.threads is not None:
+            _check_integer("threads", self.threads, 1)
+        if self.max_downsample is not None:
+            _check_integer("max_downsample", self.max_downsample, 1)
+        for name, choices in (("dtype", DTYPE_CHOICES), ("attention", ATTENTION_CHOICES)):
+            for value in getattr(self, name):
+                _check_choice(name, value, choices)
+        _check_choice("scope", self.scope, SCOPES)
+        guidance = self.guidance
+        if guidance is not None and not (_is_number(guidance) and math.isfinite(guidance) and guidance >= 0):
+            raise ConfigError(f"guidance: expected a number ≥ 0, got {guidance!r}")
+        self.specs()
+
+    def specs(self) -> list[VariantSpec]:
+        """The variants, each with every ratio where it takes one and does not say its own.
+
+        An oracle without settings of its own is the bound of each merging variant beside it.
+
+        Raises:
+            ConfigError: a variant or one of its settings is unknown or out of range.
+        """
+        defaults: dict[str, Any] = {}
+        if self.max_downsample is not None:
+            defaults["max_downsample"] = self.max_downsample
+        specs: list[VariantSpec] = []
+        for text in self.variants:
+            specs += parse_variant(text, self.ratio, defaults)
+        merging = [spec for spec in specs if VARIANTS[spec.name].is_faster]
+        if ORACLE in self.variants and merging:
+            oracles = [oracle for oracle in map(oracle_of, merging) if oracle is not None]
+            plain = parse_variant(ORACLE, self.ratio, defaults)
+            specs = [spec for spec in specs if spec not in plain] + oracles
+        return list(dict.fromkeys(specs))
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any], where: str) -> Grid:
+        """A grid from what a TOML or YAML file holds; a single value stands for a list of one.
+
+        Args:
+            values: by the names of the arguments.
+            where: what they come from, for the message.
+
+        Raises:
+            ConfigError: a name is unknown, or a value is of the wrong type or out of range.
+        """
+        fields = {field.name: field for field in dataclasses.fields(cls)}
+        unknown = sorted(set(values) - set(fields))
+        if unknown:
+            raise ConfigError(
+                f"{where}: unknown setting {', '.join(map(repr, unknown))}; take some of {', '.join(fields)}"
+            )
+        arguments: dict[str, Any] = {}
+        for name, value in values.items():
+            if isinstance(fields[name].default, tuple):
+                items = value if isinstance(value, list | tuple) else [value]
+                arguments[name] = tuple(map(str, items)) if name == "size" else tuple(items)
+            else:
+                arguments[name] = value
+            _check_type(name, arguments[name], str(fields[name].type), where)
+        try:
+            return cls(**arguments)
+        except ConfigError as error:
+            raise ConfigError(f"{where}: {error}") from error
+
+
+_TYPES: dict[str, tuple[type, ...]] = {"str": (str,), "int": (int,), "bool": (bool,), "float": (int, float)}
+
+
+def _check_type(name: str, value: object, annotation: str, where: str) -> None:
+    """Compare a value with its annotation: ``tuple[X, ...]``, ``X`` or ``X | None``."""
+    wanted = annotation.removeprefix("tuple[").removesuffix(", ...]").removesuffix(" | None")
+    for item in value if isinstance(value, tuple) else (value,):
+        right = isinstance(item, _TYPES[wanted]) and (isinstance(item, bool) == (wanted == "bool"))
+        if not right:
+            raise ConfigError(f"{where}: {name}: expected {wanted}, got {item!r}")
+
+
+def _check_integer(name: str, value: object, lowest: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < lowest:
+        raise ConfigError(f"{name}: expected an integer ≥ {lowest}, got {value!r}")
+
+
+def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ConfigError(f"{name}: expected one of {', '.join(choices)}, got {value!r}")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

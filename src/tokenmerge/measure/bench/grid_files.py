@@ -1,0 +1,77 @@
+"""Grids as data: TOML and YAML files, and the presets that come with the package."""
+
+from __future__ import annotations
+
+import importlib
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from tokenmerge.errors import ConfigError
+from tokenmerge.measure.bench.grid import Grid
+
+__all__ = ["preset_names", "read_grid", "read_preset"]
+
+_PRESETS = resources.files("tokenmerge.measure.bench") / "presets"
+
+
+def preset_names() -> tuple[str, ...]:
+    """Names of the presets.
+
+    >>> preset_names()
+    ('diffusers-docs', 'paper', 'ppdiffusers')
+    """
+    names = (file.name for file in _PRESETS.iterdir())
+    return tuple(sorted(name.removesuffix(".toml") for name in names if name.endswith(".toml")))
+
+
+def read_preset(name: str) -> dict[str, Any]:
+    """The values of a preset.
+
+    Raises:
+        ConfigError: there is no such preset.
+    """
+    if name not in preset_names():
+        raise ConfigError(f"preset: expected one of {', '.join(preset_names())}, got {name!r}")
+    return _toml((_PRESETS / f"{name}.toml").read_text(encoding="utf-8"), f"preset {name}")
+
+
+def read_grid(path: Path) -> dict[str, Any]:
+    """The values of a grid file, TOML or YAML by its suffix, checked.
+
+    Raises:
+        ConfigError: it cannot be read or parsed, or does not describe a grid.
+    """
+    parsers = {".toml": _toml, ".yaml": _yaml, ".yml": _yaml}
+    parse = parsers.get(path.suffix.lower())
+    if parse is None:
+        raise ConfigError(f"grid: expected a file ending in {', '.join(parsers)}, got {path}")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"grid: cannot read {path}: {error}") from error
+    values = parse(text, str(path))
+    Grid.from_dict(values, str(path))
+    return values
+
+
+def _toml(text: str, where: str) -> dict[str, Any]:
+    try:
+        parser: Any = importlib.import_module("tomllib")
+    except ModuleNotFoundError:  # Python 3.10
+        parser = importlib.import_module("tomli")
+    try:
+        return parser.loads(text)
+    except parser.TOMLDecodeError as error:
+        raise ConfigError(f"grid: {where} is not valid TOML: {error}") from error
+
+
+def _yaml(text: str, where: str) -> dict[str, Any]:
+    parser: Any = importlib.import_module("yaml")
+    try:
+        values = parser.safe_load(text)
+    except parser.YAMLError as error:
+        raise ConfigError(f"grid: {where} is not valid YAML: {error}") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"grid: {where} should hold settings by name, such as `ratio: [0.5]`")
+    return values

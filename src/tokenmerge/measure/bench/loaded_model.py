@@ -1,0 +1,210 @@
+"""The model that a benchmark runs on, loaded once for all cells that need it in the same form."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import inspect
+from collections.abc import Callable
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from tokenmerge.errors import ConfigError
+from tokenmerge.measure.bench.geometry import (
+    PREFIX,
+    build_denoiser,
+    build_pipeline,
+    depth_note,
+    find_geometry,
+)
+from tokenmerge.measure.bench.inputs import InputSize, example_inputs
+from tokenmerge.measure.pipelines.loading import denoiser_name, find_model, guides, load_pipeline, load_sketch
+from tokenmerge.measure.pipelines.settings import set_scheduler
+from tokenmerge.models.base import is_a
+
+__all__ = ["ModelFacts", "Subject", "find_facts", "load_subject", "shared_copy"]
+
+_WITH_FRAMES = "WanTransformer3DModel"
+_PROMPT = "a red apple"
+_PROMPT_TOKENS = 77
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelFacts:
+    """What is known of a model before it is loaded.
+
+    Args:
+        size: (width, height) in pixels that it was made for; None where its configs do not say.
+        multiple: pixels that width and height must be a multiple of.
+        video: whether the number of frames can be chosen.
+    """
+
+    size: tuple[int, int] | None
+    multiple: int
+    video: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Subject:
+    """A loaded model.
+
+    Args:
+        denoiser: the model that variants are applied to, on copies.
+        alone: whether a call is one of the denoiser, and not one of a whole pipeline.
+        whole: a copy of the denoiser → the pipeline with it, or the copy itself where it is alone.
+        bind: (what ``whole`` gives, size, steps) → a call without arguments that is what is timed.
+        scale: pixels per latent position, along each side.
+        guided: whether classifier-free guidance makes two samples of each picture.
+        notes: what a reader of the figures should know, in words.
+    """
+
+    denoiser: nn.Module
+    alone: bool
+    whole: Callable[[nn.Module], Any]
+    bind: Callable[[Any, InputSize, int], Callable[[], object]]
+    scale: int
+    guided: bool
+    notes: tuple[str, ...]
+
+
+def find_facts(model: str) -> ModelFacts:
+    """Look at a model's configs alone.
+
+    Args:
+        model: ``geometry:NAME``, a bundled model, a diffusers folder or a hub id.
+
+    Raises:
+        ConfigError: it is none of these, or cannot be read.
+    """
+    if model.startswith(PREFIX):
+        geometry = find_geometry(model)
+        return ModelFacts(geometry.size, geometry.multiple, video=geometry.denoiser.startswith("Wan"))
+    sketch = load_sketch(find_model(model))
+    return ModelFacts(sketch.size, sketch.scale, video=is_a(sketch.denoiser, _WITH_FRAMES))
+
+
+def load_subject(
+    model: str,
+    scope: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    scheduler: str | None,
+    guidance: float | None,
+    seed: int,
+) -> Subject:
+    """Load a model or build it from its geometry.
+
+    Args:
+        model: as for :func:`find_facts`.
+        scope: ``"denoiser"`` or ``"pipeline"``.
+        dtype: of all weights.
+        device: where it runs.
+        scheduler: short name or class name; None: the model's own.
+        guidance: scale of classifier-free guidance; None: the model's own.
+        seed: of random weights and of inputs.
+
+    Raises:
+        ConfigError: it cannot be loaded, or not be measured in this scope.
+        MissingExtraError: diffusers is not installed.
+    """
+    notes: list[str] = []
+    if model.startswith(PREFIX):
+        geometry = find_geometry(model)
+        notes += ["random weights", *filter(None, [depth_note(model)])]
+        guided = geometry.guided and (guidance is None or guidance > 1)
+        if scope == "denoiser":
+            denoiser = build_denoiser(geometry, dtype, device, seed)
+            return _denoiser_alone(denoiser, 8, guided, seed, notes)
+        pipe = build_pipeline(geometry, dtype, device, seed)
+        notes.append("without the text encoders: the pipeline is given prompt embeddings")
+    else:
+        pipe = load_pipeline(find_model(model), dtype, device)
+        guided = guides(pipe, guidance)
+    denoiser = getattr(pipe, denoiser_name(pipe))
+    scale = int(getattr(pipe, "vae_scale_factor", 1))
+    if scope == "denoiser":
+        return _denoiser_alone(denoiser, scale, guided, seed, notes)
+    if scheduler is not None:
+        set_scheduler(pipe, scheduler)
+    pipe.set_progress_bar_config(disable=True)
+    call = _PipelineCall(pipe, guidance, seed)
+    return Subject(denoiser, False, call.whole, call, scale, guided, tuple(notes))
+
+
+def shared_copy(module: nn.Module) -> nn.Module:
+    """A copy whose modules are its own and whose weights are those of the original, not copied."""
+    shared = {id(tensor): tensor for tensor in chain(module.parameters(), module.buffers())}
+    return copy.deepcopy(module, shared)
+
+
+def _denoiser_alone(denoiser: nn.Module, scale: int, guided: bool, seed: int, notes: list[str]) -> Subject:
+    def bind(model: nn.Module, size: InputSize, steps: int) -> Callable[[], object]:
+        inputs = example_inputs(denoiser, size, seed, guided)
+
+        def call() -> object:
+            # As at each step of a generation: what was planned for a sample is used again while that lives.
+            args, kwargs = tree_map_only(Tensor, torch.clone, (inputs.args, inputs.kwargs))
+            with torch.no_grad():
+                return model(*args, **kwargs)
+
+        return call
+
+    return Subject(denoiser, True, lambda model: model, bind, scale, guided, tuple(notes))
+
+
+class _PipelineCall:
+    """Binds a pipeline to a call of it."""
+
+    def __init__(self, pipe: Any, guidance: float | None, seed: int) -> None:
+        self.pipe, self.guidance, self.seed = pipe, guidance, seed
+
+    def whole(self, model: nn.Module) -> Any:
+        pipe = copy.copy(self.pipe)
+        setattr(pipe, denoiser_name(pipe), model)
+        return pipe
+
+    def __call__(self, pipe: Any, size: InputSize, steps: int) -> Callable[[], object]:
+        parameters = inspect.signature(pipe.__call__).parameters
+        if not {"prompt", "width", "height", "num_inference_steps"} <= set(parameters):
+            raise ConfigError(f"scope: {type(pipe).__name__} draws nothing from text; take --scope denoiser")
+        images = size.samples
+        arguments: dict[str, Any] = {
+            "num_inference_steps": steps,
+            "width": size.width,
+            "height": size.height,
+            # Tensors: random weights make values that a conversion to 8 bits would warn of.
+            "output_type": "pt",
+            **(self._embeddings(images) if pipe.tokenizer is None else {"prompt": [_PROMPT] * images}),
+        }
+        if is_a(getattr(self.pipe, denoiser_name(pipe)), _WITH_FRAMES):
+            arguments["num_frames"] = size.frames
+        if self.guidance is not None:
+            if "guidance_scale" not in parameters:
+                raise ConfigError(f"guidance: {type(pipe).__name__} has none; leave that option out")
+            arguments["guidance_scale"] = self.guidance
+
+        def call() -> object:
+            generators = [torch.Generator("cpu").manual_seed(self.seed + i) for i in range(images)]
+            return pipe(**arguments, generator=generators)
+
+        return call
+
+    def _embeddings(self, images: int) -> dict[str, Any]:
+        """What the text encoders would make of a prompt and of the empty one."""
+        unet, config = self.pipe.unet, self.pipe.unet.config
+        generator = torch.Generator("cpu").manual_seed(self.seed)
+
+        def noise(*shape: int) -> torch.Tensor:
+            return torch.randn(images, *shape, generator=generator).to(unet.device, unet.dtype)
+
+        width = config.cross_attention_dim
+        names = ["prompt_embeds", "negative_prompt_embeds"]
+        embeddings = {name: noise(_PROMPT_TOKENS, width) for name in names}
+        if config.addition_embed_type == "text_time":
+            pooled = config.projection_class_embeddings_input_dim - 6 * config.addition_time_embed_dim
+            embeddings |= {name.replace("prompt", "pooled_prompt"): noise(pooled) for name in names}
+        return embeddings

@@ -1,0 +1,110 @@
+"""Block caches as rivals of merging: what a model computed at one step is used again at the next ones."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from tokenmerge.errors import ConfigError, UnsupportedModelError
+from tokenmerge.measure.pipelines.loading import denoiser_name
+
+__all__ = ["deepcache", "deepcache_missing", "first_block_cache"]
+
+
+@contextlib.contextmanager
+def deepcache(pipe: Any, config: None, report: None, interval: float) -> Iterator[None]:
+    """Run all of a UNet at every ``interval``-th step alone, with the package DeepCache.
+
+    Its last layer on the way up runs at every step. Source: arXiv 2312.00858.
+
+    Raises:
+        ConfigError: there is no pipeline, whose steps it follows, or ``interval`` is not a whole number from
+            2 on.
+        UnsupportedModelError: the pipeline has no UNet.
+    """
+    _check_pipeline("deepcache", pipe)
+    if interval < 2 or interval != int(interval):
+        raise ConfigError(f"deepcache: interval is a whole number of steps, at least 2, got {interval:g}")
+    if not hasattr(getattr(pipe, "unet", None), "down_blocks"):
+        raise UnsupportedModelError(f"deepcache: it is made for UNets, and {type(pipe).__name__} has none")
+    helper = importlib.import_module("DeepCache").DeepCacheSDHelper(pipe=pipe)
+    helper.set_params(cache_interval=int(interval), cache_branch_id=0)
+    before = [module for module in pipe.unet.modules() if "forward" not in module.__dict__]
+    helper.enable()
+    try:
+        yield
+    finally:
+        helper.disable()
+        for module in before:  # it puts methods back as attributes of the instance
+            module.__dict__.pop("forward", None)
+
+
+def deepcache_missing() -> str | None:
+    """Why DeepCache cannot run here; None if it can."""
+    found = importlib.util.find_spec("DeepCache") is not None
+    return None if found else "DeepCache is not installed; run: pip install DeepCache==0.1.1"
+
+
+@contextlib.contextmanager
+def first_block_cache(pipe: Any, config: None, report: None, threshold: float) -> Iterator[None]:
+    """Leave out all blocks but the first while what that one changes differs little from step to step.
+
+    diffusers' own implementation, also for Stable Diffusion 3, whose class does not offer it; there the last
+    block, which returns no text, runs always. Source: ParaAttention's First Block Cache.
+
+    Args:
+        pipe: a pipeline.
+        config: not used.
+        report: not used.
+        threshold: mean absolute difference, as a share, up to which blocks are left out: the larger, the
+            faster and the less close.
+
+    Raises:
+        ConfigError: there is no pipeline, whose steps it follows.
+        UnsupportedModelError: the model has no list of transformer blocks.
+    """
+    from diffusers import CacheMixin, FirstBlockCacheConfig
+
+    _check_pipeline("first-block-cache", pipe)
+    model = getattr(pipe, denoiser_name(pipe))
+    if isinstance(model, CacheMixin):
+        cached: Any = model
+    else:
+        cached = type("Blocks", (nn.Module, CacheMixin), {})()
+        cached.transformer_blocks = _blocks_with_text(model)
+    try:
+        cached.enable_cache(FirstBlockCacheConfig(threshold=threshold))
+    except (IndexError, ValueError) as error:  # no list of blocks, or blocks that it does not know
+        raise UnsupportedModelError(
+            f"first-block-cache: diffusers does not know the transformer blocks of {type(model).__name__}"
+        ) from error
+    with contextlib.ExitStack() as in_force:
+        in_force.callback(cached.disable_cache)
+        if cached is not model:
+            # Nobody else tells the blocks when a generation begins.
+            generation = in_force.enter_context(contextlib.ExitStack())
+
+            def begin(*args: object) -> None:
+                if not pipe.scheduler.step_index:
+                    generation.close()
+                    cached._reset_stateful_cache()
+                    generation.enter_context(cached.cache_context("all"))
+
+            in_force.callback(model.register_forward_pre_hook(begin).remove)
+        yield
+
+
+def _blocks_with_text(model: nn.Module) -> nn.ModuleList:
+    """The joint blocks that return both streams."""
+    blocks = getattr(model, "transformer_blocks", ())
+    return nn.ModuleList(block for block in blocks if not getattr(block, "context_pre_only", False))
+
+
+def _check_pipeline(name: str, pipe: object) -> None:
+    if isinstance(pipe, nn.Module):
+        raise ConfigError(f"{name}: it follows the denoising steps of a pipeline; take --scope pipeline")

@@ -1,0 +1,83 @@
+"""Timing that a reader can trust: warm, synchronised, interleaved, medians with their spread."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+
+from tokenmerge.measure.bench.memory import peak_memory, reset_peak_memory
+
+__all__ = ["Measurement", "Times", "interleaved", "synchronize"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Measurement:
+    """One timed call of one variant.
+
+    Args:
+        variant: name of what ran.
+        seconds: wall-clock time of the call, > 0.
+        peak_bytes: most memory held during the call, or ``None`` where that cannot be read.
+    """
+
+    variant: str
+    seconds: float
+    peak_bytes: int | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Times:
+    """Median and spread of repeated timings, in seconds.
+
+    >>> Times.of([1.0, 5.0, 2.0])
+    Times(median=2.0, fastest=1.0, slowest=5.0, runs=3)
+    """
+
+    median: float
+    fastest: float
+    slowest: float
+    runs: int
+
+    @classmethod
+    def of(cls, seconds: Sequence[float]) -> Times:
+        """Summarise at least one timing."""
+        return cls(statistics.median(seconds), min(seconds), max(seconds), len(seconds))
+
+
+def interleaved(
+    variants: Mapping[str, Callable[[], object]], repeat: int, device: torch.device
+) -> Iterator[Measurement]:
+    """Time every variant ``repeat`` times, taking turns, and yield each measurement as it arises.
+
+    Taking turns lets a machine that slows down or speeds up meanwhile touch all variants alike. Warm-up
+    is the caller's: call each variant once before, so that compilation and caches are not timed.
+
+    Args:
+        variants: name → call without arguments.
+        repeat: timed calls per variant, ≥ 1.
+        device: where the variants run; its queue is emptied before each reading of the clock.
+
+    Yields:
+        ``repeat`` × ``len(variants)`` measurements, in the order in which they ran.
+    """
+    for _ in range(repeat):
+        for variant, run in variants.items():
+            counts_memory = reset_peak_memory(device)
+            synchronize(device)
+            start = time.perf_counter()
+            run()
+            synchronize(device)
+            seconds = time.perf_counter() - start
+            yield Measurement(variant, seconds, peak_memory(device) if counts_memory else None)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until everything queued on ``device`` is done; a CPU has no queue."""
+    if device.type == "mps":  # of which there is one
+        torch.mps.synchronize()
+    elif device.type != "cpu":
+        getattr(torch, device.type).synchronize(device)

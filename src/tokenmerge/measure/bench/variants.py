@@ -1,0 +1,225 @@
+"""What a benchmark compares: one entry for each variant."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+from tokenmerge.config import ToMeConfig
+from tokenmerge.errors import ConfigError
+from tokenmerge.measure.bench import rivals, variant_contexts
+from tokenmerge.measure.bench.records import variant_label
+from tokenmerge.measure.method_spec import METHODS, SETTINGS, Merging, as_plain, read_setting
+from tokenmerge.report import Report
+
+__all__ = [
+    "DENSE",
+    "FEWER_STEPS",
+    "ORACLE",
+    "VARIANTS",
+    "Variant",
+    "VariantSpec",
+    "oracle_of",
+    "parse_variant",
+]
+
+DENSE, ORACLE, FEWER_STEPS, TOMESD = "dense", "oracle", "fewer-steps", "tomesd"
+
+# Commas between settings, not those within the JSON of one: there, what follows is in quotes.
+_COMMA = re.compile(r",(?=\s*[A-Za-z_])")
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """How a variant is called and applied.
+
+    Args:
+        apply: called with the model, its configuration and the report on it at the size at hand (both None
+            for a variant without settings); the variant is in force while the context lasts, which gives the
+            patch, if it is one of this package.
+        method: whose settings it has, of :data:`tokenmerge.measure.method_spec.METHODS`; None: it has none.
+        of_pipeline: whether it is put on a whole pipeline where there is one, instead of its denoiser.
+        is_faster: whether it makes usable pictures in less time: then it gets fewer steps beside it, and an
+            oracle where it merges.
+        missing: why it cannot run here, or None.
+        takes: names of the settings that it knows.
+        number: name and value of the one setting of a variant without a method, which ``apply`` is called
+            with by name.
+    """
+
+    apply: Callable[..., AbstractContextManager[Any]]
+    method: str | None = None
+    of_pipeline: bool = False
+    is_faster: bool = False
+    missing: Callable[[], str | None] = lambda: None
+    takes: Collection[str] = SETTINGS
+    number: tuple[str, float] | None = None
+
+
+VARIANTS = {
+    DENSE: Variant(variant_contexts.dense),
+    **{
+        method: Variant(variant_contexts.tokenmerge, method, of_pipeline=True, is_faster=True)
+        for method in METHODS
+        if method != TOMESD
+    },
+    # The package of that name; this package with its settings is tome:share_guidance=false.
+    TOMESD: Variant(
+        variant_contexts.tomesd,
+        "tome",
+        is_faster=True,
+        missing=variant_contexts.tomesd_missing,
+        takes=variant_contexts.TOMESD_SETTINGS,
+    ),
+    "deepcache": Variant(
+        rivals.deepcache,
+        of_pipeline=True,
+        is_faster=True,
+        missing=rivals.deepcache_missing,
+        number=("interval", 3),
+    ),
+    "first-block-cache": Variant(
+        rivals.first_block_cache, of_pipeline=True, is_faster=True, number=("threshold", 0.1)
+    ),
+    ORACLE: Variant(variant_contexts.oracle, "tome"),
+    # Dense with as many steps as fit into the time of a merged variant: how many is known after that one ran.
+    FEWER_STEPS: Variant(variant_contexts.dense),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class VariantSpec:
+    """A variant with its settings.
+
+    Args:
+        name: of :data:`VARIANTS`.
+        settings: name and value of those that differ from the method's own, and of the ratio; values as
+            :func:`tokenmerge.measure.method_spec.as_plain` makes them.
+    """
+
+    name: str
+    settings: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def label(self) -> str:
+        """In words, such as ``"tome ratio=0.5"``."""
+        return variant_label(self.name, dict(self.settings))
+
+    @property
+    def merging(self) -> Merging | None:
+        """The method and what is changed of it; None for a variant without settings."""
+        method = VARIANTS[self.name].method
+        return None if method is None else Merging(method, dict(map(_read, self.settings)))
+
+    def apply(
+        self, target: object, config: ToMeConfig | None, report: Report | None
+    ) -> AbstractContextManager[Any]:
+        """Put the variant on a model or a pipeline for as long as the context lasts.
+
+        Args:
+            target: a pipeline where the variant is one ``of_pipeline`` and there is one, else the denoiser.
+            config: what :meth:`config` returned.
+            report: of merging at the size at hand, for a bound.
+        """
+        variant = VARIANTS[self.name]
+        own = {} if variant.number is None else dict(self.settings)
+        return variant.apply(target, config, report, **own)
+
+    def config(self, pipe_or_model: object = None, follows_steps: bool | None = None) -> ToMeConfig | None:
+        """The configuration; None for a variant without settings.
+
+        Args:
+            pipe_or_model: what is to merge, for a method that chooses by it.
+            follows_steps: as for :func:`tokenmerge.auto.choose`.
+        """
+        return None if self.merging is None else self.merging.config(pipe_or_model, follows_steps)
+
+
+def parse_variant(text: str, ratios: Sequence[float], defaults: Mapping[str, Any]) -> list[VariantSpec]:
+    """Read ``NAME`` or ``NAME:SETTING=VALUE,…``, with settings as :func:`read_setting` reads them.
+
+    Args:
+        text: such as ``"tome:max_downsample=2,merge_mlp"`` or ``"sdtm:schedule=1.2/0.8"``.
+        ratios: one variant is made for each, unless the text says its own, or the planner removes the same
+            at any.
+        defaults: values of settings that the text does not give.
+
+    Raises:
+        ConfigError: the name or a setting is unknown, or a value is out of range.
+
+    >>> [spec.label for spec in parse_variant("tome:merge_mlp", [0.25, 0.5], {})]
+    ['tome ratio=0.25 merge_mlp', 'tome ratio=0.5 merge_mlp']
+    """
+    name, _, rest = text.partition(":")
+    if name not in VARIANTS:
+        raise ConfigError(f"variant: expected one of {', '.join(VARIANTS)}, got {name!r}")
+    variant = VARIANTS[name]
+    if variant.number is not None:
+        return [VariantSpec(name, (_read_number(name, rest, *variant.number),))]
+    if variant.method is None:
+        if rest:
+            raise ConfigError(f"variant: {name} takes no settings, got {rest!r}")
+        return [VariantSpec(name)]
+    try:
+        items = [read_setting(item, variant.takes) for item in _COMMA.split(rest.rstrip(", ")) if item]
+        given = {**defaults, **dict(items)}
+        method = Merging(variant.method)
+        own = ToMeConfig() if method.needs_model else method.config()
+        if given.get("planner", own.planner) == "uniform":
+            ratios = [own.ratio]
+        specs = []
+        for ratio in [given["ratio"]] if "ratio" in given else ratios:
+            changes = {**given, "ratio": float(ratio)}
+            Merging(variant.method, changes)
+            # Without the method's own, so that one variant has one name.
+            shown = [
+                (setting, as_plain(changes[setting]))
+                for setting in SETTINGS
+                if setting in changes
+                and (setting == "ratio" or method.needs_model or changes[setting] != getattr(own, setting))
+            ]
+            specs.append(VariantSpec(name, tuple(shown)))
+    except ConfigError as error:
+        raise ConfigError(f"variant {text}: {error}") from error
+    return specs
+
+
+def oracle_of(spec: VariantSpec) -> VariantSpec | None:
+    """The bound of a merging variant; None where there is none."""
+    config = None if spec.merging is None or spec.merging.needs_model else spec.config()
+    if config is None or not variant_contexts.bounds(config):
+        return None
+    plain = ToMeConfig()
+    return VariantSpec(
+        ORACLE,
+        tuple(
+            (name, getattr(config, name))
+            for name in variant_contexts.bounding_settings(config)
+            if name == "ratio" or getattr(config, name) != getattr(plain, name)
+        ),
+    )
+
+
+def _read_number(variant: str, text: str, name: str, default: float) -> tuple[str, float]:
+    """Read ``NAME=VALUE``, or nothing at all."""
+    given, _, value = text.partition("=")
+    if not text:
+        return name, default
+    try:
+        number = float(value)
+    except ValueError:
+        number = math.nan
+    if given.strip() != name or not number > 0:
+        raise ConfigError(
+            f"variant: {variant} takes {name}=NUMBER, above 0, such as {name}={default:g}, got {text!r}"
+        )
+    return name, number
+
+
+def _read(item: tuple[str, Any]) -> tuple[str, Any]:
+    name, value = item
+    return read_setting(f"{name}={value}") if isinstance(value, str) else item

@@ -1,0 +1,103 @@
+"""Drawing the pictures that are not there yet."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from tokenmerge.errors import ConfigError
+from tokenmerge.measure.bench.failures import is_out_of_memory
+from tokenmerge.measure.bench.variants import VARIANTS
+from tokenmerge.measure.evaluate.layout import Layout
+from tokenmerge.measure.evaluate.prompts import Item
+from tokenmerge.measure.evaluate.variants import Drawn
+from tokenmerge.measure.files import write_atomically, writing
+from tokenmerge.measure.pipelines.call import PipelineCall
+from tokenmerge.measure.pipelines.loading import denoiser_name
+from tokenmerge.measure.pipelines.shared_weights import twin
+
+if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline
+
+__all__ = ["CONTINUES", "Task", "draw", "missing"]
+
+CONTINUES = "the finished pictures are safe, and the same command continues after them"
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """Pictures of one variant that are drawn together."""
+
+    variant: Drawn
+    items: tuple[Item, ...]
+
+
+def missing(batches: Sequence[Sequence[Item]], variants: Sequence[Drawn], layout: Layout) -> list[Task]:
+    """What is left to draw, batch by batch, so that a run that is cut off leaves whole comparisons."""
+    tasks = []
+    for batch in batches:
+        for variant in variants:
+            left = tuple(item for item in batch if not layout.picture(variant, item).exists())
+            if left:
+                tasks.append(Task(variant, left))
+    return tasks
+
+
+def draw(
+    pipe: DiffusionPipeline,
+    call: PipelineCall,
+    tasks: Sequence[Task],
+    layout: Layout,
+    on_pictures: Callable[[int], None],
+) -> None:
+    """Draw and write pictures; each is whole as soon as it is there.
+
+    Args:
+        pipe: stays dense; every other variant gets a denoiser of its own on the same weights.
+        call: how the pipeline is called, whatever the prompts and seeds.
+        tasks: what to draw.
+        layout: where the pictures go.
+        on_pictures: called with the number of pictures that were just written.
+
+    Raises:
+        ConfigError: memory or disk is full. What was written before stays.
+    """
+    with contextlib.ExitStack() as in_force:
+        pipes: dict[Drawn, DiffusionPipeline] = {}
+        for task in tasks:
+            if task.variant not in pipes:
+                pipes[task.variant] = _variant(pipe, task.variant, in_force)
+            arguments = {
+                **call.arguments,
+                "prompt": [item.prompt.text for item in task.items],
+                "num_inference_steps": task.variant.steps,
+            }
+            seeds = tuple(item.seed for item in task.items)
+            try:
+                pictures = dataclasses.replace(call, arguments=arguments, seeds=seeds)(
+                    pipes[task.variant], lambda steps: None
+                )
+            except Exception as error:
+                if is_out_of_memory(error):
+                    raise ConfigError(
+                        f"batch: {len(task.items)} pictures at once do not fit into memory; lower --batch, "
+                        "which changes pictures by rounding alone; the finished ones are kept"
+                    ) from error
+                raise
+            for item, picture in zip(task.items, pictures, strict=True):
+                path = layout.picture(task.variant, item)
+                with writing(path, "out", CONTINUES):
+                    write_atomically(path, picture.save)
+            on_pictures(len(task.items))
+
+
+def _variant(pipe: DiffusionPipeline, variant: Drawn, in_force: contextlib.ExitStack) -> DiffusionPipeline:
+    """A pipeline with the variant applied for as long as ``in_force`` is open."""
+    copied = twin(pipe)
+    spec = variant.spec
+    kind = VARIANTS[spec.name]
+    target = copied if kind.of_pipeline else getattr(copied, denoiser_name(copied))
+    in_force.enter_context(spec.apply(target, spec.config(target), None))
+    return copied

@@ -1,0 +1,54 @@
+"""Where the pictures of an evaluation are."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tokenmerge.measure.bench.records import key_of
+from tokenmerge.measure.bench.variants import DENSE
+from tokenmerge.measure.evaluate.prompts import Item
+from tokenmerge.measure.evaluate.variants import Drawn
+from tokenmerge.measure.files import slug
+
+__all__ = ["Layout"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Names of files: equal for pictures that are drawn alike, different for all others.
+
+    What is found under its name needs not be drawn again; what was drawn with another model, size, number of
+    steps or version is never taken for it.
+
+    Args:
+        results: the file of records. The pictures are in the folder beside it that has its name.
+        conditions: everything that all the pictures depend on, as values that JSON can hold.
+    """
+
+    results: Path
+    conditions: Mapping[str, Any]
+
+    @property
+    def folder(self) -> Path:
+        """Of the pictures drawn under these conditions."""
+        c = self.conditions
+        name = f"{slug(Path(c['model']).name)}-{c['width']}x{c['height']}-{c['steps']}-steps-{key_of(c)}"
+        return self.results.with_suffix("") / name
+
+    def picture(self, variant: Drawn, item: Item) -> Path:
+        """Path of a picture, ``FOLDER/VARIANT/PROMPT-SEED.png``."""
+        spec = variant.spec
+        name = DENSE
+        if spec.name != DENSE:
+            key = key_of({"variant": spec.name, "settings": dict(spec.settings), "steps": variant.steps})
+            name = f"{slug(spec.label, longest=80)}-{key}"
+        # The prompt's beginning is for the eye; its hash tells it from others that begin alike.
+        key = key_of({"prompt": item.prompt.text})
+        return self.folder / name / f"{slug(item.prompt.text)}-{key}-seed{item.seed}.png"
+
+    def relative(self, path: Path) -> str:
+        """A path as records name it: relative to the folder of the results file."""
+        return path.relative_to(self.results.parent).as_posix()

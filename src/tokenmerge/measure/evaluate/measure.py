@@ -1,0 +1,171 @@
+"""From pictures to figures: what one process measures of its share, and the figures over all of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from tokenmerge.errors import ConfigError
+from tokenmerge.measure.bench.variants import DENSE
+from tokenmerge.measure.evaluate.layout import Layout
+from tokenmerge.measure.evaluate.metrics import Metrics
+from tokenmerge.measure.evaluate.prompts import Item
+from tokenmerge.measure.evaluate.variants import Drawn
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+__all__ = ["Figures", "Measured", "describe", "figures_of", "measure", "open_picture"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """What is known of some pictures.
+
+    Args:
+        indices: [n], the pictures' numbers.
+        columns: n figures or n rows of features, by (variant, name of the metric or network).
+    """
+
+    indices: Tensor
+    columns: Mapping[tuple[str, str], Tensor]
+
+    @classmethod
+    def merge(cls, parts: Sequence[Measured]) -> Measured:
+        """Put together what several processes measured, in the order of the pictures' numbers."""
+        filled = [part for part in parts if len(part.indices)]
+        indices = torch.cat([part.indices for part in filled])
+        order = indices.argsort()
+        names = filled[0].columns
+        columns = {name: torch.cat([part.columns[name] for part in filled])[order] for name in names}
+        return cls(indices[order], columns)
+
+
+@dataclasses.dataclass(frozen=True)
+class Figures:
+    """Means over pictures.
+
+    Args:
+        values: by the name of the metric.
+        equal: pictures that equal dense in every pixel; their PSNR is infinite and not in the mean.
+        images: how many pictures there are.
+        undefined: names of the metrics without a value, because they gave something that is no number.
+    """
+
+    values: Mapping[str, float]
+    equal: int
+    images: int
+    undefined: tuple[str, ...] = ()
+
+
+def measure(
+    batches: Sequence[Sequence[tuple[int, Item]]],
+    variants: Sequence[Drawn],
+    layout: Layout,
+    metrics: Metrics,
+) -> Measured:
+    """Measure pictures that are drawn.
+
+    Args:
+        batches: numbers and items.
+        variants: dense first.
+        layout: where the pictures are.
+        metrics: what to measure.
+
+    Raises:
+        ConfigError: a picture cannot be read.
+    """
+    columns: dict[tuple[str, str], list[Tensor]] = defaultdict(list)
+    for batch in batches:
+        prompts = [item.prompt.text for _, item in batch]
+        dense: list[Image] = []
+        for variant in variants:
+            images = [open_picture(layout.picture(variant, item)) for _, item in batch]
+            dense = dense or images
+            for metric in metrics.of_pictures:
+                if images is not dense or not metric.beside_dense:
+                    columns[variant.label, metric.name].append(metric.measure(images, dense, prompts))
+            for name, network in metrics.features.items():
+                columns[variant.label, name].append(network(images))
+    indices = torch.tensor([index for batch in batches for index, _ in batch])
+    return Measured(indices, {name: torch.cat(parts) for name, parts in columns.items()})
+
+
+def describe(batches: Sequence[Sequence[tuple[int, Path]]], metrics: Metrics) -> Measured:
+    """Features of pictures that others are compared with; their columns have the variant ``""``.
+
+    Args:
+        batches: numbers and paths.
+        metrics: whose networks are taken.
+    """
+    columns: dict[tuple[str, str], list[Tensor]] = defaultdict(list)
+    for batch in batches:
+        images = [open_picture(path) for _, path in batch]
+        for name, network in metrics.features.items():
+            columns["", name].append(network(images))
+    indices = torch.tensor([index for batch in batches for index, _ in batch])
+    return Measured(indices, {name: torch.cat(parts) for name, parts in columns.items()})
+
+
+def figures_of(
+    variant: str,
+    measured: Measured,
+    metrics: Metrics,
+    reference: Measured | None,
+    chosen: Sequence[int] | None = None,
+) -> Figures:
+    """The figures of one variant.
+
+    Args:
+        variant: its label.
+        measured: of all pictures.
+        metrics: what was measured.
+        reference: features of the pictures that sets are compared with; None: those of dense.
+        chosen: numbers of the pictures of one category, of which sets are not compared; None: all pictures.
+    """
+    rows = slice(None) if chosen is None else torch.tensor(chosen)
+    values: dict[str, float] = {}
+    equal = 0
+    for metric in metrics.of_pictures:
+        if (column := measured.columns.get((variant, metric.name))) is not None:
+            found = column[rows].double()
+            if metric.name == "psnr":
+                equal = int(found.isposinf().sum())
+                found = found[~found.isposinf()]
+            if len(found):
+                values[metric.name] = float(found.mean())
+    for distance in metrics.of_sets if chosen is None else ():
+        other = measured.columns[DENSE, distance.network]
+        if reference is not None:
+            other = reference.columns["", distance.network]
+        elif variant == DENSE:
+            continue
+        values[distance.name] = distance.distance(measured.columns[variant, distance.network], other)
+    undefined = tuple(name for name, value in values.items() if not math.isfinite(value))
+    finite = {name: value for name, value in values.items() if name not in undefined}
+    return Figures(finite, equal, len(measured.indices) if chosen is None else len(chosen), undefined)
+
+
+def open_picture(path: Path) -> Image:
+    """Read a picture.
+
+    Raises:
+        ConfigError: it is not there or not a picture.
+    """
+    import PIL.Image
+
+    try:
+        with PIL.Image.open(path) as picture:
+            return picture.convert("RGB")
+    except OSError as error:
+        raise ConfigError(
+            f"cannot read the picture {path} ({error.strerror or 'it is no picture'}); delete it, and the "
+            "same command draws it again"
+        ) from error

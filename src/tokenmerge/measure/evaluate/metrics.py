@@ -1,0 +1,279 @@
+"""The figures of an evaluation: which there are, which network each needs, and how each is computed."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from tokenmerge.errors import ConfigError, MissingExtraError
+from tokenmerge.measure.closeness import psnr, ssim
+from tokenmerge.measure.demo.glyphs import asked_for
+from tokenmerge.measure.demo.retrieval import Gallery
+from tokenmerge.measure.evaluate.distances import frechet_distance, kernel_distance
+from tokenmerge.measure.evaluate.networks import INCEPTION, Clip, Inception, Lpips, Network, Vision
+from tokenmerge.pictures import as_tensor
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+__all__ = [
+    "ALL",
+    "METRIC_NAMES",
+    "Metrics",
+    "PictureMetric",
+    "SetMetric",
+    "Wanted",
+    "load_metrics",
+    "parse_metrics",
+]
+
+ALL = "all"
+
+_ALWAYS = ("psnr", "ssim")
+_GLYPHS = "glyphs"
+_CLIP = "openai/clip-vit-large-patch14"
+# The network that a metric takes unless told another; those of LPIPS are torchvision's.
+_NETWORKS = {
+    "lpips": "alex",
+    "dino": "facebook/dinov2-base",
+    "clip": _CLIP,
+    "clip-score": _CLIP,
+    "fid": INCEPTION,
+    "kid": INCEPTION,
+}
+
+METRIC_NAMES = (*_ALWAYS, *_NETWORKS, _GLYPHS)
+
+Measure = Callable[[Sequence["Image"], Sequence["Image"], Sequence[str]], Tensor]
+
+
+@dataclasses.dataclass(frozen=True)
+class Wanted:
+    """A metric that is asked for.
+
+    Args:
+        name: of :data:`METRIC_NAMES`.
+        network: what it looks at pictures with; None for a metric without one.
+        by_name: whether the user named it, so that a run without it is not what was asked for.
+    """
+
+    name: str
+    network: str | None
+    by_name: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class PictureMetric:
+    """A figure of each picture; the mean is told.
+
+    Args:
+        name: of :data:`METRIC_NAMES`.
+        measure: (b pictures, the dense ones of the same seeds, their prompts) → [b].
+        beside_dense: whether it compares with dense, which then has none itself.
+    """
+
+    name: str
+    measure: Measure
+    beside_dense: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class SetMetric:
+    """A distance between two sets of pictures.
+
+    Args:
+        name: of :data:`METRIC_NAMES`.
+        network: name of the network whose features it compares.
+        distance: (features [n, d], features [m, d]) → figure.
+    """
+
+    name: str
+    network: str
+    distance: Callable[[Tensor, Tensor], float]
+
+
+@dataclasses.dataclass(frozen=True)
+class Metrics:
+    """All that is measured.
+
+    Args:
+        of_pictures: a column each.
+        of_sets: a column each, after them.
+        features: the networks whose features the distances between sets compare, by name.
+        networks: name of the network of each metric that has one.
+        loaded: every network.
+    """
+
+    of_pictures: tuple[PictureMetric, ...]
+    of_sets: tuple[SetMetric, ...]
+    features: dict[str, Network]
+    networks: dict[str, str]
+    loaded: tuple[Any, ...]
+
+    def to(self, device: torch.device) -> None:
+        """Move the weights of all networks."""
+        for network in self.loaded:
+            network.to(device)
+
+
+def parse_metrics(texts: Sequence[str]) -> list[Wanted]:
+    """Read ``NAME``, ``NAME=NETWORK`` or ``"all"``; PSNR and SSIM are always among them.
+
+    Raises:
+        ConfigError: a name is unknown, or a metric without a network is given one.
+
+    >>> [wanted.name for wanted in parse_metrics(["kid"])]
+    ['psnr', 'ssim', 'kid']
+    """
+    found = {name: Wanted(name, None, by_name=False) for name in _ALWAYS}
+    for text in texts:
+        name, equals, network = text.partition("=")
+        if text == ALL:
+            every = (*_NETWORKS, _GLYPHS)
+            found |= {n: Wanted(n, _NETWORKS.get(n), by_name=False) for n in every if n not in found}
+            continue
+        if name not in METRIC_NAMES:
+            raise ConfigError(f"metric: expected some of {', '.join(METRIC_NAMES)}, {ALL}, got {text!r}")
+        if equals and (name not in _NETWORKS or not network):
+            raise ConfigError(
+                f"metric: expected NAME=NETWORK for one of {', '.join(_NETWORKS)}, got {text!r}"
+            )
+        found[name] = Wanted(name, network or _NETWORKS.get(name), by_name=True)
+    return list(found.values())
+
+
+def load_metrics(wanted: Sequence[Wanted], prompts: Sequence[str], on_note: Callable[[str], None]) -> Metrics:
+    """Load every network, on the CPU.
+
+    Args:
+        wanted: of :func:`parse_metrics`.
+        prompts: those that will be drawn.
+        on_note: called with what needs weights from elsewhere, and with what is left out and why.
+
+    Raises:
+        MissingExtraError: torchmetrics is not installed.
+        ConfigError: a metric that the user named cannot work here.
+    """
+    if importlib.util.find_spec("torchmetrics") is None:
+        raise MissingExtraError("metrics", needed_by="tokenmerge evaluate")
+    loader = _Loader(prompts)
+    of_pictures, of_sets, networks = [], [], {}
+    for one in wanted:
+        if one.network is not None and not Path(one.network).is_dir():
+            on_note(f"{one.name} needs the weights of {one.network}, which are fetched unless they are here")
+        try:
+            metric = loader.load(one)
+        except ConfigError as error:
+            if one.by_name:
+                raise ConfigError(
+                    f"metric {one.name}: {error}; leave it out, or take {ALL}, which is all that works here"
+                ) from error
+            on_note(f"{one.name} is left out: {error}")
+            continue
+        if one.network is not None:
+            networks[one.name] = one.network
+        if isinstance(metric, SetMetric):
+            of_sets.append(metric)
+        else:
+            of_pictures.append(metric)
+    features = {metric.network: loader.features(metric.network) for metric in of_sets}
+    return Metrics(tuple(of_pictures), tuple(of_sets), features, networks, tuple(loader.loaded.values()))
+
+
+class _Loader:
+    """Makes metrics; a network that several take is loaded, or found missing, once."""
+
+    def __init__(self, prompts: Sequence[str]) -> None:
+        self.prompts = prompts
+        self.loaded: dict[tuple[str, str], Any] = {}
+        self.failed: dict[tuple[str, str], ConfigError] = {}
+
+    def load(self, wanted: Wanted) -> PictureMetric | SetMetric:
+        name, network = wanted.name, wanted.network or ""
+        if name in _DISTANCES:
+            self.features(network)
+            return SetMetric(name, network, _DISTANCES[name])
+        if name == "clip-score":
+            return PictureMetric(name, _clip_score(self._network(Clip, network)), beside_dense=False)
+        if name == _GLYPHS:
+            return PictureMetric(name, _glyphs(self.prompts), beside_dense=False)
+        return PictureMetric(name, self._closeness(name, network), beside_dense=True)
+
+    def features(self, network: str) -> Network:
+        """The network that the distances between sets take."""
+        loaded: Network = self._network(Inception if network == INCEPTION else Vision, network)
+        return loaded
+
+    def _closeness(self, name: str, network: str) -> Measure:
+        if name in _PIXELWISE:
+            return _of_tensors(_PIXELWISE[name])
+        if name == "lpips":
+            return _of_tensors(self._network(Lpips, network))
+        return _Similarity(self._network(Clip if name == "clip" else Vision, network))
+
+    def _network(self, kind: Callable[[str], Any], name: str) -> Any:
+        key = (kind.__name__, name)
+        if key in self.failed:
+            raise self.failed[key]
+        if key not in self.loaded:
+            try:
+                self.loaded[key] = kind(name)
+            except ConfigError as error:
+                self.failed[key] = error
+                raise
+        return self.loaded[key]
+
+
+_PIXELWISE = {"psnr": psnr, "ssim": ssim}
+_DISTANCES = {"fid": frechet_distance, "kid": kernel_distance}
+
+
+def _of_tensors(measure: Callable[[Tensor, Tensor], Tensor]) -> Measure:
+    return lambda pictures, dense, prompts: measure(as_tensor(pictures), as_tensor(dense))
+
+
+class _Similarity:
+    """Cosine of the angle between the features of a picture and of the dense one."""
+
+    def __init__(self, network: Network) -> None:
+        self.network = network
+        self._dense: tuple[Sequence[Image], Tensor] | None = None
+
+    def __call__(self, pictures: Sequence[Image], dense: Sequence[Image], prompts: Sequence[str]) -> Tensor:
+        # The variants of a batch are compared with the same dense pictures in turn.
+        if self._dense is None or self._dense[0] is not dense:
+            self._dense = dense, self.network(dense)
+        return torch.cosine_similarity(self.network(pictures), self._dense[1])
+
+
+def _clip_score(network: Clip) -> Measure:
+    """CLIP score (Hessel et al. 2021, arXiv 2104.08718) of picture and prompt, from 0 to 100.
+
+    torchmetrics' own does not take what the models of transformers 5 return.
+    """
+
+    def measure(pictures: Sequence[Image], dense: Sequence[Image], prompts: Sequence[str]) -> Tensor:
+        return 100 * torch.cosine_similarity(network(pictures), network.texts(prompts)).clamp(min=0)
+
+    return measure
+
+
+def _glyphs(prompts: Sequence[str]) -> Measure:
+    """1 where the glyph that a picture shows is the one that was asked for, 0 elsewhere."""
+    other = next((prompt for prompt in prompts if asked_for(prompt) is None), None)
+    if other is not None:
+        raise ConfigError(f"the prompt {other!r} names no glyph of the bundled models")
+    gallery = Gallery()
+
+    def measure(pictures: Sequence[Image], dense: Sequence[Image], prompts: Sequence[str]) -> Tensor:
+        asked = [meant[0] for prompt in prompts if (meant := asked_for(prompt))]
+        found = [gallery.identify(picture)[0] for picture in pictures]
+        return torch.tensor([a == f for a, f in zip(asked, found, strict=True)]).float()
+
+    return measure

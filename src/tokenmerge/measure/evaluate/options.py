@@ -1,0 +1,126 @@
+"""The options of ``tokenmerge evaluate``, checked before anything is loaded."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from tokenmerge.errors import ConfigError
+from tokenmerge.measure import demo
+from tokenmerge.measure.bench.variants import VariantSpec
+from tokenmerge.measure.evaluate.metrics import ALL, Wanted, parse_metrics
+from tokenmerge.measure.evaluate.prompts import Prompt, built_in_prompts, read_prompts
+from tokenmerge.measure.evaluate.variants import parse_variants
+from tokenmerge.measure.generate.options import GenerateOptions
+from tokenmerge.measure.pipelines.loading import DEFAULT_MODEL
+
+__all__ = ["EvaluateOptions"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvaluateOptions:
+    """What to draw, with what, and what to measure.
+
+    Args:
+        model: as for :class:`tokenmerge.measure.generate.options.GenerateOptions`.
+        prompts: a file, see :func:`tokenmerge.measure.evaluate.prompts.read_prompts`; None: the built-in
+            prompts of a bundled model.
+        template: text around each line of the file, with ``{}`` in its place.
+        limit: the first so many prompts, ≥ 1; None: all.
+        seeds: pictures of each prompt, ≥ 1. More make every figure steadier, and cost as much time more.
+        seed: of the first picture of each prompt, ≥ 0; the next has the next.
+        variants: what is compared with dense, such as ``"tome"`` or ``"tome:ratio=0.75,merge_mlp"``.
+        ratio: ratios for the variants that do not say their own.
+        max_downsample: deepest level that merges, likewise; None: the variants' own.
+        size: (width, height) in pixels; None: the model's own.
+        steps: denoising steps, ≥ 1.
+        scheduler: short name or diffusers class name; None: the model's own.
+        guidance: scale of classifier-free guidance, ≥ 0; None: the pipeline's own.
+        batch: pictures per call, ≥ 1. More are faster on a GPU and need more memory; pictures change by
+            rounding alone.
+        dtype: ``"auto"``, ``"fp32"``, ``"fp16"`` or ``"bf16"``.
+        device: ``"auto"`` or a torch device name.
+        attention: ``"sdpa"``, ``"xformers"`` or ``"default"``.
+        metrics: names, beside PSNR and SSIM; see :func:`tokenmerge.measure.evaluate.metrics.parse_metrics`.
+        reference: folder of pictures that FID and KID compare with; None: those of dense.
+        samples: prompts whose pictures the sheet and the report show, ≥ 0.
+        out: file for the records, ending in ``.jsonl``; the pictures go to the folder of its name beside it.
+        grid: where to write the sheet of samples, a picture; None: nowhere.
+
+    Raises:
+        ConfigError: a value is outside these ranges, or values do not go together.
+    """
+
+    model: str = DEFAULT_MODEL
+    prompts: Path | None = None
+    template: str | None = None
+    limit: int | None = None
+    seeds: int = 1
+    seed: int = 0
+    variants: tuple[str, ...] = ("tome",)
+    ratio: tuple[float, ...] = (0.5,)
+    max_downsample: int | None = None
+    size: tuple[int, int] | None = None
+    steps: int = GenerateOptions.steps
+    scheduler: str | None = None
+    guidance: float | None = None
+    batch: int = 4
+    dtype: str = GenerateOptions.dtype
+    device: str = GenerateOptions.device
+    attention: str = GenerateOptions.attention
+    metrics: tuple[str, ...] = ()
+    reference: Path | None = None
+    samples: int = 4
+    out: Path = Path("outputs/evaluate.jsonl")
+    grid: Path | None = None
+
+    def __post_init__(self) -> None:
+        self.drawing("a prompt")
+        for name, lowest in (("limit", 1), ("seeds", 1), ("samples", 0)):
+            value = getattr(self, name)
+            if value is not None and value < lowest:
+                raise ConfigError(f"{name}: expected an integer ≥ {lowest}, got {value}")
+        self.specs()
+        wanted = {metric.name for metric in self.wanted()}
+        if self.reference is not None and not wanted & {"fid", "kid"}:
+            raise ConfigError(f"reference: only fid and kid compare with it; add --metric fid, kid or {ALL}")
+        if self.prompts is None:
+            if self.model not in demo.NAMES:
+                raise ConfigError(
+                    f"prompts: only bundled models ({', '.join(demo.NAMES)}) bring their own; give --prompts "
+                    "with a file, a prompt a line"
+                )
+            if self.template is not None:
+                raise ConfigError("template: it is for the lines of a file; give --prompts too")
+        if self.out.suffix != ".jsonl":
+            raise ConfigError(f"out: expected a file ending in .jsonl, got {self.out}")
+        if self.grid is not None and self.grid.suffix not in (".png", ".jpg", ".webp"):
+            raise ConfigError(f"save-grid: expected a file ending in .png, .jpg or .webp, got {self.grid}")
+        if self.grid is not None and self.samples == 0:
+            raise ConfigError("save-grid: samples=0 leaves it empty; raise --samples")
+
+    def drawing(self, prompt: str) -> GenerateOptions:
+        """How a picture is drawn, in the terms of ``tokenmerge generate``."""
+        shared = ("model", "size", "steps", "seed", "batch", "scheduler", "guidance", "dtype", "device")
+        values = {name: getattr(self, name) for name in (*shared, "attention")}
+        return GenerateOptions(prompt=prompt, **values)
+
+    def specs(self) -> list[VariantSpec]:
+        """The variants; fewer steps are one of them, whatever the number of those that they stand beside."""
+        return parse_variants(self.variants, self.ratio, self.max_downsample)
+
+    def wanted(self) -> list[Wanted]:
+        """The metrics; with the built-in prompts, the retrieval of glyphs too."""
+        wanted = parse_metrics(self.metrics)
+        if self.prompts is None and "glyphs" not in [metric.name for metric in wanted]:
+            wanted.append(Wanted("glyphs", None, by_name=False))
+        return wanted
+
+    def read_prompts(self) -> list[Prompt]:
+        """The prompts that are drawn.
+
+        Raises:
+            ConfigError: the file is missing, binary or empty.
+        """
+        found = built_in_prompts() if self.prompts is None else read_prompts(self.prompts, self.template)
+        return found[: self.limit]

@@ -1,0 +1,132 @@
+"""What an evaluation will do, decided and checked before any weights are loaded."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import torch
+
+from tokenmerge.errors import ConfigError
+from tokenmerge.measure.bench.commit import source_commit
+from tokenmerge.measure.bench.env import versions
+from tokenmerge.measure.evaluate.layout import Layout
+from tokenmerge.measure.evaluate.options import EvaluateOptions
+from tokenmerge.measure.evaluate.prompts import Item, Prompt, items_of
+from tokenmerge.measure.evaluate.variants import Drawn, plan_variants
+from tokenmerge.measure.evaluate.weights import weights_key
+from tokenmerge.measure.pipelines.loading import ModelSource, SourceKind, find_model, load_sketch
+from tokenmerge.measure.pipelines.settings import dtype_name, resolve_dtype, scheduler_class_name
+from tokenmerge.measure.pipelines.sizes import check_size
+from tokenmerge.models.find import find_hosts
+from tokenmerge.runtime.patch import check_host
+
+__all__ = ["Plan", "Reference", "make_plan"]
+
+_SMALLEST_SIDE = 11  # pixels, the window of SSIM
+_FILES = (".png", ".jpg", ".jpeg", ".webp")
+
+
+@dataclasses.dataclass(frozen=True)
+class Reference:
+    """Pictures that others are compared with.
+
+    Args:
+        folder: where they are, as the user gave it.
+        pictures: at least two.
+    """
+
+    folder: Path
+    pictures: tuple[Path, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What is drawn and where.
+
+    Args:
+        source: the model.
+        size: (width, height) in pixels.
+        dtype: of all weights.
+        prompts: at least one.
+        items: every prompt with every seed.
+        variants: dense first.
+        layout: where the pictures go.
+        reference: what FID and KID compare with; None: the dense pictures.
+    """
+
+    source: ModelSource
+    size: tuple[int, int]
+    dtype: torch.dtype
+    prompts: tuple[Prompt, ...]
+    items: tuple[Item, ...]
+    variants: tuple[Drawn, ...]
+    layout: Layout
+    reference: Reference | None
+
+
+def make_plan(options: EvaluateOptions, device: torch.device) -> Plan:
+    """Read prompts, configs and the list of reference pictures.
+
+    Raises:
+        TokenMergingError: an option does not fit the model or the machine, or nothing would merge.
+    """
+    prompts = options.read_prompts()
+    reference = None if options.reference is None else _pictures_in(options.reference)
+    source = find_model(options.model)
+    dtype = resolve_dtype(options.dtype, device)
+    if options.scheduler is not None:
+        scheduler_class_name(options.scheduler)
+    specs = options.specs()
+    size = options.size
+    if source.kind is not SourceKind.CHECKPOINT:
+        sketch = load_sketch(source)
+        size = size or sketch.size
+        if size is not None:
+            width, height = check_size(size, sketch.scale)
+            for merging in (spec.merging for spec in specs):
+                if merging is not None and not merging.needs_model:
+                    for host in find_hosts(sketch.denoiser):
+                        check_host(host, merging.config(), (height, width))
+    if size is None:
+        raise ConfigError("size: this model does not say what size it was made for; give --size")
+    if min(size) < _SMALLEST_SIDE:
+        raise ConfigError(f"size: SSIM needs at least {_SMALLEST_SIDE} pixels, got {size[0]}x{size[1]}")
+    conditions = {
+        "model": options.model,
+        "weights": weights_key(source),
+        "width": size[0],
+        "height": size[1],
+        "steps": options.steps,
+        "attention": options.attention,
+        "scheduler": options.scheduler,
+        "guidance": options.guidance,
+        "dtype": dtype_name(dtype),
+        "device": device.type,
+        "versions": versions(),
+        "commit": source_commit(),
+    }
+    return Plan(
+        source=source,
+        size=size,
+        dtype=dtype,
+        prompts=tuple(prompts),
+        items=tuple(items_of(prompts, range(options.seed, options.seed + options.seeds))),
+        variants=tuple(plan_variants(specs, options.steps, conditions, options.out.parent)),
+        layout=Layout(options.out, conditions),
+        reference=reference,
+    )
+
+
+def _pictures_in(folder: Path) -> Reference:
+    """All pictures in a folder and below it."""
+    # Names with a dot before them are hidden files, and pictures that are still being written.
+    found = sorted(
+        path for path in folder.rglob("*") if path.suffix.lower() in _FILES and not path.name.startswith(".")
+    )
+    if len(found) < 2:
+        raise ConfigError(
+            f"reference: expected a folder with at least 2 pictures ({', '.join(_FILES)}), got {folder} with "
+            f"{len(found)}"
+        )
+    return Reference(folder, tuple(found))

@@ -1,0 +1,86 @@
+"""One process, or one of several that ``accelerate launch`` started on one or more machines."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from tokenmerge.errors import ConfigError
+from tokenmerge.measure.pipelines.settings import resolve_device
+
+__all__ = ["Processes", "processes"]
+
+T = TypeVar("T")
+
+# How torchrun, which accelerate launch runs, and the implementations of MPI tell the number of processes.
+_WORLD_SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
+
+# The first process to be ready waits for the last one, which may have hours of pictures left.
+_PATIENCE = datetime.timedelta(days=30)
+
+
+@dataclasses.dataclass(frozen=True)
+class Processes:
+    """The place of this process among all.
+
+    Args:
+        index: its number, from 0.
+        count: how many there are.
+        device: its own.
+    """
+
+    index: int
+    count: int
+    device: torch.device
+
+    @property
+    def is_main(self) -> bool:
+        """Whether it is the one that writes records and talks to the user."""
+        return self.index == 0
+
+    def share(self, everything: Sequence[T]) -> Sequence[T]:
+        """The part that is this process's to do: every ``count``-th, so that all end at about one time."""
+        return everything[self.index :: self.count]
+
+    def gather(self, mine: T) -> list[T]:
+        """What each process gives, in order of their numbers; waits for all of them."""
+        if self.count == 1:
+            return [mine]
+        from accelerate.utils import gather_object
+
+        gathered: list[T] = gather_object([mine])
+        return gathered
+
+
+@contextlib.contextmanager
+def processes(device: str) -> Iterator[Processes]:
+    """Find out how many processes there are, and connect them.
+
+    Args:
+        device: ``"auto"`` or a torch device name. Of several processes, ``"auto"`` gives each its own.
+
+    Raises:
+        ConfigError: the device is not here, or is one device and there are several processes.
+    """
+    if all(os.environ.get(name, "1") == "1" for name in _WORLD_SIZES):
+        yield Processes(0, 1, resolve_device(device))
+        return
+    if device not in ("auto", "cpu"):
+        raise ConfigError(
+            f"device: expected auto or cpu with several processes, which take one each; got {device!r}"
+        )
+    from accelerate import PartialState
+    from accelerate.utils import parse_flag_from_env
+
+    cpu = resolve_device(device).type == "cpu" or parse_flag_from_env("ACCELERATE_USE_CPU")
+    state: Any = PartialState(cpu=cpu, timeout=_PATIENCE)
+    try:
+        yield Processes(state.process_index, state.num_processes, state.device)
+    finally:
+        state.destroy_process_group()

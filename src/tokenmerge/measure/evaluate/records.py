@@ -1,0 +1,95 @@
+"""From what was measured to records of quality."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+from collections.abc import Mapping
+
+from tokenmerge.measure.bench.records import key_of
+from tokenmerge.measure.bench.variants import FEWER_STEPS
+from tokenmerge.measure.evaluate.measure import Figures, Measured, figures_of
+from tokenmerge.measure.evaluate.metrics import Metrics
+from tokenmerge.measure.evaluate.plan import Plan
+from tokenmerge.measure.evaluate.variants import Drawn
+from tokenmerge.measure.reporting.quality import QualityRecord, SampleRecord
+
+__all__ = ["quality_records"]
+
+
+def quality_records(
+    plan: Plan,
+    metrics: Metrics,
+    measured: Measured,
+    reference: Measured | None,
+    known: Mapping[str, QualityRecord | SampleRecord],
+) -> list[QualityRecord]:
+    """The figures of each variant, over all pictures and then over those of each category.
+
+    Args:
+        plan: what was drawn.
+        metrics: what was measured.
+        measured: of all pictures.
+        reference: features of the pictures that sets are compared with; None: those of dense.
+        known: records of earlier runs, by key, whose figures stay unless they were measured again.
+    """
+    categories = dict.fromkeys([None, *(item.prompt.category for item in plan.items)])
+    measured_with = dict(metrics.networks)
+    for metric in metrics.of_sets:
+        if plan.reference is not None:
+            measured_with[metric.name] += f", against {plan.reference.folder}"
+    records = []
+    for variant in plan.variants:
+        for category in categories:
+            chosen = [i for i, item in enumerate(plan.items) if category in (None, item.prompt.category)]
+            figures = figures_of(
+                variant.label, measured, metrics, reference, None if category is None else chosen
+            )
+            record = _record(plan, variant, category, figures)
+            now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+            record = dataclasses.replace(record, measured_with=measured_with, finished=now)
+            earlier = known.get(record.key)
+            if isinstance(earlier, QualityRecord):
+                again = metrics.networks
+                kept = {name: value for name, value in earlier.figures.items() if name not in again}
+                record = dataclasses.replace(
+                    record,
+                    figures={**kept, **record.figures},
+                    measured_with={**earlier.measured_with, **measured_with},
+                )
+            records.append(record)
+    return records
+
+
+def _record(plan: Plan, variant: Drawn, category: str | None, figures: Figures) -> QualityRecord:
+    conditions = dict(plan.layout.conditions)
+    notes = []
+    if variant.steps != conditions["steps"]:
+        notes.append(f"{variant.label}: {variant.steps} of {conditions['steps']} steps")
+    if figures.equal:
+        notes.append(
+            f"{variant.label}: {figures.equal} of {figures.images} pictures equal dense in every pixel; "
+            "their PSNR is infinite and not in the mean"
+        )
+    notes += [
+        f"{variant.label}: {name} is left out: for a picture or for all of them it is not a finite number"
+        for name in figures.undefined
+    ]
+    texts = [prompt.text for prompt in plan.prompts]
+    return QualityRecord(
+        model=conditions.pop("model"),
+        width=conditions.pop("width"),
+        height=conditions.pop("height"),
+        variant=variant.spec.name,
+        settings=dict(variant.spec.settings),
+        figures=figures.values,
+        images=figures.images,
+        category=category,
+        steps_used=variant.steps if variant.spec.name == FEWER_STEPS else None,
+        conditions={
+            **conditions,
+            "prompts": {"count": len(texts), "key": key_of({"prompts": texts})},
+            "seeds": sorted({item.seed for item in plan.items}),
+        },
+        notes=tuple(notes),
+    )

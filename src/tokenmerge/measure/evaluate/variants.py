@@ -1,0 +1,104 @@
+"""What is compared with dense: variants that make pictures, and with how many steps each."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenmerge.errors import ConfigError
+from tokenmerge.measure.bench.match_records import cell_of_pictures
+from tokenmerge.measure.bench.records import CellRecord
+from tokenmerge.measure.bench.store import read_cells
+from tokenmerge.measure.bench.variants import DENSE, FEWER_STEPS, VARIANTS, VariantSpec, parse_variant
+
+__all__ = ["CHOICES", "Drawn", "parse_variants", "plan_variants"]
+
+# Of an oracle, the pictures are wrong.
+CHOICES = (*(name for name, variant in VARIANTS.items() if variant.is_faster), FEWER_STEPS)
+
+
+@dataclasses.dataclass(frozen=True)
+class Drawn:
+    """A variant that pictures are drawn with.
+
+    Args:
+        spec: the variant with its settings.
+        steps: denoising steps.
+    """
+
+    spec: VariantSpec
+    steps: int
+
+    @property
+    def label(self) -> str:
+        """In words, such as ``"tome ratio=0.5"``."""
+        return self.spec.label
+
+
+def parse_variants(
+    texts: Sequence[str], ratios: Sequence[float], max_downsample: int | None
+) -> list[VariantSpec]:
+    """Read the variants as a user types them, in order and each once; dense needs no mention.
+
+    Args:
+        texts: as for :func:`tokenmerge.measure.bench.variants.parse_variant`.
+        ratios: for the variants that do not say their own.
+        max_downsample: likewise; None: theirs.
+
+    Raises:
+        ConfigError: a variant or one of its settings is unknown or out of range, or it cannot run here.
+    """
+    defaults = {} if max_downsample is None else {"max_downsample": max_downsample}
+    specs: list[VariantSpec] = []
+    for text in texts:
+        name = text.partition(":")[0]
+        if name not in (*CHOICES, DENSE):
+            why = "; an oracle's pictures are wrong: it is for tokenmerge bench" if name in VARIANTS else ""
+            raise ConfigError(f"variant: expected some of {', '.join(CHOICES)}, got {name!r}{why}")
+        if missing := VARIANTS[name].missing():
+            raise ConfigError(f"variant {name}: {missing}; or leave it out")
+        specs += parse_variant(text, ratios, defaults)
+    found = list(dict.fromkeys(spec for spec in specs if spec.name != DENSE))
+    if FEWER_STEPS in [spec.name for spec in found] and len(found) == 1:
+        raise ConfigError("variant: fewer-steps takes as many as fit into a merged run; give one beside it")
+    return found
+
+
+def plan_variants(
+    specs: Sequence[VariantSpec], steps: int, conditions: dict[str, Any], folder: Path
+) -> list[Drawn]:
+    """Dense first, then the variants; for fewer steps, one for each variant that merges.
+
+    Args:
+        specs: of :func:`parse_variants`.
+        steps: denoising steps of dense.
+        conditions: of the pictures, by the names that records of a benchmark have.
+        folder: where the records of ``tokenmerge bench`` are that say how many steps fit.
+
+    Raises:
+        ConfigError: no record there says it.
+    """
+    merged = [spec for spec in specs if VARIANTS[spec.name].is_faster]
+    drawn = [Drawn(VariantSpec(DENSE), steps), *(Drawn(spec, steps) for spec in merged)]
+    if len(merged) < len(specs):
+        cells = [cell for file in sorted(folder.glob("*.jsonl")) for cell in read_cells(file)]
+        drawn += [_fewer_steps(spec, cells, conditions, folder) for spec in merged]
+    return drawn
+
+
+def _fewer_steps(
+    merged: VariantSpec, cells: Sequence[CellRecord], conditions: dict[str, Any], folder: Path
+) -> Drawn:
+    fewer = VariantSpec(FEWER_STEPS, (("as", merged.label),))
+    cell = cell_of_pictures(fewer.label, conditions, [c for c in cells if "steps_used" in c.facts])
+    if cell is None:
+        raise ConfigError(
+            f"variant fewer-steps: no record in {folder} says how many steps fit into {merged.label} of "
+            f"{conditions['model']} at {conditions['width']}x{conditions['height']} with "
+            f"{conditions['steps']} steps; measure it first: tokenmerge bench --scope pipeline with the same "
+            "model, size, steps, scheduler, guidance, dtype, attention, device and variants, -o "
+            f"{folder / 'bench.jsonl'}"
+        )
+    return Drawn(fewer, cell.facts["steps_used"])

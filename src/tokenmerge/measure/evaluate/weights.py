@@ -1,0 +1,35 @@
+"""What tells apart the weights that one name of a model stands for at different times."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tokenmerge.measure.bench.records import key_of
+from tokenmerge.measure.pipelines.loading import ModelSource, SourceKind
+
+__all__ = ["weights_key"]
+
+_FILES = (".safetensors", ".bin", ".json", ".txt")
+
+
+def weights_key(source: ModelSource) -> str | None:
+    """What changes when the files of a model do: sizes and times of files, of a hub id its commit.
+
+    Args:
+        source: of a hub id, the configs were read before.
+
+    Returns:
+        None for a bundled model, whose weights the version and the commit of this package name.
+    """
+    if source.kind is SourceKind.DEMO:
+        return None
+    if source.kind is SourceKind.HUB:
+        from huggingface_hub import try_to_load_from_cache
+
+        # …/snapshots/COMMIT/model_index.json
+        index = try_to_load_from_cache(source.location, "model_index.json")
+        return Path(index).parent.name if isinstance(index, str) else None
+    place = Path(source.location)
+    files = [place] if place.is_file() else sorted(f for f in place.rglob("*") if f.suffix in _FILES)
+    found = {f.relative_to(place).as_posix(): (f.stat().st_size, f.stat().st_mtime_ns) for f in files}
+    return key_of(found)

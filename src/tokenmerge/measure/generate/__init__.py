@@ -1,0 +1,1 @@
+"""One picture or a few, dense and merged, from options to files."""

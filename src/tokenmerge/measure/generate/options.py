@@ -1,0 +1,88 @@
+"""The options of ``tokenmerge generate``, checked before anything is loaded."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any
+
+from tokenmerge.errors import ConfigError
+from tokenmerge.measure.method_spec import Merging
+from tokenmerge.measure.pipelines.loading import DEFAULT_MODEL
+from tokenmerge.measure.pipelines.settings import DTYPE_CHOICES, check_attention
+
+__all__ = ["GenerateOptions"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GenerateOptions:
+    """What to generate, with what and how.
+
+    Args:
+        prompt: text of the picture, not empty.
+        model: a bundled model, a diffusers folder, a ``.safetensors`` checkpoint or a hub id.
+        merging: the method and its settings.
+        size: (width, height) in pixels; ``None`` is the model's own.
+        steps: denoising steps, ≥ 1.
+        seed: seed of the first picture, ≥ 0; picture i has ``seed + i``, whatever the batch.
+        batch: pictures per call, ≥ 1.
+        scheduler: short name or diffusers class name; ``None`` keeps the model's own.
+        negative_prompt: what the picture should not show.
+        guidance: scale of classifier-free guidance, ≥ 0; ``None`` is the pipeline's own.
+        dtype: ``"auto"``, ``"fp32"``, ``"fp16"`` or ``"bf16"``.
+        device: ``"auto"`` or a torch device name.
+        compile: run the denoiser through ``torch.compile``; compiling happens in the untimed warm-up.
+        attention: ``"sdpa"``, ``"xformers"`` or ``"default"``.
+        control: picture for the ControlNet, resized to ``size``; together with ``controlnet``.
+        controlnet: folder or hub id of a ControlNet; together with ``control``.
+        out: folder for the results; ``None`` is a new one in ``outputs/`` named after the prompt.
+        compare: run dense too.
+        repeat: timed calls per variant, ≥ 1.
+
+    Raises:
+        ConfigError: a value is outside these ranges.
+    """
+
+    prompt: str
+    model: str = DEFAULT_MODEL
+    merging: Merging = dataclasses.field(default_factory=Merging)
+    size: tuple[int, int] | None = None
+    steps: int = 25
+    seed: int = 0
+    batch: int = 1
+    scheduler: str | None = None
+    negative_prompt: str | None = None
+    guidance: float | None = None
+    dtype: str = "auto"
+    device: str = "auto"
+    compile: bool = False
+    attention: str = "sdpa"
+    control: Path | None = None
+    controlnet: str | None = None
+    out: Path | None = None
+    compare: bool = True
+    repeat: int = 3
+
+    def __post_init__(self) -> None:
+        if not self.prompt.strip():
+            raise ConfigError('prompt: it is empty; say what to draw, such as "a red apple"')
+        for name, lowest in (("steps", 1), ("batch", 1), ("repeat", 1), ("seed", 0)):
+            value = getattr(self, name)
+            if value < lowest:
+                raise ConfigError(f"{name}: expected an integer ≥ {lowest}, got {value}")
+        if self.guidance is not None and not (math.isfinite(self.guidance) and self.guidance >= 0):
+            raise ConfigError(f"guidance: expected a number ≥ 0, got {self.guidance}")
+        if self.dtype not in DTYPE_CHOICES:
+            raise ConfigError(f"dtype: expected one of {', '.join(DTYPE_CHOICES)}, got {self.dtype!r}")
+        if (self.control is None) != (self.controlnet is None):
+            given, missing = (
+                ("control", "controlnet") if self.controlnet is None else ("controlnet", "control")
+            )
+            raise ConfigError(f"{given}: it needs {missing} too: a picture and the ControlNet that reads it")
+        check_attention(self.attention)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The options as values that JSON can hold."""
+        paths = {name: str(value) if (value := getattr(self, name)) else None for name in ("control", "out")}
+        return {**dataclasses.asdict(self), "merging": self.merging.to_dict(), **paths}

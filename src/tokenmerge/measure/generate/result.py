@@ -1,0 +1,115 @@
+"""What a run of ``tokenmerge generate`` found, as values and as the JSON of ``run.json``."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from tokenmerge.measure.bench.timing import Measurement, Times
+from tokenmerge.report import Report
+
+__all__ = ["Quality", "Result", "VariantResult"]
+
+
+@dataclasses.dataclass(frozen=True)
+class VariantResult:
+    """Timings of one variant.
+
+    Args:
+        name: ``"dense"`` or ``"merged"``.
+        seconds: wall-clock time of each timed pipeline call, in the order in which they ran.
+        peak_bytes: most memory held during any of them; ``None`` where it cannot be read.
+    """
+
+    name: str
+    seconds: tuple[float, ...]
+    peak_bytes: int | None
+
+    @classmethod
+    def of(cls, name: str, measurements: Iterable[Measurement]) -> VariantResult:
+        """Pick one variant's measurements out of those of a run."""
+        own = [measurement for measurement in measurements if measurement.variant == name]
+        peaks = [measurement.peak_bytes for measurement in own if measurement.peak_bytes is not None]
+        return cls(name, tuple(measurement.seconds for measurement in own), max(peaks, default=None))
+
+    def per_image(self, batch: int) -> Times:
+        """Seconds per picture: those of a call divided by the pictures that it makes."""
+        return Times.of([seconds / batch for seconds in self.seconds])
+
+
+@dataclasses.dataclass(frozen=True)
+class Quality:
+    """Closeness of each merged picture to the dense one of the same seed, on the 8-bit pictures as written.
+
+    Args:
+        psnr: in dB, one per picture; infinite for equal pictures.
+        ssim: at most 1, one per picture.
+    """
+
+    psnr: tuple[float, ...]
+    ssim: tuple[float, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """Everything that a run found.
+
+    Args:
+        folder: where the pictures and ``run.json`` are.
+        conditions: what it ran on and with, as values that JSON can hold.
+        batch: pictures per call, ≥ 1.
+        variants: timings, dense first where it ran.
+        quality: ``None`` without a dense run or without torchmetrics.
+        report: what merging does to each block.
+        notes: what a reader should know, in words.
+        complete: whether all timed calls ran.
+    """
+
+    folder: Path
+    conditions: dict[str, Any]
+    batch: int
+    variants: tuple[VariantResult, ...]
+    quality: Quality | None
+    report: Report
+    notes: tuple[str, ...]
+    complete: bool
+
+    def speedup(self, variant: VariantResult) -> float | None:
+        """Median time of dense over that of ``variant``; ``None`` where dense was not timed."""
+        dense = self.variants[0]
+        if dense.name != "dense" or not dense.seconds or not variant.seconds:
+            return None
+        return dense.per_image(self.batch).median / variant.per_image(self.batch).median
+
+    def to_dict(self) -> dict[str, Any]:
+        """The content of ``run.json``; an infinite PSNR is written as the string ``"inf"``."""
+        return {
+            "complete": self.complete,
+            "conditions": self.conditions,
+            "variants": {
+                variant.name: {
+                    "seconds_per_call": list(variant.seconds),
+                    "seconds_per_image": dataclasses.asdict(variant.per_image(self.batch))
+                    if variant.seconds
+                    else None,
+                    "speedup": self.speedup(variant),
+                    "peak_memory_bytes": variant.peak_bytes,
+                }
+                for variant in self.variants
+            },
+            "quality": None
+            if self.quality is None
+            else {
+                "psnr_db": [_json_number(value) for value in self.quality.psnr],
+                "ssim": list(self.quality.ssim),
+            },
+            "report": self.report.to_dict(),
+            "notes": list(self.notes),
+        }
+
+
+def _json_number(value: float) -> float | str:
+    return value if math.isfinite(value) else str(value)

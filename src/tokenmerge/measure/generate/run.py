@@ -1,0 +1,296 @@
+"""Generate pictures dense and merged with the same seeds, and measure what merging gains and costs."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from tokenmerge.api import apply_token_merging
+from tokenmerge.config import ToMeConfig
+from tokenmerge.errors import ConfigError, MissingExtraError
+from tokenmerge.measure.bench.env import environment
+from tokenmerge.measure.bench.memory import peak_memory_meaning
+from tokenmerge.measure.bench.timing import Measurement, interleaved
+from tokenmerge.measure.closeness import psnr, ssim
+from tokenmerge.measure.files import free_folder, prepare_folder, slug, write_atomically, write_json
+from tokenmerge.measure.generate.options import GenerateOptions
+from tokenmerge.measure.generate.result import Quality, Result, VariantResult
+from tokenmerge.measure.pipelines.call import PipelineCall, latent_scale, open_control, own_size
+from tokenmerge.measure.pipelines.loading import (
+    ModelSketch,
+    SourceKind,
+    find_model,
+    load_pipeline,
+    load_sketch,
+    require_diffusers,
+)
+from tokenmerge.measure.pipelines.settings import (
+    resolve_device,
+    resolve_dtype,
+    scheduler_class_name,
+    set_attention,
+    set_scheduler,
+)
+from tokenmerge.measure.pipelines.shared_weights import denoising_models, twin
+from tokenmerge.measure.pipelines.sizes import check_size
+from tokenmerge.models.find import find_hosts
+from tokenmerge.pictures import Row, as_tensor, comparison
+from tokenmerge.report import predict
+from tokenmerge.runtime.patch import check_host
+from tokenmerge.runtime.state import RecordedPlan
+
+if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline
+    from PIL.Image import Image
+
+__all__ = ["Progress", "generate"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Progress:
+    """How far one variant is.
+
+    Args:
+        variant: ``"dense"`` or ``"merged"``.
+        done: denoising steps done so far, in all calls of the variant.
+        total: denoising steps that all its calls will take, warm-up included.
+    """
+
+    variant: str
+    done: int
+    total: int
+
+
+def generate(options: GenerateOptions, on_progress: Callable[[Progress], None] | None = None) -> Result:
+    """Generate, compare, measure and write everything to a folder.
+
+    The order is: one untimed call of each variant, which warms up and makes the pictures, then ``repeat``
+    timed calls of each, taking turns. Results are written as they arise: the dense pictures before the
+    first merged call, ``run.json`` after every timed call, so that an interrupted run keeps what it has.
+
+    Args:
+        options: what to do.
+        on_progress: called after each denoising step.
+
+    Returns:
+        What was found. ``result.folder`` holds ``dense-00.png`` …, ``merged-00.png`` …, ``comparison.png``
+        and ``run.json``.
+
+    Raises:
+        TokenMergingError: an option does not fit the model or the machine. What costs little to check is
+            checked before the weights are loaded.
+    """
+    require_diffusers("tokenmerge generate")
+    if not options.merging.needs_model:
+        _check_compile(options, options.merging.config())
+    source = find_model(options.model)
+    device = resolve_device(options.device)
+    dtype = resolve_dtype(options.dtype, device)
+    if options.scheduler is not None:
+        scheduler_class_name(options.scheduler)
+    control = None if options.control is None else open_control(options.control)
+    if source.kind is not SourceKind.CHECKPOINT:
+        _check_before_loading(options, load_sketch(source))
+    folder = options.out or free_folder(Path("outputs"), slug(options.prompt))
+    prepare_folder(folder)
+
+    pipe = load_pipeline(source, dtype, device, options.controlnet)
+    if options.scheduler is not None:
+        set_scheduler(pipe, options.scheduler)
+    set_attention(list(denoising_models(pipe).values()), options.attention)
+    pipe.set_progress_bar_config(disable=True)
+    with _failures_said(options):
+        return _Run(pipe, options, control, folder, on_progress).run()
+
+
+def _check_before_loading(options: GenerateOptions, sketch: ModelSketch) -> None:
+    """Find out from configs alone what would otherwise fail after gigabytes were loaded."""
+    size = options.size or sketch.size
+    if size is not None:
+        width, height = check_size(size, sketch.scale)
+        # A ControlNet that merges makes up for a denoiser that does not.
+        if options.controlnet is None and not options.merging.needs_model:
+            for host in find_hosts(sketch.denoiser):
+                check_host(host, options.merging.config(), (height, width))
+
+
+def _check_compile(options: GenerateOptions, config: ToMeConfig) -> None:
+    if options.compile and config.follows_steps:
+        raise ConfigError(
+            "compile: settings that follow the denoising steps cannot be compiled into one graph with the "
+            "model; leave --compile out, or take a method that is the same at every step"
+        )
+
+
+class _Run:
+    """One run on a loaded pipeline; the attributes hold what is known so far."""
+
+    def __init__(
+        self,
+        pipe: DiffusionPipeline,
+        options: GenerateOptions,
+        control: Image | None,
+        folder: Path,
+        on_progress: Callable[[Progress], None] | None,
+    ) -> None:
+        self.pipe, self.options, self.folder, self.on_progress = pipe, options, folder, on_progress
+        size = options.size or own_size(pipe)
+        width, height = check_size(size, latent_scale(pipe))
+        self.call = PipelineCall.prepare(pipe, options, size, control)
+        # In one graph with the whole model nothing follows the steps.
+        self.config = options.merging.config(pipe, follows_steps=False if options.compile else None)
+        _check_compile(options, self.config)
+        self.report = predict(
+            pipe, self.config, height, width, batch=options.batch * (2 if self.call.guided else 1)
+        )
+        self.conditions = {
+            "options": options.to_dict(),
+            "config": self.config.to_dict(),
+            "pipeline": type(pipe).__name__,
+            "scheduler": type(pipe.scheduler).__name__,
+            "width": size[0],
+            "height": size[1],
+            "seeds": list(self.call.seeds),
+            "device": str(pipe.device),
+            "dtype": str(pipe.dtype).removeprefix("torch."),
+            "peak_memory": peak_memory_meaning(pipe.device),
+            "environment": environment(),
+        }
+        self.steps_done = {"dense": 0, "merged": 0}
+        self.measurements: list[Measurement] = []
+        self.quality: Quality | None = None
+        self.notes = list(self.report.notes)
+
+    def run(self) -> Result:
+        """Make the pictures, then take the times."""
+        options, merged_pipe = self.options, twin(self.pipe)
+        self._write_record(complete=False)
+        dense = None
+        calls: dict[str, Callable[[], object]] = {}
+        if options.compare:
+            if options.compile:
+                _compile(self.pipe)
+            dense = self._pictures("dense", self.pipe)
+            calls["dense"] = lambda: self._generate("dense", self.pipe)
+
+        patch = apply_token_merging(merged_pipe, self.config)
+        with patch.record() as plans:
+            merged = self._pictures("merged", merged_pipe)
+        if options.compile:  # only now, or recording the plans would be compiled in
+            _compile(merged_pipe)
+            merged = self._pictures("merged", merged_pipe)
+        calls["merged"] = lambda: self._generate("merged", merged_pipe)
+        if dense is not None:
+            self._compare(dense, merged, plans)
+
+        for measurement in interleaved(calls, options.repeat, self.pipe.device):
+            self.measurements.append(measurement)
+            self._write_record(complete=False)
+        return self._write_record(complete=True)
+
+    def _generate(self, variant: str, pipe: DiffusionPipeline) -> list[Image]:
+        calls = self.options.repeat + 1 + (variant == "merged" and self.options.compile)
+
+        def step_done(steps_per_call: int) -> None:
+            self.steps_done[variant] += 1
+            if self.on_progress is not None:
+                self.on_progress(Progress(variant, self.steps_done[variant], steps_per_call * calls))
+
+        return self.call(pipe, step_done)
+
+    def _pictures(self, variant: str, pipe: DiffusionPipeline) -> list[Image]:
+        """Make one picture per seed, and write them."""
+        pictures = self._generate(variant, pipe)
+        for index, picture in enumerate(pictures):
+            write_atomically(self.folder / f"{variant}-{index:02d}.png", picture.save)
+        return pictures
+
+    def _compare(self, dense: list[Image], merged: list[Image], plans: Mapping[str, RecordedPlan]) -> None:
+        """Measure how close the pictures are, and draw them side by side."""
+        captions = [f"seed {seed}" for seed in self.call.seeds]
+        try:
+            images, reference = as_tensor(merged), as_tensor(dense)
+            self.quality = Quality(
+                psnr=tuple(psnr(images, reference).tolist()), ssim=tuple(ssim(images, reference).tolist())
+            )
+            captions = [
+                f"{caption} · PSNR {psnr_db:.1f} dB · SSIM {similarity:.3f}"
+                for caption, psnr_db, similarity in zip(
+                    captions, self.quality.psnr, self.quality.ssim, strict=True
+                )
+            ]
+        except MissingExtraError as error:
+            self.notes.append(str(error))
+        groups = [_groups(plans, index, len(merged)) for index in range(len(merged))]
+        rows = [
+            Row(dense[index], merged[index], groups[index][0], captions[index])
+            for index in range(len(merged))
+        ]
+        picture = comparison(
+            rows,
+            dense=f"{self.conditions['width']} x {self.conditions['height']}, {self.options.steps} steps",
+            merged=f"{self.options.merging.method}, ratio {self.config.ratio:g}",
+            groups=groups[0][1],
+        )
+        write_atomically(self.folder / "comparison.png", picture.save)
+
+    def _write_record(self, complete: bool) -> Result:
+        names = ("dense", "merged") if self.options.compare else ("merged",)
+        result = Result(
+            folder=self.folder,
+            conditions=self.conditions,
+            batch=self.options.batch,
+            variants=tuple(VariantResult.of(name, self.measurements) for name in names),
+            quality=self.quality,
+            report=self.report,
+            notes=tuple(self.notes),
+            complete=complete,
+        )
+        write_json(self.folder / "run.json", result.to_dict())
+        return result
+
+
+def _groups(plans: Mapping[str, RecordedPlan], index: int, batch: int) -> tuple[NDArray[np.int64], str]:
+    """The groups to draw on picture ``index``: those of the last block with the most tokens.
+
+    Returns:
+        Labels [h, w], and what they are in words.
+    """
+    if not plans:
+        return np.zeros((1, 1), dtype=np.int64), "nothing was merged"
+    path, recorded = max(reversed(list(plans.items())), key=lambda item: math.prod(item[1].grid))
+    labels = recorded.plan.labels()
+    # Under guidance the batch holds the pictures without the prompt first, those with it last.
+    row = max(0, labels.shape[0] - batch + index)
+    grid = labels[row].reshape(recorded.grid[1:]).cpu().numpy()
+    where = path.partition(".attentions")[0]
+    return grid, f"{grid.size} to {len(np.unique(grid))} tokens in {where}, last plan"
+
+
+def _compile(pipe: DiffusionPipeline) -> None:
+    for model in denoising_models(pipe).values():
+        model.compile()
+
+
+@contextlib.contextmanager
+def _failures_said(options: GenerateOptions) -> Iterator[None]:
+    """Turn failures that a user can act on into one line."""
+    try:
+        yield
+    except torch.cuda.OutOfMemoryError as error:
+        raise ConfigError(
+            "the GPU's memory is too small for this; lower --size or --batch, or take --dtype fp16"
+        ) from error
+    except RuntimeError as error:
+        if options.compile and type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
+            reason = str(error).strip().partition("\n")[0]
+            raise ConfigError(f"compile: torch.compile failed ({reason}); leave --compile out") from error
+        raise

@@ -1,0 +1,134 @@
+"""Calling a diffusers pipeline the same way every time: same prompt, same seeds, same size."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tokenmerge.errors import ConfigError, UnsupportedModelError
+from tokenmerge.measure.generate.options import GenerateOptions
+from tokenmerge.measure.pipelines.loading import denoiser_name, guides
+
+if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline
+    from PIL.Image import Image
+
+__all__ = ["PipelineCall", "latent_scale", "open_control", "own_size"]
+
+
+@dataclasses.dataclass(frozen=True)
+class PipelineCall:
+    """One way to call a pipeline, repeatable.
+
+    Args:
+        arguments: what the pipeline is called with, save the generators.
+        seeds: one per picture.
+        guided: whether each picture is denoised with and without the prompt, in one batch.
+    """
+
+    arguments: Mapping[str, Any]
+    seeds: tuple[int, ...]
+    guided: bool
+
+    @classmethod
+    def prepare(
+        cls,
+        pipe: DiffusionPipeline,
+        options: GenerateOptions,
+        size: tuple[int, int],
+        control: Image | None = None,
+    ) -> PipelineCall:
+        """Match the options with what the pipeline's call accepts.
+
+        Args:
+            pipe: the pipeline that will be called.
+            options: what to generate.
+            size: (width, height) in pixels.
+            control: picture for the ControlNet.
+
+        Raises:
+            ConfigError: the pipeline does not know an option.
+            UnsupportedModelError: it needs something that is no option.
+        """
+        parameters = inspect.signature(pipe.__call__).parameters
+        arguments: dict[str, Any] = {
+            "prompt": [options.prompt] * options.batch,
+            "num_inference_steps": options.steps,
+            "width": size[0],
+            "height": size[1],
+        }
+        if options.guidance is not None:
+            arguments["guidance_scale"] = options.guidance
+        if options.negative_prompt is not None:
+            arguments["negative_prompt"] = [options.negative_prompt] * options.batch
+        if control is not None:
+            name = "control_image" if "control_image" in parameters else "image"
+            arguments[name] = [control.resize(size)] * options.batch
+        pipeline = type(pipe).__name__
+        unknown = [name for name in arguments if name not in parameters]
+        if {"prompt", "width", "height"} & set(unknown):
+            raise UnsupportedModelError(
+                f"model: {pipeline} makes no pictures from text alone; take one that does"
+            )
+        if unknown:
+            raise ConfigError(f"{pipeline} does not know {', '.join(unknown)}; leave that option out")
+        seeds = tuple(range(options.seed, options.seed + options.batch))
+        return cls(arguments, seeds, guides(pipe, options.guidance))
+
+    def __call__(self, pipe: DiffusionPipeline, on_step: Callable[[int], None]) -> list[Image]:
+        """Generate one picture per seed.
+
+        Args:
+            pipe: the pipeline that the call was prepared for, or its twin.
+            on_step: called after each denoising step with the number of steps in this call.
+        """
+
+        def step_done(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+            on_step(pipe.num_timesteps)
+            return tensors
+
+        arguments = dict(self.arguments)
+        if "callback_on_step_end" in inspect.signature(pipe.__call__).parameters:
+            arguments["callback_on_step_end"] = step_done
+        # Seeded on the CPU, so that a picture does not depend on the device that it is made on.
+        generators = [torch.Generator("cpu").manual_seed(seed) for seed in self.seeds]
+        images: list[Image] = pipe(**arguments, generator=generators, output_type="pil").images
+        return images
+
+
+def open_control(path: Path) -> Image:
+    """Open the picture for a ControlNet.
+
+    Raises:
+        ConfigError: there is none at ``path``.
+    """
+    import PIL.Image
+
+    try:
+        return PIL.Image.open(path).convert("RGB")
+    except OSError as error:
+        raise ConfigError(f"control: cannot read a picture from {path}: {error.strerror or error}") from error
+
+
+def latent_scale(pipe: DiffusionPipeline) -> int:
+    """Pixels per latent position, along each side."""
+    return int(getattr(pipe, "vae_scale_factor", 1))
+
+
+def own_size(pipe: DiffusionPipeline) -> tuple[int, int]:
+    """(width, height) in pixels that the model was made for.
+
+    Raises:
+        ConfigError: its config does not say.
+    """
+    config = getattr(pipe, denoiser_name(pipe)).config
+    sample = getattr(pipe, "default_sample_size", None) or config.get("sample_size")
+    if sample is None:
+        raise ConfigError("size: this model does not say what size it was made for; give --size")
+    height, width = (sample, sample) if isinstance(sample, int) else sample
+    return width * latent_scale(pipe), height * latent_scale(pipe)

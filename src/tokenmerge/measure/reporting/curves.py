@@ -1,0 +1,216 @@
+"""What the plots show, as lines of points; knows no plotting library."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
+from statistics import median
+from typing import Any
+
+from tokenmerge.measure.bench.match_records import cell_of_pictures
+from tokenmerge.measure.bench.records import CellRecord, variant_label
+from tokenmerge.measure.reporting.quality import LOWER_IS_CLOSER, QualityRecord
+from tokenmerge.measure.reporting.quality_tables import quality_name, where_drawn
+from tokenmerge.measure.reporting.tables import SETTING, in_order, setting_name, where_of
+
+__all__ = ["Chart", "Line", "charts", "timed_with_other_steps"]
+
+_FUSED = "sdpa"
+_KNOBS = ("ratio", "interval", "threshold", "as")  # settings by which a variant becomes faster
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """One line of a chart.
+
+    Args:
+        name: what it is of.
+        points: (x, y), in the order in which they are joined; at least one.
+        labels: text at each point; empty: none.
+    """
+
+    name: str
+    points: tuple[tuple[float, float], ...]
+    labels: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Chart:
+    """A chart.
+
+    Args:
+        title: what it shows.
+        x: name of the horizontal axis.
+        y: name of the vertical axis.
+        lines: at least one.
+        level: (name, y) of a horizontal line to compare with, if there is one.
+        from_zero: whether the vertical axis starts at zero.
+    """
+
+    title: str
+    x: str
+    y: str
+    lines: tuple[Line, ...]
+    level: tuple[str, float] | None = None
+    from_zero: bool = False
+
+
+def charts(cells: Iterable[CellRecord], quality: Sequence[QualityRecord]) -> list[Chart]:
+    """Speed-up against resolution, time against ratio, and the price curve, as far as there are points.
+
+    Only cells with fused attention: what others gain over plain attention is not merging's.
+    """
+    timed = _timed(cells)
+    return [*_against_resolution(timed), *_against_ratio(timed), *_price(timed, quality)]
+
+
+def _against_resolution(cells: Sequence[CellRecord]) -> Iterable[Chart]:
+    def rest(cell: CellRecord) -> tuple[object, ...]:
+        names = (name for name in (*SETTING, "compile") if name not in ("width", "height"))
+        return in_order(cell.conditions[name] for name in names)
+
+    for _, group in groupby(sorted(cells, key=rest), key=rest):
+        found = [cell for cell in group if cell.conditions["variant"] != "dense" and cell.speedup]
+        if len({_side(cell) for cell in found}) < 2:
+            continue
+        lines = [
+            Line(label, tuple(sorted((_side(c), c.speedup or 0.0) for c in found if c.label == label)))
+            for label in sorted({cell.label for cell in found})
+        ]
+        conditions = found[0].conditions
+        title = _without_size(conditions)
+        yield Chart(
+            f"Speed-up against resolution: {title}",
+            "√(width × height), pixels",
+            "speed-up, t_dense / t",
+            tuple(lines),
+            level=("dense", 1.0),
+        )
+
+
+def _against_ratio(cells: Sequence[CellRecord]) -> Iterable[Chart]:
+    def where(cell: CellRecord) -> tuple[object, ...]:
+        return in_order((*where_of(cell), cell.conditions["compile"]))
+
+    for _, group in groupby(sorted(cells, key=where), key=where):
+        found = list(group)
+        with_ratio = [cell for cell in found if "ratio" in cell.conditions["settings"]]
+        if len({cell.conditions["settings"]["ratio"] for cell in with_ratio}) < 2:
+            continue
+        lines = [
+            Line(name, tuple(sorted((c.conditions["settings"]["ratio"], c.median or 0.0) for c in members)))
+            for name, members in _by_family(with_ratio)
+        ]
+        dense = next((cell.median for cell in found if cell.conditions["variant"] == "dense"), None)
+        compiled = ", compiled" if found[0].conditions["compile"] else ""
+        yield Chart(
+            f"Time against ratio: {setting_name(found[0].conditions)}{compiled}",
+            "ratio of tokens removed",
+            "seconds per call",
+            tuple(lines),
+            level=None if dense is None else ("dense", dense),
+            from_zero=True,
+        )
+
+
+def _price(cells: Sequence[CellRecord], quality: Sequence[QualityRecord]) -> Iterable[Chart]:
+    whole = [record for record in quality if record.category is None]
+    for _, group in groupby(sorted(whole, key=where_drawn), key=where_drawn):
+        records = list(group)
+        for metric in dict.fromkeys(name for record in records for name in record.figures):
+            lines = tuple(_price_lines(records, metric, cells))
+            if lines:
+                with_dense = any(line.name == "dense" for line in lines)
+                closer = "lower" if metric in LOWER_IS_CLOSER else "higher"
+                yield Chart(
+                    f"The price: {quality_name(records[0])}",
+                    f"{metric.upper()}, {closer} is better",
+                    "speed-up, t_dense / t",
+                    lines,
+                    level=None if with_dense else ("dense", 1.0),
+                )
+
+
+def _price_lines(
+    records: Sequence[QualityRecord], metric: str, cells: Sequence[CellRecord]
+) -> Iterable[Line]:
+    """One line for each method, whose points are its ratios, and one for fewer steps.
+
+    A number of steps that fits into several methods was timed beside each: their median is its speed-up.
+    """
+    families: dict[str, dict[float, list[tuple[float, float]]]] = {}
+    for record in records:
+        cell = cell_of_pictures(record.label, record.drawn_with, cells)
+        if cell is None or cell.speedup is None or metric not in record.figures:
+            continue
+        # No fewer steps than dense has are dense.
+        is_dense = cell.facts.get("steps_used") == cell.conditions["steps"]
+        if _same_steps(record, cell) and not is_dense:
+            family = families.setdefault(_family(record.variant, record.settings), {})
+            family.setdefault(_knob(record), []).append((record.figures[metric], cell.speedup))
+    for name, found in sorted(families.items()):
+        # By what is turned: a figure over few pictures may not fall from one to the next.
+        knobs = sorted(found)
+        points = tuple(
+            (median(x for x, _ in found[knob]), median(y for _, y in found[knob])) for knob in knobs
+        )
+        yield Line(name, points, tuple("" if math.isnan(knob) else f"{knob:g}" for knob in knobs))
+
+
+def timed_with_other_steps(cells: Iterable[CellRecord], quality: Iterable[QualityRecord]) -> list[str]:
+    """A sentence for each variant that was drawn with one number of steps and timed with another."""
+    timed = _timed(cells)
+    found = []
+    for record in quality:
+        cell = cell_of_pictures(record.label, record.drawn_with, timed)
+        if record.category is None and cell is not None and not _same_steps(record, cell):
+            drawn = record.steps_used or "an unknown number of"
+            found.append(
+                f"{record.label} of {quality_name(record)} is on no price curve: drawn with {drawn} steps, "
+                f"timed with {cell.facts.get('steps_used')}; tokenmerge evaluate draws with as many"
+            )
+    return found
+
+
+def _timed(cells: Iterable[CellRecord]) -> list[CellRecord]:
+    return [c for c in cells if c.median is not None and c.conditions["attention"] == _FUSED]
+
+
+def _same_steps(record: QualityRecord, cell: CellRecord) -> bool:
+    return record.steps_used == cell.facts.get("steps_used")
+
+
+def _by_family(cells: Sequence[CellRecord]) -> Iterable[tuple[str, list[CellRecord]]]:
+    def family(cell: CellRecord) -> str:
+        return _family(cell.conditions["variant"], cell.conditions["settings"])
+
+    for name, members in groupby(sorted(cells, key=family), key=family):
+        yield name, list(members)
+
+
+def _family(variant: str, settings: Mapping[str, Any]) -> str:
+    """A variant without what makes it faster, and fewer steps whatever they fit into.
+
+    >>> _family("tome", {"ratio": 0.5, "merge_mlp": True})
+    'tome merge_mlp'
+    """
+    return variant_label(variant, {name: value for name, value in settings.items() if name not in _KNOBS})
+
+
+def _knob(record: QualityRecord) -> float:
+    """What a point of a line is labelled with: the ratio, the steps …; not a number where there is none."""
+    if record.steps_used is not None:
+        return float(record.steps_used)
+    return float(next((record.settings[name] for name in _KNOBS if name in record.settings), math.nan))
+
+
+def _side(cell: CellRecord) -> float:
+    return math.sqrt(cell.conditions["width"] * cell.conditions["height"])
+
+
+def _without_size(conditions: Any) -> str:
+    name = setting_name(conditions)
+    size = name.split(", ")[1]
+    return name.replace(f", {size}", "", 1)

@@ -1,0 +1,219 @@
+"""A report as one HTML page, as Markdown, and as CSV."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterable, Mapping, Sequence
+from importlib import resources
+from typing import Any
+
+from tokenmerge.errors import MissingExtraError
+from tokenmerge.measure.bench.records import CellRecord
+from tokenmerge.measure.reporting.pictures import data_address, svg_address
+from tokenmerge.measure.reporting.plots import draw
+from tokenmerge.measure.reporting.quality import QualityRecord
+from tokenmerge.measure.reporting.report_data import TITLE, Content
+from tokenmerge.measure.reporting.results import Sample
+from tokenmerge.measure.reporting.tables import PUBLISHED, Table
+
+__all__ = ["as_csv", "as_html", "as_markdown", "quality_as_csv"]
+
+_COLUMNS = (
+    "model",
+    "scope",
+    "width",
+    "height",
+    "frames",
+    "batch",
+    "dtype",
+    "attention",
+    "compile",
+    "variant",
+)
+_MORE = (
+    "steps",
+    "scheduler",
+    "guidance",
+    "seed",
+    "rounds",
+    "warmup",
+    "device",
+    "device_name",
+    "threads",
+    "commit",
+)
+
+
+def as_html(content: Content) -> str:
+    """One page that needs nothing beside it: pictures, plots, styles and the slider's script are inside.
+
+    Raises:
+        MissingExtraError: jinja2 or matplotlib is not installed.
+        ConfigError: a picture cannot be read.
+    """
+    try:
+        import jinja2
+    except ImportError as error:
+        raise MissingExtraError("plots", needed_by="the page of tokenmerge report") from error
+    # Escapes every text: prompts and names come from anywhere.
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
+    text = (resources.files("tokenmerge.measure.reporting") / "page.html.j2").read_text(encoding="utf-8")
+    present = {
+        "Plots": ("plots", content.charts),
+        "Measured": ("measured", content.measured),
+        "Beside published figures": ("published", content.beside),
+        "Closeness to dense": ("quality", content.quality),
+        "Pictures": ("samples", content.samples),
+        "Conditions": ("conditions", True),
+    }
+    return environment.from_string(text).render(
+        title=TITLE,
+        sections=[(name, anchor) for name, (anchor, shown) in present.items() if shown],
+        charts=[{"title": chart.title, "address": svg_address(draw(chart))} for chart in content.charts],
+        measured=content.measured,
+        beside=content.beside,
+        quality=content.quality,
+        samples=_by_prompt(content.samples),
+        conditions=content.conditions,
+        notes=content.notes,
+    )
+
+
+def as_markdown(content: Content) -> str:
+    """Headings and tables; published figures are in italics."""
+    parts = [
+        f"# {TITLE}",
+        "Speed-up is t_dense / t, where dense runs with fused attention (SDPA), in the same rounds; "
+        "“same attention” is against dense with the attention of the row. Times are medians of one call. "
+        "The oracle merges at no cost: no method that merges the same layers at its ratio can be faster.",
+        *(f"Note: {_escape(note)}" for note in content.notes),
+    ]
+    for heading, tables in (
+        ("Measured", content.measured),
+        ("Beside published figures, in italics", content.beside),
+        ("Closeness to dense", content.quality),
+    ):
+        if tables:
+            parts += [f"## {heading}", *map(_markdown_table, tables)]
+    if content.conditions:
+        parts.append("## Conditions")
+        parts += [f"{_escape(name)}\n\n```json\n{text}\n```" for name, text in content.conditions]
+    return "\n\n".join(parts) + "\n"
+
+
+def as_csv(cells: Iterable[CellRecord]) -> str:
+    """One line for each cell, with its figures and conditions."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    figures = (
+        "settings",
+        "status",
+        "seconds_median",
+        "seconds_q1",
+        "seconds_q3",
+        "runs",
+        "peak_bytes",
+        "speedup",
+        "speedup_same_attention",
+        "flops_dense",
+        "flops_merged",
+        "message",
+        "finished",
+        "torch",
+    )
+    writer.writerow([*_COLUMNS, *figures, *_MORE])
+    for cell in cells:
+        low, high = cell.iqr or (None, None)
+        writer.writerow(
+            [
+                *(cell.conditions[name] for name in _COLUMNS),
+                _settings(cell.conditions["settings"]),
+                cell.status,
+                cell.median,
+                low,
+                high,
+                len(cell.seconds),
+                cell.peak_bytes,
+                cell.speedup,
+                cell.speedup_same_attention,
+                cell.facts.get("flops_dense"),
+                cell.facts.get("flops_merged"),
+                cell.message,
+                cell.finished,
+                cell.conditions["environment"]["versions"]["torch"],
+                *(cell.conditions[name] for name in _MORE),
+            ]
+        )
+    return text.getvalue()
+
+
+def quality_as_csv(records: Iterable[QualityRecord]) -> str:
+    """One line for each figure of quality, with the conditions of its pictures."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    conditions = ("steps", "scheduler", "guidance", "dtype", "device", "attention", "commit")
+    named = ("model", "width", "height", "variant", "settings", "category", "pictures", "metric", "value")
+    writer.writerow([*named, "measured_with", *conditions, "prompts", "seeds", "notes"])
+    for record in records:
+        prompts = record.conditions.get("prompts", {})
+        for metric, value in record.figures.items():
+            writer.writerow(
+                [
+                    record.model,
+                    record.width,
+                    record.height,
+                    record.variant,
+                    _settings(record.settings),
+                    record.category,
+                    record.images,
+                    metric,
+                    value,
+                    record.measured_with.get(metric),
+                    *(record.conditions.get(name) for name in conditions),
+                    prompts.get("key"),
+                    " ".join(map(str, record.conditions.get("seeds", ()))),
+                    "; ".join(record.notes),
+                ]
+            )
+    return text.getvalue()
+
+
+def _settings(settings: Mapping[str, Any]) -> str:
+    return " ".join(f"{name}={value}" for name, value in settings.items())
+
+
+def _by_prompt(samples: Sequence[Sample]) -> list[tuple[str, list[dict[str, Any]]]]:
+    rows: dict[str, list[dict[str, Any]]] = {}
+    for sample in samples:
+        pair = {
+            "label": sample.record.label,
+            "seed": sample.record.seed,
+            "dense": data_address(sample.dense),
+            "image": data_address(sample.image),
+        }
+        rows.setdefault(sample.record.prompt, []).append(pair)
+    return list(rows.items())
+
+
+def _markdown_table(table: Table) -> str:
+    lines = [
+        f"### {_escape(table.title)}",
+        "",
+        "| " + " | ".join(map(_escape, table.header)) + " |",
+        "|" + "---|" * table.words + "---:|" * (len(table.header) - table.words),
+    ]
+    for row in table.rows:
+        mark = "*" if row.origin == PUBLISHED else ""
+        cells = (f"{mark}{_escape(cell)}{mark}" if cell else "" for cell in row.cells)
+        lines.append("| " + " | ".join(cells) + " |")
+    if table.notes:
+        lines += ["", *(f"- {_escape(note)}" for note in table.notes)]
+    return "\n".join(lines)
+
+
+def _escape(text: str) -> str:
+    """Text that Markdown shows as it is."""
+    for mark in "\\`*_{}[]<>#|":
+        text = text.replace(mark, "\\" + mark)
+    return text.replace("\n", " ")

@@ -1,0 +1,48 @@
+"""Of records that no name in a report tells apart, the newest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import TypeVar
+
+from tokenmerge.measure.bench.records import CellRecord
+from tokenmerge.measure.reporting.quality import QualityRecord
+from tokenmerge.measure.reporting.quality_tables import where_drawn
+from tokenmerge.measure.reporting.tables import what_of, where_of
+
+__all__ = ["newest_cells", "newest_figures"]
+
+R = TypeVar("R", CellRecord, QualityRecord)
+
+
+def newest_cells(cells: Iterable[CellRecord]) -> tuple[list[CellRecord], list[str]]:
+    """Of cells that would be rows of one name in one table, the one that ended last.
+
+    Returns:
+        Those cells, and a sentence if any is left out, which says in what they differ.
+    """
+    by_age = sorted(cells, key=lambda cell: cell.finished)
+    return _last(by_age, lambda cell: (*where_of(cell), what_of(cell)), "cells")
+
+
+def newest_figures(records: Iterable[QualityRecord]) -> tuple[list[QualityRecord], list[str]]:
+    """Of figures that would be rows of one name in one table, the last ones; otherwise as for cells."""
+    return _last(
+        sorted(records, key=lambda record: record.finished),
+        lambda record: (*where_drawn(record), record.label, record.category),
+        "figures of quality",
+    )
+
+
+def _last(by_age: Sequence[R], name: Callable[[R], Hashable], what: str) -> tuple[list[R], list[str]]:
+    found: dict[Hashable, R] = {}
+    differs: set[str] = set()
+    for record in by_age:
+        earlier = found.get(name(record))
+        if earlier is not None:
+            before = earlier.conditions
+            differs |= {key for key, value in record.conditions.items() if value != before.get(key)}
+        found[name(record)] = record
+    older = len(by_age) - len(found)
+    said = f"{older} older {what} left out: newer ones differ in {', '.join(sorted(differs))} alone"
+    return list(found.values()), [said] if older else []

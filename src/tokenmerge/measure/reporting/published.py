@@ -1,0 +1,86 @@
+"""Figures that others published, which ours stand beside."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+from importlib import resources
+
+__all__ = ["Published", "published_rows"]
+
+# How the tables name what they measured → (whether it merges, attention in our names).
+_METHODS = {
+    "baseline": (False, "default"),
+    "vanilla": (False, "default"),
+    "tome": (True, "default"),
+    "tome+xformers": (True, "xformers"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Published:
+    """One figure of a published table.
+
+    Args:
+        source: where it was published.
+        merges: whether it is ToMe; otherwise dense.
+        attention: in the names of :data:`tokenmerge.measure.pipelines.settings.ATTENTION_CHOICES`.
+        ratio: of tokens removed.
+        device: name of the GPU.
+        resolution: width and height in pixels.
+        batch: pictures per call; None where it was not published.
+        seconds: of one call.
+        seconds_per_image: as it says.
+        memory: GB per image.
+        fid: Fréchet inception distance.
+        out_of_memory: whether it did not fit.
+        note: what the table says of its conditions.
+    """
+
+    source: str
+    merges: bool
+    attention: str
+    ratio: float
+    device: str
+    resolution: int
+    batch: int | None
+    seconds: float | None
+    seconds_per_image: float | None
+    memory: float | None
+    fid: float | None
+    out_of_memory: bool
+    note: str
+
+
+def published_rows() -> list[Published]:
+    """Every published figure, in the order of the tables.
+
+    >>> published_rows()[0].seconds_per_image
+    3.09
+    """
+    text = (resources.files("tokenmerge.measure.reporting") / "published.csv").read_text(encoding="utf-8")
+    rows = []
+    for values in csv.DictReader(text.splitlines()):
+        merges, attention = _METHODS[values["method"]]
+        rows.append(
+            Published(
+                source=values["source"],
+                merges=merges,
+                attention=attention,
+                ratio=float(values["ratio"]),
+                device=values["gpu"],
+                resolution=int(values["resolution"]),
+                batch=int(values["batch"]) if values["batch"] else None,
+                seconds=_number(values["seconds"]),
+                seconds_per_image=_number(values["seconds_per_image"]),
+                memory=_number(values["memory_gb_per_image"]),
+                fid=_number(values["fid"]),
+                out_of_memory=values["seconds"] == "OOM",
+                note=values["note"],
+            )
+        )
+    return rows
+
+
+def _number(text: str) -> float | None:
+    return float(text) if text and text != "OOM" else None

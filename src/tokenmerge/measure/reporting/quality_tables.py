@@ -1,0 +1,73 @@
+"""Tables of figures of quality: one for each set of pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tokenmerge.measure.bench.records import key_of
+from tokenmerge.measure.reporting.quality import LOWER_IS_CLOSER, QualityRecord, metric_names
+from tokenmerge.measure.reporting.tables import Row, Table, attention_name, sampling_name
+
+__all__ = ["quality_name", "quality_tables", "where_drawn"]
+
+# Conditions that the pictures of one table have in common, beside the model and their size.
+_SHARED = ("steps", "scheduler", "guidance", "dtype", "device", "attention", "prompts", "seeds")
+
+
+def where_drawn(record: QualityRecord) -> tuple[str, int, int, str]:
+    """What the figures of one table have in common."""
+    shared = key_of({name: record.conditions.get(name) for name in _SHARED})
+    return record.model, record.width, record.height, shared
+
+
+def quality_name(record: QualityRecord) -> str:
+    """The title of that table."""
+    parts = [record.model, f"{record.width} × {record.height}"]
+    if set(_SHARED) <= set(record.conditions):
+        c = record.conditions
+        count, seeds = c["prompts"]["count"], c["seeds"]
+        parts += [
+            sampling_name(c),
+            f"{c['dtype']} on {c['device']}",
+            attention_name(c["attention"]),
+            f"{count} prompt{'s' if count > 1 else ''}",
+            f"seeds {seeds[0]} to {seeds[-1]}" if len(seeds) > 1 else f"seed {seeds[0]}",
+        ]
+    return ", ".join(parts)
+
+
+def quality_tables(records: Sequence[QualityRecord]) -> list[Table]:
+    """One table for each set of pictures; its rows are the variants, and their categories where there are."""
+    return [
+        _table([record for record in records if where_drawn(record) == where])
+        for where in dict.fromkeys(map(where_drawn, records))
+    ]
+
+
+def _table(records: Sequence[QualityRecord]) -> Table:
+    metrics = metric_names(records)
+    arrows = tuple(f"{name} {'↓' if name in LOWER_IS_CLOSER else '↑'}" for name in metrics)
+    by_category = any(record.category is not None for record in records)
+    rows = tuple(
+        Row(
+            (
+                record.label,
+                *([record.category or "all"] if by_category else []),
+                str(record.images),
+                *(_figure(record.figures.get(name)) for name in metrics),
+            )
+        )
+        for record in records
+    )
+    notes = dict.fromkeys(note for record in records for note in record.notes)
+    return Table(
+        quality_name(records[0]),
+        ("variant", *(["category"] if by_category else []), "pictures", *arrows),
+        rows,
+        ("↑ higher, ↓ lower is better; psnr in dB", *notes),
+        words=1 + by_category,
+    )
+
+
+def _figure(value: float | None) -> str:
+    return "" if value is None else f"{value:.4g}"

@@ -1,0 +1,103 @@
+"""What a report is made of, the same for every format."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from tokenmerge.errors import ConfigError
+from tokenmerge.measure.bench.records import CellRecord
+from tokenmerge.measure.reporting.curves import Chart, charts, timed_with_other_steps
+from tokenmerge.measure.reporting.latest import newest_cells, newest_figures
+from tokenmerge.measure.reporting.pictures import picture_type
+from tokenmerge.measure.reporting.quality import QualityRecord
+from tokenmerge.measure.reporting.quality_tables import quality_tables
+from tokenmerge.measure.reporting.results import Results, Sample
+from tokenmerge.measure.reporting.tables import Table, measured_tables
+from tokenmerge.measure.reporting.versus_published import published_tables
+
+__all__ = ["TITLE", "Content", "content_of"]
+
+TITLE = "Token merging: time, memory and price"
+
+
+@dataclasses.dataclass(frozen=True)
+class Content:
+    """Everything that a report shows.
+
+    Args:
+        measured: a table for each setting.
+        beside: published tables with our figures beside them.
+        quality: closeness of variants to dense.
+        charts: plots.
+        samples: pairs of pictures that are there.
+        conditions: (name, JSON) of each machine and configuration that cells were measured on, and of each
+            set of pictures.
+        notes: what the reader should know, in words.
+    """
+
+    measured: tuple[Table, ...]
+    beside: tuple[Table, ...]
+    quality: tuple[Table, ...]
+    charts: tuple[Chart, ...]
+    samples: tuple[Sample, ...]
+    conditions: tuple[tuple[str, str], ...]
+    notes: tuple[str, ...]
+
+
+def content_of(results: Results) -> Content:
+    """Arrange records for a reader: the newest of those that no name tells apart, and samples that exist."""
+    cells, older_cells = newest_cells(results.cells)
+    quality, older_figures = newest_figures(results.quality)
+    samples, lost = _readable(results.samples)
+    return Content(
+        measured=tuple(measured_tables(cells)),
+        beside=tuple(published_tables(cells, quality)),
+        quality=tuple(quality_tables(quality)),
+        charts=tuple(charts(cells, quality)),
+        samples=tuple(samples),
+        conditions=(*_conditions(cells), *_conditions_of_quality(quality)),
+        notes=(*results.notes, *older_cells, *older_figures, *timed_with_other_steps(cells, quality), *lost),
+    )
+
+
+def _readable(samples: Sequence[Sample]) -> tuple[list[Sample], list[str]]:
+    """The pairs whose pictures are both there, and a sentence on the others, which can be very many."""
+    found, lost = [], []
+    for sample in samples:
+        try:
+            for path in (sample.dense, sample.image):
+                picture_type(path)
+        except ConfigError as error:
+            lost.append(f"{sample.record.label}, seed {sample.record.seed}: {error}")
+        else:
+            found.append(sample)
+    pairs = "1 pair" if len(lost) == 1 else f"{len(lost)} pairs"
+    return found, [f"not shown of the samples: {pairs}; the first is {lost[0]}"] if lost else []
+
+
+def _conditions(cells: Sequence[CellRecord]) -> list[tuple[str, str]]:
+    """What all cells of one run share, each once."""
+    shared: dict[str, str] = {}
+    varying = ("variant", "settings", "attention", "compile", "width", "height", "batch", "model", "frames")
+    for cell in cells:
+        common: dict[str, Any] = {k: v for k, v in cell.conditions.items() if k not in varying}
+        common["peak memory"] = cell.facts.get("peak_memory")
+        text = json.dumps(common, indent=2, ensure_ascii=False, sort_keys=True)
+        versions = common["environment"]["versions"]
+        name = f"{common['device_name']}, {common['scope']}, {common['dtype']}, torch {versions['torch']}"
+        shared.setdefault(text, name)
+    return [(name, text) for text, name in shared.items()]
+
+
+def _conditions_of_quality(records: Sequence[QualityRecord]) -> list[tuple[str, str]]:
+    """What the pictures of all variants share, each once."""
+    shared: dict[str, str] = {}
+    for record in records:
+        if record.conditions:
+            common = {"model": record.model, **record.conditions, "measured_with": record.measured_with}
+            text = json.dumps(common, indent=2, ensure_ascii=False, sort_keys=True)
+            shared.setdefault(text, f"Pictures of {record.model}, {record.width} × {record.height}")
+    return [(name, text) for text, name in shared.items()]

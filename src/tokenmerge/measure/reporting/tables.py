@@ -1,0 +1,232 @@
+"""Tables of measured cells, and of published figures with ours beside them; plain text cells."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+from tokenmerge.measure.bench.records import CellRecord
+
+__all__ = [
+    "OURS",
+    "PUBLISHED",
+    "SETTING",
+    "Row",
+    "Table",
+    "attention_name",
+    "call_name",
+    "in_order",
+    "machine_name",
+    "measured_tables",
+    "sampling_name",
+    "setting_name",
+    "times",
+    "what_of",
+    "where_of",
+]
+
+OURS, PUBLISHED = "ours", "published"
+
+# Conditions that the cells of one table have in common.
+SETTING = (
+    "model",
+    "scope",
+    "width",
+    "height",
+    "frames",
+    "batch",
+    "dtype",
+    "steps",
+    "scheduler",
+    "guidance",
+    "device_name",
+    "threads",
+)
+_ATTENTION = {"sdpa": "SDPA", "xformers": "xFormers", "default": "plain"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One line of a table.
+
+    Args:
+        cells: text of each column.
+        origin: :data:`OURS` or :data:`PUBLISHED`.
+    """
+
+    cells: tuple[str, ...]
+    origin: str = OURS
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """A titled table.
+
+    Args:
+        title: what it shows.
+        header: names of the columns.
+        rows: its lines.
+        notes: what a reader should know, in words.
+        words: how many of the first columns hold words rather than figures.
+    """
+
+    title: str
+    header: tuple[str, ...]
+    rows: tuple[Row, ...]
+    notes: tuple[str, ...] = ()
+    words: int = 1
+
+
+def measured_tables(cells: Iterable[CellRecord]) -> list[Table]:
+    """One table for each setting; speed-up is t_dense / t, dense with fused attention in the same rounds."""
+    ordered = sorted(cells, key=lambda cell: in_order(where_of(cell)))
+    return [_measured(list(group)) for _, group in groupby(ordered, key=where_of)]
+
+
+def where_of(cell: CellRecord) -> tuple[Any, ...]:
+    """What the cells of one table have in common."""
+    return tuple(cell.conditions[name] for name in SETTING)
+
+
+def what_of(cell: CellRecord) -> str:
+    """What tells the cells of one table apart."""
+    compiled = ", compiled" if cell.conditions["compile"] else ""
+    return f"{cell.label}, {attention_name(cell.conditions['attention'])}{compiled}"
+
+
+def attention_name(attention: str) -> str:
+    """In words.
+
+    >>> attention_name("default")
+    'plain attention'
+    """
+    return f"{_ATTENTION.get(attention, attention)} attention"
+
+
+def setting_name(conditions: Mapping[str, Any]) -> str:
+    """The title of a setting."""
+    return f"{call_name(conditions)}, {machine_name(conditions)}"
+
+
+def call_name(conditions: Mapping[str, Any]) -> str:
+    """What is timed, wherever it runs."""
+    frames = f" × {conditions['frames']} frames" if conditions["frames"] else ""
+    whole = conditions["scope"] == "pipeline"
+    parts = (
+        conditions["model"],
+        f"{conditions['width']} × {conditions['height']}{frames}",
+        f"batch {conditions['batch']}",
+        conditions["dtype"],
+        f"{'whole pipeline,' if whole else 'denoiser alone, one of'} {sampling_name(conditions)}",
+    )
+    return ", ".join(parts)
+
+
+def sampling_name(conditions: Mapping[str, Any]) -> str:
+    """How many steps, and the scheduler and the guidance where they are not the model's own.
+
+    >>> sampling_name({"steps": 50, "scheduler": "plms", "guidance": 7.5})
+    '50 steps, plms, guidance 7.5'
+    """
+    steps, scheduler, guidance = (conditions[name] for name in ("steps", "scheduler", "guidance"))
+    parts = [f"{steps} step{'s' if steps > 1 else ''}"]
+    if scheduler is not None:
+        parts.append(scheduler)
+    if guidance is not None:
+        parts.append(f"guidance {guidance:g}")
+    return ", ".join(parts)
+
+
+def machine_name(conditions: Mapping[str, Any]) -> str:
+    """Name of the device, and of a CPU the number of its threads."""
+    name: str = conditions["device_name"]
+    if conditions["device"] == "cpu":
+        name += f", {conditions['threads']} thread{'s' if conditions['threads'] > 1 else ''}"
+    return name
+
+
+def _measured(cells: Sequence[CellRecord]) -> Table:
+    rows = tuple(Row(_figures(cell)) for cell in sorted(cells, key=_rank))
+    notes = [f"{what_of(cell)}: {cell.message}" for cell in cells if cell.status != "ok"]
+    notes += dict.fromkeys(note for cell in cells for note in _notes(cell))
+    meanings = dict.fromkeys(cell.facts.get("peak_memory") for cell in cells if cell.peak_bytes is not None)
+    notes += [f"peak GiB: {meaning}" for meaning in meanings if meaning]
+    header = (
+        "variant",
+        "attention",
+        "seconds per call",
+        "quartiles",
+        "peak GiB",
+        "speed-up",
+        "same attention",
+        "time saved",
+        "FLOPs saved",
+    )
+    return Table(setting_name(cells[0].conditions), header, rows, tuple(notes), words=2)
+
+
+def _notes(cell: CellRecord) -> list[str]:
+    notes: list[str] = list(cell.facts.get("notes", []))
+    own = cell.facts.get("steps_used") is not None or "flops_dense" in cell.facts
+    shared = ("random weights", "cut to", "without the text encoders")
+    return [note if note.startswith(shared) or not own else f"{cell.label}: {note}" for note in notes]
+
+
+def _rank(cell: CellRecord) -> tuple[Any, ...]:
+    conditions = cell.conditions
+    order = {"dense": 0, "oracle": 8, "fewer-steps": 9}
+    attention = ("sdpa", "xformers", "default").index(conditions["attention"])
+    settings = conditions["settings"]
+    return (
+        conditions["compile"],
+        attention,
+        order.get(conditions["variant"], 1),
+        conditions["variant"],
+        settings.get("ratio", 0),
+        cell.label,
+    )
+
+
+def _figures(cell: CellRecord) -> tuple[str, ...]:
+    compiled = ", compiled" if cell.conditions["compile"] else ""
+    names = (cell.label, attention_name(cell.conditions["attention"]).removesuffix(" attention") + compiled)
+    if cell.median is None or cell.iqr is None:
+        said = {"oom": "OOM", "unavailable": "not here", "error": "failed"}[cell.status]
+        return (*names, said, "", "", "", "", "", "")
+    low, high = cell.iqr
+    saved = None if cell.speedup is None else 1 - 1 / cell.speedup
+    dense, merged = (cell.facts.get(name) for name in ("flops_dense", "flops_merged"))
+    return (
+        *names,
+        f"{cell.median:.3g}",
+        f"{low:.3g} to {high:.3g}",
+        "" if cell.peak_bytes is None else f"{cell.peak_bytes / 2**30:.2f}",
+        times(cell.speedup),
+        times(cell.speedup_same_attention),
+        _percent(saved),
+        _percent(None if not dense or merged is None else 1 - merged / dense),
+    )
+
+
+def times(ratio: float | None) -> str:
+    """A speed-up.
+
+    >>> times(1.5)
+    '1.50×'
+    """
+    return "" if ratio is None else f"{ratio:.2f}×"
+
+
+def _percent(share: float | None) -> str:
+    return "" if share is None else f"{100 * share:.1f} %"
+
+
+def in_order(values: Iterable[object]) -> tuple[object, ...]:
+    """Values, some of which may be None, as a key to sort by.
+
+    >>> sorted([(2, None), (1, None), (1, 5)], key=in_order)
+    [(1, 5), (1, None), (2, None)]
+    """
+    return tuple((value is None, 0 if value is None else value) for value in values)

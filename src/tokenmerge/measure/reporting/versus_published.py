@@ -1,0 +1,257 @@
+"""The published tables, with what was measured here in rows of its own."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+from tokenmerge.measure.bench.records import CellRecord
+from tokenmerge.measure.reporting.published import Published, published_rows
+from tokenmerge.measure.reporting.quality import QualityRecord
+from tokenmerge.measure.reporting.quality_tables import quality_name
+from tokenmerge.measure.reporting.tables import (
+    OURS,
+    PUBLISHED,
+    Row,
+    Table,
+    attention_name,
+    machine_name,
+    sampling_name,
+    times,
+)
+
+__all__ = ["published_tables"]
+
+_ATTENTION_ORDER = ("default", "sdpa", "xformers")
+_IMPLEMENTATIONS = {"tome": "tokenmerge", "tomesd": "tomesd"}
+
+
+class _Column(NamedTuple):
+    """Dense at ratio 0, ToMe above."""
+
+    attention: str
+    ratio: float
+
+    def __str__(self) -> str:
+        method = f"ToMe {self.ratio:g}" if self.ratio else "dense"
+        return f"{method}, {attention_name(self.attention).removesuffix(' attention')}"
+
+
+class _Line(NamedTuple):
+    resolution: int
+    batch: int | None
+    who: str
+    origin: str
+
+
+@dataclasses.dataclass(frozen=True)
+class _Figure:
+    """What one published table shows, where it is found in a published row and in a cell, and in which."""
+
+    name: str
+    published: Callable[[Published], float | None]
+    ours: Callable[[CellRecord], float | None]
+    is_time: bool = False
+    takes: Callable[[CellRecord], bool] = lambda cell: True
+
+
+def _seconds(cell: CellRecord) -> float | None:
+    """Of a call of the pipeline; of the denoiser alone, times the number of steps."""
+    if cell.median is None:
+        return None
+    return cell.median if cell.conditions["scope"] == "pipeline" else cell.median * cell.conditions["steps"]
+
+
+def _per_image(cell: CellRecord) -> float | None:
+    seconds = _seconds(cell)
+    return None if seconds is None else seconds / cell.conditions["batch"]
+
+
+def _memory(cell: CellRecord) -> float | None:
+    return None if cell.peak_bytes is None else cell.peak_bytes / 1e9 / cell.conditions["batch"]
+
+
+_FIGURES = {
+    "per call": _Figure("seconds per call", lambda row: row.seconds, _seconds, is_time=True),
+    "per image": _Figure("seconds per image", lambda row: row.seconds_per_image, _per_image, is_time=True),
+    # On a CPU, what is counted is the memory of the whole process.
+    "memory": _Figure(
+        "GB per image", lambda row: row.memory, _memory, takes=lambda cell: cell.conditions["device"] != "cpu"
+    ),
+}
+
+
+def published_tables(cells: Iterable[CellRecord], quality: Iterable[QualityRecord] = ()) -> list[Table]:
+    """Each published table at whose resolutions and batches something of Stable Diffusion 1.5 was measured.
+
+    Its rows are marked as published. Our rows say on what machine and with how many steps, and for the
+    denoiser alone that the time is that of a step times their number.
+
+    Args:
+        cells: measured cells.
+        quality: figures of quality, for the column FID.
+    """
+    ours = [cell for cell in cells if _comparable(cell)]
+    drawn = [record for record in quality if "fid" in record.figures and _is_sd15(record.model)]
+    tables = []
+    for source in dict.fromkeys(row.source for row in published_rows()):
+        rows = [row for row in published_rows() if row.source == source and _matches(row, ours)]
+        for figure in _FIGURES.values():
+            known = [row for row in rows if figure.published(row) is not None or row.out_of_memory]
+            taken = [cell for cell in ours if figure.takes(cell)]
+            if taken and any(figure.published(row) is not None for row in known):
+                tables.append(_table(source, figure, known, taken))
+        if any(row.fid is not None for row in rows):
+            tables.append(_fid_table(source, rows, drawn))
+    return tables
+
+
+def _is_sd15(model: str) -> bool:
+    return model == "geometry:sd15" or "stable-diffusion-v1" in model.lower()
+
+
+def _comparable(cell: CellRecord) -> bool:
+    conditions = cell.conditions
+    return (
+        _is_sd15(conditions["model"])
+        and conditions["width"] == conditions["height"]
+        and not conditions["compile"]
+        and (conditions["variant"] == "dense" or set(conditions["settings"]) == {"ratio"})
+        and conditions["variant"] in ("dense", *_IMPLEMENTATIONS)
+    )
+
+
+def _matches(row: Published, ours: Sequence[CellRecord]) -> bool:
+    return any(
+        row.resolution == cell.conditions["width"] and row.batch in (None, cell.conditions["batch"])
+        for cell in ours
+    )
+
+
+def _table(source: str, figure: _Figure, published: Sequence[Published], ours: Sequence[CellRecord]) -> Table:
+    lines: dict[_Line, dict[_Column, float | str]] = {}
+    ratios = {row.ratio for row in published}
+    for row in published:
+        line = _Line(row.resolution, row.batch, f"published, {row.device}", PUBLISHED)
+        value = figure.published(row)
+        lines.setdefault(line, {})[_Column(row.attention, row.ratio)] = "OOM" if value is None else value
+    for cell in ours:
+        conditions = cell.conditions
+        if not any(
+            row.resolution == conditions["width"] and row.batch in (None, conditions["batch"])
+            for row in published
+        ):
+            continue
+        column = _Column(conditions["attention"], conditions["settings"].get("ratio", 0.0))
+        if column.ratio not in ratios:
+            continue
+        for who in _who(cell):
+            line = _Line(conditions["width"], conditions["batch"], who, OURS)
+            lines.setdefault(line, {})[column] = _shown(cell, figure)
+    merging = {line: found for line, found in lines.items() if any(column.ratio for column in found)}
+    columns = sorted(
+        {column for found in merging.values() for column in found},
+        key=lambda column: (_ATTENTION_ORDER.index(column.attention), column.ratio),
+    )
+    ordered = sorted(
+        merging, key=lambda line: (line.resolution, line.batch or 0, line.origin == OURS, line.who)
+    )
+    rows = [
+        Row(
+            (
+                line.who,
+                f"{line.resolution}²",
+                "" if line.batch is None else str(line.batch),
+                *(_text(column, merging[line], figure) for column in columns),
+            ),
+            line.origin,
+        )
+        for line in ordered
+    ]
+    notes = dict.fromkeys(row.note for row in published if row.note)
+    return Table(
+        f"{source}: {figure.name}",
+        ("who", "resolution", "batch", *map(str, columns)),
+        tuple(rows),
+        (
+            *(f"published: {note}" for note in notes),
+            *_told_against(figure, published),
+            *_counted(figure, ours),
+        ),
+    )
+
+
+def _shown(cell: CellRecord, figure: _Figure) -> str:
+    """A cell's figure; its speed-up is that of its own rounds."""
+    value = figure.ours(cell)
+    if value is None:
+        return "OOM" if cell.status == "oom" else "–"
+    merges = figure.is_time and cell.conditions["settings"].get("ratio")
+    speedup = times(cell.speedup_same_attention) if merges else ""
+    return f"{value:.3g} ({speedup})" if speedup else f"{value:.3g}"
+
+
+def _told_against(figure: _Figure, published: Sequence[Published]) -> list[str]:
+    if not figure.is_time:
+        return []
+    notes = [
+        "× is t_dense / t against dense with the same attention: of the same row where published, "
+        "of the same rounds where measured here"
+    ]
+    attentions = {row.attention for row in published}
+    for attention in attentions - {row.attention for row in published if not row.merges}:
+        name = attention_name(attention)
+        notes.append(
+            f"dense with {name} was not published: its gain and that of merging cannot be told apart"
+        )
+    return notes
+
+
+def _counted(figure: _Figure, ours: Sequence[CellRecord]) -> list[str]:
+    """What memory is, as the cells say it."""
+    if figure.is_time:
+        return []
+    meanings = dict.fromkeys(cell.facts.get("peak_memory") for cell in ours)
+    return [f"measured here: {meaning}, divided by the batch" for meaning in meanings if meaning]
+
+
+def _who(cell: CellRecord) -> list[str]:
+    """The rows that a cell belongs to: dense to that of each implementation."""
+    conditions = cell.conditions
+    names = list(_IMPLEMENTATIONS) if conditions["variant"] == "dense" else [conditions["variant"]]
+    alone = "" if conditions["scope"] == "pipeline" else "denoiser × "
+    how = f"{machine_name(conditions)}, {conditions['dtype']}, {alone}{sampling_name(conditions)}"
+    return [f"{_IMPLEMENTATIONS[name]}, {how}" for name in names]
+
+
+def _text(column: _Column, found: dict[_Column, float | str], figure: _Figure) -> str:
+    value = found.get(column, "")
+    if isinstance(value, str):
+        return value
+    dense = found.get(_Column(column.attention, 0.0))
+    if figure.is_time and column.ratio and isinstance(dense, float):
+        return f"{value:.3g} ({times(dense / value)})"
+    return f"{value:.3g}"
+
+
+def _fid_table(source: str, rows: Sequence[Published], ours: Sequence[QualityRecord]) -> Table:
+    ratios = sorted({row.ratio for row in rows})
+    published = {row.ratio: row.fid for row in rows}
+    (resolution,) = {row.resolution for row in rows}
+    found: dict[str, dict[float, float]] = {}
+    for record in ours:
+        plain = record.variant in ("dense", "tome") and set(record.settings) <= {"ratio"}
+        if plain and record.width == record.height == resolution:
+            ratio = record.settings.get("ratio", 0.0)
+            found.setdefault(quality_name(record), {})[ratio] = record.figures["fid"]
+    lines = [Row(("published", *(f"{published[ratio]:.2f}" for ratio in ratios)), PUBLISHED)]
+    for name, fids in found.items():
+        lines.append(Row((f"tokenmerge, {name}", *(_fid(fids.get(ratio)) for ratio in ratios))))
+    header = ("who", *(f"ToMe {ratio:g}" if ratio else "dense" for ratio in ratios))
+    notes = ("FID depends on the reference pictures and the feature extractor: compare along a row",)
+    return Table(f"{source}: FID", header, tuple(lines), notes)
+
+
+def _fid(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"

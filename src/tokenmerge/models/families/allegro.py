@@ -1,0 +1,65 @@
+"""Allegro: video, self- and cross-attention; tokens look their rotary positions up by index."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from tokenmerge.models.base import Host, Layer, listed
+from tokenmerge.models.dummy_inputs import blank, full_mask
+from tokenmerge.models.grids import video_grid
+from tokenmerge.models.layout import Follower, Layout
+
+__all__ = ["CLASSES", "describe"]
+
+CLASSES = ("AllegroTransformer3DModel",)
+
+# Positions are (tables by position, for each token its positions in time, height and width).
+_LAYERS = (
+    Layer(
+        "attn1",
+        "attn1",
+        Layout(
+            followers=(
+                Follower("image_rotary_emb", axes=(1,), batched=True, element=1),
+                Follower("attention_mask", axes=(-1,), batched=True),
+            )
+        ),
+    ),
+    Layer("attn2", "attn2"),
+    Layer("ff", "ff"),
+)
+
+
+def describe(root: Any) -> Host:
+    """Find the blocks."""
+    return Host(
+        root=root,
+        blocks=listed(root, "transformer_blocks", _LAYERS),
+        sample="hidden_states",
+        timestep="timestep",
+        grid=video_grid,
+        sample_size=(root.config.sample_height, root.config.sample_width),
+        controlnet=False,
+        example=partial(_example, root),
+        patch=root.config.patch_size,
+        frames=root.config.sample_frames // root.config.patch_size_t,
+    )
+
+
+def _example(root: Any, height: int, width: int, batch: int) -> dict[str, Any]:
+    config, zeros, words = root.config, blank(root, batch), 512
+    frames = config.sample_frames // config.patch_size_t
+    rows, columns = height // config.patch_size, width // config.patch_size
+    axis = config.attention_head_dim // 3
+    tables = [(torch.zeros(side, axis, device=root.device),) * 2 for side in (frames, rows, columns)]
+    places = torch.zeros(1, frames * rows * columns, device=root.device, dtype=torch.int64)
+    return {
+        "hidden_states": zeros(config.in_channels, config.sample_frames, height, width),
+        "timestep": torch.full((batch,), 500, device=root.device),
+        "encoder_hidden_states": zeros(words, config.caption_channels),
+        "encoder_attention_mask": full_mask(root, batch, words),
+        "image_rotary_emb": (tuple(tables), (places,) * 3),
+    }

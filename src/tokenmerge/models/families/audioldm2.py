@@ -1,0 +1,40 @@
+"""AudioLDM 2: a UNet on spectrograms, rows are time and columns frequency, with several texts in turn."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tokenmerge.models.base import Host
+from tokenmerge.models.dummy_inputs import blank
+from tokenmerge.models.unet_stages import describe_stages
+
+__all__ = ["CLASSES", "describe"]
+
+CLASSES = ("AudioLDM2UNet2DConditionModel",)
+
+
+def describe(root: Any) -> Host:
+    """Find the blocks."""
+    return describe_stages(root, _example)
+
+
+def _example(root: Any, height: int, width: int, batch: int) -> dict[str, Any]:
+    config, zeros = root.config, blank(root, batch)
+    sample = zeros(config.in_channels, height, width)
+    arguments = {
+        "sample": sample,
+        "timestep": torch.ones(batch, device=sample.device),
+        "encoder_hidden_states": None,
+    }
+    # A layer has several transformers, for the spectrogram alone and for texts: the first two for the first
+    # text, the others for the second.
+    widths = config.cross_attention_dim
+    of_level = widths[0] if isinstance(widths, list | tuple) else widths
+    in_turn = of_level if isinstance(of_level, list | tuple) else (of_level,)
+    texts = {"encoder_hidden_states": (8, in_turn[:2]), "encoder_hidden_states_1": (77, in_turn[2:])}
+    for name, (words, of_transformers) in texts.items():
+        if found := [text for text in of_transformers if text is not None]:
+            arguments[name] = zeros(words, found[0])
+    return arguments

@@ -1,0 +1,45 @@
+"""AuraFlow: blocks with two streams, then blocks with one; positions are added to the image at the start."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from tokenmerge.models.base import Host, Layer, listed
+from tokenmerge.models.dummy_inputs import blank
+from tokenmerge.models.grids import picture_grid
+
+__all__ = ["CLASSES", "describe"]
+
+CLASSES = ("AuraFlowTransformer2DModel",)
+
+_LAYERS = (Layer("attn1", "attn"), Layer("ff", "ff"))
+
+
+def describe(root: Any) -> Host:
+    """Find the blocks of both lists."""
+    return Host(
+        root=root,
+        blocks=(
+            *listed(root, "joint_transformer_blocks", _LAYERS),
+            *listed(root, "single_transformer_blocks", _LAYERS),
+        ),
+        sample="hidden_states",
+        timestep="timestep",
+        grid=picture_grid,
+        sample_size=(root.config.sample_size,) * 2,
+        controlnet=False,
+        example=partial(_example, root),
+        patch=root.config.patch_size,
+    )
+
+
+def _example(root: Any, height: int, width: int, batch: int) -> dict[str, Any]:
+    config, zeros = root.config, blank(root, batch)
+    return {
+        "hidden_states": zeros(config.in_channels, height, width),
+        "timestep": torch.full_like(zeros(), 0.5),
+        "encoder_hidden_states": zeros(256, config.joint_attention_dim),
+    }

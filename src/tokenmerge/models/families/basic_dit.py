@@ -1,0 +1,56 @@
+"""Diffusion transformers made of ``BasicTransformerBlock``: DiT, PixArt-α and -Σ, Latte."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from tokenmerge.models.base import Host, is_a, stacked
+from tokenmerge.models.basic_block import basic_block
+from tokenmerge.models.dummy_inputs import blank
+from tokenmerge.models.grids import picture_grid
+
+__all__ = ["CLASSES", "describe"]
+
+CLASSES = ("DiTTransformer2DModel", "PixArtTransformer2DModel", "LatteTransformer3DModel")
+
+
+def describe(root: Any) -> Host:
+    """Find the blocks; of Latte the spatial ones, whose batch holds the frames."""
+    blocks = tuple(
+        basic_block(f"transformer_blocks.{i}", block) for i, block in enumerate(root.transformer_blocks)
+    )
+    return Host(
+        root=root,
+        # Between those of Latte others attend over time.
+        blocks=blocks if is_a(root, "LatteTransformer3DModel") else stacked(blocks),
+        sample="hidden_states",
+        timestep="timestep",
+        grid=picture_grid,
+        sample_size=(root.config.sample_size,) * 2,
+        controlnet=False,
+        example=partial(_example, root),
+        patch=root.config.patch_size,
+    )
+
+
+def _example(root: Any, height: int, width: int, batch: int) -> dict[str, Any]:
+    config, zeros = root.config, blank(root, batch)
+    video = (config.video_length,) if is_a(root, "LatteTransformer3DModel") else ()
+    sample = zeros(config.in_channels, *video, height, width)
+    arguments: dict[str, Any] = {
+        "hidden_states": sample,
+        "timestep": torch.full((batch,), 500, device=sample.device),
+    }
+    if is_a(root, "DiTTransformer2DModel"):
+        arguments["class_labels"] = torch.zeros(batch, device=sample.device, dtype=torch.int64)
+        return arguments
+    arguments["encoder_hidden_states"] = zeros(
+        120 if video else 300, config.caption_channels or config.cross_attention_dim
+    )
+    if is_a(root, "PixArtTransformer2DModel"):
+        sizes = {"resolution": zeros(2), "aspect_ratio": zeros(1)} if root.use_additional_conditions else {}
+        arguments["added_cond_kwargs"] = {"resolution": None, "aspect_ratio": None, **sizes}
+    return arguments

@@ -1,0 +1,75 @@
+"""CogVideoX and ConsisID: video, joint attention, one MLP for text and image."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+
+from tokenmerge.models.base import GridShape, Host, Layer, listed
+from tokenmerge.models.dummy_inputs import blank
+from tokenmerge.models.layout import PLAIN, Follower, Grid, Layout
+
+__all__ = ["CLASSES", "describe"]
+
+CLASSES = ("CogVideoXTransformer3DModel", "ConsisIDTransformer3DModel")
+
+_ROTARY = Layout(followers=(Follower("image_rotary_emb", axes=(0,)),))
+
+
+def describe(root: Any) -> Host:
+    """Find the blocks; the smaller checkpoints have no rotary positions."""
+    config = root.config
+    attention = _ROTARY if config.use_rotary_positional_embeddings else PLAIN
+    layers = (Layer("attn1", "attn1", attention), Layer("ff", "ff"))
+    return Host(
+        root=root,
+        blocks=listed(root, "transformer_blocks", layers),
+        sample="hidden_states",
+        timestep="timestep",
+        grid=_grid,
+        sample_size=(config.sample_height, config.sample_width),
+        controlnet=False,
+        example=partial(_example, root),
+        patch=config.patch_size,
+        frames=_frames(root) // _frames_of_patch(root),
+    )
+
+
+def _grid(root: Any, arguments: Mapping[str, Any], last: Grid) -> GridShape:
+    patch, patch_t = root.config.patch_size, _frames_of_patch(root)
+    _, frames, _, height, width = arguments["hidden_states"].shape
+    return -(-frames // patch_t), height // patch, width // patch
+
+
+def _frames_of_patch(root: Any) -> int:
+    return getattr(root.config, "patch_size_t", None) or 1
+
+
+def _frames(root: Any) -> int:
+    """Frames of the latents that the model was made for."""
+    frames = (root.config.sample_frames - 1) // root.config.temporal_compression_ratio + 1
+    return frames + frames % _frames_of_patch(root)
+
+
+def _example(root: Any, height: int, width: int, batch: int) -> dict[str, Any]:
+    config, zeros = root.config, blank(root, batch)
+    sample = zeros(_frames(root), config.in_channels, height, width)
+    arguments: dict[str, Any] = {
+        "hidden_states": sample,
+        "timestep": torch.full((batch,), 500, device=root.device),
+        "encoder_hidden_states": zeros(config.max_text_seq_length, config.text_embed_dim),
+    }
+    if config.use_rotary_positional_embeddings:
+        tokens = math.prod(_grid(root, arguments, Grid()))
+        arguments["image_rotary_emb"] = (sample.new_zeros(tokens, config.attention_head_dim),) * 2
+    if getattr(config, "ofs_embed_dim", None):
+        arguments["ofs"] = torch.full_like(zeros(), 2)
+    if getattr(config, "is_train_face", False):
+        face = root.local_facial_extractor
+        arguments["id_cond"] = zeros(config.LFE_id_dim)
+        arguments["id_vit_hidden"] = [zeros(577, config.LFE_vit_dim) for _ in range(face.num_scale)]
+    return arguments

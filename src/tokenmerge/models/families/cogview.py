@@ -1,0 +1,63 @@
+"""CogView3-Plus and CogView4: joint attention; the latter with rotary positions of the image."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+
+from tokenmerge.errors import UnsupportedModelError
+from tokenmerge.models.base import GridShape, Host, Layer, is_a, listed
+from tokenmerge.models.dummy_inputs import blank
+from tokenmerge.models.grids import picture_grid
+from tokenmerge.models.layout import Follower, Grid, Layout
+
+__all__ = ["CLASSES", "describe"]
+
+CLASSES = ("CogView3PlusTransformer2DModel", "CogView4Transformer2DModel")
+
+_PLUS = (Layer("attn1", "attn1"), Layer("ff", "ff"))
+_FOUR = (Layer("attn1", "attn1", Layout(followers=(Follower("image_rotary_emb", axes=(0,)),))),)
+_SHARED = "CogView4 runs one MLP on the image and then on the text; merge_mlp leaves it dense"
+
+
+def describe(root: Any) -> Host:
+    """Find the blocks."""
+    if is_a(root, "CogView4Transformer2DModel"):
+        blocks = listed(root, "transformer_blocks", _FOUR, dense={"ff": _SHARED})
+    else:
+        blocks = listed(root, "transformer_blocks", _PLUS)
+    return Host(
+        root=root,
+        blocks=blocks,
+        sample="hidden_states",
+        timestep="timestep",
+        grid=_grid,
+        sample_size=(root.config.sample_size,) * 2,
+        controlnet=False,
+        example=partial(_example, root),
+        patch=root.config.patch_size,
+    )
+
+
+def _grid(root: Any, arguments: Mapping[str, Any], last: Grid) -> GridShape:
+    if "batch_flag" in (arguments.get("attention_kwargs") or {}):
+        raise UnsupportedModelError(
+            "attention_kwargs: batch_flag packs samples into one sequence, which has no token grid; train "
+            "without packing, or call remove_token_merging(model) first"
+        )
+    return picture_grid(root, arguments, last)
+
+
+def _example(root: Any, height: int, width: int, batch: int) -> dict[str, Any]:
+    config, zeros = root.config, blank(root, batch)
+    return {
+        "hidden_states": zeros(config.in_channels, height, width),
+        "timestep": torch.full_like(zeros(), 500),
+        "encoder_hidden_states": zeros(224, config.text_embed_dim),
+        "original_size": torch.full_like(zeros(2), 1024),
+        "target_size": torch.full_like(zeros(2), 1024),
+        "crop_coords": zeros(2),
+    }

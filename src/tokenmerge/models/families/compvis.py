@@ -1,0 +1,83 @@
+"""UNets of the CompVis and Stability AI repositories: ``model.model.diffusion_model``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from tokenmerge.models.base import Block, GridShape, Host, is_a
+from tokenmerge.models.basic_block import basic_block
+from tokenmerge.models.layout import Grid
+
+__all__ = ["CLASSES", "PARTS", "describe"]
+
+CLASSES = ("UNetModel", "ControlNet")
+PARTS = ("input_blocks", "middle_block")  # by which theirs are told from others of these names
+
+
+def describe(root: Any) -> Host:
+    """Find the blocks; the level halves and doubles with the samplers between them."""
+    blocks: list[Block] = []
+    level = 1
+    for i, stage in enumerate(root.input_blocks):
+        blocks += _blocks(stage, f"input_blocks.{i}", level)
+        if any(is_a(part, "Downsample") for part in stage.modules()):
+            level *= 2
+    blocks += _blocks(root.middle_block, "middle_block", level)
+    for i, stage in enumerate(getattr(root, "output_blocks", ())):
+        blocks += _blocks(stage, f"output_blocks.{i}", level)
+        if any(is_a(part, "Upsample") for part in stage.modules()):
+            level //= 2
+
+    context = blocks[0].module.attn2.to_k.in_features if blocks else None
+    size = getattr(root, "image_size", None)
+    return Host(
+        root=root,
+        blocks=tuple(blocks),
+        sample="x",
+        timestep="timesteps",
+        grid=_grid,
+        sample_size=(size, size) if isinstance(size, int) else None,
+        controlnet=is_a(root, "ControlNet"),
+        example=lambda height, width, batch: _example(root, context, height, width, batch),
+    )
+
+
+def _blocks(stage: Any, prefix: str, level: int) -> Iterator[Block]:
+    for path, module in stage.named_modules(prefix=prefix):
+        if is_a(module, "SpatialTransformer"):
+            for i, block in enumerate(module.transformer_blocks):
+                # Their own checkpointing re-runs `_forward`, not `forward`.
+                method = "_forward" if hasattr(block, "_forward") else "forward"
+                path_of_block = f"{path}.transformer_blocks.{i}"
+                yield basic_block(
+                    path_of_block, block, grid=module, level=level, method=method, context="context"
+                )
+
+
+def _grid(root: Any, arguments: Mapping[str, Any], last: Grid) -> GridShape:
+    rows, columns = arguments["x"].shape[-2:]
+    return 1, rows, columns
+
+
+def _example(root: Any, context: int | None, height: int, width: int, batch: int) -> dict[str, Any]:
+    like = next(root.parameters())
+    arguments: dict[str, Any] = {
+        "x": torch.zeros(batch, root.in_channels, height, width, device=like.device, dtype=like.dtype),
+        "timesteps": torch.ones(batch, device=like.device),
+    }
+    if context is not None:
+        arguments["context"] = torch.zeros(batch, 77, context, device=like.device, dtype=like.dtype)
+    if isinstance(embedding := getattr(root, "label_emb", None), nn.Module):
+        first = next(m for m in embedding.modules() if isinstance(m, nn.Linear | nn.Embedding))
+        arguments["y"] = (
+            torch.zeros(batch, dtype=torch.int64, device=like.device)
+            if isinstance(first, nn.Embedding)
+            else torch.zeros(batch, first.in_features, device=like.device, dtype=like.dtype)
+        )
+    if is_a(root, "ControlNet"):
+        arguments["hint"] = torch.zeros(batch, 3, height * 8, width * 8, device=like.device, dtype=like.dtype)
+    return arguments

@@ -1,0 +1,57 @@
+"""EasyAnimate: video, joint attention with the text before the image."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from tokenmerge.models.base import Block, Host, Layer
+from tokenmerge.models.dummy_inputs import blank
+from tokenmerge.models.grids import video_grid
+from tokenmerge.models.layout import Follower, Layout
+
+__all__ = ["CLASSES", "describe"]
+
+CLASSES = ("EasyAnimateTransformer3DModel",)
+
+_FRAMES = 13  # of the latents: 49 pictures
+_ATTENTION = Layer("attn1", "attn1", Layout(followers=(Follower("image_rotary_emb", axes=(0,)),)))
+_SHARED = "blocks with one MLP run it on the image and then on the text; merge_mlp leaves it dense"
+
+
+def describe(root: Any) -> Host:
+    """Find the blocks."""
+    return Host(
+        root=root,
+        blocks=tuple(
+            _block(f"transformer_blocks.{i}", block) for i, block in enumerate(root.transformer_blocks)
+        ),
+        sample="hidden_states",
+        timestep="timestep",
+        grid=video_grid,
+        sample_size=(root.config.sample_height, root.config.sample_width),
+        controlnet=False,
+        example=partial(_example, root),
+        patch=root.config.patch_size,
+        frames=_FRAMES,
+    )
+
+
+def _block(path: str, block: Any) -> Block:
+    if block.txt_ff is None:
+        return Block(path, block, (_ATTENTION,), dense={"ff": _SHARED})
+    return Block(path, block, (_ATTENTION, Layer("ff", "ff")))
+
+
+def _example(root: Any, height: int, width: int, batch: int) -> dict[str, Any]:
+    config, zeros = root.config, blank(root, batch)
+    arguments = {
+        "hidden_states": zeros(config.in_channels, _FRAMES, height, width),
+        "timestep": torch.full_like(zeros(), 500),
+        "encoder_hidden_states": zeros(256, config.text_embed_dim),
+    }
+    if root.text_proj_t5 is not None:
+        arguments["encoder_hidden_states_t5"] = zeros(256, config.text_embed_dim_t5)
+    return arguments

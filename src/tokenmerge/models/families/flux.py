@@ -1,0 +1,112 @@
+"""FLUX.1, its ControlNets, and what is built like it: Chroma, Bria, FIBO, LongCat-Image, Ovis-Image.
+
+Blocks with two streams, then blocks with one; rotary positions are shared by the batch.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tokenmerge.models.base import Host, Layer, is_a, listed, stacked
+from tokenmerge.models.dummy_inputs import blank, device_of_values, full_mask
+from tokenmerge.models.grids import grid_of_ids
+from tokenmerge.models.layout import Follower, Layout
+
+__all__ = ["CLASSES", "describe", "packed_ids"]
+
+_CONTROLNET = "FluxControlNetModel"
+CLASSES = (
+    "FluxTransformer2DModel",
+    _CONTROLNET,
+    "ChromaTransformer2DModel",
+    "BriaTransformer2DModel",
+    "BriaFiboTransformer2DModel",
+    "LongCatImageTransformer2DModel",
+    "OvisImageTransformer2DModel",
+)
+
+# Tables and masks are of text and image, in both kinds of block. An IP-Adapter adds a third result, for the
+# image.
+_ATTENTION = Layout(
+    text="first",
+    followers=(
+        Follower("image_rotary_emb", axes=(0,)),
+        Follower("attention_mask", axes=(-2, -1), batched=True),
+    ),
+    outputs=(0, 2),
+)
+# Blocks get the mask as [b, n]; they return the image behind the text; Chroma's single ones both in one.
+_BLOCK = Layout(
+    followers=(
+        Follower("image_rotary_emb", axes=(0,)),
+        Follower("attention_mask", axes=(1,), batched=True),
+    ),
+    outputs=(1,),
+)
+_DOUBLE = (Layer("attn1", "attn", _ATTENTION), Layer("ff", "ff"))
+_SINGLE = (Layer("attn1", "attn", _ATTENTION),)
+_FUSED = "blocks of a single stream project attention and MLP together; merge_mlp leaves their MLP dense"
+
+
+def describe(root: Any) -> Host:
+    """Find the blocks of both lists."""
+    # The blocks of FIBO get their mask within another argument.
+    wide = None if is_a(root, "BriaFiboTransformer2DModel") else _BLOCK
+    blocks = (
+        *listed(root, "transformer_blocks", _DOUBLE, wide=wide),
+        *listed(root, "single_transformer_blocks", _SINGLE, wide=wide, dense={"ff": _FUSED}),
+    )
+    # Of a ControlNet the result of each block is asked for.
+    controlnet = is_a(root, _CONTROLNET)
+    return Host(
+        root=root,
+        blocks=blocks if controlnet else stacked(blocks),
+        sample="hidden_states",
+        timestep="timestep",
+        grid=grid_of_ids,
+        sample_size=(128, 128),
+        controlnet=controlnet,
+        example=partial(_example, root),
+        patch=2,
+        between=("controlnet_block_samples", "controlnet_single_block_samples"),
+    )
+
+
+def packed_ids(root: Any, rows: int, columns: int, axes: int) -> Tensor:
+    """Positions ``[rows · columns, axes]`` of the tokens of one picture: 0, its row, its column, zeros."""
+    ids = torch.zeros(rows, columns, axes, device=device_of_values(root))
+    ids[..., 1] += torch.arange(rows, device=ids.device)[:, None]
+    ids[..., 2] += torch.arange(columns, device=ids.device)
+    return ids.view(-1, axes)
+
+
+def _example(root: Any, height: int, width: int, batch: int) -> dict[str, Any]:
+    config, zeros = root.config, blank(root, batch)
+    rows, columns, words = height // 2, width // 2, 512
+    tokens, ids = zeros(rows * columns, config.in_channels), packed_ids(root, rows, columns, 3)
+    arguments: dict[str, Any] = {
+        "hidden_states": tokens,
+        "timestep": torch.full_like(zeros(), 0.5),
+        "encoder_hidden_states": zeros(words, config.joint_attention_dim),
+        "img_ids": ids,
+        "txt_ids": ids.new_zeros(words, 3),
+        "controlnet_cond": tokens,
+        "attention_mask": full_mask(root, batch, words + rows * columns),
+    }
+    if pooled := getattr(config, "pooled_projection_dim", None):
+        arguments["pooled_projections"] = zeros(pooled)
+    if getattr(config, "guidance_embeds", False):
+        arguments["guidance"] = torch.full_like(zeros(), 3.5)
+    if layers := getattr(root, "caption_projection", None):  # FIBO: text for each block
+        arguments["text_encoder_layers"] = [zeros(words, config.text_encoder_dim) for _ in layers]
+    if getattr(root, "input_hint_block", None) is not None:  # ControlNets that take the picture itself
+        arguments["controlnet_cond"] = zeros(3, height * 8, width * 8)
+    if getattr(root, "union", False):
+        arguments["controlnet_mode"] = torch.zeros(batch, 1, device=root.device, dtype=torch.int64)
+    known = signature(type(root).forward).parameters
+    return {name: value for name, value in arguments.items() if name in known}

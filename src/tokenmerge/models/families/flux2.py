@@ -1,0 +1,75 @@
+"""FLUX.2: as FLUX.1 with positions of four axes, and blocks that run attention and MLP as one layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+
+from tokenmerge.errors import UnsupportedModelError
+from tokenmerge.models.base import GridShape, Host, Layer, listed
+from tokenmerge.models.dummy_inputs import blank
+from tokenmerge.models.families.flux import packed_ids
+from tokenmerge.models.grids import grid_of_ids
+from tokenmerge.models.layout import Follower, Grid, Layout
+
+__all__ = ["CLASSES", "describe"]
+
+CLASSES = ("Flux2Transformer2DModel",)
+
+_ATTENTION = Layout(
+    text="first",
+    followers=(
+        Follower("image_rotary_emb", axes=(0,)),
+        Follower("attention_mask", axes=(-2, -1), batched=True),
+    ),
+)
+_DOUBLE = (Layer("attn1", "attn", _ATTENTION), Layer("ff", "ff"))
+_SINGLE = (Layer("attn1", "attn", _ATTENTION),)
+_FUSED = "blocks of a single stream run attention and MLP as one layer: merge_attn merges both of them"
+
+
+def describe(root: Any) -> Host:
+    """Find the blocks of both lists."""
+    return Host(
+        root=root,
+        blocks=(
+            *listed(root, "transformer_blocks", _DOUBLE),
+            *listed(root, "single_transformer_blocks", _SINGLE),
+        ),
+        sample="hidden_states",
+        timestep="timestep",
+        grid=_grid,
+        sample_size=(128, 128),
+        controlnet=False,
+        example=partial(_example, root),
+        patch=2,
+        limits=(_FUSED,),
+    )
+
+
+def _grid(root: Any, arguments: Mapping[str, Any], last: Grid) -> GridShape:
+    if mode := arguments.get("kv_cache_mode"):
+        raise UnsupportedModelError(
+            f"kv_cache_mode={mode!r}: keys and values of reference pictures are kept between steps, for "
+            "tokens that merging would change; call remove_token_merging(pipe) first"
+        )
+    return grid_of_ids(root, arguments, last)
+
+
+def _example(root: Any, height: int, width: int, batch: int) -> dict[str, Any]:
+    config, zeros = root.config, blank(root, batch)
+    rows, columns, words = height // 2, width // 2, 512
+    ids = packed_ids(root, rows, columns, 4)
+    arguments: dict[str, Any] = {
+        "hidden_states": zeros(rows * columns, config.in_channels),
+        "timestep": torch.full_like(zeros(), 0.5),
+        "encoder_hidden_states": zeros(words, config.joint_attention_dim),
+        "img_ids": ids,
+        "txt_ids": ids.new_zeros(words, 4),
+    }
+    if config.guidance_embeds:
+        arguments["guidance"] = torch.full_like(zeros(), 3.5)
+    return arguments

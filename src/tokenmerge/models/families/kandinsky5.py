@@ -1,0 +1,66 @@
+"""Kandinsky 5: pictures and video with channels last, self- and cross-attention."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+
+from tokenmerge.errors import UnsupportedModelError
+from tokenmerge.models.base import GridShape, Host, Layer, listed
+from tokenmerge.models.dummy_inputs import blank
+from tokenmerge.models.layout import Follower, Grid, Layout
+
+__all__ = ["CLASSES", "describe"]
+
+CLASSES = ("Kandinsky5Transformer3DModel",)
+
+_FRAMES = 31  # of the latents: 121 pictures
+_LAYERS = (
+    Layer("attn1", "self_attention", Layout(followers=(Follower("rotary_emb", axes=(1,), batched=True),))),
+    Layer("attn2", "cross_attention"),
+    Layer("ff", "feed_forward"),
+)
+
+
+def describe(root: Any) -> Host:
+    """Find the blocks that see the video."""
+    return Host(
+        root=root,
+        blocks=listed(root, "visual_transformer_blocks", _LAYERS),
+        sample="hidden_states",
+        timestep="timestep",
+        grid=_grid,
+        sample_size=(64, 96),
+        controlnet=False,
+        example=partial(_example, root),
+        patch=root.config.patch_size[1],
+        frames=_FRAMES // root.config.patch_size[0],
+    )
+
+
+def _grid(root: Any, arguments: Mapping[str, Any], last: Grid) -> GridShape:
+    if arguments.get("sparse_params") is not None:
+        raise UnsupportedModelError(
+            "sparse_params: sparse attention lays its mask over blocks of the full grid, which merging takes "
+            "apart; use a checkpoint with full attention, or remove_token_merging(pipe)"
+        )
+    sides = zip(arguments["hidden_states"].shape[1:4], root.config.patch_size, strict=True)
+    frames, rows, columns = (side // length for side, length in sides)
+    return frames, rows, columns
+
+
+def _example(root: Any, height: int, width: int, batch: int) -> dict[str, Any]:
+    config, zeros, words = root.config, blank(root, batch), 256
+    channels = 2 * config.in_visual_dim + 1 if config.visual_cond else config.in_visual_dim
+    sides = zip((_FRAMES, height, width), config.patch_size, strict=True)
+    return {
+        "hidden_states": zeros(_FRAMES, height, width, channels),
+        "timestep": torch.full_like(zeros(), 500),
+        "encoder_hidden_states": zeros(words, config.in_text_dim),
+        "pooled_projections": zeros(config.in_text_dim2),
+        "visual_rope_pos": [torch.arange(side // length, device=root.device) for side, length in sides],
+        "text_rope_pos": torch.arange(words, device=root.device),
+    }

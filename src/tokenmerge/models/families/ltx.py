@@ -1,0 +1,72 @@
+"""LTX-Video: self- and cross-attention; each sample of a batch has its own rotary positions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+
+from tokenmerge.errors import UnsupportedModelError
+from tokenmerge.models.base import GridShape, Host, Layer, listed
+from tokenmerge.models.dummy_inputs import blank, full_mask
+from tokenmerge.models.layout import Follower, Grid, Layout
+
+__all__ = ["CLASSES", "describe"]
+
+CLASSES = ("LTXVideoTransformer3DModel",)
+
+_FRAMES = 21  # of the latents: 161 pictures
+# Tokens of pictures to start from stand before those of the video.
+_LAYERS = (
+    Layer(
+        "attn1",
+        "attn1",
+        Layout(text="first", followers=(Follower("image_rotary_emb", axes=(1,), batched=True),)),
+    ),
+    Layer("attn2", "attn2"),
+    Layer("ff", "ff"),
+)
+
+
+def describe(root: Any) -> Host:
+    """Find the blocks."""
+    return Host(
+        root=root,
+        blocks=listed(root, "transformer_blocks", _LAYERS),
+        sample="hidden_states",
+        timestep="timestep",
+        grid=_grid,
+        sample_size=(16, 22),
+        controlnet=False,
+        example=partial(_example, root),
+        patch=root.config.patch_size,
+        frames=_FRAMES // root.config.patch_size_t,
+    )
+
+
+def _grid(root: Any, arguments: Mapping[str, Any], last: Grid) -> GridShape:
+    sides = [arguments.get(name) for name in ("num_frames", "height", "width")]
+    if None in sides:
+        raise UnsupportedModelError(
+            "num_frames, height, width: expected the size of the latents, got "
+            f"{', '.join(map(str, sides))}; pass them beside video_coords too, from which the token grid "
+            "cannot be told"
+        )
+    patch = (root.config.patch_size_t, root.config.patch_size, root.config.patch_size)
+    frames, rows, columns = (side // length for side, length in zip(sides, patch, strict=True))
+    return frames, rows, columns
+
+
+def _example(root: Any, height: int, width: int, batch: int) -> dict[str, Any]:
+    config, zeros = root.config, blank(root, batch)
+    return {
+        "hidden_states": zeros(_FRAMES * height * width, config.in_channels),
+        "timestep": torch.full_like(zeros(1), 500),
+        "encoder_hidden_states": zeros(128, config.caption_channels),
+        "encoder_attention_mask": full_mask(root, batch, 128),
+        "num_frames": _FRAMES,
+        "height": height,
+        "width": width,
+    }

@@ -1,0 +1,60 @@
+"""Lumina-Image 2.0: refines text and image apart, then attends to each text with its image behind it."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from tokenmerge.models.base import Host, Layer, listed
+from tokenmerge.models.dummy_inputs import blank, full_mask
+from tokenmerge.models.grids import picture_grid
+from tokenmerge.models.layout import Follower, Layout
+
+__all__ = ["CLASSES", "describe"]
+
+CLASSES = ("Lumina2Transformer2DModel",)
+
+# Texts of different length make sequences of different length, with padding behind them.
+_BLOCK = Layout(text="first", padding="attention_mask")
+_LAYERS = (
+    Layer(
+        "attn1",
+        "attn",
+        Layout(
+            text="first",
+            followers=(
+                Follower("image_rotary_emb", axes=(1,), batched=True),
+                Follower("attention_mask", axes=(1,), batched=True),
+            ),
+            again="encoder_hidden_states",
+        ),
+    ),
+    Layer("ff", "feed_forward"),
+)
+
+
+def describe(root: Any) -> Host:
+    """Find the blocks that see the image."""
+    return Host(
+        root=root,
+        blocks=(*listed(root, "noise_refiner", _LAYERS), *listed(root, "layers", _LAYERS, layout=_BLOCK)),
+        sample="hidden_states",
+        timestep="timestep",
+        grid=picture_grid,
+        sample_size=(root.config.sample_size,) * 2,
+        controlnet=False,
+        example=partial(_example, root),
+        patch=root.config.patch_size,
+    )
+
+
+def _example(root: Any, height: int, width: int, batch: int) -> dict[str, Any]:
+    config, zeros = root.config, blank(root, batch)
+    return {
+        "hidden_states": zeros(config.in_channels, height, width),
+        "timestep": torch.full_like(zeros(), 0.5),
+        "encoder_hidden_states": zeros(256, config.cap_feat_dim),
+        "encoder_attention_mask": full_mask(root, batch, 256),
+    }

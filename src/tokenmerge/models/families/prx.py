@@ -1,0 +1,47 @@
+"""PRX: the image attends to itself and to the text, with its MLP in the block itself."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from tokenmerge.models.base import Host, Layer, listed
+from tokenmerge.models.dummy_inputs import blank, full_mask
+from tokenmerge.models.grids import picture_grid
+from tokenmerge.models.layout import Follower, Layout
+
+__all__ = ["CLASSES", "describe"]
+
+CLASSES = ("PRXTransformer2DModel",)
+
+# Positions [b, 1, n, d / 2, 2, 2].
+_POSITIONS = Follower("image_rotary_emb", axes=(2,), batched=True)
+_LAYERS = (Layer("attn1", "attention", Layout(followers=(_POSITIONS,))),)
+_NO_LAYER = "the MLP of PRX is no layer of its own; merge_mlp leaves it dense"
+
+
+def describe(root: Any) -> Host:
+    """Find the blocks."""
+    return Host(
+        root=root,
+        blocks=listed(root, "blocks", _LAYERS, dense={"ff": _NO_LAYER}),
+        sample="hidden_states",
+        timestep="timestep",
+        grid=picture_grid,
+        sample_size=(64, 64),
+        controlnet=False,
+        example=partial(_example, root),
+        patch=root.config.patch_size,
+    )
+
+
+def _example(root: Any, height: int, width: int, batch: int) -> dict[str, Any]:
+    config, zeros = root.config, blank(root, batch)
+    return {
+        "hidden_states": zeros(config.in_channels, height, width),
+        "timestep": torch.full_like(zeros(), 0.5),
+        "encoder_hidden_states": zeros(256, config.context_in_dim),
+        "attention_mask": full_mask(root, batch, 256),
+    }

@@ -1,0 +1,51 @@
+"""Sana and its ControlNet: self-attention of linear cost and an MLP of convolutions."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from tokenmerge.models.base import Host, Layer, is_a, listed
+from tokenmerge.models.dummy_inputs import blank
+from tokenmerge.models.grids import picture_grid
+
+__all__ = ["CLASSES", "describe"]
+
+_CONTROLNET = "SanaControlNetModel"
+CLASSES = ("SanaTransformer2DModel", _CONTROLNET)
+
+_LAYERS = (Layer("attn1", "attn1"), Layer("attn2", "attn2"))
+_CONVOLUTIONS = "the MLP of Sana is convolutions on the whole grid of tokens; merge_mlp leaves it dense"
+_LITTLE_TO_GAIN = "the attention of Sana is linear in the number of tokens, so merging gains little"
+
+
+def describe(root: Any) -> Host:
+    """Find the blocks."""
+    return Host(
+        root=root,
+        blocks=listed(root, "transformer_blocks", _LAYERS, dense={"ff": _CONVOLUTIONS}),
+        sample="hidden_states",
+        timestep="timestep",
+        grid=picture_grid,
+        sample_size=(root.config.sample_size,) * 2,
+        controlnet=is_a(root, _CONTROLNET),
+        example=partial(_example, root),
+        patch=root.config.patch_size,
+        limits=(_LITTLE_TO_GAIN,),
+    )
+
+
+def _example(root: Any, height: int, width: int, batch: int) -> dict[str, Any]:
+    config, zeros = root.config, blank(root, batch)
+    arguments = {
+        "hidden_states": zeros(config.in_channels, height, width),
+        "encoder_hidden_states": zeros(300, config.caption_channels),
+        "timestep": torch.full_like(zeros(), 500),
+    }
+    if getattr(config, "guidance_embeds", False):
+        arguments["guidance"] = torch.full_like(zeros(), 4.5)
+    if is_a(root, _CONTROLNET):
+        arguments["controlnet_cond"] = zeros(config.in_channels, height, width)
+    return arguments

@@ -1,0 +1,75 @@
+"""Stable Diffusion 3 and 3.5 and their ControlNets: joint attention of image and text, no position tables."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+
+from tokenmerge.models.base import Block, GridShape, Host, Layer, is_a, stacked
+from tokenmerge.models.dummy_inputs import blank
+from tokenmerge.models.layout import Grid, Layout
+
+__all__ = ["CLASSES", "describe"]
+
+_CONTROLNET = "SD3ControlNetModel"
+CLASSES = ("SD3Transformer2DModel", _CONTROLNET)
+
+# Some blocks of 3.5 medium have a second self-attention, of the image alone.
+_LAYERS = (Layer("attn1", "attn", Layout(text="last")), Layer("attn1", "attn2"), Layer("ff", "ff"))
+_BLOCK = Layout(outputs=(1,))  # behind the text
+
+
+def describe(root: Any) -> Host:
+    """Find the blocks."""
+    blocks = tuple(
+        Block(
+            f"transformer_blocks.{i}",
+            block,
+            tuple(layer for layer in _LAYERS if getattr(block, layer.name, None) is not None),
+            wide=_BLOCK,
+        )
+        for i, block in enumerate(root.transformer_blocks)
+    )
+    # Of a ControlNet the result of each block is asked for.
+    controlnet = is_a(root, _CONTROLNET)
+    return Host(
+        root=root,
+        blocks=blocks if controlnet else stacked(blocks),
+        sample="hidden_states",
+        timestep="timestep",
+        grid=_grid,
+        sample_size=(root.config.sample_size,) * 2,
+        controlnet=controlnet,
+        example=partial(_example, root),
+        patch=root.config.patch_size,
+        between=("block_controlnet_hidden_states", "skip_layers"),
+    )
+
+
+def _grid(root: Any, arguments: Mapping[str, Any], last: Grid) -> GridShape:
+    # A ControlNet without positions of its own takes tokens as its sample; its condition is always latents.
+    latents = arguments["controlnet_cond" if is_a(root, _CONTROLNET) else "hidden_states"]
+    height, width = latents.shape[-2:]
+    return 1, height // root.config.patch_size, width // root.config.patch_size
+
+
+def _example(root: Any, height: int, width: int, batch: int) -> dict[str, Any]:
+    config, zeros = root.config, blank(root, batch)
+    arguments = {
+        "hidden_states": zeros(config.in_channels, height, width),
+        "timestep": torch.full((batch,), 500.0, device=root.device),
+        "pooled_projections": zeros(config.pooled_projection_dim),
+    }
+    if root.context_embedder is not None:
+        arguments["encoder_hidden_states"] = zeros(77 + 256, config.joint_attention_dim)
+    if is_a(root, _CONTROLNET):
+        arguments["controlnet_cond"] = zeros(
+            config.in_channels + config.extra_conditioning_channels, height, width
+        )
+        if root.pos_embed is None:
+            tokens = (height // config.patch_size) * (width // config.patch_size)
+            arguments["hidden_states"] = zeros(tokens, root.inner_dim)
+    return arguments

@@ -1,0 +1,89 @@
+"""UNets and ControlNets of diffusers: SD 1.x, 2.x, SDXL and what is derived from them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tokenmerge.models.base import Host, is_a
+from tokenmerge.models.dummy_inputs import blank
+from tokenmerge.models.unet_stages import describe_stages
+
+__all__ = ["CLASSES", "added_conditions", "condition_picture", "describe", "text_width"]
+
+_CONTROLNETS = ("ControlNetModel", "ControlNetUnionModel")
+CLASSES = ("UNet2DConditionModel", *_CONTROLNETS)
+
+
+def describe(root: Any) -> Host:
+    """Find the blocks of a UNet or a ControlNet."""
+    return describe_stages(root, _example, controlnet=is_a(root, *_CONTROLNETS))
+
+
+def text_width(root: Any) -> int:
+    """Width of the text embeddings that a UNet is called with."""
+    width = getattr(root.config, "encoder_hid_dim", None) or root.config.cross_attention_dim
+    return width[0] if isinstance(width, list | tuple) else width
+
+
+def added_conditions(root: Any, zeros: Callable[..., Tensor]) -> dict[str, Any]:
+    """``added_cond_kwargs`` as an argument by name: of SDXL and of IP-Adapters; nothing where there are none.
+
+    Args:
+        root: the UNet.
+        zeros: shape for one image → zeros for a batch.
+    """
+    config = root.config
+    conditions: dict[str, Any] = {}
+    if getattr(config, "addition_embed_type", None) == "text_time":
+        times = 6 * config.addition_time_embed_dim
+        conditions["text_embeds"] = zeros(config.projection_class_embeddings_input_dim - times)
+        conditions["time_ids"] = zeros(6)
+    if getattr(config, "encoder_hid_dim_type", None) == "ip_image_proj":
+        projections = root.encoder_hid_proj.image_projection_layers
+        conditions["image_embeds"] = [zeros(1, *_input_shape(projection)) for projection in projections]
+    return {"added_cond_kwargs": conditions} if conditions else {}
+
+
+def condition_picture(zeros: Callable[..., Tensor], channels: int, widths: list[int], *size: int) -> Tensor:
+    """The picture that a ControlNet is conditioned on, for latents of height and width ``size``.
+
+    Its embedding halves it once for each but the first of the embedding's ``widths``.
+    """
+    return zeros(channels, *(side * 2 ** (len(widths) - 1) for side in size))
+
+
+def _input_shape(projection: nn.Module) -> tuple[int, ...]:
+    """Shape of one picture's embedding for a projection of an IP-Adapter."""
+    first = next(layer for layer in projection.modules() if isinstance(layer, nn.Linear))
+    # Projections of a whole picture take one vector, those of its patches a sequence of them.
+    return (first.in_features,) if is_a(projection, "ImageProjection") else (257, first.in_features)
+
+
+def _example(root: Any, height: int, width: int, batch: int) -> dict[str, Any]:
+    config, zeros = root.config, blank(root, batch)
+    sample = zeros(config.in_channels, height, width)
+    arguments: dict[str, Any] = {
+        "sample": sample,
+        "timestep": torch.ones(batch, device=sample.device),
+        "encoder_hidden_states": zeros(77, text_width(root)),
+        **added_conditions(root, zeros),
+    }
+    if config.class_embed_type in ("projection", "simple_projection"):
+        arguments["class_labels"] = zeros(config.projection_class_embeddings_input_dim)
+    elif config.num_class_embeds is not None or config.class_embed_type is not None:
+        arguments["class_labels"] = torch.zeros(batch, device=sample.device, dtype=torch.int64)
+
+    if is_a(root, *_CONTROLNETS):
+        widths = config.conditioning_embedding_out_channels
+        picture = condition_picture(zeros, config.conditioning_channels, widths, height, width)
+        arguments["controlnet_cond"] = picture
+        if is_a(root, "ControlNetUnionModel"):
+            arguments["controlnet_cond"] = [picture]
+            arguments["control_type"] = zeros(config.num_control_type)
+            arguments["control_type_idx"] = [0]
+            arguments["conditioning_scale"] = [1.0]
+    return arguments

@@ -1,0 +1,76 @@
+"""Video UNets: AnimateDiff and its SparseCtrl, ModelScope, I2VGen-XL, Stable Video Diffusion.
+
+Each frame merges on its own, in the blocks that attend within it; what attends over time stays as it is.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tokenmerge.models.base import Host, is_a
+from tokenmerge.models.dummy_inputs import blank
+from tokenmerge.models.families.unet import added_conditions, condition_picture
+from tokenmerge.models.unet_stages import describe_stages
+
+__all__ = ["CLASSES", "describe"]
+
+_SPARSECTRL = "SparseControlNetModel"
+CLASSES = (
+    "UNetMotionModel",
+    _SPARSECTRL,
+    "UNet3DConditionModel",
+    "I2VGenXLUNet",
+    "UNetSpatioTemporalConditionModel",
+)
+_FRAMES = 16
+
+
+def describe(root: Any) -> Host:
+    """Find the spatial blocks."""
+    stable_video = is_a(root, "UNetSpatioTemporalConditionModel")
+    return describe_stages(
+        root, _example_of_stable_video if stable_video else _example, controlnet=is_a(root, _SPARSECTRL)
+    )
+
+
+def _example(root: Any, height: int, width: int, batch: int) -> dict[str, Any]:
+    config, zeros = root.config, blank(root, batch)
+    motion = is_a(root, "UNetMotionModel", _SPARSECTRL)
+    frames = min(_FRAMES, config.motion_max_seq_length) if motion else _FRAMES
+    sample = zeros(config.in_channels, frames, height, width)
+    text = zeros(77, config.cross_attention_dim)
+    arguments = {
+        "sample": sample,
+        "timestep": torch.ones(batch, device=sample.device),
+        # AnimateDiff has to be given the text for each frame.
+        "encoder_hidden_states": text.repeat_interleave(frames, dim=0) if motion else text,
+        **added_conditions(root, zeros),
+    }
+    if is_a(root, _SPARSECTRL):
+        size: tuple[int, ...] = (height, width)
+        if not config.use_simplified_condition_embedding:
+            widths = config.conditioning_embedding_out_channels
+            size = condition_picture(zeros, 1, widths, height, width).shape[-2:]
+        arguments["controlnet_cond"] = zeros(config.conditioning_channels, frames, *size)
+        arguments["conditioning_mask"] = zeros(1, frames, *size)
+    if is_a(root, "I2VGenXLUNet"):
+        arguments["fps"] = torch.full((batch,), 16, device=sample.device)
+        arguments["image_latents"] = torch.zeros_like(sample)
+        arguments["image_embeddings"] = zeros(config.cross_attention_dim)
+    return arguments
+
+
+def _example_of_stable_video(root: Any, height: int, width: int, batch: int) -> dict[str, Any]:
+    config, zeros = root.config, blank(root, batch)
+    sample = zeros(config.num_frames, config.in_channels, height, width)
+    picture = config.cross_attention_dim
+    return {
+        "sample": sample,
+        "timestep": torch.ones(batch, device=sample.device),
+        "encoder_hidden_states": zeros(1, picture[0] if isinstance(picture, list | tuple) else picture),
+        "added_time_ids": zeros(
+            config.projection_class_embeddings_input_dim // config.addition_time_embed_dim
+        ),
+    }

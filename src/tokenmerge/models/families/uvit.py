@@ -1,0 +1,65 @@
+"""aMUSEd: a masked image model; a transformer between two stages of convolutions and cross-attention."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tokenmerge.models.base import Block, GridShape, Host, Layer
+from tokenmerge.models.basic_block import basic_block
+from tokenmerge.models.dummy_inputs import blank
+from tokenmerge.models.layout import Grid
+
+__all__ = ["CLASSES", "describe"]
+
+CLASSES = ("UVit2DModel",)
+
+# Blocks of the outer stages attend to the text twice.
+_OUTER = (Layer("attn2", "attn1"), Layer("attn2", "attn2"))
+
+
+def describe(root: Any) -> Host:
+    """Find the blocks; those of all three parts have the same tokens."""
+    middle = (basic_block(f"transformer_layers.{i}", b) for i, b in enumerate(root.transformer_layers))
+    return Host(
+        root=root,
+        blocks=(*_outer_blocks(root, "down_block"), *middle, *_outer_blocks(root, "up_block")),
+        sample="input_ids",
+        timestep=_masked,
+        grid=_grid,
+        sample_size=(root.config.sample_size,) * 2,
+        controlnet=False,
+        example=partial(_example, root),
+        patch=2 if root.config.downsample else 1,
+    )
+
+
+def _outer_blocks(root: Any, name: str) -> Iterator[Block]:
+    for i, block in enumerate(getattr(root, name).attention_blocks):
+        yield Block(f"{name}.attention_blocks.{i}", block, _OUTER)
+
+
+def _grid(root: Any, arguments: Mapping[str, Any], last: Grid) -> GridShape:
+    stride = 2 if root.config.downsample else 1
+    rows, columns = (-(-side // stride) for side in arguments["input_ids"].shape[-2:])
+    return 1, rows, columns
+
+
+def _masked(root: Any, arguments: Mapping[str, Any]) -> Tensor:
+    """How many tokens of an image are still masked: the model is told nothing else of the time."""
+    return (arguments["input_ids"] == root.config.vocab_size - 1).sum(dim=(1, 2)).max()
+
+
+def _example(root: Any, height: int, width: int, batch: int) -> dict[str, Any]:
+    config, zeros = root.config, blank(root, batch)
+    text = zeros(77, config.encoder_hidden_size)
+    return {
+        "input_ids": torch.zeros(batch, height, width, device=text.device, dtype=torch.int64),
+        "encoder_hidden_states": text,
+        "pooled_text_emb": zeros(config.cond_embed_dim),
+        "micro_conds": zeros(config.micro_cond_embed_dim // config.micro_cond_encode_dim),
+    }

@@ -1,0 +1,95 @@
+"""Wan 2.1 and 2.2 (also VACE, Animate), SkyReels-V2 and ChronoEdit: video, self- and cross-attention.
+
+Rotary positions broadcast over the batch.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from tokenmerge.models.base import Host, Layer, is_a, listed, stacked
+from tokenmerge.models.dummy_inputs import blank
+from tokenmerge.models.grids import video_grid
+from tokenmerge.models.layout import Follower, Layout
+
+__all__ = ["CLASSES", "describe"]
+
+CLASSES = (
+    "WanTransformer3DModel",
+    "WanVACETransformer3DModel",
+    "WanAnimateTransformer3DModel",
+    "SkyReelsV2Transformer3DModel",
+    "ChronoEditTransformer3DModel",
+)
+
+_FRAMES = 21  # of the latents: 81 pictures
+_BLOCK = Layout(
+    followers=(
+        Follower("rotary_emb", axes=(1,), batched=True),
+        # Of Wan 2.2 from a picture, whose tokens have times of their own.
+        Follower("temb", axes=(1,), batched=True, ndim=4),
+    )
+)
+_FOLLOWING = Layout(
+    followers=(
+        Follower("rotary_emb", axes=(1,), batched=True),
+        # Of SkyReels-V2, which can forbid to look at later frames.
+        Follower("attention_mask", axes=(-2, -1), batched=True),
+    )
+)
+_LAYERS = (
+    Layer("attn1", "attn1", _FOLLOWING),
+    Layer("attn2", "attn2"),
+    Layer("ff", "ffn"),
+)
+# Between blocks VACE adds what it makes of the control video, Animate of a face.
+_ADDING = ("WanVACETransformer3DModel", "WanAnimateTransformer3DModel")
+_CONTROL = Layout(tokens="control_hidden_states")
+
+
+def describe(root: Any) -> Host:
+    """Find the blocks; of VACE also those of the control video."""
+    # Blocks of SkyReels-V2 may get a mask between frames and times of their own in another layout.
+    wide = None if is_a(root, "SkyReelsV2Transformer3DModel") else _BLOCK
+    blocks = listed(root, "blocks", _LAYERS, wide=wide)
+    if not is_a(root, *_ADDING):
+        blocks = stacked(blocks)
+    if is_a(root, "WanVACETransformer3DModel"):
+        blocks = (*listed(root, "vace_blocks", _LAYERS, layout=_CONTROL), *blocks)
+    return Host(
+        root=root,
+        blocks=blocks,
+        sample="hidden_states",
+        timestep="timestep",
+        grid=video_grid,
+        sample_size=(60, 104),
+        controlnet=False,
+        example=partial(_example, root),
+        patch=root.config.patch_size[1],
+        frames=_FRAMES // root.config.patch_size[0],
+    )
+
+
+def _example(root: Any, height: int, width: int, batch: int) -> dict[str, Any]:
+    config, zeros = root.config, blank(root, batch)
+    frames = _FRAMES - _FRAMES % getattr(config, "num_frame_per_block", 1)
+    arguments: dict[str, Any] = {
+        "hidden_states": zeros(config.in_channels, frames, height, width),
+        "timestep": torch.full((batch,), 500.0, device=root.device),
+        "encoder_hidden_states": zeros(512, config.text_dim),
+    }
+    if config.image_dim is not None:
+        arguments["encoder_hidden_states_image"] = zeros(257, config.image_dim)
+    if is_a(root, "WanVACETransformer3DModel"):
+        arguments["control_hidden_states"] = zeros(config.vace_in_channels, frames, height, width)
+    if is_a(root, "WanAnimateTransformer3DModel"):
+        # All but the first frame have a pose, and a face for each of the four pictures that they stand for.
+        arguments["pose_hidden_states"] = zeros(config.latent_channels, frames - 1, height, width)
+        side = config.motion_encoder_size
+        arguments["face_pixel_values"] = zeros(3, 4 * (frames - 2) + 1, side, side)
+    if getattr(config, "inject_sample_info", False):
+        arguments["fps"] = [0] * batch
+    return arguments

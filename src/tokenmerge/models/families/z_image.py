@@ -1,0 +1,80 @@
+"""Z-Image: one sequence of image, its padding, then text; each image of a batch is an entry of a list."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+
+from tokenmerge.errors import UnsupportedModelError
+from tokenmerge.models.base import GridShape, Host, Layer, listed
+from tokenmerge.models.dummy_inputs import blank
+from tokenmerge.models.layout import Follower, Grid, Layout
+
+__all__ = ["CLASSES", "describe"]
+
+CLASSES = ("ZImageTransformer2DModel",)
+
+_BLOCK = Layout(text="last")
+_LAYERS = (
+    Layer(
+        "attn1",
+        "attention",
+        Layout(
+            text="last",
+            followers=(
+                Follower("freqs_cis", axes=(1,), batched=True),
+                Follower("attention_mask", axes=(1,), batched=True),
+            ),
+        ),
+    ),
+    Layer("ff", "feed_forward", _BLOCK),
+)
+
+
+def describe(root: Any) -> Host:
+    """Find the blocks that see the image."""
+    return Host(
+        root=root,
+        blocks=(
+            *listed(root, "noise_refiner", _LAYERS, layout=_BLOCK),
+            *listed(root, "layers", _LAYERS, layout=_BLOCK),
+        ),
+        sample="x",
+        timestep="t",
+        grid=_grid,
+        sample_size=(128, 128),
+        controlnet=False,
+        example=partial(_example, root),
+        patch=root.config.all_patch_size[0],
+    )
+
+
+def _grid(root: Any, arguments: Mapping[str, Any], last: Grid) -> GridShape:
+    images = arguments["x"]
+    if isinstance(images[0], list):
+        raise UnsupportedModelError(
+            f"x: expected one image of each sample, got {len(images[0])} of the first; pictures beside the "
+            "one that is generated cannot be merged yet: call remove_token_merging(pipe) first"
+        )
+    sizes = {tuple(image.shape[1:]) for image in images}
+    if len(sizes) > 1:
+        raise UnsupportedModelError(
+            f"x: expected images of one size, got {sorted(sizes)}; generate one size at a time"
+        )
+    patch, patch_t = arguments.get("patch_size", 2), arguments.get("f_patch_size", 1)
+    frames, height, width = sizes.pop()
+    return frames // patch_t, height // patch, width // patch
+
+
+def _example(root: Any, height: int, width: int, batch: int) -> dict[str, Any]:
+    config, zeros = root.config, blank(root, batch)
+    return {
+        "x": list(zeros(config.in_channels, config.all_f_patch_size[0], height, width)),
+        "t": torch.full_like(zeros(), 0.5),
+        "cap_feats": list(zeros(256, config.cap_feat_dim)),
+        "patch_size": config.all_patch_size[0],
+        "f_patch_size": config.all_f_patch_size[0],
+    }

@@ -1,0 +1,157 @@
+"""From a pipeline, a model or a wrapper around one to the facts of every model in it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+from torch import nn
+
+from tokenmerge.errors import UnsupportedModelError
+from tokenmerge.models.base import Host, is_a
+from tokenmerge.models.families import (
+    allegro,
+    audioldm2,
+    auraflow,
+    basic_dit,
+    cogvideox,
+    cogview,
+    compvis,
+    controlnet_xs,
+    cosmos,
+    easyanimate,
+    flux,
+    flux2,
+    hunyuan_dit,
+    hunyuan_video,
+    kandinsky5,
+    ltx,
+    lumina2,
+    mochi,
+    prx,
+    qwen_image,
+    sana,
+    sd3,
+    unet,
+    unet_video,
+    uvit,
+    wan,
+    z_image,
+)
+from tokenmerge.models.unsupported import refuse
+
+__all__ = ["FAMILIES", "find_hosts", "knows", "parts"]
+
+FAMILIES = (
+    unet,
+    controlnet_xs,
+    unet_video,
+    audioldm2,
+    compvis,
+    basic_dit,
+    uvit,
+    hunyuan_dit,
+    sana,
+    sd3,
+    flux,
+    flux2,
+    auraflow,
+    qwen_image,
+    lumina2,
+    z_image,
+    cogview,
+    prx,
+    wan,
+    hunyuan_video,
+    cogvideox,
+    easyanimate,
+    mochi,
+    ltx,
+    cosmos,
+    allegro,
+    kandinsky5,
+)
+
+# ControlNets that run several others.
+_SEVERAL = (
+    "MultiControlNetModel",
+    "MultiControlNetUnionModel",
+    "FluxMultiControlNetModel",
+    "SD3MultiControlNetModel",
+    "QwenImageMultiControlNetModel",
+    "HunyuanDiT2DMultiControlNetModel",
+)
+
+
+def knows(family: ModuleType, module: object) -> bool:
+    """Whether a family's file describes a model: by the names of its class and of its parts."""
+    return is_a(module, *family.CLASSES) and all(
+        hasattr(module, name) for name in getattr(family, "PARTS", ())
+    )
+
+
+def find_hosts(model: object) -> tuple[Host, ...]:
+    """Every denoiser and ControlNet that a pipeline or a model is made of.
+
+    Args:
+        model: a diffusers pipeline, a diffusers model, or a CompVis-style model; also compiled or wrapped
+            for data-parallel training.
+
+    Raises:
+        UnsupportedModelError: nothing in it is a model that tokens can be merged in, or something is one that
+            they are known not to be mergeable in.
+    """
+    modules = list(parts(model))
+    hosts: dict[int, Host] = {}
+    for part in modules:
+        refuse(part)
+        for family in FAMILIES:
+            if id(part) not in hosts and knows(family, part):
+                hosts[id(part)] = family.describe(part)
+    if not hosts:
+        seen = ", ".join(sorted({type(part).__name__ for part in modules} or {type(model).__name__}))
+        supported = ", ".join(name for family in FAMILIES for name in family.CLASSES)
+        raise UnsupportedModelError(
+            f"no model to merge tokens in: found {seen}; pass a diffusers pipeline or a model of one of the "
+            f"classes {supported}, or an object with model.diffusion_model"
+        )
+    return tuple(hosts.values())
+
+
+def parts(model: Any) -> Iterator[nn.Module]:
+    """The modules of a pipeline, unwrapped; a module itself is its only part."""
+    if not isinstance(model, nn.Module):
+        # The attributes, not ``components``: that raises when one is missing or was added later.
+        for value in vars(model).values() if hasattr(model, "__dict__") else ():
+            for member in value if isinstance(value, list | tuple) else [value]:
+                if isinstance(member, nn.Module):
+                    yield from parts(member)
+        return
+    while (wrapped := _wrapped(model)) is not None:
+        model = wrapped
+    if is_a(model, *_SEVERAL):
+        for net in model.nets:
+            yield from parts(net)
+    elif isinstance(getattr(getattr(model, "model", None), "diffusion_model", None), nn.Module):
+        yield model.model.diffusion_model
+        if isinstance(control := getattr(model, "control_model", None), nn.Module):
+            yield control
+    else:
+        yield model
+
+
+def _wrapped(model: Any) -> Any:
+    """The model inside a wrapper, None if it is not one."""
+    if is_a(model, "OptimizedModule"):
+        return model._orig_mod
+    if is_a(model, "DataParallel"):
+        raise UnsupportedModelError(
+            "tokens cannot be merged under DataParallel: its threads share what a call notes; take "
+            "DistributedDataParallel, or merge in the model inside it and call that"
+        )
+    if is_a(model, "DistributedDataParallel"):
+        return model.module
+    if is_a(model, "PeftModel"):
+        return model.get_base_model()
+    return None

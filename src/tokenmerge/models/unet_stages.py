@@ -1,0 +1,153 @@
+"""What UNets of diffusers have in common: stages of transformers that halve and double the resolution."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from tokenmerge.errors import UnsupportedModelError
+from tokenmerge.models.base import Block, GridShape, Host, is_a
+from tokenmerge.models.basic_block import basic_block
+from tokenmerge.models.layout import Grid
+
+__all__ = ["describe_stages"]
+
+# Their first argument is [b, c, h, w], for a video with its frames in the batch. What attends over time is in
+# other classes (AnimateDiffTransformer3D, TransformerTemporalModel) or in other lists of blocks.
+_IN_LAYERS = ("resnets", "temp_convs", "attentions", "temp_attentions", "motion_modules")  # as they run
+_TRANSFORMERS = ("Transformer2DModel", "TransformerSpatioTemporalModel", "DreamLiteTransformer2DModel")
+# Between its blocks others attend over time.
+_NO_STACK = "TransformerSpatioTemporalModel"
+
+
+def describe_stages(
+    root: Any, example: Callable[[Any, int, int, int], dict[str, Any]], *, controlnet: bool = False
+) -> Host:
+    """Find the blocks of a model with ``down_blocks``, ``mid_block`` and, unless a ControlNet, ``up_blocks``.
+
+    Args:
+        root: the model. Its sample ends in height and width.
+        example: (root, height, width, batch) → arguments by name of a call with a sample of that size.
+        controlnet: whether it is a ControlNet.
+
+    Raises:
+        UnsupportedModelError: its attention is not in transformer blocks.
+    """
+    stages = list(_stages(root))
+    blocks = [block for path, stage, level in stages for block in _blocks(stage, path, level)]
+    if not blocks:
+        _refuse_other_attention(root)
+
+    return Host(
+        root=root,
+        blocks=tuple(blocks),
+        sample="sample",
+        timestep="timestep",
+        grid=_grid,
+        latents=_latents,
+        sample_size=_sample_size(root),
+        controlnet=controlnet,
+        example=partial(example, root),
+        below=_below(root),
+        finest=_finest(root),
+        finest_share=_finest_share(stages),
+    )
+
+
+def _stages(root: Any) -> Iterator[tuple[str, Any, int]]:
+    """Path, module and resolution level of each stage, in the order in which they run."""
+    level = 1
+    for i, stage in enumerate(root.down_blocks):
+        yield f"down_blocks.{i}", stage, level
+        if _has(stage, "downsamplers", "base_downsamplers"):
+            level *= 2
+    if root.mid_block is not None:
+        yield "mid_block", root.mid_block, level
+    for i, stage in enumerate(getattr(root, "up_blocks", ())):
+        yield f"up_blocks.{i}", stage, level
+        if _has(stage, "upsamplers"):
+            level //= 2
+
+
+def _finest_share(stages: list[tuple[str, Any, int]]) -> float:
+    """Share of the work that is at level 1: each weight is used once for each position of its level."""
+    work = {path: sum(p.numel() for p in stage.parameters()) / level**2 for path, stage, level in stages}
+    return sum(work[path] for path, _, level in stages if level == 1) / sum(work.values())
+
+
+def _below(root: Any) -> tuple[str, ...]:
+    """Paths of the stages between the first one on the way down and the last one on the way up."""
+    down, up = len(root.down_blocks), len(getattr(root, "up_blocks", ()))
+    if up < 2 or root.mid_block is None:  # a ControlNet, say: each level's result is asked for
+        return ()
+    ways = [f"down_blocks.{i}" for i in range(1, down)], [f"up_blocks.{i}" for i in range(up - 1)]
+    return (*ways[0], "mid_block", *ways[1])
+
+
+def _finest(root: Any) -> tuple[str, ...]:
+    """Paths of what is at the finest level before the last layer on the way up.
+
+    That layer takes what the layer before it makes, and what the first convolution does, which is no stage.
+    """
+    stage = root.up_blocks[-1] if _below(root) else None
+    layers = len(getattr(stage, "resnets", ()))
+    if layers < 2:
+        return ()
+    path = f"up_blocks.{len(root.up_blocks) - 1}"
+    lists = [(name, len(getattr(stage, name))) for name in _IN_LAYERS if hasattr(stage, name)]
+    before = [
+        f"{path}.{name}.{i}"
+        for layer in range(layers - 1)
+        for name, length in lists
+        for i in range(layer * length // layers, (layer + 1) * length // layers)
+    ]
+    return ("down_blocks.0", *before)
+
+
+def _sample_size(root: Any) -> tuple[int, int] | None:
+    size = getattr(root.config, "sample_size", None)
+    return (size, size) if isinstance(size, int) else size and tuple(size)
+
+
+def _has(stage: Any, *names: str) -> bool:
+    return any(getattr(stage, name, None) is not None for name in names)
+
+
+def _blocks(stage: Any, prefix: str, level: int) -> Iterator[Block]:
+    for path, module in stage.named_modules(prefix=prefix):
+        if is_a(module, *_TRANSFORMERS):
+            stack = None if is_a(module, _NO_STACK) else path
+            for i, block in enumerate(module.transformer_blocks):
+                name = f"{path}.transformer_blocks.{i}"
+                yield basic_block(name, block, grid=module, level=level, stack=stack)
+
+
+def _refuse_other_attention(root: Any) -> None:
+    stages = [*root.down_blocks, root.mid_block, *getattr(root, "up_blocks", ())]
+    found = {
+        type(s).__name__: None
+        for s in stages
+        if s is not None and any(is_a(m, "Attention") for m in s.modules())
+    }
+    if found:
+        raise UnsupportedModelError(
+            f"tokens cannot be merged in {type(root).__name__} yet: its attention is in {', '.join(found)}, "
+            "and takes pictures [b, c, h, w] instead of tokens, as in DeepFloyd IF and Kandinsky 2"
+        )
+
+
+def _grid(root: Any, arguments: Mapping[str, Any], last: Grid) -> GridShape:
+    # The frames of a video are in the batch: each merges on its own.
+    rows, columns = arguments["sample"].shape[-2:]
+    return 1, rows, columns
+
+
+def _latents(root: Any, sample: Tensor) -> Tensor:
+    # Behind the channels that are denoised stand those of a picture that is given, which guidance leaves out
+    # for a part of the batch: InstructPix2Pix [b, c, h, w], Stable Video Diffusion [b, f, c, h, w].
+    axis = 2 if is_a(root, "UNetSpatioTemporalConditionModel") else 1
+    channels = getattr(root.config, "out_channels", None) or sample.shape[axis]
+    return sample.narrow(axis, 0, min(channels, sample.shape[axis]))

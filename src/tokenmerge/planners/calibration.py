@@ -1,0 +1,144 @@
+"""How many tokens it takes for merging to save time on a device: measured once, then read from a file."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from tokenmerge.config import ToMeConfig
+from tokenmerge.ops import merge, unmerge
+from tokenmerge.planners import PLANNERS
+
+__all__ = ["cache_file", "fewest_tokens", "measure_fewest_tokens"]
+
+SIDES = (8, 16, 24, 32, 48, 64)  # of the token grids that are tried, the smallest first
+_BATCH, _ROUNDS = 2, 5
+
+
+def fewest_tokens(device: torch.device, dtype: torch.dtype, channels: int = 640, heads: int = 8) -> int:
+    """Smallest token grid of which merging half, around self-attention, as ``auto`` does, is faster than not.
+
+    It is measured once for a device, a dtype, a width, a version of torch and a number of threads, which
+    takes a second or two at most, and then read from :func:`cache_file`; delete that to measure again.
+
+    Args:
+        device: that the model is on.
+        dtype: of its weights.
+        channels: of its tokens.
+        heads: of its attention.
+    """
+    key = f"{_key(device, dtype)}, {heads} × {channels // heads} channels, proportional, corrected, or none"
+    file = cache_file()
+    known: dict[str, int] = {}
+    with contextlib.suppress(OSError, TypeError, ValueError):
+        known = dict(json.loads(file.read_text(encoding="utf-8")))
+    if not isinstance(known.get(key), int):
+        known[key] = measure_fewest_tokens(device, dtype, channels, heads)
+        with contextlib.suppress(OSError):  # it is measured again next time
+            _write(file, known)
+    return known[key]
+
+
+def cache_file() -> Path:
+    """Where measurements are kept: ``tokenmerge/fewest_tokens.json`` in the user's folder for caches."""
+    root = os.environ.get("XDG_CACHE_HOME") or os.environ.get("LOCALAPPDATA")
+    try:
+        folder = Path(root) if root else Path.home() / ".cache"
+    except RuntimeError:  # a user without a home, as in containers
+        folder = Path(tempfile.gettempdir())
+    return folder / "tokenmerge" / "fewest_tokens.json"
+
+
+@torch.no_grad()
+def measure_fewest_tokens(
+    device: torch.device, dtype: torch.dtype, channels: int = 640, heads: int = 8
+) -> int:
+    """Time self-attention dense and merged on growing token grids.
+
+    What ``auto`` adds to a merged step counts: planning, sizes in attention, and the correction.
+
+    The arguments are those of :func:`fewest_tokens`.
+
+    Returns:
+        The number of tokens of the first grid on which merging is faster; if none is, of the next larger one,
+        as attention grows with its square.
+    """
+    generator = torch.Generator().manual_seed(0)
+
+    def noise(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, device="cpu").to(device, dtype)
+
+    layer = _self_attention(noise(4 * channels, channels) / channels**0.5, heads)
+    step = torch.zeros((), dtype=torch.int64, device=device)
+    config = ToMeConfig(ratio=0.5, planner="tiled")
+    for side in SIDES:
+        x = noise(_BATCH, side * side, channels)
+        change = layer(x)
+
+        def merged(
+            x: Tensor = x, change: Tensor = change, grid: tuple[int, int, int] = (1, side, side)
+        ) -> Tensor:
+            plan = PLANNERS["tiled"](x, grid, config, step)
+            assert plan is not None
+            result = unmerge(plan, layer(merge(plan, x), plan.sizes.log()))
+            return result + (change - unmerge(plan, merge(plan, change)))
+
+        def dense(x: Tensor = x) -> Tensor:
+            return layer(x)
+
+        if _seconds(merged, device) < _seconds(dense, device):
+            return side * side
+    return (2 * SIDES[-1]) ** 2
+
+
+def _self_attention(weights: Tensor, heads: int) -> Callable[..., Tensor]:
+    """Attention with these projections of queries, keys, values and results, one below the other."""
+    channels = weights.shape[1]
+    project, out = weights.split((3 * channels, channels))
+
+    def attend(x: Tensor, logits: Tensor | None = None) -> Tensor:
+        q, k, v = F.linear(x, project).unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4)
+        mask = None if logits is None else logits[:, None, None].to(x.dtype)
+        return F.linear(F.scaled_dot_product_attention(q, k, v, mask).transpose(1, 2).flatten(2), out)
+
+    return attend
+
+
+def _seconds(function: Callable[[], Tensor], device: torch.device) -> float:
+    """Shortest time of a call, after one that is not timed: what other work adds is not the device's."""
+    times = []
+    for _ in range(_ROUNDS + 1):
+        start = time.perf_counter()
+        function()
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
+        times.append(time.perf_counter() - start)
+    return min(times[1:])
+
+
+def _key(device: torch.device, dtype: torch.dtype) -> str:
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+    threads = f", {torch.get_num_threads()} threads" if device.type == "cpu" else ""
+    return f"{device.type} {name}{threads}, {str(dtype).removeprefix('torch.')}, torch {torch.__version__}"
+
+
+def _write(file: Path, known: dict[str, int]) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=file.parent, suffix=".json")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as stream:
+            json.dump(known, stream, indent=2)
+        Path(temporary).replace(file)
+    except OSError:
+        Path(temporary).unlink(missing_ok=True)
+        raise

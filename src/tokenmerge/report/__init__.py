@@ -1,0 +1,8 @@
+"""What merging does at one size and number of steps: tokens, operations and memory, counted before a run.
+
+May import ``runtime`` and everything below it; measures nothing.
+"""
+
+from tokenmerge.report.prediction import Report, Row, aligned, predict, saved
+
+__all__ = ["Report", "Row", "aligned", "predict", "saved"]

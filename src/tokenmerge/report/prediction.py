@@ -1,0 +1,348 @@
+"""What merging does to a model at one size: blocks, tokens and FLOPs, counted rather than estimated."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import chain, groupby
+from typing import Any
+
+from tokenmerge.config import ToMeConfig
+from tokenmerge.errors import ConfigError
+from tokenmerge.models.base import KINDS, Block, Host
+from tokenmerge.models.find import find_hosts
+from tokenmerge.report.flops import count_flops, weightless
+from tokenmerge.report.steps import kept_bytes, mean_flops, notes_on_steps
+from tokenmerge.runtime.patch import (
+    hosts_that_merge,
+    layers_to_merge,
+    merges,
+    new_run,
+    patch_host,
+    restore,
+)
+from tokenmerge.runtime.state import RecordedPlan
+from tokenmerge.runtime.step_tracker import Moment
+
+__all__ = ["Report", "Row", "aligned", "predict", "saved"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One transformer block.
+
+    Attributes:
+        model: class of the model that it belongs to, with a number where there are several of a class.
+        path: the block's qualified name; for several equal blocks that follow each other, all of them.
+        level: resolution level: 1, 2, 4 …
+        grid: height and width in tokens; for a video the number of frames before them.
+        tokens: number of tokens before merging.
+        merged_tokens: number after it.
+        merged: sub-layers that see the merged tokens, such as ``"attn1+ff"``; empty for a dense block.
+        flops_dense: floating-point operations of the block without merging.
+        flops_merged: with it, the matching included.
+        blocks: how many blocks the row stands for; its FLOPs are theirs together.
+    """
+
+    model: str
+    path: str
+    level: int
+    grid: tuple[int, ...]
+    tokens: int
+    merged_tokens: int
+    merged: str
+    flops_dense: int
+    flops_merged: int
+    blocks: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What merging does to one call of a model.
+
+    FLOPs are those of matrix products, convolutions and attention, two for a multiply-add; the time saved
+    depends on the machine too.
+
+    Attributes:
+        model: class of the model; several, joined by ``+``, with ControlNets.
+        height: height of the sample, in the model's own pixels (latents).
+        width: width of the sample.
+        batch: images in the call; classifier-free guidance makes it 2 for one picture.
+        rows: a row for each block that merges.
+        flops_dense: operations of the whole model without merging.
+        flops_merged: with it; of the step that merges most, where settings follow the denoising steps.
+        notes: every block that is left dense and why, and what follows the steps, in words.
+        kept_bytes: memory for what is kept from one step for those after it: corrections, changes, plans.
+        steps: of the generation that ``flops_mean`` is of.
+        flops_mean: operations with merging, mean over these steps; None where all are alike, or it was not
+            asked for.
+    """
+
+    model: str
+    height: int
+    width: int
+    batch: int
+    rows: tuple[Row, ...]
+    flops_dense: int
+    flops_merged: int
+    notes: tuple[str, ...]
+    kept_bytes: int = 0
+    steps: int | None = None
+    flops_mean: int | None = None
+
+    def joined_rows(self) -> Iterator[Row]:
+        """The rows, with equal blocks that follow each other in one list as one row.
+
+        Such as the ten of a transformer of SDXL: ``….transformer_blocks.0-9``.
+        """
+
+        def what(row: Row) -> tuple:
+            numbers = dataclasses.replace(row, path="")
+            return row.path.rpartition(".")[0], numbers
+
+        for (parent, _), group in groupby(self.rows, key=what):
+            rows = list(group)
+            first, last = (row.path.rpartition(".")[2] for row in (rows[0], rows[-1]))
+            yield dataclasses.replace(
+                rows[0],
+                path=f"{parent}.{first}" if len(rows) == 1 else f"{parent}.{first}-{last}",
+                flops_dense=sum(row.flops_dense for row in rows),
+                flops_merged=sum(row.flops_merged for row in rows),
+                blocks=len(rows),
+            )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as plain values, for records."""
+        return dataclasses.asdict(self)
+
+    def __str__(self) -> str:
+        """A table in plain text."""
+        header = ("block", "level", "grid", "tokens", "merged", "GFLOPs", "saved")
+        lines = [
+            (
+                row.path if " + " not in self.model else f"{row.model}: {row.path}",
+                str(row.level),
+                " × ".join(map(str, row.grid)),
+                f"{row.tokens} → {row.merged_tokens}",
+                row.merged,
+                f"{row.flops_dense / 1e9:.2f} → {row.flops_merged / 1e9:.2f}",
+                saved(row.flops_dense, row.flops_merged),
+            )
+            for row in self.joined_rows()
+        ]
+        total = f"{self.flops_dense / 1e9:.2f} → {self.flops_merged / 1e9:.2f}"
+        lines.append(("whole model", "", "", "", "", total, saved(self.flops_dense, self.flops_merged)))
+        size = f"sample {self.height} × {self.width}, batch {self.batch}"
+        return "\n".join(
+            [f"{self.model}: {size}", *aligned([header, *lines]), *(f"note: {note}" for note in self.notes)]
+        )
+
+
+def aligned(lines: Sequence[Sequence[str]]) -> list[str]:
+    """The lines of a table, with columns as wide as their widest cell."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in lines
+    ]
+
+
+def saved(dense: int, merged: int) -> str:
+    """The share of operations saved, in percent.
+
+    >>> saved(200, 150)
+    '25.0 %'
+    """
+    return f"{100 * (1 - merged / dense):.1f} %"
+
+
+def predict(
+    pipe_or_model: object,
+    config: ToMeConfig,
+    height: int | None = None,
+    width: int | None = None,
+    batch: int = 2,
+    steps: int | None = None,
+) -> Report:
+    """Count what merging saves, by running a copy of the model without weights on the meta device.
+
+    The model itself is not called and not changed; it may be patched, or on the meta device.
+
+    Args:
+        pipe_or_model: as for :func:`tokenmerge.apply_token_merging`.
+        config: what to merge and how much.
+        height: height of the sample (for latent diffusion, of the latents); None: the size that the model
+            was made for.
+        width: width of the sample.
+        batch: number of samples in the call.
+        steps: of a generation over which operations are averaged, for settings that follow them; it takes a
+            count for each step, of half a second or less. None: not averaged.
+
+    Raises:
+        NothingToMergeError: no token would merge at this size.
+        UnsupportedModelError: it is not, and does not contain, a model that tokens can be merged in.
+        ConfigError: the size is missing and the model does not say what it was made for, or it is not valid.
+    """
+    for argument, value in (("height", height), ("width", width), ("batch", batch), ("steps", steps)):
+        if value is not None and (not isinstance(value, int) or value < 1):
+            raise ConfigError(f"{argument}: expected an integer ≥ 1, got {value!r}")
+    hosts = find_hosts(pipe_or_model)
+    if height is None or width is None:
+        size = next((host.sample_size for host in hosts if host.sample_size), None)
+        if size is None:
+            names = ", ".join(type(host.root).__name__ for host in hosts)
+            raise ConfigError(f"height, width: {names} does not say what size it was made for; pass both")
+        height, width = size
+
+    merging, left_dense = hosts_that_merge(hosts, config, (height, width))
+    labels = _labels(merging)
+    reports = [
+        _predict_host(host, name, config, height, width, batch, steps)
+        for host, name in zip(merging, labels, strict=True)
+    ]
+    flops_dense = sum(report.flops_dense for report in reports)
+    rows = tuple(chain.from_iterable(report.rows for report in reports))
+    kept = sum(report.kept_bytes for report in reports)
+    means = [report.flops_mean for report in reports if report.flops_mean is not None]
+    notes = [
+        *chain.from_iterable(report.notes for report in reports),
+        *map(str, left_dense),
+        # Where nothing merges there is nothing to correct.
+        *notes_on_steps(config if rows else dataclasses.replace(config, correct_every=0)),
+    ]
+    if kept:
+        notes.append(f"what steps keep for those after them takes {kept / 1e6:.1f} MB")
+    if means:
+        mean = f"{flops_dense / 1e9:.2f} → {sum(means) / 1e9:.2f} GFLOPs"
+        notes.append(f"mean over {steps} steps: {mean}, {saved(flops_dense, sum(means))} saved")
+    return Report(
+        model=" + ".join(labels),
+        height=height,
+        width=width,
+        batch=batch,
+        rows=rows,
+        flops_dense=flops_dense,
+        flops_merged=sum(report.flops_merged for report in reports),
+        notes=tuple(notes),
+        kept_bytes=kept,
+        steps=steps if means else None,
+        flops_mean=sum(means) if means else None,
+    )
+
+
+def _labels(hosts: list[Host]) -> list[str]:
+    """The class of each host, numbered where several have it."""
+    classes = [type(host.root).__name__ for host in hosts]
+    return [
+        name if classes.count(name) == 1 else f"{name} {classes[:i].count(name) + 1}"
+        for i, name in enumerate(classes)
+    ]
+
+
+def _predict_host(
+    host: Host, name: str, config: ToMeConfig, height: int, width: int, batch: int, steps: int | None
+) -> Report:
+    (copied,) = find_hosts(weightless(host.root, host.on_cpu))
+    arguments = partial(copied.example, height, width, batch)
+    dense = count_flops(copied.root, arguments())
+    # Where nothing merges, steps that run less are no reason to refuse it.
+    run = new_run(copied, dataclasses.replace(config.most(), reuse_every=config.reuse_every))
+    patch_host(copied, run)
+    recorded: dict[str, RecordedPlan] = {}
+    run.record = recorded
+    run.pipeline.told = Moment(run, 0, 1)  # for a planner that looks at the step before
+    merged = count_flops(copied.root, arguments())
+    restore(copied.root)
+
+    counted = type(host.root).__name__
+    rows = []
+    for block in copied.blocks:
+        if block.path in recorded:
+            grid = recorded[block.path].grid
+            row = Row(
+                model=name,
+                path=block.path,
+                level=block.level,
+                grid=grid if grid[0] > 1 else grid[1:],
+                tokens=math.prod(grid),
+                merged_tokens=recorded[block.path].plan.keep.shape[1],
+                merged=_merged(block, next(config.most().stages(block.level))),
+                flops_dense=dense[f"{counted}.{block.path}"],
+                flops_merged=merged[f"{counted}.{block.path}"],
+            )
+            rows.append(row)
+    notes = (*_notes(copied.blocks, rows, config), *host.limits)
+    return Report(
+        model=name,
+        height=height,
+        width=width,
+        batch=batch,
+        rows=tuple(rows),
+        flops_dense=dense[counted],
+        flops_merged=merged[counted],
+        notes=notes,
+        kept_bytes=kept_bytes(copied, config, arguments),
+        flops_mean=mean_flops(copied, config, steps, arguments) if steps and config.follows_steps else None,
+    )
+
+
+def _merged(block: Block, config: ToMeConfig) -> str:
+    """What of a block sees merged tokens."""
+    if config.whole_blocks:
+        return {"block": "whole block", "stack": "stack"}[config.scope]
+    names = "+".join(layer.name for layer in layers_to_merge(block, config))
+    return f"keys of {names}" if config.scope == "keys" else names
+
+
+def _notes(blocks: tuple[Block, ...], rows: list[Row], config: ToMeConfig) -> tuple[str, ...]:
+    if config.ratio == 0:
+        return ("ratio=0: every block stays dense, as asked",)
+    notes = []
+    too_deep = [block for block in blocks if block.level > config.max_downsample]
+    for level in sorted({block.level for block in too_deep}):
+        count = sum(block.level == level for block in too_deep)
+        what = "block stays" if count == 1 else "blocks stay"
+        notes.append(f"{count} {what} dense at level {level}: max_downsample={config.max_downsample}")
+    kinds = config.merged_layers if config.scope == "layers" else ()
+    without = [
+        block
+        for block in blocks
+        if block not in too_deep and not merges(block, config) and not block.dense.keys() & set(kinds)
+    ]
+    if without:
+        one = len(without) == 1
+        has = "it has" if one else "they have"
+        why = {
+            "layers": f"{has} no {' or '.join(KINDS[kind] for kind in kinds)}",
+            "block": f"{'it' if one else 'they'} cannot run on merged tokens as a whole",
+            "stack": f"{'it is' if one else 'they are'} in no stack, as a transformer's first and last",
+            "keys": f"{has} no self-attention that takes its keys apart",
+        }
+        stay = "block stays dense" if one else "blocks stay dense"
+        notes.append(f"{len(without)} {stay}: {why[config.scope]}")
+    merging = {row.path for row in rows}
+    too_small = [
+        block
+        for block in blocks
+        if merges(block, config) and block not in too_deep and block.path not in merging
+    ]
+    if too_small and config.min_tokens:
+        stay = "block stays dense" if len(too_small) == 1 else "blocks stay dense"
+        notes.append(
+            f"{len(too_small)} {stay}: fewer than min_tokens={config.min_tokens} tokens, or none to remove"
+        )
+    else:
+        notes += [
+            f"{block.path} stays dense: its token grid has no cell of sy={config.sy} × sx={config.sx} "
+            f"or ratio={config.ratio:g} removes no token of it"
+            for block in too_small
+        ]
+    notes += dict.fromkeys(block.dense[kind] for block in blocks for kind in kinds if kind in block.dense)
+    notes += [
+        f"{row.path}: merging costs more operations than it saves; lower max_downsample or raise ratio"
+        for row in rows
+        if row.flops_merged >= row.flops_dense
+    ]
+    return tuple(notes)

@@ -1,0 +1,145 @@
+"""What settings come to over the steps of a generation: in words, operations and memory."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from tokenmerge.config import ToMeConfig
+from tokenmerge.models.base import Host
+from tokenmerge.report.flops import count_flops
+from tokenmerge.runtime.patch import new_run, patch_host, restore
+from tokenmerge.runtime.state import BlockState, LayerState, Run, StageState
+from tokenmerge.runtime.step_tracker import Moment
+
+__all__ = ["kept_bytes", "mean_flops", "notes_on_steps"]
+
+# Enough for two that run all blocks, after which reuse keeps most, and another that is not the last.
+_STEPS_TO_KEEP_MOST = 4
+
+Arguments = Callable[[], dict[str, Any]]
+
+
+def mean_flops(host: Host, config: ToMeConfig, steps: int, arguments: Arguments) -> int:
+    """Operations of a call, mean over the steps of a generation; the model may be one without weights.
+
+    Args:
+        host: the model, not patched.
+        config: what to merge and how much.
+        steps: number of them, ≥ 1.
+        arguments: → those of a call by name; each step has its own.
+    """
+    name = type(host.root).__name__
+    with _patched(host, config) as run:
+        counts = []
+        for index in range(steps):
+            run.pipeline.told = Moment(run, index, steps)
+            counts.append(count_flops(host.root, arguments())[name])
+    return round(sum(counts) / steps)
+
+
+def kept_bytes(host: Host, config: ToMeConfig, arguments: Arguments) -> int:
+    """Memory for what is kept from one step for those after it: corrections, changes and plans.
+
+    Args:
+        host: the model, not patched.
+        config: what to merge and how much.
+        arguments: → those of a call by name; each step has its own.
+    """
+    if not config.correct_every and config.reuse_every == config.plan_every == 1:
+        return 0
+    keeping = dataclasses.replace(
+        config.most(),
+        plan_every=config.plan_every,
+        correct_every=config.correct_every,
+        reuse_every=config.reuse_every,
+        reuse_finest_every=config.reuse_finest_every,
+    )
+    with _patched(host, keeping) as run:
+        for index in range(2):
+            run.pipeline.told = Moment(run, index, _STEPS_TO_KEEP_MOST)
+            count_flops(host.root, arguments())
+        states: list[BlockState | LayerState | StageState] = [
+            *run.blocks,
+            *run.layers,
+            *run.below,
+            *run.finest,
+        ]
+        changes = [change for state in states for change in state.changes.values()]
+        plans = {id(plan): plan for block in run.blocks for plan in block.plans.values()}.values()
+    kept = [tensor for change in changes for tensor in (*change.latest, *(change.growth or ()))]
+    kept += [tensor for plan in plans for tensor in plan]
+    return sum(tensor.nbytes for tensor in kept if isinstance(tensor, Tensor))
+
+
+@contextlib.contextmanager
+def _patched(host: Host, config: ToMeConfig) -> Iterator[Run]:
+    run = new_run(host, config)
+    patch_host(host, run)
+    try:
+        yield run
+    finally:
+        restore(host.root)
+
+
+def notes_on_steps(config: ToMeConfig) -> list[str]:
+    """What differs between levels and between steps, in words."""
+    notes = [f"level {level}: {_in_words(changes)}" for level, changes in sorted(config.levels.items())]
+    notes += [
+        f"from {_percent(start)} of the steps on: {_in_words(changes)}"
+        for start, changes in sorted(config.phases.items())
+    ]
+    if callable(config.schedule):
+        notes.append(f"the ratio follows a function over the steps, {config.most().ratio:g} at most")
+    elif config.schedule is not None:
+        ratios = " to ".join(f"{config.ratio * factor:g}" for factor in config.schedule)
+        notes.append(f"the ratio goes from {ratios} over the steps")
+    if config.until < 1:
+        notes.append(f"until={config.until:g}: the last {_percent(1 - config.until)} of the steps are dense")
+    if config.correct_every:
+        notes.append(
+            f"correct_every={config.correct_every}: 1 of {config.correct_every} steps that run all is "
+            "dense and tells what merging loses on the others"
+        )
+    if config.reuse_every > 1:
+        notes.append(
+            f"reuse_every={config.reuse_every}: 1 of {config.reuse_every} steps runs all; in the others, "
+            "the levels of a UNet below its finest, or the blocks of other models, do not run, and what they "
+            "changed goes on in a straight line"
+        )
+        if config.reuse_finest_every > 1:
+            start = config.reuse_finest_from
+            notes.append(
+                f"reuse_finest_every={config.reuse_finest_every}: of a UNet, 1 of "
+                f"{config.reuse_finest_every} steps runs the finest level, the others only its last layer"
+                + (f"; reuse_finest_from={start:g}: the first {_percent(start)} all run it" if start else "")
+            )
+        if config.reuse_span < 1:
+            notes.append(
+                f"reuse_span={config.reuse_span:g}: never longer than {_percent(config.reuse_span)} of the "
+                "steps, so that short generations run more of them"
+            )
+    if config.plan_every > 1:
+        notes.append(f"a plan is used for {config.plan_every} steps")
+    if config.share_plan:
+        notes.append("share_plan: neighbouring blocks with one token grid use one plan")
+    if config.asks_guidance:
+        notes.append(f"planner={config.guided_planner!r}: planned as 'tome' until a guided step was made")
+    if config.schedule is not None or config.phases or config.correct_every or config.reuse_every > 1:
+        notes.append(
+            "tokens and operations are those of the step that merges most; with a number of steps (--steps), "
+            "their mean is counted too"
+        )
+    return notes
+
+
+def _in_words(changes: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in changes.items())
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.3g} %"

@@ -1,0 +1,183 @@
+"""Calls of a host's method with merged tokens: merge, call, unmerge."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tokenmerge.models.call import HostCall
+from tokenmerge.models.layout import Follower, Layout
+from tokenmerge.ops import Plan, unmerge
+
+__all__ = ["add_lost", "call_on", "keyed_call", "merged_call", "merged_tokens", "unmerged_result"]
+
+
+def merged_call(
+    call: HostCall,
+    layout: Layout,
+    plan: Plan,
+    combine: Callable[[Plan, Tensor], Tensor],
+    change_only: bool = False,
+) -> Any:
+    """The result of a call, with merged tokens and unmerged.
+
+    Args:
+        call: with all n tokens.
+        layout: where they are.
+        plan: for the image tokens.
+        combine: (plan, tokens) → merged tokens.
+        change_only: give each token the change that the call made to the merged token that holds it, and
+            not that token's result.
+    """
+    tokens = layout.tokens_of(call)
+    merged = merged_tokens(layout, plan, tokens, combine)
+    result = call_on(call, layout, plan, merged)
+    return unmerged_result(layout, plan, result, (tokens, merged) if change_only else None)
+
+
+def merged_tokens(
+    layout: Layout, plan: Plan, tokens: Tensor, combine: Callable[[Plan, Tensor], Tensor]
+) -> Tensor:
+    """The first part of :func:`merged_call`: tokens of which those of the image are merged."""
+    return _replace_image(layout, tokens, plan.inverse.shape[1], lambda image: combine(plan, image))
+
+
+def call_on(call: HostCall, layout: Layout, plan: Plan, merged: Tensor) -> Any:
+    """The second part: the result of a call with merged tokens, and what follows them."""
+    name = layout.name_of(call)
+    now = _following(call, layout, plan).replaced(name, merged)
+    if layout.again and call.argument(layout.again) is call.argument(name):
+        now = now.replaced(layout.again, merged)
+    return now.result()
+
+
+def unmerged_result(layout: Layout, plan: Plan, result: Any, change: tuple[Tensor, Tensor] | None) -> Any:
+    """The last part: the result, a tensor or several, for all tokens.
+
+    Args:
+        layout: where the tokens are.
+        plan: that they were merged by.
+        result: for merged tokens.
+        change: all tokens and merged ones, of which the former get the change from the latter to the result;
+            None: they get the result.
+    """
+    n, m = plan.inverse.shape[1], plan.keep.shape[1]
+
+    def back(image: Tensor) -> Tensor:
+        if change is None:
+            return unmerge(plan, image)
+        tokens, merged = change
+        return layout.image(tokens, n) + unmerge(plan, image - layout.image(merged, m))
+
+    if isinstance(result, Tensor):
+        return _replace_image(layout, result, m, back)
+    return tuple(
+        _replace_image(layout, value, m, back) if i in layout.outputs and value is not None else value
+        for i, value in enumerate(result)
+    )
+
+
+def add_lost(
+    layout: Layout,
+    plan: Plan,
+    result: Any,
+    changes: Sequence[Tensor | None],
+    combine: Callable[[Plan, Tensor], Tensor],
+) -> Any:
+    """Add to a merged result what merging loses: of each token's change, how it differs from its group's.
+
+    Args:
+        layout: where the tokens are.
+        plan: that the result was merged by.
+        result: of :func:`merged_call`.
+        changes: that the same call made on a step that was not merged, one for each tensor of the result.
+        combine: as there.
+    """
+    n = plan.inverse.shape[1]
+
+    def add(value: Tensor, change: Tensor) -> Tensor:
+        image = layout.image(change, n)
+        lost = image - unmerge(plan, combine(plan, image))
+        return _replace_image(layout, value, n, lambda tokens: tokens + lost)
+
+    alone = isinstance(result, Tensor)
+    added = tuple(
+        value if change is None or not (alone or i in layout.outputs) else add(value, change)
+        for i, (value, change) in enumerate(zip([result] if alone else result, changes, strict=True))
+    )
+    return added[0] if alone else added
+
+
+def keyed_call(
+    call: HostCall, layout: Layout, plan: Plan, keys: str, combine: Callable[[Plan, Tensor], Tensor]
+) -> Any:
+    """The result of self-attention in which all tokens look at merged ones, by the argument ``keys``.
+
+    The other arguments are those of :func:`merged_call`.
+    """
+    merged = combine(plan, layout.tokens_of(call))
+    return _following(call, layout, plan).replaced(keys, merged).result()
+
+
+def _following(call: HostCall, layout: Layout, plan: Plan) -> HostCall:
+    """A call in which what follows the tokens has entries for merged ones."""
+    followers = {follower.name: follower for follower in layout.followers}
+    return call.changed(
+        lambda name, value: _follow(value, followers[name], layout, plan) if name in followers else value
+    )
+
+
+def _replace_image(layout: Layout, x: Tensor, n: int, change: Callable[[Tensor], Tensor]) -> Tensor:
+    """Change the n image tokens of a sequence and leave its text as it is."""
+    text = x.shape[1] - n
+    if text == 0:
+        return change(x)
+    if layout.text == "first":
+        return torch.cat([x[:, :text], change(x[:, text:])], dim=1)
+    return torch.cat([change(x[:, :n]), x[:, n:]], dim=1)
+
+
+def _follow(value: Any, follower: Follower, layout: Layout, plan: Plan) -> Any:
+    """The entries of an argument that stay when tokens merge, in the order of the merged tokens."""
+    if follower.element is None or value is None:
+        return _followed(value, follower, layout, plan)
+    return type(value)(
+        _followed(part, follower, layout, plan) if i == follower.element else part
+        for i, part in enumerate(value)
+    )
+
+
+def _followed(value: Any, follower: Follower, layout: Layout, plan: Plan) -> Any:
+    if isinstance(value, tuple | list):
+        return type(value)(_followed(part, follower, layout, plan) for part in value)
+    if value is None or follower.ndim not in (None, value.ndim):
+        return value
+    b, n = plan.inverse.shape
+    if follower.expand:
+        value = value.unsqueeze(0)
+    if follower.batched and value.shape[0] == 1:
+        value = value.expand(b, *value.shape[1:])
+    for axis in follower.axes:
+        if value.shape[axis] > 1:
+            index = _entries(plan, value.shape[axis] - n, layout)
+            if follower.batched:
+                along, shape = [1] * value.ndim, list(value.shape)
+                along[0], along[axis] = index.shape
+                shape[axis] = index.shape[1]
+                value = value.gather(axis, index.view(along).expand(shape))
+            else:
+                value = value.index_select(axis, index[0])
+    return value
+
+
+def _entries(plan: Plan, text: int, layout: Layout) -> Tensor:
+    """``[b, text + m]``: which entries stay where those of ``text`` text tokens stand beside the image's."""
+    kept = plan.kept()
+    if text == 0:
+        return kept
+    b, n = plan.inverse.shape
+    beside = torch.arange(text, device=kept.device).expand(b, -1)
+    return torch.cat([beside, kept + text] if layout.text == "first" else [kept, beside + n], dim=1)

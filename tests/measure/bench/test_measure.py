@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tokenmerge.cli import main
+from tokenmerge.measure.bench.grid import Grid
+from tokenmerge.measure.bench.grid_files import read_grid
+from tokenmerge.measure.evaluate.options import EvaluateOptions
+
+SCRIPT = Path(__file__).parents[3] / "benchmarks" / "measure.py"
+_spec = importlib.util.spec_from_file_location("measure", SCRIPT)
+assert _spec is not None
+assert _spec.loader is not None
+measure = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(measure)
+
+
+@pytest.mark.parametrize("name", measure.QUALITY)
+def test_pictures_are_drawn_as_the_grid_was_timed(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copy(SCRIPT.parent / "results" / f"{name}.toml", tmp_path)
+    asked: list[EvaluateOptions] = []
+    monkeypatch.setattr(measure, "RESULTS", tmp_path)
+    monkeypatch.setattr(measure, "tokenmerge", lambda *arguments: main([str(text) for text in arguments]))
+    command = importlib.import_module("tokenmerge.cli.evaluate")
+    monkeypatch.setattr(command, "run_evaluate", lambda options, *_, **__: asked.append(options))
+    measure.evaluate(name)
+    (options,) = asked
+    grid = Grid.from_dict(read_grid(tmp_path / f"{name}.toml"), name)
+    assert options.ratio == grid.ratio
+    assert set(options.variants) == set(grid.variants) - {"oracle"}
+    assert (options.model, options.size) == (grid.model[0], (int(grid.size[0]),) * 2)
+    assert (options.steps, options.guidance) == (grid.steps, grid.guidance)
+    assert (options.dtype, options.device) == (grid.dtype[0], grid.device)

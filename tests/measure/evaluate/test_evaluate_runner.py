@@ -1,0 +1,455 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from tests.evaluate.conftest import drawn, item, picture
+
+from tests.measure.reporting.made import cell
+from tokenmerge.errors import ConfigError, NothingToMergeError
+from tokenmerge.measure.bench.store import RecordNotWrittenError, ResultsFile
+from tokenmerge.measure.closeness import psnr
+from tokenmerge.measure.evaluate.layout import Layout
+from tokenmerge.measure.evaluate.measure import Figures, Measured, figures_of, open_picture
+from tokenmerge.measure.evaluate.samples import pack, unpack
+from tokenmerge.measure.evaluate.variants import parse_variants, plan_variants
+from tokenmerge.measure.evaluate.weights import weights_key
+from tokenmerge.measure.pipelines.call import PipelineCall
+from tokenmerge.measure.pipelines.loading import ModelSource, SourceKind
+from tokenmerge.measure.reporting.quality import QualityRecord, SampleRecord
+from tokenmerge.measure.reporting.results import read_results
+from tokenmerge.pictures import as_tensor
+
+Run = Callable[..., list[QualityRecord]]
+
+
+def pictures(folder: Path) -> dict[str, np.ndarray]:
+    """Every picture by variant and name."""
+    return {
+        f"{path.parent.name}/{path.name}": np.asarray(open_picture(path), dtype=int)
+        for path in sorted(folder.rglob("*.png"))
+    }
+
+
+def by_label(records: list[QualityRecord]) -> dict[str, QualityRecord]:
+    return {record.label: record for record in records}
+
+
+def test_figures_are_those_of_the_pictures_on_disk(run: Run, tmp_path: Path) -> None:
+    records = by_label(run(ratio=(0.25, 0.5), seeds=2))
+    assert list(records) == ["dense", "tome ratio=0.25", "tome ratio=0.5"]
+    found = pictures(tmp_path / "results")
+    assert len(found) == 3 * 3 * 2
+    for label, record in records.items():
+        assert record.images == 6
+        if label == "dense":
+            assert record.figures == {}
+            continue
+        own = {
+            name.partition("/")[2]: p
+            for name, p in found.items()
+            if name.startswith(label.replace(" ", "-").replace("=", "-").replace(".", "-") + "-")
+        }
+        assert len(own) == 6
+        one, two = (
+            as_tensor([Image.fromarray(p.astype(np.uint8)) for p in batch])
+            for batch in (list(own.values()), [found[f"dense/{name}"] for name in own])
+        )
+        assert record.figures["psnr"] == pytest.approx(float(psnr(one, two).double().mean()))
+        assert 0 < record.figures["ssim"] < 1
+    assert records["tome ratio=0.25"].figures["psnr"] > records["tome ratio=0.5"].figures["psnr"]
+
+
+def test_methods_follow_the_steps_of_the_pipeline(run: Run) -> None:
+    variants = ("tome:until=0.2", "tome:correct_every=2,scope=block", "ibtm", "auto:min_tokens=64")
+    with pytest.warns(UserWarning, match=r"nothing merges in this generation: until=0\.2 of 2 steps is none"):
+        records = by_label(run(variants=variants, limit=1))
+    assert list(records)[1:] == [
+        "tome ratio=0.5 until=0.2",
+        "tome ratio=0.5 scope=block correct_every=2",
+        "ibtm ratio=0.5",
+        "auto ratio=0.5 min_tokens=64",
+    ]
+    # Of two steps, none merges.
+    assert any("equal dense in every pixel" in note for note in records["tome ratio=0.5 until=0.2"].notes)
+    for label in list(records)[2:]:
+        assert 0 < records[label].figures["psnr"] < 100
+
+
+def test_no_picture_depends_on_the_batch(run: Run, tmp_path: Path) -> None:
+    run(batch=1, out=tmp_path / "one" / "evaluate.jsonl", seeds=2)
+    run(batch=6, out=tmp_path / "six" / "evaluate.jsonl", seeds=2)
+    one, six = pictures(tmp_path / "one"), pictures(tmp_path / "six")
+    assert list(one) == list(six)
+    assert len({p.tobytes() for p in one.values()}) == len(one) == 12
+    for name in one:
+        assert np.abs(one[name] - six[name]).max() <= 1  # kernels round differently for another batch
+
+
+def test_records_draw_curve_and_sliders(run: Run, tmp_path: Path) -> None:
+    records = run(samples=2)
+    results = read_results([tmp_path / "results"])
+    assert list(results.quality) == records
+    assert [(s.record.prompt, s.record.label) for s in results.samples] == [
+        ("red apple", "tome ratio=0.5"),
+        ("blue boat", "tome ratio=0.5"),
+    ]
+    for sample in results.samples:
+        assert sample.dense.is_file()
+        assert sample.image.is_file()
+    (folder,) = (tmp_path / "results" / "evaluate").iterdir()
+    conditions = json.loads((folder / "conditions.json").read_text())
+    assert conditions["steps"] == records[0].conditions["steps"] == 2
+    assert conditions["versions"]["torch"] == torch.__version__
+
+
+def test_a_run_that_is_cut_off_continues_and_draws_nothing_twice(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original, calls = PipelineCall.__call__, []
+
+    def counted(self, pipe, on_step):
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        calls.append(self.arguments["prompt"])
+        return original(self, pipe, on_step)
+
+    monkeypatch.setattr(PipelineCall, "__call__", counted)
+    with pytest.raises(KeyboardInterrupt):
+        run()
+    assert calls == [["red apple", "blue boat"]] * 2 + [["green tree"]]
+    times = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.png")}
+    assert len(times) == 5
+    monkeypatch.setattr(PipelineCall, "__call__", original)
+    drawn: list[int] = []
+    records = run(drawn=drawn)
+    assert drawn == [0, 1]
+    assert {path: path.stat().st_mtime_ns for path in times} == times
+    monkeypatch.setattr(
+        "tokenmerge.measure.evaluate.runner.load_pipeline", lambda *_: pytest.fail("it was loaded")
+    )
+    content = (tmp_path / "results" / "evaluate.jsonl").read_bytes()
+    assert run() == records
+    assert (tmp_path / "results" / "evaluate.jsonl").read_bytes() == content
+
+
+def test_only_what_is_new_is_drawn_and_other_conditions_share_nothing(
+    run: Run, prompts: Path, tmp_path: Path
+) -> None:
+    def new(**changes: object) -> int:
+        drawn: list[int] = []
+        run(drawn=drawn, **changes)
+        return drawn[-1] if drawn else 0
+
+    assert new(limit=2) == 4
+    assert new() == 2
+    assert new(variants=("tome", "tome:merge_mlp")) == 3
+    assert new(seeds=2, limit=1) == 2
+    assert new(guidance=2.0, limit=1) == 2
+    assert new(steps=1, limit=1) == 2
+
+
+def test_other_weights_under_the_same_name_are_drawn_anew(run: Run, models: Path, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(models / "tiny", model)
+
+    def new() -> int:
+        drawn: list[int] = []
+        run(model=str(model), limit=1, drawn=drawn)
+        return drawn[-1] if drawn else 0
+
+    assert (new(), new()) == (2, 0)
+    (weights, *_) = (model / "unet").glob("*.safetensors")
+    weights.write_bytes(weights.read_bytes())
+    assert (new(), new()) == (2, 0)
+    (model / "README.md").write_text("about")
+    assert new() == 0
+
+
+def test_a_hub_model_is_known_by_its_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    cached = "/cache/models--owner--name/snapshots/0123abc/model_index.json"
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_: cached)
+    assert weights_key(ModelSource(SourceKind.HUB, "owner/name")) == "0123abc"
+
+
+def test_figures_of_an_earlier_run_stay(run: Run, models: Path, tmp_path: Path) -> None:
+    network = str(models / "dino")
+    run(metrics=(f"kid={network}",))
+    records = run(metrics=(f"dino={network}",))
+    assert list(by_label(records)["tome ratio=0.5"].figures) == ["psnr", "ssim", "kid", "dino"]
+    assert records[1].measured_with == {"kid": network, "dino": network}
+    assert list(read_results([tmp_path / "results"]).quality) == records
+
+
+def test_sets_are_compared_with_dense_or_with_a_folder(run: Run, models: Path, tmp_path: Path) -> None:
+    metrics = tuple(f"{name}={models / 'dino'}" for name in ("fid", "kid"))
+    notes: list[str] = []
+    dense, tome = run(metrics=metrics, notes=notes)
+    assert dense.figures == {}
+    assert tome.figures["fid"] > 0
+    assert "fid of 3 pictures is far above" in "\n".join(notes)
+    (tmp_path / "reference" / "below").mkdir(parents=True)
+    for seed in range(5):
+        picture(seed, side=20 + 4 * seed).save(tmp_path / "reference" / "below" / f"{seed}.PNG")
+    dense_to_folder, tome_to_folder = run(metrics=metrics, reference=tmp_path / "reference")
+    assert dense_to_folder.figures["fid"] > tome.figures["fid"]
+    assert tome_to_folder.figures["fid"] != tome.figures["fid"]
+    assert tome_to_folder.measured_with["fid"].endswith(f"dino, against {tmp_path / 'reference'}")
+    assert list(read_results([tmp_path / "results"]).quality) == [dense_to_folder, tome_to_folder]
+    assert run(metrics=metrics)[0].figures == {}  # dense is no distance from itself
+
+
+def test_figures_by_category(run: Run, prompts: Path) -> None:
+    prompts.write_text("Prompt\tCategory\nred apple\tFood\nblue boat\tThings\ngreen pear\tFood\n")
+    records = run()
+    rows = [(record.label, record.category, record.images) for record in records]
+    assert rows == [
+        (label, *rest)
+        for label in ("dense", "tome ratio=0.5")
+        for rest in ((None, 3), ("Food", 2), ("Things", 1))
+    ]
+    whole, food, things = (record.figures["psnr"] for record in records[3:])
+    assert 3 * whole == pytest.approx(2 * food + things)
+
+
+def test_pictures_that_equal_dense_are_told(run: Run) -> None:
+    _, tome = run(variants=("tome:ratio=0",), limit=2)
+    assert tome.figures == {"ssim": 1.0}
+    assert tome.notes == (
+        "tome ratio=0: 2 of 2 pictures equal dense in every pixel; "
+        "their PSNR is infinite and not in the mean",
+    )
+
+
+def test_a_figure_that_is_no_number_is_left_out_and_named() -> None:
+    infinite, nan = float("inf"), float("nan")
+    columns = {
+        ("tome", "psnr"): torch.tensor([20.0, infinite, 30.0]),
+        ("tome", "ssim"): torch.tensor([0.5, nan, 0.5]),
+        ("tome", "dino"): torch.tensor([0.5, infinite, 0.5]),
+        ("tome", "net"): torch.zeros(3, 1),
+        ("dense", "net"): torch.zeros(3, 1),
+    }
+    metrics = SimpleNamespace(
+        of_pictures=[SimpleNamespace(name=name) for name in ("psnr", "ssim", "dino")],
+        of_sets=[SimpleNamespace(name="fid", network="net", distance=lambda one, two: nan)],
+    )
+    measured = Measured(torch.arange(3), columns)
+    assert figures_of("tome", measured, metrics, None) == Figures(
+        {"psnr": 25.0}, equal=1, images=3, undefined=("ssim", "dino", "fid")
+    )
+    columns["tome", "psnr"][0] = nan
+    assert figures_of("tome", measured, metrics, None).values == {}
+
+
+def test_what_is_left_out_is_told(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    figures = Figures({"ssim": 1.0}, equal=0, images=3, undefined=("psnr",))
+    monkeypatch.setattr("tokenmerge.measure.evaluate.records.figures_of", lambda *_: figures)
+    _, tome = run()
+    assert tome.figures == {"ssim": 1.0}
+    assert any("psnr is left out" in note for note in tome.notes)
+
+
+def test_the_sheet_has_a_row_for_each_prompt_and_a_column_for_each_variant(run: Run, tmp_path: Path) -> None:
+    sheet = tmp_path / "new" / "grid.png"
+    run(grid=sheet, ratio=(0.25, 0.5), samples=2)
+    rows, columns = open_picture(sheet).size[::-1]
+    run(grid=sheet, ratio=(0.5,), samples=3)
+    more_rows, fewer_columns = open_picture(sheet).size[::-1]
+    assert more_rows > rows
+    assert fewer_columns < columns
+
+
+def test_fewer_steps_are_those_that_the_benchmark_found(run: Run, models: Path, tmp_path: Path) -> None:
+    conditions = {"model": str(models / "tiny"), "width": 32, "height": 32, "steps": 4}
+    conditions |= {"dtype": "fp32", "device": "cpu"}
+
+    def record(scope: str, fit: int, batch: int = 1, **changes: object) -> str:
+        fewer = {"settings": {"as": "tome ratio=0.5"}, "facts": {"steps_used": fit}}
+        return cell("fewer-steps", **fewer, **{**conditions, **changes}, scope=scope, batch=batch).to_line()
+
+    late = "2026-02-01T00:00:00+00:00"
+    lines = [
+        record("denoiser", 1),
+        record("pipeline", 2, batch=8),
+        record("pipeline", 1, width=64),
+        record("pipeline", 2, steps=25),
+        record("pipeline", 2, dtype="fp16", finished=late),
+        record("pipeline", 2, device="cuda", finished=late),
+        record("pipeline", 2, scheduler="plms", finished=late),
+        record("pipeline", 2, guidance=3.0, finished=late),
+        record("pipeline", 2, commit="old"),
+        record("pipeline", 3, finished=late),
+        cell("tome", **conditions).to_line(),
+    ]
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / "bench.jsonl").write_text("".join(lines))
+    records = by_label(run(variants=("fewer-steps", "tome"), steps=4))
+    assert list(records) == ["dense", "tome ratio=0.5", "fewer-steps (tome ratio=0.5)"]
+    fewer = records["fewer-steps (tome ratio=0.5)"]
+    assert fewer.notes == ("fewer-steps (tome ratio=0.5): 3 of 4 steps",)
+    assert fewer.settings == {"as": "tome ratio=0.5"}
+    assert [record.steps_used for record in records.values()] == [None, None, 3]
+
+
+def test_without_a_benchmark_fewer_steps_say_what_to_run(tmp_path: Path) -> None:
+    specs = parse_variants(["tome", "fewer-steps"], [0.5], None)
+    conditions = {"model": "m", "width": 8, "height": 8, "steps": 25}
+    with pytest.raises(
+        ConfigError, match=r"how many steps fit into tome ratio=0.5 of m at 8x8 with 25.*bench"
+    ):
+        plan_variants(specs, 25, conditions, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "words"),
+    [
+        ({"variants": ("oracle",)}, ConfigError, "got 'oracle'; an oracle's pictures are wrong"),
+        ({"variants": ("none",)}, ConfigError, "expected some of auto, tome, .*, fewer-steps, got 'none'"),
+        ({"variants": ("fewer-steps",)}, ConfigError, "give one beside it"),
+        ({"ratio": (0.9,)}, ConfigError, "0.75"),
+        ({"limit": 0}, ConfigError, "limit: expected an integer ≥ 1, got 0"),
+        ({"seeds": 0}, ConfigError, "seeds: expected an integer ≥ 1, got 0"),
+        ({"batch": 0}, ConfigError, "batch: expected an integer ≥ 1, got 0"),
+        ({"metrics": ("none",)}, ConfigError, "got 'none'"),
+        ({"metrics": ("glyphs",)}, ConfigError, "'red apple' names no glyph"),
+        ({"reference": Path()}, ConfigError, "only fid and kid compare with it"),
+        ({"prompts": None}, ConfigError, "only bundled models .emoji-unet, emoji-mmdit. bring their own"),
+        ({"prompts": None, "model": "emoji-unet", "template": "a {}"}, ConfigError, "give --prompts too"),
+        ({"out": Path("results")}, ConfigError, "expected a file ending in .jsonl, got results"),
+        ({"grid": Path("grid")}, ConfigError, "save-grid: expected a file ending in .png"),
+        ({"grid": Path("grid.png"), "samples": 0}, ConfigError, "raise --samples"),
+        ({"size": (30, 31)}, ConfigError, "multiples of 2"),
+        ({"size": (8, 8)}, ConfigError, "SSIM needs at least 11 pixels, got 8x8"),
+        ({"max_downsample": 1, "size": (12, 2)}, NothingToMergeError, "merge"),
+        ({"model": "./none"}, ConfigError, "is no model"),
+        ({"scheduler": "none"}, ConfigError, "scheduler: 'none' is unknown"),
+        ({"device": "none"}, ConfigError, "device: cannot use 'none'"),
+    ],
+)
+def test_bad_input_is_named_before_anything_is_loaded(
+    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, changes: dict, error: type, words: str
+) -> None:
+    monkeypatch.setattr(
+        "tokenmerge.measure.evaluate.runner.load_pipeline", lambda *_: pytest.fail("it was loaded")
+    )
+    with pytest.raises(error, match=words):
+        run(**changes)
+    assert not list(tmp_path.rglob("*.png"))
+
+
+def test_distances_between_sets_need_two_pictures(run: Run, models: Path, tmp_path: Path) -> None:
+    fid = f"fid={models / 'dino'}"
+    with pytest.raises(ConfigError, match=r"fid: expected at least 2 pictures, got 1; add --seeds 2"):
+        run(metrics=(fid,), limit=1)
+    (tmp_path / "empty").mkdir()
+    for name in (".a-unfinished.png", ".b.png"):
+        picture(0).save(tmp_path / "empty" / name)
+    with pytest.raises(ConfigError, match=r"reference: expected a folder with at least 2 pictures.*with 0"):
+        run(metrics=(fid,), reference=tmp_path / "empty")
+
+
+def test_a_missing_tomesd_is_named(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tokenmerge.measure.bench import variants
+
+    without = dataclasses.replace(variants.VARIANTS["tomesd"], missing=lambda: "tomesd is not installed")
+    monkeypatch.setitem(variants.VARIANTS, "tomesd", without)
+    with pytest.raises(ConfigError, match="variant tomesd: tomesd is not installed; or leave it out"):
+        run(variants=("tome", "tomesd"))
+
+
+def test_a_full_disk_keeps_what_is_finished(
+    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    original, saved = Image.Image.save, []
+
+    def save(self, path):
+        if len(saved) == 3:
+            Path(path).write_bytes(b"half of a picture")
+            raise OSError(28, "No space left on device")
+        saved.append(path)
+        original(self, path)
+
+    monkeypatch.setattr(Image.Image, "save", save)
+    with pytest.raises(ConfigError, match=r"out: cannot write .*No space left.*finished pictures are safe"):
+        run()
+    assert len(pictures(tmp_path)) == len(list(tmp_path.rglob("*.png"))) == 3
+    monkeypatch.setattr(Image.Image, "save", original)
+    append = ResultsFile.append
+
+    def full(self, record):
+        if isinstance(record, SampleRecord):
+            raise RecordNotWrittenError("full")
+        append(self, record)
+
+    monkeypatch.setattr(ResultsFile, "append", full)
+    with pytest.raises(RecordNotWrittenError):
+        run()
+    monkeypatch.setattr(ResultsFile, "append", append)
+    records = run()
+    assert list(read_results([tmp_path / "results"]).quality) == records
+
+
+def full(*_: object, **named: object) -> None:
+    raise OSError(28, "No space left on device")
+
+
+def test_a_disk_without_room_for_the_conditions_is_named(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tokenmerge.measure.evaluate.runner.write_json", full)
+    with pytest.raises(ConfigError, match=r"out: cannot write .*conditions.json .No space left"):
+        run()
+
+
+def test_a_disk_without_room_for_samples_of_another_machine_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(ConfigError, match=r"out: cannot write .*a.png .No space left"):
+        unpack([{tmp_path / "a.png": b"content"}])
+
+
+def test_too_little_memory_is_one_line(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(PipelineCall, "__call__", fail)
+    with pytest.raises(ConfigError, match="batch: 2 pictures at once do not fit into memory; lower --batch"):
+        run()
+
+
+def test_a_torn_results_file_is_said_and_continued(run: Run, tmp_path: Path) -> None:
+    run()
+    file = tmp_path / "results" / "evaluate.jsonl"
+    file.write_text(file.read_text()[:-20])
+    notes: list[str] = []
+    records = run(notes=notes)
+    assert "torn" in notes[0]
+    assert list(read_results([tmp_path / "results"]).quality) == records
+    assert len(read_results([tmp_path / "results"]).samples) == 3
+
+
+def test_samples_travel_to_a_machine_that_does_not_have_them(tmp_path: Path) -> None:
+    layouts = [
+        Layout(tmp_path / "evaluate.jsonl", {"model": name, "width": 8, "height": 8, "steps": 1})
+        for name in ("here", "there")
+    ]
+    path = layouts[0].picture(drawn(), item())
+    path.parent.mkdir(parents=True)
+    picture(0).save(path)
+    packed = pack([item(), item("boat")], [drawn(), drawn("tome", ratio=0.5)], layouts[0])
+    assert list(packed) == [path]
+    path.unlink()
+    path.parent.rmdir()
+    unpack([{}, packed])
+    assert np.array_equal(np.asarray(open_picture(path)), np.asarray(picture(0)))
+    path.write_bytes(b"own")
+    unpack([packed])
+    assert path.read_bytes() == b"own"

@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from tokenmerge.errors import ConfigError
+from tokenmerge.measure.files import free_folder, prepare_folder, slug, write_atomically, write_json
+from tokenmerge.measure.pipelines.sizes import check_size, parse_size
+
+
+@pytest.mark.parametrize(
+    ("prompt", "name"),
+    [
+        ("A red apple, on a table!", "a-red-apple-on-a-table"),
+        ("../../etc/passwd", "etc-passwd"),
+        ("ein Äpfelchen", "ein-äpfelchen"),
+        ("???", "picture"),
+        ("word " * 20, "word-word-word-word-word-word-word-word"),
+    ],
+)
+def test_a_slug_is_a_harmless_folder_name(prompt, name):
+    assert slug(prompt) == name
+
+
+def test_a_free_folder_never_exists(tmp_path):
+    for name in ("apple", "apple-2", "apple-3"):
+        assert free_folder(tmp_path, "apple") == tmp_path / name
+        (tmp_path / name).mkdir()
+
+
+def test_a_folder_is_made_with_its_parents_and_left_empty(tmp_path):
+    prepare_folder(tmp_path / "a" / "b")
+    assert not list((tmp_path / "a" / "b").iterdir())
+
+
+def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"out: cannot write to .*file .*--out"):
+        prepare_folder(tmp_path / "file")
+
+
+def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path):
+    path = tmp_path / "run.json"
+    write_json(path, {"seconds": 1.5})
+
+    def fail(unfinished):
+        unfinished.write_text("half")
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_atomically(path, fail)
+    assert path.read_text() == '{\n  "seconds": 1.5\n}\n'
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_file_is_replaced_in_one_step_never_written_over(tmp_path):
+    path, link = tmp_path / "run.json", tmp_path / "reader"
+    write_json(path, {"run": 1})
+    link.hardlink_to(path)  # stands for a reader that has the old file open
+    write_json(path, {"run": 2})
+    assert '"run": 1' in link.read_text()
+    assert '"run": 2' in path.read_text()
+
+
+def test_json_holds_no_number_that_other_readers_refuse(tmp_path):
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        write_json(tmp_path / "run.json", {"psnr": math.inf})
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("512", (512, 512)), ("768x512", (768, 512)), (" 8 X 16 ", (8, 16)), ("8×16", (8, 16))]
+)
+def test_sizes_are_width_then_height(text, size):
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "nan", "0", "512x0", "-512", "512x", "x512", "512x512x3", "5.5"])
+def test_what_is_no_size_is_refused(text):
+    with pytest.raises(ConfigError, match="size: expected WIDTHxHEIGHT") as raised:
+        parse_size(text)
+    assert repr(text) in str(raised.value)
+
+
+def test_a_size_must_fit_the_latents():
+    assert check_size((768, 512), 8) == (96, 64)
+    with pytest.raises(ConfigError, match="multiples of 8 pixels, got 770x3; take 768x8"):
+        check_size((770, 3), 8)

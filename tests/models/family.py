@@ -1,0 +1,82 @@
+"""What the tests of a family need: a tiny random model of its class, and a call of any size."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tokenmerge.models.find import find_hosts
+
+TEXT = 16  # width of text embeddings
+WORDS = 7  # their number
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """How to build and to call a family's model.
+
+    Attributes:
+        build: → the model, with seeded random weights, in evaluation mode.
+        inputs: (batch, height, width of the token grid) → arguments by name; image i is the same in a batch
+            of any size.
+        frames: of its token grid.
+        merge: settings beside the ratio with which it merges, such as ``max_downsample``.
+        pool: whether all images of a batch share a plan.
+        attention: names of the sub-layers whose calls must get fewer tokens.
+        square: whether the model itself takes square pictures alone.
+        multiple: of which it takes the sides of a grid.
+        mixes: whether the model itself lets the images of a batch see each other.
+        checkpoints: whether its own gradient checkpointing, if it says that it has one, works.
+    """
+
+    build: Callable[[], Any]
+    inputs: Callable[[int, int, int], dict[str, Any]]
+    frames: int = 1
+    merge: dict[str, Any] = dataclasses.field(default_factory=dict)
+    pool: bool = False
+    attention: tuple[str, ...] = ("attn1",)
+    square: bool = False
+    multiple: int = 1
+    mixes: bool = False
+    checkpoints: bool = True
+
+    def fitting(self, grid: tuple[int, int]) -> tuple[int, int]:
+        """A grid like this one that the model takes."""
+        rows, columns = (-(-side // self.multiple) * self.multiple for side in grid)
+        return rows, rows if self.square else columns
+
+
+def seeded(model: nn.Module) -> nn.Module:
+    """Fill all weights with noise that lets every part of the model matter: some are zero at the start."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            scale = 0.5 / max(1, parameter[0].numel()) ** 0.5 if parameter.ndim > 1 else 0.3
+            parameter.copy_(
+                torch.randn(parameter.shape, generator=generator) * scale + (parameter.ndim < 2) * 0.5
+            )
+    return model.eval()
+
+
+def noise(batch: int, *shape: int) -> Tensor:
+    """Noise ``[batch, *shape]``; the first images are the same for every batch."""
+    return torch.stack(
+        [torch.randn(*shape, generator=torch.Generator().manual_seed(i)) for i in range(batch)]
+    )
+
+
+def deeper(model: nn.Module) -> nn.Module:
+    """The model with two more blocks behind the first of each list of a transformer."""
+    if type(model).__name__ == "ChromaTransformer2DModel":  # has a table with an entry for each block
+        return model
+    blocks = find_hosts(model)[0].blocks
+    for path in dict.fromkeys(block.path.rpartition(".")[0] for block in blocks if block.grid is None):
+        listed = model.get_submodule(path)
+        for _ in range(2 if isinstance(listed, nn.ModuleList) else 0):
+            listed.insert(1, copy.deepcopy(listed[0]))
+    return model

@@ -1,0 +1,82 @@
+"""What blocks that can run as a whole keep from one step for the next, and others refuse to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+from tests.models.family import Family
+from tests.models.test_every_family import EVERY, call, model_of, settings
+from tests.models.tiny import FAMILIES
+from tokenmerge import NothingToMergeError, apply_token_merging
+from tokenmerge.models.find import find_hosts
+from tokenmerge.planners import PLANNERS
+from tokenmerge.runtime.patch import run_of
+
+
+def whole(model: nn.Module) -> bool:
+    """Whether it has blocks that can run as a whole."""
+    return any(block.wide is not None for block in find_hosts(model)[0].blocks)
+
+
+def at_each_step(model: nn.Module, family: Family, steps: int, **changes: Any) -> list[Tensor]:
+    """Results of one and the same call, at each step of a generation that goes on."""
+    arguments = family.inputs(2, 8, 8)
+    patch = apply_token_merging(model, settings(family, **changes))
+    results = []
+    for index in range(steps):
+        patch.at_step(index, steps + 1)
+        results.append(call(model, arguments))
+    return results
+
+
+@EVERY
+def test_what_a_block_changed_is_added_to_what_it_is_called_with(family):
+    """A block's result for the same call is the same, also where it returns text or leaves it out."""
+    model = model_of(family)
+    if not whole(model):
+        pytest.skip("no block of it can run as a whole")
+    reuse = {"reuse_every": 3, "reuse_finest_every": 2, "use_rand": False}
+    _, ran, last_layer, finest_level = at_each_step(model, family, 4, **reuse)
+    run = run_of(model)
+    assert all(state.changes for state in run.below[-1:] or run.blocks if run.below or state.wide is not None)
+    assert all(state.changes for state in run.finest[-1:])
+    for gone_on in (last_layer, finest_level):
+        assert torch.isfinite(gone_on).all()
+        assert_close(gone_on, ran, rtol=1e-4, atol=1e-4 * ran.abs().max().item())
+
+
+@EVERY
+def test_what_merging_a_block_loses_is_given_back(family):
+    model = model_of(family)
+    if not whole(model):
+        with pytest.raises(NothingToMergeError, match="as a whole"):
+            apply_token_merging(model, settings(family, scope="block"))
+        return
+    dense = call(model, family.inputs(2, 8, 8))
+    merged = at_each_step(model_of(family), family, 1, scope="block")[0]
+    exact, corrected = at_each_step(model, family, 2, scope="block", correct_every=3)
+    assert torch.equal(exact, dense)
+    assert (corrected - dense).norm() < (merged - dense).norm()
+    assert all(state.changes for state in run_of(model).blocks if state.wide is not None)
+
+
+def test_a_block_that_runs_for_some_frames_after_others_plans_for_each(monkeypatch):
+    family = FAMILIES["UNetMotionModel, FreeNoise"]
+    model, ran, planned = model_of(family), [], []
+
+    def plan(features: Tensor, *settings: Any) -> Any:
+        planned.append(features.shape[1])
+        return PLANNERS["uniform"](features, *settings)
+
+    monkeypatch.setitem(PLANNERS, "tome", plan)
+    blocks = find_hosts(model)[0].blocks
+    for block in blocks:
+        block.module.register_forward_hook(lambda *_: ran.append(0))
+    apply_token_merging(model, settings(family))
+    call(model, family.inputs(2, 8, 8))
+    assert len(planned) == len(ran) > len(blocks)

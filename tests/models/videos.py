@@ -1,0 +1,370 @@
+"""Diffusion transformers of video: three frames, so that tokens of different frames can merge too."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tests.models.dits import HEADS, text_masks
+from tests.models.family import TEXT, WORDS, Family, noise
+
+FRAMES = 3
+WAN = {
+    "patch_size": (1, 2, 2),
+    "num_attention_heads": 2,
+    "attention_head_dim": 12,
+    "in_channels": 4,
+    "out_channels": 4,
+    "text_dim": TEXT,
+    "freq_dim": 16,
+    "ffn_dim": 32,
+    "num_layers": 2,
+    "rope_max_seq_len": 32,
+}
+
+
+def _inputs(batch: int, rows: int, columns: int) -> dict[str, Any]:
+    return {
+        "hidden_states": noise(batch, 4, FRAMES, 2 * rows, 2 * columns),
+        "timestep": torch.full((batch,), 500.0),
+        "encoder_hidden_states": noise(batch, WORDS, TEXT),
+    }
+
+
+def _vace() -> Any:
+    from diffusers import WanVACETransformer3DModel
+
+    return WanVACETransformer3DModel(vace_layers=[0, 1], vace_in_channels=6, **WAN)
+
+
+def _vace_inputs(batch: int, rows: int, columns: int) -> dict[str, Any]:
+    control = noise(batch, 6, FRAMES, 2 * rows, 2 * columns)
+    return {**_inputs(batch, rows, columns), "control_hidden_states": control}
+
+
+def _animate() -> Any:
+    from diffusers import WanAnimateTransformer3DModel
+
+    return WanAnimateTransformer3DModel(
+        **{**WAN, "in_channels": 12},
+        latent_channels=4,
+        image_dim=None,
+        motion_encoder_size=16,
+        motion_encoder_channel_sizes={"4": 8, "8": 8, "16": 8},
+        motion_style_dim=8,
+        motion_dim=4,
+        motion_encoder_dim=8,
+        face_encoder_hidden_dim=16,
+        face_encoder_num_heads=2,
+        inject_face_latents_blocks=2,
+    )
+
+
+def _animate_inputs(batch: int, rows: int, columns: int) -> dict[str, Any]:
+    return {
+        **_inputs(batch, rows, columns),
+        "hidden_states": noise(batch, 12, FRAMES, 2 * rows, 2 * columns),
+        "pose_hidden_states": noise(batch, 4, FRAMES - 1, 2 * rows, 2 * columns),
+        "face_pixel_values": noise(batch, 3, 4 * (FRAMES - 2) + 1, 16, 16),
+    }
+
+
+def _skyreels() -> Any:
+    from diffusers import SkyReelsV2Transformer3DModel
+
+    return SkyReelsV2Transformer3DModel(inject_sample_info=True, **WAN)
+
+
+def _skyreels_causal() -> Any:
+    from diffusers import SkyReelsV2Transformer3DModel
+
+    # Two frames cannot look at the next two.
+    return SkyReelsV2Transformer3DModel(num_frame_per_block=2, **WAN)
+
+
+def _skyreels_inputs(batch: int, rows: int, columns: int) -> dict[str, Any]:
+    return {**_inputs(batch, rows, columns), "fps": [0] * batch}
+
+
+def _causal_inputs(batch: int, rows: int, columns: int) -> dict[str, Any]:
+    sample = noise(batch, 4, 4, 2 * rows, 2 * columns)
+    return {**_inputs(batch, rows, columns), "hidden_states": sample}
+
+
+def _chronoedit() -> Any:
+    from diffusers import ChronoEditTransformer3DModel
+
+    return ChronoEditTransformer3DModel(**WAN)
+
+
+HUNYUAN = {
+    "in_channels": 4,
+    "out_channels": 4,
+    "num_layers": 2,
+    "num_refiner_layers": 1,
+    "text_embed_dim": TEXT,
+    "rope_axes_dim": (4, 2, 2),
+    **HEADS,
+}
+
+
+def _hunyuan(**settings: Any) -> Any:
+    from diffusers import HunyuanVideoTransformer3DModel
+
+    return HunyuanVideoTransformer3DModel(
+        num_single_layers=2, pooled_projection_dim=TEXT, guidance_embeds=False, **HUNYUAN, **settings
+    )
+
+
+def _hunyuan_inputs(batch: int, rows: int, columns: int) -> dict[str, Any]:
+    return {
+        **_inputs(batch, rows, columns),
+        "encoder_attention_mask": text_masks(batch),
+        "pooled_projections": noise(batch, TEXT),
+    }
+
+
+def _hunyuan_15() -> Any:
+    from diffusers import HunyuanVideo15Transformer3DModel
+
+    return HunyuanVideo15Transformer3DModel(patch_size=2, text_embed_2_dim=12, image_embed_dim=8, **HUNYUAN)
+
+
+def _hunyuan_15_inputs(batch: int, rows: int, columns: int) -> dict[str, Any]:
+    return {
+        **_inputs(batch, rows, columns),
+        "encoder_attention_mask": text_masks(batch),
+        "encoder_hidden_states_2": noise(batch, WORDS, 12),
+        "encoder_attention_mask_2": text_masks(batch).flip(0),
+        "image_embeds": noise(batch, 5, 8),
+    }
+
+
+COGVIDEOX = {
+    "in_channels": 4,
+    "out_channels": 4,
+    "time_embed_dim": 16,
+    "text_embed_dim": TEXT,
+    "num_layers": 2,
+    "sample_width": 16,
+    "sample_height": 16,
+    "sample_frames": 9,
+    "max_text_seq_length": WORDS,
+    **HEADS,
+}
+
+
+def _cogvideox(**settings: Any) -> Any:
+    from diffusers import CogVideoXTransformer3DModel
+
+    return CogVideoXTransformer3DModel(**COGVIDEOX, **settings)
+
+
+def _consisid() -> Any:
+    from diffusers import ConsisIDTransformer3DModel
+
+    return ConsisIDTransformer3DModel(use_rotary_positional_embeddings=True, **COGVIDEOX)
+
+
+def _cogvideox_inputs(batch: int, rows: int, columns: int) -> dict[str, Any]:
+    return {
+        **_inputs(batch, rows, columns),
+        "hidden_states": noise(batch, FRAMES, 4, 2 * rows, 2 * columns),
+    }
+
+
+def _rotary_inputs(batch: int, rows: int, columns: int) -> dict[str, Any]:
+    angles = torch.randn(FRAMES * rows * columns, 8, generator=torch.Generator().manual_seed(0))
+    return {**_cogvideox_inputs(batch, rows, columns), "image_rotary_emb": (angles.cos(), angles.sin())}
+
+
+def _two_frames_a_patch(batch: int, rows: int, columns: int) -> dict[str, Any]:
+    inputs = _rotary_inputs(batch, rows, columns)
+    return {**inputs, "hidden_states": noise(batch, 2 * FRAMES, 4, 2 * rows, 2 * columns)}
+
+
+def _easyanimate(**settings: Any) -> Any:
+    from diffusers import EasyAnimateTransformer3DModel
+
+    return EasyAnimateTransformer3DModel(
+        num_attention_heads=2,
+        attention_head_dim=16,
+        in_channels=4,
+        out_channels=4,
+        time_embed_dim=16,
+        text_embed_dim=TEXT,
+        num_layers=2,
+        sample_width=16,
+        sample_height=16,
+        mmdit_layers=1,
+        patch_size=2,
+        **settings,
+    )
+
+
+def _mochi() -> Any:
+    from diffusers import MochiTransformer3DModel
+
+    return MochiTransformer3DModel(
+        num_layers=2,
+        pooled_projection_dim=16,
+        in_channels=4,
+        text_embed_dim=TEXT,
+        time_embed_dim=16,
+        max_sequence_length=WORDS,
+        **HEADS,
+    )
+
+
+def _mochi_inputs(batch: int, rows: int, columns: int) -> dict[str, Any]:
+    return {**_inputs(batch, rows, columns), "encoder_attention_mask": text_masks(batch)}
+
+
+def _ltx() -> Any:
+    from diffusers import LTXVideoTransformer3DModel
+
+    return LTXVideoTransformer3DModel(
+        in_channels=4, out_channels=4, cross_attention_dim=32, num_layers=2, caption_channels=TEXT, **HEADS
+    )
+
+
+def _ltx_inputs(batch: int, rows: int, columns: int) -> dict[str, Any]:
+    return {
+        "hidden_states": noise(batch, FRAMES * rows * columns, 4),
+        "timestep": torch.full((batch, 1), 500.0),
+        "encoder_hidden_states": noise(batch, WORDS, TEXT),
+        "encoder_attention_mask": text_masks(batch),
+        "num_frames": FRAMES,
+        "height": rows,
+        "width": columns,
+    }
+
+
+def _ltx_from_a_picture(batch: int, rows: int, columns: int) -> dict[str, Any]:
+    """Tokens of a picture before those of the video, each with its own timestep and coordinates."""
+    inputs = _ltx_inputs(batch, rows, columns)
+    sides = [torch.arange(float(side)) for side in (FRAMES, rows, columns)]
+    video = torch.cartesian_prod(*sides).T
+    picture = video[:, : rows * columns]
+    coordinates = torch.cat([picture, video], dim=1)
+    times = torch.cat([torch.zeros(picture.shape[1]), torch.full((video.shape[1],), 500.0)])
+    return {
+        **inputs,
+        "hidden_states": noise(batch, coordinates.shape[1], 4),
+        "timestep": times.repeat(batch, 1),
+        "video_coords": coordinates.repeat(batch, 1, 1),
+    }
+
+
+def _cosmos() -> Any:
+    from diffusers import CosmosTransformer3DModel
+
+    return CosmosTransformer3DModel(
+        in_channels=5,
+        out_channels=4,
+        num_layers=2,
+        text_embed_dim=TEXT,
+        adaln_lora_dim=4,
+        max_size=(16, 32, 32),
+        concat_padding_mask=False,
+        num_attention_heads=2,
+        attention_head_dim=16,
+    )
+
+
+def _cosmos_inputs(batch: int, rows: int, columns: int) -> dict[str, Any]:
+    mask = torch.zeros(batch, 1, FRAMES, 2 * rows, 2 * columns)
+    mask[:, :, :1] = 1
+    return {**_inputs(batch, rows, columns), "condition_mask": mask}
+
+
+def _allegro() -> Any:
+    from diffusers import AllegroTransformer3DModel
+
+    return AllegroTransformer3DModel(
+        num_attention_heads=2,
+        attention_head_dim=12,
+        num_layers=2,
+        cross_attention_dim=24,
+        sample_width=16,
+        sample_height=16,
+        sample_frames=FRAMES,
+        caption_channels=TEXT,
+    )
+
+
+def _allegro_inputs(batch: int, rows: int, columns: int) -> dict[str, Any]:
+    sides = (FRAMES, rows, columns)
+    places = torch.cartesian_prod(*(torch.arange(side) for side in sides)).T.unsqueeze(1)
+    tables = [torch.randn(side, 4, generator=torch.Generator().manual_seed(side)) for side in sides]
+    # The last column of the second image is masked.
+    mask = torch.ones(batch, FRAMES, 2 * rows, 2 * columns)
+    mask[1:2, ..., -2:] = 0
+    return {
+        **_inputs(batch, rows, columns),
+        "attention_mask": mask,
+        "encoder_attention_mask": text_masks(batch),
+        "image_rotary_emb": (tuple((t.cos(), t.sin()) for t in tables), tuple(places)),
+    }
+
+
+def _kandinsky5() -> Any:
+    from diffusers import Kandinsky5Transformer3DModel
+
+    return Kandinsky5Transformer3DModel(
+        in_text_dim=TEXT,
+        in_text_dim2=TEXT,
+        time_dim=16,
+        model_dim=24,
+        ff_dim=32,
+        num_text_blocks=1,
+        num_visual_blocks=2,
+        axes_dims=(4, 4, 4),
+    )
+
+
+def _kandinsky5_inputs(batch: int, rows: int, columns: int) -> dict[str, Any]:
+    return {
+        "hidden_states": noise(batch, FRAMES, 2 * rows, 2 * columns, 4),
+        "encoder_hidden_states": noise(batch, WORDS, TEXT),
+        "timestep": torch.full((batch,), 500.0),
+        "pooled_projections": noise(batch, TEXT),
+        "visual_rope_pos": [torch.arange(side) for side in (FRAMES, rows, columns)],
+        "text_rope_pos": torch.arange(WORDS),
+        "return_dict": True,
+    }
+
+
+VIDEO: dict[str, Any] = {"frames": FRAMES}
+SHARED: dict[str, Any] = {"frames": FRAMES, "pool": True}
+
+FAMILIES: dict[str, Family] = {
+    "WanVACETransformer3DModel": Family(_vace, _vace_inputs, **VIDEO),
+    "WanAnimateTransformer3DModel": Family(_animate, _animate_inputs, **VIDEO),
+    "SkyReelsV2Transformer3DModel": Family(_skyreels, _skyreels_inputs, **VIDEO),
+    "SkyReelsV2Transformer3DModel by blocks of frames": Family(_skyreels_causal, _causal_inputs, frames=4),
+    "ChronoEditTransformer3DModel": Family(_chronoedit, _inputs, **VIDEO),
+    "HunyuanVideoTransformer3DModel": Family(_hunyuan, _hunyuan_inputs, **SHARED),
+    "HunyuanVideoTransformer3DModel from a picture": Family(
+        lambda: _hunyuan(image_condition_type="token_replace"), _hunyuan_inputs, **SHARED
+    ),
+    "HunyuanVideo15Transformer3DModel": Family(_hunyuan_15, _hunyuan_15_inputs, **SHARED),
+    "CogVideoXTransformer3DModel": Family(
+        lambda: _cogvideox(use_rotary_positional_embeddings=True), _rotary_inputs, **SHARED
+    ),
+    "CogVideoXTransformer3DModel 1.5": Family(
+        lambda: _cogvideox(use_rotary_positional_embeddings=True, patch_size_t=2),
+        _two_frames_a_patch,
+        **SHARED,
+    ),
+    "CogVideoXTransformer3DModel without rotary positions": Family(_cogvideox, _cogvideox_inputs, **VIDEO),
+    "ConsisIDTransformer3DModel": Family(_consisid, _rotary_inputs, **SHARED),
+    "EasyAnimateTransformer3DModel": Family(_easyanimate, _inputs, **SHARED),
+    "MochiTransformer3DModel": Family(_mochi, _mochi_inputs, **VIDEO),
+    "LTXVideoTransformer3DModel": Family(_ltx, _ltx_inputs, **VIDEO),
+    "LTXVideoTransformer3DModel from a picture": Family(_ltx, _ltx_from_a_picture, **VIDEO),
+    "CosmosTransformer3DModel": Family(_cosmos, _cosmos_inputs, **SHARED),
+    "AllegroTransformer3DModel": Family(_allegro, _allegro_inputs, **VIDEO),
+    "Kandinsky5Transformer3DModel": Family(_kandinsky5, _kandinsky5_inputs, **VIDEO),
+}

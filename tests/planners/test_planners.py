@@ -1,0 +1,265 @@
+"""What must hold for every planner: any grid, any batch, any precision."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.testing import assert_close
+
+import tokenmerge.config
+from tokenmerge.config import GUIDED_PLANNERS, ToMeConfig, highest_ratio
+from tokenmerge.ops import Plan, SoftPlan, keep_destinations, merge, merge_with_norm, unmerge
+from tokenmerge.planners import OWN_NUMBER, PLANNERS
+from tokenmerge.planners.tome import num_removed
+
+EVERY = pytest.mark.parametrize("name", PLANNERS)
+# They draw nothing at random, whatever ``use_rand`` says.
+NOT_DRAWN = ("toma",)
+
+seeds = st.integers(0, 2**40)
+
+
+def settings_of(name: str, **changes) -> ToMeConfig:
+    return ToMeConfig(planner=name, **{"ratio": 0.5, **changes})
+
+
+def plan(name: str, x: Tensor, grid, config: ToMeConfig, step: int = 3) -> Plan | None:
+    extra = (x.detach().double().sin().sum(dim=2).abs(),) if name in GUIDED_PLANNERS else ()
+    return PLANNERS[name](x, grid, config, torch.tensor(step, device=x.device), *extra)
+
+
+def tokens(b: int, grid, c: int = 6, seed: int = 0) -> Tensor:
+    return torch.randn(b, math.prod(grid), c, generator=torch.Generator().manual_seed(seed))
+
+
+@st.composite
+def cases(draw):
+    sx, sy = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    grid = draw(st.integers(1, 3)), draw(st.integers(sy, 9)), draw(st.integers(sx, 9))
+    ratio = draw(st.floats(0, 1)) * highest_ratio(sx, sy)
+    changes = {"ratio": ratio, "sx": sx, "sy": sy, "use_rand": draw(st.booleans()), "seed": draw(seeds)}
+    return changes, grid, tokens(draw(st.integers(1, 3)), grid, seed=draw(seeds))
+
+
+def removed(name: str, grid, config: ToMeConfig) -> int:
+    """How many tokens should go; each planner in OWN_NUMBER has a line of its own."""
+    frames, n, k = grid[0], grid[1] * grid[2], config.sx * config.sy
+    r, cells = num_removed(grid, config), (grid[1] // config.sy) * (grid[2] // config.sx)
+    if r and name == "uniform":
+        return frames * (n - cells)
+    if r and name == "windows":
+        return frames * min(cells, max(1, r // frames // (k - 1))) * (k - 1)
+    return r
+
+
+def test_settings_take_the_planners_that_there_are():
+    assert set(tokenmerge.config.PLANNERS) == set(PLANNERS)
+
+
+@EVERY
+def test_planners_that_remove_a_number_of_their_own_are_listed(name):
+    """What merging with it can save at most depends on it (tokenmerge.measure.bench.variant_contexts)."""
+    grid, config = (1, 8, 8), settings_of(name, ratio=0.3)
+    planned = plan(name, tokens(1, grid), grid, config)
+    as_the_ratio_says = planned.keep.shape[1] == 64 - num_removed(grid, config)
+    assert as_the_ratio_says == (name not in OWN_NUMBER)
+
+
+@EVERY
+@settings(max_examples=25)
+@given(case=cases())
+def test_r_tokens_go_and_every_token_has_one_that_stands_for_it(name, case):
+    changes, grid, x = case
+    config = settings_of(name, **changes)
+    planned = plan(name, x, grid, config)
+    r, n = removed(name, grid, config), math.prod(grid)
+    if r == 0:
+        assert planned is None
+        return
+    b, m = len(x), n - r
+    assert planned.keep.shape == planned.sizes.shape == (b, m)
+    assert planned.inverse.shape == (b, n)
+    image = torch.arange(b).unsqueeze(1)
+    assert torch.equal(planned.keep // n, image.expand(b, m))
+    assert torch.equal(planned.inverse // m, image.expand(b, n))
+    assert all(len(set(row)) == m for row in planned.kept().tolist())
+    if not isinstance(planned, SoftPlan):
+        assert torch.equal(planned.labels().gather(1, planned.kept()), torch.arange(m).expand(b, -1))
+    if name != "threshold":
+        assert_close(planned.sizes.sum(dim=1), torch.full((b,), float(n)), rtol=1e-5, atol=0)
+
+
+@EVERY
+@settings(max_examples=25)
+@given(case=cases())
+def test_images_and_frames_merge_within_themselves_whatever_is_beside_them(name, case):
+    changes, grid, x = case
+    config = settings_of(name, **changes)
+    planned = plan(name, x, grid, config)
+    if planned is None:
+        return
+    frame = torch.arange(grid[0]).repeat_interleave(grid[1] * grid[2]).expand(len(x), -1)
+    assert torch.equal(frame.gather(1, planned.kept()).gather(1, planned.labels()), frame)
+    for i in range(len(x)):
+        alone = plan(name, x[i : i + 1], grid, config)
+        assert torch.equal(planned.kept()[i], alone.kept()[0])
+        assert torch.equal(planned.labels()[i], alone.labels()[0])
+        assert torch.equal(planned.sizes[i], alone.sizes[0])
+
+
+@EVERY
+@settings(max_examples=25)
+@given(case=cases())
+def test_what_is_equal_everywhere_stays_so(name, case):
+    """Sums of at most 243 equal numbers, over their number: each rounds by half an ulp at most."""
+    changes, grid, x = case
+    planned = plan(name, x, grid, settings_of(name, **changes))
+    if planned is None:
+        return
+    same = torch.full_like(x, 0.3)
+    close = functools.partial(assert_close, rtol=243 * 2**-24, atol=0)
+    merged = merge(planned, same)
+    close(merged, same[:, : merged.shape[1]])
+    close(unmerge(planned, merged), same)
+    close(merge_with_norm(planned, same), same[:, : merged.shape[1]])
+    assert torch.equal(keep_destinations(planned, x), x.take_along_dim(planned.kept().unsqueeze(-1), dim=1))
+
+
+@EVERY
+@settings(max_examples=25)
+@given(case=cases())
+def test_the_norm_of_a_merged_token_is_that_of_the_longest_in_it(name, case):
+    changes, grid, x = case
+    planned = plan(name, x, grid, settings_of(name, **changes, threshold=-1))
+    if planned is None:
+        return
+    lengths = merge_with_norm(planned, x).norm(dim=-1)
+    for image, labels in enumerate(planned.labels()):
+        for token, own in enumerate(planned.kept()[image]):
+            held = labels == token
+            held[own] = True  # of equal tokens, a soft plan may see one in the place of another
+            assert_close(lengths[image, token], x[image, held].norm(dim=-1).max(), rtol=1e-5, atol=0)
+
+
+@EVERY
+@settings(max_examples=25)
+@given(case=cases(), times=st.integers(2, 3))
+def test_a_repeated_plan_merges_each_repetition_alike(name, case, times):
+    changes, grid, x = case
+    planned = plan(name, x, grid, settings_of(name, **changes))
+    if planned is None:
+        return
+    values = tokens(times * len(x), grid)
+    again = planned.repeated(times)
+    parts = values.split(len(x))
+    assert torch.equal(merge(again, values), torch.cat([merge(planned, part) for part in parts]))
+    whole = unmerge(again, merge(again, values))
+    assert torch.equal(whole, torch.cat([unmerge(planned, merge(planned, part)) for part in parts]))
+    norms = torch.cat([merge_with_norm(planned, part) for part in parts])
+    assert torch.equal(merge_with_norm(again, values), norms)
+    assert torch.equal(again.kept(), planned.kept().repeat(times, 1))
+    assert torch.equal(again.labels(), planned.labels().repeat(times, 1))
+    assert torch.equal(again.sizes, planned.sizes.repeat(times, 1))
+
+
+@EVERY
+@settings(max_examples=25)
+@given(case=cases(), beside=st.integers(0, 5), seed=seeds)
+def test_a_plan_within_a_sequence_merges_its_tokens_and_leaves_the_others(name, case, beside, seed):
+    changes, grid, x = case
+    planned = plan(name, x, grid, settings_of(name, **changes))
+    if planned is None:
+        return
+    b, n, c = x.shape
+    generator = torch.Generator().manual_seed(seed)
+    start = torch.randint(beside + 1, (b,), generator=generator)
+    others = torch.randn(b, beside, c, generator=generator)
+
+    def sequence(inside):
+        rows = zip(others, inside, start.tolist(), strict=True)
+        return torch.stack([torch.cat([other[:at], row, other[at:]]) for other, row, at in rows])
+
+    within = planned.within(start, beside + n)
+    merged = merge(within, sequence(x))
+    assert torch.equal(merged[:, :beside], others)
+    assert torch.equal(merged[:, beside:], merge(planned, x))
+    assert torch.equal(unmerge(within, merged), sequence(unmerge(planned, merge(planned, x))))
+    assert torch.equal(within.kept()[:, beside:], planned.kept() + start[:, None])
+    sizes = torch.cat([torch.ones(b, beside), planned.sizes], dim=1)
+    assert torch.equal(within.sizes, sizes)
+
+
+@EVERY
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_merging_only_rounds_its_result(name, dtype):
+    """Sums are exact enough in float32, so the error is that of rounding the mean once: half an ulp."""
+    grid = (1, 16, 16)
+    x = (tokens(2, grid) + 3).to(dtype)
+    planned = plan(name, x, grid, settings_of(name))
+    for function, values in ((merge, x), (unmerge, x[:, : planned.keep.shape[1]])):
+        result, exact = function(planned, values), function(planned, values.double())
+        assert result.dtype == dtype
+        assert ((result.double() - exact).abs() <= exact.abs() * torch.finfo(dtype).eps / 2 + 1e-5).all()
+
+
+@EVERY
+def test_merging_and_unmerging_have_the_gradients_of_their_matrices(name):
+    grid = (1, 4, 6)
+    x = tokens(2, grid, 3).double().requires_grad_()
+    planned = plan(name, x, grid, settings_of(name))
+    assert torch.autograd.gradcheck(lambda t: merge(planned, t), x)
+    assert torch.autograd.gradcheck(lambda t: unmerge(planned, merge(planned, t)), x)
+
+
+@EVERY
+def test_nothing_is_drawn_from_the_global_generator_and_steps_differ(name):
+    grid = (1, 12, 12)
+    x, config = tokens(1, grid), settings_of(name)
+    before = torch.random.get_rng_state()
+    first, again = plan(name, x, grid, config), plan(name, x, grid, config)
+    assert torch.equal(torch.random.get_rng_state(), before)
+    assert torch.equal(first.labels(), again.labels())
+
+    def differs(config: ToMeConfig, step: int) -> bool:
+        return not torch.equal(plan(name, x, grid, config, step).kept(), first.kept())
+
+    # Features near each other leave SiTo's choice to its noise, as smooth pictures do.
+    x = torch.ones_like(x) + 1e-3 * x if name == "sito" else x
+    first = plan(name, x, grid, config)
+    assert differs(config, 4) == (name not in NOT_DRAWN)
+    assert differs(dataclasses.replace(config, seed=1), 3) == (name not in NOT_DRAWN)
+    first = plan(name, x, grid, dataclasses.replace(config, use_rand=False))
+    assert not differs(dataclasses.replace(config, use_rand=False), 4)
+
+
+@EVERY
+def test_planning_compiles_into_one_graph(name):
+    torch._dynamo.reset()
+    grid, config = (2, 5, 7), settings_of(name, ratio=0.6)
+    x = tokens(2, grid)
+
+    def step(x: Tensor, importance: Tensor, at: Tensor) -> Tensor:
+        extra = (importance,) if name in GUIDED_PLANNERS else ()
+        planned = PLANNERS[name](x, grid, config, at, *extra)
+        return unmerge(planned, merge(planned, x))
+
+    arguments = x, x.sin().sum(dim=2).abs(), torch.tensor(3)
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    assert_close(compiled(*arguments), step(*arguments), rtol=1e-6, atol=1e-6)
+
+
+@EVERY
+def test_planning_needs_shapes_alone(name):
+    """So that operations can be counted without a picture, and nothing waits for a device."""
+    grid, config = (2, 5, 7), settings_of(name, ratio=0.6)
+    x = tokens(2, grid)
+    shapes = plan(name, x.to("meta"), grid, config)
+    assert shapes.keep.shape == plan(name, x, grid, config).keep.shape
+    assert unmerge(shapes, merge(shapes, x.to("meta"))).shape == x.shape

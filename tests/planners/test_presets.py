@@ -1,0 +1,117 @@
+"""Published methods as presets, on a UNet and two diffusion transformers."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+
+import hosts
+import pytest
+import torch
+
+from tests.models.test_every_family import call, model_of
+from tests.models.tiny import FAMILIES
+from tokenmerge import ConfigError, NothingToMergeError, ToMeConfig, apply_token_merging, presets
+from tokenmerge.runtime.patch import run_of
+
+EVERY = pytest.mark.parametrize("name", presets.__all__)
+MODELS = ("UNet2DConditionModel", "SD3Transformer2DModel", "FluxTransformer2DModel")
+
+
+def test_every_preset_is_a_method_by_its_name():
+    made = {name for name, value in vars(presets).items() if inspect.isfunction(value) and name[0] != "_"}
+    assert made == set(presets.__all__)
+
+
+@EVERY
+def test_a_preset_takes_a_ratio_and_any_other_setting(name):
+    preset = getattr(presets, name)
+    assert preset(0.3).ratio == 0.3
+    assert preset(planner="local", seed=5) == dataclasses.replace(preset(), planner="local", seed=5)
+    with pytest.raises(ConfigError, match="ratio: expected"):
+        preset(1.5)
+
+
+def test_tomesd_is_what_the_paper_says():
+    assert presets.tomesd() == ToMeConfig(ratio=0.5, share_guidance=False)
+
+
+@EVERY
+@pytest.mark.parametrize("family", MODELS)
+def test_a_preset_merges_and_leaves_nothing_behind(name, family):
+    model, arguments = model_of(FAMILIES[family]), FAMILIES[family].inputs(2, 16, 16)
+    config = getattr(presets, name)()
+    if config.scope == "keys" and family != "UNet2DConditionModel":
+        with pytest.raises(NothingToMergeError, match="scope='keys'"):
+            apply_token_merging(model, config)
+        return
+    dense = call(model, arguments)
+    patch = apply_token_merging(model, config)
+    results = []
+    for step in (0, 5):
+        with patch.record() as plans:
+            if config.follows_steps:
+                patch.at_step(step, 10)
+            results.append(call(model, arguments))
+        removed = [
+            recorded.plan.inverse.shape[1] - recorded.plan.keep.shape[1] for recorded in plans.values()
+        ]
+        assert removed
+        assert min(removed) > 0
+        assert torch.isfinite(results[-1]).all()
+        assert not torch.equal(results[-1], dense)
+    patch.remove()
+    assert torch.equal(call(model, arguments), dense)
+
+
+@EVERY
+@pytest.mark.parametrize("family", MODELS[:2])
+def test_a_preset_compiles_without_a_break(name, family):
+    """The whole model as one graph; where settings follow the steps, each block as one."""
+    torch._dynamo.reset()
+    config, inputs = getattr(presets, name)(), FAMILIES[family].inputs(2, 16, 16)
+    if config.scope == "keys" and family != "UNet2DConditionModel":
+        pytest.skip("refused: see above")
+    eager, compiled = model_of(FAMILIES[family]), model_of(FAMILIES[family])
+    patches = [apply_token_merging(model, config) for model in (eager, compiled)]
+    if config.follows_steps:
+        blocks = [state.path for state in run_of(compiled).blocks]
+        assert blocks
+        for path in blocks:
+            compiled.get_submodule(path).compile(fullgraph=True, backend="eager")
+    else:
+        compiled = torch.compile(compiled, fullgraph=True, backend="eager")
+    for step in range(3):
+        for patch in patches if config.follows_steps else ():
+            patch.at_step(step, 3)
+        assert torch.equal(call(compiled, inputs), call(eager, inputs))
+
+
+def test_sdtm_merges_windows_first_and_less_and_less():
+    family = FAMILIES["SD3Transformer2DModel"]
+    model = model_of(family)
+    patch = apply_token_merging(model, presets.sdtm())
+    merged, whole_windows = [], []
+    for step in range(5):
+        with patch.record() as plans:
+            patch.at_step(step, 5)
+            call(model, {**family.inputs(1, 16, 16), "timestep": torch.full((1,), 900.0 - 100 * step)})
+        plan = next(iter(plans.values())).plan
+        merged.append(plan.keep.shape[1])
+        whole_windows.append(set(plan.sizes[0].tolist()) == {1.0, 4.0})
+    # 256 tokens less 0.7, 0.6, … 0.3 of them, in windows of 4 while there are windows.
+    assert merged == [256 - 59 * 3, 256 - 51 * 3, 128, 256 - 102, 256 - 76]
+    assert whole_windows == [True, True, False, False, False]
+
+
+def test_a_soft_plan_and_its_model_compile_into_one_graph():
+    torch._dynamo.reset()
+    unet = hosts.unet(
+        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+        mid_block_type=None,
+    )
+    apply_token_merging(unet, presets.toma(plan_every=1))
+    merged = hosts.call(unet, **hosts.inputs())
+    compiled = torch.compile(unet, fullgraph=True, backend="eager")
+    assert torch.equal(hosts.call(compiled, **hosts.inputs()), merged)

@@ -1,0 +1,311 @@
+"""The report says what a real run does."""
+
+import dataclasses
+from types import SimpleNamespace
+
+import accelerate
+import hosts
+import pytest
+import torch
+from diffusers import UNet2DConditionModel
+from diffusers.models.attention_processor import IPAdapterAttnProcessor2_0
+from diffusers.models.embeddings import ImageProjection, MultiIPAdapterImageProjection
+from torch.utils.flop_counter import FlopCounterMode
+
+from tests.models.test_every_family import model_of
+from tests.models.tiny import FAMILIES
+from tokenmerge import ConfigError, NothingToMergeError, ToMeConfig, apply_token_merging, presets
+from tokenmerge.models.find import find_hosts
+from tokenmerge.report import Report, predict
+from tokenmerge.report.flops import count_flops, weightless
+from tokenmerge.report.steps import notes_on_steps
+
+HALF = ToMeConfig(ratio=0.5)
+
+
+def flops(model: torch.nn.Module, **arguments: object) -> int:
+    """Counted on a real run, with attention as plain products, which the counter knows on every device."""
+    kernel = torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)
+    with FlopCounterMode(display=False) as counter, kernel:
+        hosts.call(model, **arguments)
+    return counter.get_total_flops()
+
+
+def test_the_counts_are_those_of_real_runs():
+    unet = hosts.unet()
+    inputs = {**hosts.inputs(), "encoder_hidden_states": torch.zeros(2, 77, hosts.TEXT)}
+    dense = flops(unet, **inputs)
+    patch = apply_token_merging(unet, HALF)
+    merged = flops(unet, **inputs)
+    assert (patch.report.flops_dense, patch.report.flops_merged) == (dense, merged)
+    assert merged < dense
+
+
+def test_the_saving_of_a_block_is_the_analytic_one():
+    """Self-attention on m of n tokens, minus the similarities: 4·(n² − m²)·c + 8·(n − m)·c² − 2·s·d·c."""
+    (row, *_) = predict(hosts.unet(), HALF, 32, 32, batch=1).rows
+    n, m, s, d, c = 1024, 512, 768, 256, 32
+    assert (row.tokens, row.merged_tokens, row.grid, row.merged) == (n, m, (32, 32), "attn1")
+    saved = 4 * (n**2 - m**2) * c + 8 * (n - m) * c**2 - 2 * s * d * c
+    assert row.flops_dense - row.flops_merged == saved
+
+
+def test_a_row_for_each_block_that_merges_and_a_note_for_those_that_do_not():
+    report = predict(hosts.unet(), HALF)
+    assert [row.path for row in report.rows] == [
+        "down_blocks.0.attentions.0.transformer_blocks.0",
+        "up_blocks.1.attentions.0.transformer_blocks.0",
+        "up_blocks.1.attentions.1.transformer_blocks.0",
+    ]
+    assert report.notes == ("4 blocks stay dense at level 2: max_downsample=1",)
+    saved = sum(row.flops_dense - row.flops_merged for row in report.rows)
+    assert report.flops_dense - report.flops_merged == saved
+
+
+def test_looking_changes_nothing_on_a_model_patched_or_not():
+    unet = hosts.unet()
+    dense = hosts.call(unet, **hosts.inputs())
+    patch = apply_token_merging(unet, HALF)
+    merged = hosts.call(unet, **hosts.inputs())
+    other = predict(unet, ToMeConfig(ratio=0.25))
+    assert other.flops_dense == patch.report.flops_dense == predict(hosts.unet(), HALF).flops_dense
+    assert other.flops_merged > patch.report.flops_merged
+    assert torch.equal(hosts.call(unet, **hosts.inputs()), merged)
+    patch.remove()
+    assert torch.equal(hosts.call(unet, **hosts.inputs()), dense)
+
+
+def test_no_weights_are_needed():
+    with torch.device("meta"):
+        unet = hosts.unet()
+    assert predict(unet, HALF) == predict(hosts.unet(), HALF)
+
+
+def test_half_precision_and_sdxl_and_controlnets_and_compvis():
+    assert predict(hosts.unet().half(), HALF).rows
+    sdxl = predict(hosts.sdxl(), ToMeConfig(ratio=0.5, max_downsample=2))
+    assert [row.path.rpartition(".")[2] for row in sdxl.joined_rows()] == ["0-1"] * 4
+    assert sum(row.blocks for row in sdxl.joined_rows()) == len(sdxl.rows) == 8
+    assert predict(hosts.controlnet(), HALF, 16, 16).model == "ControlNetModel"
+    assert predict(hosts.controlnet_union(), HALF, 16, 16).model == "ControlNetUnionModel"
+    assert predict(hosts.LatentDiffusion(), HALF).rows[0].path.startswith("input_blocks.0.1")
+
+
+def test_a_pipeline_is_its_models_together():
+    pipe = SimpleNamespace(unet=hosts.unet(), controlnet=[hosts.controlnet(), hosts.controlnet()])
+    report = predict(pipe, HALF)
+    assert report.model == "UNet2DConditionModel + ControlNetModel 1 + ControlNetModel 2"
+    control = predict(hosts.controlnet(), HALF, 16, 16)
+    assert report.flops_merged == predict(hosts.unet(), HALF).flops_merged + 2 * control.flops_merged
+    assert [row.model for row in report.joined_rows()][-2:] == ["ControlNetModel 1", "ControlNetModel 2"]
+    assert "ControlNetModel 2: down_blocks.0.attentions.0.transformer_blocks.0 " in str(report)
+
+
+def offloaded(unet: torch.nn.Module) -> torch.nn.Module:
+    return accelerate.cpu_offload(unet, execution_device=torch.device("cpu"))
+
+
+def group_offloaded(unet: torch.nn.Module) -> torch.nn.Module:
+    kwargs = {"onload_device": torch.device("cpu"), "offload_type": "leaf_level"}
+    unet.enable_group_offload(**kwargs)
+    return unet
+
+
+def cast_by_layer(unet: torch.nn.Module) -> torch.nn.Module:
+    unet.enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=torch.float32)
+    return unet
+
+
+def compiled(unet: torch.nn.Module) -> torch.nn.Module:
+    unet.compile(backend="eager")
+    return unet
+
+
+@pytest.mark.parametrize("change", [offloaded, group_offloaded, cast_by_layer, compiled])
+def test_models_that_other_software_has_wrapped(change):
+    unet = change(hosts.unet())
+    assert predict(unet, HALF) == predict(hosts.unet(), HALF)
+    patch = apply_token_merging(unet, HALF)
+    assert patch.report == predict(hosts.unet(), HALF)
+
+
+def test_an_ip_adapter():
+    unet = hosts.unet(encoder_hid_dim_type=None)
+    projection = ImageProjection(image_embed_dim=8, cross_attention_dim=hosts.TEXT, num_image_text_embeds=2)
+    unet.encoder_hid_proj = MultiIPAdapterImageProjection([projection])
+    unet.register_to_config(encoder_hid_dim_type="ip_image_proj")
+    for name, module in unet.named_modules():
+        if name.endswith("attn2"):
+            module.set_processor(IPAdapterAttnProcessor2_0(module.inner_dim, hosts.TEXT, num_tokens=(2,)))
+    assert len(predict(unet, HALF).rows) == 3
+
+
+def test_the_table():
+    text = str(predict(hosts.unet(), HALF))
+    lines = text.splitlines()
+    assert lines[0] == "UNet2DConditionModel: sample 16 × 16, batch 2"
+    assert lines[1].split() == ["block", "level", "grid", "tokens", "merged", "GFLOPs", "saved"]
+    assert "256 → 128" in lines[2]
+    assert lines[-2].startswith("whole model")
+    assert lines[-1] == "note: 4 blocks stay dense at level 2: max_downsample=1"
+
+
+def test_notes_on_ratio_0_small_levels_chunks_and_blocks_that_cost_more():
+    assert predict(hosts.unet(), ToMeConfig(ratio=0)).notes == ("ratio=0: every block stays dense, as asked",)
+    small = predict(hosts.unet(), ToMeConfig(ratio=0.5, max_downsample=2), 2, 8)
+    assert any(
+        "down_blocks.1.attentions.0.transformer_blocks.0 stays dense: its token grid" in n
+        for n in small.notes
+    )
+    costly = predict(hosts.unet(), ToMeConfig(ratio=0.01))
+    assert any("merging costs more operations than it saves" in note for note in costly.notes)
+    unet = hosts.unet()
+    unet.down_blocks[0].attentions[0].transformer_blocks[0].set_chunk_feed_forward(64, dim=1)
+    chunked = predict(unet, ToMeConfig(ratio=0.5, merge_mlp=True))
+    assert any("feed-forward layers that run in chunks stay dense" in note for note in chunked.notes)
+    assert [row.merged for row in chunked.rows] == ["attn1", "attn1+ff", "attn1+ff"]
+
+
+def test_errors():
+    with pytest.raises(NothingToMergeError, match="the sample gives 1 × 9"):
+        predict(hosts.unet(), HALF, 1, 9)
+    with pytest.raises(ConfigError, match="height: expected an integer ≥ 1, got 0"):
+        predict(hosts.unet(), HALF, 0, 9)
+    with pytest.raises(ConfigError, match="width: expected an integer ≥ 1, got nan"):
+        predict(hosts.unet(), HALF, 8, float("nan"))
+    with pytest.raises(
+        ConfigError, match="ControlNetModel does not say what size it was made for; pass both"
+    ):
+        predict(hosts.controlnet(), HALF)
+
+
+def test_published_geometries():
+    """Stable Diffusion 1.5 at 512 × 512: five blocks of 64 × 64 tokens."""
+    with torch.device("meta"):
+        unet = UNet2DConditionModel(sample_size=64, cross_attention_dim=768)
+    report = predict(unet, HALF)
+    assert [(row.tokens, row.merged_tokens) for row in report.rows] == [(4096, 2048)] * 5
+    assert dataclasses.asdict(report)["rows"][0]["level"] == 1
+
+
+# --- settings that follow the denoising steps ------------------------------------------------------------
+
+
+CHANNELS, TOKENS, BLOCKS = 32, 256, 3  # of the finest level of the UNet at its own size
+BELOW = 2  # times as many channels as tokens of the finest level has what comes up to it
+FLOAT32 = 4  # bytes
+# An index for each token that stays, moves, where to, and where from; and how many are in each that stays.
+PLAN = TOKENS * 5 // 2 * 8 + TOKENS // 2 * FLOAT32
+
+
+@pytest.mark.parametrize(
+    ("settings", "results"),
+    [
+        ({"correct_every": 3}, BLOCKS),  # of attention
+        ({"correct_every": 3, "merge_mlp": True}, 2 * BLOCKS),
+        ({"correct_every": 3, "scope": "block"}, BLOCKS),
+        ({"reuse_every": 2}, 2 * BELOW),
+        ({"reuse_every": 3, "scope": "block", "until": 0.1, "reuse_span": 0.1}, 2 * BELOW),
+        ({"reuse_every": 2, "reuse_finest_every": 2}, 2 * BELOW + 2),
+        ({"plan_every": 3}, 0),
+    ],
+)
+def test_what_is_kept_between_steps_is_counted(settings, results):
+    report = predict(hosts.unet(), ToMeConfig(**settings), batch=3)
+    assert report.kept_bytes == 3 * (results * TOKENS * CHANNELS * FLOAT32 + BLOCKS * PLAN)
+    assert f"what steps keep for those after them takes {report.kept_bytes / 1e6:.1f} MB" in report.notes
+
+
+def test_settings_that_do_not_follow_the_steps_keep_nothing():
+    report = predict(hosts.unet(), ToMeConfig(share_plan=True))
+    assert report.kept_bytes == 0
+    assert not any("what steps keep" in note for note in report.notes)
+
+
+def test_half_precision_keeps_half_of_what_is_changed():
+    config, plans = ToMeConfig(correct_every=2), 2 * BLOCKS * PLAN
+    half, whole = (predict(unet, config).kept_bytes - plans for unet in (hosts.unet().half(), hosts.unet()))
+    assert 0 < half == whole / 2
+
+
+def over_steps(steps: int, **settings: object) -> Report:
+    return predict(hosts.unet(), ToMeConfig(**settings), steps=steps)
+
+
+def test_the_mean_over_steps_is_that_of_dense_and_merged_ones():
+    report = over_steps(4, until=0.25)
+    assert report.steps == 4
+    assert report.flops_mean == (report.flops_merged + 3 * report.flops_dense) / 4
+    assert report.flops_merged == predict(hosts.unet(), HALF).flops_merged
+    saving = (report.flops_dense - report.flops_merged) / 4 / report.flops_dense
+    assert f"{100 * saving:.1f} % saved" in report.notes[-1]
+    assert report.notes[-1].startswith("mean over 4 steps: ")
+
+
+def test_a_dense_step_that_tells_what_merging_loses_costs_no_more_than_another():
+    report = over_steps(2, correct_every=2, scope="block")
+    assert report.flops_mean * 2 == report.flops_dense + report.flops_merged
+
+
+def test_blocks_that_do_not_run_cost_nothing():
+    report = predict(model_of(FAMILIES["SD3Transformer2DModel"]), ToMeConfig(reuse_every=2), steps=4)
+    blocks = sum(row.flops_merged for row in report.rows)
+    assert report.flops_mean * 4 == 4 * report.flops_merged - blocks  # the third of four
+
+
+def test_stages_that_do_not_run_cost_nothing():
+    report = over_steps(4, reuse_every=2)
+    (host,) = find_hosts(weightless(hosts.unet()))
+    flops = count_flops(host.root, host.example(16, 16, 2))
+    below = sum(
+        flops[f"UNet2DConditionModel.{path}"] for path in ("down_blocks.1", "mid_block", "up_blocks.0")
+    )
+    assert report.flops_mean * 4 == 4 * report.flops_merged - below  # the third of four
+
+
+def test_without_steps_or_where_all_are_alike_no_mean_is_told():
+    for report in (predict(hosts.unet(), ToMeConfig(until=0.5)), predict(hosts.unet(), HALF, steps=3)):
+        assert (report.steps, report.flops_mean) == (None, None)
+        assert not any("mean over" in note for note in report.notes)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (ToMeConfig(until=0.75), "the last 25 % of the steps are dense"),
+        (presets.sdtm(), "the ratio goes from 0.7 to 0.3 over the steps"),
+        (presets.sdtm(), "from 40 % of the steps on: planner=tome"),
+        (presets.sdtm(), "tokens and operations are those of the step that merges most"),
+        (ToMeConfig(schedule=lambda done: 1.5 * done), "follows a function over the steps, 0.75 at most"),
+        (presets.toma(), "a plan is used for 5 steps"),
+        (presets.toma(), "neighbouring blocks with one token grid use one plan"),
+        (presets.ibtm(), "planned as 'tome' until a guided step was made"),
+        (ToMeConfig(correct_every=4), "1 of 4 steps that run all is dense"),
+        (ToMeConfig(plan_every=4), "a plan is used for 4 steps"),
+        (ToMeConfig(reuse_every=2), "1 of 2 steps runs all"),
+        (ToMeConfig(reuse_every=4, reuse_finest_every=3), "of a UNet, 1 of 3 steps runs the finest level"),
+        (
+            ToMeConfig(reuse_every=4, reuse_finest_every=3, reuse_finest_from=0.25),
+            "; reuse_finest_from=0.25: the first 25 % all run it",
+        ),
+        (ToMeConfig(reuse_every=2, reuse_span=0.125), "never longer than 12.5 % of the steps"),
+        (ToMeConfig(max_downsample=2, levels={2: {"ratio": 0.25}}), "level 2: ratio=0.25"),
+    ],
+)
+def test_notes_say_what_follows_the_steps(config, words):
+    assert sum(words in note for note in notes_on_steps(config)) == 1, notes_on_steps(config)
+    assert notes_on_steps(HALF) == []
+
+
+@pytest.mark.parametrize("config", [presets.sdtm(), presets.ibtm(max_downsample=2, min_tokens=200)])
+def test_the_report_has_these_notes_and_those_on_small_grids(config):
+    notes = predict(hosts.unet(), config).notes
+    assert set(notes_on_steps(config)) < set(notes)
+    assert ("4 blocks stay dense: fewer than min_tokens=200 tokens, or none to remove" in notes) == bool(
+        config.min_tokens
+    )
+
+
+def test_levels_are_counted_with_their_own_settings():
+    report = predict(hosts.unet(), ToMeConfig(max_downsample=2, levels={2: {"ratio": 0.25}}))
+    assert {(row.level, row.tokens - row.merged_tokens) for row in report.rows} == {(1, 128), (2, 16)}

@@ -1,0 +1,125 @@
+"""On an accelerator no call of a model waits for it: nothing that merging does looks at a value of a tensor.
+
+Found by the operations that hand values to Python, or whose result has a shape that follows from values: they
+are the same on the CPU.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import StableDiffusionPipeline
+from test_steps_in_pipelines import SCHEDULERS, draw
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import tokenmerge
+from tokenmerge import ToMeConfig, apply_token_merging, noting, presets, when
+from tokenmerge.runtime.step_tracker import StepNumbers
+
+pytestmark = pytest.mark.filterwarnings("ignore:__array_(_ implementation|wrap__):DeprecationWarning")
+
+OURS = str(Path(tokenmerge.__file__).parent)
+WAITING = {"_local_scalar_dense", "equal", "nonzero", "masked_select", "unique_dim", "_unique2", "bincount"}
+METHODS = {
+    "auto": ToMeConfig(
+        ratio=0.5, planner="tiled", proportional=True, correct_every=2, reuse_every=2, max_downsample=2
+    ),
+    "tome": ToMeConfig(ratio=0.5),
+    **{name: getattr(presets, name)() for name in presets.__all__},
+}
+
+
+class Waits(TorchDispatchMode):
+    """Counts operations that an accelerator would be waited for, by the line of ours that asked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = function._schema.name.removeprefix("aten::")
+        by_mask = name == "index" and any(i is not None and i.dtype == torch.bool for i in args[1])
+        if name in WAITING or by_mask:
+            frames = [f for f in traceback.extract_stack() if "/torch/" not in f.filename]
+            if frames[-2].filename.startswith(OURS):  # the last one is this
+                self.found[f"{name} at {frames[-2].filename}:{frames[-2].lineno}"] += 1
+        return function(*args, **(kwargs or {}))
+
+
+def waits(pipe: StableDiffusionPipeline, config: ToMeConfig) -> tuple[Counter[str], torch.Tensor]:
+    with tokenmerge.token_merging(pipe, config), Waits() as waits:
+        latents = draw(pipe, 6)
+    return waits.found, latents
+
+
+@pytest.fixture
+def accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if tensors were on one."""
+    for module in (noting, when):
+        monkeypatch.setattr(module, "waits_for", lambda value: True)
+
+
+@SCHEDULERS
+@pytest.mark.parametrize("name", METHODS)
+def test_no_call_waits(name, scheduler, pipe, monkeypatch, request):
+    """But the first two of a generation whose steps are followed: they ask whether prompts share a sample."""
+    pipe.scheduler, config = scheduler, METHODS[name]
+    _, looked_at = waits(pipe, config)
+    request.getfixturevalue("accelerator")
+    found, latents = waits(pipe, config)
+    assert sum(found.values()) == (2 if config.follows_steps and config.share_guidance else 0)
+    assert torch.equal(latents, looked_at)
+
+
+def test_values_that_are_looked_at_are_found(pipe):
+    """On a CPU, where it costs nothing, each call asks."""
+    found, _ = waits(pipe, METHODS["auto"])
+    assert sum(found.values()) == 6
+
+
+def test_a_larger_batch_is_asked_again(pipe, accelerator):
+    config = METHODS["auto"]
+
+    def half(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+        if step == 3:
+            tensors["latents"] = tensors["latents"][..., :8].contiguous()
+        return tensors
+
+    with tokenmerge.token_merging(pipe, config), Waits() as found:
+        draw(pipe, 8, callback_on_step_end=half)
+    assert sum(found.found.values()) == 4
+
+
+def test_two_calls_with_one_timestep_have_one_number(accelerator):
+    numbers, cpu = StepNumbers(), torch.device("cpu")
+    timestep = torch.tensor(7.0)
+    first = numbers.of(timestep, cpu)
+    assert numbers.of(timestep, cpu) is first
+    timestep += 1
+    changed = numbers.of(timestep, cpu)
+    assert changed != first
+    assert numbers.of(torch.tensor(8.0), cpu) == changed
+    assert numbers.of(8.0, cpu) == changed
+    with torch.inference_mode():
+        timestep = torch.tensor(7.0)
+        assert numbers.of(timestep, cpu) == first
+        timestep += 1  # of which nothing tells
+        assert numbers.of(timestep, cpu) == changed
+
+
+def test_a_second_call_of_a_step_compares_no_numbers(pipe, accelerator):
+    """Prompts in calls of their own, on one sample and with one timestep, as video pipelines make them."""
+    apply_token_merging(pipe, METHODS["auto"])
+    pipe.scheduler.set_timesteps(3)
+    text = torch.randn(1, 4, 16)
+    with torch.no_grad(), Waits() as waits:
+        for t in pipe.scheduler.timesteps:
+            sample = torch.randn(1, 4, 16, 16)
+            for _ in range(2):
+                pipe.unet(sample, t, text)
+    assert not waits.found

@@ -1,0 +1,710 @@
+"""Settings that follow the denoising steps: what is dense, planned, held, corrected, and let go."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+from typing import Any
+
+import hosts
+import pytest
+import torch
+from diffusers import (
+    FirstBlockCacheConfig,
+    MagCacheConfig,
+    PyramidAttentionBroadcastConfig,
+    TaylorSeerCacheConfig,
+)
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
+from torch.testing import assert_close
+
+from tests.models.test_every_family import call, model_of
+from tests.models.tiny import FAMILIES
+from tokenmerge import ConfigError, ToMeConfig, UnsupportedModelError, apply_token_merging
+from tokenmerge.ops import Plan, merge, unmerge
+from tokenmerge.runtime.caches import Change, change_of, changed, since
+from tokenmerge.runtime.patch import run_of
+from tokenmerge.runtime.state import STATE
+
+HALF: dict[str, Any] = {"ratio": 0.5, "max_downsample": 8}
+STEPS = 6
+
+
+class Loop:
+    """A denoising loop of one's own around a model, which changes little from step to step."""
+
+    def __init__(self, model: nn.Module, arguments: dict[str, Any], **settings: Any) -> None:
+        self.model, self.arguments = model, arguments
+        self.patch = apply_token_merging(model, ToMeConfig(**{**HALF, **settings}))
+
+    def run(self, made: int = STEPS) -> tuple[list[Tensor], list[list[tuple[int, ...]]]]:
+        """Results and, for each step that is made, the places that the plans of the last two blocks keep."""
+        results, plans = [], []
+        name = "sample" if "sample" in self.arguments else "hidden_states"
+        torch.manual_seed(1)
+        for i in range(made):
+            self.patch.at_step(i, STEPS)
+            sample = self.arguments[name] + 0.1 * i * torch.randn_like(self.arguments[name])
+            now = {**self.arguments, name: sample, "timestep": torch.full((len(sample),), 900.0 - i)}
+            with self.patch.record() as recorded:
+                results.append(call(self.model, now))
+            plans.append([tuple(r.plan.keep.flatten().tolist()) for r in list(recorded.values())[-2:]])
+        return results, plans
+
+
+def dense_results(model: nn.Module, arguments: dict[str, Any]) -> list[Tensor]:
+    loop = Loop(model, arguments, ratio=0.0)
+    results, _ = loop.run()
+    loop.patch.remove()
+    return results
+
+
+def equal(results: list[Tensor], others: list[Tensor]) -> list[bool]:
+    return [torch.equal(a, b) for a, b in zip(results, others, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("settings", "dense"),
+    [
+        ({"until": 0.5}, [3, 4, 5]),
+        ({"schedule": (1.0, 0.0)}, [5]),
+        ({"schedule": lambda done: float(done > 0.5)}, [0, 1, 2]),
+        ({"phases": {0.5: {"ratio": 0.0}}}, [3, 4, 5]),
+        ({"levels": {1: {"ratio": 0.0}, 2: {"ratio": 0.0}}, "until": 0.99}, [0, 1, 2, 3, 4, 5]),
+        ({"correct_every": 3}, [0, 3]),
+        ({"correct_every": 3, "until": 0.6}, [0, 3, 4, 5]),  # no merged step follows the second
+        # A plan that is still held, and its corrections, are not for a step that does not merge.
+        ({"plan_every": 6, "until": 0.5}, [3, 4, 5]),
+        ({"correct_every": 6, "until": 0.5}, [0, 3, 4, 5]),
+        ({"plan_every": 6, "schedule": lambda done: float(done != 0.4)}, [2]),
+    ],
+)
+def test_which_steps_are_dense(settings, dense):
+    unet, arguments = hosts.unet(), hosts.inputs()
+    expected = dense_results(unet, arguments)
+    results, _ = Loop(unet, arguments, **settings).run()
+    assert [i for i, same in enumerate(equal(results, expected)) if same] == dense
+
+
+def test_ratios_follow_the_schedule():
+    _, plans = Loop(hosts.unet(), hosts.inputs(1), schedule=(1.0, 0.5)).run()
+    kept = [len(last) for _, last in plans]
+    assert kept == [256 - int(256 * 0.5 * (1 - 0.1 * i)) for i in range(STEPS)]
+
+
+def test_phases_have_plans_of_their_own():
+    _, plans = Loop(hosts.unet(), hosts.inputs(1), plan_every=6, phases={0.5: {"ratio": 0.25}}).run()
+    assert [len(last) for _, last in plans] == [128, 128, 128, 192, 192, 192]
+
+
+@pytest.mark.parametrize("share", [False, True])
+def test_plans_last_for_so_many_steps(share):
+    _, plans = Loop(hosts.unet(), hosts.inputs(1), plan_every=3, share_plan=share).run()
+    assert plans[0] == plans[1] == plans[2]
+    assert plans[3] == plans[4] == plans[5]
+    assert plans[2] != plans[3]
+    assert (plans[0][0] == plans[0][1]) == share
+
+
+def test_blocks_share_a_plan_within_a_call_without_steps():
+    unet = hosts.unet()
+    patch = apply_token_merging(unet, ToMeConfig(**HALF, share_plan=True))
+    seen = []
+    for seed in (0, 1):
+        with patch.record() as recorded:
+            hosts.call(unet, **hosts.inputs(1, seed=seed))
+        ways: dict[Any, set[Any]] = {}
+        for path, record in recorded.items():
+            way = record.grid, path.partition(".")[0]
+            ways.setdefault(way, set()).add(tuple(record.plan.keep.flatten().tolist()))
+        assert all(len(plans) == 1 for plans in ways.values())
+        # Tokens on the way up are alike in other ways than on the way down.
+        finest = (1, 16, 16)
+        assert ways[finest, "down_blocks"] != ways[finest, "up_blocks"]
+        seen.append(ways)
+    assert seen[0] != seen[1]
+
+
+def differences_within_groups(plan: Plan, x: Tensor) -> Tensor:
+    return x - unmerge(plan, merge(plan, x))
+
+
+@pytest.mark.parametrize("every", [0, 2])
+@pytest.mark.parametrize("scope", ["layers", "block"])
+@pytest.mark.parametrize(
+    "name", ["UNet", "SD3Transformer2DModel", "FluxTransformer2DModel", "WanTransformer3DModel"]
+)
+def test_a_correction_gives_tokens_back_how_they_differ_from_their_group(name, scope, every):
+    """On the input of the dense step, the first module that merges is off by the same in all of a group."""
+    model, arguments, of_sample = host_of(name)
+    patch = apply_token_merging(model, ToMeConfig(**HALF, scope=scope, correct_every=every))
+    first = run_of(model).blocks[0]
+    wanted = first if scope == "block" else next(s for s in run_of(model).layers if s.block is first)
+    module = next(m for m in model.modules() if m.__dict__.get(STATE) is wanted)
+    seen: list[Tensor] = []
+    module.register_forward_hook(lambda _, args, result: seen.append(image_of(result)))
+    if not every:
+        patch.remove()
+        call(model, {**arguments, of_sample: arguments[of_sample].clone()})
+        patch = apply_token_merging(model, ToMeConfig(**HALF, scope=scope))
+    for index in range(2)[not every :]:
+        patch.at_step(index, 3)
+        with patch.record() as recorded:
+            call(model, {**arguments, of_sample: arguments[of_sample].clone()})
+    plan = recorded[first.path].plan
+    dense, merged = (x[:, x.shape[1] - plan.inverse.shape[1] :] for x in seen)
+    lost, noise = differences_within_groups(plan, merged - dense).abs().max(), 1e-5 * dense.abs().max()
+    assert not torch.allclose(merged, dense, rtol=1e-3)
+    assert (lost < noise) == bool(every)
+
+
+def image_of(result: Any) -> Tensor:
+    """Of the results for text and image, the longer one."""
+    return result if isinstance(result, Tensor) else max(result, key=lambda x: x.shape[1])
+
+
+def host_of(name: str) -> tuple[nn.Module, dict[str, Any], str]:
+    """A model, its arguments, and the name of that for the sample."""
+    if name == "UNet":
+        return hosts.unet(), hosts.inputs(), "sample"
+    return model_of(FAMILIES[name]), FAMILIES[name].inputs(2, 8, 8), "hidden_states"
+
+
+@pytest.mark.parametrize("scope", ["layers", "block"])
+def test_a_dense_step_for_corrections_plans_nothing_and_holds_no_plan(scope):
+    loop = Loop(hosts.unet(), hosts.inputs(), scope=scope, correct_every=2)
+    _, plans = loop.run()
+    assert list(map(bool, plans)) == [False, True] * 3
+    loop.run(made=3)
+    assert not any(block.plans for block in run_of(loop.model).blocks)
+
+
+def test_calls_of_one_step_have_corrections_of_their_own():
+    """Tiles, or prompts: as if each were the only one."""
+    inputs = [hosts.inputs(1, seed=seed) for seed in range(2)]
+
+    def run(*calls: dict[str, Any]) -> list[list[Tensor]]:
+        unet = hosts.unet()
+        patch = apply_token_merging(unet, ToMeConfig(**HALF, scope="block", correct_every=3))
+        results: list[list[Tensor]] = [[] for _ in calls]
+        for index in range(3):
+            patch.at_step(index, 3)
+            for made, arguments in zip(results, calls, strict=True):
+                made.append(hosts.call(unet, **{**arguments, "sample": arguments["sample"] * (1 + index)}))
+        return results
+
+    for both, alone in zip(run(*inputs), [*run(inputs[0]), *run(inputs[1])], strict=True):
+        assert all(equal(both, alone))
+
+
+@pytest.mark.parametrize("settings", [{"reuse_every": 2}, {"scope": "block", "correct_every": 4}])
+@pytest.mark.parametrize("name", ["SD3Transformer2DModel", "FluxTransformer2DModel"])
+def test_another_text_in_the_middle_may_be_longer(name, settings):
+    """Blocks change it together with the picture, so that nothing of the shorter one can be used."""
+    model, arguments, _ = host_of(name)
+    text = arguments["encoder_hidden_states"]
+    longer = {**arguments, "encoder_hidden_states": torch.cat([text, text], dim=1)}
+    if "txt_ids" in arguments:
+        longer["txt_ids"] = torch.cat([arguments["txt_ids"]] * 2)
+    patch = apply_token_merging(model, ToMeConfig(**HALF, **settings, use_rand=False))
+    patch.at_step(0, 8)
+    alone = call(model, longer)
+    for index in range(3):  # the last would go on with what blocks changed, or merge with corrections
+        patch.at_step(index, 8)
+        result = call(model, longer if index == 2 else arguments)
+    assert torch.equal(result, alone)
+
+
+def test_another_batch_in_the_middle_is_corrected_anew():
+    unet, two, three = hosts.unet(), hosts.inputs(2), hosts.inputs(3)
+    dense = hosts.call(unet, **three)
+    patch = apply_token_merging(unet, ToMeConfig(**HALF, scope="block", correct_every=3))
+    patch.at_step(0, 4)
+    hosts.call(unet, **two)
+    patch.at_step(1, 4)
+    assert torch.equal(hosts.call(unet, **three), dense)
+
+
+@pytest.mark.parametrize("scope", ["layers", "block"])
+@pytest.mark.parametrize(
+    "name", ["UNet", "SD3Transformer2DModel", "FluxTransformer2DModel", "WanTransformer3DModel"]
+)
+def test_blocks_that_do_not_run_go_on_in_a_straight_line(name, scope):
+    """With changes that are the same in each step the result is, too; no block runs for it.
+
+    In a UNet, those of the finest level do.
+    """
+    model, arguments, of_sample = host_of(name)
+    patch = apply_token_merging(model, ToMeConfig(**HALF, scope=scope, reuse_every=2, use_rand=False))
+    ran: list[int] = []
+    states = [state for state in run_of(model).blocks if state.level > 1 or not run_of(model).below]
+    blocks = [module for module in model.modules() if module.__dict__.get(STATE) in states]
+    for block in blocks:
+        block.register_forward_hook(lambda *_: ran.append(0))
+        first = next(m for m in block.modules() if isinstance(m, nn.Linear))
+        first.register_forward_hook(lambda *_: ran.append(1))
+    results, counts = [], []
+    for index in range(6):
+        patch.at_step(index, 6)
+        ran.clear()
+        results.append(call(model, {**arguments, of_sample: arguments[of_sample].clone()}))
+        counts.append(sum(ran))
+    assert [count > 0 for count in counts] == [True, True, False, True, False, True]
+    for result in results[1:]:
+        assert_close(result, results[0], rtol=1e-4, atol=1e-5 * results[0].abs().max().item())
+
+
+@pytest.mark.parametrize("remove", [False, True])
+def test_in_a_unet_nothing_runs_below_the_finest_level(remove):
+    unet = hosts.unet()
+    patch = apply_token_merging(unet, ToMeConfig(**HALF, reuse_every=3))
+    ran: dict[str, int] = {}
+    below = ["down_blocks.1.resnets.0", "mid_block.attentions.0", "up_blocks.0.resnets.1"]
+    finest = ["conv_in", "down_blocks.0.attentions.0", "up_blocks.1.resnets.1", "up_blocks.1.attentions.1"]
+    for path in (*below, *finest):
+        unet.get_submodule(path).register_forward_hook(
+            lambda *_, path=path: ran.update({path: ran.get(path, 0) + 1})
+        )
+    if remove:
+        patch.remove()
+    for index in range(8):  # it runs in 0, 1, 4 and 7
+        if not remove:
+            patch.at_step(index, 8)
+        hosts.call(unet, **hosts.inputs(1, seed=index))
+    assert ran == {**dict.fromkeys(below, 8 if remove else 4), **dict.fromkeys(finest, 8)}
+
+
+@pytest.mark.parametrize(
+    ("every", "start", "steps_of_all", "steps_of_finest"),
+    [
+        (4, 0.0, [0, 1, 5], [0, 1, 3, 5, 7]),
+        (3, 0.0, [0, 1, 4, 7], [0, 1, 3, 4, 6, 7]),
+        (2, 0.0, [0, 1, 3, 5, 7], [0, 1, 3, 5, 7]),
+        (2, 0.5, [0, 1, 3, 5, 7], [0, 1, 2, 3, 5, 7]),
+        (4, 0.7, [0, 1, 5], [0, 1, 2, 3, 4, 5, 7]),
+    ],
+)
+def test_on_some_steps_the_last_layer_of_a_unet_runs_alone(every, start, steps_of_all, steps_of_finest):
+    unet = hosts.unet()
+    config = ToMeConfig(**HALF, reuse_every=every, reuse_finest_every=2, reuse_finest_from=start)
+    patch = apply_token_merging(unet, config)
+    ran: dict[str, list[int]] = {}
+    below = ["down_blocks.1.resnets.0", "mid_block.attentions.0", "up_blocks.0.resnets.1"]
+    finest = ["down_blocks.0.resnets.0", "down_blocks.0.attentions.0", "up_blocks.1.attentions.0"]
+    last = ["conv_in", "up_blocks.1.resnets.1", "up_blocks.1.attentions.1", "conv_out"]
+    for path in (*below, *finest, *last):
+        # What is inside of it, as what stands still is called all the same.
+        inside = next(m for m in unet.get_submodule(path).modules() if not list(m.children()))
+        inside.register_forward_hook(lambda *_, path=path: ran.setdefault(path, []).append(index))
+    for index in range(8):
+        patch.at_step(index, 8)
+        hosts.call(unet, **hosts.inputs(1, seed=index))
+    assert all(ran[path] == steps_of_all for path in below)
+    assert all(ran[path] == steps_of_finest for path in finest)
+    assert all(ran[path] == list(range(8)) for path in last)
+
+
+def test_in_short_generations_more_steps_run_everything():
+    config = ToMeConfig(reuse_every=4, reuse_finest_every=2, reuse_span=0.25)
+    assert [config.reuse(steps) for steps in (1, 7, 8, 12, 15, 16, 50)] == [
+        *((1, 1), (1, 1), (2, 1), (3, 1), (3, 1), (4, 2), (4, 2))
+    ]
+    assert ToMeConfig(reuse_every=3, reuse_finest_every=3).reuse(20) == (3, 3)
+    unet, ran = hosts.unet(), []
+    patch = apply_token_merging(unet, ToMeConfig(**HALF, reuse_every=4, reuse_span=0.25))
+    unet.mid_block.resnets[0].register_forward_hook(lambda *_: ran.append(index))
+    for index in range(8):
+        patch.at_step(index, 8)
+        hosts.call(unet, **hosts.inputs(1, seed=index))
+    assert ran == [0, 1, 3, 5, 7]
+
+
+@pytest.mark.parametrize(("path", "reuse"), [("up_blocks.0", (2, 1)), ("up_blocks.1.attentions.0", (2, 2))])
+def test_what_comes_up_to_what_runs_of_a_unet_is_taken_on(path, reuse):
+    unet, came_up = hosts.unet(), []
+    every, finest_every = reuse
+    config = ToMeConfig(**HALF, reuse_every=every, reuse_finest_every=finest_every)
+    patch = apply_token_merging(unet, config)
+    unet.get_submodule(path).register_forward_hook(
+        lambda _, args, result: came_up.append(result if isinstance(result, Tensor) else result[0])
+    )
+    arguments, drift = hosts.inputs(1), torch.randn(1, 4, 16, 16, generator=torch.Generator().manual_seed(1))
+    for index in range(5):  # it runs in 0, 1 and 3
+        patch.at_step(index, 8)
+        call(unet, {**arguments, "sample": arguments["sample"] + 0.1 * index * drift})
+    zeroth, first, _, third, fourth = came_up
+    growths = [(third - first).flatten(), (first - zeroth).flatten()]
+    steady = torch.cosine_similarity(*growths, dim=0)
+    assert steady > 0.5
+    assert_close(fourth, third + steady * (4 - 3) / (3 - 1) * (third - first))
+
+
+def test_what_a_controlnet_adds_to_the_finest_level_counts_where_nothing_else_runs():
+    arguments = hosts.inputs(1)
+    # From the first convolution, the finest level, what goes down from it, and the level below.
+    channels, sides = (32, 32, 32, 64), (16, 16, 8, 8)
+
+    def third_step(values: tuple[float, ...], middle: float, finest_every: int = 1) -> Tensor:
+        """The result of a step in which not all of a UNet runs, with these values added to each."""
+        unet = hosts.unet()
+        patch = apply_token_merging(unet, ToMeConfig(**HALF, reuse_every=2, reuse_finest_every=finest_every))
+        for index in range(2):
+            patch.at_step(index, 4)
+            call(unet, arguments)
+        patch.at_step(2, 4)
+        added = [
+            torch.full((1, c, side, side), value)
+            for c, side, value in zip(channels, sides, values, strict=True)
+        ]
+        result = call(
+            unet,
+            {
+                **arguments,
+                "sample": arguments["sample"].clone(),
+                "down_block_additional_residuals": added,
+                "mid_block_additional_residual": torch.full((1, 64, 8, 8), middle),
+            },
+        )
+        assert run_of(unet).ahead is not None
+        return result
+
+    nothing = third_step((0.0, 0.0, 0.0, 0.0), 0.0)
+    assert torch.equal(third_step((0.0, 0.0, 1.0, 1.0), 1.0), nothing)
+    assert not torch.equal(third_step((0.0, 1.0, 0.0, 0.0), 0.0), nothing)
+    assert not torch.equal(third_step((1.0, 0.0, 0.0, 0.0), 0.0), nothing)
+    of_last_layer = third_step((0.0, 0.0, 0.0, 0.0), 0.0, finest_every=2)
+    assert torch.equal(third_step((0.0, 1.0, 1.0, 1.0), 1.0, finest_every=2), of_last_layer)
+    assert not torch.equal(third_step((1.0, 0.0, 0.0, 0.0), 0.0, finest_every=2), of_last_layer)
+
+
+def test_changes_are_taken_on_as_far_as_they_keep_their_direction():
+    base, one = torch.zeros(1, 2, 3), torch.ones(1, 2, 3)
+
+    def after(before: Change | None, value: Tensor) -> Change:
+        return since(before, change_of((value, None), [base, base]))
+
+    def on(change: Change, ahead: float) -> Tensor:
+        result, none = changed(change, [base, base], torch.tensor(ahead))
+        assert none is None
+        return result
+
+    second = after(after(None, one), 3 * one)
+    assert torch.equal(on(second, 3.0), 3 * one)  # no growth before tells that it is steady
+    straight = after(second, 4 * one)
+    assert_close(on(straight, 1.5), (4.0 + 1.5 * 1.0) * one)
+    assert torch.equal(on(after(straight, one), 1.5), one)
+
+
+def test_how_steady_a_change_is_each_image_says_alone():
+    base = torch.zeros(3, 1, 2)
+    growths = torch.tensor([[[1.0, 0.0]], [[1.0, 1.0]], [[-1.0, 0.0]]])
+    change = None
+    for value in (base, base + torch.tensor([1.0, 0.0]), base + torch.tensor([1.0, 0.0]) + growths):
+        change = since(change, change_of(value, [base]))
+    expected = value + growths * torch.tensor([1, 0.5**0.5, 0]).view(3, 1, 1)
+    assert_close(changed(change, [base], ahead=torch.tensor(1.0)), expected)
+
+
+def kept(model: nn.Module) -> list[Any]:
+    return kept_by(run_of(model))
+
+
+def kept_by(run: Any) -> list[Any]:
+    return [
+        *(
+            kept
+            for state in (*run.blocks, *run.layers, *run.below, *run.finest)
+            for kept in state.changes.values()
+        ),
+        *(kept for state in (*run.below, *run.finest) for kept in state.shapes.values()),
+        *run.turns.ran,
+        *(kept for state in run.blocks for kept in state.plans.values()),
+        *run.guided.values(),
+        *([] if run.same.result is None else [run.same.result]),
+    ]
+
+
+KEEPING = pytest.mark.parametrize(
+    "every",
+    [
+        {"correct_every": 2},
+        {"reuse_every": 2},
+        {"reuse_every": 2, "reuse_finest_every": 2},
+        {"planner": "importance", "plan_every": 2},
+    ],
+)
+
+
+@KEEPING
+def test_nothing_outlives_the_generation(every):
+    unet = hosts.unet()
+    loop = Loop(unet, hosts.inputs(), scope="block", **every)
+    patch, arguments = loop.patch, loop.arguments
+    for index in range(4):
+        patch.at_step(index, 4)
+        hosts.call(unet, **{**arguments, "sample": arguments["sample"].clone()})
+        gc.collect()
+        assert bool(kept(unet)) == (index < 3)
+
+
+@KEEPING
+def test_removal_in_the_middle_lets_go_of_all(every):
+    """Though the handle is still held, and the sample lives."""
+    unet = hosts.unet()
+    loop = Loop(unet, hosts.inputs(), scope="block", **every)
+    run = run_of(unet)
+    loop.patch.at_step(0, 4)
+    hosts.call(unet, **loop.arguments)
+    assert kept_by(run)
+    loop.patch.remove()
+    assert not kept_by(run)
+
+
+def test_calls_that_a_step_does_without_keep_nothing():
+    """Such as those without the prompt, once guidance is over."""
+    unet, one, other = hosts.unet(), hosts.inputs(1, seed=0), hosts.inputs(1, seed=1)
+    patch = apply_token_merging(unet, ToMeConfig(**HALF, scope="block", correct_every=4))
+    counts = []
+    for index, calls in enumerate([(one, other), (one, other), (one,), (one,)]):
+        patch.at_step(index, 6)
+        for arguments in calls:
+            hosts.call(unet, **{**arguments, "sample": arguments["sample"].clone()})
+        counts.append({len(state.changes) for state in run_of(unet).blocks})
+    assert counts == [{2}, {2}, {2}, {1}]
+
+
+def test_a_single_step_merges():
+    """Dense, it would tell what merging loses on steps that there are not."""
+    unet, inputs = hosts.unet(), hosts.inputs()
+    dense = hosts.call(unet, **inputs)
+    patch = apply_token_merging(unet, ToMeConfig(**HALF, correct_every=2))
+    patch.at_step(0, 1)
+    with patch.record() as recorded:
+        merged = hosts.call(unet, **inputs)
+    assert recorded
+    assert not torch.equal(merged, dense)
+
+
+def test_a_loop_that_goes_on_elsewhere_begins_anew():
+    loop = Loop(hosts.unet(), hosts.inputs(), scope="block", correct_every=4)
+    run = run_of(loop.model)
+    ran = []
+    for index in (0, 1, 4, 5, 3):
+        loop.patch.at_step(index, 8)
+        hosts.call(loop.model, **loop.arguments)
+        ran.append(run.corrects)
+    assert ran == [True, False, True, False, True]
+
+
+def test_reuse_is_refused_where_nothing_can_be_left_out():
+    model = model_of(FAMILIES["QwenImageTransformer2DModel"])
+    with pytest.raises(UnsupportedModelError, match="reuse_every=2: no part of QwenImage"):
+        apply_token_merging(model, ToMeConfig(**HALF, reuse_every=2))
+
+
+def test_a_step_that_is_over_is_an_error():
+    """Of a loop that does not say so; of a pipeline that shares the model with the one it was applied to."""
+    unet, arguments = hosts.unet(), hosts.inputs()
+    patch = apply_token_merging(unet, ToMeConfig(**HALF, until=0.5))
+    patch.at_step(0, 4)
+    hosts.call(unet, **arguments)
+    hosts.call(unet, **arguments)
+    with pytest.raises(ConfigError, match="step 0 of 4 is over"):
+        hosts.call(unet, **{**arguments, "timestep": torch.tensor(400)})
+
+
+def test_corrections_run_beside_a_cache():
+    """It leaves out blocks, which then keep nothing and correct with what they have."""
+    family = FAMILIES["FluxTransformer2DModel"]
+    model, arguments = model_of(family), family.inputs(1, 8, 8)
+    patch = apply_token_merging(model, ToMeConfig(ratio=0.5, scope="block", correct_every=2))
+    model.enable_cache(FirstBlockCacheConfig(threshold=10.0))
+    for index in range(3):
+        patch.at_step(index, 4)
+        with model.cache_context("a"):
+            again = {**arguments, "hidden_states": arguments["hidden_states"].clone()}
+            assert torch.isfinite(call(model, again)).all()
+
+
+@pytest.mark.parametrize("first", ["cache", "patch"])
+@pytest.mark.parametrize(
+    ("cache", "hook"),
+    [
+        (
+            PyramidAttentionBroadcastConfig(
+                spatial_attention_block_skip_range=2, current_timestep_callback=lambda: 500
+            ),
+            "PyramidAttentionBroadcastHook",
+        ),
+        (FirstBlockCacheConfig(threshold=0.1), "FBCHeadBlockHook"),
+        (MagCacheConfig(num_inference_steps=4, mag_ratios=[1.0] * 4), "MagCacheHeadHook"),
+        (TaylorSeerCacheConfig(), "TaylorSeerCacheHook"),
+    ],
+)
+def test_caches_that_count_calls_are_refused(first, cache, hook):
+    family = FAMILIES["FluxTransformer2DModel"]
+    model, arguments = model_of(family), family.inputs(1, 8, 8)
+    if first == "cache":
+        model.enable_cache(cache)
+    patch = apply_token_merging(model, ToMeConfig(ratio=0.5, scope="block", reuse_every=2))
+    if first == "patch":
+        model.enable_cache(cache)
+    patch.at_step(0, 4)
+    for _ in range(2):  # until it is gone
+        with pytest.raises(UnsupportedModelError, match=rf"{hook} keeps.*disable_cache\(\)"):
+            call(model, arguments)
+    model.disable_cache()
+    assert torch.isfinite(call(model, arguments)).all()
+
+
+def test_a_new_generation_begins_anew():
+    unet, arguments = hosts.unet(), hosts.inputs()
+    loop = Loop(unet, arguments, correct_every=4)
+    first, _ = loop.run(3)
+    assert kept(unet)  # it was cut off
+    again, _ = loop.run(3)
+    assert all(equal(first, again))
+
+
+def test_copies_and_pickles_take_nothing_of_a_generation():
+    unet, arguments = hosts.unet(), hosts.inputs()
+    loop = Loop(unet, arguments, correct_every=4, share_plan=True)
+    loop.patch.at_step(0, 6)
+    hosts.call(unet, **arguments)
+    assert kept(unet)
+    for copied in (copy.deepcopy(unet), pickle.loads(pickle.dumps(unet))):
+        assert not kept(copied)
+        with pytest.raises(ConfigError, match="which denoising step"):
+            hosts.call(copied, **arguments)
+    first, second = (state.plans for state in run_of(copy.deepcopy(unet)).blocks[-2:])
+    assert first is second
+
+
+def test_copies_take_nothing_of_what_guidance_changed():
+    unet, arguments = hosts.unet(), hosts.inputs()
+    patch = apply_token_merging(unet, ToMeConfig(**HALF, planner="importance"))
+    patch.at_step(0, 6)
+    for text in (1, 2):
+        hosts.call(unet, **{**arguments, "encoder_hidden_states": text * arguments["encoder_hidden_states"]})
+    run = run_of(unet)
+    assert run.guided
+    assert run.same.result is not None
+    assert not kept(copy.deepcopy(unet))
+
+
+def test_a_model_alone_has_to_be_told_the_step():
+    unet = hosts.unet()
+    patch = apply_token_merging(unet, ToMeConfig(**HALF, until=0.5, plan_every=2))
+    with pytest.raises(ConfigError, match=r"until=0\.5 and plan_every=2: .* patch\.at_step\(i, steps\)"):
+        hosts.call(unet, **hosts.inputs())
+    with pytest.raises(ConfigError, match="0 ≤ index < steps, got 3, 3"):
+        patch.at_step(3, 3)
+
+
+@pytest.mark.parametrize("every", [{"correct_every": 2}, {"reuse_every": 2}])
+def test_what_is_kept_is_not_for_training(every):
+    unet = hosts.unet()
+    patch = apply_token_merging(unet, ToMeConfig(**HALF, **every))
+    patch.at_step(0, 4)
+    with pytest.raises(ConfigError, match="no_grad"):
+        unet(**hosts.inputs())
+
+
+def test_gradient_checkpointing_runs_blocks_again_with_the_plan_that_they_share():
+    arguments, gradients = hosts.inputs(), []
+    for checkpoints in (False, True):
+        unet = hosts.unet().train()
+        if checkpoints:
+            unet.enable_gradient_checkpointing()
+        apply_token_merging(unet, ToMeConfig(**HALF, share_plan=True))
+        unet(**arguments).sample.square().mean().backward()
+        gradients.append([parameter.grad for parameter in unet.parameters()])
+    for plain, again in zip(*gradients, strict=True):
+        assert_close(again, plain, rtol=1e-5, atol=1e-6)
+
+
+def _again_with(timestep: float, side: int = 16) -> dict[str, Any]:
+    return {**hosts.inputs(height=side, width=side), "timestep": torch.tensor(timestep)}
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"scope": "block"}, {"share_plan": True}, {"schedule": (1.4, 0.6)}, {"ratio": 0.25}]
+)
+@pytest.mark.parametrize("side", [16, 24], ids=["another step", "another size"])
+def test_gradient_checkpointing_merges_what_it_merged_before_other_calls(settings, side):
+    """A step, another with gradients, and a reference without, before any goes backward."""
+    gradients = []
+    for checkpoints in (False, True):
+        unet = hosts.unet().train()
+        if checkpoints:
+            unet.enable_gradient_checkpointing()
+        patch, loss = apply_token_merging(unet, ToMeConfig(**{**HALF, **settings})), 0
+        for index, arguments in enumerate((_again_with(900.0), _again_with(500.0, side))):
+            patch.at_step(index, 2)
+            loss = loss + unet(**arguments).sample.square().mean()
+        with torch.no_grad():
+            unet(**{**arguments, "encoder_hidden_states": 2 * arguments["encoder_hidden_states"]})
+        loss.backward()
+        gradients.append([parameter.grad for parameter in unet.parameters()])
+    for plain, again in zip(*gradients, strict=True):
+        assert_close(again, plain, rtol=1e-5, atol=1e-6)
+
+
+def test_what_a_block_ran_with_goes_with_its_tokens():
+    unet = hosts.unet().train()
+    apply_token_merging(unet, ToMeConfig(**HALF))
+    run = run_of(unet)
+    unet(**hosts.inputs()).sample.square().mean().backward()
+    gc.collect()
+    assert not any(len(block.seen) for block in run.blocks)
+    hosts.call(unet, **hosts.inputs())  # without gradients nothing runs again
+    assert not any(len(block.seen) for block in run.blocks)
+
+
+WAN = "WanTransformer3DModel"
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "graphs"),
+    [
+        # The first dense step, the others, and merged ones.
+        ("UNet", {"correct_every": 2}, 3),
+        # The finest level of a UNet runs on every step.
+        ("UNet", {"reuse_every": 2}, 1),
+        # The first step, others that run, and those that go on.
+        (WAN, {"reuse_every": 2}, 3),
+        # The first dense step, the others, merged ones, and those that go on.
+        (WAN, {"correct_every": 2, "reuse_every": 2}, 4),
+    ],
+)
+def test_blocks_compile_in_as_many_graphs_as_kinds_of_steps(name, settings, graphs):
+    torch._dynamo.reset()
+    settings = {"ratio": 0.5, "scope": "block", **settings}
+    counter = CompileCounter()
+    (eager, arguments, of_sample), (compiled, *_) = host_of(name), host_of(name)
+    patches = [apply_token_merging(model, ToMeConfig(**settings)) for model in (eager, compiled)]
+    states = run_of(compiled).blocks
+    merging = [module for module in compiled.modules() if module.__dict__.get(STATE) in states]
+    for block in merging:
+        block.compile(fullgraph=True, backend=counter)
+    for index in range(10):
+        for patch in patches:
+            patch.at_step(index, 10)
+        sample = arguments[of_sample] + 0.1 * index
+        wanted, result = (
+            call(model, {**arguments, of_sample: sample.clone()}) for model in (eager, compiled)
+        )
+        assert_close(result, wanted, rtol=1e-5, atol=1e-5)
+    assert len(merging) > 1
+    assert counter.frame_count == graphs
+
+
+def test_steps_are_not_for_one_graph():
+    torch._dynamo.reset()
+    whole = torch.compile(hosts.unet(), fullgraph=True, backend="eager")
+    patch = apply_token_merging(whole, ToMeConfig(**HALF, until=0.5))
+    patch.at_step(0, 2)
+    with pytest.raises((UnsupportedModelError, torch._dynamo.exc.TorchDynamoException), match="one graph"):
+        hosts.call(whole, **hosts.inputs(1))
