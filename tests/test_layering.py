@@ -81,10 +81,10 @@ def test_what_runs_in_a_patched_model_knows_no_family():
                 assert not name.startswith(FAMILIES), f"{file.relative_to(ROOT)} imports {name}"
 
 
-def test_of_the_core_only_patch_swaps_classes():
+def test_of_the_core_only_swap_swaps_classes():
     swapping = [file for file in files() if "__class__ =" in file.read_text(encoding="utf-8")]
     core = [file.relative_to(ROOT).as_posix() for file in swapping if room(file) not in TOOLS]
-    assert core == ["runtime/patch.py"]
+    assert core == ["runtime/swap.py"]
 
 
 def test_the_core_needs_torch_alone():

@@ -15,14 +15,8 @@ from tokenmerge.models.base import KINDS, Block, Host
 from tokenmerge.models.find import find_hosts
 from tokenmerge.report.flops import count_flops, weightless
 from tokenmerge.report.steps import kept_bytes, mean_flops, notes_on_steps
-from tokenmerge.runtime.patch import (
-    hosts_that_merge,
-    layers_to_merge,
-    merges,
-    new_run,
-    patch_host,
-    restore,
-)
+from tokenmerge.runtime.patch import hosts_that_merge, new_run, patch_host, restore
+from tokenmerge.runtime.select import layers_to_merge, merges
 from tokenmerge.runtime.state import RecordedPlan
 from tokenmerge.runtime.step_tracker import Moment
 

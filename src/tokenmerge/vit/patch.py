@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tokenmerge.errors import NothingToMergeError, UnsupportedModelError
 from tokenmerge.models.find import parts
-from tokenmerge.runtime.patch import check_swappable, note, swap
+from tokenmerge.runtime.swap import add_hook, check_swappable, swap
 from tokenmerge.vit.config import ViTConfig
 from tokenmerge.vit.hosts import FAMILIES, Encoder, find_encoders
 from tokenmerge.vit.runtime import (
@@ -73,4 +73,4 @@ def patch_encoder(encoder: Encoder, run: Run) -> None:
         state = LayerState(run, index, layer.path, (layer.keys, layer.norm, layer.mlp), layer.head_dim)
         swap(layer.module, "forward", layer_call, state)
         swap_parts(layer.module, state)
-    note(encoder.model, begin, run)
+    add_hook(encoder.model, begin, run)

@@ -21,8 +21,9 @@ from tokenmerge.models.call import HostCall
 from tokenmerge.ops import SizedPlan, Tokens, plan_by_size
 from tokenmerge.planners.tome_vit import most_removed, plan_tome_vit
 from tokenmerge.runtime.forward import parameters
-from tokenmerge.runtime.patch import restore, swap
+from tokenmerge.runtime.patch import restore
 from tokenmerge.runtime.state import STATE
+from tokenmerge.runtime.swap import swap
 from tokenmerge.vit.config import ViTConfig
 
 __all__ = [

@@ -1,0 +1,86 @@
+"""Which blocks and layers of a model merge under a configuration, and why none does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from tokenmerge.config import ToMeConfig
+from tokenmerge.models.base import KINDS, Block, Host, Layer
+
+__all__ = ["blocks_to_merge", "layers_to_merge", "merges", "skipped_parts", "why_nothing_merges"]
+
+
+def blocks_to_merge(host: Host, config: ToMeConfig) -> list[Block]:
+    """The blocks within ``max_downsample`` in which something merges."""
+    return [block for block in host.blocks if block.level <= config.max_downsample and merges(block, config)]
+
+
+def merges(block: Block, config: ToMeConfig) -> bool:
+    """Whether something of a block can merge, in some phase."""
+    return any(
+        _runs_whole(block, stage) if stage.whole_blocks else bool(_layers(block, stage))
+        for stage in config.stages(block.level)
+    )
+
+
+def _runs_whole(block: Block, stage: ToMeConfig) -> bool:
+    return block.wide is not None and (block.stack is not None or stage.scope != "stack")
+
+
+def layers_to_merge(block: Block, config: ToMeConfig) -> list[Layer]:
+    """The sub-layers whose calls change, in some phase."""
+    wanted = {layer.name for stage in config.stages(block.level) for layer in _layers(block, stage)}
+    return [layer for layer in block.layers if layer.name in wanted]
+
+
+def _layers(block: Block, stage: ToMeConfig) -> list[Layer]:
+    if stage.scope == "keys":
+        return [layer for layer in block.layers if layer.keys is not None]
+    if stage.whole_blocks:  # its attention counts merged tokens for as many as they stand for
+        attention = [layer for layer in block.layers if layer.kind == "attn1" and layer.own_keys]
+        return attention if stage.proportional else []
+    return [layer for layer in block.layers if layer.kind in stage.merged_layers]
+
+
+def skipped_parts(host: Host, config: ToMeConfig) -> Iterator[tuple[str, bool, bool]]:
+    """What of a UNet does not run on every step: path, whether at its finest level, whether last there."""
+    if config.reuse_every > 1:
+        yield from ((path, False, path == host.below[-1]) for path in host.below)
+    if config.reuse_finest_every > 1:
+        yield from ((path, True, path == host.finest[-1]) for path in host.finest)
+
+
+def why_nothing_merges(host: Host, config: ToMeConfig) -> str:
+    """The message of the error for a host in which no block would merge, with what to set instead."""
+    name = type(host.root).__name__
+    if not host.blocks:
+        return (
+            f"nothing to merge: {name} has no transformer block; token merging needs a model with attention"
+        )
+    blocks = [block for block in host.blocks if merges(block, config)]
+    if not blocks and config.scope != "layers":
+        what = {
+            "block": "run on merged tokens as a whole",
+            "stack": "run on merged tokens together with its neighbours",
+            "keys": "be given its keys apart",
+        }
+        other = "block" if config.scope == "stack" and any(b.wide for b in host.blocks) else "layers"
+        return (
+            f"nothing to merge: no transformer block of {name} can {what[config.scope]}, as "
+            f"scope={config.scope!r} needs; take scope={other!r}"
+        )
+    wanted = " or ".join(KINDS[kind] for kind in config.merged_layers)
+    if not blocks:
+        reasons = dict.fromkeys(
+            b.dense[kind] for b in host.blocks for kind in config.merged_layers if kind in b.dense
+        )
+        return (
+            f"nothing to merge: no transformer block of {name} has {wanted} that can merge; set merge_attn, "
+            f"merge_crossattn or merge_mlp{''.join(f' ({reason})' for reason in reasons)}"
+        )
+    levels = sorted({block.level for block in blocks})
+    return (
+        f"nothing to merge: the {len(blocks)} transformer blocks of {name} with {wanted} are at the levels "
+        f"{', '.join(map(str, levels))}, and max_downsample={config.max_downsample} merges none of them; "
+        f"set max_downsample to {levels[0]} or more"
+    )

@@ -1,0 +1,137 @@
+"""The only file that changes the class of a module, and puts back what was there.
+
+A module is changed by swapping its class for a subclass of the same name. One method of the subclass merges
+the input, calls the method of the original class and unmerges the result. No code of the host is copied, its
+parameters keep their names, and hooks, adapters and attention processors stay where they are.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable, Iterator
+from types import FunctionType, MethodType
+from typing import Any
+
+from torch import nn
+
+from tokenmerge.errors import UnsupportedModelError
+from tokenmerge.runtime.state import STATE
+
+__all__ = ["add_hook", "check_swappable", "swap", "undo"]
+
+_swapped_classes: dict[tuple[type, str, Callable], Any] = {}
+
+
+def _swapped_class(base: type, method: str, call: Callable[[Callable], Callable]) -> Any:
+    """The subclass of ``base`` whose ``method`` is ``call(base.method)``.
+
+    There is one for each combination, so that all modules of a class share their compiled code.
+    """
+    key = (base, method, call)
+    if key not in _swapped_classes:
+        _swapped_classes[key] = type(
+            base.__name__,
+            (base,),
+            {
+                method: call(getattr(base, method)),
+                "__module__": base.__module__,
+                "__qualname__": base.__qualname__,
+                "__doc__": base.__doc__,
+                "__reduce_ex__": lambda self, protocol: (_rebuild, key, self.__getstate__()),
+                "_tokenmerge_base": base,
+                "_tokenmerge_method": method,
+            },
+        )
+        _announce(_swapped_classes[key], base)
+    return _swapped_classes[key]
+
+
+def _rebuild(base: type, method: str, call: Callable[[Callable], Callable]) -> nn.Module:
+    """An empty module of a swapped class, for pickle and deepcopy: the class itself has no import path."""
+    cls = _swapped_class(base, method, call)
+    return cls.__new__(cls)
+
+
+def _announce(swapped: type, base: type) -> None:
+    """Tell diffusers' block caches, which look blocks up by exact class, what they know of the original."""
+    hooks = sys.modules.get("diffusers.hooks._helpers")
+    if hooks is None:
+        return
+    try:
+        known = hooks.TransformerBlockRegistry.get(base)
+    except ValueError:  # blocks of this class cannot be cached
+        return
+    hooks.TransformerBlockRegistry.register(swapped, copy.copy(known))
+
+
+def swap(module: nn.Module, method: str, call: Callable[[Callable], Callable], state: object) -> None:
+    """Make ``method`` of a module ``call`` of what it was, with ``state`` in reach until it is restored."""
+    base = type(module)
+    module.__class__ = _swapped_class(base, method, call)
+    module.__dict__[STATE] = state
+    _rebind_hooks(module, getattr(base, method))
+
+
+def add_hook(module: nn.Module, hook: Callable, state: object) -> None:
+    """Run ``hook``, of this package, before a module, with ``state`` in reach until it is restored."""
+    module.__dict__[STATE] = state
+    module.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def undo(module: nn.Module) -> None:
+    """Undo all that :func:`swap` and :func:`add_hook` did to a module."""
+    if hasattr(type(module), "_tokenmerge_base"):
+        _unswap(module)
+    _remove_hooks(module)
+    del module.__dict__[STATE]
+
+
+def _unswap(module: nn.Module) -> None:
+    swapped: Any = type(module)
+    module.__class__ = swapped._tokenmerge_base
+    _rebind_hooks(module, getattr(swapped, swapped._tokenmerge_method))
+
+
+def _remove_hooks(module: nn.Module) -> None:
+    # By the function itself: on a copied module the handle that torch hands out would not be the copy's.
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        for key, hook in list(hooks.items()):
+            if getattr(hook, "__module__", "").startswith("tokenmerge."):
+                del hooks[key]
+                module._forward_pre_hooks_with_kwargs.pop(key, None)
+
+
+def _rebind_hooks(module: nn.Module, before: FunctionType) -> None:
+    """Where hooks keep the original ``forward`` of a module, put that of its present class."""
+    for holder, name in _hooked_forwards(module, before):
+        now = MethodType(type(module).forward, module)
+        if holder is module:
+            module.__dict__[name] = now
+        else:
+            setattr(holder, name, now)
+
+
+def _hooked_forwards(module: nn.Module, function: FunctionType) -> Iterator[tuple[Any, str]]:
+    """Places that hold ``function`` bound to the module.
+
+    Such are the innermost ends of the hook chains of accelerate and of diffusers, and the ``forward`` that
+    the latter leaves on a module when its hooks are removed.
+    """
+    places = [(module, "forward", module.__dict__), (module, "_old_forward", module.__dict__)]
+    for reference in getattr(module.__dict__.get("_diffusers_hook"), "_fn_refs", ()):
+        places += [(reference, name, vars(reference)) for name in ("forward", "original_forward")]
+    for holder, name, attributes in places:
+        value = attributes.get(name)
+        if isinstance(value, MethodType) and value.__self__ is module and value.__func__ is function:
+            yield holder, name
+
+
+def check_swappable(module: nn.Module, path: str, method: str) -> None:
+    """Refuse a module whose own attribute would hide the method of its class."""
+    hidden = method in module.__dict__
+    if hidden and not any(True for _ in _hooked_forwards(module, getattr(type(module), method))):
+        raise UnsupportedModelError(
+            f"{path}: other software has replaced its method {method!r} on the module itself, so that "
+            "merging would have no effect; remove that first, apply token merging, then put it back"
+        )
