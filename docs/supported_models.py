@@ -75,8 +75,10 @@ def row(key: str, checks: dict[str, tuple[int, int]] | None) -> str:
     blocks = [block for host in hosts for block in host.blocks]
     kinds = {layer.kind for block in blocks for layer in block.layers}
     merges = [name for kind, name in KINDS.items() if kind in kinds]
-    merges += ["whole block"] if any(block.wide for block in blocks) else []
-    merges += ["stacks"] if any(b.wide and b.stack for b in find_hosts(deeper(model))[0].blocks) else []
+    merges += ["whole block"] if any(block.block_layout for block in blocks) else []
+    merges += (
+        ["stacks"] if any(b.block_layout and b.stack for b in find_hosts(deeper(model))[0].blocks) else []
+    )
     merges += ["keys"] if any(layer.keys for block in blocks for layer in block.layers) else []
     plan = "per image" if all(block.batched for block in blocks) else "shared by the batch"
     limits = dict.fromkeys(

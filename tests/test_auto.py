@@ -171,7 +171,7 @@ def test_a_costly_finest_level_of_a_unet_does_not_run_on_every_step(fast):
     def finest_every(channels: tuple[int, int]) -> list[tuple[int, float]]:
         pipe = pipeline(unet=hosts.unet(block_out_channels=channels))
         (host,) = find_hosts(pipe)
-        shares.append(host.finest_share)
+        shares.append(host.shallow_share)
         found = [choose(pipe, ratio) for ratio in (0.29, 0.3, 0.49, 0.5)]
         return [(config.reuse_finest_every, config.reuse_finest_from) for config in found]
 

@@ -78,8 +78,8 @@ def choose(pipe_or_model: object, ratio: float = 0.5, follows_steps: bool | None
     deepest = max((block.level for block in blocks), default=1)
     if ratio == 0:
         return ToMeConfig(ratio=ratio, max_downsample=deepest)
-    whole = all(block.wide is not None for block in blocks)
-    wide = whole and ratio > _MODERATE and not denoiser.below
+    whole = all(block.block_layout is not None for block in blocks)
+    wide = whole and ratio > _MODERATE and not denoiser.deep_stages
     settings = ToMeConfig(
         ratio=ratio,
         max_downsample=deepest,
@@ -95,8 +95,8 @@ def choose(pipe_or_model: object, ratio: float = 0.5, follows_steps: bool | None
         return settings
     far = ratio >= _MODERATE
     many = max(settings.min_tokens, _FEWEST_TOKENS_BESIDE_REUSE)
-    if denoiser.below:
-        finest = ratio >= _WITHOUT_FINEST_LEVEL and denoiser.finest_share > _WORTHWHILE_FINEST_LEVEL
+    if denoiser.deep_stages:
+        finest = ratio >= _WITHOUT_FINEST_LEVEL and denoiser.shallow_share > _WORTHWHILE_FINEST_LEVEL
         return dataclasses.replace(
             settings,
             min_tokens=many,
@@ -106,7 +106,7 @@ def choose(pipe_or_model: object, ratio: float = 0.5, follows_steps: bool | None
             reuse_finest_from=_STEPS_OF_FINEST_LEVEL if finest and not far else 0.0,
             reuse_span=_SPAN_OF_STAGES,
         )
-    if denoiser.can_pause:
+    if denoiser.can_skip:
         every = 3 if far else 2
         return dataclasses.replace(
             settings,

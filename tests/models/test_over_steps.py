@@ -20,7 +20,7 @@ from tokenmerge.runtime.patch import run_of
 
 def whole(model: nn.Module) -> bool:
     """Whether it has blocks that can run as a whole."""
-    return any(block.wide is not None for block in find_hosts(model)[0].blocks)
+    return any(block.block_layout is not None for block in find_hosts(model)[0].blocks)
 
 
 def at_each_step(model: nn.Module, family: Family, steps: int, **changes: Any) -> list[Tensor]:
@@ -43,8 +43,12 @@ def test_what_a_block_changed_is_added_to_what_it_is_called_with(family):
     reuse = {"reuse_every": 3, "reuse_finest_every": 2, "use_rand": False}
     _, ran, last_layer, finest_level = at_each_step(model, family, 4, **reuse)
     run = run_of(model)
-    assert all(state.changes for state in run.below[-1:] or run.blocks if run.below or state.wide is not None)
-    assert all(state.changes for state in run.finest[-1:])
+    assert all(
+        state.changes
+        for state in run.deep_stages[-1:] or run.blocks
+        if run.deep_stages or state.block_layout is not None
+    )
+    assert all(state.changes for state in run.shallow_stages[-1:])
     for gone_on in (last_layer, finest_level):
         assert torch.isfinite(gone_on).all()
         assert_close(gone_on, ran, rtol=1e-4, atol=1e-4 * ran.abs().max().item())
@@ -62,7 +66,7 @@ def test_what_merging_a_block_loses_is_given_back(family):
     exact, corrected = at_each_step(model, family, 2, scope="block", correct_every=3)
     assert torch.equal(exact, dense)
     assert (corrected - dense).norm() < (merged - dense).norm()
-    assert all(state.changes for state in run_of(model).blocks if state.wide is not None)
+    assert all(state.changes for state in run_of(model).blocks if state.block_layout is not None)
 
 
 def test_a_block_that_runs_for_some_frames_after_others_plans_for_each(monkeypatch):

@@ -31,7 +31,7 @@ HALF = {"ratio": 0.5}
 
 
 def wide(family) -> bool:
-    return any(block.wide for block in find_hosts(model_of(family))[0].blocks)
+    return any(block.block_layout for block in find_hosts(model_of(family))[0].blocks)
 
 
 @EVERY
@@ -100,7 +100,7 @@ def uneven(module: nn.Module, tokens: Tensor, text: Tensor) -> Tensor:
 
 
 def in_stacks(model: nn.Module) -> bool:
-    return any(block.wide and block.stack for block in find_hosts(model)[0].blocks)
+    return any(block.block_layout and block.stack for block in find_hosts(model)[0].blocks)
 
 
 STACK = {"scope": "stack", "proportional": True}

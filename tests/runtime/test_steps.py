@@ -239,7 +239,7 @@ def test_blocks_that_do_not_run_go_on_in_a_straight_line(name, scope):
     model, arguments, of_sample = host_of(name)
     patch = apply_token_merging(model, ToMeConfig(**HALF, scope=scope, reuse_every=2, use_rand=False))
     ran: list[int] = []
-    states = [state for state in run_of(model).blocks if state.level > 1 or not run_of(model).below]
+    states = [state for state in run_of(model).blocks if state.level > 1 or not run_of(model).deep_stages]
     blocks = [module for module in model.modules() if module.__dict__.get(STATE) in states]
     for block in blocks:
         block.register_forward_hook(lambda *_: ran.append(0))
@@ -415,10 +415,10 @@ def kept_by(run: Any) -> list[Any]:
     return [
         *(
             kept
-            for state in (*run.blocks, *run.layers, *run.below, *run.finest)
+            for state in (*run.blocks, *run.layers, *run.deep_stages, *run.shallow_stages)
             for kept in state.changes.values()
         ),
-        *(kept for state in (*run.below, *run.finest) for kept in state.shapes.values()),
+        *(kept for state in (*run.deep_stages, *run.shallow_stages) for kept in state.shapes.values()),
         *run.turns.ran,
         *(kept for state in run.blocks for kept in state.plans.values()),
         *run.guided.values(),

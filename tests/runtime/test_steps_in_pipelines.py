@@ -164,7 +164,7 @@ def test_nothing_is_kept_any_more_when_the_picture_is_decoded(pipe, settings):
     run, held = run_of(pipe.unet), []
 
     def note(*_: Any) -> None:
-        held.append(sum(len(state.changes) for state in (*run.blocks, *run.layers, *run.below)))
+        held.append(sum(len(state.changes) for state in (*run.blocks, *run.layers, *run.deep_stages)))
 
     pipe.vae.decoder.register_forward_pre_hook(note)
     pipe.unet.register_forward_hook(note)

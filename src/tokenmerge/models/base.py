@@ -57,8 +57,8 @@ class Block:
         module: the block.
         layers: its sub-layers that can merge, in the order in which they run.
         layout: how it takes its tokens.
-        wide: how it takes them, what follows them and what it returns, where it can run on merged tokens as
-            a whole; None: it cannot.
+        block_layout: layout of the call of the whole block, for blocks that can run on merged tokens from
+            start to end; None: the block cannot.
         method: the method that gradient checkpointing runs again: ``"forward"`` or ``"_forward"``.
         grid: the module whose first argument ``[b, c, h, w]`` has the block's token grid, n = h·w; None
             where it is that of the whole model.
@@ -72,7 +72,7 @@ class Block:
     module: Any
     layers: tuple[Layer, ...]
     layout: Layout = PLAIN
-    wide: Layout | None = None
+    block_layout: Layout | None = None
     method: str = "forward"
     grid: nn.Module | None = None
     level: int = 1
@@ -82,8 +82,8 @@ class Block:
     @property
     def batched(self) -> bool:
         """Whether each image of a batch can have a plan of its own."""
-        wide = self.wide is None or self.wide.batched
-        return wide and all(layer.layout.batched for layer in self.layers)
+        block_layout = self.block_layout is None or self.block_layout.batched
+        return block_layout and all(layer.layout.batched for layer in self.layers)
 
 
 def listed(root: Any, name: str, layers: tuple[Layer, ...], **facts: Any) -> tuple[Block, ...]:
@@ -124,11 +124,12 @@ class Host:
         controlnet: whether it is a ControlNet, which may stay dense beside a denoiser that merges.
         example: ``(height, width, batch)`` → arguments by name of a call with a sample of that size.
         limits: what to know before merging it, in words.
-        below: paths of the stages of a UNet below its finest level, in the order in which they run; the last
-            one's result is what the finest level takes of them. Empty where there are none.
-        finest: paths of what runs at that level before its last layer on the way up, in that order; the last
-            one's result is what that layer takes of them. Empty where it takes more than that.
-        finest_share: share of a call's work that is at that level, by the sizes of its weights.
+        deep_stages: paths of the UNet stages below the finest level, in the order in which they run. The
+            finest level reads the result of the last one and no other. Empty for other models.
+        shallow_stages: paths of the modules at the finest level that run before the last layer of the up
+            path, in that order. That layer reads the result of the last one and no other. Empty where it
+            reads more.
+        shallow_share: fraction of a call's work at the finest level, estimated from the sizes of the weights.
         on_cpu: names of parameters that a copy without weights, for counting, has on the CPU all the same:
             the model does something with their device that tensors without values do not allow.
         between: names of its arguments that change tokens between the blocks of a stack, or leave blocks out.
@@ -146,13 +147,13 @@ class Host:
     patch: int = 1
     frames: int = 1
     limits: tuple[str, ...] = ()
-    below: tuple[str, ...] = ()
-    finest: tuple[str, ...] = ()
-    finest_share: float = 1.0
+    deep_stages: tuple[str, ...] = ()
+    shallow_stages: tuple[str, ...] = ()
+    shallow_share: float = 1.0
     on_cpu: tuple[str, ...] = ()
     between: tuple[str, ...] = ()
 
     @property
-    def can_pause(self) -> bool:
+    def can_skip(self) -> bool:
         """Whether something of it need not run on every step: stages of a UNet, or whole blocks."""
-        return bool(self.below) or any(block.wide is not None for block in self.blocks)
+        return bool(self.deep_stages) or any(block.block_layout is not None for block in self.blocks)

@@ -8,15 +8,15 @@ from typing import Any
 from torch import nn
 
 from tokenmerge.models.base import Block, Layer
-from tokenmerge.models.layout import Follower, Layout
+from tokenmerge.models.layout import Layout, TokenArgument
 
 __all__ = ["basic_block"]
 
-_SELF_ATTENTION = Layout(followers=(Follower("attention_mask", axes=(-1,), batched=True),))
+_SELF_ATTENTION = Layout(token_arguments=(TokenArgument("attention_mask", axes=(-1,), batched=True),))
 # The mask that it gets is the text's.
-_CROSS_ATTENTION = Layout(whole=("ip_adapter_masks",))
+_CROSS_ATTENTION = Layout(dense_if=("ip_adapter_masks",))
 # Its masks of an IP-Adapter are within its ``cross_attention_kwargs``.
-_BLOCK = dataclasses.replace(_SELF_ATTENTION, whole=("ip_adapter_masks",))
+_BLOCK = dataclasses.replace(_SELF_ATTENTION, dense_if=("ip_adapter_masks",))
 _CHUNKED = "feed-forward layers that run in chunks stay dense; switch chunking off to merge them"
 
 
@@ -63,7 +63,7 @@ def basic_block(
             for layer in layers
             if getattr(module, layer.name, None) is not None and not (chunked and layer.kind == "ff")
         ),
-        wide=None if chunked else _BLOCK,
+        block_layout=None if chunked else _BLOCK,
         method=method,
         grid=grid,
         level=level,

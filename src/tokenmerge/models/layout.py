@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tokenmerge.models.call import HostCall
 
-__all__ = ["PLAIN", "Follower", "Grid", "Layout"]
+__all__ = ["PLAIN", "Grid", "Layout", "TokenArgument"]
 
 
 @dataclasses.dataclass(eq=False)
@@ -28,7 +28,7 @@ class Grid:
 
 
 @dataclasses.dataclass(frozen=True)
-class Follower:
+class TokenArgument:
     """An argument that has an entry for each token: a position table, a mask.
 
     A merged token keeps the entry of the token whose place it takes.
@@ -59,27 +59,27 @@ class Layout:
     Attributes:
         tokens: of a block, the name of that argument; None: the first, as for every layer.
         text: where text tokens stand that are in one sequence with the image's, if there are any: in the
-            tokens themselves or in a follower. They never merge.
+            tokens themselves or in a token argument. They never merge.
         padding: of a block in which images have texts of different length, each followed by its image and
             then by padding: name of a mask ``[b, text + n]`` that is true up to the padding.
-        followers: arguments with an entry for each token.
-        again: name of an argument that may be the same tensor as the tokens.
+        token_arguments: arguments with an entry for each token.
+        same_as_tokens: name of an argument that may be the same tensor as the tokens.
         outputs: where the result is a tuple, which of its tensors are image tokens.
-        whole: names of arguments laid out for the whole grid: while one is given, the call stays dense.
+        dense_if: names of arguments laid out for the whole grid: while one is given, the call stays dense.
     """
 
     tokens: str | None = None
     text: Literal["first", "last"] = "first"
     padding: str | None = None
-    followers: tuple[Follower, ...] = ()
-    again: str | None = None
+    token_arguments: tuple[TokenArgument, ...] = ()
+    same_as_tokens: str | None = None
     outputs: tuple[int, ...] = (0,)
-    whole: tuple[str, ...] = ()
+    dense_if: tuple[str, ...] = ()
 
     @property
     def batched(self) -> bool:
         """Whether each image of a batch can have a plan of its own."""
-        return all(follower.batched for follower in self.followers)
+        return all(argument.batched for argument in self.token_arguments)
 
     def name_of(self, call: HostCall) -> str:
         """The name of the argument that are tokens."""

@@ -51,9 +51,9 @@ def describe_stages(
         sample_size=_sample_size(root),
         controlnet=controlnet,
         example=partial(example, root),
-        below=_below(root),
-        finest=_finest(root),
-        finest_share=_finest_share(stages),
+        deep_stages=_deep_stages(root),
+        shallow_stages=_shallow_stages(root),
+        shallow_share=_shallow_share(stages),
     )
 
 
@@ -72,13 +72,13 @@ def _stages(root: Any) -> Iterator[tuple[str, Any, int]]:
             level //= 2
 
 
-def _finest_share(stages: list[tuple[str, Any, int]]) -> float:
+def _shallow_share(stages: list[tuple[str, Any, int]]) -> float:
     """Share of the work that is at level 1: each weight is used once for each position of its level."""
     work = {path: sum(p.numel() for p in stage.parameters()) / level**2 for path, stage, level in stages}
     return sum(work[path] for path, _, level in stages if level == 1) / sum(work.values())
 
 
-def _below(root: Any) -> tuple[str, ...]:
+def _deep_stages(root: Any) -> tuple[str, ...]:
     """Paths of the stages between the first one on the way down and the last one on the way up."""
     down, up = len(root.down_blocks), len(getattr(root, "up_blocks", ()))
     if up < 2 or root.mid_block is None:  # a ControlNet, say: each level's result is asked for
@@ -87,12 +87,12 @@ def _below(root: Any) -> tuple[str, ...]:
     return (*ways[0], "mid_block", *ways[1])
 
 
-def _finest(root: Any) -> tuple[str, ...]:
+def _shallow_stages(root: Any) -> tuple[str, ...]:
     """Paths of what is at the finest level before the last layer on the way up.
 
     That layer takes what the layer before it makes, and what the first convolution does, which is no stage.
     """
-    stage = root.up_blocks[-1] if _below(root) else None
+    stage = root.up_blocks[-1] if _deep_stages(root) else None
     layers = len(getattr(stage, "resnets", ()))
     if layers < 2:
         return ()

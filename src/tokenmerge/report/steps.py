@@ -66,8 +66,8 @@ def kept_bytes(host: Host, config: ToMeConfig, arguments: Arguments) -> int:
         states: list[BlockState | LayerState | StageState] = [
             *run.blocks,
             *run.layers,
-            *run.below,
-            *run.finest,
+            *run.deep_stages,
+            *run.shallow_stages,
         ]
         changes = [change for state in states for change in state.changes.values()]
         plans = {id(plan): plan for block in run.blocks for plan in block.plans.values()}.values()

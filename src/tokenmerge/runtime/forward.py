@@ -93,7 +93,7 @@ def layer_call(original: Callable) -> Callable:
         tokens = call.argument(names[0])
         # Parts of the sequence, as in feed-forward chunking, do not fit the plan.
         fits = _fits(tokens, *(plan.keep.shape if wide and plan is not None else size))
-        if not (wide or takes_part) or not fits or call.has(state.layout.whole):
+        if not (wide or takes_part) or not fits or call.has(state.layout.dense_if):
             return call.result()
         if wide:
             with _proportional(state, plan):
@@ -141,8 +141,8 @@ def _block(state: BlockState, call: HostCall) -> Any:
     combine = COMBINE[state.settings.combine]
     if state.settings.scope == "stack":
         return call_in_stack(call, state, combine)
-    wide = state.wide if state.settings.scope == "block" else None
-    if state.settings.scope == "block" and (wide is None or call.has(wide.whole)):
+    block_layout = state.block_layout if state.settings.scope == "block" else None
+    if state.settings.scope == "block" and (block_layout is None or call.has(block_layout.dense_if)):
         return call.result()
     layout = state.layout
     tokens = layout.tokens_of(call)
@@ -156,14 +156,14 @@ def _block(state: BlockState, call: HostCall) -> Any:
                 state.seen[tokens] = Seen(state.settings, state.size, state.plan)
         else:
             _, state.size, state.plan = state.again
-        if wide is None or state.size is None:
+        if block_layout is None or state.size is None:
             return call.result()
 
         def merged(plan: Plan) -> Any:
-            return merged_call(call, wide, plan, combine, change_only=True)
+            return merged_call(call, block_layout, plan, combine, change_only=True)
 
         before = state.changes.get(state.call)
-        result = _corrected(state, before, wide, call.result, merged)
+        result = _corrected(state, before, block_layout, call.result, merged)
         if _keeps_change(state, before) and not state.keeps:
             state.changes[state.call] = _change(state, call, result)
         return result
@@ -208,12 +208,12 @@ def _keeps_change(block: BlockState, before: Change | None) -> bool:
 
 def _bases(state: BlockState, call: HostCall, count: int) -> list[Tensor]:
     """What a block adds its change to: its tokens or text, for each of ``count`` tensors of its result."""
-    assert state.wide is not None
+    assert state.block_layout is not None
     tokens = state.layout.tokens_of(call)
     if count == 1:
         return [tokens]
     text = call.argument("encoder_hidden_states")
-    return [tokens if i in state.wide.outputs else text for i in range(count)]
+    return [tokens if i in state.block_layout.outputs else text for i in range(count)]
 
 
 def _proportional(state: LayerState, plan: Plan | None) -> AbstractContextManager[Any]:

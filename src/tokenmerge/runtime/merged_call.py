@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tokenmerge.models.call import HostCall
-from tokenmerge.models.layout import Follower, Layout
+from tokenmerge.models.layout import Layout, TokenArgument
 from tokenmerge.ops import Plan, unmerge
 
 __all__ = ["add_lost", "call_on", "keyed_call", "merged_call", "merged_tokens", "unmerged_result"]
@@ -49,8 +49,8 @@ def call_on(call: HostCall, layout: Layout, plan: Plan, merged: Tensor) -> Any:
     """The second part: the result of a call with merged tokens, and what follows them."""
     name = layout.name_of(call)
     now = _following(call, layout, plan).replaced(name, merged)
-    if layout.again and call.argument(layout.again) is call.argument(name):
-        now = now.replaced(layout.again, merged)
+    if layout.same_as_tokens and call.argument(layout.same_as_tokens) is call.argument(name):
+        now = now.replaced(layout.same_as_tokens, merged)
     return now.result()
 
 
@@ -124,9 +124,11 @@ def keyed_call(
 
 def _following(call: HostCall, layout: Layout, plan: Plan) -> HostCall:
     """A call in which what follows the tokens has entries for merged ones."""
-    followers = {follower.name: follower for follower in layout.followers}
+    token_arguments = {argument.name: argument for argument in layout.token_arguments}
     return call.changed(
-        lambda name, value: _follow(value, followers[name], layout, plan) if name in followers else value
+        lambda name, value: (
+            _follow(value, token_arguments[name], layout, plan) if name in token_arguments else value
+        )
     )
 
 
@@ -140,30 +142,30 @@ def _replace_image(layout: Layout, x: Tensor, n: int, change: Callable[[Tensor],
     return torch.cat([change(x[:, :n]), x[:, n:]], dim=1)
 
 
-def _follow(value: Any, follower: Follower, layout: Layout, plan: Plan) -> Any:
+def _follow(value: Any, argument: TokenArgument, layout: Layout, plan: Plan) -> Any:
     """The entries of an argument that stay when tokens merge, in the order of the merged tokens."""
-    if follower.element is None or value is None:
-        return _followed(value, follower, layout, plan)
+    if argument.element is None or value is None:
+        return _followed(value, argument, layout, plan)
     return type(value)(
-        _followed(part, follower, layout, plan) if i == follower.element else part
+        _followed(part, argument, layout, plan) if i == argument.element else part
         for i, part in enumerate(value)
     )
 
 
-def _followed(value: Any, follower: Follower, layout: Layout, plan: Plan) -> Any:
+def _followed(value: Any, argument: TokenArgument, layout: Layout, plan: Plan) -> Any:
     if isinstance(value, tuple | list):
-        return type(value)(_followed(part, follower, layout, plan) for part in value)
-    if value is None or follower.ndim not in (None, value.ndim):
+        return type(value)(_followed(part, argument, layout, plan) for part in value)
+    if value is None or argument.ndim not in (None, value.ndim):
         return value
     b, n = plan.inverse.shape
-    if follower.expand:
+    if argument.expand:
         value = value.unsqueeze(0)
-    if follower.batched and value.shape[0] == 1:
+    if argument.batched and value.shape[0] == 1:
         value = value.expand(b, *value.shape[1:])
-    for axis in follower.axes:
+    for axis in argument.axes:
         if value.shape[axis] > 1:
             index = _entries(plan, value.shape[axis] - n, layout)
-            if follower.batched:
+            if argument.batched:
                 along, shape = [1] * value.ndim, list(value.shape)
                 along[0], along[axis] = index.shape
                 shape[axis] = index.shape[1]

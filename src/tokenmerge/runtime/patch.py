@@ -79,12 +79,12 @@ def check_host(host: Host, config: ToMeConfig, size: tuple[int, int] | None) -> 
     blocks = blocks_to_merge(host, config)
     if not blocks:
         raise NothingToMergeError(why_nothing_merges(host, config))
-    if config.reuse_every > 1 and not (host.can_pause or host.controlnet):
+    if config.reuse_every > 1 and not (host.can_skip or host.controlnet):
         raise UnsupportedModelError(
             f"reuse_every={config.reuse_every}: no part of {type(host.root).__name__} can be left out of a "
             "step; take reuse_every=1"
         )
-    if config.reuse_every > 1 and config.merges_stacks and not (host.below or host.controlnet):
+    if config.reuse_every > 1 and config.merges_stacks and not (host.deep_stages or host.controlnet):
         raise UnsupportedModelError(
             f"reuse_every={config.reuse_every}: in a stack no block alone has all tokens, and of "
             f"{type(host.root).__name__} nothing but blocks can be left out of a step; take scope='block' "
@@ -117,12 +117,14 @@ def patch_host(host: Host, run: Run) -> None:
     shared: dict[tuple[int, bool, str], Plans] = {}
     run.blocks.clear()
     run.layers.clear()
-    run.below.clear()
-    run.finest.clear()
+    run.deep_stages.clear()
+    run.shallow_stages.clear()
     for block in blocks_to_merge(host, run.config):
         grid = run.grid if block.grid is None else grids.setdefault(block.grid, Grid())
         layer_states = layers_to_merge(block, run.config)
-        state = BlockState(run, block.level, grid, block.path, block.layout, block.batched, block.wide)
+        state = BlockState(
+            run, block.level, grid, block.path, block.layout, block.batched, block.block_layout
+        )
         if run.config.share_plan:
             # On a UNet's way up tokens are alike in other ways than on its way down.
             way = block.path.partition(".")[0]
@@ -139,7 +141,7 @@ def patch_host(host: Host, run: Run) -> None:
     for path, finest, is_last in skipped_parts(host, run.config):
         module = host.root.get_submodule(path)
         stage_state = StageState(run, finest, is_last, grids.get(module))
-        (run.finest if finest else run.below).append(stage_state)
+        (run.shallow_stages if finest else run.deep_stages).append(stage_state)
         swap(module, "forward", stage_call, stage_state)
     add_hook(host.root, note_call, run)
     if run.config.follows_steps:
@@ -154,7 +156,7 @@ def _join_stacks(run: Run, blocks: Mapping[str, Block]) -> None:
     def where(state: BlockState) -> tuple[str | None, Any]:
         block = blocks[state.path]
         weight = next(block.module.parameters(), None)
-        return block.stack if block.wide else None, None if weight is None else weight.device
+        return block.stack if block.block_layout else None, None if weight is None else weight.device
 
     for (name, _), joined in itertools.groupby(run.blocks, where):
         if name is not None:

@@ -24,7 +24,7 @@ def merges(block: Block, config: ToMeConfig) -> bool:
 
 
 def _runs_whole(block: Block, stage: ToMeConfig) -> bool:
-    return block.wide is not None and (block.stack is not None or stage.scope != "stack")
+    return block.block_layout is not None and (block.stack is not None or stage.scope != "stack")
 
 
 def layers_to_merge(block: Block, config: ToMeConfig) -> list[Layer]:
@@ -45,9 +45,9 @@ def _layers(block: Block, stage: ToMeConfig) -> list[Layer]:
 def skipped_parts(host: Host, config: ToMeConfig) -> Iterator[tuple[str, bool, bool]]:
     """What of a UNet does not run on every step: path, whether at its finest level, whether last there."""
     if config.reuse_every > 1:
-        yield from ((path, False, path == host.below[-1]) for path in host.below)
+        yield from ((path, False, path == host.deep_stages[-1]) for path in host.deep_stages)
     if config.reuse_finest_every > 1:
-        yield from ((path, True, path == host.finest[-1]) for path in host.finest)
+        yield from ((path, True, path == host.shallow_stages[-1]) for path in host.shallow_stages)
 
 
 def why_nothing_merges(host: Host, config: ToMeConfig) -> str:
@@ -64,7 +64,7 @@ def why_nothing_merges(host: Host, config: ToMeConfig) -> str:
             "stack": "run on merged tokens together with its neighbours",
             "keys": "be given its keys apart",
         }
-        other = "block" if config.scope == "stack" and any(b.wide for b in host.blocks) else "layers"
+        other = "block" if config.scope == "stack" and any(b.block_layout for b in host.blocks) else "layers"
         return (
             f"nothing to merge: no transformer block of {name} can {what[config.scope]}, as "
             f"scope={config.scope!r} needs; take scope={other!r}"

@@ -30,14 +30,14 @@ def call_in_stack(call: HostCall, state: BlockState, combine: Callable[[Plan, Te
     Returns:
         What the block returns: for all tokens of the last block, for merged ones of the others.
     """
-    stack, layout = state.stack, state.wide
+    stack, layout = state.stack, state.block_layout
     if stack is None or layout is None:
         return call.result()
     tokens = layout.tokens_of(call)
     if state.is_first:
         stack.inside = None  # of a call that was broken off
     if stack.inside is None:
-        merges = size_of(state, tokens, None) is not None and not call.has(layout.whole)
+        merges = size_of(state, tokens, None) is not None and not call.has(layout.dense_if)
         if not (merges and state.is_first):
             return call.result()
         plan = plan_of(state, tokens, None)

@@ -68,8 +68,8 @@ class Run:
         guided: what guidance changed in the results of the last step.
         blocks: that merge.
         layers: of these, those whose calls change.
-        below: the stages of a UNet below its finest level, if they do not run on every step.
-        finest: what is at that level before the last layer on the way up, if it does not.
+        deep_stages: the stages of a UNet below its finest level, if they do not run on every step.
+        shallow_stages: what is at that level before the last layer on the way up, if it does not.
         record: where each block leaves its latest plan, by its path, while somebody asks for it.
     """
 
@@ -100,8 +100,8 @@ class Run:
     guided: Guided = dataclasses.field(default_factory=Guided)
     blocks: list[BlockState] = dataclasses.field(default_factory=list)
     layers: list[LayerState] = dataclasses.field(default_factory=list)
-    below: list[StageState] = dataclasses.field(default_factory=list)
-    finest: list[StageState] = dataclasses.field(default_factory=list)
+    deep_stages: list[StageState] = dataclasses.field(default_factory=list)
+    shallow_stages: list[StageState] = dataclasses.field(default_factory=list)
     record: dict[str, RecordedPlan] | None = None
 
     def __post_init__(self) -> None:
@@ -139,7 +139,7 @@ class Run:
     def _results(self) -> Iterator[dict[Any, Any]]:
         yield from (block.changes for block in self.blocks)
         yield from (layer.changes for layer in self.layers)
-        for stage in (*self.below, *self.finest):
+        for stage in (*self.deep_stages, *self.shallow_stages):
             yield from (stage.changes, stage.shapes)
 
     def _leave_stacks(self) -> None:
@@ -198,7 +198,7 @@ class BlockState:
     path: str
     layout: Layout
     batched: bool
-    wide: Layout | None = None
+    block_layout: Layout | None = None
     stack: Stack | None = None
     is_first: bool = False
     is_last: bool = False
@@ -218,8 +218,8 @@ class BlockState:
     @property
     def keeps(self) -> bool:
         """Whether it keeps what it changes for steps in which it, and not its whole stage, does not run."""
-        alone = self.wide is not None and self.settings.scope != "stack"
-        return self.run.keeps and alone and not self.run.below
+        alone = self.block_layout is not None and self.settings.scope != "stack"
+        return self.run.keeps and alone and not self.run.deep_stages
 
     @property
     def call(self) -> Call:
@@ -259,7 +259,7 @@ class StageState:
 
     Attributes:
         run: of its model.
-        finest: whether it is at the finest level.
+        shallow: whether it is at the finest level.
         is_last: whether its result is what those take that do run.
         grid: of its tokens, if it has blocks.
         changes: of the last one, its results when it last ran.
@@ -267,7 +267,7 @@ class StageState:
     """
 
     run: Run
-    finest: bool
+    shallow: bool
     is_last: bool
     grid: Grid | None = None
     changes: Changes = dataclasses.field(default_factory=Changes)
@@ -276,4 +276,4 @@ class StageState:
     @property
     def ahead(self) -> Tensor | None:
         """How far the running call is from those in which it ran, as :meth:`Turns.ahead` says."""
-        return self.run.finest_ahead if self.finest else self.run.ahead
+        return self.run.finest_ahead if self.shallow else self.run.ahead

@@ -131,7 +131,7 @@ def _check_shortening(model: nn.Module, config: ToMeConfig) -> None:
     """Refuse a model whose layers take more than tokens that would have to be shortened."""
     for block in (block for host in find_hosts(model) for block in host.blocks):
         for layer in block.layers:
-            follows = [follower.name for follower in layer.layout.followers]
+            follows = [argument.name for argument in layer.layout.token_arguments]
             if layer.kind in config.merged_layers and set(follows) - {"attention_mask"}:
                 raise ConfigError(
                     f"oracle: {block.path}.{layer.name} takes {', '.join(follows)} with its tokens, which it "

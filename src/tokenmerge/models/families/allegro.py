@@ -10,7 +10,7 @@ import torch
 from tokenmerge.models.base import Host, Layer, listed
 from tokenmerge.models.dummy_inputs import blank, full_mask
 from tokenmerge.models.grids import video_grid
-from tokenmerge.models.layout import Follower, Layout
+from tokenmerge.models.layout import Layout, TokenArgument
 
 __all__ = ["CLASSES", "describe"]
 
@@ -22,9 +22,9 @@ _LAYERS = (
         "attn1",
         "attn1",
         Layout(
-            followers=(
-                Follower("image_rotary_emb", axes=(1,), batched=True, element=1),
-                Follower("attention_mask", axes=(-1,), batched=True),
+            token_arguments=(
+                TokenArgument("image_rotary_emb", axes=(1,), batched=True, element=1),
+                TokenArgument("attention_mask", axes=(-1,), batched=True),
             )
         ),
     ),

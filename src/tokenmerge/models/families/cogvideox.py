@@ -11,13 +11,13 @@ import torch
 
 from tokenmerge.models.base import GridShape, Host, Layer, listed
 from tokenmerge.models.dummy_inputs import blank
-from tokenmerge.models.layout import PLAIN, Follower, Grid, Layout
+from tokenmerge.models.layout import PLAIN, Grid, Layout, TokenArgument
 
 __all__ = ["CLASSES", "describe"]
 
 CLASSES = ("CogVideoXTransformer3DModel", "ConsisIDTransformer3DModel")
 
-_ROTARY = Layout(followers=(Follower("image_rotary_emb", axes=(0,)),))
+_ROTARY = Layout(token_arguments=(TokenArgument("image_rotary_emb", axes=(0,)),))
 
 
 def describe(root: Any) -> Host:

@@ -10,7 +10,7 @@ import torch
 from tokenmerge.models.base import Host, Layer, listed
 from tokenmerge.models.dummy_inputs import blank
 from tokenmerge.models.grids import video_grid
-from tokenmerge.models.layout import Follower, Layout
+from tokenmerge.models.layout import Layout, TokenArgument
 
 __all__ = ["CLASSES", "describe"]
 
@@ -18,7 +18,7 @@ CLASSES = ("CosmosTransformer3DModel",)
 
 _FRAMES = 16  # of the latents: 121 pictures
 _LAYERS = (
-    Layer("attn1", "attn1", Layout(followers=(Follower("image_rotary_emb", axes=(0,)),))),
+    Layer("attn1", "attn1", Layout(token_arguments=(TokenArgument("image_rotary_emb", axes=(0,)),))),
     Layer("attn2", "attn2"),
     Layer("ff", "ff"),
 )

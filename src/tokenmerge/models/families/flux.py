@@ -15,7 +15,7 @@ from torch import Tensor
 from tokenmerge.models.base import Host, Layer, is_a, listed, stacked
 from tokenmerge.models.dummy_inputs import blank, device_of_values, full_mask
 from tokenmerge.models.grids import grid_of_ids
-from tokenmerge.models.layout import Follower, Layout
+from tokenmerge.models.layout import Layout, TokenArgument
 
 __all__ = ["CLASSES", "describe", "packed_ids"]
 
@@ -34,17 +34,17 @@ CLASSES = (
 # image.
 _ATTENTION = Layout(
     text="first",
-    followers=(
-        Follower("image_rotary_emb", axes=(0,)),
-        Follower("attention_mask", axes=(-2, -1), batched=True),
+    token_arguments=(
+        TokenArgument("image_rotary_emb", axes=(0,)),
+        TokenArgument("attention_mask", axes=(-2, -1), batched=True),
     ),
     outputs=(0, 2),
 )
 # Blocks get the mask as [b, n]; they return the image behind the text; Chroma's single ones both in one.
 _BLOCK = Layout(
-    followers=(
-        Follower("image_rotary_emb", axes=(0,)),
-        Follower("attention_mask", axes=(1,), batched=True),
+    token_arguments=(
+        TokenArgument("image_rotary_emb", axes=(0,)),
+        TokenArgument("attention_mask", axes=(1,), batched=True),
     ),
     outputs=(1,),
 )
@@ -56,10 +56,10 @@ _FUSED = "blocks of a single stream project attention and MLP together; merge_ml
 def describe(root: Any) -> Host:
     """Find the blocks of both lists."""
     # The blocks of FIBO get their mask within another argument.
-    wide = None if is_a(root, "BriaFiboTransformer2DModel") else _BLOCK
+    block_layout = None if is_a(root, "BriaFiboTransformer2DModel") else _BLOCK
     blocks = (
-        *listed(root, "transformer_blocks", _DOUBLE, wide=wide),
-        *listed(root, "single_transformer_blocks", _SINGLE, wide=wide, dense={"ff": _FUSED}),
+        *listed(root, "transformer_blocks", _DOUBLE, block_layout=block_layout),
+        *listed(root, "single_transformer_blocks", _SINGLE, block_layout=block_layout, dense={"ff": _FUSED}),
     )
     # Of a ControlNet the result of each block is asked for.
     controlnet = is_a(root, _CONTROLNET)

@@ -13,7 +13,7 @@ from tokenmerge.models.base import GridShape, Host, Layer, listed
 from tokenmerge.models.dummy_inputs import blank
 from tokenmerge.models.families.flux import packed_ids
 from tokenmerge.models.grids import grid_of_ids
-from tokenmerge.models.layout import Follower, Grid, Layout
+from tokenmerge.models.layout import Grid, Layout, TokenArgument
 
 __all__ = ["CLASSES", "describe"]
 
@@ -21,9 +21,9 @@ CLASSES = ("Flux2Transformer2DModel",)
 
 _ATTENTION = Layout(
     text="first",
-    followers=(
-        Follower("image_rotary_emb", axes=(0,)),
-        Follower("attention_mask", axes=(-2, -1), batched=True),
+    token_arguments=(
+        TokenArgument("image_rotary_emb", axes=(0,)),
+        TokenArgument("attention_mask", axes=(-2, -1), batched=True),
     ),
 )
 _DOUBLE = (Layer("attn1", "attn", _ATTENTION), Layer("ff", "ff"))

@@ -10,7 +10,7 @@ import torch
 from tokenmerge.models.base import Host, Layer, is_a, listed
 from tokenmerge.models.dummy_inputs import blank
 from tokenmerge.models.grids import picture_grid
-from tokenmerge.models.layout import Follower, Layout
+from tokenmerge.models.layout import Layout, TokenArgument
 
 __all__ = ["CLASSES", "describe"]
 
@@ -18,7 +18,7 @@ _CONTROLNET = "HunyuanDiT2DControlNetModel"
 CLASSES = ("HunyuanDiT2DModel", _CONTROLNET)
 
 # Cross-attention turns its queries too, which are image tokens.
-_ATTENTION = Layout(followers=(Follower("image_rotary_emb", axes=(0,)),))
+_ATTENTION = Layout(token_arguments=(TokenArgument("image_rotary_emb", axes=(0,)),))
 _LAYERS = (Layer("attn1", "attn1", _ATTENTION), Layer("attn2", "attn2", _ATTENTION), Layer("ff", "ff"))
 
 

@@ -14,7 +14,7 @@ import torch
 from tokenmerge.models.base import GridShape, Host, Layer, is_a, listed
 from tokenmerge.models.dummy_inputs import blank, device_of_values, full_mask
 from tokenmerge.models.grids import video_grid
-from tokenmerge.models.layout import Follower, Grid, Layout
+from tokenmerge.models.layout import Grid, Layout, TokenArgument
 
 __all__ = ["CLASSES", "describe"]
 
@@ -27,12 +27,14 @@ _SIZES = {
 CLASSES = tuple(_SIZES)
 
 _FRAMES = 33  # of the latents: 129 pictures
-_POSITIONS = Follower("image_rotary_emb", axes=(0,))
-_ATTENTION = Layout(text="last", followers=(_POSITIONS, Follower("attention_mask", axes=(-1,), batched=True)))
+_POSITIONS = TokenArgument("image_rotary_emb", axes=(0,))
+_ATTENTION = Layout(
+    text="last", token_arguments=(_POSITIONS, TokenArgument("attention_mask", axes=(-1,), batched=True))
+)
 _DOUBLE = (Layer("attn1", "attn", _ATTENTION), Layer("ff", "ff"))
 _SINGLE = (Layer("attn1", "attn", _ATTENTION),)
 # Its mask is the text's.
-_DOUBLE_15 = (Layer("attn1", "attn", Layout(text="last", followers=(_POSITIONS,))), Layer("ff", "ff"))
+_DOUBLE_15 = (Layer("attn1", "attn", Layout(text="last", token_arguments=(_POSITIONS,))), Layer("ff", "ff"))
 _FUSED = "blocks of a single stream project attention and MLP together; merge_mlp leaves their MLP dense"
 
 

@@ -11,7 +11,7 @@ import torch
 from tokenmerge.errors import UnsupportedModelError
 from tokenmerge.models.base import GridShape, Host, Layer, listed
 from tokenmerge.models.dummy_inputs import blank
-from tokenmerge.models.layout import Follower, Grid, Layout
+from tokenmerge.models.layout import Grid, Layout, TokenArgument
 
 __all__ = ["CLASSES", "describe"]
 
@@ -19,7 +19,11 @@ CLASSES = ("Kandinsky5Transformer3DModel",)
 
 _FRAMES = 31  # of the latents: 121 pictures
 _LAYERS = (
-    Layer("attn1", "self_attention", Layout(followers=(Follower("rotary_emb", axes=(1,), batched=True),))),
+    Layer(
+        "attn1",
+        "self_attention",
+        Layout(token_arguments=(TokenArgument("rotary_emb", axes=(1,), batched=True),)),
+    ),
     Layer("attn2", "cross_attention"),
     Layer("ff", "feed_forward"),
 )

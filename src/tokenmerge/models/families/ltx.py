@@ -11,7 +11,7 @@ import torch
 from tokenmerge.errors import UnsupportedModelError
 from tokenmerge.models.base import GridShape, Host, Layer, listed
 from tokenmerge.models.dummy_inputs import blank, full_mask
-from tokenmerge.models.layout import Follower, Grid, Layout
+from tokenmerge.models.layout import Grid, Layout, TokenArgument
 
 __all__ = ["CLASSES", "describe"]
 
@@ -23,7 +23,7 @@ _LAYERS = (
     Layer(
         "attn1",
         "attn1",
-        Layout(text="first", followers=(Follower("image_rotary_emb", axes=(1,), batched=True),)),
+        Layout(text="first", token_arguments=(TokenArgument("image_rotary_emb", axes=(1,), batched=True),)),
     ),
     Layer("attn2", "attn2"),
     Layer("ff", "ff"),

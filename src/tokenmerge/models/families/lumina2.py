@@ -10,7 +10,7 @@ import torch
 from tokenmerge.models.base import Host, Layer, listed
 from tokenmerge.models.dummy_inputs import blank, full_mask
 from tokenmerge.models.grids import picture_grid
-from tokenmerge.models.layout import Follower, Layout
+from tokenmerge.models.layout import Layout, TokenArgument
 
 __all__ = ["CLASSES", "describe"]
 
@@ -24,11 +24,11 @@ _LAYERS = (
         "attn",
         Layout(
             text="first",
-            followers=(
-                Follower("image_rotary_emb", axes=(1,), batched=True),
-                Follower("attention_mask", axes=(1,), batched=True),
+            token_arguments=(
+                TokenArgument("image_rotary_emb", axes=(1,), batched=True),
+                TokenArgument("attention_mask", axes=(1,), batched=True),
             ),
-            again="encoder_hidden_states",
+            same_as_tokens="encoder_hidden_states",
         ),
     ),
     Layer("ff", "feed_forward"),

@@ -10,7 +10,7 @@ import torch
 from tokenmerge.models.base import Host, Layer, listed
 from tokenmerge.models.dummy_inputs import blank, full_mask
 from tokenmerge.models.grids import video_grid
-from tokenmerge.models.layout import Follower, Layout
+from tokenmerge.models.layout import Layout, TokenArgument
 
 __all__ = ["CLASSES", "describe"]
 
@@ -18,8 +18,8 @@ CLASSES = ("MochiTransformer3DModel",)
 
 _FRAMES = 4  # of the latents: 19 pictures
 # Tables [n, heads, d / 2], which its attention broadcasts over the batch.
-_POSITIONS = Follower("image_rotary_emb", axes=(1,), batched=True, expand=True)
-_LAYERS = (Layer("attn1", "attn1", Layout(text="last", followers=(_POSITIONS,))), Layer("ff", "ff"))
+_POSITIONS = TokenArgument("image_rotary_emb", axes=(1,), batched=True, expand=True)
+_LAYERS = (Layer("attn1", "attn1", Layout(text="last", token_arguments=(_POSITIONS,))), Layer("ff", "ff"))
 
 
 def describe(root: Any) -> Host:

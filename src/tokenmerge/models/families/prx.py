@@ -10,15 +10,15 @@ import torch
 from tokenmerge.models.base import Host, Layer, listed
 from tokenmerge.models.dummy_inputs import blank, full_mask
 from tokenmerge.models.grids import picture_grid
-from tokenmerge.models.layout import Follower, Layout
+from tokenmerge.models.layout import Layout, TokenArgument
 
 __all__ = ["CLASSES", "describe"]
 
 CLASSES = ("PRXTransformer2DModel",)
 
 # Positions [b, 1, n, d / 2, 2, 2].
-_POSITIONS = Follower("image_rotary_emb", axes=(2,), batched=True)
-_LAYERS = (Layer("attn1", "attention", Layout(followers=(_POSITIONS,))),)
+_POSITIONS = TokenArgument("image_rotary_emb", axes=(2,), batched=True)
+_LAYERS = (Layer("attn1", "attention", Layout(token_arguments=(_POSITIONS,))),)
 _NO_LAYER = "the MLP of PRX is no layer of its own; merge_mlp leaves it dense"
 
 

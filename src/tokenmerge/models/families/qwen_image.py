@@ -11,7 +11,7 @@ import torch
 from tokenmerge.errors import UnsupportedModelError
 from tokenmerge.models.base import GridShape, Host, Layer, is_a, listed
 from tokenmerge.models.dummy_inputs import blank
-from tokenmerge.models.layout import Follower, Grid, Layout
+from tokenmerge.models.layout import Grid, Layout, TokenArgument
 
 __all__ = ["CLASSES", "describe"]
 
@@ -19,7 +19,9 @@ _CONTROLNET = "QwenImageControlNetModel"
 CLASSES = ("QwenImageTransformer2DModel", _CONTROLNET)
 
 _LAYERS = (
-    Layer("attn1", "attn", Layout(followers=(Follower("image_rotary_emb", axes=(0,), element=0),))),
+    Layer(
+        "attn1", "attn", Layout(token_arguments=(TokenArgument("image_rotary_emb", axes=(0,), element=0),))
+    ),
     Layer("ff", "img_mlp"),
 )
 

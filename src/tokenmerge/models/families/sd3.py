@@ -29,7 +29,7 @@ def describe(root: Any) -> Host:
             f"transformer_blocks.{i}",
             block,
             tuple(layer for layer in _LAYERS if getattr(block, layer.name, None) is not None),
-            wide=_BLOCK,
+            block_layout=_BLOCK,
         )
         for i, block in enumerate(root.transformer_blocks)
     )

@@ -13,7 +13,7 @@ import torch
 from tokenmerge.models.base import Host, Layer, is_a, listed, stacked
 from tokenmerge.models.dummy_inputs import blank
 from tokenmerge.models.grids import video_grid
-from tokenmerge.models.layout import Follower, Layout
+from tokenmerge.models.layout import Layout, TokenArgument
 
 __all__ = ["CLASSES", "describe"]
 
@@ -27,17 +27,17 @@ CLASSES = (
 
 _FRAMES = 21  # of the latents: 81 pictures
 _BLOCK = Layout(
-    followers=(
-        Follower("rotary_emb", axes=(1,), batched=True),
+    token_arguments=(
+        TokenArgument("rotary_emb", axes=(1,), batched=True),
         # Of Wan 2.2 from a picture, whose tokens have times of their own.
-        Follower("temb", axes=(1,), batched=True, ndim=4),
+        TokenArgument("temb", axes=(1,), batched=True, ndim=4),
     )
 )
 _FOLLOWING = Layout(
-    followers=(
-        Follower("rotary_emb", axes=(1,), batched=True),
+    token_arguments=(
+        TokenArgument("rotary_emb", axes=(1,), batched=True),
         # Of SkyReels-V2, which can forbid to look at later frames.
-        Follower("attention_mask", axes=(-2, -1), batched=True),
+        TokenArgument("attention_mask", axes=(-2, -1), batched=True),
     )
 )
 _LAYERS = (
@@ -53,8 +53,8 @@ _CONTROL = Layout(tokens="control_hidden_states")
 def describe(root: Any) -> Host:
     """Find the blocks; of VACE also those of the control video."""
     # Blocks of SkyReels-V2 may get a mask between frames and times of their own in another layout.
-    wide = None if is_a(root, "SkyReelsV2Transformer3DModel") else _BLOCK
-    blocks = listed(root, "blocks", _LAYERS, wide=wide)
+    block_layout = None if is_a(root, "SkyReelsV2Transformer3DModel") else _BLOCK
+    blocks = listed(root, "blocks", _LAYERS, block_layout=block_layout)
     if not is_a(root, *_ADDING):
         blocks = stacked(blocks)
     if is_a(root, "WanVACETransformer3DModel"):

@@ -11,7 +11,7 @@ import torch
 from tokenmerge.errors import UnsupportedModelError
 from tokenmerge.models.base import GridShape, Host, Layer, listed
 from tokenmerge.models.dummy_inputs import blank
-from tokenmerge.models.layout import Follower, Grid, Layout
+from tokenmerge.models.layout import Grid, Layout, TokenArgument
 
 __all__ = ["CLASSES", "describe"]
 
@@ -24,9 +24,9 @@ _LAYERS = (
         "attention",
         Layout(
             text="last",
-            followers=(
-                Follower("freqs_cis", axes=(1,), batched=True),
-                Follower("attention_mask", axes=(1,), batched=True),
+            token_arguments=(
+                TokenArgument("freqs_cis", axes=(1,), batched=True),
+                TokenArgument("attention_mask", axes=(1,), batched=True),
             ),
         ),
     ),
