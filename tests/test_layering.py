@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import tokenmerge
 
 ROOT = Path(tokenmerge.__file__).parent
@@ -112,3 +114,34 @@ def test_importing_touches_no_accelerator_and_no_optional_library():
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def run(script: str) -> str:
+    """What a script prints, in a process of its own."""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+def test_importing_the_package_needs_no_torch():
+    script = (
+        "import sys; sys.modules.update(torch=None, diffusers=None)\n"
+        "import tokenmerge as t; print(t.ToMeConfig(ratio=0.5).ratio, t.presets.sito(0.4).ratio)\n"
+        "from tokenmerge import NothingToMergeError, ViTConfig; print(ViTConfig(r=8).r)"
+    )
+    assert run(script).split() == ["0.5", "0.4", "8"]
+
+
+def test_public_names_are_there_when_they_are_asked_for():
+    script = (
+        "import tokenmerge\n"
+        "assert set(tokenmerge.__all__) <= set(dir(tokenmerge))\n"
+        "from tokenmerge import *\n"
+        "print(apply_patch is tokenmerge.compat.apply_patch, tokenmerge.vit.report.predict_vit.__name__,"
+        " hasattr(tokenmerge, 'no_such_name'))"
+    )
+    assert run(script).split() == ["True", "predict_vit", "False"]
+
+
+@pytest.mark.parametrize("module", ["auto", "compat", "config", "errors", "presets", "report", "vit"])
+def test_public_modules_are_there_without_an_import_of_their_own(module):
+    assert run(f"import tokenmerge; print(tokenmerge.{module}.__name__)") == f"tokenmerge.{module}"

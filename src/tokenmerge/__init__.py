@@ -1,22 +1,17 @@
 """Faster diffusion models without training, by merging redundant tokens inside their transformer blocks.
 
+Public names are imported when they are first used, so that parts which do not need PyTorch, such as
+``tokenmerge.paddle``, can be imported where it is not installed.
+
 >>> import tokenmerge
 >>> tokenmerge.ToMeConfig(ratio=0.5).ratio
 0.5
 """
 
-from tokenmerge import presets
-from tokenmerge.api import Patch, apply_token_merging, remove_token_merging, token_merging
-from tokenmerge.compat import apply_patch, remove_patch
-from tokenmerge.config import ToMeConfig
-from tokenmerge.errors import (
-    ConfigError,
-    MissingExtraError,
-    NothingToMergeError,
-    TokenMergingError,
-    UnsupportedModelError,
-)
-from tokenmerge.vit.config import DecreasingSchedule, ViTConfig
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
@@ -38,3 +33,51 @@ __all__ = [
     "remove_token_merging",
     "token_merging",
 ]
+
+if TYPE_CHECKING:
+    from tokenmerge import presets
+    from tokenmerge.api import Patch, apply_token_merging, remove_token_merging, token_merging
+    from tokenmerge.compat import apply_patch, remove_patch
+    from tokenmerge.config import ToMeConfig
+    from tokenmerge.errors import (
+        ConfigError,
+        MissingExtraError,
+        NothingToMergeError,
+        TokenMergingError,
+        UnsupportedModelError,
+    )
+    from tokenmerge.vit.config import DecreasingSchedule, ViTConfig
+else:
+    # Where each public name is defined.
+    _MODULE_OF = {
+        **dict.fromkeys(("Patch", "apply_token_merging", "remove_token_merging", "token_merging"), "api"),
+        **dict.fromkeys(("apply_patch", "remove_patch"), "compat"),
+        **dict.fromkeys(("DecreasingSchedule", "ViTConfig"), "vit.config"),
+        "ToMeConfig": "config",
+        "ConfigError": "errors",
+        "MissingExtraError": "errors",
+        "NothingToMergeError": "errors",
+        "TokenMergingError": "errors",
+        "UnsupportedModelError": "errors",
+    }
+    # Public modules that ``import tokenmerge`` alone makes available, and what is imported for each.
+    _MODULES = {
+        **{name: name for name in ("auto", "compat", "config", "errors", "presets", "report")},
+        "vit": "vit.report",
+    }
+
+    def __getattr__(name: str) -> Any:
+        """Import a public name when it is first used (PEP 562)."""
+        if name in _MODULE_OF:
+            value = getattr(import_module(f"tokenmerge.{_MODULE_OF[name]}"), name)
+        elif name in _MODULES:
+            import_module(f"tokenmerge.{_MODULES[name]}")
+            value = import_module(f"tokenmerge.{name}")
+        else:
+            raise AttributeError(f"module 'tokenmerge' has no attribute {name!r}")
+        globals()[name] = value
+        return value
+
+    def __dir__() -> list[str]:
+        """Names that are imported already, and those that can be."""
+        return sorted({*globals(), *__all__, *_MODULES})
