@@ -16,13 +16,12 @@ from tokenmerge.errors import ConfigError, UnsupportedModelError
 from tokenmerge.models.base import Host
 from tokenmerge.models.find import find_hosts
 from tokenmerge.report import Report, predict
-from tokenmerge.runtime.patch import hosts_that_merge, new_run, patch_host, restore, run_of
+from tokenmerge.runtime.patch import hosts_that_merge, new_state, patch_host, restore, state_of
 from tokenmerge.runtime.pipeline import Pipeline
 from tokenmerge.runtime.state import RecordedPlan
-from tokenmerge.runtime.step_tracker import Moment
 from tokenmerge.vit.config import ViTConfig
 from tokenmerge.vit.hosts import find_encoders
-from tokenmerge.vit.patch import checked_encoders, new_vit_run, patch_encoder
+from tokenmerge.vit.patch import checked_encoders, new_vit_state, patch_encoder
 from tokenmerge.vit.report import ViTReport, predict_vit
 from tokenmerge.vit.runtime import RecordedTokens
 
@@ -35,9 +34,9 @@ AnyRecord = TypeVar("AnyRecord")
 class Patch(Generic[AnyReport, AnyRecord]):
     """What :func:`apply_token_merging` did to a model, and the way to undo it."""
 
-    def __init__(self, predict: Callable[[], AnyReport], runs: dict[nn.Module, Any], recorded: Any) -> None:
+    def __init__(self, predict: Callable[[], AnyReport], states: dict[nn.Module, Any], recorded: Any) -> None:
         self._predict = predict
-        self._runs = runs
+        self._states = states
         self._recorded = recorded
 
     @property
@@ -51,16 +50,16 @@ class Patch(Generic[AnyReport, AnyRecord]):
 
     def remove(self) -> None:
         """Restore the models; one that has been patched anew or restored since then stays as it is."""
-        for root, run in self._runs.items():
-            if run_of(root) is run:
+        for root, state in self._states.items():
+            if state_of(root) is state:
                 restore(root)
 
     def at_step(self, index: int, steps: int) -> None:
-        """Say which denoising step comes next, in a loop that is not a diffusers pipeline's.
+        """Set the denoising step that comes next, in a loop that is not a diffusers pipeline's.
 
-        Only settings that follow the steps need it; ``index`` 0 begins a generation, and so does one that
-        is neither the last one again nor the next. From then on a pipeline's own scheduler is not asked any
-        more.
+        Only settings that follow the steps need it. An ``index`` of 0 begins a generation, and so does one
+        that is neither the last index nor the next. It counts for the calls of this thread, and from then on
+        no scheduler is asked in it.
 
         Args:
             index: of the step, 0 ≤ index < steps.
@@ -71,11 +70,8 @@ class Patch(Generic[AnyReport, AnyRecord]):
         """
         if not (isinstance(index, int) and isinstance(steps, int) and 0 <= index < steps):
             raise ConfigError(f"index, steps: expected integers, 0 ≤ index < steps, got {index!r}, {steps!r}")
-        for run in self._runs.values():
-            told = run.pipeline.told
-            begins = told is None or index == 0 or index - told.index not in (0, 1)
-            generation = object() if begins else told.generation
-            run.pipeline.told = Moment(generation, index, steps)
+        for pipeline in {state.pipeline for state in self._states.values()}:
+            pipeline.set_step(index, steps)
 
     @contextlib.contextmanager
     def record(self) -> Iterator[dict[str, AnyRecord]]:
@@ -84,13 +80,8 @@ class Patch(Generic[AnyReport, AnyRecord]):
         The blocks are those of the denoiser, or of the first ControlNet where no denoiser is patched; each
         leaves its plan. Layers of a vision transformer leave what the tokens behind them stand for.
         """
-        run = self._recorded
-        before, latest = run.record, dict[str, AnyRecord]()
-        run.record = latest
-        try:
+        with self._recorded.recording() as latest:
             yield latest
-        finally:
-            run.record = before
 
 
 @overload
@@ -141,24 +132,21 @@ def _merge_in_hosts(model: object, config: ToMeConfig) -> Patch[Report, Recorded
     merging, _ = hosts_that_merge(hosts, config, size=None)
     for host in hosts:
         restore(host.root)
-    runs = {host.root: new_run(host, config) for host in merging}
     pipeline = Pipeline(None if isinstance(model, nn.Module) else model)
-    pipeline.runs += runs.values()
-    for run in runs.values():
-        run.pipeline = pipeline
+    states = {host.root: new_state(host, config, pipeline) for host in merging}
     for host in merging:
-        patch_host(host, runs[host.root])
+        patch_host(host, states[host.root])
     denoiser = next((host for host in merging if not host.controlnet), merging[0])
-    return Patch(partial(predict, model, config), runs, runs[denoiser.root])
+    return Patch(partial(predict, model, config), states, states[denoiser.root])
 
 
 def _merge_in_encoders(model: object, config: ViTConfig) -> Patch[ViTReport, RecordedTokens]:
     encoders = checked_encoders(model, config)
-    runs = {encoder.model: new_vit_run(encoder, config) for encoder in encoders}
+    states = {encoder.model: new_vit_state(encoder, config) for encoder in encoders}
     for encoder in encoders:
         restore(encoder.model)
-        patch_encoder(encoder, runs[encoder.model])
-    return Patch(partial(predict_vit, model, config), runs, runs[encoders[0].model])
+        patch_encoder(encoder, states[encoder.model])
+    return Patch(partial(predict_vit, model, config), states, states[encoders[0].model])
 
 
 def _hosts(model: object) -> tuple[Host, ...]:
@@ -206,15 +194,15 @@ def token_merging(pipe_or_model: object, config: Any = 0.5) -> Iterator[Patch[An
     Raises:
         UnsupportedModelError, NothingToMergeError, ConfigError: as :func:`apply_token_merging`.
     """
-    before = [(root, patch, run_of(root)) for root, patch in _patchable(pipe_or_model)]
+    before = [(root, patch, state_of(root)) for root, patch in _patchable(pipe_or_model)]
     handle = apply_token_merging(pipe_or_model, config)
     try:
         yield handle
     finally:
-        for root, patch, run in before:
+        for root, patch, state in before:
             restore(root)
-            if run is not None:
-                patch(run)
+            if state is not None:
+                patch(state)
 
 
 def _patchable(model: object) -> list[tuple[nn.Module, Callable[[Any], None]]]:

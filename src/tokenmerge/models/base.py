@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 from tokenmerge.models.layout import PLAIN, Grid, Layout
 
-__all__ = ["KINDS", "Block", "GridShape", "Host", "Layer", "is_a", "listed", "stacked"]
+__all__ = ["KINDS", "Block", "GridShape", "Host", "Layer", "ModelCall", "is_a", "listed", "stacked"]
 
 GridShape = tuple[int, int, int]  # frames, rows, columns, in tokens
 
@@ -106,6 +107,18 @@ def _all_of_it(root: Any, sample: Any) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
+class ModelCall:
+    """How a model is called: see :class:`Host` for all but ``parameters``, the names of all its arguments."""
+
+    sample: str
+    timestep: str | Callable[[Any, Mapping[str, Any]], Tensor]
+    parameters: tuple[str, ...]
+    grid: Callable[[Any, Mapping[str, Any], Grid], GridShape]
+    latents: Callable[[Any, Any], Any]
+    between: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
 class Host:
     """A denoiser or a ControlNet.
 
@@ -152,6 +165,12 @@ class Host:
     shallow_share: float = 1.0
     on_cpu: tuple[str, ...] = ()
     between: tuple[str, ...] = ()
+
+    @property
+    def call(self) -> ModelCall:
+        """How the model is called."""
+        parameters = tuple(inspect.signature(type(self.root).forward).parameters)[1:]
+        return ModelCall(self.sample, self.timestep, parameters, self.grid, self.latents, self.between)
 
     @property
     def can_skip(self) -> bool:

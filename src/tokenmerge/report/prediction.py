@@ -15,10 +15,9 @@ from tokenmerge.models.base import KINDS, Block, Host
 from tokenmerge.models.find import find_hosts
 from tokenmerge.report.flops import count_flops, weightless
 from tokenmerge.report.steps import kept_bytes, mean_flops, notes_on_steps
-from tokenmerge.runtime.patch import hosts_that_merge, new_run, patch_host, restore
+from tokenmerge.runtime.patch import hosts_that_merge, new_state, patch_host, restore
+from tokenmerge.runtime.pipeline import Pipeline
 from tokenmerge.runtime.select import layers_to_merge, merges
-from tokenmerge.runtime.state import RecordedPlan
-from tokenmerge.runtime.step_tracker import Moment
 
 __all__ = ["Report", "Row", "aligned", "predict", "saved"]
 
@@ -242,12 +241,12 @@ def _predict_host(
     arguments = partial(copied.example, height, width, batch)
     dense = count_flops(copied.root, arguments())
     # Where nothing merges, steps that run less are no reason to refuse it.
-    run = new_run(copied, dataclasses.replace(config.most(), reuse_every=config.reuse_every))
-    patch_host(copied, run)
-    recorded: dict[str, RecordedPlan] = {}
-    run.record = recorded
-    run.pipeline.told = Moment(run, 0, 1)  # for a planner that looks at the step before
-    merged = count_flops(copied.root, arguments())
+    most = dataclasses.replace(config.most(), reuse_every=config.reuse_every)
+    state = new_state(copied, most, Pipeline())
+    patch_host(copied, state)
+    state.pipeline.set_step(0, 1)  # for a planner that looks at the step before
+    with state.recording() as recorded:
+        merged = count_flops(copied.root, arguments())
     restore(copied.root)
 
     counted = type(host.root).__name__

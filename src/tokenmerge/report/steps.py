@@ -12,9 +12,9 @@ from torch import Tensor
 from tokenmerge.config import ToMeConfig
 from tokenmerge.models.base import Host
 from tokenmerge.report.flops import count_flops
-from tokenmerge.runtime.patch import new_run, patch_host, restore
-from tokenmerge.runtime.state import BlockState, LayerState, Run, StageState
-from tokenmerge.runtime.step_tracker import Moment
+from tokenmerge.runtime.patch import new_state, patch_host, restore
+from tokenmerge.runtime.pipeline import Pipeline
+from tokenmerge.runtime.state import ModelState
 
 __all__ = ["kept_bytes", "mean_flops", "notes_on_steps"]
 
@@ -34,10 +34,10 @@ def mean_flops(host: Host, config: ToMeConfig, steps: int, arguments: Arguments)
         arguments: → those of a call by name; each step has its own.
     """
     name = type(host.root).__name__
-    with _patched(host, config) as run:
+    with _patched(host, config) as state:
         counts = []
         for index in range(steps):
-            run.pipeline.told = Moment(run, index, steps)
+            state.pipeline.set_step(index, steps)
             counts.append(count_flops(host.root, arguments())[name])
     return round(sum(counts) / steps)
 
@@ -59,29 +59,25 @@ def kept_bytes(host: Host, config: ToMeConfig, arguments: Arguments) -> int:
         reuse_every=config.reuse_every,
         reuse_finest_every=config.reuse_finest_every,
     )
-    with _patched(host, keeping) as run:
+    with _patched(host, keeping) as state:
         for index in range(2):
-            run.pipeline.told = Moment(run, index, _STEPS_TO_KEEP_MOST)
+            state.pipeline.set_step(index, _STEPS_TO_KEEP_MOST)
             count_flops(host.root, arguments())
-        states: list[BlockState | LayerState | StageState] = [
-            *run.blocks,
-            *run.layers,
-            *run.deep_stages,
-            *run.shallow_stages,
-        ]
-        changes = [change for state in states for change in state.changes.values()]
-        plans = {id(plan): plan for block in run.blocks for plan in block.plans.values()}.values()
-    kept = [tensor for change in changes for tensor in (*change.latest, *(change.growth or ()))]
+        memory = state.threads.value.memory
+        caches = () if memory is None else memory.caches
+        residuals = [residual for cache in caches for residual in cache.residuals.values()]
+        plans = {id(plan): plan for cache in caches for plan in cache.plans.values()}.values()
+    kept = [tensor for residual in residuals for tensor in (*residual.latest, *(residual.delta or ()))]
     kept += [tensor for plan in plans for tensor in plan]
     return sum(tensor.nbytes for tensor in kept if isinstance(tensor, Tensor))
 
 
 @contextlib.contextmanager
-def _patched(host: Host, config: ToMeConfig) -> Iterator[Run]:
-    run = new_run(host, config)
-    patch_host(host, run)
+def _patched(host: Host, config: ToMeConfig) -> Iterator[ModelState]:
+    state = new_state(host, config, Pipeline())
+    patch_host(host, state)
     try:
-        yield run
+        yield state
     finally:
         restore(host.root)
 

@@ -1,4 +1,4 @@
-"""What the methods of a patched model do: merge, call the host's own method, unmerge."""
+"""The methods of a patched model: merge, call the host's own method, unmerge."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ from tokenmerge.errors import UnsupportedModelError
 from tokenmerge.models.call import HostCall
 from tokenmerge.models.layout import Layout
 from tokenmerge.ops import Plan, keep_destinations, merge, merge_with_norm
-from tokenmerge.runtime.caches import Change, Seen, change_of, changed, since
+from tokenmerge.runtime.caches import RecordedCall
+from tokenmerge.runtime.context import ActiveMerge
 from tokenmerge.runtime.merged_call import add_lost, keyed_call, merged_call
 from tokenmerge.runtime.planning import plan_of, size_of
 from tokenmerge.runtime.proportional_attention import ProportionalAttention
+from tokenmerge.runtime.reuse import Residual, extrapolated, residual_of, updated
 from tokenmerge.runtime.stack import call_in_stack
 from tokenmerge.runtime.state import STATE, BlockState, LayerState, StageState
 
@@ -41,35 +43,40 @@ def block_call(original: Callable) -> Callable:
         state: BlockState | None = self.__dict__.get(STATE)
         if state is None:
             return original(self, *args, **kwargs)
-        # With gradients, it may run once more behind the model, as in the same call.
-        state.number = 0 if torch.is_grad_enabled() else state.number + 1
+        block = state.threads.value
+        # Gradient checkpointing may run a block again, behind the model, as the same call.
+        block.number = 0 if torch.is_grad_enabled() else block.number + 1
         call = HostCall(functools.partial(original, self), names, args, kwargs)
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             return _block_with_gradients(state, call)
-        return _reused_block(state, call) if state.keeps else _block(state, call)
+        if state.caches_residuals and state.model.context.caches_residuals:
+            return _skippable_block(state, call)
+        return _block(state, call)
 
     return forward
 
 
 def stage_call(original: Callable) -> Callable:
-    """A part of a UNet: on some steps only its result goes on, and nothing runs."""
+    """A stage of a UNet, which is skipped on some steps: then its extrapolated result takes its place."""
 
     @functools.wraps(original)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         state: StageState | None = self.__dict__.get(STATE)
-        if state is None or not state.run.keeps:
+        if state is None or not state.model.context.caches_residuals:
             return original(self, *args, **kwargs)
-        call, ahead = (state.run.turns.number, 0), state.ahead
-        before, shape = state.changes.get(call), state.shapes.get(call)
-        if ahead is not None and before is not None:
-            return changed(before, [0.0], ahead)
-        if ahead is not None and shape is not None:
-            return tree_map(torch.zeros_like, shape)  # for others that do not run either
+        call, distance, cache = (state.model.context.call, 0), state.extrapolation, state.threads.value.cache
+        before, placeholder = cache.residuals.get(call), cache.placeholders.get(call)
+        if distance is not None and before is not None:
+            return extrapolated(before, [0.0], distance)
+        if distance is not None and placeholder is not None:
+            return tree_map(torch.zeros_like, placeholder)  # read by modules that are skipped too
         result = original(self, *args, **kwargs)
         if state.is_last:
-            state.changes[call] = since(before, change_of(result, [0.0]))
+            cache.residuals[call] = updated(before, residual_of(result, [0.0]))
         else:
-            state.shapes[call] = tree_map(lambda tensor: tensor.new_zeros(()).expand(tensor.shape), result)
+            cache.placeholders[call] = tree_map(
+                lambda tensor: tensor.new_zeros(()).expand(tensor.shape), result
+            )
         return result
 
     return forward
@@ -82,20 +89,14 @@ def layer_call(original: Callable) -> Callable:
     @functools.wraps(original)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         state: LayerState | None = self.__dict__.get(STATE)
-        if state is None or state.block.size is None:
+        active = None if state is None else state.block.threads.value.merge
+        if state is None or active is None:
             return original(self, *args, **kwargs)
-        settings, plan, size = state.block.settings, state.block.plan, state.block.size
-        wide = settings.whole_blocks
-        takes_part = (
-            state.keys is not None if settings.scope == "keys" else state.kind in settings.merged_layers
-        )
         call = HostCall(functools.partial(original, self), names, args, kwargs)
-        tokens = call.argument(names[0])
-        # Parts of the sequence, as in feed-forward chunking, do not fit the plan.
-        fits = _fits(tokens, *(plan.keep.shape if wide and plan is not None else size))
-        if not (wide or takes_part) or not fits or call.has(state.layout.dense_if):
+        settings, plan = state.block.settings, active.plan
+        if not _merges_here(state, active, call, names[0]):
             return call.result()
-        if wide:
+        if settings.whole_blocks:
             with _proportional(state, plan):
                 return call.result()
 
@@ -107,107 +108,139 @@ def layer_call(original: Callable) -> Callable:
                     return keyed_call(call, state.layout, plan, state.keys, combine)
                 return merged_call(call, state.layout, plan, combine)
 
-        before = state.changes.get(state.block.call)
-        result = _corrected(state.block, before, state.layout, call.result, merged)
-        if _keeps_change(state.block, before):
+        residuals, number = state.threads.value.cache.residuals, state.block.call
+        before = residuals.get(number)
+        result = _corrected(state.block, plan, before, state.layout, call.result, merged)
+        if _caches_correction(state.block, before):
             nothing = [0.0] * (1 if isinstance(result, Tensor) else len(result))
-            state.changes[state.block.call] = change_of(result, nothing)
+            residuals[number] = residual_of(result, nothing)
         return result
 
     return forward
 
 
+def _merges_here(state: LayerState, active: ActiveMerge, call: HostCall, first: str) -> bool:
+    """Whether a layer's call takes part in what its block merges."""
+    settings, tokens = state.block.settings, call.argument(first)
+    if settings.whole_blocks:
+        takes_part = True
+    elif settings.scope == "keys":
+        takes_part = state.keys is not None
+    else:
+        takes_part = state.kind in settings.merged_layers
+    images, n = active.images, active.tokens
+    if settings.whole_blocks and active.plan is not None:
+        images, n = active.plan.keep.shape
+    # Parts of the sequence, as in feed-forward chunking, do not fit the plan.
+    fits = tokens.shape[0] == images and tokens.shape[1] >= n
+    return takes_part and fits and not call.has(state.layout.dense_if)
+
+
 def _block_with_gradients(state: BlockState, call: HostCall) -> Any:
-    """The result of a block that gradient checkpointing may run once more: then it merges what it merged."""
-    state.again = state.seen.get(state.layout.tokens_of(call))
+    """The result of a block that gradient checkpointing may run again: then it merges what it merged."""
+    block = state.threads.value
+    block.recorded = state.calls.get(state.layout.tokens_of(call))
     try:
         return _block(state, call)
     finally:
-        state.again = None
+        block.recorded = None
 
 
-def _reused_block(state: BlockState, call: HostCall) -> Any:
-    """The result of a block that on some steps does not run: what it changed before goes on."""
-    before = state.changes.get(state.call)
-    if state.run.ahead is not None and before is not None:
-        return changed(before, _bases(state, call, len(before.latest)), state.run.ahead)
+def _skippable_block(state: BlockState, call: HostCall) -> Any:
+    """The result of a block that is skipped on some steps: then its residual is extrapolated."""
+    residuals, distance = state.threads.value.cache.residuals, state.model.context.extrapolation
+    before = residuals.get(state.call)
+    if distance is not None and before is not None:
+        return extrapolated(before, _bases(state, call, len(before.latest)), distance)
     result = _block(state, call)
-    state.changes[state.call] = since(before, _change(state, call, result))
+    residuals[state.call] = updated(before, _residual(state, call, result))
     return result
 
 
 def _block(state: BlockState, call: HostCall) -> Any:
-    """The result of a block that runs: itself on merged tokens, or its layers, or what it is a stack with."""
-    combine = COMBINE[state.settings.combine]
-    if state.settings.scope == "stack":
+    """Run a block: as a whole, by its layers, or inside a stack."""
+    settings = state.settings
+    combine = COMBINE[settings.combine]
+    if settings.scope == "stack":
         return call_in_stack(call, state, combine)
-    block_layout = state.block_layout if state.settings.scope == "block" else None
-    if state.settings.scope == "block" and (block_layout is None or call.has(block_layout.dense_if)):
+    block_layout = state.block_layout if settings.scope == "block" else None
+    if settings.scope == "block" and (block_layout is None or call.has(block_layout.dense_if)):
         return call.result()
-    layout = state.layout
-    tokens = layout.tokens_of(call)
+    block = state.threads.value
     try:
-        if state.again is None:
-            mask = call.argument(layout.padding) if layout.padding else None
-            state.size = size_of(state, tokens, mask)
-            if state.size is not None and not state.run.corrects:
-                state.plan = plan_of(state, tokens, mask)
-            if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-                state.seen[tokens] = Seen(state.settings, state.size, state.plan)
-        else:
-            _, state.size, state.plan = state.again
-        if block_layout is None or state.size is None:
+        block.merge = active = _active_merge(state, call)
+        if block_layout is None or active is None:
             return call.result()
 
         def merged(plan: Plan) -> Any:
             return merged_call(call, block_layout, plan, combine, change_only=True)
 
-        before = state.changes.get(state.call)
-        result = _corrected(state, before, block_layout, call.result, merged)
-        if _keeps_change(state, before) and not state.keeps:
-            state.changes[state.call] = _change(state, call, result)
+        residuals = block.cache.residuals
+        before = residuals.get(state.call)
+        result = _corrected(state, active.plan, before, block_layout, call.result, merged)
+        skippable = state.caches_residuals and state.model.context.caches_residuals
+        if _caches_correction(state, before) and not skippable:
+            residuals[state.call] = _residual(state, call, result)
         return result
     finally:
-        state.size = state.plan = None
+        block.merge = None
 
 
-def _change(state: BlockState, call: HostCall, result: Any) -> Change:
+def _active_merge(state: BlockState, call: HostCall) -> ActiveMerge | None:
+    """What a block merges in its running call; None: nothing."""
+    recorded = state.threads.value.recorded
+    if recorded is not None:
+        return recorded.merge
+    layout = state.layout
+    tokens = layout.tokens_of(call)
+    mask = call.argument(layout.padding) if layout.padding else None
+    size, active = size_of(state, tokens, mask), None
+    if size is not None:
+        plan = None if state.model.context.corrects else plan_of(state, tokens, mask)
+        active = ActiveMerge(*size, plan)
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        state.calls[tokens] = RecordedCall(state.settings, active)
+    return active
+
+
+def _residual(state: BlockState, call: HostCall, result: Any) -> Residual:
     """What a block has added to what it was called with."""
-    return change_of(result, _bases(state, call, 1 if isinstance(result, Tensor) else len(result)))
+    return residual_of(result, _bases(state, call, 1 if isinstance(result, Tensor) else len(result)))
 
 
 def _corrected(
     block: BlockState,
-    before: Change | None,
+    plan: Plan | None,
+    before: Residual | None,
     layout: Layout,
     dense: Callable[[], Any],
     merged: Callable[[Plan], Any],
 ) -> Any:
-    """The result of a block or layer: on dense steps exact, on others merged, with what merging loses.
+    """The result of a block or layer: exact on correction steps, else merged, with what merging loses.
 
     Args:
         block: that runs.
-        before: what it, or its layer, changed when it last ran; None: nothing is known.
+        plan: of its running call; None on a correction step.
+        before: residual of the block, or of its layer, from its last run; None: nothing is known.
         layout: of its tokens.
         dense: → the exact result.
         merged: plan → the result on merged tokens.
     """
-    plan = block.plan
     if plan is None:
         return dense()
-    if before is None or not block.run.config.correct_every:
+    if before is None or not block.model.config.correct_every:
         return merged(plan)
     return add_lost(layout, plan, merged(plan), before.latest, COMBINE[block.settings.combine])
 
 
-def _keeps_change(block: BlockState, before: Change | None) -> bool:
-    """Whether what a block or layer changes is kept, for corrections: from a dense step on."""
-    run = block.run
-    return run.corrects or (before is not None and bool(run.config.correct_every))
+def _caches_correction(block: BlockState, before: Residual | None) -> bool:
+    """Whether a block or layer caches its residual for corrections: from a correction step on."""
+    model = block.model
+    return model.context.corrects or (before is not None and bool(model.config.correct_every))
 
 
 def _bases(state: BlockState, call: HostCall, count: int) -> list[Tensor]:
-    """What a block adds its change to: its tokens or text, for each of ``count`` tensors of its result."""
+    """What a block adds its residual to: its tokens or text, for each of ``count`` tensors of its result."""
     assert state.block_layout is not None
     tokens = state.layout.tokens_of(call)
     if count == 1:
@@ -225,7 +258,7 @@ def _proportional(state: LayerState, plan: Plan | None) -> AbstractContextManage
 def _check_keys(attention: nn.Module, state: LayerState) -> None:
     if getattr(attention, "fused_projections", False):
         raise UnsupportedModelError(
-            f"{state.block.path}: scope='keys' needs keys and values projected apart from the queries, and "
+            f"{state.path}: scope='keys' needs keys and values projected apart from the queries, and "
             "they are fused; call unfuse_qkv_projections(), or take scope='layers'"
         )
 
@@ -233,7 +266,3 @@ def _check_keys(attention: nn.Module, state: LayerState) -> None:
 def parameters(function: Callable) -> list[str]:
     """Names of a method's parameters after ``self``."""
     return list(inspect.signature(function).parameters)[1:]
-
-
-def _fits(x: Tensor, images: int, tokens: int) -> bool:
-    return x.shape[0] == images and x.shape[1] >= tokens

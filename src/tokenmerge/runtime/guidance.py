@@ -1,43 +1,44 @@
 """Guidance calls a model on the same sample with several prompts: in one batch, or one call after another.
 
-What it makes of their difference is not to be the difference of their plans.
+Both prompts share a plan; guidance would amplify the difference of two plans.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-__all__ = ["SameSample", "importance_of_tokens", "parts_are_equal", "same_step"]
+from tokenmerge.runtime.step_seed import same_step
+
+__all__ = ["SampleTracker", "copies_are_equal", "importance_of_tokens"]
 
 
-class SameSample:
-    """Whether a call is on the same sample, at the same step, as the one before it; copies begin anew.
+class SampleTracker:
+    """Whether a call of a model is on the same sample, at the same step, as the one before it.
 
     Attributes:
-        known: whether another call can be found to be on the sample of the running one.
-        again: whether the running one is on that of the call before it.
+        trackable: whether another call can be found to be on the sample of the running one.
+        repeated: whether the running call is on the sample of the one before it.
         result: of the call before it, where guidance is compared.
     """
 
     def __init__(self) -> None:
-        self.known = self.again = False
+        self.trackable = self.repeated = False
         self.result: Tensor | None = None
         self._sample: weakref.ref[Tensor] | None = None
         self._version = -1
         self._step: Tensor | None = None
 
-    def note(self, sample: Tensor, step: Tensor, gone: Callable[[], None]) -> None:
-        """Note a call; ``gone`` is called when its sample lives no longer, in a pipeline after the step."""
+    def begin_call(self, sample: Tensor, step: Tensor, gone: Callable[[], None]) -> None:
+        """Note a call; ``gone`` is called when its sample is freed, which pipelines do after the step."""
         version = 0 if sample.is_inference() else sample._version  # what inference mode makes has none
         same = self._sample is not None and self._sample() is sample and self._version == version
-        self.again = same and self._step is not None and same_step(self._step, step)
-        if self.again:
+        self.repeated = same and self._step is not None and same_step(self._step, step)
+        if self.repeated:
             return
 
         def let_go(_: object) -> None:
@@ -45,28 +46,17 @@ class SameSample:
             gone()
 
         self._sample, self._version, self._step = weakref.ref(sample, let_go), version, step
-        self.known, self.result = True, None
+        self.trackable, self.result = True, None
 
     def forget(self) -> None:
         """Note a call whose sample cannot be found again."""
-        self.known, self.again, self._sample, self.result = False, False, None, None
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> SameSample:
-        return SameSample()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return SameSample, ()
+        self.trackable, self.repeated, self._sample, self.result = False, False, None, None
 
 
-def same_step(step: Tensor, other: Tensor) -> bool:
-    """Whether two calls are at one denoising step; the same tensor needs no look, which devices wait for."""
-    return step is other or torch.equal(step, other)
-
-
-def parts_are_equal(sample: Tensor | Sequence[Tensor], parts: int) -> Tensor | None:
-    """Whether a batch is so many times the same samples in a row, as a tensor; None: it cannot be."""
-    b, others = divmod(len(sample), parts)
-    if parts == 1 or others or sample[0].is_meta:
+def copies_are_equal(sample: Tensor | Sequence[Tensor], copies: int) -> Tensor | None:
+    """Whether a batch holds the same samples ``copies`` times in a row, as a tensor; None: it cannot."""
+    b, others = divmod(len(sample), copies)
+    if copies == 1 or others or sample[0].is_meta:
         return None
     pairs = [(sample[i], sample[i % b]) for i in range(b, len(sample))]
     if any(x.shape != first.shape for x, first in pairs):

@@ -1,9 +1,8 @@
-"""What hooks note about a call of a patched model: its grid, its step, and what holds in it."""
+"""Forward hooks of a patched model: read its grid and step, and fix what holds for the call."""
 
 from __future__ import annotations
 
 import dataclasses
-import math
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -11,43 +10,128 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tokenmerge.errors import ConfigError, NothingToMergeError, UnsupportedModelError
+from tokenmerge.config import ToMeConfig
+from tokenmerge.errors import ConfigError, UnsupportedModelError
 from tokenmerge.models.layout import Grid
-from tokenmerge.planners.tome import num_removed
-from tokenmerge.runtime.guidance import parts_are_equal, same_step
-from tokenmerge.runtime.state import STATE, Run, StageState
-from tokenmerge.runtime.step_tracker import waits_for
+from tokenmerge.runtime.caches import Memory
+from tokenmerge.runtime.context import CallContext
+from tokenmerge.runtime.guidance import copies_are_equal
+from tokenmerge.runtime.per_thread import PerThread
+from tokenmerge.runtime.pipeline import guidance_copies
+from tokenmerge.runtime.planning import check_grid, merges_tokens
+from tokenmerge.runtime.scheduler import DenoisingStep, needs_sync
+from tokenmerge.runtime.state import STATE, ModelState, StageState
+from tokenmerge.runtime.step_seed import same_step
+from tokenmerge.runtime.step_tracker import StepTracker
 
-__all__ = ["check_grid", "note_call", "note_end", "note_grid", "note_result"]
+__all__ = ["after_model", "before_blocks", "before_model", "compare_guidance"]
 
 
-def note_call(root: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-    """Before the model: refuse a sample that is too small, note its token grid and the denoising step."""
-    run: Run = root.__dict__[STATE]
-    arguments = {**dict(zip(run.parameters, args, strict=False)), **kwargs}
-    if run.config.merges_stacks:
-        _check_stacks(run, root, arguments)
-    grid = run.read_grid(root, arguments, run.grid)
-    check_grid(run, grid)
-    run.grid.frames, run.grid.rows, run.grid.columns = grid
-    sample = arguments[run.sample]
+def before_model(root: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    """Before the model: check the call, and build what holds for it.
+
+    Raises:
+        UnsupportedModelError, NothingToMergeError, ConfigError: the call does not fit the settings.
+    """
+    state: ModelState = root.__dict__[STATE]
+    thread = state.threads.value
+    arguments = {**dict(zip(state.call.parameters, args, strict=False)), **kwargs}
+    sample = arguments.get(state.call.sample)
+    if sample is None:
+        raise ConfigError(
+            f"{state.call.sample}: expected a sample, got None; call {type(root).__name__} with it"
+        )
+    if state.config.merges_stacks:
+        _check_stacks(state, root, arguments)
+    grid = state.call.grid(root, arguments, thread.grid)
+    check_grid(state.config, state.stages, grid)
+    thread.grid.frames, thread.grid.rows, thread.grid.columns = grid
+    by = state.call.timestep
+    timestep = arguments[by] if isinstance(by, str) else by(root, arguments)
     device = (sample[0] if isinstance(sample, list) else sample).device
-    told = run.timestep
-    timestep = arguments[told] if isinstance(told, str) else told(root, arguments)
-    before, run.step = run.step, run.steps.of(timestep, device)
-    if run.config.follows_steps:
-        _note_step(run, root, timestep, before)
-    if run.config.share_guidance:
-        _note_parts(run, root, sample)
-    shape = (len(sample), *sample[0].shape)
-    text = arguments.get("encoder_hidden_states") if run.config.follows_steps else None
-    # Joint blocks change the text too, and its length may be another one at the next step.
-    _note_turn(run, sample, (*shape, *text.shape) if isinstance(text, Tensor) else shape)
+    seed = thread.seed.of(timestep, device)
+
+    pipe = state.pipeline.running()
+    step = _step(state, root, pipe, timestep, seed) if state.config.follows_steps else None
+    memory = thread.own_memory if step is None else state.memory_of(step.generation)
+    memory.seed, tracker = seed, memory.tracker
+    if step is not None and (stale := tracker.begin_call(step)) is not None:
+        memory.forget(stale)
+    if torch.compiler.is_compiling() or memory is not thread.memory:
+        state.use(memory)
+    state.begin_call()
+
+    settings = _settings(state, step)
+    copies, equal = 1, None
+    if state.config.share_guidance:
+        copies, equal = _guidance_copies(state, tracker, root, sample, guidance_copies(pipe))
+    shape = _shape(state, arguments, sample)
+    plans_anew = _begin_plans(state, memory, sample, seed, shape)
+    if plans_anew:
+        memory.forget_plans(tracker.plan_call)
+    extrapolation, shallow, caches_residuals = _reuse(state, tracker, shape)
+    corrects = False
+    if (
+        state.config.correct_every
+        and extrapolation is None
+        and tracker.corrects(state.config.correct_every, shape)
+    ):
+        corrects, settings = _correction(state, tracker, settings)
+    thread.context = CallContext(
+        settings=settings,
+        step=seed,
+        call=tracker.call,
+        plan_call=tracker.plan_call,
+        caches_plans=_caches_plans(state, memory),
+        caches_residuals=caches_residuals,
+        corrects=corrects,
+        extrapolation=extrapolation,
+        shallow_extrapolation=shallow,
+        guidance_copies=copies,
+        copies_equal=equal,
+        guidance_difference=memory.guidance_differences.get(tracker.plan_call),
+    )
 
 
-def _check_stacks(run: Run, root: nn.Module, arguments: Mapping[str, Any]) -> None:
-    """Refuse a call in which something stands between blocks that would leave tokens merged."""
-    between = [name for name in run.between if arguments.get(name) is not None]
+def before_blocks(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    """Before the module around some blocks: note their token grid, that of its first argument."""
+    state: PerThread[Grid] | StageState = module.__dict__[STATE]
+    grids = state.grid if isinstance(state, StageState) else state
+    assert grids is not None
+    x = args[0] if args else kwargs["hidden_states"]
+    grid = grids.value
+    grid.frames, (grid.rows, grid.columns) = 1, x.shape[-2:]
+
+
+def after_model(root: nn.Module, args: tuple, result: Any) -> None:
+    """Behind the model: after the last step drop cached results, before the picture is decoded."""
+    state: ModelState = root.__dict__[STATE]
+    memory = state.threads.value.memory
+    if memory is not None and memory.tracker.is_last:
+        memory.forget_results(memory.tracker.call)
+
+
+def compare_guidance(root: nn.Module, args: tuple, result: Any) -> None:
+    """Behind the model: note what guidance changes in its result."""
+    state: ModelState = root.__dict__[STATE]
+    context, memory = state.context, state.threads.value.memory
+    made = result if isinstance(result, Tensor) else result[0]
+    # Several pictures, or what a ControlNet adds to each level, cannot be compared.
+    if memory is None or not isinstance(made, Tensor):
+        return
+    sample = memory.sample
+    if context.guidance_copies > 1:
+        unguided, guided, *_ = made.detach().chunk(context.guidance_copies)
+        memory.guidance_differences[context.plan_call] = guided - unguided
+    elif sample.repeated and sample.result is not None:
+        memory.guidance_differences[context.plan_call] = made.detach() - sample.result
+    if sample.trackable and context.guidance_copies == 1:
+        sample.result = made.detach()
+
+
+def _check_stacks(state: ModelState, root: nn.Module, arguments: Mapping[str, Any]) -> None:
+    """Refuse a call in which something between the blocks of a stack needs all tokens."""
+    between = [name for name in state.call.between if arguments.get(name) is not None]
     if torch.is_grad_enabled() and getattr(root, "is_gradient_checkpointing", False):
         between = ["gradient checkpointing"]
     if between:
@@ -57,113 +141,155 @@ def _check_stacks(run: Run, root: nn.Module, arguments: Mapping[str, Any]) -> No
         )
 
 
-def _note_parts(run: Run, root: nn.Module, sample: Any) -> None:
-    """Note which images of the batch are the same sample with other prompts."""
-    parts = run.pipeline.parts
-    equal = parts_are_equal(run.latents(root, sample), parts) if parts > 1 else None
-    run.parts, run.shared = 1, None
+def _step(state: ModelState, root: nn.Module, pipe: Any, timestep: Any, seed: Tensor) -> DenoisingStep:
+    """The denoising step of a call."""
+    if torch.compiler.is_compiling():
+        raise UnsupportedModelError(
+            f"{' and '.join(state.config.over_steps)}: what follows the denoising steps cannot be compiled "
+            "into one graph with the whole model; compile its blocks: model.compile_repeated_blocks()"
+        )
+    step = state.pipeline.step(pipe, timestep)
+    if step is None:
+        raise ConfigError(
+            f"{' and '.join(state.config.over_steps)}: it has to be known which denoising step it is, and no "
+            "scheduler says so: apply token merging to the pipeline that runs instead of its model, call "
+            "patch.at_step(i, steps) before each step of a loop of your own, or leave that setting out"
+        )
+    known = state.memories.get(step.generation)
+    if known is None:
+        _refuse_caches(state, root)
+        _warn_where_nothing_is_saved(state, step.steps, on_meta=seed.is_meta)
+    elif known.seed is not None and step.index == known.tracker.index and not same_step(known.seed, seed):
+        raise ConfigError(
+            f"step {step.index} of {step.total} is over, by the timestep that the model is called with; "
+            "call patch.at_step(i, steps) before each step of a loop of your own, or apply token merging to "
+            "the very pipeline that runs: others that share its models have schedulers of their own"
+        )
+    return step
+
+
+def _settings(state: ModelState, step: DenoisingStep | None) -> Mapping[int, ToMeConfig]:
+    """What holds for each level at a step."""
+    if step is None:
+        return state.settings
+    return {level: state.config.at(level, step.done, step.steps) for level in state.settings}
+
+
+def _guidance_copies(
+    state: ModelState, tracker: StepTracker, root: nn.Module, sample: Any, expected: int
+) -> tuple[int, Tensor | None]:
+    """How many times the batch holds each sample; and whether it does, where reading that would wait."""
+    equal = copies_are_equal(state.call.latents(root, sample), expected) if expected > 1 else None
     if equal is None:
-        return
-    if not waits_for(equal):
-        run.parts = parts if equal else 1
-    elif run.config.follows_steps and not torch.compiler.is_compiling():
-        shape = (parts, len(sample), *sample[0].shape)
-        run.parts = parts if run.turns.answer(shape, lambda: bool(equal)) else 1
-    else:
-        run.parts, run.shared = parts, equal
+        return 1, None
+    if not needs_sync(equal):
+        return (expected if equal else 1), None
+    if state.config.follows_steps and not torch.compiler.is_compiling():
+        question = (expected, len(sample), *sample[0].shape)
+        return (expected if tracker.answer(question, lambda: bool(equal)) else 1), None
+    return expected, equal
 
 
-def _note_turn(run: Run, sample: Tensor | list[Tensor], shape: tuple[int, ...]) -> None:
-    """Note which plans and corrections a call with inputs of this shape uses, and which it makes."""
-    config, turns, again, anew = run.config, run.turns, False, True
-    run.corrects = False
+def _shape(state: ModelState, arguments: Mapping[str, Any], sample: Any) -> tuple[int, ...]:
+    """The shape of a call's inputs; what is cached for one shape does not fit another."""
+    shape = (len(sample), *sample[0].shape)
+    text = arguments.get("encoder_hidden_states") if state.config.follows_steps else None
+    # Joint blocks change the text too, and its length may be another one at the next step.
+    return (*shape, *text.shape) if isinstance(text, Tensor) else shape
+
+
+def _begin_plans(
+    state: ModelState, memory: Memory, sample: Any, seed: Tensor, shape: tuple[int, ...]
+) -> bool:
+    """Decide which plans a call uses; → whether it makes them."""
+    config, tracker = state.config, memory.tracker
     # With gradients, blocks may run again when the sample, and the plans with it, are gone.
     if torch.compiler.is_compiling() or torch.is_grad_enabled():
-        run.same.forget()
+        memory.sample.forget()
+        repeated = False
     else:
         first = sample[0] if isinstance(sample, list) else sample
-        run.same.note(first, run.step, run.sample_gone)
-        # A second call of a step, not the first of the next one.
-        again = config.share_guidance and run.same.again and (turns.number > 0 or not config.follows_steps)
-    if not again and config.follows_steps:
-        run.plan_turn = turns.number
-        phase = config.phase(turns.index - turns.first, turns.last + 1 - turns.first)
-        anew = turns.plans(config.plan_every, (*shape, phase))
-    run.begin_call(plan_anew=anew and not again)
-    run.holds = (
+        memory.sample.begin_call(first, seed, lambda: _sample_gone(state, memory))
+        # A second call of a step, and not the first call of the next one.
+        repeated = (
+            config.share_guidance
+            and memory.sample.repeated
+            and (tracker.call > 0 or not config.follows_steps)
+        )
+    if repeated:
+        return False
+    if tracker.step is None:
+        return True
+    tracker.plan_call = tracker.call
+    phase = config.phase(tracker.step.done, tracker.step.steps)
+    return tracker.plans(config.plan_every, (*shape, phase))
+
+
+def _caches_plans(state: ModelState, memory: Memory) -> bool:
+    """Whether plans of the running call are used again."""
+    config = state.config
+    return (
         config.plan_every > 1
         or config.share_plan
         # For the other half of guidance, in a call of its own.
-        or (config.share_guidance and run.same.known)
+        or (config.share_guidance and memory.sample.trackable)
         # Blocks may run again, behind the model.
         or (config.follows_steps and torch.is_grad_enabled())
     )
-    _note_reuse(run, shape)
-    if config.correct_every and run.ahead is None and turns.corrects(config.correct_every, shape):
-        _correct(run)
 
 
-def _note_reuse(run: Run, shape: tuple[int, ...]) -> None:
-    """Note what does not run in the running call, and whether what runs is kept for such calls."""
-    turns = run.turns
-    step, steps = turns.index - turns.first, turns.last + 1 - turns.first
-    every, finest_every = run.config.reuse(steps)
-    run.keeps = every > 1 and step < round(run.config.until * steps)
-    if run.config.reuse_every > 1 and torch.is_grad_enabled():
-        _refuse_training("reuse_every", run.config.reuse_every, 1)
-    run.ahead = _ahead(run, "blocks", every, shape) if run.keeps else None
+def _sample_gone(state: ModelState, memory: Memory) -> None:
+    """After all calls on one sample: drop what the next step will not use."""
+    tracker = memory.tracker
+    if tracker.step is None:
+        memory.forget()
+    elif tracker.is_last:
+        memory.forget(tracker.plan_call, tracker.call)
+        for other in state.pipeline.states:
+            unfinished = other.memories.get(tracker.step.generation)
+            if unfinished is not None and not unfinished.tracker.is_last:
+                unfinished.forget()  # of a model for the first steps alone
+
+
+def _reuse(
+    state: ModelState, tracker: StepTracker, shape: tuple[int, ...]
+) -> tuple[Tensor | None, Tensor | None, bool]:
+    """Decide which parts are skipped and whether residuals are cached.
+
+    Returns:
+        How far blocks or deep stages are extrapolated, how far the finest level is (None: they run), and
+        whether residuals are cached.
+    """
+    config, step = state.config, tracker.step
+    if config.reuse_every > 1 and torch.is_grad_enabled():
+        _refuse_training("reuse_every", config.reuse_every, 1)
+    if step is None:
+        return None, None, False
+    every, shallow_every = config.reuse(step.steps)
+    if every == 1 or step.done >= round(config.until * step.steps):
+        return None, None, False
+    extrapolation = _extrapolation(tracker, "blocks", every, shape)
     # A step that runs everything runs the finest level of a UNet too.
-    if run.ahead is None or step < round(run.config.reuse_finest_from * steps):
-        finest_every = 1
-    run.finest_ahead = _ahead(run, "finest", finest_every, shape) if run.keeps else None
+    if extrapolation is None or step.done < round(config.reuse_finest_from * step.steps):
+        shallow_every = 1
+    return extrapolation, _extrapolation(tracker, "shallow", shallow_every, shape), True
 
 
-def _ahead(run: Run, part: str, every: int, shape: tuple[int, ...]) -> Tensor | None:
-    ahead = run.turns.ahead(part, every, shape)
-    # A tensor, so that compiled blocks need no graph for each value.
-    return None if ahead is None else torch.tensor(ahead)
+def _extrapolation(tracker: StepTracker, part: str, every: int, shape: tuple[int, ...]) -> Tensor | None:
+    distance = tracker.extrapolation(part, every, shape)
+    return None if distance is None else torch.tensor(distance)
 
 
 def _refuse_training(name: str, value: int, off: int) -> None:
     raise ConfigError(
-        f"{name}={value} keeps results of one step for the next and is for generation: call the model under "
+        f"{name}={value} caches results of one step for the next and is for generation: call the model under "
         f"torch.no_grad(), or take {name}={off}"
     )
 
 
-def _note_step(run: Run, root: nn.Module, timestep: Any, before: Tensor) -> None:
-    """Note which step it is, and what holds at it; ``before`` is ``run.step`` of the last call."""
-    if torch.compiler.is_compiling():
-        raise UnsupportedModelError(
-            f"{' and '.join(run.config.over_steps)}: what follows the denoising steps cannot be compiled "
-            "into one graph with the whole model; compile its blocks: model.compile_repeated_blocks()"
-        )
-    moment = run.pipeline.moment(timestep)
-    if moment is None:
-        raise ConfigError(
-            f"{' and '.join(run.config.over_steps)}: it has to be known which denoising step it is, and no "
-            "scheduler says so: apply token merging to the pipeline that runs instead of its model, call "
-            "patch.at_step(i, steps) before each step of a loop of your own, or leave that setting out"
-        )
-    if run.turns.begins_with(moment):
-        _refuse_caches(run, root)
-        _warn_where_nothing_is_saved(run, moment.total - moment.first)
-    elif moment.index == run.turns.index and not same_step(before, run.step):
-        raise ConfigError(
-            f"step {moment.index} of {moment.total} is over, by the timestep that the model is called with; "
-            "call patch.at_step(i, steps) before each step of a loop of your own, or apply token merging to "
-            "the very pipeline that runs: others that share its models have schedulers of their own"
-        )
-    over = run.turns.note(moment)
-    if over is not None:
-        run.forget(over)
-    index, steps = moment.index - moment.first, moment.total - moment.first
-    run.settings = {level: run.config.at(level, index, steps) for level in run.levels}
-
-
-def _refuse_caches(run: Run, root: nn.Module) -> None:
-    """Refuse hooks that count the calls of blocks where these do not run on every step."""
-    every = run.config.reuse_every
+def _refuse_caches(state: ModelState, root: nn.Module) -> None:
+    """Refuse diffusers' caches, which count the calls of blocks, where blocks are skipped on some steps."""
+    every = state.config.reuse_every
     if every == 1:
         return
     for path, module in root.named_modules():
@@ -177,97 +303,43 @@ def _refuse_caches(run: Run, root: nn.Module) -> None:
                 )
 
 
-def _correct(run: Run) -> None:
-    """Make the running call a dense one, and keep corrections if a step after it will merge with them."""
+def _correction(
+    state: ModelState, tracker: StepTracker, settings: Mapping[int, ToMeConfig]
+) -> tuple[bool, Mapping[int, ToMeConfig]]:
+    """Make the running call dense.
+
+    Returns:
+        Whether it measures corrections, which a step after it uses; and its settings.
+    """
     if torch.is_grad_enabled():
-        _refuse_training("correct_every", run.config.correct_every, 0)
-    turns = run.turns
-    index, steps = turns.index + 1 - turns.first, turns.last + 1 - turns.first
-    if steps == 1:  # there is none to correct
+        _refuse_training("correct_every", state.config.correct_every, 0)
+    step = tracker.step
+    if step is None or step.steps == 1:  # there is no step to correct
+        return False, settings
+    used = not tracker.is_last and any(
+        state.config.at(level, step.done + 1, step.steps).ratio for level in settings
+    )
+    if used and any(own.ratio for own in settings.values()):
+        return True, settings
+    return False, {level: dataclasses.replace(own, ratio=0.0) for level, own in settings.items()}
+
+
+def _warn_where_nothing_is_saved(state: ModelState, steps: int, on_meta: bool) -> None:
+    """Warn about a generation that is dense: too few steps to merge or to skip, and too few tokens."""
+    config, grid = state.config, state.threads.value.grid.shape
+    if on_meta:  # operations of a single step are counted
         return
-    used = not turns.is_last and any(run.config.at(level, index, steps).ratio for level in run.levels)
-    if used and any(settings.ratio for settings in run.settings.values()):
-        run.corrects = True
-    else:
-        run.settings = {level: dataclasses.replace(run.settings[level], ratio=0.0) for level in run.levels}
-
-
-def note_end(root: nn.Module, args: tuple, result: Any) -> None:
-    """Behind the model: after the last step, let go of what is kept, before the picture is decoded."""
-    run: Run = root.__dict__[STATE]
-    if run.turns.is_last:
-        run.forget_results(run.turns.number)
-
-
-def note_result(root: nn.Module, args: tuple, result: Any) -> None:
-    """Behind the model: note what guidance changes in its result."""
-    run: Run = root.__dict__[STATE]
-    made = result if isinstance(result, Tensor) else result[0]
-    if not isinstance(made, Tensor):  # several pictures, or what a ControlNet adds to each level
-        return
-    if run.parts > 1:
-        unguided, guided, *_ = made.detach().chunk(run.parts)
-        run.guided[run.plan_turn] = guided - unguided
-    elif run.same.again and run.same.result is not None:
-        run.guided[run.plan_turn] = made.detach() - run.same.result
-    if run.same.known and run.parts == 1:
-        run.same.result = made.detach()
-
-
-def note_grid(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-    """Before the module around some blocks: note their token grid, that of its first argument."""
-    state: Grid | StageState = module.__dict__[STATE]
-    grid = state if isinstance(state, Grid) else state.grid
-    assert grid is not None
-    x = args[0] if args else kwargs["hidden_states"]
-    grid.frames, (grid.rows, grid.columns) = 1, x.shape[-2:]
-
-
-def _warn_where_nothing_is_saved(run: Run, steps: int) -> None:
-    """Say that a generation is dense: too few steps to merge in or to leave out, and too few tokens."""
-    grid = run.grid.shape
-    if run.step.is_meta:  # operations of a single step are counted
-        return
-    if not round(run.config.until * steps):
+    if not round(config.until * steps):
         warnings.warn(
-            f"nothing merges in this generation: until={run.config.until:g} of {steps} "
+            f"nothing merges in this generation: until={config.until:g} of {steps} "
             f"step{'s' if steps > 1 else ''} is none; raise until, or take more steps",
             stacklevel=2,
         )
-    elif run.config.reuse_every > 1 and run.config.reuse(steps) == (1, 1) and not _merges(run, grid):
+    elif config.reuse_every > 1 and config.reuse(steps) == (1, 1) and not merges_tokens(state.stages, grid):
+        tokens = grid[0] * grid[1] * grid[2]
         warnings.warn(
-            f"this generation is dense: of {steps} steps reuse_span={run.config.reuse_span:g} leaves none "
-            f"out, and on {math.prod(grid)} tokens, with min_tokens={run.config.min_tokens}, nothing merges; "
+            f"this generation is dense: of {steps} steps reuse_span={config.reuse_span:g} leaves none "
+            f"out, and on {tokens} tokens, with min_tokens={config.min_tokens}, nothing merges; "
             "lower min_tokens, generate a larger image, or take more steps",
             stacklevel=2,
-        )
-
-
-def _merges(run: Run, grid: tuple[int, int, int]) -> bool:
-    """Whether a call with this finest grid of (frames, rows, columns) has tokens to merge."""
-    frames, rows, columns = grid
-    return any(
-        num_removed((frames, -(-rows // level), -(-columns // level)), settings) > 0
-        for level, settings in run.stages
-    )
-
-
-def check_grid(run: Run, grid: tuple[int, int, int]) -> None:
-    """See that a call with this finest grid of (frames, rows, columns) has tokens to merge.
-
-    Raises:
-        NothingToMergeError: it has not.
-    """
-    frames, rows, columns = grid
-    asked = any(settings.ratio for _, settings in run.stages) and run.config.reuse_every == 1
-    if asked and not _merges(run, grid):
-        level, config = run.stages[0]
-        sides = (frames, -(-rows // level), -(-columns // level))[frames == 1 :]
-        cells = f"cells of sy={config.sy} × sx={config.sx}{f' × st={config.st}' if config.st > 1 else ''}"
-        fewest = f" and min_tokens={config.min_tokens}" if config.min_tokens else ""
-        lower = [*(["min_tokens"] if fewest else []), "sx and sy" if config.st == 1 else "sx, sy and st"]
-        raise NothingToMergeError(
-            f"nothing to merge: the sample gives {' × '.join(map(str, sides))} tokens at level {level}, of "
-            f"which ratio={config.ratio:g} with {cells}{fewest} removes none; generate a larger image, lower "
-            f"{', '.join(lower)}, or raise ratio"
         )

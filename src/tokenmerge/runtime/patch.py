@@ -8,7 +8,8 @@ compare, and get hooks that read the denoising step and the token grid.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -17,14 +18,17 @@ from tokenmerge.config import ToMeConfig
 from tokenmerge.errors import NothingToMergeError, UnsupportedModelError
 from tokenmerge.models.base import Block, Host
 from tokenmerge.models.layout import Grid
-from tokenmerge.runtime.caches import Plans, Stack
-from tokenmerge.runtime.forward import block_call, layer_call, parameters, stage_call
-from tokenmerge.runtime.hooks import check_grid, note_call, note_end, note_grid, note_result
+from tokenmerge.runtime.context import CallContext, ThreadState
+from tokenmerge.runtime.forward import block_call, layer_call, stage_call
+from tokenmerge.runtime.hooks import after_model, before_blocks, before_model, compare_guidance
+from tokenmerge.runtime.per_thread import PerThread
+from tokenmerge.runtime.pipeline import Pipeline
+from tokenmerge.runtime.planning import check_grid
 from tokenmerge.runtime.select import blocks_to_merge, layers_to_merge, skipped_parts, why_nothing_merges
-from tokenmerge.runtime.state import STATE, BlockState, LayerState, Run, StageState
+from tokenmerge.runtime.state import STATE, BlockState, LayerState, ModelState, Stack, StackRole, StageState
 from tokenmerge.runtime.swap import add_hook, check_swappable, swap, undo
 
-__all__ = ["check_host", "hosts_that_merge", "new_run", "patch_host", "restore", "run_of"]
+__all__ = ["check_host", "hosts_that_merge", "new_state", "patch_host", "restore", "state_of"]
 
 
 def hosts_that_merge(
@@ -92,7 +96,7 @@ def check_host(host: Host, config: ToMeConfig, size: tuple[int, int] | None) -> 
         )
     if size is not None:
         rows, columns = (-(-side // host.patch) for side in size)
-        check_grid(new_run(host, config), (host.frames, rows, columns))
+        check_grid(config, stages_of(host, config), (host.frames, rows, columns))
     for block in blocks:
         check_swappable(block.module, block.path, block.method)
         for layer in layers_to_merge(block, config):
@@ -102,72 +106,104 @@ def check_host(host: Host, config: ToMeConfig, size: tuple[int, int] | None) -> 
         check_swappable(host.root.get_submodule(path), path, "forward")
 
 
-def new_run(host: Host, config: ToMeConfig) -> Run:
-    """What the blocks of a host will share."""
+def stages_of(host: Host, config: ToMeConfig) -> tuple[tuple[int, ToMeConfig], ...]:
+    """(level, what holds there) for each level of a host that merges and each phase, where it merges most."""
     levels = sorted({block.level for block in blocks_to_merge(host, config)})
-    names = parameters(type(host.root).forward)
-    return Run(
-        config, host.sample, host.timestep, names, host.grid, tuple(levels), host.latents, host.between
-    )
+    return tuple((level, settings) for level in levels for settings in config.stages(level))
 
 
-def patch_host(host: Host, run: Run) -> None:
-    """Patch a host that :func:`check_host` accepts and that is not patched."""
-    grids: dict[nn.Module, Grid] = {}
-    shared: dict[tuple[int, bool, str], Plans] = {}
-    run.blocks.clear()
-    run.layers.clear()
-    run.deep_stages.clear()
-    run.shallow_stages.clear()
-    for block in blocks_to_merge(host, run.config):
-        grid = run.grid if block.grid is None else grids.setdefault(block.grid, Grid())
-        layer_states = layers_to_merge(block, run.config)
-        state = BlockState(
-            run, block.level, grid, block.path, block.layout, block.batched, block.block_layout
+def new_state(host: Host, config: ToMeConfig, pipeline: Pipeline) -> ModelState:
+    """The state of a host that :func:`check_host` accepts; nothing of the host is changed.
+
+    Args:
+        host: the model.
+        config: what to merge and how much.
+        pipeline: that the model is part of.
+    """
+    blocks, skipped = blocks_to_merge(host, config), list(skipped_parts(host, config))
+    layers = {block.path: layers_to_merge(block, config) for block in blocks}
+    stages = stages_of(host, config)
+    settings = {level: next(config.stages(level)) for level in dict(stages)}
+    shared: dict[object, int] = {}
+    groups = [_plan_group(block, config, shared) for block in blocks]
+    alone = sum(map(len, layers.values())) + len(skipped)  # layers and stages have no plans
+    groups += range(len(shared), len(shared) + alone)
+    threads = PerThread(partial(ThreadState, CallContext(settings), tuple(groups)))
+    state = ModelState(config, host.call, settings, stages, tuple(groups), pipeline, threads)
+
+    grids = {block.grid: PerThread(Grid) for block in blocks if block.grid is not None}
+    skips_blocks = config.reuse_every > 1 and not host.deep_stages
+    parts: list[BlockState | LayerState | StageState] = [
+        BlockState(
+            state,
+            block.path,
+            block.level,
+            None if block.grid is None else grids[block.grid],
+            block.layout,
+            block.block_layout,
+            block.batched,
+            caches_residuals=skips_blocks and block.block_layout is not None,
+            stack=role,
         )
-        if run.config.share_plan:
-            # On a UNet's way up tokens are alike in other ways than on its way down.
-            way = block.path.partition(".")[0]
-            state.plans = shared.setdefault((block.level, block.batched, way), state.plans)
-        run.blocks.append(state)
-        swap(block.module, block.method, block_call, state)
-        for layer in layer_states:
-            layer_state = LayerState(state, layer.kind, layer.layout, layer.own_keys, layer.keys)
-            run.layers.append(layer_state)
-            swap(getattr(block.module, layer.name), "forward", layer_call, layer_state)
-    _join_stacks(run, {block.path: block for block in host.blocks})
-    for module, grid in grids.items():
-        add_hook(module, note_grid, grid)
-    for path, finest, is_last in skipped_parts(host, run.config):
-        module = host.root.get_submodule(path)
-        stage_state = StageState(run, finest, is_last, grids.get(module))
-        (run.shallow_stages if finest else run.deep_stages).append(stage_state)
-        swap(module, "forward", stage_call, stage_state)
-    add_hook(host.root, note_call, run)
-    if run.config.follows_steps:
-        host.root.register_forward_hook(note_end)
-    if run.config.asks_guidance:
-        host.root.register_forward_hook(note_result)
+        for block, role in zip(blocks, _stack_roles(blocks), strict=True)
+    ]
+    parts += [
+        LayerState(block, f"{block.path}.{layer.name}", layer.kind, layer.layout, layer.own_keys, layer.keys)
+        for block in parts
+        if isinstance(block, BlockState)
+        for layer in layers[block.path]
+    ]
+    parts += [
+        StageState(state, path, shallow, is_last, grids.get(host.root.get_submodule(path)))
+        for path, shallow, is_last in skipped
+    ]
+    state.parts = tuple(parts)
+    pipeline.states.append(state)
+    return state
 
 
-def _join_stacks(run: Run, blocks: Mapping[str, Block]) -> None:
-    """Tell blocks which stack they are in; of a model on several devices each has stacks of its own."""
+def patch_host(host: Host, state: ModelState) -> None:
+    """Patch a host that is not patched with the state that was made for it."""
+    facts = {block.path: block for block in host.blocks}
+    for part in state.parts:
+        if isinstance(part, BlockState):
+            block = facts[part.path]
+            swap(block.module, block.method, block_call, part)
+            if block.grid is not None and part.grid is not block.grid.__dict__.get(STATE):
+                add_hook(block.grid, before_blocks, part.grid)
+        else:
+            call = layer_call if isinstance(part, LayerState) else stage_call
+            swap(host.root.get_submodule(part.path), "forward", call, part)
+    add_hook(host.root, before_model, state)
+    if state.config.follows_steps:
+        host.root.register_forward_hook(after_model)
+    if state.config.asks_guidance:
+        host.root.register_forward_hook(compare_guidance)
 
-    def where(state: BlockState) -> tuple[str | None, Any]:
-        block = blocks[state.path]
+
+def _plan_group(block: Block, config: ToMeConfig, shared: dict[object, int]) -> int:
+    """The number of the plans that a block uses: its own, or those of neighbours with the same token grid."""
+    # On a UNet's way up tokens are alike in other ways than on its way down.
+    way = block.path.partition(".")[0]
+    key = (block.level, block.batched, way) if config.share_plan else block.path
+    return shared.setdefault(key, len(shared))
+
+
+def _stack_roles(blocks: Sequence[Block]) -> Iterator[StackRole | None]:
+    """The place of each block in its stack; each device that a model is spread over has stacks of its own."""
+
+    def where(block: Block) -> tuple[str | None, Any]:
         weight = next(block.module.parameters(), None)
         return block.stack if block.block_layout else None, None if weight is None else weight.device
 
-    for (name, _), joined in itertools.groupby(run.blocks, where):
-        if name is not None:
-            states, stack = list(joined), Stack()
-            for state in states:
-                state.stack = stack
-            states[0].is_first = states[-1].is_last = True
+    for (name, _), joined in itertools.groupby(blocks, where):
+        count, threads = len(list(joined)), PerThread(Stack)
+        for i in range(count):
+            yield None if name is None else StackRole(threads, is_first=i == 0, is_last=i == count - 1)
 
 
-def run_of(root: nn.Module) -> Run | None:
-    """What the blocks of a patched model share; None for a model that is not patched."""
+def state_of(root: nn.Module) -> ModelState | None:
+    """The state of a patched model; None for a model that is not patched."""
     return root.__dict__.get(STATE)
 
 
@@ -175,7 +211,6 @@ def restore(root: nn.Module) -> None:
     """Give every module of a model back what it had; a model that is not patched stays as it is."""
     for module in root.modules():
         if STATE in module.__dict__:
-            if isinstance(state := module.__dict__[STATE], Run):  # whoever holds the handle holds it
-                state.same.forget()
+            if isinstance(state := module.__dict__[STATE], ModelState):  # a handle may still hold it
                 state.forget()
             undo(module)

@@ -1,58 +1,136 @@
-"""What merging asks of the pipeline that a model is part of."""
+"""Reads the denoising step and the batching of guidance from a diffusers pipeline."""
 
 from __future__ import annotations
 
+import sys
+import threading
 import weakref
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
-from tokenmerge.runtime.step_tracker import Moment, moment_of
+from tokenmerge.errors import ConfigError
+from tokenmerge.runtime.per_thread import PerThread
+from tokenmerge.runtime.scheduler import DenoisingStep, Generation, step_of
 
-__all__ = ["Pipeline"]
+__all__ = ["Pipeline", "guidance_copies"]
 
-# Their batches are the picture guided by text and image, by the image alone, and by nothing.
+# Their batches hold the picture guided by text and image, by the image alone, and by nothing.
 _GUIDED_TWICE = ("StableDiffusionInstructPix2PixPipeline", "StableDiffusionXLInstructPix2PixPipeline")
 
 
-class Pipeline:
-    """A pipeline, or none; copies and pickles of a model are part of none.
+class _Explicit:
+    """The step that a thread has set by :meth:`Pipeline.set_step`.
 
     Attributes:
-        told: the step of a loop that is not a pipeline's.
-        runs: of all its models, which take part in the same generations.
+        step: overrides the scheduler; None: the scheduler says which step it is.
+    """
+
+    def __init__(self) -> None:
+        self.step: DenoisingStep | None = None
+
+
+class Pipeline:
+    """The pipeline that token merging was applied to, or none.
+
+    Several pipelines may share a model. The one that runs is found on the call stack of the model's call; the
+    one that token merging was applied to is asked where none is found there.
+
+    Attributes:
+        states: of all models of the pipeline, which take part in the same generations.
     """
 
     def __init__(self, pipe: object = None) -> None:
-        self.told: Moment | None = None
-        self.runs: list[Any] = []
-        self._latest: Moment | None = None
+        self.states: list[Any] = []
+        self._explicit = PerThread(_Explicit)
+        self._is_given = pipe is not None
         try:
             self._reference = None if pipe is None else weakref.ref(pipe)
         except TypeError:  # a plain namespace with models in it
             self._reference = None
 
     @property
-    def parts(self) -> int:
-        """How many times a batch holds each sample, if the pipeline batches what guidance compares."""
-        pipe: Any = None if self._reference is None else self._reference()
-        # Not all of them tell; then a batch that is twice the same is taken for a guided one.
-        guided = bool(getattr(pipe, "do_classifier_free_guidance", pipe is not None))
-        perturbed = bool(getattr(pipe, "do_perturbed_attention_guidance", False))
-        twice = guided and any(cls.__name__ in _GUIDED_TWICE for cls in type(pipe).__mro__)
-        return 1 + guided + perturbed + twice
+    def _given(self) -> Any:
+        return None if self._reference is None else self._reference()
 
-    def moment(self, timestep: Tensor | float) -> Moment | None:
-        """The denoising step of a call of the model with this timestep; None: nothing says which it is."""
-        pipe: Any = None if self._reference is None else self._reference()
-        moment = self.told or moment_of(getattr(pipe, "scheduler", None), timestep)
-        if moment is not None:
-            # Of all models together: a second transformer does not begin a generation where it takes over.
-            moment = self._latest = moment.after(self._latest)
-        return moment
+    def running(self) -> Any:
+        """The pipeline whose call runs, or else the one that token merging was applied to; None: neither.
+
+        In a graph no call stack can be read. Then it is the one that token merging was applied to.
+        """
+        if not self._is_given or torch.compiler.is_compiling():
+            return self._given
+        return _running_pipeline() or self._given
+
+    def set_step(self, index: int, total: int) -> None:
+        """Set the step that comes next in this thread; it overrides the scheduler from now on."""
+        before = self._explicit.value.step
+        goes_on = before is not None and index > 0 and index - before.index in (0, 1)
+        generation = before.generation if before is not None and goes_on else Generation(index)
+        self._explicit.value.step = DenoisingStep(generation, index, total, generation.first)
+
+    def step(self, pipe: Any, timestep: Tensor | float) -> DenoisingStep | None:
+        """The denoising step of a call of the model with this timestep; None: nothing says which it is.
+
+        Args:
+            pipe: the running pipeline, as :meth:`running` finds it.
+            timestep: that the model is called with.
+
+        Raises:
+            ConfigError: the scheduler's generation began in another thread, and no pipeline runs in this one.
+        """
+        if (explicit := self._explicit.value.step) is not None:
+            return explicit
+        step = step_of(getattr(pipe, "scheduler", None), timestep)
+        foreign = step is not None and step.generation.thread != threading.get_ident()
+        if step is not None and foreign and pipe is not _running_pipeline():
+            raise ConfigError(
+                "the denoising step is unknown: the scheduler that token merging was applied with is at step "
+                f"{step.index} of {step.total} of a generation in another thread; run a pipeline with a "
+                "scheduler of its own in each thread, or call patch.at_step(i, steps) before each step"
+            )
+        return step
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Pipeline:
-        return Pipeline()
+        # The copy of a pipeline is in the memo already when its models are copied.
+        copied = Pipeline(memo.get(id(self._given)) if self._given is not None else None)
+        copied._is_given = self._is_given
+        memo[id(self)] = copied
+        return copied
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Pipeline, ()
+        return _unpickled, (self._is_given,)
+
+
+def _unpickled(is_given: bool) -> Pipeline:
+    pipeline = Pipeline()
+    pipeline._is_given = is_given
+    return pipeline
+
+
+def guidance_copies(pipe: Any) -> int:
+    """How many times a batch of ``pipe`` holds each sample, if it batches what guidance compares."""
+    # Not all pipelines tell. Then a batch that is twice the same is taken for a guided one.
+    guided = bool(getattr(pipe, "do_classifier_free_guidance", pipe is not None))
+    perturbed = bool(getattr(pipe, "do_perturbed_attention_guidance", False))
+    twice = guided and any(cls.__name__ in _GUIDED_TWICE for cls in type(pipe).__mro__)
+    return 1 + guided + perturbed + twice
+
+
+def _running_pipeline() -> Any:
+    """The object with a diffusers scheduler whose method called, directly or not; None: there is none.
+
+    Models may be shared by pipelines that run in several threads, or within each other, and the innermost
+    caller in this thread is the one whose scheduler counts.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_argcount and code.co_varnames[0] == "self":
+            owner = frame.f_locals.get("self")
+            scheduler = getattr(owner, "__dict__", {}).get("scheduler")
+            if hasattr(scheduler, "timesteps") and not isinstance(owner, nn.Module):
+                return owner
+        frame = frame.f_back  # type: ignore[assignment]
+    return None

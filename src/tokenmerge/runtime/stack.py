@@ -10,10 +10,10 @@ from torch import Tensor
 from tokenmerge.errors import UnsupportedModelError
 from tokenmerge.models.call import HostCall
 from tokenmerge.ops import Plan
-from tokenmerge.runtime.caches import Inside
+from tokenmerge.runtime.context import ActiveMerge
 from tokenmerge.runtime.merged_call import call_on, merged_tokens, unmerged_result
-from tokenmerge.runtime.planning import note_plan, plan_of, size_of
-from tokenmerge.runtime.state import BlockState
+from tokenmerge.runtime.planning import plan_of, record_plan, size_of
+from tokenmerge.runtime.state import BlockState, StackInput
 
 __all__ = ["call_in_stack"]
 
@@ -30,33 +30,34 @@ def call_in_stack(call: HostCall, state: BlockState, combine: Callable[[Plan, Te
     Returns:
         What the block returns: for all tokens of the last block, for merged ones of the others.
     """
-    stack, layout = state.stack, state.block_layout
-    if stack is None or layout is None:
+    role, layout = state.stack, state.block_layout
+    if role is None or layout is None:
         return call.result()
+    stack, block = role.threads.value, state.threads.value
     tokens = layout.tokens_of(call)
-    if state.is_first:
-        stack.inside = None  # of a call that was broken off
-    if stack.inside is None:
+    if role.is_first:
+        stack.input = None  # of a call that was broken off
+    if stack.input is None:
         merges = size_of(state, tokens, None) is not None and not call.has(layout.dense_if)
-        if not (merges and state.is_first):
+        if not (merges and role.is_first):
             return call.result()
         plan = plan_of(state, tokens, None)
         merged = merged_tokens(layout, plan, tokens, combine)
-        stack.inside = Inside(plan, tokens, merged)
+        stack.input = StackInput(plan, tokens, merged)
     else:
-        plan, merged = stack.inside.plan, tokens
-        _check_comes_from_before(state, tokens, merged=stack.inside.merged)
-        note_plan(state, plan)
+        plan, merged = stack.input.plan, tokens
+        _check_comes_from_before(state, tokens, merged=stack.input.merged)
+        record_plan(state, plan)
     images, n = plan.inverse.shape
-    state.size, state.plan = (images, n), plan
+    block.merge = ActiveMerge(images, n, plan)
     try:
         result = call_on(call, layout, plan, merged)
     finally:
-        state.size = state.plan = None
-    if not state.is_last:
+        block.merge = None
+    if not role.is_last:
         return result
-    inside, stack.inside = stack.inside, None
-    return unmerged_result(layout, plan, result, (inside.tokens, inside.merged))
+    whole, stack.input = stack.input, None
+    return unmerged_result(layout, plan, result, (whole.tokens, whole.merged))
 
 
 def _check_comes_from_before(state: BlockState, tokens: Tensor, merged: Tensor) -> None:

@@ -1,27 +1,39 @@
-"""What a patched model and its blocks know, beside what they are: settings, grids, plans."""
+"""What a patched model, its blocks, layers and stages hold: facts, and a place for each thread's state."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import sys
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+import weakref
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from tokenmerge.config import ToMeConfig
+from tokenmerge.models.base import ModelCall
 from tokenmerge.models.layout import Grid, Layout
 from tokenmerge.ops import Plan
-from tokenmerge.runtime.caches import Call, Changes, Guided, Plans, Seen, SeenWith, Shapes, Stack
-from tokenmerge.runtime.guidance import SameSample
+from tokenmerge.runtime.caches import Call, Memory, RecordedCalls
+from tokenmerge.runtime.context import CallContext, PartState, ThreadState
+from tokenmerge.runtime.per_thread import PerThread
 from tokenmerge.runtime.pipeline import Pipeline
-from tokenmerge.runtime.step_tracker import StepNumbers, Turns
+from tokenmerge.runtime.scheduler import Generation
 
-__all__ = ["STATE", "BlockState", "LayerState", "RecordedPlan", "Run", "StageState"]
+__all__ = [
+    "STATE",
+    "BlockState",
+    "LayerState",
+    "ModelState",
+    "RecordedPlan",
+    "Stack",
+    "StackInput",
+    "StackRole",
+    "StageState",
+]
 
-# The one attribute that a patched module has beside its own: a Run, a Grid, a StageState, a BlockState or a
-# LayerState.
+# The one attribute that a patched module has beside its own: one of the classes of this file, or the grids of
+# a module around blocks.
 STATE = "_tokenmerge"
 
 
@@ -33,247 +45,229 @@ class RecordedPlan:
     grid: tuple[int, int, int]
 
 
+class Memories(weakref.WeakKeyDictionary[Generation, Memory]):
+    """What a model caches, by generation, as long as that lives; copies and pickles begin empty."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Memories:
+        return Memories()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Memories, ()
+
+
 @dataclasses.dataclass(eq=False)
-class Run:
-    """What all blocks of a patched model share.
+class ModelState:
+    """A patched model.
 
     Attributes:
         config: the settings.
-        sample: name of the model's argument for the sample.
-        timestep: name of the argument that says how far denoising has come, or (model, arguments by name) →
-            a number that does.
-        parameters: names of all its arguments, in order.
-        read_grid: (model, arguments by name, grid of the last call) → (frames, rows, columns) of its finest
-            token grid.
-        levels: resolution levels of the blocks that merge.
-        latents: (model, sample) → the part of it that is the same for all prompts of guidance.
-        between: names of arguments that change tokens between the blocks of a stack, or leave blocks out.
-        grid: the finest token grid of the running call.
-        steps: makes the numbers of steps.
-        step: an integer that follows the timestep of the running call; blocks that are called without
-            their model have that of its last call, or 0.
+        call: how the model is called.
+        settings: what holds for each level that merges, at the first step.
+        stages: (level, what holds there) for each level that merges and each phase, where it merges most.
+        groups: for each part, the number of the plans that it shares.
         pipeline: that the model is part of.
-        parts: how many times the running batch holds each sample, for as many prompts.
-        shared: in a graph and on accelerators, whether it does hold the same ones; None: it does.
-        same: whether the running call is on the same sample as the last one.
-        turns: which step and which call of it is running, where the settings follow the steps.
-        stages: for each level what holds in each phase, where it merges most.
-        settings: what holds at the running step, by level.
-        corrects: whether the running call is dense and keeps what merging would lose.
-        keeps: whether blocks keep what they change, for steps in which they do not run.
-        ahead: of such a step, how far it is from those that ran, as :meth:`Turns.ahead` says; None: they run.
-        finest_ahead: the same for the finest level of a UNet.
-        holds: whether its plans are used again.
-        plan_turn: number of the call of a step that planned for the running one.
-        guided: what guidance changed in the results of the last step.
-        blocks: that merge.
-        layers: of these, those whose calls change.
-        deep_stages: the stages of a UNet below its finest level, if they do not run on every step.
-        shallow_stages: what is at that level before the last layer on the way up, if it does not.
+        threads: the state of each thread that calls the model.
+        memories: what is cached where settings follow the steps, by generation.
+        parts: its blocks, layers and stages that merge or are skipped, in the order of ``groups``.
         record: where each block leaves its latest plan, by its path, while somebody asks for it.
     """
 
     config: ToMeConfig
-    sample: str
-    timestep: str | Callable[[Any, Mapping[str, Any]], Tensor]
-    parameters: list[str]
-    read_grid: Callable[[Any, Mapping[str, Any], Grid], tuple[int, int, int]]
-    levels: tuple[int, ...]
-    latents: Callable[[Any, Any], Any]
-    between: tuple[str, ...] = ()
-    grid: Grid = dataclasses.field(default_factory=Grid)
-    steps: StepNumbers = dataclasses.field(default_factory=StepNumbers)
-    step: Tensor = dataclasses.field(default_factory=lambda: torch.zeros((), dtype=torch.int64))
-    pipeline: Pipeline = dataclasses.field(default_factory=Pipeline)
-    parts: int = 1
-    shared: Tensor | None = None
-    same: SameSample = dataclasses.field(default_factory=SameSample)
-    turns: Turns = dataclasses.field(default_factory=Turns)
-    stages: tuple[tuple[int, ToMeConfig], ...] = ()
-    settings: dict[int, ToMeConfig] = dataclasses.field(default_factory=dict)
-    corrects: bool = False
-    keeps: bool = False
-    ahead: Tensor | None = None
-    finest_ahead: Tensor | None = None
-    holds: bool = False
-    plan_turn: int = 0
-    guided: Guided = dataclasses.field(default_factory=Guided)
-    blocks: list[BlockState] = dataclasses.field(default_factory=list)
-    layers: list[LayerState] = dataclasses.field(default_factory=list)
-    deep_stages: list[StageState] = dataclasses.field(default_factory=list)
-    shallow_stages: list[StageState] = dataclasses.field(default_factory=list)
+    call: ModelCall
+    settings: Mapping[int, ToMeConfig]
+    stages: tuple[tuple[int, ToMeConfig], ...]
+    groups: tuple[int, ...]
+    pipeline: Pipeline
+    threads: PerThread[ThreadState]
+    memories: Memories = dataclasses.field(default_factory=Memories)
+    parts: tuple[BlockState | LayerState | StageState, ...] = ()
     record: dict[str, RecordedPlan] | None = None
 
-    def __post_init__(self) -> None:
-        self.stages = tuple((level, s) for level in self.levels for s in self.config.stages(level))
-        self.settings = {level: next(self.config.stages(level)) for level in self.levels}
+    @property
+    def context(self) -> CallContext:
+        """What holds for the running call."""
+        return self.threads.value.context
 
-    def forget(self, first: int = 0, last: int = sys.maxsize) -> None:
-        """Let go of all that calls with these numbers in their steps have left."""
-        noted: tuple[dict[int, Any], ...] = (
-            self.turns.planned,
-            self.turns.corrected,
-            self.turns.compared,
-            self.guided,
-        )
-        for by_number in noted:
-            for number in [number for number in by_number if first <= number <= last]:
-                del by_number[number]
-        for kept in self._kept():
-            for call in [call for call in kept if first <= call[0] <= last]:
-                del kept[call]
-        self._leave_stacks()
+    @property
+    def blocks(self) -> tuple[BlockState, ...]:
+        """The blocks that merge."""
+        return tuple(part for part in self.parts if isinstance(part, BlockState))
 
-    def forget_results(self, number: int) -> None:
-        """Let go of the results that a call with this number in its step has left, but of no plan."""
-        for kept in self._results():
-            for call in [call for call in kept if call[0] == number]:
-                del kept[call]
+    def memory_of(self, generation: Generation) -> Memory:
+        """What is cached in a generation."""
+        memory = self.memories.get(generation)
+        if memory is None:
+            memory = self.memories[generation] = Memory(self.groups)
+        return memory
 
-    def _kept(self) -> Iterator[dict[Any, Any]]:
-        """What is kept by tuples that begin with the number of a call."""
-        yield self.turns.ran
-        yield from (block.plans for block in self.blocks)
-        yield from self._results()
+    def use(self, memory: Memory) -> None:
+        """Cache in ``memory`` from now on, in this thread."""
+        for part, cache in zip(self.parts, memory.caches, strict=True):
+            part.threads.value.cache = cache
+        self.threads.value.memory = memory
 
-    def _results(self) -> Iterator[dict[Any, Any]]:
-        yield from (block.changes for block in self.blocks)
-        yield from (layer.changes for layer in self.layers)
-        for stage in (*self.deep_stages, *self.shallow_stages):
-            yield from (stage.changes, stage.shapes)
+    def begin_call(self) -> None:
+        """Before a call of the model: blocks count theirs from 0, and no stack has merged."""
+        for part in self.parts:
+            if isinstance(part, BlockState):
+                part.threads.value.number = -1
+                if part.stack is not None:
+                    part.stack.threads.value.input = None
 
-    def _leave_stacks(self) -> None:
-        """Let go of what a call that was broken off within a stack has left there."""
-        for block in self.blocks:
-            if block.stack is not None:
-                block.stack.inside = None
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[dict[str, RecordedPlan]]:
+        """While the context lasts, each block leaves its latest plan, by its path."""
+        before, latest = self.record, dict[str, RecordedPlan]()
+        self.record = latest
+        try:
+            yield latest
+        finally:
+            self.record = before
 
-    def begin_call(self, plan_anew: bool) -> None:
-        """Before a call of the model: blocks count theirs from 0, and have no plans that it makes anew."""
-        self._leave_stacks()
-        for block in self.blocks:
-            block.number = -1
-            for call in [call for call in block.plans if plan_anew and call[0] == self.plan_turn]:
-                del block.plans[call]
-
-    def sample_gone(self) -> None:
-        """After all calls on one sample: let go of what the next step will not use."""
-        if not self.config.follows_steps:
-            self.forget()
-        elif self.turns.is_last:
-            self.forget(self.plan_turn, self.turns.number)
-            for run in self.pipeline.runs:
-                if not run.turns.is_last:  # a model for the first steps alone
-                    run.forget()
+    def forget(self) -> None:
+        """Drop all that is cached."""
+        self.memories.clear()
+        self.threads.value.own_memory.forget()
 
 
-@dataclasses.dataclass(eq=False)
-class BlockState:
-    """What a block leaves for its sub-layers while it runs: the plan, or None where nothing merges now.
+class StackInput(NamedTuple):
+    """What the blocks of a stack run with, from its first block to its last.
 
     Attributes:
-        run: of its model.
-        level: of its resolution.
-        grid: of its tokens.
-        path: its name in the model.
-        layout: how it takes its tokens.
-        batched: whether each image of a batch has a plan of its own.
-        wide: how the block as a whole takes its tokens; None: it cannot run on merged ones.
-        stack: that it is in; None: it is in none.
-        is_first: whether it is the one of its stack that merges.
-        is_last: whether it is the one that unmerges.
-        plans: for other calls and other blocks.
-        size: images and tokens that a plan for the running call has; None where nothing merges.
-        plan: of the running call; None on dense steps for corrections too.
-        number: of that among the block's in one call of the model, from 0.
-        changes: what it adds to its tokens.
-        seen: with gradients, what it ran with.
-        again: of that, what it ran with before on the same tokens, as gradient checkpointing runs it behind
-            the model, and perhaps behind other calls; None: it runs for the first time.
+        plan: of the first block.
+        tokens: that the first block was called with.
+        merged: these tokens, merged.
     """
 
-    run: Run
-    level: int
-    grid: Grid
+    plan: Plan
+    tokens: Tensor
+    merged: Tensor
+
+
+class Stack:
+    """What a thread has merged in a run of blocks.
+
+    Attributes:
+        input: None where nothing is merged.
+    """
+
+    def __init__(self) -> None:
+        self.input: StackInput | None = None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class StackRole:
+    """The place of a block in its stack.
+
+    Attributes:
+        threads: what each thread has merged in the stack; all its blocks have the same object.
+        is_first: whether the block merges.
+        is_last: whether the block unmerges.
+    """
+
+    threads: PerThread[Stack]
+    is_first: bool
+    is_last: bool
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class BlockState:
+    """A transformer block that merges.
+
+    Attributes:
+        model: that it belongs to.
+        path: its name in the model.
+        level: its resolution level.
+        grid: the token grid in each thread, noted by the module around it; None: that of the model.
+        layout: how it takes its tokens.
+        block_layout: how it takes them where it runs on merged tokens as a whole; None: it cannot.
+        batched: whether each image of a batch has a plan of its own.
+        caches_residuals: whether it is skipped on some steps by itself, and not with its whole stage.
+        stack: its place in a stack; None: it is in none.
+        threads: its running call in each thread.
+        calls: under gradients, what it ran with.
+    """
+
+    model: ModelState
     path: str
+    level: int
+    grid: PerThread[Grid] | None
     layout: Layout
+    block_layout: Layout | None
     batched: bool
-    block_layout: Layout | None = None
-    stack: Stack | None = None
-    is_first: bool = False
-    is_last: bool = False
-    plans: Plans = dataclasses.field(default_factory=Plans)
-    size: tuple[int, int] | None = None
-    plan: Plan | None = None
-    number: int = -1
-    changes: Changes = dataclasses.field(default_factory=Changes)
-    seen: SeenWith = dataclasses.field(default_factory=SeenWith)
-    again: Seen | None = None
+    caches_residuals: bool = False
+    stack: StackRole | None = None
+    threads: PerThread[PartState] = dataclasses.field(default_factory=lambda: PerThread(PartState))
+    calls: RecordedCalls = dataclasses.field(default_factory=RecordedCalls)
 
     @property
     def settings(self) -> ToMeConfig:
         """What holds at the running step."""
-        return self.run.settings[self.level] if self.again is None else self.again.settings
+        recorded = self.threads.value.recorded
+        return self.model.context.settings[self.level] if recorded is None else recorded.settings
 
     @property
-    def keeps(self) -> bool:
-        """Whether it keeps what it changes for steps in which it, and not its whole stage, does not run."""
-        alone = self.block_layout is not None and self.settings.scope != "stack"
-        return self.run.keeps and alone and not self.run.deep_stages
+    def grid_shape(self) -> tuple[int, int, int]:
+        """(frames, rows, columns) of its tokens in the running call."""
+        grid = self.model.threads.value.grid if self.grid is None else self.grid.value
+        return grid.shape
 
     @property
     def call(self) -> Call:
         """The running call."""
-        return self.run.turns.number, self.number
+        return self.model.context.call, self.threads.value.number
 
     @property
-    def planning_call(self) -> Call:
-        """The one whose plan the running call uses."""
-        return self.run.plan_turn, self.number
+    def plan_call(self) -> Call:
+        """The call whose plan the running one uses."""
+        return self.model.context.plan_call, self.threads.value.number
 
 
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(frozen=True, eq=False)
 class LayerState:
-    """What a sub-layer knows.
+    """A sub-layer whose calls change.
 
     Attributes:
         block: that it belongs to.
+        path: its name in the model.
         kind: ``"attn1"``, ``"attn2"`` or ``"ff"``.
         layout: how it takes its tokens.
-        own_keys: of attention, whether it looks at the tokens that it is called with.
+        own_keys: of attention, whether it attends to the tokens that it is called with.
         keys: name of the argument by which it can be given merged keys; None: there is none.
-        changes: its latest results, corrected.
+        threads: its cache in each thread.
     """
 
     block: BlockState
+    path: str
     kind: str
     layout: Layout
     own_keys: bool = True
     keys: str | None = None
-    changes: Changes = dataclasses.field(default_factory=Changes)
+    threads: PerThread[PartState] = dataclasses.field(default_factory=lambda: PerThread(PartState))
 
 
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(frozen=True, eq=False)
 class StageState:
-    """What a part of a UNet knows that does not run on every step: a stage, or a module of one.
+    """A stage of a UNet, or a module of one, that is skipped on some steps.
 
     Attributes:
-        run: of its model.
+        model: that it belongs to.
+        path: its name in the model.
         shallow: whether it is at the finest level.
-        is_last: whether its result is what those take that do run.
-        grid: of its tokens, if it has blocks.
-        changes: of the last one, its results when it last ran.
-        shapes: of the others, what their results look like.
+        is_last: whether the modules that do run read its result.
+        grid: the token grid of its blocks in each thread; None: it has no blocks.
+        threads: its cache in each thread.
     """
 
-    run: Run
+    model: ModelState
+    path: str
     shallow: bool
     is_last: bool
-    grid: Grid | None = None
-    changes: Changes = dataclasses.field(default_factory=Changes)
-    shapes: Shapes = dataclasses.field(default_factory=Shapes)
+    grid: PerThread[Grid] | None = None
+    threads: PerThread[PartState] = dataclasses.field(default_factory=lambda: PerThread(PartState))
 
     @property
-    def ahead(self) -> Tensor | None:
-        """How far the running call is from those in which it ran, as :meth:`Turns.ahead` says."""
-        return self.run.finest_ahead if self.shallow else self.run.ahead
+    def extrapolation(self) -> Tensor | None:
+        """Of the running call: as :class:`CallContext` says for its level."""
+        context = self.model.context
+        return context.shallow_extrapolation if self.shallow else context.extrapolation

@@ -8,15 +8,15 @@ from tokenmerge.runtime.swap import add_hook, check_swappable, swap
 from tokenmerge.vit.config import ViTConfig
 from tokenmerge.vit.hosts import FAMILIES, Encoder, find_encoders
 from tokenmerge.vit.runtime import (
+    EncoderState,
     LayerState,
-    Run,
     begin,
     check_attention,
     layer_call,
     swap_parts,
 )
 
-__all__ = ["checked_encoders", "new_vit_run", "patch_encoder"]
+__all__ = ["checked_encoders", "new_vit_state", "patch_encoder"]
 
 
 def checked_encoders(model: object, config: ViTConfig) -> tuple[Encoder, ...]:
@@ -51,13 +51,13 @@ def checked_encoders(model: object, config: ViTConfig) -> tuple[Encoder, ...]:
     return encoders
 
 
-def new_vit_run(encoder: Encoder, config: ViTConfig) -> Run:
+def new_vit_state(encoder: Encoder, config: ViTConfig) -> EncoderState:
     """What the layers of an encoder will share.
 
     Raises:
         ConfigError: ``config.r`` has not one number for each of them.
     """
-    return Run(
+    return EncoderState(
         config,
         r=config.per_layer(len(encoder.layers)),
         protected=encoder.protected,
@@ -67,10 +67,12 @@ def new_vit_run(encoder: Encoder, config: ViTConfig) -> Run:
     )
 
 
-def patch_encoder(encoder: Encoder, run: Run) -> None:
+def patch_encoder(encoder: Encoder, state: EncoderState) -> None:
     """Patch an encoder of :func:`checked_encoders` that is not patched."""
     for index, layer in enumerate(encoder.layers):
-        state = LayerState(run, index, layer.path, (layer.keys, layer.norm, layer.mlp), layer.head_dim)
-        swap(layer.module, "forward", layer_call, state)
-        swap_parts(layer.module, state)
-    add_hook(encoder.model, begin, run)
+        layer_state = LayerState(
+            state, index, layer.path, (layer.keys, layer.norm, layer.mlp), layer.head_dim
+        )
+        swap(layer.module, "forward", layer_call, layer_state)
+        swap_parts(layer.module, layer_state)
+    add_hook(encoder.model, begin, state)

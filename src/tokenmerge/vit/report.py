@@ -10,7 +10,7 @@ from tokenmerge.report import aligned, saved
 from tokenmerge.report.flops import count_flops, weightless
 from tokenmerge.vit.config import ViTConfig
 from tokenmerge.vit.hosts import find_encoders
-from tokenmerge.vit.patch import checked_encoders, new_vit_run, patch_encoder
+from tokenmerge.vit.patch import checked_encoders, new_vit_state, patch_encoder
 
 __all__ = ["ViTReport", "ViTRow", "predict_vit"]
 
@@ -104,8 +104,8 @@ def predict_vit(
     arguments = encoder.example(height, width, batch)
     dense = count_flops(encoder.model, arguments)
 
-    run = dataclasses.replace(new_vit_run(encoder, config), unmerge=False)
-    patch_encoder(encoder, run)
+    state = dataclasses.replace(new_vit_state(encoder, config), unmerge=False)
+    patch_encoder(encoder, state)
     seen: list[tuple[int, int]] = []
     for layer in encoder.layers:
         layer.module.register_forward_hook(lambda _, args, y: seen.append((args[0].shape[1], y.shape[1])))
@@ -116,7 +116,7 @@ def predict_vit(
         ViTRow(layer.path, n, m, dense[f"{name}.{layer.path}"], merged[f"{name}.{layer.path}"])
         for layer, (n, m) in zip(encoder.layers, seen, strict=True)
     )
-    notes = _notes(rows, run.r, config.unmerge, original.averages)
+    notes = _notes(rows, state.r, config.unmerge, original.averages)
     return ViTReport(name, height, width, batch, rows, dense[name], merged[name], notes)
 
 

@@ -8,9 +8,10 @@ mlp(norm(merge(x))).
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -27,9 +28,9 @@ from tokenmerge.runtime.swap import swap
 from tokenmerge.vit.config import ViTConfig
 
 __all__ = [
+    "EncoderState",
     "LayerState",
     "RecordedTokens",
-    "Run",
     "begin",
     "check_attention",
     "layer_call",
@@ -82,7 +83,7 @@ class RecordedTokens:
 
 
 @dataclasses.dataclass(eq=False)
-class Run:
+class EncoderState:
     """What all layers of a patched model share.
 
     Attributes:
@@ -105,13 +106,23 @@ class Run:
     tokens: list[Tokens | None] | None = None
     record: dict[str, RecordedTokens] | None = None
 
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[dict[str, RecordedTokens]]:
+        """While the context lasts, each layer leaves what its tokens stand for, by its path."""
+        before, latest = self.record, dict[str, RecordedTokens]()
+        self.record = latest
+        try:
+            yield latest
+        finally:
+            self.record = before
+
 
 @dataclasses.dataclass(eq=False)
 class LayerState:
     """What a layer leaves for its parts while it runs.
 
     Attributes:
-        run: of its model.
+        encoder: that it belongs to.
         index: its number.
         path: its name in the model.
         parts: names in it of what gives the keys, of the norm before the MLP, and of the MLP.
@@ -121,7 +132,7 @@ class LayerState:
         plan: of the running call, as soon as the keys are known.
     """
 
-    run: Run
+    encoder: EncoderState
     index: int
     path: str
     parts: tuple[str, str, str]
@@ -133,14 +144,14 @@ class LayerState:
 
 def begin(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
     """Before the model: nothing has merged yet."""
-    run: Run = model.__dict__[STATE]
-    check_attention(model, run.config)
-    mask = HostCall(model.forward, parameters(type(model).forward), args, kwargs).argument(run.mask)
-    if mask is not None and any(run.r):
-        raise _mask_error(run, mask)
-    if not run.by_keyword:
+    encoder: EncoderState = model.__dict__[STATE]
+    check_attention(model, encoder.config)
+    mask = HostCall(model.forward, parameters(type(model).forward), args, kwargs).argument(encoder.mask)
+    if mask is not None and any(encoder.r):
+        raise _mask_error(encoder, mask)
+    if not encoder.by_keyword:
         return None  # the first layer begins, as it does when only a part of the model is called
-    return args, {**kwargs, _TOKENS: [None] * (len(run.r) + 1)}
+    return args, {**kwargs, _TOKENS: [None] * (len(encoder.r) + 1)}
 
 
 def check_attention(model: nn.Module, config: ViTConfig) -> None:
@@ -170,17 +181,17 @@ def layer_call(original: Callable) -> Callable:
         state: LayerState | None = self.__dict__.get(STATE)
         if state is None:
             return original(self, *args, **kwargs)
-        run, given = state.run, kwargs.pop(_TOKENS, None)
+        encoder, given = state.encoder, kwargs.pop(_TOKENS, None)
         tokens_of_layers = _tokens_of_call(state) if given is None else given
         swap_parts(self, state)
         call = HostCall(functools.partial(original, self), names, args, kwargs)
-        x, mask = call.argument(names[0]), call.argument(run.mask)
+        x, mask = call.argument(names[0]), call.argument(encoder.mask)
         # A mask in a call of the whole model is the host's own, by which all tokens attend to all others.
-        if mask is not None and given is None and any(run.r):
-            raise _mask_error(run, mask)
+        if mask is not None and given is None and any(encoder.r):
+            raise _mask_error(encoder, mask)
         tokens, r = tokens_of_layers[state.index], _num_removed(state, x)
         if tokens is not None:
-            call = call.replaced(run.mask, _log_sizes(tokens, run, x.dtype))
+            call = call.replaced(encoder.mask, _log_sizes(tokens, encoder, x.dtype))
         state.r, state.tokens = r, tokens
         try:
             y = call.result()
@@ -190,9 +201,9 @@ def layer_call(original: Callable) -> Callable:
             state.r, state.tokens, state.plan = 0, None, None
         tokens_of_layers[state.index + 1] = tokens
         if tokens is not None:
-            if run.record is not None:
-                run.record[state.path] = RecordedTokens(tokens.source, tokens.sizes, run.protected)
-            if run.unmerge and state.index + 1 == len(run.r):
+            if encoder.record is not None:
+                encoder.record[state.path] = RecordedTokens(tokens.source, tokens.sizes, encoder.protected)
+            if encoder.unmerge and state.index + 1 == len(encoder.r):
                 y = tokens.unmerge(_one_tensor(y, state))
         return y
 
@@ -212,7 +223,7 @@ def keys_call(original: Callable) -> Callable:
             )
             # At least float32, so that half precision does not make unequal edges equal.
             metric = by_head.detach().mean(dim=1, dtype=torch.promote_types(keys.dtype, torch.float32))
-            plan = plan_tome_vit(metric, state.r, state.run.protected)
+            plan = plan_tome_vit(metric, state.r, state.encoder.protected)
             state.plan = plan_by_size(plan, state.tokens)
         return keys
 
@@ -255,41 +266,41 @@ def swap_parts(layer: nn.Module, state: LayerState) -> None:
 
 def _tokens_of_call(state: LayerState) -> list[Tokens | None]:
     """The tokens of the running call, for a layer that is called without them."""
-    run = state.run
+    encoder = state.encoder
     if state.index == 0:
-        run.tokens = [None] * (len(run.r) + 1)
-    if run.tokens is None:
+        encoder.tokens = [None] * (len(encoder.r) + 1)
+    if encoder.tokens is None:
         raise UnsupportedModelError(
             f"{state.path}: run without the layers before it, so that the sizes of its tokens are unknown; "
             "switch off what does so, such as timm's gradient checkpointing: "
             "model.set_grad_checkpointing(False)"
         )
-    call = run.tokens
-    if state.index + 1 == len(run.r):
-        run.tokens = None
+    call = encoder.tokens
+    if state.index + 1 == len(encoder.r):
+        encoder.tokens = None
     return call
 
 
 def _num_removed(state: LayerState, x: Tensor) -> int:
-    run = state.run
-    most = most_removed(x.shape[1], run.protected)
-    if state.index == 0 and most == 0 and any(run.r):
+    encoder = state.encoder
+    most = most_removed(x.shape[1], encoder.protected)
+    if state.index == 0 and most == 0 and any(encoder.r):
         raise NothingToMergeError(
-            f"nothing to merge: an input of shape {tuple(x.shape)} has {x.shape[1] - run.protected} tokens "
-            f"beside {run.protected} that never merge, and it takes two; use larger pictures"
+            f"nothing to merge: an input of shape {tuple(x.shape)} has {x.shape[1] - encoder.protected} tokens "
+            f"beside {encoder.protected} that never merge, and it takes two; use larger pictures"
         )
-    return min(run.r[state.index], most)
+    return min(encoder.r[state.index], most)
 
 
-def _log_sizes(tokens: Tokens, run: Run, dtype: torch.dtype) -> Tensor | None:
+def _log_sizes(tokens: Tokens, encoder: EncoderState, dtype: torch.dtype) -> Tensor | None:
     """What is added to the logits ``[b, heads, n, n]``."""
-    return tokens.sizes.log().to(dtype)[:, None, None, :] if run.config.proportional_attention else None
+    return tokens.sizes.log().to(dtype)[:, None, None, :] if encoder.config.proportional_attention else None
 
 
-def _mask_error(run: Run, mask: Tensor) -> UnsupportedModelError:
+def _mask_error(encoder: EncoderState, mask: Tensor) -> UnsupportedModelError:
     return UnsupportedModelError(
-        f"{run.mask}: a mask of shape {tuple(mask.shape)} is for all tokens and says nothing of merged ones; "
-        f"call the model without {run.mask}, or remove_token_merging(model) first"
+        f"{encoder.mask}: a mask of shape {tuple(mask.shape)} is for all tokens and says nothing of merged ones; "
+        f"call the model without {encoder.mask}, or remove_token_merging(model) first"
     )
 
 

@@ -1,0 +1,110 @@
+"""What holds for one call of a patched model, and where each thread keeps it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from tokenmerge.config import ToMeConfig
+from tokenmerge.models.layout import Grid
+from tokenmerge.ops import Plan
+from tokenmerge.runtime.caches import Cache, Memory, RecordedCall
+from tokenmerge.runtime.step_seed import StepSeed
+
+__all__ = ["ActiveMerge", "CallContext", "PartState", "ThreadState"]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class CallContext:
+    """What holds for one call of a patched model; built once, by the hook before the model.
+
+    Blocks that are called without their model have that of its last call in their thread.
+
+    Attributes:
+        settings: what holds at the running step, by level.
+        step: the number of the step that draws depend on, int64.
+        call: number of the call in its step.
+        plan_call: number of the call whose plans this one uses.
+        caches_plans: whether plans are cached for later calls.
+        caches_residuals: whether residuals are cached, for steps that skip blocks or stages.
+        corrects: whether this is a dense correction step.
+        extrapolation: steps since the skipped blocks or deep stages ran, divided by the interval between
+            their last two runs. A tensor, so that compiled blocks need no graph for each value. None: they
+            run.
+        shallow_extrapolation: the same for the finest level of a UNet.
+        guidance_copies: how many times the batch holds each sample, for as many prompts.
+        copies_equal: in a graph and on accelerators, whether it does hold equal samples; None: it does.
+        guidance_difference: what guidance changed in the result of the last step; None: unknown.
+    """
+
+    settings: Mapping[int, ToMeConfig]
+    step: Tensor = dataclasses.field(default_factory=lambda: torch.zeros((), dtype=torch.int64))
+    call: int = 0
+    plan_call: int = 0
+    caches_plans: bool = False
+    caches_residuals: bool = False
+    corrects: bool = False
+    extrapolation: Tensor | None = None
+    shallow_extrapolation: Tensor | None = None
+    guidance_copies: int = 1
+    copies_equal: Tensor | None = None
+    guidance_difference: Tensor | None = None
+
+
+class ThreadState:
+    """What belongs to a thread that calls a patched model.
+
+    Args:
+        context: for blocks that are called before the model.
+        groups: as for :class:`tokenmerge.runtime.caches.Memory`.
+
+    Attributes:
+        context: of the running call, or the last one.
+        grid: the model's finest token grid in that call.
+        seed: makes the numbers of steps.
+        own_memory: what is cached where settings do not follow the steps.
+        memory: what the running call caches; None before the first.
+    """
+
+    def __init__(self, context: CallContext, groups: Sequence[int]) -> None:
+        self.context = context
+        self.grid = Grid()
+        self.seed = StepSeed()
+        self.own_memory = Memory(groups)
+        self.memory: Memory | None = None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ActiveMerge:
+    """What a block merges in its running call.
+
+    Attributes:
+        images: number of images in its input.
+        tokens: number of tokens of each, padding included.
+        plan: which tokens merge; None on a dense correction step, which measures what merging would lose.
+    """
+
+    images: int
+    tokens: int
+    plan: Plan | None
+
+
+class PartState:
+    """What a block, a layer or a stage needs in the running call of a thread.
+
+    Attributes:
+        cache: what it caches between calls.
+        number: of a block, index of this call among its calls in one model forward; −1 before the first.
+        merge: of a block, what it merges while it runs; None: nothing.
+        recorded: of a block, the recorded call being recomputed by gradient checkpointing; None on a first
+            run.
+    """
+
+    def __init__(self) -> None:
+        self.cache = Cache()
+        self.number = -1
+        self.merge: ActiveMerge | None = None
+        self.recorded: RecordedCall | None = None

@@ -1,0 +1,92 @@
+"""Step reuse: residuals of blocks and layers, and what is made of them in steps that skip these."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = ["Residual", "extrapolated", "residual_of", "updated"]
+
+Tensors = Sequence[Tensor | None]
+
+
+class Residual(NamedTuple):
+    """What a block or a layer adds to its input, cached from the step in which it last ran.
+
+    Attributes:
+        single: whether its result is one tensor, and not a tuple.
+        latest: what it added to each tensor of its result.
+        delta: change of ``latest`` since the run before, 0 where there was none; None where nothing
+            extrapolates.
+        agreement: how far the delta kept its direction, 0 to 1 for each image; None with ``delta``.
+    """
+
+    single: bool
+    latest: tuple[Tensor | None, ...]
+    delta: tuple[Tensor | None, ...] | None = None
+    agreement: tuple[Tensor | None, ...] | None = None
+
+
+def residual_of(result: Any, bases: Sequence[Tensor | float]) -> Residual:
+    """The residual of a block or layer: its result, one tensor or several, less what each was added to."""
+    return Residual(isinstance(result, Tensor), _each(torch.sub, _tensors(result), bases))
+
+
+def updated(before: Residual | None, residual: Residual) -> Residual:
+    """A residual with its change since the run before."""
+    latest = residual.latest
+    if before is None or before.delta is None or not _same_shapes(latest, before.latest):
+        delta = _each(torch.zeros_like, latest)
+        return Residual(residual.single, latest, delta, _each(_agreement, delta, delta))
+    delta = _each(torch.sub, latest, before.latest)
+    return Residual(residual.single, latest, delta, _each(_agreement, delta, before.delta))
+
+
+def extrapolated(residual: Residual, bases: Sequence[Tensor | float], distance: Tensor) -> Any:
+    """The result of a skipped block: its input plus the linearly extrapolated residual.
+
+    TaylorSeer (arXiv 2503.06923) of order 1, damped where the residual changed its direction: what turns
+    about between steps, as under strong guidance, stays where it is, since extrapolating it would double the
+    error.
+
+    Args:
+        residual: of the step in which the block last ran, with its delta.
+        bases: what the residual is added to.
+        distance: steps since then, divided by the interval between the last two runs.
+    """
+    assert residual.delta is not None
+    assert residual.agreement is not None
+    result = _each(torch.add, residual.latest, bases)
+    result = _each(
+        lambda value, delta, agreement: value + delta * (agreement * distance),
+        result,
+        residual.delta,
+        residual.agreement,
+    )
+    return result[0] if residual.single else result
+
+
+def _same_shapes(ones: Tensors, others: Tensors) -> bool:
+    return [one if one is None else one.shape for one in ones] == [
+        other if other is None else other.shape for other in others
+    ]
+
+
+def _agreement(delta: Tensor, before: Tensor) -> Tensor:
+    """How far each image's delta keeps its direction: the cosine, or 0 where it turns back."""
+    cosine = torch.cosine_similarity(delta.flatten(1).float(), before.flatten(1).float(), dim=1)
+    return cosine.clamp(min=0).to(delta.dtype).view(-1, *[1] * (delta.ndim - 1))
+
+
+def _each(function: Callable[..., Tensor], *values: Sequence[Tensor | float | None]) -> tuple[Any, ...]:
+    """The function of the first of each sequence, of the second of each …; None where one of them is None."""
+    return tuple(
+        None if any(one is None for one in ones) else function(*ones) for ones in zip(*values, strict=True)
+    )
+
+
+def _tensors(result: Any) -> tuple[Tensor | None, ...]:
+    return (result,) if isinstance(result, Tensor) else tuple(result)

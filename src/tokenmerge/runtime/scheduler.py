@@ -1,0 +1,154 @@
+"""Which denoising step a scheduler of diffusers is at, and which generation the step belongs to."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["DenoisingStep", "Generation", "needs_sync", "step_of"]
+
+# The attribute by which a scheduler's tensor of timesteps holds its generation. ``set_timesteps`` makes a new
+# tensor for each generation, and a deep copy of the tensor takes the attribute along.
+_GENERATION = "_tokenmerge_generation"
+
+
+class Generation:
+    """One run of a scheduler over its timesteps, or of a loop that calls ``Patch.at_step``.
+
+    What is cached between steps lives as long as this object: until the scheduler gets new timesteps.
+
+    Attributes:
+        first: index of its first step; image-to-image does not begin at 0.
+        index: of its latest step.
+        thread: identifier of the thread in which it began.
+    """
+
+    def __init__(self, first: int) -> None:
+        self.first = self.index = first
+        self.thread = threading.get_ident()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Generation:
+        # Pipelines that draw tiles give each tile a deep copy of the scheduler's state.
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Generation, (self.first,)
+
+
+@dataclasses.dataclass(frozen=True)
+class DenoisingStep:
+    """A denoising step of a generation.
+
+    Attributes:
+        generation: that it belongs to.
+        index: of the step among those of its scheduler, from 0.
+        total: number of these steps.
+        first: index of the first step of the generation.
+    """
+
+    generation: Generation
+    index: int
+    total: int
+    first: int = 0
+
+    @property
+    def done(self) -> int:
+        """Number of steps of the generation before this one."""
+        return self.index - self.first
+
+    @property
+    def steps(self) -> int:
+        """Number of steps of the generation."""
+        return self.total - self.first
+
+
+def step_of(scheduler: Any, timestep: Tensor | float) -> DenoisingStep | None:
+    """The step that a scheduler is at; None: it does not say.
+
+    Args:
+        scheduler: of diffusers; its ``set_timesteps`` begins a generation.
+        timestep: that the model is called with, for schedulers that do not count their steps.
+    """
+    timesteps = getattr(scheduler, "timesteps", None)
+    if timesteps is None or len(timesteps) == 0 or _is_unused(scheduler):
+        return None
+    index = getattr(scheduler, "step_index", None)
+    # The counter is None before the first step. Image-to-image begins at a later one.
+    index = getattr(scheduler, "begin_index", None) if index is None else index
+    if index is None:
+        index = _offset(timestep, timesteps)
+    if index is None:
+        now = float(torch.as_tensor(timestep).max())
+        index = _place(now, timesteps, made=getattr(scheduler, "counter", 0))
+        # Flow-matching models get the timestep as a share of the highest one. There 1 is ambiguous: it is
+        # also one of the last timesteps.
+        if hasattr(scheduler, "step_index") and (index is None or now <= 1):
+            index = 0
+    if index is None or index >= len(timesteps):  # a generation that is over
+        return None
+    generation = _generation_of(timesteps, int(index))
+    return (
+        None
+        if generation is None
+        else DenoisingStep(generation, int(index), len(timesteps), generation.first)
+    )
+
+
+def needs_sync(value: Tensor) -> bool:
+    """Whether reading a tensor's value would break a graph or synchronise the device."""
+    return torch.compiler.is_compiling() or value.device.type != "cpu"
+
+
+def _generation_of(timesteps: Any, index: int) -> Generation | None:
+    """The generation of a scheduler's timesteps; a new one where they are new or the index goes back."""
+    generation: Generation | None = getattr(timesteps, _GENERATION, None)
+    if generation is None or index < generation.index:
+        generation = Generation(index)
+        try:
+            setattr(timesteps, _GENERATION, generation)
+        except AttributeError:  # no tensor
+            return None
+    generation.index = index
+    return generation
+
+
+def _offset(timestep: object, timesteps: object) -> int | None:
+    """The index of a timestep that is a view of ``timesteps``, found without reading its value."""
+    if not (isinstance(timestep, Tensor) and isinstance(timesteps, Tensor)) or timesteps.ndim != 1:
+        return None
+    # One value, perhaps expanded for each image of a batch.
+    one = timestep.numel() == 1 or (timestep.numel() > 1 and not any(timestep.stride()))
+    if not one or timestep.is_meta or timestep.dtype != timesteps.dtype:
+        return None
+    memory, stride = timesteps.untyped_storage().data_ptr(), timesteps.stride(0)
+    if not memory or timestep.untyped_storage().data_ptr() != memory or stride < 1:  # 0: it has no address
+        return None
+    place, between = divmod(int(timestep.storage_offset() - timesteps.storage_offset()), stride)
+    return place if not between and 0 <= place < len(timesteps) else None
+
+
+def _is_unused(scheduler: Any) -> bool:
+    """Whether the scheduler still has its training timesteps: another scheduler is in use."""
+    training = getattr(getattr(scheduler, "config", None), "num_train_timesteps", None)
+    return getattr(scheduler, "num_inference_steps", None) is None and len(scheduler.timesteps) == training
+
+
+def _place(timestep: float, timesteps: Any, made: int) -> int | None:
+    """The index of the timestep that a model is called with; None: it is in another unit.
+
+    Args:
+        timestep: that the model is called with.
+        timesteps: of the scheduler.
+        made: number of steps made so far. PNDM counts them, and some of its timesteps are equal.
+    """
+    scheduled = torch.as_tensor(timesteps, dtype=torch.float32).cpu()
+    distance = (scheduled - timestep).abs()
+    nearest = distance.min()
+    if nearest > max(1.0, abs(timestep)) / 128:  # half precision is good to 1 in 256
+        return None
+    places = (distance == nearest).nonzero().flatten().tolist()
+    return next((place for place in places if place >= made), places[-1])

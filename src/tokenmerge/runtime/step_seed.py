@@ -1,0 +1,48 @@
+"""The number of a denoising step that random draws depend on."""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+from torch import Tensor
+
+from tokenmerge.runtime.scheduler import needs_sync
+
+__all__ = ["StepSeed", "same_step"]
+
+
+class StepSeed:
+    """Makes an integer for each denoising step: the bits of its timestep as a float32.
+
+    The timestep is taken and not a counter. It is the same for both halves of classifier-free guidance, for
+    every batch size, and when gradient checkpointing runs a block again. In training each sample may have a
+    timestep of its own, and image-to-video models give one to each token; the highest counts for all.
+    """
+
+    def __init__(self) -> None:
+        self._last: tuple[weakref.ref[Tensor], int, Tensor] | None = None
+
+    def of(self, timestep: Tensor | float, device: torch.device) -> Tensor:
+        """The number of a step, int64. The same timestep tensor gives the same result tensor again."""
+        if not isinstance(timestep, Tensor) or not needs_sync(timestep):
+            return _bits(timestep, device)
+        if torch.compiler.is_compiling() or timestep.is_inference():
+            return _bits(timestep, device)  # nothing tells whether its value has changed
+        if self._last is not None:
+            last, version, number = self._last
+            if last() is timestep and version == timestep._version and number.device == device:
+                return number
+        number = _bits(timestep, device)
+        self._last = weakref.ref(timestep), timestep._version, number
+        return number
+
+
+def same_step(step: Tensor, other: Tensor) -> bool:
+    """Whether two numbers of steps are equal. The same tensor is not compared, which would synchronise."""
+    return step is other or torch.equal(step, other)
+
+
+def _bits(timestep: Tensor | float, device: torch.device) -> Tensor:
+    latest = torch.as_tensor(timestep, device=device, dtype=torch.float32).max()
+    return latest.view(torch.int32).to(torch.int64)
