@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import cached
 import pytest
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,7 @@ from tests.models.tiny import FAMILIES
 from tokenmerge import NothingToMergeError, apply_token_merging
 from tokenmerge.models.find import find_hosts
 from tokenmerge.planners import PLANNERS
-from tokenmerge.runtime.patch import run_of
+from tokenmerge.runtime.state import BlockState, StageState
 
 
 def whole(model: nn.Module) -> bool:
@@ -42,13 +43,9 @@ def test_what_a_block_changed_is_added_to_what_it_is_called_with(family):
         pytest.skip("no block of it can run as a whole")
     reuse = {"reuse_every": 3, "reuse_finest_every": 2, "use_rand": False}
     _, ran, last_layer, finest_level = at_each_step(model, family, 4, **reuse)
-    run = run_of(model)
-    assert all(
-        state.changes
-        for state in run.deep_stages[-1:] or run.blocks
-        if run.deep_stages or state.block_layout is not None
-    )
-    assert all(state.changes for state in run.shallow_stages[-1:])
+    stages = [(stage, cache) for stage, cache in cached.caches(model, StageState) if stage.is_last]
+    blocks = [(b, cache) for b, cache in cached.caches(model, BlockState) if b.block_layout is not None]
+    assert all(cache.residuals for _, cache in stages or blocks)
     for gone_on in (last_layer, finest_level):
         assert torch.isfinite(gone_on).all()
         assert_close(gone_on, ran, rtol=1e-4, atol=1e-4 * ran.abs().max().item())
@@ -66,7 +63,8 @@ def test_what_merging_a_block_loses_is_given_back(family):
     exact, corrected = at_each_step(model, family, 2, scope="block", correct_every=3)
     assert torch.equal(exact, dense)
     assert (corrected - dense).norm() < (merged - dense).norm()
-    assert all(state.changes for state in run_of(model).blocks if state.block_layout is not None)
+    blocks = cached.caches(model, BlockState)
+    assert all(cache.residuals for block, cache in blocks if block.block_layout is not None)
 
 
 def test_a_block_that_runs_for_some_frames_after_others_plans_for_each(monkeypatch):

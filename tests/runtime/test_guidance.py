@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from typing import Any
 
+import cached
 import hosts
 import pytest
 import torch
@@ -15,7 +16,6 @@ from tests.models.tiny import FAMILIES
 from tokenmerge import ToMeConfig, apply_token_merging, config, planning
 from tokenmerge.planners import PLANNERS
 from tokenmerge.runtime.guidance import importance_of_tokens
-from tokenmerge.runtime.patch import run_of
 
 HALF: dict[str, Any] = {"ratio": 0.5, "max_downsample": 8}
 
@@ -158,19 +158,18 @@ def test_calls_on_one_sample_in_inference_mode():
 def test_plans_are_dropped_with_the_sample():
     model, first, second = two_prompts("WanTransformer3DModel")
     apply_token_merging(model, ToMeConfig(ratio=0.5))
-    states = run_of(model).blocks
     call(model, first)
-    assert all(state.plans for state in states)
+    assert all(cached.plans(model))
     del first, second
     gc.collect()
-    assert not any(state.plans for state in states)
+    assert not any(cached.plans(model))
 
 
 def test_with_gradients_calls_have_plans_of_their_own():
     model, first, _ = two_prompts("WanTransformer3DModel")
     apply_token_merging(model, ToMeConfig(ratio=0.5))
     model(**first)
-    assert not any(state.plans for state in run_of(model).blocks)
+    assert not any(cached.plans(model))
 
 
 @pytest.mark.parametrize("planner", ["importance", "another"])
@@ -230,7 +229,7 @@ def test_plans_are_held_only_where_they_are_used_again(settings, held):
     patch = apply_token_merging(Pipe(unet), ToMeConfig(**HALF, **settings))
     patch.at_step(0, 4)
     call(unet, arguments)
-    assert any(block.plans for block in run_of(unet).blocks) == held
+    assert any(cached.plans(unet)) == held
 
 
 @pytest.mark.parametrize("settings", [{}, {"until": 0.5}])
@@ -283,7 +282,8 @@ def test_each_tile_has_the_importance_of_its_own(monkeypatch):
             tile = hosts.inputs(1, seed=seed)
             for prompt in prompts:
                 call(unet, {**tile, "encoder_hidden_states": prompt})
-    expected = [change.abs().mean(dim=1).flatten() for change in run_of(unet).guided.values()]
+    differences = cached.memory_of(unet).guidance_differences.values()
+    expected = [difference.abs().mean(dim=1).flatten() for difference in differences]
     assert len(expected) == 2
     ones = asked[: len(asked) // 2], asked[len(asked) // 2 :]
     for (importance, *_), own, other in zip(ones, expected, expected[::-1], strict=True):
@@ -318,7 +318,7 @@ def test_importance_that_does_not_fit_the_tokens_is_said():
     for index in range(2):
         patch.at_step(index, 3)
         call(unet, inputs)
-    run_of(unet).guided[0] = torch.zeros(5, 4, 16, 16)
+    cached.memory_of(unet).guidance_differences[0] = torch.zeros(5, 4, 16, 16)
     patch.at_step(2, 3)
     with pytest.warns(UserWarning, match=r"shape \(5, 4, 16, 16\) does not fit .* it plans as 'tome' does"):
         call(unet, inputs)

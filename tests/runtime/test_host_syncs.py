@@ -14,12 +14,13 @@ from typing import Any
 import pytest
 import torch
 from diffusers import StableDiffusionPipeline
-from test_steps_in_pipelines import SCHEDULERS, draw
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tokenmerge
-from tokenmerge import ToMeConfig, apply_token_merging, noting, presets, when
-from tokenmerge.runtime.step_tracker import StepNumbers
+from tests.runtime.test_steps_in_pipelines import SCHEDULERS, draw
+from tokenmerge import ToMeConfig, apply_token_merging, presets
+from tokenmerge.runtime import hooks, step_seed
+from tokenmerge.runtime.step_seed import StepSeed
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array_(_ implementation|wrap__):DeprecationWarning")
 
@@ -60,8 +61,8 @@ def waits(pipe: StableDiffusionPipeline, config: ToMeConfig) -> tuple[Counter[st
 @pytest.fixture
 def accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if tensors were on one."""
-    for module in (noting, when):
-        monkeypatch.setattr(module, "waits_for", lambda value: True)
+    for module in (hooks, step_seed):
+        monkeypatch.setattr(module, "needs_sync", lambda value: True)
 
 
 @SCHEDULERS
@@ -96,7 +97,7 @@ def test_a_larger_batch_is_asked_again(pipe, accelerator):
 
 
 def test_two_calls_with_one_timestep_have_one_number(accelerator):
-    numbers, cpu = StepNumbers(), torch.device("cpu")
+    numbers, cpu = StepSeed(), torch.device("cpu")
     timestep = torch.tensor(7.0)
     first = numbers.of(timestep, cpu)
     assert numbers.of(timestep, cpu) is first

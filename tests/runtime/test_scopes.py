@@ -24,8 +24,8 @@ from tokenmerge import (
 from tokenmerge.models.find import find_hosts
 from tokenmerge.ops import make_plan, own_cell, strided_partition, unmerge
 from tokenmerge.planners import PLANNERS
-from tokenmerge.runtime.caches import Stack
 from tokenmerge.runtime.forward import COMBINE
+from tokenmerge.runtime.state import Stack
 
 HALF = {"ratio": 0.5}
 
@@ -244,8 +244,8 @@ def test_a_call_that_breaks_off_within_a_stack_leaves_nothing_for_the_next():
     def break_off() -> Stack:
         with pytest.raises(KeyboardInterrupt):
             hosts.call(unet, **arguments)
-        stack = second.__dict__["_tokenmerge"].stack
-        assert stack.inside is not None
+        stack = second.__dict__["_tokenmerge"].stack.threads.value
+        assert stack.input is not None
         return stack
 
     def interrupt(*args: object) -> None:
@@ -253,7 +253,7 @@ def test_a_call_that_breaks_off_within_a_stack_leaves_nothing_for_the_next():
 
     handle = second.register_forward_pre_hook(interrupt)
     break_off()
-    assert copy.deepcopy(second).__dict__["_tokenmerge"].stack.inside is None
+    assert copy.deepcopy(second).__dict__["_tokenmerge"].stack.threads.value.input is None
     with (
         torch.no_grad(),
         pytest.raises(UnsupportedModelError, match=r"blocks\.1: expected 32 tokens, merged"),
@@ -264,7 +264,7 @@ def test_a_call_that_breaks_off_within_a_stack_leaves_nothing_for_the_next():
     handle = second.register_forward_pre_hook(interrupt)
     stack = break_off()
     patch.remove()
-    assert stack.inside is None
+    assert stack.input is None
 
 
 def test_blocks_of_a_stack_compile_into_one_graph_each_and_their_first_and_last_into_others():

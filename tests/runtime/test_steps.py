@@ -7,6 +7,7 @@ import gc
 import pickle
 from typing import Any
 
+import cached
 import hosts
 import pytest
 import torch
@@ -24,9 +25,9 @@ from tests.models.test_every_family import call, model_of
 from tests.models.tiny import FAMILIES
 from tokenmerge import ConfigError, ToMeConfig, UnsupportedModelError, apply_token_merging
 from tokenmerge.ops import Plan, merge, unmerge
-from tokenmerge.runtime.caches import Change, change_of, changed, since
-from tokenmerge.runtime.patch import run_of
-from tokenmerge.runtime.state import STATE
+from tokenmerge.runtime.patch import state_of
+from tokenmerge.runtime.reuse import Residual, extrapolated, residual_of, updated
+from tokenmerge.runtime.state import STATE, BlockState, LayerState
 
 HALF: dict[str, Any] = {"ratio": 0.5, "max_downsample": 8}
 STEPS = 6
@@ -140,8 +141,10 @@ def test_a_correction_gives_tokens_back_how_they_differ_from_their_group(name, s
     """On the input of the dense step, the first module that merges is off by the same in all of a group."""
     model, arguments, of_sample = host_of(name)
     patch = apply_token_merging(model, ToMeConfig(**HALF, scope=scope, correct_every=every))
-    first = run_of(model).blocks[0]
-    wanted = first if scope == "block" else next(s for s in run_of(model).layers if s.block is first)
+    parts = state_of(model).parts
+    first = parts[0]
+    layers = (part for part in parts if isinstance(part, LayerState))
+    wanted = first if scope == "block" else next(layer for layer in layers if layer.block is first)
     module = next(m for m in model.modules() if m.__dict__.get(STATE) is wanted)
     seen: list[Tensor] = []
     module.register_forward_hook(lambda _, args, result: seen.append(image_of(result)))
@@ -178,7 +181,7 @@ def test_a_dense_step_for_corrections_plans_nothing_and_holds_no_plan(scope):
     _, plans = loop.run()
     assert list(map(bool, plans)) == [False, True] * 3
     loop.run(made=3)
-    assert not any(block.plans for block in run_of(loop.model).blocks)
+    assert not any(cached.plans(loop.model))
 
 
 def test_calls_of_one_step_have_corrections_of_their_own():
@@ -239,7 +242,7 @@ def test_blocks_that_do_not_run_go_on_in_a_straight_line(name, scope):
     model, arguments, of_sample = host_of(name)
     patch = apply_token_merging(model, ToMeConfig(**HALF, scope=scope, reuse_every=2, use_rand=False))
     ran: list[int] = []
-    states = [state for state in run_of(model).blocks if state.level > 1 or not run_of(model).deep_stages]
+    states = [block for block in state_of(model).blocks if block.level > 1 or block.caches_residuals]
     blocks = [module for module in model.modules() if module.__dict__.get(STATE) in states]
     for block in blocks:
         block.register_forward_hook(lambda *_: ran.append(0))
@@ -367,7 +370,7 @@ def test_what_a_controlnet_adds_to_the_finest_level_counts_where_nothing_else_ru
                 "mid_block_additional_residual": torch.full((1, 64, 8, 8), middle),
             },
         )
-        assert run_of(unet).ahead is not None
+        assert state_of(unet).context.extrapolation is not None
         return result
 
     nothing = third_step((0.0, 0.0, 0.0, 0.0), 0.0)
@@ -382,11 +385,11 @@ def test_what_a_controlnet_adds_to_the_finest_level_counts_where_nothing_else_ru
 def test_changes_are_taken_on_as_far_as_they_keep_their_direction():
     base, one = torch.zeros(1, 2, 3), torch.ones(1, 2, 3)
 
-    def after(before: Change | None, value: Tensor) -> Change:
-        return since(before, change_of((value, None), [base, base]))
+    def after(before: Residual | None, value: Tensor) -> Residual:
+        return updated(before, residual_of((value, None), [base, base]))
 
-    def on(change: Change, ahead: float) -> Tensor:
-        result, none = changed(change, [base, base], torch.tensor(ahead))
+    def on(residual: Residual, distance: float) -> Tensor:
+        result, none = extrapolated(residual, [base, base], torch.tensor(distance))
         assert none is None
         return result
 
@@ -400,30 +403,15 @@ def test_changes_are_taken_on_as_far_as_they_keep_their_direction():
 def test_how_steady_a_change_is_each_image_says_alone():
     base = torch.zeros(3, 1, 2)
     growths = torch.tensor([[[1.0, 0.0]], [[1.0, 1.0]], [[-1.0, 0.0]]])
-    change = None
+    residual = None
     for value in (base, base + torch.tensor([1.0, 0.0]), base + torch.tensor([1.0, 0.0]) + growths):
-        change = since(change, change_of(value, [base]))
+        residual = updated(residual, residual_of(value, [base]))
     expected = value + growths * torch.tensor([1, 0.5**0.5, 0]).view(3, 1, 1)
-    assert_close(changed(change, [base], ahead=torch.tensor(1.0)), expected)
+    assert_close(extrapolated(residual, [base], distance=torch.tensor(1.0)), expected)
 
 
 def kept(model: nn.Module) -> list[Any]:
-    return kept_by(run_of(model))
-
-
-def kept_by(run: Any) -> list[Any]:
-    return [
-        *(
-            kept
-            for state in (*run.blocks, *run.layers, *run.deep_stages, *run.shallow_stages)
-            for kept in state.changes.values()
-        ),
-        *(kept for state in (*run.deep_stages, *run.shallow_stages) for kept in state.shapes.values()),
-        *run.turns.ran,
-        *(kept for state in run.blocks for kept in state.plans.values()),
-        *run.guided.values(),
-        *([] if run.same.result is None else [run.same.result]),
-    ]
+    return cached.everything(cached.memory_of(model))
 
 
 KEEPING = pytest.mark.parametrize(
@@ -454,12 +442,12 @@ def test_removal_in_the_middle_lets_go_of_all(every):
     """Though the handle is still held, and the sample lives."""
     unet = hosts.unet()
     loop = Loop(unet, hosts.inputs(), scope="block", **every)
-    run = run_of(unet)
     loop.patch.at_step(0, 4)
     hosts.call(unet, **loop.arguments)
-    assert kept_by(run)
+    memory = cached.memory_of(unet)
+    assert cached.everything(memory)
     loop.patch.remove()
-    assert not kept_by(run)
+    assert not cached.everything(memory)
 
 
 def test_calls_that_a_step_does_without_keep_nothing():
@@ -471,7 +459,7 @@ def test_calls_that_a_step_does_without_keep_nothing():
         patch.at_step(index, 6)
         for arguments in calls:
             hosts.call(unet, **{**arguments, "sample": arguments["sample"].clone()})
-        counts.append({len(state.changes) for state in run_of(unet).blocks})
+        counts.append({len(cache.residuals) for _, cache in cached.caches(unet, BlockState)})
     assert counts == [{2}, {2}, {2}, {1}]
 
 
@@ -489,12 +477,11 @@ def test_a_single_step_merges():
 
 def test_a_loop_that_goes_on_elsewhere_begins_anew():
     loop = Loop(hosts.unet(), hosts.inputs(), scope="block", correct_every=4)
-    run = run_of(loop.model)
-    ran = []
+    state, ran = state_of(loop.model), []
     for index in (0, 1, 4, 5, 3):
         loop.patch.at_step(index, 8)
         hosts.call(loop.model, **loop.arguments)
-        ran.append(run.corrects)
+        ran.append(state.context.corrects)
     assert ran == [True, False, True, False, True]
 
 
@@ -578,7 +565,7 @@ def test_copies_and_pickles_take_nothing_of_a_generation():
         assert not kept(copied)
         with pytest.raises(ConfigError, match="which denoising step"):
             hosts.call(copied, **arguments)
-    first, second = (state.plans for state in run_of(copy.deepcopy(unet)).blocks[-2:])
+    first, second = cached.plans(copy.deepcopy(unet))[-2:]
     assert first is second
 
 
@@ -588,9 +575,9 @@ def test_copies_take_nothing_of_what_guidance_changed():
     patch.at_step(0, 6)
     for text in (1, 2):
         hosts.call(unet, **{**arguments, "encoder_hidden_states": text * arguments["encoder_hidden_states"]})
-    run = run_of(unet)
-    assert run.guided
-    assert run.same.result is not None
+    memory = cached.memory_of(unet)
+    assert memory.guidance_differences
+    assert memory.sample.result is not None
     assert not kept(copy.deepcopy(unet))
 
 
@@ -655,12 +642,12 @@ def test_gradient_checkpointing_merges_what_it_merged_before_other_calls(setting
 def test_what_a_block_ran_with_goes_with_its_tokens():
     unet = hosts.unet().train()
     apply_token_merging(unet, ToMeConfig(**HALF))
-    run = run_of(unet)
+    blocks = state_of(unet).blocks
     unet(**hosts.inputs()).sample.square().mean().backward()
     gc.collect()
-    assert not any(len(block.seen) for block in run.blocks)
+    assert not any(len(block.calls) for block in blocks)
     hosts.call(unet, **hosts.inputs())  # without gradients nothing runs again
-    assert not any(len(block.seen) for block in run.blocks)
+    assert not any(len(block.calls) for block in blocks)
 
 
 WAN = "WanTransformer3DModel"
@@ -685,7 +672,7 @@ def test_blocks_compile_in_as_many_graphs_as_kinds_of_steps(name, settings, grap
     counter = CompileCounter()
     (eager, arguments, of_sample), (compiled, *_) = host_of(name), host_of(name)
     patches = [apply_token_merging(model, ToMeConfig(**settings)) for model in (eager, compiled)]
-    states = run_of(compiled).blocks
+    states = state_of(compiled).blocks
     merging = [module for module in compiled.modules() if module.__dict__.get(STATE) in states]
     for block in merging:
         block.compile(fullgraph=True, backend=counter)

@@ -6,6 +6,7 @@ import gc
 from types import SimpleNamespace
 from typing import Any
 
+import cached
 import pytest
 import torch
 from diffusers import (
@@ -27,8 +28,9 @@ from torch import nn
 from tests.models.family import TEXT, WORDS
 from tests.models.test_every_family import model_of
 from tests.models.tiny import FAMILIES
-from tokenmerge import ConfigError, ToMeConfig, apply_token_merging
-from tokenmerge.runtime.patch import run_of
+from tokenmerge import ToMeConfig, apply_token_merging
+from tokenmerge.runtime.patch import state_of
+from tokenmerge.runtime.state import BlockState, LayerState
 
 # Schedulers' arithmetic on numpy's arrays.
 pytestmark = pytest.mark.filterwarnings("ignore:__array_(_ implementation|wrap__):DeprecationWarning")
@@ -41,17 +43,19 @@ def draw(pipe: DiffusionPipeline, steps: int, **arguments: Any) -> Any:
     generator = torch.Generator().manual_seed(0)
     size = {"height": SIDE, "width": SIDE} if not isinstance(pipe, StableDiffusionImg2ImgPipeline) else {}
     given = {"output_type": "latent", "generator": generator, **size, **arguments}
-    return pipe("a cat", num_inference_steps=steps, **given).images
+    return pipe(**{"prompt": "a cat", **given}, num_inference_steps=steps).images
 
 
 def calls(model: nn.Module) -> list[tuple[int, int, str]]:
     """Filled as the model is called: index of the step, number of the call in it, what it does."""
-    run, seen = run_of(model), []
+    state, seen = state_of(model), []
 
     def note(*_: Any) -> None:
-        merges = any(settings.ratio for settings in run.settings.values())
-        what = "corrects" if run.corrects else "reuses" if run.ahead is not None else "merges"
-        seen.append((run.turns.index, run.turns.number, what if merges else "dense"))
+        context = state.context
+        merges = any(settings.ratio for settings in context.settings.values())
+        what = "corrects" if context.corrects else "merges" if context.extrapolation is None else "reuses"
+        index = state.threads.value.memory.tracker.index
+        seen.append((index, context.call, what if merges else "dense"))
 
     model.register_forward_pre_hook(note)
     return seen
@@ -59,9 +63,9 @@ def calls(model: nn.Module) -> list[tuple[int, int, str]]:
 
 def kept(model: nn.Module) -> int:
     gc.collect()
-    run = run_of(model)
-    blocks = [len(kept) for state in run.blocks for kept in (state.plans, state.changes)]
-    return sum(blocks) + sum(len(state.changes) for state in run.layers) + len(run.guided)
+    merging = [cache for _, cache in cached.caches(model, BlockState | LayerState)]
+    kept = sum(len(cache.plans) + len(cache.residuals) for cache in merging)
+    return kept + len(cached.memory_of(model).guidance_differences)
 
 
 def whats(seen: list[tuple[int, int, str]]) -> str:
@@ -161,10 +165,10 @@ def test_what_is_cut_off_changes_nothing_of_image_to_image_after_it(pipe, settin
 @pytest.mark.parametrize("settings", [CORRECTED, REUSED])
 def test_nothing_is_kept_any_more_when_the_picture_is_decoded(pipe, settings):
     apply_token_merging(pipe, ToMeConfig(**settings))
-    run, held = run_of(pipe.unet), []
+    held = []
 
     def note(*_: Any) -> None:
-        held.append(sum(len(state.changes) for state in (*run.blocks, *run.layers, *run.deep_stages)))
+        held.append(sum(len(cache.residuals) for _, cache in cached.caches(pipe.unet)))
 
     pipe.vae.decoder.register_forward_pre_hook(note)
     pipe.unet.register_forward_hook(note)
@@ -175,29 +179,31 @@ def test_nothing_is_kept_any_more_when_the_picture_is_decoded(pipe, settings):
 
 def test_removal_in_the_middle(pipe):
     patch = apply_token_merging(pipe, ToMeConfig(**CORRECTED))
-    run = run_of(pipe.unet)
+    memories = []
 
     def remove(*_: Any) -> dict[str, Any]:
+        if state_of(pipe.unet) is not None:
+            memories.append(cached.memory_of(pipe.unet))
+            assert cached.everything(memories[0])
         patch.remove()
         return {}
 
     draw(pipe, 4, callback_on_step_end=remove)
-    assert not any(state.changes or state.plans for state in run.blocks)
-    assert run_of(pipe.unet) is None
+    assert not cached.everything(memories[0])
+    assert state_of(pipe.unet) is None
 
 
-def test_another_pipeline_with_the_same_model_is_refused(pipe):
-    """Its scheduler is another one, of which the patched pipeline knows nothing."""
+def test_another_pipeline_with_the_same_model_follows_its_own_scheduler(pipe):
+    """It is found on the call stack, and need not be the one that token merging was applied to."""
     scheduler = DPMSolverMultistepScheduler.from_config(pipe.scheduler.config)
     components = {**pipe.components, "scheduler": scheduler}
     other = StableDiffusionPipeline(**components, requires_safety_checker=False)
     other.set_progress_bar_config(disable=True)
-    apply_token_merging(pipe, ToMeConfig(**CORRECTED))
-    with pytest.raises(ConfigError, match="the pipeline that runs"):
-        draw(other, 4)
     apply_token_merging(other, ToMeConfig(**CORRECTED))
+    expected = draw(other, 4)
+    apply_token_merging(pipe, ToMeConfig(**CORRECTED))
     seen = calls(pipe.unet)
-    draw(other, 4)
+    assert torch.equal(draw(other, 4), expected)
     assert whats(seen) == "cmmd"
 
 

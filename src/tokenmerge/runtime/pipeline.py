@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import threading
 import weakref
 from typing import Any
 
@@ -82,9 +81,9 @@ class Pipeline:
         """
         if (explicit := self._explicit.value.step) is not None:
             return explicit
-        step = step_of(getattr(pipe, "scheduler", None), timestep)
-        foreign = step is not None and step.generation.thread != threading.get_ident()
-        if step is not None and foreign and pipe is not _running_pipeline():
+        runs_here = pipe is not None and pipe is _running_pipeline()
+        step = step_of(getattr(pipe, "scheduler", None), timestep, runs_here)
+        if step is not None and not (runs_here or step.generation.is_of_this_thread):
             raise ConfigError(
                 "the denoising step is unknown: the scheduler that token merging was applied with is at step "
                 f"{step.index} of {step.total} of a generation in another thread; run a pipeline with a "

@@ -31,6 +31,11 @@ class Generation:
         self.first = self.index = first
         self.thread = threading.get_ident()
 
+    @property
+    def is_of_this_thread(self) -> bool:
+        """Whether it began in the running thread."""
+        return self.thread == threading.get_ident()
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Generation:
         # Pipelines that draw tiles give each tile a deep copy of the scheduler's state.
         return self
@@ -66,12 +71,14 @@ class DenoisingStep:
         return self.total - self.first
 
 
-def step_of(scheduler: Any, timestep: Tensor | float) -> DenoisingStep | None:
+def step_of(scheduler: Any, timestep: Tensor | float, runs_here: bool = True) -> DenoisingStep | None:
     """The step that a scheduler is at; None: it does not say.
 
     Args:
         scheduler: of diffusers; its ``set_timesteps`` begins a generation.
         timestep: that the model is called with, for schedulers that do not count their steps.
+        runs_here: whether the scheduler's generation is known to run in this thread. Otherwise one of
+            another thread is only read.
     """
     timesteps = getattr(scheduler, "timesteps", None)
     if timesteps is None or len(timesteps) == 0 or _is_unused(scheduler):
@@ -90,7 +97,7 @@ def step_of(scheduler: Any, timestep: Tensor | float) -> DenoisingStep | None:
             index = 0
     if index is None or index >= len(timesteps):  # a generation that is over
         return None
-    generation = _generation_of(timesteps, int(index))
+    generation = _generation_of(timesteps, int(index), runs_here)
     return (
         None
         if generation is None
@@ -103,9 +110,11 @@ def needs_sync(value: Tensor) -> bool:
     return torch.compiler.is_compiling() or value.device.type != "cpu"
 
 
-def _generation_of(timesteps: Any, index: int) -> Generation | None:
+def _generation_of(timesteps: Any, index: int, runs_here: bool) -> Generation | None:
     """The generation of a scheduler's timesteps; a new one where they are new or the index goes back."""
     generation: Generation | None = getattr(timesteps, _GENERATION, None)
+    if generation is not None and not (runs_here or generation.is_of_this_thread):
+        return generation
     if generation is None or index < generation.index:
         generation = Generation(index)
         try:

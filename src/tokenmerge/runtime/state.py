@@ -125,9 +125,12 @@ class ModelState:
             self.record = before
 
     def forget(self) -> None:
-        """Drop all that is cached."""
+        """Drop all that is cached, as the model is restored; a handle may still hold this object."""
+        for memory in (*self.memories.values(), self.threads.value.own_memory):
+            memory.sample.forget()
+            memory.forget()
         self.memories.clear()
-        self.threads.value.own_memory.forget()
+        self.begin_call()
 
 
 class StackInput(NamedTuple):

@@ -286,8 +286,8 @@ def _num_removed(state: LayerState, x: Tensor) -> int:
     most = most_removed(x.shape[1], encoder.protected)
     if state.index == 0 and most == 0 and any(encoder.r):
         raise NothingToMergeError(
-            f"nothing to merge: an input of shape {tuple(x.shape)} has {x.shape[1] - encoder.protected} tokens "
-            f"beside {encoder.protected} that never merge, and it takes two; use larger pictures"
+            f"nothing to merge: an input of shape {tuple(x.shape)} has {x.shape[1] - encoder.protected} "
+            f"tokens beside {encoder.protected} that never merge, and it takes two; use larger pictures"
         )
     return min(encoder.r[state.index], most)
 
@@ -299,8 +299,8 @@ def _log_sizes(tokens: Tokens, encoder: EncoderState, dtype: torch.dtype) -> Ten
 
 def _mask_error(encoder: EncoderState, mask: Tensor) -> UnsupportedModelError:
     return UnsupportedModelError(
-        f"{encoder.mask}: a mask of shape {tuple(mask.shape)} is for all tokens and says nothing of merged ones; "
-        f"call the model without {encoder.mask}, or remove_token_merging(model) first"
+        f"{encoder.mask}: a mask of shape {tuple(mask.shape)} is for all tokens and says nothing of merged "
+        f"ones; call the model without {encoder.mask}, or remove_token_merging(model) first"
     )
 
 

@@ -1,0 +1,211 @@
+"""A model that several generations use: cancelled ones, in threads, within each other, and copies."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import hosts
+import pytest
+import torch
+from diffusers import (
+    DDIMScheduler,
+    DDPMScheduler,
+    DPMSolverMultistepScheduler,
+    EulerDiscreteScheduler,
+    PNDMScheduler,
+    StableDiffusionImg2ImgPipeline,
+    StableDiffusionPipeline,
+)
+
+from tests.runtime.test_steps_in_pipelines import draw
+from tokenmerge import ConfigError, ToMeConfig, apply_token_merging
+
+# The arithmetic of some schedulers of diffusers.
+pytestmark = pytest.mark.filterwarnings("ignore:__array_(_ implementation|wrap__):DeprecationWarning")
+
+HALF: dict[str, Any] = {"ratio": 0.5, "max_downsample": 2}
+# One of each: nothing kept, plans shared in a call, corrections, step reuse, plans kept, guidance compared.
+SETTINGS: dict[str, dict[str, Any]] = {
+    "merging": {},
+    "shared plans": {"share_plan": True},
+    "corrected": {"correct_every": 3},
+    "reused": {"reuse_every": 2},
+    "plans kept": {"plan_every": 3},
+    "importance": {"planner": "importance"},
+}
+WITHOUT_STEPS = ("merging", "shared plans")
+ALL = pytest.mark.parametrize("name", SETTINGS)
+
+
+def config(name: str) -> ToMeConfig:
+    return ToMeConfig(**HALF, **SETTINGS[name])
+
+
+def beside(pipe: StableDiffusionPipeline, scheduler: Any = None) -> StableDiffusionPipeline:
+    """Another pipeline with the same models and a scheduler of its own."""
+    scheduler = scheduler or type(pipe.scheduler).from_config(pipe.scheduler.config)
+    components = {**pipe.components, "scheduler": scheduler}
+    other = StableDiffusionPipeline(**components, requires_safety_checker=False)
+    other.set_progress_bar_config(disable=True)
+    return other
+
+
+def at_once(jobs: list[Callable[[], Any]]) -> list[Any]:
+    """The results of jobs, or what they raised, each in a thread of its own, begun together."""
+    results: list[Any] = [None] * len(jobs)
+    barrier = threading.Barrier(len(jobs))
+
+    def run(place: int) -> None:
+        barrier.wait()
+        try:
+            results[place] = jobs[place]()
+        except Exception as error:
+            results[place] = error
+
+    threads = [threading.Thread(target=run, args=(place,)) for place in range(len(jobs))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+@pytest.mark.parametrize("scheduler", [DDIMScheduler, DDPMScheduler, PNDMScheduler, EulerDiscreteScheduler])
+@ALL
+def test_a_cancelled_generation_leaves_nothing_for_the_next(pipe, name, scheduler):
+    """Image to image begins where the cancelled one stopped, with equal timesteps."""
+    steps, cut_after = 8, 3
+    pipe.scheduler = scheduler.from_config(pipe.scheduler.config)
+    apply_token_merging(pipe, config(name))
+    from_picture = StableDiffusionImg2ImgPipeline(**pipe.components, requires_safety_checker=False)
+    from_picture.set_progress_bar_config(disable=True)
+    given = {"image": torch.linspace(0, 1, 3 * 32 * 32).view(1, 3, 32, 32), "strength": 0.5}
+    expected = draw(from_picture, steps, **given)
+
+    def cancel(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+        pipe._interrupt = step == cut_after
+        return tensors
+
+    draw(pipe, steps, callback_on_step_end=cancel)
+    assert torch.equal(draw(from_picture, steps, **given), expected)
+
+
+@ALL
+def test_threads_on_one_model_draw_what_each_draws_alone(pipe, name):
+    """Also at several sizes, with and without guidance: each pipeline has a scheduler of its own."""
+    apply_token_merging(pipe, config(name))
+    kinds = [
+        {"height": 32, "width": 32},
+        {"height": 32, "width": 48, "guidance_scale": 1.0},
+        {"height": 48, "width": 32, "guidance_scale": 9.0},
+    ]
+    # Texts as tensors: tokenizers are not for several threads.
+    torch.manual_seed(1)
+    text = {
+        "prompt": None,
+        "prompt_embeds": torch.randn(1, 4, 16),
+        "negative_prompt_embeds": torch.randn(1, 4, 16),
+    }
+    jobs = [partial(draw, beside(pipe), 5, **kind, **text) for kind in kinds]
+    expected = [job() for job in jobs]
+    for _ in range(2):
+        for found, wanted in zip(at_once(jobs), expected, strict=True):
+            assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("name", WITHOUT_STEPS)
+def test_threads_may_call_the_model_itself(name):
+    """Settings that do not follow the steps need no pipeline in any thread."""
+    unet = hosts.unet()
+    apply_token_merging(unet, config(name))
+    given = [hosts.inputs(images, seed=seed) for seed, images in enumerate((2, 2, 1, 4))]
+    expected = [hosts.call(unet, **one) for one in given]
+
+    def often(arguments: dict[str, Any], wanted: torch.Tensor) -> bool:
+        return all(torch.equal(hosts.call(unet, **arguments), wanted) for _ in range(10))
+
+    jobs = [partial(often, one, wanted) for one, wanted in zip(given, expected, strict=True)]
+    assert at_once(jobs) == [True] * len(given)
+
+
+def test_a_loop_in_another_thread_whose_scheduler_is_unknown_is_refused(pipe):
+    """The scheduler that is known is in the middle of a generation of its own."""
+    apply_token_merging(pipe, config("corrected"))
+    scheduler = beside(pipe).scheduler
+    scheduler.set_timesteps(5)
+    found = []
+
+    def loop() -> None:
+        pipe.unet(torch.randn(1, 4, 16, 16), scheduler.timesteps[0], torch.randn(1, 4, 16))
+
+    def in_thread(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+        found.extend(at_once([loop]))
+        return tensors
+
+    expected = draw(pipe, 5)
+    assert torch.equal(draw(pipe, 5, callback_on_step_end=in_thread), expected)
+    assert len(found) == 5
+    for error in found:
+        assert isinstance(error, ConfigError)
+        assert "patch.at_step(i, steps)" in str(error)
+
+
+def test_steps_that_are_set_count_in_their_own_thread():
+    unet, arguments = hosts.unet(), hosts.inputs(1)
+    patch = apply_token_merging(unet, ToMeConfig(**HALF, reuse_every=2))
+
+    def loop(factor: float) -> torch.Tensor:
+        results = []
+        for index in range(5):
+            patch.at_step(index, 5)
+            results.append(
+                hosts.call(unet, **{**arguments, "sample": factor * (1 + index) * arguments["sample"]})
+            )
+        return torch.stack(results)
+
+    factors = (0.5, 1.0, 2.0)
+    expected = [loop(factor) for factor in factors]
+    for found, wanted in zip(at_once([partial(loop, factor) for factor in factors]), expected, strict=True):
+        assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("solver", [DDIMScheduler, EulerDiscreteScheduler, DPMSolverMultistepScheduler])
+@ALL
+def test_a_preview_within_a_generation_changes_neither(pipe, name, solver):
+    pipe.scheduler = solver.from_config(pipe.scheduler.config)
+    apply_token_merging(pipe, config(name))
+    inner = beside(pipe)
+    expected, preview_expected = draw(pipe, 6), draw(inner, 1, guidance_scale=3.0)
+    previews = []
+
+    def preview(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+        previews.append(draw(inner, 1, guidance_scale=3.0))
+        return tensors
+
+    assert torch.equal(draw(pipe, 6, callback_on_step_end=preview), expected)
+    assert len(previews) == 6
+    assert all(torch.equal(one, preview_expected) for one in previews)
+
+
+@ALL
+def test_a_deep_copy_of_a_pipeline_draws_the_same_picture(pipe, name):
+    apply_token_merging(pipe, config(name))
+    copied = copy.deepcopy(pipe)
+    given = {"guidance_scale": 7.5}
+    expected = draw(pipe, 6, **given)
+    assert torch.equal(draw(copied, 6, **given), expected)
+    copied.scheduler = DDIMScheduler.from_config(pipe.scheduler.config)
+    draw(copied, 3)  # the copy's own generation
+    assert torch.equal(draw(pipe, 6, **given), expected)
+
+
+def test_a_pickled_model_in_a_pipeline_shares_plans_for_guidance(pipe):
+    apply_token_merging(pipe, config("merging"))
+    expected = draw(pipe, 3, guidance_scale=7.5)
+    pipe.unet = pickle.loads(pickle.dumps(pipe.unet))
+    assert torch.equal(draw(pipe, 3, guidance_scale=7.5), expected)
