@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -17,33 +15,31 @@ from tokenmerge.models.call import HostCall
 from tokenmerge.models.layout import Layout
 from tokenmerge.ops import Plan, keep_destinations, merge, merge_with_norm
 from tokenmerge.runtime.caches import Change, Seen, change_of, changed, since
+from tokenmerge.runtime.host_method import HostMethod
 from tokenmerge.runtime.merged_call import add_lost, keyed_call, merged_call
 from tokenmerge.runtime.planning import plan_of, size_of
 from tokenmerge.runtime.proportional_attention import ProportionalAttention
 from tokenmerge.runtime.stack import call_in_stack
 from tokenmerge.runtime.state import STATE, BlockState, LayerState, StageState
 
-__all__ = ["block_call", "layer_call", "parameters", "stage_call"]
+__all__ = ["block_call", "layer_call", "stage_call"]
 
 COMBINE = {"mean": merge, "keep": keep_destinations, "norm": merge_with_norm}
 
-# These functions make the method of a swapped class from the method of the original one, taken as a plain
-# function, which torch.compile can follow. A module that is called through a reference to this method after
-# it was restored has no state and does what it did before.
+# These functions make the method of a swapped class from that of the original class. A module that is called
+# through a reference to this method after it was restored has no state, and does what its class does.
 
 
-def block_call(original: Callable) -> Callable:
+def block_call(original: HostMethod) -> Callable:
     """The transformer block: plans from its input, for itself or for its sub-layers."""
-    names = parameters(original)
 
-    @functools.wraps(original)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         state: BlockState | None = self.__dict__.get(STATE)
         if state is None:
-            return original(self, *args, **kwargs)
+            return original.of(self)(*args, **kwargs)
         # With gradients, it may run once more behind the model, as in the same call.
         state.number = 0 if torch.is_grad_enabled() else state.number + 1
-        call = HostCall(functools.partial(original, self), names, args, kwargs)
+        call = HostCall(original.of(self), original.names(), args, kwargs)
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             return _block_with_gradients(state, call)
         return _reused_block(state, call) if state.keeps else _block(state, call)
@@ -51,21 +47,20 @@ def block_call(original: Callable) -> Callable:
     return forward
 
 
-def stage_call(original: Callable) -> Callable:
+def stage_call(original: HostMethod) -> Callable:
     """A part of a UNet: on some steps only its result goes on, and nothing runs."""
 
-    @functools.wraps(original)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         state: StageState | None = self.__dict__.get(STATE)
         if state is None or not state.run.keeps:
-            return original(self, *args, **kwargs)
+            return original.of(self)(*args, **kwargs)
         call, ahead = (state.run.turns.number, 0), state.ahead
         before, shape = state.changes.get(call), state.shapes.get(call)
         if ahead is not None and before is not None:
             return changed(before, [0.0], ahead)
         if ahead is not None and shape is not None:
             return tree_map(torch.zeros_like, shape)  # for others that do not run either
-        result = original(self, *args, **kwargs)
+        result = original.of(self)(*args, **kwargs)
         if state.is_last:
             state.changes[call] = since(before, change_of(result, [0.0]))
         else:
@@ -75,22 +70,20 @@ def stage_call(original: Callable) -> Callable:
     return forward
 
 
-def layer_call(original: Callable) -> Callable:
+def layer_call(original: HostMethod) -> Callable:
     """Attention or feed-forward: runs on merged tokens."""
-    names = parameters(original)
 
-    @functools.wraps(original)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         state: LayerState | None = self.__dict__.get(STATE)
         if state is None or state.block.size is None:
-            return original(self, *args, **kwargs)
+            return original.of(self)(*args, **kwargs)
         settings, plan, size = state.block.settings, state.block.plan, state.block.size
         wide = settings.whole_blocks
         takes_part = (
             state.keys is not None if settings.scope == "keys" else state.kind in settings.merged_layers
         )
-        call = HostCall(functools.partial(original, self), names, args, kwargs)
-        tokens = call.argument(names[0])
+        call = HostCall(original.of(self), original.names(), args, kwargs)
+        tokens = call.argument(call.names[0])
         # Parts of the sequence, as in feed-forward chunking, do not fit the plan.
         fits = _fits(tokens, *(plan.keep.shape if wide and plan is not None else size))
         if not (wide or takes_part) or not fits or call.has(state.layout.whole):
@@ -228,11 +221,6 @@ def _check_keys(attention: nn.Module, state: LayerState) -> None:
             f"{state.block.path}: scope='keys' needs keys and values projected apart from the queries, and "
             "they are fused; call unfuse_qkv_projections(), or take scope='layers'"
         )
-
-
-def parameters(function: Callable) -> list[str]:
-    """Names of a method's parameters after ``self``."""
-    return list(inspect.signature(function).parameters)[1:]
 
 
 def _fits(x: Tensor, images: int, tokens: int) -> bool:

@@ -18,8 +18,9 @@ from tokenmerge.errors import NothingToMergeError, UnsupportedModelError
 from tokenmerge.models.base import Block, Host
 from tokenmerge.models.layout import Grid
 from tokenmerge.runtime.caches import Plans, Stack
-from tokenmerge.runtime.forward import block_call, layer_call, parameters, stage_call
+from tokenmerge.runtime.forward import block_call, layer_call, stage_call
 from tokenmerge.runtime.hooks import check_grid, note_call, note_end, note_grid, note_result
+from tokenmerge.runtime.host_method import parameters
 from tokenmerge.runtime.select import blocks_to_merge, layers_to_merge, skipped_parts, why_nothing_merges
 from tokenmerge.runtime.state import STATE, BlockState, LayerState, Run, StageState
 from tokenmerge.runtime.swap import add_hook, check_swappable, swap, undo
