@@ -117,9 +117,26 @@ def undo(module: nn.Module) -> None:
 
 
 def _unswap(module: nn.Module) -> None:
-    swapped: Any = type(module)
-    module.__class__ = swapped._tokenmerge_base
-    _rebind_hooks(module, getattr(swapped, swapped._tokenmerge_method))
+    swapped: Any = next(cls for cls in type(module).__mro__ if "_tokenmerge_base" in vars(cls))
+    module.__class__ = _without(type(module), swapped)
+    _rebind_hooks(module, vars(swapped)[swapped._tokenmerge_method])
+
+
+@functools.lru_cache
+def _without(cls: Any, swapped: Any) -> Any:
+    """The class that other software, such as FSDP2, would have made of the original instead of ``swapped``.
+
+    Args:
+        cls: the class that it made, or a base of that; all modules of one class get one class again.
+        swapped: the swapped class.
+    """
+    if cls is swapped:
+        return swapped._tokenmerge_base
+    if not issubclass(cls, swapped):
+        return cls
+    bases = tuple(_without(base, swapped) for base in cls.__bases__)
+    own = {name: value for name, value in vars(cls).items() if name not in ("__dict__", "__weakref__")}
+    return type(cls)(cls.__name__, bases, own)
 
 
 def _remove_hooks(module: nn.Module) -> None:
