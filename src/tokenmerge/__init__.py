@@ -5,7 +5,7 @@
 0.5
 """
 
-from tokenmerge import presets
+from tokenmerge import merge, presets
 from tokenmerge.api import Patch, apply_token_merging, remove_token_merging, token_merging
 from tokenmerge.compat import apply_patch, remove_patch
 from tokenmerge.config import ToMeConfig
@@ -33,6 +33,7 @@ __all__ = [
     "__version__",
     "apply_patch",
     "apply_token_merging",
+    "merge",
     "presets",
     "remove_patch",
     "remove_token_merging",

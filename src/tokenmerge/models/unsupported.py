@@ -12,6 +12,7 @@ _PACKED = "text, pictures and sound stand in one packed sequence without a token
 _KEPT = "keys and values are kept between calls, for tokens that merging would change"
 _SCALES = "the sequence holds earlier frames at several scales, which no single token grid describes"
 _REFERENCES = "the sequence holds the pictures to edit beside the one that is generated"
+_LAYERS = "the sequence holds several pictures, the layers and the one to cut into layers"
 _MASKED = "the sequence is cut into segments by a mask that merging would have to cut anew"
 _EXPERTS = "each token goes to experts chosen by counting tokens"
 _TWO = "its blocks attend between two sequences, of video and of sound"
@@ -67,6 +68,10 @@ def refuse(part: Any) -> None:
     for cls in type(part).__mro__:
         if reason := REASONS.get(cls.__name__):
             raise UnsupportedModelError(f"tokens cannot be merged in {cls.__name__} yet: {reason}")
+    if getattr(getattr(part, "config", None), "use_layer3d_rope", False):
+        raise UnsupportedModelError(
+            f"tokens cannot be merged in {type(part).__name__} of QwenImage-Layered yet: {_LAYERS}"
+        )
     if getattr(part, "_parallel_config", None) is not None:
         raise UnsupportedModelError(
             f"tokens cannot be merged in {type(part).__name__} while context parallelism splits its tokens "

@@ -118,7 +118,8 @@ def undo(module: nn.Module) -> None:
 
 def _unswap(module: nn.Module) -> None:
     swapped: Any = next(cls for cls in type(module).__mro__ if "_tokenmerge_base" in vars(cls))
-    module.__class__ = _without(type(module), swapped)
+    made: Any = type(module)
+    module.__class__ = _without(made, swapped)
     _rebind_hooks(module, vars(swapped)[swapped._tokenmerge_method])
 
 
