@@ -29,8 +29,11 @@ def apply_patch(
 ) -> Model:
     """Speed up a diffusion model, in place: the signature and the meaning of ``tomesd.apply_patch``.
 
+    Where nothing would merge, the model is restored as :func:`remove_patch` does, and a warning says what to set.
+
     Args:
-        model: a diffusers pipeline or model, or a CompVis-style model.
+        model: a diffusers pipeline or model, a CompVis-style model, or any object with
+            ``model.diffusion_model``.
         ratio: fraction of tokens removed. Above 1 − 1/(sx·sy) it is lowered to that, with a warning.
         max_downsample: deepest resolution level that merges: 1, 2, 4 or 8; 0 merges none.
         sx: width of a destination's cell, in tokens.
@@ -40,8 +43,6 @@ def apply_patch(
         merge_crossattn: merge around cross-attention (not recommended).
         merge_mlp: merge around the feed-forward layer (not recommended at all).
             See :class:`tokenmerge.ToMeConfig` for what raising each does to speed and to quality.
-
-    Where nothing would merge, the model runs dense as before it was patched, and a warning says what to set.
 
     Returns:
         The model itself.

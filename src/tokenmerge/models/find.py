@@ -95,8 +95,8 @@ def find_hosts(model: object) -> tuple[Host, ...]:
     """Every denoiser and ControlNet that a pipeline or a model is made of.
 
     Args:
-        model: a diffusers pipeline, a diffusers model, or a CompVis-style model; also compiled or wrapped
-            for data-parallel training.
+        model: a diffusers pipeline, a diffusers model, a CompVis-style model, or any object with
+            ``model.diffusion_model``; also compiled, or wrapped for data-parallel training.
 
     Raises:
         UnsupportedModelError: nothing in it is a model that tokens can be merged in, or something is one that
