@@ -29,7 +29,7 @@ def apply_patch(
 ) -> Model:
     """Speed up a diffusion model, in place: the signature and the meaning of ``tomesd.apply_patch``.
 
-    Where nothing would merge, the model is restored as :func:`remove_patch` does, and a warning says what to set.
+    Where nothing would merge, the model is restored as by :func:`remove_patch`, and a warning says why.
 
     Args:
         model: a diffusers pipeline or model, a CompVis-style model, or any object with
