@@ -91,7 +91,7 @@ def row(key: str, checks: dict[str, tuple[int, int]] | None) -> str:
 
 def page(checks: dict[str, tuple[int, int]] | None) -> str:
     """The whole page; without ``checks`` their column is empty."""
-    from tokenmerge.models.unsupported import REASONS
+    from tokenmerge.models.unsupported import BY_SETTING, REASONS
 
     parts = [HEAD]
     for title, about, keys in families():
@@ -105,7 +105,8 @@ def page(checks: dict[str, tuple[int, int]] | None) -> str:
             parts.append(
                 "No class of diffusers: [tests/test_api.py](../tests/test_api.py) checks it on a UNet laid out alike.\n"
             )
-    refused = "\n".join(f"| `{name}` | {reason} |" for name, reason in sorted(REASONS.items()))
+    rows = [(f"`{name}`", reason) for name, reason in sorted(REASONS.items())] + [*BY_SETTING.values()]
+    refused = "\n".join(f"| {model} | {reason} |" for model, reason in rows)
     return "\n".join(parts) + "\n" + REFUSED + refused + "\n"
 
 

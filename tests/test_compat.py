@@ -11,9 +11,16 @@ import numpy as np
 import pytest
 import tomesd
 import torch
+from torch import nn
 
 import tokenmerge
-from tokenmerge import ConfigError, apply_patch, remove_patch
+from tokenmerge import (
+    ConfigError,
+    NothingToMergeError,
+    UnsupportedModelError,
+    apply_patch,
+    remove_patch,
+)
 from tokenmerge.compat import apply_tome
 
 SCOPES = {
@@ -103,6 +110,9 @@ def test_numbers_of_numpy_and_truth_values_are_taken_as_tomesd_takes_them():
         ({"ratio": "half"}, "ratio: expected a number from 0 to 0.75, got 'half'"),
         ({"sx": 1, "sy": 1}, "= 0 for sx=1, sy=1, got 0.5"),
         ({"sx": 0}, "sx: expected an integer ≥ 1, got 0"),
+        ({"max_downsample": 0, "ratio": "half"}, "ratio: expected a number from 0 to 0.75, got 'half'"),
+        ({"max_downsample": float("nan")}, "max_downsample: expected"),
+        ({"max_downsample": "1"}, "max_downsample: expected"),
         ({"merge_attn": False}, "nothing would merge; set one"),
     ],
 )
@@ -111,6 +121,105 @@ def test_bad_values_are_errors_and_nothing_is_patched(settings, message):
     with pytest.raises(ConfigError, match=message):
         apply_patch(unet, **settings)
     assert "_tokenmerge" not in unet.__dict__
+
+
+class Patcher:
+    """Programs hold a model in an object of their own, which is no module."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.model = nn.Module()
+        self.model.diffusion_model = module
+        self.size = 0
+
+
+class Quantised(nn.Module):
+    """A wrapper with a class of its own around the UNet of a CompVis-style model."""
+
+    def __init__(self, unet: nn.Module) -> None:
+        super().__init__()
+        self.inner = unet
+
+    def forward(self, *args: object, **kwargs: object) -> torch.Tensor:
+        return self.inner(*args, **kwargs)
+
+
+@pytest.mark.parametrize("wrap", [lambda unet: unet, Quantised], ids=["plain", "quantised"])
+@pytest.mark.parametrize("as_module", [True, False], ids=["module", "patcher"])
+def test_whatever_has_a_model_with_a_diffusion_model_is_taken(wrap, as_module):
+    model = hosts.LatentDiffusion()
+    unet = model.model.diffusion_model = wrap(model.model.diffusion_model)
+    holder = model if as_module else Patcher(unet)
+    with torch.no_grad():
+        dense = unet(*hosts.compvis_inputs())
+        tomesd.apply_patch(model, use_rand=False)
+        theirs = unet(*hosts.compvis_inputs())
+        tomesd.remove_patch(model)
+        assert apply_patch(holder, use_rand=False) is holder
+        ours = unet(*hosts.compvis_inputs())
+        assert remove_patch(holder) is holder
+        restored = unet(*hosts.compvis_inputs())
+    assert relative(ours, theirs) < 1e-5 < relative(ours, dense)
+    assert torch.equal(restored, dense)
+
+
+def test_data_parallel_within_a_wrapper_is_refused():
+    """Its threads would run one UNet at once."""
+    model = hosts.LatentDiffusion()
+    model.model.diffusion_model = Quantised(nn.DataParallel(model.model.diffusion_model))
+    with pytest.raises(UnsupportedModelError, match="DataParallel"):
+        apply_patch(model)
+
+
+@pytest.mark.parametrize("patched_before", [False, True])
+@pytest.mark.parametrize(
+    ("model", "inputs", "settings", "message"),
+    [
+        (hosts.sdxl, hosts.sdxl_inputs, {}, "max_downsample=1 merges none of them; set .* to 2 or more"),
+        (hosts.unet, hosts.inputs, {"max_downsample": 0}, "max_downsample=0 merges no level; set it to 1"),
+        (hosts.unet, hosts.inputs, {"ratio": 0.001}, "ratio=0.001 .* removes none; .* or raise ratio"),
+    ],
+    ids=["SDXL", "no level", "no token"],
+)
+def test_where_nothing_would_merge_the_model_runs_dense_as_with_tomesd_and_a_warning_says_why(
+    model, inputs, settings, message, patched_before
+):
+    model = model()
+    dense = hosts.call(model, **inputs())
+    classes = [type(module) for module in model.modules()]
+    if patched_before:
+        apply_patch(model, max_downsample=2)
+    with pytest.warns(UserWarning, match=f"nothing to merge: .*{message}.*runs unpatched") as caught:
+        assert apply_patch(model, **settings) is model
+    assert caught[0].filename == __file__
+    assert [type(module) for module in model.modules()] == classes
+    assert torch.equal(hosts.call(model, **inputs()), dense)
+    with pytest.raises(NothingToMergeError):
+        tokenmerge.apply_token_merging(hosts.sdxl(), tokenmerge.ToMeConfig(ratio=0.5))
+
+
+@pytest.mark.parametrize("number", [0.25, 1.0, 2.5, 3, 16, torch.tensor(2), np.float32(1)])
+def test_any_number_is_a_deepest_level_as_with_tomesd(number):
+    unet = hosts.unet()
+    sample, timestep, text = hosts.inputs().values()
+    tomesd.apply_patch(unet, max_downsample=number, use_rand=False)
+    with torch.no_grad():
+        theirs = unet(sample, timestep, encoder_hidden_states=text).sample
+    tomesd.remove_patch(unet)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore" if number < 1 else "error")
+        apply_patch(unet, max_downsample=number, use_rand=False)
+    assert relative(hosts.call(unet, **hosts.inputs()), theirs) < 1e-5
+
+
+@pytest.mark.parametrize("ratio", [torch.tensor(0.5), np.array(0.5), np.float64(0.5)])
+def test_a_ratio_may_be_in_a_tensor(ratio):
+    unet, other = hosts.unet(), hosts.unet()
+    apply_patch(unet, ratio=ratio)
+    apply_tome(other, ratio=ratio)
+    expected = hosts.unet()
+    apply_patch(expected, ratio=0.5)
+    assert torch.equal(hosts.call(unet, **hosts.inputs()), hosts.call(expected, **hosts.inputs()))
+    assert torch.equal(hosts.call(other, **hosts.inputs()), hosts.call(expected, **hosts.inputs()))
 
 
 @pytest.mark.parametrize("ratio", [0.75, 0.9, 1])

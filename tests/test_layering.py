@@ -15,6 +15,7 @@ ROOT = Path(tokenmerge.__file__).parent
 MAY_IMPORT = {
     "errors": "",
     "ops": "",
+    "merge": "errors ops",
     "config": "errors",
     "planners": "errors ops config",
     "models": "errors ops",

@@ -28,6 +28,7 @@ __all__ = [
     "__version__",
     "apply_patch",
     "apply_token_merging",
+    "merge",
     "presets",
     "remove_patch",
     "remove_token_merging",
@@ -35,7 +36,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from tokenmerge import presets
+    from tokenmerge import merge, presets
     from tokenmerge.api import Patch, apply_token_merging, remove_token_merging, token_merging
     from tokenmerge.compat import apply_patch, remove_patch
     from tokenmerge.config import ToMeConfig
@@ -62,7 +63,7 @@ else:
     }
     # Public modules that ``import tokenmerge`` alone makes available, and what is imported for each.
     _MODULES = {
-        **{name: name for name in ("auto", "compat", "config", "errors", "presets", "report")},
+        **{name: name for name in ("auto", "compat", "config", "errors", "merge", "presets", "report")},
         "vit": "vit.report",
     }
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import numbers
 import warnings
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from tokenmerge.api import apply_token_merging, remove_token_merging
 from tokenmerge.config import ToMeConfig, highest_ratio
-from tokenmerge.errors import ConfigError
+from tokenmerge.errors import ConfigError, NothingToMergeError
 
 __all__ = ["apply_patch", "apply_tome", "remove_patch"]
 
@@ -28,10 +29,13 @@ def apply_patch(
 ) -> Model:
     """Speed up a diffusion model, in place: the signature and the meaning of ``tomesd.apply_patch``.
 
+    Where nothing would merge, the model is restored as by :func:`remove_patch`, and a warning says why.
+
     Args:
-        model: a diffusers pipeline or model, or a CompVis-style model.
+        model: a diffusers pipeline or model, a CompVis-style model, or any object with
+            ``model.diffusion_model``.
         ratio: fraction of tokens removed. Above 1 − 1/(sx·sy) it is lowered to that, with a warning.
-        max_downsample: deepest resolution level that merges: 1, 2, 4 or 8.
+        max_downsample: deepest resolution level that merges: 1, 2, 4 or 8; 0 merges none.
         sx: width of a destination's cell, in tokens.
         sy: height of a destination's cell, in tokens.
         use_rand: draw the destination of each cell at random.
@@ -44,8 +48,9 @@ def apply_patch(
         The model itself.
 
     Raises:
-        UnsupportedModelError, NothingToMergeError, ConfigError: as :func:`tokenmerge.apply_token_merging`.
+        UnsupportedModelError, ConfigError: as :func:`tokenmerge.apply_token_merging`.
     """
+    ratio, max_downsample, sx, sy = map(_number, (ratio, max_downsample, sx, sy))
     ToMeConfig(ratio=0, sx=sx, sy=sy)  # the highest ratio is defined for valid strides only
     highest = highest_ratio(sx, sy)
     if isinstance(ratio, numbers.Real) and ratio > highest > 0:
@@ -54,9 +59,10 @@ def apply_patch(
             stacklevel=2,
         )
         ratio = highest
+    level = _deepest_level(max_downsample)
     config = ToMeConfig(
         ratio=ratio,
-        max_downsample=max_downsample,
+        max_downsample=max_downsample if level is None else max(level, 1),
         sx=sx,
         sy=sy,
         use_rand=bool(use_rand),
@@ -65,8 +71,28 @@ def apply_patch(
         merge_mlp=bool(merge_mlp),
         share_guidance=False,
     )
-    apply_token_merging(model, config)
+    try:
+        if level == 0:
+            raise NothingToMergeError(
+                f"nothing to merge: max_downsample={max_downsample} merges no level; set it to 1 or more"
+            )
+        apply_token_merging(model, config)
+    except NothingToMergeError as error:
+        remove_token_merging(model)
+        warnings.warn(f"{error}; until then the model runs unpatched", stacklevel=2)
     return model
+
+
+def _number(value: Any) -> Any:
+    """The number in a tensor, an array or a number of NumPy; other values as they are."""
+    return value.item() if getattr(value, "ndim", None) == 0 else value
+
+
+def _deepest_level(max_downsample: Any) -> int | None:
+    """The largest level within ``max_downsample``, 0 where there is none; None if it is not a number."""
+    if not isinstance(max_downsample, int | float) or math.isnan(max_downsample):
+        return None
+    return max((level for level in (1, 2, 4, 8) if level <= max_downsample), default=0)
 
 
 def remove_patch(model: Model) -> Model:
@@ -93,6 +119,7 @@ def apply_tome(
     Raises:
         ConfigError: the ratio is 1 − 1/(sx·sy) or more.
     """
+    ratio, sx, sy = map(_number, (ratio, sx, sy))
     ToMeConfig(ratio=0, sx=sx, sy=sy)
     highest = highest_ratio(sx, sy)
     if isinstance(ratio, numbers.Real) and ratio >= highest:

@@ -63,6 +63,17 @@ def test_a_pipeline_with_a_model_that_cannot_be_merged_is_refused_by_name(name):
         apply_token_merging(pipe, ToMeConfig())
 
 
+def test_qwen_image_layered_is_refused_before_its_first_call():
+    """By the settings of the transformer that ``QwenImageLayeredPipeline`` is published with."""
+    tiny = TINY["QwenImageTransformer2DModel"].build()
+    settings = {name: value for name, value in tiny.config.items() if not name.startswith("_")}
+    layered = type(tiny)(**{**settings, "use_additional_t_cond": True, "use_layer3d_rope": True})
+    for model in (layered, SimpleNamespace(transformer=layered)):
+        with pytest.raises(UnsupportedModelError, match=r"QwenImage-Layered yet: the sequence holds several"):
+            apply_token_merging(model, ToMeConfig(ratio=0.5))
+    apply_token_merging(tiny, ToMeConfig(ratio=0.5))
+
+
 def test_context_parallelism_is_refused():
     with pytest.raises(UnsupportedModelError, match="FluxTransformer2DModel while context parallelism"):
         apply_token_merging(of("FluxTransformer2DModel", _parallel_config=object()), ToMeConfig())

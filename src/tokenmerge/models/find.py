@@ -95,8 +95,8 @@ def find_hosts(model: object) -> tuple[Host, ...]:
     """Every denoiser and ControlNet that a pipeline or a model is made of.
 
     Args:
-        model: a diffusers pipeline, a diffusers model, or a CompVis-style model; also compiled or wrapped
-            for data-parallel training.
+        model: a diffusers pipeline, a diffusers model, a CompVis-style model, or any object with
+            ``model.diffusion_model``; also compiled, or wrapped for data-parallel training.
 
     Raises:
         UnsupportedModelError: nothing in it is a model that tokens can be merged in, or something is one that
@@ -120,25 +120,38 @@ def find_hosts(model: object) -> tuple[Host, ...]:
 
 
 def parts(model: Any) -> Iterator[nn.Module]:
-    """The modules of a pipeline, unwrapped; a module itself is its only part."""
-    if not isinstance(model, nn.Module):
+    """The modules of a pipeline, unwrapped; a module itself is its only part.
+
+    An object with ``model.diffusion_model``, module or not, is a CompVis-style model or patches one.
+    """
+    while isinstance(model, nn.Module) and (wrapped := _wrapped(model)) is not None:
+        model = wrapped
+    denoiser = getattr(getattr(model, "model", None), "diffusion_model", None)
+    if isinstance(denoiser, nn.Module):
+        yield _within(denoiser)
+        if isinstance(control := getattr(model, "control_model", None), nn.Module):
+            yield control
+    elif not isinstance(model, nn.Module):
         # The attributes, not ``components``: that raises when one is missing or was added later.
         for value in vars(model).values() if hasattr(model, "__dict__") else ():
             for member in value if isinstance(value, list | tuple) else [value]:
                 if isinstance(member, nn.Module):
                     yield from parts(member)
-        return
-    while (wrapped := _wrapped(model)) is not None:
-        model = wrapped
-    if is_a(model, *_SEVERAL):
-        for net in model.nets:
+    elif is_a(model, *_SEVERAL):
+        nets: Any = model.nets
+        for net in nets:
             yield from parts(net)
-    elif isinstance(getattr(getattr(model, "model", None), "diffusion_model", None), nn.Module):
-        yield model.model.diffusion_model
-        if isinstance(control := getattr(model, "control_model", None), nn.Module):
-            yield control
     else:
         yield model
+
+
+def _within(denoiser: nn.Module) -> nn.Module:
+    """The first module that some family knows in a denoiser, which may be a wrapper around it, or itself."""
+    for module in denoiser.modules():
+        _wrapped(module)  # raises for wrappers in which tokens cannot be merged
+        if any(knows(family, module) for family in FAMILIES):
+            return module
+    return denoiser
 
 
 def _wrapped(model: Any) -> Any:

@@ -6,12 +6,13 @@ from typing import Any
 
 from tokenmerge.errors import UnsupportedModelError
 
-__all__ = ["REASONS", "refuse"]
+__all__ = ["BY_SETTING", "REASONS", "refuse"]
 
 _PACKED = "text, pictures and sound stand in one packed sequence without a token grid or a batch axis"
 _KEPT = "keys and values are kept between calls, for tokens that merging would change"
 _SCALES = "the sequence holds earlier frames at several scales, which no single token grid describes"
 _REFERENCES = "the sequence holds the pictures to edit beside the one that is generated"
+_LAYERS = "the sequence holds several pictures, the layers and the one to cut into layers"
 _MASKED = "the sequence is cut into segments by a mask that merging would have to cut anew"
 _EXPERTS = "each token goes to experts chosen by counting tokens"
 _TWO = "its blocks attend between two sequences, of video and of sound"
@@ -61,12 +62,18 @@ REASONS = {
     "ZImageControlNetModel": "it runs blocks of the transformer beside it, each on a grid of its own",
 }
 
+# Models of classes that are supported otherwise: the setting that tells them, their name, and the reason.
+BY_SETTING = {"use_layer3d_rope": ("the transformer of QwenImage-Layered", _LAYERS)}
+
 
 def refuse(part: Any) -> None:
     """Raise UnsupportedModelError for a model that cannot be merged in, or not as it is set up."""
     for cls in type(part).__mro__:
         if reason := REASONS.get(cls.__name__):
             raise UnsupportedModelError(f"tokens cannot be merged in {cls.__name__} yet: {reason}")
+    for setting, (model, reason) in BY_SETTING.items():
+        if getattr(getattr(part, "config", None), setting, False):
+            raise UnsupportedModelError(f"tokens cannot be merged in {model} yet: {reason}")
     if getattr(part, "_parallel_config", None) is not None:
         raise UnsupportedModelError(
             f"tokens cannot be merged in {type(part).__name__} while context parallelism splits its tokens "

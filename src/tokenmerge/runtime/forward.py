@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -18,6 +16,7 @@ from tokenmerge.models.layout import Layout
 from tokenmerge.ops import Plan, keep_destinations, merge, merge_with_norm
 from tokenmerge.runtime.caches import RecordedCall
 from tokenmerge.runtime.context import ActiveMerge
+from tokenmerge.runtime.host_method import HostMethod
 from tokenmerge.runtime.merged_call import add_lost, keyed_call, merged_call
 from tokenmerge.runtime.planning import plan_of, size_of
 from tokenmerge.runtime.proportional_attention import ProportionalAttention
@@ -25,28 +24,25 @@ from tokenmerge.runtime.reuse import Residual, extrapolated, residual_of, update
 from tokenmerge.runtime.stack import call_in_stack
 from tokenmerge.runtime.state import STATE, BlockState, LayerState, StageState
 
-__all__ = ["block_call", "layer_call", "parameters", "stage_call"]
+__all__ = ["block_call", "layer_call", "stage_call"]
 
 COMBINE = {"mean": merge, "keep": keep_destinations, "norm": merge_with_norm}
 
-# These functions make the method of a swapped class from the method of the original one, taken as a plain
-# function, which torch.compile can follow. A module that is called through a reference to this method after
-# it was restored has no state and does what it did before.
+# These functions make the method of a swapped class from that of the original class. A module that is called
+# through a reference to this method after it was restored has no state, and does what its class does.
 
 
-def block_call(original: Callable) -> Callable:
+def block_call(original: HostMethod) -> Callable:
     """The transformer block: plans from its input, for itself or for its sub-layers."""
-    names = parameters(original)
 
-    @functools.wraps(original)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         state: BlockState | None = self.__dict__.get(STATE)
         if state is None:
-            return original(self, *args, **kwargs)
+            return original.of(self)(*args, **kwargs)
         block = state.threads.value
         # Gradient checkpointing may run a block again, behind the model, as the same call.
         block.number = 0 if torch.is_grad_enabled() else block.number + 1
-        call = HostCall(functools.partial(original, self), names, args, kwargs)
+        call = HostCall(original.of(self), original.names(), args, kwargs)
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             return _block_with_gradients(state, call)
         if state.caches_residuals and state.model.context.caches_residuals:
@@ -56,21 +52,20 @@ def block_call(original: Callable) -> Callable:
     return forward
 
 
-def stage_call(original: Callable) -> Callable:
+def stage_call(original: HostMethod) -> Callable:
     """A stage of a UNet, which is skipped on some steps: then its extrapolated result takes its place."""
 
-    @functools.wraps(original)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         state: StageState | None = self.__dict__.get(STATE)
         if state is None or not state.model.context.caches_residuals:
-            return original(self, *args, **kwargs)
+            return original.of(self)(*args, **kwargs)
         call, distance, cache = (state.model.context.call, 0), state.extrapolation, state.threads.value.cache
         before, placeholder = cache.residuals.get(call), cache.placeholders.get(call)
         if distance is not None and before is not None:
             return extrapolated(before, [0.0], distance)
         if distance is not None and placeholder is not None:
             return tree_map(torch.zeros_like, placeholder)  # read by modules that are skipped too
-        result = original(self, *args, **kwargs)
+        result = original.of(self)(*args, **kwargs)
         if state.is_last:
             cache.residuals[call] = updated(before, residual_of(result, [0.0]))
         else:
@@ -82,19 +77,17 @@ def stage_call(original: Callable) -> Callable:
     return forward
 
 
-def layer_call(original: Callable) -> Callable:
+def layer_call(original: HostMethod) -> Callable:
     """Attention or feed-forward: runs on merged tokens."""
-    names = parameters(original)
 
-    @functools.wraps(original)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         state: LayerState | None = self.__dict__.get(STATE)
         active = None if state is None else state.block.threads.value.merge
         if state is None or active is None:
-            return original(self, *args, **kwargs)
-        call = HostCall(functools.partial(original, self), names, args, kwargs)
+            return original.of(self)(*args, **kwargs)
+        call = HostCall(original.of(self), original.names(), args, kwargs)
         settings, plan = state.block.settings, active.plan
-        if not _merges_here(state, active, call, names[0]):
+        if not _merges_here(state, active, call):
             return call.result()
         if settings.whole_blocks:
             with _proportional(state, plan):
@@ -119,9 +112,9 @@ def layer_call(original: Callable) -> Callable:
     return forward
 
 
-def _merges_here(state: LayerState, active: ActiveMerge, call: HostCall, first: str) -> bool:
+def _merges_here(state: LayerState, active: ActiveMerge, call: HostCall) -> bool:
     """Whether a layer's call takes part in what its block merges."""
-    settings, tokens = state.block.settings, call.argument(first)
+    settings, tokens = state.block.settings, call.argument(call.names[0])
     if settings.whole_blocks:
         takes_part = True
     elif settings.scope == "keys":
@@ -261,8 +254,3 @@ def _check_keys(attention: nn.Module, state: LayerState) -> None:
             f"{state.path}: scope='keys' needs keys and values projected apart from the queries, and "
             "they are fused; call unfuse_qkv_projections(), or take scope='layers'"
         )
-
-
-def parameters(function: Callable) -> list[str]:
-    """Names of a method's parameters after ``self``."""
-    return list(inspect.signature(function).parameters)[1:]

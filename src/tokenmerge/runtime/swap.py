@@ -8,33 +8,54 @@ parameters keep their names, and hooks, adapters and attention processors stay w
 from __future__ import annotations
 
 import copy
+import functools
+import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import FunctionType, MethodType
 from typing import Any
 
+import torch
 from torch import nn
 
 from tokenmerge.errors import UnsupportedModelError
+from tokenmerge.runtime.host_method import HostMethod, parameters
 from tokenmerge.runtime.state import STATE
 
 __all__ = ["add_hook", "check_swappable", "swap", "undo"]
 
-_swapped_classes: dict[tuple[type, str, Callable], Any] = {}
+# Makes the method of a swapped class from that of the original class.
+Call = Callable[[HostMethod], Callable[..., Any]]
+
+_swapped_classes: dict[tuple[type, str, Call], Any] = {}
 
 
-def _swapped_class(base: type, method: str, call: Callable[[Callable], Callable]) -> Any:
-    """The subclass of ``base`` whose ``method`` is ``call(base.method)``.
+def _swapped_class(base: type, method: str, call: Call) -> Any:
+    """The subclass of ``base`` whose ``method`` is ``call`` of what ``base`` has.
 
     There is one for each combination, so that all modules of a class share their compiled code.
     """
     key = (base, method, call)
     if key not in _swapped_classes:
-        _swapped_classes[key] = type(
+        first = getattr(base, method)
+
+        def of(module: nn.Module) -> Callable[..., Any]:
+            if isinstance(module, swapped):
+                # By super(): torch.compile cannot look methods up on a class that is marked as allowed in
+                # the graph, and diffusers marks its attention classes so.
+                return getattr(super(swapped, module), method)
+            # Called through a reference that was taken before the module was restored.
+            return MethodType(getattr(base, method), module)
+
+        @torch.compiler.assume_constant_result
+        def names() -> Sequence[str]:
+            return _names(getattr(base, method), first)
+
+        swapped: Any = type(
             base.__name__,
             (base,),
             {
-                method: call(getattr(base, method)),
+                method: functools.wraps(first)(call(HostMethod(of, names))),
                 "__module__": base.__module__,
                 "__qualname__": base.__qualname__,
                 "__doc__": base.__doc__,
@@ -43,11 +64,19 @@ def _swapped_class(base: type, method: str, call: Callable[[Callable], Callable]
                 "_tokenmerge_method": method,
             },
         )
-        _announce(_swapped_classes[key], base)
+        _announce(swapped, base)
+        _swapped_classes[key] = swapped
     return _swapped_classes[key]
 
 
-def _rebuild(base: type, method: str, call: Callable[[Callable], Callable]) -> nn.Module:
+@functools.lru_cache
+def _names(function: Callable, first: Callable) -> Sequence[str]:
+    """Parameters of a method; a wrapper that passes on whatever it gets has those of the ``first`` method."""
+    kinds = [parameter.kind for parameter in inspect.signature(function).parameters.values()]
+    return tuple(parameters(first if inspect.Parameter.VAR_POSITIONAL in kinds else function))
+
+
+def _rebuild(base: type, method: str, call: Call) -> nn.Module:
     """An empty module of a swapped class, for pickle and deepcopy: the class itself has no import path."""
     cls = _swapped_class(base, method, call)
     return cls.__new__(cls)
@@ -65,8 +94,8 @@ def _announce(swapped: type, base: type) -> None:
     hooks.TransformerBlockRegistry.register(swapped, copy.copy(known))
 
 
-def swap(module: nn.Module, method: str, call: Callable[[Callable], Callable], state: object) -> None:
-    """Make ``method`` of a module ``call`` of what it was, with ``state`` in reach until it is restored."""
+def swap(module: nn.Module, method: str, call: Call, state: object) -> None:
+    """Replace ``method`` of a module by ``call`` of it, which finds ``state`` on the module, until undone."""
     base = type(module)
     module.__class__ = _swapped_class(base, method, call)
     module.__dict__[STATE] = state
@@ -74,7 +103,7 @@ def swap(module: nn.Module, method: str, call: Callable[[Callable], Callable], s
 
 
 def add_hook(module: nn.Module, hook: Callable, state: object) -> None:
-    """Run ``hook``, of this package, before a module, with ``state`` in reach until it is restored."""
+    """Run ``hook``, of this package, before a module; it finds ``state`` on the module, until undone."""
     module.__dict__[STATE] = state
     module.register_forward_pre_hook(hook, with_kwargs=True)
 
@@ -88,9 +117,27 @@ def undo(module: nn.Module) -> None:
 
 
 def _unswap(module: nn.Module) -> None:
-    swapped: Any = type(module)
-    module.__class__ = swapped._tokenmerge_base
-    _rebind_hooks(module, getattr(swapped, swapped._tokenmerge_method))
+    swapped: Any = next(cls for cls in type(module).__mro__ if "_tokenmerge_base" in vars(cls))
+    made: Any = type(module)
+    module.__class__ = _without(made, swapped)
+    _rebind_hooks(module, vars(swapped)[swapped._tokenmerge_method])
+
+
+@functools.lru_cache
+def _without(cls: Any, swapped: Any) -> Any:
+    """The class that other software, such as FSDP2, would have made of the original instead of ``swapped``.
+
+    Args:
+        cls: the class that it made, or a base of that; all modules of one class get one class again.
+        swapped: the swapped class.
+    """
+    if cls is swapped:
+        return swapped._tokenmerge_base
+    if not issubclass(cls, swapped):
+        return cls
+    bases = tuple(_without(base, swapped) for base in cls.__bases__)
+    own = {name: value for name, value in vars(cls).items() if name not in ("__dict__", "__weakref__")}
+    return type(cls)(cls.__name__, bases, own)
 
 
 def _remove_hooks(module: nn.Module) -> None:

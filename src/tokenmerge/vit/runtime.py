@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,7 +20,7 @@ from tokenmerge.errors import NothingToMergeError, UnsupportedModelError
 from tokenmerge.models.call import HostCall
 from tokenmerge.ops import SizedPlan, Tokens, plan_by_size
 from tokenmerge.planners.tome_vit import most_removed, plan_tome_vit
-from tokenmerge.runtime.forward import parameters
+from tokenmerge.runtime.host_method import HostMethod, parameters
 from tokenmerge.runtime.patch import restore
 from tokenmerge.runtime.state import STATE
 from tokenmerge.runtime.swap import swap
@@ -172,20 +171,18 @@ def check_attention(model: nn.Module, config: ViTConfig) -> None:
 # Four functions make the method of a swapped class from that of the original one, as in runtime.forward.
 
 
-def layer_call(original: Callable) -> Callable:
+def layer_call(original: HostMethod) -> Callable:
     """The layer: attention in proportion to size; its result is merged."""
-    names = parameters(original)
 
-    @functools.wraps(original)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         state: LayerState | None = self.__dict__.get(STATE)
         if state is None:
-            return original(self, *args, **kwargs)
+            return original.of(self)(*args, **kwargs)
         encoder, given = state.encoder, kwargs.pop(_TOKENS, None)
         tokens_of_layers = _tokens_of_call(state) if given is None else given
         swap_parts(self, state)
-        call = HostCall(functools.partial(original, self), names, args, kwargs)
-        x, mask = call.argument(names[0]), call.argument(encoder.mask)
+        call = HostCall(original.of(self), original.names(), args, kwargs)
+        x, mask = call.argument(call.names[0]), call.argument(encoder.mask)
         # A mask in a call of the whole model is the host's own, by which all tokens attend to all others.
         if mask is not None and given is None and any(encoder.r):
             raise _mask_error(encoder, mask)
@@ -210,12 +207,11 @@ def layer_call(original: Callable) -> Callable:
     return forward
 
 
-def keys_call(original: Callable) -> Callable:
+def keys_call(original: HostMethod) -> Callable:
     """The part whose result are the keys: they decide what merges."""
 
-    @functools.wraps(original)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        keys = original(self, *args, **kwargs)
+        keys = original.of(self)(*args, **kwargs)
         state: LayerState | None = self.__dict__.get(STATE)
         if state is not None and state.r:
             by_head = (
@@ -230,26 +226,24 @@ def keys_call(original: Callable) -> Callable:
     return forward
 
 
-def norm_call(original: Callable) -> Callable:
+def norm_call(original: HostMethod) -> Callable:
     """The norm before the MLP: both run on merged tokens."""
 
-    @functools.wraps(original)
     def forward(self: nn.Module, x: Tensor) -> Any:
         state: LayerState | None = self.__dict__.get(STATE)
         plan = None if state is None else state.plan
-        return original(self, x if plan is None else plan.merge(x))
+        return original.of(self)(x if plan is None else plan.merge(x))
 
     return forward
 
 
-def mlp_call(original: Callable) -> Callable:
+def mlp_call(original: HostMethod) -> Callable:
     """The MLP: its result is unmerged, so that the host can add it to what the layer had before."""
 
-    @functools.wraps(original)
     def forward(self: nn.Module, x: Tensor) -> Any:
         state: LayerState | None = self.__dict__.get(STATE)
         plan = None if state is None else state.plan
-        y = original(self, x)
+        y = original.of(self)(x)
         return y if plan is None else plan.unmerge(y)
 
     return forward

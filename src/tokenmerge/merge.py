@@ -1,0 +1,81 @@
+"""The functions that scripts import from ``tomesd.merge``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from tokenmerge import ops
+from tokenmerge.errors import ConfigError
+
+__all__ = ["bipartite_soft_matching_random2d", "do_nothing"]
+
+
+def do_nothing(x: Tensor, mode: str | None = None) -> Tensor:
+    """The tokens as they are."""
+    return x
+
+
+def bipartite_soft_matching_random2d(
+    metric: Tensor,
+    w: int,
+    h: int,
+    sx: int,
+    sy: int,
+    r: int,
+    no_rand: bool = False,
+    generator: torch.Generator | None = None,
+) -> tuple[Callable[..., Tensor], Callable[[Tensor], Tensor]]:
+    """Match tokens, and return the functions that merge and unmerge them (arXiv 2303.17604).
+
+    The signature and the result are those of tomesd 0.1.3, also for the same state of the generator. Only the
+    order of the merged tokens may differ where tokens are equally similar.
+
+    Args:
+        metric: ``[b, n, c]``: what is compared, by cosine similarity.
+        w: columns of the token grid.
+        h: rows of the token grid; n = w · h.
+        sx: width of a destination's cell, in tokens.
+        sy: height of a destination's cell, in tokens.
+        r: number of tokens to remove. More than there are sources removes all of these; 0 or less, none.
+        no_rand: take the first token of each cell as its destination.
+        generator: draws the destinations; needed unless ``no_rand``.
+
+    Returns:
+        ``merge``: ``[b, n, c]`` → ``[b, n - r, c]``, each merged token the mean of its group, and
+        ``unmerge``: ``[b, n - r, c]`` → ``[b, n, c]``, each token that of its group.
+
+    Raises:
+        ConfigError: the metric has not w · h tokens, or random destinations have no generator.
+    """
+    if r <= 0:
+        return do_nothing, do_nothing
+    if metric.shape[1] != w * h:
+        raise ConfigError(
+            f"metric: expected w · h = {w * h} tokens, got {metric.shape[1]}; pass its own grid"
+        )
+    with torch.no_grad():
+        inside, outside = ops.whole_cells((h, w), (sy, sx), metric.device)
+        if no_rand:
+            first = torch.zeros_like(inside[0])
+        elif generator is None:
+            raise ConfigError("generator: expected a torch.Generator, got None; pass one, or no_rand=True")
+        else:
+            cells = (h // sy, w // sx, 1)
+            drawn = torch.randint(sy * sx, cells, device=generator.device, generator=generator)
+            first = drawn.flatten().to(metric.device)
+        src, dst = ops.partition_at(inside, outside, first)
+        order, nearest = ops.bipartite_soft_matching(metric, src, dst)
+        plan = ops.make_plan(src, dst, order, nearest, r=min(r, len(src)))
+
+    def merge(x: Tensor, mode: str = "mean") -> Tensor:
+        if mode != "mean":
+            raise ConfigError(f"mode: expected 'mean', got {mode!r}; other ways of merging are not offered")
+        return ops.merge(plan, x)
+
+    def unmerge(x: Tensor) -> Tensor:
+        return ops.unmerge(plan, x)
+
+    return merge, unmerge
