@@ -23,13 +23,13 @@ from tokenmerge import (
     NothingToMergeError,
     ToMeConfig,
     apply_token_merging,
-    calibration,
     token_merging,
 )
 from tokenmerge.auto import choose
 from tokenmerge.measure.method_spec import Merging
 from tokenmerge.models.find import find_hosts
 from tokenmerge.planners import PLANNERS
+from tokenmerge.planners import _calibration as calibration
 from tokenmerge.runtime.patch import run_of
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from tokenmerge.config import ToMeConfig
 from tokenmerge.models.base import Block, Host
 from tokenmerge.models.find import find_hosts
-from tokenmerge.planners.calibration import fewest_tokens
+from tokenmerge.planners._calibration import fewest_tokens
 
 __all__ = ["choose"]
 

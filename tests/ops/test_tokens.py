@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 
 from tokenmerge.ops import Tokens, merge, plan_by_size
-from tokenmerge.planners.tome_vit import most_removed, plan_tome_vit
+from tokenmerge.vit.planner import most_removed, plan_tome_vit
 
 
 def random_tokens(*shape: int, seed: int = 0) -> torch.Tensor:

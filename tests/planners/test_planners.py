@@ -15,9 +15,9 @@ from torch.testing import assert_close
 
 import tokenmerge.config
 from tokenmerge.config import GUIDED_PLANNERS, ToMeConfig, highest_ratio
+from tokenmerge.config.planner_names import names_in
 from tokenmerge.ops import Plan, SoftPlan, keep_destinations, merge, merge_with_norm, unmerge
-from tokenmerge.planners import OWN_NUMBER, PLANNERS
-from tokenmerge.planners.tome import num_removed
+from tokenmerge.planners import OWN_NUMBER, PLANNERS, num_removed
 
 EVERY = pytest.mark.parametrize("name", PLANNERS)
 # They draw nothing at random, whatever ``use_rand`` says.
@@ -60,7 +60,15 @@ def removed(name: str, grid, config: ToMeConfig) -> int:
 
 
 def test_settings_take_the_planners_that_there_are():
-    assert set(tokenmerge.config.PLANNERS) == set(PLANNERS)
+    assert tuple(PLANNERS) == tokenmerge.config.PLANNERS
+    assert {"tome", "importance"} <= set(PLANNERS)
+
+
+def test_a_file_in_the_folder_is_a_planner_unless_its_name_starts_with_an_underscore(tmp_path):
+    (tmp_path / "folder").mkdir()
+    for name in ("other.py", "mine.py", "_shared.py", "__init__.py", "notes.md", "folder/__init__.py"):
+        (tmp_path / name).touch()
+    assert names_in(tmp_path) == ("mine", "other")
 
 
 @EVERY

@@ -14,12 +14,10 @@ from torch.testing import assert_close
 
 from tokenmerge.config import ToMeConfig, highest_ratio
 from tokenmerge.ops import Plan, merge, merge_with_norm, strided_partition, unmerge
-from tokenmerge.planners.importance import plan_ibtm
-from tokenmerge.planners.sito import plan_sito, similarity_scores
-from tokenmerge.planners.threshold import plan_threshold
-from tokenmerge.planners.toma import facility_location, plan_toma
-from tokenmerge.planners.tome import num_removed
-from tokenmerge.planners.windows import plan_windows, uniformity
+from tokenmerge.planners import PLANNERS, num_removed
+from tokenmerge.planners.sito import similarity_scores
+from tokenmerge.planners.toma import facility_location
+from tokenmerge.planners.windows import uniformity
 
 STEP = torch.tensor(5)
 
@@ -72,7 +70,7 @@ def test_sito_prunes_what_is_most_similar_to_a_base_token(case):
     grid, changes, x = case
     assume(len(x) > 2)  # of two tokens one is as typical as the other
     config = ToMeConfig(**changes, use_rand=False)
-    plan = plan_sito(x.unsqueeze(0), (1, *grid), config, STEP)
+    plan = PLANNERS["sito"](x.unsqueeze(0), (1, *grid), config, STEP)
     r = num_removed((1, *grid), config)
     if r == 0:
         assert plan is None
@@ -91,7 +89,7 @@ def test_sito_prunes_what_is_most_similar_to_a_base_token(case):
 def test_the_noise_of_sito_decides_between_tokens_that_are_about_as_typical():
     """16 × 16 cells of tokens alike but for 1e-4: each position wins a quarter; six standard deviations."""
     x = 1 + 1e-4 * torch.randn(1, 1024, 5, generator=torch.Generator().manual_seed(0))
-    plan = plan_sito(x, (1, 32, 32), ToMeConfig(ratio=0.75), STEP)
+    plan = PLANNERS["sito"](x, (1, 32, 32), ToMeConfig(ratio=0.75), STEP)
     kept = plan.kept()[0]
     counts = torch.bincount(kept // 32 % 2 * 2 + kept % 2, minlength=4)
     assert (counts - 64).abs().max() < 6 * (256 * 0.25 * 0.75) ** 0.5
@@ -116,7 +114,7 @@ def test_uniformity_is_the_mean_cosine_of_the_pairs(case):
 def test_the_most_uniform_windows_merge_and_no_other_token_does(case, use_rand):
     grid, changes, x = case
     config = ToMeConfig(**changes, use_rand=use_rand)
-    plan = plan_windows(x.unsqueeze(0), (1, *grid), config, STEP)
+    plan = PLANNERS["windows"](x.unsqueeze(0), (1, *grid), config, STEP)
     r = num_removed((1, *grid), config)
     if r == 0:
         assert plan is None
@@ -132,7 +130,7 @@ def test_the_most_uniform_windows_merge_and_no_other_token_does(case, use_rand):
 def test_below_the_threshold_tokens_go_and_do_not_count(case, threshold):
     grid, changes, x = case
     config = ToMeConfig(**changes, use_rand=False, threshold=threshold)
-    plan = plan_threshold(x.unsqueeze(0), (1, *grid), config, STEP)
+    plan = PLANNERS["threshold"](x.unsqueeze(0), (1, *grid), config, STEP)
     r = num_removed((1, *grid), config)
     if r == 0:
         assert plan is None
@@ -159,7 +157,7 @@ def test_important_tokens_are_destinations_and_the_others_merge_first(case):
     grid, changes, x = case
     config = ToMeConfig(**changes, use_rand=False)
     importance = x[:, 0].exp()
-    plan = plan_ibtm(x.unsqueeze(0), (1, *grid), config, STEP, importance.unsqueeze(0))
+    plan = PLANNERS["importance"](x.unsqueeze(0), (1, *grid), config, STEP, importance.unsqueeze(0))
     n, r = len(x), num_removed((1, *grid), config)
     if r == 0:
         assert plan is None
@@ -180,7 +178,7 @@ def test_destinations_are_drawn_from_all_of_the_pool():
     n, d, pool = 512, 128, 358
     importance = torch.arange(float(n)).flip(0).unsqueeze(0)
     x = torch.randn(1, n, 5, generator=torch.Generator().manual_seed(0))
-    plan = plan_ibtm(x, (1, 16, 32), ToMeConfig(ratio=0.5), STEP, importance)
+    plan = PLANNERS["importance"](x, (1, 16, 32), ToMeConfig(ratio=0.5), STEP, importance)
     drawn = plan.kept()[0, -d:].double()
     assert drawn.max() < pool
     sigma = math.sqrt((pool**2 - 1) / 12 / d * (1 - d / pool))
@@ -219,7 +217,7 @@ def test_facility_location_chooses_none_twice_where_all_are_alike():
 def test_toma_shares_the_tokens_of_each_tile_out(case):
     (rows, columns), changes, x = case
     config = ToMeConfig(**changes)
-    plan = plan_toma(x.unsqueeze(0), (1, rows, columns), config, STEP)
+    plan = PLANNERS["toma"](x.unsqueeze(0), (1, rows, columns), config, STEP)
     n, r = len(x), num_removed((1, rows, columns), config)
     if r == 0:
         assert plan is None
@@ -255,6 +253,6 @@ def test_toma_shares_the_tokens_of_each_tile_out(case):
 
 def test_without_noise_the_destinations_of_windows_are_the_first_of_each():
     x = torch.randn(1, 24, 5, generator=torch.Generator().manual_seed(0))
-    plan = plan_windows(x, (1, 4, 6), ToMeConfig(ratio=0.75, use_rand=False), STEP)
+    plan = PLANNERS["windows"](x, (1, 4, 6), ToMeConfig(ratio=0.75, use_rand=False), STEP)
     _, dst = strided_partition((4, 6), (2, 2))
     assert plan.kept()[0].tolist() == dst.tolist()

@@ -8,6 +8,7 @@ import numbers
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from tokenmerge.config.planner_names import GUIDED_PLANNERS, PLANNERS
 from tokenmerge.errors import ConfigError
 
 __all__ = ["COMBINATIONS", "GUIDED_PLANNERS", "PLANNERS", "SCOPES", "Schedule", "ToMeConfig", "highest_ratio"]
@@ -17,19 +18,6 @@ __all__ = ["COMBINATIONS", "GUIDED_PLANNERS", "PLANNERS", "SCOPES", "Schedule", 
 Schedule = Sequence[float] | Callable[[float], float]
 
 SCOPES = ("layers", "block", "stack", "keys")
-# Those that look at what guidance changed in the last step; they plan as "tome" until that is known.
-GUIDED_PLANNERS = ("importance",)
-PLANNERS = (
-    "tome",
-    "local",
-    "tiled",
-    "uniform",
-    "windows",
-    "sito",
-    "threshold",
-    *GUIDED_PLANNERS,
-    "toma",
-)
 COMBINATIONS = ("mean", "keep", "norm")
 
 # Where functions over the steps are looked at before there are steps.

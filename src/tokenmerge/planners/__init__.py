@@ -1,35 +1,70 @@
-"""Planners: which tokens merge. One file each; they see tokens and their grid, and no model."""
+"""Planners: functions that choose which tokens merge. One planner per file, named after it.
+
+A file ``x.py`` here has the function ``plan_x``; nothing else registers it. It plans one part of a token
+grid, which is a frame, or a whole video where cells reach over time:
+
+``plan_x(features, grid, r, settings, step) -> Plan``, with
+
+- ``features`` ``[b, n, c]``: what is compared, the input of the block;
+- ``grid``: (rows, columns) of the n tokens, or (frames, rows, columns);
+- ``r``: the number of tokens to remove, 1 ≤ r < n;
+- ``settings``: strides, seed and other knobs of :class:`tokenmerge.ToMeConfig`;
+- ``step``: integer tensor of no dimensions that differs between denoising steps; random draws depend on it.
+
+Planners in the folder ``guided`` get one more argument, ``importance`` ``[b, n]``: how much guidance changed
+each token in the last step. A planner that removes another number of tokens than r says so with
+``OWN_NUMBER = True``. Files whose names start with an underscore hold no planner.
+
+May import ``ops``, ``config`` and ``errors``; knows nothing of models.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib
+from collections.abc import Callable, Sequence
 
-from tokenmerge.ops import Plan
-from tokenmerge.planners.importance import plan_ibtm
-from tokenmerge.planners.local import plan_local
-from tokenmerge.planners.sito import plan_sito
-from tokenmerge.planners.threshold import plan_threshold
-from tokenmerge.planners.tiled import plan_tiled
-from tokenmerge.planners.toma import plan_toma
-from tokenmerge.planners.tome import plan_tome
-from tokenmerge.planners.uniform import plan_uniform
-from tokenmerge.planners.windows import plan_windows
+import torch
+from torch import Tensor
 
-__all__ = ["OWN_NUMBER", "PLANNERS"]
+from tokenmerge.config import GUIDED_PLANNERS, ToMeConfig
+from tokenmerge.config import PLANNERS as NAMES
+from tokenmerge.ops import Plan, num_tokens
+from tokenmerge.planners._grid import num_removed, split
 
-# One in config.GUIDED_PLANNERS takes one argument more: ``[b, n]``, how much guidance changed each
-# token in the last step.
-PLANNERS: dict[str, Callable[..., Plan | None]] = {
-    "tome": plan_tome,
-    "local": plan_local,
-    "tiled": plan_tiled,
-    "uniform": plan_uniform,
-    "windows": plan_windows,
-    "sito": plan_sito,
-    "threshold": plan_threshold,
-    "importance": plan_ibtm,
-    "toma": plan_toma,
+__all__ = ["OWN_NUMBER", "PLANNERS", "num_removed"]
+
+Planner = Callable[..., Plan | None]
+
+
+def _on_whole_grids(plan_part: Callable[..., Plan]) -> Planner:
+    """A planner for whole grids from one for a single part.
+
+    It takes ``(features [b, n, c], (frames, rows, columns), settings, step)``, and ``importance`` ``[b, n]``
+    where the planner looks at it. It returns None where no token would be removed.
+    """
+
+    @torch.no_grad()
+    def plan(
+        features: Tensor, grid: Sequence[int], settings: ToMeConfig, step: Tensor, *importance: Tensor
+    ) -> Plan | None:
+        r = num_removed(grid, settings)
+        if r == 0:
+            return None
+        parts, part = split(grid, settings)
+        n = num_tokens(part)
+        features = features.reshape(-1, n, features.shape[-1])
+        of_parts = [values.reshape(-1, n) for values in importance]
+        return plan_part(features, part, r // parts, settings, step, *of_parts).joined(parts)
+
+    return plan
+
+
+_MODULES = {
+    name: importlib.import_module(f"{__name__}.{'guided.' if name in GUIDED_PLANNERS else ''}{name}")
+    for name in NAMES
 }
-
-# These do not remove the number of tokens that the ratio says.
-OWN_NUMBER = ("uniform", "windows")
+PLANNERS: dict[str, Planner] = {
+    name: _on_whole_grids(getattr(module, f"plan_{name}")) for name, module in _MODULES.items()
+}
+# Planners that do not remove the number of tokens that the ratio asks for.
+OWN_NUMBER = tuple(name for name, module in _MODULES.items() if getattr(module, "OWN_NUMBER", False))

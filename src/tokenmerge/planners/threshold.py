@@ -8,40 +8,24 @@ import torch
 from torch import Tensor
 
 from tokenmerge.config import ToMeConfig
-from tokenmerge.ops import Plan, make_plan, most_similar, num_tokens, strided_partition
-from tokenmerge.planners.tome import num_removed
+from tokenmerge.ops import Plan, make_plan, most_similar
+from tokenmerge.planners._grid import partition
 
 __all__ = ["plan_threshold"]
 
 
-@torch.no_grad()
-def plan_threshold(features: Tensor, grid: Sequence[int], config: ToMeConfig, step: Tensor) -> Plan | None:
-    """As :func:`tokenmerge.planners.tome.plan_tome`, with means of tokens above ``config.threshold`` alone.
+def plan_threshold(features: Tensor, grid: Sequence[int], r: int, settings: ToMeConfig, step: Tensor) -> Plan:
+    """Plan as ``tome``, but drop merged tokens whose similarity is below ``settings.threshold``.
 
-    The paper merges every token whose similarity to its destination reaches the threshold, and no other, so
-    that shapes depend on the picture and every block waits for the device. Here ``config.ratio`` says how
-    many tokens go, whatever the picture. Of these, one below the threshold is dropped instead of merged: it
-    changes neither the mean of its destination nor that one's size, and gets its destination's result, which
-    the block adds to what the token was. Where all edges reach the threshold this is ToMe; where none does,
-    destinations are kept as they are. A threshold that most tokens do not reach asks for a lower ratio.
-
-    Args:
-        features: ``[b, n, c]``: the block's input.
-        grid: (frames, rows, columns) of its n tokens; each frame is planned on its own.
-        config: ratio, threshold, strides and the seed of the partition.
-        step: integer tensor of no dimensions that changes from one denoising step to the next.
-
-    Returns:
-        The plan, or None where no token would be removed.
+    The paper merges exactly the tokens whose similarity to their destination reaches the threshold. Shapes
+    then depend on the picture, and every block waits for the device. Here r tokens are removed from every
+    picture. Those at or above the threshold merge into their destination. Those below it are dropped: they
+    change neither the mean nor the size of their destination, and they receive its result. Where all r pairs
+    reach the threshold, the plan is that of ``tome``; where none does, destinations keep their values. If
+    most tokens are below the threshold, a lower ratio fits the picture better.
     """
-    frames, part, cell = grid[0], tuple(grid[1:]), (config.sy, config.sx)
-    r = num_removed(grid, config) // frames
-    if r == 0:
-        return None
-    features = features.reshape(-1, num_tokens(part), features.shape[-1])
-    draw = (config.seed, step) if config.use_rand else None
-    src, dst = strided_partition(part, cell, draw=draw, device=features.device)
+    src, dst = partition(grid, settings, step, features.device)
     similarity, nearest = most_similar(features, src, dst)
     order = similarity.argsort(dim=1, descending=True)
-    counts = (similarity >= config.threshold).to(torch.float32)
-    return make_plan(src, dst, order, nearest, r, counts).joined(frames)
+    counts = (similarity >= settings.threshold).to(torch.float32)
+    return make_plan(src, dst, order, nearest, r, counts)

@@ -1,4 +1,4 @@
-"""Uniform downsampling: each token goes to the destination of its cell, as in ToDo (arXiv 2402.13573)."""
+"""Uniform downsampling: each token merges into the destination of its cell, as in ToDo (arXiv 2402.13573)."""
 
 from __future__ import annotations
 
@@ -8,28 +8,21 @@ import torch
 from torch import Tensor
 
 from tokenmerge.config import ToMeConfig
-from tokenmerge.ops import Plan, make_plan, num_tokens, own_cell, strided_partition
-from tokenmerge.planners.tome import num_removed
+from tokenmerge.ops import Plan, make_plan, own_cell
+from tokenmerge.planners._grid import cell_of, partition
 
-__all__ = ["plan_uniform"]
+__all__ = ["OWN_NUMBER", "plan_uniform"]
+
+OWN_NUMBER = True
 
 
-@torch.no_grad()
-def plan_uniform(features: Tensor, grid: Sequence[int], config: ToMeConfig, step: Tensor) -> Plan | None:
-    """Give every source to its own cell, whatever the tokens are; ``config.ratio`` counts only if it is 0.
+def plan_uniform(features: Tensor, grid: Sequence[int], r: int, settings: ToMeConfig, step: Tensor) -> Plan:
+    """Merge every source into the destination of its own cell.
 
-    Args:
-        features: ``[b, n, c]``: not looked at.
-        grid: (frames, rows, columns) of its n tokens.
-        config: strides and the seed of the partition.
-        step: integer tensor of no dimensions that changes from one denoising step to the next.
+    The values of the features are not used. All sources merge, whatever r is; with a ratio of 0 none does.
     """
-    if num_removed(grid, config) == 0:
-        return None
-    frames, part, cell = grid[0], tuple(grid[1:]), (config.sy, config.sx)
-    draw = (config.seed, step) if config.use_rand else None
-    src, dst = strided_partition(part, cell, draw=draw, device=features.device)
-    b = features.shape[0] * features.shape[1] // num_tokens(part)
-    nearest = own_cell(part, cell, src).expand(b, -1)
+    b = features.shape[0]
+    src, dst = partition(grid, settings, step, features.device)
+    nearest = own_cell(grid, cell_of(grid, settings), src).expand(b, -1)
     order = torch.arange(len(src), device=src.device).expand(b, -1)
-    return make_plan(src, dst, order, nearest, r=len(src)).joined(frames)
+    return make_plan(src, dst, order, nearest, r=len(src))

@@ -11,8 +11,7 @@ from torch import Tensor
 from tokenmerge.config import GUIDED_PLANNERS, ToMeConfig
 from tokenmerge.errors import NothingToMergeError, UnsupportedModelError
 from tokenmerge.ops import Plan, features_if_shared, num_tokens, shared_features
-from tokenmerge.planners import PLANNERS
-from tokenmerge.planners.tome import num_removed
+from tokenmerge.planners import PLANNERS, num_removed
 from tokenmerge.runtime.guidance import importance_of_tokens
 from tokenmerge.runtime.state import BlockState, RecordedPlan
 

@@ -19,7 +19,6 @@ from tokenmerge.measure.bench.records import CellRecord
 from tokenmerge.measure.bench.store import RecordNotWrittenError, ResultsFile, read_cells
 from tokenmerge.measure.bench.timing import interleaved
 from tokenmerge.planners import PLANNERS
-from tokenmerge.planners.tome import plan_tome
 from tokenmerge.report import predict
 
 CPU = torch.device("cpu")
@@ -243,6 +242,7 @@ def test_every_call_plans(
 ) -> None:
     """Both halves of guidance at once where a pipeline tells them; each, where the denoiser is alone."""
     images: list[int] = []
+    plan_tome = PLANNERS["tome"]
 
     def counted(features: torch.Tensor, *args: object) -> object:
         if not features.is_meta:  # as it is for the report

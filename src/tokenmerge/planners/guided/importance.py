@@ -1,0 +1,52 @@
+"""Importance-based token merging: H. Wu et al., ICCV 2025, arXiv 2411.16720."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tokenmerge.config import ToMeConfig
+from tokenmerge.ops import Plan, make_plan, most_similar, num_destinations, uniform_noise
+from tokenmerge.planners._grid import cell_of
+
+__all__ = ["plan_importance"]
+
+# Size of the pool of important tokens, as a multiple of the number of tokens that stay.
+_POOL = 1.4
+
+
+def plan_importance(
+    features: Tensor, grid: Sequence[int], r: int, settings: ToMeConfig, step: Tensor, importance: Tensor
+) -> Plan:
+    """Plan as ``tome``, with destinations drawn from the important tokens.
+
+    The pool holds the 1.4 · (n − r) most important tokens. A seeded draw takes from it as many destinations
+    as the grid has cells; with ``settings.use_rand`` off, the most important tokens are the destinations.
+    All other tokens are sources, and those outside the pool merge before those in it. In unimportant regions
+    there may be no destination nearby, so that tokens merge over long distances.
+
+    Args:
+        features: ``[b, n, c]``, as for every planner, and ``grid``, ``r``, ``settings`` and ``step``.
+        grid: of the n tokens. Its cells set the number of destinations, not their places.
+        r: number of tokens to remove.
+        settings: strides, ``use_rand`` and seed.
+        step: of the draw.
+        importance: ``[b, n]`` how much guidance changed each token in the last step, such as
+            |ε_cond − ε_uncond|. Only its order counts.
+    """
+    n, d = features.shape[1], num_destinations(grid, cell_of(grid, settings))
+    pool = importance.topk(min(n, max(d, int(_POOL * (n - r)))), dim=1).indices
+    dst = pool[:, :d]
+    if settings.use_rand:
+        luck = uniform_noise((settings.seed, step), n, features.device)[pool]
+        dst = pool.gather(1, luck.topk(d, dim=1).indices)
+    is_dst = torch.zeros_like(importance, dtype=torch.uint8).scatter(1, dst, 1)
+    src = is_dst.argsort(dim=1, stable=True)[:, : n - d]
+
+    similarity, nearest = most_similar(features, src, dst)
+    outside = torch.ones_like(importance).scatter(1, pool, 0).gather(1, src)
+    # Cosines lie between -1 and 1, so adding 3 puts every token outside the pool before all others.
+    order = (similarity.to(torch.float32) + 3 * outside).argsort(dim=1, descending=True)
+    return make_plan(src, dst, order, nearest, r)
