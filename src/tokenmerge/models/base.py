@@ -154,8 +154,8 @@ class Host:
     timestep: str | Callable[[Any, Mapping[str, Any]], Tensor]
     grid: Callable[[Any, Mapping[str, Any], Grid], GridShape]
     sample_size: tuple[int, int] | None
-    controlnet: bool
     example: Callable[[int, int, int], dict[str, Any]]
+    controlnet: bool = False
     latents: Callable[[Any, Any], Any] = _all_of_it
     patch: int = 1
     frames: int = 1

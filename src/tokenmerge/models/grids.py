@@ -13,25 +13,32 @@ from tokenmerge.errors import UnsupportedModelError
 from tokenmerge.models.base import GridShape
 from tokenmerge.models.layout import Grid
 
-__all__ = ["grid_of_ids", "picture_grid", "video_grid"]
+__all__ = ["grid_of_ids", "patch_of", "picture_grid", "video_grid"]
+
+
+def patch_of(config: Any) -> tuple[int, int, int]:
+    """Frames, rows and columns of latent positions that make one token of a transformer.
+
+    Its config has them as ``patch_size`` (frames, rows, columns) or (rows, columns), or as the side
+    ``patch_size`` of a square, with ``patch_size_t`` frames where that is set.
+    """
+    patch = config.patch_size
+    if isinstance(patch, int):
+        return getattr(config, "patch_size_t", None) or 1, patch, patch
+    frames, rows, columns = (1, *patch)[-3:]
+    return frames, rows, columns
 
 
 def picture_grid(root: Any, arguments: Mapping[str, Any], last: Grid) -> GridShape:
-    """The grid of ``hidden_states`` ``[b, c, h, w]`` cut into square patches of ``config.patch_size``."""
+    """The token grid of pictures: from the last two axes, height and width, of ``hidden_states``."""
     height, width = arguments["hidden_states"].shape[-2:]
-    return 1, height // root.config.patch_size, width // root.config.patch_size
+    _, rows, columns = patch_of(root.config)
+    return 1, height // rows, width // columns
 
 
 def video_grid(root: Any, arguments: Mapping[str, Any], last: Grid) -> GridShape:
-    """The grid of ``hidden_states`` ``[b, c, f, h, w]``, with patches as the config says.
-
-    It has them as ``patch_size`` (frames, height, width), or as the side ``patch_size`` of a square and,
-    unless a patch is of one frame, its length ``patch_size_t``.
-    """
-    patch = root.config.patch_size
-    if isinstance(patch, int):
-        patch = (getattr(root.config, "patch_size_t", None) or 1, patch, patch)
-    sides = zip(arguments["hidden_states"].shape[2:], patch, strict=True)
+    """The token grid of videos ``hidden_states`` ``[b, c, f, h, w]``."""
+    sides = zip(arguments["hidden_states"].shape[2:], patch_of(root.config), strict=True)
     frames, rows, columns = (side // length for side, length in sides)
     return frames, rows, columns
 

@@ -1,8 +1,7 @@
-"""Allegro: video, self- and cross-attention; tokens look their rotary positions up by index."""
+"""Allegro: video, self- and cross-attention; each token has an index into tables of rotary positions."""
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -11,12 +10,13 @@ from tokenmerge.models.base import Host, Layer, listed
 from tokenmerge.models.dummy_inputs import blank, full_mask
 from tokenmerge.models.grids import video_grid
 from tokenmerge.models.layout import Layout, TokenArgument
+from tokenmerge.models.transformer import transformer_host
 
 __all__ = ["CLASSES", "describe"]
 
 CLASSES = ("AllegroTransformer3DModel",)
 
-# Positions are (tables by position, for each token its positions in time, height and width).
+# The argument for positions is (tables, for each token its indices in time, height and width).
 _LAYERS = (
     Layer(
         "attn1",
@@ -35,17 +35,13 @@ _LAYERS = (
 
 def describe(root: Any) -> Host:
     """Find the blocks."""
-    return Host(
-        root=root,
-        blocks=listed(root, "transformer_blocks", _LAYERS),
-        sample="hidden_states",
-        timestep="timestep",
+    return transformer_host(
+        root,
+        _example,
+        listed(root, "transformer_blocks", _LAYERS),
         grid=video_grid,
         sample_size=(root.config.sample_height, root.config.sample_width),
-        controlnet=False,
-        example=partial(_example, root),
-        patch=root.config.patch_size,
-        frames=root.config.sample_frames // root.config.patch_size_t,
+        latent_frames=root.config.sample_frames,
     )
 
 

@@ -1,4 +1,4 @@
-"""AudioLDM 2: a UNet on spectrograms, rows are time and columns frequency, with several texts in turn."""
+"""AudioLDM 2: a UNet on spectrograms (rows: time, columns: frequency) with two text inputs."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def _example(root: Any, height: int, width: int, batch: int) -> dict[str, Any]:
         "timestep": torch.ones(batch, device=sample.device),
         "encoder_hidden_states": None,
     }
-    # A layer has several transformers, for the spectrogram alone and for texts: the first two for the first
-    # text, the others for the second.
+    # Each layer has several transformers. The first two may attend to the first text, the others to the
+    # second; a width of None means that a transformer attends to the spectrogram only.
     widths = config.cross_attention_dim
     of_level = widths[0] if isinstance(widths, list | tuple) else widths
     in_turn = of_level if isinstance(of_level, list | tuple) else (of_level,)

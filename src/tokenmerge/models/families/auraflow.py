@@ -1,15 +1,14 @@
-"""AuraFlow: blocks with two streams, then blocks with one; positions are added to the image at the start."""
+"""AuraFlow: blocks with two streams, then blocks with one. Positions are added before the first block."""
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
 
 from tokenmerge.models.base import Host, Layer, listed
 from tokenmerge.models.dummy_inputs import blank
-from tokenmerge.models.grids import picture_grid
+from tokenmerge.models.transformer import transformer_host
 
 __all__ = ["CLASSES", "describe"]
 
@@ -20,19 +19,13 @@ _LAYERS = (Layer("attn1", "attn"), Layer("ff", "ff"))
 
 def describe(root: Any) -> Host:
     """Find the blocks of both lists."""
-    return Host(
-        root=root,
-        blocks=(
+    return transformer_host(
+        root,
+        _example,
+        (
             *listed(root, "joint_transformer_blocks", _LAYERS),
             *listed(root, "single_transformer_blocks", _LAYERS),
         ),
-        sample="hidden_states",
-        timestep="timestep",
-        grid=picture_grid,
-        sample_size=(root.config.sample_size,) * 2,
-        controlnet=False,
-        example=partial(_example, root),
-        patch=root.config.patch_size,
     )
 
 

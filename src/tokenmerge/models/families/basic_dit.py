@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -10,7 +9,7 @@ import torch
 from tokenmerge.models.base import Host, is_a, stacked
 from tokenmerge.models.basic_block import basic_block
 from tokenmerge.models.dummy_inputs import blank
-from tokenmerge.models.grids import picture_grid
+from tokenmerge.models.transformer import transformer_host
 
 __all__ = ["CLASSES", "describe"]
 
@@ -18,21 +17,15 @@ CLASSES = ("DiTTransformer2DModel", "PixArtTransformer2DModel", "LatteTransforme
 
 
 def describe(root: Any) -> Host:
-    """Find the blocks; of Latte the spatial ones, whose batch holds the frames."""
+    """Find the blocks. Of Latte, these are the spatial blocks, whose batch axis holds the frames."""
     blocks = tuple(
         basic_block(f"transformer_blocks.{i}", block) for i, block in enumerate(root.transformer_blocks)
     )
-    return Host(
-        root=root,
-        # Between those of Latte others attend over time.
-        blocks=blocks if is_a(root, "LatteTransformer3DModel") else stacked(blocks),
-        sample="hidden_states",
-        timestep="timestep",
-        grid=picture_grid,
-        sample_size=(root.config.sample_size,) * 2,
-        controlnet=False,
-        example=partial(_example, root),
-        patch=root.config.patch_size,
+    return transformer_host(
+        root,
+        _example,
+        # In Latte, blocks that attend over time run between the spatial ones.
+        blocks if is_a(root, "LatteTransformer3DModel") else stacked(blocks),
     )
 
 

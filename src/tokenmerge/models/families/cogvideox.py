@@ -1,10 +1,9 @@
-"""CogVideoX and ConsisID: video, joint attention, one MLP for text and image."""
+"""CogVideoX and ConsisID: video, joint attention; text and image share one MLP call."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ import torch
 from tokenmerge.models.base import GridShape, Host, Layer, listed
 from tokenmerge.models.dummy_inputs import blank
 from tokenmerge.models.layout import PLAIN, Grid, Layout, TokenArgument
+from tokenmerge.models.transformer import transformer_host
 
 __all__ = ["CLASSES", "describe"]
 
@@ -21,21 +21,17 @@ _ROTARY = Layout(token_arguments=(TokenArgument("image_rotary_emb", axes=(0,)),)
 
 
 def describe(root: Any) -> Host:
-    """Find the blocks; the smaller checkpoints have no rotary positions."""
+    """Find the blocks. The smaller checkpoints have no rotary positions."""
     config = root.config
     attention = _ROTARY if config.use_rotary_positional_embeddings else PLAIN
     layers = (Layer("attn1", "attn1", attention), Layer("ff", "ff"))
-    return Host(
-        root=root,
-        blocks=listed(root, "transformer_blocks", layers),
-        sample="hidden_states",
-        timestep="timestep",
+    return transformer_host(
+        root,
+        _example,
+        listed(root, "transformer_blocks", layers),
         grid=_grid,
         sample_size=(config.sample_height, config.sample_width),
-        controlnet=False,
-        example=partial(_example, root),
-        patch=config.patch_size,
-        frames=_frames(root) // _frames_of_patch(root),
+        latent_frames=_frames(root),
     )
 
 
@@ -50,7 +46,7 @@ def _frames_of_patch(root: Any) -> int:
 
 
 def _frames(root: Any) -> int:
-    """Frames of the latents that the model was made for."""
+    """Number of latent frames that the model was made for, padded to whole patches."""
     frames = (root.config.sample_frames - 1) // root.config.temporal_compression_ratio + 1
     return frames + frames % _frames_of_patch(root)
 

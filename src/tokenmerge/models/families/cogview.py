@@ -1,9 +1,8 @@
-"""CogView3-Plus and CogView4: joint attention; the latter with rotary positions of the image."""
+"""CogView3-Plus and CogView4: joint attention; CogView4 has rotary positions for the image."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from tokenmerge.models.base import GridShape, Host, Layer, is_a, listed
 from tokenmerge.models.dummy_inputs import blank
 from tokenmerge.models.grids import picture_grid
 from tokenmerge.models.layout import Grid, Layout, TokenArgument
+from tokenmerge.models.transformer import transformer_host
 
 __all__ = ["CLASSES", "describe"]
 
@@ -29,16 +29,11 @@ def describe(root: Any) -> Host:
         blocks = listed(root, "transformer_blocks", _FOUR, dense={"ff": _SHARED})
     else:
         blocks = listed(root, "transformer_blocks", _PLUS)
-    return Host(
-        root=root,
-        blocks=blocks,
-        sample="hidden_states",
-        timestep="timestep",
+    return transformer_host(
+        root,
+        _example,
+        blocks,
         grid=_grid,
-        sample_size=(root.config.sample_size,) * 2,
-        controlnet=False,
-        example=partial(_example, root),
-        patch=root.config.patch_size,
     )
 
 

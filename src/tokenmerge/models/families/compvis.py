@@ -15,11 +15,11 @@ from tokenmerge.models.layout import Grid
 __all__ = ["CLASSES", "PARTS", "describe"]
 
 CLASSES = ("UNetModel", "ControlNet")
-PARTS = ("input_blocks", "middle_block")  # by which theirs are told from others of these names
+PARTS = ("input_blocks", "middle_block")  # other libraries have classes of the same names without these
 
 
 def describe(root: Any) -> Host:
-    """Find the blocks; the level halves and doubles with the samplers between them."""
+    """Find the blocks. Downsamplers and upsamplers between them change the level."""
     blocks: list[Block] = []
     level = 1
     for i, stage in enumerate(root.input_blocks):
@@ -50,7 +50,7 @@ def _blocks(stage: Any, prefix: str, level: int) -> Iterator[Block]:
     for path, module in stage.named_modules(prefix=prefix):
         if is_a(module, "SpatialTransformer"):
             for i, block in enumerate(module.transformer_blocks):
-                # Their own checkpointing re-runs `_forward`, not `forward`.
+                # The checkpointing of these repositories recomputes `_forward`, not `forward`.
                 method = "_forward" if hasattr(block, "_forward") else "forward"
                 path_of_block = f"{path}.transformer_blocks.{i}"
                 yield basic_block(

@@ -1,4 +1,4 @@
-"""ControlNet-XS: a UNet of SD or SDXL with a small control network woven into it; both merge."""
+"""ControlNet-XS: a UNet of SD or SDXL with a small control network inside its stages; both merge."""
 
 from __future__ import annotations
 

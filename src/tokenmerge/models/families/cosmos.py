@@ -1,8 +1,7 @@
-"""Cosmos Predict: video, self- and cross-attention; rotary positions shared by the batch."""
+"""Cosmos Predict: video, self- and cross-attention; the whole batch shares its rotary positions."""
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -11,12 +10,13 @@ from tokenmerge.models.base import Host, Layer, listed
 from tokenmerge.models.dummy_inputs import blank
 from tokenmerge.models.grids import video_grid
 from tokenmerge.models.layout import Layout, TokenArgument
+from tokenmerge.models.transformer import transformer_host
 
 __all__ = ["CLASSES", "describe"]
 
 CLASSES = ("CosmosTransformer3DModel",)
 
-_FRAMES = 16  # of the latents: 121 pictures
+_FRAMES = 16  # latent frames: 121 frames of video
 _LAYERS = (
     Layer("attn1", "attn1", Layout(token_arguments=(TokenArgument("image_rotary_emb", axes=(0,)),))),
     Layer("attn2", "attn2"),
@@ -26,24 +26,20 @@ _LAYERS = (
 
 def describe(root: Any) -> Host:
     """Find the blocks."""
-    return Host(
-        root=root,
-        blocks=listed(root, "transformer_blocks", _LAYERS),
-        sample="hidden_states",
-        timestep="timestep",
+    return transformer_host(
+        root,
+        _example,
+        listed(root, "transformer_blocks", _LAYERS),
         grid=video_grid,
         sample_size=(88, 160),
-        controlnet=False,
-        example=partial(_example, root),
-        patch=root.config.patch_size[1],
-        frames=_FRAMES // root.config.patch_size[0],
+        latent_frames=_FRAMES,
     )
 
 
 def _example(root: Any, height: int, width: int, batch: int) -> dict[str, Any]:
     config, zeros = root.config, blank(root, batch)
     text_dim = config.crossattn_proj_in_channels if config.use_crossattn_projection else config.text_embed_dim
-    # One of the channels says which frames are given; the padding mask is one more.
+    # One of `in_channels` is the mask of frames that are given. The padding mask is an extra channel.
     arguments: dict[str, Any] = {
         "hidden_states": zeros(config.in_channels - 1, _FRAMES, height, width),
         "condition_mask": zeros(1, _FRAMES, height, width),

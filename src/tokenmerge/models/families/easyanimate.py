@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -11,31 +10,26 @@ from tokenmerge.models.base import Block, Host, Layer
 from tokenmerge.models.dummy_inputs import blank
 from tokenmerge.models.grids import video_grid
 from tokenmerge.models.layout import Layout, TokenArgument
+from tokenmerge.models.transformer import transformer_host
 
 __all__ = ["CLASSES", "describe"]
 
 CLASSES = ("EasyAnimateTransformer3DModel",)
 
-_FRAMES = 13  # of the latents: 49 pictures
+_FRAMES = 13  # latent frames: 49 frames of video
 _ATTENTION = Layer("attn1", "attn1", Layout(token_arguments=(TokenArgument("image_rotary_emb", axes=(0,)),)))
 _SHARED = "blocks with one MLP run it on the image and then on the text; merge_mlp leaves it dense"
 
 
 def describe(root: Any) -> Host:
     """Find the blocks."""
-    return Host(
-        root=root,
-        blocks=tuple(
-            _block(f"transformer_blocks.{i}", block) for i, block in enumerate(root.transformer_blocks)
-        ),
-        sample="hidden_states",
-        timestep="timestep",
+    return transformer_host(
+        root,
+        _example,
+        tuple(_block(f"transformer_blocks.{i}", block) for i, block in enumerate(root.transformer_blocks)),
         grid=video_grid,
         sample_size=(root.config.sample_height, root.config.sample_width),
-        controlnet=False,
-        example=partial(_example, root),
-        patch=root.config.patch_size,
-        frames=_FRAMES,
+        latent_frames=_FRAMES,
     )
 
 

@@ -1,11 +1,10 @@
-"""FLUX.1, its ControlNets, and what is built like it: Chroma, Bria, FIBO, LongCat-Image, Ovis-Image.
+"""FLUX.1, its ControlNets and models with the same structure: Chroma, Bria, FIBO, LongCat-Image, Ovis-Image.
 
-Blocks with two streams, then blocks with one; rotary positions are shared by the batch.
+Blocks with two streams are followed by blocks with one. The whole batch shares its rotary positions.
 """
 
 from __future__ import annotations
 
-from functools import partial
 from inspect import signature
 from typing import Any
 
@@ -16,6 +15,7 @@ from tokenmerge.models.base import Host, Layer, is_a, listed, stacked
 from tokenmerge.models.dummy_inputs import blank, device_of_values, full_mask
 from tokenmerge.models.grids import grid_of_ids
 from tokenmerge.models.layout import Layout, TokenArgument
+from tokenmerge.models.transformer import transformer_host
 
 __all__ = ["CLASSES", "describe", "packed_ids"]
 
@@ -30,8 +30,8 @@ CLASSES = (
     "OvisImageTransformer2DModel",
 )
 
-# Tables and masks are of text and image, in both kinds of block. An IP-Adapter adds a third result, for the
-# image.
+# In both kinds of block, position tables and masks cover text and image. An IP-Adapter adds a third result,
+# which belongs to the image.
 _ATTENTION = Layout(
     text="first",
     token_arguments=(
@@ -40,7 +40,7 @@ _ATTENTION = Layout(
     ),
     outputs=(0, 2),
 )
-# Blocks get the mask as [b, n]; they return the image behind the text; Chroma's single ones both in one.
+# Blocks get the mask as [b, n] and return (text, image); single blocks of Chroma return one sequence.
 _BLOCK = Layout(
     token_arguments=(
         TokenArgument("image_rotary_emb", axes=(0,)),
@@ -55,30 +55,28 @@ _FUSED = "blocks of a single stream project attention and MLP together; merge_ml
 
 def describe(root: Any) -> Host:
     """Find the blocks of both lists."""
-    # The blocks of FIBO get their mask within another argument.
+    # The blocks of FIBO get their mask inside another argument.
     block_layout = None if is_a(root, "BriaFiboTransformer2DModel") else _BLOCK
     blocks = (
         *listed(root, "transformer_blocks", _DOUBLE, block_layout=block_layout),
         *listed(root, "single_transformer_blocks", _SINGLE, block_layout=block_layout, dense={"ff": _FUSED}),
     )
-    # Of a ControlNet the result of each block is asked for.
+    # A ControlNet returns the result of every block, so no stack may stay merged.
     controlnet = is_a(root, _CONTROLNET)
-    return Host(
-        root=root,
-        blocks=blocks if controlnet else stacked(blocks),
-        sample="hidden_states",
-        timestep="timestep",
+    return transformer_host(
+        root,
+        _example,
+        blocks if controlnet else stacked(blocks),
         grid=grid_of_ids,
         sample_size=(128, 128),
         controlnet=controlnet,
-        example=partial(_example, root),
         patch=2,
         between=("controlnet_block_samples", "controlnet_single_block_samples"),
     )
 
 
 def packed_ids(root: Any, rows: int, columns: int, axes: int) -> Tensor:
-    """Positions ``[rows · columns, axes]`` of the tokens of one picture: 0, its row, its column, zeros."""
+    """Position ids ``[rows · columns, axes]`` of one picture: 0, row, column, zeros for each token."""
     ids = torch.zeros(rows, columns, axes, device=device_of_values(root))
     ids[..., 1] += torch.arange(rows, device=ids.device)[:, None]
     ids[..., 2] += torch.arange(columns, device=ids.device)
@@ -102,9 +100,9 @@ def _example(root: Any, height: int, width: int, batch: int) -> dict[str, Any]:
         arguments["pooled_projections"] = zeros(pooled)
     if getattr(config, "guidance_embeds", False):
         arguments["guidance"] = torch.full_like(zeros(), 3.5)
-    if layers := getattr(root, "caption_projection", None):  # FIBO: text for each block
+    if layers := getattr(root, "caption_projection", None):  # FIBO: a text embedding for each block
         arguments["text_encoder_layers"] = [zeros(words, config.text_encoder_dim) for _ in layers]
-    if getattr(root, "input_hint_block", None) is not None:  # ControlNets that take the picture itself
+    if getattr(root, "input_hint_block", None) is not None:  # a ControlNet that takes the picture itself
         arguments["controlnet_cond"] = zeros(3, height * 8, width * 8)
     if getattr(root, "union", False):
         arguments["controlnet_mode"] = torch.zeros(batch, 1, device=root.device, dtype=torch.int64)

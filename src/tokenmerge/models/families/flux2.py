@@ -1,9 +1,8 @@
-"""FLUX.2: as FLUX.1 with positions of four axes, and blocks that run attention and MLP as one layer."""
+"""FLUX.2: like FLUX.1, but positions have four axes, and single blocks run attention and MLP as one layer."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from tokenmerge.models.dummy_inputs import blank
 from tokenmerge.models.families.flux import packed_ids
 from tokenmerge.models.grids import grid_of_ids
 from tokenmerge.models.layout import Grid, Layout, TokenArgument
+from tokenmerge.models.transformer import transformer_host
 
 __all__ = ["CLASSES", "describe"]
 
@@ -28,23 +28,20 @@ _ATTENTION = Layout(
 )
 _DOUBLE = (Layer("attn1", "attn", _ATTENTION), Layer("ff", "ff"))
 _SINGLE = (Layer("attn1", "attn", _ATTENTION),)
-_FUSED = "blocks of a single stream run attention and MLP as one layer: merge_attn merges both of them"
+_FUSED = "single-stream blocks run attention and MLP as one layer, so merge_attn merges both"
 
 
 def describe(root: Any) -> Host:
     """Find the blocks of both lists."""
-    return Host(
-        root=root,
-        blocks=(
+    return transformer_host(
+        root,
+        _example,
+        (
             *listed(root, "transformer_blocks", _DOUBLE),
             *listed(root, "single_transformer_blocks", _SINGLE),
         ),
-        sample="hidden_states",
-        timestep="timestep",
         grid=_grid,
         sample_size=(128, 128),
-        controlnet=False,
-        example=partial(_example, root),
         patch=2,
         limits=(_FUSED,),
     )
@@ -53,8 +50,8 @@ def describe(root: Any) -> Host:
 def _grid(root: Any, arguments: Mapping[str, Any], last: Grid) -> GridShape:
     if mode := arguments.get("kv_cache_mode"):
         raise UnsupportedModelError(
-            f"kv_cache_mode={mode!r}: keys and values of reference pictures are kept between steps, for "
-            "tokens that merging would change; call remove_token_merging(pipe) first"
+            f"kv_cache_mode={mode!r}: keys and values of reference pictures are cached between steps, and "
+            "merging would change their tokens; call remove_token_merging(pipe) first"
         )
     return grid_of_ids(root, arguments, last)
 

@@ -1,39 +1,33 @@
-"""Hunyuan-DiT and its ControlNet: self- and cross-attention, rotary positions shared by the batch."""
+"""Hunyuan-DiT and its ControlNet: self- and cross-attention; the batch shares its rotary positions."""
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
 
 from tokenmerge.models.base import Host, Layer, is_a, listed
 from tokenmerge.models.dummy_inputs import blank
-from tokenmerge.models.grids import picture_grid
 from tokenmerge.models.layout import Layout, TokenArgument
+from tokenmerge.models.transformer import transformer_host
 
 __all__ = ["CLASSES", "describe"]
 
 _CONTROLNET = "HunyuanDiT2DControlNetModel"
 CLASSES = ("HunyuanDiT2DModel", _CONTROLNET)
 
-# Cross-attention turns its queries too, which are image tokens.
+# Cross-attention applies rotary positions to its queries too, which are image tokens.
 _ATTENTION = Layout(token_arguments=(TokenArgument("image_rotary_emb", axes=(0,)),))
 _LAYERS = (Layer("attn1", "attn1", _ATTENTION), Layer("attn2", "attn2", _ATTENTION), Layer("ff", "ff"))
 
 
 def describe(root: Any) -> Host:
     """Find the blocks."""
-    return Host(
-        root=root,
-        blocks=listed(root, "blocks", _LAYERS),
-        sample="hidden_states",
-        timestep="timestep",
-        grid=picture_grid,
-        sample_size=(root.config.sample_size,) * 2,
+    return transformer_host(
+        root,
+        _example,
+        listed(root, "blocks", _LAYERS),
         controlnet=is_a(root, _CONTROLNET),
-        example=partial(_example, root),
-        patch=root.config.patch_size,
     )
 
 

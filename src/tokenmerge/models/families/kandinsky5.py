@@ -1,9 +1,8 @@
-"""Kandinsky 5: pictures and video with channels last, self- and cross-attention."""
+"""Kandinsky 5: pictures and video with channels last; self- and cross-attention."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -12,12 +11,13 @@ from tokenmerge.errors import UnsupportedModelError
 from tokenmerge.models.base import GridShape, Host, Layer, listed
 from tokenmerge.models.dummy_inputs import blank
 from tokenmerge.models.layout import Grid, Layout, TokenArgument
+from tokenmerge.models.transformer import transformer_host
 
 __all__ = ["CLASSES", "describe"]
 
 CLASSES = ("Kandinsky5Transformer3DModel",)
 
-_FRAMES = 31  # of the latents: 121 pictures
+_FRAMES = 31  # latent frames: 121 frames of video
 _LAYERS = (
     Layer(
         "attn1",
@@ -31,25 +31,21 @@ _LAYERS = (
 
 def describe(root: Any) -> Host:
     """Find the blocks that see the video."""
-    return Host(
-        root=root,
-        blocks=listed(root, "visual_transformer_blocks", _LAYERS),
-        sample="hidden_states",
-        timestep="timestep",
+    return transformer_host(
+        root,
+        _example,
+        listed(root, "visual_transformer_blocks", _LAYERS),
         grid=_grid,
         sample_size=(64, 96),
-        controlnet=False,
-        example=partial(_example, root),
-        patch=root.config.patch_size[1],
-        frames=_FRAMES // root.config.patch_size[0],
+        latent_frames=_FRAMES,
     )
 
 
 def _grid(root: Any, arguments: Mapping[str, Any], last: Grid) -> GridShape:
     if arguments.get("sparse_params") is not None:
         raise UnsupportedModelError(
-            "sparse_params: sparse attention lays its mask over blocks of the full grid, which merging takes "
-            "apart; use a checkpoint with full attention, or remove_token_merging(pipe)"
+            "sparse_params: the mask of sparse attention is made for the full token grid, which merging "
+            "shortens; use a checkpoint with full attention, or call remove_token_merging(pipe) first"
         )
     sides = zip(arguments["hidden_states"].shape[1:4], root.config.patch_size, strict=True)
     frames, rows, columns = (side // length for side, length in sides)

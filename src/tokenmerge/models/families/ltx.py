@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -12,13 +11,14 @@ from tokenmerge.errors import UnsupportedModelError
 from tokenmerge.models.base import GridShape, Host, Layer, listed
 from tokenmerge.models.dummy_inputs import blank, full_mask
 from tokenmerge.models.layout import Grid, Layout, TokenArgument
+from tokenmerge.models.transformer import transformer_host
 
 __all__ = ["CLASSES", "describe"]
 
 CLASSES = ("LTXVideoTransformer3DModel",)
 
-_FRAMES = 21  # of the latents: 161 pictures
-# Tokens of pictures to start from stand before those of the video.
+_FRAMES = 21  # latent frames: 161 frames of video
+# Tokens of start pictures stand before the tokens of the video.
 _LAYERS = (
     Layer(
         "attn1",
@@ -32,17 +32,13 @@ _LAYERS = (
 
 def describe(root: Any) -> Host:
     """Find the blocks."""
-    return Host(
-        root=root,
-        blocks=listed(root, "transformer_blocks", _LAYERS),
-        sample="hidden_states",
-        timestep="timestep",
+    return transformer_host(
+        root,
+        _example,
+        listed(root, "transformer_blocks", _LAYERS),
         grid=_grid,
         sample_size=(16, 22),
-        controlnet=False,
-        example=partial(_example, root),
-        patch=root.config.patch_size,
-        frames=_FRAMES // root.config.patch_size_t,
+        latent_frames=_FRAMES,
     )
 
 
@@ -51,8 +47,8 @@ def _grid(root: Any, arguments: Mapping[str, Any], last: Grid) -> GridShape:
     if None in sides:
         raise UnsupportedModelError(
             "num_frames, height, width: expected the size of the latents, got "
-            f"{', '.join(map(str, sides))}; pass them beside video_coords too, from which the token grid "
-            "cannot be told"
+            f"{', '.join(map(str, sides))}; pass them even with video_coords, which do not determine the "
+            "token grid"
         )
     patch = (root.config.patch_size_t, root.config.patch_size, root.config.patch_size)
     frames, rows, columns = (side // length for side, length in zip(sides, patch, strict=True))

@@ -1,22 +1,21 @@
-"""Lumina-Image 2.0: refines text and image apart, then attends to each text with its image behind it."""
+"""Lumina-Image 2.0: separate refiners for text and image, then joint blocks with the text first."""
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
 
 from tokenmerge.models.base import Host, Layer, listed
 from tokenmerge.models.dummy_inputs import blank, full_mask
-from tokenmerge.models.grids import picture_grid
 from tokenmerge.models.layout import Layout, TokenArgument
+from tokenmerge.models.transformer import transformer_host
 
 __all__ = ["CLASSES", "describe"]
 
 CLASSES = ("Lumina2Transformer2DModel",)
 
-# Texts of different length make sequences of different length, with padding behind them.
+# Sequences are as long as their texts; shorter ones are padded at the end.
 _BLOCK = Layout(text="first", padding="attention_mask")
 _LAYERS = (
     Layer(
@@ -37,16 +36,10 @@ _LAYERS = (
 
 def describe(root: Any) -> Host:
     """Find the blocks that see the image."""
-    return Host(
-        root=root,
-        blocks=(*listed(root, "noise_refiner", _LAYERS), *listed(root, "layers", _LAYERS, layout=_BLOCK)),
-        sample="hidden_states",
-        timestep="timestep",
-        grid=picture_grid,
-        sample_size=(root.config.sample_size,) * 2,
-        controlnet=False,
-        example=partial(_example, root),
-        patch=root.config.patch_size,
+    return transformer_host(
+        root,
+        _example,
+        (*listed(root, "noise_refiner", _LAYERS), *listed(root, "layers", _LAYERS, layout=_BLOCK)),
     )
 
 

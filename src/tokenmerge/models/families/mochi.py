@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -11,31 +10,28 @@ from tokenmerge.models.base import Host, Layer, listed
 from tokenmerge.models.dummy_inputs import blank, full_mask
 from tokenmerge.models.grids import video_grid
 from tokenmerge.models.layout import Layout, TokenArgument
+from tokenmerge.models.transformer import transformer_host
 
 __all__ = ["CLASSES", "describe"]
 
 CLASSES = ("MochiTransformer3DModel",)
 
-_FRAMES = 4  # of the latents: 19 pictures
-# Tables [n, heads, d / 2], which its attention broadcasts over the batch.
+_FRAMES = 4  # latent frames: 19 frames of video
+# Tables [n, heads, d / 2], which attention broadcasts over the batch.
 _POSITIONS = TokenArgument("image_rotary_emb", axes=(1,), batched=True, expand=True)
 _LAYERS = (Layer("attn1", "attn1", Layout(text="last", token_arguments=(_POSITIONS,))), Layer("ff", "ff"))
 
 
 def describe(root: Any) -> Host:
     """Find the blocks."""
-    return Host(
-        root=root,
-        blocks=listed(root, "transformer_blocks", _LAYERS),
-        sample="hidden_states",
-        timestep="timestep",
+    return transformer_host(
+        root,
+        _example,
+        listed(root, "transformer_blocks", _LAYERS),
         grid=video_grid,
         sample_size=(60, 106),
-        controlnet=False,
-        example=partial(_example, root),
-        patch=root.config.patch_size,
-        frames=_FRAMES,
-        on_cpu=("pos_frequencies",),  # it computes positions under autocast of their device
+        latent_frames=_FRAMES,
+        on_cpu=("pos_frequencies",),  # the model enters autocast for the device of this parameter
     )
 
 

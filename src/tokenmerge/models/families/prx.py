@@ -1,39 +1,33 @@
-"""PRX: the image attends to itself and to the text, with its MLP in the block itself."""
+"""PRX: the image attends to itself and to the text; the MLP is part of the block's own forward."""
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
 
 from tokenmerge.models.base import Host, Layer, listed
 from tokenmerge.models.dummy_inputs import blank, full_mask
-from tokenmerge.models.grids import picture_grid
 from tokenmerge.models.layout import Layout, TokenArgument
+from tokenmerge.models.transformer import transformer_host
 
 __all__ = ["CLASSES", "describe"]
 
 CLASSES = ("PRXTransformer2DModel",)
 
-# Positions [b, 1, n, d / 2, 2, 2].
+# Rotary positions [b, 1, n, d / 2, 2, 2].
 _POSITIONS = TokenArgument("image_rotary_emb", axes=(2,), batched=True)
 _LAYERS = (Layer("attn1", "attention", Layout(token_arguments=(_POSITIONS,))),)
-_NO_LAYER = "the MLP of PRX is no layer of its own; merge_mlp leaves it dense"
+_NO_LAYER = "the MLP of PRX is not a separate layer; merge_mlp leaves it dense"
 
 
 def describe(root: Any) -> Host:
     """Find the blocks."""
-    return Host(
-        root=root,
-        blocks=listed(root, "blocks", _LAYERS, dense={"ff": _NO_LAYER}),
-        sample="hidden_states",
-        timestep="timestep",
-        grid=picture_grid,
+    return transformer_host(
+        root,
+        _example,
+        listed(root, "blocks", _LAYERS, dense={"ff": _NO_LAYER}),
         sample_size=(64, 64),
-        controlnet=False,
-        example=partial(_example, root),
-        patch=root.config.patch_size,
     )
 
 

@@ -1,9 +1,8 @@
-"""Qwen-Image and its ControlNets: joint attention; rotary positions shared by the batch, text's apart."""
+"""Qwen-Image and its ControlNets: joint attention; rotary positions (image, text), shared by the batch."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from tokenmerge.errors import UnsupportedModelError
 from tokenmerge.models.base import GridShape, Host, Layer, is_a, listed
 from tokenmerge.models.dummy_inputs import blank
 from tokenmerge.models.layout import Grid, Layout, TokenArgument
+from tokenmerge.models.transformer import transformer_host
 
 __all__ = ["CLASSES", "describe"]
 
@@ -28,15 +28,13 @@ _LAYERS = (
 
 def describe(root: Any) -> Host:
     """Find the blocks."""
-    return Host(
-        root=root,
-        blocks=listed(root, "transformer_blocks", _LAYERS),
-        sample="hidden_states",
-        timestep="timestep",
+    return transformer_host(
+        root,
+        _example,
+        listed(root, "transformer_blocks", _LAYERS),
         grid=_grid,
         sample_size=(128, 128),
         controlnet=is_a(root, _CONTROLNET),
-        example=partial(_example, root),
         patch=2,
     )
 
@@ -46,8 +44,8 @@ def _grid(root: Any, arguments: Mapping[str, Any], last: Grid) -> GridShape:
     pictures = first if isinstance(first, list) else [first]
     if len(pictures) != 1:
         raise UnsupportedModelError(
-            f"img_shapes: expected one picture, got {len(pictures)}: {pictures}; pictures to edit and layers "
-            "beside the one that is generated cannot be merged yet: call remove_token_merging(pipe) first"
+            f"img_shapes: expected one picture, got {len(pictures)}: {pictures}; further pictures to edit, "
+            "or layers, cannot be merged yet: call remove_token_merging(pipe) first"
         )
     frames, rows, columns = pictures[0]
     return frames, rows, columns

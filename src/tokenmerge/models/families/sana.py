@@ -1,15 +1,14 @@
-"""Sana and its ControlNet: self-attention of linear cost and an MLP of convolutions."""
+"""Sana and its ControlNet: linear self-attention, and an MLP made of convolutions."""
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
 
 from tokenmerge.models.base import Host, Layer, is_a, listed
 from tokenmerge.models.dummy_inputs import blank
-from tokenmerge.models.grids import picture_grid
+from tokenmerge.models.transformer import transformer_host
 
 __all__ = ["CLASSES", "describe"]
 
@@ -17,22 +16,17 @@ _CONTROLNET = "SanaControlNetModel"
 CLASSES = ("SanaTransformer2DModel", _CONTROLNET)
 
 _LAYERS = (Layer("attn1", "attn1"), Layer("attn2", "attn2"))
-_CONVOLUTIONS = "the MLP of Sana is convolutions on the whole grid of tokens; merge_mlp leaves it dense"
+_CONVOLUTIONS = "the MLP of Sana convolves the whole token grid; merge_mlp leaves it dense"
 _LITTLE_TO_GAIN = "the attention of Sana is linear in the number of tokens, so merging gains little"
 
 
 def describe(root: Any) -> Host:
     """Find the blocks."""
-    return Host(
-        root=root,
-        blocks=listed(root, "transformer_blocks", _LAYERS, dense={"ff": _CONVOLUTIONS}),
-        sample="hidden_states",
-        timestep="timestep",
-        grid=picture_grid,
-        sample_size=(root.config.sample_size,) * 2,
+    return transformer_host(
+        root,
+        _example,
+        listed(root, "transformer_blocks", _LAYERS, dense={"ff": _CONVOLUTIONS}),
         controlnet=is_a(root, _CONTROLNET),
-        example=partial(_example, root),
-        patch=root.config.patch_size,
         limits=(_LITTLE_TO_GAIN,),
     )
 

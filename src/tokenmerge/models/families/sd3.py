@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -11,15 +10,16 @@ import torch
 from tokenmerge.models.base import Block, GridShape, Host, Layer, is_a, stacked
 from tokenmerge.models.dummy_inputs import blank
 from tokenmerge.models.layout import Grid, Layout
+from tokenmerge.models.transformer import transformer_host
 
 __all__ = ["CLASSES", "describe"]
 
 _CONTROLNET = "SD3ControlNetModel"
 CLASSES = ("SD3Transformer2DModel", _CONTROLNET)
 
-# Some blocks of 3.5 medium have a second self-attention, of the image alone.
+# Some blocks of 3.5 medium have a second self-attention, for the image only.
 _LAYERS = (Layer("attn1", "attn", Layout(text="last")), Layer("attn1", "attn2"), Layer("ff", "ff"))
-_BLOCK = Layout(outputs=(1,))  # behind the text
+_BLOCK = Layout(outputs=(1,))  # a block returns (text, image)
 
 
 def describe(root: Any) -> Host:
@@ -33,24 +33,20 @@ def describe(root: Any) -> Host:
         )
         for i, block in enumerate(root.transformer_blocks)
     )
-    # Of a ControlNet the result of each block is asked for.
+    # A ControlNet returns the result of every block, so no stack may stay merged.
     controlnet = is_a(root, _CONTROLNET)
-    return Host(
-        root=root,
-        blocks=blocks if controlnet else stacked(blocks),
-        sample="hidden_states",
-        timestep="timestep",
+    return transformer_host(
+        root,
+        _example,
+        blocks if controlnet else stacked(blocks),
         grid=_grid,
-        sample_size=(root.config.sample_size,) * 2,
         controlnet=controlnet,
-        example=partial(_example, root),
-        patch=root.config.patch_size,
         between=("block_controlnet_hidden_states", "skip_layers"),
     )
 
 
 def _grid(root: Any, arguments: Mapping[str, Any], last: Grid) -> GridShape:
-    # A ControlNet without positions of its own takes tokens as its sample; its condition is always latents.
+    # A ControlNet without position embeddings takes tokens as its sample; its condition is always latents.
     latents = arguments["controlnet_cond" if is_a(root, _CONTROLNET) else "hidden_states"]
     height, width = latents.shape[-2:]
     return 1, height // root.config.patch_size, width // root.config.patch_size

@@ -1,4 +1,4 @@
-"""UNets and ControlNets of diffusers: SD 1.x, 2.x, SDXL and what is derived from them."""
+"""UNets and ControlNets of diffusers: SD 1.x, 2.x, SDXL and models derived from them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def text_width(root: Any) -> int:
 
 
 def added_conditions(root: Any, zeros: Callable[..., Tensor]) -> dict[str, Any]:
-    """``added_cond_kwargs`` as an argument by name: of SDXL and of IP-Adapters; nothing where there are none.
+    """The argument ``added_cond_kwargs`` that SDXL and IP-Adapters need, by name; empty for other models.
 
     Args:
         root: the UNet.
@@ -49,17 +49,17 @@ def added_conditions(root: Any, zeros: Callable[..., Tensor]) -> dict[str, Any]:
 
 
 def condition_picture(zeros: Callable[..., Tensor], channels: int, widths: list[int], *size: int) -> Tensor:
-    """The picture that a ControlNet is conditioned on, for latents of height and width ``size``.
+    """The conditioning picture of a ControlNet, for latents of height and width ``size``.
 
-    Its embedding halves it once for each but the first of the embedding's ``widths``.
+    Its embedding halves the resolution once for each of ``widths`` but the first.
     """
     return zeros(channels, *(side * 2 ** (len(widths) - 1) for side in size))
 
 
 def _input_shape(projection: nn.Module) -> tuple[int, ...]:
-    """Shape of one picture's embedding for a projection of an IP-Adapter."""
+    """Shape of the embedding of one picture that a projection of an IP-Adapter takes."""
     first = next(layer for layer in projection.modules() if isinstance(layer, nn.Linear))
-    # Projections of a whole picture take one vector, those of its patches a sequence of them.
+    # `ImageProjection` takes one vector for each picture, other projections one for each patch.
     return (first.in_features,) if is_a(projection, "ImageProjection") else (257, first.in_features)
 
 

@@ -1,6 +1,6 @@
 """Video UNets: AnimateDiff and its SparseCtrl, ModelScope, I2VGen-XL, Stable Video Diffusion.
 
-Each frame merges on its own, in the blocks that attend within it; what attends over time stays as it is.
+Each frame merges on its own, in the blocks that attend within it. Blocks that attend over time stay dense.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _example(root: Any, height: int, width: int, batch: int) -> dict[str, Any]:
     arguments = {
         "sample": sample,
         "timestep": torch.ones(batch, device=sample.device),
-        # AnimateDiff has to be given the text for each frame.
+        # AnimateDiff takes the text once for each frame.
         "encoder_hidden_states": text.repeat_interleave(frames, dim=0) if motion else text,
         **added_conditions(root, zeros),
     }

@@ -1,4 +1,4 @@
-"""aMUSEd: a masked image model; a transformer between two stages of convolutions and cross-attention."""
+"""aMUSEd: a masked image model, with a transformer between two stages of convolutions and cross-attention."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ __all__ = ["CLASSES", "describe"]
 
 CLASSES = ("UVit2DModel",)
 
-# Blocks of the outer stages attend to the text twice.
+# Both attentions of a block in the outer stages attend to the text.
 _OUTER = (Layer("attn2", "attn1"), Layer("attn2", "attn2"))
 
 
 def describe(root: Any) -> Host:
-    """Find the blocks; those of all three parts have the same tokens."""
+    """Find the blocks of all three parts, which have the same tokens."""
     middle = (basic_block(f"transformer_layers.{i}", b) for i, b in enumerate(root.transformer_layers))
     return Host(
         root=root,
@@ -32,7 +32,6 @@ def describe(root: Any) -> Host:
         timestep=_masked,
         grid=_grid,
         sample_size=(root.config.sample_size,) * 2,
-        controlnet=False,
         example=partial(_example, root),
         patch=2 if root.config.downsample else 1,
     )
@@ -50,7 +49,7 @@ def _grid(root: Any, arguments: Mapping[str, Any], last: Grid) -> GridShape:
 
 
 def _masked(root: Any, arguments: Mapping[str, Any]) -> Tensor:
-    """How many tokens of an image are still masked: the model is told nothing else of the time."""
+    """Number of tokens that are still masked: the only argument that changes with the step."""
     return (arguments["input_ids"] == root.config.vocab_size - 1).sum(dim=(1, 2)).max()
 
 

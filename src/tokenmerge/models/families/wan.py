@@ -1,11 +1,10 @@
 """Wan 2.1 and 2.2 (also VACE, Animate), SkyReels-V2 and ChronoEdit: video, self- and cross-attention.
 
-Rotary positions broadcast over the batch.
+Rotary positions are broadcast over the batch.
 """
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from tokenmerge.models.base import Host, Layer, is_a, listed, stacked
 from tokenmerge.models.dummy_inputs import blank
 from tokenmerge.models.grids import video_grid
 from tokenmerge.models.layout import Layout, TokenArgument
+from tokenmerge.models.transformer import transformer_host
 
 __all__ = ["CLASSES", "describe"]
 
@@ -25,51 +25,47 @@ CLASSES = (
     "ChronoEditTransformer3DModel",
 )
 
-_FRAMES = 21  # of the latents: 81 pictures
+_FRAMES = 21  # latent frames: 81 frames of video
 _BLOCK = Layout(
     token_arguments=(
         TokenArgument("rotary_emb", axes=(1,), batched=True),
-        # Of Wan 2.2 from a picture, whose tokens have times of their own.
+        # Image-to-video models of Wan 2.2 have a timestep for each token.
         TokenArgument("temb", axes=(1,), batched=True, ndim=4),
     )
 )
-_FOLLOWING = Layout(
+_ATTENTION = Layout(
     token_arguments=(
         TokenArgument("rotary_emb", axes=(1,), batched=True),
-        # Of SkyReels-V2, which can forbid to look at later frames.
+        # SkyReels-V2 can mask later frames.
         TokenArgument("attention_mask", axes=(-2, -1), batched=True),
     )
 )
 _LAYERS = (
-    Layer("attn1", "attn1", _FOLLOWING),
+    Layer("attn1", "attn1", _ATTENTION),
     Layer("attn2", "attn2"),
     Layer("ff", "ffn"),
 )
-# Between blocks VACE adds what it makes of the control video, Animate of a face.
+# Between blocks, VACE adds features of the control video, and Animate features of a face.
 _ADDING = ("WanVACETransformer3DModel", "WanAnimateTransformer3DModel")
 _CONTROL = Layout(tokens="control_hidden_states")
 
 
 def describe(root: Any) -> Host:
-    """Find the blocks; of VACE also those of the control video."""
-    # Blocks of SkyReels-V2 may get a mask between frames and times of their own in another layout.
+    """Find the blocks. VACE has further blocks for the control video."""
+    # Blocks of SkyReels-V2 may get a mask between frames, and timesteps of each token in another layout.
     block_layout = None if is_a(root, "SkyReelsV2Transformer3DModel") else _BLOCK
     blocks = listed(root, "blocks", _LAYERS, block_layout=block_layout)
     if not is_a(root, *_ADDING):
         blocks = stacked(blocks)
     if is_a(root, "WanVACETransformer3DModel"):
         blocks = (*listed(root, "vace_blocks", _LAYERS, layout=_CONTROL), *blocks)
-    return Host(
-        root=root,
-        blocks=blocks,
-        sample="hidden_states",
-        timestep="timestep",
+    return transformer_host(
+        root,
+        _example,
+        blocks,
         grid=video_grid,
         sample_size=(60, 104),
-        controlnet=False,
-        example=partial(_example, root),
-        patch=root.config.patch_size[1],
-        frames=_FRAMES // root.config.patch_size[0],
+        latent_frames=_FRAMES,
     )
 
 
@@ -86,7 +82,7 @@ def _example(root: Any, height: int, width: int, batch: int) -> dict[str, Any]:
     if is_a(root, "WanVACETransformer3DModel"):
         arguments["control_hidden_states"] = zeros(config.vace_in_channels, frames, height, width)
     if is_a(root, "WanAnimateTransformer3DModel"):
-        # All but the first frame have a pose, and a face for each of the four pictures that they stand for.
+        # Every latent frame but the first has a pose, and four frames of a face video.
         arguments["pose_hidden_states"] = zeros(config.latent_channels, frames - 1, height, width)
         side = config.motion_encoder_size
         arguments["face_pixel_values"] = zeros(3, 4 * (frames - 2) + 1, side, side)

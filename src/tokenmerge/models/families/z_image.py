@@ -1,9 +1,8 @@
-"""Z-Image: one sequence of image, its padding, then text; each image of a batch is an entry of a list."""
+"""Z-Image: one sequence of image, padding and text; the images of a batch are entries of a list."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from tokenmerge.errors import UnsupportedModelError
 from tokenmerge.models.base import GridShape, Host, Layer, listed
 from tokenmerge.models.dummy_inputs import blank
 from tokenmerge.models.layout import Grid, Layout, TokenArgument
+from tokenmerge.models.transformer import transformer_host
 
 __all__ = ["CLASSES", "describe"]
 
@@ -36,9 +36,10 @@ _LAYERS = (
 
 def describe(root: Any) -> Host:
     """Find the blocks that see the image."""
-    return Host(
-        root=root,
-        blocks=(
+    return transformer_host(
+        root,
+        _example,
+        (
             *listed(root, "noise_refiner", _LAYERS, layout=_BLOCK),
             *listed(root, "layers", _LAYERS, layout=_BLOCK),
         ),
@@ -46,8 +47,6 @@ def describe(root: Any) -> Host:
         timestep="t",
         grid=_grid,
         sample_size=(128, 128),
-        controlnet=False,
-        example=partial(_example, root),
         patch=root.config.all_patch_size[0],
     )
 
@@ -56,8 +55,8 @@ def _grid(root: Any, arguments: Mapping[str, Any], last: Grid) -> GridShape:
     images = arguments["x"]
     if isinstance(images[0], list):
         raise UnsupportedModelError(
-            f"x: expected one image of each sample, got {len(images[0])} of the first; pictures beside the "
-            "one that is generated cannot be merged yet: call remove_token_merging(pipe) first"
+            f"x: expected one image for each sample, got {len(images[0])} for the first; samples with "
+            "further pictures cannot be merged yet: call remove_token_merging(pipe) first"
         )
     sizes = {tuple(image.shape[1:]) for image in images}
     if len(sizes) > 1:
