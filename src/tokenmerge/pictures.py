@@ -1,4 +1,4 @@
-"""Pictures side by side: dense, merged, their difference and merged groups; a sheet of samples."""
+"""Draws pictures side by side: dense, merged, their difference and the merged groups; sheets of samples."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ _GOLDEN = 0.618033988749895
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One picture of the batch.
+    """One row of a comparison.
 
     Args:
         dense: the picture without merging.
         merged: the picture with merging, of the same size.
-        labels: [h, w] integers: the group that each token of the grid belongs to.
-        caption: one line below the row.
+        labels: [h, w] integers: the group of each token of the grid.
+        caption: one line of text below the row.
     """
 
     dense: Image.Image
@@ -52,13 +52,13 @@ class Row:
 
 
 def comparison(rows: Sequence[Row], *, dense: str = "", merged: str = "", groups: str = "") -> Image.Image:
-    """Draw one line of four panels per row: dense · merged · difference · merged groups.
+    """Draw four panels for each row: dense · merged · difference · merged groups.
 
     Args:
-        rows: at least one; all pictures of the same size.
+        rows: at least one; all pictures have the same size.
         dense: small print below the title of the first column.
-        merged: the same for the second.
-        groups: the same for the fourth.
+        merged: small print of the second column.
+        groups: small print of the fourth column.
     """
     gain = min(difference_gain(row.dense, row.merged) for row in rows)
     columns = (
@@ -84,12 +84,12 @@ def comparison(rows: Sequence[Row], *, dense: str = "", merged: str = "", groups
 def sample_sheet(
     columns: Sequence[tuple[str, str]], rows: Sequence[tuple[Sequence[Image.Image], str]]
 ) -> Image.Image:
-    """Draw pictures of the same prompts by several variants: rows of prompts, columns of variants.
+    """Draw a sheet with a row for each prompt and a column for each variant.
 
     Args:
         columns: title and small print of each variant.
-        rows: a picture of each variant, and one line below them; all pictures of the same size. Large ones
-            are drawn smaller.
+        rows: for each prompt a picture of each variant, and one line of text below them. All pictures have
+            the same size; large ones are drawn smaller.
     """
     width, height = rows[0][0][0].size
     factor = _enlargement((width, height))
@@ -113,7 +113,7 @@ def as_tensor(pictures: Sequence[Image.Image]) -> Tensor:
 def _lay_out(
     columns: Sequence[tuple[str, str]], rows: Sequence[tuple[Sequence[Image.Image], str]]
 ) -> Image.Image:
-    """Panels of one size under the titles of their columns, each row with a caption below it."""
+    """Draw panels of one size under column titles, with a caption below each row."""
     width, height = rows[0][0][0].size
     title_font, small_font = _font(22), _font(15)
     head = _MARGIN + 56
@@ -135,7 +135,7 @@ def _lay_out(
     for index, (panels, caption) in enumerate(rows):
         top = head + index * (height + foot + _GAP)
         for left, panel in zip(lefts, panels, strict=True):
-            # A frame, so that a picture on white does not run into the paper.
+            # The frame separates pictures with a white background from the paper.
             pen.rectangle((left - 1, top - 1, left + width, top + height), outline=_FRAME)
             canvas.paste(panel, (left, top))
         if caption:
@@ -145,13 +145,13 @@ def _lay_out(
 
 
 def difference(dense: Image.Image, merged: Image.Image, gain: int) -> Image.Image:
-    """Absolute difference per channel times ``gain``, clipped at white; black where both are equal."""
+    """Absolute difference per channel times ``gain``, clipped at white. Equal pixels are black."""
     apart = np.abs(_pixels(merged) - _pixels(dense)) * gain
     return Image.fromarray(np.minimum(apart, 255).astype(np.uint8))
 
 
 def difference_gain(dense: Image.Image, merged: Image.Image) -> int:
-    """Largest power of two up to 64 that clips at most one value in a hundred of the difference."""
+    """Largest power of two, up to 64, with which at most 1 % of the difference is clipped."""
     high = float(np.percentile(np.abs(_pixels(merged) - _pixels(dense)), 99))
     return max((gain for gain in _GAINS if high * gain <= 255), default=1)
 
@@ -159,14 +159,13 @@ def difference_gain(dense: Image.Image, merged: Image.Image) -> int:
 def draw_groups(picture: Image.Image, labels: NDArray[np.int64]) -> Image.Image:
     """Draw the groups of merged tokens on a picture, in the style of the ToMe paper (arXiv 2210.09461).
 
-    Each group of two or more tokens gets the mean colour of its pixels and a thin border of its own
-    colour, so that parts of one group that lie apart can be recognised. A token that was not merged keeps
-    its part of the picture.
+    Each group of two or more tokens gets the mean colour of its pixels and a thin border. The border colour
+    differs by group, which shows separate parts of one group. Tokens that were not merged show the picture.
 
     Args:
         picture: the merged picture.
-        labels: [h, w] integers, row 0 at the top: equal labels are one group. The same label gets the same
-            border colour in every picture.
+        labels: [h, w] integers, row 0 at the top. Tokens with equal labels are one group. A label has the
+            same border colour in every picture.
     """
     colours = _pixels(picture)
     rows, columns = labels.shape
@@ -208,7 +207,7 @@ def _edges(groups: NDArray[np.int64]) -> NDArray[np.bool_]:
 
 
 def _border_colour(label: int) -> tuple[float, float, float]:
-    """A bright colour; golden-ratio steps in hue keep neighbouring labels apart."""
+    """A bright colour. Steps of the golden ratio in hue make consecutive labels look different."""
     red, green, blue = colorsys.hsv_to_rgb(label * _GOLDEN % 1.0, 0.55, 0.95)
     return red * 255, green * 255, blue * 255
 
@@ -231,7 +230,7 @@ def _font(size: int) -> ImageFont.ImageFont | ImageFont.FreeTypeFont:
 
 
 def _shortened(text: str, font: ImageFont.ImageFont | ImageFont.FreeTypeFont, width: int) -> str:
-    """As much of a line as fits into ``width`` pixels."""
+    """A line of text, cut with an ellipsis to fit into ``width`` pixels."""
     text = " ".join(text.split())
     if font.getlength(text) <= width:
         return text

@@ -1,6 +1,6 @@
-"""Published methods as settings: one frame for all, so that they can be compared and mixed.
+"""Published methods as settings, so that they can be compared and mixed.
 
-Each takes a ratio and any other field of :class:`tokenmerge.ToMeConfig`, which replaces the method's own.
+Each function takes a ratio, and any other field of :class:`tokenmerge.ToMeConfig` to replace its own value.
 
 >>> sito(0.4, max_downsample=2).planner
 'sito'
@@ -18,14 +18,15 @@ __all__ = ["ca_tome", "ibtm", "sdtm", "sito", "todo", "toma", "tomesd"]
 def tomesd(ratio: float = 0.5, **changes: Any) -> ToMeConfig:
     """Token Merging for Stable Diffusion: D. Bolya and J. Hoffman, arXiv 2303.17604.
 
-    Merges around self-attention at the finest level, each token with its most similar destination of all the
-    picture, planned anew in every block at every step. The same as :func:`tokenmerge.apply_patch`.
+    Merges around self-attention at the finest level. Each token merges with the most similar destination
+    of the whole picture, with a new plan in every block at every step, as :func:`tokenmerge.apply_patch`
+    does.
 
-    Deviates: the destinations are drawn by a function of seed, step and cell instead of a generator, so that
+    Deviates: destinations are drawn by a function of seed, step and cell instead of a generator, so that
     pictures do not depend on the batch and the model compiles.
 
-    Not for SDXL as it is, which has no attention at the finest level (``max_downsample=2``), nor for small
-    pictures, where planning costs as much as merging saves.
+    Not for SDXL with its defaults, which has no attention at the finest level (take
+    ``max_downsample=2``), nor for small pictures, where planning takes as much time as merging saves.
     """
     return _preset(changes, ratio=ratio, share_guidance=False)
 
@@ -33,14 +34,15 @@ def tomesd(ratio: float = 0.5, **changes: Any) -> ToMeConfig:
 def todo(ratio: float = 0.75, **changes: Any) -> ToMeConfig:
     """ToDo, token downsampling: E. Smith et al., arXiv 2402.13573.
 
-    Self-attention looks at every second token of every second row, and all tokens look. Nothing is compared.
+    Keys and values of self-attention are those of every second token in every second row; queries are
+    those of all tokens. No tokens are compared.
 
-    Deviates: what is left out follows from ``sx`` and ``sy`` alone, whatever the ratio; a factor of 4 is
-    ``todo(sx=4, sy=4)``. The paper has a factor for each of two levels of Stable Diffusion 1.5, which is
-    ``max_downsample=2`` with ``levels``.
+    Deviates: ``sx`` and ``sy`` alone set the number of tokens left out, whatever the ratio; a factor of 4
+    is ``todo(sx=4, sy=4)``. The paper has different factors for two levels of Stable Diffusion 1.5, which
+    are ``max_downsample=2`` with ``levels``.
 
-    Not for models that make keys and queries of one input in one call, such as joint attention of image and
-    text (SD3, FLUX), which are refused; nor where most of the time goes into the MLP.
+    Not for models that compute queries and keys from one argument, such as joint attention of image and
+    text (SD3, FLUX), for which it is an error; nor where most of the time goes into the MLP.
     """
     return _preset(
         changes, ratio=ratio, scope="keys", planner="uniform", combine="keep", use_rand=False, sx=2, sy=2
@@ -50,19 +52,20 @@ def todo(ratio: float = 0.75, **changes: Any) -> ToMeConfig:
 def toma(ratio: float = 0.5, **changes: Any) -> ToMeConfig:
     """ToMA, token merge with attention: arXiv 2509.10918.
 
-    Destinations of each tile by facility location, tokens shared out over them by a softmax, merged and
-    unmerged by dense products; around self-attention, cross-attention and MLP of all levels.
+    Destinations of each tile are chosen by facility location, and a softmax shares the tokens out over
+    them. Tokens are merged and unmerged by dense products, around self-attention, cross-attention and MLP
+    at all levels.
 
-    Deviates: a tile has 8 × 8 tokens at any size of the picture, where the paper has 64 tiles, which is the
-    same at 64 × 64 tokens. Destinations and shares are made anew together every 5 steps; the paper makes the
-    destinations every 10 and the shares every 5. Grids that tiles do not divide get larger tiles. The
-    authors' script for FLUX merges in every third step alone, leaves the first five joint and the first five
-    single blocks dense, and merges the MLP of single blocks and not that of joint ones. Here every step and
-    every block merges, and of the MLPs those of joint blocks: single ones project theirs with attention, and
-    merge it with ``scope="block"`` alone.
+    Deviates: a tile has 8 × 8 tokens for every picture size. The paper has 64 tiles, which is the same at
+    64 × 64 tokens. Grids that tiles do not divide get larger tiles. Destinations and shares are computed
+    together every 5 steps; the paper computes destinations every 10 steps and shares every 5. The
+    authors' script for FLUX merges only in every third step, leaves the first five joint and the first
+    five single blocks dense, and merges the MLP of single blocks but not that of joint blocks. Here all
+    steps and all blocks merge, and the MLPs of joint blocks; single blocks project their MLP together
+    with attention, and it merges only with ``scope="block"``.
 
     Not for small models on a GPU with ``plan_every=1``: destinations are chosen one after the other, by
-    kernels that take longer to start than to run.
+    kernels that take longer to launch than to run.
     """
     return _preset(
         changes,
@@ -81,15 +84,15 @@ def toma(ratio: float = 0.5, **changes: Any) -> ToMeConfig:
 def ca_tome(ratio: float = 0.5, **changes: Any) -> ToMeConfig:
     """CA-ToMe, cached adaptive token merging: arXiv 2501.00946.
 
-    :func:`tomesd` with means of those tokens alone whose similarity is 0.7 or more, and plans that are used
-    for several steps.
+    Like :func:`tomesd`, but only tokens with a similarity of 0.7 or more count in the means, and plans
+    are kept for several steps.
 
-    Deviates: the paper merges all tokens above the threshold and no other, and its speed follows the picture.
-    Here the ratio says how many go, and those below the threshold are dropped instead of blended (see
-    :func:`tokenmerge.planners.threshold.plan_threshold`). Plans are made every 4 steps; the paper lists 13 of
-    50 steps, closer together at the end.
+    Deviates: the paper merges exactly the tokens above the threshold, so that its speed depends on the
+    picture. Here the ratio sets how many tokens are removed, and those below the threshold are dropped
+    instead of averaged (see :func:`tokenmerge.planners.threshold.plan_threshold`). Plans are made every 4
+    steps; the paper lists 13 of 50 steps, closer together at the end.
 
-    Not for a speed that adapts to the picture: shapes never depend on what is in it.
+    Not for a speed that adapts to the picture: shapes never depend on the content.
     """
     return _preset(
         changes, ratio=ratio, planner="threshold", threshold=0.7, plan_every=4, share_guidance=False
@@ -99,19 +102,20 @@ def ca_tome(ratio: float = 0.5, **changes: Any) -> ToMeConfig:
 def ibtm(ratio: float = 0.5, **changes: Any) -> ToMeConfig:
     """Importance-based token merging: H. Wu et al., arXiv 2411.16720.
 
-    :func:`tomesd` with its destinations drawn from the tokens that guidance changed most in the last step,
-    |ε_cond − ε_uncond|; the least important tokens merge first. Both halves of guidance share the plan.
+    Like :func:`tomesd`, but destinations are drawn from the tokens that guidance changed most in the last
+    step, by |ε_cond − ε_uncond|, and the least important tokens merge first. Both halves of guidance
+    share the plan.
 
-    Deviates: the first step, of which nothing is known yet, and ControlNets merge as :func:`tomesd` does,
-    as does a model whose result does not fit its tokens, with a warning. Destinations are drawn by a
-    function of seed, step and token instead of a generator. The pool holds 1.4 times the tokens that stay,
-    as in the paper for Stable Diffusion, on every model. On PixArt the paper has another variant, which is
-    not built: a pool of 1.0 times, blocks 7 to 20 alone, attention and cross-attention, and tokens matched
-    by their coordinates instead of their features; here PixArt merges as other models do, around self-
-    attention.
+    Deviates: the first step, for which nothing is known yet, and ControlNets merge as :func:`tomesd`
+    does. So does a model whose result does not fit its tokens, with a warning. Destinations are drawn by
+    a function of seed, step and token instead of a generator. The pool holds 1.4 times the tokens that
+    stay, as in the paper for Stable Diffusion, on every model. The paper's variant for PixArt is not
+    implemented: a pool of 1.0 times the tokens that stay, only blocks 7 to 20, attention and
+    cross-attention, and tokens matched by coordinates instead of features. Here PixArt merges around
+    self-attention, like other models.
 
-    Not for models without classifier-free guidance: guidance-distilled ones (FLUX.1-dev) and few-step ones
-    (LCM, Turbo), where it is :func:`tomesd`.
+    Not for models without classifier-free guidance: guidance-distilled ones (FLUX.1-dev) and few-step
+    ones (LCM, Turbo), where it is :func:`tomesd`.
     """
     return _preset(changes, ratio=ratio, planner="importance")
 
@@ -119,13 +123,13 @@ def ibtm(ratio: float = 0.5, **changes: Any) -> ToMeConfig:
 def sdtm(ratio: float = 0.5, **changes: Any) -> ToMeConfig:
     """SDTM, structure-then-detail token merging: H. Fang et al., arXiv 2505.11707.
 
-    For the first 40 % of the steps, which make the structure, the most uniform 2 × 2 windows merge whole;
-    then each token merges with its most similar one of all, as in :func:`tomesd`. The ratio falls in a
-    straight line from 1.4 to 0.6 times ``ratio``, 0.7 to 0.3 by default.
+    In the first 40 % of the steps, which make the structure, the most uniform 2 × 2 windows merge as a
+    whole. After that, each token merges with its most similar destination, as in :func:`tomesd`. The
+    ratio falls linearly from 1.4 to 0.6 times ``ratio``, by default from 0.7 to 0.3.
 
-    Deviates: merges once around each block and unmerges the change alone (``scope="block"``). Left out are
-    the paper's weights for parts of the prompt, its list of blocks and steps that do not merge, and its
-    rounding to multiples of 16 tokens. Plans are made at every step; the paper keeps them for some
+    Deviates: merges once around each block and unmerges only the change (``scope="block"``). The paper's
+    weights for parts of the prompt, its list of dense blocks and steps, and its rounding to multiples of
+    16 tokens are left out. Plans are made at every step; the paper keeps them for several
     (``plan_every``).
 
     Not for ratios above 0.53 with 2 × 2 windows: the first steps would remove more than 3 of 4 tokens.
@@ -143,12 +147,12 @@ def sdtm(ratio: float = 0.5, **changes: Any) -> ToMeConfig:
 def sito(ratio: float = 0.5, **changes: Any) -> ToMeConfig:
     """SiTo, similarity-based token pruning: E. Zhang et al., AAAI 2025.
 
-    The most typical token of each cell is its base token; of the others those most similar to a base token
-    are dropped, and get the result of the most similar token that stays. Around self-attention of the finest
-    level.
+    The base token of each cell is the one most similar to all tokens. Of the other tokens, those most
+    similar to a base token are dropped, and get the result of the most similar token that stays. It
+    merges around self-attention at the finest level.
 
-    Deviates: how typical a token is comes from one product with the sum of all directions instead of from
-    all pairs, which is the same number.
+    Deviates: the similarity of a token to all others is computed as one product with the sum of all
+    directions, which is the same number as the sum over all pairs.
 
     Not for MLPs: the paper advises strongly against dropping tokens there.
     """

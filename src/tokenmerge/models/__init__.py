@@ -1,6 +1,7 @@
-"""Facts about host models: where their blocks are, where the token grid comes from, which arguments follow.
+"""Facts about host models: where the blocks are, the token grid, the arguments with an entry per token.
 
-``base``, ``layout`` and ``call`` hold the words that these facts are told in, ``families`` one file for each
-family of models, and ``find`` the way from a pipeline to its models. May import ``ops`` and ``errors``;
-knows nothing of planners or of patching.
+``base``, ``layout`` and ``call`` define the classes that hold these facts. ``families`` has one file for each
+family of models; ``transformer``, ``unet_stages`` and ``basic_block`` hold what families share. ``find`` goes
+from a pipeline to the facts of its models. May import ``ops`` and ``errors``; knows nothing of planners or
+patching.
 """

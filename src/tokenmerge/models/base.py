@@ -1,4 +1,4 @@
-"""What a family's file says about a model."""
+"""The facts about a model, its blocks and its layers that a family's file gives."""
 
 from __future__ import annotations
 
@@ -15,13 +15,17 @@ __all__ = ["KINDS", "Block", "GridShape", "Host", "Layer", "ModelCall", "is_a", 
 
 GridShape = tuple[int, int, int]  # frames, rows, columns, in tokens
 
-KINDS = {"attn1": "self-attention", "attn2": "cross-attention", "ff": "MLP"}  # of sub-layers, in words
+KINDS = {
+    "attn1": "self-attention",
+    "attn2": "cross-attention",
+    "ff": "MLP",
+}  # how sub-layers are called in text
 
 
 def is_a(module: object, *names: str) -> bool:
-    """Whether the object's class, or one that it inherits from, has one of these names.
+    """Whether the class of an object, or a base class, has one of these names.
 
-    Names instead of classes: the libraries that define them need not be installed or imported.
+    It compares names, so that the libraries that define the classes need not be installed or imported.
 
     >>> is_a(nn.ReLU(), "Module")
     True
@@ -35,11 +39,11 @@ class Layer:
 
     Attributes:
         kind: ``"attn1"`` self-attention or joint attention, ``"attn2"`` cross-attention, ``"ff"`` the MLP.
-        name: of the attribute of the block that holds it.
-        layout: how it takes its tokens.
-        own_keys: of attention, whether it looks at the tokens that it is called with.
-        keys: name of the argument by which self-attention can be given other tokens to look at; None: there
-            is no such argument.
+        name: attribute of the block that holds it.
+        layout: layout of its call.
+        own_keys: for attention, whether keys and values come from the tokens that it is called with.
+        keys: name of the argument that gives self-attention other tokens for keys and values; None: there is
+            no such argument.
     """
 
     kind: Literal["attn1", "attn2", "ff"]
@@ -57,16 +61,16 @@ class Block:
         path: its qualified name in the host.
         module: the block.
         layers: its sub-layers that can merge, in the order in which they run.
-        layout: how it takes its tokens.
+        layout: layout of the call, as far as the layers need it.
         block_layout: layout of the call of the whole block, for blocks that can run on merged tokens from
             start to end; None: the block cannot.
-        method: the method that gradient checkpointing runs again: ``"forward"`` or ``"_forward"``.
-        grid: the module whose first argument ``[b, c, h, w]`` has the block's token grid, n = h·w; None
-            where it is that of the whole model.
+        method: the method that gradient checkpointing recomputes: ``"forward"`` or ``"_forward"``.
+        grid: the module whose first argument ``[b, c, h, w]`` has the block's token grid, n = h·w; None: the
+            block has the grid of the whole model.
         level: resolution level as a divisor of the host's finest token grid: 1, 2, 4 …
-        dense: kinds of sub-layer that it has and that cannot merge, with the reason in words.
-        stack: name of the run of blocks that it is in, each of which gets what the one before it returned,
-            and nothing else touches; None: it is in none.
+        dense: kinds of sub-layer that cannot merge in this block, each with the reason as text.
+        stack: name of the stack that the block is in: a run of blocks in which each gets exactly what the one
+            before returned; None: it is in none.
     """
 
     path: str
@@ -82,21 +86,21 @@ class Block:
 
     @property
     def batched(self) -> bool:
-        """Whether each image of a batch can have a plan of its own."""
+        """Whether each image of a batch can have its own plan."""
         block_layout = self.block_layout is None or self.block_layout.batched
         return block_layout and all(layer.layout.batched for layer in self.layers)
 
 
 def listed(root: Any, name: str, layers: tuple[Layer, ...], **facts: Any) -> tuple[Block, ...]:
-    """The blocks of a list of a model, which all have the same layers; ``facts`` as for a :class:`Block`."""
+    """The blocks of one module list, all with the same layers; ``facts`` are fields of :class:`Block`."""
     blocks = enumerate(getattr(root, name))
     return tuple(Block(f"{name}.{i}", block, layers, **facts) for i, block in blocks)
 
 
 def stacked(blocks: Sequence[Block]) -> tuple[Block, ...]:
-    """The blocks of a transformer, a stack for each of its lists, but for its first and its last block.
+    """The same blocks with one stack for each list, except for the first and the last block.
 
-    What the first makes of the noise, and what the last makes of the picture, differs most between tokens.
+    These two stay outside, because their results differ most between tokens.
     """
     inner = (dataclasses.replace(block, stack=block.path.rpartition(".")[0]) for block in blocks[1:-1])
     return (*blocks[:1], *inner, *blocks[1:][-1:])
@@ -125,27 +129,27 @@ class Host:
     Attributes:
         root: the model.
         blocks: its transformer blocks in the order in which they run.
-        sample: name of its argument for the sample.
-        timestep: name of its argument for the timestep, or, for a model that is not told the timestep,
-            (root, arguments of a call by name) → a number that differs between denoising steps.
-        grid: (root, arguments of a call by name, grid of the last call) → (frames, rows, columns) of its
-            finest token grid. Raises UnsupportedModelError for a call whose tokens it cannot tell.
-        patch: side of the square of latent positions that makes one token.
-        frames: of the token grid of a video that the model was made for; 1 for pictures.
-        sample_size: height and width of the sample that the model was made for, if it says so.
-        latents: (root, sample) → the part of the sample that is the same for all prompts of guidance.
-        controlnet: whether it is a ControlNet, which may stay dense beside a denoiser that merges.
+        sample: name of the argument for the sample.
+        timestep: name of the argument for the timestep. For a model without one: (root, arguments of a call
+            by name) → a number that differs between denoising steps.
+        grid: (root, arguments of a call by name, grid of the last call) → (frames, rows, columns) of the
+            finest token grid. Raises UnsupportedModelError for a call whose tokens are not one grid.
+        sample_size: height and width of the sample that the model was made for; None if it does not say.
         example: ``(height, width, batch)`` → arguments by name of a call with a sample of that size.
-        limits: what to know before merging it, in words.
+        controlnet: whether it is a ControlNet. It may stay dense next to a denoiser that merges.
+        latents: (root, sample) → the part of the sample that is the same for all prompts of guidance.
+        patch: side of the square of latent positions that makes one token.
+        frames: number of frames in the token grid that the model was made for; 1 for pictures.
+        limits: what users should know before merging in this model, as text.
         deep_stages: paths of the UNet stages below the finest level, in the order in which they run. The
             finest level reads the result of the last one and no other. Empty for other models.
         shallow_stages: paths of the modules at the finest level that run before the last layer of the up
             path, in that order. That layer reads the result of the last one and no other. Empty where it
             reads more.
         shallow_share: fraction of a call's work at the finest level, estimated from the sizes of the weights.
-        on_cpu: names of parameters that a copy without weights, for counting, has on the CPU all the same:
-            the model does something with their device that tensors without values do not allow.
-        between: names of its arguments that change tokens between the blocks of a stack, or leave blocks out.
+        on_cpu: names of parameters that stay on the CPU in the copy without weights that counts FLOPs,
+            because the model uses their device in a way that the meta device does not support.
+        between: names of arguments that change tokens between the blocks of a stack, or skip blocks.
     """
 
     root: nn.Module
@@ -174,5 +178,5 @@ class Host:
 
     @property
     def can_skip(self) -> bool:
-        """Whether something of it need not run on every step: stages of a UNet, or whole blocks."""
+        """Whether step reuse can skip parts of it: stages of a UNet, or whole blocks."""
         return bool(self.deep_stages) or any(block.block_layout is not None for block in self.blocks)

@@ -13,9 +13,9 @@ from tokenmerge.models.layout import Layout, TokenArgument
 __all__ = ["basic_block"]
 
 _SELF_ATTENTION = Layout(token_arguments=(TokenArgument("attention_mask", axes=(-1,), batched=True),))
-# The mask that it gets is the text's.
+# The attention mask of cross-attention covers the text, so it has no entry for each token.
 _CROSS_ATTENTION = Layout(dense_if=("ip_adapter_masks",))
-# Its masks of an IP-Adapter are within its ``cross_attention_kwargs``.
+# A block gets the masks of an IP-Adapter inside ``cross_attention_kwargs``.
 _BLOCK = dataclasses.replace(_SELF_ATTENTION, dense_if=("ip_adapter_masks",))
 _CHUNKED = "feed-forward layers that run in chunks stay dense; switch chunking off to merge them"
 
@@ -33,16 +33,16 @@ def basic_block(
     """Describe a block whose sub-layers are called ``attn1``, ``attn2`` and ``ff``.
 
     Args:
-        path: as for a :class:`Block`, and ``grid``, ``level`` and ``method``.
+        path: as for a :class:`Block`.
         module: the block.
-        grid: the module around it.
-        level: its resolution level.
-        method: what checkpointing runs again.
-        context: name of the argument by which its attention is given something else to look at.
+        grid: as for a :class:`Block`.
+        level: as for a :class:`Block`.
+        method: as for a :class:`Block`.
+        context: name of the argument that gives its self-attention other keys and values.
         stack: as for a :class:`Block`.
     """
-    # Blocks without text, as one of three in AudioLDM 2, attend to the image twice; those with
-    # only_cross_attention attend to the text twice.
+    # In blocks without text, such as every third one of AudioLDM 2, both attentions attend to the image. In
+    # blocks with only_cross_attention, both attend to the text.
     twice_to_image = not getattr(getattr(module, "attn2", None), "is_cross_attention", True)
     twice_to_text = getattr(module, "only_cross_attention", False)
     layers = (

@@ -1,4 +1,4 @@
-"""Token grids of diffusion transformers: from the shape of the sample, or the positions of its tokens."""
+"""Token grids of diffusion transformers, from the shape of the sample or from position ids."""
 
 from __future__ import annotations
 
@@ -47,15 +47,15 @@ _known: Any = WeakTensorKeyDictionary()
 
 
 def grid_of_ids(root: Any, arguments: Mapping[str, Any], last: Grid) -> GridShape:
-    """The grid that ``img_ids`` span.
+    """The token grid that the argument ``img_ids`` describes.
 
-    These are ``[n, d]`` or ``[b, n, d]``: for each of the n tokens of ``hidden_states`` a picture number, its
-    row, its column, and what else a model puts behind them. ``last`` is taken while a graph is compiled, in
-    which the ids have no values yet.
+    ``img_ids`` are ``[n, d]`` or ``[b, n, d]``: for each of the n tokens of ``hidden_states`` the number of
+    its picture, its row, its column, and further columns that depend on the model. While torch.compile traces
+    the model, the ids have no values, and the grid of the last call is used.
 
     Raises:
-        UnsupportedModelError: the tokens are not one picture in row order, or the values are missing and
-            ``last`` does not fit.
+        UnsupportedModelError: the tokens are not those of one picture, or the model is being compiled and
+            the last call had another number of tokens.
     """
     ids, tokens = arguments["img_ids"], arguments["hidden_states"].shape[1]
     ids = ids[0] if ids.ndim == 3 else ids
@@ -67,13 +67,13 @@ def grid_of_ids(root: Any, arguments: Mapping[str, Any], last: Grid) -> GridShap
                 "is compiled, or compile its blocks only: transformer.compile_repeated_blocks()"
             )
         return last.shape
-    if ids not in _known:  # reading values makes a GPU wait, and a pipeline passes the same tensor each step
+    if ids not in _known:  # reading synchronises; pipelines pass the same tensor at each step
         _known[ids] = _read(ids)
     rows, columns = _known[ids]
     if rows * columns != tokens:
         raise UnsupportedModelError(
-            f"img_ids describe {rows} × {columns} = {rows * columns} tokens of one picture and there are "
-            f"{tokens}; reference pictures beside the one that is generated cannot be merged yet: call "
+            f"img_ids: expected one picture of {tokens} tokens, as in hidden_states, got {rows} × {columns} "
+            f"= {rows * columns}; reference pictures next to the generated one cannot be merged yet: call "
             "remove_token_merging(pipe) first"
         )
     return 1, rows, columns

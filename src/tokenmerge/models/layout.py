@@ -1,4 +1,4 @@
-"""How a module takes its tokens: on which grid, where in its arguments, and what else changes with them."""
+"""Where the tokens are in a module's call, and which other arguments have an entry for each token."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ class Grid:
 
 @dataclasses.dataclass(frozen=True)
 class TokenArgument:
-    """An argument that has an entry for each token: a position table, a mask.
+    """An argument with an entry for each token, such as a position table or a mask.
 
-    A merged token keeps the entry of the token whose place it takes.
+    A merged token gets the entry of the token whose place it takes.
 
     Attributes:
-        name: of the argument; None and missing arguments are left alone.
-        axes: of the tokens; one of length 1, which the host broadcasts, is left alone.
-        batched: whether the first axis is that of the batch (of length 1: the same for all). Where it is
-            not, all images of a batch have to share a plan.
-        element: where the argument is a tuple, which of its parts; None: all of them.
-        ndim: it follows only where it has so many axes; None: any number.
-        expand: whether the host leaves out a first axis of the batch that its layer takes. The axes of the
-            tokens count with it.
+        name: of the argument. A missing argument, or None, is left alone.
+        axes: the axes of the tokens. An axis of length 1, which the host broadcasts, is left alone.
+        batched: whether the first axis is the batch (length 1: the same entries for all images). If it is
+            not, all images of a batch must share one plan.
+        element: for a tuple, the index of the element with an entry for each token; None: all elements.
+        ndim: the number of axes with which it has such entries; None: any number.
+        expand: whether the host passes it without the batch axis. A batch axis is then added in front, and
+            ``axes`` count with it.
     """
 
     name: str
@@ -54,18 +54,18 @@ class TokenArgument:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """The call of a block or of one of its layers, one of whose arguments are tokens ``[b, n, c]``.
+    """Layout of the call of a block or a layer that takes tokens ``[b, n, c]``.
 
     Attributes:
-        tokens: of a block, the name of that argument; None: the first, as for every layer.
-        text: where text tokens stand that are in one sequence with the image's, if there are any: in the
-            tokens themselves or in a token argument. They never merge.
-        padding: of a block in which images have texts of different length, each followed by its image and
-            then by padding: name of a mask ``[b, text + n]`` that is true up to the padding.
+        tokens: name of the argument with the tokens; None: the first argument, as for every layer.
+        text: where text tokens stand if they share a sequence with the image, in the tokens or in a token
+            argument. Text never merges.
+        padding: name of a mask ``[b, text + n]`` that is true before the padding, for blocks whose sequences
+            are text, image, padding with texts of different length; None: there is no padding.
         token_arguments: arguments with an entry for each token.
         same_as_tokens: name of an argument that may be the same tensor as the tokens.
-        outputs: where the result is a tuple, which of its tensors are image tokens.
-        dense_if: names of arguments laid out for the whole grid: while one is given, the call stays dense.
+        outputs: indices of the image tokens in a result that is a tuple.
+        dense_if: names of arguments that only fit the whole grid. A call with one of them stays dense.
     """
 
     tokens: str | None = None
@@ -78,11 +78,11 @@ class Layout:
 
     @property
     def batched(self) -> bool:
-        """Whether each image of a batch can have a plan of its own."""
+        """Whether each image of a batch can have its own plan."""
         return all(argument.batched for argument in self.token_arguments)
 
     def name_of(self, call: HostCall) -> str:
-        """The name of the argument that are tokens."""
+        """Name of the argument that holds the tokens."""
         return self.tokens or call.names[0]
 
     def tokens_of(self, call: HostCall) -> Tensor:
@@ -90,11 +90,11 @@ class Layout:
         return call.argument(self.name_of(call))
 
     def image(self, x: Tensor, n: int, start: Tensor | None = None) -> Tensor:
-        """The n image tokens of a sequence; ``start`` ``[b]``: where they begin, if images differ in it."""
+        """The n image tokens of a sequence; ``start`` ``[b]``: first index, if it differs by image."""
         if start is not None:
             places = start.unsqueeze(1) + torch.arange(n, device=x.device)
             return x.take_along_dim(places.unsqueeze(-1), dim=1)
         return x[:, x.shape[1] - n :] if self.text == "first" else x[:, :n]
 
 
-PLAIN = Layout()  # image tokens alone, and no argument that follows them
+PLAIN = Layout()  # image tokens only, and no argument with an entry for each

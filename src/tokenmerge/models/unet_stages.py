@@ -1,4 +1,4 @@
-"""What UNets of diffusers have in common: stages of transformers that halve and double the resolution."""
+"""What the UNets of diffusers share: stages with transformers, between which the resolution changes."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from tokenmerge.models.layout import Grid
 
 __all__ = ["describe_stages"]
 
-# Their first argument is [b, c, h, w], for a video with its frames in the batch. What attends over time is in
+# The lists of modules in a layer of a stage, in the order in which they run.
+_IN_LAYERS = ("resnets", "temp_convs", "attentions", "temp_attentions", "motion_modules")
+# Their first argument is [b, c, h, w]; for a video the batch holds its frames. Attention over time is in
 # other classes (AnimateDiffTransformer3D, TransformerTemporalModel) or in other lists of blocks.
-_IN_LAYERS = ("resnets", "temp_convs", "attentions", "temp_attentions", "motion_modules")  # as they run
 _TRANSFORMERS = ("Transformer2DModel", "TransformerSpatioTemporalModel", "DreamLiteTransformer2DModel")
-# Between its blocks others attend over time.
+# Between the blocks of this one, others attend over time.
 _NO_STACK = "TransformerSpatioTemporalModel"
 
 
@@ -29,7 +30,7 @@ def describe_stages(
     """Find the blocks of a model with ``down_blocks``, ``mid_block`` and, unless a ControlNet, ``up_blocks``.
 
     Args:
-        root: the model. Its sample ends in height and width.
+        root: the model. The last axes of its sample are height and width.
         example: (root, height, width, batch) → arguments by name of a call with a sample of that size.
         controlnet: whether it is a ControlNet.
 
@@ -73,7 +74,7 @@ def _stages(root: Any) -> Iterator[tuple[str, Any, int]]:
 
 
 def _shallow_share(stages: list[tuple[str, Any, int]]) -> float:
-    """Share of the work that is at level 1: each weight is used once for each position of its level."""
+    """Fraction of the work at level 1, if each weight is used once for each position of its level."""
     work = {path: sum(p.numel() for p in stage.parameters()) / level**2 for path, stage, level in stages}
     return sum(work[path] for path, _, level in stages if level == 1) / sum(work.values())
 
@@ -81,16 +82,16 @@ def _shallow_share(stages: list[tuple[str, Any, int]]) -> float:
 def _deep_stages(root: Any) -> tuple[str, ...]:
     """Paths of the stages between the first one on the way down and the last one on the way up."""
     down, up = len(root.down_blocks), len(getattr(root, "up_blocks", ()))
-    if up < 2 or root.mid_block is None:  # a ControlNet, say: each level's result is asked for
+    if up < 2 or root.mid_block is None:  # such as a ControlNet, which returns the result of every level
         return ()
     ways = [f"down_blocks.{i}" for i in range(1, down)], [f"up_blocks.{i}" for i in range(up - 1)]
     return (*ways[0], "mid_block", *ways[1])
 
 
 def _shallow_stages(root: Any) -> tuple[str, ...]:
-    """Paths of what is at the finest level before the last layer on the way up.
+    """Paths of the modules at the finest level that run before the last layer of the up path.
 
-    That layer takes what the layer before it makes, and what the first convolution does, which is no stage.
+    That layer reads the result of the layer before it and that of the first convolution, which is no stage.
     """
     stage = root.up_blocks[-1] if _deep_stages(root) else None
     layers = len(getattr(stage, "resnets", ()))
@@ -140,14 +141,14 @@ def _refuse_other_attention(root: Any) -> None:
 
 
 def _grid(root: Any, arguments: Mapping[str, Any], last: Grid) -> GridShape:
-    # The frames of a video are in the batch: each merges on its own.
+    # The batch holds the frames of a video, so each merges on its own.
     rows, columns = arguments["sample"].shape[-2:]
     return 1, rows, columns
 
 
 def _latents(root: Any, sample: Tensor) -> Tensor:
-    # Behind the channels that are denoised stand those of a picture that is given, which guidance leaves out
-    # for a part of the batch: InstructPix2Pix [b, c, h, w], Stable Video Diffusion [b, f, c, h, w].
+    # The first channels are denoised. Those of a given picture may follow, which guidance sets to zero in a
+    # part of the batch: InstructPix2Pix [b, c, h, w], Stable Video Diffusion [b, f, c, h, w].
     axis = 2 if is_a(root, "UNetSpatioTemporalConditionModel") else 1
     channels = getattr(root.config, "out_channels", None) or sample.shape[axis]
     return sample.narrow(axis, 0, min(channels, sample.shape[axis]))

@@ -1,4 +1,4 @@
-"""Models that tokens cannot be merged in yet, and why: better an error than a picture that is wrong."""
+"""Models in which tokens cannot be merged yet, with the reasons: an error is better than a wrong picture."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from tokenmerge.errors import UnsupportedModelError
 
 __all__ = ["BY_SETTING", "REASONS", "refuse"]
 
-_PACKED = "text, pictures and sound stand in one packed sequence without a token grid or a batch axis"
-_KEPT = "keys and values are kept between calls, for tokens that merging would change"
+_PACKED = "text, pictures and sound are packed into one sequence without a token grid or a batch axis"
+_KEPT = "it caches keys and values between calls, and merging would change their tokens"
 _SCALES = "the sequence holds earlier frames at several scales, which no single token grid describes"
-_REFERENCES = "the sequence holds the pictures to edit beside the one that is generated"
-_LAYERS = "the sequence holds several pictures, the layers and the one to cut into layers"
-_MASKED = "the sequence is cut into segments by a mask that merging would have to cut anew"
-_EXPERTS = "each token goes to experts chosen by counting tokens"
-_TWO = "its blocks attend between two sequences, of video and of sound"
-_LINE = "its tokens are a line in time, without the rows and columns that merging goes by"
+_REFERENCES = "the sequence also holds the pictures to edit"
+_LAYERS = "the sequence holds several pictures: the layers, and the picture to cut into layers"
+_MASKED = "a mask divides the sequence into segments, and merging would change their lengths"
+_EXPERTS = "how many tokens an expert takes depends on the number of tokens"
+_TWO = "its blocks attend between two sequences, one of video and one of sound"
+_LINE = "its tokens are a sequence in time, without the rows and columns that merging needs"
 _PICTURES = "its attention takes a picture [b, c, h, w] instead of tokens"
 _UNKNOWN = "how its blocks take their tokens is not described yet"
 
@@ -26,7 +26,7 @@ REASONS = {
     "AnyFlowTransformer3DModel": _UNKNOWN,
     "BriaFibo2Transformer2DModel": _UNKNOWN,
     "Cosmos3OmniTransformer": _PACKED,
-    "ErnieImageTransformer2DModel": "its tokens have the sequence first and the batch second",
+    "ErnieImageTransformer2DModel": "the first axis of its tokens is the sequence and the second the batch",
     "Flux3Transformer2DModel": _UNKNOWN,
     "GlmImageTransformer2DModel": _KEPT,
     "HeliosTransformer3DModel": _SCALES,
@@ -41,7 +41,7 @@ REASONS = {
     "Krea2Transformer2DModel": _UNKNOWN,
     "LTX2VideoTransformer3DModel": _TWO,
     "LongCatAudioDiTTransformer": _LINE,
-    "LuminaNextDiT2DModel": "its two attentions return their heads apart, to be joined before a projection",
+    "LuminaNextDiT2DModel": "its two attentions return separate heads, which are joined before a projection",
     "MiniMaxH3Transformer3DModel": _PACKED,
     "MiniMaxMusic3Transformer1DModel": _LINE,
     "MotifVideoTransformer3DModel": _UNKNOWN,
@@ -59,7 +59,7 @@ REASONS = {
     "UNetFlatConditionModel": _UNKNOWN,
     "UniDiffuserModel": _UNKNOWN,
     "WanAnimate2Transformer3DModel": _KEPT,
-    "ZImageControlNetModel": "it runs blocks of the transformer beside it, each on a grid of its own",
+    "ZImageControlNetModel": "it runs blocks of the transformer that it controls, on other grids",
 }
 
 # Models of classes that are supported otherwise: the setting that tells them, their name, and the reason.
@@ -67,7 +67,7 @@ BY_SETTING = {"use_layer3d_rope": ("the transformer of QwenImage-Layered", _LAYE
 
 
 def refuse(part: Any) -> None:
-    """Raise UnsupportedModelError for a model that cannot be merged in, or not as it is set up."""
+    """Raise UnsupportedModelError for a model in which tokens cannot be merged as it is set up."""
     for cls in type(part).__mro__:
         if reason := REASONS.get(cls.__name__):
             raise UnsupportedModelError(f"tokens cannot be merged in {cls.__name__} yet: {reason}")
@@ -77,5 +77,6 @@ def refuse(part: Any) -> None:
     if getattr(part, "_parallel_config", None) is not None:
         raise UnsupportedModelError(
             f"tokens cannot be merged in {type(part).__name__} while context parallelism splits its tokens "
-            "between devices: each has a part of the grid; load the model again without enable_parallelism()"
+            "between devices, each of which sees a part of the grid; load the model again without "
+            "enable_parallelism()"
         )

@@ -1,4 +1,7 @@
-"""Pure tensor functions on tokens ``[b, n, c]``; they know no model and no setting."""
+"""Pure functions on tokens ``[b, n, c]``: partition, matching, plan, merge, unmerge.
+
+They know neither models nor settings, and import nothing else of the package.
+"""
 
 from tokenmerge.ops.matching import (
     bipartite_soft_matching,

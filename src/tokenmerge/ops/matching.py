@@ -1,4 +1,4 @@
-"""Bipartite soft matching: each source's most similar destination, and the best of these edges first."""
+"""Bipartite soft matching: finds the most similar destination of each source and sorts these edges."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ __all__ = [
     "shared_features",
 ]
 
-# How many similarities are held at once; more sources are compared in slices, so that memory grows linearly
-# with the number of tokens as it does with fused attention. On a CPU a slice is small enough for its memory
-# to be reused, and not mapped anew for every product, which costs a quarter of the time at 9216 tokens.
+# Largest number of similarities in memory at once. More sources are compared in slices, so that memory grows
+# linearly with the number of tokens, as with fused attention. On a CPU, slices are small enough that the
+# allocator reuses their memory; mapping new memory for each product costs a quarter of the time at 9216
+# tokens.
 _SIMILARITIES_AT_ONCE = {"cpu": 1 << 23, "other": 1 << 26}
 
 
@@ -29,7 +30,7 @@ def bipartite_soft_matching(features: Tensor, src: Tensor, dst: Tensor) -> tuple
     """Connect each source to its most similar destination (arXiv 2210.09461, section 3).
 
     Args:
-        features: ``[b, n, c]``: what is compared, by cosine similarity.
+        features: ``[b, n, c]``, compared by cosine similarity.
         src: ``[s]`` indices of the sources, or ``[b, s]`` for each image.
         dst: ``[d]`` or ``[b, d]`` indices of the destinations, d ≥ 1.
 
@@ -42,22 +43,24 @@ def bipartite_soft_matching(features: Tensor, src: Tensor, dst: Tensor) -> tuple
 
 
 def most_similar(features: Tensor, src: Tensor, dst: Tensor) -> tuple[Tensor, Tensor]:
-    """The edges of :func:`bipartite_soft_matching`, not put in order.
+    """The edges of :func:`bipartite_soft_matching`, without sorting them.
+
+    The arguments are the same.
 
     Returns:
-        ``(similarity, nearest)``, both ``[b, s]``: of each source to its most similar destination, −1 … 1,
-        and the position in ``dst`` of that destination.
+        ``(similarity, nearest)``, both ``[b, s]``: for each source the similarity of its most similar
+        destination, −1 … 1, and the position of that destination in ``dst``.
     """
     smallest = torch.finfo(features.dtype).tiny
     sources = _select(features, src)
     destinations = F.normalize(_select(features, dst), dim=-1, eps=smallest).transpose(1, 2)
     product, nearest = _largest_products(sources, destinations)
-    # The length of a source does not change which destination is nearest, so it divides last and once.
+    # The length of a source does not change which destination is nearest, so it is divided out at the end.
     return product / sources.norm(dim=-1).clamp(min=smallest), nearest
 
 
 def _select(x: Tensor, index: Tensor) -> Tensor:
-    """Tokens of all images by one index ``[k]``, or by one for each ``[b, k]``: → ``[b, k, c]``."""
+    """Select tokens by an index ``[k]`` for all images, or ``[b, k]`` for each: → ``[b, k, c]``."""
     if index.ndim == 1:
         return x.index_select(1, index)
     b, n, _ = x.shape
@@ -68,15 +71,15 @@ def _select(x: Tensor, index: Tensor) -> Tensor:
 def local_matching(
     features: Tensor, grid: Sequence[int], cell: Sequence[int], src: Tensor, dst: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Connect each source to its most similar destination of the 3 × 3 cells around it.
+    """Connect each source to its most similar destination among the 3 × 3 cells around it.
 
     Args:
-        features: ``[b, n, c]``: what is compared, by cosine similarity.
+        features: ``[b, n, c]``, compared by cosine similarity.
         grid: (rows, columns) of the n tokens.
         cell: (height, width) of a cell in tokens.
         src: ``[s]`` indices of the sources.
-        dst: ``[d]`` indices of the destinations, one for each cell in row order, as
-            :func:`tokenmerge.ops.strided_partition` makes them.
+        dst: ``[d]`` indices of the destinations, one for each cell in row order, from
+            :func:`tokenmerge.ops.strided_partition`.
 
     Returns:
         As :func:`bipartite_soft_matching`.
@@ -93,8 +96,8 @@ def local_matching(
         place = around[cells].expand(len(features), -1, -1).gather(2, which)
         return product / tokens.norm(dim=-1).clamp(min=smallest), place
 
-    # Those within a cell together, so that what is around it is gathered once: the partition lists one
-    # source of each cell, then the next of each. Those beyond the last whole cell follow.
+    # Sources of one cell share their candidates, which are gathered once. The partition lists one source of
+    # every cell, then the next one of every cell, and at the end the sources beyond the last whole cell.
     inside = len(dst) * (num_tokens(cell) - 1)
     by_cell = src[:inside].view(-1, len(dst)).t()
     found = [match(by_cell, torch.arange(len(dst), device=src.device), near)]
@@ -109,7 +112,7 @@ def local_matching(
 
 
 def own_cell(grid: Sequence[int], cell: Sequence[int], tokens: Tensor) -> Tensor:
-    """For each token the cell that it lies in, in row order; beyond the last whole cell, the nearest one.
+    """Index of the cell of each token, in row order; for tokens beyond the last whole cell, the nearest cell.
 
     >>> own_cell((3, 4), (2, 2), torch.tensor([0, 3, 6, 11])).tolist()
     [0, 1, 1, 1]
@@ -121,7 +124,7 @@ def own_cell(grid: Sequence[int], cell: Sequence[int], tokens: Tensor) -> Tensor
 
 
 def _around(rows: int, columns: int, device: torch.device) -> Tensor:
-    """``[rows * columns, 9]`` for each cell those around it and itself; at a border some of them twice."""
+    """``[rows * columns, 9]``: the 3 × 3 cells around each cell, some of them twice at a border."""
     step = torch.arange(-1, 2, device=device)
     row = (torch.arange(rows, device=device).view(-1, 1) + step).clamp(0, rows - 1)
     column = (torch.arange(columns, device=device).view(-1, 1) + step).clamp(0, columns - 1)
@@ -129,7 +132,7 @@ def _around(rows: int, columns: int, device: torch.device) -> Tensor:
 
 
 def _largest_products(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Maximum and its place in each row of ``a @ b``: ``[b, s, c]``, ``[b, c, d]`` → ``[b, s]``."""
+    """Maximum and its index in each row of ``a @ b``: ``[b, s, c]``, ``[b, c, d]`` → ``[b, s]`` each."""
     at_once = _SIMILARITIES_AT_ONCE["cpu" if a.device.type == "cpu" else "other"]
     per_row = b.shape[0] * b.shape[2]
     if a.shape[1] * per_row <= at_once:
@@ -139,20 +142,21 @@ def _largest_products(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def shared_features(features: Tensor, parts: int) -> Tensor:
-    """Features by which ``parts`` images get one plan: ``[parts * b, n, c]`` → ``[b, n, parts * c]``.
+    """Features for one plan shared by ``parts`` images: ``[parts * b, n, c]`` → ``[b, n, parts * c]``.
 
-    Their cosine similarity is the mean of the images' own. Those b apart share a plan, as the two halves of
-    a batch with classifier-free guidance.
+    Their cosine similarity is the mean of the similarities in the single images. Images that are b apart
+    share a plan, such as the two halves of a batch with classifier-free guidance.
     """
     unit = F.normalize(features, dim=-1, eps=torch.finfo(features.dtype).tiny)
     return unit.unflatten(0, (parts, -1)).movedim(0, 2).flatten(2)
 
 
 def features_if_shared(features: Tensor, parts: int, shared: Tensor) -> Tensor:
-    """As :func:`shared_features`, for each image and only if the boolean ``shared`` is true.
+    """:func:`shared_features` if the boolean tensor ``shared`` is true, without reading its value.
 
-    ``[parts * b, n, c]`` → ``[parts * b, n, parts * c]``: equal in all parts if it is; each image's own
-    features and zeros if it is not. For a graph, which cannot turn by the value of a tensor.
+    ``[parts * b, n, c]`` → ``[parts * b, n, parts * c]``. If it is true, all parts get the same
+    shared features. If not, each image gets its own features, padded with zeros. A compiled graph cannot
+    branch on a value.
     """
     c, b = features.shape[2], features.shape[0] // parts
     part = torch.arange(parts, device=features.device)

@@ -1,4 +1,4 @@
-"""Which tokens of a grid are destinations: one in each cell, the rest are sources."""
+"""Splits a token grid into destinations, one in each cell, and sources, which are all other tokens."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def num_destinations(grid: Sequence[int], cell: Sequence[int]) -> int:
 
 
 def num_tokens(grid: Sequence[int]) -> int:
-    """Number of tokens in a grid; as `math.prod`, which torch.compile cannot follow for sizes that vary.
+    """Number of tokens in a grid; like `math.prod`, which torch.compile cannot trace with dynamic sizes.
 
     >>> num_tokens((2, 3, 4))
     24
@@ -43,15 +43,15 @@ def num_tokens(grid: Sequence[int]) -> int:
 def whole_cells(
     grid: Sequence[int], cell: Sequence[int], device: torch.device | str | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The tokens of each whole cell, and those beyond the last whole cell of an axis.
+    """The tokens of each whole cell, and the tokens beyond the last whole cell of an axis.
 
     Args:
         grid: (rows, columns), or (frames, rows, columns): n tokens, the last axis fastest.
-        cell: its k tokens along each axis.
-        device: where the result lives.
+        cell: its size along each axis, k tokens in all.
+        device: device of the result.
 
     Returns:
-        Indices ``[k, d]`` by position within the cell and cell, and ``[n - k * d]``, with
+        Indices ``[k, d]`` of position in the cell by cell, and ``[n - k * d]``, with
         d = :func:`num_destinations`.
 
     >>> inside, outside = whole_cells((2, 5), (2, 2))
@@ -75,17 +75,17 @@ def whole_cells(
 
 
 def partition_at(inside: Tensor, outside: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
-    """Sources and destinations where each cell says which of its tokens is the destination.
+    """Sources and destinations, given the position of the destination in each cell.
 
     Args:
-        inside: ``[k, d]`` as :func:`whole_cells` makes it.
-        outside: ``[o]`` likewise.
-        first: position 0 … k−1 of the destination within its cell: ``[d]``, or ``[b, d]`` for each image.
+        inside: ``[k, d]`` from :func:`whole_cells`.
+        outside: ``[o]`` from :func:`whole_cells`.
+        first: ``[d]`` position 0 … k−1 of the destination in each cell, or ``[b, d]`` for each image.
 
     Returns:
-        As :func:`strided_partition`, with an axis of the images in front where ``first`` has one.
+        As :func:`strided_partition`, with a batch axis in front if ``first`` has one.
     """
-    # The destination comes first; the others follow it round the cell.
+    # Rotate each cell so that its destination comes first.
     size = inside.shape[0]
     order = (torch.arange(size, device=inside.device).unsqueeze(1) + first.unsqueeze(-2)) % size
     inside = inside.expand_as(order).gather(-2, order)
@@ -104,13 +104,13 @@ def strided_partition(
 
     Args:
         grid: (rows, columns), or (frames, rows, columns): n tokens, the last axis fastest.
-        cell: the stride along each axis, in tokens. The grid need not be a multiple of it: the tokens
+        cell: the stride along each axis, in tokens. The grid need not be a multiple of it: tokens
             beyond the last whole cell of an axis are sources.
-        draw: ``(seed, step)``: take a pseudo-random token of each cell as its destination, a function of
-            the seed, the step (an integer tensor of no dimensions) and the cell alone, so that it needs no
-            generator, is the same for all images of a batch and can be recomputed in a backward pass.
-            None: the first token of each cell.
-        device: where the result lives.
+        draw: ``(seed, step)``: the destination of each cell is pseudo-random. It depends only on the seed,
+            the step (an integer tensor of no dimensions) and the cell, so that it needs no generator, is the
+            same for all images of a batch, and can be recomputed in a backward pass. None: the destination
+            is the first token of each cell.
+        device: device of the result.
 
     Returns:
         Indices of the sources ``[n - d]`` and of the destinations ``[d]``, with
@@ -129,20 +129,20 @@ def strided_partition(
 
 
 def uniform_noise(draw: tuple[int, Tensor], n: int, device: torch.device | str | None = None) -> Tensor:
-    """``[n]`` pseudo-random numbers 0 < x < 1, float32: a function of ``draw`` as for a partition.
+    """``[n]`` pseudo-random float32 numbers, 0 < x < 1, with ``draw`` as for :func:`strided_partition`.
 
     >>> uniform_noise((0, torch.tensor(7)), 1000).mean().sub(0.5).abs().item() < 0.05
     True
     """
-    # The upper 23 bits and a half, which float32 holds exactly.
+    # The upper 23 bits plus one half: float32 represents these numbers exactly.
     return ((_hash(*draw, torch.arange(n, device=device)) >> 9).to(torch.float32) + 0.5) * 2.0**-23
 
 
 def _hash(seed: int, step: Tensor, place: Tensor) -> Tensor:
     """Uniform 32-bit integers from three counters.
 
-    Each counter passes through the avalanche function "lowbias32" (C. Wellons, public domain), whose output
-    bits each change with probability 1/2 when one input bit changes.
+    Each counter goes through the avalanche function "lowbias32" (C. Wellons, public domain): if one input bit
+    changes, each output bit changes with probability 1/2.
     """
     state = torch.full_like(place, seed & _MASK32)
     for counter in (step, place):

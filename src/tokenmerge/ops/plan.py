@@ -1,4 +1,4 @@
-"""A plan: the indices of one merge, computed once and used to merge, to unmerge and to draw."""
+"""A plan: the indices of one merge, computed once and used to merge, to unmerge and for pictures."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ __all__ = ["IndexPlan", "Plan", "keep_destinations", "make_plan", "merge", "merg
 class IndexPlan(NamedTuple):
     """Which of n tokens become which of m = n − r merged tokens, for each of b images.
 
-    Indices point into the rows of ``[b * n, c]`` or ``[b * m, c]``: selecting whole rows is many times
-    faster than a gather with an index per element.
+    Indices are rows of ``[b * n, c]`` or ``[b * m, c]``: selecting whole rows is many times faster than a
+    gather with an index for each element.
 
     Attributes:
         keep: ``[b, m]`` row of the token that each merged token starts from and whose place it takes.
         sources: ``[b, r]`` rows of the tokens that merge into another one.
-        targets: ``[b, r]`` merged rows that these go to.
+        targets: ``[b, r]`` merged rows into which ``sources`` merge.
         inverse: ``[b, n]`` merged row that holds each original token.
         sizes: ``[b, m]`` number of original tokens in each merged one, as float32.
-        weights: ``[b, r]`` what each of ``sources`` counts in its mean and in ``sizes``: 1, or 0 for one that
-            is dropped; None: all count.
+        weights: ``[b, r]`` weight of each of ``sources`` in its mean and in ``sizes``: 1, or 0 for a token
+            that is dropped; None: all are 1.
     """
 
     keep: Tensor
@@ -36,15 +36,15 @@ class IndexPlan(NamedTuple):
     weights: Tensor | None = None
 
     def labels(self) -> Tensor:
-        """``[b, n]``: for each token the merged token, 0 … m−1, that stands for it in its image."""
+        """``[b, n]``: index 0 … m−1 of the merged token that stands for each token of its image."""
         return self.inverse % self.keep.shape[1]
 
     def kept(self) -> Tensor:
-        """``[b, m]``: for each merged token the index, 0 … n−1, of the token whose place it takes."""
+        """``[b, m]``: index 0 … n−1 of the token whose place each merged token takes."""
         return self.keep % self.inverse.shape[1]
 
     def merge(self, x: Tensor) -> Tensor:
-        """As the function :func:`merge`."""
+        """See the function :func:`merge`."""
         b, n, c = x.shape
         rows = x.reshape(b * n, c)
         exact = torch.promote_types(x.dtype, torch.float32)
@@ -57,12 +57,12 @@ class IndexPlan(NamedTuple):
         return total.to(x.dtype).view(b, -1, c)
 
     def unmerge(self, y: Tensor) -> Tensor:
-        """As the function :func:`unmerge`."""
+        """See the function :func:`unmerge`."""
         b, m, c = y.shape
         return y.reshape(b * m, c).index_select(0, self.inverse.flatten()).view(b, -1, c)
 
     def longest(self, norms: Tensor) -> Tensor:
-        """Largest of the numbers of the tokens that count in a merged one: ``[b, n]`` ≥ 0 → ``[b, m]``."""
+        """Largest norm of the tokens that count in each merged token: ``[b, n]`` → ``[b, m]``."""
         rows = norms.flatten()
         moved = rows.index_select(0, self.sources.flatten())
         if self.weights is not None:
@@ -71,7 +71,7 @@ class IndexPlan(NamedTuple):
         return own.scatter_reduce(0, self.targets.flatten(), moved, "amax").view(self.keep.shape)
 
     def joined(self, parts: int) -> IndexPlan:
-        """The plan for b / ``parts`` images, each made of ``parts`` in a row: frames of a video."""
+        """The plan for b / ``parts`` images, each of which joins ``parts`` in a row, such as video frames."""
         b = len(self.keep) // parts
         return IndexPlan(
             keep=self.keep.reshape(b, -1),
@@ -83,7 +83,7 @@ class IndexPlan(NamedTuple):
         )
 
     def repeated(self, times: int) -> IndexPlan:
-        """The plan for ``times`` · b images: b that merge as this plan says, then b more, and so on."""
+        """The plan for a batch that repeats ``times`` times the b images of this plan."""
         b, m = self.keep.shape
         before = torch.arange(times, device=self.keep.device).repeat_interleave(b).unsqueeze(1) * b
         n_before, m_before = before * self.inverse.shape[1], before * m
@@ -97,15 +97,15 @@ class IndexPlan(NamedTuple):
         )
 
     def within(self, start: Tensor, total: int) -> IndexPlan:
-        """The plan for sequences of ``total`` tokens of which only n in a row merge, as this plan says.
+        """The plan for sequences of ``total`` tokens that contain the n tokens of this plan in a row.
 
         Args:
-            start: ``[b]`` index of the first of these in the sequence of each image.
+            start: ``[b]`` index of the first of the n tokens in the sequence of each image.
             total: at least start + n.
         """
         (b, m), n = self.keep.shape, self.inverse.shape[1]
         start, image = start.unsqueeze(1), torch.arange(b, device=start.device).unsqueeze(1)
-        # Merged sequence: the tokens beside the n, then the merged ones.
+        # Merged sequence: first the tokens outside the n, then the merged ones.
         others = torch.arange(total - n, device=start.device).expand(b, -1)
         beside = others + n * (others >= start)
         rows, merged_rows = image * total, image * (total - n + m)
@@ -124,14 +124,14 @@ class IndexPlan(NamedTuple):
         )
 
 
-# What merges tokens, whichever way: one token into one other, or shared out over several.
+# A plan of either kind: each token merges into one other, or is shared out over several.
 Plan: TypeAlias = IndexPlan | SoftPlan
 
 
 def make_plan(
     src: Tensor, dst: Tensor, order: Tensor, nearest: Tensor, r: int, weights: Tensor | None = None
 ) -> IndexPlan:
-    """Merge the r sources with the best edges, leave all other tokens alone.
+    """A plan that merges the r sources with the best edges and leaves all other tokens alone.
 
     Args:
         src: ``[s]`` indices of the sources, or ``[b, s]`` for each image.
@@ -139,8 +139,8 @@ def make_plan(
         order: ``[b, s]`` positions in ``src``, the best edge first.
         nearest: ``[b, s]`` for each source the position in ``dst`` of its destination.
         r: number of tokens to remove, 0 ≤ r ≤ s.
-        weights: ``[b, s]`` 1 for each source that counts in the mean that it merges into, 0 for one that is
-            dropped; None: all count.
+        weights: ``[b, s]`` 1 for a source that counts in the mean into which it merges, 0 for one that is
+            dropped instead; None: all count.
     """
     b, s = order.shape
     n, m = s + dst.shape[-1], s + dst.shape[-1] - r
@@ -173,30 +173,30 @@ def make_plan(
 def merge(plan: Plan, x: Tensor) -> Tensor:
     """Replace merged tokens by their mean: ``[b, n, c]`` → ``[b, m, c]``, differentiable.
 
-    Half-precision tokens are summed in float32: a group can hold thousands of them.
+    Half-precision tokens are summed in float32, because a group can have thousands of tokens.
     """
     return plan.merge(x)
 
 
 def keep_destinations(plan: Plan, x: Tensor) -> Tensor:
-    """Keep the tokens whose place merged ones take, and drop the others: ``[b, n, c]`` → ``[b, m, c]``."""
+    """Keep the destinations and unmerged tokens, drop the others: ``[b, n, c]`` → ``[b, m, c]``."""
     b, n, c = x.shape
     return x.reshape(b * n, c).index_select(0, plan.keep.flatten()).view(b, -1, c)
 
 
 def merge_with_norm(plan: Plan, x: Tensor) -> Tensor:
-    """As :func:`merge`, scaled to the longest of the tokens that a merged one stands for (arXiv 2312.01026).
+    """Merge as :func:`merge`, then scale to the norm of the longest merged token (arXiv 2312.01026).
 
-    The mean of vectors is shorter than they are, the more so the less alike they are.
+    A mean is shorter than its vectors, and the shorter the less similar they are.
     """
     mean = merge(plan, x).to(torch.promote_types(x.dtype, torch.float32))
     longest = plan.longest(x.to(mean.dtype).norm(dim=-1))
     length = mean.norm(dim=-1)
-    # A mean of zeros has no direction to be made longer in.
+    # A mean of zero has no direction and stays zero.
     scale = torch.where(length > 0, longest / length, 0)
     return (mean * scale.unsqueeze(-1)).to(x.dtype)
 
 
 def unmerge(plan: Plan, y: Tensor) -> Tensor:
-    """Give each token the result of the merged token that holds it: ``[b, m, c]`` → ``[b, n, c]``."""
+    """Give each token the value of its merged token: ``[b, m, c]`` → ``[b, n, c]``."""
     return plan.unmerge(y)

@@ -1,4 +1,4 @@
-"""A soft plan: tokens of a tile shared out over its destinations by dense products (arXiv 2509.10918)."""
+"""A soft plan: the tokens of a tile are shared out over its destinations (arXiv 2509.10918)."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class Tiles(NamedTuple):
     """A token grid cut into t tiles of up to p tokens; smaller ones are padded.
 
     Attributes:
-        place: ``[n]`` place of each token among the t · p.
-        token: ``[t, p]`` the token at each place; in padding, token 0.
-        real: ``[t, p]`` whether there is one.
+        place: ``[n]`` place 0 … t·p − 1 of each token.
+        token: ``[t, p]`` index of the token at each place; 0 in padding.
+        real: ``[t, p]`` whether a place holds a token and is not padding.
     """
 
     place: Tensor
@@ -30,7 +30,7 @@ class Tiles(NamedTuple):
 def tile(grid: Sequence[int], smallest: Sequence[int], device: torch.device | str | None = None) -> Tiles:
     """Cut a grid of (rows, columns) into as many tiles of at least ``smallest`` as fit along each axis.
 
-    Their sides differ by one token at most, so that any grid is cut evenly.
+    Their sides differ by at most one token, so that any grid is divided evenly.
 
     >>> tile((1, 5), (1, 2)).token.tolist()
     [[0, 1, 2], [3, 4, 0]]
@@ -60,14 +60,14 @@ def tile(grid: Sequence[int], smallest: Sequence[int], device: torch.device | st
 class SoftPlan(NamedTuple):
     """How n tokens are shared out over m = n − r merged tokens, for each of b images.
 
-    Tokens stand in t tiles with p places each, and merged ones in k slots of a tile; places and slots that
-    hold nothing are padding. As in :class:`tokenmerge.ops.IndexPlan`, indices are rows over all images.
+    There are t tiles. Each has p places for tokens and k slots for merged tokens; unused ones are padding.
+    As in :class:`tokenmerge.ops.IndexPlan`, indices are rows over all images.
 
     Attributes:
         keep: ``[b, m]`` row of the token whose place each merged token takes.
-        inverse: ``[b, n]`` merged row in which each token has its largest share.
+        inverse: ``[b, n]`` merged row that has the largest share of each token.
         sizes: ``[b, m]`` sum of the shares in each merged token.
-        shares: ``[b, t, k, p]`` share of each token in each slot of its tile: over the slots they sum to 1.
+        shares: ``[b, t, k, p]`` share of each token in each slot of its tile. The shares of a token sum to 1.
         tokens: ``[b, t * p]`` row of the token at each place.
         places: ``[b, n]`` place of each token, in rows of ``[b * t * p]``.
         merged: ``[b, t * k]`` merged row of each slot.
@@ -84,15 +84,15 @@ class SoftPlan(NamedTuple):
     slots: Tensor
 
     def labels(self) -> Tensor:
-        """``[b, n]``: for each token the merged token, 0 … m−1, in which it has its largest share."""
+        """``[b, n]``: index 0 … m−1 of the merged token that has the largest share of each token."""
         return self.inverse % self.keep.shape[1]
 
     def kept(self) -> Tensor:
-        """``[b, m]``: for each merged token the index, 0 … n−1, of the token whose place it takes."""
+        """``[b, m]``: index 0 … n−1 of the token whose place each merged token takes."""
         return self.keep % self.inverse.shape[1]
 
     def merge(self, x: Tensor) -> Tensor:
-        """Mean of the tokens by their shares: ``[b, n, c]`` → ``[b, m, c]``, differentiable, in float32."""
+        """Means weighted by shares, in float32, differentiable: ``[b, n, c]`` → ``[b, m, c]``."""
         b, _, c = x.shape
         exact = torch.promote_types(x.dtype, torch.float32)
         tiles = x.flatten(0, 1).index_select(0, self.tokens.flatten()).to(exact)
@@ -101,7 +101,7 @@ class SoftPlan(NamedTuple):
         return merged.to(x.dtype).view(b, -1, c)
 
     def unmerge(self, y: Tensor) -> Tensor:
-        """Mean of the merged tokens by each token's shares in them: ``[b, m, c]`` → ``[b, n, c]``."""
+        """Means of the merged tokens, weighted by the shares of each token: ``[b, m, c]`` → ``[b, n, c]``."""
         b, _, c = y.shape
         exact = torch.promote_types(y.dtype, torch.float32)
         slots = y.flatten(0, 1).index_select(0, self.merged.flatten()).to(exact)
@@ -113,15 +113,15 @@ class SoftPlan(NamedTuple):
         return self.shares.flatten(0, 1).to(dtype)
 
     def longest(self, norms: Tensor) -> Tensor:
-        """Largest of the numbers of the tokens that have their largest share in a merged one, or its own.
+        """Largest norm for each merged token, ``[b, n]`` → ``[b, m]``.
 
-        ``[b, n]`` → ``[b, m]``.
+        It is taken over the token whose place it takes and the tokens with their largest share in it.
         """
         own = norms.flatten().index_select(0, self.keep.flatten())
         return own.scatter_reduce(0, self.inverse.flatten(), norms.flatten(), "amax").view(self.keep.shape)
 
     def joined(self, parts: int) -> SoftPlan:
-        """The plan for b / ``parts`` images, each made of ``parts`` in a row: frames of a video."""
+        """The plan for b / ``parts`` images, each of which joins ``parts`` in a row, such as video frames."""
         b = len(self.keep) // parts
         return SoftPlan(
             keep=self.keep.reshape(b, -1),
@@ -135,7 +135,7 @@ class SoftPlan(NamedTuple):
         )
 
     def repeated(self, times: int) -> SoftPlan:
-        """The plan for ``times`` · b images: b that merge as this plan says, then b more, and so on."""
+        """The plan for a batch that repeats ``times`` times the b images of this plan."""
         _, t, k, p = self.shares.shape
         return _in_rows(
             self.kept().repeat(times, 1),
@@ -145,15 +145,15 @@ class SoftPlan(NamedTuple):
         )
 
     def within(self, start: Tensor, total: int) -> SoftPlan:
-        """The plan for sequences of ``total`` tokens of which only n in a row merge, as this plan says.
+        """The plan for sequences of ``total`` tokens that contain the n tokens of this plan in a row.
 
         Args:
-            start: ``[b]`` index of the first of these in the sequence of each image.
+            start: ``[b]`` index of the first of the n tokens in the sequence of each image.
             total: at least start + n.
         """
         (b, t, k, p), n = self.shares.shape, self.inverse.shape[1]
         start, device = start.unsqueeze(1), start.device
-        # The tokens beside the n get tiles of their own, with a slot for each.
+        # The tokens outside the n get their own tiles, with a slot for each token.
         others = torch.arange(total - n, device=device)
         beside = others + n * (others >= start)
         more, at = -(-(total - n) // k), others % k
@@ -169,12 +169,12 @@ class SoftPlan(NamedTuple):
 
 
 def make_soft_plan(tiles: Tiles, chosen: Tensor, is_destination: Tensor, shares: Tensor, m: int) -> SoftPlan:
-    """The plan that shares the tokens of each tile out over its destinations.
+    """A plan that shares the tokens of each tile out over its destinations.
 
     Args:
         tiles: t tiles of up to p tokens.
         chosen: ``[b, t, k]`` place, 0 … p−1, of each destination in its tile.
-        is_destination: ``[t, k]`` which of these are, and not padding.
+        is_destination: ``[t, k]`` which of these are destinations and not padding.
         shares: ``[b, t, k, p]`` share of each token in each destination, 0 in padding.
         m: number of destinations in all tiles together.
     """
@@ -185,7 +185,7 @@ def make_soft_plan(tiles: Tiles, chosen: Tensor, is_destination: Tensor, shares:
 
 
 def _in_rows(keep: Tensor, shares: Tensor, places: Tensor, slots: Tensor) -> SoftPlan:
-    """The plan from indices within each image: what is told by these, and all in rows over all images."""
+    """The plan from indices within each image, with all derived fields and with rows over all images."""
     (b, t, k, p), n, m = shares.shape, places.shape[1], slots.shape[1]
     image = torch.arange(b, device=keep.device).unsqueeze(1)
     tokens = torch.zeros(b, t * p, dtype=torch.int64, device=keep.device).scatter(

@@ -1,4 +1,4 @@
-"""Matching within overlapping tiles: dense products as in the global one, linear in the number of tokens."""
+"""Matching in overlapping tiles: dense products with a cost that is linear in the number of tokens."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ def tiled_matching(
 ) -> tuple[Tensor, Tensor]:
     """Connect each source to its most similar destination in the tile around it.
 
-    The cells are cut into squares; the sources of one are compared with the destinations of a square twice as
-    wide around it. Where that covers the grid, and cells divide it, this is :func:`bipartite_soft_matching`.
+    The cells are divided into squares. The sources of a square are compared with the destinations of a square
+    twice as wide around it. If that covers the grid and cells divide the grid, the result is that of
+    :func:`bipartite_soft_matching`.
 
     Args:
-        features: ``[b, n, c]``: what is compared, by cosine similarity.
+        features: ``[b, n, c]``, compared by cosine similarity.
         grid: (rows, columns) of the n tokens.
         cell: (height, width) of a cell in tokens.
         src: ``[s]`` indices of the sources.
         dst: ``[d]`` indices of the destinations, one for each cell in row order.
-        side: of the inner squares, in cells, even.
+        side: side of a square in cells, an even number.
 
     Returns:
         As :func:`tokenmerge.ops.bipartite_soft_matching`.
@@ -36,8 +37,8 @@ def tiled_matching(
     smallest = torch.finfo(features.dtype).tiny
     destinations = F.normalize(features.index_select(1, dst), dim=-1, eps=smallest)
     rows, columns = grid[0] // cell[0], grid[1] // cell[1]
-    # The partition lists one source of each cell, then the next of each. Those beyond the last whole cell
-    # follow: few, whose destination is that of the nearest cell.
+    # The partition lists one source of every cell, then the next one of every cell, and at the end the few
+    # sources beyond the last whole cell, which go to the destination of the nearest cell.
     inside = len(dst) * (num_tokens(cell) - 1)
     by_cell = torch.arange(inside, device=src.device).view(-1, len(dst))
     places, found = [], []
@@ -54,20 +55,20 @@ def tiled_matching(
 
 
 def _best(features: Tensor, destinations: Tensor, sources: Tensor, window: Tensor) -> tuple[Tensor, Tensor]:
-    """Largest product of each source with the destinations of a window, and whose it is: ``[b, s]``."""
+    """Largest product of each source with the destinations of a window, and its index: ``[b, s]`` each."""
     candidates = destinations.index_select(1, window).transpose(1, 2)
     product, which = (features.index_select(1, sources) @ candidates).max(dim=-1)
     return product, window[which]
 
 
 def _own(features: Tensor, destinations: Tensor, sources: Tensor, cells: Tensor) -> tuple[Tensor, Tensor]:
-    """The product of each source with the destination of its own cell."""
+    """The product of each source with the destination of its own cell, and the cell: ``[b, s]`` each."""
     tokens, own = features.index_select(1, sources), destinations.index_select(1, cells)
     return (tokens * own).sum(dim=-1), cells.expand(len(features), -1)
 
 
 def _tiles(rows: int, columns: int, side: int, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
-    """The cells of each square, and of the one around it: half a side more on each side, within the grid."""
+    """The cells of each square, and of the square around it, which is wider by half a side on each side."""
     index = torch.arange(rows * columns, device=device).view(rows, columns)
     for top in range(0, rows, side):
         for left in range(0, columns, side):

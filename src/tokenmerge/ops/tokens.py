@@ -1,4 +1,4 @@
-"""Tokens that merge again and again: how many each stands for, and which."""
+"""Repeated merging: how many of the original tokens each token stands for, and which ones."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ __all__ = ["SizedPlan", "Tokens", "plan_by_size"]
 
 
 class Tokens(NamedTuple):
-    """What m tokens stand for, after any number of merges of n.
+    """What the m tokens that are left of n stand for, after any number of merges.
 
     Attributes:
-        sizes: ``[b, m]`` how many of the n tokens each stands for, as float32.
-        source: ``[b, n]`` for each of the n tokens which of the m, 0 … m−1, holds it.
+        sizes: ``[b, m]`` number of the n tokens that each token stands for, as float32.
+        source: ``[b, n]`` index 0 … m−1 of the token that stands for each of the n.
     """
 
     sizes: Tensor
     source: Tensor
 
     def unmerge(self, y: Tensor) -> Tensor:
-        """Give each of the n tokens the result of the one that holds it: ``[b, m, c]`` → ``[b, n, c]``."""
+        """Give the n tokens the values of those that stand for them: ``[b, m, c]`` → ``[b, n, c]``."""
         return y.take_along_dim(self.source.unsqueeze(-1), dim=1)
 
 
 class SizedPlan(NamedTuple):
-    """A plan whose tokens count by their size (arXiv 2210.09461, section 3).
+    """A plan whose means are weighted by token size (arXiv 2210.09461, section 3).
 
     Attributes:
         plan: which tokens merge.
-        kept: ``[b * m, 1]`` the share in each merged token of the one whose place it takes; None where all
-            sizes are 1 before the merge.
-        moved: ``[b * r, 1]`` the share of each token that merges into another one, or None.
+        kept: ``[b * m, 1]`` weight of the token whose place each merged token takes; None if all sizes are 1
+            before the merge.
+        moved: ``[b * r, 1]`` weight of each token that merges into another one; None as for ``kept``.
         after: what the merged tokens stand for.
     """
 
@@ -46,25 +46,25 @@ class SizedPlan(NamedTuple):
     def merge(self, x: Tensor) -> Tensor:
         """Replace merged tokens by their mean, weighted by size: ``[b, n, c]`` → ``[b, m, c]``.
 
-        Differentiable. A token that nothing merges into keeps its value exactly. Half-precision tokens are
+        Differentiable. A token into which nothing merges keeps its exact value. Half-precision tokens are
         summed in float32.
         """
         if self.kept is None or self.moved is None:
             return merge(self.plan, x)
         b, n, c = x.shape
         rows = x.reshape(b * n, c)
-        # The shares are float32, and so are these then, or float64.
+        # The weights are float32, so the products are at least float32.
         kept = rows.index_select(0, self.plan.keep.flatten()) * self.kept
         moved = rows.index_select(0, self.plan.sources.flatten()) * self.moved
         return kept.index_add(0, self.plan.targets.flatten(), moved).to(x.dtype).view(b, -1, c)
 
     def unmerge(self, y: Tensor) -> Tensor:
-        """Give each token the result of the merged token that holds it: ``[b, m, c]`` → ``[b, n, c]``."""
+        """Give each token the value of its merged token: ``[b, m, c]`` → ``[b, n, c]``."""
         return unmerge(self.plan, y)
 
 
 def plan_by_size(plan: IndexPlan, tokens: Tokens | None) -> SizedPlan:
-    """The plan for tokens that stand for several each; None: before it each stands for itself."""
+    """The plan for tokens that may stand for several each; None: each stands for itself."""
     if tokens is None:
         return SizedPlan(plan, None, None, Tokens(plan.sizes, plan.labels()))
     keep, sources, targets = plan.keep.flatten(), plan.sources.flatten(), plan.targets.flatten()
@@ -72,7 +72,7 @@ def plan_by_size(plan: IndexPlan, tokens: Tokens | None) -> SizedPlan:
     after = before[keep].index_add(0, targets, before[sources])
     return SizedPlan(
         plan,
-        # Shares of the sum rather than one division behind it: that of a token left alone is exactly 1.
+        # Weights instead of a division at the end, so that the weight of a token left alone is exactly 1.
         kept=(before[keep] / after).unsqueeze(1),
         moved=(before[sources] / after[targets]).unsqueeze(1),
         after=Tokens(after.view(plan.keep.shape), plan.labels().gather(1, tokens.source)),

@@ -1,4 +1,4 @@
-"""How many tokens it takes for merging to save time on a device: measured once, then read from a file."""
+"""Measures from how many tokens on merging saves time on a device, and caches the answer in a file."""
 
 from __future__ import annotations
 
@@ -21,21 +21,22 @@ from tokenmerge.planners import PLANNERS
 
 __all__ = ["cache_file", "fewest_tokens", "measure_fewest_tokens"]
 
-SIDES = (8, 16, 24, 32, 48, 64)  # of the token grids that are tried, the smallest first
+SIDES = (8, 16, 24, 32, 48, 64)  # sides of the token grids that are timed
 _BATCH, _ROUNDS = 2, 5
 
 
 def fewest_tokens(device: torch.device, dtype: torch.dtype, channels: int = 640, heads: int = 8) -> int:
-    """Smallest token grid of which merging half, around self-attention, as ``auto`` does, is faster than not.
+    """Smallest number of tokens for which self-attention is faster with half of the tokens merged.
 
-    It is measured once for a device, a dtype, a width, a version of torch and a number of threads, which
-    takes a second or two at most, and then read from :func:`cache_file`; delete that to measure again.
+    It is measured with the settings of ``auto``, once for each device, dtype, width, version of torch and
+    number of threads. This takes at most a second or two. The result is stored in :func:`cache_file`; delete
+    that file to measure again.
 
     Args:
-        device: that the model is on.
-        dtype: of its weights.
-        channels: of its tokens.
-        heads: of its attention.
+        device: device of the model.
+        dtype: dtype of its weights.
+        channels: number of channels of its tokens.
+        heads: number of attention heads.
     """
     key = f"{_key(device, dtype)}, {heads} × {channels // heads} channels, proportional, corrected, or none"
     file = cache_file()
@@ -44,17 +45,17 @@ def fewest_tokens(device: torch.device, dtype: torch.dtype, channels: int = 640,
         known = dict(json.loads(file.read_text(encoding="utf-8")))
     if not isinstance(known.get(key), int):
         known[key] = measure_fewest_tokens(device, dtype, channels, heads)
-        with contextlib.suppress(OSError):  # it is measured again next time
+        with contextlib.suppress(OSError):  # without the file, it is measured again next time
             _write(file, known)
     return known[key]
 
 
 def cache_file() -> Path:
-    """Where measurements are kept: ``tokenmerge/fewest_tokens.json`` in the user's folder for caches."""
+    """The file with the measurements: ``tokenmerge/fewest_tokens.json`` in the user's cache folder."""
     root = os.environ.get("XDG_CACHE_HOME") or os.environ.get("LOCALAPPDATA")
     try:
         folder = Path(root) if root else Path.home() / ".cache"
-    except RuntimeError:  # a user without a home, as in containers
+    except RuntimeError:  # a user without a home folder, as in containers
         folder = Path(tempfile.gettempdir())
     return folder / "tokenmerge" / "fewest_tokens.json"
 
@@ -65,13 +66,13 @@ def measure_fewest_tokens(
 ) -> int:
     """Time self-attention dense and merged on growing token grids.
 
-    What ``auto`` adds to a merged step counts: planning, sizes in attention, and the correction.
+    The merged time includes what ``auto`` adds: planning, proportional attention and the correction.
 
     The arguments are those of :func:`fewest_tokens`.
 
     Returns:
-        The number of tokens of the first grid on which merging is faster; if none is, of the next larger one,
-        as attention grows with its square.
+        The number of tokens of the first grid on which merging is faster. If there is none, that of a grid
+        twice as wide as the last, because the cost of attention grows with the square of the tokens.
     """
     generator = torch.Generator().manual_seed(0)
 
@@ -102,7 +103,7 @@ def measure_fewest_tokens(
 
 
 def _self_attention(weights: Tensor, heads: int) -> Callable[..., Tensor]:
-    """Attention with these projections of queries, keys, values and results, one below the other."""
+    """Self-attention with weights ``[4 * channels, channels]``: queries, keys, values, output projection."""
     channels = weights.shape[1]
     project, out = weights.split((3 * channels, channels))
 
@@ -115,7 +116,7 @@ def _self_attention(weights: Tensor, heads: int) -> Callable[..., Tensor]:
 
 
 def _seconds(function: Callable[[], Tensor], device: torch.device) -> float:
-    """Shortest time of a call, after one that is not timed: what other work adds is not the device's."""
+    """Shortest time of several calls, after one for warm-up; the shortest has the least noise."""
     times = []
     for _ in range(_ROUNDS + 1):
         start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""What to merge in a vision transformer and how much: plain frozen values, readable without torch."""
+"""The settings of token merging in vision transformers, as frozen values."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ __all__ = ["DecreasingSchedule", "ViTConfig"]
 
 @dataclasses.dataclass(frozen=True)
 class DecreasingSchedule:
-    """Remove 2r tokens in the first layer and ever fewer, down to none in the last (arXiv 2210.09461).
+    """Remove 2r tokens in the first layer, then fewer and fewer, and none in the last (arXiv 2210.09461).
 
-    As many tokens go as with r in every layer, but earlier: faster than the constant schedule, at a lower
-    quality.
+    The total is that of r tokens in every layer. Because tokens go earlier, the model is faster than with the
+    constant schedule, and its quality is lower.
 
     Args:
         r: the mean number of tokens removed in a layer, ≥ 0.
@@ -36,7 +36,7 @@ class DecreasingSchedule:
 
     def per_layer(self, depth: int) -> tuple[int, ...]:
         """Tokens to remove in each of ``depth`` layers; they sum to r · depth."""
-        # Layers as far from the first as from the last have 2r together, so rounding loses none of them.
+        # Layers at equal distance from the two ends remove 2r together, so rounding does not change the sum.
         first_half = [-(-2 * self.r * (depth - 1 - i) // (depth - 1)) for i in range(depth // 2)]
         middle = [self.r] * (depth % 2)
         return (*first_half, *middle, *(2 * self.r - r for r in reversed(first_half)))
@@ -44,25 +44,25 @@ class DecreasingSchedule:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ViTConfig:
-    """Token merging for vision transformers (arXiv 2210.09461), which end with fewer tokens.
+    """Token merging for vision transformers (arXiv 2210.09461). The number of tokens falls layer by layer.
 
     The main knob:
 
     Args:
-        r: number of tokens removed in each layer, between attention and MLP: an integer ≥ 0, the same for
-            all layers; a sequence with one for each; or a :class:`DecreasingSchedule`. Raising it makes the
-            model faster and its output less like the dense one's; 0 leaves the model exactly as it is. A
-            layer removes at most half of its tokens, whatever r asks for; the report says where that is so.
+        r: number of tokens removed in each layer, between attention and MLP: an integer ≥ 0 for all layers, a
+            sequence with one for each layer, or a :class:`DecreasingSchedule`. Raising it makes the model
+            faster and its output less like that of the dense model; 0 leaves the model exactly as it is. A
+            layer removes at most half of its tokens; the report says where r asks for more.
 
     Knobs to tinker with:
 
     Args:
-        proportional_attention: let a merged token attract as much attention as the tokens that it stands
-            for, by adding log(size) to its logits. It costs little time; a model that was not trained with
-            merging needs it. It needs ``eager`` or ``sdpa`` attention, which add to the logits.
-        unmerge: give each input token the result of the merged token that holds it, behind the last layer,
-            for tasks that need the full grid, such as segmentation. It costs next to nothing. Heads that
-            average over the patches get their tokens unmerged in any case, so that each patch counts once.
+        proportional_attention: give a merged token as much attention as the tokens that it stands for, by
+            adding log(size) to its logits. It costs little time. Models that were not trained with merging
+            need it. It works with ``eager`` and ``sdpa`` attention, which can add to the logits.
+        unmerge: after the last layer, give each input token the result of its merged token, for tasks that
+            need the full grid, such as segmentation. It costs almost no time. Heads that average over the
+            patches always get unmerged tokens, so that each patch counts once.
 
     Raises:
         ConfigError: a value is outside these ranges.

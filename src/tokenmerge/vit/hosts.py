@@ -1,4 +1,4 @@
-"""Facts about vision transformers: where their layers are and what those are called."""
+"""Facts about vision transformers: where their layers are, and the names of their parts."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ __all__ = ["Encoder", "Layer", "find_encoders"]
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """Models that are laid out alike.
+    """Models with the same structure.
 
     Attributes:
         model: class of the encoder.
-        around: classes of models with one in it that use no more than the class token of its result.
-        averaging: the same, and their heads average over the patches too.
+        around: classes of models that contain the encoder and use only the class token of its result.
+        averaging: classes of models that contain the encoder and average over its patches.
         layer: class of a layer.
         layers: path of the list of layers.
-        keys: path in a layer of the module whose result are the keys.
-        norm: path of what normalises the tokens for the MLP.
-        mask: name of the layer's argument that is added to the logits of attention.
+        keys: path, in a layer, of the module that returns the keys.
+        norm: path, in a layer, of the norm before the MLP.
+        mask: name of the layer's argument that is added to the attention logits.
     """
 
     model: str
@@ -70,7 +70,7 @@ FAMILIES = (
         "CLIPEncoderLayer",
         **_CLIP,
     ),
-    # That of timm; the class of this name in torchvision has no blocks.
+    # The class of timm. The one of the same name in torchvision has no blocks.
     Family("VisionTransformer", (), (), "Block", **_TIMM),
 )
 
@@ -80,12 +80,12 @@ class Layer:
     """One layer of an encoder.
 
     Attributes:
-        path: its qualified name in the encoder's model.
-        module: the layer. Its first argument are the tokens ``[b, n, c]``, and so is its result.
-        keys: name in it of what gives the keys: ``[b, n, heads * d]``, or ``[b, heads, n, d]``.
-        norm: name of what normalises the tokens for the MLP.
-        mlp: name of the MLP.
-        head_dim: d in the first case; None in the second.
+        path: its qualified name in the encoder.
+        module: the layer. It takes the tokens ``[b, n, c]`` as its first argument and returns tokens.
+        keys: path of the module that returns the keys, ``[b, n, heads * d]`` or ``[b, heads, n, d]``.
+        norm: path of the norm before the MLP.
+        mlp: path of the MLP.
+        head_dim: d for keys ``[b, n, heads * d]``; None for ``[b, heads, n, d]``.
     """
 
     path: str
@@ -101,12 +101,12 @@ class Encoder:
     """A vision transformer.
 
     Attributes:
-        model: from pictures to tokens.
-        layers: in the order in which they run.
-        protected: number of tokens before those of the patches: class, distillation and register tokens.
-        mask: name of the layers' argument that is added to the logits of attention.
-        by_keyword: whether a keyword argument of the model that it does not know reaches every layer.
-        averages: whether the head of the model around it pools the patches.
+        model: the module that turns pictures into tokens.
+        layers: its layers in the order in which they run.
+        protected: number of tokens before the patches: class, distillation and register tokens.
+        mask: name of the layers' argument that is added to the attention logits.
+        by_keyword: whether the model passes unknown keyword arguments to every layer.
+        averages: whether the head of the model around it averages over the patches.
         image_size: height and width of the pictures that it was made for, in pixels.
     """
 
@@ -119,7 +119,7 @@ class Encoder:
     image_size: tuple[int, int]
 
     def example(self, height: int, width: int, batch: int) -> dict[str, Any]:
-        """Arguments of a call with pictures of that size."""
+        """Arguments by name of a call with ``batch`` pictures of ``height`` × ``width`` pixels."""
         like = next(self.model.parameters())
         channels = next(m for m in self.model.modules() if isinstance(m, nn.Conv2d)).in_channels
         picture = torch.zeros(batch, channels, height, width, device=like.device, dtype=like.dtype)
@@ -135,13 +135,13 @@ _ALWAYS_INTERPOLATE = ("Dinov2Model", "Dinov2WithRegistersModel")
 
 
 def find_encoders(model: object) -> tuple[Encoder, ...]:
-    """Every vision transformer in a pipeline or a model that this package knows; may be none.
+    """Every known vision transformer in a pipeline or a model; there may be none.
 
     Args:
-        model: a model of transformers or timm, compiled or wrapped too, or a pipeline with one in it.
+        model: a model of transformers or timm, also compiled or wrapped, or a pipeline with such a model.
 
     Raises:
-        UnsupportedModelError: one has layers that this package does not know.
+        UnsupportedModelError: a vision transformer has layers with an unknown structure.
     """
     return tuple(encoder for part in parts(model) for encoder in _encoders(part))
 
@@ -191,7 +191,7 @@ def _layer(path: str, module: Any, family: Family) -> Layer:
         head_dim = None if keys == "k_norm" else getattr(module, attention).head_dim
     except AttributeError as error:
         raise UnsupportedModelError(
-            f"{path}: not laid out as the layers that tokenmerge knows, which are those of transformers 5.23 "
-            f"and of timm 1.0: {error}"
+            f"{path}: this layer is unknown to tokenmerge, which knows those of transformers 5.23 and timm "
+            f"1.0: {error}; install one of these versions"
         ) from error
     return Layer(path, module, family.keys, family.norm, "mlp", head_dim)

@@ -1,4 +1,4 @@
-"""Patching a vision transformer: which methods change, and the checks before."""
+"""Patches a vision transformer: the checks before, then the methods that change."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ __all__ = ["checked_encoders", "new_vit_state", "patch_encoder"]
 
 
 def checked_encoders(model: object, config: ViTConfig) -> tuple[Encoder, ...]:
-    """Find out, before anything is changed, that a model can be patched.
+    """The encoders of a model, after checking that they can be patched. Nothing is changed yet.
 
     Args:
         model: a model, or an object with models as attributes.
-        config: what to merge and how much.
+        config: the settings.
 
     Raises:
-        UnsupportedModelError: there is no vision transformer that tokens can be merged in, or its attention
-            back-end cannot attend in proportion to size.
-        NothingToMergeError: it has no layers.
+        UnsupportedModelError: there is no known vision transformer, or its attention back-end cannot do
+            proportional attention.
+        NothingToMergeError: an encoder has no layers.
     """
     encoders = find_encoders(model)
     if not encoders:
@@ -52,10 +52,10 @@ def checked_encoders(model: object, config: ViTConfig) -> tuple[Encoder, ...]:
 
 
 def new_vit_state(encoder: Encoder, config: ViTConfig) -> EncoderState:
-    """What the layers of an encoder will share.
+    """The state that the layers of an encoder share.
 
     Raises:
-        ConfigError: ``config.r`` has not one number for each of them.
+        ConfigError: ``config.r`` is a sequence with another length than the list of layers.
     """
     return EncoderState(
         config,
@@ -68,7 +68,7 @@ def new_vit_state(encoder: Encoder, config: ViTConfig) -> EncoderState:
 
 
 def patch_encoder(encoder: Encoder, state: EncoderState) -> None:
-    """Patch an encoder of :func:`checked_encoders` that is not patched."""
+    """Patch an encoder from :func:`checked_encoders` that is not patched yet."""
     for index, layer in enumerate(encoder.layers):
         layer_state = LayerState(
             state, index, layer.path, (layer.keys, layer.norm, layer.mlp), layer.head_dim

@@ -21,23 +21,24 @@ def most_removed(n: int, protected: int) -> int:
 
 @torch.no_grad()
 def plan_tome_vit(keys: Tensor, r: int, protected: int) -> IndexPlan:
-    """Plan one merge: part the tokens alternately, match one half to the other, keep the r best edges.
+    """Plan one merge: split the tokens alternately, match one half to the other, merge the r best edges.
 
     Args:
-        keys: ``[b, n, d]`` the mean over the heads of what attention uses as keys; at least two of the n
-            tokens are not protected.
+        keys: ``[b, n, d]`` mean over the heads of the keys of attention. At least two of the n tokens are
+            not protected.
         r: number of tokens to remove, 0 ≤ r ≤ :func:`most_removed`.
-        protected: number of tokens at the beginning that merge with none, such as the class token.
+        protected: number of tokens at the beginning that never merge, such as the class token.
 
     Returns:
-        The plan; merged tokens are in the order protected, sources left alone, destinations, as in the paper.
+        The plan. The order of merged tokens is that of the paper: protected ones, remaining sources,
+        destinations.
     """
     free = torch.arange(protected, keys.shape[1], device=keys.device)
     src, dst = free[protected % 2 :: 2], free[1 - protected % 2 :: 2]
     order, nearest = bipartite_soft_matching(keys, src, dst)
 
-    # Protected tokens are sources whose edges are never among the best. The others that stay keep their
-    # order: neighbours then stay neighbours and are in different halves again in the next layer.
+    # Protected tokens are sources whose edges come last. The other sources that stay keep their order, so
+    # that neighbours stay neighbours and are in different halves again in the next layer.
     first = torch.arange(protected, device=keys.device)
     nobody = first.expand(keys.shape[0], -1)
     stay = order[:, r:].sort(dim=1).values + protected

@@ -1,4 +1,4 @@
-"""What merging does to each layer of a vision transformer at one size, counted rather than estimated."""
+"""Counts what merging does to each layer of a vision transformer at one picture size."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class ViTRow:
 
     Attributes:
         path: its qualified name in the model.
-        tokens: number of tokens that its attention sees.
-        merged_tokens: number that its MLP sees and that it hands on.
+        tokens: number of tokens in its attention.
+        merged_tokens: number of tokens in its MLP and in its result.
         flops_dense: floating-point operations of the layer without merging.
-        flops_merged: with it, the matching included.
+        flops_merged: the same with merging, including the matching.
     """
 
     path: str
@@ -38,18 +38,18 @@ class ViTRow:
 class ViTReport:
     """What merging does to one call of a vision transformer.
 
-    FLOPs are those of matrix products, convolutions and attention, two for a multiply-add; the time saved
-    depends on the machine too.
+    FLOPs count matrix products, convolutions and attention, with two for a multiply-add. The time saved also
+    depends on the machine.
 
     Attributes:
         model: class of the model.
         height: of the pictures, in pixels.
-        width: of the pictures.
-        batch: pictures in the call.
-        rows: a row for each layer.
-        flops_dense: operations of the whole model without merging.
-        flops_merged: with it.
-        notes: where fewer tokens go than was asked, and other things to know, in words.
+        width: of the pictures, in pixels.
+        batch: number of pictures in the call.
+        rows: one row for each layer.
+        flops_dense: floating-point operations of the whole model without merging.
+        flops_merged: the same with merging.
+        notes: layers that remove fewer tokens than asked, and other things to know, as text.
     """
 
     model: str
@@ -80,20 +80,20 @@ class ViTReport:
 def predict_vit(
     model: object, config: ViTConfig, height: int | None = None, width: int | None = None, batch: int = 1
 ) -> ViTReport:
-    """Count what merging saves, by running a copy of the model without weights on the meta device.
+    """Count what merging saves, with a copy of the model without weights on the meta device.
 
-    The model itself is not called and not changed; it may be patched, or on the meta device.
+    The model itself is neither called nor changed. It may already be patched or on the meta device.
 
     Args:
-        model: as for :func:`tokenmerge.apply_token_merging`. Of several encoders in it the first counts.
-        config: what to merge and how much.
-        height: of the pictures, in pixels; None: what the model was made for.
-        width: of the pictures.
+        model: as for :func:`tokenmerge.apply_token_merging`. Only its first encoder is counted.
+        config: the settings.
+        height: of the pictures, in pixels; None: the height that the model was made for.
+        width: of the pictures, in pixels; None: the width that the model was made for.
         batch: number of pictures in the call.
 
     Raises:
         UnsupportedModelError, NothingToMergeError: as :func:`tokenmerge.apply_token_merging`.
-        ConfigError: the size is not valid, or ``config.r`` has not one number for each layer.
+        ConfigError: the size is not valid, or ``config.r`` is a sequence of the wrong length.
     """
     for argument, value in (("height", height), ("width", width), ("batch", batch)):
         if value is not None and (not isinstance(value, int) or value < 1):

@@ -1,9 +1,9 @@
-"""What the methods of a patched vision transformer do.
+"""The methods of a patched vision transformer.
 
-The paper merges between attention and MLP, in the middle of a layer's method. Here the norm before the MLP
-gets merged tokens, the MLP's result is unmerged for the host to add, and the layer's result is merged: since
-the mean of equal tokens is that token, merge(x + unmerge(mlp(norm(merge(x))))) is merge(x) +
-mlp(norm(merge(x))).
+The paper merges between attention and MLP, in the middle of a layer's forward. Here the norm before the MLP
+receives merged tokens, the result of the MLP is unmerged so that the host can add it, and the result of the
+layer is merged. This is the same: the mean of equal tokens is that token, so merge(x +
+unmerge(mlp(norm(merge(x))))) equals merge(x) + mlp(norm(merge(x))).
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ __all__ = [
     "swap_parts",
 ]
 
-# The keyword argument by which a call's tokens reach its layers: a list with an entry for the input of each
-# layer, None where nothing has merged. An argument and not an attribute, because gradient checkpointing runs
-# a layer again with the arguments that it had, perhaps after other calls.
+# The keyword argument that carries the token sizes of a call through its layers: a list with an entry for the
+# input of each layer, None where nothing has merged. It is an argument because gradient checkpointing
+# recomputes a layer with its arguments, possibly after other calls; an attribute would have changed by then.
 _TOKENS = "_tokenmerge_tokens"
 
 
 @dataclasses.dataclass(frozen=True)
 class RecordedTokens:
-    """What the tokens behind a layer stand for.
+    """What the tokens after a layer stand for.
 
     Attributes:
-        source: ``[b, n]`` for each token of the model's input which of the m tokens holds it.
-        sizes: ``[b, m]`` how many each holds.
-        protected: number of tokens before those of the patches.
+        source: ``[b, n]`` index 0 … m−1 of the token that stands for each token of the model's input.
+        sizes: ``[b, m]`` number of input tokens that each token stands for.
+        protected: number of tokens before the patches.
     """
 
     source: Tensor
@@ -57,17 +57,17 @@ class RecordedTokens:
     protected: int
 
     def labels(self, height: int | None = None, width: int | None = None) -> Tensor:
-        """The groups of patches, to be drawn with :func:`tokenmerge.pictures.draw_groups`.
+        """The groups of merged patches, for :func:`tokenmerge.pictures.draw_groups`.
 
         Args:
-            height: rows of patches; None: as many as columns.
-            width: columns of patches.
+            height: number of rows of patches; None: the grid is square.
+            width: number of columns of patches.
 
         Returns:
-            ``[b, height, width]`` for each patch the token that holds it.
+            ``[b, height, width]`` index of the token that stands for each patch.
 
         Raises:
-            ValueError: so many rows and columns are not the number of patches.
+            ValueError: ``height`` × ``width`` is not the number of patches.
         """
         patches = self.source[:, self.protected :]
         n = patches.shape[1]
@@ -83,17 +83,17 @@ class RecordedTokens:
 
 @dataclasses.dataclass(eq=False)
 class EncoderState:
-    """What all layers of a patched model share.
+    """State that all layers of a patched model share.
 
     Attributes:
         config: the settings.
-        r: tokens to remove in each layer.
+        r: number of tokens to remove in each layer.
         protected: number of tokens at the beginning that never merge.
-        mask: name of the layers' argument that is added to the logits of attention.
-        by_keyword: whether a call's tokens can reach the layers as a keyword argument.
+        mask: name of the layers' argument that is added to the attention logits.
+        by_keyword: whether the model passes keyword arguments on to its layers.
         unmerge: whether the last layer gives each input token a result.
-        tokens: those of the running call, where they cannot.
-        record: where each layer leaves what its tokens stand for, by its path, while somebody asks for it.
+        tokens: token sizes at the input of each layer in the running call, if ``by_keyword`` is False.
+        record: what the tokens after each layer stand for, by path, while :meth:`Patch.record` collects it.
     """
 
     config: ViTConfig
@@ -118,17 +118,17 @@ class EncoderState:
 
 @dataclasses.dataclass(eq=False)
 class LayerState:
-    """What a layer leaves for its parts while it runs.
+    """State that a layer shares with its parts while it runs.
 
     Attributes:
-        encoder: that it belongs to.
-        index: its number.
-        path: its name in the model.
-        parts: names in it of what gives the keys, of the norm before the MLP, and of the MLP.
-        head_dim: d where the keys are ``[b, n, heads * d]``; None where they are ``[b, heads, n, d]``.
-        r: tokens to remove in the running call; 0 outside of it.
+        encoder: state of the encoder.
+        index: number of the layer, from 0.
+        path: qualified name of the layer in the encoder.
+        parts: paths of the module that returns the keys, of the norm before the MLP, and of the MLP.
+        head_dim: d for keys ``[b, n, heads * d]``; None for ``[b, heads, n, d]``.
+        r: number of tokens to remove in the running call; 0 outside a call.
         tokens: what the tokens of its input stand for.
-        plan: of the running call, as soon as the keys are known.
+        plan: plan of the running call, once the keys are known.
     """
 
     encoder: EncoderState
@@ -142,37 +142,37 @@ class LayerState:
 
 
 def begin(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
-    """Before the model: nothing has merged yet."""
+    """Pre-forward hook of the model: start a call in which nothing has merged yet."""
     encoder: EncoderState = model.__dict__[STATE]
     check_attention(model, encoder.config)
     mask = HostCall(model.forward, parameters(type(model).forward), args, kwargs).argument(encoder.mask)
     if mask is not None and any(encoder.r):
         raise _mask_error(encoder, mask)
     if not encoder.by_keyword:
-        return None  # the first layer begins, as it does when only a part of the model is called
+        return None  # the first layer starts the call, as when only a part of the model is called
     return args, {**kwargs, _TOKENS: [None] * (len(encoder.r) + 1)}
 
 
 def check_attention(model: nn.Module, config: ViTConfig) -> None:
-    """See that the attention back-end adds what it is given to its logits.
+    """Check that the attention back-end can do proportional attention, if the settings ask for it.
 
     Raises:
-        UnsupportedModelError: it does not, and proportional attention needs it.
+        UnsupportedModelError: it cannot add to the logits.
     """
     backend = getattr(getattr(model, "config", None), "_attn_implementation", None)
     if config.proportional_attention and backend not in (None, "eager", "sdpa"):
         raise UnsupportedModelError(
-            f"proportional attention adds the sizes of the tokens to the logits, which {backend!r} attention "
+            f"proportional_attention adds log(size) to the attention logits, which {backend!r} attention "
             'cannot do; call model.set_attn_implementation("sdpa") or take '
             "ViTConfig(proportional_attention=False)"
         )
 
 
-# Four functions make the method of a swapped class from that of the original one, as in runtime.forward.
+# These four functions make the method of a swapped class from the original one, as in runtime.forward.
 
 
 def layer_call(original: HostMethod) -> Callable:
-    """The layer: attention in proportion to size; its result is merged."""
+    """Method of the layer: its attention is proportional, its result is merged."""
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         state: LayerState | None = self.__dict__.get(STATE)
@@ -183,7 +183,7 @@ def layer_call(original: HostMethod) -> Callable:
         swap_parts(self, state)
         call = HostCall(original.of(self), original.names(), args, kwargs)
         x, mask = call.argument(call.names[0]), call.argument(encoder.mask)
-        # A mask in a call of the whole model is the host's own, by which all tokens attend to all others.
+        # In a call of the whole model, a mask at this point is the host's own, which hides nothing.
         if mask is not None and given is None and any(encoder.r):
             raise _mask_error(encoder, mask)
         tokens, r = tokens_of_layers[state.index], _num_removed(state, x)
@@ -208,7 +208,7 @@ def layer_call(original: HostMethod) -> Callable:
 
 
 def keys_call(original: HostMethod) -> Callable:
-    """The part whose result are the keys: they decide what merges."""
+    """Method of the module that returns the keys, from which the plan is made."""
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         keys = original.of(self)(*args, **kwargs)
@@ -217,7 +217,7 @@ def keys_call(original: HostMethod) -> Callable:
             by_head = (
                 keys if state.head_dim is None else keys.unflatten(-1, (-1, state.head_dim)).transpose(1, 2)
             )
-            # At least float32, so that half precision does not make unequal edges equal.
+            # At least float32: half precision would make different similarities equal.
             metric = by_head.detach().mean(dim=1, dtype=torch.promote_types(keys.dtype, torch.float32))
             plan = plan_tome_vit(metric, state.r, state.encoder.protected)
             state.plan = plan_by_size(plan, state.tokens)
@@ -227,7 +227,7 @@ def keys_call(original: HostMethod) -> Callable:
 
 
 def norm_call(original: HostMethod) -> Callable:
-    """The norm before the MLP: both run on merged tokens."""
+    """Method of the norm before the MLP: both run on merged tokens."""
 
     def forward(self: nn.Module, x: Tensor) -> Any:
         state: LayerState | None = self.__dict__.get(STATE)
@@ -238,7 +238,7 @@ def norm_call(original: HostMethod) -> Callable:
 
 
 def mlp_call(original: HostMethod) -> Callable:
-    """The MLP: its result is unmerged, so that the host can add it to what the layer had before."""
+    """Method of the MLP: its result is unmerged, so that the host can add it to the tokens before."""
 
     def forward(self: nn.Module, x: Tensor) -> Any:
         state: LayerState | None = self.__dict__.get(STATE)
@@ -250,23 +250,23 @@ def mlp_call(original: HostMethod) -> Callable:
 
 
 def swap_parts(layer: nn.Module, state: LayerState) -> None:
-    """Change the parts of a layer, now or where other software, such as PEFT, has replaced them since."""
+    """Swap the parts of a layer, at first and again if other software, such as PEFT, has replaced one."""
     for name, call in zip(state.parts, (keys_call, norm_call, mlp_call), strict=True):
         part = layer.get_submodule(name)
         if part.__dict__.get(STATE) is not state:
-            restore(part)  # the one of before may be inside of it
+            restore(part)  # the former part may be inside the new one
             swap(part, "forward", call, state)
 
 
 def _tokens_of_call(state: LayerState) -> list[Tokens | None]:
-    """The tokens of the running call, for a layer that is called without them."""
+    """Token sizes of the running call, for a layer that does not get them as an argument."""
     encoder = state.encoder
     if state.index == 0:
         encoder.tokens = [None] * (len(encoder.r) + 1)
     if encoder.tokens is None:
         raise UnsupportedModelError(
-            f"{state.path}: run without the layers before it, so that the sizes of its tokens are unknown; "
-            "switch off what does so, such as timm's gradient checkpointing: "
+            f"{state.path}: called without the layers before it, so the sizes of its tokens are unknown; "
+            "switch off what calls it alone, such as gradient checkpointing of timm: "
             "model.set_grad_checkpointing(False)"
         )
     call = encoder.tokens
@@ -281,19 +281,20 @@ def _num_removed(state: LayerState, x: Tensor) -> int:
     if state.index == 0 and most == 0 and any(encoder.r):
         raise NothingToMergeError(
             f"nothing to merge: an input of shape {tuple(x.shape)} has {x.shape[1] - encoder.protected} "
-            f"tokens beside {encoder.protected} that never merge, and it takes two; use larger pictures"
+            f"tokens besides the {encoder.protected} that never merge, and merging needs two; use larger "
+            "pictures"
         )
     return min(encoder.r[state.index], most)
 
 
 def _log_sizes(tokens: Tokens, encoder: EncoderState, dtype: torch.dtype) -> Tensor | None:
-    """What is added to the logits ``[b, heads, n, n]``."""
+    """log(size) ``[b, 1, 1, n]``, to be added to the attention logits ``[b, heads, n, n]``."""
     return tokens.sizes.log().to(dtype)[:, None, None, :] if encoder.config.proportional_attention else None
 
 
 def _mask_error(encoder: EncoderState, mask: Tensor) -> UnsupportedModelError:
     return UnsupportedModelError(
-        f"{encoder.mask}: a mask of shape {tuple(mask.shape)} is for all tokens and says nothing of merged "
+        f"{encoder.mask}: a mask of shape {tuple(mask.shape)} is for all tokens and does not fit merged "
         f"ones; call the model without {encoder.mask}, or remove_token_merging(model) first"
     )
 
@@ -301,7 +302,7 @@ def _mask_error(encoder: EncoderState, mask: Tensor) -> UnsupportedModelError:
 def _one_tensor(y: Any, state: LayerState) -> Tensor:
     if not isinstance(y, Tensor):
         raise UnsupportedModelError(
-            f"{state.path}: expected tokens as its result, got a {type(y).__name__}, as in old versions of "
-            "transformers; install transformers 5.23 or newer"
+            f"{state.path}: expected one tensor as its result, got a {type(y).__name__}, as in old "
+            "versions of transformers; install transformers 5.23 or newer"
         )
     return y

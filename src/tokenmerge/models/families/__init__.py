@@ -1,4 +1,4 @@
-"""One file for each family of models: the names of its classes, and ``describe(root)`` → its facts.
+"""One file for each family of models, with the names of its classes and ``describe(root)`` → :class:`Host`.
 
-A file may import what stands beside this folder in ``models``, but not ``find``.
+A file may import the modules of ``models`` and other families, but not ``find``.
 """
