@@ -103,7 +103,7 @@ def page(checks: dict[str, tuple[int, int]] | None) -> str:
             parts += [row(key, checks) for key in keys]
         else:
             parts.append(
-                "No class of diffusers: [tests/test_api.py](../tests/test_api.py) checks it on a UNet laid out alike.\n"
+                "No class of diffusers: [tests/test_api.py](../tests/test_api.py) checks it on a UNet of the same structure."
             )
     rows = [(f"`{name}`", reason) for name, reason in sorted(REASONS.items())] + [*BY_SETTING.values()]
     refused = "\n".join(f"| {model} | {reason} |" for model, reason in rows)
