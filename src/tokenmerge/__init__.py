@@ -8,7 +8,7 @@
 from tokenmerge import presets
 from tokenmerge.api import Patch, apply_token_merging, remove_token_merging, token_merging
 from tokenmerge.compat import apply_patch, remove_patch
-from tokenmerge.config import ToMeConfig
+from tokenmerge.config import Correction, PlanSharing, Schedule, StepReuse, ToMeConfig
 from tokenmerge.errors import (
     ConfigError,
     MissingExtraError,
@@ -22,10 +22,14 @@ __version__ = "0.1.0"
 
 __all__ = [
     "ConfigError",
+    "Correction",
     "DecreasingSchedule",
     "MissingExtraError",
     "NothingToMergeError",
     "Patch",
+    "PlanSharing",
+    "Schedule",
+    "StepReuse",
     "ToMeConfig",
     "TokenMergingError",
     "UnsupportedModelError",

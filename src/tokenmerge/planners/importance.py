@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tokenmerge.config import ToMeConfig
+from tokenmerge.config import MergeSettings
 from tokenmerge.ops import Plan, make_plan, most_similar, num_destinations, num_tokens, uniform_noise
 from tokenmerge.planners.tome import num_removed
 
@@ -19,7 +19,7 @@ _POOL = 1.4
 
 @torch.no_grad()
 def plan_ibtm(
-    features: Tensor, grid: Sequence[int], config: ToMeConfig, step: Tensor, importance: Tensor
+    features: Tensor, grid: Sequence[int], config: MergeSettings, step: Tensor, importance: Tensor
 ) -> Plan | None:
     """As :func:`tokenmerge.planners.tome.plan_tome`, with destinations among the important tokens.
 

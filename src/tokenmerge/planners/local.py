@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tokenmerge.config import ToMeConfig
+from tokenmerge.config import MergeSettings
 from tokenmerge.ops import Plan, local_matching, make_plan, num_tokens, strided_partition
 from tokenmerge.planners.tome import num_removed
 
@@ -15,7 +15,7 @@ __all__ = ["plan_local"]
 
 
 @torch.no_grad()
-def plan_local(features: Tensor, grid: Sequence[int], config: ToMeConfig, step: Tensor) -> Plan | None:
+def plan_local(features: Tensor, grid: Sequence[int], config: MergeSettings, step: Tensor) -> Plan | None:
     """As :func:`tokenmerge.planners.tome.plan_tome`, with local matching within each frame."""
     r = num_removed(grid, config)
     if r == 0:

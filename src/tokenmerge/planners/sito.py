@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tokenmerge.config import ToMeConfig
+from tokenmerge.config import MergeSettings
 from tokenmerge.ops import (
     Plan,
     bipartite_soft_matching,
@@ -37,7 +37,7 @@ def similarity_scores(features: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def plan_sito(features: Tensor, grid: Sequence[int], config: ToMeConfig, step: Tensor) -> Plan | None:
+def plan_sito(features: Tensor, grid: Sequence[int], config: MergeSettings, step: Tensor) -> Plan | None:
     """Plan one pruning: the base token of each cell, then the tokens most similar to a base token.
 
     The base token of a cell is the one most similar to all tokens, with a little noise so that steps differ.

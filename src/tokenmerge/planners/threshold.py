@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tokenmerge.config import ToMeConfig
+from tokenmerge.config import MergeSettings
 from tokenmerge.ops import Plan, make_plan, most_similar, num_tokens, strided_partition
 from tokenmerge.planners.tome import num_removed
 
@@ -15,7 +15,7 @@ __all__ = ["plan_threshold"]
 
 
 @torch.no_grad()
-def plan_threshold(features: Tensor, grid: Sequence[int], config: ToMeConfig, step: Tensor) -> Plan | None:
+def plan_threshold(features: Tensor, grid: Sequence[int], config: MergeSettings, step: Tensor) -> Plan | None:
     """As :func:`tokenmerge.planners.tome.plan_tome`, with means of tokens above ``config.threshold`` alone.
 
     The paper merges every token whose similarity to its destination reaches the threshold, and no other, so

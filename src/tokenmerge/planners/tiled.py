@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tokenmerge.config import ToMeConfig
+from tokenmerge.config import MergeSettings
 from tokenmerge.ops import Plan, make_plan, num_tokens, strided_partition, tiled_matching
 from tokenmerge.planners.tome import num_removed
 
@@ -18,7 +18,7 @@ SIDE = 16
 
 
 @torch.no_grad()
-def plan_tiled(features: Tensor, grid: Sequence[int], config: ToMeConfig, step: Tensor) -> Plan | None:
+def plan_tiled(features: Tensor, grid: Sequence[int], config: MergeSettings, step: Tensor) -> Plan | None:
     """As :func:`tokenmerge.planners.tome.plan_tome`, with tiled matching within each frame.
 
     On grids of up to 16 × 16 cells without tokens beside them, which one tile holds, it is the same.

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tokenmerge.config import ToMeConfig
+from tokenmerge.config import MergeSettings
 from tokenmerge.ops import Plan, make_soft_plan, num_tokens, tile
 from tokenmerge.planners.tome import num_removed
 
@@ -45,7 +45,7 @@ def facility_location(similarity: Tensor, real: Tensor, count: int) -> Tensor:
 
 
 @torch.no_grad()
-def plan_toma(features: Tensor, grid: Sequence[int], config: ToMeConfig, step: Tensor) -> Plan | None:
+def plan_toma(features: Tensor, grid: Sequence[int], config: MergeSettings, step: Tensor) -> Plan | None:
     """Plan one soft merge: facility-location destinations of each tile, tokens shared out by a softmax.
 
     A token is shared out over the destinations of its tile by softmax(1000 · cosine). Merging takes the mean

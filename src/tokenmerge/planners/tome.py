@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tokenmerge.config import ToMeConfig
+from tokenmerge.config import MergeSettings
 from tokenmerge.ops import (
     Plan,
     bipartite_soft_matching,
@@ -20,7 +20,7 @@ from tokenmerge.ops import (
 __all__ = ["num_removed", "plan_tome"]
 
 
-def num_removed(grid: Sequence[int], config: ToMeConfig) -> int:
+def num_removed(grid: Sequence[int], config: MergeSettings) -> int:
     """Number r of tokens removed from a grid of (frames, rows, columns).
 
     ratio · n, rounded down for each part that merges on its own, or 0 where there is no whole cell.
@@ -35,7 +35,7 @@ def num_removed(grid: Sequence[int], config: ToMeConfig) -> int:
 
 
 @torch.no_grad()
-def plan_tome(features: Tensor, grid: Sequence[int], config: ToMeConfig, step: Tensor) -> Plan | None:
+def plan_tome(features: Tensor, grid: Sequence[int], config: MergeSettings, step: Tensor) -> Plan | None:
     """Plan one merge: partition, match, keep the r best edges.
 
     Args:
@@ -57,7 +57,7 @@ def plan_tome(features: Tensor, grid: Sequence[int], config: ToMeConfig, step: T
     return make_plan(src, dst, order, nearest, r=num_removed(grid, config) // parts).joined(parts)
 
 
-def _parts(grid: Sequence[int], config: ToMeConfig) -> tuple[int, Sequence[int], Sequence[int]]:
+def _parts(grid: Sequence[int], config: MergeSettings) -> tuple[int, Sequence[int], Sequence[int]]:
     """How many parts of a grid merge on their own, the grid of one, and its cell."""
     if config.st == 1:
         return grid[0], grid[1:], (config.sy, config.sx)

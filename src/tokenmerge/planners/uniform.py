@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tokenmerge.config import ToMeConfig
+from tokenmerge.config import MergeSettings
 from tokenmerge.ops import Plan, make_plan, num_tokens, own_cell, strided_partition
 from tokenmerge.planners.tome import num_removed
 
@@ -15,7 +15,7 @@ __all__ = ["plan_uniform"]
 
 
 @torch.no_grad()
-def plan_uniform(features: Tensor, grid: Sequence[int], config: ToMeConfig, step: Tensor) -> Plan | None:
+def plan_uniform(features: Tensor, grid: Sequence[int], config: MergeSettings, step: Tensor) -> Plan | None:
     """Give every source to its own cell, whatever the tokens are; ``config.ratio`` counts only if it is 0.
 
     Args:

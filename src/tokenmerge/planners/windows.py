@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tokenmerge.config import ToMeConfig
+from tokenmerge.config import MergeSettings
 from tokenmerge.ops import Plan, make_plan, num_tokens, own_cell, strided_partition, whole_cells
 from tokenmerge.planners.tome import num_removed
 
@@ -35,7 +35,7 @@ def uniformity(features: Tensor, windows: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def plan_windows(features: Tensor, grid: Sequence[int], config: ToMeConfig, step: Tensor) -> Plan | None:
+def plan_windows(features: Tensor, grid: Sequence[int], config: MergeSettings, step: Tensor) -> Plan | None:
     """Merge the windows whose tokens are most alike, each into one token, and leave all others whole.
 
     As fast to plan as any method that looks at the tokens: nothing is compared across windows. It keeps the

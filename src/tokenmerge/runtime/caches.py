@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from tokenmerge.config import ToMeConfig
+from tokenmerge.config import MergeSettings
 from tokenmerge.ops import Plan
 
 __all__ = [
@@ -88,7 +88,7 @@ class Seen(NamedTuple):
         plan: that was used; None: none.
     """
 
-    settings: ToMeConfig
+    settings: MergeSettings
     size: tuple[int, int] | None
     plan: Plan | None
 

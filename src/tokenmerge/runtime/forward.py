@@ -195,7 +195,7 @@ def _corrected(
     plan = block.plan
     if plan is None:
         return dense()
-    if before is None or not block.run.config.correct_every:
+    if before is None or not block.run.config.correction.every:
         return merged(plan)
     return add_lost(layout, plan, merged(plan), before.latest, COMBINE[block.settings.combine])
 
@@ -203,7 +203,7 @@ def _corrected(
 def _keeps_change(block: BlockState, before: Change | None) -> bool:
     """Whether what a block or layer changes is kept, for corrections: from a dense step on."""
     run = block.run
-    return run.corrects or (before is not None and bool(run.config.correct_every))
+    return run.corrects or (before is not None and bool(run.config.correction.every))
 
 
 def _bases(state: BlockState, call: HostCall, count: int) -> list[Tensor]:

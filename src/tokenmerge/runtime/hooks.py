@@ -37,7 +37,7 @@ def note_call(root: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
     before, run.step = run.step, run.steps.of(timestep, device)
     if run.config.follows_steps:
         _note_step(run, root, timestep, before)
-    if run.config.share_guidance:
+    if run.config.plans.guidance:
         _note_parts(run, root, sample)
     shape = (len(sample), *sample[0].shape)
     text = arguments.get("encoder_hidden_states") if run.config.follows_steps else None
@@ -53,7 +53,7 @@ def _check_stacks(run: Run, root: nn.Module, arguments: Mapping[str, Any]) -> No
     if between:
         raise UnsupportedModelError(
             f"scope='stack' leaves tokens merged from block to block, and {' and '.join(between)} needs each "
-            "block on its own; take scope='block', with share_plan=True for one plan"
+            "block on its own; take scope='block', with plans.blocks=True for one plan"
         )
 
 
@@ -84,22 +84,22 @@ def _note_turn(run: Run, sample: Tensor | list[Tensor], shape: tuple[int, ...]) 
         first = sample[0] if isinstance(sample, list) else sample
         run.same.note(first, run.step, run.sample_gone)
         # A second call of a step, not the first of the next one.
-        again = config.share_guidance and run.same.again and (turns.number > 0 or not config.follows_steps)
+        again = config.plans.guidance and run.same.again and (turns.number > 0 or not config.follows_steps)
     if not again and config.follows_steps:
         run.plan_turn = turns.number
-        phase = config.phase(turns.index - turns.first, turns.last + 1 - turns.first)
-        anew = turns.plans(config.plan_every, (*shape, phase))
+        phase = config.schedule.phase(turns.index - turns.first, turns.last + 1 - turns.first)
+        anew = turns.plans(config.plans.every, (*shape, phase))
     run.begin_call(plan_anew=anew and not again)
     run.holds = (
-        config.plan_every > 1
-        or config.share_plan
+        config.plans.every > 1
+        or config.plans.blocks
         # For the other half of guidance, in a call of its own.
-        or (config.share_guidance and run.same.known)
+        or (config.plans.guidance and run.same.known)
         # Blocks may run again, behind the model.
         or (config.follows_steps and torch.is_grad_enabled())
     )
     _note_reuse(run, shape)
-    if config.correct_every and run.ahead is None and turns.corrects(config.correct_every, shape):
+    if config.correction.every and run.ahead is None and turns.corrects(config.correction.every, shape):
         _correct(run)
 
 
@@ -107,13 +107,13 @@ def _note_reuse(run: Run, shape: tuple[int, ...]) -> None:
     """Note what does not run in the running call, and whether what runs is kept for such calls."""
     turns = run.turns
     step, steps = turns.index - turns.first, turns.last + 1 - turns.first
-    every, finest_every = run.config.reuse(steps)
-    run.keeps = every > 1 and step < round(run.config.until * steps)
-    if run.config.reuse_every > 1 and torch.is_grad_enabled():
-        _refuse_training("reuse_every", run.config.reuse_every, 1)
+    every, finest_every = run.config.reuse.intervals(steps)
+    run.keeps = every > 1 and step < round(run.config.schedule.until * steps)
+    if run.config.reuse.every > 1 and torch.is_grad_enabled():
+        _refuse_training("reuse.every", run.config.reuse.every, 1)
     run.ahead = _ahead(run, "blocks", every, shape) if run.keeps else None
     # A step that runs everything runs the finest level of a UNet too.
-    if run.ahead is None or step < round(run.config.reuse_finest_from * steps):
+    if run.ahead is None or step < round(run.config.reuse.shallow_from * steps):
         finest_every = 1
     run.finest_ahead = _ahead(run, "finest", finest_every, shape) if run.keeps else None
 
@@ -163,7 +163,7 @@ def _note_step(run: Run, root: nn.Module, timestep: Any, before: Tensor) -> None
 
 def _refuse_caches(run: Run, root: nn.Module) -> None:
     """Refuse hooks that count the calls of blocks where these do not run on every step."""
-    every = run.config.reuse_every
+    every = run.config.reuse.every
     if every == 1:
         return
     for path, module in root.named_modules():
@@ -171,8 +171,8 @@ def _refuse_caches(run: Run, root: nn.Module) -> None:
         for hook in hooks.values():
             if hook._is_stateful:
                 raise UnsupportedModelError(
-                    f"{path}: reuse_every={every} leaves blocks out on some steps, and {type(hook).__name__} "
-                    "keeps results from call to call; take reuse_every=1, or remove that cache first: "
+                    f"{path}: reuse.every={every} leaves blocks out on some steps, and {type(hook).__name__} "
+                    "keeps results from call to call; take reuse.every=1, or remove that cache first: "
                     "model.disable_cache()"
                 )
 
@@ -180,7 +180,7 @@ def _refuse_caches(run: Run, root: nn.Module) -> None:
 def _correct(run: Run) -> None:
     """Make the running call a dense one, and keep corrections if a step after it will merge with them."""
     if torch.is_grad_enabled():
-        _refuse_training("correct_every", run.config.correct_every, 0)
+        _refuse_training("correction.every", run.config.correction.every, 0)
     turns = run.turns
     index, steps = turns.index + 1 - turns.first, turns.last + 1 - turns.first
     if steps == 1:  # there is none to correct
@@ -228,15 +228,17 @@ def _warn_where_nothing_is_saved(run: Run, steps: int) -> None:
     grid = run.grid.shape
     if run.step.is_meta:  # operations of a single step are counted
         return
-    if not round(run.config.until * steps):
+    if not round(run.config.schedule.until * steps):
         warnings.warn(
-            f"nothing merges in this generation: until={run.config.until:g} of {steps} "
-            f"step{'s' if steps > 1 else ''} is none; raise until, or take more steps",
+            f"nothing merges in this generation: schedule.until={run.config.schedule.until:g} of {steps} "
+            f"step{'s' if steps > 1 else ''} is none; raise it, or take more steps",
             stacklevel=2,
         )
-    elif run.config.reuse_every > 1 and run.config.reuse(steps) == (1, 1) and not _merges(run, grid):
+    elif (
+        run.config.reuse.every > 1 and run.config.reuse.intervals(steps) == (1, 1) and not _merges(run, grid)
+    ):
         warnings.warn(
-            f"this generation is dense: of {steps} steps reuse_span={run.config.reuse_span:g} leaves none "
+            f"this generation is dense: of {steps} steps reuse.span={run.config.reuse.span:g} leaves none "
             f"out, and on {math.prod(grid)} tokens, with min_tokens={run.config.min_tokens}, nothing merges; "
             "lower min_tokens, generate a larger image, or take more steps",
             stacklevel=2,
@@ -259,7 +261,7 @@ def check_grid(run: Run, grid: tuple[int, int, int]) -> None:
         NothingToMergeError: it has not.
     """
     frames, rows, columns = grid
-    asked = any(settings.ratio for _, settings in run.stages) and run.config.reuse_every == 1
+    asked = any(settings.ratio for _, settings in run.stages) and run.config.reuse.every == 1
     if asked and not _merges(run, grid):
         level, config = run.stages[0]
         sides = (frames, -(-rows // level), -(-columns // level))[frames == 1 :]

@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import nn
 
-from tokenmerge.config import ToMeConfig
+from tokenmerge.config import MergeSettings, ToMeConfig
 from tokenmerge.errors import NothingToMergeError, UnsupportedModelError
 from tokenmerge.models.base import KINDS, Block, Host, Layer
 from tokenmerge.models.layout import Grid
@@ -65,7 +65,7 @@ def hosts_that_merge(
         if config.merges_stacks and host.between and beside:
             raise UnsupportedModelError(
                 f"scope='stack' leaves tokens merged from block to block of {type(host.root).__name__}, and "
-                "the ControlNet adds to them there; take scope='block', with share_plan=True for one plan"
+                "the ControlNet adds to them there; take scope='block', with plans.blocks=True for one plan"
             )
         try:
             check_host(host, config, size or host.sample_size)
@@ -94,16 +94,16 @@ def check_host(host: Host, config: ToMeConfig, size: tuple[int, int] | None) -> 
     blocks = _blocks_to_merge(host, config)
     if not blocks:
         raise NothingToMergeError(_why_nothing(host, config))
-    if config.reuse_every > 1 and not (host.can_pause or host.controlnet):
+    if config.reuse.every > 1 and not (host.can_pause or host.controlnet):
         raise UnsupportedModelError(
-            f"reuse_every={config.reuse_every}: no part of {type(host.root).__name__} can be left out of a "
-            "step; take reuse_every=1"
+            f"reuse.every={config.reuse.every}: no part of {type(host.root).__name__} can be left out of a "
+            "step; take reuse.every=1"
         )
-    if config.reuse_every > 1 and config.merges_stacks and not (host.below or host.controlnet):
+    if config.reuse.every > 1 and config.merges_stacks and not (host.below or host.controlnet):
         raise UnsupportedModelError(
-            f"reuse_every={config.reuse_every}: in a stack no block alone has all tokens, and of "
+            f"reuse.every={config.reuse.every}: in a stack no block alone has all tokens, and of "
             f"{type(host.root).__name__} nothing but blocks can be left out of a step; take scope='block' "
-            "or reuse_every=1"
+            "or reuse.every=1"
         )
     if size is not None:
         rows, columns = (-(-side // host.patch) for side in size)
@@ -173,7 +173,7 @@ def patch_host(host: Host, run: Run) -> None:
         grid = run.grid if block.grid is None else grids.setdefault(block.grid, Grid())
         layer_states = layers_to_merge(block, run.config)
         state = BlockState(run, block.level, grid, block.path, block.layout, block.batched, block.wide)
-        if run.config.share_plan:
+        if run.config.plans.blocks:
             # On a UNet's way up tokens are alike in other ways than on its way down.
             way = block.path.partition(".")[0]
             state.plans = shared.setdefault((block.level, block.batched, way), state.plans)
@@ -233,9 +233,9 @@ def restore(root: nn.Module) -> None:
 
 def _pausing(host: Host, config: ToMeConfig) -> Iterator[tuple[str, bool, bool]]:
     """What of a UNet does not run on every step: path, whether at its finest level, whether last there."""
-    if config.reuse_every > 1:
+    if config.reuse.every > 1:
         yield from ((path, False, path == host.below[-1]) for path in host.below)
-    if config.reuse_finest_every > 1:
+    if config.reuse.shallow_every > 1:
         yield from ((path, True, path == host.finest[-1]) for path in host.finest)
 
 
@@ -252,7 +252,7 @@ def merges(block: Block, config: ToMeConfig) -> bool:
     )
 
 
-def _runs_whole(block: Block, stage: ToMeConfig) -> bool:
+def _runs_whole(block: Block, stage: MergeSettings) -> bool:
     return block.wide is not None and (block.stack is not None or stage.scope != "stack")
 
 
@@ -262,7 +262,7 @@ def layers_to_merge(block: Block, config: ToMeConfig) -> list[Layer]:
     return [layer for layer in block.layers if layer.name in wanted]
 
 
-def _layers(block: Block, stage: ToMeConfig) -> list[Layer]:
+def _layers(block: Block, stage: MergeSettings) -> list[Layer]:
     if stage.scope == "keys":
         return [layer for layer in block.layers if layer.keys is not None]
     if stage.whole_blocks:  # its attention counts merged tokens for as many as they stand for

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokenmerge.config import ToMeConfig
+from tokenmerge.config import MergeSettings, ToMeConfig
 from tokenmerge.models.layout import Grid, Layout
 from tokenmerge.ops import Plan
 from tokenmerge.runtime.caches import Call, Changes, Guided, Plans, Seen, SeenWith, Shapes, Stack
@@ -89,8 +89,8 @@ class Run:
     shared: Tensor | None = None
     same: SameSample = dataclasses.field(default_factory=SameSample)
     turns: Turns = dataclasses.field(default_factory=Turns)
-    stages: tuple[tuple[int, ToMeConfig], ...] = ()
-    settings: dict[int, ToMeConfig] = dataclasses.field(default_factory=dict)
+    stages: tuple[tuple[int, MergeSettings], ...] = ()
+    settings: dict[int, MergeSettings] = dataclasses.field(default_factory=dict)
     corrects: bool = False
     keeps: bool = False
     ahead: Tensor | None = None
@@ -211,7 +211,7 @@ class BlockState:
     again: Seen | None = None
 
     @property
-    def settings(self) -> ToMeConfig:
+    def settings(self) -> MergeSettings:
         """What holds at the running step."""
         return self.run.settings[self.level] if self.again is None else self.again.settings
 
