@@ -7,6 +7,7 @@ Imports ``errors`` alone, and no torch.
 """
 
 from tokenmerge.config.correction import Correction
+from tokenmerge.config.json_file import load_config, save_config
 from tokenmerge.config.names import flat
 from tokenmerge.config.old_names import NEW_NAMES, with_new_names, words_with_new_names
 from tokenmerge.config.plan_sharing import PlanSharing
@@ -37,6 +38,8 @@ __all__ = [
     "ToMeConfig",
     "flat",
     "highest_ratio",
+    "load_config",
+    "save_config",
     "with_new_names",
     "words_with_new_names",
 ]

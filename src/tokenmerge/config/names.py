@@ -41,7 +41,7 @@ def flat(settings: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in settings.items():
         for dotted, own in _spread(name, value).items():
             if dotted in found:
-                raise ConfigError(f"{dotted}: given twice, as {found[dotted]!r} and as {own!r}")
+                raise ConfigError(f"{dotted}: given twice, under two names; pass it once")
             found[dotted] = own
     return found
 

@@ -25,6 +25,7 @@ def note_call(root: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
     """Before the model: refuse a sample that is too small, note its token grid and the denoising step."""
     run: Run = root.__dict__[STATE]
     arguments = {**dict(zip(run.parameters, args, strict=False)), **kwargs}
+    _check_given(run, root, arguments)
     if run.config.merges_stacks:
         _check_stacks(run, root, arguments)
     grid = run.read_grid(root, arguments, run.grid)
@@ -43,6 +44,17 @@ def note_call(root: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
     text = arguments.get("encoder_hidden_states") if run.config.follows_steps else None
     # Joint blocks change the text too, and its length may be another one at the next step.
     _note_turn(run, sample, (*shape, *text.shape) if isinstance(text, Tensor) else shape)
+
+
+def _check_given(run: Run, root: nn.Module, arguments: Mapping[str, Any]) -> None:
+    """Refuse a call that leaves out an argument from which token grid and step are read."""
+    needed = [run.sample, *([run.timestep] if isinstance(run.timestep, str) else [])]
+    missing = [name for name in needed if arguments.get(name) is None]
+    if missing:
+        raise UnsupportedModelError(
+            f"{type(root).__name__}: called without {' and '.join(missing)}; token merging reads the token "
+            f"grid and the step from {' and '.join(needed)}, so pass {'both' if len(needed) > 1 else 'it'}"
+        )
 
 
 def _check_stacks(run: Run, root: nn.Module, arguments: Mapping[str, Any]) -> None:
