@@ -253,7 +253,10 @@ def test_without_arguments_the_commands_are_listed(capsys):
         (["generate"], "Missing argument 'prompt'"),
         (["generate", ""], "prompt: it is empty"),
         (["generate", "x", "--ratio", "abc"], "'--ratio': expected a number, got 'abc'"),
-        (["generate", "x", "--ratio", "nan"], "ratio: expected a number from 0 to 1 − 1/(sx·sy), got nan"),
+        (
+            ["generate", "x", "--ratio", "nan"],
+            "ratio: expected a number from 0 to 1 − 1/(sx·sy), 0.75 for 2 × 2 cells, got nan",
+        ),
         (["generate", "x", "--ratio", "0.9"], "got 0.9"),
         (["generate", "x", "--steps", "2.5"], "'--steps': expected an integer, got '2.5'"),
         (["generate", "x", "--size", "nan"], "size: expected WIDTHxHEIGHT or one number"),

@@ -17,8 +17,14 @@ from tokenmerge.config import MergeSettings
             r"ratio: expected 0 ≤ ratio ≤ 1 − 1/\(sx·sy\) = 0.75 for sx=2, sy=2, got 0.76; take a lower",
         ),
         ({"ratio": -0.01}, "got -0.01"),
-        ({"ratio": math.nan}, r"ratio: expected a number from 0 to 1 − 1/\(sx·sy\), got nan"),
-        ({"ratio": True}, r"ratio: expected a number from 0 to 1 − 1/\(sx·sy\), got True"),
+        (
+            {"ratio": math.nan},
+            r"ratio: expected a number from 0 to 1 − 1/\(sx·sy\), 0.75 for 2 × 2 cells, got nan",
+        ),
+        (
+            {"ratio": True},
+            r"ratio: expected a number from 0 to 1 − 1/\(sx·sy\), 0.75 for 2 × 2 cells, got True",
+        ),
         ({"ratio": None}, "got None"),
         ({"ratio": 0.1, "sx": 1, "sy": 1}, "= 0 for sx=1, sy=1"),
         ({"sx": 2.0}, "sx: expected an integer ≥ 1, got 2.0"),

@@ -40,7 +40,7 @@ COMBINATIONS = ("mean", "keep", "norm")
 
 # Checks of single fields; what must fit together is in check_together.
 CHECKS: Mapping[str, Check] = {
-    "ratio": number("a number from 0 to 1 − 1/(sx·sy)", lambda ratio: ratio >= 0),
+    "ratio": number("a number from 0 to 1 − 1/(sx·sy), 0.75 for 2 × 2 cells", lambda ratio: ratio >= 0),
     "min_tokens": integer(0),
     "sx": integer(1),
     "sy": integer(1),

@@ -177,12 +177,10 @@ class ToMeConfig(MergeSettings):
 
     def to_dict(self) -> dict[str, Any]:
         """The settings as plain values, with the parts nested; a function is given by its name."""
+        factors = self.schedule.ratio
+        named = getattr(factors, "__qualname__", repr(factors)) if callable(factors) else list(factors)
         values = dataclasses.asdict(self)
-        if callable(self.schedule.ratio):
-            values["schedule"]["ratio"] = getattr(
-                self.schedule.ratio, "__qualname__", repr(self.schedule.ratio)
-            )
-        return values
+        return {**values, "schedule": {**values["schedule"], "ratio": named}}
 
     @classmethod
     def from_dict(cls, settings: Mapping[str, Any]) -> ToMeConfig:
