@@ -72,14 +72,14 @@ def with_deepcache(interval: int) -> Callable[[Pipe, Seconds, int], float]:
 
 def kinds_of_steps(config: ToMeConfig, steps: int) -> list[str]:
     """What each step of a generation does: the first two run all, then one in so many."""
-    every, finest_every = config.reuse(steps)
+    every, finest_every = config.reuse.intervals(steps)
     kinds, run = [], 0
     for index in range(steps):
         since = max(0, index - 1) % every
         if since:
             kinds.append("last layer" if since % finest_every else "finest level")
             continue
-        corrects = config.correct_every and run % config.correct_every == 0
+        corrects = config.correction.every and run % config.correction.every == 0
         kinds.append("dense" if corrects else "merged")
         run += 1
     return kinds
@@ -92,7 +92,7 @@ def with_auto(ratio: float) -> Callable[[Pipe, Seconds, int], float]:
         kinds = kinds_of_steps(config, steps)
         of_kind: dict[str, list[float]] = {kind: [] for kind in kinds}
         with tokenmerge.token_merging(pipe, config) as patch:
-            for index in range(min(steps, 1 + config.reuse_every)):
+            for index in range(min(steps, 1 + config.reuse.every)):
                 patch.at_step(index, steps)
                 of_kind[kinds[index]].append(call())
         return statistics.mean(statistics.mean(of_kind[kind]) for kind in kinds)
@@ -118,10 +118,10 @@ def with_preset(name: str) -> Callable[[Pipe, Seconds, int], float]:
 
 def shares_of_steps(config: ToMeConfig, steps: int) -> dict[int, float]:
     """Steps of a generation that stand for all, and how large a share of it each stands for."""
-    if config.schedule is not None or config.phases:
+    if config.schedule.changes_ratio or config.schedule.phases:
         return {steps * (2 * quarter + 1) // 8: 1 / 4 for quarter in range(4)}  # the middle of each quarter
-    if config.plan_every > 1:
-        planned = len(range(0, steps, config.plan_every)) / steps
+    if config.plans.every > 1:
+        planned = len(range(0, steps, config.plans.every)) / steps
         return {0: planned, 1: 1 - planned}
     if config.asks_guidance:
         return {0: 1 / steps, 1: 1 - 1 / steps}  # the first knows nothing of one before it

@@ -19,7 +19,7 @@ from diffusers.models.attention import BasicTransformerBlock
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tokenmerge import ToMeConfig, token_merging
+from tokenmerge import PlanSharing, ToMeConfig, token_merging
 from tokenmerge.planners import PLANNERS
 
 Features = Callable[[Tensor, tuple[int, int, int], nn.Module], Tensor]
@@ -70,7 +70,7 @@ def main() -> None:
     options = closeness.parser(__doc__).parse_args()
     pipe = closeness.load()
     # Keys and smoothed tokens are of one prompt; so each half of guidance has a plan of its own.
-    config = ToMeConfig(ratio=options.ratio, proportional=True, share_guidance=False)
+    config = ToMeConfig(ratio=options.ratio, proportional=True, plans=PlanSharing(guidance=False))
     for size in options.size:
         dense, found = closeness.draw(pipe, size, options), {}
         for name, features in FEATURES.items():

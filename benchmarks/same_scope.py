@@ -24,6 +24,7 @@ import turns
 from diffusers import UNet2DConditionModel
 
 import tokenmerge
+from tokenmerge import PlanSharing
 
 RATIO = 0.5
 
@@ -67,7 +68,7 @@ VARIANTS: dict[str, Callable] = {
     "dense": lambda unet: nullcontext(),
     "oracle": oracle,
     "tokenmerge": with_settings(),
-    "one plan": with_settings(planner="tiled", share_plan=True),
+    "one plan": with_settings(planner="tiled", plans=PlanSharing(blocks=True)),
     "tomesd": tomesd_patch,
 }
 

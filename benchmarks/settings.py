@@ -17,32 +17,32 @@ from typing import Any
 
 import closeness
 
-from tokenmerge import ToMeConfig, token_merging
+from tokenmerge import Correction, PlanSharing, Schedule, StepReuse, ToMeConfig, token_merging
 
 BASE = "base"
 BLOCKS = {"scope": "block"}
 SETTINGS: dict[str, Mapping[str, Any]] = {
     BASE: {},
     "proportional=False": {"proportional": False},
-    "share_guidance=False": {"share_guidance": False},
+    "plans.guidance=False": {"plans": PlanSharing(guidance=False)},
     **{
         f"planner={name}": {"planner": name}
         for name in ("tiled", "local", "uniform", "threshold", "importance", "windows", "sito")
     },
     "planner=toma, sx=8, sy=8": {"planner": "toma", "sx": 8, "sy": 8},
     **{f"combine={name}": {"combine": name} for name in ("keep", "norm")},
-    "share_plan": {"share_plan": True},
-    "plan_every=4": {"plan_every": 4},
+    "plans.blocks": {"plans": PlanSharing(blocks=True)},
+    "plans.every=4": {"plans": PlanSharing(every=4)},
     # At the same mean ratio over the steps.
-    "schedule=1.4 to 0.6": {"schedule": (1.4, 0.6)},
-    "schedule=0.6 to 1.4": {"schedule": (0.6, 1.4)},
-    "until=0.5": {"until": 0.5},
-    "correct_every=2": {"correct_every": 2},
+    "schedule.ratio=1.4 to 0.6": {"schedule": Schedule(ratio=(1.4, 0.6))},
+    "schedule.ratio=0.6 to 1.4": {"schedule": Schedule(ratio=(0.6, 1.4))},
+    "schedule.until=0.5": {"schedule": Schedule(until=0.5)},
+    "correction.every=2": {"correction": Correction(every=2)},
     "scope=keys": {"scope": "keys"},
     "scope=block": BLOCKS,
-    "scope=block, correct_every=2": {**BLOCKS, "correct_every": 2},
-    "reuse_every=2": {"reuse_every": 2},
-    "reuse_every=2, reuse_finest_every=2": {"reuse_every": 2, "reuse_finest_every": 2},
+    "scope=block, correction.every=2": {**BLOCKS, "correction": Correction(every=2)},
+    "reuse.every=2": {"reuse": StepReuse(every=2)},
+    "reuse.every=2, reuse.shallow_every=2": {"reuse": StepReuse(every=2, shallow_every=2)},
 }
 
 

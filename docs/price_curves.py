@@ -11,6 +11,7 @@ import statistics
 from collections.abc import Mapping
 from pathlib import Path
 
+from tokenmerge.config import words_with_new_names
 from tokenmerge.measure.reporting.curves import Chart, charts
 from tokenmerge.measure.reporting.latest import newest_cells, newest_figures
 from tokenmerge.measure.reporting.plots import draw
@@ -87,7 +88,7 @@ def settings_table() -> str:
     heads = [f"{size} px, {len(psnr['base'])} prompts | difference" for size, psnr in sizes.items()]
     lines = [f"| setting | {' | '.join(heads)} |", f"|---|{'---:|---:|' * len(heads)}"]
     for name in next(iter(sizes.values())):
-        row = name if name == "base" else f"`{name}`"
+        row = name if name == "base" else f"`{words_with_new_names(name)}`"
         for psnr in sizes.values():
             more = [a - b for a, b in zip(psnr[name], psnr["base"], strict=True)]
             error = statistics.stdev(more) / len(more) ** 0.5

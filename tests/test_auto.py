@@ -21,6 +21,7 @@ from tests.models.tiny import FAMILIES
 from tokenmerge import (
     ConfigError,
     NothingToMergeError,
+    Schedule,
     ToMeConfig,
     apply_token_merging,
     token_merging,
@@ -56,13 +57,13 @@ def test_a_number_alone_chooses_all_else(fast):
     assert run.config == choose(pipeline(unet=unet), 0.3)
     assert (run.config.ratio, run.config.planner, run.config.proportional) == (0.3, "tiled", True)
     assert run.config.max_downsample == 2  # all levels
-    assert (run.config.reuse_every, run.config.reuse_span) == (2, 0.2)
-    assert (run.config.scope, run.config.correct_every) == ("layers", 2)
+    assert (run.config.reuse.every, run.config.reuse.span) == (2, 0.2)
+    assert (run.config.scope, run.config.correction.every) == ("layers", 2)
     more = choose(pipeline(unet=unet), 0.6)
     # Of a UNet whole blocks, and from 0.5 on corrections, lose more than they save.
-    assert (more.scope, more.correct_every, more.reuse_every) == ("layers", 0, 4)
+    assert (more.scope, more.correction.every, more.reuse.every) == ("layers", 0, 4)
     between = [choose(pipeline(unet=unet), ratio) for ratio in (0.4, 0.49, 0.5)]
-    assert [(found.correct_every, found.reuse_every) for found in between] == [(2, 2), (2, 2), (0, 4)]
+    assert [(found.correction.every, found.reuse.every) for found in between] == [(2, 2), (2, 2), (0, 4)]
     assert choose(unet, 0.6).scope == "layers"
     # On small grids merged attention costs more than leaving out steps; where there are no steps to follow
     # there is nothing to leave out.
@@ -89,12 +90,12 @@ def test_transformers(name, fast):
     family = FAMILIES[name]
     model = model_of(family)
     config = choose(pipeline(transformer=model), 0.5)
-    assert [config.reuse(steps) for steps in (10, 15, 16, 50)] == [(1, 1), (2, 1), (3, 1), (3, 1)]
+    assert [config.reuse.intervals(steps) for steps in (10, 15, 16, 50)] == [(1, 1), (2, 1), (3, 1), (3, 1)]
     less = choose(pipeline(transformer=model), 0.4)
-    assert [less.reuse(steps) for steps in (15, 16, 50)] == [(1, 1), (2, 1), (2, 1)]
+    assert [less.reuse.intervals(steps) for steps in (15, 16, 50)] == [(1, 1), (2, 1), (2, 1)]
     assert (config.min_tokens, choose(model, 0.5).min_tokens) == (2048, 16)
     more = choose(pipeline(transformer=model), 0.6)
-    assert [(c.scope, c.correct_every) for c in (config, more)] == [("layers", 2), ("block", 2)]
+    assert [(c.scope, c.correction.every) for c in (config, more)] == [("layers", 2), ("block", 2)]
     patch = apply_token_merging(pipeline(transformer=model), 0.5)
     for index in range(2):
         patch.at_step(index, 20)
@@ -110,7 +111,7 @@ def test_where_nothing_merges_and_steps_run_less_the_report_says_so(fast):
     assert "fewer than min_tokens=2048 tokens" in str(patch.report)
     assert "1 of 3 steps runs all" in str(patch.report)
     assert "those of the step that merges most" in str(patch.report)
-    assert "correct_every" not in str(patch.report)
+    assert "correction.every" not in str(patch.report)
 
 
 @pytest.mark.parametrize(("steps", "dense"), [(4, True), (9, True), (10, False)])
@@ -127,28 +128,31 @@ def test_a_generation_in_which_nothing_is_saved_says_so(steps, dense, fast):
             assert torch.equal(result, wanted) or not dense
     told = [str(warning.message) for warning in caught]
     assert len(told) == dense
-    assert all(f"of {steps} steps reuse_span=0.2 leaves none out, and on 256 tokens" in text for text in told)
+    assert all(f"of {steps} steps reuse.span=0.2 leaves none out, and on 256 tokens" in text for text in told)
 
 
 @pytest.mark.parametrize(("steps", "dense"), [(1, True), (2, False)])
 def test_a_generation_that_is_over_before_anything_merges_says_so(steps, dense):
     unet = hosts.unet()
-    patch = apply_token_merging(pipeline(unet=unet), ToMeConfig(ratio=0.5, until=0.5))
+    patch = apply_token_merging(pipeline(unet=unet), ToMeConfig(ratio=0.5, schedule=Schedule(until=0.5)))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         patch.at_step(0, steps)
         hosts.call(unet, **hosts.inputs())
-    told = ["nothing merges in this generation: until=0.5 of 1 step is none; raise until, or take more steps"]
+    told = [
+        "nothing merges in this generation: schedule.until=0.5 of 1 step is none; "
+        "raise it, or take more steps"
+    ]
     assert [str(warning.message) for warning in caught] == (told if dense else [])
 
 
 @pytest.mark.parametrize(
     ("changes", "found"),
-    [({"reuse_every": 1}, (1, 1)), ({"reuse_finest_every": 3}, (4, 3)), ({"reuse_every": 3}, (3, 2))],
+    [({"reuse.every": 1}, (1, 1)), ({"reuse.shallow_every": 3}, (4, 3)), ({"reuse_every": 3}, (3, 2))],
 )
 def test_what_is_asked_for_goes_before_what_auto_chooses(changes, found, fast):
     config = Merging("auto", changes).config(pipeline(unet=hosts.unet(block_out_channels=(32, 64))))
-    assert (config.reuse_every, config.reuse_finest_every) == found
+    assert (config.reuse.every, config.reuse.shallow_every) == found
 
 
 def test_a_ratio_of_0_is_dense(fast):
@@ -173,7 +177,7 @@ def test_a_costly_finest_level_of_a_unet_does_not_run_on_every_step(fast):
         (host,) = find_hosts(pipe)
         shares.append(host.shallow_share)
         found = [choose(pipe, ratio) for ratio in (0.29, 0.3, 0.49, 0.5)]
-        return [(config.reuse_finest_every, config.reuse_finest_from) for config in found]
+        return [(config.reuse.shallow_every, config.reuse.shallow_from) for config in found]
 
     shares: list[float] = []
     assert finest_every((32, 64)) == [(1, 0), (2, 0.3), (2, 0.3), (2, 0)]

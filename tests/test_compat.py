@@ -105,9 +105,18 @@ def test_numbers_of_numpy_and_truth_values_are_taken_as_tomesd_takes_them():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"ratio": -0.1}, "ratio: expected 0 ≤ ratio ≤ 1 − 1/.* = 0.75 .*, got -0.1"),
-        ({"ratio": float("nan")}, "ratio: expected a number from 0 to 0.75, got nan"),
-        ({"ratio": "half"}, "ratio: expected a number from 0 to 0.75, got 'half'"),
+        (
+            {"ratio": -0.1},
+            r"ratio: expected a number from 0 to 1 − 1/\(sx·sy\), 0.75 for 2 × 2 cells, got -0.1",
+        ),
+        (
+            {"ratio": float("nan")},
+            r"ratio: expected a number from 0 to 1 − 1/\(sx·sy\), 0.75 for 2 × 2 cells, got nan",
+        ),
+        (
+            {"ratio": "half"},
+            r"ratio: expected a number from 0 to 1 − 1/\(sx·sy\), 0.75 for 2 × 2 cells, got 'half'",
+        ),
         ({"sx": 1, "sy": 1}, "= 0 for sx=1, sy=1, got 0.5"),
         ({"sx": 0}, "sx: expected an integer ≥ 1, got 0"),
         ({"max_downsample": 0, "ratio": "half"}, "ratio: expected a number from 0 to 0.75, got 'half'"),

@@ -107,6 +107,15 @@ def test_the_core_needs_torch_alone():
             assert modules <= {"tokenmerge", "torch"} | sys.stdlib_module_names, file
 
 
+def test_settings_need_no_torch():
+    """A file of settings can be checked where torch is not installed."""
+    for file in files():
+        if room(file) == "config":
+            text = file.read_text(encoding="utf-8")
+            assert "import torch" not in text, file
+            assert "from torch" not in text, file
+
+
 def test_importing_touches_no_accelerator_and_no_optional_library():
     script = (
         "import sys, tokenmerge, torch; assert not torch.cuda.is_initialized();"

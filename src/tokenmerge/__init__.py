@@ -17,10 +17,14 @@ __version__ = "0.1.0"
 
 __all__ = [
     "ConfigError",
+    "Correction",
     "DecreasingSchedule",
     "MissingExtraError",
     "NothingToMergeError",
     "Patch",
+    "PlanSharing",
+    "Schedule",
+    "StepReuse",
     "ToMeConfig",
     "TokenMergingError",
     "UnsupportedModelError",
@@ -39,7 +43,7 @@ if TYPE_CHECKING:
     from tokenmerge import merge, presets
     from tokenmerge.api import Patch, apply_token_merging, remove_token_merging, token_merging
     from tokenmerge.compat import apply_patch, remove_patch
-    from tokenmerge.config import ToMeConfig
+    from tokenmerge.config import Correction, PlanSharing, Schedule, StepReuse, ToMeConfig
     from tokenmerge.errors import (
         ConfigError,
         MissingExtraError,
@@ -54,7 +58,7 @@ else:
         **dict.fromkeys(("Patch", "apply_token_merging", "remove_token_merging", "token_merging"), "api"),
         **dict.fromkeys(("apply_patch", "remove_patch"), "compat"),
         **dict.fromkeys(("DecreasingSchedule", "ViTConfig"), "vit.config"),
-        "ToMeConfig": "config",
+        **dict.fromkeys(("Correction", "PlanSharing", "Schedule", "StepReuse", "ToMeConfig"), "config"),
         "ConfigError": "errors",
         "MissingExtraError": "errors",
         "NothingToMergeError": "errors",

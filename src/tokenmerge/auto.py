@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from tokenmerge.config import ToMeConfig
+from tokenmerge.config import Correction, StepReuse, ToMeConfig
 from tokenmerge.models.base import Block, Host
 from tokenmerge.models.find import find_hosts
 from tokenmerge.planners._calibration import fewest_tokens
@@ -47,13 +47,13 @@ def choose(pipe_or_model: object, ratio: float = 0.5, follows_steps: bool | None
       so small that it would cost more time than it saves stay dense; how small was measured once on this
       device. Where blocks are left out as below, grids of fewer than 2048 tokens stay dense too.
     - In a pipeline, whose steps can be followed, every second of the steps that run all blocks is dense and
-      corrects the others (``correct_every``); not of a UNet from a ratio of 0.5 on.
+      corrects the others (``correction.every``); not of a UNet from a ratio of 0.5 on.
     - Of a UNet, what is below the finest level runs in every second step, from a ratio of 0.5 on in every
       fourth, and the finest level, where it is a large part of the work, from 0.3 on in every second, below
       0.5 only after the first 30 % of the steps. Of other models the blocks, if they can be left out, run in
       every second step, from a ratio of 0.5 on in every third. In short generations less is left out, or
       nothing: of a UNet below 20 and 10 steps, of others below 16 and 11, or 16 alone below a ratio of 0.5
-      (``reuse_every``, ``reuse_finest_every``, ``reuse_finest_from``, ``reuse_span``).
+      (``reuse.every``, ``reuse.shallow_every``, ``reuse.shallow_from``, ``reuse.span``).
 
     Fewer steps are the rival: docs/methods.md says where they are as close at the same speed.
 
@@ -75,7 +75,7 @@ def choose(pipe_or_model: object, ratio: float = 0.5, follows_steps: bool | None
     denoiser = next((host for host in hosts if not host.controlnet), hosts[0])
     if follows_steps is None:
         follows_steps = getattr(pipe_or_model, "scheduler", None) is not None
-    deepest = max((block.level for block in blocks), default=1)
+    deepest = min(8, max((block.level for block in blocks), default=1))
     if ratio == 0:
         return ToMeConfig(ratio=ratio, max_downsample=deepest)
     whole = all(block.block_layout is not None for block in blocks)
@@ -89,7 +89,7 @@ def choose(pipe_or_model: object, ratio: float = 0.5, follows_steps: bool | None
         scope="block" if wide else "layers",
         planner="tiled",
         proportional=_calls_fused_attention(pipe_or_model, hosts),
-        correct_every=2 if follows_steps else 0,
+        correction=Correction(every=2 if follows_steps else 0),
     )
     if not follows_steps:
         return settings
@@ -100,19 +100,20 @@ def choose(pipe_or_model: object, ratio: float = 0.5, follows_steps: bool | None
         return dataclasses.replace(
             settings,
             min_tokens=many,
-            correct_every=0 if far else 2,
-            reuse_every=4 if far else 2,
-            reuse_finest_every=2 if finest else 1,
-            reuse_finest_from=_STEPS_OF_FINEST_LEVEL if finest and not far else 0.0,
-            reuse_span=_SPAN_OF_STAGES,
+            correction=Correction(every=0 if far else 2),
+            reuse=StepReuse(
+                every=4 if far else 2,
+                shallow_every=2 if finest else 1,
+                shallow_from=_STEPS_OF_FINEST_LEVEL if finest and not far else 0.0,
+                span=_SPAN_OF_STAGES,
+            ),
         )
     if denoiser.can_skip:
         every = 3 if far else 2
         return dataclasses.replace(
             settings,
             min_tokens=many,
-            reuse_every=every,
-            reuse_span=every / _STEPS_OF_BLOCKS,
+            reuse=StepReuse(every=every, span=every / _STEPS_OF_BLOCKS),
         )
     return settings
 

@@ -8,7 +8,7 @@ import warnings
 from typing import Any, TypeVar
 
 from tokenmerge.api import apply_token_merging, remove_token_merging
-from tokenmerge.config import ToMeConfig, highest_ratio
+from tokenmerge.config import PlanSharing, ToMeConfig, highest_ratio
 from tokenmerge.errors import ConfigError, NothingToMergeError
 
 __all__ = ["apply_patch", "apply_tome", "remove_patch"]
@@ -69,7 +69,7 @@ def apply_patch(
         merge_attn=bool(merge_attn),
         merge_crossattn=bool(merge_crossattn),
         merge_mlp=bool(merge_mlp),
-        share_guidance=False,
+        plans=PlanSharing(guidance=False),
     )
     try:
         if level == 0:

@@ -1,6 +1,7 @@
 """Published methods as settings, so that they can be compared and mixed.
 
-Each function takes a ratio, and any other field of :class:`tokenmerge.ToMeConfig` to replace its own value.
+Each function takes a ratio, and any other setting of :class:`tokenmerge.ToMeConfig` to replace its own value.
+A part such as ``plans=PlanSharing(every=2)`` is replaced whole; ``**{"plans.every": 2}`` replaces one field.
 
 >>> sito(0.4, max_downsample=2).planner
 'sito'
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tokenmerge.config import ToMeConfig
+from tokenmerge.config import PlanSharing, Schedule, ToMeConfig, names
 
 __all__ = ["ca_tome", "ibtm", "sdtm", "sito", "todo", "toma", "tomesd"]
 
@@ -28,7 +29,7 @@ def tomesd(ratio: float = 0.5, **changes: Any) -> ToMeConfig:
     Not for SDXL with its defaults, which has no attention at the finest level (take
     ``max_downsample=2``), nor for small pictures, where planning takes as much time as merging saves.
     """
-    return _preset(changes, ratio=ratio, share_guidance=False)
+    return _preset(changes, ratio=ratio, plans=PlanSharing(guidance=False))
 
 
 def todo(ratio: float = 0.75, **changes: Any) -> ToMeConfig:
@@ -64,7 +65,7 @@ def toma(ratio: float = 0.5, **changes: Any) -> ToMeConfig:
     steps and all blocks merge, and the MLPs of joint blocks; single blocks project their MLP together
     with attention, and it merges only with ``scope="block"``.
 
-    Not for small models on a GPU with ``plan_every=1``: destinations are chosen one after the other, by
+    Not for small models on a GPU with ``plans.every=1``: destinations are chosen one after the other, by
     kernels that take longer to launch than to run.
     """
     return _preset(
@@ -76,8 +77,7 @@ def toma(ratio: float = 0.5, **changes: Any) -> ToMeConfig:
         sy=8,
         merge_crossattn=True,
         merge_mlp=True,
-        plan_every=5,
-        share_plan=True,
+        plans=PlanSharing(every=5, blocks=True),
     )
 
 
@@ -95,7 +95,7 @@ def ca_tome(ratio: float = 0.5, **changes: Any) -> ToMeConfig:
     Not for a speed that adapts to the picture: shapes never depend on the content.
     """
     return _preset(
-        changes, ratio=ratio, planner="threshold", threshold=0.7, plan_every=4, share_guidance=False
+        changes, ratio=ratio, planner="threshold", threshold=0.7, plans=PlanSharing(every=4, guidance=False)
     )
 
 
@@ -130,7 +130,7 @@ def sdtm(ratio: float = 0.5, **changes: Any) -> ToMeConfig:
     Deviates: merges once around each block and unmerges only the change (``scope="block"``). The paper's
     weights for parts of the prompt, its list of dense blocks and steps, and its rounding to multiples of
     16 tokens are left out. Plans are made at every step; the paper keeps them for several
-    (``plan_every``).
+    (``plans.every``).
 
     Not for ratios above 0.53 with 2 × 2 windows: the first steps would remove more than 3 of 4 tokens.
     """
@@ -139,8 +139,7 @@ def sdtm(ratio: float = 0.5, **changes: Any) -> ToMeConfig:
         ratio=ratio,
         scope="block",
         planner="windows",
-        schedule=(1.4, 0.6),
-        phases={0.4: {"planner": "tome"}},
+        schedule=Schedule(ratio=(1.4, 0.6), phases={0.4: {"planner": "tome"}}),
     )
 
 
@@ -156,8 +155,8 @@ def sito(ratio: float = 0.5, **changes: Any) -> ToMeConfig:
 
     Not for MLPs: the paper advises strongly against dropping tokens there.
     """
-    return _preset(changes, ratio=ratio, planner="sito", combine="keep", share_guidance=False)
+    return _preset(changes, ratio=ratio, planner="sito", combine="keep", plans=PlanSharing(guidance=False))
 
 
 def _preset(changes: dict[str, Any], **own: Any) -> ToMeConfig:
-    return ToMeConfig(**{**own, **changes})
+    return ToMeConfig.from_dict({**names.flat(own), **names.flat(changes)})

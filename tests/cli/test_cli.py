@@ -11,7 +11,7 @@ import tiny_pipeline
 import torch
 
 import tokenmerge.measure.generate.run
-from tokenmerge import presets
+from tokenmerge import PlanSharing, Schedule, presets
 from tokenmerge.cli import main
 from tokenmerge.config import ToMeConfig
 from tokenmerge.measure.pipelines.loading import find_model, load_sketch
@@ -124,7 +124,7 @@ def test_every_option_of_generate_reaches_the_options(monkeypatch, folder):
             "merge_crossattn": True,
             "merge_mlp": True,
             "scope": "block",
-            "schedule": "1.4/0.6",
+            "schedule.ratio": "1.4/0.6",
         },
         "size": (64, 32),
         "steps": 3,
@@ -162,7 +162,11 @@ def test_inspect_prints_the_report_and_cuts_nothing(folder, capsys):
 def test_without_a_method_it_is_auto(folder, capsys):
     assert main(["inspect", str(folder), "--ratio", "0.4", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert (found["method"], found["merging"]["ratio"], found["merging"]["reuse_every"]) == ("auto", 0.4, 2)
+    assert (found["method"], found["merging"]["ratio"], found["merging"]["reuse"]["every"]) == (
+        "auto",
+        0.4,
+        2,
+    )
     assert found["kept_bytes"] > 0
 
 
@@ -184,16 +188,16 @@ def test_inspect_as_json_is_the_report(folder, capsys):
             presets.toma(merge_mlp=False, merge_crossattn=False),
         ),
         (
-            ("--set", "plan_every=2", "--set", "share_plan=false"),
-            presets.toma(plan_every=2, share_plan=False),
+            ("--set", "plans.every=2", "--set", "plans.blocks=false"),
+            presets.toma(plans=PlanSharing(every=2, blocks=False)),
         ),
         (
             ("--set", 'levels={"2": {"ratio": 0.25}}', "--set", 'phases={"0.5": {"combine": "keep"}}'),
-            presets.toma(levels={2: {"ratio": 0.25}}, phases={0.5: {"combine": "keep"}}),
+            presets.toma(levels={2: {"ratio": 0.25}}, schedule=Schedule(phases={0.5: {"combine": "keep"}})),
         ),
         (
             ("--set", "schedule=[1.2, 0.8]", "--set", "until=0.75"),
-            presets.toma(schedule=(1.2, 0.8), until=0.75),
+            presets.toma(schedule=Schedule(ratio=(1.2, 0.8), until=0.75)),
         ),
     ],
 )
@@ -249,7 +253,10 @@ def test_without_arguments_the_commands_are_listed(capsys):
         (["generate"], "Missing argument 'prompt'"),
         (["generate", ""], "prompt: it is empty"),
         (["generate", "x", "--ratio", "abc"], "'--ratio': expected a number, got 'abc'"),
-        (["generate", "x", "--ratio", "nan"], "ratio: expected a number from 0 to 0.75, got nan"),
+        (
+            ["generate", "x", "--ratio", "nan"],
+            "ratio: expected a number from 0 to 1 − 1/(sx·sy), 0.75 for 2 × 2 cells, got nan",
+        ),
         (["generate", "x", "--ratio", "0.9"], "got 0.9"),
         (["generate", "x", "--steps", "2.5"], "'--steps': expected an integer, got '2.5'"),
         (["generate", "x", "--size", "nan"], "size: expected WIDTHxHEIGHT or one number"),
@@ -261,24 +268,24 @@ def test_without_arguments_the_commands_are_listed(capsys):
         (["inspect", "--method", "tomato"], "method: expected one of auto, tome, "),
         (["inspect", "--set", "speed=2"], "set: expected settings out of ratio, max_downsample"),
         (["inspect", "--set", "sx=wide"], "set: sx: expected sx=INTEGER, got 'sx=wide'"),
-        (["inspect", "--set", "until"], "until: expected until=NUMBER"),
+        (["inspect", "--set", "until"], "schedule.until: expected schedule.until=NUMBER"),
         (["inspect", "--set", "proportional=maybe"], "expected proportional=true or false"),
-        (["inspect", "--set", "schedule=1/x"], "schedule=NUMBER/NUMBER"),
+        (["inspect", "--set", "schedule=1/x"], "schedule.ratio=NUMBER/NUMBER"),
         (["inspect", "--set", "levels=[2]"], "levels=JSON such as"),
-        (["inspect", "--set", 'phases={"0.5": 2}'], "phases=JSON such as"),
+        (["inspect", "--set", 'phases={"0.5": 2}'], "schedule.phases=JSON such as"),
         (["inspect", "--set", 'levels={"2": {"until": 0.5}}'], "levels: cannot change until"),
-        (["inspect", "--set", "plan_every=0"], "plan_every: expected an integer ≥ 1, got 0"),
+        (["inspect", "--set", "plans.every=0"], "plans.every: expected an integer ≥ 1, got 0"),
         (
-            ["inspect", "--method", "tome", "--set", "reuse_finest_every=2"],
-            "reuse_finest_every: expected 1 to reuse_every=1",
+            ["inspect", "--method", "tome", "--set", "reuse.shallow_every=2"],
+            "reuse.shallow_every: expected 1 to reuse.every=1",
         ),
         (
-            ["inspect", "--set", "reuse_span=0"],
-            "reuse_span: expected a share of the steps, above 0 and up to 1",
+            ["inspect", "--set", "reuse.span=0"],
+            "reuse.span: expected a share of the steps, above 0 and up to 1",
         ),
         (
-            ["inspect", "--set", "reuse_finest_from=1"],
-            "reuse_finest_from: expected a share of the steps, from 0 to below 1",
+            ["inspect", "--set", "reuse.shallow_from=1"],
+            "reuse.shallow_from: expected a share of the steps, from 0 to below 1",
         ),
         (["inspect", "--sx", "3", "--set", "sx=4"], "set: sx is given twice, as 3 and as 4"),
         (["generate", "x", "--method", "ca_tome", "--compile"], "leave --compile out"),

@@ -13,7 +13,7 @@ from torch.testing import assert_close
 from tests.models.family import Family
 from tests.models.test_every_family import EVERY, call, model_of, settings
 from tests.models.tiny import FAMILIES
-from tokenmerge import NothingToMergeError, apply_token_merging
+from tokenmerge import Correction, NothingToMergeError, StepReuse, apply_token_merging
 from tokenmerge.models.find import find_hosts
 from tokenmerge.planners import PLANNERS
 from tokenmerge.runtime.state import BlockState, StageState
@@ -41,7 +41,7 @@ def test_what_a_block_changed_is_added_to_what_it_is_called_with(family):
     model = model_of(family)
     if not whole(model):
         pytest.skip("no block of it can run as a whole")
-    reuse = {"reuse_every": 3, "reuse_finest_every": 2, "use_rand": False}
+    reuse = {"reuse": StepReuse(every=3, shallow_every=2), "use_rand": False}
     _, ran, last_layer, finest_level = at_each_step(model, family, 4, **reuse)
     stages = [(stage, cache) for stage, cache in cached.caches(model, StageState) if stage.is_last]
     blocks = [(b, cache) for b, cache in cached.caches(model, BlockState) if b.block_layout is not None]
@@ -60,7 +60,7 @@ def test_what_merging_a_block_loses_is_given_back(family):
         return
     dense = call(model, family.inputs(2, 8, 8))
     merged = at_each_step(model_of(family), family, 1, scope="block")[0]
-    exact, corrected = at_each_step(model, family, 2, scope="block", correct_every=3)
+    exact, corrected = at_each_step(model, family, 2, scope="block", correction=Correction(every=3))
     assert torch.equal(exact, dense)
     assert (corrected - dense).norm() < (merged - dense).norm()
     blocks = cached.caches(model, BlockState)

@@ -14,7 +14,17 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.models.test_every_family import model_of
 from tests.models.tiny import FAMILIES
-from tokenmerge import ConfigError, NothingToMergeError, ToMeConfig, apply_token_merging, presets
+from tokenmerge import (
+    ConfigError,
+    Correction,
+    NothingToMergeError,
+    PlanSharing,
+    Schedule,
+    StepReuse,
+    ToMeConfig,
+    apply_token_merging,
+    presets,
+)
 from tokenmerge.models.find import find_hosts
 from tokenmerge.report import Report, predict
 from tokenmerge.report.flops import count_flops, weightless
@@ -201,13 +211,16 @@ PLAN = TOKENS * 5 // 2 * 8 + TOKENS // 2 * FLOAT32
 @pytest.mark.parametrize(
     ("settings", "results"),
     [
-        ({"correct_every": 3}, BLOCKS),  # of attention
-        ({"correct_every": 3, "merge_mlp": True}, 2 * BLOCKS),
-        ({"correct_every": 3, "scope": "block"}, BLOCKS),
-        ({"reuse_every": 2}, 2 * BELOW),
-        ({"reuse_every": 3, "scope": "block", "until": 0.1, "reuse_span": 0.1}, 2 * BELOW),
-        ({"reuse_every": 2, "reuse_finest_every": 2}, 2 * BELOW + 2),
-        ({"plan_every": 3}, 0),
+        ({"correction": Correction(every=3)}, BLOCKS),  # of attention
+        ({"correction": Correction(every=3), "merge_mlp": True}, 2 * BLOCKS),
+        ({"correction": Correction(every=3), "scope": "block"}, BLOCKS),
+        ({"reuse": StepReuse(every=2)}, 2 * BELOW),
+        (
+            {"reuse": StepReuse(every=3, span=0.1), "scope": "block", "schedule": Schedule(until=0.1)},
+            2 * BELOW,
+        ),
+        ({"reuse": StepReuse(every=2, shallow_every=2)}, 2 * BELOW + 2),
+        ({"plans": PlanSharing(every=3)}, 0),
     ],
 )
 def test_what_is_kept_between_steps_is_counted(settings, results):
@@ -217,13 +230,13 @@ def test_what_is_kept_between_steps_is_counted(settings, results):
 
 
 def test_settings_that_do_not_follow_the_steps_keep_nothing():
-    report = predict(hosts.unet(), ToMeConfig(share_plan=True))
+    report = predict(hosts.unet(), ToMeConfig(plans=PlanSharing(blocks=True)))
     assert report.kept_bytes == 0
     assert not any("what steps keep" in note for note in report.notes)
 
 
 def test_half_precision_keeps_half_of_what_is_changed():
-    config, plans = ToMeConfig(correct_every=2), 2 * BLOCKS * PLAN
+    config, plans = ToMeConfig(correction=Correction(every=2)), 2 * BLOCKS * PLAN
     half, whole = (predict(unet, config).kept_bytes - plans for unet in (hosts.unet().half(), hosts.unet()))
     assert 0 < half == whole / 2
 
@@ -233,7 +246,7 @@ def over_steps(steps: int, **settings: object) -> Report:
 
 
 def test_the_mean_over_steps_is_that_of_dense_and_merged_ones():
-    report = over_steps(4, until=0.25)
+    report = over_steps(4, schedule=Schedule(until=0.25))
     assert report.steps == 4
     assert report.flops_mean == (report.flops_merged + 3 * report.flops_dense) / 4
     assert report.flops_merged == predict(hosts.unet(), HALF).flops_merged
@@ -243,18 +256,20 @@ def test_the_mean_over_steps_is_that_of_dense_and_merged_ones():
 
 
 def test_a_dense_step_that_tells_what_merging_loses_costs_no_more_than_another():
-    report = over_steps(2, correct_every=2, scope="block")
+    report = over_steps(2, correction=Correction(every=2), scope="block")
     assert report.flops_mean * 2 == report.flops_dense + report.flops_merged
 
 
 def test_blocks_that_do_not_run_cost_nothing():
-    report = predict(model_of(FAMILIES["SD3Transformer2DModel"]), ToMeConfig(reuse_every=2), steps=4)
+    report = predict(
+        model_of(FAMILIES["SD3Transformer2DModel"]), ToMeConfig(reuse=StepReuse(every=2)), steps=4
+    )
     blocks = sum(row.flops_merged for row in report.rows)
     assert report.flops_mean * 4 == 4 * report.flops_merged - blocks  # the third of four
 
 
 def test_stages_that_do_not_run_cost_nothing():
-    report = over_steps(4, reuse_every=2)
+    report = over_steps(4, reuse=StepReuse(every=2))
     (host,) = find_hosts(weightless(hosts.unet()))
     flops = count_flops(host.root, host.example(16, 16, 2))
     below = sum(
@@ -264,7 +279,10 @@ def test_stages_that_do_not_run_cost_nothing():
 
 
 def test_without_steps_or_where_all_are_alike_no_mean_is_told():
-    for report in (predict(hosts.unet(), ToMeConfig(until=0.5)), predict(hosts.unet(), HALF, steps=3)):
+    for report in (
+        predict(hosts.unet(), ToMeConfig(schedule=Schedule(until=0.5))),
+        predict(hosts.unet(), HALF, steps=3),
+    ):
         assert (report.steps, report.flops_mean) == (None, None)
         assert not any("mean over" in note for note in report.notes)
 
@@ -272,23 +290,29 @@ def test_without_steps_or_where_all_are_alike_no_mean_is_told():
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        (ToMeConfig(until=0.75), "the last 25 % of the steps are dense"),
+        (ToMeConfig(schedule=Schedule(until=0.75)), "the last 25 % of the steps are dense"),
         (presets.sdtm(), "the ratio goes from 0.7 to 0.3 over the steps"),
         (presets.sdtm(), "from 40 % of the steps on: planner=tome"),
         (presets.sdtm(), "tokens and operations are those of the step that merges most"),
-        (ToMeConfig(schedule=lambda done: 1.5 * done), "follows a function over the steps, 0.75 at most"),
+        (
+            ToMeConfig(schedule=Schedule(ratio=lambda done: 1.5 * done)),
+            "follows a function over the steps, 0.75 at most",
+        ),
         (presets.toma(), "a plan is used for 5 steps"),
         (presets.toma(), "neighbouring blocks with one token grid use one plan"),
         (presets.ibtm(), "planned as 'tome' until a guided step was made"),
-        (ToMeConfig(correct_every=4), "1 of 4 steps that run all is dense"),
-        (ToMeConfig(plan_every=4), "a plan is used for 4 steps"),
-        (ToMeConfig(reuse_every=2), "1 of 2 steps runs all"),
-        (ToMeConfig(reuse_every=4, reuse_finest_every=3), "of a UNet, 1 of 3 steps runs the finest level"),
+        (ToMeConfig(correction=Correction(every=4)), "1 of 4 steps that run all is dense"),
+        (ToMeConfig(plans=PlanSharing(every=4)), "a plan is used for 4 steps"),
+        (ToMeConfig(reuse=StepReuse(every=2)), "1 of 2 steps runs all"),
         (
-            ToMeConfig(reuse_every=4, reuse_finest_every=3, reuse_finest_from=0.25),
-            "; reuse_finest_from=0.25: the first 25 % all run it",
+            ToMeConfig(reuse=StepReuse(every=4, shallow_every=3)),
+            "of a UNet, 1 of 3 steps runs the finest level",
         ),
-        (ToMeConfig(reuse_every=2, reuse_span=0.125), "never longer than 12.5 % of the steps"),
+        (
+            ToMeConfig(reuse=StepReuse(every=4, shallow_every=3, shallow_from=0.25)),
+            "; reuse.shallow_from=0.25: the first 25 % all run it",
+        ),
+        (ToMeConfig(reuse=StepReuse(every=2, span=0.125)), "never longer than 12.5 % of the steps"),
         (ToMeConfig(max_downsample=2, levels={2: {"ratio": 0.25}}), "level 2: ratio=0.25"),
     ],
 )

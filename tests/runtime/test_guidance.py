@@ -13,8 +13,11 @@ from torch import nn
 
 from tests.models.test_every_family import call, model_of
 from tests.models.tiny import FAMILIES
-from tokenmerge import ToMeConfig, apply_token_merging, config, planning
+from tokenmerge import PlanSharing, Schedule, ToMeConfig, apply_token_merging
+from tokenmerge.config import settings, tome
+from tokenmerge.config.checks import one_of
 from tokenmerge.planners import PLANNERS
+from tokenmerge.runtime import planning
 from tokenmerge.runtime.guidance import importance_of_tokens
 
 HALF: dict[str, Any] = {"ratio": 0.5, "max_downsample": 8}
@@ -76,7 +79,7 @@ def test_equal_samples_need_not_share_a_plan(guides, share):
     """Without guidance they are pictures of two prompts from one seed, of which none may change the other."""
     arguments = hosts.inputs(2)
     guided = {**arguments, "sample": arguments["sample"][:1].repeat(2, 1, 1, 1)}
-    one, other = last_labels(Pipe(hosts.unet(), guides), guided, share_guidance=share)
+    one, other = last_labels(Pipe(hosts.unet(), guides), guided, plans=PlanSharing(guidance=share))
     assert not torch.equal(one, other)
 
 
@@ -142,7 +145,7 @@ def test_calls_on_one_sample_share_a_plan(name):
     labels_of(patch, model, first)
     second["hidden_states"].add_(0)
     assert torch.equal(labels_of(patch, model, second), own)
-    patch = apply_token_merging(model, ToMeConfig(ratio=0.5, share_guidance=False))
+    patch = apply_token_merging(model, ToMeConfig(ratio=0.5, plans=PlanSharing(guidance=False)))
     labels_of(patch, model, first)
     assert torch.equal(labels_of(patch, model, second), own)
 
@@ -176,8 +179,8 @@ def test_with_gradients_calls_have_plans_of_their_own():
 @pytest.mark.parametrize("batched", [True, False])
 def test_a_guided_planner_is_told_what_guidance_changed_in_the_last_step(batched, planner, monkeypatch):
     asked = []
-    monkeypatch.setattr(config, "PLANNERS", (*config.PLANNERS, "another"))
-    for module in (config, planning):
+    monkeypatch.setitem(settings.CHECKS, "planner", one_of((*settings.PLANNERS, "another")))
+    for module in (tome, planning):
         monkeypatch.setattr(module, "GUIDED_PLANNERS", ("importance", "another"))
 
     def plan(features, grid, config, step, importance):
@@ -218,10 +221,10 @@ def guided_batch(seed: int = 0) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("settings", "held"),
     [
-        ({"until": 0.5, "share_guidance": False}, False),
-        ({"until": 0.5}, True),  # for another call on the same sample
-        ({"plan_every": 2, "share_guidance": False}, True),
-        ({"share_plan": True, "share_guidance": False}, True),
+        ({"schedule": Schedule(until=0.5), "plans": PlanSharing(guidance=False)}, False),
+        ({"schedule": Schedule(until=0.5)}, True),  # for another call on the same sample
+        ({"plans": PlanSharing(every=2, guidance=False)}, True),
+        ({"plans": PlanSharing(blocks=True, guidance=False)}, True),
     ],
 )
 def test_plans_are_held_only_where_they_are_used_again(settings, held):
@@ -232,7 +235,7 @@ def test_plans_are_held_only_where_they_are_used_again(settings, held):
     assert any(cached.plans(unet)) == held
 
 
-@pytest.mark.parametrize("settings", [{}, {"until": 0.5}])
+@pytest.mark.parametrize("settings", [{}, {"schedule": Schedule(until=0.5)}])
 def test_batches_that_are_twice_the_same_share_the_plan_of_the_first_call(settings):
     """Two pictures of one seed, for each prompt in a call of its own."""
     unet = hosts.unet()

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tokenmerge
 from tests.runtime.test_steps_in_pipelines import SCHEDULERS, draw
-from tokenmerge import ToMeConfig, apply_token_merging, presets
+from tokenmerge import Correction, StepReuse, ToMeConfig, apply_token_merging, presets
 from tokenmerge.runtime import hooks, step_seed
 from tokenmerge.runtime.step_seed import StepSeed
 
@@ -28,7 +28,12 @@ OURS = str(Path(tokenmerge.__file__).parent)
 WAITING = {"_local_scalar_dense", "equal", "nonzero", "masked_select", "unique_dim", "_unique2", "bincount"}
 METHODS = {
     "auto": ToMeConfig(
-        ratio=0.5, planner="tiled", proportional=True, correct_every=2, reuse_every=2, max_downsample=2
+        ratio=0.5,
+        planner="tiled",
+        proportional=True,
+        correction=Correction(every=2),
+        reuse=StepReuse(every=2),
+        max_downsample=2,
     ),
     "tome": ToMeConfig(ratio=0.5),
     **{name: getattr(presets, name)() for name in presets.__all__},
@@ -73,7 +78,7 @@ def test_no_call_waits(name, scheduler, pipe, monkeypatch, request):
     _, looked_at = waits(pipe, config)
     request.getfixturevalue("accelerator")
     found, latents = waits(pipe, config)
-    assert sum(found.values()) == (2 if config.follows_steps and config.share_guidance else 0)
+    assert sum(found.values()) == (2 if config.follows_steps and config.plans.guidance else 0)
     assert torch.equal(latents, looked_at)
 
 

@@ -555,3 +555,11 @@ def test_with_proportional_attention_too_all_blocks_share_one_graph(scope):
     unet.compile_repeated_blocks(fullgraph=True, backend=hosts.counting(compiled))
     hosts.call(unet, **hosts.inputs())
     assert len(compiled) == 1
+
+
+@pytest.mark.parametrize("missing", ["sample", "timestep"])
+def test_a_patched_model_that_is_called_without_an_argument_says_which(missing):
+    unet, arguments = hosts.unet(), hosts.inputs()
+    apply_token_merging(unet, ToMeConfig(ratio=0.5))
+    with pytest.raises(UnsupportedModelError, match=f"UNet2DConditionModel: called without {missing}; token"):
+        unet(**{name: value for name, value in arguments.items() if name != missing})

@@ -15,7 +15,11 @@ from tests.models.family import deeper
 from tests.models.test_every_family import EVERY, call, model_of, reordering, settings
 from tokenmerge import (
     ConfigError,
+    Correction,
     NothingToMergeError,
+    PlanSharing,
+    Schedule,
+    StepReuse,
     ToMeConfig,
     UnsupportedModelError,
     apply_token_merging,
@@ -172,7 +176,7 @@ def test_a_stack_is_merged_once_as_are_blocks_with_one_plan(scope, combine, monk
     seen = []
     first.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
     second.register_forward_hook(lambda module, args, result: seen.append(result))
-    sharing = {"share_plan": True} if scope == "block" else {}
+    sharing = {"plans": PlanSharing(blocks=True)} if scope == "block" else {}
     config = ToMeConfig(**HALF, max_downsample=2, scope=scope, combine=combine, **sharing)
     with torch.no_grad():
         patch = apply_token_merging(unet, config)
@@ -286,7 +290,7 @@ def test_stacks_and_other_scopes_take_turns_over_the_steps():
         with token_merging(unet, ToMeConfig(**HALF, max_downsample=2, scope=scope)):
             alone[scope] = hosts.call(unet, **hosts.sdxl_inputs())
     phases = {0.34: {"scope": "stack"}, 0.67: {"scope": "block"}}
-    with token_merging(unet, ToMeConfig(**HALF, max_downsample=2, phases=phases)) as patch:
+    with token_merging(unet, ToMeConfig(**HALF, max_downsample=2, schedule=Schedule(phases=phases))) as patch:
         for step, scope in enumerate(("layers", "stack", "block")):
             patch.at_step(step, 3)
             assert torch.equal(hosts.call(unet, **hosts.sdxl_inputs()), alone[scope])
@@ -305,17 +309,17 @@ def test_a_controlnet_that_adds_between_the_blocks_of_a_stack_is_refused_before_
     apply_token_merging(pipe("FluxTransformer2DModel"), ToMeConfig(scope="stack"))
     # Between the blocks of a UNet it adds nothing, and its own run on every step.
     unet = SimpleNamespace(unet=hosts.unet(), controlnet=hosts.controlnet())
-    apply_token_merging(unet, ToMeConfig(scope="stack", reuse_every=2))
+    apply_token_merging(unet, ToMeConfig(scope="stack", reuse=StepReuse(every=2)))
 
 
 def test_a_stack_of_a_transformer_runs_on_every_step():
     from tests.models.tiny import FAMILIES
 
     model = deeper(model_of(FAMILIES["FluxTransformer2DModel"]))
-    with pytest.raises(UnsupportedModelError, match="reuse_every=2: in a stack no block alone"):
-        apply_token_merging(model, ToMeConfig(scope="stack", reuse_every=2))
+    with pytest.raises(UnsupportedModelError, match=r"reuse\.every=2: in a stack no block alone"):
+        apply_token_merging(model, ToMeConfig(scope="stack", reuse=StepReuse(every=2)))
     # Of a UNet whole stages do not run.
-    apply_token_merging(hosts.sdxl(), ToMeConfig(scope="stack", reuse_every=2, max_downsample=2))
+    apply_token_merging(hosts.sdxl(), ToMeConfig(scope="stack", reuse=StepReuse(every=2), max_downsample=2))
 
 
 def test_keys_alone_are_fewer_and_every_query_stays():
@@ -400,8 +404,14 @@ def test_every_way_to_combine_acts():
     ("settings", "message"),
     [
         ({"scope": "list"}, "scope: expected one of 'layers', 'block', 'stack', 'keys', got 'list'"),
-        ({"scope": "stack", "correct_every": 2}, "correct_every: with scope='stack' no block alone"),
-        ({"levels": {1: {"scope": "stack"}}, "correct_every": 2}, "correct_every: with scope='stack'"),
+        (
+            {"scope": "stack", "correction": Correction(every=2)},
+            "correction.every: with scope='stack' no block alone",
+        ),
+        (
+            {"levels": {1: {"scope": "stack"}}, "correction": Correction(every=2)},
+            "correction.every: with scope='stack'",
+        ),
         ({"combine": "max"}, "combine: expected one of 'mean', 'keep', 'norm', got 'max'"),
         ({"planner": "best"}, "planner: expected one of 'local', .*'toma', 'tome'.*, got 'best'"),
     ],

@@ -23,7 +23,7 @@ from diffusers import (
 )
 
 from tests.runtime.test_steps_in_pipelines import draw
-from tokenmerge import ConfigError, ToMeConfig, apply_token_merging
+from tokenmerge import ConfigError, Correction, PlanSharing, StepReuse, ToMeConfig, apply_token_merging
 
 # The arithmetic of some schedulers of diffusers.
 pytestmark = pytest.mark.filterwarnings("ignore:__array_(_ implementation|wrap__):DeprecationWarning")
@@ -32,10 +32,10 @@ HALF: dict[str, Any] = {"ratio": 0.5, "max_downsample": 2}
 # One of each: nothing kept, plans shared in a call, corrections, step reuse, plans kept, guidance compared.
 SETTINGS: dict[str, dict[str, Any]] = {
     "merging": {},
-    "shared plans": {"share_plan": True},
-    "corrected": {"correct_every": 3},
-    "reused": {"reuse_every": 2},
-    "plans kept": {"plan_every": 3},
+    "shared plans": {"plans": PlanSharing(blocks=True)},
+    "corrected": {"correction": Correction(every=3)},
+    "reused": {"reuse": StepReuse(every=2)},
+    "plans kept": {"plans": PlanSharing(every=3)},
     "importance": {"planner": "importance"},
 }
 WITHOUT_STEPS = ("merging", "shared plans")
@@ -157,7 +157,7 @@ def test_a_loop_in_another_thread_whose_scheduler_is_unknown_is_refused(pipe):
 
 def test_steps_that_are_set_count_in_their_own_thread():
     unet, arguments = hosts.unet(), hosts.inputs(1)
-    patch = apply_token_merging(unet, ToMeConfig(**HALF, reuse_every=2))
+    patch = apply_token_merging(unet, ToMeConfig(**HALF, reuse=StepReuse(every=2)))
 
     def loop(factor: float) -> torch.Tensor:
         results = []

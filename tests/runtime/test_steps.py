@@ -23,7 +23,16 @@ from torch.testing import assert_close
 
 from tests.models.test_every_family import call, model_of
 from tests.models.tiny import FAMILIES
-from tokenmerge import ConfigError, ToMeConfig, UnsupportedModelError, apply_token_merging
+from tokenmerge import (
+    ConfigError,
+    Correction,
+    PlanSharing,
+    Schedule,
+    StepReuse,
+    ToMeConfig,
+    UnsupportedModelError,
+    apply_token_merging,
+)
 from tokenmerge.ops import Plan, merge, unmerge
 from tokenmerge.runtime.patch import state_of
 from tokenmerge.runtime.reuse import Residual, extrapolated, residual_of, updated
@@ -69,17 +78,23 @@ def equal(results: list[Tensor], others: list[Tensor]) -> list[bool]:
 @pytest.mark.parametrize(
     ("settings", "dense"),
     [
-        ({"until": 0.5}, [3, 4, 5]),
-        ({"schedule": (1.0, 0.0)}, [5]),
-        ({"schedule": lambda done: float(done > 0.5)}, [0, 1, 2]),
-        ({"phases": {0.5: {"ratio": 0.0}}}, [3, 4, 5]),
-        ({"levels": {1: {"ratio": 0.0}, 2: {"ratio": 0.0}}, "until": 0.99}, [0, 1, 2, 3, 4, 5]),
-        ({"correct_every": 3}, [0, 3]),
-        ({"correct_every": 3, "until": 0.6}, [0, 3, 4, 5]),  # no merged step follows the second
+        ({"schedule": Schedule(until=0.5)}, [3, 4, 5]),
+        ({"schedule": Schedule(ratio=(1.0, 0.0))}, [5]),
+        ({"schedule": Schedule(ratio=lambda done: float(done > 0.5))}, [0, 1, 2]),
+        ({"schedule": Schedule(phases={0.5: {"ratio": 0.0}})}, [3, 4, 5]),
+        (
+            {"levels": {1: {"ratio": 0.0}, 2: {"ratio": 0.0}}, "schedule": Schedule(until=0.99)},
+            [0, 1, 2, 3, 4, 5],
+        ),
+        ({"correction": Correction(every=3)}, [0, 3]),
+        (
+            {"correction": Correction(every=3), "schedule": Schedule(until=0.6)},
+            [0, 3, 4, 5],
+        ),  # no merged step follows the second
         # A plan that is still held, and its corrections, are not for a step that does not merge.
-        ({"plan_every": 6, "until": 0.5}, [3, 4, 5]),
-        ({"correct_every": 6, "until": 0.5}, [0, 3, 4, 5]),
-        ({"plan_every": 6, "schedule": lambda done: float(done != 0.4)}, [2]),
+        ({"plans": PlanSharing(every=6), "schedule": Schedule(until=0.5)}, [3, 4, 5]),
+        ({"correction": Correction(every=6), "schedule": Schedule(until=0.5)}, [0, 3, 4, 5]),
+        ({"plans": PlanSharing(every=6), "schedule": Schedule(ratio=lambda done: float(done != 0.4))}, [2]),
     ],
 )
 def test_which_steps_are_dense(settings, dense):
@@ -90,19 +105,24 @@ def test_which_steps_are_dense(settings, dense):
 
 
 def test_ratios_follow_the_schedule():
-    _, plans = Loop(hosts.unet(), hosts.inputs(1), schedule=(1.0, 0.5)).run()
+    _, plans = Loop(hosts.unet(), hosts.inputs(1), schedule=Schedule(ratio=(1.0, 0.5))).run()
     kept = [len(last) for _, last in plans]
     assert kept == [256 - int(256 * 0.5 * (1 - 0.1 * i)) for i in range(STEPS)]
 
 
 def test_phases_have_plans_of_their_own():
-    _, plans = Loop(hosts.unet(), hosts.inputs(1), plan_every=6, phases={0.5: {"ratio": 0.25}}).run()
+    _, plans = Loop(
+        hosts.unet(),
+        hosts.inputs(1),
+        plans=PlanSharing(every=6),
+        schedule=Schedule(phases={0.5: {"ratio": 0.25}}),
+    ).run()
     assert [len(last) for _, last in plans] == [128, 128, 128, 192, 192, 192]
 
 
 @pytest.mark.parametrize("share", [False, True])
 def test_plans_last_for_so_many_steps(share):
-    _, plans = Loop(hosts.unet(), hosts.inputs(1), plan_every=3, share_plan=share).run()
+    _, plans = Loop(hosts.unet(), hosts.inputs(1), plans=PlanSharing(every=3, blocks=share)).run()
     assert plans[0] == plans[1] == plans[2]
     assert plans[3] == plans[4] == plans[5]
     assert plans[2] != plans[3]
@@ -111,7 +131,7 @@ def test_plans_last_for_so_many_steps(share):
 
 def test_blocks_share_a_plan_within_a_call_without_steps():
     unet = hosts.unet()
-    patch = apply_token_merging(unet, ToMeConfig(**HALF, share_plan=True))
+    patch = apply_token_merging(unet, ToMeConfig(**HALF, plans=PlanSharing(blocks=True)))
     seen = []
     for seed in (0, 1):
         with patch.record() as recorded:
@@ -140,7 +160,7 @@ def differences_within_groups(plan: Plan, x: Tensor) -> Tensor:
 def test_a_correction_gives_tokens_back_how_they_differ_from_their_group(name, scope, every):
     """On the input of the dense step, the first module that merges is off by the same in all of a group."""
     model, arguments, of_sample = host_of(name)
-    patch = apply_token_merging(model, ToMeConfig(**HALF, scope=scope, correct_every=every))
+    patch = apply_token_merging(model, ToMeConfig(**HALF, scope=scope, correction=Correction(every=every)))
     parts = state_of(model).parts
     first = parts[0]
     layers = (part for part in parts if isinstance(part, LayerState))
@@ -177,7 +197,7 @@ def host_of(name: str) -> tuple[nn.Module, dict[str, Any], str]:
 
 @pytest.mark.parametrize("scope", ["layers", "block"])
 def test_a_dense_step_for_corrections_plans_nothing_and_holds_no_plan(scope):
-    loop = Loop(hosts.unet(), hosts.inputs(), scope=scope, correct_every=2)
+    loop = Loop(hosts.unet(), hosts.inputs(), scope=scope, correction=Correction(every=2))
     _, plans = loop.run()
     assert list(map(bool, plans)) == [False, True] * 3
     loop.run(made=3)
@@ -190,7 +210,7 @@ def test_calls_of_one_step_have_corrections_of_their_own():
 
     def run(*calls: dict[str, Any]) -> list[list[Tensor]]:
         unet = hosts.unet()
-        patch = apply_token_merging(unet, ToMeConfig(**HALF, scope="block", correct_every=3))
+        patch = apply_token_merging(unet, ToMeConfig(**HALF, scope="block", correction=Correction(every=3)))
         results: list[list[Tensor]] = [[] for _ in calls]
         for index in range(3):
             patch.at_step(index, 3)
@@ -202,7 +222,9 @@ def test_calls_of_one_step_have_corrections_of_their_own():
         assert all(equal(both, alone))
 
 
-@pytest.mark.parametrize("settings", [{"reuse_every": 2}, {"scope": "block", "correct_every": 4}])
+@pytest.mark.parametrize(
+    "settings", [{"reuse": StepReuse(every=2)}, {"scope": "block", "correction": Correction(every=4)}]
+)
 @pytest.mark.parametrize("name", ["SD3Transformer2DModel", "FluxTransformer2DModel"])
 def test_another_text_in_the_middle_may_be_longer(name, settings):
     """Blocks change it together with the picture, so that nothing of the shorter one can be used."""
@@ -223,7 +245,7 @@ def test_another_text_in_the_middle_may_be_longer(name, settings):
 def test_another_batch_in_the_middle_is_corrected_anew():
     unet, two, three = hosts.unet(), hosts.inputs(2), hosts.inputs(3)
     dense = hosts.call(unet, **three)
-    patch = apply_token_merging(unet, ToMeConfig(**HALF, scope="block", correct_every=3))
+    patch = apply_token_merging(unet, ToMeConfig(**HALF, scope="block", correction=Correction(every=3)))
     patch.at_step(0, 4)
     hosts.call(unet, **two)
     patch.at_step(1, 4)
@@ -240,7 +262,9 @@ def test_blocks_that_do_not_run_go_on_in_a_straight_line(name, scope):
     In a UNet, those of the finest level do.
     """
     model, arguments, of_sample = host_of(name)
-    patch = apply_token_merging(model, ToMeConfig(**HALF, scope=scope, reuse_every=2, use_rand=False))
+    patch = apply_token_merging(
+        model, ToMeConfig(**HALF, scope=scope, reuse=StepReuse(every=2), use_rand=False)
+    )
     ran: list[int] = []
     states = [block for block in state_of(model).blocks if block.level > 1 or block.caches_residuals]
     blocks = [module for module in model.modules() if module.__dict__.get(STATE) in states]
@@ -262,7 +286,7 @@ def test_blocks_that_do_not_run_go_on_in_a_straight_line(name, scope):
 @pytest.mark.parametrize("remove", [False, True])
 def test_in_a_unet_nothing_runs_below_the_finest_level(remove):
     unet = hosts.unet()
-    patch = apply_token_merging(unet, ToMeConfig(**HALF, reuse_every=3))
+    patch = apply_token_merging(unet, ToMeConfig(**HALF, reuse=StepReuse(every=3)))
     ran: dict[str, int] = {}
     below = ["down_blocks.1.resnets.0", "mid_block.attentions.0", "up_blocks.0.resnets.1"]
     finest = ["conv_in", "down_blocks.0.attentions.0", "up_blocks.1.resnets.1", "up_blocks.1.attentions.1"]
@@ -291,7 +315,7 @@ def test_in_a_unet_nothing_runs_below_the_finest_level(remove):
 )
 def test_on_some_steps_the_last_layer_of_a_unet_runs_alone(every, start, steps_of_all, steps_of_finest):
     unet = hosts.unet()
-    config = ToMeConfig(**HALF, reuse_every=every, reuse_finest_every=2, reuse_finest_from=start)
+    config = ToMeConfig(**HALF, reuse=StepReuse(every=every, shallow_every=2, shallow_from=start))
     patch = apply_token_merging(unet, config)
     ran: dict[str, list[int]] = {}
     below = ["down_blocks.1.resnets.0", "mid_block.attentions.0", "up_blocks.0.resnets.1"]
@@ -310,13 +334,13 @@ def test_on_some_steps_the_last_layer_of_a_unet_runs_alone(every, start, steps_o
 
 
 def test_in_short_generations_more_steps_run_everything():
-    config = ToMeConfig(reuse_every=4, reuse_finest_every=2, reuse_span=0.25)
-    assert [config.reuse(steps) for steps in (1, 7, 8, 12, 15, 16, 50)] == [
+    config = ToMeConfig(reuse=StepReuse(every=4, shallow_every=2, span=0.25))
+    assert [config.reuse.intervals(steps) for steps in (1, 7, 8, 12, 15, 16, 50)] == [
         *((1, 1), (1, 1), (2, 1), (3, 1), (3, 1), (4, 2), (4, 2))
     ]
-    assert ToMeConfig(reuse_every=3, reuse_finest_every=3).reuse(20) == (3, 3)
+    assert ToMeConfig(reuse=StepReuse(every=3, shallow_every=3)).reuse.intervals(20) == (3, 3)
     unet, ran = hosts.unet(), []
-    patch = apply_token_merging(unet, ToMeConfig(**HALF, reuse_every=4, reuse_span=0.25))
+    patch = apply_token_merging(unet, ToMeConfig(**HALF, reuse=StepReuse(every=4, span=0.25)))
     unet.mid_block.resnets[0].register_forward_hook(lambda *_: ran.append(index))
     for index in range(8):
         patch.at_step(index, 8)
@@ -328,7 +352,7 @@ def test_in_short_generations_more_steps_run_everything():
 def test_what_comes_up_to_what_runs_of_a_unet_is_taken_on(path, reuse):
     unet, came_up = hosts.unet(), []
     every, finest_every = reuse
-    config = ToMeConfig(**HALF, reuse_every=every, reuse_finest_every=finest_every)
+    config = ToMeConfig(**HALF, reuse=StepReuse(every=every, shallow_every=finest_every))
     patch = apply_token_merging(unet, config)
     unet.get_submodule(path).register_forward_hook(
         lambda _, args, result: came_up.append(result if isinstance(result, Tensor) else result[0])
@@ -352,7 +376,9 @@ def test_what_a_controlnet_adds_to_the_finest_level_counts_where_nothing_else_ru
     def third_step(values: tuple[float, ...], middle: float, finest_every: int = 1) -> Tensor:
         """The result of a step in which not all of a UNet runs, with these values added to each."""
         unet = hosts.unet()
-        patch = apply_token_merging(unet, ToMeConfig(**HALF, reuse_every=2, reuse_finest_every=finest_every))
+        patch = apply_token_merging(
+            unet, ToMeConfig(**HALF, reuse=StepReuse(every=2, shallow_every=finest_every))
+        )
         for index in range(2):
             patch.at_step(index, 4)
             call(unet, arguments)
@@ -417,10 +443,10 @@ def kept(model: nn.Module) -> list[Any]:
 KEEPING = pytest.mark.parametrize(
     "every",
     [
-        {"correct_every": 2},
-        {"reuse_every": 2},
-        {"reuse_every": 2, "reuse_finest_every": 2},
-        {"planner": "importance", "plan_every": 2},
+        {"correction": Correction(every=2)},
+        {"reuse": StepReuse(every=2)},
+        {"reuse": StepReuse(every=2, shallow_every=2)},
+        {"planner": "importance", "plans": PlanSharing(every=2)},
     ],
 )
 
@@ -453,7 +479,7 @@ def test_removal_in_the_middle_lets_go_of_all(every):
 def test_calls_that_a_step_does_without_keep_nothing():
     """Such as those without the prompt, once guidance is over."""
     unet, one, other = hosts.unet(), hosts.inputs(1, seed=0), hosts.inputs(1, seed=1)
-    patch = apply_token_merging(unet, ToMeConfig(**HALF, scope="block", correct_every=4))
+    patch = apply_token_merging(unet, ToMeConfig(**HALF, scope="block", correction=Correction(every=4)))
     counts = []
     for index, calls in enumerate([(one, other), (one, other), (one,), (one,)]):
         patch.at_step(index, 6)
@@ -467,7 +493,7 @@ def test_a_single_step_merges():
     """Dense, it would tell what merging loses on steps that there are not."""
     unet, inputs = hosts.unet(), hosts.inputs()
     dense = hosts.call(unet, **inputs)
-    patch = apply_token_merging(unet, ToMeConfig(**HALF, correct_every=2))
+    patch = apply_token_merging(unet, ToMeConfig(**HALF, correction=Correction(every=2)))
     patch.at_step(0, 1)
     with patch.record() as recorded:
         merged = hosts.call(unet, **inputs)
@@ -476,7 +502,7 @@ def test_a_single_step_merges():
 
 
 def test_a_loop_that_goes_on_elsewhere_begins_anew():
-    loop = Loop(hosts.unet(), hosts.inputs(), scope="block", correct_every=4)
+    loop = Loop(hosts.unet(), hosts.inputs(), scope="block", correction=Correction(every=4))
     state, ran = state_of(loop.model), []
     for index in (0, 1, 4, 5, 3):
         loop.patch.at_step(index, 8)
@@ -487,14 +513,14 @@ def test_a_loop_that_goes_on_elsewhere_begins_anew():
 
 def test_reuse_is_refused_where_nothing_can_be_left_out():
     model = model_of(FAMILIES["QwenImageTransformer2DModel"])
-    with pytest.raises(UnsupportedModelError, match="reuse_every=2: no part of QwenImage"):
-        apply_token_merging(model, ToMeConfig(**HALF, reuse_every=2))
+    with pytest.raises(UnsupportedModelError, match=r"reuse\.every=2: no part of QwenImage"):
+        apply_token_merging(model, ToMeConfig(**HALF, reuse=StepReuse(every=2)))
 
 
 def test_a_step_that_is_over_is_an_error():
     """Of a loop that does not say so; of a pipeline that shares the model with the one it was applied to."""
     unet, arguments = hosts.unet(), hosts.inputs()
-    patch = apply_token_merging(unet, ToMeConfig(**HALF, until=0.5))
+    patch = apply_token_merging(unet, ToMeConfig(**HALF, schedule=Schedule(until=0.5)))
     patch.at_step(0, 4)
     hosts.call(unet, **arguments)
     hosts.call(unet, **arguments)
@@ -506,7 +532,7 @@ def test_corrections_run_beside_a_cache():
     """It leaves out blocks, which then keep nothing and correct with what they have."""
     family = FAMILIES["FluxTransformer2DModel"]
     model, arguments = model_of(family), family.inputs(1, 8, 8)
-    patch = apply_token_merging(model, ToMeConfig(ratio=0.5, scope="block", correct_every=2))
+    patch = apply_token_merging(model, ToMeConfig(ratio=0.5, scope="block", correction=Correction(every=2)))
     model.enable_cache(FirstBlockCacheConfig(threshold=10.0))
     for index in range(3):
         patch.at_step(index, 4)
@@ -535,7 +561,7 @@ def test_caches_that_count_calls_are_refused(first, cache, hook):
     model, arguments = model_of(family), family.inputs(1, 8, 8)
     if first == "cache":
         model.enable_cache(cache)
-    patch = apply_token_merging(model, ToMeConfig(ratio=0.5, scope="block", reuse_every=2))
+    patch = apply_token_merging(model, ToMeConfig(ratio=0.5, scope="block", reuse=StepReuse(every=2)))
     if first == "patch":
         model.enable_cache(cache)
     patch.at_step(0, 4)
@@ -548,7 +574,7 @@ def test_caches_that_count_calls_are_refused(first, cache, hook):
 
 def test_a_new_generation_begins_anew():
     unet, arguments = hosts.unet(), hosts.inputs()
-    loop = Loop(unet, arguments, correct_every=4)
+    loop = Loop(unet, arguments, correction=Correction(every=4))
     first, _ = loop.run(3)
     assert kept(unet)  # it was cut off
     again, _ = loop.run(3)
@@ -557,7 +583,7 @@ def test_a_new_generation_begins_anew():
 
 def test_copies_and_pickles_take_nothing_of_a_generation():
     unet, arguments = hosts.unet(), hosts.inputs()
-    loop = Loop(unet, arguments, correct_every=4, share_plan=True)
+    loop = Loop(unet, arguments, correction=Correction(every=4), plans=PlanSharing(blocks=True))
     loop.patch.at_step(0, 6)
     hosts.call(unet, **arguments)
     assert kept(unet)
@@ -583,14 +609,18 @@ def test_copies_take_nothing_of_what_guidance_changed():
 
 def test_a_model_alone_has_to_be_told_the_step():
     unet = hosts.unet()
-    patch = apply_token_merging(unet, ToMeConfig(**HALF, until=0.5, plan_every=2))
-    with pytest.raises(ConfigError, match=r"until=0\.5 and plan_every=2: .* patch\.at_step\(i, steps\)"):
+    patch = apply_token_merging(
+        unet, ToMeConfig(**HALF, schedule=Schedule(until=0.5), plans=PlanSharing(every=2))
+    )
+    with pytest.raises(
+        ConfigError, match=r"schedule\.until=0\.5 and plans\.every=2: .* patch\.at_step\(i, steps\)"
+    ):
         hosts.call(unet, **hosts.inputs())
     with pytest.raises(ConfigError, match="0 ≤ index < steps, got 3, 3"):
         patch.at_step(3, 3)
 
 
-@pytest.mark.parametrize("every", [{"correct_every": 2}, {"reuse_every": 2}])
+@pytest.mark.parametrize("every", [{"correction": Correction(every=2)}, {"reuse": StepReuse(every=2)}])
 def test_what_is_kept_is_not_for_training(every):
     unet = hosts.unet()
     patch = apply_token_merging(unet, ToMeConfig(**HALF, **every))
@@ -605,7 +635,7 @@ def test_gradient_checkpointing_runs_blocks_again_with_the_plan_that_they_share(
         unet = hosts.unet().train()
         if checkpoints:
             unet.enable_gradient_checkpointing()
-        apply_token_merging(unet, ToMeConfig(**HALF, share_plan=True))
+        apply_token_merging(unet, ToMeConfig(**HALF, plans=PlanSharing(blocks=True)))
         unet(**arguments).sample.square().mean().backward()
         gradients.append([parameter.grad for parameter in unet.parameters()])
     for plain, again in zip(*gradients, strict=True):
@@ -617,7 +647,14 @@ def _again_with(timestep: float, side: int = 16) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"scope": "block"}, {"share_plan": True}, {"schedule": (1.4, 0.6)}, {"ratio": 0.25}]
+    "settings",
+    [
+        {},
+        {"scope": "block"},
+        {"plans": PlanSharing(blocks=True)},
+        {"schedule": Schedule(ratio=(1.4, 0.6))},
+        {"ratio": 0.25},
+    ],
 )
 @pytest.mark.parametrize("side", [16, 24], ids=["another step", "another size"])
 def test_gradient_checkpointing_merges_what_it_merged_before_other_calls(settings, side):
@@ -657,13 +694,13 @@ WAN = "WanTransformer3DModel"
     ("name", "settings", "graphs"),
     [
         # The first dense step, the others, and merged ones.
-        ("UNet", {"correct_every": 2}, 3),
+        ("UNet", {"correction": Correction(every=2)}, 3),
         # The finest level of a UNet runs on every step.
-        ("UNet", {"reuse_every": 2}, 1),
+        ("UNet", {"reuse": StepReuse(every=2)}, 1),
         # The first step, others that run, and those that go on.
-        (WAN, {"reuse_every": 2}, 3),
+        (WAN, {"reuse": StepReuse(every=2)}, 3),
         # The first dense step, the others, merged ones, and those that go on.
-        (WAN, {"correct_every": 2, "reuse_every": 2}, 4),
+        (WAN, {"correction": Correction(every=2), "reuse": StepReuse(every=2)}, 4),
     ],
 )
 def test_blocks_compile_in_as_many_graphs_as_kinds_of_steps(name, settings, graphs):
@@ -691,7 +728,7 @@ def test_blocks_compile_in_as_many_graphs_as_kinds_of_steps(name, settings, grap
 def test_steps_are_not_for_one_graph():
     torch._dynamo.reset()
     whole = torch.compile(hosts.unet(), fullgraph=True, backend="eager")
-    patch = apply_token_merging(whole, ToMeConfig(**HALF, until=0.5))
+    patch = apply_token_merging(whole, ToMeConfig(**HALF, schedule=Schedule(until=0.5)))
     patch.at_step(0, 2)
     with pytest.raises((UnsupportedModelError, torch._dynamo.exc.TorchDynamoException), match="one graph"):
         hosts.call(whole, **hosts.inputs(1))

@@ -28,15 +28,20 @@ from torch import nn
 from tests.models.family import TEXT, WORDS
 from tests.models.test_every_family import model_of
 from tests.models.tiny import FAMILIES
-from tokenmerge import ToMeConfig, apply_token_merging
+from tokenmerge import Correction, Schedule, StepReuse, ToMeConfig, apply_token_merging
 from tokenmerge.runtime.patch import state_of
 from tokenmerge.runtime.state import BlockState, LayerState
 
 # Schedulers' arithmetic on numpy's arrays.
 pytestmark = pytest.mark.filterwarnings("ignore:__array_(_ implementation|wrap__):DeprecationWarning")
 
-CORRECTED: dict[str, Any] = {"ratio": 0.5, "max_downsample": 2, "scope": "block", "correct_every": 3}
-REUSED: dict[str, Any] = {"ratio": 0.5, "max_downsample": 2, "reuse_every": 2}
+CORRECTED: dict[str, Any] = {
+    "ratio": 0.5,
+    "max_downsample": 2,
+    "scope": "block",
+    "correction": Correction(every=3),
+}
+REUSED: dict[str, Any] = {"ratio": 0.5, "max_downsample": 2, "reuse": StepReuse(every=2)}
 
 
 def draw(pipe: DiffusionPipeline, steps: int, **arguments: Any) -> Any:
@@ -88,7 +93,7 @@ SCHEDULERS = pytest.mark.parametrize(
 @SCHEDULERS
 def test_a_generation(pipe, scheduler):
     """Also with a scheduler that is swapped after the pipeline was patched."""
-    apply_token_merging(pipe, ToMeConfig(**CORRECTED, until=0.8))
+    apply_token_merging(pipe, ToMeConfig(**CORRECTED, schedule=Schedule(until=0.8)))
     pipe.scheduler = scheduler
     seen = calls(pipe.unet)
     steps = 8 if isinstance(scheduler, PNDMScheduler) else 9
@@ -108,7 +113,7 @@ def test_from_a_picture(pipe, scheduler):
     pipe.scheduler = scheduler
     pipe = StableDiffusionImg2ImgPipeline(**pipe.components, requires_safety_checker=False)
     pipe.set_progress_bar_config(disable=True)
-    apply_token_merging(pipe, ToMeConfig(**REUSED, until=0.75))
+    apply_token_merging(pipe, ToMeConfig(**REUSED, schedule=Schedule(until=0.75)))
     seen = calls(pipe.unet)
     picture = Image.new("RGB", (SIDE, SIDE), (200, 30, 60))
     draw(pipe, 16, image=picture, strength=0.5)
@@ -211,10 +216,18 @@ def test_another_pipeline_with_the_same_model_follows_its_own_scheduler(pipe):
     ("settings", "first", "second"),
     [
         # The second transformer has nothing of the first; a share of the steps is one of both's.
-        ({"scope": "block", "correct_every": 3, "until": 0.75}, "ccmmmmccmm", "dddddd"),
-        ({"reuse_every": 2}, "mmmmrrmmrr", "mmmmrr"),
+        (
+            {"scope": "block", "correction": Correction(every=3), "schedule": Schedule(until=0.75)},
+            "ccmmmmccmm",
+            "dddddd",
+        ),
+        ({"reuse": StepReuse(every=2)}, "mmmmrrmmrr", "mmmmrr"),
         # Of the steps that run.
-        ({"scope": "block", "correct_every": 2, "reuse_every": 2}, "ccmmrrccrr", "ccmmrr"),
+        (
+            {"scope": "block", "correction": Correction(every=2), "reuse": StepReuse(every=2)},
+            "ccmmrrccrr",
+            "ccmmrr",
+        ),
     ],
 )
 def test_two_transformers_and_a_call_for_each_prompt(settings, first, second):

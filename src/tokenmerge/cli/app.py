@@ -42,7 +42,7 @@ app.command(
         "generate 'a castle' --model owner/name --size 768x512",
         "generate 'a castle' --model ./sdxl --max-downsample 2",
         "generate 'a castle' --method toma --ratio 0.6",
-        "generate 'a castle' --set scope=block --set reuse_every=2 --set until=0.75",
+        "generate 'a castle' --set scope=block --set reuse.every=2 --set schedule.until=0.75",
         "generate 'a castle' --control edges.png --controlnet ./canny",
     )
 )(generate)
@@ -58,7 +58,7 @@ app.command(
     epilog=_examples(
         "bench --size 512 --size 768 --ratio 0.5",
         "bench --model owner/name --scope pipeline --variant tome",
-        "bench --variant todo --variant toma:ratio=0.6 --variant tome:scope=block,reuse_every=2",
+        "bench --variant todo --variant toma:ratio=0.6 --variant tome:scope=block,reuse.every=2",
         "bench --preset paper --dtype fp32",
         "bench --grid my-grid.toml -o results.jsonl",
     )

@@ -57,8 +57,8 @@ def bench(
         list[str] | None,
         _axis(
             "variants",
-            f"{', '.join(VARIANTS)}; or with any field of ToMeConfig: toma:ratio=0.6, "
-            "tome:proportional,scope=block,schedule=1.4/0.6. tomesd is the package of that name.",
+            f"{', '.join(VARIANTS)}; or with any setting of ToMeConfig: toma:ratio=0.6, "
+            "tome:proportional,scope=block,schedule.ratio=1.4/0.6. tomesd is the package of that name.",
         ),
     ] = None,
     ratio: Annotated[list[float] | None, _axis("ratio", "Fraction of tokens removed.")] = None,

@@ -57,9 +57,9 @@ def evaluate(
     variant: Annotated[
         list[str] | None,
         _compared(
-            f"{', '.join(CHOICES)}; or with any field of ToMeConfig: toma:ratio=0.6, "
-            "tome:proportional,scope=block,schedule=1.4/0.6. tomesd is the package of that name. May be "
-            "repeated."
+            f"{', '.join(CHOICES)}; or with any setting of ToMeConfig: toma:ratio=0.6, "
+            "tome:proportional,scope=block,schedule.ratio=1.4/0.6. tomesd is the package of that name. "
+            "May be repeated."
         ),
     ] = None,
     ratio: Annotated[list[float] | None, _compared("Fraction of tokens removed. May be repeated.")] = None,

@@ -46,8 +46,9 @@ def merging(
     settings: Annotated[
         list[str] | None,
         _merging(
-            "NAME=VALUE: any field of ToMeConfig, such as scope=block, reuse_every=2 or schedule=1.4/0.6; "
-            'levels and phases as JSON: levels={"2": {"ratio": 0.25}}. May be repeated.',
+            "NAME=VALUE: any setting of ToMeConfig, such as scope=block, reuse.every=2 or "
+            'schedule.ratio=1.4/0.6; levels and schedule.phases as JSON: levels={"2": {"ratio": 0.25}}. '
+            "May be repeated.",
             "--set",
         ),
     ] = None,

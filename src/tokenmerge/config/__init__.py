@@ -1,16 +1,45 @@
 """What a user asks for: settings as frozen values, checked when they are made.
 
+``ToMeConfig`` is the request: ``MergeSettings`` for all levels and steps, and the parts that say at which of
+them. ``ToMeConfig.at`` makes the ``MergeSettings`` of one level and step, which planners and blocks get.
+
 Imports ``errors`` alone, and no torch.
 """
 
-from tokenmerge.config.tome import (
+from tokenmerge.config.correction import Correction
+from tokenmerge.config.json_file import load_config, save_config
+from tokenmerge.config.names import flat
+from tokenmerge.config.old_names import NEW_NAMES, with_new_names, words_with_new_names
+from tokenmerge.config.plan_sharing import PlanSharing
+from tokenmerge.config.schedule import Schedule
+from tokenmerge.config.settings import (
     COMBINATIONS,
     GUIDED_PLANNERS,
     PLANNERS,
     SCOPES,
-    Schedule,
-    ToMeConfig,
+    MergeSettings,
     highest_ratio,
 )
+from tokenmerge.config.step_reuse import StepReuse
+from tokenmerge.config.tome import SETTINGS, ToMeConfig
 
-__all__ = ["COMBINATIONS", "GUIDED_PLANNERS", "PLANNERS", "SCOPES", "Schedule", "ToMeConfig", "highest_ratio"]
+__all__ = [
+    "COMBINATIONS",
+    "GUIDED_PLANNERS",
+    "NEW_NAMES",
+    "PLANNERS",
+    "SCOPES",
+    "SETTINGS",
+    "Correction",
+    "MergeSettings",
+    "PlanSharing",
+    "Schedule",
+    "StepReuse",
+    "ToMeConfig",
+    "flat",
+    "highest_ratio",
+    "load_config",
+    "save_config",
+    "with_new_names",
+    "words_with_new_names",
+]

@@ -9,14 +9,13 @@ from typing import Any
 
 from tokenmerge import presets
 from tokenmerge.auto import choose
-from tokenmerge.config import ToMeConfig
+from tokenmerge.config import NEW_NAMES, SETTINGS, ToMeConfig, flat
 from tokenmerge.errors import ConfigError
 
-__all__ = ["AUTO", "METHODS", "SETTINGS", "Merging", "as_plain", "read_setting"]
+__all__ = ["AUTO", "METHODS", "Merging", "as_plain", "read_setting"]
 
 AUTO = "auto"
 METHODS = (AUTO, "tome", *presets.__all__)
-SETTINGS = tuple(field.name for field in dataclasses.fields(ToMeConfig))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +25,8 @@ class Merging:
     Args:
         method: ``"auto"`` chooses by the model and the device (:func:`tokenmerge.auto.choose`); ``"tome"`` is
             :class:`tokenmerge.ToMeConfig` as it is; or the name of one of :mod:`tokenmerge.presets`.
-        changes: fields of :class:`tokenmerge.ToMeConfig` that are not to be the method's own.
+        changes: settings that replace the method's own, by name, such as ``"reuse.every"``; former names are
+            read too.
 
     Raises:
         ConfigError: there is no such method, or a value is out of its range.
@@ -41,9 +41,10 @@ class Merging:
     def __post_init__(self) -> None:
         if self.method not in METHODS:
             raise ConfigError(f"method: expected one of {', '.join(METHODS)}, got {self.method!r}")
+        object.__setattr__(self, "changes", flat(self.changes))
         if self.needs_model:
-            finest = self.changes.get("reuse_finest_every", 1)  # up to what the method chooses, if that
-            ToMeConfig(**{"reuse_every": finest, **self.changes})
+            finest = self.changes.get("reuse.shallow_every", 1)  # up to what the method chooses, if that
+            ToMeConfig.from_dict({"reuse.every": finest, **self.changes})
         else:
             self.config()
 
@@ -64,12 +65,13 @@ class Merging:
         """
         if self.needs_model:
             chosen = choose(pipe_or_model, self.changes.get("ratio", ToMeConfig.ratio), follows_steps)
-            every = self.changes.get("reuse_every", chosen.reuse_every)
-            finest = min(chosen.reuse_finest_every, every)  # who asks for less of one means both
-            return dataclasses.replace(chosen, **{"reuse_finest_every": finest, **self.changes})
-        make: Callable[..., ToMeConfig] = (
-            ToMeConfig if self.method == "tome" else getattr(presets, self.method)
-        )
+            every = self.changes.get("reuse.every", chosen.reuse.every)
+            finest = min(chosen.reuse.shallow_every, every)  # who asks for less of one means both
+            own = {**flat(vars(chosen)), "reuse.shallow_every": finest}
+            return ToMeConfig.from_dict({**own, **self.changes})
+        if self.method == "tome":
+            return ToMeConfig.from_dict(self.changes)
+        make: Callable[..., ToMeConfig] = getattr(presets, self.method)
         return make(**self.changes)
 
     def to_dict(self) -> dict[str, Any]:
@@ -80,7 +82,8 @@ class Merging:
 def read_setting(text: str, names: Collection[str] = SETTINGS) -> tuple[str, Any]:
     """Read ``NAME=VALUE``; a setting that is a switch may stand without a value.
 
-    ``schedule`` is numbers with ``/`` between them, or a list in JSON; ``levels`` and ``phases`` are JSON.
+    ``schedule.ratio`` is numbers with ``/`` between them, or a list in JSON; ``levels`` and
+    ``schedule.phases`` are JSON. Former names, such as ``reuse_every``, are read as those of today.
 
     Args:
         text: such as ``"scope=block"``.
@@ -89,15 +92,16 @@ def read_setting(text: str, names: Collection[str] = SETTINGS) -> tuple[str, Any
     Raises:
         ConfigError: there is no such setting, or the value is not of its type.
 
-    >>> read_setting("merge_mlp"), read_setting("schedule=1.4/0.6")
-    (('merge_mlp', True), ('schedule', (1.4, 0.6)))
+    >>> read_setting("merge_mlp"), read_setting("schedule.ratio=1.4/0.6"), read_setting("reuse_every=2")
+    (('merge_mlp', True), ('schedule.ratio', (1.4, 0.6)), ('reuse.every', 2))
     >>> read_setting('levels={"2": {"ratio": 0.25}}')
     ('levels', {2: {'ratio': 0.25}})
     """
     name, equals, value = (part.strip() for part in text.partition("="))
+    name = NEW_NAMES.get(name, name)
     if name not in names:
         raise ConfigError(f"expected settings out of {', '.join(names)}, got {name!r}")
-    switch = isinstance(getattr(ToMeConfig, name, None), bool)
+    switch = isinstance(_DEFAULTS[name], bool)
     read, wanted = _READERS[name]
     try:
         return name, read("true" if switch and not equals else value)
@@ -131,6 +135,7 @@ def _changes_by(number: Callable[[str], float]) -> Callable[[str], dict[float, d
     return read
 
 
+_DEFAULTS = flat(vars(ToMeConfig()))
 _OF_TYPE: dict[type, tuple[Callable[[str], Any], str]] = {
     bool: (_switch, "true or false"),
     int: (int, "INTEGER"),
@@ -138,8 +143,8 @@ _OF_TYPE: dict[type, tuple[Callable[[str], Any], str]] = {
     str: (str, "WORD"),
 }
 _READERS = {
-    **{name: _OF_TYPE[type(value)] for name, value in vars(ToMeConfig()).items() if type(value) in _OF_TYPE},
-    "schedule": (_schedule, "NUMBER/NUMBER…, such as 1.4/0.6"),
+    **{name: _OF_TYPE[type(value)] for name, value in _DEFAULTS.items() if type(value) in _OF_TYPE},
+    "schedule.ratio": (_schedule, "NUMBER/NUMBER…, such as 1.4/0.6"),
     "levels": (_changes_by(int), 'JSON such as {"2": {"ratio": 0.25}}'),
-    "phases": (_changes_by(float), 'JSON such as {"0.5": {"planner": "tome"}}'),
+    "schedule.phases": (_changes_by(float), 'JSON such as {"0.5": {"planner": "tome"}}'),
 }

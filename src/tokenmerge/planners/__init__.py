@@ -26,7 +26,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from tokenmerge.config import GUIDED_PLANNERS, ToMeConfig
+from tokenmerge.config import GUIDED_PLANNERS, MergeSettings
 from tokenmerge.config import PLANNERS as NAMES
 from tokenmerge.ops import Plan, num_tokens
 from tokenmerge.planners._grid import num_removed, split
@@ -45,7 +45,7 @@ def _on_whole_grids(plan_part: Callable[..., Plan]) -> Planner:
 
     @torch.no_grad()
     def plan(
-        features: Tensor, grid: Sequence[int], settings: ToMeConfig, step: Tensor, *importance: Tensor
+        features: Tensor, grid: Sequence[int], settings: MergeSettings, step: Tensor, *importance: Tensor
     ) -> Plan | None:
         r = num_removed(grid, settings)
         if r == 0:

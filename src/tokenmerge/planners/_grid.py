@@ -7,13 +7,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tokenmerge.config import ToMeConfig
+from tokenmerge.config import MergeSettings
 from tokenmerge.ops import num_destinations, num_tokens, strided_partition
 
 __all__ = ["cell_of", "num_removed", "partition", "split"]
 
 
-def num_removed(grid: Sequence[int], settings: ToMeConfig) -> int:
+def num_removed(grid: Sequence[int], settings: MergeSettings) -> int:
     """Number of tokens that the ratio removes from a grid of (frames, rows, columns), over all frames.
 
     It is ratio · n, rounded down for each part of the grid that merges on its own. It is 0 for a grid of
@@ -30,7 +30,7 @@ def num_removed(grid: Sequence[int], settings: ToMeConfig) -> int:
     return parts * int(num_tokens(part) * settings.ratio)
 
 
-def split(grid: Sequence[int], settings: ToMeConfig) -> tuple[int, tuple[int, ...]]:
+def split(grid: Sequence[int], settings: MergeSettings) -> tuple[int, tuple[int, ...]]:
     """Number of parts of a grid of (frames, rows, columns) that merge on their own, and the grid of one part.
 
     The parts are the frames, with a grid of (rows, columns). Where cells have several frames (``st`` > 1),
@@ -39,13 +39,13 @@ def split(grid: Sequence[int], settings: ToMeConfig) -> tuple[int, tuple[int, ..
     return (grid[0], tuple(grid[1:])) if settings.st == 1 else (1, tuple(grid))
 
 
-def cell_of(part: Sequence[int], settings: ToMeConfig) -> tuple[int, ...]:
+def cell_of(part: Sequence[int], settings: MergeSettings) -> tuple[int, ...]:
     """Size of the cells of a part in tokens, with the same axes as the grid of the part."""
     return (settings.st, settings.sy, settings.sx)[-len(part) :]
 
 
 def partition(
-    part: Sequence[int], settings: ToMeConfig, step: Tensor, device: torch.device
+    part: Sequence[int], settings: MergeSettings, step: Tensor, device: torch.device
 ) -> tuple[Tensor, Tensor]:
     """Sources ``[n - d]`` and destinations ``[d]`` of a part: :func:`tokenmerge.ops.strided_partition`.
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tokenmerge.config import ToMeConfig
+from tokenmerge.config import MergeSettings
 from tokenmerge.ops import (
     Plan,
     bipartite_soft_matching,
@@ -35,7 +35,7 @@ def similarity_scores(features: Tensor) -> Tensor:
     return (unit @ unit.sum(dim=1).unsqueeze(2)).squeeze(2)
 
 
-def plan_sito(features: Tensor, grid: Sequence[int], r: int, settings: ToMeConfig, step: Tensor) -> Plan:
+def plan_sito(features: Tensor, grid: Sequence[int], r: int, settings: MergeSettings, step: Tensor) -> Plan:
     """Choose a base token in each cell, then prune the r tokens that are most similar to a base token.
 
     The base token of a cell is the one most similar to all tokens. A little noise makes the choice differ

@@ -7,14 +7,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tokenmerge.config import ToMeConfig
+from tokenmerge.config import MergeSettings
 from tokenmerge.ops import Plan, make_plan, most_similar
 from tokenmerge.planners._grid import partition
 
 __all__ = ["plan_threshold"]
 
 
-def plan_threshold(features: Tensor, grid: Sequence[int], r: int, settings: ToMeConfig, step: Tensor) -> Plan:
+def plan_threshold(
+    features: Tensor, grid: Sequence[int], r: int, settings: MergeSettings, step: Tensor
+) -> Plan:
     """Plan as ``tome``, but drop merged tokens whose similarity is below ``settings.threshold``.
 
     The paper merges exactly the tokens whose similarity to their destination reaches the threshold. Shapes

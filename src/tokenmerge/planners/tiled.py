@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from tokenmerge.config import ToMeConfig
+from tokenmerge.config import MergeSettings
 from tokenmerge.ops import Plan, make_plan, tiled_matching
 from tokenmerge.planners._grid import cell_of, partition
 
@@ -16,7 +16,7 @@ __all__ = ["plan_tiled"]
 SIDE = 16
 
 
-def plan_tiled(features: Tensor, grid: Sequence[int], r: int, settings: ToMeConfig, step: Tensor) -> Plan:
+def plan_tiled(features: Tensor, grid: Sequence[int], r: int, settings: MergeSettings, step: Tensor) -> Plan:
     """Plan as ``tome``, but compare each source only with the destinations in the tile around it.
 
     The plan is that of ``tome`` where one tile covers the grid: up to 16 × 16 cells, with no tokens beyond

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tokenmerge.config import ToMeConfig
+from tokenmerge.config import MergeSettings
 from tokenmerge.ops import Plan, make_soft_plan, tile
 from tokenmerge.planners._grid import cell_of
 
@@ -45,7 +45,7 @@ def facility_location(similarity: Tensor, real: Tensor, count: int) -> Tensor:
     return torch.cat(chosen, dim=-1)
 
 
-def plan_toma(features: Tensor, grid: Sequence[int], r: int, settings: ToMeConfig, step: Tensor) -> Plan:
+def plan_toma(features: Tensor, grid: Sequence[int], r: int, settings: MergeSettings, step: Tensor) -> Plan:
     """Plan a soft merge: facility-location destinations in each tile, tokens shared out by a softmax.
 
     Each token is shared out over the destinations of its tile by softmax(1000 · cosine). Merging takes means

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tokenmerge.config import ToMeConfig
+from tokenmerge.config import MergeSettings
 from tokenmerge.ops import Plan, make_plan, own_cell
 from tokenmerge.planners._grid import cell_of, partition
 
@@ -16,7 +16,9 @@ __all__ = ["OWN_NUMBER", "plan_uniform"]
 OWN_NUMBER = True
 
 
-def plan_uniform(features: Tensor, grid: Sequence[int], r: int, settings: ToMeConfig, step: Tensor) -> Plan:
+def plan_uniform(
+    features: Tensor, grid: Sequence[int], r: int, settings: MergeSettings, step: Tensor
+) -> Plan:
     """Merge every source into the destination of its own cell.
 
     The values of the features are not used. All sources merge, whatever r is; with a ratio of 0 none does.

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tokenmerge.config import ToMeConfig
+from tokenmerge.config import MergeSettings
 from tokenmerge.ops import Plan, make_plan, num_tokens, own_cell, whole_cells
 from tokenmerge.planners._grid import cell_of, partition
 
@@ -36,7 +36,9 @@ def uniformity(features: Tensor, windows: Tensor) -> Tensor:
     return (unit.sum(dim=1).square().sum(dim=2) - alone) / (k * (k - 1))
 
 
-def plan_windows(features: Tensor, grid: Sequence[int], r: int, settings: ToMeConfig, step: Tensor) -> Plan:
+def plan_windows(
+    features: Tensor, grid: Sequence[int], r: int, settings: MergeSettings, step: Tensor
+) -> Plan:
     """Merge the most uniform windows of ``sy`` × ``sx`` tokens into one token each; leave the others whole.
 
     Tokens are compared within their window only, which makes it the cheapest planner that looks at tokens.

@@ -9,7 +9,7 @@ from functools import partial
 from itertools import chain, groupby
 from typing import Any
 
-from tokenmerge.config import ToMeConfig
+from tokenmerge.config import Correction, StepReuse, ToMeConfig
 from tokenmerge.errors import ConfigError
 from tokenmerge.models.base import KINDS, Block, Host
 from tokenmerge.models.find import find_hosts
@@ -203,7 +203,7 @@ def predict(
         *chain.from_iterable(report.notes for report in reports),
         *map(str, left_dense),
         # Where nothing merges there is nothing to correct.
-        *notes_on_steps(config if rows else dataclasses.replace(config, correct_every=0)),
+        *notes_on_steps(config if rows else dataclasses.replace(config, correction=Correction())),
     ]
     if kept:
         notes.append(f"what steps keep for those after them takes {kept / 1e6:.1f} MB")
@@ -241,8 +241,9 @@ def _predict_host(
     arguments = partial(copied.example, height, width, batch)
     dense = count_flops(copied.root, arguments())
     # Where nothing merges, steps that run less are no reason to refuse it.
-    most = dataclasses.replace(config.most(), reuse_every=config.reuse_every)
-    state = new_state(copied, most, Pipeline())
+    most = config.most()
+    counted_config = dataclasses.replace(most, reuse=StepReuse(every=config.reuse.every))
+    state = new_state(copied, counted_config, Pipeline())
     patch_host(copied, state)
     state.pipeline.set_step(0, 1)  # for a planner that looks at the step before
     with state.recording() as recorded:
@@ -261,7 +262,7 @@ def _predict_host(
                 grid=grid if grid[0] > 1 else grid[1:],
                 tokens=math.prod(grid),
                 merged_tokens=recorded[block.path].plan.keep.shape[1],
-                merged=_merged(block, next(config.most().stages(block.level))),
+                merged=_merged(block, most),
                 flops_dense=dense[f"{counted}.{block.path}"],
                 flops_merged=merged[f"{counted}.{block.path}"],
             )
@@ -283,10 +284,11 @@ def _predict_host(
 
 def _merged(block: Block, config: ToMeConfig) -> str:
     """What of a block sees merged tokens."""
-    if config.whole_blocks:
-        return {"block": "whole block", "stack": "stack"}[config.scope]
+    settings = next(config.stages(block.level))
+    if settings.whole_blocks:
+        return {"block": "whole block", "stack": "stack"}[settings.scope]
     names = "+".join(layer.name for layer in layers_to_merge(block, config))
-    return f"keys of {names}" if config.scope == "keys" else names
+    return f"keys of {names}" if settings.scope == "keys" else names
 
 
 def _notes(blocks: tuple[Block, ...], rows: list[Row], config: ToMeConfig) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from tokenmerge.config import ToMeConfig
+from tokenmerge.config import StepReuse, ToMeConfig
 from tokenmerge.models.base import Host
 from tokenmerge.report.flops import count_flops
 from tokenmerge.runtime.patch import new_state, patch_host, restore
@@ -50,14 +50,13 @@ def kept_bytes(host: Host, config: ToMeConfig, arguments: Arguments) -> int:
         config: what to merge and how much.
         arguments: → those of a call by name; each step has its own.
     """
-    if not config.correct_every and config.reuse_every == config.plan_every == 1:
+    if not config.correction.every and config.reuse.every == config.plans.every == 1:
         return 0
     keeping = dataclasses.replace(
         config.most(),
-        plan_every=config.plan_every,
-        correct_every=config.correct_every,
-        reuse_every=config.reuse_every,
-        reuse_finest_every=config.reuse_finest_every,
+        plans=config.plans,
+        correction=config.correction,
+        reuse=StepReuse(every=config.reuse.every, shallow_every=config.reuse.shallow_every),
     )
     with _patched(host, keeping) as state:
         for index in range(2):
@@ -84,48 +83,50 @@ def _patched(host: Host, config: ToMeConfig) -> Iterator[ModelState]:
 
 def notes_on_steps(config: ToMeConfig) -> list[str]:
     """What differs between levels and between steps, in words."""
-    notes = [f"level {level}: {_in_words(changes)}" for level, changes in sorted(config.levels.items())]
+    notes = [f"level {level}: {_in_words(changes)}" for level, changes in config.levels.items()]
     notes += [
         f"from {_percent(start)} of the steps on: {_in_words(changes)}"
-        for start, changes in sorted(config.phases.items())
+        for start, changes in config.schedule.phases.items()
     ]
-    if callable(config.schedule):
+    if callable(config.schedule.ratio):
         notes.append(f"the ratio follows a function over the steps, {config.most().ratio:g} at most")
-    elif config.schedule is not None:
-        ratios = " to ".join(f"{config.ratio * factor:g}" for factor in config.schedule)
+    elif config.schedule.changes_ratio:
+        ratios = " to ".join(f"{config.ratio * factor:g}" for factor in config.schedule.ratio)
         notes.append(f"the ratio goes from {ratios} over the steps")
-    if config.until < 1:
-        notes.append(f"until={config.until:g}: the last {_percent(1 - config.until)} of the steps are dense")
-    if config.correct_every:
+    if config.schedule.until < 1:
+        until = config.schedule.until
+        notes.append(f"schedule.until={until:g}: the last {_percent(1 - until)} of the steps are dense")
+    if config.correction.every:
         notes.append(
-            f"correct_every={config.correct_every}: 1 of {config.correct_every} steps that run all is "
-            "dense and tells what merging loses on the others"
+            f"correction.every={config.correction.every}: 1 of {config.correction.every} steps that run all "
+            "is dense and tells what merging loses on the others"
         )
-    if config.reuse_every > 1:
+    if config.reuse.every > 1:
         notes.append(
-            f"reuse_every={config.reuse_every}: 1 of {config.reuse_every} steps runs all; in the others, "
+            f"reuse.every={config.reuse.every}: 1 of {config.reuse.every} steps runs all; in the others, "
             "the levels of a UNet below its finest, or the blocks of other models, do not run, and what they "
             "changed goes on in a straight line"
         )
-        if config.reuse_finest_every > 1:
-            start = config.reuse_finest_from
+        if config.reuse.shallow_every > 1:
+            start = config.reuse.shallow_from
             notes.append(
-                f"reuse_finest_every={config.reuse_finest_every}: of a UNet, 1 of "
-                f"{config.reuse_finest_every} steps runs the finest level, the others only its last layer"
-                + (f"; reuse_finest_from={start:g}: the first {_percent(start)} all run it" if start else "")
+                f"reuse.shallow_every={config.reuse.shallow_every}: of a UNet, 1 of "
+                f"{config.reuse.shallow_every} steps runs the finest level, the others only its last layer"
+                + (f"; reuse.shallow_from={start:g}: the first {_percent(start)} all run it" if start else "")
             )
-        if config.reuse_span < 1:
+        if config.reuse.span < 1:
             notes.append(
-                f"reuse_span={config.reuse_span:g}: never longer than {_percent(config.reuse_span)} of the "
+                f"reuse.span={config.reuse.span:g}: never longer than {_percent(config.reuse.span)} of the "
                 "steps, so that short generations run more of them"
             )
-    if config.plan_every > 1:
-        notes.append(f"a plan is used for {config.plan_every} steps")
-    if config.share_plan:
-        notes.append("share_plan: neighbouring blocks with one token grid use one plan")
+    if config.plans.every > 1:
+        notes.append(f"a plan is used for {config.plans.every} steps")
+    if config.plans.blocks:
+        notes.append("plans.blocks: neighbouring blocks with one token grid use one plan")
     if config.asks_guidance:
         notes.append(f"planner={config.guided_planner!r}: planned as 'tome' until a guided step was made")
-    if config.schedule is not None or config.phases or config.correct_every or config.reuse_every > 1:
+    changes = config.schedule.changes_ratio or config.schedule.phases
+    if changes or config.correction.every or config.reuse.every > 1:
         notes.append(
             "tokens and operations are those of the step that merges most; with a number of steps (--steps), "
             "their mean is counted too"

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from tokenmerge.config import ToMeConfig
+from tokenmerge.config import MergeSettings
 from tokenmerge.ops import Plan
 from tokenmerge.runtime.guidance import SampleTracker
 from tokenmerge.runtime.reuse import Residual
@@ -112,7 +112,7 @@ class RecordedCall(NamedTuple):
         merge: what merged; None: nothing.
     """
 
-    settings: ToMeConfig
+    settings: MergeSettings
     merge: Any
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from tokenmerge.config import ToMeConfig
+from tokenmerge.config import MergeSettings
 from tokenmerge.models.layout import Grid
 from tokenmerge.ops import Plan
 from tokenmerge.runtime.caches import Cache, Memory, RecordedCall
@@ -40,7 +40,7 @@ class CallContext:
         guidance_difference: what guidance changed in the result of the last step; None: unknown.
     """
 
-    settings: Mapping[int, ToMeConfig]
+    settings: Mapping[int, MergeSettings]
     step: Tensor = dataclasses.field(default_factory=lambda: torch.zeros((), dtype=torch.int64))
     call: int = 0
     plan_call: int = 0

@@ -221,7 +221,7 @@ def _corrected(
     """
     if plan is None:
         return dense()
-    if before is None or not block.model.config.correct_every:
+    if before is None or not block.model.config.correction.every:
         return merged(plan)
     return add_lost(layout, plan, merged(plan), before.latest, COMBINE[block.settings.combine])
 
@@ -229,7 +229,7 @@ def _corrected(
 def _caches_correction(block: BlockState, before: Residual | None) -> bool:
     """Whether a block or layer caches its residual for corrections: from a correction step on."""
     model = block.model
-    return model.context.corrects or (before is not None and bool(model.config.correct_every))
+    return model.context.corrects or (before is not None and bool(model.config.correction.every))
 
 
 def _bases(state: BlockState, call: HostCall, count: int) -> list[Tensor]:

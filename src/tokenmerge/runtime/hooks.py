@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tokenmerge.config import ToMeConfig
+from tokenmerge.config import MergeSettings
 from tokenmerge.errors import ConfigError, UnsupportedModelError
 from tokenmerge.models.layout import Grid
 from tokenmerge.runtime.caches import Memory
@@ -36,11 +36,8 @@ def before_model(root: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
     state: ModelState = root.__dict__[STATE]
     thread = state.threads.value
     arguments = {**dict(zip(state.call.parameters, args, strict=False)), **kwargs}
-    sample = arguments.get(state.call.sample)
-    if sample is None:
-        raise ConfigError(
-            f"{state.call.sample}: expected a sample, got None; call {type(root).__name__} with it"
-        )
+    _check_given(state, root, arguments)
+    sample = arguments[state.call.sample]
     if state.config.merges_stacks:
         _check_stacks(state, root, arguments)
     grid = state.call.grid(root, arguments, thread.grid)
@@ -63,7 +60,7 @@ def before_model(root: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
 
     settings = _settings(state, step)
     copies, equal = 1, None
-    if state.config.share_guidance:
+    if state.config.plans.guidance:
         copies, equal = _guidance_copies(state, tracker, root, sample, guidance_copies(pipe))
     shape = _shape(state, arguments, sample)
     plans_anew = _begin_plans(state, memory, sample, seed, shape)
@@ -72,9 +69,9 @@ def before_model(root: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
     extrapolation, shallow, caches_residuals = _reuse(state, tracker, shape)
     corrects = False
     if (
-        state.config.correct_every
+        state.config.correction.every
         and extrapolation is None
-        and tracker.corrects(state.config.correct_every, shape)
+        and tracker.corrects(state.config.correction.every, shape)
     ):
         corrects, settings = _correction(state, tracker, settings)
     thread.context = CallContext(
@@ -129,6 +126,18 @@ def compare_guidance(root: nn.Module, args: tuple, result: Any) -> None:
         sample.result = made.detach()
 
 
+def _check_given(state: ModelState, root: nn.Module, arguments: Mapping[str, Any]) -> None:
+    """Refuse a call that leaves out an argument from which the token grid and the step are read."""
+    by = state.call.timestep
+    needed = [state.call.sample, *([by] if isinstance(by, str) else [])]
+    missing = [name for name in needed if arguments.get(name) is None]
+    if missing:
+        raise UnsupportedModelError(
+            f"{type(root).__name__}: called without {' and '.join(missing)}; token merging reads the token "
+            f"grid and the step from {' and '.join(needed)}, so pass {'both' if len(needed) > 1 else 'it'}"
+        )
+
+
 def _check_stacks(state: ModelState, root: nn.Module, arguments: Mapping[str, Any]) -> None:
     """Refuse a call in which something between the blocks of a stack needs all tokens."""
     between = [name for name in state.call.between if arguments.get(name) is not None]
@@ -137,7 +146,7 @@ def _check_stacks(state: ModelState, root: nn.Module, arguments: Mapping[str, An
     if between:
         raise UnsupportedModelError(
             f"scope='stack' leaves tokens merged from block to block, and {' and '.join(between)} needs each "
-            "block on its own; take scope='block', with share_plan=True for one plan"
+            "block on its own; take scope='block', with plans.blocks=True for one plan"
         )
 
 
@@ -168,7 +177,7 @@ def _step(state: ModelState, root: nn.Module, pipe: Any, timestep: Any, seed: Te
     return step
 
 
-def _settings(state: ModelState, step: DenoisingStep | None) -> Mapping[int, ToMeConfig]:
+def _settings(state: ModelState, step: DenoisingStep | None) -> Mapping[int, MergeSettings]:
     """What holds for each level at a step."""
     if step is None:
         return state.settings
@@ -212,7 +221,7 @@ def _begin_plans(
         memory.sample.begin_call(first, seed, lambda: _sample_gone(state, memory))
         # A second call of a step, and not the first call of the next one.
         repeated = (
-            config.share_guidance
+            config.plans.guidance
             and memory.sample.repeated
             and (tracker.call > 0 or not config.follows_steps)
         )
@@ -221,18 +230,18 @@ def _begin_plans(
     if tracker.step is None:
         return True
     tracker.plan_call = tracker.call
-    phase = config.phase(tracker.step.done, tracker.step.steps)
-    return tracker.plans(config.plan_every, (*shape, phase))
+    phase = config.schedule.phase(tracker.step.done, tracker.step.steps)
+    return tracker.plans(config.plans.every, (*shape, phase))
 
 
 def _caches_plans(state: ModelState, memory: Memory) -> bool:
     """Whether plans of the running call are used again."""
     config = state.config
     return (
-        config.plan_every > 1
-        or config.share_plan
+        config.plans.every > 1
+        or config.plans.blocks
         # For the other half of guidance, in a call of its own.
-        or (config.share_guidance and memory.sample.trackable)
+        or (config.plans.guidance and memory.sample.trackable)
         # Blocks may run again, behind the model.
         or (config.follows_steps and torch.is_grad_enabled())
     )
@@ -261,16 +270,16 @@ def _reuse(
         whether residuals are cached.
     """
     config, step = state.config, tracker.step
-    if config.reuse_every > 1 and torch.is_grad_enabled():
-        _refuse_training("reuse_every", config.reuse_every, 1)
+    if config.reuse.every > 1 and torch.is_grad_enabled():
+        _refuse_training("reuse.every", config.reuse.every, 1)
     if step is None:
         return None, None, False
-    every, shallow_every = config.reuse(step.steps)
-    if every == 1 or step.done >= round(config.until * step.steps):
+    every, shallow_every = config.reuse.intervals(step.steps)
+    if every == 1 or step.done >= round(config.schedule.until * step.steps):
         return None, None, False
     extrapolation = _extrapolation(tracker, "blocks", every, shape)
     # A step that runs everything runs the finest level of a UNet too.
-    if extrapolation is None or step.done < round(config.reuse_finest_from * step.steps):
+    if extrapolation is None or step.done < round(config.reuse.shallow_from * step.steps):
         shallow_every = 1
     return extrapolation, _extrapolation(tracker, "shallow", shallow_every, shape), True
 
@@ -289,7 +298,7 @@ def _refuse_training(name: str, value: int, off: int) -> None:
 
 def _refuse_caches(state: ModelState, root: nn.Module) -> None:
     """Refuse diffusers' caches, which count the calls of blocks, where blocks are skipped on some steps."""
-    every = state.config.reuse_every
+    every = state.config.reuse.every
     if every == 1:
         return
     for path, module in root.named_modules():
@@ -297,22 +306,22 @@ def _refuse_caches(state: ModelState, root: nn.Module) -> None:
         for hook in hooks.values():
             if hook._is_stateful:
                 raise UnsupportedModelError(
-                    f"{path}: reuse_every={every} leaves blocks out on some steps, and {type(hook).__name__} "
-                    "keeps results from call to call; take reuse_every=1, or remove that cache first: "
+                    f"{path}: reuse.every={every} leaves blocks out on some steps, and {type(hook).__name__} "
+                    "keeps results from call to call; take reuse.every=1, or remove that cache first: "
                     "model.disable_cache()"
                 )
 
 
 def _correction(
-    state: ModelState, tracker: StepTracker, settings: Mapping[int, ToMeConfig]
-) -> tuple[bool, Mapping[int, ToMeConfig]]:
+    state: ModelState, tracker: StepTracker, settings: Mapping[int, MergeSettings]
+) -> tuple[bool, Mapping[int, MergeSettings]]:
     """Make the running call dense.
 
     Returns:
         Whether it measures corrections, which a step after it uses; and its settings.
     """
     if torch.is_grad_enabled():
-        _refuse_training("correct_every", state.config.correct_every, 0)
+        _refuse_training("correction.every", state.config.correction.every, 0)
     step = tracker.step
     if step is None or step.steps == 1:  # there is no step to correct
         return False, settings
@@ -329,16 +338,20 @@ def _warn_where_nothing_is_saved(state: ModelState, steps: int, on_meta: bool) -
     config, grid = state.config, state.threads.value.grid.shape
     if on_meta:  # operations of a single step are counted
         return
-    if not round(config.until * steps):
+    if not round(config.schedule.until * steps):
         warnings.warn(
-            f"nothing merges in this generation: until={config.until:g} of {steps} "
+            f"nothing merges in this generation: schedule.until={config.schedule.until:g} of {steps} "
             f"step{'s' if steps > 1 else ''} is none; raise until, or take more steps",
             stacklevel=2,
         )
-    elif config.reuse_every > 1 and config.reuse(steps) == (1, 1) and not merges_tokens(state.stages, grid):
+    elif (
+        config.reuse.every > 1
+        and config.reuse.intervals(steps) == (1, 1)
+        and not merges_tokens(state.stages, grid)
+    ):
         tokens = grid[0] * grid[1] * grid[2]
         warnings.warn(
-            f"this generation is dense: of {steps} steps reuse_span={config.reuse_span:g} leaves none "
+            f"this generation is dense: of {steps} steps reuse.span={config.reuse.span:g} leaves none "
             f"out, and on {tokens} tokens, with min_tokens={config.min_tokens}, nothing merges; "
             "lower min_tokens, generate a larger image, or take more steps",
             stacklevel=2,

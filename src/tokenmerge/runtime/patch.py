@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from tokenmerge.config import ToMeConfig
+from tokenmerge.config import MergeSettings, ToMeConfig
 from tokenmerge.errors import NothingToMergeError, UnsupportedModelError
 from tokenmerge.models.base import Block, Host
 from tokenmerge.models.layout import Grid
@@ -54,7 +54,7 @@ def hosts_that_merge(
         if config.merges_stacks and host.between and beside:
             raise UnsupportedModelError(
                 f"scope='stack' leaves tokens merged from block to block of {type(host.root).__name__}, and "
-                "the ControlNet adds to them there; take scope='block', with share_plan=True for one plan"
+                "the ControlNet adds to them there; take scope='block', with plans.blocks=True for one plan"
             )
         try:
             check_host(host, config, size or host.sample_size)
@@ -83,16 +83,16 @@ def check_host(host: Host, config: ToMeConfig, size: tuple[int, int] | None) -> 
     blocks = blocks_to_merge(host, config)
     if not blocks:
         raise NothingToMergeError(why_nothing_merges(host, config))
-    if config.reuse_every > 1 and not (host.can_skip or host.controlnet):
+    if config.reuse.every > 1 and not (host.can_skip or host.controlnet):
         raise UnsupportedModelError(
-            f"reuse_every={config.reuse_every}: no part of {type(host.root).__name__} can be left out of a "
-            "step; take reuse_every=1"
+            f"reuse.every={config.reuse.every}: no part of {type(host.root).__name__} can be left out of a "
+            "step; take reuse.every=1"
         )
-    if config.reuse_every > 1 and config.merges_stacks and not (host.deep_stages or host.controlnet):
+    if config.reuse.every > 1 and config.merges_stacks and not (host.deep_stages or host.controlnet):
         raise UnsupportedModelError(
-            f"reuse_every={config.reuse_every}: in a stack no block alone has all tokens, and of "
+            f"reuse.every={config.reuse.every}: in a stack no block alone has all tokens, and of "
             f"{type(host.root).__name__} nothing but blocks can be left out of a step; take scope='block' "
-            "or reuse_every=1"
+            "or reuse.every=1"
         )
     if size is not None:
         rows, columns = (-(-side // host.patch) for side in size)
@@ -106,7 +106,7 @@ def check_host(host: Host, config: ToMeConfig, size: tuple[int, int] | None) -> 
         check_swappable(host.root.get_submodule(path), path, "forward")
 
 
-def stages_of(host: Host, config: ToMeConfig) -> tuple[tuple[int, ToMeConfig], ...]:
+def stages_of(host: Host, config: ToMeConfig) -> tuple[tuple[int, MergeSettings], ...]:
     """(level, what holds there) for each level of a host that merges and each phase, where it merges most."""
     levels = sorted({block.level for block in blocks_to_merge(host, config)})
     return tuple((level, settings) for level in levels for settings in config.stages(level))
@@ -132,7 +132,7 @@ def new_state(host: Host, config: ToMeConfig, pipeline: Pipeline) -> ModelState:
     state = ModelState(config, host.call, settings, stages, tuple(groups), pipeline, threads)
 
     grids = {block.grid: PerThread(Grid) for block in blocks if block.grid is not None}
-    skips_blocks = config.reuse_every > 1 and not host.deep_stages
+    skips_blocks = config.reuse.every > 1 and not host.deep_stages
     parts: list[BlockState | LayerState | StageState] = [
         BlockState(
             state,
@@ -185,7 +185,7 @@ def _plan_group(block: Block, config: ToMeConfig, shared: dict[object, int]) -> 
     """The number of the plans that a block uses: its own, or those of neighbours with the same token grid."""
     # On a UNet's way up tokens are alike in other ways than on its way down.
     way = block.path.partition(".")[0]
-    key = (block.level, block.batched, way) if config.share_plan else block.path
+    key = (block.level, block.batched, way) if config.plans.blocks else block.path
     return shared.setdefault(key, len(shared))
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tokenmerge.config import GUIDED_PLANNERS, ToMeConfig
+from tokenmerge.config import GUIDED_PLANNERS, MergeSettings, ToMeConfig
 from tokenmerge.errors import NothingToMergeError, UnsupportedModelError
 from tokenmerge.ops import Plan, features_if_shared, num_tokens, shared_features
 from tokenmerge.planners import PLANNERS, num_removed
@@ -18,7 +18,7 @@ from tokenmerge.runtime.state import BlockState, RecordedPlan
 __all__ = ["check_grid", "merges_tokens", "plan_of", "record_plan", "size_of"]
 
 
-Stages = Sequence[tuple[int, ToMeConfig]]
+Stages = Sequence[tuple[int, MergeSettings]]
 
 
 def merges_tokens(stages: Stages, grid: tuple[int, int, int]) -> bool:
@@ -37,7 +37,7 @@ def check_grid(config: ToMeConfig, stages: Stages, grid: tuple[int, int, int]) -
         NothingToMergeError: it has none.
     """
     frames, rows, columns = grid
-    asked = any(settings.ratio for _, settings in stages) and config.reuse_every == 1
+    asked = any(settings.ratio for _, settings in stages) and config.reuse.every == 1
     if asked and not merges_tokens(stages, grid):
         level, settings = stages[0]
         sides = (frames, -(-rows // level), -(-columns // level))[frames == 1 :]

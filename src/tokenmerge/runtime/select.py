@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tokenmerge.config import ToMeConfig
+from tokenmerge.config import MergeSettings, ToMeConfig
 from tokenmerge.models.base import KINDS, Block, Host, Layer
 
 __all__ = ["blocks_to_merge", "layers_to_merge", "merges", "skipped_parts", "why_nothing_merges"]
@@ -23,7 +23,7 @@ def merges(block: Block, config: ToMeConfig) -> bool:
     )
 
 
-def _runs_whole(block: Block, stage: ToMeConfig) -> bool:
+def _runs_whole(block: Block, stage: MergeSettings) -> bool:
     return block.block_layout is not None and (block.stack is not None or stage.scope != "stack")
 
 
@@ -33,7 +33,7 @@ def layers_to_merge(block: Block, config: ToMeConfig) -> list[Layer]:
     return [layer for layer in block.layers if layer.name in wanted]
 
 
-def _layers(block: Block, stage: ToMeConfig) -> list[Layer]:
+def _layers(block: Block, stage: MergeSettings) -> list[Layer]:
     if stage.scope == "keys":
         return [layer for layer in block.layers if layer.keys is not None]
     if stage.whole_blocks:  # its attention counts merged tokens for as many as they stand for
@@ -44,9 +44,9 @@ def _layers(block: Block, stage: ToMeConfig) -> list[Layer]:
 
 def skipped_parts(host: Host, config: ToMeConfig) -> Iterator[tuple[str, bool, bool]]:
     """What of a UNet does not run on every step: path, whether at its finest level, whether last there."""
-    if config.reuse_every > 1:
+    if config.reuse.every > 1:
         yield from ((path, False, path == host.deep_stages[-1]) for path in host.deep_stages)
-    if config.reuse_finest_every > 1:
+    if config.reuse.shallow_every > 1:
         yield from ((path, True, path == host.shallow_stages[-1]) for path in host.shallow_stages)
 
 

@@ -66,5 +66,5 @@ def _check_comes_from_before(state: BlockState, tokens: Tensor, merged: Tensor) 
         raise UnsupportedModelError(
             f"{state.path}: expected {merged.shape[1]} tokens, merged, of the block before it in its stack, "
             f"got an input of shape {tuple(tokens.shape)}; where blocks are left out, or something changes "
-            "tokens between them, take scope='block', with share_plan=True for one plan"
+            "tokens between them, take scope='block', with plans.blocks=True for one plan"
         )

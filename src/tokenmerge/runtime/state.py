@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from tokenmerge.config import ToMeConfig
+from tokenmerge.config import MergeSettings, ToMeConfig
 from tokenmerge.models.base import ModelCall
 from tokenmerge.models.layout import Grid, Layout
 from tokenmerge.ops import Plan
@@ -74,8 +74,8 @@ class ModelState:
 
     config: ToMeConfig
     call: ModelCall
-    settings: Mapping[int, ToMeConfig]
-    stages: tuple[tuple[int, ToMeConfig], ...]
+    settings: Mapping[int, MergeSettings]
+    stages: tuple[tuple[int, MergeSettings], ...]
     groups: tuple[int, ...]
     pipeline: Pipeline
     threads: PerThread[ThreadState]
@@ -204,7 +204,7 @@ class BlockState:
     calls: RecordedCalls = dataclasses.field(default_factory=RecordedCalls)
 
     @property
-    def settings(self) -> ToMeConfig:
+    def settings(self) -> MergeSettings:
         """What holds at the running step."""
         recorded = self.threads.value.recorded
         return self.model.context.settings[self.level] if recorded is None else recorded.settings

@@ -7,6 +7,7 @@ import numbers
 from collections.abc import Sequence
 from typing import Any
 
+from tokenmerge.config.checks import as_items, check_fields, integer, refuse, switch
 from tokenmerge.errors import ConfigError
 
 __all__ = ["DecreasingSchedule", "ViTConfig"]
@@ -32,7 +33,7 @@ class DecreasingSchedule:
     r: int
 
     def __post_init__(self) -> None:
-        _check_count("r", self.r)
+        check_fields(self, "", {"r": integer(0)})
 
     def per_layer(self, depth: int) -> tuple[int, ...]:
         """Tokens to remove in each of ``depth`` layers; they sum to r · depth."""
@@ -76,15 +77,7 @@ class ViTConfig:
     unmerge: bool = False
 
     def __post_init__(self) -> None:
-        if isinstance(self.r, Sequence) and not isinstance(self.r, str):
-            object.__setattr__(self, "r", tuple(self.r))
-            for i, r in enumerate(self.r):
-                _check_count(f"r[{i}]", r)
-        elif not isinstance(self.r, DecreasingSchedule):
-            _check_count("r", self.r, "an integer ≥ 0, a sequence of them, or a DecreasingSchedule")
-        for field in ("proportional_attention", "unmerge"):
-            if not isinstance(getattr(self, field), bool):
-                raise ConfigError(f"{field}: expected True or False, got {getattr(self, field)!r}")
+        check_fields(self, "", {"r": _check_r, "proportional_attention": switch, "unmerge": switch})
 
     def per_layer(self, depth: int) -> tuple[int, ...]:
         """Tokens to remove in each of ``depth`` layers.
@@ -109,6 +102,12 @@ class ViTConfig:
         return dataclasses.asdict(self)
 
 
-def _check_count(name: str, value: object, wanted: str = "an integer ≥ 0") -> None:
+def _check_r(name: str, value: Any) -> int | tuple[int, ...] | DecreasingSchedule:
+    if isinstance(value, DecreasingSchedule):
+        return value
+    items = as_items(value)
+    if items is not None:
+        return tuple(integer(0)(f"{name}[{i}]", r) for i, r in enumerate(items))
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 0:
-        raise ConfigError(f"{name}: expected {wanted}, got {value!r}")
+        refuse(name, "an integer ≥ 0, a sequence of them, or a DecreasingSchedule", value)
+    return integer(0)(name, value)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from tokenmerge import ToMeConfig, presets
+from tokenmerge import PlanSharing, Schedule, StepReuse, ToMeConfig, presets
 from tokenmerge.errors import ConfigError
 from tokenmerge.measure.bench import loaded_model
 from tokenmerge.measure.bench.grid import Grid
@@ -101,33 +101,32 @@ def test_methods_have_their_own_settings_and_ratio() -> None:
     assert [spec.label for spec in specs] == [
         "todo ratio=0.75",  # its planner removes the same at any
         "toma ratio=0.6",
-        "sdtm ratio=0.3 schedule=1.2/0.8",
-        "sdtm ratio=0.5 schedule=1.2/0.8",
+        "sdtm ratio=0.3 schedule.ratio=1.2/0.8",
+        "sdtm ratio=0.5 schedule.ratio=1.2/0.8",
         "ca_tome ratio=0.3",
         "ca_tome ratio=0.5",
     ]
     assert [spec.config() for spec in specs[:3]] == [
         presets.todo(),
         presets.toma(0.6),
-        presets.sdtm(0.3, schedule=(1.2, 0.8)),
+        presets.sdtm(0.3, **{"schedule.ratio": (1.2, 0.8)}),
     ]
     assert parse_variant("toma:max_downsample=8", [0.5], {}) == parse_variant("toma", [0.5], {})
 
 
 def test_every_setting_can_be_told() -> None:
     text = (
-        'tome:proportional,scope=block,reuse_every=2,until=0.75,levels={"2": {"ratio": 0.25, "sx": 4}, "4": '
-        '{"ratio": 0.0}},phases={"0.5": {"planner": "local"}},share_plan'
+        'tome:proportional,scope=block,reuse.every=2,until=0.75,levels={"2": {"ratio": 0.25, "sx": 4}, "4": '
+        '{"ratio": 0.0}},phases={"0.5": {"planner": "local"}},plans.blocks'
     )
     (spec,) = parse_variant(text, [0.5], {})
     config = ToMeConfig(
         proportional=True,
         scope="block",
-        reuse_every=2,
-        until=0.75,
+        reuse=StepReuse(every=2),
+        schedule=Schedule(until=0.75, phases={0.5: {"planner": "local"}}),
         levels={2: {"ratio": 0.25, "sx": 4}, 4: {"ratio": 0.0}},
-        phases={0.5: {"planner": "local"}},
-        share_plan=True,
+        plans=PlanSharing(blocks=True),
     )
     assert spec.config() == config
     # What a record holds is what was meant.
@@ -148,8 +147,8 @@ def test_the_oracle_bounds_what_merges_around_layers_and_is_alike_at_every_step(
     changing = (
         "until=0.5",
         "schedule=1/0",
-        "correct_every=2",
-        "reuse_every=2",
+        "correction.every=2",
+        "reuse.every=2",
         'levels={"2": {"ratio": 0.1}}',
     )
     unbound = ("sdtm", "todo", "auto", *(f"tome:sx=4,{setting}" for setting in changing))
@@ -203,8 +202,8 @@ def test_each_variant_has_the_settings_it_is_applied_with(name: str) -> None:
         ("tomesd:seed=1", "got 'seed'"),
         ("tome:ratio=much", "expected ratio=NUMBER, got 'ratio=much'"),
         ("tome:scope=all", "scope: expected one of 'layers', 'block', 'stack', 'keys', got 'all'"),
-        ("tome:schedule=1/", "schedule=NUMBER/NUMBER"),
-        ("tome:scope=keys,correct_every=3", "every token has a result of its own"),
+        ("tome:schedule.ratio=1/", "schedule.ratio=NUMBER/NUMBER"),
+        ("tome:scope=keys,correction.every=3", "every token has a residual of its own"),
         ("sdtm:ratio=0.6", "ratio"),
         ("auto:ratio=1", "0.75"),
         ('tome:levels={"x": {}}', "levels=JSON"),

@@ -278,7 +278,7 @@ def test_settings_that_follow_the_steps_are_timed_over_a_generation(
 
 
 @pytest.mark.parametrize(
-    "variant", ["tome:reuse_every=2,max_downsample=2", "tome:correct_every=2,scope=block", "ibtm", "toma"]
+    "variant", ["tome:reuse.every=2,max_downsample=2", "tome:correction.every=2,scope=block", "ibtm", "toma"]
 )
 def test_a_pipeline_tells_its_steps_and_its_guidance(measure: Measure, variant: str) -> None:
     _, merged = measure(variants=(variant,), scope="pipeline", steps=4, rounds=1, ratio=(0.25,))
@@ -295,7 +295,7 @@ def test_auto_follows_the_steps_unless_it_is_compiled(
     records = measure(variants=("auto",), steps=10, rounds=1, warmup=1, compile=(compiled,))
     (auto,) = [record for record in records if record.conditions["variant"] == "auto"]
     assert (auto.status, auto.message) == ("ok", "")
-    assert auto.facts["config"]["reuse_every"] == (1 if compiled else 4)
+    assert auto.facts["config"]["reuse"]["every"] == (1 if compiled else 4)
     assert any("calls of a generation" in note for note in auto.facts["notes"]) != compiled
 
 

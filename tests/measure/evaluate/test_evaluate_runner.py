@@ -69,17 +69,21 @@ def test_figures_are_those_of_the_pictures_on_disk(run: Run, tmp_path: Path) -> 
 
 
 def test_methods_follow_the_steps_of_the_pipeline(run: Run) -> None:
-    variants = ("tome:until=0.2", "tome:correct_every=2,scope=block", "ibtm", "auto:min_tokens=64")
-    with pytest.warns(UserWarning, match=r"nothing merges in this generation: until=0\.2 of 2 steps is none"):
+    variants = ("tome:until=0.2", "tome:correction.every=2,scope=block", "ibtm", "auto:min_tokens=64")
+    with pytest.warns(
+        UserWarning, match=r"nothing merges in this generation: schedule\.until=0\.2 of 2 steps is none"
+    ):
         records = by_label(run(variants=variants, limit=1))
     assert list(records)[1:] == [
-        "tome ratio=0.5 until=0.2",
-        "tome ratio=0.5 scope=block correct_every=2",
+        "tome ratio=0.5 schedule.until=0.2",
+        "tome ratio=0.5 scope=block correction.every=2",
         "ibtm ratio=0.5",
         "auto ratio=0.5 min_tokens=64",
     ]
     # Of two steps, none merges.
-    assert any("equal dense in every pixel" in note for note in records["tome ratio=0.5 until=0.2"].notes)
+    assert any(
+        "equal dense in every pixel" in note for note in records["tome ratio=0.5 schedule.until=0.2"].notes
+    )
     for label in list(records)[2:]:
         assert 0 < records[label].figures["psnr"] < 100
 

@@ -156,8 +156,8 @@ def test_settings_that_follow_the_steps_have_those_of_the_pipeline(folder, tmp_p
         out = tmp_path / str(until)
         said = pytest.warns(UserWarning, match="of 2 steps is none") if equal else contextlib.nullcontext()
         with said:
-            result = generate(options(folder, out, merging=Merging("tome", {"until": until})))
-        assert result.conditions["config"]["until"] == until
+            result = generate(options(folder, out, merging=Merging("tome", {"schedule.until": until})))
+        assert result.conditions["config"]["schedule"]["until"] == until
         assert np.array_equal(pixels(out / "dense-00.png"), pixels(out / "merged-00.png")) == equal
 
 
@@ -166,7 +166,7 @@ def test_a_method_that_chooses_by_the_model_says_what_it_chose(folder, tmp_path,
     merging = Merging("auto", {"ratio": 0.25, "planner": "tome", "min_tokens": 64})
     result = generate(options(folder, tmp_path / "out", compare=False, merging=merging))
     config = result.conditions["config"]
-    assert (config["ratio"], config["planner"], config["min_tokens"], config["reuse_every"]) == (
+    assert (config["ratio"], config["planner"], config["min_tokens"], config["reuse"]["every"]) == (
         0.25,
         "tome",
         64,

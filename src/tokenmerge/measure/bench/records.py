@@ -9,6 +9,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from tokenmerge.config import with_new_names
 from tokenmerge.errors import ConfigError
 
 __all__ = ["KIND", "STATUSES", "CellRecord", "key_of", "median_and_iqr", "variant_label"]
@@ -97,8 +98,9 @@ class CellRecord:
             ConfigError: it is not such a record.
         """
         try:
+            conditions = values["conditions"]
             record = cls(
-                conditions=dict(values["conditions"]),
+                conditions={**conditions, "settings": with_new_names(conditions["settings"])},
                 status=values["status"],
                 message=values["message"],
                 seconds=tuple(map(float, values["seconds"])),

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, cat, nn
 
 from tokenmerge.api import Patch, token_merging
-from tokenmerge.config import ToMeConfig
+from tokenmerge.config import Schedule, ToMeConfig
 from tokenmerge.errors import ConfigError, UnsupportedModelError
 from tokenmerge.models.find import find_hosts
 from tokenmerge.planners import OWN_NUMBER
@@ -44,8 +44,8 @@ _BOUNDING = (
 
 def bounds(config: ToMeConfig) -> bool:
     """Whether the oracle is the bound of merging with these settings: around layers, alike at every step."""
-    changing = config.until < 1 or config.correct_every or config.reuse_every > 1
-    return config.scope == "layers" and not (changing or config.schedule or config.phases or config.levels)
+    changing = config.schedule != Schedule() or config.correction.every or config.reuse.every > 1
+    return config.scope == "layers" and not (changing or config.levels)
 
 
 def bounding_settings(config: ToMeConfig) -> tuple[str, ...]:

@@ -9,11 +9,11 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-from tokenmerge.config import ToMeConfig
+from tokenmerge.config import SETTINGS, ToMeConfig, flat
 from tokenmerge.errors import ConfigError
 from tokenmerge.measure.bench import rivals, variant_contexts
 from tokenmerge.measure.bench.records import variant_label
-from tokenmerge.measure.method_spec import METHODS, SETTINGS, Merging, as_plain, read_setting
+from tokenmerge.measure.method_spec import METHODS, Merging, as_plain, read_setting
 from tokenmerge.report import Report
 
 __all__ = [
@@ -67,7 +67,7 @@ VARIANTS = {
         for method in METHODS
         if method != TOMESD
     },
-    # The package of that name; this package with its settings is tome:share_guidance=false.
+    # The package of that name; this package with its settings is tome:plans.guidance=false.
     TOMESD: Variant(
         variant_contexts.tomesd,
         "tome",
@@ -143,7 +143,7 @@ def parse_variant(text: str, ratios: Sequence[float], defaults: Mapping[str, Any
     """Read ``NAME`` or ``NAME:SETTING=VALUE,…``, with settings as :func:`read_setting` reads them.
 
     Args:
-        text: such as ``"tome:max_downsample=2,merge_mlp"`` or ``"sdtm:schedule=1.2/0.8"``.
+        text: such as ``"tome:max_downsample=2,merge_mlp"`` or ``"sdtm:schedule.ratio=1.2/0.8"``.
         ratios: one variant is made for each, unless the text says its own, or the planner removes the same
             at any.
         defaults: values of settings that the text does not give.
@@ -168,9 +168,9 @@ def parse_variant(text: str, ratios: Sequence[float], defaults: Mapping[str, Any
         items = [read_setting(item, variant.takes) for item in _COMMA.split(rest.rstrip(", ")) if item]
         given = {**defaults, **dict(items)}
         method = Merging(variant.method)
-        own = ToMeConfig() if method.needs_model else method.config()
-        if given.get("planner", own.planner) == "uniform":
-            ratios = [own.ratio]
+        own = flat(vars(ToMeConfig() if method.needs_model else method.config()))
+        if given.get("planner", own["planner"]) == "uniform":
+            ratios = [own["ratio"]]
         specs = []
         for ratio in [given["ratio"]] if "ratio" in given else ratios:
             changes = {**given, "ratio": float(ratio)}
@@ -180,7 +180,7 @@ def parse_variant(text: str, ratios: Sequence[float], defaults: Mapping[str, Any
                 (setting, as_plain(changes[setting]))
                 for setting in SETTINGS
                 if setting in changes
-                and (setting == "ratio" or method.needs_model or changes[setting] != getattr(own, setting))
+                and (setting == "ratio" or method.needs_model or changes[setting] != own[setting])
             ]
             specs.append(VariantSpec(name, tuple(shown)))
     except ConfigError as error:

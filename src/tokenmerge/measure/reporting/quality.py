@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from tokenmerge.config import with_new_names
 from tokenmerge.errors import ConfigError
 from tokenmerge.measure.bench.records import key_of, variant_label
 from tokenmerge.measure.bench.store import read_lines
@@ -92,7 +93,7 @@ class QualityRecord:
         by_name = (record.settings, record.conditions, record.measured_with)
         if not numbers or not all(isinstance(values, dict) for values in by_name):
             raise ConfigError("not a record of quality: expected figures as numbers and settings by name")
-        return record
+        return dataclasses.replace(record, settings=with_new_names(record.settings))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -141,7 +142,9 @@ class SampleRecord:
             inside = isinstance(path, str) and not PurePosixPath(path).is_absolute()
             if not inside or ".." in PurePosixPath(path).parts:
                 raise ConfigError(f"not a sample: expected a path inside the results folder, got {path!r}")
-        return record
+        if not isinstance(record.settings, dict):
+            raise ConfigError(f"not a sample: expected settings by name, got {record.settings!r}")
+        return dataclasses.replace(record, settings=with_new_names(record.settings))
 
 
 def metric_names(records: Sequence[QualityRecord]) -> list[str]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tokenmerge.config import ToMeConfig
+from tokenmerge.config import MergeSettings
 from tokenmerge.ops import Plan, make_plan, most_similar, num_destinations, uniform_noise
 from tokenmerge.planners._grid import cell_of
 
@@ -18,7 +18,7 @@ _POOL = 1.4
 
 
 def plan_importance(
-    features: Tensor, grid: Sequence[int], r: int, settings: ToMeConfig, step: Tensor, importance: Tensor
+    features: Tensor, grid: Sequence[int], r: int, settings: MergeSettings, step: Tensor, importance: Tensor
 ) -> Plan:
     """Plan as ``tome``, with destinations drawn from the important tokens.
 

@@ -1,0 +1,134 @@
+"""Checks of single settings: each takes a setting's name and its value, and returns the value as a plain one.
+
+A check accepts what means the same, such as a NumPy integer, and returns Python's own type, so that settings
+compare, print and save alike. It raises :class:`tokenmerge.ConfigError` for everything else, whatever it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import numbers
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from typing import Any, NoReturn
+
+from tokenmerge.errors import ConfigError
+
+__all__ = [
+    "Check",
+    "as_items",
+    "as_number",
+    "check_fields",
+    "integer",
+    "number",
+    "one_of",
+    "refuse",
+    "share",
+    "switch",
+]
+
+Check = Callable[[str, Any], Any]
+
+_MOST = 2**63 - 1
+_LONGEST = 200
+
+
+def refuse(name: str, wanted: str, value: object) -> NoReturn:
+    """Raise the error that says what a setting takes and what it was given."""
+    raise ConfigError(f"{name}: expected {wanted}, got {_shown(value)}")
+
+
+def check_fields(settings: object, prefix: str, checks: Mapping[str, Check]) -> None:
+    """Check the fields of a frozen dataclass, and put plain values in their place.
+
+    Args:
+        settings: the object.
+        prefix: what stands before the fields' names in messages, such as ``"reuse."``.
+        checks: one for each field.
+
+    Raises:
+        ConfigError: a field has a value that it does not take.
+    """
+    for name, check in checks.items():
+        object.__setattr__(settings, name, check(f"{prefix}{name}", getattr(settings, name)))
+
+
+def integer(lowest: int | None = None) -> Check:
+    """Accept a whole number of at least ``lowest`` that fits into 64 bits."""
+    wanted = "an integer" if lowest is None else f"an integer ≥ {lowest}"
+
+    def check(name: str, value: Any) -> int:
+        if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+            refuse(name, wanted, value)
+        plain = int(value)
+        if lowest is not None and plain < lowest:
+            refuse(name, wanted, value)
+        if abs(plain) > _MOST:
+            refuse(name, f"{wanted} that fits into 64 bits", value)
+        return plain
+
+    return check
+
+
+def number(wanted: str, accepts: Callable[[float], bool]) -> Check:
+    """Accept a finite real number for which ``accepts`` is true; ``wanted`` describes such numbers."""
+
+    def check(name: str, value: Any) -> float:
+        plain = as_number(value)
+        if plain is None or not accepts(plain):
+            refuse(name, wanted, value)
+        return plain
+
+    return check
+
+
+# A share of the denoising steps that is not empty.
+share = number("a share of the steps, above 0 and up to 1", lambda value: 0 < value <= 1)
+
+
+def one_of(choices: Sequence[Any]) -> Check:
+    """Accept one of some words or integers."""
+    kind = numbers.Integral if isinstance(choices[0], int) else str
+    wanted = f"one of {', '.join(map(repr, choices))}"
+
+    def check(name: str, value: Any) -> Any:
+        if isinstance(value, bool) or not isinstance(value, kind) or value not in choices:
+            refuse(name, wanted, value)
+        return choices[choices.index(value)]
+
+    return check
+
+
+def switch(name: str, value: Any) -> bool:
+    """Accept True or False."""
+    if not isinstance(value, bool):
+        refuse(name, "True or False", value)
+    return value
+
+
+def as_number(value: object) -> float | None:
+    """A finite real number as a float; None for anything else, and for what a float cannot hold."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        return None
+    with contextlib.suppress(OverflowError, TypeError, ValueError):
+        plain = float(value)
+        return plain if math.isfinite(plain) else None
+    return None
+
+
+def as_items(value: object) -> tuple[Any, ...] | None:
+    """The items of something ordered, such as a list or a NumPy array; None for anything else."""
+    if isinstance(value, (str, bytes, Mapping, Set)) or not isinstance(value, Collection):
+        return None
+    with contextlib.suppress(TypeError):
+        return tuple(value)
+    return None
+
+
+def _shown(value: object) -> str:
+    """The value as Python writes it, shortened; there are values that Python cannot write."""
+    try:
+        text = repr(value)
+    except Exception:
+        return f"a value of type {type(value).__name__} that cannot be printed"
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"

@@ -1,0 +1,85 @@
+"""Settings in a JSON file.
+
+The file holds ``{"version": 1, "settings": {...}}``, with the settings as :meth:`ToMeConfig.to_dict` returns
+them.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tokenmerge.config.checks import refuse
+from tokenmerge.config.tome import ToMeConfig
+from tokenmerge.errors import ConfigError
+
+__all__ = ["VERSION", "load_config", "save_config"]
+
+VERSION = 1
+
+
+def save_config(config: ToMeConfig, path: str | Path) -> None:
+    """Write settings to a file, which :func:`load_config` reads.
+
+    Args:
+        config: the settings.
+        path: of the file; one that exists is replaced.
+
+    Raises:
+        ConfigError: the file cannot be written, or ``schedule.ratio`` is a function, which JSON cannot hold.
+    """
+    if callable(config.schedule.ratio):
+        wanted = "numbers, such as (1.4, 0.6): a function cannot be saved"
+        refuse(f"{path}: schedule.ratio", wanted, config.schedule.ratio)
+    text = json.dumps({"version": VERSION, "settings": config.to_dict()}, indent=2) + "\n"
+    try:
+        if Path(path).exists() and not Path(path).is_file():
+            raise OSError("not a regular file")
+        Path(path).write_text(text, encoding="utf-8")
+    except (OSError, ValueError) as error:  # a ValueError: the path holds a null character
+        raise ConfigError(f"{path}: cannot write settings ({error}); choose another path") from error
+
+
+def load_config(path: str | Path) -> ToMeConfig:
+    """Read settings from a file.
+
+    Args:
+        path: of a file that :func:`save_config` wrote, or that was written by hand; settings that it does not
+            name have their defaults.
+
+    Raises:
+        ConfigError: the file cannot be read, is not such a file, or a setting is unknown or out of range; the
+            message names the file and the setting.
+    """
+    try:
+        if Path(path).exists() and not Path(path).is_file():
+            raise OSError("not a regular file")
+        return _config(json.loads(Path(path).read_bytes(), object_pairs_hook=_object))
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(
+            f"{path}: cannot read settings ({error}); pass a JSON file that save_config wrote"
+        ) from error
+
+
+def _config(found: Any) -> ToMeConfig:
+    if not isinstance(found, dict) or found.keys() != {"version", "settings"}:
+        keys = list(found) if isinstance(found, dict) else found
+        refuse("content", 'an object with the keys "version" and "settings"', keys)
+    if found["version"] != VERSION or isinstance(found["version"], bool):
+        refuse("version", f"{VERSION}, the one that this release reads", found["version"])
+    if not isinstance(found["settings"], dict):
+        refuse("settings", 'settings by name, such as {"ratio": 0.5}', found["settings"])
+    return ToMeConfig.from_dict(found["settings"])
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON whose keys are all different."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ConfigError(f"{twice}: expected once, got it {names.count(twice)} times")
+    return found

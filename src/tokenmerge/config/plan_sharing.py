@@ -1,0 +1,42 @@
+"""How long a plan is used, and by whom."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from tokenmerge.config.checks import check_fields, integer, switch
+from tokenmerge.config.value import Value
+
+__all__ = ["PlanSharing"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
+class PlanSharing(Value):
+    """How long a plan is used, and which blocks and prompts share it.
+
+    A plan says which tokens merge with which. Making one takes time, so that using it more than once saves
+    time; a plan that was made for other tokens fits a little worse.
+
+    Args:
+        every: a plan is used for this many denoising steps, ≥ 1. Raising it makes planning cheaper and the
+            picture a little less close. 1: each step has its own plans.
+        blocks: blocks with the same token grid use the plan of the first of them. A UNet's way down and way
+            up have a plan each, and so do a transformer's joint and single blocks. Planning gets as many
+            times cheaper as blocks share a plan; the picture gets a little less close.
+        guidance: the samples that classifier-free guidance compares, one with the prompt and one without, use
+            one plan. Guidance amplifies the difference between the two; with two plans, it would amplify the
+            difference between the plans as well. It costs no time and pays most under strong guidance. In one
+            batch the plan is made from the mean similarity; in two calls the second uses the plan of the
+            first. With gradients, or in a model compiled as a whole, two calls still plan each on their own.
+            Switched off, each plan fits its own sample better.
+
+    Raises:
+        ConfigError: a value is outside these ranges.
+    """
+
+    every: int = 1
+    blocks: bool = False
+    guidance: bool = True
+
+    def __post_init__(self) -> None:
+        check_fields(self, "plans.", {"every": integer(1), "blocks": switch, "guidance": switch})

@@ -1,0 +1,127 @@
+"""How merging changes over the denoising steps."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from tokenmerge.config.checks import as_items, as_number, check_fields, refuse, share
+from tokenmerge.config.settings import check_changes
+from tokenmerge.config.value import Value
+
+__all__ = ["Schedule"]
+
+Factors = Sequence[float] | Callable[[float], float]
+
+# Where a function over the steps is evaluated before the number of steps is known.
+_SAMPLES = tuple(i / 100 for i in range(101))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
+class Schedule(Value):
+    """How merging changes over the denoising steps: its ratio, its end, and any other setting.
+
+    Early steps decide the structure of a picture and forgive merging; late steps draw its detail.
+
+    Args:
+        ratio: factors for the config's ``ratio``, ≥ 0. Numbers are spaced evenly over the steps, with
+            straight lines between them. A function takes the share of the steps that is done, 0 to 1, and
+            returns the factor. Raising the factors does what raising the ratio does. ``(1.4, 0.6)`` merges
+            more at first: the picture is closer to the dense one than with a constant ratio of the same
+            mean, and attention saves a little less. Rising factors give a less close picture.
+        until: share of the steps that merge, 0 < until ≤ 1; the steps after it are dense. Lowering it gives
+            up the saving of the late steps, and with it most of the loss.
+        phases: settings that hold from a share of the steps on: ``{0.5: {"planner": "tome"}}``. Any field of
+            :class:`tokenmerge.config.MergeSettings` can change. Spend time where it pays most: a slow and
+            close setting late, a fast one early.
+
+    Raises:
+        ConfigError: a value is outside these ranges, or the function fails.
+
+    >>> Schedule(ratio=(1.4, 0.6), until=0.8)
+    Schedule(ratio=(1.4, 0.6), until=0.8)
+    """
+
+    ratio: Factors = (1.0,)
+    until: float = 1.0
+    phases: Mapping[float, Mapping[str, Any]] = dataclasses.field(default_factory=dict, hash=False)
+
+    def __post_init__(self) -> None:
+        check_fields(self, "schedule.", {"ratio": _check_factors, "until": share, "phases": _check_phases})
+
+    @property
+    def changes_ratio(self) -> bool:
+        """Whether the ratio is multiplied by anything but 1."""
+        return self.ratio != (1.0,)
+
+    def factor(self, index: int, steps: int) -> float:
+        """What the ratio is multiplied by at step ``index`` of ``steps``; 0 where nothing merges.
+
+        >>> [Schedule(ratio=(1.0, 0.0), until=0.75).factor(i, 5) for i in range(5)]
+        [1.0, 0.75, 0.5, 0.25, 0.0]
+        """
+        if index >= round(self.until * steps):
+            return 0.0
+        return _at(self.ratio, index / max(1, steps - 1))
+
+    @property
+    def highest_factor(self) -> float:
+        """The largest factor of any step."""
+        if callable(self.ratio):  # it may be largest anywhere
+            return max(_at(self.ratio, done) for done in _SAMPLES)
+        return max(self.ratio)
+
+    def phase(self, index: int, steps: int) -> int:
+        """How many of the phases have begun at step ``index`` of ``steps``."""
+        return sum(index >= round(start * steps) for start in self.phases)
+
+    def changes(self) -> Iterator[dict[str, Any]]:
+        """Settings that differ from the config's own: none at the beginning, then those of each phase.
+
+        A phase keeps the changes of the phases before it.
+        """
+        changed: dict[str, Any] = {}
+        yield changed
+        for own in self.phases.values():
+            changed = {**changed, **own}
+            yield changed
+
+
+def _at(factors: Factors, done: float) -> float:
+    """The factor where a share ``done`` of the steps is done."""
+    if callable(factors):
+        return _called(factors, done)
+    place = done * (len(factors) - 1)
+    before = min(int(place), len(factors) - 2) if len(factors) > 1 else 0
+    after = min(before + 1, len(factors) - 1)
+    return factors[before] + (factors[after] - factors[before]) * (place - before)
+
+
+def _called(function: Callable[[float], float], done: float) -> float:
+    wanted = "a function from the share of the steps that is done, 0 to 1, to a factor ≥ 0"
+    try:
+        found = function(done)
+    except Exception as error:
+        refuse(f"schedule.ratio at {done:g}", wanted, error)
+    factor = as_number(found)
+    if factor is None or factor < 0:
+        refuse(f"schedule.ratio at {done:g}", wanted, found)
+    return factor
+
+
+def _check_factors(name: str, value: Any) -> Factors:
+    if callable(value):
+        for done in _SAMPLES:
+            _called(value, done)
+        return value
+    items = as_items(value)
+    factors = [as_number(item) for item in items or ()]
+    plain = tuple(factor for factor in factors if factor is not None and factor >= 0)
+    if not plain or len(plain) < len(factors):
+        refuse(name, "factors ≥ 0, such as (1.4, 0.6), or a function of the share of the steps", value)
+    return plain
+
+
+def _check_phases(name: str, value: Any) -> dict[float, dict[str, Any]]:
+    return check_changes(name, "share of the steps", share, value)

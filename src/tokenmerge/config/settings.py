@@ -1,0 +1,222 @@
+"""The settings that hold at one level and one denoising step: what planners and patched blocks get."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from tokenmerge.config.checks import Check, integer, number, one_of, refuse, switch
+from tokenmerge.config.planner_names import GUIDED_PLANNERS, PLANNERS
+from tokenmerge.config.value import Value
+from tokenmerge.errors import ConfigError
+
+__all__ = [
+    "CHECKS",
+    "COMBINATIONS",
+    "GUIDED_PLANNERS",
+    "PLANNERS",
+    "SCOPES",
+    "MergeSettings",
+    "check_changes",
+    "check_together",
+    "highest_ratio",
+]
+
+SCOPES = ("layers", "block", "stack", "keys")
+COMBINATIONS = ("mean", "keep", "norm")
+
+# Checks of single fields; what must fit together is in check_together.
+CHECKS: Mapping[str, Check] = {
+    "ratio": number("a number from 0 to 1 − 1/(sx·sy), 0.75 for 2 × 2 cells", lambda ratio: ratio >= 0),
+    "min_tokens": integer(0),
+    "sx": integer(1),
+    "sy": integer(1),
+    "st": integer(1),
+    "use_rand": switch,
+    "seed": integer(),
+    "merge_attn": switch,
+    "merge_crossattn": switch,
+    "merge_mlp": switch,
+    "scope": one_of(SCOPES),
+    "planner": one_of(PLANNERS),
+    "combine": one_of(COMBINATIONS),
+    "threshold": number("a number from -1 to 1", lambda threshold: -1 <= threshold <= 1),
+    "proportional": switch,
+}
+
+
+def highest_ratio(sx: int, sy: int, st: int = 1) -> float:
+    """Largest fraction of tokens that one destination per ``st`` × ``sy`` × ``sx`` cell can remove.
+
+    >>> highest_ratio(2, 2)
+    0.75
+    """
+    return 1 - 1 / (sx * sy * st)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
+class MergeSettings(Value):
+    """Which tokens merge, where, and how: everything that may differ between levels and between steps.
+
+    Users set these fields on a :class:`tokenmerge.ToMeConfig`, which checks them; :meth:`ToMeConfig.at` makes
+    the settings of one level and step from it. This class itself checks nothing.
+
+    How many tokens merge:
+
+    Args:
+        ratio: fraction of tokens removed, 0 ≤ ratio ≤ 1 − 1/(sx·sy·st). This is the main knob. Raising it
+            makes each merged layer faster and the picture less like the dense one. 0 merges nothing.
+        min_tokens: token grids with fewer tokens than this stay dense, ≥ 0. Raising it brings the picture
+            closer to the dense one. On small grids merging saves little, so a moderate value costs no time.
+
+    Which tokens merge:
+
+    Args:
+        sx: width in tokens of a cell with one destination, ≥ 1.
+        sy: height in tokens of such a cell, ≥ 1. Raising ``sx`` or ``sy`` leaves fewer destinations. Matching
+            gets faster and higher ratios become possible, but tokens merge over longer distances and with
+            less similar ones, so the picture gets less like the dense one.
+        st: length of a cell in video frames, ≥ 1. At 1 each frame merges on its own, which is fastest.
+            Raising it lets tokens merge over time: still parts merge best, and moving parts blur. Planning
+            time then grows with the square of the number of frames. Pictures have one frame and need 1.
+        use_rand: draw the destination of each cell at random, anew at each step. It costs no time. Without
+            it, a regular pattern becomes visible at high ratios.
+        seed: the random draw depends on this integer, the timestep and the cell. No seed is faster or better
+            than another. If each sample of a batch has its own timestep, the highest one counts for all.
+        planner: how merging tokens are chosen; docs/methods.md compares the planners.
+
+            - ``"tome"``: each source merges into the most similar destination of the whole picture (arXiv
+              2303.17604). Planning time grows with the square of the number of tokens.
+            - ``"tiled"``: the same within tiles of about 32 × 32 cells: as close, and much faster on large
+              grids.
+            - ``"local"``: the same within the 3 × 3 cells around a source: fastest to match, slightly less
+              close.
+            - ``"uniform"``: each cell merges into its destination and nothing is compared. It removes
+              1 − 1/(sx·sy) of the tokens at any ratio above 0, and loses detail finer than a cell.
+            - ``"windows"``: whole cells merge, the most uniform first (arXiv 2505.11707): fast, coarse at
+              high ratios.
+            - ``"sito"``: the most typical token of each cell is its destination (SiTo, AAAI 2025): twice the
+              comparisons of ``"tome"``, and not closer.
+            - ``"threshold"``: ``"tome"`` that drops unlike tokens instead of averaging them (arXiv
+              2501.00946).
+            - ``"importance"``: destinations are drawn where guidance changes the picture most (arXiv
+              2411.16720).
+            - ``"toma"``: each token is shared out over several destinations of its cell (arXiv 2509.10918).
+              It needs large cells and takes long to plan, so keep plans for several steps (``plans.every``).
+        threshold: for ``planner="threshold"``: the cosine similarity, −1 ≤ threshold ≤ 1, from which a token
+            is averaged with its destination. Raising it drops more tokens instead; the speed stays the same.
+
+    How tokens combine:
+
+    Args:
+        combine: ``"mean"`` averages the tokens of a group. ``"keep"`` keeps the destination and drops the
+            others: slightly faster and slightly worse. ``"norm"`` is the mean, stretched to the length of the
+            longest token (arXiv 2312.01026): slower, and farther from the dense picture where measured.
+        proportional: let a merged token count in self- or joint attention as often as the number of tokens it
+            stands for (arXiv 2210.09461, equation 1). The picture gets several dB closer for a little time.
+            It needs attention that takes a mask, which the fastest GPU kernels do not; a model that computes
+            attention in another way is refused.
+
+    Where tokens merge:
+
+    Args:
+        scope: ``"layers"`` merges before and unmerges after each layer that the next three fields name.
+            ``"block"`` merges once around a whole transformer block and adds the block's change to each
+            token: the largest saving, and a large loss. ``"stack"`` does so around a run of blocks with one
+            plan: slightly faster than ``"block"``, but hooks between the blocks then see merged tokens.
+            ``"keys"`` merges only the keys and values of self-attention: the smallest saving and the
+            smallest loss. Only ``"layers"`` looks at the next three fields.
+        merge_attn: merge around self-attention, or the joint attention of image and text: a large saving for
+            a small loss.
+        merge_crossattn: merge the queries of cross-attention: a small saving, a small loss.
+        merge_mlp: merge around the feed-forward layer: a large saving, and by far the largest loss.
+    """
+
+    ratio: float = 0.5
+    min_tokens: int = 0
+    sx: int = 2
+    sy: int = 2
+    st: int = 1
+    use_rand: bool = True
+    seed: int = 0
+    merge_attn: bool = True
+    merge_crossattn: bool = False
+    merge_mlp: bool = False
+    scope: str = "layers"
+    planner: str = "tome"
+    combine: str = "mean"
+    threshold: float = 0.9
+    proportional: bool = False
+
+    @property
+    def whole_blocks(self) -> bool:
+        """Whether all of a block runs on merged tokens."""
+        return self.scope in ("block", "stack")
+
+    @property
+    def merged_layers(self) -> tuple[str, ...]:
+        """Sub-layers of a transformer block that merge, in the order in which the block runs them.
+
+        ``"attn1"`` is self-attention or joint attention, ``"attn2"`` cross-attention, ``"ff"`` the MLP,
+        whatever the model calls them.
+        """
+        wanted = {"attn1": self.merge_attn, "attn2": self.merge_crossattn, "ff": self.merge_mlp}
+        return tuple(name for name, on in wanted.items() if on)
+
+
+def check_changes(name: str, key_is: str, key: Check, value: Any) -> dict[Any, dict[str, Any]]:
+    """Check settings that hold for single keys, ``{key: {setting: value}}``, and return them sorted by key.
+
+    Args:
+        name: of the field that holds them.
+        key_is: what a key stands for, in words.
+        key: check of a key.
+        value: what was given.
+
+    Raises:
+        ConfigError: it has another form, a key or a value is out of range, or a setting cannot change.
+    """
+    if not isinstance(value, Mapping) or not all(isinstance(own, Mapping) for own in value.values()):
+        refuse(name, f"{{{key_is}: {{setting: value}}}}", value)
+    checked = {}
+    for at, own in value.items():
+        plain = key(name, at)
+        if fixed := [str(setting) for setting in own if setting not in CHECKS]:
+            raise ConfigError(
+                f"{name}: cannot change {', '.join(fixed)}; what can be changed is {', '.join(CHECKS)}"
+            )
+        checked[plain] = {s: CHECKS[s](f"{name}[{plain}].{s}", changed) for s, changed in own.items()}
+    return dict(sorted(checked.items()))
+
+
+def check_together(settings: MergeSettings, where: str = "", factor: float = 1.0) -> None:
+    """Check what must fit together in settings whose fields are valid one by one.
+
+    Args:
+        settings: of one level and step.
+        where: what stands before the name of a field in messages.
+        factor: what ``ratio`` was multiplied by.
+
+    Raises:
+        ConfigError: the ratio is too high for the strides, the planner cannot reach over time, or no layer
+            would merge.
+    """
+    if settings.st > 1 and settings.planner != "tome":
+        raise ConfigError(
+            f"{where}planner: {settings.planner!r} stays within a frame, and st={settings.st} reaches over "
+            "time; take planner='tome', or st=1"
+        )
+    highest = highest_ratio(settings.sx, settings.sy, settings.st)
+    if settings.ratio > highest:
+        over_time = f", st={settings.st}" if settings.st > 1 else ""
+        scaled = "" if factor == 1 else f" ({settings.ratio / factor:g} × {factor:g} of schedule.ratio)"
+        raise ConfigError(
+            f"{where}ratio: expected 0 ≤ ratio ≤ 1 − 1/(sx·sy{over_time and '·st'}) = {highest:g} for "
+            f"sx={settings.sx}, sy={settings.sy}{over_time}, got {settings.ratio:g}{scaled}; take a "
+            "lower ratio or larger strides"
+        )
+    if settings.scope == "layers" and not settings.merged_layers:
+        raise ConfigError(
+            f"{where}merge_attn, merge_crossattn, merge_mlp: all are False, so nothing would merge; set one"
+        )

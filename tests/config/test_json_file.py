@@ -1,0 +1,83 @@
+"""Settings that are saved are read as they were, and a wrong file says which setting is wrong."""
+
+import json
+
+import pytest
+
+from tokenmerge import ConfigError, Correction, PlanSharing, Schedule, StepReuse, ToMeConfig
+from tokenmerge.config import load_config, save_config
+
+CONFIG = ToMeConfig(
+    ratio=0.4,
+    max_downsample=2,
+    scope="block",
+    schedule=Schedule(ratio=(1.4, 0.6), until=0.8, phases={0.5: {"planner": "tiled"}}),
+    plans=PlanSharing(every=2, blocks=True),
+    correction=Correction(every=3),
+    reuse=StepReuse(every=4, shallow_every=2, shallow_from=0.25, span=0.5),
+    levels={2: {"ratio": 0.25, "seed": 5}},
+)
+
+
+@pytest.mark.parametrize("config", [ToMeConfig(), CONFIG], ids=["defaults", "all parts"])
+def test_a_config_is_read_as_it_was_saved(config, tmp_path):
+    file = tmp_path / "settings.json"
+    save_config(config, file)
+    assert load_config(file) == config
+    assert json.loads(file.read_text())["version"] == 1
+
+
+def test_a_file_may_name_a_few_settings(tmp_path):
+    file = tmp_path / "settings.json"
+    file.write_text('{"version": 1, "settings": {"reuse": {"every": 2}, "levels": {"2": {"ratio": 0.25}}}}')
+    assert load_config(file) == ToMeConfig(reuse=StepReuse(every=2), levels={2: {"ratio": 0.25}})
+
+
+def test_a_function_cannot_be_saved(tmp_path):
+    config = ToMeConfig(schedule=Schedule(ratio=lambda done: 1.0))
+    with pytest.raises(ConfigError, match=r"out\.json: schedule\.ratio: expected numbers, .* got <function"):
+        save_config(config, tmp_path / "out.json")
+    assert not (tmp_path / "out.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "cannot read settings"),
+        ("{", "cannot read settings"),
+        ("[" * 100_000, "cannot read settings"),
+        ("[]", r'content: expected an object with the keys "version" and "settings", got \[\]'),
+        ('{"version": 1}', r"content: expected .* got \['version'\]"),
+        ('{"version": 2, "settings": {}}', "version: expected 1, .* got 2"),
+        ('{"version": 1, "settings": []}', r"settings: expected settings by name, .* got \[\]"),
+        ('{"version": 1, "settings": {"ratios": 0.5}}', "expected settings out of ratio, .* got ratios"),
+        ('{"version": 1, "settings": {"ratio": "0.5"}}', "ratio: expected a number from 0 .* got '0.5'"),
+        ('{"version": 1, "settings": {"ratio": NaN}}', "ratio: expected a number from 0 .* got nan"),
+        ('{"version": 1, "settings": {"ratio": 1e999}}', "ratio: expected a number from 0 .* got inf"),
+        ('{"version": 1, "settings": {"ratio": 0.1, "ratio": 0.2}}', "ratio: expected once, got it 2 times"),
+        (
+            '{"version": 1, "settings": {"reuse": {"every": 0}}}',
+            r"reuse\.every: expected an integer ≥ 1, got 0",
+        ),
+        ('{"version": 1, "settings": {"reuse": 2}}', "expected settings out of ratio, .* got reuse"),
+        ('{"version": 1, "settings": {"levels": {"a": {}}}}', "levels: expected an integer ≥ 1, got 'a'"),
+        (
+            '{"version": 1, "settings": {"schedule": {"phases": {"0.5": {"sx": 0}}}}}',
+            r"schedule\.phases\[0\.5\]\.sx: expected an integer ≥ 1, got 0",
+        ),
+    ],
+)
+def test_a_wrong_file_names_the_file_and_the_setting(text, message, tmp_path):
+    (tmp_path / "tuned.json").write_text(text)
+    with pytest.raises(ConfigError, match=rf"tuned\.json: {message}"):
+        load_config(tmp_path / "tuned.json")
+
+
+def test_files_that_cannot_be_read_or_written(tmp_path):
+    (tmp_path / "bytes.json").write_bytes(b"\xff\xfe\x00")
+    for path in (tmp_path / "none.json", tmp_path, "/dev/zero", "a\0b", tmp_path / "bytes.json"):
+        with pytest.raises(ConfigError, match="cannot read settings"):
+            load_config(path)
+    for path in (tmp_path, "/dev/full", tmp_path / "none" / "out.json", "a\0b"):
+        with pytest.raises(ConfigError, match="cannot write settings"):
+            save_config(ToMeConfig(), path)
