@@ -1,0 +1,126 @@
+"""What merging costs per call beside the work on tokens: calls of tiny models, here and in another checkout.
+
+The models are so small that Python and the hooks are most of the time. The two versions run in processes of
+their own and take turns, so that a machine whose speed varies does not favour one.
+
+    python benchmarks/overhead.py                              # this checkout
+    python benchmarks/overhead.py --beside ../before/src       # and the ratio to another one
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+HERE = Path(__file__).parents[1] / "src"
+
+
+def microseconds(calls: int) -> dict[str, float]:
+    """Median time of a call of each model, in microseconds: dense, and merged."""
+    import torch
+    from diffusers import FluxTransformer2DModel, UNet2DConditionModel
+
+    from tokenmerge import ToMeConfig, apply_token_merging
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    unet = UNet2DConditionModel(
+        sample_size=16,
+        block_out_channels=(32, 64),
+        layers_per_block=1,
+        attention_head_dim=4,
+        norm_num_groups=8,
+        cross_attention_dim=16,
+        down_block_types=("CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+        up_block_types=("CrossAttnUpBlock2D", "CrossAttnUpBlock2D"),
+    )
+    flux = FluxTransformer2DModel(
+        in_channels=4,
+        num_layers=2,
+        num_single_layers=2,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=16,
+        pooled_projection_dim=16,
+        axes_dims_rope=(4, 6, 6),
+    )
+    rows = torch.arange(8).repeat_interleave(8)
+    ids = torch.stack([torch.zeros(64), rows, torch.arange(8).repeat(8)], dim=1)
+    models = {
+        "UNet": (
+            unet,
+            {
+                "sample": torch.randn(2, 4, 16, 16),
+                "timestep": torch.tensor(500),
+                "encoder_hidden_states": torch.randn(2, 7, 16),
+            },
+        ),
+        "FLUX": (
+            flux,
+            {
+                "hidden_states": torch.randn(1, 64, 4),
+                "timestep": torch.tensor([0.5]),
+                "encoder_hidden_states": torch.randn(1, 7, 16),
+                "pooled_projections": torch.randn(1, 16),
+                "img_ids": ids,
+                "txt_ids": torch.zeros(7, 3),
+            },
+        ),
+    }
+    found: dict[str, float] = {}
+    with torch.no_grad():
+        for name, (model, arguments) in models.items():
+            for kind in ("dense", "merged"):
+                if kind == "merged":
+                    apply_token_merging(model, ToMeConfig(ratio=0.5))
+                times = []
+                for _ in range(calls):
+                    begin = time.perf_counter()
+                    model(**arguments)
+                    times.append(time.perf_counter() - begin)
+                found[f"{name} {kind}"] = 1e6 * statistics.median(times[calls // 10 :])
+    return found
+
+
+def run(source: Path, calls: int) -> dict[str, float]:
+    """The same, in a process of its own, with the package of another checkout."""
+    environment = {**os.environ, "PYTHONPATH": str(source.resolve())}
+    command = [sys.executable, "-W", "ignore", __file__, "--calls", str(calls), "--print"]
+    done = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--beside", type=Path, help="the src folder of another checkout")
+    parser.add_argument("--calls", type=int, default=1000)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--print", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.print:
+        print(json.dumps(microseconds(options.calls)))
+        return
+    sources = {"here": HERE, **({"beside": options.beside} if options.beside else {})}
+    rounds = [
+        {name: run(source, options.calls) for name, source in sources.items()} for _ in range(options.rounds)
+    ]
+    for key in rounds[0]["here"]:
+        here = statistics.median(one["here"][key] for one in rounds)
+        line = f"{key:12} {here:8.0f} µs a call"
+        if options.beside:
+            ratios = sorted(one["here"][key] / one["beside"][key] for one in rounds)
+            median, spread = statistics.median(ratios), f"{ratios[0]:.3f} to {ratios[-1]:.3f}"
+            line += f", {median:.3f} of the other checkout ({spread})"
+        print(line)
+
+
+if __name__ == "__main__":
+    main()

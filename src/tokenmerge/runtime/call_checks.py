@@ -1,0 +1,89 @@
+"""Checks of a call of a patched model: what it must be given, and what does not go with its settings."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from tokenmerge.errors import ConfigError, UnsupportedModelError
+from tokenmerge.runtime.planning import merges_tokens
+from tokenmerge.runtime.state import ModelState
+
+__all__ = ["check_given", "check_stacks", "refuse_caches", "refuse_training", "warn_where_nothing_is_saved"]
+
+
+def check_given(state: ModelState, root: nn.Module, arguments: Mapping[str, Any]) -> None:
+    """Refuse a call that leaves out an argument from which the token grid and the step are read."""
+    by = state.call.timestep
+    needed = [state.call.sample, *([by] if isinstance(by, str) else [])]
+    missing = [name for name in needed if arguments.get(name) is None]
+    if missing:
+        raise UnsupportedModelError(
+            f"{type(root).__name__}: called without {' and '.join(missing)}; token merging reads the token "
+            f"grid and the step from {' and '.join(needed)}, so pass {'both' if len(needed) > 1 else 'it'}"
+        )
+
+
+def check_stacks(state: ModelState, root: nn.Module, arguments: Mapping[str, Any]) -> None:
+    """Refuse a call in which something between the blocks of a stack needs all tokens."""
+    between = [name for name in state.call.between if arguments.get(name) is not None]
+    if torch.is_grad_enabled() and getattr(root, "is_gradient_checkpointing", False):
+        between = ["gradient checkpointing"]
+    if between:
+        raise UnsupportedModelError(
+            f"scope='stack' leaves tokens merged from block to block, and {' and '.join(between)} needs each "
+            "block on its own; take scope='block', with plans.blocks=True for one plan"
+        )
+
+
+def refuse_caches(state: ModelState, root: nn.Module) -> None:
+    """Refuse diffusers' caches, which count the calls of blocks, where blocks are skipped on some steps."""
+    every = state.config.reuse.every
+    if every == 1:
+        return
+    for path, module in root.named_modules():
+        hooks = getattr(module.__dict__.get("_diffusers_hook"), "hooks", {})
+        for hook in hooks.values():
+            if hook._is_stateful:
+                raise UnsupportedModelError(
+                    f"{path}: reuse.every={every} leaves blocks out on some steps, and {type(hook).__name__} "
+                    "keeps results from call to call; take reuse.every=1, or remove that cache first: "
+                    "model.disable_cache()"
+                )
+
+
+def refuse_training(name: str, value: int, off: int) -> None:
+    """Refuse a setting that caches results between steps, in a call under gradients."""
+    raise ConfigError(
+        f"{name}={value} caches results of one step for the next and is for generation: call the model under "
+        f"torch.no_grad(), or take {name}={off}"
+    )
+
+
+def warn_where_nothing_is_saved(state: ModelState, steps: int, on_meta: bool) -> None:
+    """Warn about a generation that is dense: too few steps to merge or to skip, and too few tokens."""
+    config, grid = state.config, state.threads.value.grid.shape
+    if on_meta:  # operations of a single step are counted
+        return
+    if not round(config.schedule.until * steps):
+        warnings.warn(
+            f"nothing merges in this generation: schedule.until={config.schedule.until:g} of {steps} "
+            f"step{'s' if steps > 1 else ''} is none; raise until, or take more steps",
+            stacklevel=2,
+        )
+    elif (
+        config.reuse.every > 1
+        and config.reuse.intervals(steps) == (1, 1)
+        and not merges_tokens(state.stages, grid)
+    ):
+        tokens = grid[0] * grid[1] * grid[2]
+        warnings.warn(
+            f"this generation is dense: of {steps} steps reuse.span={config.reuse.span:g} leaves none "
+            f"out, and on {tokens} tokens, with min_tokens={config.min_tokens}, nothing merges; "
+            "lower min_tokens, generate a larger image, or take more steps",
+            stacklevel=2,
+        )

@@ -1,0 +1,135 @@
+"""What is due in a call of a patched model: settings, new plans, skipped parts, corrections."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tokenmerge.config import MergeSettings
+from tokenmerge.runtime.caches import Memory
+from tokenmerge.runtime.call_checks import refuse_training
+from tokenmerge.runtime.scheduler import DenoisingStep
+from tokenmerge.runtime.state import ModelState
+from tokenmerge.runtime.step_tracker import StepTracker
+
+__all__ = ["begin_plans", "caches_plans", "correction_of", "reuse_of", "settings_of", "shape_of"]
+
+
+def settings_of(state: ModelState, step: DenoisingStep | None) -> Mapping[int, MergeSettings]:
+    """What holds for each level at a step."""
+    if step is None:
+        return state.settings
+    return {level: state.config.at(level, step.done, step.steps) for level in state.settings}
+
+
+def shape_of(state: ModelState, arguments: Mapping[str, Any], sample: Any) -> tuple[int, ...]:
+    """The shape of a call's inputs; what is cached for one shape does not fit another."""
+    shape = (len(sample), *sample[0].shape)
+    text = arguments.get("encoder_hidden_states") if state.config.follows_steps else None
+    # Joint blocks change the text too, and its length may be another one at the next step.
+    return (*shape, *text.shape) if isinstance(text, Tensor) else shape
+
+
+def begin_plans(state: ModelState, memory: Memory, sample: Any, seed: Tensor, shape: tuple[int, ...]) -> bool:
+    """Decide which plans a call uses; → whether it makes them."""
+    config, tracker = state.config, memory.tracker
+    # With gradients, blocks may run again when the sample, and the plans with it, are gone.
+    if torch.compiler.is_compiling() or torch.is_grad_enabled():
+        memory.sample.forget()
+        repeated = False
+    else:
+        first = sample[0] if isinstance(sample, list) else sample
+        memory.sample.begin_call(first, seed, lambda: _sample_gone(state, memory))
+        # A second call of a step, and not the first call of the next one.
+        repeated = (
+            config.plans.guidance
+            and memory.sample.repeated
+            and (tracker.call > 0 or not config.follows_steps)
+        )
+    if repeated:
+        return False
+    if tracker.step is None:
+        return True
+    tracker.plan_call = tracker.call
+    phase = config.schedule.phase(tracker.step.done, tracker.step.steps)
+    return tracker.plans(config.plans.every, (*shape, phase))
+
+
+def caches_plans(state: ModelState, memory: Memory) -> bool:
+    """Whether plans of the running call are used again."""
+    config = state.config
+    return (
+        config.plans.every > 1
+        or config.plans.blocks
+        # For the other half of guidance, in a call of its own.
+        or (config.plans.guidance and memory.sample.trackable)
+        # Blocks may run again, behind the model.
+        or (config.follows_steps and torch.is_grad_enabled())
+    )
+
+
+def _sample_gone(state: ModelState, memory: Memory) -> None:
+    """After all calls on one sample: drop what the next step will not use."""
+    tracker = memory.tracker
+    if tracker.step is None:
+        memory.forget()
+    elif tracker.is_last:
+        memory.forget(tracker.plan_call, tracker.call)
+        for other in state.pipeline.states:
+            unfinished = other.memories.get(tracker.step.generation)
+            if unfinished is not None and not unfinished.tracker.is_last:
+                unfinished.forget()  # of a model for the first steps alone
+
+
+def reuse_of(
+    state: ModelState, tracker: StepTracker, shape: tuple[int, ...]
+) -> tuple[Tensor | None, Tensor | None, bool]:
+    """Decide which parts are skipped and whether residuals are cached.
+
+    Returns:
+        How far blocks or deep stages are extrapolated, how far the finest level is (None: they run), and
+        whether residuals are cached.
+    """
+    config, step = state.config, tracker.step
+    if config.reuse.every > 1 and torch.is_grad_enabled():
+        refuse_training("reuse.every", config.reuse.every, 1)
+    if step is None:
+        return None, None, False
+    every, shallow_every = config.reuse.intervals(step.steps)
+    if every == 1 or step.done >= round(config.schedule.until * step.steps):
+        return None, None, False
+    extrapolation = _extrapolation(tracker, "blocks", every, shape)
+    # A step that runs everything runs the finest level of a UNet too.
+    if extrapolation is None or step.done < round(config.reuse.shallow_from * step.steps):
+        shallow_every = 1
+    return extrapolation, _extrapolation(tracker, "shallow", shallow_every, shape), True
+
+
+def _extrapolation(tracker: StepTracker, part: str, every: int, shape: tuple[int, ...]) -> Tensor | None:
+    distance = tracker.extrapolation(part, every, shape)
+    return None if distance is None else torch.tensor(distance)
+
+
+def correction_of(
+    state: ModelState, tracker: StepTracker, settings: Mapping[int, MergeSettings]
+) -> tuple[bool, Mapping[int, MergeSettings]]:
+    """Make the running call dense.
+
+    Returns:
+        Whether it measures corrections, which a step after it uses; and its settings.
+    """
+    if torch.is_grad_enabled():
+        refuse_training("correction.every", state.config.correction.every, 0)
+    step = tracker.step
+    if step is None or step.steps == 1:  # there is no step to correct
+        return False, settings
+    used = not tracker.is_last and any(
+        state.config.at(level, step.done + 1, step.steps).ratio for level in settings
+    )
+    if used and any(own.ratio for own in settings.values()):
+        return True, settings
+    return False, {level: dataclasses.replace(own, ratio=0.0) for level, own in settings.items()}
