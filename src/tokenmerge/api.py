@@ -18,7 +18,7 @@ from tokenmerge.models.find import find_hosts
 from tokenmerge.report import Report, predict
 from tokenmerge.runtime.patch import hosts_that_merge, new_state, patch_host, restore, state_of
 from tokenmerge.runtime.pipeline import Pipeline
-from tokenmerge.runtime.state import RecordedPlan
+from tokenmerge.runtime.state import ModelState, RecordedPlan
 from tokenmerge.vit.config import ViTConfig
 from tokenmerge.vit.hosts import find_encoders
 from tokenmerge.vit.patch import checked_encoders, new_vit_state, patch_encoder
@@ -72,6 +72,35 @@ class Patch(Generic[AnyReport, AnyRecord]):
             raise ConfigError(f"index, steps: expected integers, 0 ≤ index < steps, got {index!r}, {steps!r}")
         for pipeline in {state.pipeline for state in self._states.values()}:
             pipeline.set_step(index, steps)
+
+    def at_size(self, height: int, width: int) -> None:
+        """Set the size of the pictures that come next, for a model that is compiled before its first call.
+
+        FLUX.1, FLUX.2 and models like them get the places of their tokens as the values of ``img_ids``, and
+        values are unknown while ``torch.compile`` makes a graph of the whole model. Call this before the
+        model is called with a new size. If the model is compiled with ``dynamic=True``, a new size needs no new
+        graph. Called without a graph of the whole model, such a model reads the values, and takes this size
+        only where they are not the rows and columns of one picture. All other models read their grid from
+        the shape of the sample, and this changes nothing for them.
+
+        A compiled model cannot notice that two sizes have equally many tokens, such as 64 × 128 and
+        128 × 64.
+
+        Args:
+            height: of the latents, as for :func:`tokenmerge.report.predict`, and not of the picture: 128
+                for a picture of FLUX.1 that is 1024 pixels high. A multiple of the model's patch, 2 there.
+            width: of the latents.
+
+        Raises:
+            ConfigError: these are no such numbers, or the handle is that of a vision transformer.
+        """
+        states = [state for state in self._states.values() if isinstance(state, ModelState)]
+        if not states:
+            raise ConfigError(
+                "at_size: a vision transformer reads its grid from its input; leave the call out"
+            )
+        for state in states:
+            state.set_size(height, width)
 
     @contextlib.contextmanager
     def record(self) -> Iterator[dict[str, AnyRecord]]:

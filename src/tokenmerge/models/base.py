@@ -120,6 +120,7 @@ class ModelCall:
     grid: Callable[[Any, Mapping[str, Any], Grid], GridShape]
     latents: Callable[[Any, Any], Any]
     between: tuple[str, ...]
+    patch: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,7 +175,9 @@ class Host:
     def call(self) -> ModelCall:
         """How the model is called."""
         parameters = tuple(inspect.signature(type(self.root).forward).parameters)[1:]
-        return ModelCall(self.sample, self.timestep, parameters, self.grid, self.latents, self.between)
+        return ModelCall(
+            self.sample, self.timestep, parameters, self.grid, self.latents, self.between, self.patch
+        )
 
     @property
     def can_skip(self) -> bool:

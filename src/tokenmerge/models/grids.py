@@ -51,25 +51,32 @@ def grid_of_ids(root: Any, arguments: Mapping[str, Any], last: Grid) -> GridShap
 
     ``img_ids`` are ``[n, d]`` or ``[b, n, d]``: for each of the n tokens of ``hidden_states`` the number of
     its picture, its row, its column, and further columns that depend on the model. While torch.compile traces
-    the model, the ids have no values, and the grid of the last call is used.
+    the model, the ids have no values, and ``last`` is used. A grid that the user gave is also used where the
+    ids are not those of one picture.
 
     Raises:
         UnsupportedModelError: the tokens are not those of one picture, or the model is being compiled and
-            the last call had another number of tokens.
+            ``last`` has another number of tokens.
     """
     ids, tokens = arguments["img_ids"], arguments["hidden_states"].shape[1]
     ids = ids[0] if ids.ndim == 3 else ids
+    _, known_rows, known_columns = last.shape
+    fits = known_rows * known_columns == tokens
     if torch.compiler.is_compiling():
-        if last.rows * last.columns != tokens:
+        if not fits:
+            known = "given to patch.at_size(height, width)" if last.given else "of its last call"
             raise UnsupportedModelError(
                 f"the token grid cannot be read from img_ids while the whole model is compiled, and {tokens} "
-                f"tokens are not the {last.rows} × {last.columns} of its last call; call it once before it "
-                "is compiled, or compile its blocks only: transformer.compile_repeated_blocks()"
+                f"tokens are not the {known_rows} × {known_columns} {known}; call patch.at_size(height, "
+                "width) with the size of the latents first, call the model once before it is compiled, or "
+                "compile its blocks only: transformer.compile_repeated_blocks()"
             )
         return last.shape
     if ids not in _known:  # reading synchronises; pipelines pass the same tensor at each step
         _known[ids] = _read(ids)
     rows, columns = _known[ids]
+    if rows * columns != tokens and last.given and fits:
+        return last.shape
     if rows * columns != tokens:
         raise UnsupportedModelError(
             f"img_ids: expected one picture of {tokens} tokens, as in hidden_states, got {rows} × {columns} "

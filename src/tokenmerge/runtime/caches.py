@@ -105,7 +105,7 @@ def _drop(cached: dict[Any, Any], first: int, last: int) -> None:
 
 
 class RecordedCall(NamedTuple):
-    """A call of a block under gradients, for gradient checkpointing.
+    """What a call of a block merges.
 
     Attributes:
         settings: that held.

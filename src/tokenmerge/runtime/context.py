@@ -99,12 +99,13 @@ class PartState:
         cache: what it caches between calls.
         number: of a block, index of this call among its calls in one model forward; −1 before the first.
         merge: of a block, what it merges while it runs; None: nothing.
-        recorded: of a block, the recorded call being recomputed by gradient checkpointing; None on a first
-            run.
+        known: of a block, what its running call merges, where that is known before it runs: gradient
+            checkpointing recomputes a recorded call, and a block that is compiled alone gets its plan from
+            outside its graph. None: the block itself finds out.
     """
 
     def __init__(self) -> None:
         self.cache = Cache()
         self.number = -1
         self.merge: ActiveMerge | None = None
-        self.recorded: RecordedCall | None = None
+        self.known: RecordedCall | None = None

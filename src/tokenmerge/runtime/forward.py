@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -24,7 +25,10 @@ from tokenmerge.runtime.reuse import Residual, extrapolated, residual_of, update
 from tokenmerge.runtime.stack import call_in_stack
 from tokenmerge.runtime.state import STATE, BlockState, LayerState, StageState
 
-__all__ = ["block_call", "layer_call", "stage_call"]
+__all__ = ["COMPILED", "block_call", "compiled_block", "layer_call", "stage_call"]
+
+# Where ``nn.Module.compile`` leaves what a module runs instead of its ``forward``.
+COMPILED = "_compiled_call_impl"
 
 COMBINE = {"mean": merge, "keep": keep_destinations, "norm": merge_with_norm}
 
@@ -39,9 +43,8 @@ def block_call(original: HostMethod) -> Callable:
         state: BlockState | None = self.__dict__.get(STATE)
         if state is None:
             return original.of(self)(*args, **kwargs)
-        block = state.threads.value
-        # Gradient checkpointing may run a block again, behind the model, as the same call.
-        block.number = 0 if torch.is_grad_enabled() else block.number + 1
+        if state.threads.value.known is None:
+            _count_call(state)
         call = HostCall(original.of(self), original.names(), args, kwargs)
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             return _block_with_gradients(state, call)
@@ -50,6 +53,38 @@ def block_call(original: HostMethod) -> Callable:
         return _block(state, call)
 
     return forward
+
+
+def compiled_block(names: Callable[[], Sequence[str]]) -> property:
+    """The attribute in which a block that is compiled alone has its graph; the graph is called with a plan.
+
+    If other calls use the plan too, it is an input of the graph. Otherwise there would be two graphs: one
+    that makes a plan, and one that takes a plan from another call.
+
+    Args:
+        names: → names of the parameters of the block's ``forward``, in order.
+    """
+
+    def call_graph(self: nn.Module, graph: Callable, *args: Any, **kwargs: Any) -> Any:
+        state: BlockState | None = self.__dict__.get(STATE)
+        if state is None or torch.compiler.is_compiling() or not _plans_outside(state):
+            return graph(*args, **kwargs)
+        _count_call(state)
+        block = state.threads.value
+        block.known = _active_call(state, HostCall(graph, names(), args, kwargs))
+        try:
+            return graph(*args, **kwargs)
+        finally:
+            block.known = None
+
+    def get(self: nn.Module) -> Callable | None:
+        graph = self.__dict__.get(COMPILED)
+        return None if graph is None else functools.partial(call_graph, self, graph)
+
+    def put(self: nn.Module, graph: Callable | None) -> None:
+        self.__dict__[COMPILED] = graph
+
+    return property(get, put)
 
 
 def stage_call(original: HostMethod) -> Callable:
@@ -132,11 +167,12 @@ def _merges_here(state: LayerState, active: ActiveMerge, call: HostCall) -> bool
 def _block_with_gradients(state: BlockState, call: HostCall) -> Any:
     """The result of a block that gradient checkpointing may run again: then it merges what it merged."""
     block = state.threads.value
-    block.recorded = state.calls.get(state.layout.tokens_of(call))
+    if block.known is None:
+        block.known = state.calls.get(state.layout.tokens_of(call))
     try:
         return _block(state, call)
     finally:
-        block.recorded = None
+        block.known = None
 
 
 def _skippable_block(state: BlockState, call: HostCall) -> Any:
@@ -161,7 +197,12 @@ def _block(state: BlockState, call: HostCall) -> Any:
         return call.result()
     block = state.threads.value
     try:
-        block.merge = active = _active_merge(state, call)
+        known = block.known
+        if known is None:
+            known = _active_call(state, call)
+            if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+                state.calls[state.layout.tokens_of(call)] = known
+        block.merge = active = known.merge
         if block_layout is None or active is None:
             return call.result()
 
@@ -179,21 +220,33 @@ def _block(state: BlockState, call: HostCall) -> Any:
         block.merge = None
 
 
-def _active_merge(state: BlockState, call: HostCall) -> ActiveMerge | None:
-    """What a block merges in its running call; None: nothing."""
-    recorded = state.threads.value.recorded
-    if recorded is not None:
-        return recorded.merge
+def _active_call(state: BlockState, call: HostCall) -> RecordedCall:
+    """What the running call of a block merges."""
     layout = state.layout
     tokens = layout.tokens_of(call)
     mask = call.argument(layout.padding) if layout.padding else None
-    size, active = size_of(state, tokens, mask), None
+    size, merge = size_of(state, tokens, mask), None
     if size is not None:
         plan = None if state.model.context.corrects else plan_of(state, tokens, mask)
-        active = ActiveMerge(*size, plan)
-    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        state.calls[tokens] = RecordedCall(state.settings, active)
-    return active
+        merge = ActiveMerge(*size, plan)
+    return RecordedCall(state.settings, merge)
+
+
+def _plans_outside(state: BlockState) -> bool:
+    """Whether the next call of a compiled block takes its plan as an input of the graph.
+
+    A plan that serves one call is better made in the graph, where its operations are fused. In a stack the
+    first block plans, in its graph.
+    """
+    context = state.model.context
+    skipped = state.caches_residuals and context.caches_residuals and context.extrapolation is not None
+    return context.caches_plans and not skipped and state.settings.scope != "stack"
+
+
+def _count_call(state: BlockState) -> None:
+    """Number the running call of a block. With gradients, it may run again behind the model, as the same."""
+    block = state.threads.value
+    block.number = 0 if torch.is_grad_enabled() else block.number + 1
 
 
 def _residual(state: BlockState, call: HostCall, result: Any) -> Residual:

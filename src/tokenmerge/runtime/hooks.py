@@ -42,9 +42,10 @@ def before_model(root: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
     sample = arguments[state.call.sample]
     if state.config.merges_stacks:
         check_stacks(state, root, arguments)
-    grid = state.call.grid(root, arguments, thread.grid)
-    check_grid(state.config, state.stages, grid)
-    thread.grid.frames, thread.grid.rows, thread.grid.columns = grid
+    if state.merges:
+        grid = state.call.grid(root, arguments, state.given_grid or thread.grid)
+        check_grid(state.config, state.stages, grid)
+        thread.grid.shape = grid
     by = state.call.timestep
     timestep = arguments[by] if isinstance(by, str) else by(root, arguments)
     device = (sample[0] if isinstance(sample, list) else sample).device
@@ -98,8 +99,8 @@ def before_blocks(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Non
     grids = state.grid if isinstance(state, StageState) else state
     assert grids is not None
     x = args[0] if args else kwargs["hidden_states"]
-    grid = grids.value
-    grid.frames, (grid.rows, grid.columns) = 1, x.shape[-2:]
+    rows, columns = x.shape[-2:]
+    grids.value.shape = 1, rows, columns
 
 
 def after_model(root: nn.Module, args: tuple, result: Any) -> None:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from tokenmerge.config import MergeSettings, ToMeConfig
+from tokenmerge.errors import ConfigError
 from tokenmerge.models.base import ModelCall
 from tokenmerge.models.layout import Grid, Layout
 from tokenmerge.ops import Plan
@@ -69,6 +70,7 @@ class ModelState:
         threads: the state of each thread that calls the model.
         memories: what is cached where settings follow the steps, by generation.
         parts: its blocks, layers and stages that merge or are skipped, in the order of ``groups``.
+        given_grid: the model's finest token grid in the next calls, where the user gave it; None: not given.
         record: where each block leaves its latest plan, by its path, while somebody asks for it.
     """
 
@@ -81,7 +83,30 @@ class ModelState:
     threads: PerThread[ThreadState]
     memories: Memories = dataclasses.field(default_factory=Memories)
     parts: tuple[BlockState | LayerState | StageState, ...] = ()
+    given_grid: Grid | None = None
     record: dict[str, RecordedPlan] | None = None
+
+    @property
+    def merges(self) -> bool:
+        """Whether anything merges or is skipped at some step; with a ratio of 0 no token grid is needed."""
+        return self.config.reuse.every > 1 or any(settings.ratio for _, settings in self.stages)
+
+    def set_size(self, height: int, width: int) -> None:
+        """Give the size of the latents, for calls whose token grid cannot be read.
+
+        Raises:
+            ConfigError: a side is no integer ≥ 1, or no multiple of the model's patch.
+        """
+        patch = self.call.patch
+        for name, side in (("height", height), ("width", width)):
+            if isinstance(side, bool) or not isinstance(side, int) or side < 1 or side % patch:
+                raise ConfigError(
+                    f"{name}: expected a height and width of the latents, integers ≥ 1 and multiples of "
+                    f"{patch}, got {side!r}"
+                )
+        grid = Grid(given=True)
+        grid.shape = 1, height // patch, width // patch
+        self.given_grid = grid
 
     @property
     def context(self) -> CallContext:
@@ -206,8 +231,8 @@ class BlockState:
     @property
     def settings(self) -> MergeSettings:
         """What holds at the running step."""
-        recorded = self.threads.value.recorded
-        return self.model.context.settings[self.level] if recorded is None else recorded.settings
+        known = self.threads.value.known
+        return self.model.context.settings[self.level] if known is None else known.settings
 
     @property
     def grid_shape(self) -> tuple[int, int, int]:

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from tokenmerge.errors import UnsupportedModelError
+from tokenmerge.runtime.forward import COMPILED, block_call, compiled_block
 from tokenmerge.runtime.host_method import HostMethod, parameters
 from tokenmerge.runtime.state import STATE
 
@@ -51,11 +52,15 @@ def _swapped_class(base: type, method: str, call: Call) -> Any:
         def names() -> Sequence[str]:
             return _names(getattr(base, method), first)
 
+        function: Any = functools.wraps(first)(call(HostMethod(of, names)))
+        # A code object of its own: torch.compile counts the graphs of each, and limits them.
+        function.__code__ = function.__code__.replace()
         swapped: Any = type(
             base.__name__,
             (base,),
             {
-                method: functools.wraps(first)(call(HostMethod(of, names))),
+                **({COMPILED: compiled_block(names)} if call is block_call else {}),
+                method: function,
                 "__module__": base.__module__,
                 "__qualname__": base.__qualname__,
                 "__doc__": base.__doc__,
