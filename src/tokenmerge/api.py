@@ -78,10 +78,10 @@ class Patch(Generic[AnyReport, AnyRecord]):
 
         FLUX.1, FLUX.2 and models like them get the places of their tokens as the values of ``img_ids``, and
         values are unknown while ``torch.compile`` makes a graph of the whole model. Call this before the
-        model is called with a new size. If the model is compiled with ``dynamic=True``, a new size needs no new
-        graph. Called without a graph of the whole model, such a model reads the values, and takes this size
-        only where they are not the rows and columns of one picture. All other models read their grid from
-        the shape of the sample, and this changes nothing for them.
+        model is called with a new size. If the model is compiled with ``dynamic=True``, a new size needs no
+        new graph. Without a graph of the whole model, such a model reads the values, and takes this size only
+        where they are not the rows and columns of one picture. All other models read their grid from the
+        shape of the sample, and this changes nothing for them.
 
         A compiled model cannot notice that two sizes have equally many tokens, such as 64 × 128 and
         128 × 64.

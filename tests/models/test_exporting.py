@@ -12,7 +12,7 @@ from torch.testing import assert_close
 from tests.models.test_every_family import call, model_of, settings
 from tests.models.tiny import FAMILIES
 from tokenmerge import ToMeConfig, apply_token_merging
-from tokenmerge.runtime.step_tracker import bits_by_arithmetic
+from tokenmerge.runtime.step_seed import bits_by_arithmetic
 
 HALF = ToMeConfig(ratio=0.5)
 
