@@ -10,12 +10,13 @@ from torch import Tensor, nn
 from tokenmerge import ToMeConfig
 from tokenmerge.errors import ConfigError, UnsupportedModelError
 from tokenmerge.measure.bench import memory_limit, variant_contexts
-from tokenmerge.measure.bench.failures import Failure, is_out_of_memory
+from tokenmerge.measure.bench.failures import Failure
 from tokenmerge.measure.bench.fewer_steps import StepCost, steps_that_fit
 from tokenmerge.measure.bench.geometries import GEOMETRIES
 from tokenmerge.measure.bench.geometry import build_denoiser, depth_note, find_geometry
 from tokenmerge.measure.bench.inputs import InputSize, example_inputs
 from tokenmerge.measure.bench.loaded_model import load_subject, shared_copy
+from tokenmerge.measure.out_of_memory import is_out_of_memory
 from tokenmerge.report import predict
 
 CPU = torch.device("cpu")

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 
-import torch
-
 from tokenmerge.errors import TokenMergingError
+from tokenmerge.measure.out_of_memory import is_out_of_memory
 
-__all__ = ["Failure", "is_out_of_memory"]
+__all__ = ["Failure"]
 
-_OUT_OF_MEMORY = ("not enough memory", "can't allocate memory", "out of memory", "ALLOC_FAILED")
 _LONGEST = 500
 _AGAIN = "to measure it again, delete its line from the results"
 
@@ -36,14 +34,3 @@ class Failure:
         if isinstance(error, TokenMergingError):
             return cls("unavailable", message)
         return cls("error", f"{type(error).__name__}: {message}")
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a device or the machine had no memory left.
-
-    >>> is_out_of_memory(RuntimeError("[enforce fail] DefaultCPUAllocator: not enough memory: you tried …"))
-    True
-    """
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    return isinstance(error, RuntimeError) and any(words in str(error) for words in _OUT_OF_MEMORY)

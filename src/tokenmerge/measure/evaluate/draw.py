@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from tokenmerge.errors import ConfigError
-from tokenmerge.measure.bench.failures import is_out_of_memory
 from tokenmerge.measure.bench.variants import VARIANTS
 from tokenmerge.measure.evaluate.layout import Layout
 from tokenmerge.measure.evaluate.prompts import Item
 from tokenmerge.measure.evaluate.variants import Drawn
 from tokenmerge.measure.files import write_atomically, writing
+from tokenmerge.measure.out_of_memory import is_out_of_memory
 from tokenmerge.measure.pipelines.call import PipelineCall
 from tokenmerge.measure.pipelines.loading import denoiser_name
 from tokenmerge.measure.pipelines.shared_weights import twin

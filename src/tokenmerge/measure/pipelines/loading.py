@@ -7,20 +7,22 @@ import dataclasses
 import enum
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tokenmerge.errors import ConfigError, MissingExtraError, UnsupportedModelError
+from tokenmerge.errors import ConfigError, MissingExtraError, TokenMergingError, UnsupportedModelError
 from tokenmerge.measure import demo
+from tokenmerge.measure.out_of_memory import is_out_of_memory
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline, ModelMixin
 
 __all__ = [
     "DEFAULT_MODEL",
+    "PICKLE",
     "ModelSketch",
     "ModelSource",
     "SourceKind",
@@ -33,8 +35,11 @@ __all__ = [
 ]
 
 DEFAULT_MODEL = demo.NAMES[0]
+PICKLE = "pickle:"
 
 _DENOISERS = ("unet", "transformer")
+_PICKLES = (".ckpt", ".pt", ".pth", ".bin")
+_LONGEST_REASON = 300
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _ACCEPTED = (
     f"a bundled model ({', '.join(demo.NAMES)}), a diffusers folder (with model_index.json), "
@@ -58,10 +63,17 @@ class ModelSource:
     Args:
         kind: where it comes from.
         location: path of the folder or file, or the hub id.
+        allows_pickles: whether weights may be read from pickles. By default only safetensors are read,
+            because a pickle can run code when it is loaded.
     """
 
     kind: SourceKind
     location: str
+    allows_pickles: bool = False
+
+    def weights_arguments(self) -> dict[str, bool]:
+        """Arguments of diffusers' ``from_pretrained`` that hold it to this choice."""
+        return {} if self.allows_pickles else {"use_safetensors": True}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,32 +92,56 @@ class ModelSketch:
 
 
 def find_model(name: str) -> ModelSource:
-    """Decide what ``name`` stands for, reading nothing but the file system.
+    """Decide what ``name`` stands for. This only looks at the file system and opens no file of weights.
+
+    Args:
+        name: a bundled model, a diffusers folder, a ``.safetensors`` file or a hub id. After the prefix
+            ``pickle:``, weights in pickles (``.ckpt``, ``.pt``, ``.pth``, ``.bin``) are accepted too.
 
     Raises:
-        ConfigError: it is none of the things a model can be.
+        ConfigError: ``name`` is none of these, or its weights are pickles and the prefix is missing.
     """
-    path = Path(name).expanduser()
-    if name in demo.NAMES:
-        return ModelSource(SourceKind.DEMO, str(demo.path(name)))
-    if name and path.is_dir():
+    location = name.removeprefix(PICKLE)
+    allows_pickles = location != name
+    path = Path(location)
+    with contextlib.suppress(RuntimeError):  # "~name" where there is no such user
+        path = path.expanduser()
+    if location in demo.NAMES:
+        return ModelSource(SourceKind.DEMO, str(demo.path(location)))
+    if location and path.is_dir():
         if not (path / "model_index.json").is_file():
             raise ConfigError(
-                f"model: the folder {name} has no model_index.json; give the folder that "
+                f"model: the folder {location} has no model_index.json; give the folder that "
                 "pipe.save_pretrained() wrote, not one of its subfolders"
             )
-        return ModelSource(SourceKind.FOLDER, str(path))
-    if path.suffix in {".ckpt", ".pt", ".pth", ".bin"}:
-        raise ConfigError(
-            f"model: {name} is a pickle, which can run code when it is loaded; convert it to .safetensors"
-        )
-    if path.suffix == ".safetensors":
+        if not allows_pickles:
+            _refuse_pickles(path, [component for component in path.iterdir() if component.is_dir()])
+        return ModelSource(SourceKind.FOLDER, str(path), allows_pickles)
+    if path.suffix in _PICKLES and not allows_pickles:
+        raise _pickle_error(f"{location} is a pickle", location)
+    if path.suffix in (".safetensors", *_PICKLES):
         if not path.is_file():
-            raise ConfigError(f"model: there is no file {name}")
-        return ModelSource(SourceKind.CHECKPOINT, str(path))
-    if _HUB_ID.fullmatch(name) and not name.startswith("."):
-        return ModelSource(SourceKind.HUB, name)
+            raise ConfigError(f"model: there is no file {location}")
+        return ModelSource(SourceKind.CHECKPOINT, str(path), allows_pickles)
+    if _HUB_ID.fullmatch(location) and not location.startswith("."):
+        return ModelSource(SourceKind.HUB, location, allows_pickles)
     raise ConfigError(f"model: {name!r} is no model; expected {_ACCEPTED}")
+
+
+def _refuse_pickles(folder: Path, components: Iterable[Path]) -> None:
+    """Raise a ConfigError if one of a model's folders holds weights in pickles alone."""
+    for component in sorted(components):
+        files = sorted(component.iterdir())
+        pickles = [file for file in files if file.suffix in _PICKLES]
+        if pickles and not any(file.suffix == ".safetensors" for file in files):
+            raise _pickle_error(f"{pickles[0].relative_to(folder)} in {folder} is a pickle", str(folder))
+
+
+def _pickle_error(what: str, location: str) -> ConfigError:
+    return ConfigError(
+        f"model: {what}, which can run code when it is loaded; convert it to .safetensors, or give "
+        f"{PICKLE}{location} if you trust where it comes from"
+    )
 
 
 def load_sketch(source: ModelSource) -> ModelSketch:
@@ -151,22 +187,29 @@ def load_pipeline(
         UnsupportedModelError: the pipeline has no denoiser.
     """
     diffusers = require_diffusers("loading a diffusers model")
-    dtype_argument = _dtype_argument(dtype)
+    arguments: dict[str, Any] = _dtype_argument(dtype)
     with _loading(source.location):
         if source.kind is SourceKind.CHECKPOINT:
-            pipeline_class = _checkpoint_pipeline(source.location)
-            pipe = pipeline_class.from_single_file(source.location, **dtype_argument)
+            pipeline_class = _checkpoint_pipeline(source)
+            pipe = pipeline_class.from_single_file(source.location, **arguments)
         else:
             index = diffusers.DiffusionPipeline.load_config(source.location)
             # Stable Diffusion 3 without T5, say: saved as absent, and yet it has to be named.
             absent = {part: None for part, found in index.items() if found == [None, None]}
-            pipe = diffusers.DiffusionPipeline.from_pretrained(source.location, **absent, **dtype_argument)
+            arguments |= source.weights_arguments()
+            pipe = diffusers.DiffusionPipeline.from_pretrained(source.location, **absent, **arguments)
     denoiser_name(pipe)
     if controlnet is not None:
-        with _loading(controlnet):
-            config = diffusers.ControlNetModel.load_config(controlnet)
+        location = controlnet.removeprefix(PICKLE)
+        kind = SourceKind.FOLDER if Path(location).is_dir() else SourceKind.HUB
+        extra_source = ModelSource(kind, location, allows_pickles=location != controlnet)
+        if kind is SourceKind.FOLDER and not extra_source.allows_pickles:
+            _refuse_pickles(Path(location), [Path(location)])
+        with _loading(location):
+            config = diffusers.ControlNetModel.load_config(location)
             controlnet_class = getattr(diffusers, config["_class_name"])
-            extra = controlnet_class.from_pretrained(controlnet, **dtype_argument)
+            arguments = {**_dtype_argument(dtype), **extra_source.weights_arguments()}
+            extra = controlnet_class.from_pretrained(location, **arguments)
             pipe = diffusers.AutoPipelineForText2Image.from_pipe(pipe, controlnet=extra)
     return pipe.to(device)
 
@@ -243,15 +286,20 @@ def _codec_scale(codec: ModelMixin) -> int:
     )
 
 
-def _checkpoint_pipeline(path: str) -> Any:
+def _checkpoint_pipeline(source: ModelSource) -> Any:
     """The pipeline class that diffusers pairs with the architecture, which tensor names and shapes tell."""
     import diffusers
     from diffusers.loaders.single_file_utils import fetch_diffusers_config
     from safetensors import safe_open
 
-    with safe_open(path, framework="pt") as weights:
-        shapes = {key: weights.get_slice(key).get_shape() for key in weights.keys()}  # noqa: SIM118
-    tensors = {key: torch.empty(shape, device="meta") for key, shape in shapes.items()}
+    if source.location.endswith(".safetensors"):
+        with safe_open(source.location, framework="pt") as weights:
+            shapes = {key: weights.get_slice(key).get_shape() for key in weights.keys()}  # noqa: SIM118
+        tensors = {key: torch.empty(shape, device="meta") for key, shape in shapes.items()}
+    else:
+        # weights_only, as in diffusers: tensors and plain containers, no code.
+        content = torch.load(source.location, map_location="meta", weights_only=True)
+        tensors = content.get("state_dict", content)
     index = diffusers.DiffusionPipeline.load_config(**fetch_diffusers_config(tensors))
     return getattr(diffusers, index["_class_name"])
 
@@ -266,14 +314,20 @@ def _dtype_argument(dtype: torch.dtype) -> dict[str, torch.dtype]:
 
 @contextlib.contextmanager
 def _loading(what: str) -> Iterator[None]:
-    """Turn the many errors of an unreadable model into one line that names it."""
-    from safetensors import SafetensorError
+    """Turn whatever a damaged or foreign model makes diffusers raise into one line that names the model.
 
+    Running out of memory is not the model's fault and passes through.
+    """
     try:
         yield
-    except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
-        reason = str(error).strip().partition("\n")[0]
+    except TokenMergingError:
+        raise
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        reason = str(error).strip().partition("\n")[0][:_LONGEST_REASON]
         raise ConfigError(
-            f"model: cannot load {what}: {(reason or type(error).__name__).rstrip('.')}; "
-            "give a folder that holds all its files, or a hub id while the hub can be reached"
+            f"model: cannot load {what}: {(reason or type(error).__name__).rstrip('.')}; give a folder that "
+            f"holds all its files as safetensors (pickles: {PICKLE}NAME), or a hub id while the hub can be "
+            "reached"
         ) from error
