@@ -23,13 +23,12 @@ from tokenmerge import (
     NothingToMergeError,
     ToMeConfig,
     apply_token_merging,
-    calibration,
     token_merging,
 )
 from tokenmerge.auto import choose
 from tokenmerge.measure.method_spec import Merging
 from tokenmerge.models.find import find_hosts
-from tokenmerge.planners import PLANNERS
+from tokenmerge.planners import PLANNERS, calibration
 from tokenmerge.runtime.patch import run_of
 
 
@@ -329,7 +328,9 @@ def test_it_is_measured_once_for_a_device_and_kept(own_cache, monkeypatch):
     assert calibration.cache_file() == file
     assert list(json.loads(file.read_text()).values()) == [64, 128, 192]
     assert [path.name for path in file.parent.iterdir()] == [file.name]
-    for times, text in enumerate(('{"cut off', "[1]", "3")):
+    (key, *_) = json.loads(file.read_text())
+    wrong = [json.dumps({key: value}) for value in (-5, 0, True, 64.0, "64", None, [64])]
+    for times, text in enumerate(('{"cut off', "[1]", "3", "[" * 100_000, *wrong)):
         file.write_text(text)
         assert calibration.fewest_tokens(cpu, torch.float32) == 256 + 64 * times
 
@@ -345,11 +346,15 @@ def test_a_folder_that_cannot_be_written_is_no_matter(monkeypatch, tmp_path):
 def test_a_cache_that_fails_is_no_matter_and_leaves_nothing(failing, own_cache, monkeypatch):
     monkeypatch.setattr(calibration, "measure_fewest_tokens", lambda *_: 256)
 
-    def fail(*_: Any, **__: Any) -> None:
-        raise OSError if failing == "disk" else RuntimeError
+    def fail(*_: Any) -> None:
+        raise RuntimeError
+
+    def half(file: Path, text: str, **_: Any) -> None:
+        file.write_bytes(text[: len(text) // 2].encode())
+        raise OSError(28, "No space left on device")
 
     if failing == "disk":
-        monkeypatch.setattr(calibration.json, "dump", fail)
+        monkeypatch.setattr(calibration.Path, "write_text", half)
     else:
         monkeypatch.delenv("XDG_CACHE_HOME")
         monkeypatch.delenv("LOCALAPPDATA", raising=False)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import io
+import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from tokenmerge.errors import MissingExtraError, TokenMergingError
 
@@ -28,9 +30,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):  # a terminal that lacks a character still gets the rest
             stream.reconfigure(errors="replace")
     try:
-        return _commands(sys.argv[1:] if arguments is None else arguments)
+        code = _commands(sys.argv[1:] if arguments is None else arguments)
+        sys.stdout.flush()
+        return code
     except TokenMergingError as error:
         print(f"tokenmerge: {error}", file=sys.stderr)
+        return _BAD_INPUT
+    except OSError as error:
+        # What is left in the buffer would fail once more when Python ends.
+        sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115
+        print(f"tokenmerge: the system refused: {error}; nothing that was finished is lost", file=sys.stderr)
         return _BAD_INPUT
     except KeyboardInterrupt:
         print("tokenmerge: interrupted; what was finished is kept", file=sys.stderr)

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from tokenmerge.errors import ConfigError
-from tokenmerge.measure.files import write_atomically, writing
+from tokenmerge.measure.files import write_text
 from tokenmerge.measure.reporting.compare import compare, parse_tolerance
 from tokenmerge.measure.reporting.formats import as_csv, as_html, as_markdown, quality_as_csv
 from tokenmerge.measure.reporting.report_data import content_of
@@ -65,8 +65,7 @@ def report(
 
 
 def _write(path: Path, text: str) -> None:
-    with writing(path, "out", "choose another file with --out"):
-        write_atomically(path, lambda unfinished: unfinished.write_text(text, encoding="utf-8"))
+    write_text(path, text)
     print(path)
 
 

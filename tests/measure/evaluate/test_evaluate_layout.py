@@ -2,8 +2,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.evaluate.conftest import drawn, item
-
+from tests.measure.evaluate.conftest import drawn, item
 from tokenmerge.measure.evaluate.layout import Layout
 
 CONDITIONS = {"model": "owner/name", "width": 64, "height": 32, "steps": 4}

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
-from tests.evaluate.conftest import drawn, item, picture
 from torchmetrics.multimodal import CLIPScore
 
+from tests.measure.evaluate.conftest import drawn, item, picture
 from tokenmerge.errors import ConfigError, MissingExtraError
 from tokenmerge.measure.demo.retrieval import GRID
 from tokenmerge.measure.evaluate.layout import Layout

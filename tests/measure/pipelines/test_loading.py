@@ -235,6 +235,36 @@ def test_a_component_that_diffusers_does_not_have_is_named(folder, tmp_path):
         load_sketch(find_model(str(copied)))
 
 
+@pytest.mark.parametrize("entry", [["diffusers", "AutoencoderTypo"], ["diffusers", 5], "UNet", ["a"], 7, {}])
+def test_an_index_with_a_wrong_entry_is_one_line(folder, tmp_path, entry):
+    copied = shutil.copytree(folder, tmp_path / "changed")
+    change_json(copied / "model_index.json", unet=entry)
+    for load in (load_sketch, lambda source: load_pipeline(source, torch.float32, CPU)):
+        with pytest.raises((ConfigError, UnsupportedModelError), match=r"^model: ") as raised:
+            load(find_model(str(copied)))
+        assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "content", ["[]", "[1, 2]", "5", "null", "[" * 100_000, '{"_class_name": "NoPipeline"}']
+)
+def test_an_index_that_is_none_is_one_line(folder, tmp_path, content):
+    copied = shutil.copytree(folder, tmp_path / "changed")
+    (copied / "model_index.json").write_text(content)
+    for load in (load_sketch, lambda source: load_pipeline(source, torch.float32, CPU)):
+        with pytest.raises((ConfigError, UnsupportedModelError), match=r"^model: ") as raised:
+            load(find_model(str(copied)))
+        assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("end", ["", ".safetensors", ".bin", "/x"])
+@pytest.mark.parametrize("begin", ["", "pickle:", "~", "/"])
+def test_a_very_long_name_is_one_short_line(begin, end):
+    with pytest.raises(ConfigError) as raised:
+        find_model(begin + "x" * 5000 + end)
+    assert len(str(raised.value)) < 1000
+
+
 def test_a_pipeline_without_a_denoiser_is_named(folder, tmp_path):
     copied = shutil.copytree(folder, tmp_path / "changed")
     change_json(copied / "model_index.json", unet=[None, None])

@@ -7,6 +7,7 @@ import hashlib
 import json
 import statistics
 from collections.abc import Mapping, Sequence
+from math import isfinite
 from typing import Any
 
 from tokenmerge.errors import ConfigError
@@ -103,15 +104,21 @@ class CellRecord:
                 message=values["message"],
                 seconds=tuple(map(float, values["seconds"])),
                 peak_bytes=values["peak_bytes"],
-                references={name: tuple(times) for name, times in values["references"].items()},
+                references={name: tuple(map(float, times)) for name, times in values["references"].items()},
                 facts=dict(values["facts"]),
                 finished=values["finished"],
             )
             known = record.status in STATUSES and bool(record.label)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise ConfigError(f"not a record of tokenmerge bench: {error!r}") from error
         if not known:
             raise ConfigError(f"status: expected one of {', '.join(STATUSES)}, got {record.status!r}")
+        if record.status == "ok" and not record.seconds:
+            raise ConfigError("seconds: expected at least one for status ok, got none; remove that line")
+        timings = (record.seconds, *record.references.values())
+        wrong = [time for times in timings for time in times if not (isfinite(time) and time > 0)]
+        if wrong:
+            raise ConfigError(f"seconds: expected times above 0, got {wrong[0]}; remove that line")
         return record
 
 

@@ -12,7 +12,7 @@ from tokenmerge.measure.bench.variants import VARIANTS
 from tokenmerge.measure.evaluate.layout import Layout
 from tokenmerge.measure.evaluate.prompts import Item
 from tokenmerge.measure.evaluate.variants import Drawn
-from tokenmerge.measure.files import write_atomically, writing
+from tokenmerge.measure.files import write_atomically
 from tokenmerge.measure.out_of_memory import is_out_of_memory
 from tokenmerge.measure.pipelines.call import PipelineCall
 from tokenmerge.measure.pipelines.loading import denoiser_name
@@ -87,9 +87,7 @@ def draw(
                     ) from error
                 raise
             for item, picture in zip(task.items, pictures, strict=True):
-                path = layout.picture(task.variant, item)
-                with writing(path, "out", CONTINUES):
-                    write_atomically(path, picture.save)
+                write_atomically(layout.picture(task.variant, item), picture.save, advice=CONTINUES)
             on_pictures(len(task.items))
 
 

@@ -5,15 +5,21 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from tokenmerge.errors import ConfigError
 from tokenmerge.measure.bench.records import key_of
 from tokenmerge.measure.bench.variants import DENSE
 from tokenmerge.measure.evaluate.prompts import Item
 from tokenmerge.measure.evaluate.variants import Drawn
-from tokenmerge.measure.files import slug
+from tokenmerge.measure.files import open_picture, slug
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 __all__ = ["Layout"]
+
+_DRAWN_AGAIN = "delete it, and the same command draws it again"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +54,22 @@ class Layout:
         # The prompt's beginning is for the eye; its hash tells it from others that begin alike.
         key = key_of({"prompt": item.prompt.text})
         return self.folder / name / f"{slug(item.prompt.text)}-{key}-seed{item.seed}.png"
+
+    def open(self, variant: Drawn, item: Item) -> Image:
+        """Read a picture that was drawn.
+
+        Raises:
+            ConfigError: it cannot be read, or has another size than was drawn.
+        """
+        path = self.picture(variant, item)
+        picture = open_picture(path, "out", _DRAWN_AGAIN)
+        size = self.conditions["width"], self.conditions["height"]
+        if picture.size != size:
+            raise ConfigError(
+                f"out: the picture {path} should have {size[0]}x{size[1]} pixels, and has "
+                f"{picture.size[0]}x{picture.size[1]}; {_DRAWN_AGAIN}"
+            )
+        return picture
 
     def relative(self, path: Path) -> str:
         """A path as records name it: relative to the folder of the results file."""

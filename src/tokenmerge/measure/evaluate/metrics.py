@@ -17,6 +17,7 @@ from tokenmerge.measure.demo.glyphs import asked_for
 from tokenmerge.measure.demo.retrieval import Gallery
 from tokenmerge.measure.evaluate.distances import frechet_distance, kernel_distance
 from tokenmerge.measure.evaluate.networks import INCEPTION, Clip, Inception, Lpips, Network, Vision
+from tokenmerge.measure.files import is_folder
 from tokenmerge.pictures import as_tensor
 
 if TYPE_CHECKING:
@@ -165,7 +166,7 @@ def load_metrics(wanted: Sequence[Wanted], prompts: Sequence[str], on_note: Call
     loader = _Loader(prompts)
     of_pictures, of_sets, networks = [], [], {}
     for one in wanted:
-        if one.network is not None and not Path(one.network).is_dir():
+        if one.network is not None and not is_folder(Path(one.network)):
             on_note(f"{one.name} needs the weights of {one.network}, which are fetched unless they are here")
         try:
             metric = loader.load(one)

@@ -17,7 +17,7 @@ from tokenmerge.measure.evaluate.plan import Plan, make_plan
 from tokenmerge.measure.evaluate.processes import Processes, processes
 from tokenmerge.measure.evaluate.records import quality_records
 from tokenmerge.measure.evaluate.samples import pack, sample_records, unpack, write_sheet
-from tokenmerge.measure.files import prepare_folder, write_json, writing
+from tokenmerge.measure.files import prepare_folder, write_json
 from tokenmerge.measure.pipelines.call import PipelineCall, latent_scale
 from tokenmerge.measure.pipelines.loading import load_pipeline, require_diffusers
 from tokenmerge.measure.pipelines.settings import set_attention, set_scheduler
@@ -125,9 +125,7 @@ class _Run:
         plan, team = self.plan, self.team
         prepare_folder(plan.layout.folder)
         if team.is_main:
-            path = plan.layout.folder / "conditions.json"
-            with writing(path, "out", CONTINUES):
-                write_json(path, plan.layout.conditions)
+            write_json(plan.layout.folder / "conditions.json", plan.layout.conditions, CONTINUES)
         items = [[item for _, item in batch] for batch in self.batches]
         tasks = missing(items, plan.variants, plan.layout)
         if tasks:

@@ -9,10 +9,9 @@ from pathlib import Path
 from tokenmerge.measure.bench.variants import DENSE
 from tokenmerge.measure.evaluate.draw import CONTINUES
 from tokenmerge.measure.evaluate.layout import Layout
-from tokenmerge.measure.evaluate.measure import open_picture
 from tokenmerge.measure.evaluate.prompts import Item
 from tokenmerge.measure.evaluate.variants import Drawn
-from tokenmerge.measure.files import write_atomically, writing
+from tokenmerge.measure.files import write_atomically
 from tokenmerge.measure.reporting.quality import SampleRecord
 from tokenmerge.pictures import sample_sheet
 
@@ -34,8 +33,7 @@ def unpack(packed: Iterable[Mapping[Path, bytes]]) -> None:
     for files in packed:
         for path, content in files.items():
             if not path.exists():
-                with writing(path, "out", CONTINUES):
-                    write_atomically(path, partial(Path.write_bytes, data=content))
+                write_atomically(path, partial(Path.write_bytes, data=content), advice=CONTINUES)
 
 
 def sample_records(items: Sequence[Item], variants: Sequence[Drawn], layout: Layout) -> list[SampleRecord]:
@@ -64,14 +62,13 @@ def write_sheet(path: Path, items: Sequence[Item], variants: Sequence[Drawn], la
     columns = [(variant.spec.name, _small_print(variant, layout)) for variant in variants]
     rows = [
         (
-            [open_picture(layout.picture(variant, item)) for variant in variants],
+            [layout.open(variant, item) for variant in variants],
             f"{item.prompt.text} · seed {item.seed}",
         )
         for item in items
     ]
     sheet = sample_sheet(columns, rows)
-    with writing(path, "save-grid", "choose another file"):
-        write_atomically(path, sheet.save)
+    write_atomically(path, sheet.save, "save-grid", "choose another file")
 
 
 def _small_print(variant: Drawn, layout: Layout) -> str:

@@ -20,10 +20,17 @@ from tokenmerge.measure.bench.env import environment
 from tokenmerge.measure.bench.memory import peak_memory_meaning
 from tokenmerge.measure.bench.timing import Measurement, interleaved
 from tokenmerge.measure.closeness import psnr, ssim
-from tokenmerge.measure.files import free_folder, prepare_folder, slug, write_atomically, write_json
+from tokenmerge.measure.files import (
+    free_folder,
+    open_picture,
+    prepare_folder,
+    slug,
+    write_atomically,
+    write_json,
+)
 from tokenmerge.measure.generate.options import GenerateOptions
 from tokenmerge.measure.generate.result import Quality, Result, VariantResult
-from tokenmerge.measure.pipelines.call import PipelineCall, latent_scale, open_control, own_size
+from tokenmerge.measure.pipelines.call import PipelineCall, latent_scale, own_size
 from tokenmerge.measure.pipelines.loading import (
     ModelSketch,
     SourceKind,
@@ -96,7 +103,9 @@ def generate(options: GenerateOptions, on_progress: Callable[[Progress], None] |
     dtype = resolve_dtype(options.dtype, device)
     if options.scheduler is not None:
         scheduler_class_name(options.scheduler)
-    control = None if options.control is None else open_control(options.control)
+    control = None
+    if options.control is not None:
+        control = open_picture(options.control, "control", "give a PNG, JPEG or WebP picture")
     if source.kind is not SourceKind.CHECKPOINT:
         _check_before_loading(options, load_sketch(source))
     folder = options.out or free_folder(Path("outputs"), slug(options.prompt))

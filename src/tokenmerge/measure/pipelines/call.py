@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
     from PIL.Image import Image
 
-__all__ = ["PipelineCall", "latent_scale", "open_control", "own_size"]
+__all__ = ["PipelineCall", "latent_scale", "own_size"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,20 +98,6 @@ class PipelineCall:
         generators = [torch.Generator("cpu").manual_seed(seed) for seed in self.seeds]
         images: list[Image] = pipe(**arguments, generator=generators, output_type="pil").images
         return images
-
-
-def open_control(path: Path) -> Image:
-    """Open the picture for a ControlNet.
-
-    Raises:
-        ConfigError: there is none at ``path``.
-    """
-    import PIL.Image
-
-    try:
-        return PIL.Image.open(path).convert("RGB")
-    except OSError as error:
-        raise ConfigError(f"control: cannot read a picture from {path}: {error.strerror or error}") from error
 
 
 def latent_scale(pipe: DiffusionPipeline) -> int:

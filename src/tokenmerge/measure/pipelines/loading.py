@@ -15,6 +15,7 @@ import torch
 
 from tokenmerge.errors import ConfigError, MissingExtraError, TokenMergingError, UnsupportedModelError
 from tokenmerge.measure import demo
+from tokenmerge.measure.files import is_file, is_folder
 from tokenmerge.measure.out_of_memory import is_out_of_memory
 
 if TYPE_CHECKING:
@@ -38,9 +39,11 @@ DEFAULT_MODEL = demo.NAMES[0]
 PICKLE = "pickle:"
 
 _DENOISERS = ("unet", "transformer")
+_ABSENT = [None, None]  # how an index names a component that the pipeline does without
 _PICKLES = (".ckpt", ".pt", ".pth", ".bin")
 _LONGEST_REASON = 300
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_LONGEST_NAME = 200
+_HUB_ID = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}")  # as long as the hub allows
 _ACCEPTED = (
     f"a bundled model ({', '.join(demo.NAMES)}), a diffusers folder (with model_index.json), "
     "a .safetensors checkpoint or a hub id such as owner/name"
@@ -108,7 +111,7 @@ def find_model(name: str) -> ModelSource:
         path = path.expanduser()
     if location in demo.NAMES:
         return ModelSource(SourceKind.DEMO, str(demo.path(location)))
-    if location and path.is_dir():
+    if location and is_folder(path):
         if not (path / "model_index.json").is_file():
             raise ConfigError(
                 f"model: the folder {location} has no model_index.json; give the folder that "
@@ -118,14 +121,18 @@ def find_model(name: str) -> ModelSource:
             _refuse_pickles(path, [component for component in path.iterdir() if component.is_dir()])
         return ModelSource(SourceKind.FOLDER, str(path), allows_pickles)
     if path.suffix in _PICKLES and not allows_pickles:
-        raise _pickle_error(f"{location} is a pickle", location)
+        raise _pickle_error(f"{_short(location)} is a pickle", _short(location))
     if path.suffix in (".safetensors", *_PICKLES):
-        if not path.is_file():
-            raise ConfigError(f"model: there is no file {location}")
+        if not is_file(path):
+            raise ConfigError(f"model: there is no file {_short(location)}")
         return ModelSource(SourceKind.CHECKPOINT, str(path), allows_pickles)
     if _HUB_ID.fullmatch(location) and not location.startswith("."):
         return ModelSource(SourceKind.HUB, location, allows_pickles)
-    raise ConfigError(f"model: {name!r} is no model; expected {_ACCEPTED}")
+    raise ConfigError(f"model: {_short(name)!r} is no model; expected {_ACCEPTED}")
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= _LONGEST_NAME else f"{name[:_LONGEST_NAME]}…"
 
 
 def _refuse_pickles(folder: Path, components: Iterable[Path]) -> None:
@@ -157,16 +164,15 @@ def load_sketch(source: ModelSource) -> ModelSketch:
             f"model: {source.location} is a single checkpoint, which holds weights and no config; give a "
             "diffusers folder or a hub id of the same architecture"
         )
-    diffusers = require_diffusers("reading a diffusers model")
-    with _loading(source.location):
-        index = diffusers.DiffusionPipeline.load_config(source.location)
-    name = next((name for name in _DENOISERS if index.get(name, [None])[0]), None)
+    require_diffusers("reading a diffusers model")
+    index = _read_index(source)
+    name = next((name for name in _DENOISERS if index.get(name, _ABSENT) != _ABSENT), None)
     if name is None:
         raise UnsupportedModelError(_no_denoiser(index.get("_class_name", "this pipeline")))
-    denoiser = _weightless(source, name, index[name][1])
+    denoiser = _weightless(source, name, index[name])
     scale = 1  # a pipeline without a codec denoises pixels
-    if index.get("vae", [None])[0]:
-        scale = _codec_scale(_weightless(source, "vae", index["vae"][1]))
+    if index.get("vae", _ABSENT) != _ABSENT:
+        scale = _codec_scale(_weightless(source, "vae", index["vae"]))
     return ModelSketch(denoiser, scale, _own_size(denoiser.config, scale))
 
 
@@ -193,15 +199,14 @@ def load_pipeline(
             pipeline_class = _checkpoint_pipeline(source)
             pipe = pipeline_class.from_single_file(source.location, **arguments)
         else:
-            index = diffusers.DiffusionPipeline.load_config(source.location)
             # Stable Diffusion 3 without T5, say: saved as absent, and yet it has to be named.
-            absent = {part: None for part, found in index.items() if found == [None, None]}
+            absent = {part: None for part, found in _read_index(source).items() if found == _ABSENT}
             arguments |= source.weights_arguments()
             pipe = diffusers.DiffusionPipeline.from_pretrained(source.location, **absent, **arguments)
     denoiser_name(pipe)
     if controlnet is not None:
         location = controlnet.removeprefix(PICKLE)
-        kind = SourceKind.FOLDER if Path(location).is_dir() else SourceKind.HUB
+        kind = SourceKind.FOLDER if is_folder(Path(location)) else SourceKind.HUB
         extra_source = ModelSource(kind, location, allows_pickles=location != controlnet)
         if kind is SourceKind.FOLDER and not extra_source.allows_pickles:
             _refuse_pickles(Path(location), [Path(location)])
@@ -261,13 +266,31 @@ def _own_size(config: dict[str, Any], scale: int) -> tuple[int, int] | None:
     return width * scale, height * scale
 
 
-def _weightless(source: ModelSource, name: str, class_name: str) -> ModelMixin:
-    """One component of a pipeline on the meta device, from its config."""
+def _read_index(source: ModelSource) -> dict[str, Any]:
+    """The content of ``model_index.json``: [library, class] of each component, by its name."""
     import diffusers
 
-    component_class = getattr(diffusers, class_name, None)
-    if component_class is None:
-        raise UnsupportedModelError(f"model: diffusers {diffusers.__version__} has no class {class_name}")
+    with _loading(source.location):
+        index = diffusers.DiffusionPipeline.load_config(source.location)
+    if not isinstance(index, dict):
+        raise ConfigError(
+            f"model: model_index.json of {source.location} is not an object with the pipeline's components; "
+            "give a folder that pipe.save_pretrained() wrote"
+        )
+    return index
+
+
+def _weightless(source: ModelSource, name: str, entry: object) -> ModelMixin:
+    """One component of a pipeline on the meta device, from its config and its entry in the index."""
+    import diffusers
+
+    class_name = entry[1] if isinstance(entry, list | tuple) and len(entry) == 2 else None
+    component_class: Any = getattr(diffusers, class_name, None) if isinstance(class_name, str) else None
+    if not isinstance(component_class, type) or not issubclass(component_class, diffusers.ModelMixin):
+        raise UnsupportedModelError(
+            f"model: diffusers {diffusers.__version__} has no class {class_name} for the {name}; take "
+            "another pipeline, or another version of diffusers"
+        )
     with _loading(source.location):
         config = component_class.load_config(source.location, subfolder=name)
         with torch.device("meta"):

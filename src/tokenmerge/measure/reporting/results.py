@@ -10,6 +10,7 @@ from typing import Any
 from tokenmerge.errors import ConfigError
 from tokenmerge.measure.bench.records import KIND, CellRecord
 from tokenmerge.measure.bench.store import read_lines
+from tokenmerge.measure.files import is_folder
 from tokenmerge.measure.reporting.quality import QualityRecord, SampleRecord
 
 __all__ = ["Results", "Sample", "read_results"]
@@ -94,7 +95,7 @@ def _add(
 def _files(paths: Sequence[Path]) -> list[Path]:
     files: list[Path] = []
     for path in paths:
-        found = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
+        found = sorted(path.glob("*.jsonl")) if is_folder(path) else [path]
         if not found:
             raise ConfigError(
                 f"results: the folder {path} has no .jsonl file; give what tokenmerge bench wrote"
