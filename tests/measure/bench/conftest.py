@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tokenmerge.measure.bench.geometries import GEOMETRIES
+from tokenmerge.measure.bench.geometries import GEOMETRIES, Geometry
 from tokenmerge.measure.bench.grid import Grid
 from tokenmerge.measure.bench.records import CellRecord
 from tokenmerge.measure.bench.runner import run_grid
@@ -34,10 +34,13 @@ CODEC = {
 }
 
 
+def tiny_geometry() -> Geometry:
+    return dataclasses.replace(GEOMETRIES["sd15"], title="tiny", config=UNET, size=(64, 64), codec=CODEC)
+
+
 @pytest.fixture(autouse=True)
 def _tiny_geometry(monkeypatch: pytest.MonkeyPatch) -> None:
-    tiny = dataclasses.replace(GEOMETRIES["sd15"], title="tiny", config=UNET, size=(64, 64), codec=CODEC)
-    monkeypatch.setitem(GEOMETRIES, "tiny", tiny)
+    monkeypatch.setitem(GEOMETRIES, "tiny", tiny_geometry())
 
 
 @pytest.fixture

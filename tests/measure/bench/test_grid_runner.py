@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -106,6 +108,69 @@ def test_a_run_that_is_killed_keeps_its_finished_cells(
     records = measure(rounds=1, variants=("tome", "oracle"))
     assert records[:2] == kept
     assert names(records[2:]) == ["oracle ratio=0.5 sdpa"]
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+sys.path[:0] = {path!r}
+from tests.measure.bench import conftest
+from tokenmerge.measure.bench import cell_group, runner
+from tokenmerge.measure.bench.grid import Grid
+
+conftest.GEOMETRIES["tiny"] = conftest.tiny_geometry()
+interleaved, calls = cell_group.interleaved, []
+
+def until_killed(*arguments):
+    for measured in interleaved(*arguments):
+        yield measured
+        calls.append(measured.variant)
+        if len(calls) == {calls}:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+cell_group.interleaved = until_killed
+runner.run_grid(Grid(**{axes!r}), Path({out!r}))
+"""
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="no such signal")
+@pytest.mark.parametrize(
+    ("axes", "calls", "left"),
+    [
+        # Three cells of three rounds; killed after the seventh call.
+        ({"variants": ("tome", "oracle"), "rounds": 3}, 7, 9 - 7),
+        # In a pipeline: dense and merged, 4; dense with 4 and with 2 steps, 4; dense and fewer steps, 4.
+        ({"scope": "pipeline", "variants": ("tome", "fewer-steps"), "steps": 4, "rounds": 2}, 7, 12 - 7),
+        ({"scope": "pipeline", "variants": ("tome", "fewer-steps"), "steps": 4, "rounds": 2}, 10, 12 - 10),
+    ],
+)
+def test_a_kill_loses_no_timed_call(
+    measure: Measure, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, axes: dict, calls: int, left: int
+) -> None:
+    out = tmp_path / "results.jsonl"
+    # The child imports the same package and tests.
+    grid = {"model": ("geometry:tiny",), "device": "cpu", **axes}
+    script = KILLED.format(path=sys.path, calls=calls, axes=grid, out=str(out))
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    before = [json.loads(line) for line in (tmp_path / "results.jsonl.unfinished").read_text().splitlines()]
+
+    again: list[str] = []
+
+    def counted(*arguments: object) -> object:
+        for measured in interleaved(*arguments):
+            again.append(measured.variant)
+            yield measured
+
+    monkeypatch.setattr(cell_group, "interleaved", counted)
+    records = measure(**axes)
+    assert len(again) == left
+    assert {record.status for record in records} == {"ok"}
+    assert {len(record.seconds) for record in records} == {axes["rounds"]}
+    kept = {seconds for record in records for times in record.references.values() for seconds in times}
+    kept |= {seconds for record in records for seconds in record.seconds}
+    assert {seconds for name, seconds, _ in before if "cost of a step" not in name} <= kept
+    assert [path.name for path in tmp_path.iterdir()] == ["results.jsonl"]
 
 
 @pytest.mark.parametrize(

@@ -34,10 +34,11 @@ class Prepared:
         config: the settings of its variant, if it has any.
         report: what merging does with them at the size at hand.
         calls: how many calls, of which the mean is told, one run makes.
+        steps: denoising steps of a whole pipeline.
     """
 
-    def __init__(self, column: Column) -> None:
-        self.column = column
+    def __init__(self, column: Column, steps: int) -> None:
+        self.column, self.steps = column, steps
         self.failure: Failure | None = None
         self.seconds: list[float] = []
         self.peak_bytes: int | None = None
@@ -45,6 +46,11 @@ class Prepared:
         self.config: ToMeConfig | None = None
         self.report: Report | None = None
         self.calls = 1
+
+    def add(self, seconds: float, peak_bytes: int | None) -> None:
+        """Add a timed call."""
+        self.seconds.append(seconds)
+        self.peak_bytes = max(self.peak_bytes or 0, peak_bytes or 0) or None
 
     def attempt(self, action: Callable[[], object]) -> None:
         """Do something for this cell, and note down if it fails."""
@@ -87,7 +93,7 @@ class Workbench:
             column: the cell.
             steps: denoising steps, if they are not those of the setting.
         """
-        prepared = Prepared(column)
+        prepared = Prepared(column, steps or self.steps)
 
         def build() -> None:
             variant = VARIANTS[column.spec.name]
@@ -106,7 +112,7 @@ class Workbench:
             if column.compile:
                 # Static shapes: compiled for one cell, as a user would, not for what differs between cells.
                 model.compile(dynamic=False)
-            call = self.subject.bind(whole, self.size, steps or self.steps)
+            call = self.subject.bind(whole, self.size, prepared.steps)
             if self.subject.alone and config is not None and config.follows_steps:
                 call, prepared.calls = _whole_generation(call, patch, self.steps), self.steps
             prepared.call = call

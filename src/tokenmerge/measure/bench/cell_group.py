@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from tokenmerge.measure.bench.loaded_model import Subject
 from tokenmerge.measure.bench.plan import FUSED, Column, Setting
 from tokenmerge.measure.bench.records import CellRecord
 from tokenmerge.measure.bench.timing import interleaved
+from tokenmerge.measure.bench.unfinished import UnfinishedCells
 
 __all__ = ["GroupRun", "Outcome"]
 
@@ -46,6 +47,8 @@ class GroupRun:
         variants: keeps the variants in force until it is closed.
         recorded: the record of a cell that is finished, or None.
         finish: called as each cell ends.
+        unfinished: timed calls of an earlier run that was cut off, and of this one.
+        key: name of a cell in ``unfinished``.
     """
 
     def __init__(
@@ -56,9 +59,11 @@ class GroupRun:
         variants: contextlib.ExitStack,
         recorded: Callable[[Setting, Column], CellRecord | None],
         finish: Callable[[Setting, Column, Outcome], None],
+        unfinished: UnfinishedCells,
+        key: Callable[[Setting, Column], str],
     ) -> None:
         self.setting, self.device, self.recorded = setting, device, recorded
-        self._finish = finish
+        self._finish, self._unfinished, self._key = finish, unfinished, key
         samples = setting.batch * (2 if subject.guided else 1)
         size = InputSize(
             height=setting.height,
@@ -92,6 +97,7 @@ class GroupRun:
                 self._finish(self.setting, column, self._computed(record))
         elif ready:
             self._fewer_steps_in_turns(ready)
+        self._unfinished.clear()
 
     def _in_turns(
         self,
@@ -100,23 +106,55 @@ class GroupRun:
         facts: Mapping[Column, Mapping[str, Any]] | None = None,
     ) -> None:
         """Warm up, time in turns, and finish each wanted cell as its last turn ends."""
-        compiled = any(column.compile for column in cells)
-        for _ in range(max(self.setting.warmup, _COMPILED_WARM_UP if compiled else 1)):
-            for cell in cells.values():
-                cell.run()
         by_name = {str(column): column for column in cells}
-        calls = {name: cells[column].run for name, column in by_name.items()}
         waiting = set(wanted)
-        for measured in interleaved(calls, self.setting.rounds, self.device):
-            column = by_name[measured.variant]
+        stage = "fewer steps" if facts else "cells"
+        for name in self._timed({name: cells[column] for name, column in by_name.items()}, stage):
+            column = by_name[name]
             cell = cells[column]
-            if cell.failure is None:
-                cell.seconds.append(measured.seconds / cell.calls)
-                cell.peak_bytes = max(cell.peak_bytes or 0, measured.peak_bytes or 0) or None
             if column in waiting and (cell.failure or len(cell.seconds) == self.setting.rounds):
                 waiting.remove(column)
                 more = facts[column] if facts else self._facts(cell)
                 self._finish(self.setting, column, _outcome(column, cells, more))
+
+    def _timed(self, cells: Mapping[str, Prepared], stage: str) -> Iterator[str]:
+        """Warm up and time cells in turns; yield the name of each whose turn ended.
+
+        Rounds that an earlier run timed before it was cut off are not timed again. One that it began goes on
+        with the cells that are left.
+
+        Args:
+            cells: by name; dense ones first.
+            stage: tells apart the turns of one setting in which the same cell runs again.
+        """
+        rounds = self.setting.rounds
+        keys = {
+            name: f"{self._key(self.setting, cell.column)} {stage} {cell.steps}"
+            for name, cell in cells.items()
+        }
+        done = min((len(self._unfinished.calls(key)) for key in keys.values()), default=rounds)
+        for name, cell in cells.items():
+            for call in self._unfinished.calls(keys[name])[: min(done + 1, rounds)]:
+                cell.add(*call)
+        yield from (name for name, cell in cells.items() if len(cell.seconds) == rounds)
+        if done >= rounds:
+            return
+        compiled = any(cell.column.compile for cell in cells.values())
+        for cell in [*cells.values()] * max(self.setting.warmup, _COMPILED_WARM_UP if compiled else 1):
+            cell.run()
+        begun = {name: cell.run for name, cell in cells.items() if len(cell.seconds) == done}
+        every = {name: cell.run for name, cell in cells.items()}
+        turns = (
+            [(begun, 1), (every, rounds - done - 1)] if len(begun) < len(every) else [(every, rounds - done)]
+        )
+        for calls, repeat in turns:
+            for measured in interleaved(calls, repeat, self.device):
+                cell = cells[measured.variant]
+                if cell.failure is None:
+                    call = measured.seconds / cell.calls, measured.peak_bytes
+                    cell.add(*call)
+                    self._unfinished.add(keys[measured.variant], call)
+                yield measured.variant
 
     def _facts(self, cell: Prepared) -> dict[str, Any]:
         report, config = cell.report, cell.config
@@ -173,17 +211,14 @@ class GroupRun:
         total = self.setting.steps
         if total == 1:
             return StepCost(fixed=0.0, per_step=0.0)
-        runs = {steps: self.bench.prepare(dense, steps) for steps in (total, total // 2)}
-        for _ in range(_COMPILED_WARM_UP if dense.compile else 1):
-            for cell in runs.values():
-                cell.run()
-        calls = {str(steps): cell.run for steps, cell in runs.items()}
-        seconds: dict[str, list[float]] = {name: [] for name in calls}
-        for measured in interleaved(calls, self.setting.rounds, self.device):
-            seconds[measured.variant].append(measured.seconds)
+        runs = {str(steps): self.bench.prepare(dense, steps) for steps in (total, total // 2)}
+        for _ in self._timed(runs, "cost of a step"):
+            pass
         failure = next((cell.failure for cell in runs.values() if cell.failure), None)
-        whole, half = map(statistics.median, seconds.values())
-        return failure or StepCost.of_two_runs(total, whole, total // 2, half)
+        if failure is not None:
+            return failure
+        whole, half = (statistics.median(cell.seconds) for cell in runs.values())
+        return StepCost.of_two_runs(total, whole, total // 2, half)
 
 
 def _outcome(column: Column, cells: Mapping[Column, Prepared], facts: Mapping[str, Any]) -> Outcome:

@@ -23,6 +23,7 @@ from tokenmerge.measure.bench.memory_limit import memory_limit
 from tokenmerge.measure.bench.plan import Column, Group, Setting, plan_groups
 from tokenmerge.measure.bench.records import CellRecord, key_of
 from tokenmerge.measure.bench.store import ResultsFile, read_cells
+from tokenmerge.measure.bench.unfinished import UnfinishedCells
 from tokenmerge.measure.pipelines.settings import resolve_device, resolve_dtype
 
 __all__ = ["Progress", "run_grid"]
@@ -102,6 +103,7 @@ class _Run:
             "environment": found,
             "commit": source_commit(),
         }
+        self.unfinished = UnfinishedCells(file.path)
         self._loaded: tuple[object, Subject] | None = None
 
     def measure(self, group: Group) -> None:
@@ -129,7 +131,16 @@ class _Run:
         with memory_limit(self.device), contextlib.ExitStack() as variants:
             if compiled:
                 variants.enter_context(compile_cache())
-            cells = GroupRun(group.setting, subject, self.device, variants, self._recorded, self._finish)
+            cells = GroupRun(
+                group.setting,
+                subject,
+                self.device,
+                variants,
+                self._recorded,
+                self._finish,
+                self.unfinished,
+                lambda setting, column: key_of(self.conditions(setting, column)),
+            )
             cells.measure(pending)
         free_memory()
 

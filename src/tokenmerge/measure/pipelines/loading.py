@@ -286,7 +286,8 @@ def _weightless(source: ModelSource, name: str, entry: object) -> ModelMixin:
 
     class_name = entry[1] if isinstance(entry, list | tuple) and len(entry) == 2 else None
     component_class: Any = getattr(diffusers, class_name, None) if isinstance(class_name, str) else None
-    if not isinstance(component_class, type) or not issubclass(component_class, diffusers.ModelMixin):
+    known = isinstance(component_class, type) and issubclass(component_class, diffusers.ModelMixin)
+    if not known:
         raise UnsupportedModelError(
             f"model: diffusers {diffusers.__version__} has no class {class_name} for the {name}; take "
             "another pipeline, or another version of diffusers"
