@@ -26,7 +26,7 @@ from tokenmerge import (
     token_merging,
 )
 from tokenmerge.auto import choose
-from tokenmerge.measure.method_spec import Merging
+from tokenmerge.measure.method_spec import MethodSpec
 from tokenmerge.models.find import find_hosts
 from tokenmerge.planners import PLANNERS, calibration
 from tokenmerge.runtime.patch import run_of
@@ -146,7 +146,7 @@ def test_a_generation_that_is_over_before_anything_merges_says_so(steps, dense):
     [({"reuse_every": 1}, (1, 1)), ({"reuse_finest_every": 3}, (4, 3)), ({"reuse_every": 3}, (3, 2))],
 )
 def test_what_is_asked_for_goes_before_what_auto_chooses(changes, found, fast):
-    config = Merging("auto", changes).config(pipeline(unet=hosts.unet(block_out_channels=(32, 64))))
+    config = MethodSpec("auto", changes).config(pipeline(unet=hosts.unet(block_out_channels=(32, 64))))
     assert (config.reuse_every, config.reuse_finest_every) == found
 
 

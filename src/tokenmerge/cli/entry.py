@@ -1,4 +1,4 @@
-"""The ``tokenmerge`` command: what goes wrong becomes one line and an exit code."""
+"""The ``tokenmerge`` command. An error becomes one line on stderr and an exit code."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: what follows ``tokenmerge``; ``None`` takes them from the process.
 
     Returns:
-        Exit code: 0, 2 for anything that the user can put right, 130 after Ctrl-C.
+        Exit code: 0; 2 for an error that the user can mend; 130 after Ctrl-C.
     """
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # a terminal that lacks a character still gets the rest
+        if isinstance(stream, io.TextIOWrapper):  # a terminal without a character shows a question mark
             stream.reconfigure(errors="replace")
     try:
         code = _commands(sys.argv[1:] if arguments is None else arguments)

@@ -12,7 +12,7 @@ from tokenmerge.auto import choose
 from tokenmerge.config import ToMeConfig
 from tokenmerge.errors import ConfigError
 
-__all__ = ["AUTO", "METHODS", "SETTINGS", "Merging", "as_plain", "read_setting"]
+__all__ = ["AUTO", "METHODS", "SETTINGS", "MethodSpec", "as_plain", "read_setting"]
 
 AUTO = "auto"
 METHODS = (AUTO, "tome", *presets.__all__)
@@ -20,7 +20,7 @@ SETTINGS = tuple(field.name for field in dataclasses.fields(ToMeConfig))
 
 
 @dataclasses.dataclass(frozen=True)
-class Merging:
+class MethodSpec:
     """A method, and what is changed of its settings.
 
     Args:
@@ -31,7 +31,7 @@ class Merging:
     Raises:
         ConfigError: there is no such method, or a value is out of its range.
 
-    >>> Merging("sito", {"max_downsample": 2}).config().combine
+    >>> MethodSpec("sito", {"max_downsample": 2}).config().combine
     'keep'
     """
 

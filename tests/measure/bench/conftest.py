@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tokenmerge.measure.bench.geometries import GEOMETRIES, Geometry
-from tokenmerge.measure.bench.grid import Grid
+from tokenmerge.measure.bench.options import BenchOptions
 from tokenmerge.measure.bench.records import CellRecord
 from tokenmerge.measure.bench.runner import run_grid
 
@@ -45,10 +45,10 @@ def _tiny_geometry(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def measure(tmp_path: Path) -> Callable[..., list[CellRecord]]:
-    """Run a grid on the tiny model; arguments are those of :class:`Grid`, and the file's name."""
+    """Run a grid on the tiny model; arguments are those of :class:`BenchOptions`, and the file's name."""
 
     def run(out: str = "results.jsonl", **axes: object) -> list[CellRecord]:
-        grid = Grid(**{"model": ("geometry:tiny",), "rounds": 2, "device": "cpu", **axes})
+        grid = BenchOptions(**{"model": ("geometry:tiny",), "rounds": 2, "device": "cpu", **axes})
         return run_grid(grid, tmp_path / out)
 
     return run

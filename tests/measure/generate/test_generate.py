@@ -17,7 +17,7 @@ from tokenmerge.config import ToMeConfig
 from tokenmerge.errors import ConfigError, NothingToMergeError
 from tokenmerge.measure.generate.options import GenerateOptions
 from tokenmerge.measure.generate.run import generate
-from tokenmerge.measure.method_spec import Merging
+from tokenmerge.measure.method_spec import MethodSpec
 from tokenmerge.measure.pipelines.call import PipelineCall
 from tokenmerge.measure.pipelines.loading import find_model, guides, load_pipeline
 from tokenmerge.measure.pipelines.shared_weights import twin
@@ -54,7 +54,7 @@ class NoCompilerError(RuntimeError):
 
 def options(folder, out, **changes):
     defaults = {"prompt": "a red apple", "model": str(folder), "steps": 2, "repeat": 1, "out": out}
-    defaults["merging"] = Merging("tome")
+    defaults["merging"] = MethodSpec("tome")
     return GenerateOptions(**{**defaults, **changes})
 
 
@@ -144,7 +144,7 @@ def test_a_picture_depends_on_its_seed_alone(folder, run, tmp_path):
 
 
 def test_ratio_zero_gives_the_dense_picture_and_says_so(folder, tmp_path):
-    result = generate(options(folder, tmp_path, merging=Merging("tome", {"ratio": 0.0})))
+    result = generate(options(folder, tmp_path, merging=MethodSpec("tome", {"ratio": 0.0})))
     assert np.array_equal(pixels(tmp_path / "dense-00.png"), pixels(tmp_path / "merged-00.png"))
     assert result.quality.psnr == (math.inf,)
     assert json.loads((tmp_path / "run.json").read_text())["quality"]["psnr_db"] == ["inf"]
@@ -156,14 +156,14 @@ def test_settings_that_follow_the_steps_have_those_of_the_pipeline(folder, tmp_p
         out = tmp_path / str(until)
         said = pytest.warns(UserWarning, match="of 2 steps is none") if equal else contextlib.nullcontext()
         with said:
-            result = generate(options(folder, out, merging=Merging("tome", {"until": until})))
+            result = generate(options(folder, out, merging=MethodSpec("tome", {"until": until})))
         assert result.conditions["config"]["until"] == until
         assert np.array_equal(pixels(out / "dense-00.png"), pixels(out / "merged-00.png")) == equal
 
 
 def test_a_method_that_chooses_by_the_model_says_what_it_chose(folder, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    merging = Merging("auto", {"ratio": 0.25, "planner": "tome", "min_tokens": 64})
+    merging = MethodSpec("auto", {"ratio": 0.25, "planner": "tome", "min_tokens": 64})
     result = generate(options(folder, tmp_path / "out", compare=False, merging=merging))
     config = result.conditions["config"]
     assert (config["ratio"], config["planner"], config["min_tokens"], config["reuse_every"]) == (

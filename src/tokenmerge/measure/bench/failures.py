@@ -1,4 +1,4 @@
-"""What went wrong with a cell, as a status and a sentence for its record."""
+"""The failure of a cell, as a status and a message for its record."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Failure:
 
     Args:
         status: of :data:`tokenmerge.measure.bench.records.STATUSES`.
-        message: in words, on one line.
+        message: one line.
     """
 
     status: str
@@ -27,7 +27,7 @@ class Failure:
 
     @classmethod
     def of(cls, error: BaseException) -> Failure:
-        """Tell apart what does not fit, what cannot run here, and what failed."""
+        """Classify an error: out of memory, not available here, or any other failure."""
         message = " ".join(str(error).split())[:_LONGEST]
         if is_out_of_memory(error):
             return cls("oom", f"{message or 'out of memory'}; {_AGAIN}")

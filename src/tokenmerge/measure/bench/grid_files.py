@@ -1,4 +1,4 @@
-"""Grids as data: TOML and YAML files, and the presets that come with the package."""
+"""Read axes and settings from TOML and YAML files, and from the presets of the package."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenmerge.errors import ConfigError
-from tokenmerge.measure.bench.grid import Grid
+from tokenmerge.measure.bench.options import BenchOptions
 from tokenmerge.measure.files import read_bytes
 
 __all__ = ["preset_names", "read_grid", "read_preset"]
@@ -51,9 +51,9 @@ def read_grid(path: Path) -> dict[str, Any]:
     try:
         text = content.decode()
     except UnicodeDecodeError as error:
-        raise ConfigError(f"grid: {path} is not UTF-8 text: {error}") from error
+        raise ConfigError(f"grid: cannot read {path}: it is not UTF-8 text; save it as UTF-8") from error
     values = parse(text, str(path))
-    Grid.from_dict(values, str(path))
+    BenchOptions.from_dict(values, str(path))
     return values
 
 

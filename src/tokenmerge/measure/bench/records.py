@@ -1,4 +1,4 @@
-"""What one cell of a benchmark found, as values and as one line of JSON; knows no model."""
+"""The record of a cell of a benchmark, as values and as a line of JSON."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class CellRecord:
         conditions: everything that the figures depend on; two cells with equal conditions are the same cell.
         status: ``"ok"``; ``"oom"``: it did not fit into memory; ``"unavailable"``: it cannot run here or on
             this model; ``"error"``: it failed, and is tried again by the next run.
-        message: why there are no figures, in words; empty for ``"ok"``.
+        message: why there are no figures; empty for ``"ok"``.
         seconds: wall-clock time of each timed call, in the order in which they ran.
         peak_bytes: most memory held during any of them; None where it cannot be read.
         references: seconds of dense runs in the same rounds, by name: ``"dense"`` with fused attention, and

@@ -1,4 +1,4 @@
-"""From pictures to figures: what one process measures of its share, and the figures over all of them."""
+"""Measure the pictures of one process, and average over the pictures of all processes."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from tokenmerge.measure.bench.variants import DENSE
-from tokenmerge.measure.evaluate.layout import Layout
 from tokenmerge.measure.evaluate.metrics import Metrics
+from tokenmerge.measure.evaluate.picture_store import PictureStore
 from tokenmerge.measure.evaluate.prompts import Item
 from tokenmerge.measure.evaluate.variants import Drawn
 from tokenmerge.measure.files import open_picture
@@ -27,7 +27,7 @@ __all__ = ["Figures", "Measured", "describe", "figures_of", "measure"]
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """What is known of some pictures.
+    """Measurements of some pictures.
 
     Args:
         indices: [n], the pictures' numbers.
@@ -68,7 +68,7 @@ class Figures:
 def measure(
     batches: Sequence[Sequence[tuple[int, Item]]],
     variants: Sequence[Drawn],
-    layout: Layout,
+    store: PictureStore,
     metrics: Metrics,
 ) -> Measured:
     """Measure pictures that are drawn.
@@ -76,7 +76,7 @@ def measure(
     Args:
         batches: numbers and items.
         variants: dense first.
-        layout: where the pictures are.
+        store: where the pictures are.
         metrics: what to measure.
 
     Raises:
@@ -87,7 +87,7 @@ def measure(
         prompts = [item.prompt.text for _, item in batch]
         dense: list[Image] = []
         for variant in variants:
-            images = [layout.open(variant, item) for _, item in batch]
+            images = [store.open(variant, item) for _, item in batch]
             dense = dense or images
             for metric in metrics.of_pictures:
                 if images is not dense or not metric.beside_dense:

@@ -1,4 +1,4 @@
-"""The figures of an evaluation: which there are, which network each needs, and how each is computed."""
+"""The metrics of an evaluation: their names, the networks that they need, and how they are computed."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Wanted:
 
 @dataclasses.dataclass(frozen=True)
 class PictureMetric:
-    """A figure of each picture; the mean is told.
+    """A value for each picture; reports show the mean.
 
     Args:
         name: of :data:`METRIC_NAMES`.
@@ -101,7 +101,7 @@ class SetMetric:
 
 @dataclasses.dataclass(frozen=True)
 class Metrics:
-    """All that is measured.
+    """All metrics of an evaluation.
 
     Args:
         of_pictures: a column each.
@@ -155,7 +155,7 @@ def load_metrics(wanted: Sequence[Wanted], prompts: Sequence[str], on_note: Call
     Args:
         wanted: of :func:`parse_metrics`.
         prompts: those that will be drawn.
-        on_note: called with what needs weights from elsewhere, and with what is left out and why.
+        on_note: called with messages on weights that must be fetched, and on metrics that are left out.
 
     Raises:
         MissingExtraError: torchmetrics is not installed.

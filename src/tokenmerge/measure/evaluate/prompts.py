@@ -1,4 +1,4 @@
-"""What to draw: prompts from a file, or those that come with a bundled model."""
+"""Prompts from a file, or those of a bundled model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calling a diffusers pipeline the same way every time: same prompt, same seeds, same size."""
+"""Call a diffusers pipeline repeatably: same prompt, seeds and size."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class PipelineCall:
     """One way to call a pipeline, repeatable.
 
     Args:
-        arguments: what the pipeline is called with, save the generators.
+        arguments: arguments of the pipeline's call, without the generators.
         seeds: one per picture.
         guided: whether each picture is denoised with and without the prompt, in one batch.
     """

@@ -1,4 +1,4 @@
-"""Pictures inside a page: data addresses, so that the page needs nothing beside it."""
+"""Pictures as data addresses, so that a page needs no other file."""
 
 from __future__ import annotations
 

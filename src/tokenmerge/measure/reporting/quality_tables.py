@@ -1,4 +1,4 @@
-"""Tables of figures of quality: one for each set of pictures."""
+"""Tables of quality, one for each set of pictures."""
 
 from __future__ import annotations
 

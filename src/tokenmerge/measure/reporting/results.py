@@ -1,4 +1,4 @@
-"""Reading results: files and folders of JSON lines of every kind."""
+"""Read results: files and folders of JSON lines of every kind."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from tokenmerge.errors import ConfigError
 from tokenmerge.measure.bench.records import KIND, CellRecord
-from tokenmerge.measure.bench.store import read_lines
+from tokenmerge.measure.bench.results_file import read_lines
 from tokenmerge.measure.files import is_folder
 from tokenmerge.measure.reporting.quality import QualityRecord, SampleRecord
 
@@ -39,7 +39,7 @@ class Results:
         cells: of benchmarks; of those with equal conditions the last.
         quality: closeness of variants; of the same pictures the last.
         samples: pairs of pictures, each once.
-        notes: what was found on reading that the reader should know, in words.
+        notes: remarks on the files, such as a torn last line.
     """
 
     cells: tuple[CellRecord, ...]

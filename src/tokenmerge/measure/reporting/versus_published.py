@@ -1,4 +1,4 @@
-"""The published tables, with what was measured here in rows of its own."""
+"""Published tables, with rows for what was measured here."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ import pytest
 
 from tokenmerge.errors import ConfigError
 from tokenmerge.measure.bench.records import CellRecord, median_and_iqr
-from tokenmerge.measure.bench.store import RecordNotWrittenError, ResultsFile, read_cells, read_lines
+from tokenmerge.measure.bench.results_file import RecordNotWrittenError, ResultsFile, read_cells, read_lines
 
 
 def cell(variant: str = "dense", **changes: object) -> CellRecord:

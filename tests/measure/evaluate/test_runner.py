@@ -15,10 +15,10 @@ from PIL import Image
 from tests.measure.evaluate.conftest import drawn, item, picture
 from tests.measure.reporting.made import cell
 from tokenmerge.errors import ConfigError, NothingToMergeError
-from tokenmerge.measure.bench.store import RecordNotWrittenError, ResultsFile
+from tokenmerge.measure.bench.results_file import RecordNotWrittenError, ResultsFile
 from tokenmerge.measure.closeness import psnr
-from tokenmerge.measure.evaluate.layout import Layout
 from tokenmerge.measure.evaluate.measure import Figures, Measured, figures_of
+from tokenmerge.measure.evaluate.picture_store import PictureStore
 from tokenmerge.measure.evaluate.samples import pack, unpack
 from tokenmerge.measure.evaluate.variants import parse_variants, plan_variants
 from tokenmerge.measure.evaluate.weights import weights_key
@@ -445,14 +445,14 @@ def test_a_torn_results_file_is_said_and_continued(run: Run, tmp_path: Path) -> 
 
 
 def test_samples_travel_to_a_machine_that_does_not_have_them(tmp_path: Path) -> None:
-    layouts = [
-        Layout(tmp_path / "evaluate.jsonl", {"model": name, "width": 8, "height": 8, "steps": 1})
+    stores = [
+        PictureStore(tmp_path / "evaluate.jsonl", {"model": name, "width": 8, "height": 8, "steps": 1})
         for name in ("here", "there")
     ]
-    path = layouts[0].picture(drawn(), item())
+    path = stores[0].picture(drawn(), item())
     path.parent.mkdir(parents=True)
     picture(0).save(path)
-    packed = pack([item(), item("boat")], [drawn(), drawn("tome", ratio=0.5)], layouts[0])
+    packed = pack([item(), item("boat")], [drawn(), drawn("tome", ratio=0.5)], stores[0])
     assert list(packed) == [path]
     path.unlink()
     path.parent.rmdir()

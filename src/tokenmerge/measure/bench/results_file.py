@@ -1,4 +1,4 @@
-"""The results file: JSON lines, appended and flushed to disk as each record arises."""
+"""The results file: JSON lines, each appended and flushed to disk at once."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ R = TypeVar("R", bound=Record)
 
 
 class ResultsFile(Generic[R]):
-    """A file of JSON lines that a run appends to; what it holds from earlier runs is kept.
+    """A file of JSON lines that a run appends to. Records of earlier runs stay in it.
 
     A last line that a killed run left torn is moved to a file beside it, ``<name>.torn``.
 
@@ -47,7 +47,7 @@ class ResultsFile(Generic[R]):
 
     Attributes:
         records: those in it, by key; of equal keys the last one.
-        notes: what was found on opening that the user should know, in words.
+        notes: messages for the user about the file as it was found.
 
     Raises:
         ConfigError: it cannot be written to, another run is writing to it, or it holds something else.
@@ -143,7 +143,7 @@ def read_cells(path: Path, notes: list[str] | None = None) -> Iterator[CellRecor
 
     Args:
         path: the file.
-        notes: gets a sentence if the last line is torn.
+        notes: a message is added if the last line is torn.
 
     Raises:
         ConfigError: as :func:`read_lines`, or a line is not a record.
@@ -161,7 +161,7 @@ def read_lines(path: Path, notes: list[str] | None = None) -> Iterator[tuple[int
 
     Args:
         path: the file.
-        notes: gets a sentence if the last line is torn.
+        notes: a message is added if the last line is torn.
 
     Raises:
         ConfigError: it cannot be read, or a line before the last is not a JSON object.

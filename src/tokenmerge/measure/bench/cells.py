@@ -1,4 +1,4 @@
-"""From the axes of a grid to cells: settings, and the columns that are measured in turns at each."""
+"""From the axes of a benchmark to its cells: every setting, and the cells that take turns at each."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 import torch
 
 from tokenmerge.errors import ConfigError
-from tokenmerge.measure.bench.grid import Grid
 from tokenmerge.measure.bench.loaded_model import ModelFacts, find_facts
+from tokenmerge.measure.bench.options import BenchOptions
 from tokenmerge.measure.bench.variants import DENSE, FEWER_STEPS, VARIANTS, VariantSpec
 from tokenmerge.measure.pipelines.settings import dtype_name, resolve_dtype, scheduler_class_name
 from tokenmerge.measure.pipelines.sizes import check_size, parse_size
 
-__all__ = ["FUSED", "Column", "Group", "Setting", "plan_groups"]
+__all__ = ["FUSED", "Cell", "Setting", "plan_cells"]
 
 # Attention of the dense run that all speed-ups are told against.
 FUSED = "sdpa"
@@ -24,7 +24,7 @@ FUSED = "sdpa"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What the cells that are measured in turns have in common; sizes in pixels."""
+    """What cells that take turns have in common; width and height in pixels."""
 
     model: str
     scope: str
@@ -42,8 +42,8 @@ class Setting:
 
 
 @dataclasses.dataclass(frozen=True)
-class Column:
-    """One cell of a setting.
+class Cell:
+    """What is measured at a setting: a variant, and how it runs.
 
     Args:
         spec: the variant.
@@ -57,13 +57,13 @@ class Column:
     compile: bool
     merged: VariantSpec | None = None
 
-    def dense(self, attention: str | None = None) -> Column:
+    def dense(self, attention: str | None = None) -> Cell:
         """The dense cell beside it, with its own attention or another."""
-        return Column(VariantSpec(DENSE), attention or self.attention, self.compile)
+        return Cell(VariantSpec(DENSE), attention or self.attention, self.compile)
 
-    def of(self, spec: VariantSpec) -> Column:
+    def of(self, spec: VariantSpec) -> Cell:
         """The cell of another variant beside it."""
-        return Column(spec, self.attention, self.compile)
+        return Cell(spec, self.attention, self.compile)
 
     def conditions(self) -> dict[str, Any]:
         """Its part of a record's conditions."""
@@ -78,53 +78,49 @@ class Column:
         return f"{self.spec.label}, {self.attention}{', compiled' if self.compile else ''}"
 
 
-@dataclasses.dataclass(frozen=True)
-class Group:
-    """A setting with its columns, dense first, fewer steps last."""
+def plan_cells(options: BenchOptions, device: torch.device) -> tuple[list[Setting], tuple[Cell, ...]]:
+    """The settings of a benchmark, and the cells that are measured at each of them.
 
-    setting: Setting
-    columns: tuple[Column, ...]
-
-
-def plan_groups(grid: Grid, device: torch.device) -> list[Group]:
-    """Every setting of a grid with every column, ordered so that each model is loaded once per dtype.
-
-    Dense is always among the columns, with each attention of the grid and with fused attention, so that
+    Dense is always among the cells, with each attention that is asked for and with fused attention, so that
     what fused attention gains is never credited to merging.
 
     Args:
-        grid: the axes.
+        options: the axes.
         device: where it will run; it decides what dtype ``"auto"`` is.
+
+    Returns:
+        The settings, ordered so that each model is loaded once per dtype; and the cells, dense ones first,
+        fewer steps last.
 
     Raises:
         ConfigError: a model is unknown, a size does not fit it, or a dtype not the device.
     """
-    if grid.scheduler is not None:
-        scheduler_class_name(grid.scheduler)
-    columns = tuple(_columns(grid))
-    dtypes = dict.fromkeys(dtype_name(resolve_dtype(dtype, device)) for dtype in grid.dtype)
-    groups = []
-    for model in dict.fromkeys(grid.model):
+    if options.scheduler is not None:
+        scheduler_class_name(options.scheduler)
+    dtypes = dict.fromkeys(dtype_name(resolve_dtype(dtype, device)) for dtype in options.dtype)
+    settings = []
+    for model in dict.fromkeys(options.model):
         facts = find_facts(model)
-        sizes = [_size(text, model, facts) for text in grid.size or ("",)]
-        for dtype, (width, height), batch in product(dtypes, sizes, grid.batch):
-            setting = Setting(
-                model=model,
-                scope=grid.scope,
-                width=width,
-                height=height,
-                frames=grid.frames if facts.video else None,
-                batch=batch,
-                dtype=dtype,
-                steps=grid.steps,
-                scheduler=grid.scheduler,
-                guidance=grid.guidance,
-                seed=grid.seed,
-                rounds=grid.rounds,
-                warmup=grid.warmup,
+        sizes = [_size(text, model, facts) for text in options.size or ("",)]
+        for dtype, (width, height), batch in product(dtypes, sizes, options.batch):
+            settings.append(
+                Setting(
+                    model=model,
+                    scope=options.scope,
+                    width=width,
+                    height=height,
+                    frames=options.frames if facts.video else None,
+                    batch=batch,
+                    dtype=dtype,
+                    steps=options.steps,
+                    scheduler=options.scheduler,
+                    guidance=options.guidance,
+                    seed=options.seed,
+                    rounds=options.rounds,
+                    warmup=options.warmup,
+                )
             )
-            groups.append(Group(setting, columns))
-    return groups
+    return settings, tuple(_cells(options))
 
 
 def _size(text: str, model: str, facts: ModelFacts) -> tuple[int, int]:
@@ -135,18 +131,18 @@ def _size(text: str, model: str, facts: ModelFacts) -> tuple[int, int]:
     return size
 
 
-def _columns(grid: Grid) -> Iterable[Column]:
-    specs = grid.specs()
+def _cells(options: BenchOptions) -> Iterable[Cell]:
+    specs = options.specs()
     fewer_steps = [spec for spec in specs if spec.name == FEWER_STEPS]
     applied = [spec for spec in specs if spec.name not in (DENSE, FEWER_STEPS)]
-    for compiled in dict.fromkeys(grid.compile):
-        for attention in dict.fromkeys((FUSED, *grid.attention)):
-            yield Column(VariantSpec(DENSE), attention, compiled)
-        for attention, spec in product(dict.fromkeys(grid.attention), applied):
-            yield Column(spec, attention, compiled)
+    for compiled in dict.fromkeys(options.compile):
+        for attention in dict.fromkeys((FUSED, *options.attention)):
+            yield Cell(VariantSpec(DENSE), attention, compiled)
+        for attention, spec in product(dict.fromkeys(options.attention), applied):
+            yield Cell(spec, attention, compiled)
     for compiled, attention, spec in product(
-        dict.fromkeys(grid.compile), dict.fromkeys(grid.attention), applied if fewer_steps else ()
+        dict.fromkeys(options.compile), dict.fromkeys(options.attention), applied if fewer_steps else ()
     ):
         if VARIANTS[spec.name].is_faster:
             fewer = VariantSpec(FEWER_STEPS, (("as", spec.label),))
-            yield Column(fewer, attention, compiled, merged=spec)
+            yield Cell(fewer, attention, compiled, merged=spec)

@@ -1,4 +1,4 @@
-"""Where the pictures of an evaluation are."""
+"""The folder with the pictures of an evaluation."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from tokenmerge.measure.files import open_picture, slug
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-__all__ = ["Layout"]
+__all__ = ["PictureStore"]
 
 _DRAWN_AGAIN = "delete it, and the same command draws it again"
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
-    """Names of files: equal for pictures that are drawn alike, different for all others.
+class PictureStore:
+    """Paths of pictures: equal for pictures that are drawn alike, different for all others.
 
-    What is found under its name needs not be drawn again; what was drawn with another model, size, number of
-    steps or version is never taken for it.
+    A picture that exists under its path need not be drawn again. One that was drawn with another model, size,
+    number of steps or version has another path.
 
     Args:
         results: the file of records. The pictures are in the folder beside it that has its name.
@@ -51,7 +51,7 @@ class Layout:
         if spec.name != DENSE:
             key = key_of({"variant": spec.name, "settings": dict(spec.settings), "steps": variant.steps})
             name = f"{slug(spec.label, longest=80)}-{key}"
-        # The prompt's beginning is for the eye; its hash tells it from others that begin alike.
+        # The beginning of the prompt is for people; the hash tells apart prompts that begin alike.
         key = key_of({"prompt": item.prompt.text})
         return self.folder / name / f"{slug(item.prompt.text)}-{key}-seed{item.seed}.png"
 
