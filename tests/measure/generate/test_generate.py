@@ -126,7 +126,7 @@ def test_quality_is_that_of_the_pictures_on_disk(run):
 def test_progress_counts_every_step_of_every_call(run):
     _, _, steps = run
     for variant in ("dense", "merged"):
-        own = [step for step in steps if step.variant == variant]
+        own = [step for step in steps if step.part == variant]
         assert [step.done for step in own] == [1, 2, 3, 4, 5, 6]  # warm-up and two timed calls of two steps
         assert {step.total for step in own} == {6}
 
@@ -273,7 +273,7 @@ def test_a_twin_shares_weights_and_leaves_the_pipeline_as_it_was(pipe):
 
 def test_an_interrupted_run_keeps_what_it_has(folder, tmp_path):
     def interrupt(progress):
-        if progress.variant == "merged" and progress.done == 4:  # the last step of the first timed call
+        if progress.part == "merged" and progress.done == 4:  # the last step of the first timed call
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -288,7 +288,7 @@ def test_an_interrupted_run_keeps_what_it_has(folder, tmp_path):
 
 def test_dense_pictures_are_written_before_merging_starts(folder, tmp_path):
     def interrupt(progress):
-        if progress.variant == "merged":
+        if progress.part == "merged":
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -360,7 +360,7 @@ def test_a_control_picture_that_cannot_be_read_is_refused_before_loading(folder,
     monkeypatch.setattr(
         tokenmerge.measure.generate.run, "load_pipeline", lambda *args: pytest.fail("it was loaded")
     )
-    with pytest.raises(ConfigError, match=r"control: cannot read a picture from .*no\.png: No such file"):
+    with pytest.raises(ConfigError, match=r"control: cannot read .*no\.png .No such file"):
         generate(options(folder, tmp_path, control=tmp_path / "no.png", controlnet="owner/canny"))
 
 

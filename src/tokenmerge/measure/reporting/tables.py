@@ -13,8 +13,8 @@ __all__ = [
     "OURS",
     "PUBLISHED",
     "SETTING",
-    "Row",
     "Table",
+    "TableRow",
     "attention_name",
     "call_name",
     "in_order",
@@ -48,7 +48,7 @@ _ATTENTION = {"sdpa": "SDPA", "xformers": "xFormers", "default": "plain"}
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class TableRow:
     """One line of a table.
 
     Args:
@@ -74,7 +74,7 @@ class Table:
 
     title: str
     header: tuple[str, ...]
-    rows: tuple[Row, ...]
+    rows: tuple[TableRow, ...]
     notes: tuple[str, ...] = ()
     words: int = 1
 
@@ -148,7 +148,7 @@ def machine_name(conditions: Mapping[str, Any]) -> str:
 
 
 def _measured(cells: Sequence[CellRecord]) -> Table:
-    rows = tuple(Row(_figures(cell)) for cell in sorted(cells, key=_rank))
+    rows = tuple(TableRow(_figures(cell)) for cell in sorted(cells, key=_rank))
     notes = [f"{what_of(cell)}: {cell.message}" for cell in cells if cell.status != "ok"]
     notes += dict.fromkeys(note for cell in cells for note in _notes(cell))
     meanings = dict.fromkeys(cell.facts.get("peak_memory") for cell in cells if cell.peak_bytes is not None)
