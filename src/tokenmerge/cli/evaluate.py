@@ -107,29 +107,17 @@ def evaluate(
     cannot work here is an error at once. Ctrl-C keeps the finished pictures, and the same command continues.
     Under accelerate launch the prompts are split over the processes.
     """
+    given = dict(locals())  # every option by its name
+    del given["variant"], given["metric"], given["save_grid"]
     options = EvaluateOptions(
-        model=model,
-        prompts=prompts,
-        template=template,
-        limit=limit,
-        seeds=seeds,
-        seed=seed,
-        variants=tuple(variant or EvaluateOptions.variants),
-        ratio=tuple(ratio or EvaluateOptions.ratio),
-        max_downsample=max_downsample,
-        size=None if size is None else parse_size(size),
-        steps=steps,
-        scheduler=scheduler,
-        guidance=guidance,
-        batch=batch,
-        dtype=dtype,
-        device=device,
-        attention=attention,
-        metrics=tuple(metric or ()),
-        reference=reference,
-        samples=samples,
-        out=out,
-        grid=save_grid,
+        **{
+            **given,
+            "variants": tuple(variant or EvaluateOptions.variants),
+            "ratio": tuple(ratio or EvaluateOptions.ratio),
+            "size": None if size is None else parse_size(size),
+            "metrics": tuple(metric or ()),
+            "grid": save_grid,
+        }
     )
     quiet_libraries("tokenmerge evaluate")
     with tables.progress_bars("pictures") as on_progress:

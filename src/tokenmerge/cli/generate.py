@@ -66,27 +66,8 @@ def generate(
     Writes the pictures, a comparison picture and run.json. Times are medians of interleaved pipeline calls
     after an untimed warm-up.
     """
-    options = GenerateOptions(
-        prompt=prompt,
-        model=model,
-        merging=merging,
-        size=None if size is None else parse_size(size),
-        steps=steps,
-        seed=seed,
-        batch=batch,
-        scheduler=scheduler,
-        negative_prompt=negative_prompt,
-        guidance=guidance,
-        dtype=dtype,
-        device=device,
-        compile=compile,
-        attention=attention,
-        control=control,
-        controlnet=controlnet,
-        out=out,
-        compare=compare,
-        repeat=repeat,
-    )
+    given = dict(locals())  # every option by its name
+    options = GenerateOptions(**{**given, "size": None if size is None else parse_size(size)})
     quiet_libraries("tokenmerge generate")
     with tables.progress_bars("steps") as on_progress:
         result = run_generate(options, on_progress)

@@ -44,7 +44,7 @@ def inspect(
     config = merging.config(sketch.denoiser, follows_steps=True)
     report = predict(sketch.denoiser, config, height, width, batch, steps)
     if as_json:
-        told = {"method": merging.method, "merging": config.to_dict()}
-        print(json.dumps({**told, **report.to_dict()}, indent=2))
+        settings = {"method": merging.method, "merging": config.to_dict()}
+        print(json.dumps({**settings, **report.to_dict()}, indent=2))
     else:
         tables.show(tables.report_table(report, pixels), *(f"note: {note}" for note in report.notes))

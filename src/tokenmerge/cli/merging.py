@@ -58,17 +58,9 @@ def merging(
     Raises:
         ConfigError: a method or a setting is unknown, given twice, or out of its range.
     """
-    options = {
-        "ratio": ratio,
-        "max_downsample": max_downsample,
-        "sx": sx,
-        "sy": sy,
-        "use_rand": use_rand,
-        "merge_attn": merge_attn,
-        "merge_crossattn": merge_crossattn,
-        "merge_mlp": merge_mlp,
-    }
-    changes: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
+    given = dict(locals())  # every option by its name
+    del given["method"], given["settings"]
+    changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     for text in settings or ():
         try:
             name, value = read_setting(text)
@@ -86,8 +78,8 @@ def with_merging_options(command: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(command)
     def with_options(**values: Any) -> None:
-        told = merging(**{name: values.pop(name) for name in options})
-        command(**values, merging=told)
+        method = merging(**{name: values.pop(name) for name in options})
+        command(**values, merging=method)
 
     own = inspect.signature(command, eval_str=True).parameters
     parameters = [

@@ -18,7 +18,7 @@ from tokenmerge.measure.pipelines.sizes import check_size, parse_size
 
 __all__ = ["FUSED", "Cell", "Setting", "plan_cells"]
 
-# Attention of the dense run that all speed-ups are told against.
+# Attention of the dense run that all speed-ups are relative to.
 FUSED = "sdpa"
 
 

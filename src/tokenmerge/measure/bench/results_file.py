@@ -131,7 +131,7 @@ class ResultsFile(Generic[R]):
                 file.flush()
                 os.fsync(file.fileno())
                 self._file.truncate(len(text) - len(torn))
-            done = f"it was moved to {aside.name}, and what it told is measured again"
+            done = f"it was moved to {aside.name}, and its cell is measured again"
             self.notes.append(_torn_note(self.path, done))
         elif text and not text.endswith(b"\n"):
             with writing(self.path, "out", advice):

@@ -31,18 +31,8 @@ OURS, PUBLISHED = "ours", "published"
 
 # Conditions that the cells of one table have in common.
 SETTING = (
-    "model",
-    "scope",
-    "width",
-    "height",
-    "frames",
-    "batch",
-    "dtype",
-    "steps",
-    "scheduler",
-    "guidance",
-    "device_name",
-    "threads",
+    *("model", "scope", "width", "height", "frames", "batch", "dtype", "steps", "scheduler"),
+    *("guidance", "device_name", "threads"),
 )
 _ATTENTION = {"sdpa": "SDPA", "xformers": "xFormers", "default": "plain"}
 
@@ -154,15 +144,8 @@ def _measured(cells: Sequence[CellRecord]) -> Table:
     meanings = dict.fromkeys(cell.facts.get("peak_memory") for cell in cells if cell.peak_bytes is not None)
     notes += [f"peak GiB: {meaning}" for meaning in meanings if meaning]
     header = (
-        "variant",
-        "attention",
-        "seconds per call",
-        "quartiles",
-        "peak GiB",
-        "speed-up",
-        "same attention",
-        "time saved",
-        "FLOPs saved",
+        *("variant", "attention", "seconds per call", "quartiles", "peak GiB", "speed-up"),
+        *("same attention", "time saved", "FLOPs saved"),
     )
     return Table(setting_name(cells[0].conditions), header, rows, tuple(notes), words=2)
 
