@@ -18,8 +18,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tokenmerge.measure.bench.grid import Grid
 from tokenmerge.measure.bench.grid_files import read_grid
+from tokenmerge.measure.bench.options import BenchOptions
 
 RESULTS = Path(__file__).parent / "results"
 # By grid: where closeness goes, and over how many prompts.
@@ -85,7 +85,7 @@ def evaluate(name: str) -> None:
     quality, prompts = QUALITY[name]
     out = RESULTS / f"{quality}.jsonl"
     settings = [f"--{key}={grid[key]}" for key in ("model", "size", "steps", "guidance", "device", "dtype")]
-    settings += [f"--ratio={ratio}" for ratio in Grid.from_dict(grid, name).ratio]
+    settings += [f"--ratio={ratio}" for ratio in BenchOptions.from_dict(grid, name).ratio]
     # The oracle draws no picture of the prompt: it merges at no cost, and any tokens.
     variants = [f"--variant={variant}" for variant in grid["variants"] if variant != "oracle"]
     with anew(out, RESULTS / quality):

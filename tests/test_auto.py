@@ -27,7 +27,7 @@ from tokenmerge import (
     token_merging,
 )
 from tokenmerge.auto import choose
-from tokenmerge.measure.method_spec import Merging
+from tokenmerge.measure.method_spec import MethodSpec
 from tokenmerge.models.find import find_hosts
 from tokenmerge.planners import PLANNERS
 from tokenmerge.planners import _calibration as calibration
@@ -151,7 +151,7 @@ def test_a_generation_that_is_over_before_anything_merges_says_so(steps, dense):
     [({"reuse.every": 1}, (1, 1)), ({"reuse.shallow_every": 3}, (4, 3)), ({"reuse_every": 3}, (3, 2))],
 )
 def test_what_is_asked_for_goes_before_what_auto_chooses(changes, found, fast):
-    config = Merging("auto", changes).config(pipeline(unet=hosts.unet(block_out_channels=(32, 64))))
+    config = MethodSpec("auto", changes).config(pipeline(unet=hosts.unet(block_out_channels=(32, 64))))
     assert (config.reuse.every, config.reuse.shallow_every) == found
 
 
@@ -333,7 +333,9 @@ def test_it_is_measured_once_for_a_device_and_kept(own_cache, monkeypatch):
     assert calibration.cache_file() == file
     assert list(json.loads(file.read_text()).values()) == [64, 128, 192]
     assert [path.name for path in file.parent.iterdir()] == [file.name]
-    for times, text in enumerate(('{"cut off', "[1]", "3")):
+    (key, *_) = json.loads(file.read_text())
+    wrong = [json.dumps({key: value}) for value in (-5, 0, True, 64.0, "64", None, [64])]
+    for times, text in enumerate(('{"cut off', "[1]", "3", "[" * 100_000, *wrong)):
         file.write_text(text)
         assert calibration.fewest_tokens(cpu, torch.float32) == 256 + 64 * times
 
@@ -349,11 +351,15 @@ def test_a_folder_that_cannot_be_written_is_no_matter(monkeypatch, tmp_path):
 def test_a_cache_that_fails_is_no_matter_and_leaves_nothing(failing, own_cache, monkeypatch):
     monkeypatch.setattr(calibration, "measure_fewest_tokens", lambda *_: 256)
 
-    def fail(*_: Any, **__: Any) -> None:
-        raise OSError if failing == "disk" else RuntimeError
+    def fail(*_: Any) -> None:
+        raise RuntimeError
+
+    def half(file: Path, text: str, **_: Any) -> None:
+        file.write_bytes(text[: len(text) // 2].encode())
+        raise OSError(28, "No space left on device")
 
     if failing == "disk":
-        monkeypatch.setattr(calibration.json, "dump", fail)
+        monkeypatch.setattr(calibration.Path, "write_text", half)
     else:
         monkeypatch.delenv("XDG_CACHE_HOME")
         monkeypatch.delenv("LOCALAPPDATA", raising=False)

@@ -5,12 +5,14 @@ import json
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import tiny_pipeline
 import torch
 
 import tokenmerge.measure.generate.run
+from tests.small_files import small_files
 from tokenmerge import PlanSharing, Schedule, presets
 from tokenmerge.cli import main
 from tokenmerge.config import ToMeConfig
@@ -309,6 +311,45 @@ def test_an_output_folder_that_cannot_be_written_is_one_line(folder, tmp_path, c
     (tmp_path / "file").touch()
     line = refused(capsys, "generate", "x", "--model", folder, "--out", tmp_path / "file" / "out")
     assert "out: cannot write to" in line
+
+
+def test_a_full_disk_is_one_line(folder, tmp_path, capsys):
+    arguments = ("--out", tmp_path, "--steps", 1, "--method", "tome")
+    with small_files(200):
+        line = refused(capsys, "generate", "x", "--model", folder, *arguments)
+    assert f"out: cannot write {tmp_path}" in line
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no such device")
+def test_output_that_cannot_be_printed_is_one_line():
+    for command in ("env", "inspect"):
+        with Path("/dev/full").open("w") as full:
+            ran = subprocess.run(
+                [sys.executable, "-c", RUN, command],
+                stdout=full,
+                stderr=subprocess.PIPE,
+                text=True,
+                check=False,
+            )
+        assert ran.returncode == 2
+        assert "No space left on device" in ran.stderr
+        assert len(ran.stderr.splitlines()) == 1
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no such device")
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("bench", "--model", "geometry:sd15", "--device", "cpu", "-o", "/dev/full"),
+        ("evaluate", "--prompts", "/dev/zero"),
+        ("generate", "x", "--out", "/dev/full"),
+        ("generate", "x", "--control", "/dev/zero", "--controlnet", "x/y"),
+        ("report", "/dev/zero"),
+    ],
+)
+def test_devices_are_neither_read_nor_written(arguments, capsys):
+    assert "/dev/" in refused(capsys, *arguments)
 
 
 def test_where_nothing_merges_the_line_says_what_to_set(folder, tmp_path, capsys):

@@ -9,7 +9,7 @@ from tokenmerge import ConfigError, Correction, PlanSharing, Schedule, StepReuse
 from tokenmerge.config import NEW_NAMES, SETTINGS
 from tokenmerge.measure.bench.records import CellRecord
 from tokenmerge.measure.bench.variants import parse_variant
-from tokenmerge.measure.method_spec import Merging, read_setting
+from tokenmerge.measure.method_spec import MethodSpec, read_setting
 
 RESULTS = sorted((Path(__file__).parents[2] / "benchmarks" / "results").glob("*.jsonl"))
 
@@ -42,7 +42,7 @@ def test_a_setting_is_given_once():
 def test_old_names_on_the_command_line():
     assert read_setting("reuse_every=2") == read_setting("reuse.every=2") == ("reuse.every", 2)
     assert read_setting("schedule=1.4/0.6") == ("schedule.ratio", (1.4, 0.6))
-    assert Merging("toma", {"plan_every": 2}).config() == presets.toma(**{"plans.every": 2})
+    assert MethodSpec("toma", {"plan_every": 2}).config() == presets.toma(**{"plans.every": 2})
     (old,) = parse_variant("tome:share_plan,until=0.75", [0.5], {})
     assert old.label == "tome ratio=0.5 schedule.until=0.75 plans.blocks"
     assert [old] == parse_variant("tome:plans.blocks,schedule.until=0.75", [0.5], {})

@@ -1,11 +1,22 @@
 from __future__ import annotations
 
 import math
+import os
 
 import pytest
 
+from tests.small_files import small_files
 from tokenmerge.errors import ConfigError
-from tokenmerge.measure.files import free_folder, prepare_folder, slug, write_atomically, write_json
+from tokenmerge.measure.files import (
+    free_folder,
+    open_picture,
+    prepare_folder,
+    read_bytes,
+    slug,
+    write_atomically,
+    write_json,
+    write_text,
+)
 from tokenmerge.measure.pipelines.sizes import check_size, parse_size
 
 
@@ -66,6 +77,40 @@ def test_a_file_is_replaced_in_one_step_never_written_over(tmp_path):
 def test_json_holds_no_number_that_other_readers_refuse(tmp_path):
     with pytest.raises(ValueError, match="not JSON compliant"):
         write_json(tmp_path / "run.json", {"psnr": math.inf})
+
+
+@pytest.fixture
+def pipe(tmp_path):
+    os.mkfifo(tmp_path / "pipe.png")
+    return tmp_path / "pipe.png"
+
+
+def test_what_is_no_regular_file_is_neither_read_nor_replaced(pipe):
+    for read in (read_bytes, open_picture):
+        with pytest.raises(
+            ConfigError, match=rf"prompts: cannot read {pipe} \(it is not a regular file\); x"
+        ):
+            read(pipe, "prompts", "x")
+    with pytest.raises(ConfigError, match=r"out: cannot write .*it is not a regular file"):
+        write_text(pipe, "text")
+    assert pipe.is_fifo()
+
+
+def test_a_disk_that_is_full_is_one_line_and_keeps_the_old_file(tmp_path):
+    path = tmp_path / "run.json"
+    write_text(path, "old")
+    with small_files(100), pytest.raises(ConfigError, match=r"out: cannot write .*File too large.*free some"):
+        write_text(path, "x" * 1000)
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("content", [b"", b"GIF", b"\x89PNG\r\n\x1a\n" + bytes(40)])
+def test_what_is_no_picture_is_one_line(tmp_path, content):
+    path = tmp_path / "edges.png"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=r"control: cannot read the picture .*edges.png .it is no picture"):
+        open_picture(path, "control", "give another")
 
 
 @pytest.mark.parametrize(

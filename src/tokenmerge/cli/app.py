@@ -21,7 +21,7 @@ __all__ = ["app", "run"]
 # typer makes this class public only through its subclass.
 _UsageError: Any = typer.BadParameter.__bases__[0]
 
-# What typer makes of Ctrl-C.
+# The exit code that typer gives for Ctrl-C.
 _INTERRUPTED = 130
 
 

@@ -1,4 +1,4 @@
-"""Options that several commands share, and how options are grouped in ``--help``."""
+"""Options that several commands share, and the panels of ``--help`` that group them."""
 
 from __future__ import annotations
 
@@ -7,9 +7,18 @@ from typing import Annotated, Any
 
 import typer
 
+from tokenmerge.measure.pipelines.settings import ATTENTION_CHOICES, DTYPE_CHOICES, SCHEDULER_NAMES
+
 __all__ = [
     "AsJson",
+    "Attention",
+    "Device",
+    "Dtype",
+    "Guidance",
+    "Model",
+    "Scheduler",
     "Size",
+    "Steps",
     "integer",
     "machine",
     "number",
@@ -35,12 +44,12 @@ def integer(text: str) -> int:
 
 
 def picture(help: str, *names: str, parser: Callable[[str], Any] | None = None) -> Any:
-    """An option that says what to draw."""
+    """An option of the panel “Picture”."""
     return option("Picture", help, *names, parser=parser)
 
 
 def machine(help: str, *names: str, parser: Callable[[str], Any] | None = None) -> Any:
-    """An option that says how to run."""
+    """An option of the panel “Running”."""
     return option("Running", help, *names, parser=parser)
 
 
@@ -50,5 +59,17 @@ def option(panel: str, help: str, *names: str, parser: Callable[[str], Any] | No
     return typer.Option(*names, help=help, rich_help_panel=panel, parser=parser, metavar=metavar)
 
 
+Model = Annotated[
+    str, typer.Option(help="Bundled model, diffusers folder, .safetensors checkpoint or hub id.")
+]
 Size = Annotated[str | None, picture("WIDTHxHEIGHT or N in pixels. Default: the model's own.")]
+Steps = Annotated[int, picture("Denoising steps.", parser=integer)]
+Scheduler = Annotated[
+    str | None,
+    picture(f"{', '.join(SCHEDULER_NAMES)}, or a class of diffusers. Default: the model's own."),
+]
+Guidance = Annotated[float | None, picture("Guidance scale. Default: the pipeline's own.", parser=number)]
+Dtype = Annotated[str, machine(f"{', '.join(DTYPE_CHOICES)}.")]
+Device = Annotated[str, machine("auto, cpu, cuda, cuda:1 or mps.")]
+Attention = Annotated[str, machine(f"{', '.join(ATTENTION_CHOICES)}.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]

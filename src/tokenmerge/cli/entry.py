@@ -1,11 +1,13 @@
-"""The ``tokenmerge`` command: what goes wrong becomes one line and an exit code."""
+"""The ``tokenmerge`` command. An error becomes one line on stderr and an exit code."""
 
 from __future__ import annotations
 
 import importlib.util
 import io
+import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from tokenmerge.errors import MissingExtraError, TokenMergingError
 
@@ -22,15 +24,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: what follows ``tokenmerge``; ``None`` takes them from the process.
 
     Returns:
-        Exit code: 0, 2 for anything that the user can put right, 130 after Ctrl-C.
+        Exit code: 0; 2 for an error that the user can mend; 130 after Ctrl-C.
     """
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # a terminal that lacks a character still gets the rest
+        if isinstance(stream, io.TextIOWrapper):  # a terminal without a character shows a question mark
             stream.reconfigure(errors="replace")
     try:
-        return _commands(sys.argv[1:] if arguments is None else arguments)
+        code = _commands(sys.argv[1:] if arguments is None else arguments)
+        sys.stdout.flush()
+        return code
     except TokenMergingError as error:
         print(f"tokenmerge: {error}", file=sys.stderr)
+        return _BAD_INPUT
+    except OSError as error:
+        # What is left in the buffer would fail once more when Python ends.
+        sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115
+        print(f"tokenmerge: the system refused: {error}; nothing that was finished is lost", file=sys.stderr)
         return _BAD_INPUT
     except KeyboardInterrupt:
         print("tokenmerge: interrupted; what was finished is kept", file=sys.stderr)

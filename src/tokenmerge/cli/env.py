@@ -12,7 +12,7 @@ __all__ = ["env"]
 
 
 def env(as_json: AsJson = False) -> None:
-    """Show versions, devices, threads and the attention back-ends found here."""
+    """Show versions, devices, threads and attention back-ends of this machine."""
     found = environment()
     if as_json:
         print(json.dumps(found, indent=2))

@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
-import contextlib
-import sys
-from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Annotated
 
-import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.progress import Progress as Bars
-
 from tokenmerge.cli import tables
-from tokenmerge.cli.arguments import Size, integer, machine, number, option, picture
+from tokenmerge.cli.arguments import (
+    Attention,
+    Device,
+    Dtype,
+    Guidance,
+    Model,
+    Scheduler,
+    Size,
+    Steps,
+    integer,
+    machine,
+    option,
+)
 from tokenmerge.cli.quiet import quiet_libraries
 from tokenmerge.measure.evaluate.metrics import ALL, METRIC_NAMES
 from tokenmerge.measure.evaluate.options import EvaluateOptions
 from tokenmerge.measure.evaluate.prompts import IMAGENET_TEMPLATE
-from tokenmerge.measure.evaluate.runner import Progress
 from tokenmerge.measure.evaluate.runner import evaluate as run_evaluate
 from tokenmerge.measure.evaluate.variants import CHOICES
-from tokenmerge.measure.pipelines.settings import ATTENTION_CHOICES, DTYPE_CHOICES, SCHEDULER_NAMES
 from tokenmerge.measure.pipelines.sizes import parse_size
 from tokenmerge.measure.reporting.quality_tables import quality_tables
 
@@ -36,23 +38,22 @@ _results = partial(option, "Results")
 
 
 def evaluate(
-    model: Annotated[
-        str, typer.Option(help="Bundled model, diffusers folder, .safetensors checkpoint or hub id.")
-    ] = EvaluateOptions.model,
+    model: Model = EvaluateOptions.model,
     prompts: Annotated[
         Path | None,
         _prompts(
-            "File: a prompt a line, PartiPrompts' TSV, or ImageNet's classes with WordNet ids. Default: "
-            "those that come with a bundled model."
+            "File with one prompt per line, PartiPrompts' TSV, or ImageNet's classes with WordNet ids. "
+            "Default: "
+            "the prompts of the bundled model."
         ),
     ] = None,
     template: Annotated[
         str | None, _prompts(f"Text around each line of the file, such as '{IMAGENET_TEMPLATE}'.")
     ] = None,
-    limit: Annotated[int | None, _prompts("Only the first so many.", parser=integer)] = None,
-    seeds: Annotated[int, _prompts("Pictures of each prompt.", parser=integer)] = EvaluateOptions.seeds,
+    limit: Annotated[int | None, _prompts("Use only the first N prompts.", parser=integer)] = None,
+    seeds: Annotated[int, _prompts("Pictures per prompt.", parser=integer)] = EvaluateOptions.seeds,
     seed: Annotated[
-        int, _prompts("Seed of the first of them; the next has the next.", parser=integer)
+        int, _prompts("Seed of the first picture of each prompt; later pictures count up.", parser=integer)
     ] = EvaluateOptions.seed,
     variant: Annotated[
         list[str] | None,
@@ -74,68 +75,54 @@ def evaluate(
         ),
     ] = None,
     reference: Annotated[
-        Path | None, _compared("Folder of pictures that fid and kid compare with. Default: those of dense.")
+        Path | None,
+        _compared("Folder of pictures that fid and kid compare with. Default: the dense pictures."),
     ] = None,
     size: Size = None,
-    steps: Annotated[int, picture("Denoising steps.", parser=integer)] = EvaluateOptions.steps,
-    scheduler: Annotated[
-        str | None,
-        picture(f"{', '.join(SCHEDULER_NAMES)}, or a class of diffusers. Default: the model's own."),
-    ] = None,
-    guidance: Annotated[
-        float | None, picture("Guidance scale. Default: the pipeline's own.", parser=number)
-    ] = None,
+    steps: Steps = EvaluateOptions.steps,
+    scheduler: Scheduler = None,
+    guidance: Guidance = None,
     out: Annotated[
         Path,
-        _results("Records, one JSON line each; the pictures go to the folder of that name.", "--out", "-o"),
+        _results(
+            "Results file, one JSON line per record; pictures go to a folder of the same name.", "--out", "-o"
+        ),
     ] = EvaluateOptions.out,
     save_grid: Annotated[
-        Path | None, _results("Write a sheet of samples: rows prompts, columns dense and variants.")
+        Path | None, _results("Write a sheet of samples: one row per prompt, one column per variant.")
     ] = None,
     samples: Annotated[
-        int, _results("Prompts on that sheet and in the report.", parser=integer)
+        int, _results("How many prompts the sheet and the report show.", parser=integer)
     ] = EvaluateOptions.samples,
     batch: Annotated[
-        int, machine("Pictures per call; pictures depend on it by rounding alone.", parser=integer)
+        int, machine("Pictures per call; it changes pictures only by rounding.", parser=integer)
     ] = EvaluateOptions.batch,
-    dtype: Annotated[str, machine(f"{', '.join(DTYPE_CHOICES)}.")] = EvaluateOptions.dtype,
-    device: Annotated[str, machine("auto, cpu, cuda, cuda:1 or mps.")] = EvaluateOptions.device,
-    attention: Annotated[str, machine(f"{', '.join(ATTENTION_CHOICES)}.")] = EvaluateOptions.attention,
+    dtype: Dtype = EvaluateOptions.dtype,
+    device: Device = EvaluateOptions.device,
+    attention: Attention = EvaluateOptions.attention,
 ) -> None:
     """Measure what merging costs in quality, on many pictures drawn dense and merged with the same seeds.
 
-    A metric that needs weights from a hub says so before the first picture; one that you name and that cannot
-    work here is an error at once. Ctrl-C keeps the finished pictures; the same command continues. Under
-    accelerate launch the prompts are split over the processes.
+    A metric that needs weights from a hub says so before the first picture. A metric that you name and that
+    cannot work here is an error at once. Ctrl-C keeps the finished pictures, and the same command continues.
+    Under accelerate launch the prompts are split over the processes.
     """
+    given = dict(locals())  # every option by its name
+    del given["variant"], given["metric"], given["save_grid"]
     options = EvaluateOptions(
-        model=model,
-        prompts=prompts,
-        template=template,
-        limit=limit,
-        seeds=seeds,
-        seed=seed,
-        variants=tuple(variant or EvaluateOptions.variants),
-        ratio=tuple(ratio or EvaluateOptions.ratio),
-        max_downsample=max_downsample,
-        size=None if size is None else parse_size(size),
-        steps=steps,
-        scheduler=scheduler,
-        guidance=guidance,
-        batch=batch,
-        dtype=dtype,
-        device=device,
-        attention=attention,
-        metrics=tuple(metric or ()),
-        reference=reference,
-        samples=samples,
-        out=out,
-        grid=save_grid,
+        **{
+            **given,
+            "variants": tuple(variant or EvaluateOptions.variants),
+            "ratio": tuple(ratio or EvaluateOptions.ratio),
+            "size": None if size is None else parse_size(size),
+            "metrics": tuple(metric or ()),
+            "grid": save_grid,
+        }
     )
     quiet_libraries("tokenmerge evaluate")
-    with _progress_bar() as on_progress:
-        records = run_evaluate(options, on_progress, on_note=lambda note: _say(f"note: {note}"))
-    if records is None:  # the first of several processes tells
+    with tables.progress_bars("pictures") as on_progress:
+        records = run_evaluate(options, on_progress, on_note=lambda note: tables.say(f"note: {note}"))
+    if records is None:  # only the first of several processes reports
         return
     (table,) = quality_tables(records)
     tables.show(
@@ -144,36 +131,3 @@ def evaluate(
         *([] if save_grid is None else [f"samples are in {save_grid}"]),
         f"written to {out}; next: tokenmerge report {out.parent}",
     )
-
-
-@contextlib.contextmanager
-def _progress_bar() -> Iterator[Callable[[Progress], None]]:
-    """Show how many pictures are drawn, on stderr; yields what moves the bar."""
-    columns = (
-        TextColumn("drawing"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("pictures"),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    bars = Bars(*columns, console=Console(stderr=True))
-    task = bars.add_task("drawing", total=None)
-    moved = False
-
-    def move(progress: Progress) -> None:
-        nonlocal moved
-        if not moved:
-            bars.start()
-        moved = True
-        bars.update(task, completed=progress.done, total=progress.total)
-
-    try:
-        yield move
-    finally:
-        if moved:
-            bars.stop()
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

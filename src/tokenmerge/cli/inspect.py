@@ -12,7 +12,7 @@ from tokenmerge.cli.arguments import AsJson, Size, integer, picture
 from tokenmerge.cli.merging import with_merging_options
 from tokenmerge.cli.quiet import quiet_libraries
 from tokenmerge.errors import ConfigError
-from tokenmerge.measure.method_spec import Merging
+from tokenmerge.measure.method_spec import MethodSpec
 from tokenmerge.measure.pipelines.loading import DEFAULT_MODEL, find_model, load_sketch
 from tokenmerge.measure.pipelines.sizes import check_size, parse_size
 from tokenmerge.report import predict
@@ -25,17 +25,15 @@ def inspect(
     model: Annotated[str, typer.Argument(help="Bundled model, diffusers folder or hub id.")] = DEFAULT_MODEL,
     *,
     size: Size = None,
-    batch: Annotated[
-        int, picture("Samples per step; guidance makes two of each picture.", parser=integer)
-    ] = 2,
+    batch: Annotated[int, picture("Samples per step; guidance makes two per picture.", parser=integer)] = 2,
     steps: Annotated[
         int | None,
-        picture("Denoising steps: count the mean over them, for settings that follow them.", parser=integer),
+        picture("Denoising steps; the report then is the mean over them.", parser=integer),
     ] = None,
-    merging: Merging,
+    merging: MethodSpec,
     as_json: AsJson = False,
 ) -> None:
-    """Show what merging would do to each block of a model; reads its configs, not its weights."""
+    """Show what merging would do to each block of a model. Only configs are read, no weights."""
     wanted = None if size is None else parse_size(size)
     quiet_libraries("tokenmerge inspect")
     sketch = load_sketch(find_model(model))
@@ -46,7 +44,7 @@ def inspect(
     config = merging.config(sketch.denoiser, follows_steps=True)
     report = predict(sketch.denoiser, config, height, width, batch, steps)
     if as_json:
-        told = {"method": merging.method, "merging": config.to_dict()}
-        print(json.dumps({**told, **report.to_dict()}, indent=2))
+        settings = {"method": merging.method, "merging": config.to_dict()}
+        print(json.dumps({**settings, **report.to_dict()}, indent=2))
     else:
         tables.show(tables.report_table(report, pixels), *(f"note: {note}" for note in report.notes))

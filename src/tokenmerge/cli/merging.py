@@ -1,4 +1,4 @@
-"""The options that say how tokens merge, once for all commands that have them."""
+"""The options for token merging, shared by all commands that merge."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from tokenmerge.cli.arguments import integer, number, option
 from tokenmerge.errors import ConfigError
-from tokenmerge.measure.method_spec import METHODS, Merging, read_setting
+from tokenmerge.measure.method_spec import METHODS, MethodSpec, read_setting
 
 __all__ = ["with_merging_options"]
 
@@ -19,8 +19,8 @@ _merging = functools.partial(option, "Merging")
 
 def merging(
     method: Annotated[
-        str, _merging(f"{', '.join(METHODS)}. What the options below leave out is the method's own.")
-    ] = Merging.method,
+        str, _merging(f"{', '.join(METHODS)}. Options that are not given keep the method's own values.")
+    ] = MethodSpec.method,
     ratio: Annotated[
         float | None, _merging("Fraction of tokens removed, from 0 to 1 - 1/(sx*sy).", parser=number)
     ] = None,
@@ -28,9 +28,10 @@ def merging(
         int | None, _merging("Deepest level that merges: 1, 2, 4 or 8. SDXL needs 2.", parser=integer)
     ] = None,
     sx: Annotated[
-        int | None, _merging("Width in tokens of a cell with one destination.", "--sx", parser=integer)
+        int | None,
+        _merging("Width, in tokens, of the cells with one destination each.", "--sx", parser=integer),
     ] = None,
-    sy: Annotated[int | None, _merging("Height in tokens of such a cell.", "--sy", parser=integer)] = None,
+    sy: Annotated[int | None, _merging("Height, in tokens, of these cells.", "--sy", parser=integer)] = None,
     use_rand: Annotated[
         bool | None, _merging("Draw the destination of each cell at random.", "--rand/--no-rand")
     ] = None,
@@ -52,23 +53,15 @@ def merging(
             "--set",
         ),
     ] = None,
-) -> Merging:
-    """What the options say.
+) -> MethodSpec:
+    """The method and settings that the options name.
 
     Raises:
         ConfigError: a method or a setting is unknown, given twice, or out of its range.
     """
-    options = {
-        "ratio": ratio,
-        "max_downsample": max_downsample,
-        "sx": sx,
-        "sy": sy,
-        "use_rand": use_rand,
-        "merge_attn": merge_attn,
-        "merge_crossattn": merge_crossattn,
-        "merge_mlp": merge_mlp,
-    }
-    changes: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
+    given = dict(locals())  # every option by its name
+    del given["method"], given["settings"]
+    changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     for text in settings or ():
         try:
             name, value = read_setting(text)
@@ -77,7 +70,7 @@ def merging(
         if name in changes:
             raise ConfigError(f"set: {name} is given twice, as {changes[name]!r} and as {value!r}")
         changes[name] = value
-    return Merging(method, changes)
+    return MethodSpec(method, changes)
 
 
 def with_merging_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -86,8 +79,8 @@ def with_merging_options(command: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(command)
     def with_options(**values: Any) -> None:
-        told = merging(**{name: values.pop(name) for name in options})
-        command(**values, merging=told)
+        method = merging(**{name: values.pop(name) for name in options})
+        command(**values, merging=method)
 
     own = inspect.signature(command, eval_str=True).parameters
     parameters = [
@@ -96,7 +89,7 @@ def with_merging_options(command: Callable[..., None]) -> Callable[..., None]:
             options.values() if name == "merging" else (parameter,) for name, parameter in own.items()
         )
     ]
-    # What typer reads.
+    # typer reads the signature and the annotations.
     with_options.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     with_options.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return with_options

@@ -1,4 +1,4 @@
-"""Keeping other libraries' chatter out of what a command shows."""
+"""Silence progress bars and advice of other libraries."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ __all__ = ["quiet_libraries"]
 
 
 def quiet_libraries(command: str) -> None:
-    """Switch off loading bars, and advice about parts of other libraries that no command uses.
+    """Switch off other libraries' progress bars, and their advice about parts that no command uses.
 
     Args:
-        command: what needs diffusers, in words.
+        command: name of the command, for the error without diffusers.
 
     Raises:
         MissingExtraError: diffusers is not installed.
@@ -28,5 +28,5 @@ def quiet_libraries(command: str) -> None:
     diffusers.utils.logging.disable_progress_bar()
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
-    # A pipeline works with any codec that fits, but says on loading when it was made with another class.
+    # A pipeline warns if its codec is not of the class that it was saved with, although any that fits works.
     logging.getLogger("diffusers.pipelines.pipeline_utils").setLevel(logging.ERROR)

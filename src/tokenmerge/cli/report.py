@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from tokenmerge.errors import ConfigError
-from tokenmerge.measure.files import write_atomically, writing
+from tokenmerge.measure.files import write_text
 from tokenmerge.measure.reporting.compare import compare, parse_tolerance
 from tokenmerge.measure.reporting.formats import as_csv, as_html, as_markdown, quality_as_csv
 from tokenmerge.measure.reporting.report_data import content_of
@@ -26,21 +26,25 @@ def report(
     ] = None,
     out: Annotated[
         Path,
-        typer.Option("--out", "-o", help="A .html gets a .md and .csv beside it; .md or .csv come alone."),
+        typer.Option(
+            "--out",
+            "-o",
+            help="A .html file gets a .md and a .csv beside it; .md and .csv come alone.",
+        ),
     ] = Path("outputs/report.html"),
     compare_files: Annotated[
         tuple[Path, Path] | None,
-        typer.Option("--compare", metavar="A B", help="Print t_B / t_A cell by cell instead of a report."),
+        typer.Option("--compare", metavar="A B", help="Print t_B / t_A of each cell instead of a report."),
     ] = None,
     fail_if_slower: Annotated[
         str | None,
-        typer.Option(help="With --compare: exit with 1 if a cell takes this much longer, such as 5%."),
+        typer.Option(help="With --compare: exit code 1 if a cell is slower by more than this, such as 5%."),
     ] = None,
 ) -> None:
     """Make tables, plots and pictures from results: one HTML page, Markdown and CSV.
 
-    The page stands alone: it needs no network and no file beside it. The CSV files hold every record: one the
-    times, one, where there are any, the figures of quality.
+    The page needs no network and no other file. One CSV file holds every timing, and a second one the figures
+    of quality, if there are any.
     """
     if compare_files is not None:
         _compare(*compare_files, fail_if_slower, results)
@@ -65,8 +69,7 @@ def report(
 
 
 def _write(path: Path, text: str) -> None:
-    with writing(path, "out", "choose another file with --out"):
-        write_atomically(path, lambda unfinished: unfinished.write_text(text, encoding="utf-8"))
+    write_text(path, text)
     print(path)
 
 

@@ -1,4 +1,4 @@
-"""What the commands show in a terminal: tables and progress bars."""
+"""Tables, progress bars and messages of the commands."""
 
 from __future__ import annotations
 
@@ -8,14 +8,21 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.progress import Progress as Bars
 from rich.table import Table
 from rich.text import Text
 
 from tokenmerge.measure.bench.records import variant_label
 from tokenmerge.measure.generate.result import Result, VariantResult
-from tokenmerge.measure.generate.run import Progress
+from tokenmerge.measure.progress import Progress
 from tokenmerge.measure.reporting.tables import Table as PlainTable
 from tokenmerge.report import Report, saved
 
@@ -26,15 +33,16 @@ __all__ = [
     "report_table",
     "result_notes",
     "result_table",
+    "say",
     "show",
 ]
 
-# A pipe or a file has no edge: tables are as wide as their content, never cut.
+# Pipes and files have no width: tables are as wide as their content and never cut.
 _NO_EDGE = 10_000
 
 
 def show(table: Table, *lines: str) -> None:
-    """Print a table and lines below it, in full where the output is not a terminal."""
+    """Print a table and lines below it; not cut where the output is no terminal."""
     console = Console(width=None if sys.stdout.isatty() else _NO_EDGE)
     console.print(table)
     for line in lines:
@@ -42,29 +50,39 @@ def show(table: Table, *lines: str) -> None:
 
 
 @contextlib.contextmanager
-def progress_bars() -> Iterator[Callable[[Progress], None]]:
-    """Show one bar per variant, on stderr; yields what moves them."""
+def progress_bars(unit: str) -> Iterator[Callable[[Progress], None]]:
+    """Show a bar on stderr for each part of a run; yields what moves the bars.
+
+    Args:
+        unit: what is counted, in the plural.
+    """
     columns = (
         TextColumn("{task.description:>7}"),
         BarColumn(),
         MofNCompleteColumn(),
-        TextColumn("steps"),
+        TextColumn(unit),
         TimeElapsedColumn(),
+        TimeRemainingColumn(),
     )
     bars = Bars(*columns, console=Console(stderr=True))
     tasks: dict[str, TaskID] = {}
 
     def move(progress: Progress) -> None:
         bars.start()
-        if progress.variant not in tasks:
-            tasks[progress.variant] = bars.add_task(progress.variant)
-        bars.update(tasks[progress.variant], completed=progress.done, total=progress.total)
+        if progress.part not in tasks:
+            tasks[progress.part] = bars.add_task(progress.part)
+        bars.update(tasks[progress.part], completed=progress.done, total=progress.total)
 
     try:
         yield move
     finally:
         if tasks:
             bars.stop()
+
+
+def say(text: str) -> None:
+    """Print a line for the user to stderr, at once."""
+    print(text, file=sys.stderr, flush=True)
 
 
 def as_rich(plain: PlainTable) -> Table:
@@ -110,7 +128,7 @@ def result_table(result: Result) -> Table:
 
 
 def result_notes(result: Result) -> list[str]:
-    """What to read a result table with, and where the pictures are."""
+    """Lines below a result table: what its figures mean, and where the pictures are."""
     runs = len(result.variants[-1].seconds)
     settings = dict(result.conditions["options"]["merging"])
     merged = variant_label(settings.pop("method"), settings)

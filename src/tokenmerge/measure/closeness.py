@@ -15,7 +15,7 @@ _SSIM_WINDOW = 11
 
 
 def psnr(images: Tensor, reference: Tensor) -> Tensor:
-    """Peak signal-to-noise ratio in dB, one figure per picture; higher is closer.
+    """Peak signal-to-noise ratio in dB, one value per picture; higher is closer.
 
     Args:
         images: [b, 3, h, w], values in [0, 1].
@@ -34,7 +34,7 @@ def psnr(images: Tensor, reference: Tensor) -> Tensor:
 
 
 def ssim(images: Tensor, reference: Tensor) -> Tensor:
-    """Structural similarity with a Gaussian window of 11 × 11 pixels (σ = 1.5), one figure per picture.
+    """Structural similarity with a Gaussian window of 11 × 11 pixels (σ = 1.5), one value per picture.
 
     The mean is over the windows that lie wholly inside the picture, as in Wang et al. (2004) and in
     scikit-image; torchmetrics by itself averages over a mirrored border too.

@@ -1,19 +1,39 @@
-"""Writing results so that none is half-written and none is lost."""
+"""Reading and writing files: errors in one line, results that are never half-written."""
 
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import re
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tokenmerge.errors import ConfigError
 
-__all__ = ["free_folder", "prepare_folder", "slug", "write_atomically", "write_json", "writing"]
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+__all__ = [
+    "FREE_SPACE",
+    "check_regular",
+    "free_folder",
+    "is_file",
+    "is_folder",
+    "open_picture",
+    "prepare_folder",
+    "read_bytes",
+    "slug",
+    "write_atomically",
+    "write_json",
+    "write_text",
+    "writing",
+]
+
+FREE_SPACE = "free some space, or choose another place with --out"
 
 
 def slug(text: str, longest: int = 40) -> str:
@@ -51,45 +71,122 @@ def prepare_folder(folder: Path) -> None:
         ) from error
 
 
-@contextlib.contextmanager
-def writing(path: Path, option: str, advice: str) -> Iterator[None]:
-    """Make the folder of ``path``, and turn what the file system refuses meanwhile into a ConfigError.
+def is_folder(path: Path) -> bool:
+    """Whether ``path`` is a folder; a path that is too long to look up is none."""
+    try:
+        return path.is_dir()
+    except OSError:
+        return False
+
+
+def is_file(path: Path) -> bool:
+    """Whether ``path`` is a regular file; a path that is too long to look up is none."""
+    try:
+        return path.is_file()
+    except OSError:
+        return False
+
+
+def check_regular(path: Path) -> None:
+    """Refuse devices and pipes, which have no end: ``/dev/full`` gives zeros until memory runs out.
+
+    Raises:
+        OSError: ``path`` is one of them, or cannot be looked up.
+    """
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise OSError("it is not a regular file")
+
+
+def read_bytes(path: Path, option: str, advice: str) -> bytes:
+    """Read a regular file.
 
     Args:
-        path: what is written.
+        path: the file.
+        option: the option that the path comes from.
+        advice: what to do next, in words.
+
+    Raises:
+        ConfigError: it is not there, cannot be read or is not a regular file.
+    """
+    try:
+        check_regular(path)
+        return path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{option}: cannot read {path} ({error.strerror or error}); {advice}") from error
+
+
+def open_picture(path: Path, option: str, advice: str) -> Image:
+    """Read a picture as RGB.
+
+    The arguments are those of :func:`read_bytes`.
+
+    Raises:
+        ConfigError: the file cannot be read, or is not a picture.
+    """
+    import PIL.Image
+
+    content = io.BytesIO(read_bytes(path, option, advice))
+    try:
+        with PIL.Image.open(content) as picture:
+            return picture.convert("RGB")
+    # Pillow raises the others for broken PNG chunks and for pictures that are suspiciously large.
+    except (OSError, SyntaxError, ValueError, PIL.Image.DecompressionBombError) as error:
+        raise ConfigError(f"{option}: cannot read the picture {path} (it is no picture); {advice}") from error
+
+
+@contextlib.contextmanager
+def writing(path: Path, option: str, advice: str) -> Iterator[None]:
+    """Make the folder of ``path``; turn what the file system refuses meanwhile into a ConfigError.
+
+    Args:
+        path: what is written: a regular file, or a new one.
         option: the option that the path comes from.
         advice: what to do next, in words.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        check_regular(path)
         yield
     except OSError as error:
         raise ConfigError(f"{option}: cannot write {path} ({error.strerror or error}); {advice}") from error
 
 
-def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
+def write_atomically(
+    path: Path, write: Callable[[Path], object], option: str = "out", advice: str = FREE_SPACE
+) -> None:
     """Let ``write`` fill a file beside ``path``, then move it there in one step.
 
     Args:
-        path: where the result goes; its folder exists.
+        path: where the result goes; its folder is made where missing.
         write: called with a path of the same suffix.
+        option: the option that the path comes from.
+        advice: what to do when it fails, in words.
+
+    Raises:
+        ConfigError: the disk is full, or refuses the file for another reason. An older file stays as it was.
     """
-    descriptor, name = tempfile.mkstemp(suffix=path.suffix, prefix=f".{path.stem}-", dir=path.parent)
-    os.close(descriptor)
-    unfinished = Path(name)
-    try:
-        write(unfinished)
-        unfinished.chmod(0o644)  # mkstemp makes files that only their owner can read
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    with writing(path, option, advice):
+        descriptor, name = tempfile.mkstemp(suffix=path.suffix, prefix=f".{path.stem}-", dir=path.parent)
+        os.close(descriptor)
+        unfinished = Path(name)
+        try:
+            write(unfinished)
+            unfinished.chmod(0o644)  # mkstemp makes files that only their owner can read
+            unfinished.replace(path)
+        finally:
+            unfinished.unlink(missing_ok=True)
 
 
-def write_json(path: Path, value: Any) -> None:
+def write_text(path: Path, text: str, option: str = "out", advice: str = FREE_SPACE) -> None:
+    """Write a text as UTF-8; the arguments and errors are those of :func:`write_atomically`."""
+    write_atomically(path, lambda unfinished: unfinished.write_text(text, encoding="utf-8"), option, advice)
+
+
+def write_json(path: Path, value: Any, advice: str = FREE_SPACE) -> None:
     """Write ``value`` as JSON that every reader accepts: no NaN, no Infinity.
 
     Raises:
+        ConfigError: as for :func:`write_atomically`.
         ValueError: ``value`` holds a number that JSON does not know.
     """
-    text = json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
-    write_atomically(path, lambda unfinished: unfinished.write_text(text, encoding="utf-8"))
+    write_text(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n", advice=advice)

@@ -12,14 +12,14 @@ from tokenmerge.auto import choose
 from tokenmerge.config import NEW_NAMES, SETTINGS, ToMeConfig, flat
 from tokenmerge.errors import ConfigError
 
-__all__ = ["AUTO", "METHODS", "Merging", "as_plain", "read_setting"]
+__all__ = ["AUTO", "METHODS", "MethodSpec", "as_plain", "read_setting"]
 
 AUTO = "auto"
 METHODS = (AUTO, "tome", *presets.__all__)
 
 
 @dataclasses.dataclass(frozen=True)
-class Merging:
+class MethodSpec:
     """A method, and what is changed of its settings.
 
     Args:
@@ -31,7 +31,7 @@ class Merging:
     Raises:
         ConfigError: there is no such method, or a value is out of its range.
 
-    >>> Merging("sito", {"max_downsample": 2}).config().combine
+    >>> MethodSpec("sito", {"max_downsample": 2}).config().combine
     'keep'
     """
 

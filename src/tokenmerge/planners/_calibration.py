@@ -40,13 +40,10 @@ def fewest_tokens(device: torch.device, dtype: torch.dtype, channels: int = 640,
     """
     key = f"{_key(device, dtype)}, {heads} × {channels // heads} channels, proportional, corrected, or none"
     file = cache_file()
-    known: dict[str, int] = {}
-    with contextlib.suppress(OSError, TypeError, ValueError):
-        known = dict(json.loads(file.read_text(encoding="utf-8")))
-    if not isinstance(known.get(key), int):
+    known = _read(file)
+    if key not in known:
         known[key] = measure_fewest_tokens(device, dtype, channels, heads)
-        with contextlib.suppress(OSError):  # without the file, it is measured again next time
-            _write(file, known)
+        _write(file, known)
     return known[key]
 
 
@@ -133,13 +130,20 @@ def _key(device: torch.device, dtype: torch.dtype) -> str:
     return f"{device.type} {name}{threads}, {str(dtype).removeprefix('torch.')}, torch {torch.__version__}"
 
 
-def _write(file: Path, known: dict[str, int]) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=file.parent, suffix=".json")
+def _read(file: Path) -> dict[str, int]:
+    """The numbers of tokens in a cache file, without anything else that is in it."""
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as stream:
-            json.dump(known, stream, indent=2)
-        Path(temporary).replace(file)
+        known = dict(json.loads(file.read_text(encoding="utf-8")))
+    except (OSError, TypeError, ValueError, RecursionError):
+        return {}
+    return {key: tokens for key, tokens in known.items() if type(tokens) is int and tokens > 0}
+
+
+def _write(file: Path, known: dict[str, int]) -> None:
+    """Write the cache file. What cannot be written, or is found torn, is measured again next time."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(known, indent=2), encoding="utf-8")
     except OSError:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+        with contextlib.suppress(OSError):
+            file.unlink(missing_ok=True)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tokenmerge.measure.bench.geometries import GEOMETRIES
-from tokenmerge.measure.bench.grid import Grid
+from tokenmerge.measure.bench.geometries import GEOMETRIES, Geometry
+from tokenmerge.measure.bench.options import BenchOptions
 from tokenmerge.measure.bench.records import CellRecord
 from tokenmerge.measure.bench.runner import run_grid
 
@@ -34,18 +34,21 @@ CODEC = {
 }
 
 
+def tiny_geometry() -> Geometry:
+    return dataclasses.replace(GEOMETRIES["sd15"], title="tiny", config=UNET, size=(64, 64), codec=CODEC)
+
+
 @pytest.fixture(autouse=True)
 def _tiny_geometry(monkeypatch: pytest.MonkeyPatch) -> None:
-    tiny = dataclasses.replace(GEOMETRIES["sd15"], title="tiny", config=UNET, size=(64, 64), codec=CODEC)
-    monkeypatch.setitem(GEOMETRIES, "tiny", tiny)
+    monkeypatch.setitem(GEOMETRIES, "tiny", tiny_geometry())
 
 
 @pytest.fixture
 def measure(tmp_path: Path) -> Callable[..., list[CellRecord]]:
-    """Run a grid on the tiny model; arguments are those of :class:`Grid`, and the file's name."""
+    """Run a grid on the tiny model; arguments are those of :class:`BenchOptions`, and the file's name."""
 
     def run(out: str = "results.jsonl", **axes: object) -> list[CellRecord]:
-        grid = Grid(**{"model": ("geometry:tiny",), "rounds": 2, "device": "cpu", **axes})
+        grid = BenchOptions(**{"model": ("geometry:tiny",), "rounds": 2, "device": "cpu", **axes})
         return run_grid(grid, tmp_path / out)
 
     return run

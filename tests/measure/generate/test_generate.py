@@ -17,7 +17,7 @@ from tokenmerge.config import ToMeConfig
 from tokenmerge.errors import ConfigError, NothingToMergeError
 from tokenmerge.measure.generate.options import GenerateOptions
 from tokenmerge.measure.generate.run import generate
-from tokenmerge.measure.method_spec import Merging
+from tokenmerge.measure.method_spec import MethodSpec
 from tokenmerge.measure.pipelines.call import PipelineCall
 from tokenmerge.measure.pipelines.loading import find_model, guides, load_pipeline
 from tokenmerge.measure.pipelines.shared_weights import twin
@@ -54,7 +54,7 @@ class NoCompilerError(RuntimeError):
 
 def options(folder, out, **changes):
     defaults = {"prompt": "a red apple", "model": str(folder), "steps": 2, "repeat": 1, "out": out}
-    defaults["merging"] = Merging("tome")
+    defaults["merging"] = MethodSpec("tome")
     return GenerateOptions(**{**defaults, **changes})
 
 
@@ -126,7 +126,7 @@ def test_quality_is_that_of_the_pictures_on_disk(run):
 def test_progress_counts_every_step_of_every_call(run):
     _, _, steps = run
     for variant in ("dense", "merged"):
-        own = [step for step in steps if step.variant == variant]
+        own = [step for step in steps if step.part == variant]
         assert [step.done for step in own] == [1, 2, 3, 4, 5, 6]  # warm-up and two timed calls of two steps
         assert {step.total for step in own} == {6}
 
@@ -144,7 +144,7 @@ def test_a_picture_depends_on_its_seed_alone(folder, run, tmp_path):
 
 
 def test_ratio_zero_gives_the_dense_picture_and_says_so(folder, tmp_path):
-    result = generate(options(folder, tmp_path, merging=Merging("tome", {"ratio": 0.0})))
+    result = generate(options(folder, tmp_path, merging=MethodSpec("tome", {"ratio": 0.0})))
     assert np.array_equal(pixels(tmp_path / "dense-00.png"), pixels(tmp_path / "merged-00.png"))
     assert result.quality.psnr == (math.inf,)
     assert json.loads((tmp_path / "run.json").read_text())["quality"]["psnr_db"] == ["inf"]
@@ -156,14 +156,14 @@ def test_settings_that_follow_the_steps_have_those_of_the_pipeline(folder, tmp_p
         out = tmp_path / str(until)
         said = pytest.warns(UserWarning, match="of 2 steps is none") if equal else contextlib.nullcontext()
         with said:
-            result = generate(options(folder, out, merging=Merging("tome", {"schedule.until": until})))
+            result = generate(options(folder, out, merging=MethodSpec("tome", {"schedule.until": until})))
         assert result.conditions["config"]["schedule"]["until"] == until
         assert np.array_equal(pixels(out / "dense-00.png"), pixels(out / "merged-00.png")) == equal
 
 
 def test_a_method_that_chooses_by_the_model_says_what_it_chose(folder, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    merging = Merging("auto", {"ratio": 0.25, "planner": "tome", "min_tokens": 64})
+    merging = MethodSpec("auto", {"ratio": 0.25, "planner": "tome", "min_tokens": 64})
     result = generate(options(folder, tmp_path / "out", compare=False, merging=merging))
     config = result.conditions["config"]
     assert (config["ratio"], config["planner"], config["min_tokens"], config["reuse"]["every"]) == (
@@ -273,7 +273,7 @@ def test_a_twin_shares_weights_and_leaves_the_pipeline_as_it_was(pipe):
 
 def test_an_interrupted_run_keeps_what_it_has(folder, tmp_path):
     def interrupt(progress):
-        if progress.variant == "merged" and progress.done == 4:  # the last step of the first timed call
+        if progress.part == "merged" and progress.done == 4:  # the last step of the first timed call
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -288,7 +288,7 @@ def test_an_interrupted_run_keeps_what_it_has(folder, tmp_path):
 
 def test_dense_pictures_are_written_before_merging_starts(folder, tmp_path):
     def interrupt(progress):
-        if progress.variant == "merged":
+        if progress.part == "merged":
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -360,7 +360,7 @@ def test_a_control_picture_that_cannot_be_read_is_refused_before_loading(folder,
     monkeypatch.setattr(
         tokenmerge.measure.generate.run, "load_pipeline", lambda *args: pytest.fail("it was loaded")
     )
-    with pytest.raises(ConfigError, match=r"control: cannot read a picture from .*no\.png: No such file"):
+    with pytest.raises(ConfigError, match=r"control: cannot read .*no\.png .No such file"):
         generate(options(folder, tmp_path, control=tmp_path / "no.png", controlnet="owner/canny"))
 
 

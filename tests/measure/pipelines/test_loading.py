@@ -9,7 +9,7 @@ import pytest
 import tiny_pipeline
 import torch
 from diffusers.models.attention_processor import AttnProcessor, AttnProcessor2_0
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from tokenmerge.errors import ConfigError, MissingExtraError, UnsupportedModelError
 from tokenmerge.measure import demo
@@ -86,6 +86,96 @@ def test_a_folder_without_an_index_is_named(tmp_path):
         find_model(str(tmp_path))
 
 
+# --- pickles ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def pickled(folder, tmp_path):
+    """The tiny pipeline with the UNet's weights in a pickle."""
+    copied = shutil.copytree(folder, tmp_path / "pickled")
+    weights = next((copied / "unet").glob("*.safetensors"))
+    torch.save(load_file(weights), weights.with_suffix(".bin"))
+    weights.unlink()
+    return copied
+
+
+def test_pickled_weights_are_refused_in_a_folder_as_in_a_file(pickled, tmp_path):
+    checkpoint = tmp_path / "old.bin"
+    checkpoint.touch()
+    for path in (pickled, checkpoint):
+        with pytest.raises(ConfigError, match=rf"is a pickle.*safetensors.*give pickle:{path} if"):
+            find_model(str(path))
+
+
+def test_pickles_beside_safetensors_are_not_read(folder, tmp_path):
+    copied = shutil.copytree(folder, tmp_path / "both")
+    (copied / "unet" / "diffusion_pytorch_model.bin").write_bytes(b"nonsense")
+    assert load_pipeline(find_model(str(copied)), torch.float32, CPU).unet is not None
+
+
+def test_pickled_weights_are_read_when_they_are_asked_for(pickled, folder):
+    from_pickle = load_pipeline(find_model(f"pickle:{pickled}"), torch.float32, CPU)
+    dense = load_pipeline(find_model(str(folder)), torch.float32, CPU)
+    for mine, other in zip(from_pickle.unet.parameters(), dense.unet.parameters(), strict=True):
+        assert torch.equal(mine, other)
+
+
+def test_weights_of_the_hub_are_safetensors_unless_pickles_are_asked_for(monkeypatch):
+    asked = []
+    monkeypatch.setattr(diffusers.DiffusionPipeline, "load_config", lambda location: {})
+    monkeypatch.setattr(
+        diffusers.DiffusionPipeline,
+        "from_pretrained",
+        lambda location, **arguments: (
+            asked.append((location, arguments.get("use_safetensors"))) or diffusers.DiffusionPipeline()
+        ),
+    )
+    for name in ("owner/name", "pickle:owner/name"):
+        with pytest.raises(UnsupportedModelError):  # the stand-in has no denoiser
+            load_pipeline(find_model(name), torch.float32, CPU)
+    assert asked == [("owner/name", True), ("owner/name", None)]
+
+
+def test_a_pickled_checkpoint_is_loaded_as_the_pipeline_of_its_architecture(tmp_path, monkeypatch):
+    sdxl_only = "conditioner.embedders.1.model.transformer.resblocks.9.mlp.c_proj.bias"
+    torch.save({"state_dict": {sdxl_only: torch.zeros(1)}}, tmp_path / "xl.ckpt")
+    index = {"_class_name": "StableDiffusionXLPipeline"}
+    monkeypatch.setattr(
+        diffusers.DiffusionPipeline, "load_config", lambda pretrained_model_name_or_path: index
+    )
+    asked = []
+    monkeypatch.setattr(
+        diffusers.StableDiffusionXLPipeline,
+        "from_single_file",
+        lambda path, **arguments: asked.append(path) or diffusers.DiffusionPipeline(),
+    )
+    with pytest.raises(UnsupportedModelError):  # the stand-in has no denoiser
+        load_pipeline(find_model(f"pickle:{tmp_path}/xl.ckpt"), torch.float32, CPU)
+    assert asked == [f"{tmp_path}/xl.ckpt"]
+
+
+@pytest.mark.parametrize("content", [b"", b"nonsense", b"\x80\x02\x8a\nl\xfc", b"PK\x03\x04cut off"])
+def test_a_broken_pickle_is_one_line(pickled, tmp_path, content):
+    checkpoint = tmp_path / "broken.ckpt"
+    checkpoint.write_bytes(content)
+    next((pickled / "unet").glob("*.bin")).write_bytes(content)
+    for path in (pickled, checkpoint):
+        with pytest.raises(ConfigError, match=f"cannot load {path}: ") as raised:
+            load_pipeline(find_model(f"pickle:{path}"), torch.float32, CPU)
+        assert "\n" not in str(raised.value)
+
+
+def test_a_pickled_controlnet_is_refused_until_it_is_asked_for(folder, controlnet, tmp_path):
+    copied = shutil.copytree(controlnet, tmp_path / "pickled-controlnet")
+    weights = next(copied.glob("*.safetensors"))
+    torch.save(load_file(weights), weights.with_suffix(".bin"))
+    weights.unlink()
+    model = find_model(str(folder))
+    with pytest.raises(ConfigError, match=f"is a pickle.*pickle:{copied}"):
+        load_pipeline(model, torch.float32, CPU, str(copied))
+    assert load_pipeline(model, torch.float32, CPU, f"pickle:{copied}").controlnet is not None
+
+
 # --- configs alone --------------------------------------------------------------------------------
 
 
@@ -143,6 +233,36 @@ def test_a_component_that_diffusers_does_not_have_is_named(folder, tmp_path):
     change_json(copied / "model_index.json", unet=["diffusers", "FutureModel"])
     with pytest.raises(UnsupportedModelError, match="has no class FutureModel"):
         load_sketch(find_model(str(copied)))
+
+
+@pytest.mark.parametrize("entry", [["diffusers", "AutoencoderTypo"], ["diffusers", 5], "UNet", ["a"], 7, {}])
+def test_an_index_with_a_wrong_entry_is_one_line(folder, tmp_path, entry):
+    copied = shutil.copytree(folder, tmp_path / "changed")
+    change_json(copied / "model_index.json", unet=entry)
+    for load in (load_sketch, lambda source: load_pipeline(source, torch.float32, CPU)):
+        with pytest.raises((ConfigError, UnsupportedModelError), match=r"^model: ") as raised:
+            load(find_model(str(copied)))
+        assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "content", ["[]", "[1, 2]", "5", "null", "[" * 100_000, '{"_class_name": "NoPipeline"}']
+)
+def test_an_index_that_is_none_is_one_line(folder, tmp_path, content):
+    copied = shutil.copytree(folder, tmp_path / "changed")
+    (copied / "model_index.json").write_text(content)
+    for load in (load_sketch, lambda source: load_pipeline(source, torch.float32, CPU)):
+        with pytest.raises((ConfigError, UnsupportedModelError), match=r"^model: ") as raised:
+            load(find_model(str(copied)))
+        assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("end", ["", ".safetensors", ".bin", "/x"])
+@pytest.mark.parametrize("begin", ["", "pickle:", "~", "/"])
+def test_a_very_long_name_is_one_short_line(begin, end):
+    with pytest.raises(ConfigError) as raised:
+        find_model(begin + "x" * 5000 + end)
+    assert len(str(raised.value)) < 1000
 
 
 def test_a_pipeline_without_a_denoiser_is_named(folder, tmp_path):

@@ -1,4 +1,4 @@
-"""Which version of this package's source is measured."""
+"""The version of this package's source, for records."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a measurement ran on: versions, machine, devices, attention back-ends."""
+"""The environment of a measurement: versions, machine, devices, attention back-ends."""
 
 from __future__ import annotations
 

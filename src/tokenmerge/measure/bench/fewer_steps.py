@@ -10,19 +10,19 @@ __all__ = ["StepCost", "steps_that_fit"]
 
 @dataclasses.dataclass(frozen=True)
 class StepCost:
-    """Time of a dense run as a straight line: ``fixed + per_step · steps`` seconds."""
+    """Linear model of a dense run's time: ``fixed + per_step · steps`` seconds."""
 
     fixed: float
     per_step: float
 
     @classmethod
     def of_two_runs(cls, steps: int, seconds: float, fewer_steps: int, fewer_seconds: float) -> StepCost:
-        """Draw the line through two timed runs with different numbers of steps.
+        """Fit the model to two timed runs with different numbers of steps.
 
         >>> StepCost.of_two_runs(20, 11.0, 10, 6.0)
         StepCost(fixed=1.0, per_step=0.5)
         """
-        # Noise can put the line below zero where steps cost next to nothing.
+        # Noise can make the slope negative where steps cost next to nothing.
         per_step = max((seconds - fewer_seconds) / (steps - fewer_steps), 0.0)
         return cls(max(seconds - per_step * steps, 0.0), per_step)
 
@@ -35,5 +35,5 @@ def steps_that_fit(budget: float, cost: StepCost, most: int) -> int:
     """
     if cost.per_step == 0:
         return most
-    # A step that fits but for rounding errors fits.
+    # Forgive rounding errors.
     return min(max(math.floor((budget - cost.fixed) / cost.per_step + 1e-9), 1), most)

@@ -1,4 +1,4 @@
-"""``geometry:NAME``: a model's architecture with random weights, for speed without downloads."""
+"""``geometry:NAME``: a model's architecture with random weights, to measure speed without a download."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def _random(build: Callable[[], Any], dtype: torch.dtype, device: torch.device, 
         model = build().eval()
     kept = set(model._keep_in_fp32_modules or ())
     for name, parameter in model.named_parameters():
-        # The same exceptions as for loaded weights.
+        # As when weights are loaded, some modules stay in float32.
         parameter.data = parameter.data.to(device, torch.float32 if kept & set(name.split(".")) else dtype)
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):

@@ -1,4 +1,4 @@
-"""Grids as data: TOML and YAML files, and the presets that come with the package."""
+"""Read axes and settings from TOML and YAML files, and from the presets of the package."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from tokenmerge.errors import ConfigError
-from tokenmerge.measure.bench.grid import Grid
+from tokenmerge.measure.bench.options import BenchOptions
+from tokenmerge.measure.files import read_bytes
 
 __all__ = ["preset_names", "read_grid", "read_preset"]
 
@@ -46,12 +47,13 @@ def read_grid(path: Path) -> dict[str, Any]:
     parse = parsers.get(path.suffix.lower())
     if parse is None:
         raise ConfigError(f"grid: expected a file ending in {', '.join(parsers)}, got {path}")
+    content = read_bytes(path, "grid", "give a TOML or YAML file with axes and settings")
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"grid: cannot read {path}: {error}") from error
+        text = content.decode()
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"grid: cannot read {path}: it is not UTF-8 text; save it as UTF-8") from error
     values = parse(text, str(path))
-    Grid.from_dict(values, str(path))
+    BenchOptions.from_dict(values, str(path))
     return values
 
 
@@ -62,7 +64,7 @@ def _toml(text: str, where: str) -> dict[str, Any]:
         parser = importlib.import_module("tomli")
     try:
         return parser.loads(text)
-    except parser.TOMLDecodeError as error:
+    except (parser.TOMLDecodeError, RecursionError) as error:
         raise ConfigError(f"grid: {where} is not valid TOML: {error}") from error
 
 
@@ -70,7 +72,7 @@ def _yaml(text: str, where: str) -> dict[str, Any]:
     parser: Any = importlib.import_module("yaml")
     try:
         values = parser.safe_load(text)
-    except parser.YAMLError as error:
+    except (parser.YAMLError, RecursionError, ValueError) as error:
         raise ConfigError(f"grid: {where} is not valid YAML: {error}") from error
     if not isinstance(values, dict):
         raise ConfigError(f"grid: {where} should hold settings by name, such as `ratio: [0.5]`")

@@ -1,4 +1,4 @@
-"""What a denoiser is called with when it is measured alone: random inputs of the right shapes."""
+"""Random inputs of the right shapes, for a denoiser that is measured alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The model that a benchmark runs on, loaded once for all cells that need it in the same form."""
+"""Load the model that a benchmark runs on, once for all cells that need it in the same form."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import copy
 import dataclasses
 import inspect
 from collections.abc import Callable
-from itertools import chain
 from typing import Any
 
 import torch
@@ -26,7 +25,7 @@ from tokenmerge.measure.pipelines.loading import denoiser_name, find_model, guid
 from tokenmerge.measure.pipelines.settings import set_scheduler
 from tokenmerge.models.base import is_a
 
-__all__ = ["ModelFacts", "Subject", "find_facts", "load_subject", "shared_copy"]
+__all__ = ["LoadedModel", "ModelFacts", "find_facts", "load_model"]
 
 _WITH_FRAMES = "WanTransformer3DModel"
 _PROMPT = "a red apple"
@@ -35,7 +34,7 @@ _PROMPT_TOKENS = 77
 
 @dataclasses.dataclass(frozen=True)
 class ModelFacts:
-    """What is known of a model before it is loaded.
+    """Facts of a model that its configs tell before it is loaded.
 
     Args:
         size: (width, height) in pixels that it was made for; None where its configs do not say.
@@ -49,7 +48,7 @@ class ModelFacts:
 
 
 @dataclasses.dataclass(frozen=True)
-class Subject:
+class LoadedModel:
     """A loaded model.
 
     Args:
@@ -59,7 +58,7 @@ class Subject:
         bind: (what ``whole`` gives, size, steps) → a call without arguments that is what is timed.
         scale: pixels per latent position, along each side.
         guided: whether classifier-free guidance makes two samples of each picture.
-        notes: what a reader of the figures should know, in words.
+        notes: remarks for the reader of the figures.
     """
 
     denoiser: nn.Module
@@ -87,7 +86,7 @@ def find_facts(model: str) -> ModelFacts:
     return ModelFacts(sketch.size, sketch.scale, video=is_a(sketch.denoiser, _WITH_FRAMES))
 
 
-def load_subject(
+def load_model(
     model: str,
     scope: str,
     dtype: torch.dtype,
@@ -95,7 +94,7 @@ def load_subject(
     scheduler: str | None,
     guidance: float | None,
     seed: int,
-) -> Subject:
+) -> LoadedModel:
     """Load a model or build it from its geometry.
 
     Args:
@@ -132,32 +131,28 @@ def load_subject(
         set_scheduler(pipe, scheduler)
     pipe.set_progress_bar_config(disable=True)
     call = _PipelineCall(pipe, guidance, seed)
-    return Subject(denoiser, False, call.whole, call, scale, guided, tuple(notes))
+    return LoadedModel(denoiser, False, call.whole, call, scale, guided, tuple(notes))
 
 
-def shared_copy(module: nn.Module) -> nn.Module:
-    """A copy whose modules are its own and whose weights are those of the original, not copied."""
-    shared = {id(tensor): tensor for tensor in chain(module.parameters(), module.buffers())}
-    return copy.deepcopy(module, shared)
-
-
-def _denoiser_alone(denoiser: nn.Module, scale: int, guided: bool, seed: int, notes: list[str]) -> Subject:
+def _denoiser_alone(
+    denoiser: nn.Module, scale: int, guided: bool, seed: int, notes: list[str]
+) -> LoadedModel:
     def bind(model: nn.Module, size: InputSize, steps: int) -> Callable[[], object]:
         inputs = example_inputs(denoiser, size, seed, guided)
 
         def call() -> object:
-            # As at each step of a generation: what was planned for a sample is used again while that lives.
+            # New tensors for each call, as in a generation: calls with the same sample tensor share plans.
             args, kwargs = tree_map_only(Tensor, torch.clone, (inputs.args, inputs.kwargs))
             with torch.no_grad():
                 return model(*args, **kwargs)
 
         return call
 
-    return Subject(denoiser, True, lambda model: model, bind, scale, guided, tuple(notes))
+    return LoadedModel(denoiser, True, lambda model: model, bind, scale, guided, tuple(notes))
 
 
 class _PipelineCall:
-    """Binds a pipeline to a call of it."""
+    """Makes calls of a pipeline with fixed prompt, seed and size."""
 
     def __init__(self, pipe: Any, guidance: float | None, seed: int) -> None:
         self.pipe, self.guidance, self.seed = pipe, guidance, seed
@@ -176,7 +171,7 @@ class _PipelineCall:
             "num_inference_steps": steps,
             "width": size.width,
             "height": size.height,
-            # Tensors: random weights make values that a conversion to 8 bits would warn of.
+            # Tensors: converting the output of random weights to 8 bits would warn.
             "output_type": "pt",
             **(self._embeddings(images) if pipe.tokenizer is None else {"prompt": [_PROMPT] * images}),
         }

@@ -1,4 +1,4 @@
-"""Which cell of a benchmark timed what pictures were drawn with."""
+"""Find the cell of a benchmark that timed the variant that pictures were drawn with."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Running out of memory as an error that a cell can report, instead of a process that the kernel kills."""
+"""Make a lack of memory an error that a cell can report, before the kernel kills the process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 __all__ = ["RESERVE", "available_memory", "memory_limit"]
 
-# What the rest of the machine may come to need meanwhile.
+# Left free for the rest of the machine.
 RESERVE = 256 * 2**20
 _MEMINFO, _STATUS, _OWN_GROUPS = map(Path, ("/proc/meminfo", "/proc/self/status", "/proc/self/cgroup"))
 _CGROUP = Path("/sys/fs/cgroup")
@@ -24,8 +24,8 @@ _GROUP_FILES_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inac
 def memory_limit(device: torch.device) -> Iterator[None]:
     """While the context lasts, let allocations beyond the memory at hand fail, where a CPU runs the model.
 
-    Linux grants more than it has and kills the process that uses it; the run would end without a word, and
-    again at the same cell when it is continued. A no-op on other systems and devices.
+    Linux grants more memory than it has and kills the process that uses it. The run would end without a
+    message, and again at the same cell when it is continued. Other systems and devices are left alone.
     """
     available = available_memory() if device.type == "cpu" and sys.platform == "linux" else None
     if available is None:

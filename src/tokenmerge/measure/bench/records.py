@@ -1,4 +1,4 @@
-"""What one cell of a benchmark found, as values and as one line of JSON; knows no model."""
+"""The record of a cell of a benchmark, as values and as a line of JSON."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import hashlib
 import json
 import statistics
 from collections.abc import Mapping, Sequence
+from math import isfinite
 from typing import Any
 
 from tokenmerge.config import with_new_names
@@ -29,7 +30,7 @@ class CellRecord:
         conditions: everything that the figures depend on; two cells with equal conditions are the same cell.
         status: ``"ok"``; ``"oom"``: it did not fit into memory; ``"unavailable"``: it cannot run here or on
             this model; ``"error"``: it failed, and is tried again by the next run.
-        message: why there are no figures, in words; empty for ``"ok"``.
+        message: why there are no figures; empty for ``"ok"``.
         seconds: wall-clock time of each timed call, in the order in which they ran.
         peak_bytes: most memory held during any of them; None where it cannot be read.
         references: seconds of dense runs in the same rounds, by name: ``"dense"`` with fused attention, and
@@ -105,15 +106,21 @@ class CellRecord:
                 message=values["message"],
                 seconds=tuple(map(float, values["seconds"])),
                 peak_bytes=values["peak_bytes"],
-                references={name: tuple(times) for name, times in values["references"].items()},
+                references={name: tuple(map(float, times)) for name, times in values["references"].items()},
                 facts=dict(values["facts"]),
                 finished=values["finished"],
             )
             known = record.status in STATUSES and bool(record.label)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise ConfigError(f"not a record of tokenmerge bench: {error!r}") from error
         if not known:
             raise ConfigError(f"status: expected one of {', '.join(STATUSES)}, got {record.status!r}")
+        if record.status == "ok" and not record.seconds:
+            raise ConfigError("seconds: expected at least one for status ok, got none; remove that line")
+        timings = (record.seconds, *record.references.values())
+        wrong = [time for times in timings for time in times if not (isfinite(time) and time > 0)]
+        if wrong:
+            raise ConfigError(f"seconds: expected times above 0, got {wrong[0]}; remove that line")
         return record
 
 

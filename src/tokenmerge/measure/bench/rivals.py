@@ -1,4 +1,4 @@
-"""Block caches as rivals of merging: what a model computed at one step is used again at the next ones."""
+"""Block caches to compare with: results of one denoising step are reused at the next ones."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["deepcache", "deepcache_missing", "first_block_cache"]
 
 @contextlib.contextmanager
 def deepcache(pipe: Any, config: None, report: None, interval: float) -> Iterator[None]:
-    """Run all of a UNet at every ``interval``-th step alone, with the package DeepCache.
+    """Run the whole UNet only at every ``interval``-th step, with the package DeepCache.
 
     Its last layer on the way up runs at every step. Source: arXiv 2312.00858.
 
@@ -52,7 +52,7 @@ def deepcache_missing() -> str | None:
 
 @contextlib.contextmanager
 def first_block_cache(pipe: Any, config: None, report: None, threshold: float) -> Iterator[None]:
-    """Leave out all blocks but the first while what that one changes differs little from step to step.
+    """Skip all blocks but the first on steps where the first block's residual changed little.
 
     diffusers' own implementation, also for Stable Diffusion 3, whose class does not offer it; there the last
     block, which returns no text, runs always. Source: ParaAttention's First Block Cache.
@@ -86,7 +86,7 @@ def first_block_cache(pipe: Any, config: None, report: None, threshold: float) -
     with contextlib.ExitStack() as in_force:
         in_force.callback(cached.disable_cache)
         if cached is not model:
-            # Nobody else tells the blocks when a generation begins.
+            # diffusers resets the cache only in models that offer it.
             generation = in_force.enter_context(contextlib.ExitStack())
 
             def begin(*args: object) -> None:

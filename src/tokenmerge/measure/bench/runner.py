@@ -1,35 +1,38 @@
-"""Measure every cell of a grid and append each to the results file as it ends."""
+"""Measure every cell of a benchmark, and append each to the results file when it ends."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import datetime
-from collections.abc import Callable, Iterator, Mapping
+import functools
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from tokenmerge.measure.bench.cell import compile_cache, free_memory
-from tokenmerge.measure.bench.cell_group import GroupRun, Outcome
+from tokenmerge.measure.bench.cell_group import CellGroup
+from tokenmerge.measure.bench.cells import Cell, Setting, plan_cells
 from tokenmerge.measure.bench.commit import source_commit
 from tokenmerge.measure.bench.env import environment
 from tokenmerge.measure.bench.failures import Failure
-from tokenmerge.measure.bench.grid import Grid
-from tokenmerge.measure.bench.loaded_model import Subject, load_subject
+from tokenmerge.measure.bench.loaded_model import LoadedModel, load_model
 from tokenmerge.measure.bench.memory import peak_memory_meaning
 from tokenmerge.measure.bench.memory_limit import memory_limit
-from tokenmerge.measure.bench.plan import Column, Group, Setting, plan_groups
+from tokenmerge.measure.bench.options import BenchOptions
+from tokenmerge.measure.bench.prepare import compile_cache, free_memory
 from tokenmerge.measure.bench.records import CellRecord, key_of
-from tokenmerge.measure.bench.store import ResultsFile, read_cells
+from tokenmerge.measure.bench.results_file import ResultsFile, read_cells
+from tokenmerge.measure.bench.unfinished import UnfinishedCells
 from tokenmerge.measure.pipelines.settings import resolve_device, resolve_dtype
 
-__all__ = ["Progress", "run_grid"]
+__all__ = ["CellProgress", "run_grid"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Progress:
+class CellProgress:
     """One cell is done, or was done by an earlier run.
 
     Args:
@@ -46,9 +49,9 @@ class Progress:
 
 
 def run_grid(
-    grid: Grid,
+    options: BenchOptions,
     out: Path,
-    on_cell: Callable[[Progress], None] = lambda progress: None,
+    on_cell: Callable[[CellProgress], None] = lambda progress: None,
     on_note: Callable[[str], None] = lambda note: None,
 ) -> list[CellRecord]:
     """Measure what is not yet in the results file.
@@ -58,38 +61,38 @@ def run_grid(
     into memory or cannot run is a record that says so, and the run goes on.
 
     Args:
-        grid: what to measure.
+        options: what to measure.
         out: the results file, made or continued: cells in it whose conditions are the same are not measured
             again, save those that failed.
-        on_cell: called as each cell ends.
-        on_note: called with what the user should know, in words.
+        on_cell: called when a cell ends.
+        on_note: called with messages for the user.
 
     Returns:
-        The cells of the grid, in its order.
+        The cells, in the order of the axes.
 
     Raises:
-        ConfigError: the grid does not fit the models or the machine; raised before anything is measured.
+        ConfigError: the options do not fit the models or the machine; raised before anything is measured.
         RecordNotWrittenError: the disk is full.
     """
-    device = resolve_device(grid.device)
-    groups = plan_groups(grid, device)
-    with ResultsFile(out, read_cells) as file, _threads(grid.threads):
+    device = resolve_device(options.device)
+    settings, cells = plan_cells(options, device)
+    with ResultsFile(out, read_cells) as file, _threads(options.threads):
         for note in file.notes:
             on_note(note)
-        run = _Run(device, file, on_cell, total=sum(len(group.columns) for group in groups))
-        for group in groups:
-            run.measure(group)
+        run = _Run(device, file, on_cell, total=len(settings) * len(cells))
+        for setting in settings:
+            run.measure(setting, cells)
         return run.records
 
 
 class _Run:
-    """One run of a grid; its attributes are what is known so far."""
+    """One run of a benchmark, and its records so far."""
 
     def __init__(
         self,
         device: torch.device,
         file: ResultsFile[CellRecord],
-        on_cell: Callable[[Progress], None],
+        on_cell: Callable[[CellProgress], None],
         total: int,
     ) -> None:
         self.device, self.file, self.on_cell, self.total = device, file, on_cell, total
@@ -102,76 +105,83 @@ class _Run:
             "environment": found,
             "commit": source_commit(),
         }
-        self._loaded: tuple[object, Subject] | None = None
+        self.unfinished = UnfinishedCells(file.path)
+        self._loaded: tuple[object, LoadedModel] | None = None
 
-    def measure(self, group: Group) -> None:
-        """Measure the cells of a group that are not in the file yet."""
+    def measure(self, setting: Setting, cells: Sequence[Cell]) -> None:
+        """Measure the cells of a setting that are not in the file yet."""
         pending = []
-        for column in group.columns:
-            known = self._recorded(group.setting, column)
+        for cell in cells:
+            known = self.file.records.get(key_of(self.conditions(setting, cell)))
             if known is None or known.status == "error":
-                pending.append(column)
+                pending.append(cell)
             else:
                 self._tell(known, resumed=True)
         if not pending:
             return
+        finish = functools.partial(self._finish, setting)
         try:
-            subject = self._subject(group.setting)
+            model = self._load(setting)
         except Exception as error:
             failure = Failure.of(error)
             if failure.status == "unavailable":  # a hub that is down or a folder half copied: try again
                 failure = dataclasses.replace(failure, status="error")
-            outcome = Outcome(failure=failure)
-            for column in pending:
-                self._finish(group.setting, column, outcome)
+            for cell in pending:
+                finish(cell, failure)
             return
-        compiled = any(column.compile for column in pending)
         with memory_limit(self.device), contextlib.ExitStack() as variants:
-            if compiled:
+            if any(cell.compile for cell in pending):
                 variants.enter_context(compile_cache())
-            cells = GroupRun(group.setting, subject, self.device, variants, self._recorded, self._finish)
-            cells.measure(pending)
+            CellGroup(
+                setting,
+                model,
+                self.device,
+                variants,
+                self.file.records,
+                self.unfinished,
+                functools.partial(self.conditions, setting),
+                finish,
+            ).measure(pending)
         free_memory()
 
-    def conditions(self, setting: Setting, column: Column) -> dict[str, Any]:
+    def conditions(self, setting: Setting, cell: Cell) -> dict[str, Any]:
         """Everything that the figures of a cell depend on."""
-        return {**dataclasses.asdict(setting), **column.conditions(), **self.machine}
+        return {**dataclasses.asdict(setting), **cell.conditions(), **self.machine}
 
-    def _recorded(self, setting: Setting, column: Column) -> CellRecord | None:
-        return self.file.records.get(key_of(self.conditions(setting, column)))
-
-    def _finish(self, setting: Setting, column: Column, outcome: Outcome) -> None:
+    def _finish(
+        self,
+        setting: Setting,
+        cell: Cell,
+        failure: Failure | None = None,
+        facts: Mapping[str, Any] = types.MappingProxyType({}),
+        **figures: Any,
+    ) -> None:
         """Write one cell's record to the file."""
-        failure = outcome.failure
         record = CellRecord(
-            conditions=self.conditions(setting, column),
+            conditions=self.conditions(setting, cell),
             status="ok" if failure is None else failure.status,
             message="" if failure is None else failure.message,
-            seconds=tuple(outcome.seconds),
-            peak_bytes=outcome.peak_bytes,
-            references={name: tuple(times) for name, times in outcome.references.items()},
-            facts={"peak_memory": peak_memory_meaning(self.device), **outcome.facts},
+            facts={"peak_memory": peak_memory_meaning(self.device), **facts},
             finished=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+            **figures,
         )
         self.file.append(record)
         self._tell(record, resumed=False)
 
     def _tell(self, record: CellRecord, resumed: bool) -> None:
         self.records.append(record)
-        self.on_cell(Progress(record, len(self.records), self.total, resumed))
+        self.on_cell(CellProgress(record, len(self.records), self.total, resumed))
 
-    def _subject(self, setting: Setting) -> Subject:
-        arguments = {
-            name: getattr(setting, name) for name in ("model", "scope", "scheduler", "guidance", "seed")
-        }
+    def _load(self, setting: Setting) -> LoadedModel:
+        names = ("model", "scope", "scheduler", "guidance", "seed")
+        arguments = {name: getattr(setting, name) for name in names}
         wanted = (setting.dtype, *arguments.values())
         if self._loaded is None or self._loaded[0] != wanted:
             self._loaded = None
             free_memory()
             dtype = resolve_dtype(setting.dtype, self.device)
             with memory_limit(self.device):
-                subject = load_subject(dtype=dtype, device=self.device, **arguments)
-            self._loaded = wanted, subject
+                self._loaded = wanted, load_model(dtype=dtype, device=self.device, **arguments)
         return self._loaded[1]
 
 

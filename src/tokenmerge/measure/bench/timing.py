@@ -1,4 +1,4 @@
-"""Timing that a reader can trust: warm, synchronised, interleaved, medians with their spread."""
+"""Interleaved timing of several variants, with the device synchronised; medians and their spread."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def interleaved(
 ) -> Iterator[Measurement]:
     """Time every variant ``repeat`` times, taking turns, and yield each measurement as it arises.
 
-    Taking turns lets a machine that slows down or speeds up meanwhile touch all variants alike. Warm-up
-    is the caller's: call each variant once before, so that compilation and caches are not timed.
+    Variants take turns so that a machine whose speed varies affects all of them alike. The caller warms up:
+    call each variant once before, so that compilation and caches are not timed.
 
     Args:
         variants: name → call without arguments.

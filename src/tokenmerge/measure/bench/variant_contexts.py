@@ -1,4 +1,4 @@
-"""How each variant is put on a model: context managers that leave no trace."""
+"""Apply each variant to a model, as context managers that leave no trace."""
 
 from __future__ import annotations
 
@@ -71,11 +71,11 @@ def tomesd(model: nn.Module, config: ToMeConfig, report: Report) -> Iterator[Non
     """Merge tokens with the package tomesd.
 
     Raises:
-        UnsupportedModelError: it finds no block in the model, which it would not say itself.
+        UnsupportedModelError: it finds no block in the model, which tomesd does not report itself.
     """
     original: Any = importlib.import_module("tomesd")
     settings = {name: value for name, value in config.to_dict().items() if name in TOMESD_SETTINGS}
-    # It deletes neither its records nor its references to the hooks.
+    # tomesd leaves its own attributes on the modules when it is removed.
     before = {module: set(module.__dict__) for module in model.modules()}
     try:
         original.apply_patch(model, **settings)
@@ -152,7 +152,7 @@ def _shortened(base: type[nn.Module], tokens: int, kept: int) -> type[nn.Module]
             result = original(self, x[:, :kept], *args[1:], **kwargs)
         else:
             result = original(self, **{**kwargs, "hidden_states": x[:, :kept]})
-        # Any values of the right shape do: what is copied costs as much as what an unmerge would write.
+        # The values do not matter. The copy costs as much as an unmerge would write.
         if isinstance(result, Tensor):
             return cat([result, x[:, kept:]], dim=1)
         return cat([result[0], x[:, kept:]], dim=1), *result[1:]

@@ -1,4 +1,4 @@
-"""What a benchmark compares: one entry for each variant."""
+"""The variants that a benchmark compares, one entry each."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tokenmerge.config import SETTINGS, ToMeConfig, flat
 from tokenmerge.errors import ConfigError
 from tokenmerge.measure.bench import rivals, variant_contexts
 from tokenmerge.measure.bench.records import variant_label
-from tokenmerge.measure.method_spec import METHODS, Merging, as_plain, read_setting
+from tokenmerge.measure.method_spec import METHODS, MethodSpec, as_plain, read_setting
 from tokenmerge.report import Report
 
 __all__ = [
@@ -110,10 +110,10 @@ class VariantSpec:
         return variant_label(self.name, dict(self.settings))
 
     @property
-    def merging(self) -> Merging | None:
+    def merging(self) -> MethodSpec | None:
         """The method and what is changed of it; None for a variant without settings."""
         method = VARIANTS[self.name].method
-        return None if method is None else Merging(method, dict(map(_read, self.settings)))
+        return None if method is None else MethodSpec(method, dict(map(_read, self.settings)))
 
     def apply(
         self, target: object, config: ToMeConfig | None, report: Report | None
@@ -167,14 +167,14 @@ def parse_variant(text: str, ratios: Sequence[float], defaults: Mapping[str, Any
     try:
         items = [read_setting(item, variant.takes) for item in _COMMA.split(rest.rstrip(", ")) if item]
         given = {**defaults, **dict(items)}
-        method = Merging(variant.method)
+        method = MethodSpec(variant.method)
         own = flat(vars(ToMeConfig() if method.needs_model else method.config()))
         if given.get("planner", own["planner"]) == "uniform":
             ratios = [own["ratio"]]
         specs = []
         for ratio in [given["ratio"]] if "ratio" in given else ratios:
             changes = {**given, "ratio": float(ratio)}
-            Merging(variant.method, changes)
+            MethodSpec(variant.method, changes)
             # Without the method's own, so that one variant has one name.
             shown = [
                 (setting, as_plain(changes[setting]))

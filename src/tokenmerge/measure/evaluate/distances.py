@@ -1,4 +1,4 @@
-"""How far apart two sets of pictures are, from features of their pictures; by torchmetrics."""
+"""Distances between two sets of pictures, computed from their features by torchmetrics."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ALONE = {"sync_on_compute": False}
 def frechet_distance(features: Tensor, reference: Tensor) -> float:
     """Fréchet distance of two Gaussians (Heusel et al. 2017, arXiv 1706.08500), the distance of FID.
 
-    It falls as the sets come closer. Of few pictures it is too high: compare only figures of equally many.
+    Lower is closer. With few pictures it is biased upwards: compare only sets of equal size.
 
     Args:
         features: [n, d], n ≥ 2.
@@ -36,8 +36,8 @@ def frechet_distance(features: Tensor, reference: Tensor) -> float:
 def kernel_distance(features: Tensor, reference: Tensor) -> float:
     """Squared maximum mean discrepancy with a cubic kernel (Bińkowski et al. 2018, arXiv 1801.01401): KID.
 
-    Unbiased, so that it may be negative for sets that are alike, and fit for few pictures. Over all pictures
-    up to a thousand, beyond that the mean over 100 subsets of a thousand, always the same.
+    It is unbiased, and so fit for few pictures; for similar sets it may be negative. Up to a thousand
+    pictures it is computed over all of them, beyond that as the mean over 100 fixed subsets of a thousand.
 
     Args:
         features: [n, d], n ≥ 2.
@@ -61,7 +61,7 @@ def kernel_distance(features: Tensor, reference: Tensor) -> float:
 
 
 def _as_they_are(features: Tensor) -> nn.Module:
-    """The extractor of features that are extracted already."""
+    """A feature extractor that returns its input: the features are extracted already."""
     extractor = nn.Identity()
     extractor.num_features = features.shape[1]  # type: ignore[assignment]
     return extractor

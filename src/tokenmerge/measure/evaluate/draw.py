@@ -1,4 +1,4 @@
-"""Drawing the pictures that are not there yet."""
+"""Draw the pictures that are missing."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from tokenmerge.errors import ConfigError
-from tokenmerge.measure.bench.failures import is_out_of_memory
 from tokenmerge.measure.bench.variants import VARIANTS
-from tokenmerge.measure.evaluate.layout import Layout
+from tokenmerge.measure.evaluate.picture_store import PictureStore
 from tokenmerge.measure.evaluate.prompts import Item
 from tokenmerge.measure.evaluate.variants import Drawn
-from tokenmerge.measure.files import write_atomically, writing
+from tokenmerge.measure.files import write_atomically
+from tokenmerge.measure.out_of_memory import is_out_of_memory
 from tokenmerge.measure.pipelines.call import PipelineCall
 from tokenmerge.measure.pipelines.loading import denoiser_name
 from tokenmerge.measure.pipelines.shared_weights import twin
@@ -34,12 +34,12 @@ class Task:
     items: tuple[Item, ...]
 
 
-def missing(batches: Sequence[Sequence[Item]], variants: Sequence[Drawn], layout: Layout) -> list[Task]:
-    """What is left to draw, batch by batch, so that a run that is cut off leaves whole comparisons."""
+def missing(batches: Sequence[Sequence[Item]], variants: Sequence[Drawn], store: PictureStore) -> list[Task]:
+    """What is left to draw, batch by batch, so that an interrupted run leaves complete comparisons."""
     tasks = []
     for batch in batches:
         for variant in variants:
-            left = tuple(item for item in batch if not layout.picture(variant, item).exists())
+            left = tuple(item for item in batch if not store.picture(variant, item).exists())
             if left:
                 tasks.append(Task(variant, left))
     return tasks
@@ -49,16 +49,16 @@ def draw(
     pipe: DiffusionPipeline,
     call: PipelineCall,
     tasks: Sequence[Task],
-    layout: Layout,
+    store: PictureStore,
     on_pictures: Callable[[int], None],
 ) -> None:
-    """Draw and write pictures; each is whole as soon as it is there.
+    """Draw and write pictures. A picture appears on the disk only when it is complete.
 
     Args:
         pipe: stays dense; every other variant gets a denoiser of its own on the same weights.
         call: how the pipeline is called, whatever the prompts and seeds.
         tasks: what to draw.
-        layout: where the pictures go.
+        store: where the pictures go.
         on_pictures: called with the number of pictures that were just written.
 
     Raises:
@@ -87,9 +87,7 @@ def draw(
                     ) from error
                 raise
             for item, picture in zip(task.items, pictures, strict=True):
-                path = layout.picture(task.variant, item)
-                with writing(path, "out", CONTINUES):
-                    write_atomically(path, picture.save)
+                write_atomically(store.picture(task.variant, item), picture.save, advice=CONTINUES)
             on_pictures(len(task.items))
 
 

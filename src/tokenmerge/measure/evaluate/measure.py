@@ -1,4 +1,4 @@
-"""From pictures to figures: what one process measures of its share, and the figures over all of them."""
+"""Measure the pictures of one process, and average over the pictures of all processes."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from tokenmerge.errors import ConfigError
 from tokenmerge.measure.bench.variants import DENSE
-from tokenmerge.measure.evaluate.layout import Layout
 from tokenmerge.measure.evaluate.metrics import Metrics
+from tokenmerge.measure.evaluate.picture_store import PictureStore
 from tokenmerge.measure.evaluate.prompts import Item
 from tokenmerge.measure.evaluate.variants import Drawn
+from tokenmerge.measure.files import open_picture
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-__all__ = ["Figures", "Measured", "describe", "figures_of", "measure", "open_picture"]
+__all__ = ["Figures", "Measured", "describe", "figures_of", "measure"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """What is known of some pictures.
+    """Measurements of some pictures.
 
     Args:
         indices: [n], the pictures' numbers.
@@ -68,7 +68,7 @@ class Figures:
 def measure(
     batches: Sequence[Sequence[tuple[int, Item]]],
     variants: Sequence[Drawn],
-    layout: Layout,
+    store: PictureStore,
     metrics: Metrics,
 ) -> Measured:
     """Measure pictures that are drawn.
@@ -76,18 +76,18 @@ def measure(
     Args:
         batches: numbers and items.
         variants: dense first.
-        layout: where the pictures are.
+        store: where the pictures are.
         metrics: what to measure.
 
     Raises:
-        ConfigError: a picture cannot be read.
+        ConfigError: a picture cannot be read, or has another size than the conditions say.
     """
     columns: dict[tuple[str, str], list[Tensor]] = defaultdict(list)
     for batch in batches:
         prompts = [item.prompt.text for _, item in batch]
         dense: list[Image] = []
         for variant in variants:
-            images = [open_picture(layout.picture(variant, item)) for _, item in batch]
+            images = [store.open(variant, item) for _, item in batch]
             dense = dense or images
             for metric in metrics.of_pictures:
                 if images is not dense or not metric.beside_dense:
@@ -107,7 +107,7 @@ def describe(batches: Sequence[Sequence[tuple[int, Path]]], metrics: Metrics) ->
     """
     columns: dict[tuple[str, str], list[Tensor]] = defaultdict(list)
     for batch in batches:
-        images = [open_picture(path) for _, path in batch]
+        images = [open_picture(path, "reference", "leave it out of the folder") for _, path in batch]
         for name, network in metrics.features.items():
             columns["", name].append(network(images))
     indices = torch.tensor([index for batch in batches for index, _ in batch])
@@ -151,21 +151,3 @@ def figures_of(
     undefined = tuple(name for name, value in values.items() if not math.isfinite(value))
     finite = {name: value for name, value in values.items() if name not in undefined}
     return Figures(finite, equal, len(measured.indices) if chosen is None else len(chosen), undefined)
-
-
-def open_picture(path: Path) -> Image:
-    """Read a picture.
-
-    Raises:
-        ConfigError: it is not there or not a picture.
-    """
-    import PIL.Image
-
-    try:
-        with PIL.Image.open(path) as picture:
-            return picture.convert("RGB")
-    except OSError as error:
-        raise ConfigError(
-            f"cannot read the picture {path} ({error.strerror or 'it is no picture'}); delete it, and the "
-            "same command draws it again"
-        ) from error

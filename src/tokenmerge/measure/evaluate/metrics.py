@@ -1,4 +1,4 @@
-"""The figures of an evaluation: which there are, which network each needs, and how each is computed."""
+"""The metrics of an evaluation: their names, the networks that they need, and how they are computed."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from tokenmerge.measure.demo.glyphs import asked_for
 from tokenmerge.measure.demo.retrieval import Gallery
 from tokenmerge.measure.evaluate.distances import frechet_distance, kernel_distance
 from tokenmerge.measure.evaluate.networks import INCEPTION, Clip, Inception, Lpips, Network, Vision
+from tokenmerge.measure.files import is_folder
 from tokenmerge.pictures import as_tensor
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ class Wanted:
 
 @dataclasses.dataclass(frozen=True)
 class PictureMetric:
-    """A figure of each picture; the mean is told.
+    """A value for each picture; reports show the mean.
 
     Args:
         name: of :data:`METRIC_NAMES`.
@@ -100,7 +101,7 @@ class SetMetric:
 
 @dataclasses.dataclass(frozen=True)
 class Metrics:
-    """All that is measured.
+    """All metrics of an evaluation.
 
     Args:
         of_pictures: a column each.
@@ -154,7 +155,7 @@ def load_metrics(wanted: Sequence[Wanted], prompts: Sequence[str], on_note: Call
     Args:
         wanted: of :func:`parse_metrics`.
         prompts: those that will be drawn.
-        on_note: called with what needs weights from elsewhere, and with what is left out and why.
+        on_note: called with messages on weights that must be fetched, and on metrics that are left out.
 
     Raises:
         MissingExtraError: torchmetrics is not installed.
@@ -165,7 +166,7 @@ def load_metrics(wanted: Sequence[Wanted], prompts: Sequence[str], on_note: Call
     loader = _Loader(prompts)
     of_pictures, of_sets, networks = [], [], {}
     for one in wanted:
-        if one.network is not None and not Path(one.network).is_dir():
+        if one.network is not None and not is_folder(Path(one.network)):
             on_note(f"{one.name} needs the weights of {one.network}, which are fetched unless they are here")
         try:
             metric = loader.load(one)

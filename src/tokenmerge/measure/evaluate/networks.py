@@ -21,7 +21,7 @@ INCEPTION = "inception-v3"
 
 
 class Network(Protocol):
-    """What turns pictures into features."""
+    """A network that turns pictures into features."""
 
     def to(self, device: torch.device) -> None:
         """Move its weights."""
@@ -154,7 +154,7 @@ def _pooled(output: Any) -> Tensor:
 
 @contextlib.contextmanager
 def _loading(what: str) -> Iterator[None]:
-    """Turn the many errors of a network that is not there into one line."""
+    """Turn the various errors of a missing network into one line."""
     try:
         yield
     except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:

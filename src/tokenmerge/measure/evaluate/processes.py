@@ -21,13 +21,13 @@ T = TypeVar("T")
 # How torchrun, which accelerate launch runs, and the implementations of MPI tell the number of processes.
 _WORLD_SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 
-# The first process to be ready waits for the last one, which may have hours of pictures left.
+# The first process to finish waits for the last one, which may have hours of pictures left.
 _PATIENCE = datetime.timedelta(days=30)
 
 
 @dataclasses.dataclass(frozen=True)
 class Processes:
-    """The place of this process among all.
+    """The position of this process among all.
 
     Args:
         index: its number, from 0.

@@ -1,4 +1,4 @@
-"""What to draw: prompts from a file, or those that come with a bundled model."""
+"""Prompts from a file, or those of a bundled model."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 
 from tokenmerge.errors import ConfigError
 from tokenmerge.measure.demo.glyphs import caption, choose_prompts, read_glyphs
+from tokenmerge.measure.files import read_bytes
 
 __all__ = ["IMAGENET_TEMPLATE", "Item", "Prompt", "built_in_prompts", "items_of", "read_prompts"]
 
@@ -91,12 +92,7 @@ def read_prompts(path: Path, template: str | None = None) -> list[Prompt]:
 
 def _lines(path: Path) -> list[str]:
     """The lines that are not blank."""
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise ConfigError(
-            f"prompts: cannot read {path} ({error.strerror or error}); give a file with a prompt a line"
-        ) from error
+    content = read_bytes(path, "prompts", "give a file with a prompt a line")
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:

@@ -1,4 +1,4 @@
-"""From what was measured to records of quality."""
+"""Make records of quality from measurements."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections.abc import Mapping
 
 from tokenmerge.measure.bench.records import key_of
 from tokenmerge.measure.bench.variants import FEWER_STEPS
+from tokenmerge.measure.evaluate.evaluation import Evaluation
 from tokenmerge.measure.evaluate.measure import Figures, Measured, figures_of
 from tokenmerge.measure.evaluate.metrics import Metrics
-from tokenmerge.measure.evaluate.plan import Plan
 from tokenmerge.measure.evaluate.variants import Drawn
 from tokenmerge.measure.reporting.quality import QualityRecord, SampleRecord
 
@@ -18,7 +18,7 @@ __all__ = ["quality_records"]
 
 
 def quality_records(
-    plan: Plan,
+    evaluation: Evaluation,
     metrics: Metrics,
     measured: Measured,
     reference: Measured | None,
@@ -27,25 +27,27 @@ def quality_records(
     """The figures of each variant, over all pictures and then over those of each category.
 
     Args:
-        plan: what was drawn.
+        evaluation: what was drawn.
         metrics: what was measured.
         measured: of all pictures.
         reference: features of the pictures that sets are compared with; None: those of dense.
         known: records of earlier runs, by key, whose figures stay unless they were measured again.
     """
-    categories = dict.fromkeys([None, *(item.prompt.category for item in plan.items)])
+    categories = dict.fromkeys([None, *(item.prompt.category for item in evaluation.items)])
     measured_with = dict(metrics.networks)
     for metric in metrics.of_sets:
-        if plan.reference is not None:
-            measured_with[metric.name] += f", against {plan.reference.folder}"
+        if evaluation.reference is not None:
+            measured_with[metric.name] += f", against {evaluation.reference.folder}"
     records = []
-    for variant in plan.variants:
+    for variant in evaluation.variants:
         for category in categories:
-            chosen = [i for i, item in enumerate(plan.items) if category in (None, item.prompt.category)]
+            chosen = [
+                i for i, item in enumerate(evaluation.items) if category in (None, item.prompt.category)
+            ]
             figures = figures_of(
                 variant.label, measured, metrics, reference, None if category is None else chosen
             )
-            record = _record(plan, variant, category, figures)
+            record = _record(evaluation, variant, category, figures)
             now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
             record = dataclasses.replace(record, measured_with=measured_with, finished=now)
             earlier = known.get(record.key)
@@ -61,8 +63,8 @@ def quality_records(
     return records
 
 
-def _record(plan: Plan, variant: Drawn, category: str | None, figures: Figures) -> QualityRecord:
-    conditions = dict(plan.layout.conditions)
+def _record(evaluation: Evaluation, variant: Drawn, category: str | None, figures: Figures) -> QualityRecord:
+    conditions = dict(evaluation.store.conditions)
     notes = []
     if variant.steps != conditions["steps"]:
         notes.append(f"{variant.label}: {variant.steps} of {conditions['steps']} steps")
@@ -75,7 +77,7 @@ def _record(plan: Plan, variant: Drawn, category: str | None, figures: Figures) 
         f"{variant.label}: {name} is left out: for a picture or for all of them it is not a finite number"
         for name in figures.undefined
     ]
-    texts = [prompt.text for prompt in plan.prompts]
+    texts = [prompt.text for prompt in evaluation.prompts]
     return QualityRecord(
         model=conditions.pop("model"),
         width=conditions.pop("width"),
@@ -89,7 +91,7 @@ def _record(plan: Plan, variant: Drawn, category: str | None, figures: Figures) 
         conditions={
             **conditions,
             "prompts": {"count": len(texts), "key": key_of({"prompts": texts})},
-            "seeds": sorted({item.seed for item in plan.items}),
+            "seeds": sorted({item.seed for item in evaluation.items}),
         },
         notes=tuple(notes),
     )

@@ -7,43 +7,31 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from tokenmerge.errors import ConfigError
-from tokenmerge.measure.bench.cell import free_memory
-from tokenmerge.measure.bench.store import ResultsFile
+from tokenmerge.measure.bench.prepare import free_memory
+from tokenmerge.measure.bench.results_file import ResultsFile
 from tokenmerge.measure.evaluate.draw import CONTINUES, Task, draw, missing
+from tokenmerge.measure.evaluate.evaluation import Evaluation, plan_evaluation
 from tokenmerge.measure.evaluate.measure import Measured, describe, measure
 from tokenmerge.measure.evaluate.metrics import Metrics, load_metrics
 from tokenmerge.measure.evaluate.options import EvaluateOptions
-from tokenmerge.measure.evaluate.plan import Plan, make_plan
 from tokenmerge.measure.evaluate.processes import Processes, processes
 from tokenmerge.measure.evaluate.records import quality_records
 from tokenmerge.measure.evaluate.samples import pack, sample_records, unpack, write_sheet
-from tokenmerge.measure.files import prepare_folder, write_json, writing
+from tokenmerge.measure.files import prepare_folder, write_json
 from tokenmerge.measure.pipelines.call import PipelineCall, latent_scale
 from tokenmerge.measure.pipelines.loading import load_pipeline, require_diffusers
 from tokenmerge.measure.pipelines.settings import set_attention, set_scheduler
 from tokenmerge.measure.pipelines.shared_weights import denoising_models
 from tokenmerge.measure.pipelines.sizes import check_size
+from tokenmerge.measure.progress import Progress
 from tokenmerge.measure.reporting.quality import QualityRecord, SampleRecord, read_quality
 
-__all__ = ["Progress", "evaluate"]
+__all__ = ["evaluate"]
 
 T = TypeVar("T")
 
 # Pictures below which FID says more about their number than about the sets.
 _ENOUGH_FOR_FID = 2048
-
-
-@dataclasses.dataclass(frozen=True)
-class Progress:
-    """How far the drawing is.
-
-    Args:
-        done: pictures that the first process has drawn.
-        total: pictures that it draws in all; those of earlier runs do not count.
-    """
-
-    done: int
-    total: int
 
 
 def evaluate(
@@ -53,29 +41,29 @@ def evaluate(
 ) -> list[QualityRecord] | None:
     """Draw what is not drawn yet, measure all of it, and append the figures to the results file.
 
-    Pictures that earlier runs drew under the same conditions are taken as they are: a run that was cut off
-    continues, and one with more prompts, variants or metrics does only what is new. Under ``accelerate
+    Pictures that earlier runs drew under the same conditions are reused: an interrupted run continues, and a
+    run with more prompts, variants or metrics does only what is new. Under ``accelerate
     launch`` the batches are split over the processes; the figures are those of a single process.
 
     Args:
         options: what to do.
         on_progress: called as pictures are written, in the first process alone.
-        on_note: called with what the user should know, in words.
+        on_note: called with messages for the user.
 
     Returns:
         The figures, dense first, each variant's categories after its whole; None in every process but the
         first.
 
     Raises:
-        TokenMergingError: an option does not fit the model or the machine. What costs little to check is
-            checked before the weights are loaded, and whether each metric works before the first picture.
+        TokenMergingError: an option does not fit the model or the machine. Cheap checks run before the
+            weights are loaded, and each metric is tried before the first picture.
     """
     require_diffusers("tokenmerge evaluate")
     with processes(options.device) as team:
-        plan = make_plan(options, team.device)
-        # Machines differ in the times of their files: pictures go where the first process puts them.
-        plan = dataclasses.replace(plan, layout=team.gather(plan.layout)[0])
-        run = _Run(options, plan, team, on_progress if team.is_main else lambda progress: None)
+        evaluation = plan_evaluation(options, team.device)
+        # The modification times of weights differ between machines: all use the folder of the first process.
+        evaluation = dataclasses.replace(evaluation, store=team.gather(evaluation.store)[0])
+        run = _Run(options, evaluation, team, on_progress if team.is_main else lambda progress: None)
         if team.count > 1 and team.is_main:
             on_note(f"{team.count} processes share the prompts")
         if not team.is_main:
@@ -91,7 +79,7 @@ def evaluate(
 
 
 class _Run:
-    """One run; its attributes are what is known so far."""
+    """One run, and its measurements so far."""
 
     metrics: Metrics
     measured: Measured
@@ -100,21 +88,21 @@ class _Run:
     def __init__(
         self,
         options: EvaluateOptions,
-        plan: Plan,
+        evaluation: Evaluation,
         team: Processes,
         on_progress: Callable[[Progress], None],
     ) -> None:
-        self.options, self.plan, self.team, self.on_progress = options, plan, team, on_progress
-        # Formed before they are split, so that a picture's neighbours do not depend on how many processes
-        # there are: kernels round differently for another batch.
-        self.batches = team.share(_batches(list(enumerate(plan.items)), options.batch))
-        self.shown = [item for item in plan.items if item.seed == options.seed][: options.samples]
+        self.options, self.evaluation, self.team, self.on_progress = options, evaluation, team, on_progress
+        # Batches are formed before they are split over processes. Kernels round differently for another
+        # batch, so that pictures would depend on the number of processes.
+        self.batches = team.share(_batches(list(enumerate(evaluation.items)), options.batch))
+        self.shown = [item for item in evaluation.items if item.seed == options.seed][: options.samples]
 
     def load_metrics(self, on_note: Callable[[str], None]) -> None:
         """Make sure that all metrics work, before hours are spent on pictures."""
-        self.metrics = load_metrics(self.options.wanted(), [p.text for p in self.plan.prompts], on_note)
+        self.metrics = load_metrics(self.options.wanted(), [p.text for p in self.evaluation.prompts], on_note)
         names = [metric.name for metric in self.metrics.of_sets]
-        count = len(self.plan.items)
+        count = len(self.evaluation.items)
         if names and count < 2:
             raise ConfigError(f"{', '.join(names)}: expected at least 2 pictures, got {count}; add --seeds 2")
         if "fid" in names and count < _ENOUGH_FOR_FID:
@@ -122,58 +110,58 @@ class _Run:
 
     def draw_and_measure(self) -> None:
         """Draw what is missing of this process's share, measure the share, and gather all shares."""
-        plan, team = self.plan, self.team
-        prepare_folder(plan.layout.folder)
+        evaluation, team = self.evaluation, self.team
+        prepare_folder(evaluation.store.folder)
         if team.is_main:
-            path = plan.layout.folder / "conditions.json"
-            with writing(path, "out", CONTINUES):
-                write_json(path, plan.layout.conditions)
+            write_json(evaluation.store.folder / "conditions.json", evaluation.store.conditions, CONTINUES)
         items = [[item for _, item in batch] for batch in self.batches]
-        tasks = missing(items, plan.variants, plan.layout)
+        tasks = missing(items, evaluation.variants, evaluation.store)
         if tasks:
             self._draw(tasks)
             free_memory()
         self.metrics.to(team.device)
-        mine = measure(self.batches, plan.variants, plan.layout, self.metrics)
+        mine = measure(self.batches, evaluation.variants, evaluation.store, self.metrics)
         self.measured = Measured.merge(team.gather(mine))
         self.reference = None
-        if plan.reference is not None and self.metrics.features:
-            paths = _batches(list(enumerate(plan.reference.pictures)), self.options.batch)
+        if evaluation.reference is not None and self.metrics.features:
+            paths = _batches(list(enumerate(evaluation.reference.pictures)), self.options.batch)
             self.reference = Measured.merge(team.gather(describe(team.share(paths), self.metrics)))
-        packed = team.gather(pack(self.shown, plan.variants, plan.layout) if team.count > 1 else {})
+        packed = team.gather(
+            pack(self.shown, evaluation.variants, evaluation.store) if team.count > 1 else {}
+        )
         if team.is_main:
             unpack(packed)
 
     def _draw(self, tasks: Sequence[Task]) -> None:
-        options, plan = self.options, self.plan
-        pipe = load_pipeline(plan.source, plan.dtype, self.team.device)
+        options, evaluation = self.options, self.evaluation
+        pipe = load_pipeline(evaluation.source, evaluation.dtype, self.team.device)
         if options.scheduler is not None:
             set_scheduler(pipe, options.scheduler)
         set_attention(list(denoising_models(pipe).values()), options.attention)
         pipe.set_progress_bar_config(disable=True)
-        check_size(plan.size, latent_scale(pipe))
-        call = PipelineCall.prepare(pipe, options.drawing(plan.prompts[0].text), plan.size)
+        check_size(evaluation.size, latent_scale(pipe))
+        call = PipelineCall.prepare(pipe, options.drawing(evaluation.prompts[0].text), evaluation.size)
         total, done = sum(len(task.items) for task in tasks), 0
 
         def drawn(count: int) -> None:
             nonlocal done
             done += count
-            self.on_progress(Progress(done, total))
+            self.on_progress(Progress("drawing", done, total))
 
-        self.on_progress(Progress(0, total))
-        draw(pipe, call, tasks, plan.layout, drawn)
+        self.on_progress(Progress("drawing", 0, total))
+        draw(pipe, call, tasks, evaluation.store, drawn)
 
     def write(self, file: ResultsFile[QualityRecord | SampleRecord]) -> list[QualityRecord]:
         """Append figures and samples that the file does not have yet, and draw the sheet."""
-        plan = self.plan
-        records = quality_records(plan, self.metrics, self.measured, self.reference, file.records)
-        samples = sample_records(self.shown, plan.variants, plan.layout)
+        evaluation = self.evaluation
+        records = quality_records(evaluation, self.metrics, self.measured, self.reference, file.records)
+        samples = sample_records(self.shown, evaluation.variants, evaluation.store)
         everything: list[QualityRecord | SampleRecord] = [*records, *samples]
         for record in everything:
             if file.records.get(record.key) != record:
                 file.append(record)
         if self.options.grid is not None:
-            write_sheet(self.options.grid, self.shown, plan.variants, plan.layout)
+            write_sheet(self.options.grid, self.shown, evaluation.variants, evaluation.store)
         return records
 
 

@@ -1,4 +1,4 @@
-"""The pictures that are shown: records for the report's sliders, and the sheet."""
+"""Sample pictures: records for the sliders of the report, and the sheet."""
 
 from __future__ import annotations
 
@@ -8,25 +8,24 @@ from pathlib import Path
 
 from tokenmerge.measure.bench.variants import DENSE
 from tokenmerge.measure.evaluate.draw import CONTINUES
-from tokenmerge.measure.evaluate.layout import Layout
-from tokenmerge.measure.evaluate.measure import open_picture
+from tokenmerge.measure.evaluate.picture_store import PictureStore
 from tokenmerge.measure.evaluate.prompts import Item
 from tokenmerge.measure.evaluate.variants import Drawn
-from tokenmerge.measure.files import write_atomically, writing
+from tokenmerge.measure.files import write_atomically
 from tokenmerge.measure.reporting.quality import SampleRecord
 from tokenmerge.pictures import sample_sheet
 
 __all__ = ["pack", "sample_records", "unpack", "write_sheet"]
 
 
-def pack(items: Sequence[Item], variants: Sequence[Drawn], layout: Layout) -> dict[Path, bytes]:
-    """The content of the pictures of these items that are here, for a machine that they are not on."""
-    paths = [layout.picture(variant, item) for item in items for variant in variants]
+def pack(items: Sequence[Item], variants: Sequence[Drawn], store: PictureStore) -> dict[Path, bytes]:
+    """The bytes of the sample pictures on this machine, to be sent to the first process."""
+    paths = [store.picture(variant, item) for item in items for variant in variants]
     return {path: path.read_bytes() for path in paths if path.exists()}
 
 
 def unpack(packed: Iterable[Mapping[Path, bytes]]) -> None:
-    """Write those pictures that are not here.
+    """Write the pictures that this machine does not have.
 
     Raises:
         ConfigError: one cannot be written.
@@ -34,11 +33,12 @@ def unpack(packed: Iterable[Mapping[Path, bytes]]) -> None:
     for files in packed:
         for path, content in files.items():
             if not path.exists():
-                with writing(path, "out", CONTINUES):
-                    write_atomically(path, partial(Path.write_bytes, data=content))
+                write_atomically(path, partial(Path.write_bytes, data=content), advice=CONTINUES)
 
 
-def sample_records(items: Sequence[Item], variants: Sequence[Drawn], layout: Layout) -> list[SampleRecord]:
+def sample_records(
+    items: Sequence[Item], variants: Sequence[Drawn], store: PictureStore
+) -> list[SampleRecord]:
     """A pair of pictures for each item and each variant but dense, which comes first."""
     dense, *others = variants
     return [
@@ -47,35 +47,34 @@ def sample_records(items: Sequence[Item], variants: Sequence[Drawn], layout: Lay
             seed=item.seed,
             variant=variant.spec.name,
             settings=dict(variant.spec.settings),
-            dense=layout.relative(layout.picture(dense, item)),
-            image=layout.relative(layout.picture(variant, item)),
+            dense=store.relative(store.picture(dense, item)),
+            image=store.relative(store.picture(variant, item)),
         )
         for item in items
         for variant in others
     ]
 
 
-def write_sheet(path: Path, items: Sequence[Item], variants: Sequence[Drawn], layout: Layout) -> None:
+def write_sheet(path: Path, items: Sequence[Item], variants: Sequence[Drawn], store: PictureStore) -> None:
     """Write the sheet: rows prompts, columns dense and variants.
 
     Raises:
         ConfigError: it cannot be written.
     """
-    columns = [(variant.spec.name, _small_print(variant, layout)) for variant in variants]
+    columns = [(variant.spec.name, _small_print(variant, store)) for variant in variants]
     rows = [
         (
-            [open_picture(layout.picture(variant, item)) for variant in variants],
+            [store.open(variant, item) for variant in variants],
             f"{item.prompt.text} · seed {item.seed}",
         )
         for item in items
     ]
     sheet = sample_sheet(columns, rows)
-    with writing(path, "save-grid", "choose another file"):
-        write_atomically(path, sheet.save)
+    write_atomically(path, sheet.save, "save-grid", "choose another file")
 
 
-def _small_print(variant: Drawn, layout: Layout) -> str:
+def _small_print(variant: Drawn, store: PictureStore) -> str:
     if variant.spec.name == DENSE:
-        return f"{layout.conditions['width']} x {layout.conditions['height']}, {variant.steps} steps"
+        return f"{store.conditions['width']} x {store.conditions['height']}, {variant.steps} steps"
     words = variant.label.removeprefix(variant.spec.name).strip()
-    return words if variant.steps == layout.conditions["steps"] else f"{variant.steps} steps {words}"
+    return words if variant.steps == store.conditions["steps"] else f"{variant.steps} steps {words}"

@@ -1,4 +1,4 @@
-"""What is compared with dense: variants that make pictures, and with how many steps each."""
+"""The variants that are compared with dense, and the number of steps of each."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 from tokenmerge.errors import ConfigError
 from tokenmerge.measure.bench.match_records import cell_of_pictures
 from tokenmerge.measure.bench.records import CellRecord
-from tokenmerge.measure.bench.store import read_cells
+from tokenmerge.measure.bench.results_file import read_cells
 from tokenmerge.measure.bench.variants import DENSE, FEWER_STEPS, VARIANTS, VariantSpec, parse_variant
 
 __all__ = ["CHOICES", "Drawn", "parse_variants", "plan_variants"]
 
-# Of an oracle, the pictures are wrong.
+# Without the oracle, whose pictures are wrong.
 CHOICES = (*(name for name, variant in VARIANTS.items() if variant.is_faster), FEWER_STEPS)
 
 

@@ -1,4 +1,4 @@
-"""What tells apart the weights that one name of a model stands for at different times."""
+"""A key of a model's weights, which change under the same name."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _FILES = (".safetensors", ".bin", ".json", ".txt")
 
 
 def weights_key(source: ModelSource) -> str | None:
-    """What changes when the files of a model do: sizes and times of files, of a hub id its commit.
+    """A key that changes with a model's files: from their sizes and times, or the commit of a hub model.
 
     Args:
         source: of a hub id, the configs were read before.

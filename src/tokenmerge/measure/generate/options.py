@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenmerge.errors import ConfigError
-from tokenmerge.measure.method_spec import Merging
+from tokenmerge.measure.method_spec import MethodSpec
 from tokenmerge.measure.pipelines.loading import DEFAULT_MODEL
 from tokenmerge.measure.pipelines.settings import DTYPE_CHOICES, check_attention
 
@@ -46,7 +46,7 @@ class GenerateOptions:
 
     prompt: str
     model: str = DEFAULT_MODEL
-    merging: Merging = dataclasses.field(default_factory=Merging)
+    merging: MethodSpec = dataclasses.field(default_factory=MethodSpec)
     size: tuple[int, int] | None = None
     steps: int = 25
     seed: int = 0

@@ -1,4 +1,4 @@
-"""What a run of ``tokenmerge generate`` found, as values and as the JSON of ``run.json``."""
+"""The results of ``tokenmerge generate``, as values and as the JSON of ``run.json``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class VariantResult:
     Args:
         name: ``"dense"`` or ``"merged"``.
         seconds: wall-clock time of each timed pipeline call, in the order in which they ran.
-        peak_bytes: most memory held during any of them; ``None`` where it cannot be read.
+        peak_bytes: most memory held during any of these calls; ``None`` where it cannot be read.
     """
 
     name: str
@@ -55,16 +55,16 @@ class Quality:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """Everything that a run found.
+    """All results of a run.
 
     Args:
         folder: where the pictures and ``run.json`` are.
-        conditions: what it ran on and with, as values that JSON can hold.
+        conditions: machine, versions and options, as values that JSON can hold.
         batch: pictures per call, ≥ 1.
         variants: timings, dense first where it ran.
         quality: ``None`` without a dense run or without torchmetrics.
         report: what merging does to each block.
-        notes: what a reader should know, in words.
+        notes: remarks for the reader.
         complete: whether all timed calls ran.
     """
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -14,18 +13,24 @@ import torch
 from numpy.typing import NDArray
 
 from tokenmerge.api import apply_token_merging
-from tokenmerge.config import ToMeConfig
 from tokenmerge.errors import ConfigError, MissingExtraError
 from tokenmerge.measure.bench.env import environment
 from tokenmerge.measure.bench.memory import peak_memory_meaning
 from tokenmerge.measure.bench.timing import Measurement, interleaved
 from tokenmerge.measure.closeness import psnr, ssim
-from tokenmerge.measure.files import free_folder, prepare_folder, slug, write_atomically, write_json
+from tokenmerge.measure.files import (
+    free_folder,
+    open_picture,
+    prepare_folder,
+    slug,
+    write_atomically,
+    write_json,
+)
 from tokenmerge.measure.generate.options import GenerateOptions
 from tokenmerge.measure.generate.result import Quality, Result, VariantResult
-from tokenmerge.measure.pipelines.call import PipelineCall, latent_scale, open_control, own_size
+from tokenmerge.measure.pipelines.call import PipelineCall, latent_scale, own_size
+from tokenmerge.measure.pipelines.checks import check_compile, check_merging
 from tokenmerge.measure.pipelines.loading import (
-    ModelSketch,
     SourceKind,
     find_model,
     load_pipeline,
@@ -41,32 +46,16 @@ from tokenmerge.measure.pipelines.settings import (
 )
 from tokenmerge.measure.pipelines.shared_weights import denoising_models, twin
 from tokenmerge.measure.pipelines.sizes import check_size
-from tokenmerge.models.find import find_hosts
+from tokenmerge.measure.progress import Progress
 from tokenmerge.pictures import Row, as_tensor, comparison
 from tokenmerge.report import predict
-from tokenmerge.runtime.patch import check_host
 from tokenmerge.runtime.state import RecordedPlan
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
     from PIL.Image import Image
 
-__all__ = ["Progress", "generate"]
-
-
-@dataclasses.dataclass(frozen=True)
-class Progress:
-    """How far one variant is.
-
-    Args:
-        variant: ``"dense"`` or ``"merged"``.
-        done: denoising steps done so far, in all calls of the variant.
-        total: denoising steps that all its calls will take, warm-up included.
-    """
-
-    variant: str
-    done: int
-    total: int
+__all__ = ["generate"]
 
 
 def generate(options: GenerateOptions, on_progress: Callable[[Progress], None] | None = None) -> Result:
@@ -81,24 +70,29 @@ def generate(options: GenerateOptions, on_progress: Callable[[Progress], None] |
         on_progress: called after each denoising step.
 
     Returns:
-        What was found. ``result.folder`` holds ``dense-00.png`` …, ``merged-00.png`` …, ``comparison.png``
+        The result. ``result.folder`` holds ``dense-00.png`` …, ``merged-00.png`` …, ``comparison.png``
         and ``run.json``.
 
     Raises:
-        TokenMergingError: an option does not fit the model or the machine. What costs little to check is
-            checked before the weights are loaded.
+        TokenMergingError: an option does not fit the model or the machine. Cheap checks run before the
+            weights are loaded.
     """
     require_diffusers("tokenmerge generate")
-    if not options.merging.needs_model:
-        _check_compile(options, options.merging.config())
+    if options.compile and not options.merging.needs_model:
+        check_compile(options.merging.config())
     source = find_model(options.model)
     device = resolve_device(options.device)
     dtype = resolve_dtype(options.dtype, device)
     if options.scheduler is not None:
         scheduler_class_name(options.scheduler)
-    control = None if options.control is None else open_control(options.control)
+    control = None
+    if options.control is not None:
+        control = open_picture(options.control, "control", "give a PNG, JPEG or WebP picture")
     if source.kind is not SourceKind.CHECKPOINT:
-        _check_before_loading(options, load_sketch(source))
+        sketch = load_sketch(source)
+        # A ControlNet that merges makes up for a denoiser that does not.
+        if (known_size := options.size or sketch.size) is not None and options.controlnet is None:
+            check_merging(sketch, known_size, options.merging)
     folder = options.out or free_folder(Path("outputs"), slug(options.prompt))
     prepare_folder(folder)
 
@@ -111,27 +105,8 @@ def generate(options: GenerateOptions, on_progress: Callable[[Progress], None] |
         return _Run(pipe, options, control, folder, on_progress).run()
 
 
-def _check_before_loading(options: GenerateOptions, sketch: ModelSketch) -> None:
-    """Find out from configs alone what would otherwise fail after gigabytes were loaded."""
-    size = options.size or sketch.size
-    if size is not None:
-        width, height = check_size(size, sketch.scale)
-        # A ControlNet that merges makes up for a denoiser that does not.
-        if options.controlnet is None and not options.merging.needs_model:
-            for host in find_hosts(sketch.denoiser):
-                check_host(host, options.merging.config(), (height, width))
-
-
-def _check_compile(options: GenerateOptions, config: ToMeConfig) -> None:
-    if options.compile and config.follows_steps:
-        raise ConfigError(
-            "compile: settings that follow the denoising steps cannot be compiled into one graph with the "
-            "model; leave --compile out, or take a method that is the same at every step"
-        )
-
-
 class _Run:
-    """One run on a loaded pipeline; the attributes hold what is known so far."""
+    """One run on a loaded pipeline, and its results so far."""
 
     def __init__(
         self,
@@ -145,9 +120,10 @@ class _Run:
         size = options.size or own_size(pipe)
         width, height = check_size(size, latent_scale(pipe))
         self.call = PipelineCall.prepare(pipe, options, size, control)
-        # In one graph with the whole model nothing follows the steps.
+        # A compiled model is one graph for all steps, so that no setting can follow the steps.
         self.config = options.merging.config(pipe, follows_steps=False if options.compile else None)
-        _check_compile(options, self.config)
+        if options.compile:
+            check_compile(self.config)
         self.report = predict(
             pipe, self.config, height, width, batch=options.batch * (2 if self.call.guided else 1)
         )
@@ -184,7 +160,7 @@ class _Run:
         patch = apply_token_merging(merged_pipe, self.config)
         with patch.record() as plans:
             merged = self._pictures("merged", merged_pipe)
-        if options.compile:  # only now, or recording the plans would be compiled in
+        if options.compile:  # only now: otherwise the recording of plans would be compiled in
             _compile(merged_pipe)
             merged = self._pictures("merged", merged_pipe)
         calls["merged"] = lambda: self._generate("merged", merged_pipe)
@@ -282,7 +258,7 @@ def _compile(pipe: DiffusionPipeline) -> None:
 
 @contextlib.contextmanager
 def _failures_said(options: GenerateOptions) -> Iterator[None]:
-    """Turn failures that a user can act on into one line."""
+    """Turn failures that a user can act on into one-line errors."""
     try:
         yield
     except torch.cuda.OutOfMemoryError as error:

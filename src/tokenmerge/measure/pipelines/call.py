@@ -1,11 +1,10 @@
-"""Calling a diffusers pipeline the same way every time: same prompt, same seeds, same size."""
+"""Call a diffusers pipeline repeatably: same prompt, seeds and size."""
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
     from PIL.Image import Image
 
-__all__ = ["PipelineCall", "latent_scale", "open_control", "own_size"]
+__all__ = ["PipelineCall", "latent_scale", "own_size"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +25,7 @@ class PipelineCall:
     """One way to call a pipeline, repeatable.
 
     Args:
-        arguments: what the pipeline is called with, save the generators.
+        arguments: arguments of the pipeline's call, without the generators.
         seeds: one per picture.
         guided: whether each picture is denoised with and without the prompt, in one batch.
     """
@@ -99,20 +98,6 @@ class PipelineCall:
         generators = [torch.Generator("cpu").manual_seed(seed) for seed in self.seeds]
         images: list[Image] = pipe(**arguments, generator=generators, output_type="pil").images
         return images
-
-
-def open_control(path: Path) -> Image:
-    """Open the picture for a ControlNet.
-
-    Raises:
-        ConfigError: there is none at ``path``.
-    """
-    import PIL.Image
-
-    try:
-        return PIL.Image.open(path).convert("RGB")
-    except OSError as error:
-        raise ConfigError(f"control: cannot read a picture from {path}: {error.strerror or error}") from error
 
 
 def latent_scale(pipe: DiffusionPipeline) -> int:

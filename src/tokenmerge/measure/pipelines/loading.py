@@ -7,20 +7,23 @@ import dataclasses
 import enum
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tokenmerge.errors import ConfigError, MissingExtraError, UnsupportedModelError
+from tokenmerge.errors import ConfigError, MissingExtraError, TokenMergingError, UnsupportedModelError
 from tokenmerge.measure import demo
+from tokenmerge.measure.files import is_file, is_folder
+from tokenmerge.measure.out_of_memory import is_out_of_memory
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline, ModelMixin
 
 __all__ = [
     "DEFAULT_MODEL",
+    "PICKLE",
     "ModelSketch",
     "ModelSource",
     "SourceKind",
@@ -33,9 +36,14 @@ __all__ = [
 ]
 
 DEFAULT_MODEL = demo.NAMES[0]
+PICKLE = "pickle:"
 
 _DENOISERS = ("unet", "transformer")
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_ABSENT = [None, None]  # how an index names a component that the pipeline does without
+_PICKLES = (".ckpt", ".pt", ".pth", ".bin")
+_LONGEST_REASON = 300
+_LONGEST_NAME = 200
+_HUB_ID = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}")  # as long as the hub allows
 _ACCEPTED = (
     f"a bundled model ({', '.join(demo.NAMES)}), a diffusers folder (with model_index.json), "
     "a .safetensors checkpoint or a hub id such as owner/name"
@@ -58,10 +66,17 @@ class ModelSource:
     Args:
         kind: where it comes from.
         location: path of the folder or file, or the hub id.
+        allows_pickles: whether weights may be read from pickles. By default only safetensors are read,
+            because a pickle can run code when it is loaded.
     """
 
     kind: SourceKind
     location: str
+    allows_pickles: bool = False
+
+    def weights_arguments(self) -> dict[str, bool]:
+        """Arguments of diffusers' ``from_pretrained`` that hold it to this choice."""
+        return {} if self.allows_pickles else {"use_safetensors": True}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,32 +95,60 @@ class ModelSketch:
 
 
 def find_model(name: str) -> ModelSource:
-    """Decide what ``name`` stands for, reading nothing but the file system.
+    """Decide what ``name`` stands for. This only looks at the file system and opens no file of weights.
+
+    Args:
+        name: a bundled model, a diffusers folder, a ``.safetensors`` file or a hub id. After the prefix
+            ``pickle:``, weights in pickles (``.ckpt``, ``.pt``, ``.pth``, ``.bin``) are accepted too.
 
     Raises:
-        ConfigError: it is none of the things a model can be.
+        ConfigError: ``name`` is none of these, or its weights are pickles and the prefix is missing.
     """
-    path = Path(name).expanduser()
-    if name in demo.NAMES:
-        return ModelSource(SourceKind.DEMO, str(demo.path(name)))
-    if name and path.is_dir():
+    location = name.removeprefix(PICKLE)
+    allows_pickles = location != name
+    path = Path(location)
+    with contextlib.suppress(RuntimeError):  # "~name" where there is no such user
+        path = path.expanduser()
+    if location in demo.NAMES:
+        return ModelSource(SourceKind.DEMO, str(demo.path(location)))
+    if location and is_folder(path):
         if not (path / "model_index.json").is_file():
             raise ConfigError(
-                f"model: the folder {name} has no model_index.json; give the folder that "
+                f"model: the folder {location} has no model_index.json; give the folder that "
                 "pipe.save_pretrained() wrote, not one of its subfolders"
             )
-        return ModelSource(SourceKind.FOLDER, str(path))
-    if path.suffix in {".ckpt", ".pt", ".pth", ".bin"}:
-        raise ConfigError(
-            f"model: {name} is a pickle, which can run code when it is loaded; convert it to .safetensors"
-        )
-    if path.suffix == ".safetensors":
-        if not path.is_file():
-            raise ConfigError(f"model: there is no file {name}")
-        return ModelSource(SourceKind.CHECKPOINT, str(path))
-    if _HUB_ID.fullmatch(name) and not name.startswith("."):
-        return ModelSource(SourceKind.HUB, name)
-    raise ConfigError(f"model: {name!r} is no model; expected {_ACCEPTED}")
+        if not allows_pickles:
+            _refuse_pickles(path, [component for component in path.iterdir() if component.is_dir()])
+        return ModelSource(SourceKind.FOLDER, str(path), allows_pickles)
+    if path.suffix in _PICKLES and not allows_pickles:
+        raise _pickle_error(f"{_short(location)} is a pickle", _short(location))
+    if path.suffix in (".safetensors", *_PICKLES):
+        if not is_file(path):
+            raise ConfigError(f"model: there is no file {_short(location)}")
+        return ModelSource(SourceKind.CHECKPOINT, str(path), allows_pickles)
+    if _HUB_ID.fullmatch(location) and not location.startswith("."):
+        return ModelSource(SourceKind.HUB, location, allows_pickles)
+    raise ConfigError(f"model: {_short(name)!r} is no model; expected {_ACCEPTED}")
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= _LONGEST_NAME else f"{name[:_LONGEST_NAME]}…"
+
+
+def _refuse_pickles(folder: Path, components: Iterable[Path]) -> None:
+    """Raise a ConfigError if one of a model's folders holds weights in pickles alone."""
+    for component in sorted(components):
+        files = sorted(component.iterdir())
+        pickles = [file for file in files if file.suffix in _PICKLES]
+        if pickles and not any(file.suffix == ".safetensors" for file in files):
+            raise _pickle_error(f"{pickles[0].relative_to(folder)} in {folder} is a pickle", str(folder))
+
+
+def _pickle_error(what: str, location: str) -> ConfigError:
+    return ConfigError(
+        f"model: {what}, which can run code when it is loaded; convert it to .safetensors, or give "
+        f"{PICKLE}{location} if you trust where it comes from"
+    )
 
 
 def load_sketch(source: ModelSource) -> ModelSketch:
@@ -121,16 +164,15 @@ def load_sketch(source: ModelSource) -> ModelSketch:
             f"model: {source.location} is a single checkpoint, which holds weights and no config; give a "
             "diffusers folder or a hub id of the same architecture"
         )
-    diffusers = require_diffusers("reading a diffusers model")
-    with _loading(source.location):
-        index = diffusers.DiffusionPipeline.load_config(source.location)
-    name = next((name for name in _DENOISERS if index.get(name, [None])[0]), None)
+    require_diffusers("reading a diffusers model")
+    index = _read_index(source)
+    name = next((name for name in _DENOISERS if index.get(name, _ABSENT) != _ABSENT), None)
     if name is None:
         raise UnsupportedModelError(_no_denoiser(index.get("_class_name", "this pipeline")))
-    denoiser = _weightless(source, name, index[name][1])
+    denoiser = _weightless(source, name, index[name])
     scale = 1  # a pipeline without a codec denoises pixels
-    if index.get("vae", [None])[0]:
-        scale = _codec_scale(_weightless(source, "vae", index["vae"][1]))
+    if index.get("vae", _ABSENT) != _ABSENT:
+        scale = _codec_scale(_weightless(source, "vae", index["vae"]))
     return ModelSketch(denoiser, scale, _own_size(denoiser.config, scale))
 
 
@@ -151,22 +193,28 @@ def load_pipeline(
         UnsupportedModelError: the pipeline has no denoiser.
     """
     diffusers = require_diffusers("loading a diffusers model")
-    dtype_argument = _dtype_argument(dtype)
+    arguments: dict[str, Any] = _dtype_argument(dtype)
     with _loading(source.location):
         if source.kind is SourceKind.CHECKPOINT:
-            pipeline_class = _checkpoint_pipeline(source.location)
-            pipe = pipeline_class.from_single_file(source.location, **dtype_argument)
+            pipeline_class = _checkpoint_pipeline(source)
+            pipe = pipeline_class.from_single_file(source.location, **arguments)
         else:
-            index = diffusers.DiffusionPipeline.load_config(source.location)
             # Stable Diffusion 3 without T5, say: saved as absent, and yet it has to be named.
-            absent = {part: None for part, found in index.items() if found == [None, None]}
-            pipe = diffusers.DiffusionPipeline.from_pretrained(source.location, **absent, **dtype_argument)
+            absent = {part: None for part, found in _read_index(source).items() if found == _ABSENT}
+            arguments |= source.weights_arguments()
+            pipe = diffusers.DiffusionPipeline.from_pretrained(source.location, **absent, **arguments)
     denoiser_name(pipe)
     if controlnet is not None:
-        with _loading(controlnet):
-            config = diffusers.ControlNetModel.load_config(controlnet)
+        location = controlnet.removeprefix(PICKLE)
+        kind = SourceKind.FOLDER if is_folder(Path(location)) else SourceKind.HUB
+        extra_source = ModelSource(kind, location, allows_pickles=location != controlnet)
+        if kind is SourceKind.FOLDER and not extra_source.allows_pickles:
+            _refuse_pickles(Path(location), [Path(location)])
+        with _loading(location):
+            config = diffusers.ControlNetModel.load_config(location)
             controlnet_class = getattr(diffusers, config["_class_name"])
-            extra = controlnet_class.from_pretrained(controlnet, **dtype_argument)
+            arguments = {**_dtype_argument(dtype), **extra_source.weights_arguments()}
+            extra = controlnet_class.from_pretrained(location, **arguments)
             pipe = diffusers.AutoPipelineForText2Image.from_pipe(pipe, controlnet=extra)
     return pipe.to(device)
 
@@ -218,13 +266,32 @@ def _own_size(config: dict[str, Any], scale: int) -> tuple[int, int] | None:
     return width * scale, height * scale
 
 
-def _weightless(source: ModelSource, name: str, class_name: str) -> ModelMixin:
-    """One component of a pipeline on the meta device, from its config."""
+def _read_index(source: ModelSource) -> dict[str, Any]:
+    """The content of ``model_index.json``: [library, class] of each component, by its name."""
     import diffusers
 
-    component_class = getattr(diffusers, class_name, None)
-    if component_class is None:
-        raise UnsupportedModelError(f"model: diffusers {diffusers.__version__} has no class {class_name}")
+    with _loading(source.location):
+        index = diffusers.DiffusionPipeline.load_config(source.location)
+    if not isinstance(index, dict):
+        raise ConfigError(
+            f"model: model_index.json of {source.location} is not an object with the pipeline's components; "
+            "give a folder that pipe.save_pretrained() wrote"
+        )
+    return index
+
+
+def _weightless(source: ModelSource, name: str, entry: object) -> ModelMixin:
+    """One component of a pipeline on the meta device, from its config and its entry in the index."""
+    import diffusers
+
+    class_name = entry[1] if isinstance(entry, list | tuple) and len(entry) == 2 else None
+    component_class: Any = getattr(diffusers, class_name, None) if isinstance(class_name, str) else None
+    known = isinstance(component_class, type) and issubclass(component_class, diffusers.ModelMixin)
+    if not known:
+        raise UnsupportedModelError(
+            f"model: diffusers {diffusers.__version__} has no class {class_name} for the {name}; take "
+            "another pipeline, or another version of diffusers"
+        )
     with _loading(source.location):
         config = component_class.load_config(source.location, subfolder=name)
         with torch.device("meta"):
@@ -243,15 +310,20 @@ def _codec_scale(codec: ModelMixin) -> int:
     )
 
 
-def _checkpoint_pipeline(path: str) -> Any:
+def _checkpoint_pipeline(source: ModelSource) -> Any:
     """The pipeline class that diffusers pairs with the architecture, which tensor names and shapes tell."""
     import diffusers
     from diffusers.loaders.single_file_utils import fetch_diffusers_config
     from safetensors import safe_open
 
-    with safe_open(path, framework="pt") as weights:
-        shapes = {key: weights.get_slice(key).get_shape() for key in weights.keys()}  # noqa: SIM118
-    tensors = {key: torch.empty(shape, device="meta") for key, shape in shapes.items()}
+    if source.location.endswith(".safetensors"):
+        with safe_open(source.location, framework="pt") as weights:
+            shapes = {key: weights.get_slice(key).get_shape() for key in weights.keys()}  # noqa: SIM118
+        tensors = {key: torch.empty(shape, device="meta") for key, shape in shapes.items()}
+    else:
+        # weights_only, as in diffusers: tensors and plain containers, no code.
+        content = torch.load(source.location, map_location="meta", weights_only=True)
+        tensors = content.get("state_dict", content)
     index = diffusers.DiffusionPipeline.load_config(**fetch_diffusers_config(tensors))
     return getattr(diffusers, index["_class_name"])
 
@@ -266,14 +338,20 @@ def _dtype_argument(dtype: torch.dtype) -> dict[str, torch.dtype]:
 
 @contextlib.contextmanager
 def _loading(what: str) -> Iterator[None]:
-    """Turn the many errors of an unreadable model into one line that names it."""
-    from safetensors import SafetensorError
+    """Turn whatever a damaged or foreign model makes diffusers raise into one line that names the model.
 
+    Running out of memory is not the model's fault and passes through.
+    """
     try:
         yield
-    except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
-        reason = str(error).strip().partition("\n")[0]
+    except TokenMergingError:
+        raise
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        reason = str(error).strip().partition("\n")[0][:_LONGEST_REASON]
         raise ConfigError(
-            f"model: cannot load {what}: {(reason or type(error).__name__).rstrip('.')}; "
-            "give a folder that holds all its files, or a hub id while the hub can be reached"
+            f"model: cannot load {what}: {(reason or type(error).__name__).rstrip('.')}; give a folder that "
+            f"holds all its files as safetensors (pickles: {PICKLE}NAME), or a hub id while the hub can be "
+            "reached"
         ) from error

@@ -1,4 +1,4 @@
-"""Names that a user types for device, dtype, scheduler and attention, and what they mean to diffusers."""
+"""Device, dtype, scheduler and attention by the names that a user types."""
 
 from __future__ import annotations
 

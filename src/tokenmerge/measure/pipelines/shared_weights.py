@@ -11,7 +11,7 @@ from torch import nn
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
 
-__all__ = ["denoising_models", "twin"]
+__all__ = ["denoising_models", "shared_copy", "twin"]
 
 _DENOISING = ("unet", "transformer", "controlnet")
 
@@ -24,9 +24,14 @@ def twin(pipe: DiffusionPipeline) -> DiffusionPipeline:
     """
     other = copy.copy(pipe)
     for name, model in denoising_models(pipe).items():
-        shared = {id(tensor): tensor for tensor in chain(model.parameters(), model.buffers())}
-        setattr(other, name, copy.deepcopy(model, shared))
+        setattr(other, name, shared_copy(model))
     return other
+
+
+def shared_copy(model: nn.Module) -> nn.Module:
+    """A copy whose modules are its own and whose weights are those of the original."""
+    shared = {id(tensor): tensor for tensor in chain(model.parameters(), model.buffers())}
+    return copy.deepcopy(model, shared)
 
 
 def denoising_models(pipe: DiffusionPipeline) -> dict[str, nn.Module]:

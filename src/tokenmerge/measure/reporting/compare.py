@@ -1,4 +1,4 @@
-"""Two sets of results cell by cell: did anything become slower?"""
+"""Compare two sets of results cell by cell, to find what became slower."""
 
 from __future__ import annotations
 

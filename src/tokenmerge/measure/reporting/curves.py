@@ -1,4 +1,4 @@
-"""What the plots show, as lines of points; knows no plotting library."""
+"""The lines of the plots; independent of a plotting library."""
 
 from __future__ import annotations
 
@@ -145,13 +145,13 @@ def _price_lines(
         cell = cell_of_pictures(record.label, record.drawn_with, cells)
         if cell is None or cell.speedup is None or metric not in record.figures:
             continue
-        # No fewer steps than dense has are dense.
+        # With as many steps as dense it is the dense run.
         is_dense = cell.facts.get("steps_used") == cell.conditions["steps"]
         if _same_steps(record, cell) and not is_dense:
             family = families.setdefault(_family(record.variant, record.settings), {})
             family.setdefault(_knob(record), []).append((record.figures[metric], cell.speedup))
     for name, found in sorted(families.items()):
-        # By what is turned: a figure over few pictures may not fall from one to the next.
+        # Joined in the order of the ratio or steps: with few pictures, figures need not be monotonic.
         knobs = sorted(found)
         points = tuple(
             (median(x for x, _ in found[knob]), median(y for _, y in found[knob])) for knob in knobs
@@ -200,7 +200,7 @@ def _family(variant: str, settings: Mapping[str, Any]) -> str:
 
 
 def _knob(record: QualityRecord) -> float:
-    """What a point of a line is labelled with: the ratio, the steps …; not a number where there is none."""
+    """The label of a point: its ratio or steps, for example; NaN where it has none."""
     if record.steps_used is not None:
         return float(record.steps_used)
     return float(next((record.settings[name] for name in _KNOBS if name in record.settings), math.nan))

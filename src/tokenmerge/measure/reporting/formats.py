@@ -20,28 +20,12 @@ from tokenmerge.measure.reporting.tables import PUBLISHED, Table
 __all__ = ["as_csv", "as_html", "as_markdown", "quality_as_csv"]
 
 _COLUMNS = (
-    "model",
-    "scope",
-    "width",
-    "height",
-    "frames",
-    "batch",
-    "dtype",
-    "attention",
-    "compile",
-    "variant",
+    *("model", "scope", "width", "height", "frames", "batch", "dtype", "attention"),
+    *("compile", "variant"),
 )
 _MORE = (
-    "steps",
-    "scheduler",
-    "guidance",
-    "seed",
-    "rounds",
-    "warmup",
-    "device",
-    "device_name",
-    "threads",
-    "commit",
+    *("steps", "scheduler", "guidance", "seed", "rounds", "warmup", "device", "device_name"),
+    *("threads", "commit"),
 )
 
 
@@ -107,20 +91,9 @@ def as_csv(cells: Iterable[CellRecord]) -> str:
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     figures = (
-        "settings",
-        "status",
-        "seconds_median",
-        "seconds_q1",
-        "seconds_q3",
-        "runs",
-        "peak_bytes",
-        "speedup",
-        "speedup_same_attention",
-        "flops_dense",
-        "flops_merged",
-        "message",
-        "finished",
-        "torch",
+        *("settings", "status", "seconds_median", "seconds_q1", "seconds_q3", "runs"),
+        *("peak_bytes", "speedup", "speedup_same_attention", "flops_dense", "flops_merged"),
+        *("message", "finished", "torch"),
     )
     writer.writerow([*_COLUMNS, *figures, *_MORE])
     for cell in cells:

@@ -1,4 +1,4 @@
-"""Of records that no name in a report tells apart, the newest."""
+"""The newest of the records that would have the same name in a report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pictures inside a page: data addresses, so that the page needs nothing beside it."""
+"""Pictures as data addresses, so that a page needs no other file."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import base64
 from pathlib import Path
 
 from tokenmerge.errors import ConfigError
+from tokenmerge.measure.files import check_regular
 
 __all__ = ["data_address", "picture_type", "svg_address"]
 
@@ -28,6 +29,7 @@ def picture_type(path: Path) -> str:
         ConfigError: it cannot be read, or is no such picture.
     """
     try:
+        check_regular(path)
         with path.open("rb") as file:
             begin = file.read(max(map(len, _SIGNATURES)))
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Figures that others published, which ours stand beside."""
+"""Published figures, to compare ours with."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an evaluation leaves for the report: closeness of a variant, and pairs of pictures."""
+"""Records of an evaluation: closeness of a variant, and pairs of pictures."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 from tokenmerge.config import with_new_names
 from tokenmerge.errors import ConfigError
 from tokenmerge.measure.bench.records import key_of, variant_label
-from tokenmerge.measure.bench.store import read_lines
+from tokenmerge.measure.bench.results_file import read_lines
 
 __all__ = ["LOWER_IS_CLOSER", "QualityRecord", "SampleRecord", "metric_names", "read_quality"]
 
-# Figures that fall as pictures come closer to dense; all others rise.
+# Metrics that are lower for closer pictures; all others are higher.
 LOWER_IS_CLOSER = frozenset({"lpips", "fid", "kid"})
 
 

@@ -1,4 +1,4 @@
-"""Tables of figures of quality: one for each set of pictures."""
+"""Tables of quality, one for each set of pictures."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from tokenmerge.measure.bench.records import key_of
 from tokenmerge.measure.reporting.quality import LOWER_IS_CLOSER, QualityRecord, metric_names
-from tokenmerge.measure.reporting.tables import Row, Table, attention_name, sampling_name
+from tokenmerge.measure.reporting.tables import Table, TableRow, attention_name, sampling_name
 
 __all__ = ["quality_name", "quality_tables", "where_drawn"]
 
@@ -49,7 +49,7 @@ def _table(records: Sequence[QualityRecord]) -> Table:
     arrows = tuple(f"{name} {'↓' if name in LOWER_IS_CLOSER else '↑'}" for name in metrics)
     by_category = any(record.category is not None for record in records)
     rows = tuple(
-        Row(
+        TableRow(
             (
                 record.label,
                 *([record.category or "all"] if by_category else []),

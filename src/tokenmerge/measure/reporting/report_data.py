@@ -1,4 +1,4 @@
-"""What a report is made of, the same for every format."""
+"""The content of a report, the same for every format."""
 
 from __future__ import annotations
 

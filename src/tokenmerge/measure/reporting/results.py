@@ -1,4 +1,4 @@
-"""Reading results: files and folders of JSON lines of every kind."""
+"""Read results: files and folders of JSON lines of every kind."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any
 
 from tokenmerge.errors import ConfigError
 from tokenmerge.measure.bench.records import KIND, CellRecord
-from tokenmerge.measure.bench.store import read_lines
+from tokenmerge.measure.bench.results_file import read_lines
+from tokenmerge.measure.files import is_folder
 from tokenmerge.measure.reporting.quality import QualityRecord, SampleRecord
 
 __all__ = ["Results", "Sample", "read_results"]
@@ -38,7 +39,7 @@ class Results:
         cells: of benchmarks; of those with equal conditions the last.
         quality: closeness of variants; of the same pictures the last.
         samples: pairs of pictures, each once.
-        notes: what was found on reading that the reader should know, in words.
+        notes: remarks on the files, such as a torn last line.
     """
 
     cells: tuple[CellRecord, ...]
@@ -94,7 +95,7 @@ def _add(
 def _files(paths: Sequence[Path]) -> list[Path]:
     files: list[Path] = []
     for path in paths:
-        found = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
+        found = sorted(path.glob("*.jsonl")) if is_folder(path) else [path]
         if not found:
             raise ConfigError(
                 f"results: the folder {path} has no .jsonl file; give what tokenmerge bench wrote"

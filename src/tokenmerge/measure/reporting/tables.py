@@ -13,8 +13,8 @@ __all__ = [
     "OURS",
     "PUBLISHED",
     "SETTING",
-    "Row",
     "Table",
+    "TableRow",
     "attention_name",
     "call_name",
     "in_order",
@@ -31,24 +31,14 @@ OURS, PUBLISHED = "ours", "published"
 
 # Conditions that the cells of one table have in common.
 SETTING = (
-    "model",
-    "scope",
-    "width",
-    "height",
-    "frames",
-    "batch",
-    "dtype",
-    "steps",
-    "scheduler",
-    "guidance",
-    "device_name",
-    "threads",
+    *("model", "scope", "width", "height", "frames", "batch", "dtype", "steps", "scheduler"),
+    *("guidance", "device_name", "threads"),
 )
 _ATTENTION = {"sdpa": "SDPA", "xformers": "xFormers", "default": "plain"}
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class TableRow:
     """One line of a table.
 
     Args:
@@ -74,7 +64,7 @@ class Table:
 
     title: str
     header: tuple[str, ...]
-    rows: tuple[Row, ...]
+    rows: tuple[TableRow, ...]
     notes: tuple[str, ...] = ()
     words: int = 1
 
@@ -148,21 +138,14 @@ def machine_name(conditions: Mapping[str, Any]) -> str:
 
 
 def _measured(cells: Sequence[CellRecord]) -> Table:
-    rows = tuple(Row(_figures(cell)) for cell in sorted(cells, key=_rank))
+    rows = tuple(TableRow(_figures(cell)) for cell in sorted(cells, key=_rank))
     notes = [f"{what_of(cell)}: {cell.message}" for cell in cells if cell.status != "ok"]
     notes += dict.fromkeys(note for cell in cells for note in _notes(cell))
     meanings = dict.fromkeys(cell.facts.get("peak_memory") for cell in cells if cell.peak_bytes is not None)
     notes += [f"peak GiB: {meaning}" for meaning in meanings if meaning]
     header = (
-        "variant",
-        "attention",
-        "seconds per call",
-        "quartiles",
-        "peak GiB",
-        "speed-up",
-        "same attention",
-        "time saved",
-        "FLOPs saved",
+        *("variant", "attention", "seconds per call", "quartiles", "peak GiB", "speed-up"),
+        *("same attention", "time saved", "FLOPs saved"),
     )
     return Table(setting_name(cells[0].conditions), header, rows, tuple(notes), words=2)
 

@@ -1,4 +1,4 @@
-"""The published tables, with what was measured here in rows of its own."""
+"""Published tables, with rows for what was measured here."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from tokenmerge.measure.reporting.quality_tables import quality_name
 from tokenmerge.measure.reporting.tables import (
     OURS,
     PUBLISHED,
-    Row,
     Table,
+    TableRow,
     attention_name,
     machine_name,
     sampling_name,
@@ -158,7 +158,7 @@ def _table(source: str, figure: _Figure, published: Sequence[Published], ours: S
         merging, key=lambda line: (line.resolution, line.batch or 0, line.origin == OURS, line.who)
     )
     rows = [
-        Row(
+        TableRow(
             (
                 line.who,
                 f"{line.resolution}²",
@@ -245,9 +245,9 @@ def _fid_table(source: str, rows: Sequence[Published], ours: Sequence[QualityRec
         if plain and record.width == record.height == resolution:
             ratio = record.settings.get("ratio", 0.0)
             found.setdefault(quality_name(record), {})[ratio] = record.figures["fid"]
-    lines = [Row(("published", *(f"{published[ratio]:.2f}" for ratio in ratios)), PUBLISHED)]
+    lines = [TableRow(("published", *(f"{published[ratio]:.2f}" for ratio in ratios)), PUBLISHED)]
     for name, fids in found.items():
-        lines.append(Row((f"tokenmerge, {name}", *(_fid(fids.get(ratio)) for ratio in ratios))))
+        lines.append(TableRow((f"tokenmerge, {name}", *(_fid(fids.get(ratio)) for ratio in ratios))))
     header = ("who", *(f"ToMe {ratio:g}" if ratio else "dense" for ratio in ratios))
     notes = ("FID depends on the reference pictures and the feature extractor: compare along a row",)
     return Table(f"{source}: FID", header, tuple(lines), notes)

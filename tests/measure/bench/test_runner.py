@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,11 +14,12 @@ from torch import nn
 from tokenmerge import ToMeConfig
 from tokenmerge.api import Patch
 from tokenmerge.errors import ConfigError
-from tokenmerge.measure.bench import cell, cell_group, memory_limit, runner, variant_contexts
+from tokenmerge.measure.bench import cell_group, memory_limit, runner, variant_contexts
+from tokenmerge.measure.bench import prepare as prepare_module
 from tokenmerge.measure.bench.geometries import GEOMETRIES
 from tokenmerge.measure.bench.geometry import build_denoiser
 from tokenmerge.measure.bench.records import CellRecord
-from tokenmerge.measure.bench.store import RecordNotWrittenError, ResultsFile, read_cells
+from tokenmerge.measure.bench.results_file import RecordNotWrittenError, ResultsFile, read_cells
 from tokenmerge.measure.bench.timing import interleaved
 from tokenmerge.planners import PLANNERS
 from tokenmerge.report import predict
@@ -61,9 +64,9 @@ def test_cells_take_turns_after_their_warm_up(measure: Measure, monkeypatch: pyt
             yield measured
 
     monkeypatch.setattr(cell_group, "interleaved", spy)
-    runs: list[cell.Prepared] = []
-    original = cell.Prepared.run
-    monkeypatch.setattr(cell.Prepared, "run", lambda self: (runs.append(self), original(self)))
+    runs: list[prepare_module.PreparedCell] = []
+    original = prepare_module.PreparedCell.run
+    monkeypatch.setattr(prepare_module.PreparedCell, "run", lambda self: (runs.append(self), original(self)))
     measure(variants=("tome", "oracle"), rounds=3, warmup=2)
     assert order == ["dense, sdpa", "tome ratio=0.5, sdpa", "oracle ratio=0.5, sdpa"] * 3
     assert runs == runs[:3] * 5
@@ -93,18 +96,81 @@ def test_other_conditions_are_other_cells(measure: Measure) -> None:
 def test_a_run_that_is_killed_keeps_its_finished_cells(
     measure: Measure, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def interrupted(progress: runner.Progress) -> None:
+    def interrupted(progress: runner.CellProgress) -> None:
         if progress.number == 2:
             raise KeyboardInterrupt
 
     grid = {"model": ("geometry:tiny",), "rounds": 1, "device": "cpu", "variants": ("tome", "oracle")}
     with pytest.raises(KeyboardInterrupt):
-        runner.run_grid(runner.Grid(**grid), tmp_path / "results.jsonl", interrupted)
+        runner.run_grid(runner.BenchOptions(**grid), tmp_path / "results.jsonl", interrupted)
     kept = list(read_cells(tmp_path / "results.jsonl"))
     assert names(kept) == ["dense sdpa", "tome ratio=0.5 sdpa"]
     records = measure(rounds=1, variants=("tome", "oracle"))
     assert records[:2] == kept
     assert names(records[2:]) == ["oracle ratio=0.5 sdpa"]
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+sys.path[:0] = {path!r}
+from tests.measure.bench import conftest
+from tokenmerge.measure.bench import cell_group, runner
+from tokenmerge.measure.bench.options import BenchOptions
+
+conftest.GEOMETRIES["tiny"] = conftest.tiny_geometry()
+interleaved, calls = cell_group.interleaved, []
+
+def until_killed(*arguments):
+    for measured in interleaved(*arguments):
+        yield measured
+        calls.append(measured.variant)
+        if len(calls) == {calls}:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+cell_group.interleaved = until_killed
+runner.run_grid(BenchOptions(**{axes!r}), Path({out!r}))
+"""
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="no such signal")
+@pytest.mark.parametrize(
+    ("axes", "calls", "left"),
+    [
+        # Three cells of three rounds; killed after the seventh call.
+        ({"variants": ("tome", "oracle"), "rounds": 3}, 7, 9 - 7),
+        # In a pipeline: dense and merged, 4; dense with 4 and with 2 steps, 4; dense and fewer steps, 4.
+        ({"scope": "pipeline", "variants": ("tome", "fewer-steps"), "steps": 4, "rounds": 2}, 7, 12 - 7),
+        ({"scope": "pipeline", "variants": ("tome", "fewer-steps"), "steps": 4, "rounds": 2}, 10, 12 - 10),
+    ],
+)
+def test_a_kill_loses_no_timed_call(
+    measure: Measure, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, axes: dict, calls: int, left: int
+) -> None:
+    out = tmp_path / "results.jsonl"
+    # The child imports the same package and tests.
+    grid = {"model": ("geometry:tiny",), "device": "cpu", **axes}
+    script = KILLED.format(path=sys.path, calls=calls, axes=grid, out=str(out))
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    before = [json.loads(line) for line in (tmp_path / "results.jsonl.unfinished").read_text().splitlines()]
+
+    again: list[str] = []
+
+    def counted(*arguments: object) -> object:
+        for measured in interleaved(*arguments):
+            again.append(measured.variant)
+            yield measured
+
+    monkeypatch.setattr(cell_group, "interleaved", counted)
+    records = measure(**axes)
+    assert len(again) == left
+    assert {record.status for record in records} == {"ok"}
+    assert {len(record.seconds) for record in records} == {axes["rounds"]}
+    kept = {seconds for record in records for times in record.references.values() for seconds in times}
+    kept |= {seconds for record in records for seconds in record.seconds}
+    assert {seconds for name, seconds, _ in before if "cost of a step" not in name} <= kept
+    assert [path.name for path in tmp_path.iterdir()] == ["results.jsonl"]
 
 
 @pytest.mark.parametrize(
@@ -128,15 +194,17 @@ def test_out_of_memory_is_a_cell_that_says_so(
             raise error
 
     monkeypatch.setattr(variant_contexts, "_shortened", lambda base, tokens, kept: base)
-    original = cell.Workbench.prepare
+    original = prepare_module.Workbench.prepare
 
-    def prepare(self: cell.Workbench, column: object, steps: int | None = None) -> cell.Prepared:
+    def prepare(
+        self: prepare_module.Workbench, column: object, steps: int | None = None
+    ) -> prepare_module.PreparedCell:
         cell = original(self, column, steps)
         if column.spec.name == "oracle":
             cell.call = lambda: fails_in_the_second_round(None)
         return cell
 
-    monkeypatch.setattr(cell.Workbench, "prepare", prepare)
+    monkeypatch.setattr(prepare_module.Workbench, "prepare", prepare)
     dense, oracle, tome = sorted(
         measure(variants=("oracle:ratio=0.5", "tome")), key=lambda record: record.conditions["variant"]
     )
@@ -162,16 +230,18 @@ def test_a_cell_that_outgrows_the_memory_at_hand_says_so(
 def test_a_dense_cell_that_failed_half_way_is_no_reference(
     measure: Measure, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = cell.Workbench.prepare
+    original = prepare_module.Workbench.prepare
 
-    def prepare(self: cell.Workbench, column: object, steps: int | None = None) -> cell.Prepared:
+    def prepare(
+        self: prepare_module.Workbench, column: object, steps: int | None = None
+    ) -> prepare_module.PreparedCell:
         cell = original(self, column, steps)
         if str(column) == "dense, default":
             turns = iter([None, None])  # the warm-up and the first round
             cell.call = lambda: next(turns)
         return cell
 
-    monkeypatch.setattr(cell.Workbench, "prepare", prepare)
+    monkeypatch.setattr(prepare_module.Workbench, "prepare", prepare)
     records = measure(variants=("tome",), attention=("default",))
     (merged,) = [record for record in records if record.conditions["variant"] == "tome"]
     assert set(merged.references) == {"dense"}
@@ -185,7 +255,7 @@ def test_an_unexpected_failure_is_a_cell_and_is_tried_again(
         raise RuntimeError("no kernel\nfor this")
 
     with monkeypatch.context() as patched:
-        patched.setattr(cell, "predict", broken)
+        patched.setattr(prepare_module, "predict", broken)
         records = measure(variants=("tome",))
     assert [record.status for record in records] == ["error", "ok"]  # a cell that fails ends first
     assert records[0].message == "RuntimeError: no kernel for this"
@@ -204,7 +274,7 @@ def test_a_model_that_cannot_be_loaded_is_rows_that_say_why(
         raise ConfigError("model: cannot load it: the hub is down")
 
     with monkeypatch.context() as patched:
-        patched.setattr(runner, "load_subject", load)
+        patched.setattr(runner, "load_model", load)
         records = measure(variants=("tome",))
     assert [record.status for record in records] == ["error"] * 2
     assert "the hub is down" in records[0].message
@@ -332,9 +402,11 @@ def test_fewer_steps_of_the_denoiser_are_computed_and_say_so(
 
 def test_fewer_steps_of_a_pipeline_are_run(measure: Measure, monkeypatch: pytest.MonkeyPatch) -> None:
     steps_seen: list[int] = []
-    original = cell.Workbench.prepare
+    original = prepare_module.Workbench.prepare
 
-    def prepare(self: cell.Workbench, column: object, steps: int | None = None) -> cell.Prepared:
+    def prepare(
+        self: prepare_module.Workbench, column: object, steps: int | None = None
+    ) -> prepare_module.PreparedCell:
         cell = original(self, column, steps)
         cell.call, run = (lambda: (steps_seen.append(steps or 0), run())), cell.call
         return cell
@@ -345,7 +417,7 @@ def test_fewer_steps_of_a_pipeline_are_run(measure: Measure, monkeypatch: pytest
             slow = 99.0 if "5" in calls and number < 2 else 0.0  # the machine, in the first round
             yield type(measured)(measured.variant, pace.get(measured.variant, 8.0) + slow, None)
 
-    monkeypatch.setattr(cell.Workbench, "prepare", prepare)
+    monkeypatch.setattr(prepare_module.Workbench, "prepare", prepare)
     monkeypatch.setattr(cell_group, "interleaved", paced)
     records = measure(scope="pipeline", variants=("tome", "fewer-steps"), steps=10, rounds=3)
     assert [record.status for record in records] == ["ok"] * 3
@@ -379,7 +451,7 @@ def test_fewer_steps_of_what_failed_are_tried_again_with_it(
         return {record.label: record.status for record in measure(variants=("tome", "fewer-steps"))}
 
     with monkeypatch.context() as patched:
-        patched.setattr(cell, "predict", broken)
+        patched.setattr(prepare_module, "predict", broken)
         assert statuses()["fewer-steps (tome ratio=0.5)"] == "error"
     assert set(statuses().values()) == {"ok"}
 
@@ -404,9 +476,9 @@ def test_compiled_cells_are_compared_with_compiled_dense(
         return model
 
     monkeypatch.setattr(torch, "compile", compile)
-    calls: list[cell.Prepared] = []
-    original = cell.Prepared.run
-    monkeypatch.setattr(cell.Prepared, "run", lambda self: (calls.append(self), original(self)))
+    calls: list[prepare_module.PreparedCell] = []
+    original = prepare_module.PreparedCell.run
+    monkeypatch.setattr(prepare_module.PreparedCell, "run", lambda self: (calls.append(self), original(self)))
     records = measure(variants=("tome",), compile=(False, True), warmup=1)
     assert len(calls) == 4 * (3 + 2)
     assert [(record.label, record.conditions["compile"]) for record in records] == [

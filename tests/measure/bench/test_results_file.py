@@ -8,7 +8,7 @@ import pytest
 
 from tokenmerge.errors import ConfigError
 from tokenmerge.measure.bench.records import CellRecord, median_and_iqr
-from tokenmerge.measure.bench.store import RecordNotWrittenError, ResultsFile, read_cells, read_lines
+from tokenmerge.measure.bench.results_file import RecordNotWrittenError, ResultsFile, read_cells, read_lines
 
 
 def cell(variant: str = "dense", **changes: object) -> CellRecord:
@@ -89,6 +89,53 @@ def test_a_file_with_something_else_in_it_is_refused_and_left_alone(
         ResultsFile(path, read_cells)
     assert path.read_text(encoding="utf-8") == text
     assert [file.name for file in tmp_path.iterdir()] == ["notes.txt"]
+
+
+@pytest.mark.parametrize("end", ["", "\n", '\n{"kind": "bench"'])
+@pytest.mark.parametrize("begin", ["[", '{"a": '])
+def test_a_line_that_is_nested_too_deep_is_refused_and_left_alone(
+    tmp_path: Path, begin: str, end: str
+) -> None:
+    path = tmp_path / "results.jsonl"
+    path.write_text(cell().to_line() + begin * 100_000 + "1" + ("]" if begin == "[" else "}") * 100_000 + end)
+    before = path.read_bytes()
+    for read in (lambda: list(read_cells(path)), lambda: ResultsFile(path, read_cells)):
+        with pytest.raises(ConfigError, match=r"line 2 of .* is not a JSON object"):
+            read()
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"seconds": []}, "expected at least one for status ok, got none"),
+        ({"seconds": [0.0]}, "expected times above 0, got 0"),
+        ({"seconds": [10**400]}, "not a record"),
+        ({"seconds": [1.0], "references": {"dense": [-1.0]}}, "expected times above 0, got -1"),
+    ],
+)
+def test_a_finished_cell_without_times_is_refused(tmp_path: Path, changes: dict, message: str) -> None:
+    path = tmp_path / "results.jsonl"
+    path.write_text(json.dumps({**json.loads(cell().to_line()), **changes}) + "\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match=f"line 1: .*{message}"):
+        list(read_cells(path))
+
+
+def test_the_records_in_the_repository_are_read() -> None:
+    for path in sorted(Path("benchmarks").rglob("*.jsonl")):
+        kinds = {values.get("kind") for _, values in read_lines(path)}
+        assert bool(list(read_cells(path))) == ("bench" in kinds), path
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no such device")
+def test_a_device_or_a_pipe_is_neither_read_nor_written(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe.jsonl"
+    os.mkfifo(pipe)
+    for path in (Path("/dev/full"), pipe):
+        with pytest.raises(ConfigError, match=rf"out: cannot write to {path} \(it is not a regular file\)"):
+            ResultsFile(path, lambda path: [])
+        with pytest.raises(ConfigError, match=rf"cannot read {path} \(it is not a regular file\)"):
+            list(read_lines(path))
 
 
 class FullDisk:

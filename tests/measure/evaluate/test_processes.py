@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from tokenmerge.errors import ConfigError
-from tokenmerge.measure.evaluate.layout import Layout
+from tokenmerge.measure.evaluate.evaluation import plan_evaluation
 from tokenmerge.measure.evaluate.options import EvaluateOptions
-from tokenmerge.measure.evaluate.plan import make_plan
+from tokenmerge.measure.evaluate.picture_store import PictureStore
 from tokenmerge.measure.evaluate.processes import Processes, processes
 from tokenmerge.measure.evaluate.runner import _Run
 from tokenmerge.measure.reporting.quality import QualityRecord
@@ -34,10 +34,10 @@ def test_pictures_have_the_same_neighbours_however_many_processes_there_are(
     options: Callable[..., EvaluateOptions],
 ) -> None:
     made = options(seeds=3)
-    plan = make_plan(made, CPU)
+    evaluation = plan_evaluation(made, CPU)
 
     def batches(count: int) -> list[list]:
-        runs = [_Run(made, plan, Processes(i, count, CPU), print) for i in range(count)]
+        runs = [_Run(made, evaluation, Processes(i, count, CPU), print) for i in range(count)]
         return sorted([list(batch) for run in runs for batch in run.batches], key=lambda batch: batch[0][0])
 
     assert [len(batch) for batch in batches(1)] == [2, 2, 2, 2, 1]
@@ -63,11 +63,11 @@ def test_pictures_go_where_the_first_process_puts_them(
     run: Callable[..., list[QualityRecord]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     conditions = {"model": "first", "width": 32, "height": 32, "steps": 2}
-    first = Layout(tmp_path / "results" / "evaluate.jsonl", conditions)
+    first = PictureStore(tmp_path / "results" / "evaluate.jsonl", conditions)
 
     class Alone(Processes):
         def gather(self, mine: object) -> list:
-            return [first if isinstance(mine, Layout) else mine]
+            return [first if isinstance(mine, PictureStore) else mine]
 
     team = contextlib.nullcontext(Alone(0, 1, CPU))
     monkeypatch.setattr("tokenmerge.measure.evaluate.runner.processes", lambda device: team)

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from tokenmerge.cli import main
-from tokenmerge.measure.bench.grid import Grid
 from tokenmerge.measure.bench.grid_files import read_grid
+from tokenmerge.measure.bench.options import BenchOptions
 from tokenmerge.measure.evaluate.options import EvaluateOptions
 
 SCRIPT = Path(__file__).parents[3] / "benchmarks" / "measure.py"
@@ -32,7 +32,7 @@ def test_pictures_are_drawn_as_the_grid_was_timed(
     monkeypatch.setattr(command, "run_evaluate", lambda options, *_, **__: asked.append(options))
     measure.evaluate(name)
     (options,) = asked
-    grid = Grid.from_dict(read_grid(tmp_path / f"{name}.toml"), name)
+    grid = BenchOptions.from_dict(read_grid(tmp_path / f"{name}.toml"), name)
     assert options.ratio == grid.ratio
     assert set(options.variants) == set(grid.variants) - {"oracle"}
     assert (options.model, options.size) == (grid.model[0], (int(grid.size[0]),) * 2)

@@ -1,4 +1,4 @@
-"""The results file: JSON lines, appended and flushed to disk as each record arises."""
+"""The results file: JSON lines, each appended and flushed to disk at once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from tokenmerge.errors import ConfigError, TokenMergingError
 from tokenmerge.measure.bench.records import KIND, CellRecord
-from tokenmerge.measure.files import writing
+from tokenmerge.measure.files import check_regular, read_bytes, writing
 
 __all__ = ["Record", "RecordNotWrittenError", "ResultsFile", "read_cells", "read_lines"]
 
@@ -37,7 +37,7 @@ R = TypeVar("R", bound=Record)
 
 
 class ResultsFile(Generic[R]):
-    """A file of JSON lines that a run appends to; what it holds from earlier runs is kept.
+    """A file of JSON lines that a run appends to. Records of earlier runs stay in it.
 
     A last line that a killed run left torn is moved to a file beside it, ``<name>.torn``.
 
@@ -47,7 +47,7 @@ class ResultsFile(Generic[R]):
 
     Attributes:
         records: those in it, by key; of equal keys the last one.
-        notes: what was found on opening that the user should know, in words.
+        notes: messages for the user about the file as it was found.
 
     Raises:
         ConfigError: it cannot be written to, another run is writing to it, or it holds something else.
@@ -57,6 +57,7 @@ class ResultsFile(Generic[R]):
         self.path = path
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
+            check_regular(path)
             self._file = path.open("ab+", buffering=0)
         except OSError as error:
             raise ConfigError(
@@ -130,7 +131,7 @@ class ResultsFile(Generic[R]):
                 file.flush()
                 os.fsync(file.fileno())
                 self._file.truncate(len(text) - len(torn))
-            done = f"it was moved to {aside.name}, and what it told is measured again"
+            done = f"it was moved to {aside.name}, and its cell is measured again"
             self.notes.append(_torn_note(self.path, done))
         elif text and not text.endswith(b"\n"):
             with writing(self.path, "out", advice):
@@ -142,7 +143,7 @@ def read_cells(path: Path, notes: list[str] | None = None) -> Iterator[CellRecor
 
     Args:
         path: the file.
-        notes: gets a sentence if the last line is torn.
+        notes: a message is added if the last line is torn.
 
     Raises:
         ConfigError: as :func:`read_lines`, or a line is not a record.
@@ -160,17 +161,12 @@ def read_lines(path: Path, notes: list[str] | None = None) -> Iterator[tuple[int
 
     Args:
         path: the file.
-        notes: gets a sentence if the last line is torn.
+        notes: a message is added if the last line is torn.
 
     Raises:
         ConfigError: it cannot be read, or a line before the last is not a JSON object.
     """
-    try:
-        text = path.read_bytes()
-    except OSError as error:
-        raise ConfigError(
-            f"results: cannot read {path} ({error.strerror or error}); give a file of tokenmerge bench"
-        ) from error
+    text = read_bytes(path, "results", "give a file of tokenmerge bench or evaluate")
     torn = _torn_end(text)
     if torn and notes is not None:
         notes.append(_torn_note(path, "it is left out"))
@@ -188,7 +184,14 @@ def read_lines(path: Path, notes: list[str] | None = None) -> Iterator[tuple[int
 def _torn_end(text: bytes) -> bytes:
     """The last line, if it was cut off while it was written: part of an object, or zeros of a lost block."""
     last = text[text.rstrip(b"\n").rfind(b"\n") + 1 :]
-    return last if last[:1] in (b"{", b"\0") and _parse(last) is None else b""
+    if last[:1] not in (b"{", b"\0"):
+        return b""
+    try:
+        return b"" if isinstance(json.loads(last), dict) else last
+    except RecursionError:  # nested by hand, not cut off
+        return b""
+    except ValueError:
+        return last
 
 
 def _torn_note(path: Path, what_was_done: str) -> str:
@@ -198,7 +201,7 @@ def _torn_note(path: Path, what_was_done: str) -> str:
 def _parse(line: bytes) -> dict[str, Any] | None:
     try:
         values = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return values if isinstance(values, dict) else None
 

@@ -8,15 +8,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
-from tests.evaluate.conftest import drawn, item, picture
 from torchmetrics.multimodal import CLIPScore
 
+from tests.measure.evaluate.conftest import drawn, item, picture
 from tokenmerge.errors import ConfigError, MissingExtraError
 from tokenmerge.measure.demo.retrieval import GRID
-from tokenmerge.measure.evaluate.layout import Layout
 from tokenmerge.measure.evaluate.measure import Measured, figures_of, measure
 from tokenmerge.measure.evaluate.metrics import METRIC_NAMES, load_metrics, parse_metrics
 from tokenmerge.measure.evaluate.networks import Clip, Inception, Vision
+from tokenmerge.measure.evaluate.picture_store import PictureStore
 from tokenmerge.pictures import as_tensor
 
 PROMPTS = ["red apple", "blue boat", "a very long prompt " * 9]
@@ -186,20 +186,20 @@ def test_glyphs_counts_pictures_that_show_what_was_asked_for() -> None:
 
 
 def test_figures_are_means_over_all_and_over_a_category(tmp_path: Path) -> None:
-    layout = Layout(tmp_path / "evaluate.jsonl", {"model": "m", "width": 32, "height": 32, "steps": 4})
+    store = PictureStore(tmp_path / "evaluate.jsonl", {"model": "m", "width": 32, "height": 32, "steps": 4})
     variants = [drawn(), drawn("tome", ratio=0.5)]
     items = [item("a"), item("b"), item("c")]
     for seed, one in enumerate(items):
         for variant, shown in zip(
             variants, (picture(seed), picture(seed if one.prompt.text == "a" else 9)), strict=True
         ):
-            path = layout.picture(variant, one)
+            path = store.picture(variant, one)
             path.parent.mkdir(parents=True, exist_ok=True)
             shown.save(path)
     metrics = load()
-    parts = [measure([[(2, items[2])]], variants, layout, metrics)]
-    parts += [measure([], variants, layout, metrics)]
-    parts += [measure([[(0, items[0]), (1, items[1])]], variants, layout, metrics)]
+    parts = [measure([[(2, items[2])]], variants, store, metrics)]
+    parts += [measure([], variants, store, metrics)]
+    parts += [measure([[(0, items[0]), (1, items[1])]], variants, store, metrics)]
     measured = Measured.merge(parts)
     assert measured.indices.tolist() == [0, 1, 2]
     psnr = measured.columns["tome ratio=0.5", "psnr"]
@@ -215,9 +215,9 @@ def test_figures_are_means_over_all_and_over_a_category(tmp_path: Path) -> None:
 
 
 def test_a_picture_that_cannot_be_read_is_named(tmp_path: Path) -> None:
-    layout = Layout(tmp_path / "evaluate.jsonl", {"model": "m", "width": 32, "height": 32, "steps": 4})
-    path = layout.picture(drawn(), item())
+    store = PictureStore(tmp_path / "evaluate.jsonl", {"model": "m", "width": 32, "height": 32, "steps": 4})
+    path = store.picture(drawn(), item())
     path.parent.mkdir(parents=True)
     path.write_bytes(b"nonsense")
     with pytest.raises(ConfigError, match=r"cannot read the picture .*seed0\.png .it is no picture.; delete"):
-        measure([[(0, item())]], [drawn()], layout, load())
+        measure([[(0, item())]], [drawn()], store, load())

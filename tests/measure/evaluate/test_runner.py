@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from tests.evaluate.conftest import drawn, item, picture
 
+from tests.measure.evaluate.conftest import drawn, item, picture
 from tests.measure.reporting.made import cell
 from tokenmerge.errors import ConfigError, NothingToMergeError
-from tokenmerge.measure.bench.store import RecordNotWrittenError, ResultsFile
+from tokenmerge.measure.bench.results_file import RecordNotWrittenError, ResultsFile
 from tokenmerge.measure.closeness import psnr
-from tokenmerge.measure.evaluate.layout import Layout
-from tokenmerge.measure.evaluate.measure import Figures, Measured, figures_of, open_picture
+from tokenmerge.measure.evaluate.measure import Figures, Measured, figures_of
+from tokenmerge.measure.evaluate.picture_store import PictureStore
 from tokenmerge.measure.evaluate.samples import pack, unpack
 from tokenmerge.measure.evaluate.variants import parse_variants, plan_variants
 from tokenmerge.measure.evaluate.weights import weights_key
@@ -34,7 +34,7 @@ Run = Callable[..., list[QualityRecord]]
 def pictures(folder: Path) -> dict[str, np.ndarray]:
     """Every picture by variant and name."""
     return {
-        f"{path.parent.name}/{path.name}": np.asarray(open_picture(path), dtype=int)
+        f"{path.parent.name}/{path.name}": np.asarray(Image.open(path), dtype=int)
         for path in sorted(folder.rglob("*.png"))
     }
 
@@ -265,9 +265,9 @@ def test_what_is_left_out_is_told(run: Run, monkeypatch: pytest.MonkeyPatch) -> 
 def test_the_sheet_has_a_row_for_each_prompt_and_a_column_for_each_variant(run: Run, tmp_path: Path) -> None:
     sheet = tmp_path / "new" / "grid.png"
     run(grid=sheet, ratio=(0.25, 0.5), samples=2)
-    rows, columns = open_picture(sheet).size[::-1]
+    rows, columns = np.asarray(Image.open(sheet)).shape[:2]
     run(grid=sheet, ratio=(0.5,), samples=3)
-    more_rows, fewer_columns = open_picture(sheet).size[::-1]
+    more_rows, fewer_columns = np.asarray(Image.open(sheet)).shape[:2]
     assert more_rows > rows
     assert fewer_columns < columns
 
@@ -407,7 +407,7 @@ def full(*_: object, **named: object) -> None:
 
 
 def test_a_disk_without_room_for_the_conditions_is_named(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tokenmerge.measure.evaluate.runner.write_json", full)
+    monkeypatch.setattr(Path, "write_text", full)
     with pytest.raises(ConfigError, match=r"out: cannot write .*conditions.json .No space left"):
         run()
 
@@ -418,6 +418,14 @@ def test_a_disk_without_room_for_samples_of_another_machine_is_named(
     monkeypatch.setattr(Path, "write_bytes", full)
     with pytest.raises(ConfigError, match=r"out: cannot write .*a.png .No space left"):
         unpack([{tmp_path / "a.png": b"content"}])
+
+
+def test_a_picture_replaced_by_one_of_another_size_is_named(run: Run, tmp_path: Path) -> None:
+    run()
+    path = sorted(tmp_path.rglob("tome*/*.png"))[0]
+    picture(0, side=16).save(path)
+    with pytest.raises(ConfigError, match=rf"{path} should have 32x32 pixels, and has 16x16; delete it"):
+        run()
 
 
 def test_too_little_memory_is_one_line(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -441,19 +449,19 @@ def test_a_torn_results_file_is_said_and_continued(run: Run, tmp_path: Path) -> 
 
 
 def test_samples_travel_to_a_machine_that_does_not_have_them(tmp_path: Path) -> None:
-    layouts = [
-        Layout(tmp_path / "evaluate.jsonl", {"model": name, "width": 8, "height": 8, "steps": 1})
+    stores = [
+        PictureStore(tmp_path / "evaluate.jsonl", {"model": name, "width": 8, "height": 8, "steps": 1})
         for name in ("here", "there")
     ]
-    path = layouts[0].picture(drawn(), item())
+    path = stores[0].picture(drawn(), item())
     path.parent.mkdir(parents=True)
     picture(0).save(path)
-    packed = pack([item(), item("boat")], [drawn(), drawn("tome", ratio=0.5)], layouts[0])
+    packed = pack([item(), item("boat")], [drawn(), drawn("tome", ratio=0.5)], stores[0])
     assert list(packed) == [path]
     path.unlink()
     path.parent.rmdir()
     unpack([{}, packed])
-    assert np.array_equal(np.asarray(open_picture(path)), np.asarray(picture(0)))
+    assert np.array_equal(np.asarray(Image.open(path)), np.asarray(picture(0)))
     path.write_bytes(b"own")
     unpack([packed])
     assert path.read_bytes() == b"own"

@@ -2,26 +2,25 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.evaluate.conftest import drawn, item
-
-from tokenmerge.measure.evaluate.layout import Layout
+from tests.measure.evaluate.conftest import drawn, item
+from tokenmerge.measure.evaluate.picture_store import PictureStore
 
 CONDITIONS = {"model": "owner/name", "width": 64, "height": 32, "steps": 4}
 
 
-def layout(**changes: object) -> Layout:
-    return Layout(Path("results/evaluate.jsonl"), {**CONDITIONS, **changes})
+def store(**changes: object) -> PictureStore:
+    return PictureStore(Path("results/evaluate.jsonl"), {**CONDITIONS, **changes})
 
 
 def test_names_tell_people_what_they_are() -> None:
-    path = layout().picture(drawn("tome", ratio=0.5), item("A red apple!", seed=3))
+    path = store().picture(drawn("tome", ratio=0.5), item("A red apple!", seed=3))
     assert path.parts[:2] == ("results", "evaluate")
     assert path.parts[2].startswith("name-64x32-4-steps-")
     assert path.parts[3].startswith("tome-ratio-0-5-")
     assert path.name.startswith("a-red-apple-")
     assert path.name.endswith("-seed3.png")
-    assert layout().picture(drawn(), item()).parent.name == "dense"
-    assert layout().relative(path) == path.as_posix().removeprefix("results/")
+    assert store().picture(drawn(), item()).parent.name == "dense"
+    assert store().relative(path) == path.as_posix().removeprefix("results/")
 
 
 def test_whatever_is_drawn_otherwise_has_another_name() -> None:
@@ -37,10 +36,10 @@ def test_whatever_is_drawn_otherwise_has_another_name() -> None:
         drawn("fewer-steps", steps=3, **{"as": "tome ratio=0.5"}),
     ]
     items = [item(long + "here"), item(long + "there"), item(long + "here", seed=1), item("a/b"), item("a b")]
-    layouts = [layout(), layout(steps=5), layout(width=32), layout(model="other/name"), layout(dtype="fp16")]
-    paths = {str(place.picture(v, i)) for place in layouts for v in variants for i in items}
-    assert len(paths) == len(layouts) * len(variants) * len(items)
+    stores = [store(), store(steps=5), store(width=32), store(model="other/name"), store(dtype="fp16")]
+    paths = {str(place.picture(v, i)) for place in stores for v in variants for i in items}
+    assert len(paths) == len(stores) * len(variants) * len(items)
 
 
 def test_a_category_changes_no_name() -> None:
-    assert layout().picture(drawn(), item()) == layout().picture(drawn(), item(category="Animals"))
+    assert store().picture(drawn(), item()) == store().picture(drawn(), item(category="Animals"))

@@ -1,4 +1,4 @@
-"""A cell made ready to run: a copy of the model with its variant applied, and what became of it."""
+"""Cells made ready to run, each on its own copy of the model with its variant applied."""
 
 from __future__ import annotations
 
@@ -12,32 +12,35 @@ import torch
 from tokenmerge.api import Patch
 from tokenmerge.config import ToMeConfig
 from tokenmerge.errors import ConfigError
+from tokenmerge.measure.bench.cells import Cell
 from tokenmerge.measure.bench.failures import Failure
 from tokenmerge.measure.bench.inputs import InputSize
-from tokenmerge.measure.bench.loaded_model import Subject, shared_copy
-from tokenmerge.measure.bench.plan import Column
+from tokenmerge.measure.bench.loaded_model import LoadedModel
 from tokenmerge.measure.bench.variants import VARIANTS
+from tokenmerge.measure.pipelines.checks import check_compile
 from tokenmerge.measure.pipelines.settings import set_attention
+from tokenmerge.measure.pipelines.shared_weights import shared_copy
 from tokenmerge.report import Report, predict
 
-__all__ = ["Prepared", "Workbench", "compile_cache"]
+__all__ = ["PreparedCell", "Workbench", "compile_cache"]
 
 
-class Prepared:
-    """One cell's call, which after its first failure does nothing any more.
+class PreparedCell:
+    """The call of one cell. After its first failure it does nothing.
 
     Attributes:
-        column: the cell.
-        failure: why it has no figures; None while all is well.
+        cell: the cell.
+        failure: why it has no figures; None as long as it has not failed.
         seconds: its timings so far.
-        peak_bytes: most memory held in any of them.
-        config: the settings of its variant, if it has any.
-        report: what merging does with them at the size at hand.
-        calls: how many calls, of which the mean is told, one run makes.
+        peak_bytes: the most memory that any of the timed calls held; None where it cannot be read.
+        config: the settings of its variant; None for a variant without settings.
+        report: what merging does with these settings at the size that is measured.
+        calls: how many calls of the denoiser one run makes; their mean is the time of a call.
+        steps: denoising steps of a whole pipeline.
     """
 
-    def __init__(self, column: Column) -> None:
-        self.column = column
+    def __init__(self, cell: Cell, steps: int) -> None:
+        self.cell, self.steps = cell, steps
         self.failure: Failure | None = None
         self.seconds: list[float] = []
         self.peak_bytes: int | None = None
@@ -46,8 +49,17 @@ class Prepared:
         self.report: Report | None = None
         self.calls = 1
 
+    def add(self, seconds: float, peak_bytes: int | None) -> None:
+        """Add a timed call."""
+        self.seconds.append(seconds)
+        self.peak_bytes = max(self.peak_bytes or 0, peak_bytes or 0) or None
+
+    def is_finished(self, rounds: int) -> bool:
+        """Whether it failed, or was timed in all rounds."""
+        return self.failure is not None or len(self.seconds) == rounds
+
     def attempt(self, action: Callable[[], object]) -> None:
-        """Do something for this cell, and note down if it fails."""
+        """Do something for this cell, and keep the failure if it fails."""
         if self.failure is None:
             try:
                 action()
@@ -66,7 +78,7 @@ class Workbench:
     """Prepares the cells of one setting on a loaded model.
 
     Args:
-        subject: the model.
+        model: the model.
         size: of one call.
         samples: rows that the denoiser sees in one call.
         steps: denoising steps of a whole pipeline.
@@ -74,52 +86,50 @@ class Workbench:
     """
 
     def __init__(
-        self, subject: Subject, size: InputSize, samples: int, steps: int, variants: contextlib.ExitStack
+        self, model: LoadedModel, size: InputSize, samples: int, steps: int, variants: contextlib.ExitStack
     ) -> None:
-        self.subject, self.size, self.samples, self.steps = subject, size, samples, steps
+        self.model, self.size, self.samples, self.steps = model, size, samples, steps
         self.variants = variants
         self._reports: dict[object, Report] = {}
 
-    def prepare(self, column: Column, steps: int | None = None) -> Prepared:
-        """Apply the cell's variant to a copy of the model; what cannot be done is noted in what is returned.
+    def prepare(self, cell: Cell, steps: int | None = None) -> PreparedCell:
+        """Apply the cell's variant to a copy of the model. A cell that cannot run comes with its failure.
 
         Args:
-            column: the cell.
+            cell: the cell.
             steps: denoising steps, if they are not those of the setting.
         """
-        prepared = Prepared(column)
+        prepared = PreparedCell(cell, steps or self.steps)
 
         def build() -> None:
-            variant = VARIANTS[column.spec.name]
+            variant = VARIANTS[cell.spec.name]
             if missing := variant.missing():
                 raise ConfigError(missing)
-            model = shared_copy(self.subject.denoiser)
-            set_attention([model], column.attention)
-            whole = self.subject.whole(model)
-            # A denoiser alone is told its steps; in one graph with the whole model nothing follows them.
-            config = prepared.config = column.spec.config(whole, follows_steps=not column.compile)
+            denoiser = shared_copy(self.model.denoiser)
+            set_attention([denoiser], cell.attention)
+            whole = self.model.whole(denoiser)
+            # A denoiser alone is told its steps by at_step. A compiled model is one graph for all steps.
+            config = prepared.config = cell.spec.config(whole, follows_steps=not cell.compile)
             if config is not None:
-                self._check(config, column)
+                self._check(config, cell)
                 prepared.report = self._report(config)
-            applied = column.spec.apply(whole if variant.of_pipeline else model, config, prepared.report)
+            applied = cell.spec.apply(whole if variant.of_pipeline else denoiser, config, prepared.report)
             patch = self.variants.enter_context(applied)
-            if column.compile:
+            if cell.compile:
                 # Static shapes: compiled for one cell, as a user would, not for what differs between cells.
-                model.compile(dynamic=False)
-            call = self.subject.bind(whole, self.size, steps or self.steps)
-            if self.subject.alone and config is not None and config.follows_steps:
+                denoiser.compile(dynamic=False)
+            call = self.model.bind(whole, self.size, prepared.steps)
+            if self.model.alone and config is not None and config.follows_steps:
                 call, prepared.calls = _whole_generation(call, patch, self.steps), self.steps
             prepared.call = call
 
         prepared.attempt(build)
         return prepared
 
-    def _check(self, config: ToMeConfig, column: Column) -> None:
-        if column.compile and config.follows_steps:
-            raise ConfigError(
-                "settings that follow the denoising steps cannot be compiled into one graph with the model"
-            )
-        if self.subject.alone and config.asks_guidance:
+    def _check(self, config: ToMeConfig, cell: Cell) -> None:
+        if cell.compile:
+            check_compile(config)
+        if self.model.alone and config.asks_guidance:
             raise ConfigError(
                 f"planner={config.guided_planner!r} looks at what guidance changed, and guidance is the "
                 "pipeline's; take --scope pipeline"
@@ -129,13 +139,13 @@ class Workbench:
         """What merging does at this size, counted once."""
         if config not in self._reports:
             self._reports[config] = predict(
-                self.subject.denoiser, config, *self.size.latent, self.samples, self.steps
+                self.model.denoiser, config, *self.size.latent, self.samples, self.steps
             )
         return self._reports[config]
 
 
 def _whole_generation(call: Callable[[], object], patch: Patch[Any, Any], steps: int) -> Callable[[], object]:
-    """All calls of a denoiser that a generation makes, some of which cost more than others."""
+    """All calls of a denoiser in one generation, some of which cost more than others."""
 
     def generation() -> None:
         for index in range(steps):

@@ -1,4 +1,4 @@
-"""What to measure: the axes of a benchmark, from flags, a file or a preset; knows no model."""
+"""The options of ``tokenmerge bench``: axes and settings from flags, a file or a preset."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from tokenmerge.measure.bench.variants import ORACLE, VARIANTS, VariantSpec, ora
 from tokenmerge.measure.pipelines.settings import ATTENTION_CHOICES, DTYPE_CHOICES
 from tokenmerge.measure.pipelines.sizes import parse_size
 
-__all__ = ["SCOPES", "Grid"]
+__all__ = ["SCOPES", "BenchOptions"]
 
 SCOPES = ("denoiser", "pipeline")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Grid:
+class BenchOptions:
     """The axes and the settings that all cells share.
 
     Axes, of which every combination is measured:
@@ -121,7 +121,7 @@ class Grid:
         return list(dict.fromkeys(specs))
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any], where: str) -> Grid:
+    def from_dict(cls, values: Mapping[str, Any], where: str) -> BenchOptions:
         """A grid from what a TOML or YAML file holds; a single value stands for a list of one.
 
         Args:

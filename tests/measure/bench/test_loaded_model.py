@@ -10,12 +10,14 @@ from torch import Tensor, nn
 from tokenmerge import ToMeConfig
 from tokenmerge.errors import ConfigError, UnsupportedModelError
 from tokenmerge.measure.bench import memory_limit, variant_contexts
-from tokenmerge.measure.bench.failures import Failure, is_out_of_memory
+from tokenmerge.measure.bench.failures import Failure
 from tokenmerge.measure.bench.fewer_steps import StepCost, steps_that_fit
 from tokenmerge.measure.bench.geometries import GEOMETRIES
 from tokenmerge.measure.bench.geometry import build_denoiser, depth_note, find_geometry
 from tokenmerge.measure.bench.inputs import InputSize, example_inputs
-from tokenmerge.measure.bench.loaded_model import load_subject, shared_copy
+from tokenmerge.measure.bench.loaded_model import load_model
+from tokenmerge.measure.out_of_memory import is_out_of_memory
+from tokenmerge.measure.pipelines.shared_weights import shared_copy
 from tokenmerge.report import predict
 
 CPU = torch.device("cpu")
@@ -77,7 +79,7 @@ def test_transformers_run_dense_and_merged(
     more = {"axes_dims_rope": (4, 6, 6)} if name == "flux" else {}
     small = dataclasses.replace(geometry, config={**geometry.config, **change, **more})
     monkeypatch.setitem(GEOMETRIES, name, small)
-    subject = load_subject(f"geometry:{name}", "denoiser", dtype, CPU, None, None, seed=0)
+    subject = load_model(f"geometry:{name}", "denoiser", dtype, CPU, None, None, seed=0)
     output = subject.bind(subject.denoiser, SIZE, 1)()[0]
     assert output.dtype == dtype
     assert torch.isfinite(output).all()
@@ -96,13 +98,13 @@ def test_transformers_run_dense_and_merged(
 
 
 def test_a_guided_call_has_the_same_samples_twice() -> None:
-    subject = load_subject("geometry:tiny", "denoiser", torch.float32, CPU, None, None, seed=0)
+    subject = load_model("geometry:tiny", "denoiser", torch.float32, CPU, None, None, seed=0)
     sample = example_inputs(subject.denoiser, SIZE, seed=0, guided=True).args[0]
     assert torch.equal(sample[: len(sample) // 2], sample[len(sample) // 2 :])
 
 
 def test_a_pipeline_runs_the_steps_it_is_asked_for() -> None:
-    subject = load_subject("geometry:tiny", "pipeline", torch.float32, CPU, "ddim", 5.0, seed=0)
+    subject = load_model("geometry:tiny", "pipeline", torch.float32, CPU, "ddim", 5.0, seed=0)
     rows: list[int] = []
     subject.denoiser.register_forward_pre_hook(lambda module, args: rows.append(len(args[0])))
     size = InputSize(height=64, width=128, scale=8, samples=3, frames=1)
@@ -152,7 +154,7 @@ def test_a_geometry_that_does_not_exist_is_named(name: str) -> None:
 
 def test_the_pipeline_of_a_transformer_is_refused_in_words() -> None:
     with pytest.raises(ConfigError, match="--scope denoiser"):
-        load_subject("geometry:flux", "pipeline", torch.float32, CPU, None, None, seed=0)
+        load_model("geometry:flux", "pipeline", torch.float32, CPU, None, None, seed=0)
 
 
 @pytest.mark.parametrize("name", ["tokenmerge", "tomesd", "oracle"])

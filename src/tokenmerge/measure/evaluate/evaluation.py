@@ -1,4 +1,4 @@
-"""What an evaluation will do, decided and checked before any weights are loaded."""
+"""What an evaluation will draw, decided and checked before any weights are loaded."""
 
 from __future__ import annotations
 
@@ -10,18 +10,17 @@ import torch
 from tokenmerge.errors import ConfigError
 from tokenmerge.measure.bench.commit import source_commit
 from tokenmerge.measure.bench.env import versions
-from tokenmerge.measure.evaluate.layout import Layout
 from tokenmerge.measure.evaluate.options import EvaluateOptions
+from tokenmerge.measure.evaluate.picture_store import PictureStore
 from tokenmerge.measure.evaluate.prompts import Item, Prompt, items_of
 from tokenmerge.measure.evaluate.variants import Drawn, plan_variants
 from tokenmerge.measure.evaluate.weights import weights_key
+from tokenmerge.measure.pipelines.checks import check_merging
 from tokenmerge.measure.pipelines.loading import ModelSource, SourceKind, find_model, load_sketch
 from tokenmerge.measure.pipelines.settings import dtype_name, resolve_dtype, scheduler_class_name
 from tokenmerge.measure.pipelines.sizes import check_size
-from tokenmerge.models.find import find_hosts
-from tokenmerge.runtime.patch import check_host
 
-__all__ = ["Plan", "Reference", "make_plan"]
+__all__ = ["Evaluation", "Reference", "plan_evaluation"]
 
 _SMALLEST_SIDE = 11  # pixels, the window of SSIM
 _FILES = (".png", ".jpg", ".jpeg", ".webp")
@@ -41,7 +40,7 @@ class Reference:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class Evaluation:
     """What is drawn and where.
 
     Args:
@@ -51,7 +50,7 @@ class Plan:
         prompts: at least one.
         items: every prompt with every seed.
         variants: dense first.
-        layout: where the pictures go.
+        store: where the pictures go.
         reference: what FID and KID compare with; None: the dense pictures.
     """
 
@@ -61,11 +60,11 @@ class Plan:
     prompts: tuple[Prompt, ...]
     items: tuple[Item, ...]
     variants: tuple[Drawn, ...]
-    layout: Layout
+    store: PictureStore
     reference: Reference | None
 
 
-def make_plan(options: EvaluateOptions, device: torch.device) -> Plan:
+def plan_evaluation(options: EvaluateOptions, device: torch.device) -> Evaluation:
     """Read prompts, configs and the list of reference pictures.
 
     Raises:
@@ -83,11 +82,10 @@ def make_plan(options: EvaluateOptions, device: torch.device) -> Plan:
         sketch = load_sketch(source)
         size = size or sketch.size
         if size is not None:
-            width, height = check_size(size, sketch.scale)
-            for merging in (spec.merging for spec in specs):
-                if merging is not None and not merging.needs_model:
-                    for host in find_hosts(sketch.denoiser):
-                        check_host(host, merging.config(), (height, width))
+            check_size(size, sketch.scale)
+            for method in (spec.merging for spec in specs):
+                if method is not None:
+                    check_merging(sketch, size, method)
     if size is None:
         raise ConfigError("size: this model does not say what size it was made for; give --size")
     if min(size) < _SMALLEST_SIDE:
@@ -106,14 +104,14 @@ def make_plan(options: EvaluateOptions, device: torch.device) -> Plan:
         "versions": versions(),
         "commit": source_commit(),
     }
-    return Plan(
+    return Evaluation(
         source=source,
         size=size,
         dtype=dtype,
         prompts=tuple(prompts),
         items=tuple(items_of(prompts, range(options.seed, options.seed + options.seeds))),
         variants=tuple(plan_variants(specs, options.steps, conditions, options.out.parent)),
-        layout=Layout(options.out, conditions),
+        store=PictureStore(options.out, conditions),
         reference=reference,
     )
 

@@ -8,8 +8,8 @@ import typer
 from typer.testing import CliRunner
 
 from tokenmerge.errors import ConfigError
-from tokenmerge.measure.bench.grid import Grid
-from tokenmerge.measure.bench.store import read_cells
+from tokenmerge.measure.bench.options import BenchOptions
+from tokenmerge.measure.bench.results_file import read_cells
 
 # The package has a function of this name.
 command = importlib.import_module("tokenmerge.cli.bench")
@@ -33,7 +33,7 @@ def test_measures_and_shows_a_table(tmp_path: Path) -> None:
 
 
 def test_flags_change_single_values_of_a_preset(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    grids: list[Grid] = []
+    grids: list[BenchOptions] = []
     monkeypatch.setattr(command, "run_grid", lambda grid, *rest, **named: grids.append(grid))
     result = run(
         "--preset", "paper", "--dtype", "fp32", "--model", "geometry:tiny", "-o", str(tmp_path / "a")
@@ -45,7 +45,7 @@ def test_flags_change_single_values_of_a_preset(monkeypatch: pytest.MonkeyPatch,
 
 def test_help_tells_the_defaults() -> None:
     text = " ".join(run("--help").output.replace("│", " ").split())
-    for name, field in Grid.__dataclass_fields__.items():
+    for name, field in BenchOptions.__dataclass_fields__.items():
         if field.default not in (None, (), (False,), ""):
             values = field.default if isinstance(field.default, tuple) else (field.default,)
             assert f"Default: {', '.join(map(str, values))}." in text, name
@@ -60,7 +60,7 @@ def test_a_preset_for_a_gpu_is_one_error_on_a_cpu(tmp_path: Path) -> None:
 
 
 def test_ctrl_c_says_what_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def interrupted(grid: Grid, out: Path, on_cell: object, on_note: object) -> None:
+    def interrupted(grid: BenchOptions, out: Path, on_cell: object, on_note: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(command, "run_grid", interrupted)

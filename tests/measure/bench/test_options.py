@@ -11,10 +11,10 @@ from torch import nn
 from tokenmerge import PlanSharing, Schedule, StepReuse, ToMeConfig, presets
 from tokenmerge.errors import ConfigError
 from tokenmerge.measure.bench import loaded_model
-from tokenmerge.measure.bench.grid import Grid
+from tokenmerge.measure.bench.cells import plan_cells
 from tokenmerge.measure.bench.grid_files import preset_names, read_grid, read_preset
 from tokenmerge.measure.bench.inputs import InputSize
-from tokenmerge.measure.bench.plan import plan_groups
+from tokenmerge.measure.bench.options import BenchOptions
 from tokenmerge.measure.bench.variants import FEWER_STEPS, VARIANTS, VariantSpec, parse_variant
 from tokenmerge.measure.pipelines.loading import ModelSketch
 
@@ -23,8 +23,8 @@ GRIDS = sorted((Path(__file__).parents[3] / "benchmarks" / "results").glob("*.to
 
 
 def columns(**axes: object) -> list[str]:
-    (group,) = plan_groups(Grid(model=("geometry:tiny",), **axes), CPU)
-    return [str(column) for column in group.columns]
+    _, cells = plan_cells(BenchOptions(model=("geometry:tiny",), **axes), CPU)
+    return [str(cell) for cell in cells]
 
 
 def test_dense_with_fused_attention_is_always_measured() -> None:
@@ -36,7 +36,7 @@ def test_dense_with_fused_attention_is_always_measured() -> None:
 
 
 def test_every_axis_is_crossed_with_every_other() -> None:
-    grid = Grid(
+    grid = BenchOptions(
         model=("geometry:tiny", "geometry:sd15"),
         size=("64", "128x64"),
         batch=(1, 2),
@@ -46,17 +46,17 @@ def test_every_axis_is_crossed_with_every_other() -> None:
         variants=("tome",),
         ratio=(0.25, 0.5),
     )
-    groups = plan_groups(grid, CPU)
-    assert len({group.setting for group in groups}) == len(groups) == 16
-    assert {len(set(group.columns)) for group in groups} == {2 * 2 * 3}
-    sizes = [(group.setting.width, group.setting.height) for group in groups]
+    settings, cells = plan_cells(grid, CPU)
+    assert len(set(settings)) == len(settings) == 16
+    assert len(set(cells)) == len(cells) == 2 * 2 * 3
+    sizes = [(setting.width, setting.height) for setting in settings]
     assert set(sizes) == {(64, 64), (128, 64)}
 
 
 def test_auto_is_what_the_device_does_best() -> None:
-    grid = Grid(model=("geometry:tiny",), variants=("dense",))
-    assert plan_groups(grid, CPU)[0].setting.dtype == "fp32"
-    assert plan_groups(grid, torch.device("cuda"))[0].setting.dtype == "fp16"
+    grid = BenchOptions(model=("geometry:tiny",), variants=("dense",))
+    assert plan_cells(grid, CPU)[0][0].dtype == "fp32"
+    assert plan_cells(grid, torch.device("cuda"))[0][0].dtype == "fp16"
 
 
 class WanTransformer3DModel(nn.Module):
@@ -67,8 +67,8 @@ def test_frames_can_be_chosen_wherever_the_model_comes_from(monkeypatch: pytest.
     monkeypatch.setattr(loaded_model, "find_model", lambda name: name)
     sketches = {"owner/video": WanTransformer3DModel(), "owner/picture": nn.Identity()}
     monkeypatch.setattr(loaded_model, "load_sketch", lambda name: ModelSketch(sketches[name], 8, (64, 64)))
-    groups = plan_groups(Grid(model=tuple(sketches), frames=9, variants=("dense",)), CPU)
-    assert [group.setting.frames for group in groups] == [9, None]
+    settings, _ = plan_cells(BenchOptions(model=tuple(sketches), frames=9, variants=("dense",)), CPU)
+    assert [setting.frames for setting in settings] == [9, None]
 
 
 class VideoPipeline:
@@ -95,7 +95,7 @@ def test_a_video_pipeline_is_asked_for_the_frames_of_its_record() -> None:
 
 
 def test_methods_have_their_own_settings_and_ratio() -> None:
-    specs = Grid(
+    specs = BenchOptions(
         variants=("todo", "toma:ratio=0.6", "sdtm:schedule=1.2/0.8", "ca_tome"), ratio=(0.3, 0.5)
     ).specs()
     assert [spec.label for spec in specs] == [
@@ -153,7 +153,7 @@ def test_the_oracle_bounds_what_merges_around_layers_and_is_alike_at_every_step(
     )
     unbound = ("sdtm", "todo", "auto", *(f"tome:sx=4,{setting}" for setting in changing))
     variants = (*unbound, "ca_tome", "sito", "toma", "tome:planner=windows", "oracle")
-    oracles = [spec.label for spec in Grid(variants=variants).specs() if spec.name == "oracle"]
+    oracles = [spec.label for spec in BenchOptions(variants=variants).specs() if spec.name == "oracle"]
     assert oracles == [
         "oracle ratio=0.5",
         "oracle ratio=0.5 max_downsample=8 sx=8 sy=8 merge_crossattn merge_mlp",
@@ -162,14 +162,14 @@ def test_the_oracle_bounds_what_merges_around_layers_and_is_alike_at_every_step(
 
 
 def test_the_oracle_is_the_bound_of_the_variants_beside_it() -> None:
-    specs = Grid(variants=("tome:ratio=0.75,merge_mlp", "tomesd", "oracle")).specs()
+    specs = BenchOptions(variants=("tome:ratio=0.75,merge_mlp", "tomesd", "oracle")).specs()
     assert [spec.label for spec in specs] == [
         "tome ratio=0.75 merge_mlp",
         "tomesd ratio=0.5",
         "oracle ratio=0.75 merge_mlp",
         "oracle ratio=0.5",
     ]
-    assert [spec.label for spec in Grid(variants=("oracle",)).specs()] == ["oracle ratio=0.5"]
+    assert [spec.label for spec in BenchOptions(variants=("oracle",)).specs()] == ["oracle ratio=0.5"]
 
 
 def test_fewer_steps_come_last_one_for_each_merging_variant() -> None:
@@ -233,15 +233,15 @@ def test_an_unknown_variant_or_setting_is_named(text: str, words: str) -> None:
 )
 def test_values_out_of_range_are_named(axes: dict, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        Grid(**axes)
+        BenchOptions(**axes)
 
 
 def test_a_file_says_the_same_in_toml_and_in_yaml(tmp_path: Path) -> None:
     toml, yaml = tmp_path / "grid.toml", tmp_path / "grid.yaml"
     toml.write_text('size = [512, "768x512"]\nratio = [0.25, 0.5]\nsteps = 20\nmodel = "geometry:sdxl"\n')
     yaml.write_text("size: [512, 768x512]\nratio: [0.25, 0.5]\nsteps: 20\nmodel: geometry:sdxl\n")
-    grid = Grid.from_dict(read_grid(toml), "file")
-    assert grid == Grid.from_dict(read_grid(yaml), "file")
+    grid = BenchOptions.from_dict(read_grid(toml), "file")
+    assert grid == BenchOptions.from_dict(read_grid(yaml), "file")
     assert (grid.size, grid.model, grid.steps) == (("512", "768x512"), ("geometry:sdxl",), 20)
 
 
@@ -268,8 +268,8 @@ def test_a_file_that_is_no_grid_is_refused(tmp_path: Path, name: str, text: str 
 
 @pytest.mark.parametrize("name", preset_names())
 def test_presets_have_the_columns_that_the_published_tables_leave_out(name: str) -> None:
-    grid = Grid.from_dict(read_preset(name), name)
-    (columns, *_) = [group.columns for group in plan_groups(grid, GPU)]
+    grid = BenchOptions.from_dict(read_preset(name), name)
+    _, columns = plan_cells(grid, GPU)
     found = {str(column) for column in columns}
     assert {"dense, default", "dense, sdpa", "dense, xformers"} <= found
     for ratio in grid.ratio:
@@ -281,19 +281,19 @@ def test_presets_have_the_columns_that_the_published_tables_leave_out(name: str)
 
 
 def test_presets_cover_the_settings_of_the_published_tables() -> None:
-    docs = plan_groups(Grid.from_dict(read_preset("diffusers-docs"), "docs"), GPU)
-    assert {(g.setting.height, g.setting.batch) for g in docs} == {
+    docs, _ = plan_cells(BenchOptions.from_dict(read_preset("diffusers-docs"), "docs"), GPU)
+    assert {(setting.height, setting.batch) for setting in docs} == {
         (side, batch) for side in (512, 768, 1024) for batch in (10, 8, 4, 2, 1)
     }
-    paper = Grid.from_dict(read_preset("paper"), "paper")
+    paper = BenchOptions.from_dict(read_preset("paper"), "paper")
     assert (paper.scheduler, paper.steps, paper.ratio) == ("plms", 50, (0.1, 0.2, 0.3, 0.4, 0.5, 0.6))
-    paddle = Grid.from_dict(read_preset("ppdiffusers"), "ppdiffusers")
+    paddle = BenchOptions.from_dict(read_preset("ppdiffusers"), "ppdiffusers")
     assert (paddle.batch, paddle.ratio, paddle.scheduler) == ((1, 10, 16, 32, 64), (0.5, 0.749), "dpm++")
 
 
 @pytest.mark.parametrize("path", GRIDS, ids=lambda path: path.stem)
 def test_grids_of_the_published_results_are_valid(path: Path) -> None:
-    grid = Grid.from_dict(read_grid(path), str(path))
+    grid = BenchOptions.from_dict(read_grid(path), str(path))
     # tomesd knows no transformers of diffusers.
     rivals = {"fewer-steps"} if {"mmdit", "flux"} & set(path.stem.split("-")) else {"tomesd", "fewer-steps"}
     assert rivals <= {spec.name for spec in grid.specs()}

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
-from tests.evaluate.conftest import changed
 from typer.testing import CliRunner
 
-from tokenmerge.cli import app
+from tests.measure.evaluate.conftest import changed
+from tokenmerge.cli.app import app
 from tokenmerge.errors import ConfigError
 from tokenmerge.measure.reporting.quality import QualityRecord
 from tokenmerge.measure.reporting.results import read_results
