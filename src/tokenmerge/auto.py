@@ -31,8 +31,8 @@ _MODERATE = 0.5
 _WITHOUT_FINEST_LEVEL, _WORTHWHILE_FINEST_LEVEL = 0.3, 0.2
 # Below _MODERATE it runs in all of this first share of the steps, which lose most by leaving it out.
 _STEPS_OF_FINEST_LEVEL = 0.3
-# With fewer steps, each changes more than those before it tell: what blocks change more than what comes up to
-# the finest level of a UNet, which draws the details anew.
+# With few steps extrapolation is worse, most of all for block residuals. In a UNet the finest level still
+# runs and draws the details.
 _STEPS_OF_BLOCKS, _SPAN_OF_STAGES = 16, 1 / 5
 # On smaller grids, where blocks are left out of steps, merging attention saves little more and costs more of
 # the picture than leaving out more steps.

@@ -127,16 +127,16 @@ SIZES = [(4, 4), (4, 8), (8, 8)]
 
 @pytest.mark.parametrize("name", REGIONAL)
 @torch.no_grad()
-def test_a_whole_model_compiled_for_all_sizes_has_one_graph(name, monkeypatch):
+def test_a_whole_model_compiled_for_all_sizes_has_one_graph(name):
     """As the plain models do in diffusers' ``test_compile_on_different_shapes``, whose sizes these are."""
-    # Sides that happen to be equal at first are not taken for the same number.
-    monkeypatch.setattr(torch.fx.experimental._config, "use_duck_shape", False)
     family = FAMILIES[name]
     torch._dynamo.reset()
     model = model_of(family)
     handle = apply_token_merging(model, HALF)
     compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="eager")
-    with torch._dynamo.config.patch(error_on_recompile=True):
+    # Sides that happen to be equal at first are not taken for the same number.
+    apart = torch.fx.experimental._config.patch(use_duck_shape=False)
+    with apart, torch._dynamo.config.patch(error_on_recompile=True):
         for rows, columns in SIZES:
             handle.at_size(2 * rows, 2 * columns)  # only FLUX needs it
             arguments = family.inputs(1, rows, columns)

@@ -41,8 +41,11 @@ def test_the_bits_of_a_number_are_found_by_arithmetic():
 
 
 @pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning")  # torch
-@pytest.mark.parametrize("use_rand", [False, True], ids=["first token", "random token"])
-@pytest.mark.parametrize("grid", [(8, 8), (7, 6)], ids=["whole cells", "tokens beyond cells"])
+@pytest.mark.parametrize(
+    ("grid", "use_rand"),
+    [((8, 8), False), ((7, 6), True)],
+    ids=["whole cells, their first token", "tokens beyond cells, a random token"],
+)
 @pytest.mark.parametrize("name", ["UNet2DConditionModel", "SD3Transformer2DModel"])
 @torch.no_grad()
 def test_an_onnx_model_agrees_with_pytorch(name, grid, use_rand, tmp_path):
@@ -64,6 +67,7 @@ def test_an_onnx_model_agrees_with_pytorch(name, grid, use_rand, tmp_path):
         return expected
 
     now = arguments["timestep"]
-    assert not torch.allclose(result(now), dense, rtol=0, atol=1e-2 * dense.abs().max().item())
+    # What merging changes is far above the tolerance.
+    assert not torch.allclose(result(now), dense, rtol=0, atol=1e-3 * dense.abs().max().item())
     result((now * 0.37 + 11).to(now.dtype))
     result((now * 0).to(now.dtype))

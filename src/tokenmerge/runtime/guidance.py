@@ -69,12 +69,12 @@ def importance_of_tokens(change: Tensor, grid: Sequence[int]) -> Tensor | None:
 
     Args:
         change: what guidance changes in a model's result: ``[b, c, h, w]``, ``[b, c, f, h, w]``, or tokens
-            ``[b, n, c]`` on the model's own grid.
-        grid: (frames, rows, columns) of the tokens that are asked about.
+            ``[b, n, c]`` on the model's finest grid.
+        grid: (frames, rows, columns) of the tokens.
 
     Returns:
-        ``[b, n]``: the mean of the absolute change over what a token covers; ``[b · f, n]`` of several frames
-        for a grid of one; None for a result of another shape.
+        ``[b, n]``: the mean absolute change over the area of each token. ``[b · f, n]`` for a result of
+        several frames and a grid of one. None for a result of another shape.
     """
     size = change.abs().float()
     if size.ndim == 3:

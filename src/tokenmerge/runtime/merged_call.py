@@ -29,8 +29,8 @@ def merged_call(
         layout: where they are.
         plan: for the image tokens.
         combine: (plan, tokens) → merged tokens.
-        change_only: give each token the change that the call made to the merged token that holds it, and
-            not that token's result.
+        change_only: give each token what the call added to the merged token that holds it, and not the
+            result of that token.
     """
     tokens = layout.tokens_of(call)
     merged = merged_tokens(layout, plan, tokens, combine)
@@ -41,12 +41,12 @@ def merged_call(
 def merged_tokens(
     layout: Layout, plan: Plan, tokens: Tensor, combine: Callable[[Plan, Tensor], Tensor]
 ) -> Tensor:
-    """The first part of :func:`merged_call`: tokens of which those of the image are merged."""
+    """First part of :func:`merged_call`: the tokens, with those of the image merged."""
     return _replace_image(layout, tokens, plan.inverse.shape[1], lambda image: combine(plan, image))
 
 
 def call_on(call: HostCall, layout: Layout, plan: Plan, merged: Tensor) -> Any:
-    """The second part: the result of a call with merged tokens, and what follows them."""
+    """Second part: the result of the call with merged tokens, and with the arguments that follow them."""
     name = layout.name_of(call)
     now = _following(call, layout, plan).replaced(name, merged)
     if layout.same_as_tokens and call.argument(layout.same_as_tokens) is call.argument(name):
@@ -55,14 +55,14 @@ def call_on(call: HostCall, layout: Layout, plan: Plan, merged: Tensor) -> Any:
 
 
 def unmerged_result(layout: Layout, plan: Plan, result: Any, change: tuple[Tensor, Tensor] | None) -> Any:
-    """The last part: the result, a tensor or several, for all tokens.
+    """Last part: the result, one tensor or several, for all tokens.
 
     Args:
         layout: where the tokens are.
         plan: that they were merged by.
         result: for merged tokens.
-        change: all tokens and merged ones, of which the former get the change from the latter to the result;
-            None: they get the result.
+        change: (all tokens, merged tokens). Each token then gets what the call added to the merged token that
+            holds it. None: it gets the result itself.
     """
     n, m = plan.inverse.shape[1], plan.keep.shape[1]
 
@@ -84,29 +84,31 @@ def add_lost(
     layout: Layout,
     plan: Plan,
     result: Any,
-    changes: Sequence[Tensor | None],
+    residuals: Sequence[Tensor | None],
     combine: Callable[[Plan, Tensor], Tensor],
 ) -> Any:
-    """Add to a merged result what merging loses: of each token's change, how it differs from its group's.
+    """Add back the detail lost by merging, known from the last full step.
+
+    What is lost of a token is how its residual differs from the residual of its group.
 
     Args:
         layout: where the tokens are.
         plan: that the result was merged by.
         result: of :func:`merged_call`.
-        changes: that the same call made on a step that was not merged, one for each tensor of the result.
-        combine: as there.
+        residuals: of the same call on a step without merging, one for each tensor of the result.
+        combine: (plan, tokens) → merged tokens.
     """
     n = plan.inverse.shape[1]
 
-    def add(value: Tensor, change: Tensor) -> Tensor:
-        image = layout.image(change, n)
+    def add(value: Tensor, residual: Tensor) -> Tensor:
+        image = layout.image(residual, n)
         lost = image - unmerge(plan, combine(plan, image))
         return _replace_image(layout, value, n, lambda tokens: tokens + lost)
 
     alone = isinstance(result, Tensor)
     added = tuple(
-        value if change is None or not (alone or i in layout.outputs) else add(value, change)
-        for i, (value, change) in enumerate(zip([result] if alone else result, changes, strict=True))
+        value if residual is None or not (alone or i in layout.outputs) else add(value, residual)
+        for i, (value, residual) in enumerate(zip([result] if alone else result, residuals, strict=True))
     )
     return added[0] if alone else added
 
@@ -114,16 +116,21 @@ def add_lost(
 def keyed_call(
     call: HostCall, layout: Layout, plan: Plan, keys: str, combine: Callable[[Plan, Tensor], Tensor]
 ) -> Any:
-    """The result of self-attention in which all tokens look at merged ones, by the argument ``keys``.
+    """The result of self-attention in which all tokens attend to merged ones.
 
-    The other arguments are those of :func:`merged_call`.
+    Args:
+        call: with all n tokens.
+        layout: where they are.
+        plan: for the image tokens.
+        keys: name of the argument that takes the merged tokens.
+        combine: (plan, tokens) → merged tokens.
     """
     merged = combine(plan, layout.tokens_of(call))
     return _following(call, layout, plan).replaced(keys, merged).result()
 
 
 def _following(call: HostCall, layout: Layout, plan: Plan) -> HostCall:
-    """A call in which what follows the tokens has entries for merged ones."""
+    """The call with the arguments that have an entry for each token cut down to the merged tokens."""
     token_arguments = {argument.name: argument for argument in layout.token_arguments}
     return call.changed(
         lambda name, value: (
@@ -143,7 +150,7 @@ def _replace_image(layout: Layout, x: Tensor, n: int, change: Callable[[Tensor],
 
 
 def _follow(value: Any, argument: TokenArgument, layout: Layout, plan: Plan) -> Any:
-    """The entries of an argument that stay when tokens merge, in the order of the merged tokens."""
+    """The entries of an argument for the merged tokens, in their order."""
     if argument.element is None or value is None:
         return _followed(value, argument, layout, plan)
     return type(value)(
@@ -176,7 +183,7 @@ def _followed(value: Any, argument: TokenArgument, layout: Layout, plan: Plan) -
 
 
 def _entries(plan: Plan, text: int, layout: Layout) -> Tensor:
-    """``[b, text + m]``: which entries stay where those of ``text`` text tokens stand beside the image's."""
+    """``[b, text + m]``: the entries that stay, where ``text`` text tokens stand beside the image."""
     kept = plan.kept()
     if text == 0:
         return kept

@@ -18,21 +18,20 @@ __all__ = ["ProportionalAttention"]
 
 
 class ProportionalAttention(TorchFunctionMode):
-    """While it lasts, fused attention adds the logarithm of each key's size to its logits.
+    """While this context lasts, fused attention adds the logarithm of each key's size to its logits.
 
-    At the call of the fused kernel and not before, because hosts agree on nothing else: most of them take
-    no mask, or take it in a form of their own.
-
-    Only the first call counts: what an adapter computes behind it looks at other keys.
+    This happens at the call of PyTorch's fused kernel, because hosts have nothing else in common: most of
+    them take no mask, or take it in a form of their own. Only the first call counts, since an adapter may
+    attend to other keys after it.
 
     Args:
-        plan: what the image's keys stand for.
-        layout: where the keys of text stand, which count once.
-        block: whose attention it is. Its ``path`` is looked at for the message alone: torch.compile would
-            make a graph for each path that is looked at before.
+        plan: its ``sizes`` say how many tokens each key of the image stands for.
+        layout: where the keys of text are, which count once.
+        block: whose attention it is. Its ``path`` is read for the error message alone: torch.compile makes a
+            graph for each path that is read before.
 
     Raises:
-        UnsupportedModelError: on leaving it, if no call was one that attends to these keys.
+        UnsupportedModelError: on leaving the context, if no call attended to these keys.
     """
 
     def __init__(self, plan: Plan, layout: Layout, block: Any) -> None:
@@ -40,13 +39,13 @@ class ProportionalAttention(TorchFunctionMode):
         self.logits = plan.sizes.log()
         self.layout = layout
         self.block = block
-        self.waits = True
+        self.is_pending = True
 
     def __torch_function__(
         self, function: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if function is not F.scaled_dot_product_attention or not self.waits:
+        if function is not F.scaled_dot_product_attention or not self.is_pending:
             return function(*args, **kwargs)
         names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
         given = {**dict(zip(names, args, strict=False)), **kwargs}
@@ -54,7 +53,7 @@ class ProportionalAttention(TorchFunctionMode):
         text = key.shape[-2] - self.logits.shape[1]
         if text < 0 or key.shape[0] % len(self.logits):
             return function(**given)
-        self.waits = False
+        self.is_pending = False
         bias = F.pad(self.logits, (text, 0) if self.layout.text == "first" else (0, text)).to(key.dtype)
         # Hosts that fold heads into the batch repeat each image for its heads.
         bias = bias.repeat_interleave(key.shape[0] // len(bias), 0) if len(bias) != key.shape[0] else bias
@@ -68,7 +67,7 @@ class ProportionalAttention(TorchFunctionMode):
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         super().__exit__(kind, error, trace)
-        if self.waits and kind is None:
+        if self.is_pending and kind is None:
             raise UnsupportedModelError(
                 f"{self.block.path}: proportional=True needs attention by PyTorch's "
                 "scaled_dot_product_attention, over all images of a batch at once, and this one computes it "

@@ -22,8 +22,8 @@ def call_in_stack(call: HostCall, state: BlockState, combine: Callable[[Plan, Te
     """The result of a block: h + U (f_k … f_1 (M h) − M h) over its stack, with merging M and unmerging U.
 
     Args:
-        call: of the block; with all tokens for the first, with merged ones for the others, but what follows
-            the tokens is for all of them in each.
+        call: of the block. The first block gets all tokens, the others merged ones. Arguments with an entry
+            for each token are for all tokens in every block.
         state: of the block.
         combine: (plan, tokens) → merged tokens.
 
@@ -36,7 +36,7 @@ def call_in_stack(call: HostCall, state: BlockState, combine: Callable[[Plan, Te
     stack, block = role.threads.value, state.threads.value
     tokens = layout.tokens_of(call)
     if role.is_first:
-        stack.input = None  # of a call that was broken off
+        stack.input = None  # of a call that was interrupted
     if stack.input is None:
         merges = size_of(state, tokens, None) is not None and not call.has(layout.dense_if)
         if not (merges and role.is_first):
@@ -61,7 +61,7 @@ def call_in_stack(call: HostCall, state: BlockState, combine: Callable[[Plan, Te
 
 
 def _check_comes_from_before(state: BlockState, tokens: Tensor, merged: Tensor) -> None:
-    """Refuse tokens that the block before it in the stack has not returned."""
+    """Refuse tokens that are not the result of the block before it in the stack."""
     if tokens.shape != merged.shape:
         raise UnsupportedModelError(
             f"{state.path}: expected {merged.shape[1]} tokens, merged, of the block before it in its stack, "
