@@ -7,6 +7,8 @@ import paddle
 from ppdiffusers import ControlNetModel, UNet2DConditionModel
 
 TEXT = 16
+# ppdiffusers' own methods, whatever a test puts in their place.
+OWN_APPLY, OWN_REMOVE = paddle.nn.Layer.apply_tome, paddle.nn.Layer.remove_tome
 SMALL = {
     "block_out_channels": (32, 64),
     "layers_per_block": 1,

@@ -62,9 +62,9 @@ def test_equal_similarities_stay_in_order():
     )
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_half_precision_is_summed_in_single_precision(dtype):
-    x = paddle.full([1, 1024, 4], 1000.0, dtype=dtype)  # a sum of 257 of them is no float16
+def test_half_precision_is_summed_in_single_precision():
+    # Paddle has no float16 on a CPU. Adding 1000 to a sum of 2¹⁸ changes no bfloat16.
+    x = paddle.full([1, 1024, 4], 1000.0, dtype="bfloat16")
     plan = plan_tokens(XP, paddle.ones([1, 1024, 4]), (32, 32), ToMeConfig(ratio=0.75), 0)
     merged = merge(XP, plan, x)
     assert merged.dtype == x.dtype
@@ -77,4 +77,4 @@ def test_gradients_flow_through_merging():
     plan = plan_tokens(XP, x.detach(), (8, 8), ToMeConfig(ratio=0.5), 0)
     unmerge(XP, plan, merge(XP, plan, x)).sum().backward()
     # Each token's share in its mean, times as many tokens as get that mean: 1.
-    np.testing.assert_allclose(x.grad.numpy(), 1, rtol=1e-6)
+    assert np.abs(x.grad.numpy() - 1).max() < 1e-6

@@ -67,8 +67,8 @@ def check_swappable(host: Host) -> None:
     for block in host.blocks:
         if hasattr(type(block.layer), "_parent"):
             raise UnsupportedModelError(
-                f"{block.path}: ppdiffusers' own apply_tome is on; undo it with "
-                "ppdiffusers.patches.tomesd_patch_utils.remove_tome(pipe), then apply token merging"
+                f"{block.path}: ppdiffusers' own apply_tome is on; call ppdiffusers' remove_tome() first, before "
+                "tokenmerge.paddle.pipeline_methods is imported, which replaces it"
             )
         for name in ("", *block.sub_layers):
             layer = getattr(block.layer, name) if name else block.layer
