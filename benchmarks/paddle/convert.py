@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -57,24 +55,20 @@ def _text_encoder(folder: Path) -> nn.Layer:
     settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     model = CLIPTextModel(CLIPTextConfig(**settings))
     weights = load_file(folder / "model.safetensors")
-    return _filled(model, {f"text_model.{name.removeprefix('text_model.')}": w for name, w in weights.items()})
+    return _filled(
+        model, {f"text_model.{name.removeprefix('text_model.')}": w for name, w in weights.items()}
+    )
 
 
 def _tokenizer(source: Path) -> CLIPTokenizer:
-    # Another library's tokenizer.json would be read first, and differently.
-    with tempfile.TemporaryDirectory() as folder:
-        for name in ("vocab.json", "merges.txt"):
-            shutil.copy(source / "tokenizer" / name, folder)
-        settings = json.loads((source / "tokenizer" / "tokenizer_config.json").read_text(encoding="utf-8"))
-        kept = {name: settings[name] for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
-        length = json.loads((source / "text_encoder" / "config.json").read_text(encoding="utf-8"))
-        return CLIPTokenizer(
-            vocab_file=f"{folder}/vocab.json",
-            merges_file=f"{folder}/merges.txt",
-            max_len=length["max_position_embeddings"],
-            model_max_length=length["max_position_embeddings"],
-            **kept,
-        )
+    settings = json.loads((source / "tokenizer" / "tokenizer_config.json").read_text(encoding="utf-8"))
+    return CLIPTokenizer(
+        vocab_file=str(source / "tokenizer" / "vocab.json"),
+        merges_file=str(source / "tokenizer" / "merges.txt"),
+        max_len=settings["model_max_length"],
+        model_max_length=settings["model_max_length"],
+        **{name: settings[name] for name in ("bos_token", "eos_token", "pad_token", "unk_token")},
+    )
 
 
 def _config(file: Path, cls: Any) -> dict[str, Any]:
@@ -90,13 +84,13 @@ def _filled(model: nn.Layer, weights: dict[str, np.ndarray]) -> nn.Layer:
     Raises:
         ValueError: the names or shapes of the weights are not those of the model.
     """
-    linear = {
-        f"{name}.weight" for name, layer in model.named_sublayers() if isinstance(layer, nn.Linear)
-    }
+    linear = {f"{name}.weight" for name, layer in model.named_sublayers() if isinstance(layer, nn.Linear)}
     wanted = {name: tuple(value.shape) for name, value in model.state_dict().items()}
     found = {name: value.T if name in linear else value for name, value in weights.items()}
     found = {name: value for name, value in found.items() if name in wanted or "position_ids" not in name}
-    if other := {name for name in wanted.keys() | found.keys() if wanted.get(name) != np.shape(found.get(name))}:
+    if other := {
+        name for name in wanted.keys() | found.keys() if wanted.get(name) != np.shape(found.get(name))
+    }:
         raise ValueError(f"{type(model).__name__}: weights that do not fit: {', '.join(sorted(other))}")
     # Half precision in the files, single precision in the model.
     model.set_state_dict({name: paddle.to_tensor(value.astype(np.float32)) for name, value in found.items()})

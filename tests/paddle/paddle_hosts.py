@@ -41,10 +41,10 @@ def sdxl():
     )
 
 
-def controlnet(seed=1):
+def controlnet(seed=1, **changes):
     """As :func:`unet`; its zero convolutions are set to random values, so that it has an effect."""
     paddle.seed(seed)
-    model = ControlNetModel(**SMALL, conditioning_embedding_out_channels=(8, 16))
+    model = ControlNetModel(**{**SMALL, "conditioning_embedding_out_channels": (8, 16), **changes})
     for layer in [*model.controlnet_down_blocks, model.controlnet_mid_block]:
         layer.weight.set_value(0.1 * paddle.randn(layer.weight.shape))
     model.eval()

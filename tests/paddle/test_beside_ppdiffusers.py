@@ -35,7 +35,9 @@ def both(model, settings, *arguments):
 
 
 def _tensors(result):
-    return [part for each in result for part in (_tensors(each) if isinstance(each, (tuple, list)) else [each])]
+    return [
+        part for each in result for part in (_tensors(each) if isinstance(each, (tuple, list)) else [each])
+    ]
 
 
 def assert_equal(theirs, ours, dense):

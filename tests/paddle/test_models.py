@@ -135,7 +135,9 @@ def test_feed_forward_layers_that_run_in_chunks_stay_dense():
     for block in hosts.blocks(unet):  # after patching
         block.set_chunk_feed_forward(64, dim=1)
     assert close(hosts.run(unet), attention_alone)
-    assert patch.report().notes[-1] == "UNet2DConditionModel: feed-forward layers that run in chunks stay dense"
+    assert (
+        patch.report().notes[-1] == "UNet2DConditionModel: feed-forward layers that run in chunks stay dense"
+    )
 
 
 def test_a_mask_of_the_keys_leaves_self_attention_dense():

@@ -287,7 +287,7 @@ def test_a_ratio_alone_is_not_enough():
 
 
 def test_nothing_to_merge_is_an_error():
-    with pytest.raises(NothingToMergeError, match="at the levels 2, and max_downsample=1 .* set .* to 2"):
+    with pytest.raises(NothingToMergeError, match=r"at the levels 2, and max_downsample=1 .* set .* to 2"):
         apply_patch(hosts.sdxl())
     unet = hosts.unet()
     for block in hosts.blocks(unet):
@@ -299,7 +299,7 @@ def test_nothing_to_merge_is_an_error():
 def test_a_sample_that_is_too_small_is_an_error_when_it_is_seen():
     unet = hosts.unet()
     apply_patch(unet, sx=8, sy=8)
-    with pytest.raises(NothingToMergeError, match="4 × 4 tokens at level 1, of which ratio=0.5 with cells"):
+    with pytest.raises(NothingToMergeError, match=r"4 × 4 tokens at level 1, of which ratio=0.5 with cells"):
         hosts.run(unet, height=4, width=4)
 
 
@@ -323,7 +323,9 @@ def test_a_forward_on_the_layer_itself_is_refused():
     unet = hosts.unet()
     attention = hosts.blocks(unet)[0].attn1
     attention.forward = attention.forward
-    with pytest.raises(UnsupportedModelError, match="attn1: other software has replaced its method 'forward'"):
+    with pytest.raises(
+        UnsupportedModelError, match="attn1: other software has replaced its method 'forward'"
+    ):
         apply_patch(unet)
 
 

@@ -7,8 +7,8 @@ Needs the extra ``paddle`` and neither PyTorch nor diffusers::
     tokenmerge.paddle.apply_patch(pipe, ratio=0.5)
     tokenmerge.paddle.remove_patch(pipe)
 
-``import tokenmerge.paddle.pipeline_methods`` puts ``apply_tome`` and ``remove_tome`` on pipelines and models, in
-place of ppdiffusers' own.
+``import tokenmerge.paddle.pipeline_methods`` puts ``apply_tome`` and ``remove_tome`` on pipelines and models,
+in place of ppdiffusers' own.
 """
 
 from tokenmerge.errors import MissingExtraError

@@ -17,7 +17,7 @@ from tokenmerge.portable.planners import PLANNERS
 
 __all__ = ["Patch", "apply_token_merging", "remove_token_merging", "token_merging"]
 
-# Settings of which only some values are offered, and settings of which all are; the others keep their defaults.
+# Settings of which some values are offered, and settings of which all are; the others keep their defaults.
 _OFFERED = {"scope": ("layers", "keys"), "planner": PLANNERS, "combine": ("mean", "keep")}
 _FREE = (
     *("ratio", "max_downsample", "min_tokens", "sx", "sy", "use_rand", "seed", "levels"),
@@ -35,7 +35,7 @@ class Patch:
         self._runs = runs
 
     def report(self, height: int | None = None, width: int | None = None, batch: int = 2) -> Report:
-        """What merging does to each block for a sample of this size; see :func:`tokenmerge.paddle.predict`."""
+        """What merging does to each block for a sample of this size: :func:`tokenmerge.paddle.predict`."""
         return predict(self._model, self._config, height, width, batch)
 
     def remove(self) -> None:
@@ -52,8 +52,8 @@ def apply_token_merging(pipe_or_layer: Any, config: ToMeConfig) -> Patch:
     """Merge tokens in a model of ppdiffusers from its next call on, in place.
 
     Args:
-        pipe_or_layer: a pipeline (its ControlNets are patched too), or a model such as ``pipe.unet``. One that
-            is patched already gets the new settings.
+        pipe_or_layer: a pipeline (its ControlNets are patched too), or a model such as ``pipe.unet``. One
+            that is patched already gets the new settings.
         config: what to merge and how much. Offered are the planners ``"tome"``, ``"tiled"`` and
             ``"uniform"``, the scopes ``"layers"`` and ``"keys"``, ``combine`` by ``"mean"`` and ``"keep"``,
             ``levels``, ``min_tokens``, ``proportional``, ``share_guidance``, and the arguments of
@@ -143,6 +143,6 @@ def _why_nothing(host: Host, config: ToMeConfig) -> str:
         )
     return (
         f"nothing to merge: no transformer block of {host.name} within max_downsample="
-        f"{config.max_downsample} has a layer that scope={config.scope!r} and merge_attn, merge_crossattn and "
-        "merge_mlp ask for; feed-forward layers that run in chunks stay dense"
+        f"{config.max_downsample} has a layer that scope={config.scope!r} and merge_attn, merge_crossattn "
+        "and merge_mlp ask for; feed-forward layers that run in chunks stay dense"
     )

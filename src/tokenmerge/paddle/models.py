@@ -95,8 +95,8 @@ def find_hosts(pipe_or_layer: Any) -> tuple[Host, ...]:
     found = {id(host.root): host for layer in _layers(pipe_or_layer) for host in _hosts(layer)}
     if not found:
         raise UnsupportedModelError(
-            f"no model to merge tokens in: found {type(pipe_or_layer).__name__}; pass a pipeline of ppdiffusers "
-            "or a model of it whose blocks are BasicTransformerBlock in a Transformer2DModel, such as pipe.unet"
+            f"no model to merge tokens in: found {type(pipe_or_layer).__name__}; pass a pipeline of "
+            "ppdiffusers, or a model with a Transformer2DModel in it, such as pipe.unet"
         )
     return tuple(found.values())
 

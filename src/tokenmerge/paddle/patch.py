@@ -1,8 +1,9 @@
 """The only file that changes a layer of Paddle, and puts back what was there.
 
-A block or a sub-layer of it is changed by swapping its class for a subclass of the same name, whose ``forward``
-calls that of the original class, looked up at each call. Its parameters keep their names; hooks, adapters and
-attention processors stay where they are. Models and transformers keep their classes and get hooks.
+A block or a sub-layer of it is changed by swapping its class for a subclass of the same name, whose
+``forward`` calls that of the original class, looked up at each call. Its parameters keep their names;
+hooks, adapters and attention processors stay where they are. Models and transformers keep their classes and
+get hooks.
 """
 
 from __future__ import annotations
@@ -67,8 +68,8 @@ def check_swappable(host: Host) -> None:
     for block in host.blocks:
         if hasattr(type(block.layer), "_parent"):
             raise UnsupportedModelError(
-                f"{block.path}: ppdiffusers' own apply_tome is on; call ppdiffusers' remove_tome() first, before "
-                "tokenmerge.paddle.pipeline_methods is imported, which replaces it"
+                f"{block.path}: ppdiffusers' own apply_tome is on; call ppdiffusers' remove_tome() first, "
+                "before tokenmerge.paddle.pipeline_methods is imported, which replaces it"
             )
         for name in ("", *block.sub_layers):
             layer = getattr(block.layer, name) if name else block.layer
@@ -81,12 +82,12 @@ def check_swappable(host: Host) -> None:
 
 
 @functools.cache
-def _swapped_class(base: type, call: Callable) -> Any:
+def _swapped_class(base: Any, call: Callable) -> Any:
     """The subclass of ``base`` whose ``forward`` is ``call`` around that of ``base``: one for each pair."""
 
-    @functools.wraps(base.forward)  # type: ignore[attr-defined]
+    @functools.wraps(base.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        original = functools.partial(base.forward, self)  # type: ignore[attr-defined]
+        original = functools.partial(base.forward, self)
         # Whoever holds a reference to this method may call it after the layer was restored.
         return call(self, original, args, kwargs) if STATE in self.__dict__ else original(*args, **kwargs)
 
@@ -112,7 +113,8 @@ def _rebuild(base: type, call: Callable) -> nn.Layer:
 
 def _swap(layer: nn.Layer, call: Callable, state: State) -> None:
     layer.__dict__[STATE] = state
-    layer.__class__ = _swapped_class(type(layer), call)
+    base: Any = type(layer)
+    layer.__class__ = _swapped_class(base, call)
 
 
 def _note(layer: nn.Layer, hook: Callable, state: State) -> None:

@@ -1,4 +1,4 @@
-"""What the hooks and the swapped classes of a patched model do: note the step and the grid, merge, unmerge."""
+"""What hooks and swapped classes of a patched model do: note the step and the grid, merge, unmerge."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def note_call(root: Any, args: tuple, kwargs: dict[str, Any]) -> None:
     arguments = {**dict(zip(run.host.parameters, args, strict=False)), **kwargs}
     sample, timestep = arguments[run.host.parameters[0]], arguments.get("timestep")
     _check_size(run, *size_of(root, sample.shape))
-    if paddle.is_tensor(timestep):
+    if isinstance(timestep, Tensor):
         timestep = float(timestep.cast("float32").max())
     run.now.step = 0 if timestep is None else step_number(timestep)
     run.now.parts = _parts(root, sample) if run.config.share_guidance else 1

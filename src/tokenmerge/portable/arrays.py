@@ -41,7 +41,7 @@ class Arrays(Protocol):
         """Places along the last axis from the largest value to the smallest; equal ones stay in order."""
 
     def length(self, x: Array) -> Array:
-        """Euclidean norm along the last axis, which stays with size 1; at least the smallest normal number."""
+        """Euclidean norm along the last axis, which stays with size 1; the smallest normal number for 0."""
 
     def transpose(self, x: Array) -> Array:
         """The last two axes of ``[b, n, c]`` swapped."""

@@ -1,4 +1,4 @@
-"""Each source's most similar destination, and the best of these edges first; as ``tokenmerge.ops`` does it."""
+"""Each source's most similar destination, and the best of these edges first, as in ``tokenmerge.ops``."""
 
 from __future__ import annotations
 

@@ -41,14 +41,14 @@ def partition(
     ([0, 2], [1, 3, 5, 7, 6, 8, 4, 9])
     """
     (height, width), (rows, columns) = cell, (grid[0] // cell[0], grid[1] // cell[1])
-    tokens = np.arange(grid[0] * grid[1]).reshape(grid)
+    tokens = np.arange(grid[0] * grid[1], dtype=np.int64).reshape(grid)
     # [k, d]: by position within the cell, and by cell.
-    inside = tokens[: rows * height, : columns * width].reshape(rows, height, columns, width)
-    inside = inside.transpose(1, 3, 0, 2).reshape(height * width, rows * columns)
+    cells = tokens[: rows * height, : columns * width].reshape(rows, height, columns, width)
+    inside = cells.transpose(1, 3, 0, 2).reshape(height * width, rows * columns)
     outside = [tokens[: rows * height, columns * width :].ravel(), tokens[rows * height :].ravel()]
     if draw is not None:
         # The destination comes first; the others follow it round the cell.
-        first = _hash(*draw, np.arange(rows * columns)) % len(inside)
+        first = _hash(*draw, np.arange(rows * columns, dtype=np.int64)) % len(inside)
         inside = np.take_along_axis(inside, (np.arange(len(inside))[:, None] + first) % len(inside), axis=0)
     src, dst = np.concatenate([inside[1:].ravel(), *outside]), inside[0].copy()
     src.flags.writeable = dst.flags.writeable = False
@@ -73,10 +73,11 @@ def _hash(seed: int, step: int, place: np.ndarray) -> np.ndarray:
     Each counter passes through the avalanche function "lowbias32" (C. Wellons, public domain), whose output
     bits each change with probability 1/2 when one input bit changes.
     """
-    state = np.full_like(place, seed & _MASK32, dtype=np.uint64)
-    for counter in (np.uint64(step & _MASK32), place.astype(np.uint64)):
+    # As int64, products of 32 and 31 bits do not overflow.
+    state = np.full(place.shape, seed & _MASK32, dtype=np.int64)
+    for counter in (step & _MASK32, place):
         state = state ^ counter
         state = (state ^ (state >> 16)) * 0x7FEB352D & _MASK32
         state = (state ^ (state >> 15)) * 0x846CA68B & _MASK32
         state = state ^ (state >> 16)
-    return state.astype(np.int64)
+    return state

@@ -61,7 +61,7 @@ def make_plan(xp: Arrays, src: np.ndarray, dst: np.ndarray, order: Array, neares
 
 
 def merge(xp: Arrays, plan: Plan, x: Array) -> Array:
-    """Replace merged tokens by their mean: ``[b, n, c]`` → ``[b, m, c]``, half precision summed in float32."""
+    """Replace merged tokens by their mean, summed in float32 or better: ``[b, n, c]`` → ``[b, m, c]``."""
     b, n, c = x.shape
     rows = x.reshape([b * n, c])
     kept, moved = (xp.exact(xp.take(rows, index.reshape([-1]))) for index in (plan.keep, plan.sources))

@@ -2,42 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import numpy as np
 
+from tokenmerge.config import ToMeConfig
 from tokenmerge.portable.arrays import Array, Arrays
 from tokenmerge.portable.matching import bipartite_soft_matching, shared_features, tiled_matching
 from tokenmerge.portable.partition import own_cell, partition
 from tokenmerge.portable.plan import Plan, make_plan, repeated
 
-__all__ = ["PLANNERS", "Settings", "num_removed", "plan_tokens"]
+__all__ = ["PLANNERS", "num_removed", "plan_tokens"]
 
 PLANNERS = ("tome", "tiled", "uniform")
 # In cells: with "tiled", each source sees the destinations of up to 32 × 32 of them.
 _SIDE = 16
 
 
-class Settings(Protocol):
-    """What planners read of a :class:`tokenmerge.ToMeConfig`."""
-
-    @property
-    def ratio(self) -> float: ...
-    @property
-    def min_tokens(self) -> int: ...
-    @property
-    def sx(self) -> int: ...
-    @property
-    def sy(self) -> int: ...
-    @property
-    def use_rand(self) -> bool: ...
-    @property
-    def seed(self) -> int: ...
-    @property
-    def planner(self) -> str: ...
-
-
-def num_removed(grid: tuple[int, int], settings: Settings) -> int:
+def num_removed(grid: tuple[int, int], settings: ToMeConfig) -> int:
     """Number r of tokens removed from a grid of (rows, columns): 0 where nothing merges.
 
     ratio · n, rounded down; ``"uniform"`` removes every source, whatever the ratio.
@@ -48,7 +28,7 @@ def num_removed(grid: tuple[int, int], settings: Settings) -> int:
 
 
 def plan_tokens(
-    xp: Arrays, features: Array, grid: tuple[int, int], settings: Settings, step: int, parts: int = 1
+    xp: Arrays, features: Array, grid: tuple[int, int], settings: ToMeConfig, step: int, parts: int = 1
 ) -> Plan | None:
     """Plan one merge: partition, match, keep the r best edges.
 
