@@ -4,7 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: demo test format clean
+# ppdiffusers needs versions that do not fit beside diffusers, so it has an environment of its own, without PyTorch.
+PADDLE := .venv-paddle
+
+.PHONY: demo test test-paddle format clean
 
 demo: $(VENV)/ready
 	$(BIN)/tokenmerge generate "a grinning face on a light blue background" --size 256 --steps 20 --out outputs/demo
@@ -15,12 +18,15 @@ test: $(VENV)/tested
 	$(BIN)/mypy
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest --numprocesses auto
 
+test-paddle: $(PADDLE)/ready
+	OMP_NUM_THREADS=1 $(PADDLE)/bin/python -m pytest -c tests/paddle/pytest.ini tests/paddle src/tokenmerge/paddle src/tokenmerge/portable
+
 format: $(VENV)/tested
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) outputs .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(PADDLE) outputs .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(VENV)/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -32,4 +38,13 @@ $(VENV)/ready: pyproject.toml constraints.txt
 # Apart, so that the first picture does not wait for what only the checks need.
 $(VENV)/tested: $(VENV)/ready
 	$(PIP) --group test
+	touch $@
+
+# What the extra brings, and nothing else: the package itself is installed without PyTorch.
+$(PADDLE)/ready: pyproject.toml constraints-paddle.txt
+	$(PYTHON) -m venv $(PADDLE)
+	$(PADDLE)/bin/python -m pip --disable-pip-version-check install --quiet "pip>=25.1"
+	$(PADDLE)/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints-paddle.txt \
+		--group paddle-test
+	$(PADDLE)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --editable .
 	touch $@

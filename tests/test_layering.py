@@ -17,6 +17,8 @@ MAY_IMPORT = {
     "ops": "",
     "merge": "errors ops",
     "config": "errors",
+    "portable": "config",
+    "paddle": "errors config portable",
     "planners": "errors ops config",
     "models": "errors ops",
     "runtime": "errors ops config planners models",
@@ -32,7 +34,7 @@ MAY_IMPORT = {
     "cli": "errors ops config models report vit presets auto api measure",
     "__main__": "cli",
 }
-TOOLS = ("pictures", "pipeline_methods", "measure", "cli", "__main__")
+TOOLS = ("paddle", "portable", "pictures", "pipeline_methods", "measure", "cli", "__main__")
 # The families' files, and what leads to them, are for those who have a pipeline in hand.
 FAMILIES = ("tokenmerge.models.families", "tokenmerge.models.find")
 

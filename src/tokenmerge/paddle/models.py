@@ -1,0 +1,164 @@
+"""Facts about ppdiffusers' models: where the blocks are, their level, and their token grid."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from paddle import nn
+from ppdiffusers import ControlNetModel, DiffusionPipeline, Transformer2DModel
+from ppdiffusers.configuration_utils import ConfigMixin
+from ppdiffusers.models.attention import BasicTransformerBlock
+
+from tokenmerge.errors import UnsupportedModelError
+
+__all__ = ["Block", "Host", "find_hosts", "grid_of", "size_of"]
+
+_NOT_DENOISERS = ("vae", "vqvae")
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """A ``BasicTransformerBlock``.
+
+    Attributes:
+        layer: the block.
+        path: its qualified name in the model.
+        transformer: qualified name of the ``Transformer2DModel`` around it, whose input has its grid.
+        level: resolution level: 1, 2, 4 …
+    """
+
+    layer: Any
+    path: str
+    transformer: str
+    level: int
+
+    @property
+    def sub_layers(self) -> tuple[str, ...]:
+        """Which of ``attn1``, ``attn2`` and ``ff`` can merge. In chunks, ``ff`` sees parts of the tokens."""
+        there = [name for name in ("attn1", "attn2", "ff") if getattr(self.layer, name, None) is not None]
+        return tuple(name for name in there if name != "ff" or not self.layer._chunk_size)
+
+    @property
+    def own_keys(self) -> bool:
+        """Whether ``attn1`` attends to the image, and not to the text."""
+        return not self.layer.only_cross_attention
+
+
+@dataclasses.dataclass(frozen=True)
+class Host:
+    """A model that tokens can be merged in: a UNet, a ControlNet, or a transformer such as DiT.
+
+    Attributes:
+        root: the model.
+        transformers: qualified name and layer of each ``Transformer2DModel`` in it.
+        blocks: its blocks, in the order of its layers.
+        parameters: names of the parameters of its ``forward``: the sample comes first.
+    """
+
+    root: Any
+    transformers: tuple[tuple[str, Any], ...]
+    blocks: tuple[Block, ...]
+    parameters: tuple[str, ...]
+
+    def grid(self, block: Block, height: int, width: int) -> tuple[int, int]:
+        """Rows and columns of a block's tokens for a sample of this size."""
+        if block.transformer == "":  # the model is the transformer
+            return grid_of(self.root, (height, width))
+        return -(-height // block.level), -(-width // block.level)
+
+    @property
+    def name(self) -> str:
+        """Its class."""
+        return type(self.root).__name__
+
+    @property
+    def controlnet(self) -> bool:
+        """Whether it is a ControlNet, which may stay dense beside a denoiser that merges."""
+        return isinstance(self.root, ControlNetModel)
+
+    @property
+    def sample_size(self) -> tuple[int, int] | None:
+        """Height and width of the sample that it was made for, if it says so."""
+        size = getattr(self.root.config, "sample_size", None)
+        return (size, size) if isinstance(size, int) else size and (int(size[0]), int(size[1]))
+
+
+def find_hosts(pipe_or_layer: Any) -> tuple[Host, ...]:
+    """The models of a pipeline, or of a layer, that tokens can be merged in, each once.
+
+    Raises:
+        UnsupportedModelError: there is none.
+    """
+    found = {id(host.root): host for layer in _layers(pipe_or_layer) for host in _hosts(layer)}
+    if not found:
+        raise UnsupportedModelError(
+            f"no model to merge tokens in: found {type(pipe_or_layer).__name__}; pass a pipeline of "
+            "ppdiffusers, or a model with a Transformer2DModel in it, such as pipe.unet"
+        )
+    return tuple(found.values())
+
+
+def grid_of(transformer: Any, size: tuple[int, int]) -> tuple[int, int]:
+    """Rows and columns of the tokens that a transformer makes of an input of this height and width."""
+    rows, columns = size
+    patch = transformer.patch_size if transformer.is_input_patches else 1
+    return rows // patch, columns // patch
+
+
+def size_of(layer: Any, shape: Sequence[int]) -> tuple[int, int]:
+    """Height and width of an input of a layer: its last axes, unless its channels are there."""
+    rows, columns = shape[1:3] if getattr(layer, "data_format", None) == "NHWC" else shape[-2:]
+    return int(rows), int(columns)
+
+
+def _layers(pipe_or_layer: Any) -> Iterator[nn.Layer]:
+    if isinstance(pipe_or_layer, nn.Layer):
+        yield pipe_or_layer
+    elif isinstance(pipe_or_layer, DiffusionPipeline):
+        for name, component in pipe_or_layer.components.items():
+            parts = component if isinstance(component, (list, tuple)) else [component]
+            if name not in _NOT_DENOISERS:
+                yield from (part for part in parts if isinstance(part, nn.Layer))
+
+
+def _hosts(layer: nn.Layer) -> Iterator[Host]:
+    """The layer itself, or the models in it, such as each of several ControlNets."""
+    names = tuple(inspect.signature(type(layer).forward).parameters)[1:]
+    transformers = {path: part for path, part in layer.named_sublayers(include_self=True) if _has_grid(part)}
+    if isinstance(layer, ConfigMixin) and "timestep" in names and transformers:
+        yield Host(layer, tuple(transformers.items()), tuple(_blocks(layer, transformers)), names)
+    elif transformers:
+        for child in layer.children():
+            yield from _hosts(child)
+
+
+def _has_grid(layer: Any) -> bool:
+    """Whether a layer makes a grid of tokens and runs blocks on it."""
+    if not isinstance(layer, Transformer2DModel) or layer.inference_optimize:
+        return False
+    return bool(layer.is_input_continuous or layer.is_input_patches)
+
+
+def _blocks(root: Any, transformers: dict[str, Any]) -> Iterator[Block]:
+    levels = dict(_stages(root))
+    for path, transformer in transformers.items():
+        level = levels.get(".".join(path.split(".")[:2]), levels.get(path.split(".")[0], 1))
+        for i, layer in enumerate(transformer.transformer_blocks):
+            if isinstance(layer, BasicTransformerBlock):
+                name = f"{path}.transformer_blocks.{i}".lstrip(".")
+                yield Block(layer, name, path, level)
+
+
+def _stages(root: Any) -> Iterator[tuple[str, int]]:
+    """Path and resolution level of each stage of a UNet or a ControlNet."""
+    level = 1
+    for i, stage in enumerate(getattr(root, "down_blocks", ())):
+        yield f"down_blocks.{i}", level
+        level *= 1 if getattr(stage, "downsamplers", None) is None else 2
+    yield "mid_block", level
+    for i, stage in enumerate(getattr(root, "up_blocks", ())):
+        yield f"up_blocks.{i}", level
+        level //= 1 if getattr(stage, "upsamplers", None) is None else 2
