@@ -1,5 +1,6 @@
 """Pure tensor functions on tokens ``[b, n, c]``; they know no model and no setting."""
 
+from tokenmerge.ops.bits import bits
 from tokenmerge.ops.matching import (
     bipartite_soft_matching,
     features_if_shared,
@@ -37,6 +38,7 @@ __all__ = [
     "Tiles",
     "Tokens",
     "bipartite_soft_matching",
+    "bits",
     "features_if_shared",
     "keep_destinations",
     "local_matching",

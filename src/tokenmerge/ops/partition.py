@@ -59,7 +59,8 @@ def whole_cells(
     ([[0, 1, 5, 6], [2, 3, 7, 8]], [4, 9])
     """
     cells = [side // stride for side, stride in zip(grid, cell, strict=True)]
-    inside = torch.arange(num_tokens(grid), device=device).view(tuple(grid))
+    every = torch.arange(num_tokens(grid), device=device)
+    inside = every.view(tuple(grid))
     outside: list[Tensor] = []
     for axis, (side, count, stride) in enumerate(zip(grid, cells, cell, strict=True)):
         beyond, inside = (
@@ -71,7 +72,8 @@ def whole_cells(
     axes = len(grid)
     inside = inside.reshape([side for pair in zip(cells, cell, strict=True) for side in pair])
     inside = inside.permute(*range(1, 2 * axes, 2), *range(0, 2 * axes, 2))
-    return inside.reshape(num_tokens(cell), num_tokens(cells)), torch.cat(outside)
+    # All tokens come first and are cut off again, because ONNX cannot concatenate nothing but empty tensors.
+    return inside.reshape(num_tokens(cell), num_tokens(cells)), torch.cat([every, *outside])[len(every) :]
 
 
 def partition_at(inside: Tensor, outside: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:

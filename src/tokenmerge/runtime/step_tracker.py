@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tokenmerge.ops import bits
+
 __all__ = ["Moment", "StepNumbers", "Turns", "moment_of", "waits_for"]
 
 
@@ -154,7 +156,7 @@ class StepNumbers:
 
 def _bits(timestep: Tensor | float, device: torch.device) -> Tensor:
     latest = torch.as_tensor(timestep, device=device, dtype=torch.float32).max()
-    return latest.view(torch.int32).to(torch.int64)
+    return bits(latest)
 
 
 @dataclasses.dataclass(eq=False)
