@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -23,8 +23,10 @@ from tokenmerge.runtime.proportional_attention import ProportionalAttention
 from tokenmerge.runtime.stack import call_in_stack
 from tokenmerge.runtime.state import STATE, BlockState, LayerState, StageState
 
-__all__ = ["block_call", "layer_call", "parameters", "stage_call"]
+__all__ = ["COMPILED", "block_call", "compiled_block", "layer_call", "parameters", "stage_call"]
 
+# Where ``nn.Module.compile`` leaves what a module runs instead of its ``forward``.
+COMPILED = "_compiled_call_impl"
 COMBINE = {"mean": merge, "keep": keep_destinations, "norm": merge_with_norm}
 
 # These functions make the method of a swapped class from the method of the original one, taken as a plain
@@ -41,14 +43,45 @@ def block_call(original: Callable) -> Callable:
         state: BlockState | None = self.__dict__.get(STATE)
         if state is None:
             return original(self, *args, **kwargs)
-        # With gradients, it may run once more behind the model, as in the same call.
-        state.number = 0 if torch.is_grad_enabled() else state.number + 1
+        if state.settled is None:
+            _count_call(state)
         call = HostCall(functools.partial(original, self), names, args, kwargs)
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             return _block_with_gradients(state, call)
         return _reused_block(state, call) if state.keeps else _block(state, call)
 
-    return forward
+    return _with_own_code(forward)
+
+
+def compiled_block(names: Sequence[str]) -> property:
+    """The attribute in which a block that is compiled alone has its graph; the graph is called with a plan.
+
+    If other calls use the plan too, it is an input of the graph: a graph that makes a plan and a graph that
+    takes one from another call would be two.
+
+    Args:
+        names: of the parameters of the block's ``forward``, in order.
+    """
+
+    def call_graph(self: nn.Module, graph: Callable, *args: Any, **kwargs: Any) -> Any:
+        state: BlockState | None = self.__dict__.get(STATE)
+        if state is None or torch.compiler.is_compiling() or not _plans_ahead(state):
+            return graph(*args, **kwargs)
+        _count_call(state)
+        state.settled = _settle(state, HostCall(graph, names, args, kwargs))
+        try:
+            return graph(*args, **kwargs)
+        finally:
+            state.settled = None
+
+    def get(self: nn.Module) -> Callable | None:
+        graph = self.__dict__.get(COMPILED)
+        return None if graph is None else functools.partial(call_graph, self, graph)
+
+    def put(self: nn.Module, graph: Callable | None) -> None:
+        self.__dict__[COMPILED] = graph
+
+    return property(get, put)
 
 
 def stage_call(original: Callable) -> Callable:
@@ -72,7 +105,7 @@ def stage_call(original: Callable) -> Callable:
             state.shapes[call] = tree_map(lambda tensor: tensor.new_zeros(()).expand(tensor.shape), result)
         return result
 
-    return forward
+    return _with_own_code(forward)
 
 
 def layer_call(original: Callable) -> Callable:
@@ -114,16 +147,16 @@ def layer_call(original: Callable) -> Callable:
             state.changes[state.block.call] = change_of(result, nothing)
         return result
 
-    return forward
+    return _with_own_code(forward)
 
 
 def _block_with_gradients(state: BlockState, call: HostCall) -> Any:
     """The result of a block that gradient checkpointing may run once more: then it merges what it merged."""
-    state.again = state.seen.get(state.layout.tokens_of(call))
+    state.settled = state.seen.get(state.layout.tokens_of(call))
     try:
         return _block(state, call)
     finally:
-        state.again = None
+        state.settled = None
 
 
 def _reused_block(state: BlockState, call: HostCall) -> Any:
@@ -144,18 +177,13 @@ def _block(state: BlockState, call: HostCall) -> Any:
     wide = state.wide if state.settings.scope == "block" else None
     if state.settings.scope == "block" and (wide is None or call.has(wide.whole)):
         return call.result()
-    layout = state.layout
-    tokens = layout.tokens_of(call)
     try:
-        if state.again is None:
-            mask = call.argument(layout.padding) if layout.padding else None
-            state.size = size_of(state, tokens, mask)
-            if state.size is not None and not state.run.corrects:
-                state.plan = plan_of(state, tokens, mask)
+        settled = state.settled
+        if settled is None:
+            settled = _settle(state, call)
             if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-                state.seen[tokens] = Seen(state.settings, state.size, state.plan)
-        else:
-            _, state.size, state.plan = state.again
+                state.seen[state.layout.tokens_of(call)] = settled
+        _, state.size, state.plan = settled
         if wide is None or state.size is None:
             return call.result()
 
@@ -169,6 +197,30 @@ def _block(state: BlockState, call: HostCall) -> Any:
         return result
     finally:
         state.size = state.plan = None
+
+
+def _settle(state: BlockState, call: HostCall) -> Seen:
+    """What the running call of a block runs with: no plan where nothing merges, or where it is dense."""
+    tokens = state.layout.tokens_of(call)
+    mask = call.argument(state.layout.padding) if state.layout.padding else None
+    size = size_of(state, tokens, mask)
+    merges = size is not None and not state.run.corrects
+    return Seen(state.settings, size, plan_of(state, tokens, mask) if merges else None)
+
+
+def _plans_ahead(state: BlockState) -> bool:
+    """Whether the next call of a compiled block takes its plan as an input of the graph.
+
+    A plan that serves one call is better made in the graph, where its operations are fused. In a stack the
+    first block plans, in its graph.
+    """
+    reused = state.keeps and state.run.ahead is not None
+    return state.run.holds and not reused and state.settings.scope != "stack"
+
+
+def _count_call(state: BlockState) -> None:
+    # With gradients, it may run once more behind the model, as in the same call.
+    state.number = 0 if torch.is_grad_enabled() else state.number + 1
 
 
 def _change(state: BlockState, call: HostCall, result: Any) -> Change:
@@ -228,6 +280,12 @@ def _check_keys(attention: nn.Module, state: LayerState) -> None:
             f"{state.block.path}: scope='keys' needs keys and values projected apart from the queries, and "
             "they are fused; call unfuse_qkv_projections(), or take scope='layers'"
         )
+
+
+def _with_own_code(function: Any) -> Callable:
+    """Give a method a code object of its own; torch.compile counts the graphs of each, and limits them."""
+    function.__code__ = function.__code__.replace()
+    return function
 
 
 def parameters(function: Callable) -> list[str]:

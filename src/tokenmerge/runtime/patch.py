@@ -23,7 +23,14 @@ from tokenmerge.errors import NothingToMergeError, UnsupportedModelError
 from tokenmerge.models.base import KINDS, Block, Host, Layer
 from tokenmerge.models.layout import Grid
 from tokenmerge.runtime.caches import Plans, Stack
-from tokenmerge.runtime.forward import block_call, layer_call, parameters, stage_call
+from tokenmerge.runtime.forward import (
+    COMPILED,
+    block_call,
+    compiled_block,
+    layer_call,
+    parameters,
+    stage_call,
+)
 from tokenmerge.runtime.hooks import check_grid, note_call, note_end, note_grid, note_result
 from tokenmerge.runtime.state import STATE, BlockState, LayerState, Run, StageState
 
@@ -274,18 +281,21 @@ def _layers(block: Block, stage: ToMeConfig) -> list[Layer]:
 _swapped_classes: dict[tuple[type, str, Callable], Any] = {}
 
 
-def _swapped_class(base: type, method: str, call: Callable[[Callable], Callable]) -> Any:
+def _swapped_class(base: type[nn.Module], method: str, call: Callable[[Callable], Callable]) -> Any:
     """The subclass of ``base`` whose ``method`` is ``call(base.method)``.
 
     There is one for each combination, so that all modules of a class share their compiled code.
     """
     key = (base, method, call)
     if key not in _swapped_classes:
+        members: dict[str, Any] = {method: call(getattr(base, method))}
+        if call is block_call:
+            members[COMPILED] = compiled_block(parameters(base.forward))
         _swapped_classes[key] = type(
             base.__name__,
             (base,),
             {
-                method: call(getattr(base, method)),
+                **members,
                 "__module__": base.__module__,
                 "__qualname__": base.__qualname__,
                 "__doc__": base.__doc__,

@@ -188,8 +188,9 @@ class BlockState:
         number: of that among the block's in one call of the model, from 0.
         changes: what it adds to its tokens.
         seen: with gradients, what it ran with.
-        again: of that, what it ran with before on the same tokens, as gradient checkpointing runs it behind
-            the model, and perhaps behind other calls; None: it runs for the first time.
+        settled: what the running call runs with, where that is known before the block runs: gradient
+            checkpointing runs it again on the same tokens, and a block that is compiled alone gets a plan
+            that other calls use too from outside its graph. None: the block itself finds out.
     """
 
     run: Run
@@ -208,12 +209,12 @@ class BlockState:
     number: int = -1
     changes: Changes = dataclasses.field(default_factory=Changes)
     seen: SeenWith = dataclasses.field(default_factory=SeenWith)
-    again: Seen | None = None
+    settled: Seen | None = None
 
     @property
     def settings(self) -> ToMeConfig:
         """What holds at the running step."""
-        return self.run.settings[self.level] if self.again is None else self.again.settings
+        return self.run.settings[self.level] if self.settled is None else self.settled.settings
 
     @property
     def keeps(self) -> bool:

@@ -1,0 +1,104 @@
+"""Compiling merged models, by block and as a whole: as many graphs as the plain model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+from tests.models.test_every_family import call, model_of, settings
+from tests.models.tiny import FAMILIES
+from tokenmerge import ToMeConfig, UnsupportedModelError, apply_token_merging
+
+HALF = ToMeConfig(ratio=0.5)
+REGIONAL = ("FluxTransformer2DModel", "QwenImageTransformer2DModel", "WanTransformer3DModel")
+
+
+@pytest.mark.parametrize("name", REGIONAL)
+def test_compiling_by_block_takes_as_many_graphs_as_the_plain_model(name):
+    family = FAMILIES[name]
+
+    def graphs(merging: bool) -> int:
+        torch._dynamo.reset()
+        compiled = []
+
+        def count(module: nn.Module, example: list) -> Callable:
+            compiled.append(module)
+            return module.forward
+
+        model, arguments = model_of(family), family.inputs(2, 8, 8)
+        if merging:
+            apply_token_merging(model, HALF)
+        expected = call(model, arguments)
+        model.compile_repeated_blocks(fullgraph=True, backend=count)
+        assert torch.equal(call(model, arguments), expected)
+        return len(compiled)
+
+    assert graphs(merging=True) == graphs(merging=False) > 0
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # inductor
+@pytest.mark.filterwarnings("ignore:Torchinductor does not support code generation for complex:UserWarning")
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    # Graphs are counted before a backend gets them; inductor takes minutes for those of the others.
+    [
+        ("UNet2DConditionModel", "eager"),
+        *((name, "eager") for name in REGIONAL),
+        ("QwenImageTransformer2DModel", "inductor"),
+        ("WanTransformer3DModel", "inductor"),
+    ],
+)
+@torch.no_grad()
+def test_guidance_in_two_calls_takes_as_many_graphs_as_the_plain_model(name, backend):
+    """The second call of a step takes the plan of the first, and needs no other graph for that."""
+    family = FAMILIES[name]
+
+    def compiled_steps(merging: bool) -> tuple[int, list[Tensor], list[Tensor]]:
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        model, compiled = model_of(family), model_of(family)
+        if merging:
+            apply_token_merging(model, settings(family))
+            apply_token_merging(compiled, settings(family))
+        compiled.compile_repeated_blocks(fullgraph=True, backend=backend)
+        expected, got = [], []
+        for step in range(2):
+            guided = family.inputs(2, 8, 8)
+            guided["timestep"] = guided["timestep"] - step
+            text = guided["encoder_hidden_states"]
+            for words in (text, text.flip(1)):
+                arguments = {**guided, "encoder_hidden_states": words}  # the same sample, as in pipelines
+                expected.append(call(model, arguments))
+                got.append(call(compiled, arguments))
+        return torch._dynamo.utils.counters["stats"]["unique_graphs"], got, expected
+
+    graphs, got, expected = compiled_steps(merging=True)
+    for result, plain in zip(got, expected, strict=True):
+        # Fused kernels round otherwise, within some units in the last place of float32 for each operation.
+        assert_close(result, plain, rtol=1e-4, atol=1e-5 * plain.abs().max().item())
+    assert graphs == compiled_steps(merging=False)[0] > 0
+
+
+@pytest.mark.parametrize("name", REGIONAL)
+def test_a_whole_model_compiles_into_one_graph(name):
+    family = FAMILIES[name]
+    torch._dynamo.reset()
+    model, arguments = model_of(family), family.inputs(2, 8, 8)
+    apply_token_merging(model, HALF)
+    expected = call(model, arguments)  # FLUX reads its grid from values, which a graph does not have
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    assert torch.equal(call(compiled, arguments), expected)
+
+
+def test_a_whole_flux_that_was_never_called_says_what_to_do():
+    family = FAMILIES["FluxTransformer2DModel"]
+    torch._dynamo.reset()
+    model = model_of(family)
+    apply_token_merging(model, HALF)
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    with pytest.raises((UnsupportedModelError, torch._dynamo.exc.Unsupported), match="call it once before"):
+        call(compiled, family.inputs(2, 6, 8))
