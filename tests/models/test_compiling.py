@@ -102,3 +102,23 @@ def test_a_whole_flux_that_was_never_called_says_what_to_do():
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     with pytest.raises((UnsupportedModelError, torch._dynamo.exc.Unsupported), match="call it once before"):
         call(compiled, family.inputs(2, 6, 8))
+
+
+SIZES = [(4, 4), (4, 8), (8, 8)]
+
+
+@pytest.mark.parametrize("name", REGIONAL[1:])
+@torch.no_grad()
+def test_a_whole_model_compiled_for_all_sizes_has_one_graph(name):
+    """As the plain models do in diffusers' ``test_compile_on_different_shapes``, whose sizes these are."""
+    family = FAMILIES[name]
+    torch._dynamo.reset()
+    model = model_of(family)
+    apply_token_merging(model, HALF)
+    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="eager")
+    # Sides that happen to be equal at first are not taken for the same number.
+    apart = torch.fx.experimental._config.patch(use_duck_shape=False)
+    with apart, torch._dynamo.config.patch(error_on_recompile=True):
+        for rows, columns in SIZES:
+            arguments = family.inputs(1, rows, columns)
+            assert torch.equal(call(compiled, arguments), call(model, arguments))

@@ -53,10 +53,11 @@ def grid_of_ids(root: Any, arguments: Mapping[str, Any], last: Grid) -> GridShap
     ids, tokens = arguments["img_ids"], arguments["hidden_states"].shape[1]
     ids = ids[0] if ids.ndim == 3 else ids
     if torch.compiler.is_compiling():
-        if last.rows * last.columns != tokens:
+        _, rows, columns = last.shape
+        if rows * columns != tokens:
             raise UnsupportedModelError(
                 f"the token grid cannot be read from img_ids while the whole model is compiled, and {tokens} "
-                f"tokens are not the {last.rows} × {last.columns} of its last call; call it once before it "
+                f"tokens are not the {rows} × {columns} of its last call; call it once before it "
                 "is compiled, or compile its blocks only: transformer.compile_repeated_blocks()"
             )
         return last.shape

@@ -15,16 +15,24 @@ __all__ = ["PLAIN", "Follower", "Grid", "Layout"]
 
 @dataclasses.dataclass(eq=False)
 class Grid:
-    """The token grid of the running call, left by the module whose input shows it."""
+    """The token grid of the running call, left by the module whose input shows it.
 
-    frames: int = 0
-    rows: int = 0
-    columns: int = 0
+    Attributes:
+        sides: ``[frames, rows, columns, 0]``, an empty tensor with the sides as its shape. torch.compile
+            makes a graph for each value of an integer of a module, and one for all shapes of a tensor.
+    """
+
+    sides: Tensor = dataclasses.field(default_factory=lambda: torch.empty(0, 0, 0, 0))
 
     @property
     def shape(self) -> tuple[int, int, int]:
         """(frames, rows, columns)."""
-        return self.frames, self.rows, self.columns
+        frames, rows, columns, _ = self.sides.shape
+        return frames, rows, columns
+
+    @shape.setter
+    def shape(self, shape: tuple[int, int, int]) -> None:
+        self.sides = torch.empty(*shape, 0)
 
 
 @dataclasses.dataclass(frozen=True)

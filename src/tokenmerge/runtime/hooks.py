@@ -29,7 +29,7 @@ def note_call(root: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         _check_stacks(run, root, arguments)
     grid = run.read_grid(root, arguments, run.grid)
     check_grid(run, grid)
-    run.grid.frames, run.grid.rows, run.grid.columns = grid
+    run.grid.shape = grid
     sample = arguments[run.sample]
     device = (sample[0] if isinstance(sample, list) else sample).device
     told = run.timestep
@@ -220,7 +220,8 @@ def note_grid(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
     grid = state if isinstance(state, Grid) else state.grid
     assert grid is not None
     x = args[0] if args else kwargs["hidden_states"]
-    grid.frames, (grid.rows, grid.columns) = 1, x.shape[-2:]
+    rows, columns = x.shape[-2:]
+    grid.shape = 1, rows, columns
 
 
 def _warn_where_nothing_is_saved(run: Run, steps: int) -> None:
