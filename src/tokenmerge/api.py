@@ -15,10 +15,11 @@ from tokenmerge.config import ToMeConfig
 from tokenmerge.errors import ConfigError, UnsupportedModelError
 from tokenmerge.models.base import Host
 from tokenmerge.models.find import find_hosts
+from tokenmerge.models.layout import Grid
 from tokenmerge.report import Report, predict
 from tokenmerge.runtime.patch import hosts_that_merge, new_run, patch_host, restore, run_of
 from tokenmerge.runtime.pipeline import Pipeline
-from tokenmerge.runtime.state import RecordedPlan
+from tokenmerge.runtime.state import RecordedPlan, Run
 from tokenmerge.runtime.step_tracker import Moment
 from tokenmerge.vit.config import ViTConfig
 from tokenmerge.vit.hosts import find_encoders
@@ -76,6 +77,43 @@ class Patch(Generic[AnyReport, AnyRecord]):
             begins = told is None or index == 0 or index - told.index not in (0, 1)
             generation = object() if begins else told.generation
             run.pipeline.told = Moment(generation, index, steps)
+
+    def at_size(self, height: int, width: int) -> None:
+        """Say which size of picture comes next, for a model that is compiled before its first call.
+
+        FLUX.1, FLUX.2 and what is built like them are told by the values of ``img_ids`` where their tokens
+        are, and values are unknown while ``torch.compile`` makes a graph of the whole model. Call this before
+        the model is called with a new size; no graph is made anew for it if the model is compiled with
+        ``dynamic=True``. Called as it is, or by compiled blocks, such a model reads the values, and takes
+        this size only where they are not the rows and columns of one picture. All other models read their
+        grid from the shape of the sample, and this changes nothing for them.
+
+        A compiled model cannot notice that two sizes have equally many tokens, such as 64 × 128 and
+        128 × 64.
+
+        Args:
+            height: of the latents, as for :func:`tokenmerge.report.predict`, and not of the picture: 128
+                for a picture of FLUX.1 that is 1024 pixels high. A multiple of the model's patch, 2 there.
+            width: of the latents.
+
+        Raises:
+            ConfigError: these are no such numbers, or the handle is that of a vision transformer.
+        """
+        runs = [run for run in self._runs.values() if isinstance(run, Run)]
+        if not runs:
+            raise ConfigError(
+                "at_size: a vision transformer reads its grid from its input; leave the call out"
+            )
+        for run in runs:
+            for name, side in (("height", height), ("width", width)):
+                if isinstance(side, bool) or not isinstance(side, int) or side < 1 or side % run.patch:
+                    raise ConfigError(
+                        f"{name}: expected a height and width of the latents, integers ≥ 1 and multiples of "
+                        f"{run.patch}, got {side!r}"
+                    )
+        for run in runs:
+            run.given_grid = Grid(given=True)
+            run.given_grid.shape = 1, height // run.patch, width // run.patch
 
     @contextlib.contextmanager
     def record(self) -> Iterator[dict[str, AnyRecord]]:

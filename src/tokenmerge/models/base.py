@@ -115,8 +115,9 @@ class Host:
         sample: name of its argument for the sample.
         timestep: name of its argument for the timestep, or, for a model that is not told the timestep,
             (root, arguments of a call by name) → a number that differs between denoising steps.
-        grid: (root, arguments of a call by name, grid of the last call) → (frames, rows, columns) of its
-            finest token grid. Raises UnsupportedModelError for a call whose tokens it cannot tell.
+        grid: (root, arguments of a call by name, grid of the last call, or the one that the user gave) →
+            (frames, rows, columns) of its finest token grid. Raises UnsupportedModelError for a call whose
+            tokens it cannot tell.
         patch: side of the square of latent positions that makes one token.
         frames: of the token grid of a video that the model was made for; 1 for pictures.
         sample_size: height and width of the sample that the model was made for, if it says so.

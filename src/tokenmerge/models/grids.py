@@ -44,26 +44,31 @@ def grid_of_ids(root: Any, arguments: Mapping[str, Any], last: Grid) -> GridShap
 
     These are ``[n, d]`` or ``[b, n, d]``: for each of the n tokens of ``hidden_states`` a picture number, its
     row, its column, and what else a model puts behind them. ``last`` is taken while a graph is compiled, in
-    which the ids have no values yet.
+    which the ids have no values yet; one that the user gave, where they are not those of one picture too.
 
     Raises:
-        UnsupportedModelError: the tokens are not one picture in row order, or the values are missing and
+        UnsupportedModelError: the tokens are not one picture in row order, or the values are missing, and
             ``last`` does not fit.
     """
     ids, tokens = arguments["img_ids"], arguments["hidden_states"].shape[1]
     ids = ids[0] if ids.ndim == 3 else ids
+    _, known_rows, known_columns = last.shape
+    fits = known_rows * known_columns == tokens
     if torch.compiler.is_compiling():
-        _, rows, columns = last.shape
-        if rows * columns != tokens:
+        if not fits:
+            known = "given to patch.at_size(height, width)" if last.given else "of its last call"
             raise UnsupportedModelError(
                 f"the token grid cannot be read from img_ids while the whole model is compiled, and {tokens} "
-                f"tokens are not the {rows} × {columns} of its last call; call it once before it "
-                "is compiled, or compile its blocks only: transformer.compile_repeated_blocks()"
+                f"tokens are not the {known_rows} × {known_columns} {known}; call patch.at_size(height, "
+                "width) with the size of the latents first, call the model once before it is compiled, or "
+                "compile its blocks only: transformer.compile_repeated_blocks()"
             )
         return last.shape
     if ids not in _known:  # reading values makes a GPU wait, and a pipeline passes the same tensor each step
         _known[ids] = _read(ids)
     rows, columns = _known[ids]
+    if rows * columns != tokens and last.given and fits:
+        return last.shape
     if rows * columns != tokens:
         raise UnsupportedModelError(
             f"img_ids describe {rows} × {columns} = {rows * columns} tokens of one picture and there are "

@@ -20,9 +20,11 @@ class Grid:
     Attributes:
         sides: ``[frames, rows, columns, 0]``, an empty tensor with the sides as its shape. torch.compile
             makes a graph for each value of an integer of a module, and one for all shapes of a tensor.
+        given: whether the user gave it, instead of a call.
     """
 
     sides: Tensor = dataclasses.field(default_factory=lambda: torch.empty(0, 0, 0, 0))
+    given: bool = False
 
     @property
     def shape(self) -> tuple[int, int, int]:

@@ -27,9 +27,10 @@ def note_call(root: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
     arguments = {**dict(zip(run.parameters, args, strict=False)), **kwargs}
     if run.config.merges_stacks:
         _check_stacks(run, root, arguments)
-    grid = run.read_grid(root, arguments, run.grid)
-    check_grid(run, grid)
-    run.grid.shape = grid
+    if run.config.reuse_every > 1 or any(settings.ratio for _, settings in run.stages):
+        grid = run.read_grid(root, arguments, run.given_grid or run.grid)
+        check_grid(run, grid)
+        run.grid.shape = grid
     sample = arguments[run.sample]
     device = (sample[0] if isinstance(sample, list) else sample).device
     told = run.timestep

@@ -164,7 +164,15 @@ def new_run(host: Host, config: ToMeConfig) -> Run:
     levels = sorted({block.level for block in _blocks_to_merge(host, config)})
     names = parameters(type(host.root).forward)
     return Run(
-        config, host.sample, host.timestep, names, host.grid, tuple(levels), host.latents, host.between
+        config,
+        host.sample,
+        host.timestep,
+        names,
+        host.grid,
+        tuple(levels),
+        host.latents,
+        host.between,
+        host.patch,
     )
 
 

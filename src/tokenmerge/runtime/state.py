@@ -43,11 +43,13 @@ class Run:
         timestep: name of the argument that says how far denoising has come, or (model, arguments by name) →
             a number that does.
         parameters: names of all its arguments, in order.
-        read_grid: (model, arguments by name, grid of the last call) → (frames, rows, columns) of its finest
-            token grid.
+        read_grid: (model, arguments by name, grid of the last call or ``given_grid``) → (frames, rows,
+            columns) of its finest token grid.
         levels: resolution levels of the blocks that merge.
         latents: (model, sample) → the part of it that is the same for all prompts of guidance.
         between: names of arguments that change tokens between the blocks of a stack, or leave blocks out.
+        patch: side of the square of latent positions that makes one token.
+        given_grid: the finest token grid of the next calls, where the user gave it; None: nobody did.
         grid: the finest token grid of the running call.
         steps: makes the numbers of steps.
         step: an integer that follows the timestep of the running call; blocks that are called without
@@ -81,6 +83,8 @@ class Run:
     levels: tuple[int, ...]
     latents: Callable[[Any, Any], Any]
     between: tuple[str, ...] = ()
+    patch: int = 1
+    given_grid: Grid | None = None
     grid: Grid = dataclasses.field(default_factory=Grid)
     steps: StepNumbers = dataclasses.field(default_factory=StepNumbers)
     step: Tensor = dataclasses.field(default_factory=lambda: torch.zeros((), dtype=torch.int64))
