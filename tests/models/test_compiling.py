@@ -138,6 +138,7 @@ def test_a_whole_model_compiled_for_all_sizes_has_one_graph(name):
     apart = torch.fx.experimental._config.patch(use_duck_shape=False)
     with apart, torch._dynamo.config.patch(error_on_recompile=True):
         for rows, columns in SIZES:
-            handle.at_size(2 * rows, 2 * columns)  # only FLUX needs it
+            if name == "FluxTransformer2DModel":
+                handle.at_size(2 * rows, 2 * columns)  # positions have no values yet
             arguments = family.inputs(1, rows, columns)
             assert torch.equal(call(compiled, arguments), call(model, arguments))

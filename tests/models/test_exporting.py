@@ -12,7 +12,6 @@ from torch.testing import assert_close
 from tests.models.test_every_family import call, model_of, settings
 from tests.models.tiny import FAMILIES
 from tokenmerge import ToMeConfig, apply_token_merging
-from tokenmerge.runtime.step_seed import bits_by_arithmetic
 
 HALF = ToMeConfig(ratio=0.5)
 
@@ -28,16 +27,6 @@ def test_an_exported_program_merges(name):
     result = program(**arguments, return_dict=False)[0]
     assert_close(result, merged, rtol=1e-5, atol=1e-6)
     assert not torch.allclose(result, dense)
-
-
-def test_the_bits_of_a_number_are_found_by_arithmetic():
-    """ONNX cannot look at the bits of a number, and the same places have to be drawn there."""
-    generator = torch.Generator().manual_seed(0)
-    patterns = torch.randint(0, 0x7F800000, (2000,), generator=generator, dtype=torch.int32)
-    edges = [0.0, 1e-45, 1.1754942e-38, 2.0**-126, 0.5, 1.0, 2.0, 981.0, 999.0, 1000.0, 3.4028235e38]
-    values = torch.cat([patterns.view(torch.float32), torch.tensor(edges)])
-    for value in torch.cat([values, -values[:1000]]):
-        assert bits_by_arithmetic(value) == value.view(torch.int32)
 
 
 @pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning")  # torch

@@ -3,6 +3,7 @@
 They know neither models nor settings, and import nothing else of the package.
 """
 
+from tokenmerge.ops.bits import bits
 from tokenmerge.ops.matching import (
     bipartite_soft_matching,
     features_if_shared,
@@ -40,6 +41,7 @@ __all__ = [
     "Tiles",
     "Tokens",
     "bipartite_soft_matching",
+    "bits",
     "features_if_shared",
     "keep_destinations",
     "local_matching",

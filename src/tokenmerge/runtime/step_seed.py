@@ -7,9 +7,10 @@ import weakref
 import torch
 from torch import Tensor
 
+from tokenmerge.ops import bits
 from tokenmerge.runtime.scheduler import needs_sync
 
-__all__ = ["StepSeed", "bits_by_arithmetic", "same_step"]
+__all__ = ["StepSeed", "same_step"]
 
 
 class StepSeed:
@@ -45,29 +46,4 @@ def same_step(step: Tensor, other: Tensor) -> bool:
 
 def _bits(timestep: Tensor | float, device: torch.device) -> Tensor:
     latest = torch.as_tensor(timestep, device=device, dtype=torch.float32).max()
-    if torch.compiler.is_exporting():
-        return bits_by_arithmetic(latest)
-    return latest.view(torch.int32).to(torch.int64)
-
-
-def bits_by_arithmetic(value: Tensor) -> Tensor:
-    """The bits of a float32 as a signed integer, without a bit cast, which ONNX does not have.
-
-    Every operation is exact: comparing with powers of two finds the exponent, and scaling by one of them
-    moves the fraction into an integer. It equals ``value.view(torch.int32)`` for all finite values but −0,
-    which gives the 0 of +0.
-
-    Args:
-        value: float32 of no dimensions, finite.
-
-    Returns:
-        int64 of no dimensions.
-    """
-    magnitude = value.abs().to(torch.float64)
-    # 2^-126 is the smallest normal number; what is below it has the same scale and no leading one.
-    powers = torch.tensor([2.0**k for k in range(-126, 128)], dtype=torch.float64, device=value.device)
-    exponent = (magnitude >= powers).sum()
-    scale = powers[(exponent - 1).clamp(min=0)]
-    fraction = (magnitude / scale * 2**23).to(torch.int64) - (exponent > 0).to(torch.int64) * 2**23
-    bits = exponent * 2**23 + fraction
-    return torch.where(value < 0, bits - 2**31, bits)
+    return bits(latest)
