@@ -29,14 +29,14 @@ def test_the_size_that_was_given_counts_where_positions_are_not_those_of_a_pictu
     arguments["img_ids"] = torch.randn(arguments["img_ids"].shape)
     dense = call(model, arguments)
     handle = apply_token_merging(model, HALF)
-    with pytest.raises(UnsupportedModelError, match="img_ids describe"):
+    with pytest.raises(UnsupportedModelError, match="img_ids: expected one picture"):
         call(model, arguments)
     handle.at_size(8, 16)
     with handle.record() as recorded:
         assert not torch.equal(call(model, arguments), dense)
     assert {plan.grid for plan in recorded.values()} == {(1, 4, 8)}
     handle.at_size(8, 8)
-    with pytest.raises(UnsupportedModelError, match="img_ids describe"):
+    with pytest.raises(UnsupportedModelError, match="img_ids: expected one picture"):
         call(model, arguments)
 
 
