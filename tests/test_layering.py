@@ -31,6 +31,8 @@ CORE = [
     ["compat"],
 ]
 TOOLS = [
+    ["portable"],
+    ["paddle"],
     ["demo", "files", "merging_settings", "metrics", "pictures", "pipeline_methods", "pipeline_settings"],
     ["sizes", "twin"],
     ["loading"],
@@ -79,6 +81,16 @@ def test_imports_go_down_only():
         for there in imports(file) - {here}:
             assert level[there] < level[here], f"{file.relative_to(ROOT)} imports tokenmerge.{there}"
             assert (here, there) not in MAY_NOT
+
+
+def test_the_paddle_room_sees_only_what_needs_no_torch():
+    allowed = {"paddle": {"config", "errors", "portable"}, "portable": {"config"}}
+    for file in files():
+        here = part(file)
+        if here in allowed:
+            assert imports(file) <= {here} | allowed[here], file
+            text = file.read_text(encoding="utf-8")
+            assert "import torch" not in text and "from torch" not in text, file
 
 
 def test_of_the_core_only_patch_swaps_classes():
