@@ -86,7 +86,8 @@ def folders(pipe, tmp_path_factory):
     """The pipeline and a ControlNet as saved models, and a picture of edges."""
     where = tmp_path_factory.mktemp("models")
     pipe.save_pretrained(str(where / "emoji"))
-    controlnet = ControlNetModel.from_unet(pipe.unet)
+    # A picture is four times as wide as its latents here.
+    controlnet = ControlNetModel.from_unet(pipe.unet, conditioning_embedding_out_channels=(16, 32, 96))
     for layer in [*controlnet.controlnet_down_blocks, controlnet.controlnet_mid_block]:
         layer.weight.set_value(0.01 * paddle.randn(layer.weight.shape))
     controlnet.save_pretrained(str(where / "controlnet"))
