@@ -183,9 +183,7 @@ def test_errors():
         predict(hosts.unet(), HALF, 0, 9)
     with pytest.raises(ConfigError, match="width: expected an integer ≥ 1, got nan"):
         predict(hosts.unet(), HALF, 8, float("nan"))
-    with pytest.raises(
-        ConfigError, match="ControlNetModel does not say what size it was made for; pass both"
-    ):
+    with pytest.raises(ConfigError, match="ControlNetModel has no default size; pass both"):
         predict(hosts.controlnet(), HALF)
 
 

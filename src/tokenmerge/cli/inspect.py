@@ -39,7 +39,7 @@ def inspect(
     sketch = load_sketch(find_model(model))
     pixels = wanted or sketch.size
     if pixels is None:
-        raise ConfigError("size: this model does not say what size it was made for; give --size")
+        raise ConfigError("size: this model has no default size; give --size")
     width, height = check_size(pixels, sketch.scale)
     config = merging.config(sketch.denoiser, follows_steps=True)
     report = predict(sketch.denoiser, config, height, width, batch, steps)

@@ -387,7 +387,7 @@ def test_options_that_the_pipeline_does_not_know_are_refused(pipe, folder, tmp_p
         def __call__(self, prompt, width, height, num_inference_steps):
             raise AssertionError
 
-    with pytest.raises(ConfigError, match="Unguided does not know guidance_scale, negative_prompt"):
+    with pytest.raises(ConfigError, match="Unguided does not accept guidance_scale, negative_prompt"):
         PipelineCall.prepare(
             Unguided(**pipe.components, requires_safety_checker=False),
             options(folder, tmp_path, guidance=3.0, negative_prompt="blue"),

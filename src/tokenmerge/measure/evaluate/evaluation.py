@@ -87,7 +87,7 @@ def plan_evaluation(options: EvaluateOptions, device: torch.device) -> Evaluatio
                 if method is not None:
                     check_merging(sketch, size, method)
     if size is None:
-        raise ConfigError("size: this model does not say what size it was made for; give --size")
+        raise ConfigError("size: this model has no default size; give --size")
     if min(size) < _SMALLEST_SIDE:
         raise ConfigError(f"size: SSIM needs at least {_SMALLEST_SIDE} pixels, got {size[0]}x{size[1]}")
     conditions = {
