@@ -156,7 +156,7 @@ _TYPES: dict[str, tuple[type, ...]] = {"str": (str,), "int": (int,), "bool": (bo
 
 
 def _check_type(name: str, value: object, annotation: str, where: str) -> None:
-    """Raise a ConfigError if a value does not fit its annotation: ``tuple[X, ...]``, ``X`` or ``X | None``."""
+    """Raise a ConfigError unless a value fits its annotation: ``tuple[X, ...]``, ``X`` or ``X | None``."""
     wanted = annotation.removeprefix("tuple[").removesuffix(", ...]").removesuffix(" | None")
     for item in value if isinstance(value, tuple) else (value,):
         right = isinstance(item, _TYPES[wanted]) and (isinstance(item, bool) == (wanted == "bool"))

@@ -70,7 +70,7 @@ class CellRecord:
 
     @property
     def speedup(self) -> float | None:
-        """t_dense / t, where dense runs with fused attention in the same rounds; None if either is missing."""
+        """t_dense / t, where dense has fused attention and ran in the same rounds; None if not timed."""
         return self._over(_DENSE)
 
     @property

@@ -139,8 +139,8 @@ def _check_shortening(model: nn.Module, config: ToMeConfig) -> None:
             follows = [argument.name for argument in layer.layout.token_arguments]
             if layer.kind in config.merged_layers and set(follows) - {"attention_mask"}:
                 raise ConfigError(
-                    f"oracle: {block.path}.{layer.name} takes {', '.join(follows)} with its tokens, which the "
-                    "oracle cannot shorten; leave it out for this model"
+                    f"oracle: {block.path}.{layer.name} takes {', '.join(follows)} with its tokens, which "
+                    "the oracle cannot shorten; leave it out for this model"
                 )
 
 
