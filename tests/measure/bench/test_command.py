@@ -75,7 +75,7 @@ def test_ctrl_c_says_what_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
         (["--preset", "none"], "expected one of diffusers-docs, paper, ppdiffusers, got 'none'"),
         (["--variant", "none"], "expected one of dense, auto, tome"),
         (["--ratio", "0.9"], "0.75"),
-        (["--preset", "paper", "--grid", "a.toml"], "give one of them"),
+        (["--preset", "paper", "--grid", "a.toml"], "give only one of them"),
         (["--grid", "missing.toml"], "cannot read"),
         (["--scope", "all"], "expected one of denoiser, pipeline"),
     ],
