@@ -47,7 +47,7 @@ def bench(
         list[str] | None,
         _axis(
             "model",
-            "Bundled model, folder, hub id, or geometry:NAME for random weights; NAME@0.5 has half the layers.",
+            "Bundled model, folder, hub id, or geometry:NAME for random weights; @0.5 halves its layers.",
         ),
     ] = None,
     size: Annotated[list[str] | None, _axis("size", "WIDTHxHEIGHT, or N for a square, in pixels.")] = None,

@@ -100,7 +100,7 @@ def evaluate(
     device: Device = EvaluateOptions.device,
     attention: Attention = EvaluateOptions.attention,
 ) -> None:
-    """Measure the loss of quality by merging, on many pictures generated dense and merged with the same seeds.
+    """Measure the loss of quality by merging, on many pictures drawn dense and merged from the same seeds.
 
     All metrics are loaded before the first picture: you see which weights are downloaded, and a named metric
     that cannot work here is an error. After Ctrl-C, finished pictures are kept; run the same command again to
