@@ -55,7 +55,7 @@ def test_a_preset_for_a_gpu_is_one_error_on_a_cpu(tmp_path: Path) -> None:
     out = tmp_path / "results.jsonl"
     error = run("--preset", "paper", "--device", "cpu", "-o", str(out)).exception
     assert isinstance(error, ConfigError)
-    assert "fp16 is not for a CPU" in str(error)
+    assert "fp16 is slow and partly unsupported on a CPU" in str(error)
     assert not out.exists()
 
 

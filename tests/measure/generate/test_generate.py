@@ -328,9 +328,9 @@ def test_options_out_of_range_are_refused_at_once(changes, message):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"size": (33, 32)}, r"size: this model needs multiples of 2 pixels, got 33x32; take 32x32"),
+        ({"size": (33, 32)}, r"size: this model needs multiples of 2 pixels, got 33x32; use 32x32"),
         ({"device": "gpu"}, "device: cannot use 'gpu'"),
-        ({"device": "cpu", "dtype": "fp16"}, "fp16 is not for a CPU"),
+        ({"device": "cpu", "dtype": "fp16"}, "fp16 is slow and partly unsupported on a CPU"),
         ({"scheduler": "quick"}, "scheduler: 'quick' is unknown"),
         ({"model": "nothing"}, "'nothing' is no model"),
     ],
@@ -398,7 +398,7 @@ def test_options_that_the_pipeline_does_not_know_are_refused(pipe, folder, tmp_p
 @pytest.mark.parametrize(
     ("failure", "message"),
     [
-        (torch.cuda.OutOfMemoryError("…"), "memory is too small.*lower --size"),
+        (torch.cuda.OutOfMemoryError("…"), "too little memory.*lower --size"),
         (
             type("InductorError", (RuntimeError,), {"__module__": "torch._inductor.exc"})("no C++"),
             "no C\\+\\+.*--compile",
