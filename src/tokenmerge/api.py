@@ -1,4 +1,4 @@
-"""The verbs: apply, remove, and apply for a while. A configuration's type says for which kind of model."""
+"""Functions that apply and remove token merging. The type of the configuration tells the kind of model."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ AnyRecord = TypeVar("AnyRecord")
 
 
 class Patch(Generic[AnyReport, AnyRecord]):
-    """What :func:`apply_token_merging` did to a model, and the way to undo it."""
+    """A handle on a patched model: reports what merging does, sets steps and sizes, and removes the patch."""
 
     def __init__(self, predict: Callable[[], AnyReport], states: dict[nn.Module, Any], recorded: Any) -> None:
         self._predict = predict
@@ -41,32 +41,32 @@ class Patch(Generic[AnyReport, AnyRecord]):
 
     @property
     def report(self) -> AnyReport:
-        """What merging does to each block at the size that the model was made for, and what it saves.
+        """What merging does to each block at the model's default size, and what it saves.
 
-        For another size: ``tokenmerge.report.predict(model, config, height, width)``, and for a vision
-        transformer ``tokenmerge.vit.report.predict_vit``.
+        Use ``tokenmerge.report.predict(model, config, height, width)`` for other sizes, and
+        ``tokenmerge.vit.report.predict_vit`` for a vision transformer.
         """
         return self._predict()
 
     def remove(self) -> None:
-        """Restore the models; one that has been patched anew or restored since then stays as it is."""
+        """Restore the models. One that was restored or patched again in the meantime stays as it is."""
         for root, state in self._states.items():
             if state_of(root) is state:
                 restore(root)
 
     def at_step(self, index: int, steps: int) -> None:
-        """Set the denoising step that comes next, in a loop that is not a diffusers pipeline's.
+        """Set the next denoising step, in a loop of your own that does not use a diffusers pipeline.
 
-        Only settings that follow the steps need it. An ``index`` of 0 begins a generation, and so does one
-        that is neither the last index nor the next. It counts for the calls of this thread, and from then on
-        no scheduler is asked in it.
+        Only settings that change over the steps need it. A new generation begins when ``index`` is 0, or is
+        neither the last index nor the one after it. The step holds for calls in this thread, and overrides
+        the scheduler there from then on.
 
         Args:
-            index: of the step, 0 ≤ index < steps.
+            index: index of the step, 0 ≤ index < steps.
             steps: number of steps of the generation.
 
         Raises:
-            ConfigError: these are no such numbers.
+            ConfigError: the values are not integers in this range.
         """
         if not (isinstance(index, int) and isinstance(steps, int) and 0 <= index < steps):
             raise ConfigError(f"index, steps: expected integers, 0 ≤ index < steps, got {index!r}, {steps!r}")
@@ -74,25 +74,26 @@ class Patch(Generic[AnyReport, AnyRecord]):
             pipeline.set_step(index, steps)
 
     def at_size(self, height: int, width: int) -> None:
-        """Set the size of the pictures that come next, for a model that is compiled before its first call.
+        """Set the size of the next pictures, for a model that is compiled before its first call.
 
-        FLUX.1, FLUX.2 and models like them get the places of their tokens as the values of ``img_ids``, and
-        values are unknown while ``torch.compile`` makes a graph of the whole model. Call this before the
-        model is called with a new size. If the model is compiled with ``dynamic=True``, a new size needs no
-        new graph. Without a graph of the whole model, such a model reads the values, and takes this size only
-        where they are not the rows and columns of one picture. All other models read their grid from the
-        shape of the sample, and this changes nothing for them.
+        FLUX.1, FLUX.2 and similar models get the positions of their tokens as values of ``img_ids``. These
+        values are unknown while ``torch.compile`` traces the whole model into one graph. Call this before the
+        first call with a new size. With ``dynamic=True``, a new size needs no new graph. If such a model is
+        not compiled into one graph, it reads the values, and uses this size only if they are not the rows and
+        columns of one picture. All other models read their grid from the shape of the sample and ignore this
+        size.
 
-        A compiled model cannot notice that two sizes have equally many tokens, such as 64 × 128 and
+        A compiled model cannot tell apart two sizes with the same number of tokens, such as 64 × 128 and
         128 × 64.
 
         Args:
-            height: of the latents, as for :func:`tokenmerge.report.predict`, and not of the picture: 128
-                for a picture of FLUX.1 that is 1024 pixels high. A multiple of the model's patch, 2 there.
-            width: of the latents.
+            height: height of the latents, as for :func:`tokenmerge.report.predict`, and not of the picture.
+                It is 128 for a picture of FLUX.1 that is 1024 pixels high, and must be a multiple of the
+                model's patch size, which is 2 there.
+            width: width of the latents, likewise.
 
         Raises:
-            ConfigError: these are no such numbers, or the handle is that of a vision transformer.
+            ConfigError: the values are not such numbers, or the patched model is a vision transformer.
         """
         states = [state for state in self._states.values() if isinstance(state, ModelState)]
         if not states:
@@ -104,10 +105,10 @@ class Patch(Generic[AnyReport, AnyRecord]):
 
     @contextlib.contextmanager
     def record(self) -> Iterator[dict[str, AnyRecord]]:
-        """While the context lasts, keep what each block that merges did at last, by the block's path.
+        """Within the context, record the last plan of each merging block, by the block's path.
 
-        The blocks are those of the denoiser, or of the first ControlNet where no denoiser is patched; each
-        leaves its plan. Layers of a vision transformer leave what the tokens behind them stand for.
+        Only the blocks of the denoiser are recorded, or those of the first ControlNet if no denoiser merges.
+        For a layer of a vision transformer, the record says which input tokens its output tokens stand for.
         """
         with self._recorded.recording() as latest:
             yield latest
@@ -122,31 +123,31 @@ def apply_token_merging(pipe_or_model: object, config: ViTConfig) -> Patch[ViTRe
 def apply_token_merging(
     pipe_or_model: object, config: ToMeConfig | ViTConfig | float = 0.5
 ) -> Patch[Any, Any]:
-    """Merge tokens in a diffusion model or a vision transformer from its next call on, in place.
+    """Patch a diffusion model or a vision transformer in place, so that it merges tokens.
+
+    If an error is raised, the model stays as it was.
 
     Args:
-        pipe_or_model: for a ToMeConfig a diffusers pipeline (its ControlNets are patched too), a diffusers
-            model such as ``pipe.unet``, or a CompVis-style model; for a ViTConfig a ViT, DeiT, CLIP or
-            DINOv2 model of transformers, a ``VisionTransformer`` of timm, or a pipeline with one in it. One
-            that is patched already gets the new settings.
-        config: what to merge and how much; or the ratio of tokens removed alone, and all else is chosen by
-            :func:`tokenmerge.auto.choose`.
+        pipe_or_model: for a ToMeConfig, a diffusers pipeline (its ControlNets are patched too), a diffusers
+            model such as ``pipe.unet``, or a CompVis-style model. For a ViTConfig, a ViT, DeiT, CLIP or
+            DINOv2 model of transformers, a ``VisionTransformer`` of timm, or a pipeline that contains one.
+            A model that is already patched gets the new settings.
+        config: what to merge and how much; or only the ratio of tokens to remove, for which
+            :func:`tokenmerge.auto.choose` chooses all other settings.
 
     Returns:
-        A handle: ``print(patch.report)`` says what happens where, ``patch.remove()`` undoes it.
+        A handle: ``print(patch.report)`` shows what merges where, ``patch.remove()`` restores the model.
 
     Raises:
         UnsupportedModelError: it is not, and does not contain, a model that tokens can be merged in.
-        NothingToMergeError: with these settings no token of it would merge. Only a ControlNet may stay
-            dense, beside a denoiser that merges; the report names it.
+        NothingToMergeError: no token would merge with these settings. A ControlNet may stay dense if the
+            denoiser merges; the report names it.
         ConfigError: ``config`` is not a configuration, or does not fit the model.
-
-        Whatever is raised, the model is as it was before.
     """
     if isinstance(config, ViTConfig):
         return _merge_in_encoders(pipe_or_model, config)
     if isinstance(config, numbers.Real) and not isinstance(config, bool):
-        _hosts(pipe_or_model)  # raises the error that says what a vision transformer takes
+        _hosts(pipe_or_model)  # for a vision transformer, this error names ViTConfig
         config = choose(pipe_or_model, float(config))
     if not isinstance(config, ToMeConfig):
         raise ConfigError(
@@ -192,14 +193,14 @@ def _hosts(model: object) -> tuple[Host, ...]:
 
 
 def remove_token_merging(pipe_or_model: object) -> None:
-    """Restore a model exactly as it was; does nothing to one that is not patched.
+    """Restore a model exactly as it was. A model that is not patched stays as it is.
 
     Raises:
         UnsupportedModelError: it is not, and does not contain, a model that tokens can be merged in.
     """
     patchable = _patchable(pipe_or_model)
     if not patchable:
-        find_hosts(pipe_or_model)  # raises the error that says what there is to pass
+        find_hosts(pipe_or_model)  # this error names the supported models
     for root, _ in patchable:
         restore(root)
 
@@ -214,14 +215,14 @@ def token_merging(
 ) -> contextlib.AbstractContextManager[Patch[ViTReport, RecordedTokens]]: ...
 @contextlib.contextmanager
 def token_merging(pipe_or_model: object, config: Any = 0.5) -> Iterator[Patch[Any, Any]]:
-    """Merge tokens while the context lasts; then put back what was there, also after an exception.
+    """Merge tokens within the context, then restore the earlier state, also after an exception.
 
     Args:
         pipe_or_model: as for :func:`apply_token_merging`.
         config: what to merge and how much.
 
     Raises:
-        UnsupportedModelError, NothingToMergeError, ConfigError: as :func:`apply_token_merging`.
+        UnsupportedModelError, NothingToMergeError, ConfigError: as for :func:`apply_token_merging`.
     """
     before = [(root, patch, state_of(root)) for root, patch in _patchable(pipe_or_model)]
     handle = apply_token_merging(pipe_or_model, config)
@@ -235,7 +236,7 @@ def token_merging(pipe_or_model: object, config: Any = 0.5) -> Iterator[Patch[An
 
 
 def _patchable(model: object) -> list[tuple[nn.Module, Callable[[Any], None]]]:
-    """Every part of a model that either kind of merging can patch, and how to patch it; may be none."""
+    """Every part of a model that can be patched, with the function that patches it; may be empty."""
     found: list[tuple[nn.Module, Callable[[Any], None]]] = []
     with contextlib.suppress(UnsupportedModelError):
         found += [(host.root, partial(patch_host, host)) for host in find_hosts(model)]

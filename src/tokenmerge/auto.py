@@ -17,59 +17,59 @@ from tokenmerge.planners._calibration import fewest_tokens
 
 __all__ = ["choose"]
 
-# What attention calls, itself or through diffusers, that computes it with PyTorch's fused kernels; and the
-# back-ends of diffusers that do, and take a mask.
+# Functions that run PyTorch's fused attention, called by the model or by its processor in diffusers, and the
+# back-ends of diffusers that run it with a mask.
 _FUSED = {"scaled_dot_product_attention", "dispatch_attention_fn"}
 _BACKENDS = {"native", "_native_cudnn", "_native_efficient", "_native_math"}
 
-# Above this ratio whole blocks merge, which lose more; in UNets, whose finest level draws details, too much.
-# From it on more is left out of steps, and UNets are not corrected: a dense step costs more there than merged
-# ones gain by it.
+# Above this ratio, whole blocks merge, which loses more detail. UNets are excluded: their finest level would
+# lose too much. From this ratio on, more steps are skipped, and UNets have no correction, since its dense
+# steps would cost more than they gain.
 _MODERATE = 0.5
-# From this ratio on the finest level of a UNet does not run on every step either, if it has more than this
-# share of the work.
+# From this ratio on, steps skip the finest level of a UNet too, if its share of the work is larger than this.
 _WITHOUT_FINEST_LEVEL, _WORTHWHILE_FINEST_LEVEL = 0.3, 0.2
-# Below _MODERATE it runs in all of this first share of the steps, which lose most by leaving it out.
+# Below _MODERATE, the finest level runs in all of this first share of the steps, which lose most without it.
 _STEPS_OF_FINEST_LEVEL = 0.3
-# With few steps extrapolation is worse, most of all for block residuals. In a UNet the finest level still
-# runs and draws the details.
+# With few steps, extrapolation is worse, most of all for the residuals of blocks. A UNet suffers less,
+# because its finest level computes the details anew. These numbers limit the distance between full steps.
 _STEPS_OF_BLOCKS, _SPAN_OF_STAGES = 16, 1 / 5
-# On smaller grids, where blocks are left out of steps, merging attention saves little more and costs more of
-# the picture than leaving out more steps.
+# Beside step reuse, merging on smaller grids saves little and loses more quality than skipping more steps.
 _FEWEST_TOKENS_BESIDE_REUSE = 2048
 
 
 def choose(pipe_or_model: object, ratio: float = 0.5, follows_steps: bool | None = None) -> ToMeConfig:
-    """Choose the settings that were found closest to the dense picture at their speed.
+    """Choose the settings that were measured to be closest to the dense picture at their speed.
 
-    - Self-attention merges, above a ratio of 0.5 whole blocks, but for UNets, at every level, by tiled
-      matching, with proportional attention: what costs least of the picture for what it saves. Token grids
-      so small that it would cost more time than it saves stay dense; how small was measured once on this
-      device. Where blocks are left out as below, grids of fewer than 2048 tokens stay dense too.
-    - In a pipeline, whose steps can be followed, every second of the steps that run all blocks is dense and
-      corrects the others (``correction.every``); not of a UNet from a ratio of 0.5 on.
-    - Of a UNet, what is below the finest level runs in every second step, from a ratio of 0.5 on in every
-      fourth, and the finest level, where it is a large part of the work, from 0.3 on in every second, below
-      0.5 only after the first 30 % of the steps. Of other models the blocks, if they can be left out, run in
-      every second step, from a ratio of 0.5 on in every third. In short generations less is left out, or
-      nothing: of a UNet below 20 and 10 steps, of others below 16 and 11, or 16 alone below a ratio of 0.5
-      (``reuse.every``, ``reuse.shallow_every``, ``reuse.shallow_from``, ``reuse.span``).
+    - **Merging**: self-attention merges at every level, with tiled matching and proportional attention. Above
+      a ratio of 0.5, whole blocks merge, except in UNets. Token grids stay dense if merging would cost more
+      time than it saves; the limit is measured once on each device. With step reuse, grids of fewer than 2048
+      tokens stay dense too.
+    - **Correction** (``correction.every``): every second full step is dense and corrects the others. UNets
+      have no correction from a ratio of 0.5 on.
+    - **Step reuse in UNets** (``reuse``): the levels below the finest run in every second step, and from a
+      ratio of 0.5 on in every fourth. From a ratio of 0.3 on, the finest level runs in every second step if
+      it is a large part of the work; below 0.5, only after the first 30 % of the steps. Less is skipped
+      below 20 steps, and nothing below 10.
+    - **Step reuse in other models**: blocks that can be skipped run in every second step, and nothing is
+      skipped below 16 steps. From a ratio of 0.5 on, they run in every third step; less is skipped below 16
+      steps, and nothing below 11.
 
-    Fewer steps are the rival: docs/methods.md says where they are as close at the same speed.
+    Correction and step reuse need to follow the denoising steps, see ``follows_steps``. The baseline to beat
+    is simply using fewer steps; docs/methods.md says where that is as close at the same speed.
 
     Args:
-        pipe_or_model: as for :func:`tokenmerge.apply_token_merging`; on the device that it will run on, or
-            offloaded from it, since grids are timed there.
+        pipe_or_model: as for :func:`tokenmerge.apply_token_merging`. It must be on the device that it will
+            run on, or be offloaded from it, because merging is timed there.
         ratio: fraction of tokens removed, 0 ≤ ratio ≤ 0.75. Raising it makes attention, or the whole
-            block, faster and the picture less like the dense one; at 0 every step is dense. Where all
-            grids are so small that they stay dense, it only chooses how many steps are left out.
-        follows_steps: whether settings may follow the denoising steps; None: in a pipeline they may.
+            block, faster and the picture less like the dense one. At 0, every step is dense. If all grids
+            are so small that they stay dense, the ratio only decides how many steps are skipped.
+        follows_steps: whether settings may change over the denoising steps. None: only in a pipeline.
 
     Raises:
         UnsupportedModelError: it is not, and does not contain, a model that tokens can be merged in.
-        ConfigError: the ratio is out of its range.
+        ConfigError: the ratio is out of range.
     """
-    ToMeConfig(ratio=ratio)  # checks it
+    ToMeConfig(ratio=ratio)  # checks the ratio
     hosts = find_hosts(pipe_or_model)
     blocks = [block for host in hosts for block in host.blocks]
     denoiser = next((host for host in hosts if not host.controlnet), hosts[0])
@@ -119,7 +119,7 @@ def choose(pipe_or_model: object, ratio: float = 0.5, follows_steps: bool | None
 
 
 def _narrowest(blocks: Sequence[Block]) -> tuple[int, ...]:
-    """Channels and heads of the narrowest attention, where merging saves least; nothing if unknown."""
+    """Channels and heads of the narrowest attention, where merging saves least; empty if unknown."""
     found = []
     for layer in (getattr(block.module, layer.name) for block in blocks for layer in block.layers):
         projection, heads = getattr(layer, "to_q", None), getattr(layer, "heads", None)
@@ -129,7 +129,7 @@ def _narrowest(blocks: Sequence[Block]) -> tuple[int, ...]:
 
 
 def _device(pipe_or_model: object, model: nn.Module) -> torch.device:
-    """Where a model runs: what is offloaded, or has no weights yet, lies elsewhere."""
+    """The device that a model runs on. The weights of an offloaded model are elsewhere."""
     device = getattr(pipe_or_model, "_execution_device", None) or next(model.parameters()).device
     if torch.device(device).type != "meta":
         return torch.device(device)
@@ -138,14 +138,14 @@ def _device(pipe_or_model: object, model: nn.Module) -> torch.device:
 
 
 def _dtype(model: nn.Module) -> torch.dtype:
-    """What a model computes in: weights that are stored in fewer bits are turned into it."""
+    """The dtype that a model computes in. float8 weights are only stored as such."""
     dtypes = (weight.dtype for weight in model.parameters())
     return next((dtype for dtype in dtypes if dtype.is_floating_point and dtype.itemsize > 1), torch.bfloat16)
 
 
 def _calls_fused_attention(pipe_or_model: object, hosts: Sequence[Host]) -> bool:
     """Whether proportional attention is possible in every block."""
-    # Perturbed-attention guidance swaps processors in mid-call, and attends to a part of the batch at a time.
+    # Perturbed-attention guidance replaces processors during a call, and splits the batch in attention.
     if hasattr(pipe_or_model, "pag_applied_layers"):
         return False
     blocks = (block for host in hosts for block in host.blocks)

@@ -400,7 +400,7 @@ def test_ctrl_c_ends_with_130_and_keeps_what_is_there(folder, tmp_path, capsys, 
     finally:
         signal.signal(signal.SIGINT, before)
     printed = capsys.readouterr()
-    assert printed.err.splitlines()[-1] == "tokenmerge: interrupted; what was finished is kept"
+    assert printed.err.splitlines()[-1] == "tokenmerge: interrupted; finished results are kept"
     assert printed.out == ""
     assert (tmp_path / "comparison.png").is_file()
     assert json.loads((tmp_path / "run.json").read_text())["complete"] is False

@@ -129,5 +129,5 @@ def test_what_is_no_size_is_refused(text):
 
 def test_a_size_must_fit_the_latents():
     assert check_size((768, 512), 8) == (96, 64)
-    with pytest.raises(ConfigError, match="multiples of 8 pixels, got 770x3; take 768x8"):
+    with pytest.raises(ConfigError, match="multiples of 8 pixels, got 770x3; use 768x8"):
         check_size((770, 3), 8)

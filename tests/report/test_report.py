@@ -183,9 +183,7 @@ def test_errors():
         predict(hosts.unet(), HALF, 0, 9)
     with pytest.raises(ConfigError, match="width: expected an integer ≥ 1, got nan"):
         predict(hosts.unet(), HALF, 8, float("nan"))
-    with pytest.raises(
-        ConfigError, match="ControlNetModel does not say what size it was made for; pass both"
-    ):
+    with pytest.raises(ConfigError, match="ControlNetModel has no default size; pass both"):
         predict(hosts.controlnet(), HALF)
 
 
@@ -226,13 +224,13 @@ PLAN = TOKENS * 5 // 2 * 8 + TOKENS // 2 * FLOAT32
 def test_what_is_kept_between_steps_is_counted(settings, results):
     report = predict(hosts.unet(), ToMeConfig(**settings), batch=3)
     assert report.kept_bytes == 3 * (results * TOKENS * CHANNELS * FLOAT32 + BLOCKS * PLAN)
-    assert f"what steps keep for those after them takes {report.kept_bytes / 1e6:.1f} MB" in report.notes
+    assert f"cache between steps: {report.kept_bytes / 1e6:.1f} MB" in report.notes
 
 
 def test_settings_that_do_not_follow_the_steps_keep_nothing():
     report = predict(hosts.unet(), ToMeConfig(plans=PlanSharing(blocks=True)))
     assert report.kept_bytes == 0
-    assert not any("what steps keep" in note for note in report.notes)
+    assert not any("cache between steps" in note for note in report.notes)
 
 
 def test_half_precision_keeps_half_of_what_is_changed():
@@ -299,20 +297,20 @@ def test_without_steps_or_where_all_are_alike_no_mean_is_told():
             "follows a function over the steps, 0.75 at most",
         ),
         (presets.toma(), "a plan is used for 5 steps"),
-        (presets.toma(), "neighbouring blocks with one token grid use one plan"),
-        (presets.ibtm(), "planned as 'tome' until a guided step was made"),
-        (ToMeConfig(correction=Correction(every=4)), "1 of 4 steps that run all is dense"),
+        (presets.toma(), "consecutive blocks with the same token grid share a plan"),
+        (presets.ibtm(), "the planner 'tome' runs until the first guided step"),
+        (ToMeConfig(correction=Correction(every=4)), "1 of 4 full steps is dense"),
         (ToMeConfig(plans=PlanSharing(every=4)), "a plan is used for 4 steps"),
         (ToMeConfig(reuse=StepReuse(every=2)), "1 of 2 steps runs all"),
         (
             ToMeConfig(reuse=StepReuse(every=4, shallow_every=3)),
-            "of a UNet, 1 of 3 steps runs the finest level",
+            "1 of 3 steps runs the finest level of a UNet",
         ),
         (
             ToMeConfig(reuse=StepReuse(every=4, shallow_every=3, shallow_from=0.25)),
             "; reuse.shallow_from=0.25: the first 25 % all run it",
         ),
-        (ToMeConfig(reuse=StepReuse(every=2, span=0.125)), "never longer than 12.5 % of the steps"),
+        (ToMeConfig(reuse=StepReuse(every=2, span=0.125)), "at most 12.5 % of the steps apart"),
         (ToMeConfig(max_downsample=2, levels={2: {"ratio": 0.25}}), "level 2: ratio=0.25"),
     ],
 )

@@ -1,4 +1,7 @@
-"""The command line: parse, call, print. One file for each command; may import everything."""
+"""The command line: parse options, call the library, print results. Each command has its own file.
+
+May import everything.
+"""
 
 from tokenmerge.cli.entry import main
 

@@ -1,4 +1,4 @@
-"""The commands of ``tokenmerge``, one per file: parse, call, print."""
+"""The typer application with all commands of ``tokenmerge``."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _INTERRUPTED = 130
 
 
 def _examples(*lines: str) -> str:
-    """Text for the foot of ``--help``."""
+    """Format examples for the end of ``--help``."""
     return "Examples:\n\n" + "\n\n".join(f"- `tokenmerge {line}`" for line in lines)
 
 
@@ -99,7 +99,7 @@ def run(arguments: Sequence[str]) -> int:
     """Run the command line and return its exit code.
 
     Raises:
-        ConfigError: an option is unknown, missing or not of its type.
+        ConfigError: an option is unknown, missing or of the wrong type.
         KeyboardInterrupt: the user pressed Ctrl-C.
     """
     command = typer.main.get_command(app)

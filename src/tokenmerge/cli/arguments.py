@@ -1,4 +1,4 @@
-"""Options that several commands share, and the panels of ``--help`` that group them."""
+"""Options that several commands share, grouped by the panels of ``--help``."""
 
 from __future__ import annotations
 
@@ -62,11 +62,11 @@ def option(panel: str, help: str, *names: str, parser: Callable[[str], Any] | No
 Model = Annotated[
     str, typer.Option(help="Bundled model, diffusers folder, .safetensors checkpoint or hub id.")
 ]
-Size = Annotated[str | None, picture("WIDTHxHEIGHT or N in pixels. Default: the model's own.")]
+Size = Annotated[str | None, picture("WIDTHxHEIGHT, or N for a square, in pixels. Default: the model's own.")]
 Steps = Annotated[int, picture("Denoising steps.", parser=integer)]
 Scheduler = Annotated[
     str | None,
-    picture(f"{', '.join(SCHEDULER_NAMES)}, or a class of diffusers. Default: the model's own."),
+    picture(f"{', '.join(SCHEDULER_NAMES)}, or a class name in diffusers. Default: the model's own."),
 ]
 Guidance = Annotated[float | None, picture("Guidance scale. Default: the pipeline's own.", parser=number)]
 Dtype = Annotated[str, machine(f"{', '.join(DTYPE_CHOICES)}.")]

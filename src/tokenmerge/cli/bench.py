@@ -25,7 +25,7 @@ __all__ = ["bench"]
 
 
 def _axis(name: str, help: str) -> Any:
-    """An option that may be repeated. ``name`` is an axis of :class:`BenchOptions`, with its default."""
+    """An option that may be repeated. ``name`` is the axis of :class:`BenchOptions` with its default."""
     values = ", ".join(map(str, getattr(BenchOptions, name))) or "each model's own"
     return typer.Option(help=f"{help} May be repeated. Default: {values}.", rich_help_panel="Axes")
 
@@ -35,7 +35,9 @@ def _shared(help: str, default: object, *names: str) -> Any:
 
 
 def bench(
-    preset: Annotated[str | None, typer.Option(help=f"Published table: {', '.join(preset_names())}.")] = None,
+    preset: Annotated[
+        str | None, typer.Option(help=f"Repeat a published table: {', '.join(preset_names())}.")
+    ] = None,
     grid: Annotated[Path | None, typer.Option(help="TOML or YAML file with the axes and settings.")] = None,
     out: Annotated[
         Path,
@@ -45,10 +47,10 @@ def bench(
         list[str] | None,
         _axis(
             "model",
-            "Bundled model, folder, hub id, or geometry:NAME with random weights; @0.5 halves its depth.",
+            "Bundled model, folder, hub id, or geometry:NAME for random weights; @0.5 halves its layers.",
         ),
     ] = None,
-    size: Annotated[list[str] | None, _axis("size", "WIDTHxHEIGHT or N in pixels.")] = None,
+    size: Annotated[list[str] | None, _axis("size", "WIDTHxHEIGHT, or N for a square, in pixels.")] = None,
     batch: Annotated[list[int] | None, _axis("batch", "Pictures per call.")] = None,
     dtype: Annotated[list[str] | None, _axis("dtype", f"{', '.join(DTYPE_CHOICES)}.")] = None,
     attention: Annotated[list[str] | None, _axis("attention", f"{', '.join(ATTENTION_CHOICES)}.")] = None,
@@ -56,7 +58,7 @@ def bench(
         list[str] | None,
         _axis(
             "variants",
-            f"{', '.join(VARIANTS)}; or with any setting of ToMeConfig: toma:ratio=0.6, "
+            f"{', '.join(VARIANTS)}; or one with settings of ToMeConfig, such as toma:ratio=0.6 or "
             "tome:proportional,scope=block,schedule.ratio=1.4/0.6. tomesd is the package of that name.",
         ),
     ] = None,
@@ -72,11 +74,11 @@ def bench(
     ] = None,
     steps: Annotated[int | None, _shared("Denoising steps.", BenchOptions.steps)] = None,
     scheduler: Annotated[
-        str | None, _shared(f"{', '.join(SCHEDULER_NAMES)}, or a class.", "the model's own")
+        str | None, _shared(f"{', '.join(SCHEDULER_NAMES)}, or a class name in diffusers.", "the model's own")
     ] = None,
     guidance: Annotated[
         float | None,
-        _shared("Guidance scale; above 1 the denoiser sees each picture twice.", "the model's own"),
+        _shared("Guidance scale; above 1, the denoiser's batch is doubled.", "the model's own"),
     ] = None,
     frames: Annotated[
         int | None, _shared("Frames of a video model of the Wan family.", BenchOptions.frames)
@@ -89,15 +91,16 @@ def bench(
 ) -> None:
     """Measure time and memory of dense and merged runs over a grid of settings.
 
-    All cells of a setting take turns; each cell reports its median and quartiles. A cell that does not fit
-    into memory is marked as such, and the run goes on. After Ctrl-C or a kill, the same command continues.
-    The defaults below apply without a preset and a grid file.
+    A cell is one variant at one setting. The calls of all cells of a setting are interleaved, and each cell
+    reports its median and quartiles. A cell that runs out of memory is marked, and the benchmark continues.
+    To continue after Ctrl-C or a kill, run the same command again. The defaults below apply if neither a
+    preset nor a grid file is given.
     """
     flags = {name: value for name, value in locals().items() if value not in (None, [])}
     if variant:
         flags["variants"] = variant
     if preset is not None and grid is not None:
-        raise ConfigError("preset, grid: give one of them; flags change single values of either")
+        raise ConfigError("preset, grid: give only one of them; flags override single values")
     values = read_preset(preset) if preset is not None else read_grid(grid) if grid is not None else {}
     axes_and_settings = {field.name for field in dataclasses.fields(BenchOptions)}
     values |= {name: value for name, value in flags.items() if name in axes_and_settings}
@@ -112,7 +115,7 @@ def bench(
     try:
         run_grid(options, out, cell_is_done, on_note=lambda note: tables.say(f"note: {note}"))
     except KeyboardInterrupt:
-        tables.say(f"{len(done)} finished cells are in {out}; the same command continues")
+        tables.say(f"{len(done)} finished cells are in {out}; run the same command again to continue")
         raise
     finally:
         if done:
@@ -130,8 +133,8 @@ def _line(progress: CellProgress) -> str:
 
 
 def results_table(records: list[CellRecord]) -> Table:
-    """Time, speed-up and memory of each cell; speed-up is t_dense / t with fused attention."""
-    table = Table(title="Seconds of a call; speed-up is t_dense / t, dense with fused attention")
+    """Time, memory and speed-up of each cell."""
+    table = Table(title="Seconds per call; speed-up is t_dense / t, dense with fused attention")
     for column in ("setting", "cell"):
         table.add_column(column, overflow="fold")
     for column in ("median (quartiles)", "peak memory", "speed-up", "same attention"):

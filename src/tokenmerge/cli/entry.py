@@ -1,4 +1,4 @@
-"""The ``tokenmerge`` command. An error becomes one line on stderr and an exit code."""
+"""The entry point of the ``tokenmerge`` command. Errors become one line on stderr and an exit code."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line.
 
     Args:
-        arguments: what follows ``tokenmerge``; ``None`` takes them from the process.
+        arguments: the arguments after ``tokenmerge``. None: those of the process.
 
     Returns:
-        Exit code: 0; 2 for an error that the user can mend; 130 after Ctrl-C.
+        The exit code: 0 for success, 1 if ``report --fail-if-slower`` finds a slower cell, 2 for an error
+        that the user can fix, 130 after Ctrl-C.
     """
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # a terminal without a character shows a question mark
+        if isinstance(stream, io.TextIOWrapper):  # replace characters that the terminal cannot show
             stream.reconfigure(errors="replace")
     try:
         code = _commands(sys.argv[1:] if arguments is None else arguments)
@@ -37,12 +38,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"tokenmerge: {error}", file=sys.stderr)
         return _BAD_INPUT
     except OSError as error:
-        # What is left in the buffer would fail once more when Python ends.
+        # Flushing the rest of the buffer would fail again when Python exits.
         sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115
-        print(f"tokenmerge: the system refused: {error}; nothing that was finished is lost", file=sys.stderr)
+        print(f"tokenmerge: system error: {error}; finished results are kept", file=sys.stderr)
         return _BAD_INPUT
     except KeyboardInterrupt:
-        print("tokenmerge: interrupted; what was finished is kept", file=sys.stderr)
+        print("tokenmerge: interrupted; finished results are kept", file=sys.stderr)
         return _INTERRUPTED
 
 

@@ -43,8 +43,7 @@ def evaluate(
         Path | None,
         _prompts(
             "File with one prompt per line, PartiPrompts' TSV, or ImageNet's classes with WordNet ids. "
-            "Default: "
-            "the prompts of the bundled model."
+            "Default: the prompts of the bundled model."
         ),
     ] = None,
     template: Annotated[
@@ -58,7 +57,7 @@ def evaluate(
     variant: Annotated[
         list[str] | None,
         _compared(
-            f"{', '.join(CHOICES)}; or with any setting of ToMeConfig: toma:ratio=0.6, "
+            f"{', '.join(CHOICES)}; or one with settings of ToMeConfig, such as toma:ratio=0.6 or "
             "tome:proportional,scope=block,schedule.ratio=1.4/0.6. tomesd is the package of that name. "
             "May be repeated."
         ),
@@ -70,8 +69,8 @@ def evaluate(
     metric: Annotated[
         list[str] | None,
         _compared(
-            f"Beside psnr and ssim: {', '.join(METRIC_NAMES[2:])}, or {ALL}, which is all that works here; "
-            "NAME=FOLDER or a hub id takes another network. May be repeated."
+            f"In addition to psnr and ssim: {', '.join(METRIC_NAMES[2:])}, or {ALL} for every metric that "
+            "works here. NAME=NETWORK uses the network in a folder or with a hub id. May be repeated."
         ),
     ] = None,
     reference: Annotated[
@@ -85,7 +84,7 @@ def evaluate(
     out: Annotated[
         Path,
         _results(
-            "Results file, one JSON line per record; pictures go to a folder of the same name.", "--out", "-o"
+            "Results file, one JSON line per record. Pictures go to a folder of the same name.", "--out", "-o"
         ),
     ] = EvaluateOptions.out,
     save_grid: Annotated[
@@ -95,17 +94,17 @@ def evaluate(
         int, _results("How many prompts the sheet and the report show.", parser=integer)
     ] = EvaluateOptions.samples,
     batch: Annotated[
-        int, machine("Pictures per call; it changes pictures only by rounding.", parser=integer)
+        int, machine("Pictures per call. It changes the pictures only by rounding.", parser=integer)
     ] = EvaluateOptions.batch,
     dtype: Dtype = EvaluateOptions.dtype,
     device: Device = EvaluateOptions.device,
     attention: Attention = EvaluateOptions.attention,
 ) -> None:
-    """Measure what merging costs in quality, on many pictures drawn dense and merged with the same seeds.
+    """Measure the loss of quality by merging, on many pictures drawn dense and merged from the same seeds.
 
-    A metric that needs weights from a hub says so before the first picture. A metric that you name and that
-    cannot work here is an error at once. Ctrl-C keeps the finished pictures, and the same command continues.
-    Under accelerate launch the prompts are split over the processes.
+    All metrics are loaded before the first picture: you see which weights are downloaded, and a named metric
+    that cannot work here is an error. After Ctrl-C, finished pictures are kept; run the same command again to
+    continue. Under accelerate launch, the prompts are split over the processes.
     """
     given = dict(locals())  # every option by its name
     del given["variant"], given["metric"], given["save_grid"]
@@ -122,7 +121,7 @@ def evaluate(
     quiet_libraries("tokenmerge evaluate")
     with tables.progress_bars("pictures") as on_progress:
         records = run_evaluate(options, on_progress, on_note=lambda note: tables.say(f"note: {note}"))
-    if records is None:  # only the first of several processes reports
+    if records is None:  # only the first of several processes prints
         return
     (table,) = quality_tables(records)
     tables.show(

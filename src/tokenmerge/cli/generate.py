@@ -56,15 +56,15 @@ def generate(
     device: Device = GenerateOptions.device,
     attention: Attention = GenerateOptions.attention,
     compile: Annotated[
-        bool, machine("Use torch.compile; compiling is part of the untimed warm-up.", "--compile")
+        bool, machine("Use torch.compile. Compiling is part of the untimed warm-up.", "--compile")
     ] = False,
     compare: Annotated[bool, machine("Also run without merging.", "--compare/--no-compare")] = True,
     repeat: Annotated[int, machine("Timed calls per variant.", parser=integer)] = GenerateOptions.repeat,
 ) -> None:
-    """Generate pictures with and without merging from the same seed; measure time, memory and closeness.
+    """Generate pictures with and without merging from the same seeds; measure time, memory and closeness.
 
-    Writes the pictures, a comparison picture and run.json. Times are medians of interleaved pipeline calls
-    after an untimed warm-up.
+    This writes the pictures, a comparison picture and run.json. Times are medians of interleaved pipeline
+    calls after an untimed warm-up.
     """
     given = dict(locals())  # every option by its name
     options = GenerateOptions(**{**given, "size": None if size is None else parse_size(size)})

@@ -25,21 +25,21 @@ def inspect(
     model: Annotated[str, typer.Argument(help="Bundled model, diffusers folder or hub id.")] = DEFAULT_MODEL,
     *,
     size: Size = None,
-    batch: Annotated[int, picture("Samples per step; guidance makes two per picture.", parser=integer)] = 2,
+    batch: Annotated[int, picture("Samples per step; guidance needs two per picture.", parser=integer)] = 2,
     steps: Annotated[
         int | None,
-        picture("Denoising steps; the report then is the mean over them.", parser=integer),
+        picture("Denoising steps, to report the mean operations over them.", parser=integer),
     ] = None,
     merging: MethodSpec,
     as_json: AsJson = False,
 ) -> None:
-    """Show what merging would do to each block of a model. Only configs are read, no weights."""
+    """Show what merging would do to each block of a model. This reads only its configs, no weights."""
     wanted = None if size is None else parse_size(size)
     quiet_libraries("tokenmerge inspect")
     sketch = load_sketch(find_model(model))
     pixels = wanted or sketch.size
     if pixels is None:
-        raise ConfigError("size: this model does not say what size it was made for; give --size")
+        raise ConfigError("size: this model has no default size; give --size")
     width, height = check_size(pixels, sketch.scale)
     config = merging.config(sketch.denoiser, follows_steps=True)
     report = predict(sketch.denoiser, config, height, width, batch, steps)

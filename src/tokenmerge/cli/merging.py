@@ -1,4 +1,4 @@
-"""The options for token merging, shared by all commands that merge."""
+"""The options for token merging, which all commands that merge share."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _merging = functools.partial(option, "Merging")
 
 def merging(
     method: Annotated[
-        str, _merging(f"{', '.join(METHODS)}. Options that are not given keep the method's own values.")
+        str, _merging(f"{', '.join(METHODS)}. The options below override the method's settings.")
     ] = MethodSpec.method,
     ratio: Annotated[
         float | None, _merging("Fraction of tokens removed, from 0 to 1 - 1/(sx*sy).", parser=number)
@@ -29,9 +29,9 @@ def merging(
     ] = None,
     sx: Annotated[
         int | None,
-        _merging("Width, in tokens, of the cells with one destination each.", "--sx", parser=integer),
+        _merging("Width in tokens of the cells with one destination each.", "--sx", parser=integer),
     ] = None,
-    sy: Annotated[int | None, _merging("Height, in tokens, of these cells.", "--sy", parser=integer)] = None,
+    sy: Annotated[int | None, _merging("Height in tokens of these cells.", "--sy", parser=integer)] = None,
     use_rand: Annotated[
         bool | None, _merging("Draw the destination of each cell at random.", "--rand/--no-rand")
     ] = None,
@@ -48,16 +48,16 @@ def merging(
         list[str] | None,
         _merging(
             "NAME=VALUE: any setting of ToMeConfig, such as scope=block, reuse.every=2 or "
-            'schedule.ratio=1.4/0.6; levels and schedule.phases as JSON: levels={"2": {"ratio": 0.25}}. '
+            'schedule.ratio=1.4/0.6; levels and schedule.phases are JSON: levels={"2": {"ratio": 0.25}}. '
             "May be repeated.",
             "--set",
         ),
     ] = None,
 ) -> MethodSpec:
-    """The method and settings that the options name.
+    """Make a method with changed settings from the options.
 
     Raises:
-        ConfigError: a method or a setting is unknown, given twice, or out of its range.
+        ConfigError: a method or a setting is unknown, given twice, or out of range.
     """
     given = dict(locals())  # every option by its name
     del given["method"], given["settings"]
@@ -74,7 +74,7 @@ def merging(
 
 
 def with_merging_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command the options of :func:`merging` in the place of its argument ``merging``."""
+    """Replace a command's argument ``merging`` by the options of :func:`merging`."""
     options = inspect.signature(merging, eval_str=True).parameters
 
     @functools.wraps(command)

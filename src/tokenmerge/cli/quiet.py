@@ -1,4 +1,4 @@
-"""Silence progress bars and advice of other libraries."""
+"""Silences progress bars and warnings of other libraries."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ __all__ = ["quiet_libraries"]
 
 
 def quiet_libraries(command: str) -> None:
-    """Switch off other libraries' progress bars, and their advice about parts that no command uses.
+    """Turn off progress bars of other libraries, and their warnings about parts that no command uses.
 
     Args:
-        command: name of the command, for the error without diffusers.
+        command: name of the command, for the error if diffusers is missing.
 
     Raises:
         MissingExtraError: diffusers is not installed.
     """
-    # diffusers imports torchao where it is installed, which reports each kernel that this machine cannot run.
+    # diffusers imports torchao if it is installed, and torchao warns about kernels that cannot run here.
     for name in ("torchao", "torch.utils._pytree", "diffusers.quantizers.torchao.torchao_quantizer"):
         logging.getLogger(name).setLevel(logging.ERROR)
     require_diffusers(command)
@@ -28,5 +28,5 @@ def quiet_libraries(command: str) -> None:
     diffusers.utils.logging.disable_progress_bar()
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
-    # A pipeline warns if its codec is not of the class that it was saved with, although any that fits works.
+    # A pipeline warns if its VAE has another class than the saved one, although any class that fits works.
     logging.getLogger("diffusers.pipelines.pipeline_utils").setLevel(logging.ERROR)

@@ -29,7 +29,8 @@ def report(
         typer.Option(
             "--out",
             "-o",
-            help="A .html file gets a .md and a .csv beside it; .md and .csv come alone.",
+            help="The report. For a .html file, a .md and a .csv file are written too; "
+            "a .md or .csv file is written alone.",
         ),
     ] = Path("outputs/report.html"),
     compare_files: Annotated[
@@ -41,10 +42,10 @@ def report(
         typer.Option(help="With --compare: exit code 1 if a cell is slower by more than this, such as 5%."),
     ] = None,
 ) -> None:
-    """Make tables, plots and pictures from results: one HTML page, Markdown and CSV.
+    """Make tables, plots and pictures from results, as an HTML page, Markdown and CSV.
 
-    The page needs no network and no other file. One CSV file holds every timing, and a second one the figures
-    of quality, if there are any.
+    The page needs no network and no other file. One CSV file contains all timings, and a second one the
+    quality metrics, if there are any.
     """
     if compare_files is not None:
         _compare(*compare_files, fail_if_slower, results)
@@ -75,7 +76,7 @@ def _write(path: Path, text: str) -> None:
 
 def _compare(before: Path, after: Path, fail_if_slower: str | None, results: list[Path] | None) -> None:
     if results:
-        raise ConfigError(f"compare: expected two results and nothing more, got {results[0]} too")
+        raise ConfigError(f"compare: expected only two results, got {results[0]} too; leave it out")
     tolerance = None if fail_if_slower is None else parse_tolerance(fail_if_slower)
     comparison = compare(read_results([before]).cells, read_results([after]).cells)
     for change in comparison.changes:

@@ -37,12 +37,12 @@ __all__ = [
     "show",
 ]
 
-# Pipes and files have no width: tables are as wide as their content and never cut.
+# Pipes and files have no width, so tables are as wide as their content.
 _NO_EDGE = 10_000
 
 
 def show(table: Table, *lines: str) -> None:
-    """Print a table and lines below it; not cut where the output is no terminal."""
+    """Print a table and lines below it. Lines are not wrapped if the output is no terminal."""
     console = Console(width=None if sys.stdout.isatty() else _NO_EDGE)
     console.print(table)
     for line in lines:
@@ -51,10 +51,10 @@ def show(table: Table, *lines: str) -> None:
 
 @contextlib.contextmanager
 def progress_bars(unit: str) -> Iterator[Callable[[Progress], None]]:
-    """Show a bar on stderr for each part of a run; yields what moves the bars.
+    """Show a bar on stderr for each part of a run. Yields the function that updates the bars.
 
     Args:
-        unit: what is counted, in the plural.
+        unit: name of the counted things, in the plural.
     """
     columns = (
         TextColumn("{task.description:>7}"),
@@ -81,12 +81,12 @@ def progress_bars(unit: str) -> Iterator[Callable[[Progress], None]]:
 
 
 def say(text: str) -> None:
-    """Print a line for the user to stderr, at once."""
+    """Print a line to stderr immediately."""
     print(text, file=sys.stderr, flush=True)
 
 
 def as_rich(plain: PlainTable) -> Table:
-    """A table of a report, for the terminal."""
+    """Turn a table of a report into one for the terminal."""
     table = Table(title=Text(plain.title), title_justify="left")
     for number, name in enumerate(plain.header):
         words = number < plain.words
@@ -128,7 +128,7 @@ def result_table(result: Result) -> Table:
 
 
 def result_notes(result: Result) -> list[str]:
-    """Lines below a result table: what its figures mean, and where the pictures are."""
+    """The lines below a result table: what its numbers mean, and where the pictures are."""
     runs = len(result.variants[-1].seconds)
     settings = dict(result.conditions["options"]["merging"])
     merged = variant_label(settings.pop("method"), settings)
@@ -144,7 +144,7 @@ def result_notes(result: Result) -> list[str]:
 
 
 def report_table(report: Report, pixels: tuple[int, int]) -> Table:
-    """What merging does to each block, and to the model."""
+    """What merging does to each block and to the whole model."""
     table = Table(
         title=f"{report.model}: {pixels[0]} x {pixels[1]} pixels, {report.batch} samples per step",
         title_justify="left",
@@ -177,7 +177,7 @@ def report_table(report: Report, pixels: tuple[int, int]) -> Table:
 
 
 def environment_table(environment: dict[str, Any]) -> Table:
-    """What :func:`tokenmerge.measure.bench.env.environment` found, one fact per row."""
+    """The result of :func:`tokenmerge.measure.bench.env.environment`, one fact per row."""
     table = Table(show_header=False)
     table.add_column("what", overflow="fold")
     table.add_column("value", overflow="fold")

@@ -1,4 +1,4 @@
-"""What merging does at one size and number of steps: tokens, operations and memory, counted before a run.
+"""What merging does at one size and number of steps: tokens, operations and cache, counted before a run.
 
 May import ``runtime`` and everything below it; measures nothing.
 """

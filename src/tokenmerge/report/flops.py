@@ -1,4 +1,4 @@
-"""Counting the operations of a model without its weights."""
+"""Counts the operations of a model without its weights."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from tokenmerge.runtime.patch import restore
 
 __all__ = ["count_flops", "weightless"]
 
-# What other software keeps on a module to wrap its calls, and with it the original or whole other models.
+# Attributes by which other libraries wrap a module's calls. They may hold references to whole other models.
 _WRAPPERS = ("forward", "_old_forward", "_hf_hook", "_diffusers_hook", "_compiled_call_impl")
 
 
 def weightless(root: nn.Module, on_cpu: Collection[str] = ()) -> nn.Module:
-    """An unpatched copy of a model whose parameters and buffers have shapes and no values.
+    """An unpatched copy of a model on the meta device: its parameters and buffers have no values.
 
     Args:
         root: the model.
-        on_cpu: names of parameters that are zeros on the CPU in the copy.
+        on_cpu: names of parameters that become zeros on the CPU instead.
     """
     memo: dict[int, Any] = {}
     for tensor in chain(root.parameters(), root.buffers()):
-        # Types for storage alone, such as float8, are cast before they are computed with.
+        # Dtypes that are only for storage, such as float8, are cast before computing.
         dtype = torch.float32 if tensor.is_floating_point() and tensor.itemsize == 1 else tensor.dtype
         empty = torch.empty_like(tensor, device="meta", dtype=dtype)
         memo[id(tensor)] = nn.Parameter(empty, False) if isinstance(tensor, nn.Parameter) else empty
@@ -51,10 +51,10 @@ def weightless(root: nn.Module, on_cpu: Collection[str] = ()) -> nn.Module:
 
 @torch.no_grad()
 def count_flops(root: nn.Module, arguments: dict[str, Any]) -> dict[str, int]:
-    """FLOPs of one call, for every module by its path, which starts with the name of the root's class.
+    """Count the FLOPs of one call for every module, by its path, which starts with the class of the root.
 
-    The model may be one without weights. Arguments whose values it looks at, such as the mask of a text, then
-    stay on the CPU.
+    The model may be on the meta device. Arguments whose values it reads, such as the mask of the text, must
+    then be on the CPU.
     """
     with _ShapesWhereMixed(), FlopCounterMode(display=False) as counter:
         root(**arguments)
@@ -62,12 +62,12 @@ def count_flops(root: nn.Module, arguments: dict[str, Any]) -> dict[str, int]:
 
 
 class _ShapesWhereMixed(TorchDispatchMode):
-    """Where tensors with values meet tensors without, takes the shapes of all of them alone."""
+    """Moves the inputs of an operation to the meta device if only some of them are there."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
-        # Indices keep their values: a mask's say how many elements the result has.
+        # Indices keep their values, because the values of a mask determine the shape of the result.
         if func is not torch.ops.aten.index.Tensor and len({tensor.is_meta for tensor in tensors}) > 1:
             args, kwargs = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), (args, kwargs))
         return func(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""What merging does to a model at one size: blocks, tokens and FLOPs, counted rather than estimated."""
+"""What merging does to a model at one size: tokens and FLOPs of each block, counted and not estimated."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ __all__ = ["Report", "Row", "aligned", "predict", "saved"]
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One transformer block.
+    """One transformer block, or several equal consecutive blocks.
 
     Attributes:
-        model: class of the model that it belongs to, with a number where there are several of a class.
-        path: the block's qualified name; for several equal blocks that follow each other, all of them.
+        model: class of the block's model, with a number if there are several models of this class.
+        path: qualified name of the block. For several blocks, their numbers are a range, such as ``0-9``.
         level: resolution level: 1, 2, 4 …
-        grid: height and width in tokens; for a video the number of frames before them.
+        grid: height and width in tokens; for a video, the number of frames before them.
         tokens: number of tokens before merging.
-        merged_tokens: number after it.
-        merged: sub-layers that see the merged tokens, such as ``"attn1+ff"``; empty for a dense block.
+        merged_tokens: number of tokens after merging.
+        merged: the sub-layers that run on merged tokens, such as ``"attn1+ff"``.
         flops_dense: floating-point operations of the block without merging.
-        flops_merged: with it, the matching included.
-        blocks: how many blocks the row stands for; its FLOPs are theirs together.
+        flops_merged: floating-point operations with merging, including the matching.
+        blocks: number of blocks in this row. FLOPs are their sum.
     """
 
     model: str
@@ -55,22 +55,22 @@ class Row:
 class Report:
     """What merging does to one call of a model.
 
-    FLOPs are those of matrix products, convolutions and attention, two for a multiply-add; the time saved
-    depends on the machine too.
+    FLOPs are those of matrix products, convolutions and attention. A multiply-add counts as two. The time
+    saved also depends on the machine.
 
     Attributes:
-        model: class of the model; several, joined by ``+``, with ControlNets.
-        height: height of the sample, in the model's own pixels (latents).
+        model: class of the model, or several classes joined by ``+`` if ControlNets merge too.
+        height: height of the sample (for latent diffusion, of the latents).
         width: width of the sample.
-        batch: images in the call; classifier-free guidance makes it 2 for one picture.
-        rows: a row for each block that merges.
+        batch: batch size of the call. Classifier-free guidance makes it 2 for one picture.
+        rows: one row for each block that merges.
         flops_dense: operations of the whole model without merging.
-        flops_merged: with it; of the step that merges most, where settings follow the denoising steps.
-        notes: every block that is left dense and why, and what follows the steps, in words.
-        kept_bytes: memory for what is kept from one step for those after it: corrections, changes, plans.
-        steps: of the generation that ``flops_mean`` is of.
-        flops_mean: operations with merging, mean over these steps; None where all are alike, or it was not
-            asked for.
+        flops_merged: operations with merging, in the step that merges most.
+        notes: which blocks stay dense and why, and what changes over the denoising steps.
+        kept_bytes: bytes cached between steps: corrections, residuals and plans.
+        steps: number of steps that ``flops_mean`` is averaged over.
+        flops_mean: operations with merging, averaged over these steps. None if all steps are alike, or no
+            number of steps was given.
     """
 
     model: str
@@ -86,10 +86,7 @@ class Report:
     flops_mean: int | None = None
 
     def joined_rows(self) -> Iterator[Row]:
-        """The rows, with equal blocks that follow each other in one list as one row.
-
-        Such as the ten of a transformer of SDXL: ``….transformer_blocks.0-9``.
-        """
+        """The rows, with equal consecutive blocks of one list in one row, as ``….transformer_blocks.0-9``."""
 
         def what(row: Row) -> tuple:
             numbers = dataclasses.replace(row, path="")
@@ -111,7 +108,7 @@ class Report:
         return dataclasses.asdict(self)
 
     def __str__(self) -> str:
-        """A table in plain text."""
+        """The report as a table in plain text, followed by the notes."""
         header = ("block", "level", "grid", "tokens", "merged", "GFLOPs", "saved")
         lines = [
             (
@@ -134,7 +131,7 @@ class Report:
 
 
 def aligned(lines: Sequence[Sequence[str]]) -> list[str]:
-    """The lines of a table, with columns as wide as their widest cell."""
+    """Format the rows of a table as lines, with each column as wide as its widest cell."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return [
         "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
@@ -143,7 +140,7 @@ def aligned(lines: Sequence[Sequence[str]]) -> list[str]:
 
 
 def saved(dense: int, merged: int) -> str:
-    """The share of operations saved, in percent.
+    """Format the share of operations saved in percent.
 
     >>> saved(200, 150)
     '25.0 %'
@@ -159,24 +156,24 @@ def predict(
     batch: int = 2,
     steps: int | None = None,
 ) -> Report:
-    """Count what merging saves, by running a copy of the model without weights on the meta device.
+    """Count what merging saves, by running a copy of the model on the meta device.
 
-    The model itself is not called and not changed; it may be patched, or on the meta device.
+    The model itself is neither called nor changed. It may be patched, or on the meta device.
 
     Args:
         pipe_or_model: as for :func:`tokenmerge.apply_token_merging`.
         config: what to merge and how much.
-        height: height of the sample (for latent diffusion, of the latents); None: the size that the model
-            was made for.
-        width: width of the sample.
-        batch: number of samples in the call.
-        steps: of a generation over which operations are averaged, for settings that follow them; it takes a
-            count for each step, of half a second or less. None: not averaged.
+        height: height of the sample (for latent diffusion, of the latents), ≥ 1. None: the model's default
+            height and width.
+        width: width of the sample, ≥ 1.
+        batch: batch size of the call, ≥ 1.
+        steps: number of denoising steps to average operations over, ≥ 1, for settings that change over the
+            steps. Counting takes up to half a second for each step. None: operations are not averaged.
 
     Raises:
         NothingToMergeError: no token would merge at this size.
         UnsupportedModelError: it is not, and does not contain, a model that tokens can be merged in.
-        ConfigError: the size is missing and the model does not say what it was made for, or it is not valid.
+        ConfigError: no size is given and the model has no default size, or a number is out of range.
     """
     for argument, value in (("height", height), ("width", width), ("batch", batch), ("steps", steps)):
         if value is not None and (not isinstance(value, int) or value < 1):
@@ -186,7 +183,7 @@ def predict(
         size = next((host.sample_size for host in hosts if host.sample_size), None)
         if size is None:
             names = ", ".join(type(host.root).__name__ for host in hosts)
-            raise ConfigError(f"height, width: {names} does not say what size it was made for; pass both")
+            raise ConfigError(f"height, width: {names} has no default size; pass both")
         height, width = size
 
     merging, left_dense = hosts_that_merge(hosts, config, (height, width))
@@ -202,11 +199,11 @@ def predict(
     notes = [
         *chain.from_iterable(report.notes for report in reports),
         *map(str, left_dense),
-        # Where nothing merges there is nothing to correct.
+        # If nothing merges, there is nothing to correct.
         *notes_on_steps(config if rows else dataclasses.replace(config, correction=Correction())),
     ]
     if kept:
-        notes.append(f"what steps keep for those after them takes {kept / 1e6:.1f} MB")
+        notes.append(f"cache between steps: {kept / 1e6:.1f} MB")
     if means:
         mean = f"{flops_dense / 1e9:.2f} → {sum(means) / 1e9:.2f} GFLOPs"
         notes.append(f"mean over {steps} steps: {mean}, {saved(flops_dense, sum(means))} saved")
@@ -226,7 +223,7 @@ def predict(
 
 
 def _labels(hosts: list[Host]) -> list[str]:
-    """The class of each host, numbered where several have it."""
+    """The class of each host, with a number if several hosts have the same class."""
     classes = [type(host.root).__name__ for host in hosts]
     return [
         name if classes.count(name) == 1 else f"{name} {classes[:i].count(name) + 1}"
@@ -240,12 +237,12 @@ def _predict_host(
     (copied,) = find_hosts(weightless(host.root, host.on_cpu))
     arguments = partial(copied.example, height, width, batch)
     dense = count_flops(copied.root, arguments())
-    # Where nothing merges, steps that run less are no reason to refuse it.
+    # Keep reuse.every, because step reuse alone is allowed where no token merges.
     most = config.most()
     counted_config = dataclasses.replace(most, reuse=StepReuse(every=config.reuse.every))
     state = new_state(copied, counted_config, Pipeline())
     patch_host(copied, state)
-    state.pipeline.set_step(0, 1)  # for a planner that looks at the step before
+    state.pipeline.set_step(0, 1)  # for planners that read the previous step
     with state.recording() as recorded:
         merged = count_flops(copied.root, arguments())
     restore(copied.root)
@@ -283,7 +280,7 @@ def _predict_host(
 
 
 def _merged(block: Block, config: ToMeConfig) -> str:
-    """What of a block sees merged tokens."""
+    """Name the parts of a block that run on merged tokens."""
     settings = next(config.stages(block.level))
     if settings.whole_blocks:
         return {"block": "whole block", "stack": "stack"}[settings.scope]
@@ -313,7 +310,7 @@ def _notes(blocks: tuple[Block, ...], rows: list[Row], config: ToMeConfig) -> tu
             "layers": f"{has} no {' or '.join(KINDS[kind] for kind in kinds)}",
             "block": f"{'it' if one else 'they'} cannot run on merged tokens as a whole",
             "stack": f"{'it is' if one else 'they are'} in no stack, as a transformer's first and last",
-            "keys": f"{has} no self-attention that takes its keys apart",
+            "keys": f"{has} no self-attention that takes keys separately from queries",
         }
         stay = "block stays dense" if one else "blocks stay dense"
         notes.append(f"{len(without)} {stay}: {why[config.scope]}")

@@ -1,4 +1,4 @@
-"""What settings come to over the steps of a generation: in words, operations and memory."""
+"""What settings mean over the steps of a generation: operations, memory, and a description."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from tokenmerge.runtime.state import ModelState
 
 __all__ = ["kept_bytes", "mean_flops", "notes_on_steps"]
 
-# Enough for two that run all blocks, after which reuse keeps most, and another that is not the last.
+# After two full steps the cache of step reuse is largest. The second must not be one of the last steps.
 _STEPS_TO_KEEP_MOST = 4
 
 Arguments = Callable[[], dict[str, Any]]
 
 
 def mean_flops(host: Host, config: ToMeConfig, steps: int, arguments: Arguments) -> int:
-    """Operations of a call, mean over the steps of a generation; the model may be one without weights.
+    """Count the operations of a call, averaged over the steps of a generation.
 
     Args:
-        host: the model, not patched.
+        host: the model, not patched. It may be on the meta device.
         config: what to merge and how much.
-        steps: number of them, ≥ 1.
-        arguments: → those of a call by name; each step has its own.
+        steps: number of steps, ≥ 1.
+        arguments: returns new arguments of a call, by name, for each step.
     """
     name = type(host.root).__name__
     with _patched(host, config) as state:
@@ -43,12 +43,12 @@ def mean_flops(host: Host, config: ToMeConfig, steps: int, arguments: Arguments)
 
 
 def kept_bytes(host: Host, config: ToMeConfig, arguments: Arguments) -> int:
-    """Memory for what is kept from one step for those after it: corrections, changes and plans.
+    """Count the bytes cached between steps: corrections, residuals and plans.
 
     Args:
-        host: the model, not patched.
+        host: the model, not patched. It may be on the meta device.
         config: what to merge and how much.
-        arguments: → those of a call by name; each step has its own.
+        arguments: returns new arguments of a call, by name, for each step.
     """
     if not config.correction.every and config.reuse.every == config.plans.every == 1:
         return 0
@@ -82,7 +82,7 @@ def _patched(host: Host, config: ToMeConfig) -> Iterator[ModelState]:
 
 
 def notes_on_steps(config: ToMeConfig) -> list[str]:
-    """What differs between levels and between steps, in words."""
+    """Describe what differs between levels and between steps."""
     notes = [f"level {level}: {_in_words(changes)}" for level, changes in config.levels.items()]
     notes += [
         f"from {_percent(start)} of the steps on: {_in_words(changes)}"
@@ -98,38 +98,44 @@ def notes_on_steps(config: ToMeConfig) -> list[str]:
         notes.append(f"schedule.until={until:g}: the last {_percent(1 - until)} of the steps are dense")
     if config.correction.every:
         notes.append(
-            f"correction.every={config.correction.every}: 1 of {config.correction.every} steps that run all "
-            "is dense and tells what merging loses on the others"
+            f"correction.every={config.correction.every}: 1 of {config.correction.every} full steps is "
+            "dense; the others add back the detail that merging lost there"
         )
     if config.reuse.every > 1:
         notes.append(
-            f"reuse.every={config.reuse.every}: 1 of {config.reuse.every} steps runs all; in the others, "
-            "the levels of a UNet below its finest, or the blocks of other models, do not run, and what they "
-            "changed goes on in a straight line"
+            f"reuse.every={config.reuse.every}: 1 of {config.reuse.every} steps runs all blocks; the others "
+            "skip the levels of a UNet below its finest, or the blocks of other models, and extrapolate "
+            "their outputs linearly"
         )
         if config.reuse.shallow_every > 1:
             start = config.reuse.shallow_from
             notes.append(
-                f"reuse.shallow_every={config.reuse.shallow_every}: of a UNet, 1 of "
-                f"{config.reuse.shallow_every} steps runs the finest level, the others only its last layer"
-                + (f"; reuse.shallow_from={start:g}: the first {_percent(start)} all run it" if start else "")
+                f"reuse.shallow_every={config.reuse.shallow_every}: 1 of {config.reuse.shallow_every} steps "
+                "runs the finest level of a UNet, the others only its last layer"
+                + (
+                    f"; reuse.shallow_from={start:g}: all of the first {_percent(start)} of the steps run it"
+                    if start
+                    else ""
+                )
             )
         if config.reuse.span < 1:
             notes.append(
-                f"reuse.span={config.reuse.span:g}: never longer than {_percent(config.reuse.span)} of the "
-                "steps, so that short generations run more of them"
+                f"reuse.span={config.reuse.span:g}: full steps are at most {_percent(config.reuse.span)} of "
+                "the steps apart, so short generations skip less"
             )
     if config.plans.every > 1:
         notes.append(f"a plan is used for {config.plans.every} steps")
     if config.plans.blocks:
-        notes.append("plans.blocks: neighbouring blocks with one token grid use one plan")
+        notes.append("plans.blocks: consecutive blocks with the same token grid share a plan")
     if config.asks_guidance:
-        notes.append(f"planner={config.guided_planner!r}: planned as 'tome' until a guided step was made")
+        notes.append(
+            f"planner={config.guided_planner!r}: the planner 'tome' runs until the first guided step is done"
+        )
     changes = config.schedule.changes_ratio or config.schedule.phases
     if changes or config.correction.every or config.reuse.every > 1:
         notes.append(
-            "tokens and operations are those of the step that merges most; with a number of steps (--steps), "
-            "their mean is counted too"
+            "tokens and operations are those of the step that merges most; pass a number of steps (--steps) "
+            "to count the mean operations too"
         )
     return notes
 

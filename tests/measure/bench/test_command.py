@@ -55,7 +55,7 @@ def test_a_preset_for_a_gpu_is_one_error_on_a_cpu(tmp_path: Path) -> None:
     out = tmp_path / "results.jsonl"
     error = run("--preset", "paper", "--device", "cpu", "-o", str(out)).exception
     assert isinstance(error, ConfigError)
-    assert "fp16 is not for a CPU" in str(error)
+    assert "fp16 is slow and partly unsupported on a CPU" in str(error)
     assert not out.exists()
 
 
@@ -75,7 +75,7 @@ def test_ctrl_c_says_what_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
         (["--preset", "none"], "expected one of diffusers-docs, paper, ppdiffusers, got 'none'"),
         (["--variant", "none"], "expected one of dense, auto, tome"),
         (["--ratio", "0.9"], "0.75"),
-        (["--preset", "paper", "--grid", "a.toml"], "give one of them"),
+        (["--preset", "paper", "--grid", "a.toml"], "give only one of them"),
         (["--grid", "missing.toml"], "cannot read"),
         (["--scope", "all"], "expected one of denoiser, pipeline"),
     ],

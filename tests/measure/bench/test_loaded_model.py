@@ -91,7 +91,7 @@ def test_transformers_run_dense_and_merged(
     assert torch.isfinite(merged).all()
     assert not torch.equal(merged, output)
     with (
-        pytest.raises(ConfigError, match="oracle: it bounds scope='layers', alike"),
+        pytest.raises(ConfigError, match="oracle: it needs scope='layers' and the same"),
         variant_contexts.oracle(model, config, None),
     ):
         pass

@@ -248,7 +248,7 @@ def test_a_file_says_the_same_in_toml_and_in_yaml(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "words"),
     [
-        ("grid.toml", "column = 1", "unknown setting 'column'; take some of model, size"),
+        ("grid.toml", "column = 1", "unknown setting 'column'; use some of model, size"),
         ("grid.toml", "steps = 'many'", "steps: expected int, got 'many'"),
         ("grid.toml", "compile = 1", "compile: expected bool, got 1"),
         ("grid.toml", "batch = [true]", "batch: expected int, got True"),

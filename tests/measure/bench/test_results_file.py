@@ -56,7 +56,7 @@ def test_a_torn_last_line_is_kept_aside_and_the_run_goes_on(tmp_path: Path, torn
     path.write_text(cell("dense").to_line() + torn, encoding="utf-8")
     notes: list[str] = []
     assert [found.label for found in read_cells(path, notes)] == ["dense"]
-    assert "torn" in notes[0]
+    assert "is incomplete" in notes[0]
     with ResultsFile(path, read_cells) as file:
         assert "results.jsonl.torn" in file.notes[0]
         file.append(cell("oracle"))
@@ -188,7 +188,7 @@ def test_a_lost_disk_leaves_a_torn_line_and_the_cell_elsewhere(
     (saved,) = elsewhere.iterdir()
     assert [found.label for found in read_cells(saved)] == ["tome"]
     with ResultsFile(path, read_cells) as file:
-        assert "torn" in file.notes[0]
+        assert "is incomplete" in file.notes[0]
         assert set(file.records) == {cell("dense").key}
 
 

@@ -69,7 +69,7 @@ def test_deep_layers_run_in_so_many_steps_of_each_generation(name, text, deep, e
 @pytest.mark.parametrize(
     ("name", "text", "words"),
     [
-        ("emoji-mmdit", "deepcache", "made for UNets, and StableDiffusion3Pipeline has none"),
+        ("emoji-mmdit", "deepcache", "it needs a UNet, and StableDiffusion3Pipeline has none"),
         ("emoji-unet", "first-block-cache", "does not know the transformer blocks of UNet2DConditionModel"),
     ],
 )
@@ -80,7 +80,7 @@ def test_the_wrong_architecture_is_refused(name, text, words):
 
 @pytest.mark.parametrize("text", ["deepcache:interval=1.5", "deepcache:interval=1"])
 def test_an_interval_is_a_whole_number(text):
-    with pytest.raises(ConfigError, match=r"whole number of steps, at least 2, got 1"):
+    with pytest.raises(ConfigError, match=r"expected an integer ≥ 2, got 1"):
         spec_of(text).apply(load("emoji-unet"), None, None).__enter__()
 
 
@@ -103,4 +103,4 @@ def test_the_settings_have_defaults():
 def test_a_denoiser_alone_has_no_steps_to_follow(measure):
     records = measure(variants=("first-block-cache",))
     (record,) = [record for record in records if record.label.startswith("first-block-cache")]
-    assert "take --scope pipeline" in record.message
+    assert "use --scope pipeline" in record.message

@@ -372,7 +372,7 @@ def test_auto_follows_the_steps_unless_it_is_compiled(
 @pytest.mark.parametrize(
     ("axes", "words"),
     [
-        ({"variants": ("ibtm",)}, "take --scope pipeline"),
+        ({"variants": ("ibtm",)}, "use --scope pipeline"),
         ({"variants": ("ca_tome",), "compile": (True,)}, "cannot be compiled"),
     ],
 )
@@ -438,7 +438,7 @@ def test_steps_that_cost_nothing_measurable_are_told(
 
     monkeypatch.setattr(cell_group, "interleaved", paced)
     fewer = measure(scope="pipeline", variants=("tome", "fewer-steps"), steps=2)[-1]
-    assert fewer.facts["notes"][-1] == "2 of 2 steps: fewer would save no time that can be told from noise"
+    assert fewer.facts["notes"][-1] == "2 of 2 steps: fewer steps would save less time than the noise"
 
 
 def test_fewer_steps_of_what_failed_are_tried_again_with_it(

@@ -84,7 +84,9 @@ def test_clip_score_is_that_of_torchmetrics(models: Path) -> None:
 
 
 def test_a_network_without_text_has_no_clip_score(models: Path) -> None:
-    with pytest.raises(ConfigError, match=r"metric clip-score: Dinov2Model in .* reads no text; take a CLIP"):
+    with pytest.raises(
+        ConfigError, match=r"metric clip-score: Dinov2Model in .* has no text encoder; use a CLIP"
+    ):
         load(f"clip-score={models / 'dino'}")
 
 

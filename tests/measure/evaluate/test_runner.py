@@ -316,7 +316,7 @@ def test_without_a_benchmark_fewer_steps_say_what_to_run(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("changes", "error", "words"),
     [
-        ({"variants": ("oracle",)}, ConfigError, "got 'oracle'; an oracle's pictures are wrong"),
+        ({"variants": ("oracle",)}, ConfigError, "got 'oracle'; the pictures of an oracle are wrong"),
         ({"variants": ("none",)}, ConfigError, "expected some of auto, tome, .*, fewer-steps, got 'none'"),
         ({"variants": ("fewer-steps",)}, ConfigError, "give one beside it"),
         ({"ratio": (0.9,)}, ConfigError, "0.75"),
@@ -326,7 +326,7 @@ def test_without_a_benchmark_fewer_steps_say_what_to_run(tmp_path: Path) -> None
         ({"metrics": ("none",)}, ConfigError, "got 'none'"),
         ({"metrics": ("glyphs",)}, ConfigError, "'red apple' names no glyph"),
         ({"reference": Path()}, ConfigError, "only fid and kid compare with it"),
-        ({"prompts": None}, ConfigError, "only bundled models .emoji-unet, emoji-mmdit. bring their own"),
+        ({"prompts": None}, ConfigError, "only bundled models .emoji-unet, emoji-mmdit. have their own"),
         ({"prompts": None, "model": "emoji-unet", "template": "a {}"}, ConfigError, "give --prompts too"),
         ({"out": Path("results")}, ConfigError, "expected a file ending in .jsonl, got results"),
         ({"grid": Path("grid")}, ConfigError, "save-grid: expected a file ending in .png"),

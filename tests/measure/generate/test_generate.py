@@ -328,9 +328,9 @@ def test_options_out_of_range_are_refused_at_once(changes, message):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"size": (33, 32)}, r"size: this model needs multiples of 2 pixels, got 33x32; take 32x32"),
+        ({"size": (33, 32)}, r"size: this model needs multiples of 2 pixels, got 33x32; use 32x32"),
         ({"device": "gpu"}, "device: cannot use 'gpu'"),
-        ({"device": "cpu", "dtype": "fp16"}, "fp16 is not for a CPU"),
+        ({"device": "cpu", "dtype": "fp16"}, "fp16 is slow and partly unsupported on a CPU"),
         ({"scheduler": "quick"}, "scheduler: 'quick' is unknown"),
         ({"model": "nothing"}, "'nothing' is no model"),
     ],
@@ -387,7 +387,7 @@ def test_options_that_the_pipeline_does_not_know_are_refused(pipe, folder, tmp_p
         def __call__(self, prompt, width, height, num_inference_steps):
             raise AssertionError
 
-    with pytest.raises(ConfigError, match="Unguided does not know guidance_scale, negative_prompt"):
+    with pytest.raises(ConfigError, match="Unguided does not accept guidance_scale, negative_prompt"):
         PipelineCall.prepare(
             Unguided(**pipe.components, requires_safety_checker=False),
             options(folder, tmp_path, guidance=3.0, negative_prompt="blue"),
@@ -398,7 +398,7 @@ def test_options_that_the_pipeline_does_not_know_are_refused(pipe, folder, tmp_p
 @pytest.mark.parametrize(
     ("failure", "message"),
     [
-        (torch.cuda.OutOfMemoryError("…"), "memory is too small.*lower --size"),
+        (torch.cuda.OutOfMemoryError("…"), "too little memory.*lower --size"),
         (
             type("InductorError", (RuntimeError,), {"__module__": "torch._inductor.exc"})("no C++"),
             "no C\\+\\+.*--compile",

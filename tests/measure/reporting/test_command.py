@@ -51,8 +51,8 @@ def test_a_report_of_a_torn_file_says_so(tmp_path: Path) -> None:
     file.write_text(file.read_text(encoding="utf-8") + '{"kind"', encoding="utf-8")
     result = run(file, "-o", tmp_path / "report.html")
     assert result.exit_code == 0
-    assert "torn" in result.stderr
-    assert "torn" in (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "is incomplete" in result.stderr
+    assert "is incomplete" in (tmp_path / "report.html").read_text(encoding="utf-8")
 
 
 @pytest.fixture

@@ -293,7 +293,7 @@ def test_a_torn_last_line_is_reported_and_left_out(tmp_path: Path) -> None:
     before = file.read_bytes()
     results = read_results([file])
     assert results.cells == (cell(),)
-    assert "torn" in results.notes[0]
+    assert "is incomplete" in results.notes[0]
     assert file.read_bytes() == before
 
 

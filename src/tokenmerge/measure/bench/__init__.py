@@ -1,1 +1,1 @@
-"""Measuring time, memory and the machine they were measured on."""
+"""Benchmarks of time and memory, and a description of the machine that they ran on."""

@@ -1,4 +1,4 @@
-"""The cells of one setting, measured in turns, each written as a record when it ends."""
+"""Measures the cells of one setting with interleaved calls, and records each cell when it is finished."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tokenmerge.measure.bench.unfinished import UnfinishedCells
 
 __all__ = ["CellGroup"]
 
-# A compiled cell can compile once more at its second call, after what changed in the first.
+# A compiled cell may compile again at its second call, because of what the first one changed.
 _COMPILED_WARM_UP = 3
 
 
@@ -31,12 +31,12 @@ class CellGroup:
     Args:
         setting: what the cells have in common.
         model: the loaded model.
-        device: where it is.
-        variants: keeps the variants in force until it is closed.
-        records: those in the results file, by key.
-        unfinished: timed calls of an earlier run that was killed, and of this one.
-        conditions: the conditions that a cell's record has.
-        finish: writes the record of a cell, from its failure, if any, and the record's other fields.
+        device: the device of the model.
+        variants: keeps the variants applied until it is closed.
+        records: records of the results file by key.
+        unfinished: timed calls of this run, and of an earlier run that was killed.
+        conditions: cell → the conditions in its record.
+        finish: writes the record of a cell, given its failure, if any, and the record's other fields.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class CellGroup:
         self.facts: dict[str, Any] = {"samples": samples, "notes": self.notes}
 
     def measure(self, cells: Sequence[Cell]) -> None:
-        """Measure and finish these cells. The dense cells that they are compared with run along."""
+        """Measure and record these cells, and run the dense cells that they are compared with."""
         timed = [cell for cell in cells if cell.merged is None]
         self._in_turns({cell: self.workbench.prepare(cell) for cell in _with_dense(timed)}, timed)
         ready: dict[Cell, CellRecord] = {}
@@ -75,9 +75,9 @@ class CellGroup:
                 if record is not None and record.speedup_same_attention is not None:
                     ready[cell] = record
                 else:
-                    # The next run tries a failed variant again, and with it the steps that fit into its time.
+                    # The next run retries a failed variant, so it must retry this cell as well.
                     failed = record is not None and record.status == "error"
-                    reason = f"{cell.merged.label} has no time here that steps could fit into"
+                    reason = f"{cell.merged.label} was not timed here, so the number of steps is unknown"
                     self.finish(cell, Failure("error" if failed else "unavailable", reason))
         if self.setting.scope == "denoiser":
             for cell, record in ready.items():
@@ -92,7 +92,7 @@ class CellGroup:
         wanted: Sequence[Cell],
         facts: Mapping[Cell, Mapping[str, Any]] | None = None,
     ) -> None:
-        """Warm up, time in turns, and finish each wanted cell when its last turn ends."""
+        """Warm up, time with interleaved calls, and record each wanted cell after its last call."""
         waiting = {str(cell): cell for cell in wanted}
         stage = "fewer steps" if facts else "cells"
         for name in self._timed({str(cell): ready for cell, ready in prepared.items()}, stage):
@@ -102,14 +102,14 @@ class CellGroup:
                 self._finish_timed(cell, prepared, facts[cell] if facts else self._facts(prepared[cell]))
 
     def _timed(self, cells: Mapping[str, PreparedCell], stage: str) -> Iterator[str]:
-        """Warm up and time cells in turns; yield the name of each whose turn ended.
+        """Warm up and time cells with interleaved calls; yield the name of a cell after each of its calls.
 
-        Rounds that an earlier run timed before it was killed are not timed again. A round that it began goes
-        on with the cells that are left.
+        Rounds that an earlier run timed before it was killed are not repeated. If that run was killed within
+        a round, the round continues with the remaining cells.
 
         Args:
-            cells: by name, dense ones first.
-            stage: tells apart the turns of one setting in which the same cell runs again.
+            cells: the cells by name, dense ones first.
+            stage: tells apart the timings of one cell within a setting.
         """
         rounds = self.setting.rounds
         keys = {
@@ -129,7 +129,7 @@ class CellGroup:
             ready.run()
         every = {name: ready.run for name, ready in cells.items()}
         begun = {name: run for name, run in every.items() if len(cells[name].seconds) <= done}
-        first = int(len(begun) < len(every))  # whether a round was cut off
+        first = int(len(begun) < len(every))  # 1 if a round was interrupted
         for calls, repeat in ((begun, first), (every, rounds - done - first)):
             for measured in interleaved(calls, repeat, self.device):
                 ready = cells[measured.variant]
@@ -164,7 +164,7 @@ class CellGroup:
         report, config = ready.report, ready.config
         if ready.failure or report is None or config is None:
             return self.facts
-        mean = f"the mean of the {ready.calls} calls of a generation, some of which cost more than others"
+        mean = f"the mean over the {ready.calls} calls of a generation, since their cost differs"
         return {
             **self.facts,
             "config": config.to_dict(),
@@ -178,7 +178,7 @@ class CellGroup:
         return {**self.facts, "steps_used": steps, "notes": [*self.notes, note]}
 
     def _compute(self, cell: Cell, merged: CellRecord) -> None:
-        """Fewer steps for the denoiser alone: nothing has to run, because each step takes the same time."""
+        """Compute fewer steps of the denoiser alone without running them: every step takes the same time."""
         total = self.setting.steps
         dense = _same_attention(merged)
         cost = StepCost(fixed=0.0, per_step=statistics.median(dense))
@@ -192,7 +192,7 @@ class CellGroup:
         )
 
     def _fewer_steps_in_turns(self, merged: Mapping[Cell, CellRecord]) -> None:
-        """Fewer steps for the whole pipeline: work out how many fit, then run them."""
+        """Find how many steps of the whole pipeline fit, then run it with that many."""
         costs = {dense: self._step_cost(dense) for dense in dict.fromkeys(c.dense() for c in merged)}
         prepared = {cell: self.workbench.prepare(cell) for cell in _with_dense(merged) if cell not in merged}
         facts = {}
@@ -201,19 +201,19 @@ class CellGroup:
             if isinstance(cost, Failure):
                 self.finish(cell, cost)
                 continue
-            # The dense run of today times the share that merging leaves: the machine may have changed since.
+            # Scale today's dense time, since the machine's speed may have changed since the merged run.
             share = statistics.median(record.seconds) / statistics.median(_same_attention(record))
             total = self.setting.steps
             steps = steps_that_fit((cost.fixed + cost.per_step * total) * share, cost, most=total)
             prepared[cell] = self.workbench.prepare(cell, steps)
             note = f"{steps} of {total} steps"
             if total > 1 and cost.per_step == 0:
-                note += ": fewer would save no time that can be told from noise"
+                note += ": fewer steps would save less time than the noise"
             facts[cell] = self._steps_facts(steps, note)
         self._in_turns(prepared, list(facts), facts)
 
     def _step_cost(self, dense: Cell) -> StepCost | Failure:
-        """Time two dense runs in turns, one with half of the steps."""
+        """Time two dense runs with interleaved calls, one of them with half of the steps."""
         total = self.setting.steps
         if total == 1:
             return StepCost(fixed=0.0, per_step=0.0)
@@ -232,7 +232,7 @@ def _same_attention(record: CellRecord) -> Sequence[float]:
 
 
 def _with_dense(cells: Iterable[Cell]) -> list[Cell]:
-    """The cells, after every dense one that one of them is compared with."""
+    """The cells, preceded by the dense cells that they are compared with."""
     cells = list(cells)
     dense = [cell.dense(attention) for cell in cells for attention in (FUSED, None)]
     return list(dict.fromkeys([*dense, *cells]))

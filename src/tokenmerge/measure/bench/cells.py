@@ -1,4 +1,4 @@
-"""From the axes of a benchmark to its cells: every setting, and the cells that take turns at each."""
+"""Turns the axes of a benchmark into settings, and into the cells that are measured at each setting."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from tokenmerge.measure.pipelines.sizes import check_size, parse_size
 
 __all__ = ["FUSED", "Cell", "Setting", "plan_cells"]
 
-# Attention of the dense run that all speed-ups are relative to.
+# The attention of the dense run that all speed-ups are relative to.
 FUSED = "sdpa"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What cells that take turns have in common; width and height in pixels."""
+    """What the cells with interleaved calls have in common. Width and height are in pixels."""
 
     model: str
     scope: str
@@ -43,13 +43,13 @@ class Setting:
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """What is measured at a setting: a variant, and how it runs.
+    """One measurement at a setting: a variant, and how it runs.
 
     Args:
         spec: the variant.
-        attention: how the model computes attention.
-        compile: whether it goes through ``torch.compile``.
-        merged: for fewer steps: the variant whose time they fit into.
+        attention: the attention implementation.
+        compile: whether the model is compiled with ``torch.compile``.
+        merged: for fewer steps, the variant that takes as long. None for all other cells.
     """
 
     spec: VariantSpec
@@ -58,15 +58,15 @@ class Cell:
     merged: VariantSpec | None = None
 
     def dense(self, attention: str | None = None) -> Cell:
-        """The dense cell beside it, with its own attention or another."""
+        """The dense cell to compare with. By default, it has the same attention."""
         return Cell(VariantSpec(DENSE), attention or self.attention, self.compile)
 
     def of(self, spec: VariantSpec) -> Cell:
-        """The cell of another variant beside it."""
+        """The cell of another variant that runs in the same way."""
         return Cell(spec, self.attention, self.compile)
 
     def conditions(self) -> dict[str, Any]:
-        """Its part of a record's conditions."""
+        """The conditions of a record that this cell determines."""
         return {
             "variant": self.spec.name,
             "settings": dict(self.spec.settings),
@@ -81,19 +81,19 @@ class Cell:
 def plan_cells(options: BenchOptions, device: torch.device) -> tuple[list[Setting], tuple[Cell, ...]]:
     """The settings of a benchmark, and the cells that are measured at each of them.
 
-    Dense is always among the cells, with each attention that is asked for and with fused attention, so that
-    what fused attention gains is never credited to merging.
+    There is always a dense cell with each requested attention and one with fused attention. This keeps the
+    gain of fused attention apart from the gain of merging.
 
     Args:
         options: the axes.
-        device: where it will run; it decides what dtype ``"auto"`` is.
+        device: the device of the run. It decides what dtype ``"auto"`` stands for.
 
     Returns:
-        The settings, ordered so that each model is loaded once per dtype; and the cells, dense ones first,
+        The settings, in an order that loads each model once per dtype, and the cells: dense ones first,
         fewer steps last.
 
     Raises:
-        ConfigError: a model is unknown, a size does not fit it, or a dtype not the device.
+        ConfigError: a model is unknown, a size does not fit the model, or a dtype does not fit the device.
     """
     if options.scheduler is not None:
         scheduler_class_name(options.scheduler)
@@ -126,7 +126,7 @@ def plan_cells(options: BenchOptions, device: torch.device) -> tuple[list[Settin
 def _size(text: str, model: str, facts: ModelFacts) -> tuple[int, int]:
     size = parse_size(text) if text else facts.size
     if size is None:
-        raise ConfigError(f"size: {model} does not say what size it was made for; give --size")
+        raise ConfigError(f"size: {model} has no default size; give --size")
     check_size(size, facts.multiple)
     return size
 

@@ -1,4 +1,4 @@
-"""The version of this package's source, for records."""
+"""The git commit of this package's source, for records."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ _SOURCE = Path(__file__).parents[2]
 
 
 def source_commit() -> str | None:
-    """The commit that last changed the package, with ``+changes-HASH`` where files differ from it.
+    """The last commit that changed the package, followed by ``+changes-HASH`` if there are local changes.
+
+    Commits that change only other files are skipped, because they cannot change a measurement.
 
     Returns:
-        None outside a git checkout. Commits that touch other files do not show: they change no figure. The
-        hash is of the changes and of the files that git does not know, so that two states have two names.
+        The commit, or None outside a git checkout. The hash covers local changes and untracked files.
     """
     if shutil.which("git") is None:
         return None
     commit = _git("log", "-1", "--format=%h", "--", ".")
     if not commit:
         return None
-    # Of a binary file, it names the content by a hash.
+    # For a binary file, git diff prints the hash of its content.
     changes = _git("diff", "HEAD", "--no-ext-diff", "--no-color", "--", ".")
     unknown = _git("ls-files", "--others", "--exclude-standard", "-z", "--", ".").split("\0")
     found = hashlib.sha256(changes.encode())

@@ -22,9 +22,9 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def environment() -> dict[str, Any]:
-    """Everything about this machine that a measurement depends on, as values that JSON can hold.
+    """Describe everything about this machine that a measurement depends on, in JSON-compatible values.
 
-    No optional library is imported: their versions come from their metadata.
+    Versions of optional libraries come from their metadata, so that none of them is imported.
 
     >>> sorted(environment())
     ['attention', 'cpu', 'devices', 'os', 'threads', 'versions']
@@ -44,7 +44,7 @@ def environment() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str | None]:
-    """Version of Python and of each package that matters here; ``None`` where it is not installed."""
+    """Versions of Python and of the packages that affect a measurement; None if one is not installed."""
     return {
         "python": platform.python_version(),
         "tokenmerge": tokenmerge.__version__,
@@ -53,7 +53,7 @@ def versions() -> dict[str, str | None]:
 
 
 def devices() -> list[dict[str, Any]]:
-    """Each device that torch can use here, with the dtypes that a matrix product runs in."""
+    """The devices that torch can use here, with the dtypes in which each can multiply matrices."""
     found: list[tuple[torch.device, str, int | None]] = [(torch.device("cpu"), _cpu_model(), None)]
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
@@ -72,7 +72,7 @@ def devices() -> list[dict[str, Any]]:
 
 
 def attention_backends() -> dict[str, str | None]:
-    """Attention implementations found here: name → kernels or version, ``None`` where missing."""
+    """Attention implementations by name: their kernels or version, or None if one is not installed."""
     return {
         "sdpa": ", ".join(_sdpa_kernels()),
         **{name: _version(package) for name, package in _ATTENTION_PACKAGES.items()},

@@ -15,11 +15,11 @@ _AGAIN = "to measure it again, delete its line from the results"
 
 @dataclasses.dataclass(frozen=True)
 class Failure:
-    """Why a cell has no figures.
+    """The reason why a cell has no measurements.
 
     Args:
-        status: of :data:`tokenmerge.measure.bench.records.STATUSES`.
-        message: one line.
+        status: one of :data:`tokenmerge.measure.bench.records.STATUSES`.
+        message: one line of text.
     """
 
     status: str

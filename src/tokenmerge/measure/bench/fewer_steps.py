@@ -1,4 +1,4 @@
-"""Fewer steps: how many dense denoising steps fit into the time of a merged run."""
+"""The baseline “fewer steps”: how many dense denoising steps fit into the time of a merged run."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ class StepCost:
         >>> StepCost.of_two_runs(20, 11.0, 10, 6.0)
         StepCost(fixed=1.0, per_step=0.5)
         """
-        # Noise can make the slope negative where steps cost next to nothing.
+        # With very cheap steps, noise can make the slope negative.
         per_step = max((seconds - fewer_seconds) / (steps - fewer_steps), 0.0)
         return cls(max(seconds - per_step * steps, 0.0), per_step)
 
 
 def steps_that_fit(budget: float, cost: StepCost, most: int) -> int:
-    """How many steps of a dense run fit into ``budget`` seconds: at least one, at most ``most``.
+    """The number of dense steps that fit into ``budget`` seconds, at least 1 and at most ``most``.
 
     >>> steps_that_fit(6.2, StepCost(fixed=1.0, per_step=0.5), most=20)
     10
     """
     if cost.per_step == 0:
         return most
-    # Forgive rounding errors.
+    # The small constant allows for rounding errors.
     return min(max(math.floor((budget - cost.fixed) / cost.per_step + 1e-9), 1), most)

@@ -1,4 +1,4 @@
-"""Published configurations of well-known denoisers, as data."""
+"""Published configurations of well-known denoisers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 __all__ = ["GEOMETRIES", "Geometry"]
 
-# Of Stable Diffusion; that of SDXL has the same layers.
+# The VAE of Stable Diffusion. The one of SDXL has the same layers.
 _CODEC = {
     "block_out_channels": (128, 256, 512, 512),
     "down_block_types": ("DownEncoderBlock2D",) * 4,
@@ -19,20 +19,20 @@ _CODEC = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Geometry:
-    """One model's architecture.
+    """The architecture of one model.
 
     Args:
-        title: what it is the architecture of.
-        denoiser: class in diffusers.
-        config: arguments of the class that differ from its defaults.
-        size: (width, height) in pixels that it was made for.
-        multiple: pixels that width and height must be a multiple of.
-        depth: arguments that say how many layers there are; a cut multiplies them.
-        guided: whether classifier-free guidance makes two samples of each picture.
-        pipeline: class of its text-to-image pipeline in diffusers, where that runs on prompt embeddings
-            alone; None: only the denoiser can be measured.
-        scheduler: class in diffusers, with the noise schedule of Stable Diffusion.
-        codec: arguments of the pipeline's ``AutoencoderKL``.
+        title: name of the model.
+        denoiser: name of the denoiser's class in diffusers.
+        config: arguments of that class that differ from their defaults.
+        size: (width, height) in pixels that the model was trained for.
+        multiple: width and height must be multiples of this number of pixels.
+        depth: names of the arguments that set the number of layers. ``@DEPTH`` multiplies their values.
+        guided: whether classifier-free guidance doubles the batch.
+        pipeline: class of the text-to-image pipeline in diffusers, if it can run on prompt embeddings
+            alone. None: only the denoiser can be measured.
+        scheduler: class of the scheduler in diffusers. It uses the noise schedule of Stable Diffusion.
+        codec: arguments of the pipeline's VAE, an ``AutoencoderKL``.
     """
 
     title: str

@@ -1,4 +1,4 @@
-"""``geometry:NAME``: a model's architecture with random weights, to measure speed without a download."""
+"""``geometry:NAME``: a model with random weights, for measuring speed without a download."""
 
 from __future__ import annotations
 
@@ -33,10 +33,11 @@ _SCHEDULER_CONFIGS: dict[str, dict[str, Any]] = {
 
 
 def find_geometry(name: str) -> Geometry:
-    """The architecture that ``geometry:NAME`` or ``geometry:NAME@DEPTH`` stands for, cut to that depth.
+    """Find the architecture of ``geometry:NAME`` or ``geometry:NAME@DEPTH``, reduced to that depth.
 
     Args:
-        name: such as ``"geometry:flux@0.25"``: a quarter of the layers, of each kind at least one.
+        name: such as ``"geometry:flux@0.25"``, which has a quarter of the layers, and at least one of each
+            kind.
 
     Raises:
         ConfigError: the name is unknown, or the depth is not a number with 0 < depth ≤ 1.
@@ -68,7 +69,7 @@ def _cut(geometry: Geometry, fraction: float) -> Geometry:
 
 
 def depth_note(name: str) -> str:
-    """What was cut from the architecture, in words; empty for a whole one.
+    """Describe how far the depth of an architecture was reduced. Empty if it was not.
 
     >>> depth_note("geometry:flux@0.25")
     'cut to num_layers 5 of 19, num_single_layers 10 of 38'
@@ -93,15 +94,15 @@ def build_denoiser(geometry: Geometry, dtype: torch.dtype, device: torch.device,
 def build_pipeline(
     geometry: Geometry, dtype: torch.dtype, device: torch.device, seed: int
 ) -> DiffusionPipeline:
-    """The text-to-image pipeline without its text encoders: it takes prompt embeddings.
+    """Build the text-to-image pipeline without text encoders; it takes prompt embeddings instead.
 
     Raises:
-        ConfigError: the geometry has no such pipeline.
+        ConfigError: the geometry has no pipeline.
         MissingExtraError: diffusers is not installed.
     """
     diffusers = require_diffusers("a pipeline by its geometry")
     if geometry.pipeline is None:
-        raise ConfigError(f"scope: of {geometry.title} only the denoiser can be built; take --scope denoiser")
+        raise ConfigError(f"scope: only the denoiser of {geometry.title} can be built; use --scope denoiser")
     codec = _random(lambda: diffusers.AutoencoderKL(**geometry.codec), dtype, device, seed)
     codec.register_to_config(force_upcast=geometry.pipeline == "StableDiffusionXLPipeline")
     parts: dict[str, Any] = {
@@ -125,7 +126,7 @@ def _random(build: Callable[[], Any], dtype: torch.dtype, device: torch.device, 
         model = build().eval()
     kept = set(model._keep_in_fp32_modules or ())
     for name, parameter in model.named_parameters():
-        # As when weights are loaded, some modules stay in float32.
+        # Some modules stay in float32, as they do when weights are loaded.
         parameter.data = parameter.data.to(device, torch.float32 if kept & set(name.split(".")) else dtype)
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):

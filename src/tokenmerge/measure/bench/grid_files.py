@@ -1,4 +1,4 @@
-"""Read axes and settings from TOML and YAML files, and from the presets of the package."""
+"""Reads axes and settings from TOML and YAML files and from the presets of the package."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def preset_names() -> tuple[str, ...]:
 
 
 def read_preset(name: str) -> dict[str, Any]:
-    """The values of a preset.
+    """Read the values of a preset.
 
     Raises:
-        ConfigError: there is no such preset.
+        ConfigError: the preset does not exist.
     """
     if name not in preset_names():
         raise ConfigError(f"preset: expected one of {', '.join(preset_names())}, got {name!r}")
@@ -38,10 +38,10 @@ def read_preset(name: str) -> dict[str, Any]:
 
 
 def read_grid(path: Path) -> dict[str, Any]:
-    """The values of a grid file, TOML or YAML by its suffix, checked.
+    """Read and check the values of a grid file. Its suffix tells whether it is TOML or YAML.
 
     Raises:
-        ConfigError: it cannot be read or parsed, or does not describe a grid.
+        ConfigError: the file cannot be read or parsed, or does not describe a grid.
     """
     parsers = {".toml": _toml, ".yaml": _yaml, ".yml": _yaml}
     parse = parsers.get(path.suffix.lower())

@@ -1,4 +1,4 @@
-"""Random inputs of the right shapes, for a denoiser that is measured alone."""
+"""Random inputs for a denoiser that is measured alone."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ __all__ = ["InputSize", "Inputs", "example_inputs"]
 
 @dataclasses.dataclass(frozen=True)
 class InputSize:
-    """Size of one call.
+    """The size of one call.
 
     Args:
-        height: in pixels.
-        width: in pixels.
-        scale: pixels per latent position, along each side.
-        samples: rows of the batch; guidance makes two of each picture.
-        frames: of a video model, in pictures.
+        height: height of the image in pixels.
+        width: width of the image in pixels.
+        scale: pixels per latent position along each side.
+        samples: batch size of the call. Guidance doubles it.
+        frames: frames of the video, 1 for an image.
     """
 
     height: int
@@ -48,16 +48,16 @@ class Inputs:
 
 
 def example_inputs(model: nn.Module, size: InputSize, seed: int, guided: bool) -> Inputs:
-    """Inputs for one call, with Gaussian noise for latents and text.
+    """Make inputs for one call, with Gaussian noise for latents and text embeddings.
 
     Args:
         model: the denoiser.
-        size: of the call.
-        seed: of the noise.
-        guided: whether the batch is the same samples twice, with and without the prompt.
+        size: size of the call.
+        seed: seed of the noise.
+        guided: whether the batch holds every sample twice, as with classifier-free guidance.
 
     Raises:
-        UnsupportedModelError: how to call the model is not known.
+        UnsupportedModelError: the model's arguments are not known.
     """
     if is_a(model, "WanTransformer3DModel"):
         return Inputs((), _noisy(_wan(model, size), seed))
@@ -66,22 +66,22 @@ def example_inputs(model: nn.Module, size: InputSize, seed: int, guided: bool) -
     if guided and isinstance(sample := arguments[host.sample], Tensor):
         half = size.samples // 2
         sample[half:] = sample[:half]
-    # By position, as the pipelines pass it: tomesd reads the sample's size from there.
+    # Pass the sample by position, as pipelines do: tomesd reads its size from there.
     return Inputs((arguments.pop(host.sample),), arguments)
 
 
 def _noisy(arguments: dict[str, Any], seed: int) -> dict[str, Any]:
-    """Fill latents and text, the float tensors of three dimensions and more, with noise in place."""
+    """Fill latents and text embeddings (float tensors of at least three dimensions) with noise, in place."""
     generator = torch.Generator("cpu").manual_seed(seed)
     for value in arguments.values():
         if isinstance(value, Tensor) and value.is_floating_point() and value.ndim >= 3:
-            # Made on the CPU, so that every device gets the same.
+            # The noise is drawn on the CPU, so that it is the same for every device.
             value.copy_(torch.randn(value.shape, generator=generator))
     return arguments
 
 
 def _wan(model: Any, size: InputSize) -> dict[str, Any]:
-    """As its host's example, with as many frames as are wanted."""
+    """Make the arguments of Wan for the requested number of frames."""
     zeros = blank(model, size.samples)
     latent_frames = (size.frames - 1) // 4 + 1
     return {

@@ -1,4 +1,4 @@
-"""Load the model that a benchmark runs on, once for all cells that need it in the same form."""
+"""Loads the model of a benchmark, once for all cells that share its dtype and scope."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ _PROMPT_TOKENS = 77
 
 @dataclasses.dataclass(frozen=True)
 class ModelFacts:
-    """Facts of a model that its configs tell before it is loaded.
+    """Facts that a model's config files contain.
 
     Args:
-        size: (width, height) in pixels that it was made for; None where its configs do not say.
-        multiple: pixels that width and height must be a multiple of.
+        size: default (width, height) in pixels; None if the config has none.
+        multiple: width and height must be multiples of this number of pixels.
         video: whether the number of frames can be chosen.
     """
 
@@ -52,13 +52,13 @@ class LoadedModel:
     """A loaded model.
 
     Args:
-        denoiser: the model that variants are applied to, on copies.
-        alone: whether a call is one of the denoiser, and not one of a whole pipeline.
-        whole: a copy of the denoiser → the pipeline with it, or the copy itself where it is alone.
-        bind: (what ``whole`` gives, size, steps) → a call without arguments that is what is timed.
-        scale: pixels per latent position, along each side.
-        guided: whether classifier-free guidance makes two samples of each picture.
-        notes: remarks for the reader of the figures.
+        denoiser: the denoiser. Variants are applied to copies of it.
+        alone: whether the denoiser is called alone, without its pipeline.
+        whole: copy of the denoiser → the pipeline with this copy, or the copy itself if it is called alone.
+        bind: (result of ``whole``, size, steps) → the function to time. It takes no arguments.
+        scale: pixels per latent position along each side.
+        guided: whether classifier-free guidance doubles the batch.
+        notes: remarks for the reader of the results.
     """
 
     denoiser: nn.Module
@@ -71,13 +71,13 @@ class LoadedModel:
 
 
 def find_facts(model: str) -> ModelFacts:
-    """Look at a model's configs alone.
+    """Read a model's config files without loading its weights.
 
     Args:
         model: ``geometry:NAME``, a bundled model, a diffusers folder or a hub id.
 
     Raises:
-        ConfigError: it is none of these, or cannot be read.
+        ConfigError: the model is none of these, or cannot be read.
     """
     if model.startswith(PREFIX):
         geometry = find_geometry(model)
@@ -95,19 +95,19 @@ def load_model(
     guidance: float | None,
     seed: int,
 ) -> LoadedModel:
-    """Load a model or build it from its geometry.
+    """Load a model, or build it from its geometry.
 
     Args:
         model: as for :func:`find_facts`.
         scope: ``"denoiser"`` or ``"pipeline"``.
-        dtype: of all weights.
-        device: where it runs.
-        scheduler: short name or class name; None: the model's own.
-        guidance: scale of classifier-free guidance; None: the model's own.
-        seed: of random weights and of inputs.
+        dtype: dtype of all weights.
+        device: device to run on.
+        scheduler: short name or class name. None: the model's default.
+        guidance: scale of classifier-free guidance. None: the model's default.
+        seed: seed of random weights and inputs.
 
     Raises:
-        ConfigError: it cannot be loaded, or not be measured in this scope.
+        ConfigError: the model cannot be loaded, or cannot be measured in this scope.
         MissingExtraError: diffusers is not installed.
     """
     notes: list[str] = []
@@ -141,7 +141,7 @@ def _denoiser_alone(
         inputs = example_inputs(denoiser, size, seed, guided)
 
         def call() -> object:
-            # New tensors for each call, as in a generation: calls with the same sample tensor share plans.
+            # Each call gets new tensors, as in a generation. Calls with the same sample tensor share plans.
             args, kwargs = tree_map_only(Tensor, torch.clone, (inputs.args, inputs.kwargs))
             with torch.no_grad():
                 return model(*args, **kwargs)
@@ -152,7 +152,7 @@ def _denoiser_alone(
 
 
 class _PipelineCall:
-    """Makes calls of a pipeline with fixed prompt, seed and size."""
+    """Makes calls of a pipeline with a fixed prompt, seed and size."""
 
     def __init__(self, pipe: Any, guidance: float | None, seed: int) -> None:
         self.pipe, self.guidance, self.seed = pipe, guidance, seed
@@ -165,13 +165,15 @@ class _PipelineCall:
     def __call__(self, pipe: Any, size: InputSize, steps: int) -> Callable[[], object]:
         parameters = inspect.signature(pipe.__call__).parameters
         if not {"prompt", "width", "height", "num_inference_steps"} <= set(parameters):
-            raise ConfigError(f"scope: {type(pipe).__name__} draws nothing from text; take --scope denoiser")
+            raise ConfigError(
+                f"scope: {type(pipe).__name__} is no text-to-image pipeline; use --scope denoiser"
+            )
         images = size.samples
         arguments: dict[str, Any] = {
             "num_inference_steps": steps,
             "width": size.width,
             "height": size.height,
-            # Tensors: converting the output of random weights to 8 bits would warn.
+            # Converting the output of random weights to 8 bits would give a warning.
             "output_type": "pt",
             **(self._embeddings(images) if pipe.tokenizer is None else {"prompt": [_PROMPT] * images}),
         }
@@ -179,7 +181,9 @@ class _PipelineCall:
             arguments["num_frames"] = size.frames
         if self.guidance is not None:
             if "guidance_scale" not in parameters:
-                raise ConfigError(f"guidance: {type(pipe).__name__} has none; leave that option out")
+                raise ConfigError(
+                    f"guidance: {type(pipe).__name__} has no guidance scale; leave that option out"
+                )
             arguments["guidance_scale"] = self.guidance
 
         def call() -> object:
@@ -189,7 +193,7 @@ class _PipelineCall:
         return call
 
     def _embeddings(self, images: int) -> dict[str, Any]:
-        """What the text encoders would make of a prompt and of the empty one."""
+        """Random embeddings in place of those of a prompt and of the empty prompt."""
         unet, config = self.pipe.unet, self.pipe.unet.config
         generator = torch.Generator("cpu").manual_seed(self.seed)
 

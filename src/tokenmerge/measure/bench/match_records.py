@@ -1,4 +1,4 @@
-"""Find the cell of a benchmark that timed the variant that pictures were drawn with."""
+"""Finds the benchmark cell that timed the variant of an evaluation."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ _SHARED = ("model", "width", "height", "steps", "scheduler", "guidance", "dtype"
 def cell_of_pictures(
     label: str, conditions: Mapping[str, Any], cells: Iterable[CellRecord]
 ) -> CellRecord | None:
-    """The cell of a variant under the conditions that its pictures were drawn under; None if there is none.
+    """Find the cell that timed a variant under the conditions of its images; None if there is none.
 
-    Of several, the whole pipeline goes before the denoiser alone, then the smaller batch, then the newer one.
+    If several cells fit, a whole pipeline is preferred, then the smaller batch, then the newer cell.
 
     Args:
         label: the variant with its settings.
-        conditions: of the pictures, by the names that those of a cell have; ``device`` is its type alone.
-            What is not among them may be anything.
-        cells: of which to choose.
+        conditions: conditions of the images, named as in a cell. ``device`` is only the type of the device.
+            A condition that is missing matches any value.
+        cells: the cells to choose from.
     """
 
     def fits(cell: CellRecord) -> bool:
         own = cell.conditions
-        # One call of the denoiser is the same with every scheduler.
+        # The scheduler does not affect the time of one call of the denoiser.
         ignored = "scheduler" if own["scope"] == "denoiser" else ""
         return (
             cell.label == label

@@ -1,4 +1,4 @@
-"""Peak memory of a run, on the devices where it can be read."""
+"""Peak memory of a run, on devices that report it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _RESET_PEAK_RSS = "5"
 
 
 def peak_memory_meaning(device: torch.device) -> str:
-    """Say in words what :func:`peak_memory` counts on ``device``."""
+    """Describe what :func:`peak_memory` measures on ``device``."""
     if device.type == "cuda":
         return "peak of the tensors that PyTorch held on the GPU, weights included"
     if device.type == "cpu" and sys.platform == "linux":
@@ -25,7 +25,7 @@ def peak_memory_meaning(device: torch.device) -> str:
 
 
 def reset_peak_memory(device: torch.device) -> bool:
-    """Let the next :func:`peak_memory` count from what is held now; return whether that is possible."""
+    """Reset the peak that :func:`peak_memory` reads. Return False if the device does not support it."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return True
@@ -33,14 +33,14 @@ def reset_peak_memory(device: torch.device) -> bool:
         _return_freed_memory()
         try:
             _CLEAR_REFS.write_text(_RESET_PEAK_RSS)
-        except OSError:  # a sandbox may forbid it
+        except OSError:  # some sandboxes forbid it
             return False
         return True
     return False
 
 
 def peak_memory(device: torch.device) -> int:
-    """Most bytes held on ``device`` since a :func:`reset_peak_memory` that returned true."""
+    """Peak memory on ``device`` in bytes since :func:`reset_peak_memory`, which must have returned True."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     peak = next(line for line in _STATUS.read_text().splitlines() if line.startswith("VmHWM:"))
@@ -48,7 +48,7 @@ def peak_memory(device: torch.device) -> int:
 
 
 def _return_freed_memory() -> None:
-    """Hand freed heap back to the system, so that one run's leftovers do not count for the next."""
+    """Return freed heap memory to the system, so that it does not count in the next run."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

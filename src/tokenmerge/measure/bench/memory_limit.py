@@ -1,4 +1,4 @@
-"""Make a lack of memory an error that a cell can report, before the kernel kills the process."""
+"""Turns a lack of memory into an error that a cell can report, before the kernel kills the process."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ import torch
 
 __all__ = ["RESERVE", "available_memory", "memory_limit"]
 
-# Left free for the rest of the machine.
+# Bytes left free for the rest of the machine.
 RESERVE = 256 * 2**20
 _MEMINFO, _STATUS, _OWN_GROUPS = map(Path, ("/proc/meminfo", "/proc/self/status", "/proc/self/cgroup"))
 _CGROUP = Path("/sys/fs/cgroup")
-# Of a control group, version 2 and 1: its limit, what it uses, and how much of that is cache it can give up.
+# Names in a control group of version 2 and 1: its limit, its usage, and the reclaimable cache in that usage.
 _GROUP_FILES = ("memory.max", "memory.current", "inactive_file")
 _GROUP_FILES_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 
 
 @contextlib.contextmanager
 def memory_limit(device: torch.device) -> Iterator[None]:
-    """While the context lasts, let allocations beyond the memory at hand fail, where a CPU runs the model.
+    """Within the context, make allocations beyond the available memory fail, on Linux and the CPU only.
 
-    Linux grants more memory than it has and kills the process that uses it. The run would end without a
-    message, and again at the same cell when it is continued. Other systems and devices are left alone.
+    Linux grants more memory than it has and kills the process that uses too much. The benchmark would end
+    without a message, and end again at the same cell when it is continued.
     """
     available = available_memory() if device.type == "cpu" and sys.platform == "linux" else None
     if available is None:
@@ -46,7 +46,7 @@ def memory_limit(device: torch.device) -> Iterator[None]:
 
 
 def available_memory() -> int | None:
-    """Bytes that this process can still take, within its control groups; None where that is not known."""
+    """Bytes that this process can still allocate, within its control groups; None if that is unknown."""
     try:
         available = _number(_MEMINFO, "MemAvailable:") * 1024
     except (OSError, StopIteration):
@@ -55,7 +55,7 @@ def available_memory() -> int | None:
 
 
 def _left_in_groups() -> Iterator[int]:
-    """Bytes that are left in the control group of this process and in each of those around it."""
+    """Bytes left in the control group of this process and in each of its parents."""
     try:
         groups = _OWN_GROUPS.read_text().splitlines()
     except OSError:
@@ -67,18 +67,18 @@ def _left_in_groups() -> Iterator[int]:
         root = _CGROUP / "memory" if controllers else _CGROUP
         own = root / path.strip("/")
         for group in (own, *own.parents):
-            # In a container, the path can be that outside of it: then only the root is here.
+            # In a container, the path may be the one outside of it. Then only the root exists here.
             if group.is_relative_to(root):
                 with contextlib.suppress(OSError, ValueError, StopIteration):
                     yield _left_in(group, *(_GROUP_FILES_V1 if controllers else _GROUP_FILES))
 
 
 def _left_in(group: Path, limit: str, usage: str, cache: str) -> int:
-    """Bytes that are left in one group; raises a ValueError where it has no limit."""
+    """Bytes left in one group. Raises a ValueError if the group has no limit."""
     highest, used = int((group / limit).read_text()), int((group / usage).read_text())
     return highest - used + _number(group / "memory.stat", f"{cache} ")
 
 
 def _number(file: Path, name: str) -> int:
-    """The number in the line that begins with ``name``."""
+    """The number in the first line that starts with ``name``."""
     return int(next(line for line in file.read_text().splitlines() if line.startswith(name)).split()[1])

@@ -1,4 +1,4 @@
-"""The options of ``tokenmerge bench``: axes and settings from flags, a file or a preset."""
+"""The options of ``tokenmerge bench``, read from flags, a file or a preset."""
 
 from __future__ import annotations
 
@@ -19,36 +19,37 @@ SCOPES = ("denoiser", "pipeline")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BenchOptions:
-    """The axes and the settings that all cells share.
+    """The axes of a benchmark, and the settings that all its cells share.
 
-    Axes, of which every combination is measured:
+    Every combination of the values on these axes is measured:
 
     Args:
         model: bundled models, folders, hub ids, or ``geometry:NAME``; at least one.
-        size: ``WIDTHxHEIGHT`` or one number for a square, in pixels; empty: each model's own.
-        batch: pictures per call, each ≥ 1.
+        size: ``WIDTHxHEIGHT`` or one number for a square, in pixels. Empty: each model's default size.
+        batch: images per call, each ≥ 1.
         dtype: ``"auto"``, ``"fp32"``, ``"fp16"`` or ``"bf16"``.
-        attention: ``"sdpa"``, ``"xformers"`` or ``"default"``, two plain matrix products and a softmax.
-        compile: whether the denoiser goes through ``torch.compile``.
-        variants: what is measured beside dense, such as ``"tome"`` or ``"tome:ratio=0.75,merge_mlp"``.
-        ratio: ratios for the variants that do not say their own.
+        attention: ``"sdpa"``, ``"xformers"``, or ``"default"`` for unfused attention (two matrix products
+            and a softmax).
+        compile: whether the denoiser is compiled with ``torch.compile``.
+        variants: what is compared with dense, such as ``"tome"`` or ``"tome:ratio=0.75,merge_mlp"``.
+        ratio: ratios for the variants that do not set their own.
 
-    Settings:
+    These settings hold for all cells:
 
     Args:
-        max_downsample: deepest level that merges, for the variants that do not say their own; None: theirs.
-        scope: ``"denoiser"``, one call of it, or ``"pipeline"``, from the prompt to the picture.
+        max_downsample: deepest level that merges. None: the variant's default. A variant may set its own.
+        scope: ``"denoiser"`` times one call of the denoiser, ``"pipeline"`` a whole run from prompt to image.
         steps: denoising steps, ≥ 1.
-        scheduler: short name or diffusers class name; None: the model's own.
-        guidance: scale of classifier-free guidance, ≥ 0; None: the model's own. Above 1 the denoiser sees
-            every picture twice.
+        scheduler: short name or diffusers class name. None: the model's default.
+        guidance: scale of classifier-free guidance, ≥ 0. None: the model's default. Above 1, the batch of
+            the denoiser is doubled.
         frames: frames of a video model, ≥ 1.
-        seed: of weights, inputs and noise, ≥ 0.
+        seed: seed of weights, inputs and noise, ≥ 0.
         device: ``"auto"`` or a torch device name.
-        threads: of the CPU, ≥ 1; None: torch's own choice.
-        rounds: timed calls of each cell, ≥ 1; all cells of one setting take turns.
-        warmup: untimed calls before them, ≥ 1; of compiled cells at least three.
-        about: what the grid is for, in words.
+        threads: CPU threads, ≥ 1. None: torch's default.
+        rounds: timed calls of each cell, ≥ 1. The calls of all cells of one setting are interleaved.
+        warmup: untimed calls before them, ≥ 1. Compiled cells get at least three.
+        about: a description of the grid. It changes nothing.
 
     Raises:
         ConfigError: a value is outside these ranges.
@@ -100,9 +101,9 @@ class BenchOptions:
         self.specs()
 
     def specs(self) -> list[VariantSpec]:
-        """The variants, each with every ratio where it takes one and does not say its own.
+        """The variants. One that takes a ratio and does not set it appears once for each ratio.
 
-        An oracle without settings of its own is the bound of each merging variant beside it.
+        A plain ``"oracle"`` stands for the oracle of each merging variant.
 
         Raises:
             ConfigError: a variant or one of its settings is unknown or out of range.
@@ -122,11 +123,11 @@ class BenchOptions:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], where: str) -> BenchOptions:
-        """A grid from what a TOML or YAML file holds; a single value stands for a list of one.
+        """Make options from the values of a TOML or YAML file. A single value counts as a list of one.
 
         Args:
-            values: by the names of the arguments.
-            where: what they come from, for the message.
+            values: the values by the name of the argument.
+            where: where they come from, for error messages.
 
         Raises:
             ConfigError: a name is unknown, or a value is of the wrong type or out of range.
@@ -135,7 +136,7 @@ class BenchOptions:
         unknown = sorted(set(values) - set(fields))
         if unknown:
             raise ConfigError(
-                f"{where}: unknown setting {', '.join(map(repr, unknown))}; take some of {', '.join(fields)}"
+                f"{where}: unknown setting {', '.join(map(repr, unknown))}; use some of {', '.join(fields)}"
             )
         arguments: dict[str, Any] = {}
         for name, value in values.items():
@@ -155,7 +156,7 @@ _TYPES: dict[str, tuple[type, ...]] = {"str": (str,), "int": (int,), "bool": (bo
 
 
 def _check_type(name: str, value: object, annotation: str, where: str) -> None:
-    """Compare a value with its annotation: ``tuple[X, ...]``, ``X`` or ``X | None``."""
+    """Raise a ConfigError unless a value fits its annotation: ``tuple[X, ...]``, ``X`` or ``X | None``."""
     wanted = annotation.removeprefix("tuple[").removesuffix(", ...]").removesuffix(" | None")
     for item in value if isinstance(value, tuple) else (value,):
         right = isinstance(item, _TYPES[wanted]) and (isinstance(item, bool) == (wanted == "bool"))

@@ -1,4 +1,4 @@
-"""Cells made ready to run, each on its own copy of the model with its variant applied."""
+"""Prepares cells to run: each gets its own copy of the model with its variant applied."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ __all__ = ["PreparedCell", "Workbench", "compile_cache"]
 
 
 class PreparedCell:
-    """The call of one cell. After its first failure it does nothing.
+    """A cell that is ready to run. After its first failure, running it does nothing.
 
     Attributes:
         cell: the cell.
-        failure: why it has no figures; None as long as it has not failed.
+        failure: why it failed; None if it has not failed.
         seconds: its timings so far.
-        peak_bytes: the most memory that any of the timed calls held; None where it cannot be read.
+        peak_bytes: peak memory over all timed calls; None if it cannot be read.
         config: the settings of its variant; None for a variant without settings.
-        report: what merging does with these settings at the size that is measured.
-        calls: how many calls of the denoiser one run makes; their mean is the time of a call.
+        report: what merging does with these settings at the measured size.
+        calls: calls of the denoiser in one run. The recorded time is their mean.
         steps: denoising steps of a whole pipeline.
     """
 
@@ -55,11 +55,11 @@ class PreparedCell:
         self.peak_bytes = max(self.peak_bytes or 0, peak_bytes or 0) or None
 
     def is_finished(self, rounds: int) -> bool:
-        """Whether it failed, or was timed in all rounds."""
+        """Whether the cell failed or was timed in all rounds."""
         return self.failure is not None or len(self.seconds) == rounds
 
     def attempt(self, action: Callable[[], object]) -> None:
-        """Do something for this cell, and keep the failure if it fails."""
+        """Do something for this cell, unless it failed before, and keep the failure if there is one."""
         if self.failure is None:
             try:
                 action()
@@ -70,7 +70,7 @@ class PreparedCell:
             free_memory()
 
     def run(self) -> None:
-        """Call it once, unless it failed before."""
+        """Run the cell once, unless it failed before."""
         self.attempt(lambda: self.call and self.call())
 
 
@@ -79,10 +79,10 @@ class Workbench:
 
     Args:
         model: the model.
-        size: of one call.
-        samples: rows that the denoiser sees in one call.
+        size: size of one call.
+        samples: batch size of the denoiser.
         steps: denoising steps of a whole pipeline.
-        variants: keeps the variants in force until it is closed.
+        variants: keeps the variants applied until it is closed.
     """
 
     def __init__(
@@ -93,11 +93,11 @@ class Workbench:
         self._reports: dict[object, Report] = {}
 
     def prepare(self, cell: Cell, steps: int | None = None) -> PreparedCell:
-        """Apply the cell's variant to a copy of the model. A cell that cannot run comes with its failure.
+        """Apply the cell's variant to a copy of the model. If that fails, the result has the failure.
 
         Args:
             cell: the cell.
-            steps: denoising steps, if they are not those of the setting.
+            steps: denoising steps. None: those of the setting.
         """
         prepared = PreparedCell(cell, steps or self.steps)
 
@@ -108,7 +108,7 @@ class Workbench:
             denoiser = shared_copy(self.model.denoiser)
             set_attention([denoiser], cell.attention)
             whole = self.model.whole(denoiser)
-            # A denoiser alone is told its steps by at_step. A compiled model is one graph for all steps.
+            # at_step sets the step of a denoiser alone. A compiled model is one graph for all steps.
             config = prepared.config = cell.spec.config(whole, follows_steps=not cell.compile)
             if config is not None:
                 self._check(config, cell)
@@ -116,7 +116,7 @@ class Workbench:
             applied = cell.spec.apply(whole if variant.of_pipeline else denoiser, config, prepared.report)
             patch = self.variants.enter_context(applied)
             if cell.compile:
-                # Static shapes: compiled for one cell, as a user would, not for what differs between cells.
+                # Static shapes: otherwise torch would compile for the sizes that differ between cells.
                 denoiser.compile(dynamic=False)
             call = self.model.bind(whole, self.size, prepared.steps)
             if self.model.alone and config is not None and config.follows_steps:
@@ -131,8 +131,8 @@ class Workbench:
             check_compile(config)
         if self.model.alone and config.asks_guidance:
             raise ConfigError(
-                f"planner={config.guided_planner!r} looks at what guidance changed, and guidance is the "
-                "pipeline's; take --scope pipeline"
+                f"planner={config.guided_planner!r} needs classifier-free guidance, which the pipeline "
+                "applies; use --scope pipeline"
             )
 
     def _report(self, config: ToMeConfig) -> Report:
@@ -145,7 +145,7 @@ class Workbench:
 
 
 def _whole_generation(call: Callable[[], object], patch: Patch[Any, Any], steps: int) -> Callable[[], object]:
-    """All calls of a denoiser in one generation, some of which cost more than others."""
+    """Make all calls of a denoiser in one generation, since their cost differs."""
 
     def generation() -> None:
         for index in range(steps):
@@ -157,9 +157,9 @@ def _whole_generation(call: Callable[[], object], patch: Patch[Any, Any], steps:
 
 @contextlib.contextmanager
 def compile_cache() -> Iterator[None]:
-    """Start with nothing compiled, and let each of many cells have its own version of the same code.
+    """Clear compiled code, and raise torch's limit of versions of the same code, since each cell has its own.
 
-    Beyond a limit, eight by default, torch runs uncompiled without saying so.
+    Beyond the limit, eight by default, torch runs uncompiled without a warning.
     """
     import torch._dynamo.config as dynamo
 
@@ -171,7 +171,7 @@ def compile_cache() -> Iterator[None]:
 
 
 def free_memory() -> None:
-    """Give back what nobody uses any more."""
+    """Free unused memory."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""The record of a cell of a benchmark, as values and as a line of JSON."""
+"""The record of one benchmark cell, as an object and as a line of JSON."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ class CellRecord:
     """One cell: a variant at one setting on one machine.
 
     Attributes:
-        conditions: everything that the figures depend on; two cells with equal conditions are the same cell.
-        status: ``"ok"``; ``"oom"``: it did not fit into memory; ``"unavailable"``: it cannot run here or on
-            this model; ``"error"``: it failed, and is tried again by the next run.
-        message: why there are no figures; empty for ``"ok"``.
+        conditions: everything that the results depend on. Cells with equal conditions are the same cell.
+        status: ``"ok"``; ``"oom"``: out of memory; ``"unavailable"``: it cannot run on this machine or model;
+            ``"error"``: it failed, and the next run tries it again.
+        message: the reason for any other status than ``"ok"``, for which it is empty.
         seconds: wall-clock time of each timed call, in the order in which they ran.
-        peak_bytes: most memory held during any of them; None where it cannot be read.
+        peak_bytes: peak memory over these calls; None if it cannot be read.
         references: seconds of dense runs in the same rounds, by name: ``"dense"`` with fused attention, and
-            ``"dense, same attention"`` where that is another one.
-        facts: what else is known, such as ``flops_dense`` or ``notes``; never part of the conditions.
-        finished: date and time at which it ended, ISO 8601 with the offset.
+            ``"dense, same attention"`` with the attention of this cell.
+        facts: other results, such as ``flops_dense`` or ``notes``, which are no conditions.
+        finished: date and time of its end, in ISO 8601 with the UTC offset.
     """
 
     conditions: Mapping[str, Any]
@@ -50,7 +50,7 @@ class CellRecord:
 
     @property
     def key(self) -> str:
-        """Name of the cell: equal for equal conditions."""
+        """A key of the cell, equal for equal conditions."""
         return key_of(self.conditions)
 
     @property
@@ -60,22 +60,22 @@ class CellRecord:
 
     @property
     def median(self) -> float | None:
-        """Median seconds of a call; None without figures."""
+        """Median seconds of a call; None if it was not timed."""
         return statistics.median(self.seconds) if self.seconds else None
 
     @property
     def iqr(self) -> tuple[float, float] | None:
-        """First and third quartile of the seconds; None without figures."""
+        """First and third quartile of the seconds; None if it was not timed."""
         return median_and_iqr(self.seconds)[1] if self.seconds else None
 
     @property
     def speedup(self) -> float | None:
-        """t_dense / t, dense with fused attention in the same rounds; None where either was not timed."""
+        """t_dense / t, where dense has fused attention and ran in the same rounds; None if not timed."""
         return self._over(_DENSE)
 
     @property
     def speedup_same_attention(self) -> float | None:
-        """t_dense / t, dense with the attention of this cell: what merging alone gains."""
+        """t_dense / t, where dense runs with the attention of this cell: the gain of merging alone."""
         return self._over(_DENSE_SAME_ATTENTION)
 
     def _over(self, reference: str) -> float | None:
@@ -93,10 +93,10 @@ class CellRecord:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> CellRecord:
-        """Read what :meth:`to_line` wrote, as parsed from JSON.
+        """Make a record from the parsed JSON of :meth:`to_line`.
 
         Raises:
-            ConfigError: it is not such a record.
+            ConfigError: the values are not those of a record.
         """
         try:
             conditions = values["conditions"]
@@ -125,7 +125,7 @@ class CellRecord:
 
 
 def key_of(conditions: Mapping[str, Any]) -> str:
-    """A name for a cell: 16 hexadecimal digits of the hash of its conditions, whatever their order.
+    """A key for conditions in any order: the first 16 hexadecimal digits of their SHA-256 hash.
 
     >>> key_of({"a": 1, "b": [2]}) == key_of({"b": [2], "a": 1})
     True
@@ -135,7 +135,7 @@ def key_of(conditions: Mapping[str, Any]) -> str:
 
 
 def median_and_iqr(seconds: Sequence[float]) -> tuple[float, tuple[float, float]]:
-    """Median, and first and third quartile, of at least one figure.
+    """Median, and first and third quartile, of at least one number.
 
     >>> median_and_iqr([4.0, 1.0, 2.0, 3.0, 5.0])
     (3.0, (2.0, 4.0))
@@ -147,7 +147,7 @@ def median_and_iqr(seconds: Sequence[float]) -> tuple[float, tuple[float, float]
 
 
 def variant_label(variant: str, settings: Mapping[str, Any]) -> str:
-    """A variant in words.
+    """The name of a variant with its settings.
 
     >>> variant_label("tome", {"ratio": 0.5, "merge_mlp": True})
     'tome ratio=0.5 merge_mlp'

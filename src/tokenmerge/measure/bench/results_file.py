@@ -1,4 +1,4 @@
-"""The results file: JSON lines, each appended and flushed to disk at once."""
+"""The results file: JSON lines, each flushed to disk when it is appended."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ __all__ = ["Record", "RecordNotWrittenError", "ResultsFile", "read_cells", "read
 
 
 class RecordNotWrittenError(TokenMergingError):
-    """A record could not be appended to the results file; the message says where it is instead."""
+    """A record could not be appended to the results file. The message says where it was saved instead."""
 
 
 class Record(Protocol):
-    """What a results file holds."""
+    """A record of a results file."""
 
     @property
     def key(self) -> str:
-        """Equal for records of which the later one counts."""
+        """A later record replaces earlier ones with the same key."""
 
     def to_line(self) -> str:
         """One line of JSON, its newline included."""
@@ -39,18 +39,18 @@ R = TypeVar("R", bound=Record)
 class ResultsFile(Generic[R]):
     """A file of JSON lines that a run appends to. Records of earlier runs stay in it.
 
-    A last line that a killed run left torn is moved to a file beside it, ``<name>.torn``.
+    If a killed run left the last line incomplete, this line is moved to ``<name>.torn`` beside the file.
 
     Args:
-        path: the file; made with its folder where missing.
-        read: path → the records that matter to the run; lines of other kinds may stand between them.
+        path: the file. It is created with its folder if missing.
+        read: path → the records that matter to the run. It skips lines of other kinds.
 
     Attributes:
-        records: those in it, by key; of equal keys the last one.
-        notes: messages for the user about the file as it was found.
+        records: records by key, the last one of each key.
+        notes: messages for the user about the file.
 
     Raises:
-        ConfigError: it cannot be written to, another run is writing to it, or it holds something else.
+        ConfigError: the file cannot be written, another run is writing to it, or it holds something else.
     """
 
     def __init__(self, path: Path, read: Callable[[Path], Iterable[R]]) -> None:
@@ -81,10 +81,10 @@ class ResultsFile(Generic[R]):
         self._file.close()
 
     def append(self, record: R) -> None:
-        """Write one record; when this returns, it is on the disk.
+        """Append one record and flush it to disk.
 
         Raises:
-            RecordNotWrittenError: the disk is full or failing. The records before this one are safe.
+            RecordNotWrittenError: the disk is full or failing. Earlier records are safe.
         """
         line = record.to_line().encode()
         before = self._file.seek(0, os.SEEK_END)
@@ -94,7 +94,9 @@ class ResultsFile(Generic[R]):
                 rest = rest[self._file.write(rest) or 0 :]
             os.fsync(self._file.fileno())
         except OSError as error:
-            with contextlib.suppress(OSError):  # what stays is a torn line, which the next run sets aside
+            with contextlib.suppress(
+                OSError
+            ):  # if this fails too, the next run moves the incomplete line away
                 self._file.truncate(before)
             kept = _keep_elsewhere(line)
             raise RecordNotWrittenError(
@@ -115,7 +117,7 @@ class ResultsFile(Generic[R]):
             raise ConfigError(
                 f"out: another run is writing to {self.path}; wait for it, or choose another file with --out"
             ) from error
-        except OSError as error:  # some network file systems lock nothing
+        except OSError as error:  # some network file systems have no locks
             self.notes.append(
                 f"{self.path} cannot be locked here ({error.strerror or error}): let no other run write to it"
             )
@@ -139,14 +141,14 @@ class ResultsFile(Generic[R]):
 
 
 def read_cells(path: Path, notes: list[str] | None = None) -> Iterator[CellRecord]:
-    """The cells of a results file, in order; lines of another kind are passed over.
+    """Read the cells of a results file, in order. Lines of other kinds are skipped.
 
     Args:
         path: the file.
-        notes: a message is added if the last line is torn.
+        notes: gets a message if the last line is incomplete.
 
     Raises:
-        ConfigError: as :func:`read_lines`, or a line is not a record.
+        ConfigError: as for :func:`read_lines`, or a line is not a valid record.
     """
     for number, values in read_lines(path, notes):
         if values.get("kind") == KIND:
@@ -157,19 +159,19 @@ def read_cells(path: Path, notes: list[str] | None = None) -> Iterator[CellRecor
 
 
 def read_lines(path: Path, notes: list[str] | None = None) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The objects of a JSON-lines file with their line numbers, without a torn last line.
+    """Read the objects of a JSON-lines file with their line numbers. An incomplete last line is skipped.
 
     Args:
         path: the file.
-        notes: a message is added if the last line is torn.
+        notes: gets a message if the last line is incomplete.
 
     Raises:
-        ConfigError: it cannot be read, or a line before the last is not a JSON object.
+        ConfigError: the file cannot be read, or a line before the last is not a JSON object.
     """
     text = read_bytes(path, "results", "give a file of tokenmerge bench or evaluate")
     torn = _torn_end(text)
     if torn and notes is not None:
-        notes.append(_torn_note(path, "it is left out"))
+        notes.append(_torn_note(path, "it is skipped"))
     for number, line in enumerate(text[: len(text) - len(torn)].splitlines(), start=1):
         if line.strip():
             values = _parse(line)
@@ -182,20 +184,20 @@ def read_lines(path: Path, notes: list[str] | None = None) -> Iterator[tuple[int
 
 
 def _torn_end(text: bytes) -> bytes:
-    """The last line, if it was cut off while it was written: part of an object, or zeros of a lost block."""
+    """The last line, if writing was interrupted: part of an object, or zero bytes of a lost block."""
     last = text[text.rstrip(b"\n").rfind(b"\n") + 1 :]
     if last[:1] not in (b"{", b"\0"):
         return b""
     try:
         return b"" if isinstance(json.loads(last), dict) else last
-    except RecursionError:  # nested by hand, not cut off
+    except RecursionError:  # too deeply nested, but complete
         return b""
     except ValueError:
         return last
 
 
 def _torn_note(path: Path, what_was_done: str) -> str:
-    return f"the last line of {path} is torn, as a killed run leaves it: {what_was_done}"
+    return f"the last line of {path} is incomplete, because a run was killed: {what_was_done}"
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:
@@ -207,7 +209,7 @@ def _parse(line: bytes) -> dict[str, Any] | None:
 
 
 def _keep_elsewhere(line: bytes) -> str:
-    """Save a line that did not fit where it belongs, and say in words where it went."""
+    """Save a line that could not be appended, and return a text that says where."""
     try:
         descriptor, name = tempfile.mkstemp(prefix="tokenmerge-", suffix=".jsonl")
         with os.fdopen(descriptor, "wb") as file:

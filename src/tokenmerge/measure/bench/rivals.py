@@ -1,4 +1,4 @@
-"""Block caches to compare with: results of one denoising step are reused at the next ones."""
+"""Block caching methods to compare with. They reuse results of one denoising step in the next ones."""
 
 from __future__ import annotations
 
@@ -20,18 +20,17 @@ __all__ = ["deepcache", "deepcache_missing", "first_block_cache"]
 def deepcache(pipe: Any, config: None, report: None, interval: float) -> Iterator[None]:
     """Run the whole UNet only at every ``interval``-th step, with the package DeepCache.
 
-    Its last layer on the way up runs at every step. Source: arXiv 2312.00858.
+    The last layer of the last up block runs at every step. Source: arXiv 2312.00858.
 
     Raises:
-        ConfigError: there is no pipeline, whose steps it follows, or ``interval`` is not a whole number from
-            2 on.
+        ConfigError: ``pipe`` is only a denoiser, or ``interval`` is not an integer ≥ 2.
         UnsupportedModelError: the pipeline has no UNet.
     """
     _check_pipeline("deepcache", pipe)
     if interval < 2 or interval != int(interval):
-        raise ConfigError(f"deepcache: interval is a whole number of steps, at least 2, got {interval:g}")
+        raise ConfigError(f"deepcache: interval: expected an integer ≥ 2, got {interval:g}")
     if not hasattr(getattr(pipe, "unet", None), "down_blocks"):
-        raise UnsupportedModelError(f"deepcache: it is made for UNets, and {type(pipe).__name__} has none")
+        raise UnsupportedModelError(f"deepcache: it needs a UNet, and {type(pipe).__name__} has none")
     helper = importlib.import_module("DeepCache").DeepCacheSDHelper(pipe=pipe)
     helper.set_params(cache_interval=int(interval), cache_branch_id=0)
     before = [module for module in pipe.unet.modules() if "forward" not in module.__dict__]
@@ -40,12 +39,12 @@ def deepcache(pipe: Any, config: None, report: None, interval: float) -> Iterato
         yield
     finally:
         helper.disable()
-        for module in before:  # it puts methods back as attributes of the instance
+        for module in before:  # DeepCache restores methods as attributes of the instance
             module.__dict__.pop("forward", None)
 
 
 def deepcache_missing() -> str | None:
-    """Why DeepCache cannot run here; None if it can."""
+    """The reason why DeepCache cannot run here; None if it can."""
     found = importlib.util.find_spec("DeepCache") is not None
     return None if found else "DeepCache is not installed; run: pip install DeepCache==0.1.1"
 
@@ -54,18 +53,19 @@ def deepcache_missing() -> str | None:
 def first_block_cache(pipe: Any, config: None, report: None, threshold: float) -> Iterator[None]:
     """Skip all blocks but the first on steps where the first block's residual changed little.
 
-    diffusers' own implementation, also for Stable Diffusion 3, whose class does not offer it; there the last
-    block, which returns no text, runs always. Source: ParaAttention's First Block Cache.
+    This is the implementation of diffusers. It is also used for Stable Diffusion 3, for which diffusers does
+    not offer it. There the last block always runs, because it returns no text. Source: ParaAttention's First
+    Block Cache.
 
     Args:
         pipe: a pipeline.
         config: not used.
         report: not used.
-        threshold: mean absolute difference, as a share, up to which blocks are left out: the larger, the
-            faster and the less close.
+        threshold: relative mean absolute difference up to which blocks are skipped. A larger one is faster
+            and less close to dense.
 
     Raises:
-        ConfigError: there is no pipeline, whose steps it follows.
+        ConfigError: ``pipe`` is only a denoiser.
         UnsupportedModelError: the model has no list of transformer blocks.
     """
     from diffusers import CacheMixin, FirstBlockCacheConfig
@@ -79,14 +79,14 @@ def first_block_cache(pipe: Any, config: None, report: None, threshold: float) -
         cached.transformer_blocks = _blocks_with_text(model)
     try:
         cached.enable_cache(FirstBlockCacheConfig(threshold=threshold))
-    except (IndexError, ValueError) as error:  # no list of blocks, or blocks that it does not know
+    except (IndexError, ValueError) as error:  # no list of blocks, or unknown blocks
         raise UnsupportedModelError(
             f"first-block-cache: diffusers does not know the transformer blocks of {type(model).__name__}"
         ) from error
     with contextlib.ExitStack() as in_force:
         in_force.callback(cached.disable_cache)
         if cached is not model:
-            # diffusers resets the cache only in models that offer it.
+            # diffusers resets the cache only in models that support it.
             generation = in_force.enter_context(contextlib.ExitStack())
 
             def begin(*args: object) -> None:
@@ -100,11 +100,11 @@ def first_block_cache(pipe: Any, config: None, report: None, threshold: float) -
 
 
 def _blocks_with_text(model: nn.Module) -> nn.ModuleList:
-    """The joint blocks that return both streams."""
+    """The joint blocks that return both the image and the text stream."""
     blocks = getattr(model, "transformer_blocks", ())
     return nn.ModuleList(block for block in blocks if not getattr(block, "context_pre_only", False))
 
 
 def _check_pipeline(name: str, pipe: object) -> None:
     if isinstance(pipe, nn.Module):
-        raise ConfigError(f"{name}: it follows the denoising steps of a pipeline; take --scope pipeline")
+        raise ConfigError(f"{name}: it needs the denoising steps of a pipeline; use --scope pipeline")

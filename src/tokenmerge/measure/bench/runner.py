@@ -1,4 +1,4 @@
-"""Measure every cell of a benchmark, and append each to the results file when it ends."""
+"""Measures every cell of a benchmark, and appends each to the results file when it ends."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ __all__ = ["CellProgress", "run_grid"]
 
 @dataclasses.dataclass(frozen=True)
 class CellProgress:
-    """One cell is done, or was done by an earlier run.
+    """The progress after one more cell is done.
 
     Args:
-        record: the cell.
-        number: how many are done, this one included.
-        total: how many there are.
-        resumed: whether an earlier run measured it.
+        record: the record of the cell.
+        number: number of cells done, including this one.
+        total: number of all cells.
+        resumed: whether an earlier run measured this cell.
     """
 
     record: CellRecord
@@ -54,24 +54,23 @@ def run_grid(
     on_cell: Callable[[CellProgress], None] = lambda progress: None,
     on_note: Callable[[str], None] = lambda note: None,
 ) -> list[CellRecord]:
-    """Measure what is not yet in the results file.
+    """Measure the cells that are not yet in the results file.
 
-    The cells of one setting take turns, so that a machine that slows down meanwhile touches all alike; each
-    runs on its own copy of the model, which shares its weights with the others. A cell that does not fit
-    into memory or cannot run is a record that says so, and the run goes on.
+    The calls of all cells of one setting are interleaved, so that changes in the machine's speed affect all
+    alike. Each cell runs on its own copy of the model; the copies share their weights. A cell that runs out
+    of memory or cannot run gets a record with that status, and the benchmark continues.
 
     Args:
         options: what to measure.
-        out: the results file, made or continued: cells in it whose conditions are the same are not measured
-            again, save those that failed.
+        out: the results file. If it exists, its cells are not measured again unless they failed.
         on_cell: called when a cell ends.
         on_note: called with messages for the user.
 
     Returns:
-        The cells, in the order of the axes.
+        The records of all cells, in the order of the axes.
 
     Raises:
-        ConfigError: the options do not fit the models or the machine; raised before anything is measured.
+        ConfigError: the options do not fit the models or the machine. Raised before anything is measured.
         RecordNotWrittenError: the disk is full.
     """
     device = resolve_device(options.device)
@@ -124,7 +123,9 @@ class _Run:
             model = self._load(setting)
         except Exception as error:
             failure = Failure.of(error)
-            if failure.status == "unavailable":  # a hub that is down or a folder half copied: try again
+            if (
+                failure.status == "unavailable"
+            ):  # the hub may be down, or a folder incomplete: try again next time
                 failure = dataclasses.replace(failure, status="error")
             for cell in pending:
                 finish(cell, failure)
@@ -145,7 +146,7 @@ class _Run:
         free_memory()
 
     def conditions(self, setting: Setting, cell: Cell) -> dict[str, Any]:
-        """Everything that the figures of a cell depend on."""
+        """Everything that the results of a cell depend on."""
         return {**dataclasses.asdict(setting), **cell.conditions(), **self.machine}
 
     def _finish(
@@ -156,7 +157,7 @@ class _Run:
         facts: Mapping[str, Any] = types.MappingProxyType({}),
         **figures: Any,
     ) -> None:
-        """Write one cell's record to the file."""
+        """Append the record of one cell to the file."""
         record = CellRecord(
             conditions=self.conditions(setting, cell),
             status="ok" if failure is None else failure.status,

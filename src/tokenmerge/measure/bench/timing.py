@@ -19,9 +19,9 @@ class Measurement:
     """One timed call of one variant.
 
     Args:
-        variant: name of what ran.
+        variant: name of the variant.
         seconds: wall-clock time of the call, > 0.
-        peak_bytes: most memory held during the call, or ``None`` where that cannot be read.
+        peak_bytes: peak memory during the call; None if it cannot be read.
     """
 
     variant: str
@@ -51,15 +51,15 @@ class Times:
 def interleaved(
     variants: Mapping[str, Callable[[], object]], repeat: int, device: torch.device
 ) -> Iterator[Measurement]:
-    """Time every variant ``repeat`` times, taking turns, and yield each measurement as it arises.
+    """Time every variant ``repeat`` times, with interleaved calls, and yield each measurement at once.
 
-    Variants take turns so that a machine whose speed varies affects all of them alike. The caller warms up:
-    call each variant once before, so that compilation and caches are not timed.
+    The calls are interleaved so that changes in the machine's speed affect all variants alike. Call each
+    variant once before, so that compilation and caching are not timed.
 
     Args:
         variants: name → call without arguments.
         repeat: timed calls per variant, ≥ 1.
-        device: where the variants run; its queue is emptied before each reading of the clock.
+        device: the device of the variants. It is synchronized before each reading of the clock.
 
     Yields:
         ``repeat`` × ``len(variants)`` measurements, in the order in which they ran.
@@ -76,8 +76,8 @@ def interleaved(
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until everything queued on ``device`` is done; a CPU has no queue."""
-    if device.type == "mps":  # of which there is one
+    """Wait until all work queued on ``device`` is done. A CPU has no queue."""
+    if device.type == "mps":  # torch.mps has no device argument
         torch.mps.synchronize()
     elif device.type != "cpu":
         getattr(torch, device.type).synchronize(device)

@@ -1,4 +1,4 @@
-"""Timed calls of unfinished cells, kept on the disk so that a kill loses the call under way and no more."""
+"""Timed calls of unfinished cells, saved to disk so that a killed run loses only its current call."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from pathlib import Path
 
 __all__ = ["TimedCall", "UnfinishedCells"]
 
-TimedCall = tuple[float, int | None]  # seconds, and the peak of memory in bytes where it can be read
+TimedCall = tuple[float, int | None]  # seconds, and peak memory in bytes or None
 
 
 class UnfinishedCells:
-    """A file beside the results, ``<name>.unfinished``, with a JSON line for each timed call.
+    """The file ``<name>.unfinished`` beside the results, with a line of JSON for each timed call.
 
-    All cells of a setting take turns, so that they finish together in the last round. What they have by then
-    would be lost in a kill if it were only in memory. A line that is torn or damaged counts as not timed, and
-    a disk that is full costs this protection alone.
+    All cells of a setting finish in the last round, because their calls are interleaved. Until then, their
+    timings would be lost if the run was killed. Incomplete or damaged lines are ignored. If the disk is full,
+    timings are kept only in memory.
 
     Args:
         results: the results file.
@@ -39,13 +39,13 @@ class UnfinishedCells:
         return tuple(self._calls.get(name, ()))
 
     def add(self, name: str, call: TimedCall) -> None:
-        """Keep one more call of a cell."""
+        """Save one more call of a cell."""
         self._calls[name].append(call)
         with contextlib.suppress(OSError), self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps([name, *call]) + "\n")
 
     def clear(self) -> None:
-        """Forget all calls: the cells have their records."""
+        """Delete all calls, once the cells have their records."""
         self._calls.clear()
         with contextlib.suppress(OSError):
             self.path.unlink(missing_ok=True)

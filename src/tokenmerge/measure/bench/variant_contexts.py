@@ -1,4 +1,4 @@
-"""Apply each variant to a model, as context managers that leave no trace."""
+"""Context managers that apply each variant to a model, and restore the model at their end."""
 
 from __future__ import annotations
 
@@ -34,8 +34,7 @@ TOMESD_SETTINGS = (
     *("use_rand", "merge_attn", "merge_crossattn", "merge_mlp"),
 )
 
-
-# What the time of the oracle depends on.
+# The settings that the time of the oracle depends on.
 _BOUNDING = (
     *("ratio", "max_downsample", "min_tokens", "sx", "sy", "st"),
     *("merge_attn", "merge_crossattn", "merge_mlp"),
@@ -43,13 +42,13 @@ _BOUNDING = (
 
 
 def bounds(config: ToMeConfig) -> bool:
-    """Whether the oracle is the bound of merging with these settings: around layers, alike at every step."""
+    """Whether the oracle bounds these settings: they merge around layers, and are the same at every step."""
     changing = config.schedule != Schedule() or config.correction.every or config.reuse.every > 1
     return config.scope == "layers" and not (changing or config.levels)
 
 
 def bounding_settings(config: ToMeConfig) -> tuple[str, ...]:
-    """Names of the settings that the bound of a configuration depends on."""
+    """Names of the settings that the time of a configuration's oracle depends on."""
     return (*_BOUNDING, "planner") if config.planner in OWN_NUMBER else _BOUNDING
 
 
@@ -71,7 +70,7 @@ def tomesd(model: nn.Module, config: ToMeConfig, report: Report) -> Iterator[Non
     """Merge tokens with the package tomesd.
 
     Raises:
-        UnsupportedModelError: it finds no block in the model, which tomesd does not report itself.
+        UnsupportedModelError: tomesd finds no block in the model, which it does not report itself.
     """
     original: Any = importlib.import_module("tomesd")
     settings = {name: value for name, value in config.to_dict().items() if name in TOMESD_SETTINGS}
@@ -81,7 +80,7 @@ def tomesd(model: nn.Module, config: ToMeConfig, report: Report) -> Iterator[Non
         original.apply_patch(model, **settings)
         if not any(type(module).__name__ == "ToMeBlock" for module in model.modules()):
             raise UnsupportedModelError(
-                f"tomesd finds no block that it knows in {type(model).__name__}, and would run dense unsaid"
+                f"tomesd finds no block that it can patch in {type(model).__name__}, so it would run dense"
             )
         yield
     finally:
@@ -92,23 +91,29 @@ def tomesd(model: nn.Module, config: ToMeConfig, report: Report) -> Iterator[Non
 
 
 def tomesd_missing() -> str | None:
-    """Why tomesd cannot run here; None if it can."""
+    """The reason why tomesd cannot run here; None if it can."""
     found = importlib.util.find_spec("tomesd") is not None
     return None if found else "tomesd is not installed; run: pip install tomesd==0.1.3"
 
 
 @contextlib.contextmanager
 def oracle(model: nn.Module, config: ToMeConfig, report: Report) -> Iterator[None]:
-    """Run each layer that would merge on its first n − r tokens and pass the other r by: merging at no cost.
+    """Merge at no cost: each merging layer runs on its first n − r tokens, and the other r bypass it.
 
-    The pictures are wrong; the time is the bound for every method that merges the same layers at this ratio.
+    The images are wrong. No method that merges the same layers at this ratio can be faster.
+
+    Args:
+        model: the denoiser.
+        config: which layers merge; see :func:`bounds`.
+        report: the numbers of tokens before and after merging in each block.
 
     Raises:
-        ConfigError: not single layers would merge, or layers that take more than image tokens.
+        ConfigError: the oracle does not bound these settings, nothing would merge, or a layer takes other
+            inputs that follow its tokens.
     """
     if not bounds(config):
         raise ConfigError(
-            "oracle: it bounds scope='layers', alike at every step; leave it out for other settings"
+            "oracle: it needs scope='layers' and the same settings at every step; leave it out for others"
         )
     _check_shortening(model, config)
     swapped: dict[nn.Module, type[nn.Module]] = {}
@@ -128,31 +133,33 @@ def oracle(model: nn.Module, config: ToMeConfig, report: Report) -> Iterator[Non
 
 
 def _check_shortening(model: nn.Module, config: ToMeConfig) -> None:
-    """Refuse a model whose layers take more than tokens that would have to be shortened."""
+    """Raise a ConfigError if a layer takes other inputs whose length follows its tokens."""
     for block in (block for host in find_hosts(model) for block in host.blocks):
         for layer in block.layers:
             follows = [argument.name for argument in layer.layout.token_arguments]
             if layer.kind in config.merged_layers and set(follows) - {"attention_mask"}:
                 raise ConfigError(
-                    f"oracle: {block.path}.{layer.name} takes {', '.join(follows)} with its tokens, which it "
-                    "does not know how to shorten; leave it out for this model"
+                    f"oracle: {block.path}.{layer.name} takes {', '.join(follows)} with its tokens, which "
+                    "the oracle cannot shorten; leave it out for this model"
                 )
 
 
 def _shortened(base: type[nn.Module], tokens: int, kept: int) -> type[nn.Module]:
-    """A subclass whose forward sees the first ``kept`` of ``tokens`` tokens ``[b, tokens, c]``."""
-    # A plain function, which torch.compile can follow.
+    """A subclass whose forward runs on the first ``kept`` of ``tokens`` tokens [b, tokens, c]."""
+    # A plain function, which torch.compile can trace.
     original: Callable[..., Tensor] = base.forward
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         x = args[0] if args else kwargs["hidden_states"]
         if x.shape[1] != tokens:
-            raise ConfigError(f"oracle: expected {tokens} tokens, got {x.shape[1]}; it is made for one size")
+            raise ConfigError(
+                f"oracle: expected {tokens} tokens, got {x.shape[1]}; it works at one size only"
+            )
         if args:
             result = original(self, x[:, :kept], *args[1:], **kwargs)
         else:
             result = original(self, **{**kwargs, "hidden_states": x[:, :kept]})
-        # The values do not matter. The copy costs as much as an unmerge would write.
+        # The values do not matter. The copy writes as much as an unmerge.
         if isinstance(result, Tensor):
             return cat([result, x[:, kept:]], dim=1)
         return cat([result[0], x[:, kept:]], dim=1), *result[1:]

@@ -1,4 +1,4 @@
-"""The variants that a benchmark compares, one entry each."""
+"""The variants that a benchmark compares."""
 
 from __future__ import annotations
 
@@ -29,26 +29,27 @@ __all__ = [
 
 DENSE, ORACLE, FEWER_STEPS, TOMESD = "dense", "oracle", "fewer-steps", "tomesd"
 
-# Commas between settings, not those within the JSON of one: there, what follows is in quotes.
+# A comma between settings. A comma within JSON does not match, because a quote follows it.
 _COMMA = re.compile(r",(?=\s*[A-Za-z_])")
 
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """How a variant is called and applied.
+    """One kind of variant.
 
     Args:
-        apply: called with the model, its configuration and the report on it at the size at hand (both None
-            for a variant without settings); the variant is in force while the context lasts, which gives the
-            patch, if it is one of this package.
-        method: whose settings it has, of :data:`tokenmerge.measure.method_spec.METHODS`; None: it has none.
-        of_pipeline: whether it is put on a whole pipeline where there is one, instead of its denoiser.
-        is_faster: whether it makes usable pictures in less time: then it gets fewer steps beside it, and an
-            oracle where it merges.
-        missing: why it cannot run here, or None.
-        takes: names of the settings that it knows.
-        number: name and value of the one setting of a variant without a method, which ``apply`` is called
-            with by name.
+        apply: (model, configuration, report) → a context manager that applies the variant. Configuration and
+            report are None for a variant without settings. The context yields the patch, if the variant is a
+            method of this package.
+        method: the method in :data:`tokenmerge.measure.method_spec.METHODS` whose settings it has. None: it
+            has no settings.
+        of_pipeline: whether it is applied to the whole pipeline, if there is one, instead of its denoiser.
+        is_faster: whether it makes usable images in less time. Then it is compared with fewer steps, and
+            with an oracle if it merges.
+        missing: returns the reason why it cannot run here, or None.
+        takes: names of the settings that it accepts.
+        number: name and default of its only setting, for a variant without a method. ``apply`` gets it as a
+            keyword argument.
     """
 
     apply: Callable[..., AbstractContextManager[Any]]
@@ -67,7 +68,7 @@ VARIANTS = {
         for method in METHODS
         if method != TOMESD
     },
-    # The package of that name; this package with its settings is tome:plans.guidance=false.
+    # The package tomesd. With tome:plans.guidance=false, this package does the same.
     TOMESD: Variant(
         variant_contexts.tomesd,
         "tome",
@@ -86,7 +87,7 @@ VARIANTS = {
         rivals.first_block_cache, of_pipeline=True, is_faster=True, number=("threshold", 0.1)
     ),
     ORACLE: Variant(variant_contexts.oracle, "tome"),
-    # Dense with as many steps as fit into the time of a merged variant: how many is known after that one ran.
+    # Dense, with as many steps as fit into the time of a merged variant. Their number is known after it ran.
     FEWER_STEPS: Variant(variant_contexts.dense),
 }
 
@@ -96,9 +97,9 @@ class VariantSpec:
     """A variant with its settings.
 
     Args:
-        name: of :data:`VARIANTS`.
-        settings: name and value of those that differ from the method's own, and of the ratio; values as
-            :func:`tokenmerge.measure.method_spec.as_plain` makes them.
+        name: a name in :data:`VARIANTS`.
+        settings: names and values of the ratio and of the settings that differ from the method's defaults.
+            Values are plain, see :func:`tokenmerge.measure.method_spec.as_plain`.
     """
 
     name: str
@@ -106,24 +107,24 @@ class VariantSpec:
 
     @property
     def label(self) -> str:
-        """In words, such as ``"tome ratio=0.5"``."""
+        """The variant with its settings, such as ``"tome ratio=0.5"``."""
         return variant_label(self.name, dict(self.settings))
 
     @property
     def merging(self) -> MethodSpec | None:
-        """The method and what is changed of it; None for a variant without settings."""
+        """The method and its changed settings; None for a variant without settings."""
         method = VARIANTS[self.name].method
         return None if method is None else MethodSpec(method, dict(map(_read, self.settings)))
 
     def apply(
         self, target: object, config: ToMeConfig | None, report: Report | None
     ) -> AbstractContextManager[Any]:
-        """Put the variant on a model or a pipeline for as long as the context lasts.
+        """Apply the variant to a model or a pipeline within the context.
 
         Args:
-            target: a pipeline where the variant is one ``of_pipeline`` and there is one, else the denoiser.
-            config: what :meth:`config` returned.
-            report: of merging at the size at hand, for a bound.
+            target: the pipeline for a variant with ``of_pipeline``, if there is one, otherwise the denoiser.
+            config: the result of :meth:`config`.
+            report: what merging does at the measured size. Only an oracle needs it.
         """
         variant = VARIANTS[self.name]
         own = {} if variant.number is None else dict(self.settings)
@@ -133,7 +134,7 @@ class VariantSpec:
         """The configuration; None for a variant without settings.
 
         Args:
-            pipe_or_model: what is to merge, for a method that chooses by it.
+            pipe_or_model: the model, for a method that chooses its settings by the model.
             follows_steps: as for :func:`tokenmerge.auto.choose`.
         """
         return None if self.merging is None else self.merging.config(pipe_or_model, follows_steps)
@@ -144,9 +145,9 @@ def parse_variant(text: str, ratios: Sequence[float], defaults: Mapping[str, Any
 
     Args:
         text: such as ``"tome:max_downsample=2,merge_mlp"`` or ``"sdtm:schedule.ratio=1.2/0.8"``.
-        ratios: one variant is made for each, unless the text says its own, or the planner removes the same
-            at any.
-        defaults: values of settings that the text does not give.
+        ratios: ratios of the returned variants, one for each, unless the text sets a ratio or the planner
+            ignores it.
+        defaults: values of settings that the text does not set.
 
     Raises:
         ConfigError: the name or a setting is unknown, or a value is out of range.
@@ -175,7 +176,7 @@ def parse_variant(text: str, ratios: Sequence[float], defaults: Mapping[str, Any
         for ratio in [given["ratio"]] if "ratio" in given else ratios:
             changes = {**given, "ratio": float(ratio)}
             MethodSpec(variant.method, changes)
-            # Without the method's own, so that one variant has one name.
+            # Leave out the method's defaults, so that equal variants have equal names.
             shown = [
                 (setting, as_plain(changes[setting]))
                 for setting in SETTINGS
@@ -189,7 +190,7 @@ def parse_variant(text: str, ratios: Sequence[float], defaults: Mapping[str, Any
 
 
 def oracle_of(spec: VariantSpec) -> VariantSpec | None:
-    """The bound of a merging variant; None where there is none."""
+    """The oracle that bounds a merging variant; None if there is none."""
     config = None if spec.merging is None or spec.merging.needs_model else spec.config()
     if config is None or not variant_contexts.bounds(config):
         return None
@@ -205,7 +206,7 @@ def oracle_of(spec: VariantSpec) -> VariantSpec | None:
 
 
 def _read_number(variant: str, text: str, name: str, default: float) -> tuple[str, float]:
-    """Read ``NAME=VALUE``, or nothing at all."""
+    """Read ``NAME=VALUE``, or return the default for an empty text."""
     given, _, value = text.partition("=")
     if not text:
         return name, default
@@ -215,7 +216,7 @@ def _read_number(variant: str, text: str, name: str, default: float) -> tuple[st
         number = math.nan
     if given.strip() != name or not number > 0:
         raise ConfigError(
-            f"variant: {variant} takes {name}=NUMBER, above 0, such as {name}={default:g}, got {text!r}"
+            f"variant: expected {variant}:{name}=NUMBER above 0, such as {name}={default:g}, got {text!r}"
         )
     return name, number
 

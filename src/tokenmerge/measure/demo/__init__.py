@@ -1,4 +1,4 @@
-"""Small trained models that come with the package, so that quality can be judged without a download."""
+"""Small trained models that come with the package, for measuring quality without a download."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the bundled models draw: named emoji glyphs on named plain backgrounds, and how prompts say so."""
+"""What the bundled models draw: named emoji glyphs on plain backgrounds; and the prompts for them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ BACKGROUNDS: dict[str, tuple[int, int, int]] = {
 
 @dataclass(frozen=True)
 class Glyph:
-    """One emoji: its character and its name with an article, "a red apple"."""
+    """One emoji: its character, and its name with an article, such as "a red apple"."""
 
     character: str
     name: str
@@ -36,13 +36,13 @@ class Glyph:
 
 @lru_cache(maxsize=1)
 def read_glyphs() -> tuple[Glyph, ...]:
-    """Read the committed list; its order fixes the glyphs' indices."""
+    """Read the list of glyphs in the package. Its order determines their indices."""
     rows = (line.split("\t") for line in GLYPH_LIST.read_text(encoding="utf-8").splitlines())
     return tuple(Glyph(chr(int(codepoint, 16)), name) for codepoint, name in rows)
 
 
 def caption(name: str, background: str) -> str:
-    """Say what a picture shows.
+    """Describe a picture.
 
     >>> caption("a red apple", "orange")
     'a red apple on an orange background'
@@ -52,7 +52,11 @@ def caption(name: str, background: str) -> str:
 
 
 def choose_prompts(count: int, seed: int = 0) -> list[tuple[int, str]]:
-    """Choose different glyphs, and backgrounds in turn: pairs of glyph index and background name."""
+    """Choose ``count`` different glyphs at random, on each background in turn.
+
+    Returns:
+        Pairs of glyph index and background name.
+    """
     order = np.random.default_rng(seed).permutation(len(read_glyphs()))[:count]
     names = list(BACKGROUNDS)
     return [(int(glyph), names[i % len(names)]) for i, glyph in enumerate(order)]
@@ -62,7 +66,7 @@ def asked_for(prompt: str) -> tuple[int, str] | None:
     """The index of the glyph and the name of the background that a prompt asks for.
 
     Returns:
-        None for a prompt in other words. Without a background it means white.
+        The pair, with a white background if the prompt names none; None for any other prompt.
 
     >>> asked_for("an hourglass on a black background"), asked_for("a watch"), asked_for("a city at night")
     ((1, 'black'), (0, 'white'), None)

@@ -1,4 +1,4 @@
-"""Which glyph, on which background, does a picture show? Answered without the model under test.
+"""Recognises the glyph and the background of a picture, without the model under test.
 
 The features are down-sampled CIELAB colours and the gradients of lightness. A picture's background is the
 named colour nearest to the median of its border; its glyph is the one whose own picture, laid on that
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 __all__ = ["COLUMNS", "GRID", "SHEET", "Gallery", "background_of", "features", "lab"]
 
 GRID = 32  # side of the down-sampled picture
-GRADIENT_WEIGHT = 1.0  # a step of one unit of L* weighs as much as a difference of one unit of colour
-BORDER = 0.04  # width of the strip that is surely background, as a fraction of the picture
+GRADIENT_WEIGHT = 1.0  # weight of a gradient of L* relative to a difference of colour
+BORDER = 0.04  # width of the strip that counts as background, as a fraction of the picture
 
 SHEET = Path(__file__).parent / "emoji" / "glyphs.png"  # thumbnails of GRID × GRID pixels, RGBA, row by row
 COLUMNS = 26
@@ -52,7 +52,7 @@ def lab(colours: NDArray[np.floating]) -> NDArray[np.float64]:
 
 
 def features(colours: NDArray[np.floating]) -> NDArray[np.float32]:
-    """Describe a picture of GRID × GRID pixels ([..., h, w, 3] in [0, 1]) by one vector [..., h · w · 5]."""
+    """Turn pictures [..., h, w, 3] with values in [0, 1] into feature vectors [..., h · w · 5]."""
     values = lab(colours)
     gradients = np.stack([*np.gradient(values[..., 0], axis=(-2, -1))], axis=-1) * GRADIENT_WEIGHT
     described = np.concatenate([values, gradients], axis=-1).astype(np.float32)

@@ -1,1 +1,1 @@
-"""What merging costs in quality: many pictures of many prompts, dense and merged, and figures over them."""
+"""Evaluations of quality: dense and merged pictures of many prompts, and metrics over them."""

@@ -1,4 +1,4 @@
-"""Distances between two sets of pictures, computed from their features by torchmetrics."""
+"""Distances between the features of two sets of pictures, computed by torchmetrics."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ __all__ = ["frechet_distance", "kernel_distance"]
 _SUBSETS = 100
 _LARGEST_SUBSET = 1000
 _SEED = 0
-# The features of all processes are gathered already, and only the first process computes.
+# The features of all processes are already gathered, and only the first process computes the distance.
 _ALONE = {"sync_on_compute": False}
 
 
 def frechet_distance(features: Tensor, reference: Tensor) -> float:
     """Fréchet distance of two Gaussians (Heusel et al. 2017, arXiv 1706.08500), the distance of FID.
 
-    Lower is closer. With few pictures it is biased upwards: compare only sets of equal size.
+    Lower is closer. With few pictures it is biased upwards, so compare only sets of equal size.
 
     Args:
-        features: [n, d], n ≥ 2.
-        reference: [m, d], m ≥ 2.
+        features: features of one set, [n, d], n ≥ 2.
+        reference: features of the other set, [m, d], m ≥ 2.
     """
     from torchmetrics.image.fid import FrechetInceptionDistance
 
@@ -36,18 +36,19 @@ def frechet_distance(features: Tensor, reference: Tensor) -> float:
 def kernel_distance(features: Tensor, reference: Tensor) -> float:
     """Squared maximum mean discrepancy with a cubic kernel (Bińkowski et al. 2018, arXiv 1801.01401): KID.
 
-    It is unbiased, and so fit for few pictures; for similar sets it may be negative. Up to a thousand
-    pictures it is computed over all of them, beyond that as the mean over 100 fixed subsets of a thousand.
+    It is unbiased, so it suits few pictures. For similar sets it may be negative. Two sets of equal size, up
+    to a thousand pictures, are compared as a whole. Otherwise the result is the mean over 100 fixed subsets
+    of at most a thousand.
 
     Args:
-        features: [n, d], n ≥ 2.
-        reference: [m, d], m ≥ 2.
+        features: features of one set, [n, d], n ≥ 2.
+        reference: features of the other set, [m, d], m ≥ 2.
     """
     from torchmetrics.image.kid import KernelInceptionDistance
 
     size = min(len(features), len(reference), _LARGEST_SUBSET)
     subsets = 1 if {len(features), len(reference)} == {size} else _SUBSETS
-    with warnings.catch_warnings():  # of the memory for features, which are in memory already
+    with warnings.catch_warnings():  # it warns of memory for features that are in memory already
         warnings.filterwarnings("ignore", message="Metric `Kernel Inception Distance` will save")
         measure = KernelInceptionDistance(
             feature=_as_they_are(features), subsets=subsets, subset_size=size, **_ALONE
@@ -61,7 +62,7 @@ def kernel_distance(features: Tensor, reference: Tensor) -> float:
 
 
 def _as_they_are(features: Tensor) -> nn.Module:
-    """A feature extractor that returns its input: the features are extracted already."""
+    """A feature extractor that returns its input, which is already features."""
     extractor = nn.Identity()
     extractor.num_features = features.shape[1]  # type: ignore[assignment]
     return extractor

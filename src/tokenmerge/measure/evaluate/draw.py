@@ -1,4 +1,4 @@
-"""Draw the pictures that are missing."""
+"""Draws the pictures that are missing."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CONTINUES", "Task", "draw", "missing"]
 
-CONTINUES = "the finished pictures are safe, and the same command continues after them"
+CONTINUES = "the finished pictures are safe; run the same command again to continue"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Task:
 
 
 def missing(batches: Sequence[Sequence[Item]], variants: Sequence[Drawn], store: PictureStore) -> list[Task]:
-    """What is left to draw, batch by batch, so that an interrupted run leaves complete comparisons."""
+    """Find what is left to draw, in the order of the batches: an interrupted run leaves complete ones."""
     tasks = []
     for batch in batches:
         for variant in variants:
@@ -55,14 +55,14 @@ def draw(
     """Draw and write pictures. A picture appears on the disk only when it is complete.
 
     Args:
-        pipe: stays dense; every other variant gets a denoiser of its own on the same weights.
-        call: how the pipeline is called, whatever the prompts and seeds.
+        pipe: the dense pipeline. Every other variant gets a copy of its denoiser with shared weights.
+        call: how the pipeline is called, apart from prompts and seeds.
         tasks: what to draw.
         store: where the pictures go.
         on_pictures: called with the number of pictures that were just written.
 
     Raises:
-        ConfigError: memory or disk is full. What was written before stays.
+        ConfigError: the memory or the disk is full. Finished pictures are kept.
     """
     with contextlib.ExitStack() as in_force:
         pipes: dict[Drawn, DiffusionPipeline] = {}
@@ -83,7 +83,7 @@ def draw(
                 if is_out_of_memory(error):
                     raise ConfigError(
                         f"batch: {len(task.items)} pictures at once do not fit into memory; lower --batch, "
-                        "which changes pictures by rounding alone; the finished ones are kept"
+                        "which changes pictures only by rounding; the finished ones are kept"
                     ) from error
                 raise
             for item, picture in zip(task.items, pictures, strict=True):
@@ -92,7 +92,7 @@ def draw(
 
 
 def _variant(pipe: DiffusionPipeline, variant: Drawn, in_force: contextlib.ExitStack) -> DiffusionPipeline:
-    """A pipeline with the variant applied for as long as ``in_force`` is open."""
+    """A pipeline with the variant applied until ``in_force`` is closed."""
     copied = twin(pipe)
     spec = variant.spec
     kind = VARIANTS[spec.name]

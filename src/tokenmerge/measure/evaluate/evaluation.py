@@ -1,4 +1,4 @@
-"""What an evaluation will draw, decided and checked before any weights are loaded."""
+"""Plans and checks what an evaluation draws, before any weights are loaded."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ _FILES = (".png", ".jpg", ".jpeg", ".webp")
 
 @dataclasses.dataclass(frozen=True)
 class Reference:
-    """Pictures that others are compared with.
+    """Reference pictures for FID and KID.
 
     Args:
-        folder: where they are, as the user gave it.
-        pictures: at least two.
+        folder: the folder as the user gave it.
+        pictures: paths of the pictures, at least two.
     """
 
     folder: Path
@@ -46,12 +46,12 @@ class Evaluation:
     Args:
         source: the model.
         size: (width, height) in pixels.
-        dtype: of all weights.
-        prompts: at least one.
+        dtype: dtype of all weights.
+        prompts: the prompts, at least one.
         items: every prompt with every seed.
-        variants: dense first.
+        variants: the variants, dense first.
         store: where the pictures go.
-        reference: what FID and KID compare with; None: the dense pictures.
+        reference: reference pictures for FID and KID. None: the dense pictures.
     """
 
     source: ModelSource
@@ -65,7 +65,7 @@ class Evaluation:
 
 
 def plan_evaluation(options: EvaluateOptions, device: torch.device) -> Evaluation:
-    """Read prompts, configs and the list of reference pictures.
+    """Read the prompts, the model's configs and the list of reference pictures.
 
     Raises:
         TokenMergingError: an option does not fit the model or the machine, or nothing would merge.
@@ -87,7 +87,7 @@ def plan_evaluation(options: EvaluateOptions, device: torch.device) -> Evaluatio
                 if method is not None:
                     check_merging(sketch, size, method)
     if size is None:
-        raise ConfigError("size: this model does not say what size it was made for; give --size")
+        raise ConfigError("size: this model has no default size; give --size")
     if min(size) < _SMALLEST_SIDE:
         raise ConfigError(f"size: SSIM needs at least {_SMALLEST_SIDE} pixels, got {size[0]}x{size[1]}")
     conditions = {
@@ -117,8 +117,8 @@ def plan_evaluation(options: EvaluateOptions, device: torch.device) -> Evaluatio
 
 
 def _pictures_in(folder: Path) -> Reference:
-    """All pictures in a folder and below it."""
-    # Names with a dot before them are hidden files, and pictures that are still being written.
+    """Find all pictures in a folder and its subfolders."""
+    # A leading dot marks hidden files, and pictures that are still being written.
     found = sorted(
         path for path in folder.rglob("*") if path.suffix.lower() in _FILES and not path.name.startswith(".")
     )

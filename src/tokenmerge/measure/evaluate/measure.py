@@ -1,4 +1,4 @@
-"""Measure the pictures of one process, and average over the pictures of all processes."""
+"""Measures the pictures of one process, and averages over the pictures of all processes."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class Measured:
     """Measurements of some pictures.
 
     Args:
-        indices: [n], the pictures' numbers.
-        columns: n figures or n rows of features, by (variant, name of the metric or network).
+        indices: indices of the pictures, [n].
+        columns: values [n] or features [n, d], by (variant, name of the metric or network).
     """
 
     indices: Tensor
@@ -39,7 +39,7 @@ class Measured:
 
     @classmethod
     def merge(cls, parts: Sequence[Measured]) -> Measured:
-        """Put together what several processes measured, in the order of the pictures' numbers."""
+        """Join the measurements of several processes, in the order of the pictures' indices."""
         filled = [part for part in parts if len(part.indices)]
         indices = torch.cat([part.indices for part in filled])
         order = indices.argsort()
@@ -53,10 +53,10 @@ class Figures:
     """Means over pictures.
 
     Args:
-        values: by the name of the metric.
-        equal: pictures that equal dense in every pixel; their PSNR is infinite and not in the mean.
-        images: how many pictures there are.
-        undefined: names of the metrics without a value, because they gave something that is no number.
+        values: means by the name of the metric.
+        equal: number of pictures that equal dense in every pixel. Their PSNR is infinite and not in the mean.
+        images: number of pictures.
+        undefined: names of the metrics whose value is not finite, which are left out of ``values``.
     """
 
     values: Mapping[str, float]
@@ -74,13 +74,13 @@ def measure(
     """Measure pictures that are drawn.
 
     Args:
-        batches: numbers and items.
-        variants: dense first.
+        batches: indices and items.
+        variants: the variants, dense first.
         store: where the pictures are.
         metrics: what to measure.
 
     Raises:
-        ConfigError: a picture cannot be read, or has another size than the conditions say.
+        ConfigError: a picture cannot be read or has the wrong size.
     """
     columns: dict[tuple[str, str], list[Tensor]] = defaultdict(list)
     for batch in batches:
@@ -99,11 +99,11 @@ def measure(
 
 
 def describe(batches: Sequence[Sequence[tuple[int, Path]]], metrics: Metrics) -> Measured:
-    """Features of pictures that others are compared with; their columns have the variant ``""``.
+    """Compute the features of reference pictures. Their columns have the variant ``""``.
 
     Args:
-        batches: numbers and paths.
-        metrics: whose networks are taken.
+        batches: indices and paths.
+        metrics: metrics with the networks to use.
     """
     columns: dict[tuple[str, str], list[Tensor]] = defaultdict(list)
     for batch in batches:
@@ -121,14 +121,14 @@ def figures_of(
     reference: Measured | None,
     chosen: Sequence[int] | None = None,
 ) -> Figures:
-    """The figures of one variant.
+    """Average the measurements of one variant.
 
     Args:
-        variant: its label.
-        measured: of all pictures.
+        variant: label of the variant.
+        measured: measurements of all pictures.
         metrics: what was measured.
-        reference: features of the pictures that sets are compared with; None: those of dense.
-        chosen: numbers of the pictures of one category, of which sets are not compared; None: all pictures.
+        reference: features of the reference pictures. None: those of dense.
+        chosen: indices of the pictures of one category, without distances between sets. None: all pictures.
     """
     rows = slice(None) if chosen is None else torch.tensor(chosen)
     values: dict[str, float] = {}

@@ -1,4 +1,4 @@
-"""The metrics of an evaluation: their names, the networks that they need, and how they are computed."""
+"""The metrics of an evaluation: their names, their networks, and how they are computed."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ ALL = "all"
 _ALWAYS = ("psnr", "ssim")
 _GLYPHS = "glyphs"
 _CLIP = "openai/clip-vit-large-patch14"
-# The network that a metric takes unless told another; those of LPIPS are torchvision's.
+# The default network of each metric. Those of LPIPS come from torchvision.
 _NETWORKS = {
     "lpips": "alex",
     "dino": "facebook/dinov2-base",
@@ -56,12 +56,12 @@ Measure = Callable[[Sequence["Image"], Sequence["Image"], Sequence[str]], Tensor
 
 @dataclasses.dataclass(frozen=True)
 class Wanted:
-    """A metric that is asked for.
+    """A requested metric.
 
     Args:
-        name: of :data:`METRIC_NAMES`.
-        network: what it looks at pictures with; None for a metric without one.
-        by_name: whether the user named it, so that a run without it is not what was asked for.
+        name: a name in :data:`METRIC_NAMES`.
+        network: name of its network; None for a metric without a network.
+        by_name: whether the user named it. Then it is an error if it cannot work here.
     """
 
     name: str
@@ -71,12 +71,12 @@ class Wanted:
 
 @dataclasses.dataclass(frozen=True)
 class PictureMetric:
-    """A value for each picture; reports show the mean.
+    """A metric with one value for each picture. Reports show the mean.
 
     Args:
-        name: of :data:`METRIC_NAMES`.
-        measure: (b pictures, the dense ones of the same seeds, their prompts) → [b].
-        beside_dense: whether it compares with dense, which then has none itself.
+        name: a name in :data:`METRIC_NAMES`.
+        measure: (b pictures, the dense pictures of the same seeds, their prompts) → values [b].
+        beside_dense: whether it compares with the dense picture, so that dense itself has no value.
     """
 
     name: str
@@ -89,9 +89,9 @@ class SetMetric:
     """A distance between two sets of pictures.
 
     Args:
-        name: of :data:`METRIC_NAMES`.
+        name: a name in :data:`METRIC_NAMES`.
         network: name of the network whose features it compares.
-        distance: (features [n, d], features [m, d]) → figure.
+        distance: (features [n, d], features [m, d]) → distance.
     """
 
     name: str
@@ -104,11 +104,11 @@ class Metrics:
     """All metrics of an evaluation.
 
     Args:
-        of_pictures: a column each.
-        of_sets: a column each, after them.
-        features: the networks whose features the distances between sets compare, by name.
+        of_pictures: metrics with one value for each picture.
+        of_sets: distances between sets of pictures.
+        features: networks of these distances, by name.
         networks: name of the network of each metric that has one.
-        loaded: every network.
+        loaded: all networks.
     """
 
     of_pictures: tuple[PictureMetric, ...]
@@ -124,10 +124,10 @@ class Metrics:
 
 
 def parse_metrics(texts: Sequence[str]) -> list[Wanted]:
-    """Read ``NAME``, ``NAME=NETWORK`` or ``"all"``; PSNR and SSIM are always among them.
+    """Read ``NAME``, ``NAME=NETWORK`` or ``"all"``. PSNR and SSIM are always included.
 
     Raises:
-        ConfigError: a name is unknown, or a metric without a network is given one.
+        ConfigError: a name is unknown, or a network is given for a metric without one.
 
     >>> [wanted.name for wanted in parse_metrics(["kid"])]
     ['psnr', 'ssim', 'kid']
@@ -150,12 +150,12 @@ def parse_metrics(texts: Sequence[str]) -> list[Wanted]:
 
 
 def load_metrics(wanted: Sequence[Wanted], prompts: Sequence[str], on_note: Callable[[str], None]) -> Metrics:
-    """Load every network, on the CPU.
+    """Load all networks on the CPU.
 
     Args:
-        wanted: of :func:`parse_metrics`.
-        prompts: those that will be drawn.
-        on_note: called with messages on weights that must be fetched, and on metrics that are left out.
+        wanted: result of :func:`parse_metrics`.
+        prompts: the prompts of the evaluation.
+        on_note: called with messages about weights to download, and about metrics that are left out.
 
     Raises:
         MissingExtraError: torchmetrics is not installed.
@@ -167,13 +167,13 @@ def load_metrics(wanted: Sequence[Wanted], prompts: Sequence[str], on_note: Call
     of_pictures, of_sets, networks = [], [], {}
     for one in wanted:
         if one.network is not None and not is_folder(Path(one.network)):
-            on_note(f"{one.name} needs the weights of {one.network}, which are fetched unless they are here")
+            on_note(f"{one.name} needs the weights of {one.network}, which are downloaded if missing")
         try:
             metric = loader.load(one)
         except ConfigError as error:
             if one.by_name:
                 raise ConfigError(
-                    f"metric {one.name}: {error}; leave it out, or take {ALL}, which is all that works here"
+                    f"metric {one.name}: {error}; leave it out, or use {ALL} for every metric that works here"
                 ) from error
             on_note(f"{one.name} is left out: {error}")
             continue
@@ -188,7 +188,7 @@ def load_metrics(wanted: Sequence[Wanted], prompts: Sequence[str], on_note: Call
 
 
 class _Loader:
-    """Makes metrics; a network that several take is loaded, or found missing, once."""
+    """Makes metrics. Loads each network once, even if several metrics use it or it is missing."""
 
     def __init__(self, prompts: Sequence[str]) -> None:
         self.prompts = prompts
@@ -207,7 +207,7 @@ class _Loader:
         return PictureMetric(name, self._closeness(name, network), beside_dense=True)
 
     def features(self, network: str) -> Network:
-        """The network that the distances between sets take."""
+        """The network for distances between sets."""
         loaded: Network = self._network(Inception if network == INCEPTION else Vision, network)
         return loaded
 
@@ -240,14 +240,14 @@ def _of_tensors(measure: Callable[[Tensor, Tensor], Tensor]) -> Measure:
 
 
 class _Similarity:
-    """Cosine of the angle between the features of a picture and of the dense one."""
+    """Cosine similarity between the features of a picture and of the dense picture."""
 
     def __init__(self, network: Network) -> None:
         self.network = network
         self._dense: tuple[Sequence[Image], Tensor] | None = None
 
     def __call__(self, pictures: Sequence[Image], dense: Sequence[Image], prompts: Sequence[str]) -> Tensor:
-        # The variants of a batch are compared with the same dense pictures in turn.
+        # All variants of a batch are compared with the same dense pictures.
         if self._dense is None or self._dense[0] is not dense:
             self._dense = dense, self.network(dense)
         return torch.cosine_similarity(self.network(pictures), self._dense[1])
@@ -256,7 +256,7 @@ class _Similarity:
 def _clip_score(network: Clip) -> Measure:
     """CLIP score (Hessel et al. 2021, arXiv 2104.08718) of picture and prompt, from 0 to 100.
 
-    torchmetrics' own does not take what the models of transformers 5 return.
+    The one in torchmetrics does not accept the outputs of transformers 5.
     """
 
     def measure(pictures: Sequence[Image], dense: Sequence[Image], prompts: Sequence[str]) -> Tensor:
@@ -266,7 +266,7 @@ def _clip_score(network: Clip) -> Measure:
 
 
 def _glyphs(prompts: Sequence[str]) -> Measure:
-    """1 where the glyph that a picture shows is the one that was asked for, 0 elsewhere."""
+    """1 for a picture that shows the glyph in its prompt, otherwise 0."""
     other = next((prompt for prompt in prompts if asked_for(prompt) is None), None)
     if other is not None:
         raise ConfigError(f"the prompt {other!r} names no glyph of the bundled models")

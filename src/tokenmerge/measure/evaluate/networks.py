@@ -1,4 +1,4 @@
-"""Trained networks that describe pictures."""
+"""Trained networks that compute features of pictures."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ class Network(Protocol):
 class Vision:
     """A vision model of transformers with its own preprocessing, such as DINOv2 or CLIP's image tower.
 
-    Its features are what the model calls its pooled output, or the mean over the tokens where it has none.
+    Its features are the model's pooled output, or the mean over the tokens if it has none.
 
     Args:
         model: folder or hub id.
 
     Raises:
-        ConfigError: it cannot be loaded.
+        ConfigError: the model cannot be loaded.
     """
 
     def __init__(self, model: str) -> None:
         import transformers
 
         with _loading(model):
-            # By itself, so that a hub that cannot be reached is tried for one file only.
+            # Load the config first, so that an unreachable hub is tried for one file only.
             config = transformers.AutoConfig.from_pretrained(model)
             self.model = transformers.AutoModel.from_pretrained(model, config=config).eval()
             self.processor = transformers.AutoImageProcessor.from_pretrained(model)
@@ -64,10 +64,10 @@ class Vision:
 
 
 class Clip(Vision):
-    """CLIP (Radford et al. 2021, arXiv 2103.00020), which describes pictures and texts in one space.
+    """CLIP (Radford et al. 2021, arXiv 2103.00020), which maps pictures and texts into one space.
 
     Raises:
-        ConfigError: it cannot be loaded, or does not read text.
+        ConfigError: the model cannot be loaded, or has no text encoder.
     """
 
     def __init__(self, model: str) -> None:
@@ -75,13 +75,13 @@ class Clip(Vision):
 
         super().__init__(model)
         if not hasattr(self.model, "get_text_features"):
-            raise ConfigError(f"{type(self.model).__name__} in {model} reads no text; take a CLIP model")
+            raise ConfigError(f"{type(self.model).__name__} in {model} has no text encoder; use a CLIP model")
         with _loading(model):
             self.tokenizer = transformers.AutoTokenizer.from_pretrained(model)
 
     @torch.no_grad()
     def texts(self, prompts: Sequence[str]) -> Tensor:
-        """Features [b, d] of b texts, each cut off where the model's context ends."""
+        """Features [b, d] of b texts, which are truncated to the model's context length."""
         longest = self.model.config.text_config.max_position_embeddings
         inputs = self.tokenizer(
             list(prompts), return_tensors="pt", padding=True, truncation=True, max_length=longest
@@ -96,7 +96,7 @@ class Inception:
         name: :data:`INCEPTION`; there is one.
 
     Raises:
-        ConfigError: torch-fidelity is missing, or its weights cannot be fetched.
+        ConfigError: torch-fidelity is missing, or its weights cannot be downloaded.
     """
 
     def __init__(self, name: str) -> None:
@@ -124,7 +124,7 @@ class Lpips:
         backbone: ``"alex"``, ``"vgg"`` or ``"squeeze"``.
 
     Raises:
-        ConfigError: torchvision is missing, its weights cannot be fetched, or the backbone is unknown.
+        ConfigError: torchvision is missing, its weights cannot be downloaded, or the backbone is unknown.
     """
 
     def __init__(self, backbone: str) -> None:
@@ -146,7 +146,7 @@ class Lpips:
 
 
 def _pooled(output: Any) -> Tensor:
-    if not isinstance(output, Tensor):  # which transformers 4 gives for the features of CLIP
+    if not isinstance(output, Tensor):  # transformers 4 returns a tensor for CLIP
         pooled = output.pooler_output
         output = output.last_hidden_state.mean(dim=1) if pooled is None else pooled
     return output.flatten(start_dim=1).float().cpu()

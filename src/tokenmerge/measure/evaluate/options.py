@@ -23,32 +23,33 @@ class EvaluateOptions:
 
     Args:
         model: as for :class:`tokenmerge.measure.generate.options.GenerateOptions`.
-        prompts: a file, see :func:`tokenmerge.measure.evaluate.prompts.read_prompts`; None: the built-in
+        prompts: a file, see :func:`tokenmerge.measure.evaluate.prompts.read_prompts`. None: the built-in
             prompts of a bundled model.
         template: text around each line of the file, with ``{}`` in its place.
-        limit: the first so many prompts, ≥ 1; None: all.
-        seeds: pictures of each prompt, ≥ 1. More make every figure steadier, and cost as much time more.
-        seed: of the first picture of each prompt, ≥ 0; the next has the next.
+        limit: use only this many prompts from the start, ≥ 1. None: all.
+        seeds: pictures of each prompt, ≥ 1. Raising it reduces the noise of every metric and takes longer.
+        seed: seed of the first picture of each prompt, ≥ 0. Later pictures count up.
         variants: what is compared with dense, such as ``"tome"`` or ``"tome:ratio=0.75,merge_mlp"``.
-        ratio: ratios for the variants that do not say their own.
-        max_downsample: deepest level that merges, likewise; None: the variants' own.
-        size: (width, height) in pixels; None: the model's own.
+        ratio: ratios for the variants that do not set their own.
+        max_downsample: deepest level that merges, for the same variants. None: the variant's default.
+        size: (width, height) in pixels. None: the model's default.
         steps: denoising steps, ≥ 1.
-        scheduler: short name or diffusers class name; None: the model's own.
-        guidance: scale of classifier-free guidance, ≥ 0; None: the pipeline's own.
-        batch: pictures per call, ≥ 1. More are faster on a GPU and need more memory; pictures change by
-            rounding alone.
+        scheduler: short name or diffusers class name. None: the model's default.
+        guidance: scale of classifier-free guidance, ≥ 0. None: the pipeline's default.
+        batch: pictures per call, ≥ 1. Raising it is faster on a GPU and needs more memory. Pictures change
+            only by rounding.
         dtype: ``"auto"``, ``"fp32"``, ``"fp16"`` or ``"bf16"``.
         device: ``"auto"`` or a torch device name.
         attention: ``"sdpa"``, ``"xformers"`` or ``"default"``.
-        metrics: names, beside PSNR and SSIM; see :func:`tokenmerge.measure.evaluate.metrics.parse_metrics`.
-        reference: folder of pictures that FID and KID compare with; None: those of dense.
-        samples: prompts whose pictures the sheet and the report show, ≥ 0.
-        out: file for the records, ending in ``.jsonl``; the pictures go to the folder of its name beside it.
-        grid: where to write the sheet of samples, a picture; None: nowhere.
+        metrics: metrics in addition to PSNR and SSIM; see
+            :func:`tokenmerge.measure.evaluate.metrics.parse_metrics`.
+        reference: folder of reference pictures for FID and KID. None: the dense pictures.
+        samples: number of prompts that the sheet and the report show, ≥ 0.
+        out: results file, ending in ``.jsonl``. The pictures go to a folder of the same name beside it.
+        grid: file for the sheet of samples. None: no sheet.
 
     Raises:
-        ConfigError: a value is outside these ranges, or values do not go together.
+        ConfigError: a value is outside these ranges, or two values contradict each other.
     """
 
     model: str = DEFAULT_MODEL
@@ -87,8 +88,8 @@ class EvaluateOptions:
         if self.prompts is None:
             if self.model not in demo.NAMES:
                 raise ConfigError(
-                    f"prompts: only bundled models ({', '.join(demo.NAMES)}) bring their own; give --prompts "
-                    "with a file, a prompt a line"
+                    f"prompts: only bundled models ({', '.join(demo.NAMES)}) have their own; give --prompts "
+                    "with a file, one prompt per line"
                 )
             if self.template is not None:
                 raise ConfigError("template: it is for the lines of a file; give --prompts too")
@@ -100,24 +101,24 @@ class EvaluateOptions:
             raise ConfigError("save-grid: samples=0 leaves it empty; raise --samples")
 
     def drawing(self, prompt: str) -> GenerateOptions:
-        """How a picture is drawn, in the terms of ``tokenmerge generate``."""
+        """The options of ``tokenmerge generate`` for drawing a prompt."""
         shared = ("model", "size", "steps", "seed", "batch", "scheduler", "guidance", "dtype", "device")
         values = {name: getattr(self, name) for name in (*shared, "attention")}
         return GenerateOptions(prompt=prompt, **values)
 
     def specs(self) -> list[VariantSpec]:
-        """The variants; fewer steps are one of them, whatever the number of those that they stand beside."""
+        """The variants. Fewer steps count as one, however many variants they are compared with."""
         return parse_variants(self.variants, self.ratio, self.max_downsample)
 
     def wanted(self) -> list[Wanted]:
-        """The metrics; with the built-in prompts, the retrieval of glyphs too."""
+        """The metrics, including the retrieval of glyphs for the built-in prompts."""
         wanted = parse_metrics(self.metrics)
         if self.prompts is None and "glyphs" not in [metric.name for metric in wanted]:
             wanted.append(Wanted("glyphs", None, by_name=False))
         return wanted
 
     def read_prompts(self) -> list[Prompt]:
-        """The prompts that are drawn.
+        """The prompts to draw.
 
         Raises:
             ConfigError: the file is missing, binary or empty.

@@ -24,14 +24,14 @@ _DRAWN_AGAIN = "delete it, and the same command draws it again"
 
 @dataclasses.dataclass(frozen=True)
 class PictureStore:
-    """Paths of pictures: equal for pictures that are drawn alike, different for all others.
+    """Paths of pictures. Two pictures have the same path only if they are drawn in the same way.
 
-    A picture that exists under its path need not be drawn again. One that was drawn with another model, size,
-    number of steps or version has another path.
+    A picture whose path exists is not drawn again. Another model, size, number of steps or version gives
+    another path.
 
     Args:
-        results: the file of records. The pictures are in the folder beside it that has its name.
-        conditions: everything that all the pictures depend on, as values that JSON can hold.
+        results: the results file. The pictures are in a folder of the same name beside it.
+        conditions: everything that all pictures depend on, in JSON-compatible values.
     """
 
     results: Path
@@ -39,7 +39,7 @@ class PictureStore:
 
     @property
     def folder(self) -> Path:
-        """Of the pictures drawn under these conditions."""
+        """The folder of the pictures under these conditions."""
         c = self.conditions
         name = f"{slug(Path(c['model']).name)}-{c['width']}x{c['height']}-{c['steps']}-steps-{key_of(c)}"
         return self.results.with_suffix("") / name
@@ -51,15 +51,15 @@ class PictureStore:
         if spec.name != DENSE:
             key = key_of({"variant": spec.name, "settings": dict(spec.settings), "steps": variant.steps})
             name = f"{slug(spec.label, longest=80)}-{key}"
-        # The beginning of the prompt is for people; the hash tells apart prompts that begin alike.
+        # The hash tells apart prompts with the same beginning.
         key = key_of({"prompt": item.prompt.text})
         return self.folder / name / f"{slug(item.prompt.text)}-{key}-seed{item.seed}.png"
 
     def open(self, variant: Drawn, item: Item) -> Image:
-        """Read a picture that was drawn.
+        """Read a picture.
 
         Raises:
-            ConfigError: it cannot be read, or has another size than was drawn.
+            ConfigError: the picture cannot be read or has the wrong size.
         """
         path = self.picture(variant, item)
         picture = open_picture(path, "out", _DRAWN_AGAIN)
@@ -72,5 +72,5 @@ class PictureStore:
         return picture
 
     def relative(self, path: Path) -> str:
-        """A path as records name it: relative to the folder of the results file."""
+        """The path in a record, which is relative to the folder of the results file."""
         return path.relative_to(self.results.parent).as_posix()

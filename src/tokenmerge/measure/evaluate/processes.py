@@ -18,7 +18,7 @@ __all__ = ["Processes", "processes"]
 
 T = TypeVar("T")
 
-# How torchrun, which accelerate launch runs, and the implementations of MPI tell the number of processes.
+# The number of processes in the environment of torchrun (used by accelerate launch) and of MPI libraries.
 _WORLD_SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 
 # The first process to finish waits for the last one, which may have hours of pictures left.
@@ -27,12 +27,12 @@ _PATIENCE = datetime.timedelta(days=30)
 
 @dataclasses.dataclass(frozen=True)
 class Processes:
-    """The position of this process among all.
+    """This process among all processes.
 
     Args:
-        index: its number, from 0.
-        count: how many there are.
-        device: its own.
+        index: index of this process, from 0.
+        count: number of processes.
+        device: device of this process.
     """
 
     index: int
@@ -41,15 +41,15 @@ class Processes:
 
     @property
     def is_main(self) -> bool:
-        """Whether it is the one that writes records and talks to the user."""
+        """Whether this process writes records and messages."""
         return self.index == 0
 
     def share(self, everything: Sequence[T]) -> Sequence[T]:
-        """The part that is this process's to do: every ``count``-th, so that all end at about one time."""
+        """This process's share: every ``count``-th element, so that all processes end at about one time."""
         return everything[self.index :: self.count]
 
     def gather(self, mine: T) -> list[T]:
-        """What each process gives, in order of their numbers; waits for all of them."""
+        """Collect one value from each process, in the order of their indices. Waits for all processes."""
         if self.count == 1:
             return [mine]
         from accelerate.utils import gather_object
@@ -60,20 +60,20 @@ class Processes:
 
 @contextlib.contextmanager
 def processes(device: str) -> Iterator[Processes]:
-    """Find out how many processes there are, and connect them.
+    """Find the number of processes, and connect them.
 
     Args:
-        device: ``"auto"`` or a torch device name. Of several processes, ``"auto"`` gives each its own.
+        device: ``"auto"`` or a torch device name. With several processes, ``"auto"`` gives each its own GPU.
 
     Raises:
-        ConfigError: the device is not here, or is one device and there are several processes.
+        ConfigError: the device does not exist here, or several processes cannot share it.
     """
     if all(os.environ.get(name, "1") == "1" for name in _WORLD_SIZES):
         yield Processes(0, 1, resolve_device(device))
         return
     if device not in ("auto", "cpu"):
         raise ConfigError(
-            f"device: expected auto or cpu with several processes, which take one each; got {device!r}"
+            f"device: expected auto or cpu, since each of several processes has its own, got {device!r}"
         )
     from accelerate import PartialState
     from accelerate.utils import parse_flag_from_env

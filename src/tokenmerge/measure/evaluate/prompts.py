@@ -26,7 +26,7 @@ class Prompt:
 
     Args:
         text: what to draw.
-        category: the part of the set that it belongs to, if the file says one.
+        category: category of the prompt, if the file has one.
     """
 
     text: str
@@ -35,35 +35,35 @@ class Prompt:
 
 @dataclasses.dataclass(frozen=True)
 class Item:
-    """One picture to draw, by each variant."""
+    """One picture to draw with each variant."""
 
     prompt: Prompt
     seed: int
 
 
 def items_of(prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[Item]:
-    """Every prompt with every seed, the seeds of one prompt together."""
+    """Combine every prompt with every seed. The seeds of one prompt are consecutive."""
     return [Item(prompt, seed) for prompt in prompts for seed in seeds]
 
 
 def built_in_prompts() -> list[Prompt]:
-    """100 glyphs, on each of the backgrounds in turn: what the bundled models were trained to draw."""
+    """The prompts of the bundled models: 100 glyphs, on each background in turn."""
     glyphs = read_glyphs()
     return [Prompt(caption(glyphs[glyph].name, ground)) for glyph, ground in choose_prompts(_BUILT_IN)]
 
 
 def read_prompts(path: Path, template: str | None = None) -> list[Prompt]:
-    """Read a file of prompts; each is drawn once, however often it is in the file.
+    """Read a file of prompts. Repeated prompts are read once.
 
     Args:
-        path: UTF-8 text. A table with tabs and a column ``Prompt`` (PartiPrompts) gives that column, and the
-            column ``Category`` where there is one. Lines that begin with WordNet ids
-            (``n01440764 tench, Tinca tinca``, the classes of ImageNet-1k) give their first name in the words
-            "a photo of a …". Any other file gives a prompt a line.
-        template: text around each of them, with ``{}`` in its place; for files of bare class names.
+        path: a UTF-8 text file. In a table separated by tabs (PartiPrompts), the column ``Prompt`` is read,
+            and the column ``Category`` if there is one. If all lines start with WordNet ids (the classes of
+            ImageNet-1k, such as ``n01440764 tench, Tinca tinca``), their first names are read, with the
+            default template "a photo of a {}". In any other file, each line is a prompt.
+        template: text around each prompt, with ``{}`` in its place, for files of class names.
 
     Raises:
-        ConfigError: the file is missing, binary or empty, or the template has no place for the text.
+        ConfigError: the file is missing, binary or empty, or the template has no ``{}``.
     """
     lines = _lines(path)
     if "Prompt" in lines[0].split("\t"):
@@ -86,20 +86,22 @@ def read_prompts(path: Path, template: str | None = None) -> list[Prompt]:
         if (text := line.strip() if template is None else template.replace("{}", line.strip()))
     }
     if not prompts:
-        raise ConfigError(f"prompts: {path} has a header and no prompts; give a file with one a line")
+        raise ConfigError(f"prompts: {path} has a header and no prompts; give a file with one per line")
     return list(prompts.values())
 
 
 def _lines(path: Path) -> list[str]:
     """The lines that are not blank."""
-    content = read_bytes(path, "prompts", "give a file with a prompt a line")
+    content = read_bytes(path, "prompts", "give a file with one prompt per line")
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ConfigError(f"prompts: {path} is not UTF-8 text; give a file with a prompt a line") from error
+        raise ConfigError(
+            f"prompts: {path} is not UTF-8 text; give a file with one prompt per line"
+        ) from error
     if "\0" in text:
-        raise ConfigError(f"prompts: {path} is binary; give a text file with a prompt a line")
+        raise ConfigError(f"prompts: {path} is binary; give a text file with one prompt per line")
     lines = [line.strip("\r ") for line in text.split("\n") if line.strip()]
     if not lines:
-        raise ConfigError(f"prompts: {path} is empty; give a file with a prompt a line")
+        raise ConfigError(f"prompts: {path} is empty; give a file with one prompt per line")
     return lines

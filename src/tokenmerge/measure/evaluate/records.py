@@ -1,4 +1,4 @@
-"""Make records of quality from measurements."""
+"""Makes quality records from measurements."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def quality_records(
     reference: Measured | None,
     known: Mapping[str, QualityRecord | SampleRecord],
 ) -> list[QualityRecord]:
-    """The figures of each variant, over all pictures and then over those of each category.
+    """Make the records of each variant, for all pictures and then for each category.
 
     Args:
         evaluation: what was drawn.
         metrics: what was measured.
-        measured: of all pictures.
-        reference: features of the pictures that sets are compared with; None: those of dense.
-        known: records of earlier runs, by key, whose figures stay unless they were measured again.
+        measured: measurements of all pictures.
+        reference: features of the reference pictures. None: those of dense.
+        known: records of earlier runs by key. Their values are kept unless they were measured again.
     """
     categories = dict.fromkeys([None, *(item.prompt.category for item in evaluation.items)])
     measured_with = dict(metrics.networks)
@@ -74,7 +74,7 @@ def _record(evaluation: Evaluation, variant: Drawn, category: str | None, figure
             "their PSNR is infinite and not in the mean"
         )
     notes += [
-        f"{variant.label}: {name} is left out: for a picture or for all of them it is not a finite number"
+        f"{variant.label}: {name} is left out, because it is not a finite number for some pictures"
         for name in figures.undefined
     ]
     texts = [prompt.text for prompt in evaluation.prompts]

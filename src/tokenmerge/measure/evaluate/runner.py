@@ -1,4 +1,4 @@
-"""Draw dense and every variant with the same prompts and seeds, measure, and write records and samples."""
+"""Draws dense and all variants with the same prompts and seeds, measures them, and writes the records."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ __all__ = ["evaluate"]
 
 T = TypeVar("T")
 
-# Pictures below which FID says more about their number than about the sets.
+# With fewer pictures, FID depends more on their number than on their content.
 _ENOUGH_FOR_FID = 2048
 
 
@@ -39,29 +39,29 @@ def evaluate(
     on_progress: Callable[[Progress], None] = lambda progress: None,
     on_note: Callable[[str], None] = lambda note: None,
 ) -> list[QualityRecord] | None:
-    """Draw what is not drawn yet, measure all of it, and append the figures to the results file.
+    """Draw the missing pictures, measure all pictures, and append the records to the results file.
 
-    Pictures that earlier runs drew under the same conditions are reused: an interrupted run continues, and a
-    run with more prompts, variants or metrics does only what is new. Under ``accelerate
-    launch`` the batches are split over the processes; the figures are those of a single process.
+    Pictures of earlier runs under the same conditions are reused. So an interrupted run continues, and a run
+    with more prompts, variants or metrics only does what is new. Under ``accelerate launch``, the batches are
+    split over the processes, and the results are the same as with one process.
 
     Args:
         options: what to do.
-        on_progress: called as pictures are written, in the first process alone.
+        on_progress: called when pictures are written, only in the first process.
         on_note: called with messages for the user.
 
     Returns:
-        The figures, dense first, each variant's categories after its whole; None in every process but the
-        first.
+        The records, dense first. The record of all pictures of a variant precedes those of its categories.
+        None in all processes but the first.
 
     Raises:
         TokenMergingError: an option does not fit the model or the machine. Cheap checks run before the
-            weights are loaded, and each metric is tried before the first picture.
+            weights are loaded, and all metrics are loaded before the first picture.
     """
     require_diffusers("tokenmerge evaluate")
     with processes(options.device) as team:
         evaluation = plan_evaluation(options, team.device)
-        # The modification times of weights differ between machines: all use the folder of the first process.
+        # All processes use the folder of the first one: modification times of weights differ on each machine.
         evaluation = dataclasses.replace(evaluation, store=team.gather(evaluation.store)[0])
         run = _Run(options, evaluation, team, on_progress if team.is_main else lambda progress: None)
         if team.count > 1 and team.is_main:
@@ -93,23 +93,23 @@ class _Run:
         on_progress: Callable[[Progress], None],
     ) -> None:
         self.options, self.evaluation, self.team, self.on_progress = options, evaluation, team, on_progress
-        # Batches are formed before they are split over processes. Kernels round differently for another
-        # batch, so that pictures would depend on the number of processes.
+        # Batches are formed before they are split over processes. Otherwise pictures would depend on the
+        # number of processes, since kernels round differently for another batch size.
         self.batches = team.share(_batches(list(enumerate(evaluation.items)), options.batch))
         self.shown = [item for item in evaluation.items if item.seed == options.seed][: options.samples]
 
     def load_metrics(self, on_note: Callable[[str], None]) -> None:
-        """Make sure that all metrics work, before hours are spent on pictures."""
+        """Load all metrics before any picture is drawn."""
         self.metrics = load_metrics(self.options.wanted(), [p.text for p in self.evaluation.prompts], on_note)
         names = [metric.name for metric in self.metrics.of_sets]
         count = len(self.evaluation.items)
         if names and count < 2:
             raise ConfigError(f"{', '.join(names)}: expected at least 2 pictures, got {count}; add --seeds 2")
         if "fid" in names and count < _ENOUGH_FOR_FID:
-            on_note(f"fid of {count} pictures is far above that of many; kid is not")
+            on_note(f"fid of only {count} pictures is biased upwards; kid is unbiased")
 
     def draw_and_measure(self) -> None:
-        """Draw what is missing of this process's share, measure the share, and gather all shares."""
+        """Draw the missing pictures of this process's share, measure the share, and gather all shares."""
         evaluation, team = self.evaluation, self.team
         prepare_folder(evaluation.store.folder)
         if team.is_main:
@@ -152,7 +152,7 @@ class _Run:
         draw(pipe, call, tasks, evaluation.store, drawn)
 
     def write(self, file: ResultsFile[QualityRecord | SampleRecord]) -> list[QualityRecord]:
-        """Append figures and samples that the file does not have yet, and draw the sheet."""
+        """Append new records and samples to the file, and write the sheet."""
         evaluation = self.evaluation
         records = quality_records(evaluation, self.metrics, self.measured, self.reference, file.records)
         samples = sample_records(self.shown, evaluation.variants, evaluation.store)

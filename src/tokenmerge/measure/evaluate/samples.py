@@ -19,7 +19,7 @@ __all__ = ["pack", "sample_records", "unpack", "write_sheet"]
 
 
 def pack(items: Sequence[Item], variants: Sequence[Drawn], store: PictureStore) -> dict[Path, bytes]:
-    """The bytes of the sample pictures on this machine, to be sent to the first process."""
+    """Read the sample pictures on this machine, to send their bytes to the first process."""
     paths = [store.picture(variant, item) for item in items for variant in variants]
     return {path: path.read_bytes() for path in paths if path.exists()}
 
@@ -28,7 +28,7 @@ def unpack(packed: Iterable[Mapping[Path, bytes]]) -> None:
     """Write the pictures that this machine does not have.
 
     Raises:
-        ConfigError: one cannot be written.
+        ConfigError: a picture cannot be written.
     """
     for files in packed:
         for path, content in files.items():
@@ -39,7 +39,7 @@ def unpack(packed: Iterable[Mapping[Path, bytes]]) -> None:
 def sample_records(
     items: Sequence[Item], variants: Sequence[Drawn], store: PictureStore
 ) -> list[SampleRecord]:
-    """A pair of pictures for each item and each variant but dense, which comes first."""
+    """Make a record for each item and each variant except dense, which must come first."""
     dense, *others = variants
     return [
         SampleRecord(
@@ -56,10 +56,10 @@ def sample_records(
 
 
 def write_sheet(path: Path, items: Sequence[Item], variants: Sequence[Drawn], store: PictureStore) -> None:
-    """Write the sheet: rows prompts, columns dense and variants.
+    """Write the sheet of samples, with one row for each prompt and one column for each variant.
 
     Raises:
-        ConfigError: it cannot be written.
+        ConfigError: the sheet cannot be written.
     """
     columns = [(variant.spec.name, _small_print(variant, store)) for variant in variants]
     rows = [

@@ -33,19 +33,19 @@ class Drawn:
 
     @property
     def label(self) -> str:
-        """In words, such as ``"tome ratio=0.5"``."""
+        """The variant with its settings, such as ``"tome ratio=0.5"``."""
         return self.spec.label
 
 
 def parse_variants(
     texts: Sequence[str], ratios: Sequence[float], max_downsample: int | None
 ) -> list[VariantSpec]:
-    """Read the variants as a user types them, in order and each once; dense needs no mention.
+    """Read the variants to compare with dense, in order and each once.
 
     Args:
         texts: as for :func:`tokenmerge.measure.bench.variants.parse_variant`.
-        ratios: for the variants that do not say their own.
-        max_downsample: likewise; None: theirs.
+        ratios: ratios for the variants that do not set their own.
+        max_downsample: deepest level for the same variants. None: their default.
 
     Raises:
         ConfigError: a variant or one of its settings is unknown or out of range, or it cannot run here.
@@ -55,30 +55,34 @@ def parse_variants(
     for text in texts:
         name = text.partition(":")[0]
         if name not in (*CHOICES, DENSE):
-            why = "; an oracle's pictures are wrong: it is for tokenmerge bench" if name in VARIANTS else ""
+            why = (
+                "; the pictures of an oracle are wrong, so it is only for tokenmerge bench"
+                if name in VARIANTS
+                else ""
+            )
             raise ConfigError(f"variant: expected some of {', '.join(CHOICES)}, got {name!r}{why}")
         if missing := VARIANTS[name].missing():
             raise ConfigError(f"variant {name}: {missing}; or leave it out")
         specs += parse_variant(text, ratios, defaults)
     found = list(dict.fromkeys(spec for spec in specs if spec.name != DENSE))
     if FEWER_STEPS in [spec.name for spec in found] and len(found) == 1:
-        raise ConfigError("variant: fewer-steps takes as many as fit into a merged run; give one beside it")
+        raise ConfigError("variant: fewer-steps needs a merged variant to compare with; give one too")
     return found
 
 
 def plan_variants(
     specs: Sequence[VariantSpec], steps: int, conditions: dict[str, Any], folder: Path
 ) -> list[Drawn]:
-    """Dense first, then the variants; for fewer steps, one for each variant that merges.
+    """List dense, then the variants, and then fewer steps for each merging variant, if requested.
 
     Args:
-        specs: of :func:`parse_variants`.
+        specs: result of :func:`parse_variants`.
         steps: denoising steps of dense.
-        conditions: of the pictures, by the names that records of a benchmark have.
-        folder: where the records of ``tokenmerge bench`` are that say how many steps fit.
+        conditions: conditions of the pictures, named as in benchmark records.
+        folder: folder with records of ``tokenmerge bench``, which tell how many steps fit.
 
     Raises:
-        ConfigError: no record there says it.
+        ConfigError: no record there tells the number of steps.
     """
     merged = [spec for spec in specs if VARIANTS[spec.name].is_faster]
     drawn = [Drawn(VariantSpec(DENSE), steps), *(Drawn(spec, steps) for spec in merged)]

@@ -1,4 +1,4 @@
-"""A key of a model's weights, which change under the same name."""
+"""A key of a model's weights, because they can change under the same name."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _FILES = (".safetensors", ".bin", ".json", ".txt")
 
 
 def weights_key(source: ModelSource) -> str | None:
-    """A key that changes with a model's files: from their sizes and times, or the commit of a hub model.
+    """Make a key from the sizes and modification times of a model's files, or from the commit of a hub model.
 
     Args:
-        source: of a hub id, the configs were read before.
+        source: the model. The configs of a hub model must have been read before.
 
     Returns:
-        None for a bundled model, whose weights the version and the commit of this package name.
+        The key; None for a bundled model, whose weights belong to the version of this package.
     """
     if source.kind is SourceKind.DEMO:
         return None

@@ -1,1 +1,1 @@
-"""One picture or a few, dense and merged, from options to files."""
+"""Generates a few pictures dense and merged, and measures time, memory and closeness."""

@@ -17,27 +17,27 @@ __all__ = ["GenerateOptions"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GenerateOptions:
-    """What to generate, with what and how.
+    """What to generate, and how.
 
     Args:
         prompt: text of the picture, not empty.
         model: a bundled model, a diffusers folder, a ``.safetensors`` checkpoint or a hub id.
         merging: the method and its settings.
-        size: (width, height) in pixels; ``None`` is the model's own.
+        size: (width, height) in pixels. None: the model's default.
         steps: denoising steps, ≥ 1.
-        seed: seed of the first picture, ≥ 0; picture i has ``seed + i``, whatever the batch.
+        seed: seed of the first picture, ≥ 0. Picture i has the seed ``seed + i``, whatever the batch.
         batch: pictures per call, ≥ 1.
-        scheduler: short name or diffusers class name; ``None`` keeps the model's own.
+        scheduler: short name or diffusers class name. None: the model's default.
         negative_prompt: what the picture should not show.
-        guidance: scale of classifier-free guidance, ≥ 0; ``None`` is the pipeline's own.
+        guidance: scale of classifier-free guidance, ≥ 0. None: the pipeline's default.
         dtype: ``"auto"``, ``"fp32"``, ``"fp16"`` or ``"bf16"``.
         device: ``"auto"`` or a torch device name.
-        compile: run the denoiser through ``torch.compile``; compiling happens in the untimed warm-up.
+        compile: compile the denoiser with ``torch.compile``, in the untimed warm-up.
         attention: ``"sdpa"``, ``"xformers"`` or ``"default"``.
-        control: picture for the ControlNet, resized to ``size``; together with ``controlnet``.
-        controlnet: folder or hub id of a ControlNet; together with ``control``.
-        out: folder for the results; ``None`` is a new one in ``outputs/`` named after the prompt.
-        compare: run dense too.
+        control: picture for the ControlNet, resized to ``size``. It needs ``controlnet``.
+        controlnet: folder or hub id of a ControlNet. It needs ``control``.
+        out: folder for the results. None: a new folder in ``outputs/``, named after the prompt.
+        compare: whether to run dense too.
         repeat: timed calls per variant, ≥ 1.
 
     Raises:
@@ -83,6 +83,6 @@ class GenerateOptions:
         check_attention(self.attention)
 
     def to_dict(self) -> dict[str, Any]:
-        """The options as values that JSON can hold."""
+        """The options in JSON-compatible values."""
         paths = {name: str(value) if (value := getattr(self, name)) else None for name in ("control", "out")}
         return {**dataclasses.asdict(self), "merging": self.merging.to_dict(), **paths}

@@ -1,4 +1,4 @@
-"""The results of ``tokenmerge generate``, as values and as the JSON of ``run.json``."""
+"""The results of ``tokenmerge generate``, as objects and as the JSON of ``run.json``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class VariantResult:
     Args:
         name: ``"dense"`` or ``"merged"``.
         seconds: wall-clock time of each timed pipeline call, in the order in which they ran.
-        peak_bytes: most memory held during any of these calls; ``None`` where it cannot be read.
+        peak_bytes: peak memory over these calls; None if it cannot be read.
     """
 
     name: str
@@ -30,23 +30,23 @@ class VariantResult:
 
     @classmethod
     def of(cls, name: str, measurements: Iterable[Measurement]) -> VariantResult:
-        """Pick one variant's measurements out of those of a run."""
+        """Collect the measurements of one variant."""
         own = [measurement for measurement in measurements if measurement.variant == name]
         peaks = [measurement.peak_bytes for measurement in own if measurement.peak_bytes is not None]
         return cls(name, tuple(measurement.seconds for measurement in own), max(peaks, default=None))
 
     def per_image(self, batch: int) -> Times:
-        """Seconds per picture: those of a call divided by the pictures that it makes."""
+        """Seconds per picture, which are the seconds per call divided by the batch."""
         return Times.of([seconds / batch for seconds in self.seconds])
 
 
 @dataclasses.dataclass(frozen=True)
 class Quality:
-    """Closeness of each merged picture to the dense one of the same seed, on the 8-bit pictures as written.
+    """Closeness of each merged picture to the dense one with the same seed, measured on 8-bit pictures.
 
     Args:
-        psnr: in dB, one per picture; infinite for equal pictures.
-        ssim: at most 1, one per picture.
+        psnr: PSNR of each picture in dB; infinite for equal pictures.
+        ssim: SSIM of each picture, ≤ 1.
     """
 
     psnr: tuple[float, ...]
@@ -59,13 +59,13 @@ class Result:
 
     Args:
         folder: where the pictures and ``run.json`` are.
-        conditions: machine, versions and options, as values that JSON can hold.
+        conditions: machine, versions and options, in JSON-compatible values.
         batch: pictures per call, ≥ 1.
-        variants: timings, dense first where it ran.
-        quality: ``None`` without a dense run or without torchmetrics.
+        variants: timings of each variant, dense first if it ran.
+        quality: closeness to dense; None without a dense run or without torchmetrics.
         report: what merging does to each block.
         notes: remarks for the reader.
-        complete: whether all timed calls ran.
+        complete: whether all timed calls are finished.
     """
 
     folder: Path
@@ -78,14 +78,14 @@ class Result:
     complete: bool
 
     def speedup(self, variant: VariantResult) -> float | None:
-        """Median time of dense over that of ``variant``; ``None`` where dense was not timed."""
+        """Median time of dense over that of ``variant``; None if either was not timed."""
         dense = self.variants[0]
         if dense.name != "dense" or not dense.seconds or not variant.seconds:
             return None
         return dense.per_image(self.batch).median / variant.per_image(self.batch).median
 
     def to_dict(self) -> dict[str, Any]:
-        """The content of ``run.json``; an infinite PSNR is written as the string ``"inf"``."""
+        """The content of ``run.json``. An infinite PSNR becomes the string ``"inf"``."""
         return {
             "complete": self.complete,
             "conditions": self.conditions,

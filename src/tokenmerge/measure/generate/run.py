@@ -1,4 +1,4 @@
-"""Generate pictures dense and merged with the same seeds, and measure what merging gains and costs."""
+"""Generates pictures dense and merged from the same seeds, and measures time, memory and closeness."""
 
 from __future__ import annotations
 
@@ -61,9 +61,9 @@ __all__ = ["generate"]
 def generate(options: GenerateOptions, on_progress: Callable[[Progress], None] | None = None) -> Result:
     """Generate, compare, measure and write everything to a folder.
 
-    The order is: one untimed call of each variant, which warms up and makes the pictures, then ``repeat``
-    timed calls of each, taking turns. Results are written as they arise: the dense pictures before the
-    first merged call, ``run.json`` after every timed call, so that an interrupted run keeps what it has.
+    First, one untimed call of each variant warms up and makes the pictures. Then ``repeat`` interleaved calls
+    of each are timed. Results are written as soon as they exist, so that an interrupted run keeps them: the
+    dense pictures before the first merged call, and ``run.json`` after every timed call.
 
     Args:
         options: what to do.
@@ -90,7 +90,7 @@ def generate(options: GenerateOptions, on_progress: Callable[[Progress], None] |
         control = open_picture(options.control, "control", "give a PNG, JPEG or WebP picture")
     if source.kind is not SourceKind.CHECKPOINT:
         sketch = load_sketch(source)
-        # A ControlNet that merges makes up for a denoiser that does not.
+        # With a ControlNet, it is enough if the ControlNet merges.
         if (known_size := options.size or sketch.size) is not None and options.controlnet is None:
             check_merging(sketch, known_size, options.merging)
     folder = options.out or free_folder(Path("outputs"), slug(options.prompt))
@@ -120,7 +120,7 @@ class _Run:
         size = options.size or own_size(pipe)
         width, height = check_size(size, latent_scale(pipe))
         self.call = PipelineCall.prepare(pipe, options, size, control)
-        # A compiled model is one graph for all steps, so that no setting can follow the steps.
+        # A compiled model is one graph for all steps, so its settings cannot change over the steps.
         self.config = options.merging.config(pipe, follows_steps=False if options.compile else None)
         if options.compile:
             check_compile(self.config)
@@ -146,7 +146,7 @@ class _Run:
         self.notes = list(self.report.notes)
 
     def run(self) -> Result:
-        """Make the pictures, then take the times."""
+        """Make the pictures, then time the calls."""
         options, merged_pipe = self.options, twin(self.pipe)
         self._write_record(complete=False)
         dense = None
@@ -160,7 +160,7 @@ class _Run:
         patch = apply_token_merging(merged_pipe, self.config)
         with patch.record() as plans:
             merged = self._pictures("merged", merged_pipe)
-        if options.compile:  # only now: otherwise the recording of plans would be compiled in
+        if options.compile:  # only now, so that the graph does not contain the recording of plans
             _compile(merged_pipe)
             merged = self._pictures("merged", merged_pipe)
         calls["merged"] = lambda: self._generate("merged", merged_pipe)
@@ -183,14 +183,14 @@ class _Run:
         return self.call(pipe, step_done)
 
     def _pictures(self, variant: str, pipe: DiffusionPipeline) -> list[Image]:
-        """Make one picture per seed, and write them."""
+        """Make and write one picture per seed."""
         pictures = self._generate(variant, pipe)
         for index, picture in enumerate(pictures):
             write_atomically(self.folder / f"{variant}-{index:02d}.png", picture.save)
         return pictures
 
     def _compare(self, dense: list[Image], merged: list[Image], plans: Mapping[str, RecordedPlan]) -> None:
-        """Measure how close the pictures are, and draw them side by side."""
+        """Measure how close the pictures are, and write them side by side."""
         captions = [f"seed {seed}" for seed in self.call.seeds]
         try:
             images, reference = as_tensor(merged), as_tensor(dense)
@@ -238,13 +238,13 @@ def _groups(plans: Mapping[str, RecordedPlan], index: int, batch: int) -> tuple[
     """The groups to draw on picture ``index``: those of the last block with the most tokens.
 
     Returns:
-        Labels [h, w], and what they are in words.
+        Labels [h, w], and a text that describes them.
     """
     if not plans:
         return np.zeros((1, 1), dtype=np.int64), "nothing was merged"
     path, recorded = max(reversed(list(plans.items())), key=lambda item: math.prod(item[1].grid))
     labels = recorded.plan.labels()
-    # Under guidance the batch holds the pictures without the prompt first, those with it last.
+    # With guidance, the samples with the prompt are the last ones of the batch.
     row = max(0, labels.shape[0] - batch + index)
     grid = labels[row].reshape(recorded.grid[1:]).cpu().numpy()
     where = path.partition(".attentions")[0]
@@ -263,7 +263,7 @@ def _failures_said(options: GenerateOptions) -> Iterator[None]:
         yield
     except torch.cuda.OutOfMemoryError as error:
         raise ConfigError(
-            "the GPU's memory is too small for this; lower --size or --batch, or take --dtype fp16"
+            "the GPU has too little memory for this; lower --size or --batch, or use --dtype fp16"
         ) from error
     except RuntimeError as error:
         if options.compile and type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):

@@ -1,1 +1,1 @@
-"""Pipelines of diffusers: loading, settings, sizes, one call, and a second pipeline on the same weights."""
+"""Diffusers pipelines: loading, settings, sizes, repeatable calls, and copies with shared weights."""

@@ -1,4 +1,4 @@
-"""Call a diffusers pipeline repeatably: same prompt, seeds and size."""
+"""Repeatable calls of a diffusers pipeline: same prompt, seeds and size."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ __all__ = ["PipelineCall", "latent_scale", "own_size"]
 
 @dataclasses.dataclass(frozen=True)
 class PipelineCall:
-    """One way to call a pipeline, repeatable.
+    """A repeatable call of a pipeline.
 
     Args:
         arguments: arguments of the pipeline's call, without the generators.
         seeds: one per picture.
-        guided: whether each picture is denoised with and without the prompt, in one batch.
+        guided: whether classifier-free guidance doubles the batch.
     """
 
     arguments: Mapping[str, Any]
@@ -42,7 +42,7 @@ class PipelineCall:
         size: tuple[int, int],
         control: Image | None = None,
     ) -> PipelineCall:
-        """Match the options with what the pipeline's call accepts.
+        """Turn the options into arguments that the pipeline accepts.
 
         Args:
             pipe: the pipeline that will be called.
@@ -51,8 +51,8 @@ class PipelineCall:
             control: picture for the ControlNet.
 
         Raises:
-            ConfigError: the pipeline does not know an option.
-            UnsupportedModelError: it needs something that is no option.
+            ConfigError: the pipeline does not accept an option.
+            UnsupportedModelError: the pipeline cannot generate pictures from text alone.
         """
         parameters = inspect.signature(pipe.__call__).parameters
         arguments: dict[str, Any] = {
@@ -72,10 +72,10 @@ class PipelineCall:
         unknown = [name for name in arguments if name not in parameters]
         if {"prompt", "width", "height"} & set(unknown):
             raise UnsupportedModelError(
-                f"model: {pipeline} makes no pictures from text alone; take one that does"
+                f"model: {pipeline} cannot generate pictures from text alone; use a text-to-image pipeline"
             )
         if unknown:
-            raise ConfigError(f"{pipeline} does not know {', '.join(unknown)}; leave that option out")
+            raise ConfigError(f"{pipeline} does not accept {', '.join(unknown)}; leave that option out")
         seeds = tuple(range(options.seed, options.seed + options.batch))
         return cls(arguments, seeds, guides(pipe, options.guidance))
 
@@ -83,7 +83,7 @@ class PipelineCall:
         """Generate one picture per seed.
 
         Args:
-            pipe: the pipeline that the call was prepared for, or its twin.
+            pipe: the pipeline that the call was prepared for, or its :func:`twin`.
             on_step: called after each denoising step with the number of steps in this call.
         """
 
@@ -94,26 +94,26 @@ class PipelineCall:
         arguments = dict(self.arguments)
         if "callback_on_step_end" in inspect.signature(pipe.__call__).parameters:
             arguments["callback_on_step_end"] = step_done
-        # Seeded on the CPU, so that a picture does not depend on the device that it is made on.
+        # CPU generators make the noise independent of the device.
         generators = [torch.Generator("cpu").manual_seed(seed) for seed in self.seeds]
         images: list[Image] = pipe(**arguments, generator=generators, output_type="pil").images
         return images
 
 
 def latent_scale(pipe: DiffusionPipeline) -> int:
-    """Pixels per latent position, along each side."""
+    """Pixels per latent position along each side."""
     return int(getattr(pipe, "vae_scale_factor", 1))
 
 
 def own_size(pipe: DiffusionPipeline) -> tuple[int, int]:
-    """(width, height) in pixels that the model was made for.
+    """The model's default (width, height) in pixels.
 
     Raises:
-        ConfigError: its config does not say.
+        ConfigError: its config has none.
     """
     config = getattr(pipe, denoiser_name(pipe)).config
     sample = getattr(pipe, "default_sample_size", None) or config.get("sample_size")
     if sample is None:
-        raise ConfigError("size: this model does not say what size it was made for; give --size")
+        raise ConfigError("size: this model has no default size; give --size")
     height, width = (sample, sample) if isinstance(sample, int) else sample
     return width * latent_scale(pipe), height * latent_scale(pipe)

@@ -1,4 +1,4 @@
-"""What can be refused before weights are loaded, because a model's configs tell it."""
+"""Checks that need only a model's configs, and so run before weights are loaded."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ __all__ = ["check_compile", "check_merging"]
 
 
 def check_merging(sketch: ModelSketch, size: tuple[int, int], method: MethodSpec) -> None:
-    """Make sure that a method merges something in a model.
+    """Check that a method merges something in a model.
 
     Args:
         sketch: the model without its weights.
         size: (width, height) in pixels.
-        method: one that chooses by the model is not checked; it chooses what fits.
+        method: the method. One that chooses its settings by the model is not checked.
 
     Raises:
-        ConfigError: the size does not fit the model, or the settings do not.
+        ConfigError: the size or the settings do not fit the model.
         NothingToMergeError: no block would merge at this size.
     """
     width, height = check_size(size, sketch.scale)
@@ -32,10 +32,10 @@ def check_merging(sketch: ModelSketch, size: tuple[int, int], method: MethodSpec
 
 
 def check_compile(config: ToMeConfig) -> None:
-    """Make sure that settings go together with ``torch.compile`` of the whole model.
+    """Check that settings work with ``torch.compile`` of the whole model.
 
     Raises:
-        ConfigError: they follow the denoising steps, and one graph is the same at every step.
+        ConfigError: they change over the denoising steps, but one graph is the same at every step.
     """
     if config.follows_steps:
         raise ConfigError(

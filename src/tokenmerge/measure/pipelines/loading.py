@@ -1,4 +1,4 @@
-"""From what a user types after ``--model`` to a diffusers pipeline, or to its denoiser without weights."""
+"""Turns the value of ``--model`` into a diffusers pipeline, or into its denoiser without weights."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ DEFAULT_MODEL = demo.NAMES[0]
 PICKLE = "pickle:"
 
 _DENOISERS = ("unet", "transformer")
-_ABSENT = [None, None]  # how an index names a component that the pipeline does without
+_ABSENT = [None, None]  # the entry in model_index.json of a component that the pipeline does not have
 _PICKLES = (".ckpt", ".pt", ".pth", ".bin")
 _LONGEST_REASON = 300
 _LONGEST_NAME = 200
-_HUB_ID = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}")  # as long as the hub allows
+_HUB_ID = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}")  # with the longest names that the hub allows
 _ACCEPTED = (
     f"a bundled model ({', '.join(demo.NAMES)}), a diffusers folder (with model_index.json), "
     "a .safetensors checkpoint or a hub id such as owner/name"
@@ -61,10 +61,10 @@ class SourceKind(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class ModelSource:
-    """A model that was found, not yet loaded.
+    """Where to load a model from.
 
     Args:
-        kind: where it comes from.
+        kind: kind of the location.
         location: path of the folder or file, or the hub id.
         allows_pickles: whether weights may be read from pickles. By default only safetensors are read,
             because a pickle can run code when it is loaded.
@@ -75,18 +75,18 @@ class ModelSource:
     allows_pickles: bool = False
 
     def weights_arguments(self) -> dict[str, bool]:
-        """Arguments of diffusers' ``from_pretrained`` that hold it to this choice."""
+        """Arguments of diffusers' ``from_pretrained`` that enforce this choice."""
         return {} if self.allows_pickles else {"use_safetensors": True}
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelSketch:
-    """What a pipeline's configs alone tell.
+    """A pipeline without weights, made from its configs.
 
     Args:
-        denoiser: the UNet or transformer on the meta device: modules and shapes, no weights.
-        scale: pixels per latent position, along each side.
-        size: the model's own picture (width, height) in pixels, or ``None`` where no config says it.
+        denoiser: the UNet or transformer on the meta device.
+        scale: pixels per latent position along each side.
+        size: default (width, height) in pixels; None if the config has none.
     """
 
     denoiser: torch.nn.Module
@@ -95,7 +95,7 @@ class ModelSketch:
 
 
 def find_model(name: str) -> ModelSource:
-    """Decide what ``name`` stands for. This only looks at the file system and opens no file of weights.
+    """Find the model with this name. This reads directories, but no weights.
 
     Args:
         name: a bundled model, a diffusers folder, a ``.safetensors`` file or a hub id. After the prefix
@@ -107,7 +107,7 @@ def find_model(name: str) -> ModelSource:
     location = name.removeprefix(PICKLE)
     allows_pickles = location != name
     path = Path(location)
-    with contextlib.suppress(RuntimeError):  # "~name" where there is no such user
+    with contextlib.suppress(RuntimeError):  # "~name" of a user that does not exist
         path = path.expanduser()
     if location in demo.NAMES:
         return ModelSource(SourceKind.DEMO, str(demo.path(location)))
@@ -136,7 +136,7 @@ def _short(name: str) -> str:
 
 
 def _refuse_pickles(folder: Path, components: Iterable[Path]) -> None:
-    """Raise a ConfigError if one of a model's folders holds weights in pickles alone."""
+    """Raise a ConfigError if one of these folders has weights only as pickles."""
     for component in sorted(components):
         files = sorted(component.iterdir())
         pickles = [file for file in files if file.suffix in _PICKLES]
@@ -157,7 +157,7 @@ def load_sketch(source: ModelSource) -> ModelSketch:
     Raises:
         ConfigError: the configs cannot be read, or the source is a checkpoint, which has none.
         MissingExtraError: diffusers is not installed.
-        UnsupportedModelError: the pipeline has no denoiser, or its codec's scale is unknown.
+        UnsupportedModelError: the pipeline has no denoiser, or the scale of its VAE is unknown.
     """
     if source.kind is SourceKind.CHECKPOINT:
         raise ConfigError(
@@ -170,7 +170,7 @@ def load_sketch(source: ModelSource) -> ModelSketch:
     if name is None:
         raise UnsupportedModelError(_no_denoiser(index.get("_class_name", "this pipeline")))
     denoiser = _weightless(source, name, index[name])
-    scale = 1  # a pipeline without a codec denoises pixels
+    scale = 1  # a pipeline without a VAE denoises pixels
     if index.get("vae", _ABSENT) != _ABSENT:
         scale = _codec_scale(_weightless(source, "vae", index["vae"]))
     return ModelSketch(denoiser, scale, _own_size(denoiser.config, scale))
@@ -182,13 +182,13 @@ def load_pipeline(
     """Load a text-to-image pipeline with its weights.
 
     Args:
-        source: what :func:`find_model` found.
-        dtype: of all weights.
-        device: where the pipeline goes.
-        controlnet: folder or hub id of a ControlNet to add.
+        source: result of :func:`find_model`.
+        dtype: dtype of all weights.
+        device: device of the pipeline.
+        controlnet: folder or hub id of a ControlNet to add. None: no ControlNet.
 
     Raises:
-        ConfigError: it cannot be loaded: the message says why.
+        ConfigError: the pipeline cannot be loaded. The message says why.
         MissingExtraError: diffusers is not installed.
         UnsupportedModelError: the pipeline has no denoiser.
     """
@@ -199,7 +199,7 @@ def load_pipeline(
             pipeline_class = _checkpoint_pipeline(source)
             pipe = pipeline_class.from_single_file(source.location, **arguments)
         else:
-            # Stable Diffusion 3 without T5, say: saved as absent, and yet it has to be named.
+            # A component saved as absent, such as T5 in Stable Diffusion 3, must still be passed as None.
             absent = {part: None for part, found in _read_index(source).items() if found == _ABSENT}
             arguments |= source.weights_arguments()
             pipe = diffusers.DiffusionPipeline.from_pretrained(source.location, **absent, **arguments)
@@ -220,10 +220,10 @@ def load_pipeline(
 
 
 def denoiser_name(pipe: DiffusionPipeline) -> str:
-    """Name of the pipeline's component that denoises: ``"unet"`` or ``"transformer"``.
+    """Name of the pipeline's denoiser: ``"unet"`` or ``"transformer"``.
 
     Raises:
-        UnsupportedModelError: it has neither.
+        UnsupportedModelError: the pipeline has neither.
     """
     for name in _DENOISERS:
         if getattr(pipe, name, None) is not None:
@@ -232,9 +232,9 @@ def denoiser_name(pipe: DiffusionPipeline) -> str:
 
 
 def guides(pipe: DiffusionPipeline, scale: float | None) -> bool:
-    """Whether a pipeline denoises with and without the prompt at this guidance scale; None: at its own.
+    """Whether a pipeline applies classifier-free guidance at this scale. None: at its default scale.
 
-    Models that were distilled from guided ones take the scale as an input, and run once.
+    Models distilled from guided ones take the scale as an input, and do not double the batch.
     """
     if getattr(pipe, denoiser_name(pipe)).config.get("guidance_embeds"):
         return False
@@ -254,11 +254,11 @@ def require_diffusers(needed_by: str) -> Any:
 
 
 def _no_denoiser(pipeline: str) -> str:
-    return f"model: {pipeline} has neither a unet nor a transformer; take a text-to-image diffusion pipeline"
+    return f"model: {pipeline} has neither a unet nor a transformer; use a text-to-image diffusion pipeline"
 
 
 def _own_size(config: dict[str, Any], scale: int) -> tuple[int, int] | None:
-    """(width, height) in pixels that the denoiser's config names."""
+    """The default (width, height) in pixels in the denoiser's config; None if it has none."""
     sample = config.get("sample_size")
     if sample is None:
         return None
@@ -267,7 +267,7 @@ def _own_size(config: dict[str, Any], scale: int) -> tuple[int, int] | None:
 
 
 def _read_index(source: ModelSource) -> dict[str, Any]:
-    """The content of ``model_index.json``: [library, class] of each component, by its name."""
+    """Read ``model_index.json``: [library, class] of each component, by its name."""
     import diffusers
 
     with _loading(source.location):
@@ -281,7 +281,7 @@ def _read_index(source: ModelSource) -> dict[str, Any]:
 
 
 def _weightless(source: ModelSource, name: str, entry: object) -> ModelMixin:
-    """One component of a pipeline on the meta device, from its config and its entry in the index."""
+    """Build one component of a pipeline on the meta device, from its config and its entry in the index."""
     import diffusers
 
     class_name = entry[1] if isinstance(entry, list | tuple) and len(entry) == 2 else None
@@ -289,7 +289,7 @@ def _weightless(source: ModelSource, name: str, entry: object) -> ModelMixin:
     known = isinstance(component_class, type) and issubclass(component_class, diffusers.ModelMixin)
     if not known:
         raise UnsupportedModelError(
-            f"model: diffusers {diffusers.__version__} has no class {class_name} for the {name}; take "
+            f"model: diffusers {diffusers.__version__} has no class {class_name} for the {name}; use "
             "another pipeline, or another version of diffusers"
         )
     with _loading(source.location):
@@ -299,19 +299,19 @@ def _weightless(source: ModelSource, name: str, entry: object) -> ModelMixin:
 
 
 def _codec_scale(codec: ModelMixin) -> int:
-    """Pixels per latent position."""
+    """Pixels per latent position along each side."""
     if "block_out_channels" in codec.config:
         return int(2 ** (len(codec.config["block_out_channels"]) - 1))
     if "scale_factor_spatial" in codec.config:
         return int(codec.config["scale_factor_spatial"])
     raise UnsupportedModelError(
-        f"model: {type(codec).__name__} does not say how many pixels one latent position covers; take a "
-        "pipeline whose codec is made for pictures"
+        f"model: {type(codec).__name__} does not say how many pixels one latent position covers; use a "
+        "pipeline with an image VAE"
     )
 
 
 def _checkpoint_pipeline(source: ModelSource) -> Any:
-    """The pipeline class that diffusers pairs with the architecture, which tensor names and shapes tell."""
+    """Find the pipeline class of a checkpoint from the names and shapes of its tensors, as diffusers does."""
     import diffusers
     from diffusers.loaders.single_file_utils import fetch_diffusers_config
     from safetensors import safe_open
@@ -321,7 +321,7 @@ def _checkpoint_pipeline(source: ModelSource) -> Any:
             shapes = {key: weights.get_slice(key).get_shape() for key in weights.keys()}  # noqa: SIM118
         tensors = {key: torch.empty(shape, device="meta") for key, shape in shapes.items()}
     else:
-        # weights_only, as in diffusers: tensors and plain containers, no code.
+        # weights_only, as in diffusers: only tensors and plain containers, no code.
         content = torch.load(source.location, map_location="meta", weights_only=True)
         tensors = content.get("state_dict", content)
     index = diffusers.DiffusionPipeline.load_config(**fetch_diffusers_config(tensors))
@@ -329,7 +329,7 @@ def _checkpoint_pipeline(source: ModelSource) -> Any:
 
 
 def _dtype_argument(dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """``dtype`` under the name that the installed diffusers has for it: it was renamed in 0.40."""
+    """The argument for the dtype, which diffusers 0.40 renamed."""
     import diffusers
 
     major, minor = (int(number) for number in diffusers.__version__.split(".")[:2])
@@ -338,9 +338,9 @@ def _dtype_argument(dtype: torch.dtype) -> dict[str, torch.dtype]:
 
 @contextlib.contextmanager
 def _loading(what: str) -> Iterator[None]:
-    """Turn whatever a damaged or foreign model makes diffusers raise into one line that names the model.
+    """Turn any error from loading a damaged or unknown model into one line that names the model.
 
-    Running out of memory is not the model's fault and passes through.
+    Out-of-memory errors are not changed.
     """
     try:
         yield

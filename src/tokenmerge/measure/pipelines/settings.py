@@ -1,4 +1,4 @@
-"""Device, dtype, scheduler and attention by the names that a user types."""
+"""Devices, dtypes, schedulers and attention implementations by the names that users give."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ SCHEDULER_NAMES = {
 }
 
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-# What a scheduler's name promises beyond its class: solvers that would otherwise read another
-# scheduler's config and become a different method.
+# Settings that a scheduler's name implies. Otherwise, the config of the model's own scheduler could turn it
+# into another method.
 _SCHEDULER_SETTINGS: dict[str, dict[str, Any]] = {
     "DPMSolverMultistepScheduler": {"algorithm_type": "dpmsolver++"},
     "PNDMScheduler": {"skip_prk_steps": True},
@@ -55,10 +55,10 @@ _SCHEDULER_SETTINGS: dict[str, dict[str, Any]] = {
 
 
 def resolve_device(name: str) -> torch.device:
-    """Turn ``"auto"`` or a torch device name into a device that is present.
+    """Turn ``"auto"`` or a torch device name into an existing device.
 
     Raises:
-        ConfigError: the name is not a device, or that device is not here.
+        ConfigError: the name is no device name, or the device does not exist here.
     """
     if name == "auto":
         if torch.cuda.is_available():
@@ -69,8 +69,8 @@ def resolve_device(name: str) -> torch.device:
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise ConfigError(
-            f"device: cannot use {name!r} ({_first_line(error)}); take auto, cpu, cuda, cuda:1 or mps, "
-            "whichever `tokenmerge env` lists"
+            f"device: cannot use {name!r} ({_first_line(error)}); use auto, or a device that "
+            "`tokenmerge env` lists"
         ) from error
     return device
 
@@ -79,21 +79,19 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
     """Turn a name of :data:`DTYPE_CHOICES` into a dtype; ``"auto"`` is fp16 on CUDA and fp32 elsewhere.
 
     Raises:
-        ConfigError: the name is unknown, or fp16 is asked for on a CPU.
+        ConfigError: the name is unknown, or is fp16 for a CPU.
     """
     if name == "auto":
         return torch.float16 if device.type == "cuda" else torch.float32
     if name not in _DTYPES:
         raise ConfigError(f"dtype: expected one of {', '.join(DTYPE_CHOICES)}, got {name!r}")
     if name == "fp16" and device.type == "cpu":
-        raise ConfigError(
-            "dtype: fp16 is not for a CPU, where it is slow and partly missing; take bf16 or fp32"
-        )
+        raise ConfigError("dtype: fp16 is slow and partly unsupported on a CPU; use bf16 or fp32")
     return _DTYPES[name]
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The name of :data:`DTYPE_CHOICES` that a dtype has.
+    """The name of a dtype in :data:`DTYPE_CHOICES`.
 
     >>> dtype_name(torch.bfloat16)
     'bf16'
@@ -116,21 +114,21 @@ def scheduler_class_name(name: str) -> str:
     found = getattr(diffusers, class_name, None) if class_name.endswith("Scheduler") else None
     if not (isinstance(found, type) and issubclass(found, diffusers.SchedulerMixin)):
         raise ConfigError(
-            f"scheduler: {name!r} is unknown; take one of {', '.join(SCHEDULER_NAMES)}, or the class name of "
+            f"scheduler: {name!r} is unknown; use one of {', '.join(SCHEDULER_NAMES)}, or the class name of "
             "a diffusers scheduler such as KDPM2DiscreteScheduler"
         )
     return class_name
 
 
 def set_scheduler(pipe: DiffusionPipeline, name: str) -> None:
-    """Give ``pipe`` another scheduler, made from the config of its own.
+    """Replace the scheduler of ``pipe`` by another one with the same config.
 
     Args:
-        pipe: a diffusers pipeline; changed in place.
+        pipe: a diffusers pipeline, changed in place.
         name: see :func:`scheduler_class_name`.
 
     Raises:
-        ConfigError: the scheduler is unknown, or made for another kind of model.
+        ConfigError: the scheduler is unknown, or does not fit the model.
     """
     import diffusers
 
@@ -139,32 +137,32 @@ def set_scheduler(pipe: DiffusionPipeline, name: str) -> None:
     compatible = sorted(scheduler.__name__ for scheduler in present.compatibles)
     if "beta_schedule" in inspect.signature(wanted.__init__).parameters:
         fits = "beta_schedule" in present.config
-    else:  # flow matching and others with a noise schedule of their own
+    else:  # flow matching, and others with their own noise schedule
         fits = wanted.__name__ in compatible
     if not fits:
         raise ConfigError(
             f"scheduler: {wanted.__name__} does not fit a model made for {type(present).__name__}; "
-            f"take one of {', '.join(compatible)}"
+            f"use one of {', '.join(compatible)}"
         )
     pipe.scheduler = wanted.from_config(present.config, **_SCHEDULER_SETTINGS.get(wanted.__name__, {}))
 
 
 def check_attention(name: str) -> None:
-    """Raise a ConfigError unless ``name`` is an attention back-end that is installed here."""
+    """Raise a ConfigError unless ``name`` is an attention implementation that is installed."""
     if name not in ATTENTION_CHOICES:
         raise ConfigError(f"attention: expected one of {', '.join(ATTENTION_CHOICES)}, got {name!r}")
     if name == "xformers" and importlib.util.find_spec("xformers") is None:
-        raise ConfigError("attention: xformers is not installed; run: pip install xformers, or take sdpa")
+        raise ConfigError("attention: xformers is not installed; run: pip install xformers, or use sdpa")
 
 
 def set_attention(models: Sequence[ModelMixin], name: str) -> None:
-    """Choose how ``models`` compute attention.
+    """Set the attention implementation of ``models``.
 
     Args:
-        models: denoisers and ControlNets of diffusers; changed in place.
-        name: ``"sdpa"``, torch's fused attention, which is also what diffusers takes by itself;
-            ``"xformers"``, its memory-efficient attention; ``"default"``, two plain matrix products and a
-            softmax, which hold the whole attention matrix.
+        models: denoisers and ControlNets of diffusers, changed in place.
+        name: ``"sdpa"``: torch's fused attention, the default of diffusers. ``"xformers"``: the
+            memory-efficient attention of xFormers. ``"default"``: unfused attention (two matrix products and
+            a softmax), which stores the whole attention matrix.
 
     Raises:
         ConfigError: the name is unknown, xformers is missing, or the model offers only sdpa.
@@ -183,8 +181,8 @@ def set_attention(models: Sequence[ModelMixin], name: str) -> None:
         elif name != "sdpa":
             kinds = ", ".join(sorted({kind.__name__ for kind in plain.values()}))
             raise ConfigError(
-                f"attention: {type(model).__name__} computes attention in {kinds}, which offers only sdpa; "
-                "take sdpa"
+                f"attention: {type(model).__name__} computes attention in {kinds}, which supports only sdpa; "
+                "use sdpa"
             )
 
 

@@ -1,4 +1,4 @@
-"""Two pipelines on one set of weights: one to patch, one to leave dense."""
+"""Copies of pipelines and models that share their weights, to patch one and leave the other dense."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ _DENOISING = ("unet", "transformer", "controlnet")
 
 
 def twin(pipe: DiffusionPipeline) -> DiffusionPipeline:
-    """A second pipeline whose denoiser and ControlNets are modules of their own with the same weights.
+    """Copy a pipeline with the modules of its denoiser and ControlNets, sharing weights and other components.
 
-    Patching or compiling one leaves the other as it is, so both can be run in turns without undoing and
-    redoing either. The weights are shared, not copied, and so is every other component.
+    Patching or compiling one pipeline does not affect the other, so their calls can be interleaved.
     """
     other = copy.copy(pipe)
     for name, model in denoising_models(pipe).items():
@@ -29,12 +28,12 @@ def twin(pipe: DiffusionPipeline) -> DiffusionPipeline:
 
 
 def shared_copy(model: nn.Module) -> nn.Module:
-    """A copy whose modules are its own and whose weights are those of the original."""
+    """Copy the modules of a model, but share its weights."""
     shared = {id(tensor): tensor for tensor in chain(model.parameters(), model.buffers())}
     return copy.deepcopy(model, shared)
 
 
 def denoising_models(pipe: DiffusionPipeline) -> dict[str, nn.Module]:
-    """The models that run at each denoising step, by the name of the component."""
+    """The models that run at each denoising step, by the component's name."""
     found = {name: getattr(pipe, name, None) for name in _DENOISING}
     return {name: model for name, model in found.items() if isinstance(model, nn.Module)}

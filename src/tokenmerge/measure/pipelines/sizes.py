@@ -1,4 +1,4 @@
-"""Picture sizes as a user types them."""
+"""Reads and checks picture sizes."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def check_size(size: tuple[int, int], scale: int) -> tuple[int, int]:
     """Turn (width, height) in pixels into (width, height) of the latents.
 
     Args:
-        size: in pixels.
-        scale: pixels per latent position, along each side.
+        size: (width, height) in pixels.
+        scale: pixels per latent position along each side.
 
     Raises:
         ConfigError: a side is not a multiple of ``scale``.
@@ -38,6 +38,6 @@ def check_size(size: tuple[int, int], scale: int) -> tuple[int, int]:
     if width % scale or height % scale:
         nearest = "x".join(str(max(scale, round(side / scale) * scale)) for side in size)
         raise ConfigError(
-            f"size: this model needs multiples of {scale} pixels, got {width}x{height}; take {nearest}"
+            f"size: this model needs multiples of {scale} pixels, got {width}x{height}; use {nearest}"
         )
     return width // scale, height // scale
