@@ -116,7 +116,7 @@ def test_what_was_drawn_and_timed_with_different_steps_is_on_no_curve_and_the_re
     assert not charts(cells, [drawn])
     (note,) = content_of(Results(tuple(cells), (drawn,))).notes
     assert note.startswith("fewer-steps (tome ratio=0.5) of ")
-    assert "drawn with 12 steps, timed with 13; tokenmerge evaluate draws with as many" in note
+    assert "drawn with 12 steps, timed with 13; run tokenmerge evaluate again" in note
     unknown = dataclasses.replace(drawn, steps_used=None)
     (note,) = content_of(Results(tuple(cells), (unknown,))).notes
     assert "drawn with an unknown number of steps" in note
@@ -187,7 +187,7 @@ def test_figures_of_an_older_commit_are_left_out_and_that_is_said(finished: str)
     content = content_of(Results((), both))
     (table,) = content.quality
     assert {row.cells[2] for row in table.rows} == {"1"}
-    assert content.notes == ("6 older figures of quality left out: newer ones differ in commit alone",)
+    assert content.notes == ("6 older figures of quality left out: newer ones differ only in commit",)
 
 
 @pytest.mark.parametrize(

@@ -174,7 +174,7 @@ def test_of_cells_that_no_name_tells_apart_the_newest_is_shown() -> None:
         content = content_of(Results(cells))
         (table,) = content.measured
         assert [row.cells[2] for row in table.rows] == ["5", "4"]
-        assert content.notes == ("2 older cells left out: newer ones differ in commit, seed alone",)
+        assert content.notes == ("2 older cells left out: newer ones differ only in commit, seed",)
 
 
 @pytest.mark.parametrize(

@@ -1,1 +1,1 @@
-"""From records to tables, plots and pages; nothing here runs a model."""
+"""Turns records into tables, plots and pages. Nothing here runs a model."""

@@ -1,4 +1,4 @@
-"""Compare two sets of results cell by cell, to find what became slower."""
+"""Compares two sets of results cell by cell, to find what became slower."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from tokenmerge.measure.reporting.tables import setting_name, what_of
 
 __all__ = ["Change", "Comparison", "compare", "parse_tolerance"]
 
-# What may differ between two runs that are still of the same cell.
+# Conditions that may differ between two measurements of the same cell.
 _OF_A_RUN = ("environment", "commit", "rounds", "warmup")
 
 
 @dataclasses.dataclass(frozen=True)
 class Change:
-    """One cell in both results.
+    """One cell that is in both results.
 
     Args:
         name: setting and variant.
-        before: median seconds in the first; None if it had no time there.
-        after: in the second.
-        status: of the second.
+        before: median seconds in the first results; None if it was not timed there.
+        after: median seconds in the second results, likewise.
+        status: status in the second results.
     """
 
     name: str
@@ -35,11 +35,11 @@ class Change:
 
     @property
     def ratio(self) -> float | None:
-        """t_after / t_before: above 1 it is slower."""
+        """t_after / t_before, which is above 1 if the cell became slower; None if either is missing."""
         return None if self.before is None or self.after is None else self.after / self.before
 
     def slower(self, tolerance: float) -> bool:
-        """Whether it takes more than ``1 + tolerance`` times as long, or no longer runs at all."""
+        """Whether the cell takes more than ``1 + tolerance`` times as long, or no longer runs."""
         if self.before is not None and self.after is None:
             return True
         return self.ratio is not None and self.ratio > 1 + tolerance
@@ -62,9 +62,9 @@ class Comparison:
     """Two sets of results.
 
     Args:
-        changes: the cells in both.
-        only_before: names of cells in the first alone.
-        only_after: in the second alone.
+        changes: cells in both.
+        only_before: names of cells that are only in the first.
+        only_after: names of cells that are only in the second.
     """
 
     changes: tuple[Change, ...]
@@ -77,7 +77,7 @@ class Comparison:
 
 
 def compare(before: Iterable[CellRecord], after: Iterable[CellRecord]) -> Comparison:
-    """Match cells whose conditions are the same but for versions, commit and number of calls.
+    """Match cells with the same conditions, apart from versions, commit and number of calls.
 
     Raises:
         ConfigError: no cell is in both.
@@ -102,7 +102,7 @@ def compare(before: Iterable[CellRecord], after: Iterable[CellRecord]) -> Compar
 
 
 def parse_tolerance(text: str) -> float:
-    """Read a share such as ``5%`` as a fraction.
+    """Read a percentage such as ``5%`` as a fraction.
 
     >>> parse_tolerance("5%")
     0.05

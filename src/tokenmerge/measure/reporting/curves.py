@@ -1,4 +1,4 @@
-"""The lines of the plots; independent of a plotting library."""
+"""The data of the plots, independent of a plotting library."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class Line:
     """One line of a chart.
 
     Args:
-        name: what it is of.
-        points: (x, y), in the order in which they are joined; at least one.
-        labels: text at each point; empty: none.
+        name: name in the legend.
+        points: (x, y) in the order in which they are joined, at least one.
+        labels: text at each point; empty for no text.
     """
 
     name: str
@@ -41,11 +41,11 @@ class Chart:
     """A chart.
 
     Args:
-        title: what it shows.
-        x: name of the horizontal axis.
-        y: name of the vertical axis.
-        lines: at least one.
-        level: (name, y) of a horizontal line to compare with, if there is one.
+        title: title of the chart.
+        x: label of the horizontal axis.
+        y: label of the vertical axis.
+        lines: the lines, at least one.
+        level: (name, y) of a horizontal line to compare with, or None.
         from_zero: whether the vertical axis starts at zero.
     """
 
@@ -58,9 +58,9 @@ class Chart:
 
 
 def charts(cells: Iterable[CellRecord], quality: Sequence[QualityRecord]) -> list[Chart]:
-    """Speed-up against resolution, time against ratio, and the price curve, as far as there are points.
+    """Make charts of speed-up against resolution, time against ratio, and speed-up against quality.
 
-    Only cells with fused attention: what others gain over plain attention is not merging's.
+    They only show cells with fused attention, so that its gain is not credited to merging.
     """
     timed = _timed(cells)
     return [*_against_resolution(timed), *_against_ratio(timed), *_price(timed, quality)]
@@ -136,22 +136,22 @@ def _price(cells: Sequence[CellRecord], quality: Sequence[QualityRecord]) -> Ite
 def _price_lines(
     records: Sequence[QualityRecord], metric: str, cells: Sequence[CellRecord]
 ) -> Iterable[Line]:
-    """One line for each method, whose points are its ratios, and one for fewer steps.
+    """One line for each method, with a point for each ratio, and one line for fewer steps.
 
-    A number of steps that fits into several methods was timed beside each: their median is its speed-up.
+    If a number of steps fits several methods, it was timed with each. The point is then the median.
     """
     families: dict[str, dict[float, list[tuple[float, float]]]] = {}
     for record in records:
         cell = cell_of_pictures(record.label, record.drawn_with, cells)
         if cell is None or cell.speedup is None or metric not in record.figures:
             continue
-        # With as many steps as dense it is the dense run.
+        # With as many steps as dense, it is the dense run.
         is_dense = cell.facts.get("steps_used") == cell.conditions["steps"]
         if _same_steps(record, cell) and not is_dense:
             family = families.setdefault(_family(record.variant, record.settings), {})
             family.setdefault(_knob(record), []).append((record.figures[metric], cell.speedup))
     for name, found in sorted(families.items()):
-        # Joined in the order of the ratio or steps: with few pictures, figures need not be monotonic.
+        # Join points in the order of ratio or steps, since metrics of few pictures may not be monotonic.
         knobs = sorted(found)
         points = tuple(
             (median(x for x, _ in found[knob]), median(y for _, y in found[knob])) for knob in knobs
@@ -160,7 +160,7 @@ def _price_lines(
 
 
 def timed_with_other_steps(cells: Iterable[CellRecord], quality: Iterable[QualityRecord]) -> list[str]:
-    """A sentence for each variant that was drawn with one number of steps and timed with another."""
+    """Make a note for each variant that was drawn with one number of steps and timed with another."""
     timed = _timed(cells)
     found = []
     for record in quality:
@@ -169,7 +169,7 @@ def timed_with_other_steps(cells: Iterable[CellRecord], quality: Iterable[Qualit
             drawn = record.steps_used or "an unknown number of"
             found.append(
                 f"{record.label} of {quality_name(record)} is on no price curve: drawn with {drawn} steps, "
-                f"timed with {cell.facts.get('steps_used')}; tokenmerge evaluate draws with as many"
+                f"timed with {cell.facts.get('steps_used')}; run tokenmerge evaluate again"
             )
     return found
 
@@ -191,7 +191,7 @@ def _by_family(cells: Sequence[CellRecord]) -> Iterable[tuple[str, list[CellReco
 
 
 def _family(variant: str, settings: Mapping[str, Any]) -> str:
-    """A variant without what makes it faster, and fewer steps whatever they fit into.
+    """Name a variant without the settings that make it faster, so that one name stands for one line.
 
     >>> _family("tome", {"ratio": 0.5, "merge_mlp": True})
     'tome merge_mlp'
@@ -200,7 +200,7 @@ def _family(variant: str, settings: Mapping[str, Any]) -> str:
 
 
 def _knob(record: QualityRecord) -> float:
-    """The label of a point: its ratio or steps, for example; NaN where it has none."""
+    """The label of a point, such as its ratio or steps; NaN if it has none."""
     if record.steps_used is not None:
         return float(record.steps_used)
     return float(next((record.settings[name] for name in _KNOBS if name in record.settings), math.nan))

@@ -1,4 +1,4 @@
-"""A report as one HTML page, as Markdown, and as CSV."""
+"""Formats a report as one HTML page, as Markdown, and as CSV."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _MORE = (
 
 
 def as_html(content: Content) -> str:
-    """One page that needs nothing beside it: pictures, plots, styles and the slider's script are inside.
+    """Format one page that contains all pictures, plots, styles and scripts.
 
     Raises:
         MissingExtraError: jinja2 or matplotlib is not installed.
@@ -40,7 +40,7 @@ def as_html(content: Content) -> str:
         import jinja2
     except ImportError as error:
         raise MissingExtraError("plots", needed_by="the page of tokenmerge report") from error
-    # Escapes every text: prompts and names come from anywhere.
+    # autoescape, because prompts and names can contain any text.
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
     text = (resources.files("tokenmerge.measure.reporting") / "page.html.j2").read_text(encoding="utf-8")
     present = {
@@ -65,12 +65,12 @@ def as_html(content: Content) -> str:
 
 
 def as_markdown(content: Content) -> str:
-    """Headings and tables; published figures are in italics."""
+    """Format headings and tables. Published numbers are in italics."""
     parts = [
         f"# {TITLE}",
-        "Speed-up is t_dense / t, where dense runs with fused attention (SDPA), in the same rounds; "
-        "“same attention” is against dense with the attention of the row. Times are medians of one call. "
-        "The oracle merges at no cost: no method that merges the same layers at its ratio can be faster.",
+        "Speed-up is t_dense / t, where dense runs with fused attention (SDPA) in the same rounds. For "
+        "“same attention”, dense has the attention of the row. Times are medians of one call. The oracle "
+        "merges at no cost: no method that merges the same layers at the same ratio can be faster.",
         *(f"Note: {_escape(note)}" for note in content.notes),
     ]
     for heading, tables in (
@@ -87,7 +87,7 @@ def as_markdown(content: Content) -> str:
 
 
 def as_csv(cells: Iterable[CellRecord]) -> str:
-    """One line for each cell, with its figures and conditions."""
+    """One line for each cell, with its results and conditions."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     figures = (
@@ -122,7 +122,7 @@ def as_csv(cells: Iterable[CellRecord]) -> str:
 
 
 def quality_as_csv(records: Iterable[QualityRecord]) -> str:
-    """One line for each figure of quality, with the conditions of its pictures."""
+    """One line for each value of a quality metric, with the conditions of its pictures."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     conditions = ("steps", "scheduler", "guidance", "dtype", "device", "attention", "commit")
@@ -186,7 +186,7 @@ def _markdown_table(table: Table) -> str:
 
 
 def _escape(text: str) -> str:
-    """Text that Markdown shows as it is."""
+    """Escape text for Markdown."""
     for mark in "\\`*_{}[]<>#|":
         text = text.replace(mark, "\\" + mark)
     return text.replace("\n", " ")

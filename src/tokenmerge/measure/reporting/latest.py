@@ -1,4 +1,4 @@
-"""The newest of the records that would have the same name in a report."""
+"""Selects the newest record among those that would have the same name in a report."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ R = TypeVar("R", CellRecord, QualityRecord)
 
 
 def newest_cells(cells: Iterable[CellRecord]) -> tuple[list[CellRecord], list[str]]:
-    """Of cells that would be rows of one name in one table, the one that ended last.
+    """Select the last cell among those that would have the same name in the same table.
 
     Returns:
-        Those cells, and a sentence if any is left out, which says in what they differ.
+        The selected cells, and a note on the conditions that differ if any cell is left out.
     """
     by_age = sorted(cells, key=lambda cell: cell.finished)
     return _last(by_age, lambda cell: (*where_of(cell), what_of(cell)), "cells")
 
 
 def newest_figures(records: Iterable[QualityRecord]) -> tuple[list[QualityRecord], list[str]]:
-    """Of figures that would be rows of one name in one table, the last ones; otherwise as for cells."""
+    """Select the last quality record among those with the same name in the same table, as for cells."""
     return _last(
         sorted(records, key=lambda record: record.finished),
         lambda record: (*where_drawn(record), record.label, record.category),
@@ -44,5 +44,5 @@ def _last(by_age: Sequence[R], name: Callable[[R], Hashable], what: str) -> tupl
             differs |= {key for key, value in record.conditions.items() if value != before.get(key)}
         found[name(record)] = record
     older = len(by_age) - len(found)
-    said = f"{older} older {what} left out: newer ones differ in {', '.join(sorted(differs))} alone"
+    said = f"{older} older {what} left out: newer ones differ only in {', '.join(sorted(differs))}"
     return list(found.values()), [said] if older else []

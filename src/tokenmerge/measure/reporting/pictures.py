@@ -1,4 +1,4 @@
-"""Pictures as data addresses, so that a page needs no other file."""
+"""Encodes pictures as data URLs, so that a page needs no other file."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ _SIGNATURES = {b"\x89PNG\r\n\x1a\n": "image/png", b"\xff\xd8\xff": "image/jpeg",
 
 
 def data_address(path: Path) -> str:
-    """A PNG, JPEG or WebP file as a data address.
+    """Encode a PNG, JPEG or WebP file as a data URL.
 
     Raises:
-        ConfigError: it cannot be read, or is no such picture.
+        ConfigError: the file cannot be read, or has another format.
     """
     return f"data:{picture_type(path)};base64,{base64.b64encode(path.read_bytes()).decode()}"
 
 
 def picture_type(path: Path) -> str:
-    """The media type of a PNG, JPEG or WebP file, by how it begins.
+    """Find the media type of a PNG, JPEG or WebP file from its first bytes.
 
     Raises:
-        ConfigError: it cannot be read, or is no such picture.
+        ConfigError: the file cannot be read, or has another format.
     """
     try:
         check_regular(path)
@@ -41,5 +41,5 @@ def picture_type(path: Path) -> str:
 
 
 def svg_address(svg: str) -> str:
-    """An SVG document as a data address; as a picture it runs no script and shares no names with a page."""
+    """Encode an SVG document as a data URL. As an image it runs no scripts, and its ids stay separate."""
     return f"data:image/svg+xml;base64,{base64.b64encode(svg.encode()).decode()}"

@@ -1,4 +1,4 @@
-"""Charts as SVG, drawn by matplotlib."""
+"""Draws charts as SVG with matplotlib."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ _STYLE: Any = {
 _SIZE = (5.2, 4.4)
 _TITLE_WIDTH = 60
 _ROOM = 0.08
-# Always the same colour, whatever else a chart shows.
+# Methods that have the same colour in every chart.
 _FIXED = {"tome": 0, "tomesd": 1}
 
 
 def draw(chart: Chart) -> str:
-    """The chart as an SVG document, the same bytes for the same chart.
+    """Draw a chart as an SVG document. Equal charts give equal bytes.
 
     Raises:
         MissingExtraError: matplotlib is not installed.
@@ -81,7 +81,7 @@ def _fill(axes: Any, chart: Chart) -> None:
 
 
 def _colours(chart: Chart) -> dict[str, str]:
-    """One colour for each method, grey for what is only there to compare with."""
+    """One colour for each method, and grey for the oracle and fewer steps."""
     families: dict[str, str] = {}
     free = (colour for number, colour in enumerate(_COLOURS) if number not in _FIXED.values())
     found = {}
@@ -96,5 +96,5 @@ def _colours(chart: Chart) -> dict[str, str]:
 
 
 def _plain(text: str) -> str:
-    """Text in which matplotlib finds no formula."""
+    """Escape text so that matplotlib does not read it as a formula."""
     return text.replace("$", r"\$")

@@ -1,4 +1,4 @@
-"""Published figures, to compare ours with."""
+"""Published measurements to compare ours with."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from importlib import resources
 
 __all__ = ["Published", "published_rows"]
 
-# How the tables name what they measured → (whether it merges, attention in our names).
+# Method in the published tables → (whether it merges, name of its attention here).
 _METHODS = {
     "baseline": (False, "default"),
     "vanilla": (False, "default"),
@@ -19,22 +19,22 @@ _METHODS = {
 
 @dataclasses.dataclass(frozen=True)
 class Published:
-    """One figure of a published table.
+    """One measurement in a published table. A value that was not published is None.
 
     Args:
         source: where it was published.
-        merges: whether it is ToMe; otherwise dense.
-        attention: in the names of :data:`tokenmerge.measure.pipelines.settings.ATTENTION_CHOICES`.
-        ratio: of tokens removed.
+        merges: True for ToMe, False for dense.
+        attention: a name in :data:`tokenmerge.measure.pipelines.settings.ATTENTION_CHOICES`.
+        ratio: fraction of tokens removed.
         device: name of the GPU.
         resolution: width and height in pixels.
-        batch: pictures per call; None where it was not published.
-        seconds: of one call.
-        seconds_per_image: as it says.
+        batch: pictures per call.
+        seconds: seconds per call.
+        seconds_per_image: seconds per image.
         memory: GB per image.
         fid: Fréchet inception distance.
-        out_of_memory: whether it did not fit.
-        note: what the table says of its conditions.
+        out_of_memory: whether it ran out of memory.
+        note: the conditions in the table's words.
     """
 
     source: str
@@ -53,7 +53,7 @@ class Published:
 
 
 def published_rows() -> list[Published]:
-    """Every published figure, in the order of the tables.
+    """Read all published measurements, in the order of the tables.
 
     >>> published_rows()[0].seconds_per_image
     3.09

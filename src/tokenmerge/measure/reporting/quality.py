@@ -1,4 +1,4 @@
-"""Records of an evaluation: closeness of a variant, and pairs of pictures."""
+"""Records of an evaluation: quality metrics of a variant, and pairs of pictures."""
 
 from __future__ import annotations
 
@@ -15,30 +15,29 @@ from tokenmerge.measure.bench.results_file import read_lines
 
 __all__ = ["LOWER_IS_CLOSER", "QualityRecord", "SampleRecord", "metric_names", "read_quality"]
 
-# Metrics that are lower for closer pictures; all others are higher.
+# Metrics that are lower for closer pictures. All others are higher.
 LOWER_IS_CLOSER = frozenset({"lpips", "fid", "kid"})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QualityRecord:
-    """Closeness of one variant to dense, or another figure of quality, over many pictures.
+    """Quality metrics of one variant, such as its closeness to dense, over many pictures.
 
     Attributes:
-        model: as in the records of a benchmark.
-        width: in pixels.
-        height: in pixels.
-        variant: name, such as ``"tome"``.
-        settings: those of the variant that differ from its defaults, and its ratio.
-        figures: mean over the pictures, by the name of the metric, such as ``{"psnr": 24.1, "ssim": 0.83}``;
-            finite numbers.
-        images: how many pictures, ≥ 1.
-        category: the part of the prompts that the pictures are of; None: all.
-        conditions: everything else that the pictures depend on, as values that JSON can hold; ``steps`` are
-            those of dense.
-        steps_used: of ``"fewer-steps"``, how many; None: as many as dense.
-        measured_with: network and reference of a figure, by the name of the metric.
-        notes: what a reader of the figures should know, in words.
-        finished: date and time at which it was measured, ISO 8601 with the offset; "" if nothing says it.
+        model: the model, as in benchmark records.
+        width: width of the pictures in pixels.
+        height: height of the pictures in pixels.
+        variant: name of the variant, such as ``"tome"``.
+        settings: the ratio, and the settings that differ from the variant's defaults.
+        figures: value of each metric, such as ``{"psnr": 24.1, "ssim": 0.83}``; finite numbers.
+        images: number of pictures, ≥ 1.
+        category: category of the prompts. None: all prompts.
+        conditions: everything else that the pictures depend on, in JSON-compatible values. ``steps`` is the
+            number of steps of dense.
+        steps_used: number of steps of ``"fewer-steps"``. None: as many as dense.
+        measured_with: network and reference pictures of each metric that has them.
+        notes: remarks for the reader.
+        finished: date and time of the measurement, in ISO 8601 with the UTC offset; "" if unknown.
     """
 
     model: str
@@ -62,19 +61,19 @@ class QualityRecord:
 
     @property
     def drawn_with(self) -> dict[str, Any]:
-        """What all pictures depend on, the model and their size among it."""
+        """Everything that the pictures depend on, including the model and the size."""
         return {"model": self.model, "width": self.width, "height": self.height, **self.conditions}
 
     @property
     def key(self) -> str:
-        """Equal for figures of the same pictures, of which the later ones count."""
+        """Equal for metrics of the same pictures. A later record replaces earlier ones with the same key."""
         values = dataclasses.asdict(self)
         for name in ("figures", "measured_with", "notes", "finished"):
             del values[name]
         return key_of(values)
 
     def to_line(self) -> str:
-        """One line of JSON, its newline included; a file may mix all kinds of records."""
+        """One line of JSON, its newline included. A file may mix all kinds of records."""
         return _line("quality", self)
 
     @classmethod
@@ -84,7 +83,7 @@ class QualityRecord:
         Raises:
             ConfigError: it is not such a record.
         """
-        # Older records do not say when, nor with how many steps.
+        # Older records have no date and no number of steps.
         record = _read(cls, {"finished": "", "steps_used": None, **values})
         record = dataclasses.replace(record, notes=tuple(record.notes))
         numbers = isinstance(record.figures, dict) and all(
@@ -98,13 +97,13 @@ class QualityRecord:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SampleRecord:
-    """A dense picture and that of a variant from the same prompt and seed.
+    """A dense picture and the picture of a variant with the same prompt and seed.
 
     Attributes:
-        prompt: text, shown as it is.
-        seed: of both pictures.
-        variant: name, such as ``"tome"``.
-        settings: those of the variant that differ from its defaults, and its ratio.
+        prompt: text of the prompt.
+        seed: seed of both pictures.
+        variant: name of the variant, such as ``"tome"``.
+        settings: the ratio, and the settings that differ from the variant's defaults.
         dense: path of the dense picture, relative to the folder of the file with this record.
         image: path of the variant's picture, likewise.
     """
@@ -148,16 +147,16 @@ class SampleRecord:
 
 
 def metric_names(records: Sequence[QualityRecord]) -> list[str]:
-    """Names of all figures, in the order of the record that has most; dense has none beside itself."""
+    """Names of all metrics, in the order of the record with the most. Dense has fewer than the others."""
     ordered = sorted(records, key=lambda record: -len(record.figures))
     return list(dict.fromkeys(name for record in ordered for name in record.figures))
 
 
 def read_quality(path: Path) -> Iterator[QualityRecord | SampleRecord]:
-    """What an evaluation wrote to a results file, in order; lines of another kind are passed over.
+    """Read the records of an evaluation in a results file, in order. Lines of other kinds are skipped.
 
     Raises:
-        ConfigError: it cannot be read, or a line is not a record.
+        ConfigError: the file cannot be read, or a line is not a valid record.
     """
     kinds: dict[str, Any] = {"quality": QualityRecord, "sample": SampleRecord}
     for number, values in read_lines(path):

@@ -1,4 +1,4 @@
-"""Tables of quality, one for each set of pictures."""
+"""Tables of quality metrics, one for each set of pictures."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from tokenmerge.measure.reporting.tables import Table, TableRow, attention_name,
 
 __all__ = ["quality_name", "quality_tables", "where_drawn"]
 
-# Conditions that the pictures of one table have in common, beside the model and their size.
+# Conditions that the pictures of one table have in common, in addition to the model and the size.
 _SHARED = ("steps", "scheduler", "guidance", "dtype", "device", "attention", "prompts", "seeds")
 
 
 def where_drawn(record: QualityRecord) -> tuple[str, int, int, str]:
-    """What the figures of one table have in common."""
+    """What the records of one table have in common."""
     shared = key_of({name: record.conditions.get(name) for name in _SHARED})
     return record.model, record.width, record.height, shared
 
 
 def quality_name(record: QualityRecord) -> str:
-    """The title of that table."""
+    """The title of the record's table."""
     parts = [record.model, f"{record.width} × {record.height}"]
     if set(_SHARED) <= set(record.conditions):
         c = record.conditions
@@ -37,7 +37,7 @@ def quality_name(record: QualityRecord) -> str:
 
 
 def quality_tables(records: Sequence[QualityRecord]) -> list[Table]:
-    """One table for each set of pictures; its rows are the variants, and their categories where there are."""
+    """Make one table for each set of pictures, with a row for each variant and category."""
     return [
         _table([record for record in records if where_drawn(record) == where])
         for where in dict.fromkeys(map(where_drawn, records))

@@ -1,4 +1,4 @@
-"""The content of a report, the same for every format."""
+"""The content of a report, which is the same for every format."""
 
 from __future__ import annotations
 
@@ -28,14 +28,13 @@ class Content:
     """Everything that a report shows.
 
     Args:
-        measured: a table for each setting.
-        beside: published tables with our figures beside them.
-        quality: closeness of variants to dense.
-        charts: plots.
-        samples: pairs of pictures that are there.
-        conditions: (name, JSON) of each machine and configuration that cells were measured on, and of each
-            set of pictures.
-        notes: what the reader should know, in words.
+        measured: one table of measurements for each setting.
+        beside: published tables with our measurements.
+        quality: tables of quality metrics.
+        charts: the plots.
+        samples: pairs of pictures.
+        conditions: (name, JSON) of each machine and configuration, and of each set of pictures.
+        notes: remarks for the reader.
     """
 
     measured: tuple[Table, ...]
@@ -48,7 +47,7 @@ class Content:
 
 
 def content_of(results: Results) -> Content:
-    """Arrange records for a reader: the newest of those that no name tells apart, and samples that exist."""
+    """Collect the content from the newest records with each name, and from the samples that exist."""
     cells, older_cells = newest_cells(results.cells)
     quality, older_figures = newest_figures(results.quality)
     samples, lost = _readable(results.samples)
@@ -64,7 +63,7 @@ def content_of(results: Results) -> Content:
 
 
 def _readable(samples: Sequence[Sample]) -> tuple[list[Sample], list[str]]:
-    """The pairs whose pictures are both there, and a sentence on the others, which can be very many."""
+    """Select the pairs with two readable pictures, and make one note on all others."""
     found, lost = [], []
     for sample in samples:
         try:
@@ -79,7 +78,7 @@ def _readable(samples: Sequence[Sample]) -> tuple[list[Sample], list[str]]:
 
 
 def _conditions(cells: Sequence[CellRecord]) -> list[tuple[str, str]]:
-    """What all cells of one run share, each once."""
+    """The conditions that all cells of a run share, once for each run."""
     shared: dict[str, str] = {}
     varying = ("variant", "settings", "attention", "compile", "width", "height", "batch", "model", "frames")
     for cell in cells:
@@ -93,7 +92,7 @@ def _conditions(cells: Sequence[CellRecord]) -> list[tuple[str, str]]:
 
 
 def _conditions_of_quality(records: Sequence[QualityRecord]) -> list[tuple[str, str]]:
-    """What the pictures of all variants share, each once."""
+    """The conditions that the pictures of all variants share, once for each set of pictures."""
     shared: dict[str, str] = {}
     for record in records:
         if record.conditions:

@@ -1,4 +1,4 @@
-"""Read results: files and folders of JSON lines of every kind."""
+"""Reads files and folders of results with all kinds of records."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ __all__ = ["Results", "Sample", "read_results"]
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """A pair of pictures, found.
+    """A pair of pictures.
 
     Args:
-        record: what they are.
+        record: the record of the pair.
         dense: path of the dense picture.
-        image: path of the variant's.
+        image: path of the variant's picture.
     """
 
     record: SampleRecord
@@ -36,10 +36,10 @@ class Results:
     """All records of some files.
 
     Args:
-        cells: of benchmarks; of those with equal conditions the last.
-        quality: closeness of variants; of the same pictures the last.
+        cells: benchmark cells, the last one for equal conditions.
+        quality: quality metrics, the last ones for the same pictures.
         samples: pairs of pictures, each once.
-        notes: remarks on the files, such as a torn last line.
+        notes: remarks on the files, such as an incomplete last line.
     """
 
     cells: tuple[CellRecord, ...]
@@ -49,10 +49,10 @@ class Results:
 
 
 def read_results(paths: Sequence[Path]) -> Results:
-    """Read results files; of a folder, every ``*.jsonl`` in it.
+    """Read results files, and all ``*.jsonl`` files of folders.
 
     Raises:
-        ConfigError: there is none, or one cannot be read or holds something else.
+        ConfigError: there is no file, or a file cannot be read or holds something else.
     """
     cells: dict[str, CellRecord] = {}
     quality: dict[str, QualityRecord] = {}

@@ -1,4 +1,4 @@
-"""Tables of measured cells, and of published figures with ours beside them; plain text cells."""
+"""Tables in plain text, and the tables of measured cells."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ _ATTENTION = {"sdpa": "SDPA", "xformers": "xFormers", "default": "plain"}
 
 @dataclasses.dataclass(frozen=True)
 class TableRow:
-    """One line of a table.
+    """One row of a table.
 
     Args:
-        cells: text of each column.
+        cells: text in each column.
         origin: :data:`OURS` or :data:`PUBLISHED`.
     """
 
@@ -55,11 +55,11 @@ class Table:
     """A titled table.
 
     Args:
-        title: what it shows.
+        title: title of the table.
         header: names of the columns.
-        rows: its lines.
-        notes: what a reader should know, in words.
-        words: how many of the first columns hold words rather than figures.
+        rows: the rows.
+        notes: remarks for the reader.
+        words: number of first columns that hold text. The others hold numbers.
     """
 
     title: str
@@ -70,7 +70,7 @@ class Table:
 
 
 def measured_tables(cells: Iterable[CellRecord]) -> list[Table]:
-    """One table for each setting; speed-up is t_dense / t, dense with fused attention in the same rounds."""
+    """Make one table for each setting."""
     ordered = sorted(cells, key=lambda cell: in_order(where_of(cell)))
     return [_measured(list(group)) for _, group in groupby(ordered, key=where_of)]
 
@@ -81,13 +81,13 @@ def where_of(cell: CellRecord) -> tuple[Any, ...]:
 
 
 def what_of(cell: CellRecord) -> str:
-    """What tells the cells of one table apart."""
+    """What differs between the cells of one table: variant, attention and compilation."""
     compiled = ", compiled" if cell.conditions["compile"] else ""
     return f"{cell.label}, {attention_name(cell.conditions['attention'])}{compiled}"
 
 
 def attention_name(attention: str) -> str:
-    """In words.
+    """The name of an attention implementation in a report.
 
     >>> attention_name("default")
     'plain attention'
@@ -101,7 +101,7 @@ def setting_name(conditions: Mapping[str, Any]) -> str:
 
 
 def call_name(conditions: Mapping[str, Any]) -> str:
-    """What is timed, wherever it runs."""
+    """Describe the timed call, without the machine."""
     frames = f" × {conditions['frames']} frames" if conditions["frames"] else ""
     whole = conditions["scope"] == "pipeline"
     parts = (
@@ -115,7 +115,7 @@ def call_name(conditions: Mapping[str, Any]) -> str:
 
 
 def sampling_name(conditions: Mapping[str, Any]) -> str:
-    """How many steps, and the scheduler and the guidance where they are not the model's own.
+    """The number of steps, and the scheduler and guidance scale unless they are the model's defaults.
 
     >>> sampling_name({"steps": 50, "scheduler": "plms", "guidance": 7.5})
     '50 steps, plms, guidance 7.5'
@@ -130,7 +130,7 @@ def sampling_name(conditions: Mapping[str, Any]) -> str:
 
 
 def machine_name(conditions: Mapping[str, Any]) -> str:
-    """Name of the device, and of a CPU the number of its threads."""
+    """The name of the device, with the number of threads for a CPU."""
     name: str = conditions["device_name"]
     if conditions["device"] == "cpu":
         name += f", {conditions['threads']} thread{'s' if conditions['threads'] > 1 else ''}"
@@ -194,7 +194,7 @@ def _figures(cell: CellRecord) -> tuple[str, ...]:
 
 
 def times(ratio: float | None) -> str:
-    """A speed-up.
+    """Format a speed-up.
 
     >>> times(1.5)
     '1.50×'
@@ -207,7 +207,7 @@ def _percent(share: float | None) -> str:
 
 
 def in_order(values: Iterable[object]) -> tuple[object, ...]:
-    """Values, some of which may be None, as a key to sort by.
+    """Make a sorting key from values that may be None, which comes last.
 
     >>> sorted([(2, None), (1, None), (1, 5)], key=in_order)
     [(1, 5), (1, None), (2, None)]

@@ -1,4 +1,4 @@
-"""Published tables, with rows for what was measured here."""
+"""Published tables, with rows for our measurements."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _IMPLEMENTATIONS = {"tome": "tokenmerge", "tomesd": "tomesd"}
 
 
 class _Column(NamedTuple):
-    """Dense at ratio 0, ToMe above."""
+    """A column of a table. A ratio of 0 stands for dense, a higher one for ToMe."""
 
     attention: str
     ratio: float
@@ -47,7 +47,7 @@ class _Line(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Figure:
-    """What one published table shows, where it is found in a published row and in a cell, and in which."""
+    """The quantity in one table, and how to get it from published rows and from suitable cells of ours."""
 
     name: str
     published: Callable[[Published], float | None]
@@ -57,7 +57,7 @@ class _Figure:
 
 
 def _seconds(cell: CellRecord) -> float | None:
-    """Of a call of the pipeline; of the denoiser alone, times the number of steps."""
+    """Seconds per call of the pipeline, or of the denoiser times the number of steps."""
     if cell.median is None:
         return None
     return cell.median if cell.conditions["scope"] == "pipeline" else cell.median * cell.conditions["steps"]
@@ -75,7 +75,7 @@ def _memory(cell: CellRecord) -> float | None:
 _FIGURES = {
     "per call": _Figure("seconds per call", lambda row: row.seconds, _seconds, is_time=True),
     "per image": _Figure("seconds per image", lambda row: row.seconds_per_image, _per_image, is_time=True),
-    # On a CPU, what is counted is the memory of the whole process.
+    # On a CPU, the peak is the memory of the whole process.
     "memory": _Figure(
         "GB per image", lambda row: row.memory, _memory, takes=lambda cell: cell.conditions["device"] != "cpu"
     ),
@@ -83,14 +83,14 @@ _FIGURES = {
 
 
 def published_tables(cells: Iterable[CellRecord], quality: Iterable[QualityRecord] = ()) -> list[Table]:
-    """Each published table at whose resolutions and batches something of Stable Diffusion 1.5 was measured.
+    """Make each published table that shares resolutions and batches with our cells of Stable Diffusion 1.5.
 
-    Its rows are marked as published. Our rows say on what machine and with how many steps, and for the
-    denoiser alone that the time is that of a step times their number.
+    Published rows are marked. Our rows name the machine and the number of steps. For the denoiser alone, they
+    say that the time is that of one step times the number of steps.
 
     Args:
         cells: measured cells.
-        quality: figures of quality, for the column FID.
+        quality: quality records, for FID.
     """
     ours = [cell for cell in cells if _comparable(cell)]
     drawn = [record for record in quality if "fid" in record.figures and _is_sd15(record.model)]
@@ -183,7 +183,7 @@ def _table(source: str, figure: _Figure, published: Sequence[Published], ours: S
 
 
 def _shown(cell: CellRecord, figure: _Figure) -> str:
-    """A cell's figure; its speed-up is that of its own rounds."""
+    """Format a cell's value, with the speed-up within its own rounds."""
     value = figure.ours(cell)
     if value is None:
         return "OOM" if cell.status == "oom" else "–"
@@ -209,7 +209,7 @@ def _told_against(figure: _Figure, published: Sequence[Published]) -> list[str]:
 
 
 def _counted(figure: _Figure, ours: Sequence[CellRecord]) -> list[str]:
-    """What memory is, as the cells say it."""
+    """Notes on what our memory values count."""
     if figure.is_time:
         return []
     meanings = dict.fromkeys(cell.facts.get("peak_memory") for cell in ours)
@@ -217,7 +217,7 @@ def _counted(figure: _Figure, ours: Sequence[CellRecord]) -> list[str]:
 
 
 def _who(cell: CellRecord) -> list[str]:
-    """The rows that a cell belongs to: dense to that of each implementation."""
+    """The rows that a cell belongs to. Dense belongs to the row of each implementation."""
     conditions = cell.conditions
     names = list(_IMPLEMENTATIONS) if conditions["variant"] == "dense" else [conditions["variant"]]
     alone = "" if conditions["scope"] == "pipeline" else "denoiser × "
