@@ -153,7 +153,7 @@ def test_all_leaves_out_what_does_not_work_and_says_why(monkeypatch: pytest.Monk
 def test_a_metric_that_is_named_has_to_work(monkeypatch: pytest.MonkeyPatch) -> None:
     without(monkeypatch, "torchmetrics.image")
     with pytest.raises(
-        ConfigError, match=r"metric lpips: cannot load alex \(operator .*leave it out, or take all"
+        ConfigError, match=r"metric lpips: cannot load alex \(operator .*leave it out, or use all"
     ):
         load("lpips")
 
