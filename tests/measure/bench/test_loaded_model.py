@@ -226,7 +226,7 @@ def test_tomesd_that_would_do_nothing_is_refused() -> None:
         pass
 
     with (
-        pytest.raises(UnsupportedModelError, match="dense unsaid"),
+        pytest.raises(UnsupportedModelError, match="so it would run dense"),
         variant_contexts.tomesd(ModelMixin(), ToMeConfig(), None),
     ):
         pass

@@ -89,7 +89,7 @@ def test_an_interval_is_a_whole_number(text):
 )
 def test_a_wrong_setting_names_the_right_one(text):
     name, _, given = text.partition(":")
-    with pytest.raises(ConfigError, match=rf"variant: {name} takes \w+=NUMBER.* got '{given}'"):
+    with pytest.raises(ConfigError, match=rf"variant: expected {name}:\w+=NUMBER.* got '{given}'"):
         parse_variant(text, [0.5], {})
 
 
