@@ -1,7 +1,8 @@
 """What merging costs per call beside the work on tokens: calls of tiny models, here and in another checkout.
 
-The models are so small that Python and the hooks are most of the time. The two versions run in processes of
-their own and take turns, so that a machine whose speed varies does not favour one.
+The models are so small that Python and the hooks are most of the time. It is CPU time, which other programs
+on the machine disturb less. The two versions run in processes of their own and take turns, so that a machine
+whose speed varies does not favour one.
 
     python benchmarks/overhead.py                              # this checkout
     python benchmarks/overhead.py --beside ../before/src       # and the ratio to another one
@@ -22,7 +23,7 @@ HERE = Path(__file__).parents[1] / "src"
 
 
 def microseconds(calls: int) -> dict[str, float]:
-    """Median time of a call of each model, in microseconds: dense, and merged."""
+    """Median CPU time of a call of each model, in microseconds: dense, and merged."""
     import torch
     from diffusers import FluxTransformer2DModel, UNet2DConditionModel
 
@@ -81,9 +82,9 @@ def microseconds(calls: int) -> dict[str, float]:
                     apply_token_merging(model, ToMeConfig(ratio=0.5))
                 times = []
                 for _ in range(calls):
-                    begin = time.perf_counter()
+                    begin = time.process_time()
                     model(**arguments)
-                    times.append(time.perf_counter() - begin)
+                    times.append(time.process_time() - begin)
                 found[f"{name} {kind}"] = 1e6 * statistics.median(times[calls // 10 :])
     return found
 
@@ -114,7 +115,7 @@ def main() -> None:
     ]
     for key in rounds[0]["here"]:
         here = statistics.median(one["here"][key] for one in rounds)
-        line = f"{key:12} {here:8.0f} µs a call"
+        line = f"{key:12} {here:8.0f} µs of CPU a call"
         if options.beside:
             ratios = sorted(one["here"][key] / one["beside"][key] for one in rounds)
             median, spread = statistics.median(ratios), f"{ratios[0]:.3f} to {ratios[-1]:.3f}"

@@ -342,7 +342,7 @@ def test_settings_that_follow_the_steps_are_timed_over_a_generation(
     assert told == [(i, 4) for i in range(4)] * 3  # a warm-up, two rounds
     assert merged.seconds == (3.0 / 4,) * 2
     assert merged.speedup == pytest.approx(4 / 3)
-    assert any("mean of the 4 calls of a generation" in note for note in merged.facts["notes"])
+    assert any("mean over the 4 calls of a generation" in note for note in merged.facts["notes"])
     report = predict(build_denoiser(GEOMETRIES["tiny"], torch.float32, CPU, 0), ToMeConfig(), 8, 8, 2)
     assert merged.facts["flops_merged"] == (report.flops_merged + report.flops_dense) / 2
 
