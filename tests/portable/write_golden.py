@@ -9,9 +9,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from tokenmerge.methods import PLANNERS
 
 from tokenmerge import ToMeConfig, ops
+from tokenmerge.planners import PLANNERS
 from tokenmerge.portable.partition import step_number
 
 GOLDEN = Path(__file__).parent / "golden.npz"
