@@ -31,7 +31,7 @@ from tokenmerge.measure.method_spec import MethodSpec
 from tokenmerge.models.find import find_hosts
 from tokenmerge.planners import PLANNERS
 from tokenmerge.planners import _calibration as calibration
-from tokenmerge.runtime.patch import run_of
+from tokenmerge.runtime.patch import state_of
 
 
 @pytest.fixture(autouse=True)
@@ -53,12 +53,12 @@ def pipeline(**models: Any) -> SimpleNamespace:
 def test_a_number_alone_chooses_all_else(fast):
     unet = hosts.unet()
     apply_token_merging(pipeline(unet=unet), 0.3)
-    run = run_of(unet)
-    assert run.config == choose(pipeline(unet=unet), 0.3)
-    assert (run.config.ratio, run.config.planner, run.config.proportional) == (0.3, "tiled", True)
-    assert run.config.max_downsample == 2  # all levels
-    assert (run.config.reuse.every, run.config.reuse.span) == (2, 0.2)
-    assert (run.config.scope, run.config.correction.every) == ("layers", 2)
+    state = state_of(unet)
+    assert state.config == choose(pipeline(unet=unet), 0.3)
+    assert (state.config.ratio, state.config.planner, state.config.proportional) == (0.3, "tiled", True)
+    assert state.config.max_downsample == 2  # all levels
+    assert (state.config.reuse.every, state.config.reuse.span) == (2, 0.2)
+    assert (state.config.scope, state.config.correction.every) == ("layers", 2)
     more = choose(pipeline(unet=unet), 0.6)
     # Of a UNet whole blocks, and from 0.5 on corrections, lose more than they save.
     assert (more.scope, more.correction.every, more.reuse.every) == ("layers", 0, 4)
@@ -67,11 +67,11 @@ def test_a_number_alone_chooses_all_else(fast):
     assert choose(unet, 0.6).scope == "layers"
     # On small grids merged attention costs more than leaving out steps; where there are no steps to follow
     # there is nothing to leave out.
-    assert (run.config.min_tokens, more.min_tokens, choose(unet, 0.3).min_tokens) == (2048, 2048, 16)
+    assert (state.config.min_tokens, more.min_tokens, choose(unet, 0.3).min_tokens) == (2048, 2048, 16)
     with token_merging(unet, 0.2) as patch:
-        assert run_of(unet).config.ratio == 0.2
+        assert state_of(unet).config.ratio == 0.2
         assert patch.report.rows
-    assert run_of(unet) is not None
+    assert state_of(unet) is not None
     with pytest.raises(ConfigError, match="ratio: expected 0 ≤ ratio"):
         apply_token_merging(unet, 0.9)
     with pytest.raises(ConfigError, match=r"expected a ratio such as 0\.5, a ToMeConfig"):
@@ -160,7 +160,7 @@ def test_a_ratio_of_0_is_dense(fast):
     inputs = hosts.inputs()
     dense = hosts.call(unet, **inputs)
     patch = apply_token_merging(pipeline(unet=unet), 0.0)
-    assert not run_of(unet).config.follows_steps
+    assert not state_of(unet).config.follows_steps
     assert torch.equal(hosts.call(unet, **inputs), dense)
     assert "every block stays dense, as asked" in str(patch.report)
     assert choose(pipeline(unet=unet), 0.0).max_downsample == 2  # as SDXL needs, to be patched at all

@@ -119,7 +119,7 @@ def test_numbers_of_numpy_and_truth_values_are_taken_as_tomesd_takes_them():
         ),
         ({"sx": 1, "sy": 1}, "= 0 for sx=1, sy=1, got 0.5"),
         ({"sx": 0}, "sx: expected an integer ≥ 1, got 0"),
-        ({"max_downsample": 0, "ratio": "half"}, "ratio: expected a number from 0 to 0.75, got 'half'"),
+        ({"max_downsample": 0, "ratio": "half"}, "ratio: expected a number from 0 to .*, got 'half'"),
         ({"max_downsample": float("nan")}, "max_downsample: expected"),
         ({"max_downsample": "1"}, "max_downsample: expected"),
         ({"merge_attn": False}, "nothing would merge; set one"),

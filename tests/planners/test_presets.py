@@ -12,7 +12,7 @@ import torch
 from tests.models.test_every_family import call, model_of
 from tests.models.tiny import FAMILIES
 from tokenmerge import ConfigError, NothingToMergeError, PlanSharing, ToMeConfig, apply_token_merging, presets
-from tokenmerge.runtime.patch import run_of
+from tokenmerge.runtime.patch import state_of
 
 EVERY = pytest.mark.parametrize("name", presets.__all__)
 MODELS = ("UNet2DConditionModel", "SD3Transformer2DModel", "FluxTransformer2DModel")
@@ -75,7 +75,7 @@ def test_a_preset_compiles_without_a_break(name, family):
     eager, compiled = model_of(FAMILIES[family]), model_of(FAMILIES[family])
     patches = [apply_token_merging(model, config) for model in (eager, compiled)]
     if config.follows_steps:
-        blocks = [state.path for state in run_of(compiled).blocks]
+        blocks = [state.path for state in state_of(compiled).blocks]
         assert blocks
         for path in blocks:
             compiled.get_submodule(path).compile(fullgraph=True, backend="eager")

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from diffusers import StableDiffusionPipeline
 
-from tokenmerge import demo
+from tokenmerge.measure import demo
 
 EMOJI = Path(__file__).parent / "emoji.npz"
 PROMPT = "a grinning face on a light blue background"

@@ -19,7 +19,7 @@ def num_removed(grid: Sequence[int], settings: MergeSettings) -> int:
     It is ratio · n, rounded down for each part of the grid that merges on its own. It is 0 for a grid of
     fewer than ``min_tokens`` tokens, or without a whole cell.
 
-    >>> num_removed((1, 64, 64), ToMeConfig(ratio=0.5)), num_removed((1, 1, 9), ToMeConfig(ratio=0.5))
+    >>> num_removed((1, 64, 64), MergeSettings(ratio=0.5)), num_removed((1, 1, 9), MergeSettings(ratio=0.5))
     (2048, 0)
     """
     if num_tokens(grid) < settings.min_tokens:

@@ -8,7 +8,7 @@ from diffusers import StableDiffusionPipeline
 
 from tokenmerge import presets
 from tokenmerge.measure import demo
-from tokenmerge.runtime.patch import run_of
+from tokenmerge.runtime.patch import state_of
 from training.mmdit import EmojiMMDiT
 from training.text import encode
 from training.train import set_merging
@@ -82,10 +82,10 @@ def test_tokens_merge_while_training_and_gradients_reach_every_weight() -> None:
     dense, reached = loss_and_gradients()
     assert len(reached) == len(list(model.unet.parameters()))
     set_merging(model, presets.todo())
-    assert run_of(model.unet) is not None
+    assert state_of(model.unet) is not None
     merged, reached_merged = loss_and_gradients()
     assert merged != dense
     assert reached_merged == reached
     set_merging(model, None)
-    assert run_of(model.unet) is None
+    assert state_of(model.unet) is None
     assert loss_and_gradients() == (dense, reached)
