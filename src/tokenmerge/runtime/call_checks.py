@@ -72,7 +72,7 @@ def warn_where_nothing_is_saved(state: ModelState, steps: int, on_meta: bool) ->
     if not round(config.schedule.until * steps):
         warnings.warn(
             f"nothing merges in this generation: schedule.until={config.schedule.until:g} of {steps} "
-            f"step{'s' if steps > 1 else ''} is none; raise until, or take more steps",
+            f"step{'s' if steps > 1 else ''} is none; raise it, or take more steps",
             stacklevel=2,
         )
     elif (
