@@ -1,16 +1,18 @@
 """Time a UNet of ppdiffusers dense, with ppdiffusers' own ToMe and with tokenmerge, in turns.
 
 The grid is that of ppdiffusers' own table on ToMe: ratios × batch sizes × attention. A line of the record is
-one batch size and attention: seconds of each call, by variant. In each round every variant is
-called once, in an order that changes, so that a change of the machine's speed meets all of them.
+one batch size and attention: seconds of each call, by variant, and those of all its threads on the CPU, which
+depend less on what else runs on the machine. In each round every variant is called once, in an order that
+changes, so that a change of the machine's speed meets all of them.
 
 What fits a CPU::
 
-    python benchmarks/paddle/grid.py --batches 1 2 --rounds 5 --out benchmarks/paddle/grid_cpu.jsonl
+    python benchmarks/paddle/grid.py --batches 1 --rounds 4 --out benchmarks/paddle/grid_cpu.jsonl
+    python benchmarks/paddle/grid.py --batches 2 --size 48 --rounds 3 --out benchmarks/paddle/grid_cpu.jsonl
 
 The whole table, on a GPU::
 
-    python benchmarks/paddle/grid.py --device gpu --dtype float16 --batches 2 4 8 16 32 64 --rounds 20 \
+    python benchmarks/paddle/grid.py --device gpu --dtype float16 --batches 2 20 32 64 128 --rounds 20 \
         --attention plain memory-efficient --out benchmarks/paddle/grid_gpu.jsonl
 
 A batch of 2 is one picture with classifier-free guidance.
@@ -65,31 +67,34 @@ def variants(ratios: list[float]) -> dict[str, tuple[Callable, Callable]]:
     return found
 
 
-def seconds(unet: Any, arguments: tuple, gpu: bool) -> float:
-    """Time of one call."""
-    start = time.perf_counter()
+def seconds(unet: Any, arguments: tuple, gpu: bool) -> tuple[float, float]:
+    """Time of one call, and time of all threads on the CPU."""
+    start, cpu_start = time.perf_counter(), time.process_time()
     with paddle.no_grad():
         unet(*arguments)
     if gpu:
         paddle.device.cuda.synchronize()
-    return time.perf_counter() - start
+    return round(time.perf_counter() - start, 4), round(time.process_time() - cpu_start, 4)
 
 
-def measure(unet: Any, batch: int, options: argparse.Namespace) -> dict[str, list[float]]:
-    """Seconds of each variant, by round; one call of each before the rounds is not counted."""
+def measure(unet: Any, batch: int, options: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
+    """Seconds and CPU seconds of each variant, by round; one call before the rounds is not counted."""
     sample = paddle.randn([batch, 4, options.size, options.size]).cast(options.dtype)
     text = paddle.randn([batch, TEXT_TOKENS, SD15["cross_attention_dim"]]).cast(options.dtype)
-    times: dict[str, list[float]] = {name: [] for name in variants(options.ratios)}
-    order = random.Random(0)
-    for turn in range(options.rounds + 1):
-        for name in order.sample(list(times), len(times)):
-            apply, remove = variants(options.ratios)[name]
+    patched = variants(options.ratios)
+    wall: dict[str, list[float]] = {name: [] for name in patched}
+    cpu: dict[str, list[float]] = {name: [] for name in patched}
+    order, gpu = random.Random(0), options.device == "gpu"
+    seconds(unet, (sample, 1000, text), gpu)
+    for turn in range(options.rounds):
+        for name in order.sample(list(patched), len(patched)):
+            apply, remove = patched[name]
             apply(unet)
-            taken = seconds(unet, (sample, 1000 - 10 * turn, text), options.device == "gpu")
+            taken, worked = seconds(unet, (sample, 990 - 10 * turn, text), gpu)
             remove(unet)
-            if turn:
-                times[name].append(round(taken, 4))
-    return times
+            wall[name].append(taken)
+            cpu[name].append(worked)
+    return {"seconds": wall, "cpu_seconds": cpu}
 
 
 def summary(times: dict[str, list[float]]) -> list[str]:
@@ -140,11 +145,14 @@ def main() -> None:
                 "machine": platform.machine(),
                 "paddle": paddle.__version__,
                 "ppdiffusers": ppdiffusers.__version__,
-                "seconds": times,
+                **times,
             }
             with options.out.open("a", encoding="utf-8") as out:
                 out.write(json.dumps(record) + "\n")
-            print(f"batch {batch}, {attention} attention", *summary(times), sep="\n  ", flush=True)
+            for unit, taken in times.items():
+                print(
+                    f"batch {batch}, {attention} attention, {unit}", *summary(taken), sep="\n  ", flush=True
+                )
 
 
 if __name__ == "__main__":
