@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
-from tokenmerge.config.checks import check_fields, integer, number, refuse, share
+from tokenmerge.config.checks import as_items, as_number, check_fields, number, refuse, share
 from tokenmerge.config.value import Value
 
 __all__ = ["StepReuse"]
+
+_SPACING_WITH_NOISE = 0.65
+_above_0 = number("a number above 0 and up to 1, or None", lambda value: 0 < value <= 1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
@@ -19,51 +23,149 @@ class StepReuse(Value):
     linearly extrapolated from the last two steps that computed it (arXiv 2503.06923, order 1), less so where
     it did not follow a line before. The cache holds two outputs of each skipped part.
 
+    The first two steps and the last one are full: the first two show where the outputs are heading, and
+    nothing after the last one can repair it. ``every`` decides how many of the others are full, and
+    ``spacing`` where they lie.
+
     diffusers' own caches cannot run beside it, and models other than UNets cannot combine it with
     ``scope="stack"``.
 
     Args:
-        every: every so many-th step is a full step, which runs everything, ≥ 1. Raising it saves more, and
-            the picture follows the dense one less closely. 1: no step reuses anything.
-        shallow_every: of a UNet, every so many-th step runs all of the finest level, 1 ≤ shallow_every ≤
-            every; the others run only its last layer. Raising it saves most in narrow models and large
-            pictures, where that level takes most of the time. It loses more than raising ``every``, above
-            all under strong guidance.
+        every: mean distance between full steps, which run everything, ≥ 1; it may be a fraction. Raising it
+            saves more, and the picture follows the dense one less closely. 1: no step reuses anything.
+        spacing: 0 < spacing ≤ 1. 1: the same distance between all full steps. Lower: a long distance after
+            the first two, and shorter ones towards the end. It does not change the number of full steps, and
+            so not the speed. None: 0.65 for solvers that add noise in each step, which undoes much of what
+            early steps lose, and 1 for the others.
+        shallow_every: of a UNet, mean distance between the steps that run all of the finest level, 1 ≤
+            shallow_every ≤ every; the others run only its last layer. Raising it saves most in narrow models
+            and large pictures, where that level takes most of the time. It loses more than raising
+            ``every``, above all under strong guidance.
         shallow_from: share of the steps, 0 ≤ shallow_from < 1, that run all of the finest level before any
             step skips it. Raising it gives up the saving of these steps and brings the picture closer.
-        span: longest distance between two full steps, as a share of all steps, 0 < span ≤ 1; half of it for
+        span: highest mean distance between full steps, as a share of all steps, 0 < span ≤ 1; half of it for
             the finest level. It limits the loss in short generations, whose steps differ more from each
             other. Raising it saves more there, and loses more.
+        full_steps: places of the full steps, 0 (the first step) to 1 (the last), in place of ``every``,
+            ``spacing`` and ``span``: ``(0, 0.05, 0.5, 0.8, 1)``. More places save less and bring the picture
+            closer. Empty: as ``every`` says.
+        shallow_steps: places of the steps that run all of the finest level, beside the full steps; in place
+            of ``shallow_every`` and ``shallow_from``. Only with ``full_steps``.
 
     Raises:
         ConfigError: a value is outside these ranges.
+
+    >>> StepReuse(every=4, spacing=0.6).steps_of(20).full
+    (0, 1, 9, 13, 16, 19)
     """
 
-    every: int = 1
-    shallow_every: int = 1
+    every: float = 1
+    spacing: float | None = None
+    shallow_every: float = 1
     shallow_from: float = 0.0
     span: float = 1.0
+    full_steps: tuple[float, ...] = ()
+    shallow_steps: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         checks = {
-            "every": integer(1),
-            "shallow_every": integer(1),
+            "every": _check_distance,
+            "spacing": _check_spacing,
+            "shallow_every": _check_distance,
             "shallow_from": number("a share of the steps, from 0 to below 1", lambda value: 0 <= value < 1),
             "span": share,
+            "full_steps": _check_places,
+            "shallow_steps": _check_places,
         }
         check_fields(self, "reuse.", checks)
-        if self.shallow_every > self.every:
-            wanted = f"1 to reuse.every={self.every}, as a full step runs the finest level too"
+        if self.shallow_every > self.every and not self.full_steps:
+            wanted = f"1 to reuse.every={self.every:g}, as a full step runs the finest level too"
             refuse("reuse.shallow_every", wanted, self.shallow_every)
+        if self.shallow_steps and not self.full_steps:
+            refuse("reuse.shallow_steps", "no places without reuse.full_steps", self.shallow_steps)
 
-    def intervals(self, steps: int) -> tuple[int, int]:
-        """Steps from one full step to the next, and from one that runs the finest level to the next.
+    @property
+    def on(self) -> bool:
+        """Whether any step may skip something."""
+        return self.every > 1 or bool(self.full_steps)
+
+    @property
+    def given(self) -> str:
+        """The setting that turns step reuse on, for messages: ``"reuse.every=2"``."""
+        return f"reuse.full_steps={self.full_steps}" if self.full_steps else f"reuse.every={self.every:g}"
+
+    @property
+    def skips_finest(self) -> bool:
+        """Whether any step may skip the finest level of a UNet."""
+        return self.shallow_every > 1 or bool(self.full_steps)
+
+    def steps_of(self, steps: int, adds_noise: bool = False) -> StepsOfReuse:
+        """Which steps of a generation run which part.
 
         Args:
-            steps: of the generation.
+            steps: of the generation, ≥ 1.
+            adds_noise: whether the solver adds noise in each step.
 
-        >>> StepReuse(every=4, shallow_every=2, span=0.25).intervals(steps=8)
-        (2, 1)
+        >>> StepReuse(every=4, shallow_every=2, span=0.25).steps_of(8)
+        StepsOfReuse(full=(0, 1, 2, 4, 6, 7), shallow=(0, 1, 2, 3, 4, 5, 6, 7))
         """
-        span = self.span * steps
-        return max(1, min(self.every, int(span))), max(1, min(self.shallow_every, int(span / 2)))
+        if self.full_steps:
+            full = _at_places(self.full_steps, steps)
+            return StepsOfReuse(full, tuple(sorted({*full, *_at_places(self.shallow_steps, steps)})))
+        longest, spacing = self.span * steps, self.spacing
+        if spacing is None:
+            spacing = _SPACING_WITH_NOISE if adds_noise else 1.0
+        full = _spread(steps, min(self.every, longest), spacing)
+        shallow = {*_spread(steps, min(self.shallow_every, longest / 2), spacing), *full}
+        shallow.update(range(round(self.shallow_from * steps)))
+        return StepsOfReuse(full, tuple(sorted(shallow)))
+
+
+@dataclasses.dataclass(frozen=True)
+class StepsOfReuse:
+    """Which steps of a generation run which part of the model, by their index.
+
+    Attributes:
+        full: that run everything.
+        shallow: that run the finest level of a UNet; all full steps are among them.
+    """
+
+    full: tuple[int, ...]
+    shallow: tuple[int, ...]
+
+
+def _spread(steps: int, every: float, spacing: float) -> tuple[int, ...]:
+    """The first two steps, and after them one in ``every``, of which the last step is the last.
+
+    Place j of k lies at the share (j / k)^spacing of the way from the second step to the last.
+    """
+    between = steps - 2
+    if every <= 1 or between < 1:
+        return tuple(range(steps))
+    count = max(1, int(between / every + 1e-9))
+    places = [1 + round(between * (j / count) ** spacing) for j in range(1, count + 1)]
+    for j in reversed(range(count - 1)):  # a step is full only once
+        places[j] = min(places[j], places[j + 1] - 1)
+    return 0, 1, *(max(place, j + 2) for j, place in enumerate(places))
+
+
+def _at_places(places: tuple[float, ...], steps: int) -> tuple[int, ...]:
+    return tuple(sorted({round(place * (steps - 1)) for place in places}))
+
+
+def _check_distance(name: str, value: Any) -> float:
+    plain = number("a number ≥ 1", lambda value: value >= 1)(name, value)
+    return int(plain) if plain.is_integer() else plain
+
+
+def _check_spacing(name: str, value: Any) -> float | None:
+    return None if value is None else _above_0(name, value)
+
+
+def _check_places(name: str, value: Any) -> tuple[float, ...]:
+    items = as_items(value)
+    places = [as_number(item) for item in items or ()]
+    plain = tuple(place for place in places if place is not None and 0 <= place <= 1)
+    if items is None or len(plain) < len(places) or list(plain) != sorted(set(plain)):
+        refuse(name, "places from 0 (the first step) to 1 (the last) in rising order, such as (0, 0.5, 1)", value)
+    return plain

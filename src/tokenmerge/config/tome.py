@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from tokenmerge.config.checks import Check, check_fields, integer, one_of, refuse
+from tokenmerge.config.checks import Check, check_fields, integer, number, one_of, refuse
 from tokenmerge.config.correction import Correction
 from tokenmerge.config.names import PARTS, flat, nested
 from tokenmerge.config.plan_sharing import PlanSharing
@@ -44,6 +45,10 @@ class ToMeConfig(MergeSettings):
         levels: settings of single levels, of those of MergeSettings: ``{2: {"ratio": 0.25}}``. Merging less
             at deep levels brings the picture closer for little time; merging less at level 1 gives up most
             of the saving.
+        by_guidance: settings from a scale of classifier-free guidance on, by name: ``{5: {"scope": "block",
+            "reuse.every": 1.5}}``. Guidance multiplies the difference between two results, and with it what
+            is lost there; strong guidance forgives merging more than step reuse. It takes a pipeline that
+            says its scale; elsewhere the config's own settings hold.
 
     A setting that follows the denoising steps needs a pipeline, whose scheduler says which step it is; in a
     loop of your own, call ``patch.at_step(i, steps)``. Such settings cannot be compiled into one graph with
@@ -62,11 +67,12 @@ class ToMeConfig(MergeSettings):
     correction: Correction = dataclasses.field(default_factory=Correction)
     reuse: StepReuse = dataclasses.field(default_factory=StepReuse)
     levels: Mapping[int, Mapping[str, Any]] = dataclasses.field(default_factory=dict, hash=False)
+    by_guidance: Mapping[float, Mapping[str, Any]] = dataclasses.field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         check_fields(self, "", {**CHECKS, "max_downsample": one_of((1, 2, 4, 8))})
         check_fields(self, "", {name: _is_part(part) for name, part in PARTS.items()})
-        check_fields(self, "", {"levels": _check_levels})
+        check_fields(self, "", {"levels": _check_levels, "by_guidance": self._check_by_guidance})
         self._check_stages()
         if self.asks_guidance and not self.plans.guidance:
             raise ConfigError(
@@ -84,14 +90,52 @@ class ToMeConfig(MergeSettings):
                 "scope='block', or correction.every=0"
             )
 
+    def _check_by_guidance(self, name: str, value: Any) -> dict[float, dict[str, Any]]:
+        """Check settings by the scale of guidance, and sort them by it."""
+        if not isinstance(value, Mapping) or not all(isinstance(own, Mapping) for own in value.values()):
+            refuse(name, "{guidance scale: {setting: value}}", value)
+        scales = {_scale(name, scale): flat(own) for scale, own in value.items()}
+        for scale, own in scales.items():
+            if fixed := [str(setting) for setting in own if setting not in _BY_GUIDANCE]:
+                raise ConfigError(
+                    f"{name}: cannot change {', '.join(fixed)}; what can be changed is "
+                    f"{', '.join(_BY_GUIDANCE)}"
+                )
+            try:
+                self._changed(own)
+            except ConfigError as error:
+                raise ConfigError(f"{name}[{scale:g}]: {error}") from error
+        return dict(sorted(scales.items()))
+
     def _check_stages(self) -> None:
         """Check that settings fit together on every level and in every phase, where the ratio is highest."""
         factor = self.schedule.highest_factor
         for level in (0, *self.levels):
             phases = (0.0, *self.schedule.phases)
-            for phase, settings in zip(phases, self.stages(level), strict=True):
+            # What holds under stronger guidance comes after these, and has been checked by itself.
+            for phase, settings in zip(phases, self.stages(level), strict=False):
                 changed = [f"levels[{level}]"] * (level > 0) + [f"schedule.phases[{phase}]"] * (phase > 0)
                 check_together(settings, "".join(f"{name}: " for name in changed), factor)
+
+    def at_guidance(self, scale: float | None) -> ToMeConfig:
+        """The settings at a scale of classifier-free guidance; None: unknown.
+
+        >>> ToMeConfig(ratio=0.4, by_guidance={5: {"ratio": 0.2}}).at_guidance(7.5)
+        ToMeConfig(ratio=0.2)
+        """
+        changes: dict[str, Any] = {}
+        for start, own in self.by_guidance.items():
+            if scale is not None and scale >= start:
+                changes |= own
+        return self._changed(changes) if self.by_guidance else self
+
+    def variants(self) -> tuple[ToMeConfig, ...]:
+        """The settings at each scale of guidance where they change, the weakest first."""
+        return _variants(self) if self.by_guidance else (self,)
+
+    def _changed(self, changes: Mapping[str, Any]) -> ToMeConfig:
+        own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return ToMeConfig(**nested({**flat(own), "by_guidance": {}, **changes}))
 
     def at(self, level: int, index: int, steps: int) -> MergeSettings:
         """What holds for a level at step ``index`` of ``steps``.
@@ -111,9 +155,15 @@ class ToMeConfig(MergeSettings):
         return settings
 
     def stages(self, level: int) -> Iterator[MergeSettings]:
-        """What holds for a level from the beginning and from each phase on, at the step that merges most."""
+        """What holds for a level from the beginning and from each phase on, at the step that merges most.
+
+        Those of weak guidance are first.
+        """
         for changes in self.schedule.changes():
             yield self._settings({**changes, **self.levels.get(level, {})}, self.schedule.highest_factor)
+        if self.by_guidance:
+            for stronger in self.variants()[1:]:
+                yield from stronger.stages(level)
 
     def most(self) -> ToMeConfig:
         """The settings of the step that merges most, at every step; what differs by level stays."""
@@ -135,12 +185,23 @@ class ToMeConfig(MergeSettings):
     @property
     def follows_steps(self) -> bool:
         """Whether it has to be known which denoising step it is."""
-        return any(on for _, _, on in self._over_steps())
+        return any(on for own in self.variants() for _, _, on in own._over_steps())
+
+    @property
+    def reuses_steps(self) -> bool:
+        """Whether any step may skip something."""
+        return any(own.reuse.on for own in self.variants())
+
+    @property
+    def given_reuse(self) -> str:
+        """The setting that turns step reuse on, for messages: ``"reuse.every=2"``."""
+        return next((own.reuse.given for own in self.variants() if own.reuse.on), self.reuse.given)
 
     @property
     def over_steps(self) -> tuple[str, ...]:
         """The settings that depend on the denoising step, as they were given."""
-        return tuple(f"{name}={value!r}" for name, value, on in self._over_steps() if on)
+        given = (f"{name}={value!r}" for own in self.variants() for name, value, on in own._over_steps() if on)
+        return tuple(dict.fromkeys(given))
 
     def _over_steps(self) -> tuple[tuple[str, Any, bool], ...]:
         """Name and value of each setting that may depend on the step, and whether it does."""
@@ -151,7 +212,8 @@ class ToMeConfig(MergeSettings):
             ("schedule.phases", schedule.phases, bool(schedule.phases)),
             ("plans.every", self.plans.every, self.plans.every > 1),
             ("correction.every", self.correction.every, self.correction.every > 0),
-            ("reuse.every", self.reuse.every, self.reuse.every > 1),
+            ("reuse.full_steps", self.reuse.full_steps, bool(self.reuse.full_steps)),
+            ("reuse.every", self.reuse.every, self.reuse.on and not self.reuse.full_steps),
             ("planner", planner, planner is not None),
         )
 
@@ -172,7 +234,7 @@ class ToMeConfig(MergeSettings):
 
     def _all(self, name: str) -> list[Any]:
         """What a setting is at the beginning, and what any level or phase changes it to."""
-        changes = (*self.levels.values(), *self.schedule.phases.values())
+        changes = (*self.levels.values(), *self.schedule.phases.values(), *self.by_guidance.values())
         return [getattr(self, name), *(change[name] for change in changes if name in change)]
 
     def to_dict(self) -> dict[str, Any]:
@@ -199,10 +261,15 @@ class ToMeConfig(MergeSettings):
         given = flat(settings)
         if unknown := [str(name) for name in given if name not in SETTINGS]:
             raise ConfigError(f"expected settings out of {', '.join(SETTINGS)}, got {', '.join(unknown)}")
-        for name, kind in (("levels", int), ("schedule.phases", float)):
+        for name, kind in (("levels", int), ("schedule.phases", float), ("by_guidance", float)):
             if isinstance(given.get(name), Mapping):
                 given[name] = {_number(key, kind): own for key, own in given[name].items()}
         return cls(**nested(given))
+
+
+@functools.lru_cache(maxsize=64)
+def _variants(config: ToMeConfig) -> tuple[ToMeConfig, ...]:
+    return (config.at_guidance(None), *map(config.at_guidance, config.by_guidance))
 
 
 def _is_part(part: type) -> Check:
@@ -228,5 +295,11 @@ def _number(key: object, kind: type[int] | type[float]) -> Any:
         return key
 
 
+_scale = number("a guidance scale ≥ 0", lambda value: value >= 0)
+# What can change with the scale of guidance.
+_BY_GUIDANCE = (
+    *CHECKS,
+    *(name for name in flat(vars(ToMeConfig())) if name.startswith(("schedule.", "correction.", "reuse."))),
+)
 # Names of all settings: ratio and max_downsample first, as a label of a run shows them.
 SETTINGS = tuple(dict.fromkeys(["ratio", "max_downsample", *flat(vars(ToMeConfig()))]))

@@ -124,7 +124,7 @@ def _switch(text: str) -> bool:
     return {"true": True, "false": False}[text.lower()]
 
 
-def _schedule(text: str) -> tuple[float, ...]:
+def _numbers(text: str) -> tuple[float, ...]:
     return tuple(map(float, json.loads(text) if text.startswith("[") else text.split("/")))
 
 
@@ -144,7 +144,12 @@ _OF_TYPE: dict[type, tuple[Callable[[str], Any], str]] = {
 }
 _READERS = {
     **{name: _OF_TYPE[type(value)] for name, value in _DEFAULTS.items() if type(value) in _OF_TYPE},
-    "schedule.ratio": (_schedule, "NUMBER/NUMBER…, such as 1.4/0.6"),
+    "schedule.ratio": (_numbers, "NUMBER/NUMBER…, such as 1.4/0.6"),
     "levels": (_changes_by(int), 'JSON such as {"2": {"ratio": 0.25}}'),
     "schedule.phases": (_changes_by(float), 'JSON such as {"0.5": {"planner": "tome"}}'),
+    "by_guidance": (_changes_by(float), 'JSON such as {"5": {"reuse.every": 1}}'),
+    **{name: (float, "NUMBER") for name in ("reuse.every", "reuse.shallow_every")},
+    "reuse.spacing": (float, "NUMBER"),
+    "reuse.full_steps": (_numbers, "NUMBER/NUMBER…, such as 0/0.05/0.5/1"),
+    "reuse.shallow_steps": (_numbers, "NUMBER/NUMBER…, such as 0/0.05/0.25/0.5/1"),
 }

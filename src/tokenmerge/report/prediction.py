@@ -237,9 +237,9 @@ def _predict_host(
     (copied,) = find_hosts(weightless(host.root, host.on_cpu))
     arguments = partial(copied.example, height, width, batch)
     dense = count_flops(copied.root, arguments())
-    # Keep reuse.every, because step reuse alone is allowed where no token merges.
+    # Keep step reuse, because it alone is allowed where no token merges.
     most = config.most()
-    counted_config = dataclasses.replace(most, reuse=StepReuse(every=config.reuse.every))
+    counted_config = dataclasses.replace(most, reuse=config.reuse)
     state = new_state(copied, counted_config, Pipeline())
     patch_host(copied, state)
     state.pipeline.set_step(0, 1)  # for planners that read the previous step

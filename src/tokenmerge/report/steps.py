@@ -20,6 +20,7 @@ __all__ = ["kept_bytes", "mean_flops", "notes_on_steps"]
 
 # After two full steps the cache of step reuse is largest. The second must not be one of the last steps.
 _STEPS_TO_KEEP_MOST = 4
+_LONGEST_REUSE = StepReuse(full_steps=(0, 0.3, 1))
 
 Arguments = Callable[[], dict[str, Any]]
 
@@ -50,13 +51,13 @@ def kept_bytes(host: Host, config: ToMeConfig, arguments: Arguments) -> int:
         config: what to merge and how much.
         arguments: returns new arguments of a call, by name, for each step.
     """
-    if not config.correction.every and config.reuse.every == config.plans.every == 1:
+    if not (config.correction.every or config.reuse.on or config.plans.every > 1):
         return 0
     keeping = dataclasses.replace(
         config.most(),
         plans=config.plans,
         correction=config.correction,
-        reuse=StepReuse(every=config.reuse.every, shallow_every=config.reuse.shallow_every),
+        reuse=_LONGEST_REUSE if config.reuse.on else config.reuse,
     )
     with _patched(host, keeping) as state:
         for index in range(2):
@@ -101,28 +102,8 @@ def notes_on_steps(config: ToMeConfig) -> list[str]:
             f"correction.every={config.correction.every}: 1 of {config.correction.every} full steps is "
             "dense; the others add back the detail that merging lost there"
         )
-    if config.reuse.every > 1:
-        notes.append(
-            f"reuse.every={config.reuse.every}: 1 of {config.reuse.every} steps runs all blocks; the others "
-            "skip the levels of a UNet below its finest, or the blocks of other models, and extrapolate "
-            "their outputs linearly"
-        )
-        if config.reuse.shallow_every > 1:
-            start = config.reuse.shallow_from
-            notes.append(
-                f"reuse.shallow_every={config.reuse.shallow_every}: 1 of {config.reuse.shallow_every} steps "
-                "runs the finest level of a UNet, the others only its last layer"
-                + (
-                    f"; reuse.shallow_from={start:g}: all of the first {_percent(start)} of the steps run it"
-                    if start
-                    else ""
-                )
-            )
-        if config.reuse.span < 1:
-            notes.append(
-                f"reuse.span={config.reuse.span:g}: full steps are at most {_percent(config.reuse.span)} of "
-                "the steps apart, so short generations skip less"
-            )
+    if config.reuse.on:
+        notes += _notes_on_reuse(config.reuse)
     if config.plans.every > 1:
         notes.append(f"a plan is used for {config.plans.every} steps")
     if config.plans.blocks:
@@ -132,10 +113,43 @@ def notes_on_steps(config: ToMeConfig) -> list[str]:
             f"planner={config.guided_planner!r}: the planner 'tome' runs until the first guided step is done"
         )
     changes = config.schedule.changes_ratio or config.schedule.phases
-    if changes or config.correction.every or config.reuse.every > 1:
+    if changes or config.correction.every or config.reuse.on:
         notes.append(
             "tokens and operations are those of the step that merges most; pass a number of steps (--steps) "
             "to count the mean operations too"
+        )
+    return notes
+
+
+def _notes_on_reuse(reuse: StepReuse) -> list[str]:
+    skipped = (
+        "the others skip the levels of a UNet below its finest, or the blocks of other models, and "
+        "extrapolate their outputs linearly"
+    )
+    if reuse.full_steps:
+        places = ", ".join(f"{place:g}" for place in reuse.full_steps)
+        return [f"reuse.full_steps: steps at {places} of the way run all blocks; {skipped}"]
+    notes = [f"{reuse.given}: 1 of {reuse.every:g} steps runs all blocks; {skipped}"]
+    if reuse.spacing < 1:
+        notes.append(
+            f"reuse.spacing={reuse.spacing:g}: the steps that run all blocks lie closer together towards "
+            "the end"
+        )
+    if reuse.shallow_every > 1:
+        start = reuse.shallow_from
+        notes.append(
+            f"reuse.shallow_every={reuse.shallow_every:g}: 1 of {reuse.shallow_every:g} steps runs the finest "
+            "level of a UNet, the others only its last layer"
+            + (
+                f"; reuse.shallow_from={start:g}: all of the first {_percent(start)} of the steps run it"
+                if start
+                else ""
+            )
+        )
+    if reuse.span < 1:
+        notes.append(
+            f"reuse.span={reuse.span:g}: full steps are on average at most {_percent(reuse.span)} of the "
+            "steps apart, so short generations skip less"
         )
     return notes
 

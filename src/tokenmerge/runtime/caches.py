@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from tokenmerge.config import MergeSettings
+from tokenmerge.config import MergeSettings, ToMeConfig
 from tokenmerge.ops import Plan
 from tokenmerge.runtime.guidance import SampleTracker
 from tokenmerge.runtime.reuse import Residual
@@ -54,6 +54,7 @@ class Memory:
         sample: whether a call is on the sample of the one before it.
         guidance_differences: what guidance changed in the results of the last step, by the call that planned.
         seed: number of the running step that draws depend on.
+        config: settings at the guidance scale of the generation; None before its first call.
         caches: one for each part of the model.
     """
 
@@ -61,6 +62,7 @@ class Memory:
         self.tracker = StepTracker()
         self.sample = SampleTracker()
         self.seed: Tensor | None = None
+        self.config: ToMeConfig | None = None
         self.guidance_differences: dict[int, Tensor] = {}
         plans: dict[int, dict[Call, Plan]] = {group: {} for group in groups}
         self.caches = tuple(Cache(plans[group]) for group in groups)

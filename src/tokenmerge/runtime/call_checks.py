@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from tokenmerge.config import StepReuse, ToMeConfig
 from tokenmerge.errors import ConfigError, UnsupportedModelError
 from tokenmerge.runtime.planning import merges_tokens
+from tokenmerge.runtime.scheduler import DenoisingStep
 from tokenmerge.runtime.state import ModelState
 
 __all__ = ["check_given", "check_stacks", "refuse_caches", "refuse_training", "warn_where_nothing_is_saved"]
@@ -42,33 +44,35 @@ def check_stacks(state: ModelState, root: nn.Module, arguments: Mapping[str, Any
 
 def refuse_caches(state: ModelState, root: nn.Module) -> None:
     """Refuse diffusers' caches, which count the calls of blocks, where blocks are skipped on some steps."""
-    every = state.config.reuse.every
-    if every == 1:
+    if not state.config.reuses_steps:
         return
     for path, module in root.named_modules():
         hooks = getattr(module.__dict__.get("_diffusers_hook"), "hooks", {})
         for hook in hooks.values():
             if hook._is_stateful:
                 raise UnsupportedModelError(
-                    f"{path}: reuse.every={every} leaves blocks out on some steps, and {type(hook).__name__} "
+                    f"{path}: {state.config.given_reuse} leaves blocks out on some steps, and {type(hook).__name__} "
                     "keeps results from call to call; take reuse.every=1, or remove that cache first: "
                     "model.disable_cache()"
                 )
 
 
-def refuse_training(name: str, value: int, off: int) -> None:
-    """Refuse a setting that caches results between steps, in a call under gradients."""
+def refuse_training(given: str, off: str) -> None:
+    """Refuse a setting that caches results between steps, in a call under gradients.
+
+    Args:
+        given: the setting with its value.
+        off: the same setting with the value that turns it off.
+    """
     raise ConfigError(
-        f"{name}={value} caches results of one step for the next and is for generation: call the model under "
-        f"torch.no_grad(), or take {name}={off}"
+        f"{given} caches results of one step for the next and is for generation: call the model under "
+        f"torch.no_grad(), or take {off}"
     )
 
 
-def warn_where_nothing_is_saved(state: ModelState, steps: int, on_meta: bool) -> None:
+def warn_where_nothing_is_saved(state: ModelState, config: ToMeConfig, step: DenoisingStep) -> None:
     """Warn about a generation that is dense: too few steps to merge or to skip, and too few tokens."""
-    config, grid = state.config, state.threads.value.grid.shape
-    if on_meta:  # operations of a single step are counted
-        return
+    steps, grid = step.steps, state.threads.value.grid.shape
     if not round(config.schedule.until * steps):
         warnings.warn(
             f"nothing merges in this generation: schedule.until={config.schedule.until:g} of {steps} "
@@ -76,14 +80,20 @@ def warn_where_nothing_is_saved(state: ModelState, steps: int, on_meta: bool) ->
             stacklevel=2,
         )
     elif (
-        config.reuse.every > 1
-        and config.reuse.intervals(steps) == (1, 1)
+        config.reuse.on
+        and len(config.reuse.steps_of(steps, step.adds_noise).full) == steps
         and not merges_tokens(state.stages, grid)
     ):
         tokens = grid[0] * grid[1] * grid[2]
         warnings.warn(
-            f"this generation is dense: of {steps} steps reuse.span={config.reuse.span:g} leaves none "
+            f"this generation is dense: of {steps} steps {_limit(config.reuse)} leaves none "
             f"out, and on {tokens} tokens, with min_tokens={config.min_tokens}, nothing merges; "
             "lower min_tokens, generate a larger image, or take more steps",
             stacklevel=2,
         )
+
+
+def _limit(reuse: StepReuse) -> str:
+    """The setting because of which a short generation skips nothing."""
+    short = reuse.span < 1 and not reuse.full_steps
+    return f"reuse.span={reuse.span:g}" if short else reuse.given

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from tokenmerge.config import MergeSettings
+from tokenmerge.config import MergeSettings, ToMeConfig
 from tokenmerge.models.layout import Grid
 from tokenmerge.ops import Plan
 from tokenmerge.runtime.caches import Cache, Memory, RecordedCall
@@ -24,6 +24,7 @@ class CallContext:
     Blocks that are called without their model have that of its last call in their thread.
 
     Attributes:
+        config: what was asked for, at the guidance scale of the generation.
         settings: what holds at the running step, by level.
         step: the number of the step that draws depend on, int64.
         call: number of the call in its step.
@@ -40,6 +41,7 @@ class CallContext:
         guidance_difference: what guidance changed in the result of the last step; None: unknown.
     """
 
+    config: ToMeConfig
     settings: Mapping[int, MergeSettings]
     step: Tensor = dataclasses.field(default_factory=lambda: torch.zeros((), dtype=torch.int64))
     call: int = 0

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokenmerge.config import MergeSettings
+from tokenmerge.config import MergeSettings, ToMeConfig
 from tokenmerge.runtime.caches import Memory
 from tokenmerge.runtime.call_checks import refuse_training
 from tokenmerge.runtime.scheduler import DenoisingStep
@@ -19,24 +19,33 @@ from tokenmerge.runtime.step_tracker import StepTracker
 __all__ = ["begin_plans", "caches_plans", "correction_of", "reuse_of", "settings_of", "shape_of"]
 
 
-def settings_of(state: ModelState, step: DenoisingStep | None) -> Mapping[int, MergeSettings]:
+def settings_of(
+    state: ModelState, config: ToMeConfig, step: DenoisingStep | None
+) -> Mapping[int, MergeSettings]:
     """What holds for each level at a step."""
     if step is None:
-        return state.settings
-    return {level: state.config.at(level, step.done, step.steps) for level in state.settings}
+        return {level: next(config.stages(level)) for level in state.settings}
+    return {level: config.at(level, step.done, step.steps) for level in state.settings}
 
 
-def shape_of(state: ModelState, arguments: Mapping[str, Any], sample: Any) -> tuple[int, ...]:
+def shape_of(config: ToMeConfig, arguments: Mapping[str, Any], sample: Any) -> tuple[int, ...]:
     """The shape of a call's inputs; what is cached for one shape does not fit another."""
     shape = (len(sample), *sample[0].shape)
-    text = arguments.get("encoder_hidden_states") if state.config.follows_steps else None
+    text = arguments.get("encoder_hidden_states") if config.follows_steps else None
     # Joint blocks change the text too, and its length may be another one at the next step.
     return (*shape, *text.shape) if isinstance(text, Tensor) else shape
 
 
-def begin_plans(state: ModelState, memory: Memory, sample: Any, seed: Tensor, shape: tuple[int, ...]) -> bool:
+def begin_plans(
+    state: ModelState,
+    config: ToMeConfig,
+    memory: Memory,
+    sample: Any,
+    seed: Tensor,
+    shape: tuple[int, ...],
+) -> bool:
     """Decide which plans a call uses; → whether it makes them."""
-    config, tracker = state.config, memory.tracker
+    tracker = memory.tracker
     # With gradients, blocks may run again when the sample, and the plans with it, are gone.
     if torch.compiler.is_compiling() or torch.is_grad_enabled():
         memory.sample.forget()
@@ -59,9 +68,8 @@ def begin_plans(state: ModelState, memory: Memory, sample: Any, seed: Tensor, sh
     return tracker.plans(config.plans.every, (*shape, phase))
 
 
-def caches_plans(state: ModelState, memory: Memory) -> bool:
+def caches_plans(config: ToMeConfig, memory: Memory) -> bool:
     """Whether plans of the running call are used again."""
-    config = state.config
     return (
         config.plans.every > 1
         or config.plans.blocks
@@ -86,7 +94,7 @@ def _sample_gone(state: ModelState, memory: Memory) -> None:
 
 
 def reuse_of(
-    state: ModelState, tracker: StepTracker, shape: tuple[int, ...]
+    config: ToMeConfig, tracker: StepTracker, shape: tuple[int, ...]
 ) -> tuple[Tensor | None, Tensor | None, bool]:
     """Decide which parts are skipped and whether residuals are cached.
 
@@ -94,28 +102,27 @@ def reuse_of(
         How far blocks or deep stages are extrapolated, how far the finest level is (None: they run), and
         whether residuals are cached.
     """
-    config, step = state.config, tracker.step
-    if config.reuse.every > 1 and torch.is_grad_enabled():
-        refuse_training("reuse.every", config.reuse.every, 1)
-    if step is None:
+    step = tracker.step
+    if config.reuse.on and torch.is_grad_enabled():
+        refuse_training(config.reuse.given, "reuse.every=1")
+    if step is None or not config.reuse.on:
         return None, None, False
-    every, shallow_every = config.reuse.intervals(step.steps)
-    if every == 1 or step.done >= round(config.schedule.until * step.steps):
+    runs = config.reuse.steps_of(step.steps, step.adds_noise)
+    if len(runs.full) == step.steps or step.done >= round(config.schedule.until * step.steps):
         return None, None, False
-    extrapolation = _extrapolation(tracker, "blocks", every, shape)
+    extrapolation = _extrapolation(tracker, "blocks", step.done in runs.full, shape)
     # A step that runs everything runs the finest level of a UNet too.
-    if extrapolation is None or step.done < round(config.reuse.shallow_from * step.steps):
-        shallow_every = 1
-    return extrapolation, _extrapolation(tracker, "shallow", shallow_every, shape), True
+    runs_shallow = extrapolation is None or step.done in runs.shallow
+    return extrapolation, _extrapolation(tracker, "shallow", runs_shallow, shape), True
 
 
-def _extrapolation(tracker: StepTracker, part: str, every: int, shape: tuple[int, ...]) -> Tensor | None:
-    distance = tracker.extrapolation(part, every, shape)
+def _extrapolation(tracker: StepTracker, part: str, runs: bool, shape: tuple[int, ...]) -> Tensor | None:
+    distance = tracker.extrapolation(part, runs, shape)
     return None if distance is None else torch.tensor(distance)
 
 
 def correction_of(
-    state: ModelState, tracker: StepTracker, settings: Mapping[int, MergeSettings]
+    config: ToMeConfig, tracker: StepTracker, settings: Mapping[int, MergeSettings]
 ) -> tuple[bool, Mapping[int, MergeSettings]]:
     """Make the running call dense.
 
@@ -123,12 +130,12 @@ def correction_of(
         Whether it measures corrections, which a step after it uses; and its settings.
     """
     if torch.is_grad_enabled():
-        refuse_training("correction.every", state.config.correction.every, 0)
+        refuse_training(f"correction.every={config.correction.every}", "correction.every=0")
     step = tracker.step
     if step is None or step.steps == 1:  # there is no step to correct
         return False, settings
     used = not tracker.is_last and any(
-        state.config.at(level, step.done + 1, step.steps).ratio for level in settings
+        config.at(level, step.done + 1, step.steps).ratio for level in settings
     )
     if used and any(own.ratio for own in settings.values()):
         return True, settings

@@ -274,15 +274,15 @@ def _corrected(
     """
     if plan is None:
         return dense()
-    if before is None or not block.model.config.correction.every:
+    if before is None or not block.model.context.config.correction.every:
         return merged(plan)
     return add_lost(layout, plan, merged(plan), before.latest, COMBINE[block.settings.combine])
 
 
 def _caches_correction(block: BlockState, before: Residual | None) -> bool:
     """Whether a block or layer caches its residual for corrections: from a correction step on."""
-    model = block.model
-    return model.context.corrects or (before is not None and bool(model.config.correction.every))
+    context = block.model.context
+    return context.corrects or (before is not None and bool(context.config.correction.every))
 
 
 def _bases(state: BlockState, call: HostCall, count: int) -> list[Tensor]:

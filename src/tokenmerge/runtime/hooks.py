@@ -19,7 +19,7 @@ from tokenmerge.runtime.context import CallContext
 from tokenmerge.runtime.due import begin_plans, caches_plans, correction_of, reuse_of, settings_of, shape_of
 from tokenmerge.runtime.guidance import copies_are_equal
 from tokenmerge.runtime.per_thread import PerThread
-from tokenmerge.runtime.pipeline import guidance_copies
+from tokenmerge.runtime.pipeline import guidance_copies, guidance_scale
 from tokenmerge.runtime.planning import check_grid
 from tokenmerge.runtime.scheduler import DenoisingStep, needs_sync
 from tokenmerge.runtime.state import STATE, ModelState, StageState
@@ -61,28 +61,34 @@ def before_model(root: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         state.use(memory)
     state.begin_call()
 
-    settings = settings_of(state, step)
+    config = memory.config
+    if step is None or config is None:
+        memory.config = config = state.config.at_guidance(guidance_scale(pipe))
+        if step is not None and not seed.is_meta:  # on the meta device, operations of single steps are counted
+            warn_where_nothing_is_saved(state, config, step)
+    settings = settings_of(state, config, step)
     copies, equal = 1, None
-    if state.config.plans.guidance:
+    if config.plans.guidance:
         copies, equal = _guidance_copies(state, tracker, root, sample, guidance_copies(pipe))
-    shape = shape_of(state, arguments, sample)
-    plans_anew = begin_plans(state, memory, sample, seed, shape)
+    shape = shape_of(config, arguments, sample)
+    plans_anew = begin_plans(state, config, memory, sample, seed, shape)
     if plans_anew:
         memory.forget_plans(tracker.plan_call)
-    extrapolation, shallow, caches_residuals = reuse_of(state, tracker, shape)
+    extrapolation, shallow, caches_residuals = reuse_of(config, tracker, shape)
     corrects = False
     if (
-        state.config.correction.every
+        config.correction.every
         and extrapolation is None
-        and tracker.corrects(state.config.correction.every, shape)
+        and tracker.corrects(config.correction.every, shape)
     ):
-        corrects, settings = correction_of(state, tracker, settings)
+        corrects, settings = correction_of(config, tracker, settings)
     thread.context = CallContext(
+        config=config,
         settings=settings,
         step=seed,
         call=tracker.call,
         plan_call=tracker.plan_call,
-        caches_plans=caches_plans(state, memory),
+        caches_plans=caches_plans(config, memory),
         caches_residuals=caches_residuals,
         corrects=corrects,
         extrapolation=extrapolation,
@@ -146,7 +152,6 @@ def _step(state: ModelState, root: nn.Module, pipe: Any, timestep: Any, seed: Te
     known = state.memories.get(step.generation)
     if known is None:
         refuse_caches(state, root)
-        warn_where_nothing_is_saved(state, step.steps, on_meta=seed.is_meta)
     elif known.seed is not None and step.index == known.tracker.index and not same_step(known.seed, seed):
         raise ConfigError(
             f"step {step.index} of {step.total} is over, by the timestep that the model is called with; "

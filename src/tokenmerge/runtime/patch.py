@@ -83,14 +83,14 @@ def check_host(host: Host, config: ToMeConfig, size: tuple[int, int] | None) -> 
     blocks = blocks_to_merge(host, config)
     if not blocks:
         raise NothingToMergeError(why_nothing_merges(host, config))
-    if config.reuse.every > 1 and not (host.can_skip or host.controlnet):
+    if config.reuses_steps and not (host.can_skip or host.controlnet):
         raise UnsupportedModelError(
-            f"reuse.every={config.reuse.every}: no part of {type(host.root).__name__} can be left out of a "
+            f"{config.given_reuse}: no part of {type(host.root).__name__} can be left out of a "
             "step; take reuse.every=1"
         )
-    if config.reuse.every > 1 and config.merges_stacks and not (host.deep_stages or host.controlnet):
+    if config.reuses_steps and config.merges_stacks and not (host.deep_stages or host.controlnet):
         raise UnsupportedModelError(
-            f"reuse.every={config.reuse.every}: in a stack no block alone has all tokens, and of "
+            f"{config.given_reuse}: in a stack no block alone has all tokens, and of "
             f"{type(host.root).__name__} nothing but blocks can be left out of a step; take scope='block' "
             "or reuse.every=1"
         )
@@ -128,11 +128,11 @@ def new_state(host: Host, config: ToMeConfig, pipeline: Pipeline) -> ModelState:
     groups = [_plan_group(block, config, shared) for block in blocks]
     alone = sum(map(len, layers.values())) + len(skipped)  # layers and stages have no plans
     groups += range(len(shared), len(shared) + alone)
-    threads = PerThread(partial(ThreadState, CallContext(settings), tuple(groups)))
+    threads = PerThread(partial(ThreadState, CallContext(config.at_guidance(None), settings), tuple(groups)))
     state = ModelState(config, host.call, settings, stages, tuple(groups), pipeline, threads)
 
     grids = {block.grid: PerThread(Grid) for block in blocks if block.grid is not None}
-    skips_blocks = config.reuse.every > 1 and not host.deep_stages
+    skips_blocks = config.reuses_steps and not host.deep_stages
     parts: list[BlockState | LayerState | StageState] = [
         BlockState(
             state,

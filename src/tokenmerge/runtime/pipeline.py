@@ -13,7 +13,7 @@ from tokenmerge.errors import ConfigError
 from tokenmerge.runtime.per_thread import PerThread
 from tokenmerge.runtime.scheduler import DenoisingStep, Generation, step_of
 
-__all__ = ["Pipeline", "guidance_copies"]
+__all__ = ["Pipeline", "guidance_copies", "guidance_scale"]
 
 # Their batches hold the picture guided by text and image, by the image alone, and by nothing.
 _GUIDED_TWICE = ("StableDiffusionInstructPix2PixPipeline", "StableDiffusionXLInstructPix2PixPipeline")
@@ -115,6 +115,15 @@ def guidance_copies(pipe: Any) -> int:
     perturbed = bool(getattr(pipe, "do_perturbed_attention_guidance", False))
     twice = guided and any(cls.__name__ in _GUIDED_TWICE for cls in type(pipe).__mro__)
     return 1 + guided + perturbed + twice
+
+
+def guidance_scale(pipe: Any) -> float | None:
+    """The scale of classifier-free guidance in the running generation; 1: none; None: unknown."""
+    guided = getattr(pipe, "do_classifier_free_guidance", None)
+    if guided is None:
+        return None
+    scale = getattr(pipe, "guidance_scale", None) if guided else 1.0
+    return float(scale) if isinstance(scale, int | float) else None
 
 
 def _running_pipeline() -> Any:

@@ -37,7 +37,7 @@ def check_grid(config: ToMeConfig, stages: Stages, grid: tuple[int, int, int]) -
         NothingToMergeError: it has none.
     """
     frames, rows, columns = grid
-    asked = any(settings.ratio for _, settings in stages) and config.reuse.every == 1
+    asked = any(settings.ratio for _, settings in stages) and not config.reuses_steps
     if asked and not merges_tokens(stages, grid):
         level, settings = stages[0]
         sides = (frames, -(-rows // level), -(-columns // level))[frames == 1 :]

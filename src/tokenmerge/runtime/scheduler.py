@@ -16,6 +16,10 @@ __all__ = ["DenoisingStep", "Generation", "needs_sync", "step_of"]
 _GENERATION = "_tokenmerge_generation"
 
 
+# Schedulers that add noise in each step and whose name does not say so.
+_NOISY = ("DDPMScheduler", "LCMScheduler", "TCDScheduler", "RePaintScheduler")
+
+
 class Generation:
     """One run of a scheduler over its timesteps, or of a loop that calls ``Patch.at_step``.
 
@@ -53,12 +57,14 @@ class DenoisingStep:
         index: of the step among those of its scheduler, from 0.
         total: number of these steps.
         first: index of the first step of the generation.
+        adds_noise: whether the solver adds noise in each step.
     """
 
     generation: Generation
     index: int
     total: int
     first: int = 0
+    adds_noise: bool = False
 
     @property
     def done(self) -> int:
@@ -101,7 +107,21 @@ def step_of(scheduler: Any, timestep: Tensor | float, runs_here: bool = True) ->
     return (
         None
         if generation is None
-        else DenoisingStep(generation, int(index), len(timesteps), generation.first)
+        else DenoisingStep(
+            generation, int(index), len(timesteps), generation.first, _adds_noise(scheduler)
+        )
+    )
+
+
+def _adds_noise(scheduler: Any) -> bool:
+    """Whether a solver adds noise in each step."""
+    name, config = type(scheduler).__name__, getattr(scheduler, "config", {})
+    return (
+        name in _NOISY
+        or "Ancestral" in name
+        or "SDE" in name
+        or str(config.get("algorithm_type", "")).startswith("sde")
+        or bool(config.get("stochastic_sampling", False))
     )
 
 

@@ -44,9 +44,9 @@ def _layers(block: Block, stage: MergeSettings) -> list[Layer]:
 
 def skipped_parts(host: Host, config: ToMeConfig) -> Iterator[tuple[str, bool, bool]]:
     """What of a UNet does not run on every step: path, whether at its finest level, whether last there."""
-    if config.reuse.every > 1:
+    if config.reuses_steps:
         yield from ((path, False, path == host.deep_stages[-1]) for path in host.deep_stages)
-    if config.reuse.shallow_every > 1:
+    if any(own.reuse.skips_finest for own in config.variants()):
         yield from ((path, True, path == host.shallow_stages[-1]) for path in host.shallow_stages)
 
 

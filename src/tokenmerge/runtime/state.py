@@ -89,7 +89,7 @@ class ModelState:
     @property
     def merges(self) -> bool:
         """Whether anything merges or is skipped at some step; with a ratio of 0 no token grid is needed."""
-        return self.config.reuse.every > 1 or any(settings.ratio for _, settings in self.stages)
+        return self.config.reuses_steps or any(settings.ratio for _, settings in self.stages)
 
     def set_size(self, height: int, width: int) -> None:
         """Give the size of the latents, for calls whose token grid cannot be read.

@@ -96,15 +96,20 @@ class StepTracker:
         self.compared[self.call] = question, times, found
         return found
 
-    def extrapolation(self, part: str, every: int, shape: tuple[int, ...]) -> float | None:
-        """How far the running call extrapolates a part of the model that runs in one of ``every`` steps.
+    def extrapolation(self, part: str, runs: bool, shape: tuple[int, ...]) -> float | None:
+        """How far the running call extrapolates a part of the model.
+
+        Args:
+            part: of the model.
+            runs: whether it is one of the steps that run the part.
+            shape: of the sample.
 
         Returns:
             Steps since the part ran, divided by the interval between its last two runs. None: the part runs
             now, which is noted. It does so until two runs show where its residual is heading.
         """
         before, last, seen = self.ran.get((self.call, part), (None, -1, None))
-        if seen == shape and before is not None and self.index - last < every:
+        if seen == shape and before is not None and not runs:
             return (self.index - last) / (last - before)
         self.ran[self.call, part] = last if seen == shape else None, self.index, shape
         return None

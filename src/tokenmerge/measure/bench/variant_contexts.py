@@ -43,7 +43,7 @@ _BOUNDING = (
 
 def bounds(config: ToMeConfig) -> bool:
     """Whether the oracle bounds these settings: they merge around layers, and are the same at every step."""
-    changing = config.schedule != Schedule() or config.correction.every or config.reuse.every > 1
+    changing = config.schedule != Schedule() or config.correction.every or config.reuse.on
     return config.scope == "layers" and not (changing or config.levels)
 
 
