@@ -21,8 +21,6 @@ from tokenmerge.measure.bench.variants import VARIANTS
 from tokenmerge.measure.pipelines.settings import ATTENTION_CHOICES, DTYPE_CHOICES, SCHEDULER_NAMES
 from tokenmerge.measure.reporting.tables import call_name, times, what_of
 
-__all__ = ["bench"]
-
 
 def _axis(name: str, help: str) -> Any:
     """An option that may be repeated. ``name`` is the axis of :class:`BenchOptions` with its default."""

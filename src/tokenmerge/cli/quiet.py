@@ -6,8 +6,6 @@ import logging
 
 from tokenmerge.measure.pipelines.loading import require_diffusers
 
-__all__ = ["quiet_libraries"]
-
 
 def quiet_libraries(command: str) -> None:
     """Turn off progress bars of other libraries, and their warnings about parts that no command uses.

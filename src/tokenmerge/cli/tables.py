@@ -26,17 +26,6 @@ from tokenmerge.measure.progress import Progress
 from tokenmerge.measure.reporting.tables import Table as PlainTable
 from tokenmerge.report import Report, saved
 
-__all__ = [
-    "as_rich",
-    "environment_table",
-    "progress_bars",
-    "report_table",
-    "result_notes",
-    "result_table",
-    "say",
-    "show",
-]
-
 # Pipes and files have no width, so tables are as wide as their content.
 _NO_EDGE = 10_000
 

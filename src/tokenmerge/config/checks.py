@@ -14,19 +14,6 @@ from typing import Any, NoReturn
 
 from tokenmerge.errors import ConfigError
 
-__all__ = [
-    "Check",
-    "as_items",
-    "as_number",
-    "check_fields",
-    "integer",
-    "number",
-    "one_of",
-    "refuse",
-    "share",
-    "switch",
-]
-
 Check = Callable[[str, Any], Any]
 
 _MOST = 2**63 - 1

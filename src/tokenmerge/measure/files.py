@@ -17,22 +17,6 @@ from tokenmerge.errors import ConfigError
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-__all__ = [
-    "FREE_SPACE",
-    "check_regular",
-    "free_folder",
-    "is_file",
-    "is_folder",
-    "open_picture",
-    "prepare_folder",
-    "read_bytes",
-    "slug",
-    "write_atomically",
-    "write_json",
-    "write_text",
-    "writing",
-]
-
 FREE_SPACE = "free some space, or choose another place with --out"
 
 

@@ -12,8 +12,6 @@ from tokenmerge.auto import choose
 from tokenmerge.config import NEW_NAMES, SETTINGS, ToMeConfig, flat
 from tokenmerge.errors import ConfigError
 
-__all__ = ["AUTO", "METHODS", "MethodSpec", "as_plain", "read_setting"]
-
 AUTO = "auto"
 METHODS = (AUTO, "tome", *presets.__all__)
 

@@ -10,8 +10,6 @@ from torch import nn
 from tokenmerge.models.base import Block, Layer
 from tokenmerge.models.layout import Layout, TokenArgument
 
-__all__ = ["basic_block"]
-
 _SELF_ATTENTION = Layout(token_arguments=(TokenArgument("attention_mask", axes=(-1,), batched=True),))
 # The attention mask of cross-attention covers the text, so it has no entry for each token.
 _CROSS_ATTENTION = Layout(dense_if=("ip_adapter_masks",))

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-__all__ = ["HostCall"]
-
 
 class HostCall(NamedTuple):
     """A method of a host module with its arguments.

@@ -41,8 +41,6 @@ from tokenmerge.models.families import (
 )
 from tokenmerge.models.unsupported import refuse
 
-__all__ = ["FAMILIES", "find_hosts", "knows", "parts"]
-
 FAMILIES = (
     unet,
     controlnet_xs,

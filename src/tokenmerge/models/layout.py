@@ -10,8 +10,6 @@ from torch import Tensor
 
 from tokenmerge.models.call import HostCall
 
-__all__ = ["PLAIN", "Grid", "Layout", "TokenArgument"]
-
 
 @dataclasses.dataclass(eq=False)
 class Grid:

@@ -13,8 +13,6 @@ from tokenmerge.models.base import Block, GridShape, Host, is_a
 from tokenmerge.models.basic_block import basic_block
 from tokenmerge.models.layout import Grid
 
-__all__ = ["describe_stages"]
-
 # The lists of modules in a layer of a stage, in the order in which they run.
 _IN_LAYERS = ("resnets", "temp_convs", "attentions", "temp_attentions", "motion_modules")
 # Their first argument is [b, c, h, w]; for a video the batch holds its frames. Attention over time is in

@@ -19,8 +19,6 @@ from tokenmerge.config import ToMeConfig
 from tokenmerge.ops import merge, unmerge
 from tokenmerge.planners import PLANNERS
 
-__all__ = ["cache_file", "fewest_tokens", "measure_fewest_tokens"]
-
 SIDES = (8, 16, 24, 32, 48, 64)  # sides of the token grids that are timed
 _BATCH, _ROUNDS = 2, 5
 

@@ -15,8 +15,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tokenmerge.runtime.patch import restore
 
-__all__ = ["count_flops", "weightless"]
-
 # Attributes by which other libraries wrap a module's calls. They may hold references to whole other models.
 _WRAPPERS = ("forward", "_old_forward", "_hf_hook", "_diffusers_hook", "_compiled_call_impl")
 

@@ -16,8 +16,6 @@ from tokenmerge.runtime.patch import new_state, patch_host, restore
 from tokenmerge.runtime.pipeline import Pipeline
 from tokenmerge.runtime.state import ModelState
 
-__all__ = ["kept_bytes", "mean_flops", "notes_on_steps"]
-
 # After two full steps the cache of step reuse is largest. The second must not be one of the last steps.
 _STEPS_TO_KEEP_MOST = 4
 

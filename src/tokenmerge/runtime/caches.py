@@ -17,8 +17,6 @@ from tokenmerge.runtime.guidance import SampleTracker
 from tokenmerge.runtime.reuse import Residual
 from tokenmerge.runtime.step_tracker import StepTracker
 
-__all__ = ["Cache", "Call", "Memory", "RecordedCall", "RecordedCalls"]
-
 # A call of a block: the number of the model's call in its step, since pipelines make several for prompts or
 # tiles, and the number of the block's call in that, since FreeNoise calls a block for some frames after
 # others.

@@ -25,8 +25,6 @@ from tokenmerge.runtime.reuse import Residual, extrapolated, residual_of, update
 from tokenmerge.runtime.stack import call_in_stack
 from tokenmerge.runtime.state import STATE, BlockState, LayerState, StageState
 
-__all__ = ["COMPILED", "block_call", "compiled_block", "layer_call", "stage_call"]
-
 # Where ``nn.Module.compile`` leaves what a module runs instead of its ``forward``.
 COMPILED = "_compiled_call_impl"
 

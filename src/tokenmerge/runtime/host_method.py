@@ -8,8 +8,6 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-__all__ = ["HostMethod", "parameters"]
-
 
 class HostMethod(NamedTuple):
     """A method of a host's class, looked up whenever it is called.

@@ -12,8 +12,6 @@ from tokenmerge.models.call import HostCall
 from tokenmerge.models.layout import Layout, TokenArgument
 from tokenmerge.ops import Plan, unmerge
 
-__all__ = ["add_lost", "call_on", "keyed_call", "merged_call", "merged_tokens", "unmerged_result"]
-
 
 def merged_call(
     call: HostCall,

@@ -28,8 +28,6 @@ from tokenmerge.runtime.select import blocks_to_merge, layers_to_merge, skipped_
 from tokenmerge.runtime.state import STATE, BlockState, LayerState, ModelState, Stack, StackRole, StageState
 from tokenmerge.runtime.swap import add_hook, check_swappable, swap, undo
 
-__all__ = ["check_host", "hosts_that_merge", "new_state", "patch_host", "restore", "state_of"]
-
 
 def hosts_that_merge(
     hosts: Sequence[Host], config: ToMeConfig, size: tuple[int, int] | None

@@ -13,8 +13,6 @@ from tokenmerge.errors import ConfigError
 from tokenmerge.runtime.per_thread import PerThread
 from tokenmerge.runtime.scheduler import DenoisingStep, Generation, step_of
 
-__all__ = ["Pipeline", "guidance_copies"]
-
 # Their batches hold the picture guided by text and image, by the image alone, and by nothing.
 _GUIDED_TWICE = ("StableDiffusionInstructPix2PixPipeline", "StableDiffusionXLInstructPix2PixPipeline")
 

@@ -15,8 +15,6 @@ from tokenmerge.runtime.merged_call import call_on, merged_tokens, unmerged_resu
 from tokenmerge.runtime.planning import plan_of, record_plan, size_of
 from tokenmerge.runtime.state import BlockState, StackInput
 
-__all__ = ["call_in_stack"]
-
 
 def call_in_stack(call: HostCall, state: BlockState, combine: Callable[[Plan, Tensor], Tensor]) -> Any:
     """The result of a block: h + U (f_k … f_1 (M h) − M h) over its stack, with merging M and unmerging U.

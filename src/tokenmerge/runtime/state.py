@@ -21,18 +21,6 @@ from tokenmerge.runtime.per_thread import PerThread
 from tokenmerge.runtime.pipeline import Pipeline
 from tokenmerge.runtime.scheduler import Generation
 
-__all__ = [
-    "STATE",
-    "BlockState",
-    "LayerState",
-    "ModelState",
-    "RecordedPlan",
-    "Stack",
-    "StackInput",
-    "StackRole",
-    "StageState",
-]
-
 # The one attribute that a patched module has beside its own: one of the classes of this file, or the grids of
 # a module around blocks.
 STATE = "_tokenmerge"

@@ -23,8 +23,6 @@ from tokenmerge.runtime.forward import COMPILED, block_call, compiled_block
 from tokenmerge.runtime.host_method import HostMethod, parameters
 from tokenmerge.runtime.state import STATE
 
-__all__ = ["add_hook", "check_swappable", "swap", "undo"]
-
 # Makes the method of a swapped class from that of the original class.
 Call = Callable[[HostMethod], Callable[..., Any]]
 

@@ -19,8 +19,6 @@ from tokenmerge.measure.bench.records import CellRecord, key_of
 from tokenmerge.measure.bench.timing import interleaved
 from tokenmerge.measure.bench.unfinished import UnfinishedCells
 
-__all__ = ["CellGroup"]
-
 # A compiled cell may compile again at its second call, because of what the first one changed.
 _COMPILED_WARM_UP = 3
 

@@ -16,8 +16,6 @@ from tokenmerge.measure.bench.variants import DENSE, FEWER_STEPS, VARIANTS, Vari
 from tokenmerge.measure.pipelines.settings import dtype_name, resolve_dtype, scheduler_class_name
 from tokenmerge.measure.pipelines.sizes import check_size, parse_size
 
-__all__ = ["FUSED", "Cell", "Setting", "plan_cells"]
-
 # The attention of the dense run that all speed-ups are relative to.
 FUSED = "sdpa"
 

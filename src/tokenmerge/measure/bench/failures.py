@@ -7,8 +7,6 @@ import dataclasses
 from tokenmerge.errors import TokenMergingError
 from tokenmerge.measure.out_of_memory import is_out_of_memory
 
-__all__ = ["Failure"]
-
 _LONGEST = 500
 _AGAIN = "to measure it again, delete its line from the results"
 

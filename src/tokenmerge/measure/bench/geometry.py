@@ -17,8 +17,6 @@ from tokenmerge.measure.pipelines.loading import require_diffusers
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
 
-__all__ = ["PREFIX", "build_denoiser", "build_pipeline", "depth_note", "find_geometry"]
-
 PREFIX = "geometry:"
 _NOISE_SCHEDULE = {
     "beta_start": 0.00085,

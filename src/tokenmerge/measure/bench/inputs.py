@@ -12,8 +12,6 @@ from tokenmerge.models.base import is_a
 from tokenmerge.models.dummy_inputs import blank
 from tokenmerge.models.find import find_hosts
 
-__all__ = ["InputSize", "Inputs", "example_inputs"]
-
 
 @dataclasses.dataclass(frozen=True)
 class InputSize:

@@ -25,8 +25,6 @@ from tokenmerge.measure.pipelines.loading import denoiser_name, find_model, guid
 from tokenmerge.measure.pipelines.settings import set_scheduler
 from tokenmerge.models.base import is_a
 
-__all__ = ["LoadedModel", "ModelFacts", "find_facts", "load_model"]
-
 _WITH_FRAMES = "WanTransformer3DModel"
 _PROMPT = "a red apple"
 _PROMPT_TOKENS = 77

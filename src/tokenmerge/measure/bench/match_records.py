@@ -7,8 +7,6 @@ from typing import Any
 
 from tokenmerge.measure.bench.records import CellRecord
 
-__all__ = ["cell_of_pictures"]
-
 _SHARED = ("model", "width", "height", "steps", "scheduler", "guidance", "dtype", "attention")
 
 

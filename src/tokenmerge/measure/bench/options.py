@@ -12,8 +12,6 @@ from tokenmerge.measure.bench.variants import ORACLE, VARIANTS, VariantSpec, ora
 from tokenmerge.measure.pipelines.settings import ATTENTION_CHOICES, DTYPE_CHOICES
 from tokenmerge.measure.pipelines.sizes import parse_size
 
-__all__ = ["SCOPES", "BenchOptions"]
-
 SCOPES = ("denoiser", "pipeline")
 
 

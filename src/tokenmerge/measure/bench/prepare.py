@@ -22,8 +22,6 @@ from tokenmerge.measure.pipelines.settings import set_attention
 from tokenmerge.measure.pipelines.shared_weights import shared_copy
 from tokenmerge.report import Report, predict
 
-__all__ = ["PreparedCell", "Workbench", "compile_cache"]
-
 
 class PreparedCell:
     """A cell that is ready to run. After its first failure, running it does nothing.

@@ -15,8 +15,6 @@ from tokenmerge.errors import ConfigError, TokenMergingError
 from tokenmerge.measure.bench.records import KIND, CellRecord
 from tokenmerge.measure.files import check_regular, read_bytes, writing
 
-__all__ = ["Record", "RecordNotWrittenError", "ResultsFile", "read_cells", "read_lines"]
-
 
 class RecordNotWrittenError(TokenMergingError):
     """A record could not be appended to the results file. The message says where it was saved instead."""

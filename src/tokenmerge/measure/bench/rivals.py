@@ -13,8 +13,6 @@ from torch import nn
 from tokenmerge.errors import ConfigError, UnsupportedModelError
 from tokenmerge.measure.pipelines.loading import denoiser_name
 
-__all__ = ["deepcache", "deepcache_missing", "first_block_cache"]
-
 
 @contextlib.contextmanager
 def deepcache(pipe: Any, config: None, report: None, interval: float) -> Iterator[None]:

@@ -28,8 +28,6 @@ from tokenmerge.measure.bench.results_file import ResultsFile, read_cells
 from tokenmerge.measure.bench.unfinished import UnfinishedCells
 from tokenmerge.measure.pipelines.settings import resolve_device, resolve_dtype
 
-__all__ = ["CellProgress", "run_grid"]
-
 
 @dataclasses.dataclass(frozen=True)
 class CellProgress:

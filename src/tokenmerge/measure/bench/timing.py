@@ -11,8 +11,6 @@ import torch
 
 from tokenmerge.measure.bench.memory import peak_memory, reset_peak_memory
 
-__all__ = ["Measurement", "Times", "interleaved", "synchronize"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Measurement:

@@ -8,8 +8,6 @@ import math
 from collections import defaultdict
 from pathlib import Path
 
-__all__ = ["TimedCall", "UnfinishedCells"]
-
 TimedCall = tuple[float, int | None]  # seconds, and peak memory in bytes or None
 
 

@@ -18,17 +18,6 @@ from tokenmerge.planners import OWN_NUMBER
 from tokenmerge.report import Report
 from tokenmerge.runtime.state import RecordedPlan
 
-__all__ = [
-    "TOMESD_SETTINGS",
-    "bounding_settings",
-    "bounds",
-    "dense",
-    "oracle",
-    "tokenmerge",
-    "tomesd",
-    "tomesd_missing",
-]
-
 TOMESD_SETTINGS = (
     *("ratio", "max_downsample", "sx", "sy"),
     *("use_rand", "merge_attn", "merge_crossattn", "merge_mlp"),

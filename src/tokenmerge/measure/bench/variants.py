@@ -16,17 +16,6 @@ from tokenmerge.measure.bench.records import variant_label
 from tokenmerge.measure.method_spec import METHODS, MethodSpec, as_plain, read_setting
 from tokenmerge.report import Report
 
-__all__ = [
-    "DENSE",
-    "FEWER_STEPS",
-    "ORACLE",
-    "VARIANTS",
-    "Variant",
-    "VariantSpec",
-    "oracle_of",
-    "parse_variant",
-]
-
 DENSE, ORACLE, FEWER_STEPS, TOMESD = "dense", "oracle", "fewer-steps", "tomesd"
 
 # A comma between settings. A comma within JSON does not match, because a quote follows it.

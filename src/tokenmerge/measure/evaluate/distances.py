@@ -7,8 +7,6 @@ import warnings
 import torch
 from torch import Tensor, nn
 
-__all__ = ["frechet_distance", "kernel_distance"]
-
 _SUBSETS = 100
 _LARGEST_SUBSET = 1000
 _SEED = 0

@@ -21,8 +21,6 @@ from tokenmerge.measure.pipelines.shared_weights import twin
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
 
-__all__ = ["CONTINUES", "Task", "draw", "missing"]
-
 CONTINUES = "the finished pictures are safe; run the same command again to continue"
 
 

@@ -20,8 +20,6 @@ from tokenmerge.measure.pipelines.loading import ModelSource, SourceKind, find_m
 from tokenmerge.measure.pipelines.settings import dtype_name, resolve_dtype, scheduler_class_name
 from tokenmerge.measure.pipelines.sizes import check_size
 
-__all__ = ["Evaluation", "Reference", "plan_evaluation"]
-
 _SMALLEST_SIDE = 11  # pixels, the window of SSIM
 _FILES = (".png", ".jpg", ".jpeg", ".webp")
 

@@ -22,8 +22,6 @@ from tokenmerge.measure.files import open_picture
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-__all__ = ["Figures", "Measured", "describe", "figures_of", "measure"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Measured:

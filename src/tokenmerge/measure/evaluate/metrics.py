@@ -23,17 +23,6 @@ from tokenmerge.pictures import as_tensor
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-__all__ = [
-    "ALL",
-    "METRIC_NAMES",
-    "Metrics",
-    "PictureMetric",
-    "SetMetric",
-    "Wanted",
-    "load_metrics",
-    "parse_metrics",
-]
-
 ALL = "all"
 
 _ALWAYS = ("psnr", "ssim")

@@ -15,8 +15,6 @@ from tokenmerge.pictures import as_tensor
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-__all__ = ["INCEPTION", "Clip", "Inception", "Lpips", "Network", "Vision"]
-
 INCEPTION = "inception-v3"
 
 

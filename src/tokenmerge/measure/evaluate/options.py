@@ -14,8 +14,6 @@ from tokenmerge.measure.evaluate.variants import parse_variants
 from tokenmerge.measure.generate.options import GenerateOptions
 from tokenmerge.measure.pipelines.loading import DEFAULT_MODEL
 
-__all__ = ["EvaluateOptions"]
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvaluateOptions:

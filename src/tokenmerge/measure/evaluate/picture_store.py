@@ -17,8 +17,6 @@ from tokenmerge.measure.files import open_picture, slug
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-__all__ = ["PictureStore"]
-
 _DRAWN_AGAIN = "delete it, and the same command draws it again"
 
 

@@ -14,8 +14,6 @@ import torch
 from tokenmerge.errors import ConfigError
 from tokenmerge.measure.pipelines.settings import resolve_device
 
-__all__ = ["Processes", "processes"]
-
 T = TypeVar("T")
 
 # The number of processes in the environment of torchrun (used by accelerate launch) and of MPI libraries.

@@ -14,8 +14,6 @@ from tokenmerge.measure.evaluate.metrics import Metrics
 from tokenmerge.measure.evaluate.variants import Drawn
 from tokenmerge.measure.reporting.quality import QualityRecord, SampleRecord
 
-__all__ = ["quality_records"]
-
 
 def quality_records(
     evaluation: Evaluation,

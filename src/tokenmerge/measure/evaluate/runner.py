@@ -26,8 +26,6 @@ from tokenmerge.measure.pipelines.sizes import check_size
 from tokenmerge.measure.progress import Progress
 from tokenmerge.measure.reporting.quality import QualityRecord, SampleRecord, read_quality
 
-__all__ = ["evaluate"]
-
 T = TypeVar("T")
 
 # With fewer pictures, FID depends more on their number than on their content.

@@ -13,8 +13,6 @@ from tokenmerge.measure.bench.records import CellRecord
 from tokenmerge.measure.bench.results_file import read_cells
 from tokenmerge.measure.bench.variants import DENSE, FEWER_STEPS, VARIANTS, VariantSpec, parse_variant
 
-__all__ = ["CHOICES", "Drawn", "parse_variants", "plan_variants"]
-
 # Without the oracle, whose pictures are wrong.
 CHOICES = (*(name for name, variant in VARIANTS.items() if variant.is_faster), FEWER_STEPS)
 

@@ -7,8 +7,6 @@ from pathlib import Path
 from tokenmerge.measure.bench.records import key_of
 from tokenmerge.measure.pipelines.loading import ModelSource, SourceKind
 
-__all__ = ["weights_key"]
-
 _FILES = (".safetensors", ".bin", ".json", ".txt")
 
 

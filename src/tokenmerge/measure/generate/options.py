@@ -12,8 +12,6 @@ from tokenmerge.measure.method_spec import MethodSpec
 from tokenmerge.measure.pipelines.loading import DEFAULT_MODEL
 from tokenmerge.measure.pipelines.settings import DTYPE_CHOICES, check_attention
 
-__all__ = ["GenerateOptions"]
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GenerateOptions:

@@ -11,8 +11,6 @@ from typing import Any
 from tokenmerge.measure.bench.timing import Measurement, Times
 from tokenmerge.report import Report
 
-__all__ = ["Quality", "Result", "VariantResult"]
-
 
 @dataclasses.dataclass(frozen=True)
 class VariantResult:

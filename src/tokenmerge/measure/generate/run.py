@@ -55,8 +55,6 @@ if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
     from PIL.Image import Image
 
-__all__ = ["generate"]
-
 
 def generate(options: GenerateOptions, on_progress: Callable[[Progress], None] | None = None) -> Result:
     """Generate, compare, measure and write everything to a folder.

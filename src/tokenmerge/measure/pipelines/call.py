@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
     from PIL.Image import Image
 
-__all__ = ["PipelineCall", "latent_scale", "own_size"]
-
 
 @dataclasses.dataclass(frozen=True)
 class PipelineCall:

@@ -10,8 +10,6 @@ from tokenmerge.measure.pipelines.sizes import check_size
 from tokenmerge.models.find import find_hosts
 from tokenmerge.runtime.patch import check_host
 
-__all__ = ["check_compile", "check_merging"]
-
 
 def check_merging(sketch: ModelSketch, size: tuple[int, int], method: MethodSpec) -> None:
     """Check that a method merges something in a model.

@@ -21,20 +21,6 @@ from tokenmerge.measure.out_of_memory import is_out_of_memory
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline, ModelMixin
 
-__all__ = [
-    "DEFAULT_MODEL",
-    "PICKLE",
-    "ModelSketch",
-    "ModelSource",
-    "SourceKind",
-    "denoiser_name",
-    "find_model",
-    "guides",
-    "load_pipeline",
-    "load_sketch",
-    "require_diffusers",
-]
-
 DEFAULT_MODEL = demo.NAMES[0]
 PICKLE = "pickle:"
 

@@ -14,19 +14,6 @@ from tokenmerge.errors import ConfigError
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline, ModelMixin, SchedulerMixin
 
-__all__ = [
-    "ATTENTION_CHOICES",
-    "DTYPE_CHOICES",
-    "SCHEDULER_NAMES",
-    "check_attention",
-    "dtype_name",
-    "resolve_device",
-    "resolve_dtype",
-    "scheduler_class_name",
-    "set_attention",
-    "set_scheduler",
-]
-
 ATTENTION_CHOICES = ("sdpa", "xformers", "default")
 DTYPE_CHOICES = ("auto", "fp32", "fp16", "bf16")
 SCHEDULER_NAMES = {

@@ -6,8 +6,6 @@ import re
 
 from tokenmerge.errors import ConfigError
 
-__all__ = ["check_size", "parse_size"]
-
 
 def parse_size(text: str) -> tuple[int, int]:
     """Read ``WIDTHxHEIGHT``, or one number for a square, into (width, height) in pixels.

@@ -11,8 +11,6 @@ from tokenmerge.errors import ConfigError
 from tokenmerge.measure.bench.records import CellRecord
 from tokenmerge.measure.reporting.tables import setting_name, what_of
 
-__all__ = ["Change", "Comparison", "compare", "parse_tolerance"]
-
 # Conditions that may differ between two measurements of the same cell.
 _OF_A_RUN = ("environment", "commit", "rounds", "warmup")
 

@@ -15,8 +15,6 @@ from tokenmerge.measure.reporting.quality import LOWER_IS_CLOSER, QualityRecord
 from tokenmerge.measure.reporting.quality_tables import quality_name, where_drawn
 from tokenmerge.measure.reporting.tables import SETTING, in_order, setting_name, where_of
 
-__all__ = ["Chart", "Line", "charts", "timed_with_other_steps"]
-
 _FUSED = "sdpa"
 _KNOBS = ("ratio", "interval", "threshold", "as")  # settings by which a variant becomes faster
 

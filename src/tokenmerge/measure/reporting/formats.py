@@ -17,8 +17,6 @@ from tokenmerge.measure.reporting.report_data import TITLE, Content
 from tokenmerge.measure.reporting.results import Sample
 from tokenmerge.measure.reporting.tables import PUBLISHED, Table
 
-__all__ = ["as_csv", "as_html", "as_markdown", "quality_as_csv"]
-
 _COLUMNS = (
     *("model", "scope", "width", "height", "frames", "batch", "dtype", "attention"),
     *("compile", "variant"),

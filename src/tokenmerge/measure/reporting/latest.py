@@ -10,8 +10,6 @@ from tokenmerge.measure.reporting.quality import QualityRecord
 from tokenmerge.measure.reporting.quality_tables import where_drawn
 from tokenmerge.measure.reporting.tables import what_of, where_of
 
-__all__ = ["newest_cells", "newest_figures"]
-
 R = TypeVar("R", CellRecord, QualityRecord)
 
 

@@ -6,8 +6,6 @@ import csv
 import dataclasses
 from importlib import resources
 
-__all__ = ["Published", "published_rows"]
-
 # Method in the published tables → (whether it merges, name of its attention here).
 _METHODS = {
     "baseline": (False, "default"),

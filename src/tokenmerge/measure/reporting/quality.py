@@ -13,8 +13,6 @@ from tokenmerge.errors import ConfigError
 from tokenmerge.measure.bench.records import key_of, variant_label
 from tokenmerge.measure.bench.results_file import read_lines
 
-__all__ = ["LOWER_IS_CLOSER", "QualityRecord", "SampleRecord", "metric_names", "read_quality"]
-
 # Metrics that are lower for closer pictures. All others are higher.
 LOWER_IS_CLOSER = frozenset({"lpips", "fid", "kid"})
 

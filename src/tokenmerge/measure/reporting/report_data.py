@@ -18,8 +18,6 @@ from tokenmerge.measure.reporting.results import Results, Sample
 from tokenmerge.measure.reporting.tables import Table, measured_tables
 from tokenmerge.measure.reporting.versus_published import published_tables
 
-__all__ = ["TITLE", "Content", "content_of"]
-
 TITLE = "Token merging: time, memory and price"
 
 

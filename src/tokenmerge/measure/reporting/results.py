@@ -13,8 +13,6 @@ from tokenmerge.measure.bench.results_file import read_lines
 from tokenmerge.measure.files import is_folder
 from tokenmerge.measure.reporting.quality import QualityRecord, SampleRecord
 
-__all__ = ["Results", "Sample", "read_results"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Sample:

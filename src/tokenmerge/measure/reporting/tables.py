@@ -9,24 +9,6 @@ from typing import Any
 
 from tokenmerge.measure.bench.records import CellRecord
 
-__all__ = [
-    "OURS",
-    "PUBLISHED",
-    "SETTING",
-    "Table",
-    "TableRow",
-    "attention_name",
-    "call_name",
-    "in_order",
-    "machine_name",
-    "measured_tables",
-    "sampling_name",
-    "setting_name",
-    "times",
-    "what_of",
-    "where_of",
-]
-
 OURS, PUBLISHED = "ours", "published"
 
 # Conditions that the cells of one table have in common.

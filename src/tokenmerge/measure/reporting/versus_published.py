@@ -21,8 +21,6 @@ from tokenmerge.measure.reporting.tables import (
     times,
 )
 
-__all__ = ["published_tables"]
-
 _ATTENTION_ORDER = ("default", "sdpa", "xformers")
 _IMPLEMENTATIONS = {"tome": "tokenmerge", "tomesd": "tomesd"}
 

@@ -13,8 +13,6 @@ from tokenmerge.models.dummy_inputs import blank
 from tokenmerge.models.layout import PLAIN, Grid, Layout, TokenArgument
 from tokenmerge.models.transformer import transformer_host
 
-__all__ = ["CLASSES", "describe"]
-
 CLASSES = ("CogVideoXTransformer3DModel", "ConsisIDTransformer3DModel")
 
 _ROTARY = Layout(token_arguments=(TokenArgument("image_rotary_emb", axes=(0,)),))

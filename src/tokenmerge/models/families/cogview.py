@@ -14,8 +14,6 @@ from tokenmerge.models.grids import picture_grid
 from tokenmerge.models.layout import Grid, Layout, TokenArgument
 from tokenmerge.models.transformer import transformer_host
 
-__all__ = ["CLASSES", "describe"]
-
 CLASSES = ("CogView3PlusTransformer2DModel", "CogView4Transformer2DModel")
 
 _PLUS = (Layer("attn1", "attn1"), Layer("ff", "ff"))

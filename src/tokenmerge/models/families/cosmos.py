@@ -12,8 +12,6 @@ from tokenmerge.models.grids import video_grid
 from tokenmerge.models.layout import Layout, TokenArgument
 from tokenmerge.models.transformer import transformer_host
 
-__all__ = ["CLASSES", "describe"]
-
 CLASSES = ("CosmosTransformer3DModel",)
 
 _FRAMES = 16  # latent frames: 121 frames of video

@@ -12,8 +12,6 @@ from tokenmerge.models.grids import video_grid
 from tokenmerge.models.layout import Layout, TokenArgument
 from tokenmerge.models.transformer import transformer_host
 
-__all__ = ["CLASSES", "describe"]
-
 CLASSES = ("EasyAnimateTransformer3DModel",)
 
 _FRAMES = 13  # latent frames: 49 frames of video

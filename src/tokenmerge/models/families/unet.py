@@ -12,8 +12,6 @@ from tokenmerge.models.base import Host, is_a
 from tokenmerge.models.dummy_inputs import blank
 from tokenmerge.models.unet_stages import describe_stages
 
-__all__ = ["CLASSES", "added_conditions", "condition_picture", "describe", "text_width"]
-
 _CONTROLNETS = ("ControlNetModel", "ControlNetUnionModel")
 CLASSES = ("UNet2DConditionModel", *_CONTROLNETS)
 
