@@ -42,8 +42,7 @@ def show(table: Table, *lines: str) -> None:
 def progress_bars(unit: str) -> Iterator[Callable[[Progress], None]]:
     """Show a bar on stderr for each part of a run. Yields the function that updates the bars.
 
-    Args:
-        unit: name of the counted things, in the plural.
+    The unit is the name of the counted things, in the plural.
     """
     columns = (
         TextColumn("{task.description:>7}"),

@@ -93,6 +93,18 @@ def switch(name: str, value: Any) -> bool:
     return value
 
 
+def text(name: str, value: Any) -> str:
+    """Accept a text."""
+    if not isinstance(value, str):
+        refuse(name, "a text", value)
+    return value
+
+
+def optional(check: Check) -> Check:
+    """Accept None as well."""
+    return lambda name, value: None if value is None else check(name, value)
+
+
 def as_number(value: object) -> float | None:
     """A finite real number as a float; None for anything else, and for what a float cannot hold."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):

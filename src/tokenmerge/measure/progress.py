@@ -9,10 +9,8 @@ import dataclasses
 class Progress:
     """How far one part of a run is.
 
-    Args:
-        part: what is being done, such as ``"dense"`` or ``"drawing"``.
-        done: steps or pictures that are done.
-        total: how many there will be, warm-up included; pictures of earlier runs do not count.
+    A part is what is being done, such as ``"dense"`` or ``"drawing"``. The total includes the warm-up, but no
+    pictures of earlier runs.
     """
 
     part: str

@@ -30,14 +30,8 @@ def basic_block(
 ) -> Block:
     """Describe a block whose sub-layers are called ``attn1``, ``attn2`` and ``ff``.
 
-    Args:
-        path: as for a :class:`Block`.
-        module: the block.
-        grid: as for a :class:`Block`.
-        level: as for a :class:`Block`.
-        method: as for a :class:`Block`.
-        context: name of the argument that gives its self-attention other keys and values.
-        stack: as for a :class:`Block`.
+    ``context`` is the name of the argument that gives its self-attention other keys and values. The other
+    arguments are as for a :class:`Block`.
     """
     # In blocks without text, such as every third one of AudioLDM 2, both attentions attend to the image. In
     # blocks with only_cross_attention, both attend to the text.

@@ -9,11 +9,7 @@ from typing import Any, NamedTuple
 class HostCall(NamedTuple):
     """A method of a host module with its arguments.
 
-    Attributes:
-        function: the method, bound to its module.
-        names: its parameters in order.
-        args: the positional arguments.
-        kwargs: the arguments by name.
+    The method is bound to its module. ``names`` are its parameters in order.
     """
 
     function: Callable

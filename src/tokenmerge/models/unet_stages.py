@@ -27,10 +27,8 @@ def describe_stages(
 ) -> Host:
     """Find the blocks of a model with ``down_blocks``, ``mid_block`` and, unless a ControlNet, ``up_blocks``.
 
-    Args:
-        root: the model. The last axes of its sample are height and width.
-        example: (root, height, width, batch) → arguments by name of a call with a sample of that size.
-        controlnet: whether it is a ControlNet.
+    The last axes of its sample are height and width. ``example`` is as for
+    :func:`tokenmerge.models.transformer.transformer_host`.
 
     Raises:
         UnsupportedModelError: its attention is not in transformer blocks.

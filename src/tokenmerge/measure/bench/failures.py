@@ -15,9 +15,8 @@ _AGAIN = "to measure it again, delete its line from the results"
 class Failure:
     """The reason why a cell has no measurements.
 
-    Args:
-        status: one of :data:`tokenmerge.measure.bench.records.STATUSES`.
-        message: one line of text.
+    ``status`` is one of :data:`tokenmerge.measure.bench.records.STATUSES`, and ``message`` is one line of
+    text.
     """
 
     status: str

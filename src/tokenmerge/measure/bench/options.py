@@ -3,16 +3,41 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from typing import Any
 
+from tokenmerge.config.checks import Check, integer, number, one_of, optional, switch, text
 from tokenmerge.errors import ConfigError
-from tokenmerge.measure.bench.variants import ORACLE, VARIANTS, VariantSpec, oracle_of, parse_variant
-from tokenmerge.measure.pipelines.settings import ATTENTION_CHOICES, DTYPE_CHOICES
+from tokenmerge.measure.bench.variants import ORACLE, VARIANTS, Variant, oracle_of, parse_variant
+from tokenmerge.measure.pipelines.settings import ATTENTION_CHOICES, DTYPE_CHOICES, check_guidance
 from tokenmerge.measure.pipelines.sizes import parse_size
 
 SCOPES = ("denoiser", "pipeline")
+
+_AXES: dict[str, Check] = {
+    "model": text,
+    "size": lambda name, size: parse_size(size),
+    "batch": integer(1),
+    "dtype": one_of(DTYPE_CHOICES),
+    "attention": one_of(ATTENTION_CHOICES),
+    "compile": switch,
+    "variants": text,
+    "ratio": number("a fraction of the tokens, from 0 to 1", lambda ratio: 0 <= ratio <= 1),
+}
+_SETTINGS: dict[str, Check] = {
+    "max_downsample": optional(integer(1)),
+    "scope": one_of(SCOPES),
+    "steps": integer(1),
+    "scheduler": optional(text),
+    "guidance": check_guidance,
+    "frames": integer(1),
+    "seed": integer(0),
+    "device": text,
+    "threads": optional(integer(1)),
+    "rounds": integer(1),
+    "warmup": integer(1),
+    "about": text,
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -75,30 +100,16 @@ class BenchOptions:
     about: str = ""
 
     def __post_init__(self) -> None:
-        for name in ("model", "batch", "dtype", "attention", "compile", "variants", "ratio"):
-            if not getattr(self, name):
-                raise ConfigError(f"{name}: expected at least one value, got none")
-        for size in self.size:
-            parse_size(size)
-        for batch in self.batch:
-            _check_integer("batch", batch, 1)
-        for name in ("steps", "frames", "rounds", "warmup"):
-            _check_integer(name, getattr(self, name), 1)
-        _check_integer("seed", self.seed, 0)
-        if self.threads is not None:
-            _check_integer("threads", self.threads, 1)
-        if self.max_downsample is not None:
-            _check_integer("max_downsample", self.max_downsample, 1)
-        for name, choices in (("dtype", DTYPE_CHOICES), ("attention", ATTENTION_CHOICES)):
+        for name, check in _AXES.items():
             for value in getattr(self, name):
-                _check_choice(name, value, choices)
-        _check_choice("scope", self.scope, SCOPES)
-        guidance = self.guidance
-        if guidance is not None and not (_is_number(guidance) and math.isfinite(guidance) and guidance >= 0):
-            raise ConfigError(f"guidance: expected a number ≥ 0, got {guidance!r}")
+                check(name, value)
+            if not getattr(self, name) and name != "size":
+                raise ConfigError(f"{name}: expected at least one value, got none")
+        for name, check in _SETTINGS.items():
+            check(name, getattr(self, name))
         self.specs()
 
-    def specs(self) -> list[VariantSpec]:
+    def specs(self) -> list[Variant]:
         """The variants. One that takes a ratio and does not set it appears once for each ratio.
 
         A plain ``"oracle"`` stands for the oracle of each merging variant.
@@ -109,9 +120,9 @@ class BenchOptions:
         defaults: dict[str, Any] = {}
         if self.max_downsample is not None:
             defaults["max_downsample"] = self.max_downsample
-        specs: list[VariantSpec] = []
-        for text in self.variants:
-            specs += parse_variant(text, self.ratio, defaults)
+        specs: list[Variant] = []
+        for variant in self.variants:
+            specs += parse_variant(variant, self.ratio, defaults)
         merging = [spec for spec in specs if VARIANTS[spec.name].is_faster]
         if ORACLE in self.variants and merging:
             oracles = [oracle for oracle in map(oracle_of, merging) if oracle is not None]
@@ -123,9 +134,7 @@ class BenchOptions:
     def from_dict(cls, values: Mapping[str, Any], where: str) -> BenchOptions:
         """Make options from the values of a TOML or YAML file. A single value counts as a list of one.
 
-        Args:
-            values: the values by the name of the argument.
-            where: where they come from, for error messages.
+        ``where`` says where the values come from, for error messages.
 
         Raises:
             ConfigError: a name is unknown, or a value is of the wrong type or out of range.
@@ -143,34 +152,7 @@ class BenchOptions:
                 arguments[name] = tuple(map(str, items)) if name == "size" else tuple(items)
             else:
                 arguments[name] = value
-            _check_type(name, arguments[name], str(fields[name].type), where)
         try:
             return cls(**arguments)
         except ConfigError as error:
             raise ConfigError(f"{where}: {error}") from error
-
-
-_TYPES: dict[str, tuple[type, ...]] = {"str": (str,), "int": (int,), "bool": (bool,), "float": (int, float)}
-
-
-def _check_type(name: str, value: object, annotation: str, where: str) -> None:
-    """Raise a ConfigError unless a value fits its annotation: ``tuple[X, ...]``, ``X`` or ``X | None``."""
-    wanted = annotation.removeprefix("tuple[").removesuffix(", ...]").removesuffix(" | None")
-    for item in value if isinstance(value, tuple) else (value,):
-        right = isinstance(item, _TYPES[wanted]) and (isinstance(item, bool) == (wanted == "bool"))
-        if not right:
-            raise ConfigError(f"{where}: {name}: expected {wanted}, got {item!r}")
-
-
-def _check_integer(name: str, value: object, lowest: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < lowest:
-        raise ConfigError(f"{name}: expected an integer ≥ {lowest}, got {value!r}")
-
-
-def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ConfigError(f"{name}: expected one of {', '.join(choices)}, got {value!r}")
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)

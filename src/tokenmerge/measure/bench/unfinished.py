@@ -17,9 +17,6 @@ class UnfinishedCells:
     All cells of a setting finish in the last round, because their calls are interleaved. Until then, their
     timings would be lost if the run was killed. Incomplete or damaged lines are ignored. If the disk is full,
     timings are kept only in memory.
-
-    Args:
-        results: the results file.
     """
 
     def __init__(self, results: Path) -> None:

@@ -33,9 +33,6 @@ class Vision:
 
     Its features are the model's pooled output, or the mean over the tokens if it has none.
 
-    Args:
-        model: folder or hub id.
-
     Raises:
         ConfigError: the model cannot be loaded.
     """
@@ -89,9 +86,6 @@ class Clip(Vision):
 
 class Inception:
     """The Inception network that published FIDs are measured with, by torchmetrics and torch-fidelity.
-
-    Args:
-        name: :data:`INCEPTION`; there is one.
 
     Raises:
         ConfigError: torch-fidelity is missing, or its weights cannot be downloaded.

@@ -22,9 +22,7 @@ _SYNSET = re.compile(r"n\d{8}\s+")
 class Prompt:
     """A prompt.
 
-    Args:
-        text: what to draw.
-        category: category of the prompt, if the file has one.
+    It has a category if the file has them.
     """
 
     text: str

@@ -14,10 +14,7 @@ from tokenmerge.runtime.patch import check_host
 def check_merging(sketch: ModelSketch, size: tuple[int, int], method: MethodSpec) -> None:
     """Check that a method merges something in a model.
 
-    Args:
-        sketch: the model without its weights.
-        size: (width, height) in pixels.
-        method: the method. One that chooses its settings by the model is not checked.
+    A method that chooses its settings by the model is not checked.
 
     Raises:
         ConfigError: the size or the settings do not fit the model.

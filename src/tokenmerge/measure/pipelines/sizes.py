@@ -25,9 +25,7 @@ def parse_size(text: str) -> tuple[int, int]:
 def check_size(size: tuple[int, int], scale: int) -> tuple[int, int]:
     """Turn (width, height) in pixels into (width, height) of the latents.
 
-    Args:
-        size: (width, height) in pixels.
-        scale: pixels per latent position along each side.
+    ``scale`` is the number of pixels per latent position along each side.
 
     Raises:
         ConfigError: a side is not a multiple of ``scale``.

@@ -23,10 +23,7 @@ _KNOBS = ("ratio", "interval", "threshold", "as")  # settings by which a variant
 class Line:
     """One line of a chart.
 
-    Args:
-        name: name in the legend.
-        points: (x, y) in the order in which they are joined, at least one.
-        labels: text at each point; empty for no text.
+    Points (x, y) are joined in their order. Labels stand at the points.
     """
 
     name: str
@@ -38,13 +35,7 @@ class Line:
 class Chart:
     """A chart.
 
-    Args:
-        title: title of the chart.
-        x: label of the horizontal axis.
-        y: label of the vertical axis.
-        lines: the lines, at least one.
-        level: (name, y) of a horizontal line to compare with, or None.
-        from_zero: whether the vertical axis starts at zero.
+    ``level`` is the (name, y) of a horizontal line to compare with.
     """
 
     title: str

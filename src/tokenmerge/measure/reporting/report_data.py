@@ -25,14 +25,8 @@ TITLE = "Token merging: time, memory and price"
 class Content:
     """Everything that a report shows.
 
-    Args:
-        measured: one table of measurements for each setting.
-        beside: published tables with our measurements.
-        quality: tables of quality metrics.
-        charts: the plots.
-        samples: pairs of pictures.
-        conditions: (name, JSON) of each machine and configuration, and of each set of pictures.
-        notes: remarks for the reader.
+    ``beside`` has published tables with our measurements. ``conditions`` has the (name, JSON) of each machine
+    and configuration, and of each set of pictures.
     """
 
     measured: tuple[Table, ...]

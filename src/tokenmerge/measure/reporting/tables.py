@@ -23,9 +23,7 @@ _ATTENTION = {"sdpa": "SDPA", "xformers": "xFormers", "default": "plain"}
 class TableRow:
     """One row of a table.
 
-    Args:
-        cells: text in each column.
-        origin: :data:`OURS` or :data:`PUBLISHED`.
+    The origin is :data:`OURS` or :data:`PUBLISHED`.
     """
 
     cells: tuple[str, ...]
@@ -36,12 +34,7 @@ class TableRow:
 class Table:
     """A titled table.
 
-    Args:
-        title: title of the table.
-        header: names of the columns.
-        rows: the rows.
-        notes: remarks for the reader.
-        words: number of first columns that hold text. The others hold numbers.
+    The first columns, ``words`` in number, hold text, the others numbers.
     """
 
     title: str

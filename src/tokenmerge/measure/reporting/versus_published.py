@@ -86,9 +86,7 @@ def published_tables(cells: Iterable[CellRecord], quality: Iterable[QualityRecor
     Published rows are marked. Our rows name the machine and the number of steps. For the denoiser alone, they
     say that the time is that of one step times the number of steps.
 
-    Args:
-        cells: measured cells.
-        quality: quality records, for FID.
+    Quality records are for FID.
     """
     ours = [cell for cell in cells if _comparable(cell)]
     drawn = [record for record in quality if "fid" in record.figures and _is_sd15(record.model)]

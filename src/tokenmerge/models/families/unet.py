@@ -30,9 +30,7 @@ def text_width(root: Any) -> int:
 def added_conditions(root: Any, zeros: Callable[..., Tensor]) -> dict[str, Any]:
     """The argument ``added_cond_kwargs`` that SDXL and IP-Adapters need, by name; empty for other models.
 
-    Args:
-        root: the UNet.
-        zeros: shape for one image → zeros for a batch.
+    ``zeros`` makes zeros for a batch from the shape for one image.
     """
     config = root.config
     conditions: dict[str, Any] = {}
