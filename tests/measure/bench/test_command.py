@@ -78,7 +78,7 @@ def test_ctrl_c_says_what_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
         (["--ratio", "0.9"], "0.75"),
         (["--preset", "paper", "--grid", "a.toml"], "give only one of them"),
         (["--grid", "missing.toml"], "cannot read"),
-        (["--scope", "all"], "expected one of denoiser, pipeline"),
+        (["--scope", "all"], "expected one of 'denoiser', 'pipeline'"),
     ],
 )
 def test_bad_input_is_named(arguments: list[str], words: str) -> None:

@@ -18,7 +18,7 @@ from tokenmerge.measure.reporting.results import Results, Sample
 from tokenmerge.measure.reporting.tables import Table, measured_tables
 from tokenmerge.measure.reporting.versus_published import published_tables
 
-TITLE = "Token merging: time, memory and price"
+TITLE = "Token merging: speed, memory and quality"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,8 +65,8 @@ def _readable(samples: Sequence[Sample]) -> tuple[list[Sample], list[str]]:
             lost.append(f"{sample.record.label}, seed {sample.record.seed}: {error}")
         else:
             found.append(sample)
-    pairs = "1 pair" if len(lost) == 1 else f"{len(lost)} pairs"
-    return found, [f"not shown of the samples: {pairs}; the first is {lost[0]}"] if lost else []
+    pairs = "1 pair of sample pictures is" if len(lost) == 1 else f"{len(lost)} pairs of sample pictures are"
+    return found, [f"{pairs} not shown; the first is {lost[0]}"] if lost else []
 
 
 def _conditions(cells: Sequence[CellRecord]) -> list[tuple[str, str]]:
