@@ -107,3 +107,5 @@ class Layout:
 
 
 PLAIN = Layout()  # image tokens only, and no argument with an entry for each
+# Rotary positions with an entry for each image token, which the whole batch shares.
+ROTARY = Layout(token_arguments=(TokenArgument("image_rotary_emb", axes=(0,)),))

@@ -44,15 +44,15 @@ _SETTINGS: dict[str, Check] = {
 class BenchOptions:
     """The axes of a benchmark, and the settings that all its cells share.
 
+    The fields that :class:`tokenmerge.measure.generate.options.GenerateOptions` has too mean the same there.
     Every combination of the values on these axes is measured:
 
     Args:
         model: bundled models, folders, hub ids, or ``geometry:NAME``; at least one.
         size: ``WIDTHxHEIGHT`` or one number for a square, in pixels. Empty: each model's default size.
         batch: images per call, each ≥ 1.
-        dtype: ``"auto"``, ``"fp32"``, ``"fp16"`` or ``"bf16"``.
-        attention: ``"sdpa"``, ``"xformers"``, or ``"default"`` for unfused attention (two matrix products
-            and a softmax).
+        dtype: dtypes, named as there; at least one.
+        attention: attention implementations, named as there; at least one.
         compile: whether the denoiser is compiled with ``torch.compile``.
         variants: what is compared with dense, such as ``"tome"`` or ``"tome:ratio=0.75,merge_mlp"``.
         ratio: ratios for the variants that do not set their own.
@@ -62,13 +62,9 @@ class BenchOptions:
     Args:
         max_downsample: deepest level that merges. None: the variant's default. A variant may set its own.
         scope: ``"denoiser"`` times one call of the denoiser, ``"pipeline"`` a whole run from prompt to image.
-        steps: denoising steps, ≥ 1.
-        scheduler: short name or diffusers class name. None: the model's default.
-        guidance: scale of classifier-free guidance, ≥ 0. None: the model's default. Above 1, the batch of
-            the denoiser is doubled.
+        guidance: above 1, the batch of the denoiser is doubled.
         frames: frames of a video model, ≥ 1.
         seed: seed of weights, inputs and noise, ≥ 0.
-        device: ``"auto"`` or a torch device name.
         threads: CPU threads, ≥ 1. None: torch's default.
         rounds: timed calls of each cell, ≥ 1. The calls of all cells of one setting are interleaved.
         warmup: untimed calls before them, ≥ 1. Compiled cells get at least three.
