@@ -103,12 +103,7 @@ def _drop(cached: dict[Any, Any], first: int, last: int) -> None:
 
 
 class RecordedCall(NamedTuple):
-    """What a call of a block merges.
-
-    Attributes:
-        settings: that held.
-        merge: what merged; None: nothing.
-    """
+    """What a call of a block merges, None for nothing, with the settings that it ran with."""
 
     settings: MergeSettings
     merge: Any

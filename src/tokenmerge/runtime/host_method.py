@@ -15,9 +15,8 @@ class HostMethod(NamedTuple):
     Other software may replace the method at any time: web UIs switch attention optimisations by
     ``CrossAttention.forward = …``.
 
-    Attributes:
-        of: module → the method that its class has now, bound to the module.
-        names: → names of the parameters of that method after ``self``, in order.
+    ``of`` returns the method that the class of a module has now, bound to the module. ``names`` returns the
+    names of its parameters after ``self``, in order.
     """
 
     of: Callable[[nn.Module], Callable[..., Any]]

@@ -18,11 +18,7 @@ _GUIDED_TWICE = ("StableDiffusionInstructPix2PixPipeline", "StableDiffusionXLIns
 
 
 class _Explicit:
-    """The step that a thread has set by :meth:`Pipeline.set_step`.
-
-    Attributes:
-        step: overrides the scheduler; None: the scheduler says which step it is.
-    """
+    """The step that a thread has set by :meth:`Pipeline.set_step`, which overrides the scheduler."""
 
     def __init__(self) -> None:
         self.step: DenoisingStep | None = None

@@ -130,9 +130,7 @@ def _unswap(module: nn.Module) -> None:
 def _without(cls: Any, swapped: Any) -> Any:
     """The class that other software, such as FSDP2, would have made of the original instead of ``swapped``.
 
-    Args:
-        cls: the class that it made, or a base of that; all modules of one class get one class again.
-        swapped: the swapped class.
+    ``cls`` is the class that it made, or a base of that. All modules of one class get one class again.
     """
     if cls is swapped:
         return swapped._tokenmerge_base

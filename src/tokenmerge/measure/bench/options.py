@@ -13,31 +13,17 @@ from tokenmerge.measure.pipelines.settings import ATTENTION_CHOICES, DTYPE_CHOIC
 from tokenmerge.measure.pipelines.sizes import parse_size
 
 SCOPES = ("denoiser", "pipeline")
+_FRACTION = number("a fraction of the tokens, from 0 to 1", lambda ratio: 0 <= ratio <= 1)
 
-_AXES: dict[str, Check] = {
-    "model": text,
-    "size": lambda name, size: parse_size(size),
-    "batch": integer(1),
-    "dtype": one_of(DTYPE_CHOICES),
-    "attention": one_of(ATTENTION_CHOICES),
-    "compile": switch,
-    "variants": text,
-    "ratio": number("a fraction of the tokens, from 0 to 1", lambda ratio: 0 <= ratio <= 1),
-}
-_SETTINGS: dict[str, Check] = {
-    "max_downsample": optional(integer(1)),
-    "scope": one_of(SCOPES),
-    "steps": integer(1),
-    "scheduler": optional(text),
-    "guidance": check_guidance,
-    "frames": integer(1),
-    "seed": integer(0),
-    "device": text,
-    "threads": optional(integer(1)),
-    "rounds": integer(1),
-    "warmup": integer(1),
-    "about": text,
-}
+
+def _one(check: Check, default: Any) -> Any:
+    """A setting that all cells share."""
+    return dataclasses.field(default=default, metadata={"check": check})
+
+
+def _axis(check: Check, *default: Any) -> Any:
+    """Values of which every combination is measured."""
+    return _one(check, default)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,35 +60,34 @@ class BenchOptions:
         ConfigError: a value is outside these ranges.
     """
 
-    model: tuple[str, ...] = ("geometry:sd15",)
-    size: tuple[str, ...] = ()
-    batch: tuple[int, ...] = (1,)
-    dtype: tuple[str, ...] = ("auto",)
-    attention: tuple[str, ...] = ("sdpa",)
-    compile: tuple[bool, ...] = (False,)
-    variants: tuple[str, ...] = ("tome", "tomesd", "oracle", "fewer-steps")
-    ratio: tuple[float, ...] = (0.5,)
-    max_downsample: int | None = None
-    scope: str = "denoiser"
-    steps: int = 25
-    scheduler: str | None = None
-    guidance: float | None = None
-    frames: int = 81
-    seed: int = 0
-    device: str = "auto"
-    threads: int | None = None
-    rounds: int = 5
-    warmup: int = 1
-    about: str = ""
+    model: tuple[str, ...] = _axis(text, "geometry:sd15")
+    size: tuple[str, ...] = _axis(lambda name, size: parse_size(size))
+    batch: tuple[int, ...] = _axis(integer(1), 1)
+    dtype: tuple[str, ...] = _axis(one_of(DTYPE_CHOICES), "auto")
+    attention: tuple[str, ...] = _axis(one_of(ATTENTION_CHOICES), "sdpa")
+    compile: tuple[bool, ...] = _axis(switch, False)
+    variants: tuple[str, ...] = _axis(text, "tome", "tomesd", "oracle", "fewer-steps")
+    ratio: tuple[float, ...] = _axis(_FRACTION, 0.5)
+    max_downsample: int | None = _one(optional(integer(1)), None)
+    scope: str = _one(one_of(SCOPES), "denoiser")
+    steps: int = _one(integer(1), 25)
+    scheduler: str | None = _one(optional(text), None)
+    guidance: float | None = _one(check_guidance, None)
+    frames: int = _one(integer(1), 81)
+    seed: int = _one(integer(0), 0)
+    device: str = _one(text, "auto")
+    threads: int | None = _one(optional(integer(1)), None)
+    rounds: int = _one(integer(1), 5)
+    warmup: int = _one(integer(1), 1)
+    about: str = _one(text, "")
 
     def __post_init__(self) -> None:
-        for name, check in _AXES.items():
-            for value in getattr(self, name):
-                check(name, value)
-            if not getattr(self, name) and name != "size":
-                raise ConfigError(f"{name}: expected at least one value, got none")
-        for name, check in _SETTINGS.items():
-            check(name, getattr(self, name))
+        for field in dataclasses.fields(self):
+            value, is_axis = getattr(self, field.name), isinstance(field.default, tuple)
+            for item in value if is_axis else (value,):
+                field.metadata["check"](field.name, item)
+            if is_axis and not value and field.name != "size":
+                raise ConfigError(f"{field.name}: expected at least one value, got none")
         self.specs()
 
     def specs(self) -> list[Variant]:
