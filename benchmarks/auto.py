@@ -27,9 +27,9 @@ from torch import nn
 import tokenmerge
 from tokenmerge import ToMeConfig, presets
 from tokenmerge.auto import choose
+from tokenmerge.measure.bench.baselines import deepcache
 from tokenmerge.measure.bench.geometry import build_denoiser, find_geometry
 from tokenmerge.measure.bench.inputs import Inputs, InputSize, example_inputs
-from tokenmerge.measure.bench.rivals import deepcache
 
 Seconds = Callable[[], float]  # of one call
 TIMESTEP = 500

@@ -19,7 +19,7 @@ from tokenmerge.measure.reporting.quality import QualityRecord
 from tokenmerge.measure.reporting.results import read_results
 
 ROOT = Path(__file__).parent.parent
-# What README shows of it: auto and its rivals.
+# What README shows of it: auto and its baselines.
 IN_README = {
     "auto": ("0.25", "0.3", "0.4", "0.5", "0.6"),
     "tomesd": ("0.5",),

@@ -16,8 +16,6 @@ from tokenmerge.cli.inspect import inspect
 from tokenmerge.cli.report import report
 from tokenmerge.errors import ConfigError
 
-__all__ = ["app", "run"]
-
 # typer makes this class public only through its subclass.
 _UsageError: Any = typer.BadParameter.__bases__[0]
 

@@ -9,23 +9,6 @@ import typer
 
 from tokenmerge.measure.pipelines.settings import ATTENTION_CHOICES, DTYPE_CHOICES, SCHEDULER_NAMES
 
-__all__ = [
-    "AsJson",
-    "Attention",
-    "Device",
-    "Dtype",
-    "Guidance",
-    "Model",
-    "Scheduler",
-    "Size",
-    "Steps",
-    "integer",
-    "machine",
-    "number",
-    "option",
-    "picture",
-]
-
 
 def number(text: str) -> float:
     """Read a number."""

@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
-from rich.text import Text
 
 from tokenmerge.cli import tables
 from tokenmerge.cli.quiet import quiet_libraries
@@ -19,9 +17,7 @@ from tokenmerge.measure.bench.records import CellRecord
 from tokenmerge.measure.bench.runner import CellProgress, run_grid
 from tokenmerge.measure.bench.variants import VARIANTS
 from tokenmerge.measure.pipelines.settings import ATTENTION_CHOICES, DTYPE_CHOICES, SCHEDULER_NAMES
-from tokenmerge.measure.reporting.tables import call_name, times, what_of
-
-__all__ = ["bench"]
+from tokenmerge.measure.reporting.tables import call_name, measured_tables, times, what_of
 
 
 def _axis(name: str, help: str) -> Any:
@@ -118,41 +114,15 @@ def bench(
         tables.say(f"{len(done)} finished cells are in {out}; run the same command again to continue")
         raise
     finally:
-        if done:
-            tables.show(results_table(done))
+        for table in measured_tables(done):
+            tables.show(tables.as_rich(table), *(f"note: {note}" for note in table.notes))
     tables.say(f"{len(done)} cells are in {out}; next: tokenmerge report {out}")
 
 
 def _line(progress: CellProgress) -> str:
     record = progress.record
-    figures = _figures(record)
-    outcome = f"{figures[0]} {figures[2]}".strip() or f"{record.status}: {record.message}"
+    time = "" if record.median is None else f"{record.median:.3f} s {times(record.speedup)}"
+    outcome = time.strip() or f"{record.status}: {record.message}"
     resumed = ", measured before" if progress.resumed else ""
     cell = f"{call_name(record.conditions)} · {what_of(record)}"
     return f"[{progress.number}/{progress.total}] {cell}: {outcome}{resumed}"
-
-
-def results_table(records: list[CellRecord]) -> Table:
-    """Time, memory and speed-up of each cell."""
-    table = Table(title="Seconds per call; speed-up is t_dense / t, dense with fused attention")
-    for column in ("setting", "cell"):
-        table.add_column(column, overflow="fold")
-    for column in ("median (quartiles)", "peak memory", "speed-up", "same attention"):
-        table.add_column(column, justify="right")
-    for record in records:
-        figures = _figures(record) if record.status == "ok" else [record.status.upper(), "", "", ""]
-        table.add_row(Text(call_name(record.conditions)), Text(what_of(record)), *figures)
-    return table
-
-
-def _figures(record: CellRecord) -> list[str]:
-    if record.median is None or record.iqr is None:
-        return ["", "", "", ""]
-    low, high = record.iqr
-    peak = "" if record.peak_bytes is None else f"{record.peak_bytes / 2**30:.2f} GiB"
-    return [
-        f"{record.median:.3f} s ({low:.3f} to {high:.3f})",
-        peak,
-        times(record.speedup),
-        times(record.speedup_same_attention),
-    ]

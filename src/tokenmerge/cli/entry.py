@@ -11,8 +11,6 @@ from pathlib import Path
 
 from tokenmerge.errors import MissingExtraError, TokenMergingError
 
-__all__ = ["main"]
-
 _BAD_INPUT = 2
 _INTERRUPTED = 130
 _LONGEST_REASON = 200

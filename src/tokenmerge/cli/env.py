@@ -8,8 +8,6 @@ from tokenmerge.cli import tables
 from tokenmerge.cli.arguments import AsJson
 from tokenmerge.measure.bench.env import environment
 
-__all__ = ["env"]
-
 
 def env(as_json: AsJson = False) -> None:
     """Show versions, devices, threads and attention back-ends of this machine."""

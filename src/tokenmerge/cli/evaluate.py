@@ -29,9 +29,6 @@ from tokenmerge.measure.evaluate.variants import CHOICES
 from tokenmerge.measure.pipelines.sizes import parse_size
 from tokenmerge.measure.reporting.quality_tables import quality_tables
 
-__all__ = ["evaluate"]
-
-
 _compared = partial(option, "Compared")
 _prompts = partial(option, "Prompts")
 _results = partial(option, "Results")

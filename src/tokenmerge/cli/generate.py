@@ -28,8 +28,6 @@ from tokenmerge.measure.generate.run import generate as run_generate
 from tokenmerge.measure.method_spec import MethodSpec
 from tokenmerge.measure.pipelines.sizes import parse_size
 
-__all__ = ["generate"]
-
 
 @with_merging_options
 def generate(

@@ -17,8 +17,6 @@ from tokenmerge.measure.pipelines.loading import DEFAULT_MODEL, find_model, load
 from tokenmerge.measure.pipelines.sizes import check_size, parse_size
 from tokenmerge.report import predict
 
-__all__ = ["inspect"]
-
 
 @with_merging_options
 def inspect(

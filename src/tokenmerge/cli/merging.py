@@ -12,8 +12,6 @@ from tokenmerge.cli.arguments import integer, number, option
 from tokenmerge.errors import ConfigError
 from tokenmerge.measure.method_spec import METHODS, MethodSpec, read_setting
 
-__all__ = ["with_merging_options"]
-
 _merging = functools.partial(option, "Merging")
 
 

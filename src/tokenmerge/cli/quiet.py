@@ -6,17 +6,11 @@ import logging
 
 from tokenmerge.measure.pipelines.loading import require_diffusers
 
-__all__ = ["quiet_libraries"]
-
 
 def quiet_libraries(command: str) -> None:
     """Turn off progress bars of other libraries, and their warnings about parts that no command uses.
 
-    Args:
-        command: name of the command, for the error if diffusers is missing.
-
-    Raises:
-        MissingExtraError: diffusers is not installed.
+    The name of the command is for the error if diffusers is missing.
     """
     # diffusers imports torchao if it is installed, and torchao warns about kernels that cannot run here.
     for name in ("torchao", "torch.utils._pytree", "diffusers.quantizers.torchao.torchao_quantizer"):

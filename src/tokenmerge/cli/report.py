@@ -15,8 +15,6 @@ from tokenmerge.measure.reporting.formats import as_csv, as_html, as_markdown, q
 from tokenmerge.measure.reporting.report_data import content_of
 from tokenmerge.measure.reporting.results import read_results
 
-__all__ = ["report"]
-
 _FORMATS = (".html", ".md", ".csv")
 
 

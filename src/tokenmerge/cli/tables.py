@@ -26,17 +26,6 @@ from tokenmerge.measure.progress import Progress
 from tokenmerge.measure.reporting.tables import Table as PlainTable
 from tokenmerge.report import Report, saved
 
-__all__ = [
-    "as_rich",
-    "environment_table",
-    "progress_bars",
-    "report_table",
-    "result_notes",
-    "result_table",
-    "say",
-    "show",
-]
-
 # Pipes and files have no width, so tables are as wide as their content.
 _NO_EDGE = 10_000
 
@@ -53,8 +42,7 @@ def show(table: Table, *lines: str) -> None:
 def progress_bars(unit: str) -> Iterator[Callable[[Progress], None]]:
     """Show a bar on stderr for each part of a run. Yields the function that updates the bars.
 
-    Args:
-        unit: name of the counted things, in the plural.
+    The unit is the name of the counted things, in the plural.
     """
     columns = (
         TextColumn("{task.description:>7}"),

@@ -11,11 +11,10 @@ from tokenmerge.config.json_file import load_config, save_config
 from tokenmerge.config.names import flat
 from tokenmerge.config.old_names import NEW_NAMES, with_new_names, words_with_new_names
 from tokenmerge.config.plan_sharing import PlanSharing
+from tokenmerge.config.planner_names import GUIDED_PLANNERS, PLANNERS
 from tokenmerge.config.schedule import Schedule
 from tokenmerge.config.settings import (
     COMBINATIONS,
-    GUIDED_PLANNERS,
-    PLANNERS,
     SCOPES,
     MergeSettings,
     highest_ratio,

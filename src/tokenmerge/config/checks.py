@@ -14,19 +14,6 @@ from typing import Any, NoReturn
 
 from tokenmerge.errors import ConfigError
 
-__all__ = [
-    "Check",
-    "as_items",
-    "as_number",
-    "check_fields",
-    "integer",
-    "number",
-    "one_of",
-    "refuse",
-    "share",
-    "switch",
-]
-
 Check = Callable[[str, Any], Any]
 
 _MOST = 2**63 - 1
@@ -104,6 +91,18 @@ def switch(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
         refuse(name, "True or False", value)
     return value
+
+
+def text(name: str, value: Any) -> str:
+    """Accept a text."""
+    if not isinstance(value, str):
+        refuse(name, "a text", value)
+    return value
+
+
+def optional(check: Check) -> Check:
+    """Accept None as well."""
+    return lambda name, value: None if value is None else check(name, value)
 
 
 def as_number(value: object) -> float | None:

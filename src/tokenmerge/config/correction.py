@@ -8,8 +8,6 @@ from tokenmerge.config.checks import check_fields, integer
 from tokenmerge.config.value import Value
 from tokenmerge.errors import ConfigError
 
-__all__ = ["Correction"]
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class Correction(Value):

@@ -14,8 +14,6 @@ from tokenmerge.config.checks import refuse
 from tokenmerge.config.tome import ToMeConfig
 from tokenmerge.errors import ConfigError
 
-__all__ = ["VERSION", "load_config", "save_config"]
-
 VERSION = 1
 
 

@@ -13,8 +13,6 @@ from tokenmerge.config.schedule import Schedule
 from tokenmerge.config.step_reuse import StepReuse
 from tokenmerge.errors import ConfigError
 
-__all__ = ["PARTS", "flat", "nested"]
-
 # The classes that a ToMeConfig nests, by the name of their field.
 PARTS: Mapping[str, type] = {
     "schedule": Schedule,

@@ -6,8 +6,6 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["NEW_NAMES", "with_new_names", "words_with_new_names"]
-
 # The name today, by the former name.
 NEW_NAMES: Mapping[str, str] = {
     "schedule": "schedule.ratio",

@@ -7,8 +7,6 @@ import dataclasses
 from tokenmerge.config.checks import check_fields, integer, switch
 from tokenmerge.config.value import Value
 
-__all__ = ["PlanSharing"]
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class PlanSharing(Value):

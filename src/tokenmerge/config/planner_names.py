@@ -5,8 +5,6 @@ from __future__ import annotations
 import pkgutil
 from pathlib import Path
 
-__all__ = ["GUIDED_PLANNERS", "PLANNERS", "names_in"]
-
 _FOLDER = Path(__file__).parents[1] / "planners"
 
 

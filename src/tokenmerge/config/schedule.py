@@ -10,8 +10,6 @@ from tokenmerge.config.checks import as_items, as_number, check_fields, refuse, 
 from tokenmerge.config.settings import check_changes
 from tokenmerge.config.value import Value
 
-__all__ = ["Schedule"]
-
 Factors = Sequence[float] | Callable[[float], float]
 
 # Where a function over the steps is evaluated before the number of steps is known.

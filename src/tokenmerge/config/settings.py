@@ -7,21 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from tokenmerge.config.checks import Check, integer, number, one_of, refuse, switch
-from tokenmerge.config.planner_names import GUIDED_PLANNERS, PLANNERS
+from tokenmerge.config.planner_names import PLANNERS
 from tokenmerge.config.value import Value
 from tokenmerge.errors import ConfigError
-
-__all__ = [
-    "CHECKS",
-    "COMBINATIONS",
-    "GUIDED_PLANNERS",
-    "PLANNERS",
-    "SCOPES",
-    "MergeSettings",
-    "check_changes",
-    "check_together",
-    "highest_ratio",
-]
 
 SCOPES = ("layers", "block", "stack", "keys")
 COMBINATIONS = ("mean", "keep", "norm")

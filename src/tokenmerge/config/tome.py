@@ -11,18 +11,16 @@ from tokenmerge.config.checks import Check, check_fields, integer, number, one_o
 from tokenmerge.config.correction import Correction
 from tokenmerge.config.names import PARTS, flat, nested
 from tokenmerge.config.plan_sharing import PlanSharing
+from tokenmerge.config.planner_names import GUIDED_PLANNERS
 from tokenmerge.config.schedule import Schedule
 from tokenmerge.config.settings import (
     CHECKS,
-    GUIDED_PLANNERS,
     MergeSettings,
     check_changes,
     check_together,
 )
 from tokenmerge.config.step_reuse import StepReuse
 from tokenmerge.errors import ConfigError
-
-__all__ = ["SETTINGS", "ToMeConfig"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 
-__all__ = ["Value"]
-
 
 class Value:
     """A frozen dataclass with a default for each field; its ``repr`` shows the fields that differ from it."""

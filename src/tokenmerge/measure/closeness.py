@@ -9,8 +9,6 @@ from torch import Tensor
 
 from tokenmerge.errors import MissingExtraError
 
-__all__ = ["psnr", "ssim"]
-
 _SSIM_WINDOW = 11
 
 

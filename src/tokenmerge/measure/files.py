@@ -1,4 +1,8 @@
-"""Reading and writing files: errors in one line, results that are never half-written."""
+"""Reading and writing files: errors in one line, results that are never half-written.
+
+In every function, ``option`` is the command-line option that a path comes from, and ``advice`` says what
+to do next. Both are for the message of an error.
+"""
 
 from __future__ import annotations
 
@@ -16,22 +20,6 @@ from tokenmerge.errors import ConfigError
 
 if TYPE_CHECKING:
     from PIL.Image import Image
-
-__all__ = [
-    "FREE_SPACE",
-    "check_regular",
-    "free_folder",
-    "is_file",
-    "is_folder",
-    "open_picture",
-    "prepare_folder",
-    "read_bytes",
-    "slug",
-    "write_atomically",
-    "write_json",
-    "write_text",
-    "writing",
-]
 
 FREE_SPACE = "free some space, or choose another place with --out"
 
@@ -100,11 +88,6 @@ def check_regular(path: Path) -> None:
 def read_bytes(path: Path, option: str, advice: str) -> bytes:
     """Read a regular file.
 
-    Args:
-        path: the file.
-        option: the option that the path comes from.
-        advice: what to do next, in words.
-
     Raises:
         ConfigError: it is not there, cannot be read or is not a regular file.
     """
@@ -117,8 +100,6 @@ def read_bytes(path: Path, option: str, advice: str) -> bytes:
 
 def open_picture(path: Path, option: str, advice: str) -> Image:
     """Read a picture as RGB.
-
-    The arguments are those of :func:`read_bytes`.
 
     Raises:
         ConfigError: the file cannot be read, or is not a picture.
@@ -136,13 +117,7 @@ def open_picture(path: Path, option: str, advice: str) -> Image:
 
 @contextlib.contextmanager
 def writing(path: Path, option: str, advice: str) -> Iterator[None]:
-    """Make the folder of ``path``; turn what the file system refuses meanwhile into a ConfigError.
-
-    Args:
-        path: what is written: a regular file, or a new one.
-        option: the option that the path comes from.
-        advice: what to do next, in words.
-    """
+    """Make the folder of ``path``; turn what the file system refuses meanwhile into a ConfigError."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         check_regular(path)
@@ -154,13 +129,7 @@ def writing(path: Path, option: str, advice: str) -> Iterator[None]:
 def write_atomically(
     path: Path, write: Callable[[Path], object], option: str = "out", advice: str = FREE_SPACE
 ) -> None:
-    """Let ``write`` fill a file beside ``path``, then move it there in one step.
-
-    Args:
-        path: where the result goes; its folder is made where missing.
-        write: called with a path of the same suffix.
-        option: the option that the path comes from.
-        advice: what to do when it fails, in words.
+    """Let ``write`` fill a file beside ``path`` with the same suffix, then move it there in one step.
 
     Raises:
         ConfigError: the disk is full, or refuses the file for another reason. An older file stays as it was.
@@ -178,7 +147,7 @@ def write_atomically(
 
 
 def write_text(path: Path, text: str, option: str = "out", advice: str = FREE_SPACE) -> None:
-    """Write a text as UTF-8; the arguments and errors are those of :func:`write_atomically`."""
+    """Write a text as UTF-8, as :func:`write_atomically` does."""
     write_atomically(path, lambda unfinished: unfinished.write_text(text, encoding="utf-8"), option, advice)
 
 

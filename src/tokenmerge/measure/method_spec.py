@@ -12,8 +12,6 @@ from tokenmerge.auto import choose
 from tokenmerge.config import NEW_NAMES, SETTINGS, ToMeConfig, flat
 from tokenmerge.errors import ConfigError
 
-__all__ = ["AUTO", "METHODS", "MethodSpec", "as_plain", "read_setting"]
-
 AUTO = "auto"
 METHODS = (AUTO, "tome", *presets.__all__)
 
@@ -56,9 +54,8 @@ class MethodSpec:
     def config(self, pipe_or_model: object = None, follows_steps: bool | None = None) -> ToMeConfig:
         """The settings.
 
-        Args:
-            pipe_or_model: what is to merge; only a method that :attr:`needs_model` looks at it.
-            follows_steps: as for :func:`tokenmerge.auto.choose`.
+        Only a method that :attr:`needs_model` looks at the model. ``follows_steps`` is as for
+        :func:`tokenmerge.auto.choose`.
 
         Raises:
             ConfigError: the changes do not go together with what the method chose.
@@ -84,10 +81,6 @@ def read_setting(text: str, names: Collection[str] = SETTINGS) -> tuple[str, Any
 
     ``schedule.ratio`` is numbers with ``/`` between them, or a list in JSON; ``levels`` and
     ``schedule.phases`` are JSON. Former names, such as ``reuse_every``, are read as those of today.
-
-    Args:
-        text: such as ``"scope=block"``.
-        names: of the settings that may be given.
 
     Raises:
         ConfigError: there is no such setting, or the value is not of its type.

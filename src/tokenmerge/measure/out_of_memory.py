@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["is_out_of_memory"]
-
 _WORDS = ("not enough memory", "can't allocate memory", "out of memory", "ALLOC_FAILED")
 
 

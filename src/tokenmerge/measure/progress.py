@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 
-__all__ = ["Progress"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Progress:
     """How far one part of a run is.
 
-    Args:
-        part: what is being done, such as ``"dense"`` or ``"drawing"``.
-        done: steps or pictures that are done.
-        total: how many there will be, warm-up included; pictures of earlier runs do not count.
+    A part is what is being done, such as ``"dense"`` or ``"drawing"``. The total includes the warm-up, but no
+    pictures of earlier runs.
     """
 
     part: str

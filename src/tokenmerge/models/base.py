@@ -11,8 +11,6 @@ from torch import Tensor, nn
 
 from tokenmerge.models.layout import PLAIN, Grid, Layout
 
-__all__ = ["KINDS", "Block", "GridShape", "Host", "Layer", "ModelCall", "is_a", "listed", "stacked"]
-
 GridShape = tuple[int, int, int]  # frames, rows, columns, in tokens
 
 KINDS = {

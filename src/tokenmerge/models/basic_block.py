@@ -10,8 +10,6 @@ from torch import nn
 from tokenmerge.models.base import Block, Layer
 from tokenmerge.models.layout import Layout, TokenArgument
 
-__all__ = ["basic_block"]
-
 _SELF_ATTENTION = Layout(token_arguments=(TokenArgument("attention_mask", axes=(-1,), batched=True),))
 # The attention mask of cross-attention covers the text, so it has no entry for each token.
 _CROSS_ATTENTION = Layout(dense_if=("ip_adapter_masks",))
@@ -32,14 +30,8 @@ def basic_block(
 ) -> Block:
     """Describe a block whose sub-layers are called ``attn1``, ``attn2`` and ``ff``.
 
-    Args:
-        path: as for a :class:`Block`.
-        module: the block.
-        grid: as for a :class:`Block`.
-        level: as for a :class:`Block`.
-        method: as for a :class:`Block`.
-        context: name of the argument that gives its self-attention other keys and values.
-        stack: as for a :class:`Block`.
+    ``context`` is the name of the argument that gives its self-attention other keys and values. The other
+    arguments are as for a :class:`Block`.
     """
     # In blocks without text, such as every third one of AudioLDM 2, both attentions attend to the image. In
     # blocks with only_cross_attention, both attend to the text.

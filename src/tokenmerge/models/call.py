@@ -5,17 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-__all__ = ["HostCall"]
-
 
 class HostCall(NamedTuple):
     """A method of a host module with its arguments.
 
-    Attributes:
-        function: the method, bound to its module.
-        names: its parameters in order.
-        args: the positional arguments.
-        kwargs: the arguments by name.
+    The method is bound to its module. ``names`` are its parameters in order.
     """
 
     function: Callable

@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["blank", "device_of_values", "full_mask"]
-
 
 def blank(root: Any, batch: int) -> Callable[..., Tensor]:
     """A function that makes zeros ``[batch, *shape]`` with the device and dtype of a model's weights."""

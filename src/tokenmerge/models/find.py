@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
@@ -9,68 +11,13 @@ from typing import Any
 from torch import nn
 
 from tokenmerge.errors import UnsupportedModelError
+from tokenmerge.models import families
 from tokenmerge.models.base import Host, is_a
-from tokenmerge.models.families import (
-    allegro,
-    audioldm2,
-    auraflow,
-    basic_dit,
-    cogvideox,
-    cogview,
-    compvis,
-    controlnet_xs,
-    cosmos,
-    easyanimate,
-    flux,
-    flux2,
-    hunyuan_dit,
-    hunyuan_video,
-    kandinsky5,
-    ltx,
-    lumina2,
-    mochi,
-    prx,
-    qwen_image,
-    sana,
-    sd3,
-    unet,
-    unet_video,
-    uvit,
-    wan,
-    z_image,
-)
 from tokenmerge.models.unsupported import refuse
 
-__all__ = ["FAMILIES", "find_hosts", "knows", "parts"]
-
-FAMILIES = (
-    unet,
-    controlnet_xs,
-    unet_video,
-    audioldm2,
-    compvis,
-    basic_dit,
-    uvit,
-    hunyuan_dit,
-    sana,
-    sd3,
-    flux,
-    flux2,
-    auraflow,
-    qwen_image,
-    lumina2,
-    z_image,
-    cogview,
-    prx,
-    wan,
-    hunyuan_video,
-    cogvideox,
-    easyanimate,
-    mochi,
-    ltx,
-    cosmos,
-    allegro,
-    kandinsky5,
+FAMILIES = tuple(
+    importlib.import_module(f"{families.__name__}.{module.name}")
+    for module in pkgutil.iter_modules(families.__path__)
 )
 
 # ControlNets that run several others.

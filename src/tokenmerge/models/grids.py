@@ -13,8 +13,6 @@ from tokenmerge.errors import UnsupportedModelError
 from tokenmerge.models.base import GridShape
 from tokenmerge.models.layout import Grid
 
-__all__ = ["grid_of_ids", "patch_of", "picture_grid", "video_grid"]
-
 
 def patch_of(config: Any) -> tuple[int, int, int]:
     """Frames, rows and columns of latent positions that make one token of a transformer.

@@ -10,8 +10,6 @@ from torch import Tensor
 
 from tokenmerge.models.call import HostCall
 
-__all__ = ["PLAIN", "Grid", "Layout", "TokenArgument"]
-
 
 @dataclasses.dataclass(eq=False)
 class Grid:
@@ -109,3 +107,5 @@ class Layout:
 
 
 PLAIN = Layout()  # image tokens only, and no argument with an entry for each
+# Rotary positions with an entry for each image token, which the whole batch shares.
+ROTARY = Layout(token_arguments=(TokenArgument("image_rotary_emb", axes=(0,)),))

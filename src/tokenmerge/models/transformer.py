@@ -9,8 +9,6 @@ from typing import Any
 from tokenmerge.models.base import Block, Host
 from tokenmerge.models.grids import patch_of, picture_grid
 
-__all__ = ["transformer_host"]
-
 
 def transformer_host(
     root: Any,

@@ -13,8 +13,6 @@ from tokenmerge.models.base import Block, GridShape, Host, is_a
 from tokenmerge.models.basic_block import basic_block
 from tokenmerge.models.layout import Grid
 
-__all__ = ["describe_stages"]
-
 # The lists of modules in a layer of a stage, in the order in which they run.
 _IN_LAYERS = ("resnets", "temp_convs", "attentions", "temp_attentions", "motion_modules")
 # Their first argument is [b, c, h, w]; for a video the batch holds its frames. Attention over time is in
@@ -29,10 +27,8 @@ def describe_stages(
 ) -> Host:
     """Find the blocks of a model with ``down_blocks``, ``mid_block`` and, unless a ControlNet, ``up_blocks``.
 
-    Args:
-        root: the model. The last axes of its sample are height and width.
-        example: (root, height, width, batch) → arguments by name of a call with a sample of that size.
-        controlnet: whether it is a ControlNet.
+    The last axes of its sample are height and width. ``example`` is as for
+    :func:`tokenmerge.models.transformer.transformer_host`.
 
     Raises:
         UnsupportedModelError: its attention is not in transformer blocks.

@@ -6,8 +6,6 @@ from typing import Any
 
 from tokenmerge.errors import UnsupportedModelError
 
-__all__ = ["BY_SETTING", "REASONS", "refuse"]
-
 _PACKED = "text, pictures and sound are packed into one sequence without a token grid or a batch axis"
 _KEPT = "it caches keys and values between calls, and merging would change their tokens"
 _SCALES = "the sequence holds earlier frames at several scales, which no single token grid describes"

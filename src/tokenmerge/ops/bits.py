@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["bits", "bits_by_arithmetic"]
-
 
 def bits(value: Tensor) -> Tensor:
     """The bits of a float32 as a signed integer: of any shape, as int64 of that shape.

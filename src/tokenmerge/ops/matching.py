@@ -10,15 +10,6 @@ from torch.nn import functional as F
 
 from tokenmerge.ops.partition import num_tokens
 
-__all__ = [
-    "bipartite_soft_matching",
-    "features_if_shared",
-    "local_matching",
-    "most_similar",
-    "own_cell",
-    "shared_features",
-]
-
 # Largest number of similarities in memory at once. More sources are compared in slices, so that memory grows
 # linearly with the number of tokens, as with fused attention. On a CPU, slices are small enough that the
 # allocator reuses their memory; mapping new memory for each product costs a quarter of the time at 9216

@@ -7,15 +7,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = [
-    "num_destinations",
-    "num_tokens",
-    "partition_at",
-    "strided_partition",
-    "uniform_noise",
-    "whole_cells",
-]
-
 _MASK32 = 0xFFFFFFFF
 
 

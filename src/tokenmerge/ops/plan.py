@@ -9,8 +9,6 @@ from torch import Tensor
 
 from tokenmerge.ops.soft import SoftPlan
 
-__all__ = ["IndexPlan", "Plan", "keep_destinations", "make_plan", "merge", "merge_with_norm", "unmerge"]
-
 
 class IndexPlan(NamedTuple):
     """Which of n tokens become which of m = n − r merged tokens, for each of b images.

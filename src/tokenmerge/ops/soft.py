@@ -10,8 +10,6 @@ from torch import Tensor
 
 from tokenmerge.ops.partition import num_destinations, num_tokens
 
-__all__ = ["SoftPlan", "Tiles", "make_soft_plan", "tile"]
-
 
 class Tiles(NamedTuple):
     """A token grid cut into t tiles of up to p tokens; smaller ones are padded.

@@ -11,8 +11,6 @@ from torch.nn import functional as F
 from tokenmerge.ops.matching import own_cell
 from tokenmerge.ops.partition import num_tokens
 
-__all__ = ["tiled_matching"]
-
 
 def tiled_matching(
     features: Tensor, grid: Sequence[int], cell: Sequence[int], src: Tensor, dst: Tensor, side: int

@@ -8,8 +8,6 @@ from torch import Tensor
 
 from tokenmerge.ops.plan import IndexPlan, merge, unmerge
 
-__all__ = ["SizedPlan", "Tokens", "plan_by_size"]
-
 
 class Tokens(NamedTuple):
     """What the m tokens that are left of n stand for, after any number of merges.

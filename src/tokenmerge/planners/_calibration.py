@@ -19,8 +19,6 @@ from tokenmerge.config import ToMeConfig
 from tokenmerge.ops import merge, unmerge
 from tokenmerge.planners import PLANNERS
 
-__all__ = ["cache_file", "fewest_tokens", "measure_fewest_tokens"]
-
 SIDES = (8, 16, 24, 32, 48, 64)  # sides of the token grids that are timed
 _BATCH, _ROUNDS = 2, 5
 
@@ -32,11 +30,7 @@ def fewest_tokens(device: torch.device, dtype: torch.dtype, channels: int = 640,
     number of threads. This takes at most a second or two. The result is stored in :func:`cache_file`; delete
     that file to measure again.
 
-    Args:
-        device: device of the model.
-        dtype: dtype of its weights.
-        channels: number of channels of its tokens.
-        heads: number of attention heads.
+    ``channels`` and ``heads`` are those of the model's tokens and attention.
     """
     key = f"{_key(device, dtype)}, {heads} × {channels // heads} channels, proportional, corrected, or none"
     file = cache_file()

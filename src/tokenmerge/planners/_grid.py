@@ -10,8 +10,6 @@ from torch import Tensor
 from tokenmerge.config import MergeSettings
 from tokenmerge.ops import num_destinations, num_tokens, strided_partition
 
-__all__ = ["cell_of", "num_removed", "partition", "split"]
-
 
 def num_removed(grid: Sequence[int], settings: MergeSettings) -> int:
     """Number of tokens that the ratio removes from a grid of (frames, rows, columns), over all frames.

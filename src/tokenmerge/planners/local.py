@@ -10,8 +10,6 @@ from tokenmerge.config import MergeSettings
 from tokenmerge.ops import Plan, local_matching, make_plan
 from tokenmerge.planners._grid import cell_of, partition
 
-__all__ = ["plan_local"]
-
 
 def plan_local(features: Tensor, grid: Sequence[int], r: int, settings: MergeSettings, step: Tensor) -> Plan:
     """Plan as ``tome``, but compare each source only with the destinations of the nearest 9 cells."""

@@ -19,8 +19,6 @@ from tokenmerge.ops import (
 )
 from tokenmerge.planners._grid import cell_of
 
-__all__ = ["plan_sito", "similarity_scores"]
-
 # Standard deviation of the noise that is added to the scores, which are sums of n cosines.
 _NOISE = 0.1
 

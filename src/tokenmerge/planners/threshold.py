@@ -11,8 +11,6 @@ from tokenmerge.config import MergeSettings
 from tokenmerge.ops import Plan, make_plan, most_similar
 from tokenmerge.planners._grid import partition
 
-__all__ = ["plan_threshold"]
-
 
 def plan_threshold(
     features: Tensor, grid: Sequence[int], r: int, settings: MergeSettings, step: Tensor

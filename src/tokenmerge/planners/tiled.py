@@ -10,8 +10,6 @@ from tokenmerge.config import MergeSettings
 from tokenmerge.ops import Plan, make_plan, tiled_matching
 from tokenmerge.planners._grid import cell_of, partition
 
-__all__ = ["plan_tiled"]
-
 # Side of a tile in cells. A source is compared with the destinations of up to 32 × 32 cells.
 SIDE = 16
 

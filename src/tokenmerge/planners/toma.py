@@ -12,8 +12,6 @@ from tokenmerge.config import MergeSettings
 from tokenmerge.ops import Plan, make_soft_plan, tile
 from tokenmerge.planners._grid import cell_of
 
-__all__ = ["facility_location", "plan_toma"]
-
 # Factor of the cosines in the softmax. With 1000, a destination that is more similar by 0.01 takes nearly
 # the whole token.
 _SHARPNESS = 1000.0

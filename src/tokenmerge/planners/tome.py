@@ -10,8 +10,6 @@ from tokenmerge.config import MergeSettings
 from tokenmerge.ops import Plan, bipartite_soft_matching, make_plan
 from tokenmerge.planners._grid import partition
 
-__all__ = ["plan_tome"]
-
 
 def plan_tome(features: Tensor, grid: Sequence[int], r: int, settings: MergeSettings, step: Tensor) -> Plan:
     """Partition the tokens, match each source with its most similar destination, merge the r best pairs.

@@ -11,8 +11,6 @@ from tokenmerge.config import MergeSettings
 from tokenmerge.ops import Plan, make_plan, own_cell
 from tokenmerge.planners._grid import cell_of, partition
 
-__all__ = ["OWN_NUMBER", "plan_uniform"]
-
 OWN_NUMBER = True
 
 

@@ -12,8 +12,6 @@ from tokenmerge.config import MergeSettings
 from tokenmerge.ops import Plan, make_plan, num_tokens, own_cell, whole_cells
 from tokenmerge.planners._grid import cell_of, partition
 
-__all__ = ["OWN_NUMBER", "plan_windows", "uniformity"]
-
 OWN_NUMBER = True
 
 

@@ -15,8 +15,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tokenmerge.runtime.patch import restore
 
-__all__ = ["count_flops", "weightless"]
-
 # Attributes by which other libraries wrap a module's calls. They may hold references to whole other models.
 _WRAPPERS = ("forward", "_old_forward", "_hf_hook", "_diffusers_hook", "_compiled_call_impl")
 
@@ -24,9 +22,7 @@ _WRAPPERS = ("forward", "_old_forward", "_hf_hook", "_diffusers_hook", "_compile
 def weightless(root: nn.Module, on_cpu: Collection[str] = ()) -> nn.Module:
     """An unpatched copy of a model on the meta device: its parameters and buffers have no values.
 
-    Args:
-        root: the model.
-        on_cpu: names of parameters that become zeros on the CPU instead.
+    The parameters named in ``on_cpu`` become zeros on the CPU instead.
     """
     memo: dict[int, Any] = {}
     for tensor in chain(root.parameters(), root.buffers()):

@@ -19,8 +19,6 @@ from tokenmerge.runtime.patch import hosts_that_merge, new_state, patch_host, re
 from tokenmerge.runtime.pipeline import Pipeline
 from tokenmerge.runtime.select import layers_to_merge, merges
 
-__all__ = ["Report", "Row", "aligned", "predict", "saved"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Row:

@@ -16,8 +16,6 @@ from tokenmerge.runtime.patch import new_state, patch_host, restore
 from tokenmerge.runtime.pipeline import Pipeline
 from tokenmerge.runtime.state import ModelState
 
-__all__ = ["kept_bytes", "mean_flops", "notes_on_steps"]
-
 # After two full steps the cache of step reuse is largest. The second must not be one of the last steps.
 _STEPS_TO_KEEP_MOST = 4
 _LONGEST_REUSE = StepReuse(full_steps=(0, 0.3, 1))
@@ -28,11 +26,8 @@ Arguments = Callable[[], dict[str, Any]]
 def mean_flops(host: Host, config: ToMeConfig, steps: int, arguments: Arguments) -> int:
     """Count the operations of a call, averaged over the steps of a generation.
 
-    Args:
-        host: the model, not patched. It may be on the meta device.
-        config: what to merge and how much.
-        steps: number of steps, ≥ 1.
-        arguments: returns new arguments of a call, by name, for each step.
+    The model is not patched, and may be on the meta device. ``arguments`` returns new arguments of a call, by
+    name, for each step.
     """
     name = type(host.root).__name__
     with _patched(host, config) as state:
@@ -46,10 +41,7 @@ def mean_flops(host: Host, config: ToMeConfig, steps: int, arguments: Arguments)
 def kept_bytes(host: Host, config: ToMeConfig, arguments: Arguments) -> int:
     """Count the bytes cached between steps: corrections, residuals and plans.
 
-    Args:
-        host: the model, not patched. It may be on the meta device.
-        config: what to merge and how much.
-        arguments: returns new arguments of a call, by name, for each step.
+    The arguments are as for :func:`mean_flops`.
     """
     if not (config.correction.every or config.reuse.on or config.plans.every > 1):
         return 0

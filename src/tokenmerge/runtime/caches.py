@@ -17,8 +17,6 @@ from tokenmerge.runtime.guidance import SampleTracker
 from tokenmerge.runtime.reuse import Residual
 from tokenmerge.runtime.step_tracker import StepTracker
 
-__all__ = ["Cache", "Call", "Memory", "RecordedCall", "RecordedCalls"]
-
 # A call of a block: the number of the model's call in its step, since pipelines make several for prompts or
 # tiles, and the number of the block's call in that, since FreeNoise calls a block for some frames after
 # others.
@@ -107,12 +105,7 @@ def _drop(cached: dict[Any, Any], first: int, last: int) -> None:
 
 
 class RecordedCall(NamedTuple):
-    """What a call of a block merges.
-
-    Attributes:
-        settings: that held.
-        merge: what merged; None: nothing.
-    """
+    """What a call of a block merges, None for nothing, with the settings that it ran with."""
 
     settings: MergeSettings
     merge: Any

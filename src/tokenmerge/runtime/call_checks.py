@@ -15,15 +15,6 @@ from tokenmerge.runtime.planning import check_grid, merges_tokens
 from tokenmerge.runtime.scheduler import DenoisingStep
 from tokenmerge.runtime.state import ModelState
 
-__all__ = [
-    "check_given",
-    "check_size",
-    "check_stacks",
-    "refuse_caches",
-    "refuse_training",
-    "warn_where_nothing_is_saved",
-]
-
 
 def check_given(state: ModelState, root: nn.Module, arguments: Mapping[str, Any]) -> None:
     """Refuse a call that leaves out an argument from which the token grid and the step are read."""

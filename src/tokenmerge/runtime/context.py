@@ -14,8 +14,6 @@ from tokenmerge.ops import Plan
 from tokenmerge.runtime.caches import Cache, Memory, RecordedCall
 from tokenmerge.runtime.step_seed import StepSeed
 
-__all__ = ["ActiveMerge", "CallContext", "PartState", "ThreadState"]
-
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class CallContext:

@@ -25,8 +25,6 @@ from tokenmerge.runtime.reuse import Residual, extrapolated, residual_of, update
 from tokenmerge.runtime.stack import call_in_stack
 from tokenmerge.runtime.state import STATE, BlockState, LayerState, StageState
 
-__all__ = ["COMPILED", "block_call", "compiled_block", "layer_call", "stage_call"]
-
 # Where ``nn.Module.compile`` leaves what a module runs instead of its ``forward``.
 COMPILED = "_compiled_call_impl"
 
@@ -61,8 +59,7 @@ def compiled_block(names: Callable[[], Sequence[str]]) -> property:
     If other calls use the plan too, it is an input of the graph. Otherwise there would be two graphs: one
     that makes a plan, and one that takes a plan from another call.
 
-    Args:
-        names: → names of the parameters of the block's ``forward``, in order.
+    ``names`` returns the names of the parameters of the block's ``forward``, in order.
     """
 
     def call_graph(self: nn.Module, graph: Callable, *args: Any, **kwargs: Any) -> Any:
@@ -264,13 +261,8 @@ def _corrected(
 ) -> Any:
     """The result of a block or layer: exact on correction steps, else merged, with what merging loses.
 
-    Args:
-        block: that runs.
-        plan: of its running call; None on a correction step.
-        before: residual of the block, or of its layer, from its last run; None: nothing is known.
-        layout: of its tokens.
-        dense: → the exact result.
-        merged: plan → the result on merged tokens.
+    The plan is None on a correction step. ``before`` is the residual of the block, or of its layer, from its
+    last run. ``dense`` returns the exact result, and ``merged`` the result on merged tokens for a plan.
     """
     if plan is None:
         return dense()

@@ -14,8 +14,6 @@ from torch.nn import functional as F
 
 from tokenmerge.runtime.step_seed import same_step
 
-__all__ = ["SampleTracker", "copies_are_equal", "importance_of_tokens"]
-
 
 class SampleTracker:
     """Whether a call of a model is on the same sample, at the same step, as the one before it.

@@ -26,8 +26,6 @@ from tokenmerge.runtime.state import STATE, ModelState, StageState
 from tokenmerge.runtime.step_seed import same_step
 from tokenmerge.runtime.step_tracker import StepTracker
 
-__all__ = ["after_model", "before_blocks", "before_model", "compare_guidance"]
-
 
 def before_model(root: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
     """Before the model: check the call, and build what holds for it.

@@ -8,8 +8,6 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-__all__ = ["HostMethod", "parameters"]
-
 
 class HostMethod(NamedTuple):
     """A method of a host's class, looked up whenever it is called.
@@ -17,9 +15,8 @@ class HostMethod(NamedTuple):
     Other software may replace the method at any time: web UIs switch attention optimisations by
     ``CrossAttention.forward = …``.
 
-    Attributes:
-        of: module → the method that its class has now, bound to the module.
-        names: → names of the parameters of that method after ``self``, in order.
+    ``of`` returns the method that the class of a module has now, bound to the module. ``names`` returns the
+    names of its parameters after ``self``, in order.
     """
 
     of: Callable[[nn.Module], Callable[..., Any]]

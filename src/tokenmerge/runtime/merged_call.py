@@ -12,8 +12,6 @@ from tokenmerge.models.call import HostCall
 from tokenmerge.models.layout import Layout, TokenArgument
 from tokenmerge.ops import Plan, unmerge
 
-__all__ = ["add_lost", "call_on", "keyed_call", "merged_call", "merged_tokens", "unmerged_result"]
-
 
 def merged_call(
     call: HostCall,
@@ -24,13 +22,8 @@ def merged_call(
 ) -> Any:
     """The result of a call, with merged tokens and unmerged.
 
-    Args:
-        call: with all n tokens.
-        layout: where they are.
-        plan: for the image tokens.
-        combine: (plan, tokens) → merged tokens.
-        change_only: give each token what the call added to the merged token that holds it, and not the
-            result of that token.
+    ``combine`` makes merged tokens from (plan, tokens). With ``change_only``, each token gets what the call
+    added to the merged token that holds it, and not the result of that token.
     """
     tokens = layout.tokens_of(call)
     merged = merged_tokens(layout, plan, tokens, combine)
@@ -57,12 +50,8 @@ def call_on(call: HostCall, layout: Layout, plan: Plan, merged: Tensor) -> Any:
 def unmerged_result(layout: Layout, plan: Plan, result: Any, change: tuple[Tensor, Tensor] | None) -> Any:
     """Last part: the result, one tensor or several, for all tokens.
 
-    Args:
-        layout: where the tokens are.
-        plan: that they were merged by.
-        result: for merged tokens.
-        change: (all tokens, merged tokens). Each token then gets what the call added to the merged token that
-            holds it. None: it gets the result itself.
+    ``change`` is (all tokens, merged tokens). Each token then gets what the call added to the merged token
+    that holds it. Without it, each token gets the result itself.
     """
     n, m = plan.inverse.shape[1], plan.keep.shape[1]
 
@@ -91,12 +80,7 @@ def add_lost(
 
     What is lost of a token is how its residual differs from the residual of its group.
 
-    Args:
-        layout: where the tokens are.
-        plan: that the result was merged by.
-        result: of :func:`merged_call`.
-        residuals: of the same call on a step without merging, one for each tensor of the result.
-        combine: (plan, tokens) → merged tokens.
+    ``residuals`` are those of the same call on a step without merging, one for each tensor of the result.
     """
     n = plan.inverse.shape[1]
 
@@ -118,12 +102,7 @@ def keyed_call(
 ) -> Any:
     """The result of self-attention in which all tokens attend to merged ones.
 
-    Args:
-        call: with all n tokens.
-        layout: where they are.
-        plan: for the image tokens.
-        keys: name of the argument that takes the merged tokens.
-        combine: (plan, tokens) → merged tokens.
+    ``keys`` is the name of the argument that takes the merged tokens.
     """
     merged = combine(plan, layout.tokens_of(call))
     return _following(call, layout, plan).replaced(keys, merged).result()

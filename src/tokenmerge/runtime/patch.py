@@ -28,21 +28,14 @@ from tokenmerge.runtime.select import blocks_to_merge, layers_to_merge, skipped_
 from tokenmerge.runtime.state import STATE, BlockState, LayerState, ModelState, Stack, StackRole, StageState
 from tokenmerge.runtime.swap import add_hook, check_swappable, swap, undo
 
-__all__ = ["check_host", "hosts_that_merge", "new_state", "patch_host", "restore", "state_of"]
-
 
 def hosts_that_merge(
     hosts: Sequence[Host], config: ToMeConfig, size: tuple[int, int] | None
 ) -> tuple[list[Host], list[NothingToMergeError]]:
     """Check all models of a pipeline before any is changed.
 
-    Args:
-        hosts: the models.
-        config: what to merge and how much.
-        size: height and width of the sample; None: what each model was made for.
-
-    Returns:
-        The hosts that merge, and why others, ControlNets beside a denoiser that merges, stay dense.
+    The size is the height and width of the sample; None stands for what each model was made for. The second
+    result says why ControlNets stay dense beside a denoiser that merges.
 
     Raises:
         NothingToMergeError: the denoiser, or a ControlNet without a denoiser, would merge nothing.
@@ -71,10 +64,7 @@ def hosts_that_merge(
 def check_host(host: Host, config: ToMeConfig, size: tuple[int, int] | None) -> None:
     """Find out, before anything is changed, whether the host would merge.
 
-    Args:
-        host: the model.
-        config: what to merge and how much.
-        size: height and width of the sample, if known.
+    The size is the height and width of the sample, if known.
 
     Raises:
         NothingToMergeError: it has no block that would merge.
@@ -113,13 +103,7 @@ def stages_of(host: Host, config: ToMeConfig) -> tuple[tuple[int, MergeSettings]
 
 
 def new_state(host: Host, config: ToMeConfig, pipeline: Pipeline) -> ModelState:
-    """The state of a host that :func:`check_host` accepts; nothing of the host is changed.
-
-    Args:
-        host: the model.
-        config: what to merge and how much.
-        pipeline: that the model is part of.
-    """
+    """The state of a host that :func:`check_host` accepts; nothing of the host is changed."""
     blocks, skipped = blocks_to_merge(host, config), list(skipped_parts(host, config))
     layers = {block.path: layers_to_merge(block, config) for block in blocks}
     stages = stages_of(host, config)

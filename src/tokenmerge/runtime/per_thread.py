@@ -6,8 +6,6 @@ import threading
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
-__all__ = ["PerThread"]
-
 Value = TypeVar("Value")
 
 
@@ -18,12 +16,6 @@ class PerThread(threading.local, Generic[Value]):
 
     The value itself is an ordinary object whose attributes change. ``torch.compile`` follows such changes,
     and it would lose assignments to attributes of a ``threading.local``.
-
-    Args:
-        make: → a new value.
-
-    Attributes:
-        value: that of the running thread.
     """
 
     def __init__(self, make: Callable[[], Value]) -> None:

@@ -13,18 +13,12 @@ from tokenmerge.errors import ConfigError
 from tokenmerge.runtime.per_thread import PerThread
 from tokenmerge.runtime.scheduler import DenoisingStep, Generation, step_of
 
-__all__ = ["Pipeline", "guidance_copies", "guidance_scale"]
-
 # Their batches hold the picture guided by text and image, by the image alone, and by nothing.
 _GUIDED_TWICE = ("StableDiffusionInstructPix2PixPipeline", "StableDiffusionXLInstructPix2PixPipeline")
 
 
 class _Explicit:
-    """The step that a thread has set by :meth:`Pipeline.set_step`.
-
-    Attributes:
-        step: overrides the scheduler; None: the scheduler says which step it is.
-    """
+    """The step that a thread has set by :meth:`Pipeline.set_step`, which overrides the scheduler."""
 
     def __init__(self) -> None:
         self.step: DenoisingStep | None = None

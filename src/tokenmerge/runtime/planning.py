@@ -15,9 +15,6 @@ from tokenmerge.planners import PLANNERS, num_removed
 from tokenmerge.runtime.guidance import importance_of_tokens
 from tokenmerge.runtime.state import BlockState, RecordedPlan
 
-__all__ = ["check_grid", "merges_tokens", "plan_of", "record_plan", "size_of"]
-
-
 Stages = Sequence[tuple[int, MergeSettings]]
 
 

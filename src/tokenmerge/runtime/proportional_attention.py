@@ -14,8 +14,6 @@ from tokenmerge.errors import UnsupportedModelError
 from tokenmerge.models.layout import Layout
 from tokenmerge.ops import Plan
 
-__all__ = ["ProportionalAttention"]
-
 
 class ProportionalAttention(TorchFunctionMode):
     """While this context lasts, fused attention adds the logarithm of each key's size to its logits.

@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from tokenmerge.config import MergeSettings, ToMeConfig
 from tokenmerge.models.base import KINDS, Block, Host, Layer
 
-__all__ = ["blocks_to_merge", "layers_to_merge", "merges", "skipped_parts", "why_nothing_merges"]
-
 
 def blocks_to_merge(host: Host, config: ToMeConfig) -> list[Block]:
     """The blocks within ``max_downsample`` in which something merges."""

@@ -15,20 +15,12 @@ from tokenmerge.runtime.merged_call import call_on, merged_tokens, unmerged_resu
 from tokenmerge.runtime.planning import plan_of, record_plan, size_of
 from tokenmerge.runtime.state import BlockState, StackInput
 
-__all__ = ["call_in_stack"]
-
 
 def call_in_stack(call: HostCall, state: BlockState, combine: Callable[[Plan, Tensor], Tensor]) -> Any:
     """The result of a block: h + U (f_k … f_1 (M h) − M h) over its stack, with merging M and unmerging U.
 
-    Args:
-        call: of the block. The first block gets all tokens, the others merged ones. Arguments with an entry
-            for each token are for all tokens in every block.
-        state: of the block.
-        combine: (plan, tokens) → merged tokens.
-
-    Returns:
-        What the block returns: for all tokens of the last block, for merged ones of the others.
+    The first block gets all tokens, the others merged ones. Arguments with an entry for each token are for
+    all tokens in every block. The last block returns its result for all tokens, the others for merged ones.
     """
     role, layout = state.stack, state.block_layout
     if role is None or layout is None:

@@ -21,18 +21,6 @@ from tokenmerge.runtime.per_thread import PerThread
 from tokenmerge.runtime.pipeline import Pipeline
 from tokenmerge.runtime.scheduler import Generation
 
-__all__ = [
-    "STATE",
-    "BlockState",
-    "LayerState",
-    "ModelState",
-    "RecordedPlan",
-    "Stack",
-    "StackInput",
-    "StackRole",
-    "StageState",
-]
-
 # The one attribute that a patched module has beside its own: one of the classes of this file, or the grids of
 # a module around blocks.
 STATE = "_tokenmerge"
@@ -163,10 +151,7 @@ class ModelState:
 class StackInput(NamedTuple):
     """What the blocks of a stack run with, from its first block to its last.
 
-    Attributes:
-        plan: of the first block.
-        tokens: that the first block was called with.
-        merged: these tokens, merged.
+    The tokens are those that the first block was called with.
     """
 
     plan: Plan
@@ -175,11 +160,7 @@ class StackInput(NamedTuple):
 
 
 class Stack:
-    """What a thread has merged in a run of blocks.
-
-    Attributes:
-        input: None where nothing is merged.
-    """
+    """What a thread has merged in a run of blocks: its input, None where nothing is merged."""
 
     def __init__(self) -> None:
         self.input: StackInput | None = None
@@ -189,10 +170,8 @@ class Stack:
 class StackRole:
     """The place of a block in its stack.
 
-    Attributes:
-        threads: what each thread has merged in the stack; all its blocks have the same object.
-        is_first: whether the block merges.
-        is_last: whether the block unmerges.
+    Of a stack, the first block merges and the last one unmerges. All blocks share what each thread has
+    merged.
     """
 
     threads: PerThread[Stack]
@@ -204,16 +183,12 @@ class StackRole:
 class BlockState:
     """A transformer block that merges.
 
+    ``path``, ``level``, ``layout``, ``block_layout`` and ``batched`` are those of the
+    :class:`tokenmerge.models.base.Block`.
+
     Attributes:
-        model: that it belongs to.
-        path: its name in the model.
-        level: its resolution level.
         grid: the token grid in each thread, noted by the module around it; None: that of the model.
-        layout: how it takes its tokens.
-        block_layout: how it takes them where it runs on merged tokens as a whole; None: it cannot.
-        batched: whether each image of a batch has a plan of its own.
         caches_residuals: whether it is skipped on some steps by itself, and not with its whole stage.
-        stack: its place in a stack; None: it is in none.
         threads: its running call in each thread.
         calls: under gradients, what it ran with.
     """
@@ -257,14 +232,8 @@ class BlockState:
 class LayerState:
     """A sub-layer whose calls change.
 
-    Attributes:
-        block: that it belongs to.
-        path: its name in the model.
-        kind: ``"attn1"``, ``"attn2"`` or ``"ff"``.
-        layout: how it takes its tokens.
-        own_keys: of attention, whether it attends to the tokens that it is called with.
-        keys: name of the argument by which it can be given merged keys; None: there is none.
-        threads: its cache in each thread.
+    ``kind``, ``layout``, ``own_keys`` and ``keys`` are those of the :class:`tokenmerge.models.base.Layer`.
+    ``threads`` has its cache in each thread.
     """
 
     block: BlockState

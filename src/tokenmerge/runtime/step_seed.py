@@ -10,8 +10,6 @@ from torch import Tensor
 from tokenmerge.ops import bits
 from tokenmerge.runtime.scheduler import needs_sync
 
-__all__ = ["StepSeed", "same_step"]
-
 
 class StepSeed:
     """Makes an integer for each denoising step: the bits of its timestep as a float32.

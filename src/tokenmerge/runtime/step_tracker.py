@@ -7,8 +7,6 @@ from collections.abc import Callable
 
 from tokenmerge.runtime.scheduler import DenoisingStep
 
-__all__ = ["StepTracker"]
-
 
 @dataclasses.dataclass(eq=False)
 class StepTracker:

@@ -23,8 +23,6 @@ from tokenmerge.runtime.forward import COMPILED, block_call, compiled_block
 from tokenmerge.runtime.host_method import HostMethod, parameters
 from tokenmerge.runtime.state import STATE
 
-__all__ = ["add_hook", "check_swappable", "swap", "undo"]
-
 # Makes the method of a swapped class from that of the original class.
 Call = Callable[[HostMethod], Callable[..., Any]]
 
@@ -132,9 +130,7 @@ def _unswap(module: nn.Module) -> None:
 def _without(cls: Any, swapped: Any) -> Any:
     """The class that other software, such as FSDP2, would have made of the original instead of ``swapped``.
 
-    Args:
-        cls: the class that it made, or a base of that; all modules of one class get one class again.
-        swapped: the swapped class.
+    ``cls`` is the class that it made, or a base of that. All modules of one class get one class again.
     """
     if cls is swapped:
         return swapped._tokenmerge_base

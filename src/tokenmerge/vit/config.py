@@ -10,8 +10,6 @@ from typing import Any
 from tokenmerge.config.checks import as_items, check_fields, integer, refuse, switch
 from tokenmerge.errors import ConfigError
 
-__all__ = ["DecreasingSchedule", "ViTConfig"]
-
 
 @dataclasses.dataclass(frozen=True)
 class DecreasingSchedule:

@@ -13,8 +13,6 @@ from tokenmerge.errors import UnsupportedModelError
 from tokenmerge.models.base import is_a
 from tokenmerge.models.find import parts
 
-__all__ = ["Encoder", "Layer", "find_encoders"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Family:

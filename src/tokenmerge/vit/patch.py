@@ -16,8 +16,6 @@ from tokenmerge.vit.runtime import (
     swap_parts,
 )
 
-__all__ = ["checked_encoders", "new_vit_state", "patch_encoder"]
-
 
 def checked_encoders(model: object, config: ViTConfig) -> tuple[Encoder, ...]:
     """The encoders of a model, after checking that they can be patched. Nothing is changed yet.

@@ -7,8 +7,6 @@ from torch import Tensor
 
 from tokenmerge.ops import IndexPlan, bipartite_soft_matching, make_plan
 
-__all__ = ["most_removed", "plan_tome_vit"]
-
 
 def most_removed(n: int, protected: int) -> int:
     """Largest number of tokens that one merge can remove: half of those that are not protected.

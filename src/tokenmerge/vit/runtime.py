@@ -26,16 +26,6 @@ from tokenmerge.runtime.swap import swap
 from tokenmerge.vit.config import ViTConfig
 from tokenmerge.vit.planner import most_removed, plan_tome_vit
 
-__all__ = [
-    "EncoderState",
-    "LayerState",
-    "RecordedTokens",
-    "begin",
-    "check_attention",
-    "layer_call",
-    "swap_parts",
-]
-
 # The keyword argument that carries the token sizes of a call through its layers: a list with an entry for the
 # input of each layer, None where nothing has merged. It is an argument because gradient checkpointing
 # recomputes a layer with its arguments, possibly after other calls; an attribute would have changed by then.

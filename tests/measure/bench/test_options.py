@@ -15,7 +15,7 @@ from tokenmerge.measure.bench.cells import plan_cells
 from tokenmerge.measure.bench.grid_files import preset_names, read_grid, read_preset
 from tokenmerge.measure.bench.inputs import InputSize
 from tokenmerge.measure.bench.options import BenchOptions
-from tokenmerge.measure.bench.variants import FEWER_STEPS, VARIANTS, VariantSpec, parse_variant
+from tokenmerge.measure.bench.variants import FEWER_STEPS, VARIANTS, Variant, parse_variant
 from tokenmerge.measure.pipelines.loading import ModelSketch
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -130,7 +130,7 @@ def test_every_setting_can_be_told() -> None:
     )
     assert spec.config() == config
     # What a record holds is what was meant.
-    again = VariantSpec("tome", tuple(json.loads(json.dumps(dict(spec.settings))).items()))
+    again = Variant("tome", tuple(json.loads(json.dumps(dict(spec.settings))).items()))
     assert again.config() == config
     assert again == spec
 
@@ -249,9 +249,9 @@ def test_a_file_says_the_same_in_toml_and_in_yaml(tmp_path: Path) -> None:
     ("name", "text", "words"),
     [
         ("grid.toml", "column = 1", "unknown setting 'column'; use some of model, size"),
-        ("grid.toml", "steps = 'many'", "steps: expected int, got 'many'"),
-        ("grid.toml", "compile = 1", "compile: expected bool, got 1"),
-        ("grid.toml", "batch = [true]", "batch: expected int, got True"),
+        ("grid.toml", "steps = 'many'", "steps: expected an integer ≥ 1, got 'many'"),
+        ("grid.toml", "compile = 1", "compile: expected True or False, got 1"),
+        ("grid.toml", "batch = [true]", "batch: expected an integer ≥ 1, got True"),
         ("grid.toml", "steps =", "not valid TOML"),
         ("grid.yaml", "a: [", "not valid YAML"),
         ("grid.yaml", "- 1", "settings by name"),
@@ -295,8 +295,10 @@ def test_presets_cover_the_settings_of_the_published_tables() -> None:
 def test_grids_of_the_published_results_are_valid(path: Path) -> None:
     grid = BenchOptions.from_dict(read_grid(path), str(path))
     # tomesd knows no transformers of diffusers.
-    rivals = {"fewer-steps"} if {"mmdit", "flux"} & set(path.stem.split("-")) else {"tomesd", "fewer-steps"}
-    assert rivals <= {spec.name for spec in grid.specs()}
+    baselines = (
+        {"fewer-steps"} if {"mmdit", "flux"} & set(path.stem.split("-")) else {"tomesd", "fewer-steps"}
+    )
+    assert baselines <= {spec.name for spec in grid.specs()}
 
 
 def test_there_are_grids_of_the_published_results() -> None:

@@ -194,17 +194,17 @@ def test_out_of_memory_is_a_cell_that_says_so(
             raise error
 
     monkeypatch.setattr(variant_contexts, "_shortened", lambda base, tokens, kept: base)
-    original = prepare_module.Workbench.prepare
+    original = prepare_module.CellBuilder.prepare
 
     def prepare(
-        self: prepare_module.Workbench, column: object, steps: int | None = None
+        self: prepare_module.CellBuilder, column: object, steps: int | None = None
     ) -> prepare_module.PreparedCell:
         cell = original(self, column, steps)
         if column.spec.name == "oracle":
             cell.call = lambda: fails_in_the_second_round(None)
         return cell
 
-    monkeypatch.setattr(prepare_module.Workbench, "prepare", prepare)
+    monkeypatch.setattr(prepare_module.CellBuilder, "prepare", prepare)
     dense, oracle, tome = sorted(
         measure(variants=("oracle:ratio=0.5", "tome")), key=lambda record: record.conditions["variant"]
     )
@@ -230,10 +230,10 @@ def test_a_cell_that_outgrows_the_memory_at_hand_says_so(
 def test_a_dense_cell_that_failed_half_way_is_no_reference(
     measure: Measure, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = prepare_module.Workbench.prepare
+    original = prepare_module.CellBuilder.prepare
 
     def prepare(
-        self: prepare_module.Workbench, column: object, steps: int | None = None
+        self: prepare_module.CellBuilder, column: object, steps: int | None = None
     ) -> prepare_module.PreparedCell:
         cell = original(self, column, steps)
         if str(column) == "dense, default":
@@ -241,7 +241,7 @@ def test_a_dense_cell_that_failed_half_way_is_no_reference(
             cell.call = lambda: next(turns)
         return cell
 
-    monkeypatch.setattr(prepare_module.Workbench, "prepare", prepare)
+    monkeypatch.setattr(prepare_module.CellBuilder, "prepare", prepare)
     records = measure(variants=("tome",), attention=("default",))
     (merged,) = [record for record in records if record.conditions["variant"] == "tome"]
     assert set(merged.references) == {"dense"}
@@ -402,10 +402,10 @@ def test_fewer_steps_of_the_denoiser_are_computed_and_say_so(
 
 def test_fewer_steps_of_a_pipeline_are_run(measure: Measure, monkeypatch: pytest.MonkeyPatch) -> None:
     steps_seen: list[int] = []
-    original = prepare_module.Workbench.prepare
+    original = prepare_module.CellBuilder.prepare
 
     def prepare(
-        self: prepare_module.Workbench, column: object, steps: int | None = None
+        self: prepare_module.CellBuilder, column: object, steps: int | None = None
     ) -> prepare_module.PreparedCell:
         cell = original(self, column, steps)
         cell.call, run = (lambda: (steps_seen.append(steps or 0), run())), cell.call
@@ -417,7 +417,7 @@ def test_fewer_steps_of_a_pipeline_are_run(measure: Measure, monkeypatch: pytest
             slow = 99.0 if "5" in calls and number < 2 else 0.0  # the machine, in the first round
             yield type(measured)(measured.variant, pace.get(measured.variant, 8.0) + slow, None)
 
-    monkeypatch.setattr(prepare_module.Workbench, "prepare", prepare)
+    monkeypatch.setattr(prepare_module.CellBuilder, "prepare", prepare)
     monkeypatch.setattr(cell_group, "interleaved", paced)
     records = measure(scope="pipeline", variants=("tome", "fewer-steps"), steps=10, rounds=3)
     assert [record.status for record in records] == ["ok"] * 3

@@ -12,7 +12,7 @@ import tiny_networks
 import tiny_pipeline
 from PIL import Image
 
-from tokenmerge.measure.bench.variants import VariantSpec
+from tokenmerge.measure.bench.variants import Variant
 from tokenmerge.measure.evaluate.options import EvaluateOptions
 from tokenmerge.measure.evaluate.prompts import Item, Prompt
 from tokenmerge.measure.evaluate.runner import evaluate
@@ -76,7 +76,7 @@ def picture(seed: int, side: int = 32) -> Image.Image:
 
 
 def drawn(name: str = "dense", steps: int = 4, **settings: object) -> Drawn:
-    return Drawn(VariantSpec(name, tuple(settings.items())), steps)
+    return Drawn(Variant(name, tuple(settings.items())), steps)
 
 
 def item(text: str = "red apple", seed: int = 0, category: str | None = None) -> Item:

@@ -81,7 +81,7 @@ def test_a_process_that_is_not_the_first_prints_nothing(monkeypatch: pytest.Monk
         (["--prompts", "missing.txt"], "cannot read missing.txt"),
         (["--model", "owner/name"], "give --prompts"),
         (["--size", "big"], "expected WIDTHxHEIGHT"),
-        (["--dtype", "fp8"], "expected one of auto, fp32, fp16, bf16"),
+        (["--dtype", "fp8"], "expected one of 'auto', 'fp32', 'fp16', 'bf16'"),
     ],
 )
 def test_bad_input_is_named(arguments: list[str], words: str) -> None:

@@ -138,7 +138,7 @@ def test_a_run_that_is_cut_off_continues_and_draws_nothing_twice(
     assert drawn == [0, 1]
     assert {path: path.stat().st_mtime_ns for path in times} == times
     monkeypatch.setattr(
-        "tokenmerge.measure.evaluate.runner.load_pipeline", lambda *_: pytest.fail("it was loaded")
+        "tokenmerge.measure.evaluate.runner.load_pipeline_for", lambda *_: pytest.fail("it was loaded")
     )
     content = (tmp_path / "results" / "evaluate.jsonl").read_bytes()
     assert run() == records
@@ -343,7 +343,7 @@ def test_bad_input_is_named_before_anything_is_loaded(
     run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, changes: dict, error: type, words: str
 ) -> None:
     monkeypatch.setattr(
-        "tokenmerge.measure.evaluate.runner.load_pipeline", lambda *_: pytest.fail("it was loaded")
+        "tokenmerge.measure.evaluate.runner.load_pipeline_for", lambda *_: pytest.fail("it was loaded")
     )
     with pytest.raises(error, match=words):
         run(**changes)
@@ -364,9 +364,12 @@ def test_distances_between_sets_need_two_pictures(run: Run, models: Path, tmp_pa
 def test_a_missing_tomesd_is_named(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     from tokenmerge.measure.bench import variants
 
-    without = dataclasses.replace(variants.VARIANTS["tomesd"], missing=lambda: "tomesd is not installed")
+    without = dataclasses.replace(variants.VARIANTS["tomesd"], package="nobody==1")
     monkeypatch.setitem(variants.VARIANTS, "tomesd", without)
-    with pytest.raises(ConfigError, match="variant tomesd: tomesd is not installed; or leave it out"):
+    with pytest.raises(
+        ConfigError,
+        match="variant tomesd: nobody is not installed; run: pip install nobody==1; or leave it out",
+    ):
         run(variants=("tome", "tomesd"))
 
 

@@ -314,8 +314,8 @@ def test_without_torchmetrics_the_run_goes_on_and_says_what_to_install(folder, t
         ({"seed": -1}, "seed: expected an integer ≥ 0, got -1"),
         ({"guidance": math.nan}, "guidance: expected a number ≥ 0, got nan"),
         ({"guidance": -1.0}, "guidance: expected a number ≥ 0, got -1"),
-        ({"dtype": "fp8"}, "dtype: expected one of auto, fp32, fp16, bf16, got 'fp8'"),
-        ({"attention": "flash"}, "attention: expected one of sdpa, xformers, default, got 'flash'"),
+        ({"dtype": "fp8"}, "dtype: expected one of 'auto', 'fp32', 'fp16', 'bf16', got 'fp8'"),
+        ({"attention": "flash"}, "attention: expected one of 'sdpa', 'xformers', 'default', got 'flash'"),
         ({"controlnet": "owner/canny"}, "controlnet: it needs control too"),
         ({"control": "edges.png"}, "control: it needs controlnet too"),
     ],
@@ -339,7 +339,7 @@ def test_what_does_not_fit_is_refused_before_the_weights_are_loaded(
     folder, tmp_path, monkeypatch, changes, message
 ):
     monkeypatch.setattr(
-        tokenmerge.measure.generate.run, "load_pipeline", lambda *args: pytest.fail("it was loaded")
+        tokenmerge.measure.generate.run, "load_pipeline_for", lambda *args: pytest.fail("it was loaded")
     )
     out = tmp_path / "out"
     with pytest.raises(ConfigError, match=message):
@@ -349,7 +349,7 @@ def test_what_does_not_fit_is_refused_before_the_weights_are_loaded(
 
 def test_where_nothing_merges_is_refused_before_the_weights_are_loaded(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(
-        tokenmerge.measure.generate.run, "load_pipeline", lambda *args: pytest.fail("it was loaded")
+        tokenmerge.measure.generate.run, "load_pipeline_for", lambda *args: pytest.fail("it was loaded")
     )
     with pytest.raises(NothingToMergeError, match="larger image"):
         generate(options(folder, tmp_path / "out", size=(2, 2)))
@@ -358,7 +358,7 @@ def test_where_nothing_merges_is_refused_before_the_weights_are_loaded(folder, t
 
 def test_a_control_picture_that_cannot_be_read_is_refused_before_loading(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(
-        tokenmerge.measure.generate.run, "load_pipeline", lambda *args: pytest.fail("it was loaded")
+        tokenmerge.measure.generate.run, "load_pipeline_for", lambda *args: pytest.fail("it was loaded")
     )
     with pytest.raises(ConfigError, match=r"control: cannot read .*no\.png .No such file"):
         generate(options(folder, tmp_path, control=tmp_path / "no.png", controlnet="owner/canny"))
@@ -366,7 +366,7 @@ def test_a_control_picture_that_cannot_be_read_is_refused_before_loading(folder,
 
 def test_an_output_folder_that_cannot_be_written_is_refused_before_loading(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(
-        tokenmerge.measure.generate.run, "load_pipeline", lambda *args: pytest.fail("it was loaded")
+        tokenmerge.measure.generate.run, "load_pipeline_for", lambda *args: pytest.fail("it was loaded")
     )
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"out: cannot write to .*file/below \(Not a directory\); choose"):

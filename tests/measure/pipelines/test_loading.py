@@ -366,7 +366,7 @@ def test_a_device_that_is_not_here_is_refused(name):
 
 
 def test_dtypes_that_do_not_fit_are_refused():
-    with pytest.raises(ConfigError, match="dtype: expected one of auto, fp32, fp16, bf16, got 'fp8'"):
+    with pytest.raises(ConfigError, match="dtype: expected one of 'auto', 'fp32', 'fp16', 'bf16', got 'fp8'"):
         resolve_dtype("fp8", CPU)
     with pytest.raises(ConfigError, match=r"fp16 is slow .* on a CPU; use bf16"):
         resolve_dtype("fp16", CPU)
@@ -434,7 +434,10 @@ def test_attention_that_the_model_does_not_offer_is_refused():
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    [("flash", "expected one of sdpa, xformers, default, got 'flash'"), ("xformers", "pip install xformers")],
+    [
+        ("flash", "expected one of 'sdpa', 'xformers', 'default', got 'flash'"),
+        ("xformers", "pip install xformers"),
+    ],
 )
 def test_attention_that_is_not_here_is_refused(pipe, name, message, monkeypatch):
     monkeypatch.setitem(sys.modules, "xformers", None)

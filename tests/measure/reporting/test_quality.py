@@ -187,7 +187,7 @@ def test_figures_of_an_older_commit_are_left_out_and_that_is_said(finished: str)
     content = content_of(Results((), both))
     (table,) = content.quality
     assert {row.cells[2] for row in table.rows} == {"1"}
-    assert content.notes == ("6 older figures of quality left out: newer ones differ only in commit",)
+    assert content.notes == ("6 older quality records left out, which differ from newer ones only in commit",)
 
 
 @pytest.mark.parametrize(

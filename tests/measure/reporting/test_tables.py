@@ -126,7 +126,7 @@ def test_memory_of_a_whole_process_does_not_stand_beside_that_of_a_gpu() -> None
     assert [row.cells[0] for row in table.rows if row.origin == OURS] == [
         "tokenmerge, Made GPU, fp16, 50 steps"
     ]
-    assert "measured here: peak of tensors, divided by the batch" in table.notes
+    assert "our memory: peak of tensors, divided by the batch" in table.notes
     assert "peak GiB: peak of tensors" in measured_tables([gpu])[0].notes
 
 
@@ -174,7 +174,7 @@ def test_of_cells_that_no_name_tells_apart_the_newest_is_shown() -> None:
         content = content_of(Results(cells))
         (table,) = content.measured
         assert [row.cells[2] for row in table.rows] == ["5", "4"]
-        assert content.notes == ("2 older cells left out: newer ones differ only in commit, seed",)
+        assert content.notes == ("2 older cells left out, which differ from newer ones only in commit, seed",)
 
 
 @pytest.mark.parametrize(

@@ -14,12 +14,10 @@ from tokenmerge.measure.bench.failures import Failure
 from tokenmerge.measure.bench.fewer_steps import StepCost, steps_that_fit
 from tokenmerge.measure.bench.inputs import InputSize
 from tokenmerge.measure.bench.loaded_model import LoadedModel
-from tokenmerge.measure.bench.prepare import PreparedCell, Workbench
+from tokenmerge.measure.bench.prepare import CellBuilder, PreparedCell
 from tokenmerge.measure.bench.records import CellRecord, key_of
 from tokenmerge.measure.bench.timing import interleaved
 from tokenmerge.measure.bench.unfinished import UnfinishedCells
-
-__all__ = ["CellGroup"]
 
 # A compiled cell may compile again at its second call, because of what the first one changed.
 _COMPILED_WARM_UP = 3
@@ -28,15 +26,9 @@ _COMPILED_WARM_UP = 3
 class CellGroup:
     """Measures cells of one setting on a loaded model.
 
-    Args:
-        setting: what the cells have in common.
-        model: the loaded model.
-        device: the device of the model.
-        variants: keeps the variants applied until it is closed.
-        records: records of the results file by key.
-        unfinished: timed calls of this run, and of an earlier run that was killed.
-        conditions: cell → the conditions in its record.
-        finish: writes the record of a cell, given its failure, if any, and the record's other fields.
+    ``conditions`` returns the conditions in the record of a cell, and ``finish`` writes this record. The
+    variants stay applied until ``variants`` is closed. ``unfinished`` has the timed calls of this run, and of
+    an earlier run that was killed.
     """
 
     def __init__(
@@ -60,14 +52,14 @@ class CellGroup:
             samples=samples if setting.scope == "denoiser" else setting.batch,
             frames=setting.frames or 1,
         )
-        self.workbench = Workbench(model, size, samples, setting.steps, variants)
+        self.builder = CellBuilder(model, size, samples, setting.steps, variants)
         self.notes = list(model.notes)
         self.facts: dict[str, Any] = {"samples": samples, "notes": self.notes}
 
     def measure(self, cells: Sequence[Cell]) -> None:
         """Measure and record these cells, and run the dense cells that they are compared with."""
         timed = [cell for cell in cells if cell.merged is None]
-        self._in_turns({cell: self.workbench.prepare(cell) for cell in _with_dense(timed)}, timed)
+        self._in_turns({cell: self.builder.prepare(cell) for cell in _with_dense(timed)}, timed)
         ready: dict[Cell, CellRecord] = {}
         for cell in cells:
             if cell.merged is not None:
@@ -107,9 +99,7 @@ class CellGroup:
         Rounds that an earlier run timed before it was killed are not repeated. If that run was killed within
         a round, the round continues with the remaining cells.
 
-        Args:
-            cells: the cells by name, dense ones first.
-            stage: tells apart the timings of one cell within a setting.
+        The dense cells come first. ``stage`` tells apart the timings of one cell within a setting.
         """
         rounds = self.setting.rounds
         keys = {
@@ -194,7 +184,7 @@ class CellGroup:
     def _fewer_steps_in_turns(self, merged: Mapping[Cell, CellRecord]) -> None:
         """Find how many steps of the whole pipeline fit, then run it with that many."""
         costs = {dense: self._step_cost(dense) for dense in dict.fromkeys(c.dense() for c in merged)}
-        prepared = {cell: self.workbench.prepare(cell) for cell in _with_dense(merged) if cell not in merged}
+        prepared = {cell: self.builder.prepare(cell) for cell in _with_dense(merged) if cell not in merged}
         facts = {}
         for cell, record in merged.items():
             cost = costs[cell.dense()]
@@ -205,7 +195,7 @@ class CellGroup:
             share = statistics.median(record.seconds) / statistics.median(_same_attention(record))
             total = self.setting.steps
             steps = steps_that_fit((cost.fixed + cost.per_step * total) * share, cost, most=total)
-            prepared[cell] = self.workbench.prepare(cell, steps)
+            prepared[cell] = self.builder.prepare(cell, steps)
             note = f"{steps} of {total} steps"
             if total > 1 and cost.per_step == 0:
                 note += ": fewer steps would save less time than the noise"
@@ -217,7 +207,7 @@ class CellGroup:
         total = self.setting.steps
         if total == 1:
             return StepCost(fixed=0.0, per_step=0.0)
-        runs = {str(steps): self.workbench.prepare(dense, steps) for steps in (total, total // 2)}
+        runs = {str(steps): self.builder.prepare(dense, steps) for steps in (total, total // 2)}
         for _ in self._timed(runs, "cost of a step"):
             pass
         failure = next((ready.failure for ready in runs.values() if ready.failure), None)

@@ -10,13 +10,11 @@ from typing import Any
 import torch
 
 from tokenmerge.errors import ConfigError
-from tokenmerge.measure.bench.loaded_model import ModelFacts, find_facts
+from tokenmerge.measure.bench.loaded_model import ModelInfo, find_info
 from tokenmerge.measure.bench.options import BenchOptions
-from tokenmerge.measure.bench.variants import DENSE, FEWER_STEPS, VARIANTS, VariantSpec
+from tokenmerge.measure.bench.variants import DENSE, FEWER_STEPS, VARIANTS, Variant
 from tokenmerge.measure.pipelines.settings import dtype_name, resolve_dtype, scheduler_class_name
 from tokenmerge.measure.pipelines.sizes import check_size, parse_size
-
-__all__ = ["FUSED", "Cell", "Setting", "plan_cells"]
 
 # The attention of the dense run that all speed-ups are relative to.
 FUSED = "sdpa"
@@ -45,23 +43,19 @@ class Setting:
 class Cell:
     """One measurement at a setting: a variant, and how it runs.
 
-    Args:
-        spec: the variant.
-        attention: the attention implementation.
-        compile: whether the model is compiled with ``torch.compile``.
-        merged: for fewer steps, the variant that takes as long. None for all other cells.
+    For fewer steps, ``merged`` is the variant that takes as long. It is None for all other cells.
     """
 
-    spec: VariantSpec
+    spec: Variant
     attention: str
     compile: bool
-    merged: VariantSpec | None = None
+    merged: Variant | None = None
 
     def dense(self, attention: str | None = None) -> Cell:
         """The dense cell to compare with. By default, it has the same attention."""
-        return Cell(VariantSpec(DENSE), attention or self.attention, self.compile)
+        return Cell(Variant(DENSE), attention or self.attention, self.compile)
 
-    def of(self, spec: VariantSpec) -> Cell:
+    def of(self, spec: Variant) -> Cell:
         """The cell of another variant that runs in the same way."""
         return Cell(spec, self.attention, self.compile)
 
@@ -84,13 +78,8 @@ def plan_cells(options: BenchOptions, device: torch.device) -> tuple[list[Settin
     There is always a dense cell with each requested attention and one with fused attention. This keeps the
     gain of fused attention apart from the gain of merging.
 
-    Args:
-        options: the axes.
-        device: the device of the run. It decides what dtype ``"auto"`` stands for.
-
-    Returns:
-        The settings, in an order that loads each model once per dtype, and the cells: dense ones first,
-        fewer steps last.
+    The order of the settings loads each model once per dtype. Dense cells come first, and fewer steps last.
+    The device decides what the dtype ``"auto"`` stands for.
 
     Raises:
         ConfigError: a model is unknown, a size does not fit the model, or a dtype does not fit the device.
@@ -100,8 +89,8 @@ def plan_cells(options: BenchOptions, device: torch.device) -> tuple[list[Settin
     dtypes = dict.fromkeys(dtype_name(resolve_dtype(dtype, device)) for dtype in options.dtype)
     settings = []
     for model in dict.fromkeys(options.model):
-        facts = find_facts(model)
-        sizes = [_size(text, model, facts) for text in options.size or ("",)]
+        info = find_info(model)
+        sizes = [_size(text, model, info) for text in options.size or ("",)]
         for dtype, (width, height), batch in product(dtypes, sizes, options.batch):
             settings.append(
                 Setting(
@@ -109,7 +98,7 @@ def plan_cells(options: BenchOptions, device: torch.device) -> tuple[list[Settin
                     scope=options.scope,
                     width=width,
                     height=height,
-                    frames=options.frames if facts.video else None,
+                    frames=options.frames if info.video else None,
                     batch=batch,
                     dtype=dtype,
                     steps=options.steps,
@@ -123,11 +112,11 @@ def plan_cells(options: BenchOptions, device: torch.device) -> tuple[list[Settin
     return settings, tuple(_cells(options))
 
 
-def _size(text: str, model: str, facts: ModelFacts) -> tuple[int, int]:
-    size = parse_size(text) if text else facts.size
+def _size(text: str, model: str, info: ModelInfo) -> tuple[int, int]:
+    size = parse_size(text) if text else info.size
     if size is None:
         raise ConfigError(f"size: {model} has no default size; give --size")
-    check_size(size, facts.multiple)
+    check_size(size, info.multiple)
     return size
 
 
@@ -137,12 +126,12 @@ def _cells(options: BenchOptions) -> Iterable[Cell]:
     applied = [spec for spec in specs if spec.name not in (DENSE, FEWER_STEPS)]
     for compiled in dict.fromkeys(options.compile):
         for attention in dict.fromkeys((FUSED, *options.attention)):
-            yield Cell(VariantSpec(DENSE), attention, compiled)
+            yield Cell(Variant(DENSE), attention, compiled)
         for attention, spec in product(dict.fromkeys(options.attention), applied):
             yield Cell(spec, attention, compiled)
     for compiled, attention, spec in product(
         dict.fromkeys(options.compile), dict.fromkeys(options.attention), applied if fewer_steps else ()
     ):
         if VARIANTS[spec.name].is_faster:
-            fewer = VariantSpec(FEWER_STEPS, (("as", spec.label),))
+            fewer = Variant(FEWER_STEPS, (("as", spec.label),))
             yield Cell(fewer, attention, compiled, merged=spec)

@@ -7,8 +7,6 @@ import shutil
 import subprocess
 from pathlib import Path
 
-__all__ = ["source_commit"]
-
 _SOURCE = Path(__file__).parents[2]
 
 

@@ -14,8 +14,6 @@ import torch
 
 import tokenmerge
 
-__all__ = ["attention_backends", "devices", "environment", "versions"]
-
 _PACKAGES = ("torch", "diffusers", "transformers", "accelerate", "tomesd", "DeepCache")
 _ATTENTION_PACKAGES = {"xformers": "xformers", "flash-attn": "flash_attn", "sageattention": "sageattention"}
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)

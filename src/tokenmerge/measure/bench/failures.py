@@ -7,8 +7,6 @@ import dataclasses
 from tokenmerge.errors import TokenMergingError
 from tokenmerge.measure.out_of_memory import is_out_of_memory
 
-__all__ = ["Failure"]
-
 _LONGEST = 500
 _AGAIN = "to measure it again, delete its line from the results"
 
@@ -17,9 +15,8 @@ _AGAIN = "to measure it again, delete its line from the results"
 class Failure:
     """The reason why a cell has no measurements.
 
-    Args:
-        status: one of :data:`tokenmerge.measure.bench.records.STATUSES`.
-        message: one line of text.
+    ``status`` is one of :data:`tokenmerge.measure.bench.records.STATUSES`, and ``message`` is one line of
+    text.
     """
 
     status: str

@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 
-__all__ = ["StepCost", "steps_that_fit"]
-
 
 @dataclasses.dataclass(frozen=True)
 class StepCost:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-__all__ = ["GEOMETRIES", "Geometry"]
-
 # The VAE of Stable Diffusion. The one of SDXL has the same layers.
 _CODEC = {
     "block_out_channels": (128, 256, 512, 512),

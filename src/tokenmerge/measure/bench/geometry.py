@@ -17,8 +17,6 @@ from tokenmerge.measure.pipelines.loading import require_diffusers
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
 
-__all__ = ["PREFIX", "build_denoiser", "build_pipeline", "depth_note", "find_geometry"]
-
 PREFIX = "geometry:"
 _NOISE_SCHEDULE = {
     "beta_start": 0.00085,
@@ -35,9 +33,7 @@ _SCHEDULER_CONFIGS: dict[str, dict[str, Any]] = {
 def find_geometry(name: str) -> Geometry:
     """Find the architecture of ``geometry:NAME`` or ``geometry:NAME@DEPTH``, reduced to that depth.
 
-    Args:
-        name: such as ``"geometry:flux@0.25"``, which has a quarter of the layers, and at least one of each
-            kind.
+    ``geometry:flux@0.25`` has a quarter of the layers, and at least one of each kind.
 
     Raises:
         ConfigError: the name is unknown, or the depth is not a number with 0 < depth ≤ 1.

@@ -11,8 +11,6 @@ from tokenmerge.errors import ConfigError
 from tokenmerge.measure.bench.options import BenchOptions
 from tokenmerge.measure.files import read_bytes
 
-__all__ = ["preset_names", "read_grid", "read_preset"]
-
 _PRESETS = resources.files("tokenmerge.measure.bench") / "presets"
 
 

@@ -12,19 +12,13 @@ from tokenmerge.models.base import is_a
 from tokenmerge.models.dummy_inputs import blank
 from tokenmerge.models.find import find_hosts
 
-__all__ = ["InputSize", "Inputs", "example_inputs"]
-
 
 @dataclasses.dataclass(frozen=True)
 class InputSize:
     """The size of one call.
 
-    Args:
-        height: height of the image in pixels.
-        width: width of the image in pixels.
-        scale: pixels per latent position along each side.
-        samples: batch size of the call. Guidance doubles it.
-        frames: frames of the video, 1 for an image.
+    Height and width are in pixels, with ``scale`` pixels per latent position along each side. ``samples`` is
+    the batch size, which guidance doubles. An image has one frame.
     """
 
     height: int
@@ -50,11 +44,7 @@ class Inputs:
 def example_inputs(model: nn.Module, size: InputSize, seed: int, guided: bool) -> Inputs:
     """Make inputs for one call, with Gaussian noise for latents and text embeddings.
 
-    Args:
-        model: the denoiser.
-        size: size of the call.
-        seed: seed of the noise.
-        guided: whether the batch holds every sample twice, as with classifier-free guidance.
+    If ``guided``, the batch holds every sample twice, as with classifier-free guidance.
 
     Raises:
         UnsupportedModelError: the model's arguments are not known.

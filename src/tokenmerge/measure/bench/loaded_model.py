@@ -25,15 +25,13 @@ from tokenmerge.measure.pipelines.loading import denoiser_name, find_model, guid
 from tokenmerge.measure.pipelines.settings import set_scheduler
 from tokenmerge.models.base import is_a
 
-__all__ = ["LoadedModel", "ModelFacts", "find_facts", "load_model"]
-
 _WITH_FRAMES = "WanTransformer3DModel"
 _PROMPT = "a red apple"
 _PROMPT_TOKENS = 77
 
 
 @dataclasses.dataclass(frozen=True)
-class ModelFacts:
+class ModelInfo:
     """Facts that a model's config files contain.
 
     Args:
@@ -70,20 +68,19 @@ class LoadedModel:
     notes: tuple[str, ...]
 
 
-def find_facts(model: str) -> ModelFacts:
+def find_info(model: str) -> ModelInfo:
     """Read a model's config files without loading its weights.
 
-    Args:
-        model: ``geometry:NAME``, a bundled model, a diffusers folder or a hub id.
+    The model is ``geometry:NAME``, a bundled model, a diffusers folder or a hub id.
 
     Raises:
         ConfigError: the model is none of these, or cannot be read.
     """
     if model.startswith(PREFIX):
         geometry = find_geometry(model)
-        return ModelFacts(geometry.size, geometry.multiple, video=geometry.denoiser.startswith("Wan"))
+        return ModelInfo(geometry.size, geometry.multiple, video=geometry.denoiser.startswith("Wan"))
     sketch = load_sketch(find_model(model))
-    return ModelFacts(sketch.size, sketch.scale, video=is_a(sketch.denoiser, _WITH_FRAMES))
+    return ModelInfo(sketch.size, sketch.scale, video=is_a(sketch.denoiser, _WITH_FRAMES))
 
 
 def load_model(
@@ -97,14 +94,8 @@ def load_model(
 ) -> LoadedModel:
     """Load a model, or build it from its geometry.
 
-    Args:
-        model: as for :func:`find_facts`.
-        scope: ``"denoiser"`` or ``"pipeline"``.
-        dtype: dtype of all weights.
-        device: device to run on.
-        scheduler: short name or class name. None: the model's default.
-        guidance: scale of classifier-free guidance. None: the model's default.
-        seed: seed of random weights and inputs.
+    The model is named as for :func:`find_info`. The seed is that of random weights and inputs. A scheduler
+    or guidance scale of None means the model's default.
 
     Raises:
         ConfigError: the model cannot be loaded, or cannot be measured in this scope.

@@ -7,8 +7,6 @@ from typing import Any
 
 from tokenmerge.measure.bench.records import CellRecord
 
-__all__ = ["cell_of_pictures"]
-
 _SHARED = ("model", "width", "height", "steps", "scheduler", "guidance", "dtype", "attention")
 
 
@@ -19,11 +17,8 @@ def cell_of_pictures(
 
     If several cells fit, a whole pipeline is preferred, then the smaller batch, then the newer cell.
 
-    Args:
-        label: the variant with its settings.
-        conditions: conditions of the images, named as in a cell. ``device`` is only the type of the device.
-            A condition that is missing matches any value.
-        cells: the cells to choose from.
+    The conditions are those of the images, named as in a cell. ``device`` is only the type of the device. A
+    condition that is missing matches any value.
     """
 
     def fits(cell: CellRecord) -> bool:

@@ -8,8 +8,6 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["peak_memory", "peak_memory_meaning", "reset_peak_memory"]
-
 _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 _RESET_PEAK_RSS = "5"

@@ -9,8 +9,6 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["RESERVE", "available_memory", "memory_limit"]
-
 # Bytes left free for the rest of the machine.
 RESERVE = 256 * 2**20
 _MEMINFO, _STATUS, _OWN_GROUPS = map(Path, ("/proc/meminfo", "/proc/self/status", "/proc/self/cgroup"))

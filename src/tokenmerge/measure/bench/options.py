@@ -3,33 +3,42 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from typing import Any
 
+from tokenmerge.config.checks import Check, integer, number, one_of, optional, switch, text
 from tokenmerge.errors import ConfigError
-from tokenmerge.measure.bench.variants import ORACLE, VARIANTS, VariantSpec, oracle_of, parse_variant
-from tokenmerge.measure.pipelines.settings import ATTENTION_CHOICES, DTYPE_CHOICES
+from tokenmerge.measure.bench.variants import ORACLE, VARIANTS, Variant, oracle_of, parse_variant
+from tokenmerge.measure.pipelines.settings import ATTENTION_CHOICES, DTYPE_CHOICES, check_guidance
 from tokenmerge.measure.pipelines.sizes import parse_size
 
-__all__ = ["SCOPES", "BenchOptions"]
-
 SCOPES = ("denoiser", "pipeline")
+_FRACTION = number("a fraction of the tokens, from 0 to 1", lambda ratio: 0 <= ratio <= 1)
+
+
+def _one(check: Check, default: Any) -> Any:
+    """A setting that all cells share."""
+    return dataclasses.field(default=default, metadata={"check": check})
+
+
+def _axis(check: Check, *default: Any) -> Any:
+    """Values of which every combination is measured."""
+    return _one(check, default)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BenchOptions:
     """The axes of a benchmark, and the settings that all its cells share.
 
+    The fields that :class:`tokenmerge.measure.generate.options.GenerateOptions` has too mean the same there.
     Every combination of the values on these axes is measured:
 
     Args:
         model: bundled models, folders, hub ids, or ``geometry:NAME``; at least one.
         size: ``WIDTHxHEIGHT`` or one number for a square, in pixels. Empty: each model's default size.
         batch: images per call, each ≥ 1.
-        dtype: ``"auto"``, ``"fp32"``, ``"fp16"`` or ``"bf16"``.
-        attention: ``"sdpa"``, ``"xformers"``, or ``"default"`` for unfused attention (two matrix products
-            and a softmax).
+        dtype: dtypes, named as there; at least one.
+        attention: attention implementations, named as there; at least one.
         compile: whether the denoiser is compiled with ``torch.compile``.
         variants: what is compared with dense, such as ``"tome"`` or ``"tome:ratio=0.75,merge_mlp"``.
         ratio: ratios for the variants that do not set their own.
@@ -39,13 +48,9 @@ class BenchOptions:
     Args:
         max_downsample: deepest level that merges. None: the variant's default. A variant may set its own.
         scope: ``"denoiser"`` times one call of the denoiser, ``"pipeline"`` a whole run from prompt to image.
-        steps: denoising steps, ≥ 1.
-        scheduler: short name or diffusers class name. None: the model's default.
-        guidance: scale of classifier-free guidance, ≥ 0. None: the model's default. Above 1, the batch of
-            the denoiser is doubled.
+        guidance: above 1, the batch of the denoiser is doubled.
         frames: frames of a video model, ≥ 1.
         seed: seed of weights, inputs and noise, ≥ 0.
-        device: ``"auto"`` or a torch device name.
         threads: CPU threads, ≥ 1. None: torch's default.
         rounds: timed calls of each cell, ≥ 1. The calls of all cells of one setting are interleaved.
         warmup: untimed calls before them, ≥ 1. Compiled cells get at least three.
@@ -55,52 +60,37 @@ class BenchOptions:
         ConfigError: a value is outside these ranges.
     """
 
-    model: tuple[str, ...] = ("geometry:sd15",)
-    size: tuple[str, ...] = ()
-    batch: tuple[int, ...] = (1,)
-    dtype: tuple[str, ...] = ("auto",)
-    attention: tuple[str, ...] = ("sdpa",)
-    compile: tuple[bool, ...] = (False,)
-    variants: tuple[str, ...] = ("tome", "tomesd", "oracle", "fewer-steps")
-    ratio: tuple[float, ...] = (0.5,)
-    max_downsample: int | None = None
-    scope: str = "denoiser"
-    steps: int = 25
-    scheduler: str | None = None
-    guidance: float | None = None
-    frames: int = 81
-    seed: int = 0
-    device: str = "auto"
-    threads: int | None = None
-    rounds: int = 5
-    warmup: int = 1
-    about: str = ""
+    model: tuple[str, ...] = _axis(text, "geometry:sd15")
+    size: tuple[str, ...] = _axis(lambda name, size: parse_size(size))
+    batch: tuple[int, ...] = _axis(integer(1), 1)
+    dtype: tuple[str, ...] = _axis(one_of(DTYPE_CHOICES), "auto")
+    attention: tuple[str, ...] = _axis(one_of(ATTENTION_CHOICES), "sdpa")
+    compile: tuple[bool, ...] = _axis(switch, False)
+    variants: tuple[str, ...] = _axis(text, "tome", "tomesd", "oracle", "fewer-steps")
+    ratio: tuple[float, ...] = _axis(_FRACTION, 0.5)
+    max_downsample: int | None = _one(optional(integer(1)), None)
+    scope: str = _one(one_of(SCOPES), "denoiser")
+    steps: int = _one(integer(1), 25)
+    scheduler: str | None = _one(optional(text), None)
+    guidance: float | None = _one(check_guidance, None)
+    frames: int = _one(integer(1), 81)
+    seed: int = _one(integer(0), 0)
+    device: str = _one(text, "auto")
+    threads: int | None = _one(optional(integer(1)), None)
+    rounds: int = _one(integer(1), 5)
+    warmup: int = _one(integer(1), 1)
+    about: str = _one(text, "")
 
     def __post_init__(self) -> None:
-        for name in ("model", "batch", "dtype", "attention", "compile", "variants", "ratio"):
-            if not getattr(self, name):
-                raise ConfigError(f"{name}: expected at least one value, got none")
-        for size in self.size:
-            parse_size(size)
-        for batch in self.batch:
-            _check_integer("batch", batch, 1)
-        for name in ("steps", "frames", "rounds", "warmup"):
-            _check_integer(name, getattr(self, name), 1)
-        _check_integer("seed", self.seed, 0)
-        if self.threads is not None:
-            _check_integer("threads", self.threads, 1)
-        if self.max_downsample is not None:
-            _check_integer("max_downsample", self.max_downsample, 1)
-        for name, choices in (("dtype", DTYPE_CHOICES), ("attention", ATTENTION_CHOICES)):
-            for value in getattr(self, name):
-                _check_choice(name, value, choices)
-        _check_choice("scope", self.scope, SCOPES)
-        guidance = self.guidance
-        if guidance is not None and not (_is_number(guidance) and math.isfinite(guidance) and guidance >= 0):
-            raise ConfigError(f"guidance: expected a number ≥ 0, got {guidance!r}")
+        for field in dataclasses.fields(self):
+            value, is_axis = getattr(self, field.name), isinstance(field.default, tuple)
+            for item in value if is_axis else (value,):
+                field.metadata["check"](field.name, item)
+            if is_axis and not value and field.name != "size":
+                raise ConfigError(f"{field.name}: expected at least one value, got none")
         self.specs()
 
-    def specs(self) -> list[VariantSpec]:
+    def specs(self) -> list[Variant]:
         """The variants. One that takes a ratio and does not set it appears once for each ratio.
 
         A plain ``"oracle"`` stands for the oracle of each merging variant.
@@ -111,9 +101,9 @@ class BenchOptions:
         defaults: dict[str, Any] = {}
         if self.max_downsample is not None:
             defaults["max_downsample"] = self.max_downsample
-        specs: list[VariantSpec] = []
-        for text in self.variants:
-            specs += parse_variant(text, self.ratio, defaults)
+        specs: list[Variant] = []
+        for variant in self.variants:
+            specs += parse_variant(variant, self.ratio, defaults)
         merging = [spec for spec in specs if VARIANTS[spec.name].is_faster]
         if ORACLE in self.variants and merging:
             oracles = [oracle for oracle in map(oracle_of, merging) if oracle is not None]
@@ -125,9 +115,7 @@ class BenchOptions:
     def from_dict(cls, values: Mapping[str, Any], where: str) -> BenchOptions:
         """Make options from the values of a TOML or YAML file. A single value counts as a list of one.
 
-        Args:
-            values: the values by the name of the argument.
-            where: where they come from, for error messages.
+        ``where`` says where the values come from, for error messages.
 
         Raises:
             ConfigError: a name is unknown, or a value is of the wrong type or out of range.
@@ -145,34 +133,7 @@ class BenchOptions:
                 arguments[name] = tuple(map(str, items)) if name == "size" else tuple(items)
             else:
                 arguments[name] = value
-            _check_type(name, arguments[name], str(fields[name].type), where)
         try:
             return cls(**arguments)
         except ConfigError as error:
             raise ConfigError(f"{where}: {error}") from error
-
-
-_TYPES: dict[str, tuple[type, ...]] = {"str": (str,), "int": (int,), "bool": (bool,), "float": (int, float)}
-
-
-def _check_type(name: str, value: object, annotation: str, where: str) -> None:
-    """Raise a ConfigError unless a value fits its annotation: ``tuple[X, ...]``, ``X`` or ``X | None``."""
-    wanted = annotation.removeprefix("tuple[").removesuffix(", ...]").removesuffix(" | None")
-    for item in value if isinstance(value, tuple) else (value,):
-        right = isinstance(item, _TYPES[wanted]) and (isinstance(item, bool) == (wanted == "bool"))
-        if not right:
-            raise ConfigError(f"{where}: {name}: expected {wanted}, got {item!r}")
-
-
-def _check_integer(name: str, value: object, lowest: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < lowest:
-        raise ConfigError(f"{name}: expected an integer ≥ {lowest}, got {value!r}")
-
-
-def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ConfigError(f"{name}: expected one of {', '.join(choices)}, got {value!r}")
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -22,21 +22,13 @@ from tokenmerge.measure.pipelines.settings import set_attention
 from tokenmerge.measure.pipelines.shared_weights import shared_copy
 from tokenmerge.report import Report, predict
 
-__all__ = ["PreparedCell", "Workbench", "compile_cache"]
-
 
 class PreparedCell:
     """A cell that is ready to run. After its first failure, running it does nothing.
 
-    Attributes:
-        cell: the cell.
-        failure: why it failed; None if it has not failed.
-        seconds: its timings so far.
-        peak_bytes: peak memory over all timed calls; None if it cannot be read.
-        config: the settings of its variant; None for a variant without settings.
-        report: what merging does with these settings at the measured size.
-        calls: calls of the denoiser in one run. The recorded time is their mean.
-        steps: denoising steps of a whole pipeline.
+    ``peak_bytes`` is the peak over all timed calls, None if it cannot be read. ``calls`` is the number of
+    calls of the denoiser in one run; the recorded time is their mean. ``config`` and ``report`` are None for
+    a variant without settings.
     """
 
     def __init__(self, cell: Cell, steps: int) -> None:
@@ -74,15 +66,11 @@ class PreparedCell:
         self.attempt(lambda: self.call and self.call())
 
 
-class Workbench:
+class CellBuilder:
     """Prepares the cells of one setting on a loaded model.
 
-    Args:
-        model: the model.
-        size: size of one call.
-        samples: batch size of the denoiser.
-        steps: denoising steps of a whole pipeline.
-        variants: keeps the variants applied until it is closed.
+    The variants stay applied until ``variants`` is closed. ``samples`` is the batch size of the denoiser, and
+    ``steps`` the number of denoising steps of a whole pipeline.
     """
 
     def __init__(
@@ -95,9 +83,7 @@ class Workbench:
     def prepare(self, cell: Cell, steps: int | None = None) -> PreparedCell:
         """Apply the cell's variant to a copy of the model. If that fails, the result has the failure.
 
-        Args:
-            cell: the cell.
-            steps: denoising steps. None: those of the setting.
+        The number of denoising steps is that of the setting, unless it is given.
         """
         prepared = PreparedCell(cell, steps or self.steps)
 

@@ -13,8 +13,6 @@ from typing import Any
 from tokenmerge.config import with_new_names
 from tokenmerge.errors import ConfigError
 
-__all__ = ["KIND", "STATUSES", "CellRecord", "key_of", "median_and_iqr", "variant_label"]
-
 KIND = "bench"
 STATUSES = ("ok", "oom", "unavailable", "error")
 

@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Generic, Protocol, TypeVar
@@ -14,8 +14,6 @@ from typing import Any, Generic, Protocol, TypeVar
 from tokenmerge.errors import ConfigError, TokenMergingError
 from tokenmerge.measure.bench.records import KIND, CellRecord
 from tokenmerge.measure.files import check_regular, read_bytes, writing
-
-__all__ = ["Record", "RecordNotWrittenError", "ResultsFile", "read_cells", "read_lines"]
 
 
 class RecordNotWrittenError(TokenMergingError):
@@ -41,13 +39,8 @@ class ResultsFile(Generic[R]):
 
     If a killed run left the last line incomplete, this line is moved to ``<name>.torn`` beside the file.
 
-    Args:
-        path: the file. It is created with its folder if missing.
-        read: path → the records that matter to the run. It skips lines of other kinds.
-
-    Attributes:
-        records: records by key, the last one of each key.
-        notes: messages for the user about the file.
+    ``read`` returns the records of a file that matter to the run. ``records`` has the last one of each key,
+    and ``notes`` are messages for the user about the file.
 
     Raises:
         ConfigError: the file cannot be written, another run is writing to it, or it holds something else.
@@ -143,27 +136,40 @@ class ResultsFile(Generic[R]):
 def read_cells(path: Path, notes: list[str] | None = None) -> Iterator[CellRecord]:
     """Read the cells of a results file, in order. Lines of other kinds are skipped.
 
-    Args:
-        path: the file.
-        notes: gets a message if the last line is incomplete.
+    ``notes`` gets a message if the last line is incomplete.
+
+    Raises:
+        ConfigError: as for :func:`read_lines`, or a line is not a valid record.
+    """
+    return read_records(path, {KIND: CellRecord}, notes)
+
+
+def read_records(
+    path: Path, kinds: Mapping[str, Any], notes: list[str] | None = None, only: bool = False
+) -> Iterator[Any]:
+    """Read the records of some kinds in a results file, in order.
+
+    ``kinds`` has the class of each kind, by its name. Lines of other kinds are skipped, unless there may be
+    only these kinds. ``notes`` gets a message if the last line is incomplete.
 
     Raises:
         ConfigError: as for :func:`read_lines`, or a line is not a valid record.
     """
     for number, values in read_lines(path, notes):
-        if values.get("kind") == KIND:
-            try:
-                yield CellRecord.from_dict(values)
-            except ConfigError as error:
-                raise ConfigError(f"{path}, line {number}: {error}") from error
+        name = str(values.get("kind"))
+        try:
+            if name in kinds:
+                yield kinds[name].from_dict(values)
+            elif only:
+                raise ConfigError(f"kind: expected one of {', '.join(kinds)}, got {values.get('kind')!r}")
+        except ConfigError as error:
+            raise ConfigError(f"{path}, line {number}: {error}") from error
 
 
 def read_lines(path: Path, notes: list[str] | None = None) -> Iterator[tuple[int, dict[str, Any]]]:
     """Read the objects of a JSON-lines file with their line numbers. An incomplete last line is skipped.
 
-    Args:
-        path: the file.
-        notes: gets a message if the last line is incomplete.
+    ``notes`` gets a message about that line.
 
     Raises:
         ConfigError: the file cannot be read, or a line before the last is not a JSON object.

@@ -28,18 +28,13 @@ from tokenmerge.measure.bench.results_file import ResultsFile, read_cells
 from tokenmerge.measure.bench.unfinished import UnfinishedCells
 from tokenmerge.measure.pipelines.settings import resolve_device, resolve_dtype
 
-__all__ = ["CellProgress", "run_grid"]
-
 
 @dataclasses.dataclass(frozen=True)
 class CellProgress:
     """The progress after one more cell is done.
 
-    Args:
-        record: the record of the cell.
-        number: number of cells done, including this one.
-        total: number of all cells.
-        resumed: whether an earlier run measured this cell.
+    ``number`` counts the cells that are done, including this one. ``resumed`` says that an earlier run
+    measured it.
     """
 
     record: CellRecord
@@ -60,11 +55,8 @@ def run_grid(
     alike. Each cell runs on its own copy of the model; the copies share their weights. A cell that runs out
     of memory or cannot run gets a record with that status, and the benchmark continues.
 
-    Args:
-        options: what to measure.
-        out: the results file. If it exists, its cells are not measured again unless they failed.
-        on_cell: called when a cell ends.
-        on_note: called with messages for the user.
+    If the results file ``out`` exists, its cells are not measured again unless they failed. ``on_note`` is
+    called with messages for the user.
 
     Returns:
         The records of all cells, in the order of the axes.

@@ -11,17 +11,12 @@ import torch
 
 from tokenmerge.measure.bench.memory import peak_memory, reset_peak_memory
 
-__all__ = ["Measurement", "Times", "interleaved", "synchronize"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Measurement:
     """One timed call of one variant.
 
-    Args:
-        variant: name of the variant.
-        seconds: wall-clock time of the call, > 0.
-        peak_bytes: peak memory during the call; None if it cannot be read.
+    ``peak_bytes`` is the peak memory during the call, None if it cannot be read.
     """
 
     variant: str
@@ -56,13 +51,7 @@ def interleaved(
     The calls are interleaved so that changes in the machine's speed affect all variants alike. Call each
     variant once before, so that compilation and caching are not timed.
 
-    Args:
-        variants: name → call without arguments.
-        repeat: timed calls per variant, ≥ 1.
-        device: the device of the variants. It is synchronized before each reading of the clock.
-
-    Yields:
-        ``repeat`` × ``len(variants)`` measurements, in the order in which they ran.
+    The device is synchronized before each reading of the clock.
     """
     for _ in range(repeat):
         for variant, run in variants.items():

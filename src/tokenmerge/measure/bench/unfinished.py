@@ -8,8 +8,6 @@ import math
 from collections import defaultdict
 from pathlib import Path
 
-__all__ = ["TimedCall", "UnfinishedCells"]
-
 TimedCall = tuple[float, int | None]  # seconds, and peak memory in bytes or None
 
 
@@ -19,9 +17,6 @@ class UnfinishedCells:
     All cells of a setting finish in the last round, because their calls are interleaved. Until then, their
     timings would be lost if the run was killed. Incomplete or damaged lines are ignored. If the disk is full,
     timings are kept only in memory.
-
-    Args:
-        results: the results file.
     """
 
     def __init__(self, results: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import importlib.util
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,17 +16,6 @@ from tokenmerge.models.find import find_hosts
 from tokenmerge.planners import OWN_NUMBER
 from tokenmerge.report import Report
 from tokenmerge.runtime.state import RecordedPlan
-
-__all__ = [
-    "TOMESD_SETTINGS",
-    "bounding_settings",
-    "bounds",
-    "dense",
-    "oracle",
-    "tokenmerge",
-    "tomesd",
-    "tomesd_missing",
-]
 
 TOMESD_SETTINGS = (
     *("ratio", "max_downsample", "sx", "sy"),
@@ -90,22 +78,13 @@ def tomesd(model: nn.Module, config: ToMeConfig, report: Report) -> Iterator[Non
                 del module.__dict__[name]
 
 
-def tomesd_missing() -> str | None:
-    """The reason why tomesd cannot run here; None if it can."""
-    found = importlib.util.find_spec("tomesd") is not None
-    return None if found else "tomesd is not installed; run: pip install tomesd==0.1.3"
-
-
 @contextlib.contextmanager
 def oracle(model: nn.Module, config: ToMeConfig, report: Report) -> Iterator[None]:
     """Merge at no cost: each merging layer runs on its first n − r tokens, and the other r bypass it.
 
     The images are wrong. No method that merges the same layers at this ratio can be faster.
 
-    Args:
-        model: the denoiser.
-        config: which layers merge; see :func:`bounds`.
-        report: the numbers of tokens before and after merging in each block.
+    The report has the numbers of tokens before and after merging in each block.
 
     Raises:
         ConfigError: the oracle does not bound these settings, nothing would merge, or a layer takes other

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -11,21 +12,10 @@ from typing import Any
 
 from tokenmerge.config import SETTINGS, ToMeConfig, flat
 from tokenmerge.errors import ConfigError
-from tokenmerge.measure.bench import rivals, variant_contexts
+from tokenmerge.measure.bench import baselines, variant_contexts
 from tokenmerge.measure.bench.records import variant_label
 from tokenmerge.measure.method_spec import METHODS, MethodSpec, as_plain, read_setting
 from tokenmerge.report import Report
-
-__all__ = [
-    "DENSE",
-    "FEWER_STEPS",
-    "ORACLE",
-    "VARIANTS",
-    "Variant",
-    "VariantSpec",
-    "oracle_of",
-    "parse_variant",
-]
 
 DENSE, ORACLE, FEWER_STEPS, TOMESD = "dense", "oracle", "fewer-steps", "tomesd"
 
@@ -34,7 +24,7 @@ _COMMA = re.compile(r",(?=\s*[A-Za-z_])")
 
 
 @dataclasses.dataclass(frozen=True)
-class Variant:
+class VariantKind:
     """One kind of variant.
 
     Args:
@@ -46,7 +36,7 @@ class Variant:
         of_pipeline: whether it is applied to the whole pipeline, if there is one, instead of its denoiser.
         is_faster: whether it makes usable images in less time. Then it is compared with fewer steps, and
             with an oracle if it merges.
-        missing: returns the reason why it cannot run here, or None.
+        package: name and version of the package that it needs, for pip; None: it needs none.
         takes: names of the settings that it accepts.
         number: name and default of its only setting, for a variant without a method. ``apply`` gets it as a
             keyword argument.
@@ -56,50 +46,55 @@ class Variant:
     method: str | None = None
     of_pipeline: bool = False
     is_faster: bool = False
-    missing: Callable[[], str | None] = lambda: None
+    package: str | None = None
     takes: Collection[str] = SETTINGS
     number: tuple[str, float] | None = None
 
+    def missing(self) -> str | None:
+        """The reason why it cannot run here; None if it can."""
+        name = self.package and self.package.partition("==")[0]
+        if not name or importlib.util.find_spec(name) is not None:
+            return None
+        return f"{name} is not installed; run: pip install {self.package}"
+
 
 VARIANTS = {
-    DENSE: Variant(variant_contexts.dense),
+    DENSE: VariantKind(variant_contexts.dense),
     **{
-        method: Variant(variant_contexts.tokenmerge, method, of_pipeline=True, is_faster=True)
+        method: VariantKind(variant_contexts.tokenmerge, method, of_pipeline=True, is_faster=True)
         for method in METHODS
         if method != TOMESD
     },
     # The package tomesd. With tome:plans.guidance=false, this package does the same.
-    TOMESD: Variant(
+    TOMESD: VariantKind(
         variant_contexts.tomesd,
         "tome",
         is_faster=True,
-        missing=variant_contexts.tomesd_missing,
+        package="tomesd==0.1.3",
         takes=variant_contexts.TOMESD_SETTINGS,
     ),
-    "deepcache": Variant(
-        rivals.deepcache,
+    "deepcache": VariantKind(
+        baselines.deepcache,
         of_pipeline=True,
         is_faster=True,
-        missing=rivals.deepcache_missing,
+        package="DeepCache==0.1.1",
         number=("interval", 3),
     ),
-    "first-block-cache": Variant(
-        rivals.first_block_cache, of_pipeline=True, is_faster=True, number=("threshold", 0.1)
+    "first-block-cache": VariantKind(
+        baselines.first_block_cache, of_pipeline=True, is_faster=True, number=("threshold", 0.1)
     ),
-    ORACLE: Variant(variant_contexts.oracle, "tome"),
+    ORACLE: VariantKind(variant_contexts.oracle, "tome"),
     # Dense, with as many steps as fit into the time of a merged variant. Their number is known after it ran.
-    FEWER_STEPS: Variant(variant_contexts.dense),
+    FEWER_STEPS: VariantKind(variant_contexts.dense),
 }
 
 
 @dataclasses.dataclass(frozen=True)
-class VariantSpec:
+class Variant:
     """A variant with its settings.
 
-    Args:
-        name: a name in :data:`VARIANTS`.
-        settings: names and values of the ratio and of the settings that differ from the method's defaults.
-            Values are plain, see :func:`tokenmerge.measure.method_spec.as_plain`.
+    The settings are the ratio and those that differ from the method's defaults, with plain values as
+    :func:`tokenmerge.measure.method_spec.as_plain` makes them.
     """
 
     name: str
@@ -121,10 +116,8 @@ class VariantSpec:
     ) -> AbstractContextManager[Any]:
         """Apply the variant to a model or a pipeline within the context.
 
-        Args:
-            target: the pipeline for a variant with ``of_pipeline``, if there is one, otherwise the denoiser.
-            config: the result of :meth:`config`.
-            report: what merging does at the measured size. Only an oracle needs it.
+        The target is the pipeline for a variant with ``of_pipeline``, if there is one, otherwise the
+        denoiser. Only an oracle needs the report of what merging does at the measured size.
         """
         variant = VARIANTS[self.name]
         own = {} if variant.number is None else dict(self.settings)
@@ -133,21 +126,16 @@ class VariantSpec:
     def config(self, pipe_or_model: object = None, follows_steps: bool | None = None) -> ToMeConfig | None:
         """The configuration; None for a variant without settings.
 
-        Args:
-            pipe_or_model: the model, for a method that chooses its settings by the model.
-            follows_steps: as for :func:`tokenmerge.auto.choose`.
+        A method that chooses its settings by the model needs the model, see :func:`tokenmerge.auto.choose`.
         """
         return None if self.merging is None else self.merging.config(pipe_or_model, follows_steps)
 
 
-def parse_variant(text: str, ratios: Sequence[float], defaults: Mapping[str, Any]) -> list[VariantSpec]:
+def parse_variant(text: str, ratios: Sequence[float], defaults: Mapping[str, Any]) -> list[Variant]:
     """Read ``NAME`` or ``NAME:SETTING=VALUE,…``, with settings as :func:`read_setting` reads them.
 
-    Args:
-        text: such as ``"tome:max_downsample=2,merge_mlp"`` or ``"sdtm:schedule.ratio=1.2/0.8"``.
-        ratios: ratios of the returned variants, one for each, unless the text sets a ratio or the planner
-            ignores it.
-        defaults: values of settings that the text does not set.
+    There is one variant for each ratio, unless the text sets a ratio or the planner ignores it. ``defaults``
+    has values of settings that the text does not set.
 
     Raises:
         ConfigError: the name or a setting is unknown, or a value is out of range.
@@ -160,11 +148,11 @@ def parse_variant(text: str, ratios: Sequence[float], defaults: Mapping[str, Any
         raise ConfigError(f"variant: expected one of {', '.join(VARIANTS)}, got {name!r}")
     variant = VARIANTS[name]
     if variant.number is not None:
-        return [VariantSpec(name, (_read_number(name, rest, *variant.number),))]
+        return [Variant(name, (_read_number(name, rest, *variant.number),))]
     if variant.method is None:
         if rest:
             raise ConfigError(f"variant: {name} takes no settings, got {rest!r}")
-        return [VariantSpec(name)]
+        return [Variant(name)]
     try:
         items = [read_setting(item, variant.takes) for item in _COMMA.split(rest.rstrip(", ")) if item]
         given = {**defaults, **dict(items)}
@@ -183,19 +171,19 @@ def parse_variant(text: str, ratios: Sequence[float], defaults: Mapping[str, Any
                 if setting in changes
                 and (setting == "ratio" or method.needs_model or changes[setting] != own[setting])
             ]
-            specs.append(VariantSpec(name, tuple(shown)))
+            specs.append(Variant(name, tuple(shown)))
     except ConfigError as error:
         raise ConfigError(f"variant {text}: {error}") from error
     return specs
 
 
-def oracle_of(spec: VariantSpec) -> VariantSpec | None:
+def oracle_of(spec: Variant) -> Variant | None:
     """The oracle that bounds a merging variant; None if there is none."""
     config = None if spec.merging is None or spec.merging.needs_model else spec.config()
     if config is None or not variant_contexts.bounds(config):
         return None
     plain = ToMeConfig()
-    return VariantSpec(
+    return Variant(
         ORACLE,
         tuple(
             (name, getattr(config, name))

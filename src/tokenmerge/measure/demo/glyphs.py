@@ -8,8 +8,6 @@ from pathlib import Path
 
 import numpy as np
 
-__all__ = ["BACKGROUNDS", "Glyph", "asked_for", "caption", "choose_prompts", "read_glyphs"]
-
 GLYPH_LIST = Path(__file__).parent / "emoji" / "glyphs.tsv"
 
 BACKGROUNDS: dict[str, tuple[int, int, int]] = {

@@ -19,8 +19,6 @@ from tokenmerge.measure.demo.glyphs import BACKGROUNDS, read_glyphs
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-__all__ = ["COLUMNS", "GRID", "SHEET", "Gallery", "background_of", "features", "lab"]
-
 GRID = 32  # side of the down-sampled picture
 GRADIENT_WEIGHT = 1.0  # weight of a gradient of L* relative to a difference of colour
 BORDER = 0.04  # width of the strip that counts as background, as a fraction of the picture

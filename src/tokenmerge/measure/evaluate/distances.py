@@ -7,8 +7,6 @@ import warnings
 import torch
 from torch import Tensor, nn
 
-__all__ = ["frechet_distance", "kernel_distance"]
-
 _SUBSETS = 100
 _LARGEST_SUBSET = 1000
 _SEED = 0
@@ -19,11 +17,8 @@ _ALONE = {"sync_on_compute": False}
 def frechet_distance(features: Tensor, reference: Tensor) -> float:
     """Fréchet distance of two Gaussians (Heusel et al. 2017, arXiv 1706.08500), the distance of FID.
 
-    Lower is closer. With few pictures it is biased upwards, so compare only sets of equal size.
-
-    Args:
-        features: features of one set, [n, d], n ≥ 2.
-        reference: features of the other set, [m, d], m ≥ 2.
+    Lower is closer. With few pictures it is biased upwards, so compare only sets of equal size. The features
+    are [n, d] and [m, d] with n, m ≥ 2.
     """
     from torchmetrics.image.fid import FrechetInceptionDistance
 
@@ -40,9 +35,7 @@ def kernel_distance(features: Tensor, reference: Tensor) -> float:
     to a thousand pictures, are compared as a whole. Otherwise the result is the mean over 100 fixed subsets
     of at most a thousand.
 
-    Args:
-        features: features of one set, [n, d], n ≥ 2.
-        reference: features of the other set, [m, d], m ≥ 2.
+    The features are [n, d] and [m, d] with n, m ≥ 2.
     """
     from torchmetrics.image.kid import KernelInceptionDistance
 

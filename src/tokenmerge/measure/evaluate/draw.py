@@ -21,8 +21,6 @@ from tokenmerge.measure.pipelines.shared_weights import twin
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
 
-__all__ = ["CONTINUES", "Task", "draw", "missing"]
-
 CONTINUES = "the finished pictures are safe; run the same command again to continue"
 
 
@@ -54,12 +52,9 @@ def draw(
 ) -> None:
     """Draw and write pictures. A picture appears on the disk only when it is complete.
 
-    Args:
-        pipe: the dense pipeline. Every other variant gets a copy of its denoiser with shared weights.
-        call: how the pipeline is called, apart from prompts and seeds.
-        tasks: what to draw.
-        store: where the pictures go.
-        on_pictures: called with the number of pictures that were just written.
+    Variants get copies of the dense pipeline's denoiser with shared weights. ``call`` says how the pipeline
+    is called, apart from prompts and seeds. ``on_pictures`` is called with the number of pictures that were
+    just written.
 
     Raises:
         ConfigError: the memory or the disk is full. Finished pictures are kept.

@@ -20,8 +20,6 @@ from tokenmerge.measure.pipelines.loading import ModelSource, SourceKind, find_m
 from tokenmerge.measure.pipelines.settings import dtype_name, resolve_dtype, scheduler_class_name
 from tokenmerge.measure.pipelines.sizes import check_size
 
-__all__ = ["Evaluation", "Reference", "plan_evaluation"]
-
 _SMALLEST_SIDE = 11  # pixels, the window of SSIM
 _FILES = (".png", ".jpg", ".jpeg", ".webp")
 
@@ -30,9 +28,7 @@ _FILES = (".png", ".jpg", ".jpeg", ".webp")
 class Reference:
     """Reference pictures for FID and KID.
 
-    Args:
-        folder: the folder as the user gave it.
-        pictures: paths of the pictures, at least two.
+    There are at least two.
     """
 
     folder: Path
@@ -43,15 +39,8 @@ class Reference:
 class Evaluation:
     """What is drawn and where.
 
-    Args:
-        source: the model.
-        size: (width, height) in pixels.
-        dtype: dtype of all weights.
-        prompts: the prompts, at least one.
-        items: every prompt with every seed.
-        variants: the variants, dense first.
-        store: where the pictures go.
-        reference: reference pictures for FID and KID. None: the dense pictures.
+    The size is (width, height) in pixels, and dense comes first among the variants. Without reference
+    pictures, FID and KID compare with the dense ones.
     """
 
     source: ModelSource

@@ -22,16 +22,13 @@ from tokenmerge.measure.files import open_picture
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-__all__ = ["Figures", "Measured", "describe", "figures_of", "measure"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
     """Measurements of some pictures.
 
-    Args:
-        indices: indices of the pictures, [n].
-        columns: values [n] or features [n, d], by (variant, name of the metric or network).
+    ``indices`` [n] are those of the pictures. ``columns`` has values [n] or features [n, d], by (variant,
+    name of the metric or network).
     """
 
     indices: Tensor
@@ -52,11 +49,8 @@ class Measured:
 class Figures:
     """Means over pictures.
 
-    Args:
-        values: means by the name of the metric.
-        equal: number of pictures that equal dense in every pixel. Their PSNR is infinite and not in the mean.
-        images: number of pictures.
-        undefined: names of the metrics whose value is not finite, which are left out of ``values``.
+    The PSNR of the ``equal`` pictures, which equal dense in every pixel, is infinite and not in the mean.
+    Metrics whose value is not finite are named in ``undefined`` and left out of ``values``.
     """
 
     values: Mapping[str, float]
@@ -73,11 +67,7 @@ def measure(
 ) -> Measured:
     """Measure pictures that are drawn.
 
-    Args:
-        batches: indices and items.
-        variants: the variants, dense first.
-        store: where the pictures are.
-        metrics: what to measure.
+    The batches hold indices and items. Dense comes first among the variants.
 
     Raises:
         ConfigError: a picture cannot be read or has the wrong size.
@@ -99,12 +89,7 @@ def measure(
 
 
 def describe(batches: Sequence[Sequence[tuple[int, Path]]], metrics: Metrics) -> Measured:
-    """Compute the features of reference pictures. Their columns have the variant ``""``.
-
-    Args:
-        batches: indices and paths.
-        metrics: metrics with the networks to use.
-    """
+    """Compute the features of reference pictures. Their columns have the variant ``""``."""
     columns: dict[tuple[str, str], list[Tensor]] = defaultdict(list)
     for batch in batches:
         images = [open_picture(path, "reference", "leave it out of the folder") for _, path in batch]
@@ -123,12 +108,8 @@ def figures_of(
 ) -> Figures:
     """Average the measurements of one variant.
 
-    Args:
-        variant: label of the variant.
-        measured: measurements of all pictures.
-        metrics: what was measured.
-        reference: features of the reference pictures. None: those of dense.
-        chosen: indices of the pictures of one category, without distances between sets. None: all pictures.
+    ``chosen`` has the indices of the pictures of one category, for which there are no distances between sets.
+    None stands for all pictures. Without features of reference pictures, those of dense are the reference.
     """
     rows = slice(None) if chosen is None else torch.tensor(chosen)
     values: dict[str, float] = {}

@@ -23,17 +23,6 @@ from tokenmerge.pictures import as_tensor
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-__all__ = [
-    "ALL",
-    "METRIC_NAMES",
-    "Metrics",
-    "PictureMetric",
-    "SetMetric",
-    "Wanted",
-    "load_metrics",
-    "parse_metrics",
-]
-
 ALL = "all"
 
 _ALWAYS = ("psnr", "ssim")
@@ -58,10 +47,8 @@ Measure = Callable[[Sequence["Image"], Sequence["Image"], Sequence[str]], Tensor
 class Wanted:
     """A requested metric.
 
-    Args:
-        name: a name in :data:`METRIC_NAMES`.
-        network: name of its network; None for a metric without a network.
-        by_name: whether the user named it. Then it is an error if it cannot work here.
+    The network is None for a metric without one. If the user named the metric, it is an error if it cannot
+    work here.
     """
 
     name: str
@@ -73,10 +60,8 @@ class Wanted:
 class PictureMetric:
     """A metric with one value for each picture. Reports show the mean.
 
-    Args:
-        name: a name in :data:`METRIC_NAMES`.
-        measure: (b pictures, the dense pictures of the same seeds, their prompts) → values [b].
-        beside_dense: whether it compares with the dense picture, so that dense itself has no value.
+    ``measure`` takes b pictures, the dense pictures of the same seeds and their prompts, and returns values
+    [b]. A metric ``beside_dense`` compares with the dense picture, so that dense itself has no value.
     """
 
     name: str
@@ -88,10 +73,7 @@ class PictureMetric:
 class SetMetric:
     """A distance between two sets of pictures.
 
-    Args:
-        name: a name in :data:`METRIC_NAMES`.
-        network: name of the network whose features it compares.
-        distance: (features [n, d], features [m, d]) → distance.
+    It compares features [n, d] and [m, d] of one network.
     """
 
     name: str
@@ -103,12 +85,8 @@ class SetMetric:
 class Metrics:
     """All metrics of an evaluation.
 
-    Args:
-        of_pictures: metrics with one value for each picture.
-        of_sets: distances between sets of pictures.
-        features: networks of these distances, by name.
-        networks: name of the network of each metric that has one.
-        loaded: all networks.
+    ``features`` has the networks of the distances between sets, ``networks`` the name of the network of each
+    metric that has one, and ``loaded`` all networks.
     """
 
     of_pictures: tuple[PictureMetric, ...]
@@ -152,10 +130,7 @@ def parse_metrics(texts: Sequence[str]) -> list[Wanted]:
 def load_metrics(wanted: Sequence[Wanted], prompts: Sequence[str], on_note: Callable[[str], None]) -> Metrics:
     """Load all networks on the CPU.
 
-    Args:
-        wanted: result of :func:`parse_metrics`.
-        prompts: the prompts of the evaluation.
-        on_note: called with messages about weights to download, and about metrics that are left out.
+    ``on_note`` is called with messages about weights to download, and about metrics that are left out.
 
     Raises:
         MissingExtraError: torchmetrics is not installed.

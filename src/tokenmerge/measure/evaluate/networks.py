@@ -15,8 +15,6 @@ from tokenmerge.pictures import as_tensor
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-__all__ = ["INCEPTION", "Clip", "Inception", "Lpips", "Network", "Vision"]
-
 INCEPTION = "inception-v3"
 
 
@@ -34,9 +32,6 @@ class Vision:
     """A vision model of transformers with its own preprocessing, such as DINOv2 or CLIP's image tower.
 
     Its features are the model's pooled output, or the mean over the tokens if it has none.
-
-    Args:
-        model: folder or hub id.
 
     Raises:
         ConfigError: the model cannot be loaded.
@@ -91,9 +86,6 @@ class Clip(Vision):
 
 class Inception:
     """The Inception network that published FIDs are measured with, by torchmetrics and torch-fidelity.
-
-    Args:
-        name: :data:`INCEPTION`; there is one.
 
     Raises:
         ConfigError: torch-fidelity is missing, or its weights cannot be downloaded.

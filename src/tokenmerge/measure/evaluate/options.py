@@ -5,42 +5,34 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+from tokenmerge.config.checks import integer, optional
 from tokenmerge.errors import ConfigError
 from tokenmerge.measure import demo
-from tokenmerge.measure.bench.variants import VariantSpec
+from tokenmerge.measure.bench.variants import Variant
 from tokenmerge.measure.evaluate.metrics import ALL, Wanted, parse_metrics
 from tokenmerge.measure.evaluate.prompts import Prompt, built_in_prompts, read_prompts
 from tokenmerge.measure.evaluate.variants import parse_variants
 from tokenmerge.measure.generate.options import GenerateOptions
 from tokenmerge.measure.pipelines.loading import DEFAULT_MODEL
 
-__all__ = ["EvaluateOptions"]
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvaluateOptions:
     """What to draw, with what, and what to measure.
 
+    The fields that :class:`tokenmerge.measure.generate.options.GenerateOptions` has too mean the same there.
+
     Args:
-        model: as for :class:`tokenmerge.measure.generate.options.GenerateOptions`.
         prompts: a file, see :func:`tokenmerge.measure.evaluate.prompts.read_prompts`. None: the built-in
             prompts of a bundled model.
         template: text around each line of the file, with ``{}`` in its place.
         limit: use only this many prompts from the start, ≥ 1. None: all.
         seeds: pictures of each prompt, ≥ 1. Raising it reduces the noise of every metric and takes longer.
-        seed: seed of the first picture of each prompt, ≥ 0. Later pictures count up.
         variants: what is compared with dense, such as ``"tome"`` or ``"tome:ratio=0.75,merge_mlp"``.
         ratio: ratios for the variants that do not set their own.
         max_downsample: deepest level that merges, for the same variants. None: the variant's default.
-        size: (width, height) in pixels. None: the model's default.
-        steps: denoising steps, ≥ 1.
-        scheduler: short name or diffusers class name. None: the model's default.
-        guidance: scale of classifier-free guidance, ≥ 0. None: the pipeline's default.
         batch: pictures per call, ≥ 1. Raising it is faster on a GPU and needs more memory. Pictures change
             only by rounding.
-        dtype: ``"auto"``, ``"fp32"``, ``"fp16"`` or ``"bf16"``.
-        device: ``"auto"`` or a torch device name.
-        attention: ``"sdpa"``, ``"xformers"`` or ``"default"``.
         metrics: metrics in addition to PSNR and SSIM; see
             :func:`tokenmerge.measure.evaluate.metrics.parse_metrics`.
         reference: folder of reference pictures for FID and KID. None: the dense pictures.
@@ -78,9 +70,7 @@ class EvaluateOptions:
     def __post_init__(self) -> None:
         self.drawing("a prompt")
         for name, lowest in (("limit", 1), ("seeds", 1), ("samples", 0)):
-            value = getattr(self, name)
-            if value is not None and value < lowest:
-                raise ConfigError(f"{name}: expected an integer ≥ {lowest}, got {value}")
+            optional(integer(lowest))(name, getattr(self, name))
         self.specs()
         wanted = {metric.name for metric in self.wanted()}
         if self.reference is not None and not wanted & {"fid", "kid"}:
@@ -106,7 +96,7 @@ class EvaluateOptions:
         values = {name: getattr(self, name) for name in (*shared, "attention")}
         return GenerateOptions(prompt=prompt, **values)
 
-    def specs(self) -> list[VariantSpec]:
+    def specs(self) -> list[Variant]:
         """The variants. Fewer steps count as one, however many variants they are compared with."""
         return parse_variants(self.variants, self.ratio, self.max_downsample)
 

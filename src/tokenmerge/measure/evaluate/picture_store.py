@@ -17,8 +17,6 @@ from tokenmerge.measure.files import open_picture, slug
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-__all__ = ["PictureStore"]
-
 _DRAWN_AGAIN = "delete it, and the same command draws it again"
 
 
@@ -29,9 +27,8 @@ class PictureStore:
     A picture whose path exists is not drawn again. Another model, size, number of steps or version gives
     another path.
 
-    Args:
-        results: the results file. The pictures are in a folder of the same name beside it.
-        conditions: everything that all pictures depend on, in JSON-compatible values.
+    The pictures are in a folder of the same name beside the results file. The conditions are everything that
+    all pictures depend on, in JSON-compatible values.
     """
 
     results: Path

@@ -14,8 +14,6 @@ import torch
 from tokenmerge.errors import ConfigError
 from tokenmerge.measure.pipelines.settings import resolve_device
 
-__all__ = ["Processes", "processes"]
-
 T = TypeVar("T")
 
 # The number of processes in the environment of torchrun (used by accelerate launch) and of MPI libraries.
@@ -27,13 +25,7 @@ _PATIENCE = datetime.timedelta(days=30)
 
 @dataclasses.dataclass(frozen=True)
 class Processes:
-    """This process among all processes.
-
-    Args:
-        index: index of this process, from 0.
-        count: number of processes.
-        device: device of this process.
-    """
+    """This process among all processes."""
 
     index: int
     count: int
@@ -62,8 +54,7 @@ class Processes:
 def processes(device: str) -> Iterator[Processes]:
     """Find the number of processes, and connect them.
 
-    Args:
-        device: ``"auto"`` or a torch device name. With several processes, ``"auto"`` gives each its own GPU.
+    With several processes, the device ``"auto"`` gives each its own GPU.
 
     Raises:
         ConfigError: the device does not exist here, or several processes cannot share it.

@@ -12,8 +12,6 @@ from tokenmerge.errors import ConfigError
 from tokenmerge.measure.demo.glyphs import caption, choose_prompts, read_glyphs
 from tokenmerge.measure.files import read_bytes
 
-__all__ = ["IMAGENET_TEMPLATE", "Item", "Prompt", "built_in_prompts", "items_of", "read_prompts"]
-
 IMAGENET_TEMPLATE = "a photo of a {}"
 
 _BUILT_IN = 100
@@ -24,9 +22,7 @@ _SYNSET = re.compile(r"n\d{8}\s+")
 class Prompt:
     """A prompt.
 
-    Args:
-        text: what to draw.
-        category: category of the prompt, if the file has one.
+    It has a category if the file has them.
     """
 
     text: str

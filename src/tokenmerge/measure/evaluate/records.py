@@ -14,8 +14,6 @@ from tokenmerge.measure.evaluate.metrics import Metrics
 from tokenmerge.measure.evaluate.variants import Drawn
 from tokenmerge.measure.reporting.quality import QualityRecord, SampleRecord
 
-__all__ = ["quality_records"]
-
 
 def quality_records(
     evaluation: Evaluation,
@@ -26,12 +24,7 @@ def quality_records(
 ) -> list[QualityRecord]:
     """Make the records of each variant, for all pictures and then for each category.
 
-    Args:
-        evaluation: what was drawn.
-        metrics: what was measured.
-        measured: measurements of all pictures.
-        reference: features of the reference pictures. None: those of dense.
-        known: records of earlier runs by key. Their values are kept unless they were measured again.
+    Values in known records of earlier runs are kept unless they were measured again.
     """
     categories = dict.fromkeys([None, *(item.prompt.category for item in evaluation.items)])
     measured_with = dict(metrics.networks)

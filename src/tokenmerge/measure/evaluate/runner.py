@@ -18,15 +18,11 @@ from tokenmerge.measure.evaluate.processes import Processes, processes
 from tokenmerge.measure.evaluate.records import quality_records
 from tokenmerge.measure.evaluate.samples import pack, sample_records, unpack, write_sheet
 from tokenmerge.measure.files import prepare_folder, write_json
-from tokenmerge.measure.pipelines.call import PipelineCall, latent_scale
-from tokenmerge.measure.pipelines.loading import load_pipeline, require_diffusers
-from tokenmerge.measure.pipelines.settings import set_attention, set_scheduler
-from tokenmerge.measure.pipelines.shared_weights import denoising_models
+from tokenmerge.measure.pipelines.call import PipelineCall, latent_scale, load_pipeline_for
+from tokenmerge.measure.pipelines.loading import require_diffusers
 from tokenmerge.measure.pipelines.sizes import check_size
 from tokenmerge.measure.progress import Progress
 from tokenmerge.measure.reporting.quality import QualityRecord, SampleRecord, read_quality
-
-__all__ = ["evaluate"]
 
 T = TypeVar("T")
 
@@ -45,10 +41,8 @@ def evaluate(
     with more prompts, variants or metrics only does what is new. Under ``accelerate launch``, the batches are
     split over the processes, and the results are the same as with one process.
 
-    Args:
-        options: what to do.
-        on_progress: called when pictures are written, only in the first process.
-        on_note: called with messages for the user.
+    Only the first process calls ``on_progress``, when pictures are written, and ``on_note``, with messages
+    for the user.
 
     Returns:
         The records, dense first. The record of all pictures of a variant precedes those of its categories.
@@ -133,14 +127,11 @@ class _Run:
             unpack(packed)
 
     def _draw(self, tasks: Sequence[Task]) -> None:
-        options, evaluation = self.options, self.evaluation
-        pipe = load_pipeline(evaluation.source, evaluation.dtype, self.team.device)
-        if options.scheduler is not None:
-            set_scheduler(pipe, options.scheduler)
-        set_attention(list(denoising_models(pipe).values()), options.attention)
-        pipe.set_progress_bar_config(disable=True)
+        evaluation = self.evaluation
+        drawing = self.options.drawing(evaluation.prompts[0].text)
+        pipe = load_pipeline_for(drawing, evaluation.source, evaluation.dtype, self.team.device)
         check_size(evaluation.size, latent_scale(pipe))
-        call = PipelineCall.prepare(pipe, options.drawing(evaluation.prompts[0].text), evaluation.size)
+        call = PipelineCall.prepare(pipe, drawing, evaluation.size)
         total, done = sum(len(task.items) for task in tasks), 0
 
         def drawn(count: int) -> None:

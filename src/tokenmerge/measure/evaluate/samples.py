@@ -15,8 +15,6 @@ from tokenmerge.measure.files import write_atomically
 from tokenmerge.measure.reporting.quality import SampleRecord
 from tokenmerge.pictures import sample_sheet
 
-__all__ = ["pack", "sample_records", "unpack", "write_sheet"]
-
 
 def pack(items: Sequence[Item], variants: Sequence[Drawn], store: PictureStore) -> dict[Path, bytes]:
     """Read the sample pictures on this machine, to send their bytes to the first process."""

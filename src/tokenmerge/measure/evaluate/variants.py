@@ -11,9 +11,7 @@ from tokenmerge.errors import ConfigError
 from tokenmerge.measure.bench.match_records import cell_of_pictures
 from tokenmerge.measure.bench.records import CellRecord
 from tokenmerge.measure.bench.results_file import read_cells
-from tokenmerge.measure.bench.variants import DENSE, FEWER_STEPS, VARIANTS, VariantSpec, parse_variant
-
-__all__ = ["CHOICES", "Drawn", "parse_variants", "plan_variants"]
+from tokenmerge.measure.bench.variants import DENSE, FEWER_STEPS, VARIANTS, Variant, parse_variant
 
 # Without the oracle, whose pictures are wrong.
 CHOICES = (*(name for name, variant in VARIANTS.items() if variant.is_faster), FEWER_STEPS)
@@ -21,14 +19,9 @@ CHOICES = (*(name for name, variant in VARIANTS.items() if variant.is_faster), F
 
 @dataclasses.dataclass(frozen=True)
 class Drawn:
-    """A variant that pictures are drawn with.
+    """A variant that pictures are drawn with."""
 
-    Args:
-        spec: the variant with its settings.
-        steps: denoising steps.
-    """
-
-    spec: VariantSpec
+    spec: Variant
     steps: int
 
     @property
@@ -39,19 +32,14 @@ class Drawn:
 
 def parse_variants(
     texts: Sequence[str], ratios: Sequence[float], max_downsample: int | None
-) -> list[VariantSpec]:
+) -> list[Variant]:
     """Read the variants to compare with dense, in order and each once.
-
-    Args:
-        texts: as for :func:`tokenmerge.measure.bench.variants.parse_variant`.
-        ratios: ratios for the variants that do not set their own.
-        max_downsample: deepest level for the same variants. None: their default.
 
     Raises:
         ConfigError: a variant or one of its settings is unknown or out of range, or it cannot run here.
     """
     defaults = {} if max_downsample is None else {"max_downsample": max_downsample}
-    specs: list[VariantSpec] = []
+    specs: list[Variant] = []
     for text in texts:
         name = text.partition(":")[0]
         if name not in (*CHOICES, DENSE):
@@ -71,21 +59,18 @@ def parse_variants(
 
 
 def plan_variants(
-    specs: Sequence[VariantSpec], steps: int, conditions: dict[str, Any], folder: Path
+    specs: Sequence[Variant], steps: int, conditions: dict[str, Any], folder: Path
 ) -> list[Drawn]:
     """List dense, then the variants, and then fewer steps for each merging variant, if requested.
 
-    Args:
-        specs: result of :func:`parse_variants`.
-        steps: denoising steps of dense.
-        conditions: conditions of the pictures, named as in benchmark records.
-        folder: folder with records of ``tokenmerge bench``, which tell how many steps fit.
+    The folder has records of ``tokenmerge bench``, which tell how many steps fit into the time of each
+    variant.
 
     Raises:
         ConfigError: no record there tells the number of steps.
     """
     merged = [spec for spec in specs if VARIANTS[spec.name].is_faster]
-    drawn = [Drawn(VariantSpec(DENSE), steps), *(Drawn(spec, steps) for spec in merged)]
+    drawn = [Drawn(Variant(DENSE), steps), *(Drawn(spec, steps) for spec in merged)]
     if len(merged) < len(specs):
         cells = [cell for file in sorted(folder.glob("*.jsonl")) for cell in read_cells(file)]
         drawn += [_fewer_steps(spec, cells, conditions, folder) for spec in merged]
@@ -93,9 +78,9 @@ def plan_variants(
 
 
 def _fewer_steps(
-    merged: VariantSpec, cells: Sequence[CellRecord], conditions: dict[str, Any], folder: Path
+    merged: Variant, cells: Sequence[CellRecord], conditions: dict[str, Any], folder: Path
 ) -> Drawn:
-    fewer = VariantSpec(FEWER_STEPS, (("as", merged.label),))
+    fewer = Variant(FEWER_STEPS, (("as", merged.label),))
     cell = cell_of_pictures(fewer.label, conditions, [c for c in cells if "steps_used" in c.facts])
     if cell is None:
         raise ConfigError(

@@ -7,16 +7,13 @@ from pathlib import Path
 from tokenmerge.measure.bench.records import key_of
 from tokenmerge.measure.pipelines.loading import ModelSource, SourceKind
 
-__all__ = ["weights_key"]
-
 _FILES = (".safetensors", ".bin", ".json", ".txt")
 
 
 def weights_key(source: ModelSource) -> str | None:
     """Make a key from the sizes and modification times of a model's files, or from the commit of a hub model.
 
-    Args:
-        source: the model. The configs of a hub model must have been read before.
+    The configs of a hub model must have been read before.
 
     Returns:
         The key; None for a bundled model, whose weights belong to the version of this package.

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from pathlib import Path
 from typing import Any
 
+from tokenmerge.config.checks import integer, one_of
 from tokenmerge.errors import ConfigError
 from tokenmerge.measure.method_spec import MethodSpec
 from tokenmerge.measure.pipelines.loading import DEFAULT_MODEL
-from tokenmerge.measure.pipelines.settings import DTYPE_CHOICES, check_attention
-
-__all__ = ["GenerateOptions"]
+from tokenmerge.measure.pipelines.settings import DTYPE_CHOICES, check_attention, check_guidance
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,13 +66,9 @@ class GenerateOptions:
         if not self.prompt.strip():
             raise ConfigError('prompt: it is empty; say what to draw, such as "a red apple"')
         for name, lowest in (("steps", 1), ("batch", 1), ("repeat", 1), ("seed", 0)):
-            value = getattr(self, name)
-            if value < lowest:
-                raise ConfigError(f"{name}: expected an integer ≥ {lowest}, got {value}")
-        if self.guidance is not None and not (math.isfinite(self.guidance) and self.guidance >= 0):
-            raise ConfigError(f"guidance: expected a number ≥ 0, got {self.guidance}")
-        if self.dtype not in DTYPE_CHOICES:
-            raise ConfigError(f"dtype: expected one of {', '.join(DTYPE_CHOICES)}, got {self.dtype!r}")
+            integer(lowest)(name, getattr(self, name))
+        check_guidance("guidance", self.guidance)
+        one_of(DTYPE_CHOICES)("dtype", self.dtype)
         if (self.control is None) != (self.controlnet is None):
             given, missing = (
                 ("control", "controlnet") if self.controlnet is None else ("controlnet", "control")

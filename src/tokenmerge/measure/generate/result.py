@@ -11,17 +11,12 @@ from typing import Any
 from tokenmerge.measure.bench.timing import Measurement, Times
 from tokenmerge.report import Report
 
-__all__ = ["Quality", "Result", "VariantResult"]
-
 
 @dataclasses.dataclass(frozen=True)
 class VariantResult:
     """Timings of one variant.
 
-    Args:
-        name: ``"dense"`` or ``"merged"``.
-        seconds: wall-clock time of each timed pipeline call, in the order in which they ran.
-        peak_bytes: peak memory over these calls; None if it cannot be read.
+    ``seconds`` has the wall-clock time of each timed pipeline call, in the order in which they ran.
     """
 
     name: str
@@ -44,9 +39,7 @@ class VariantResult:
 class Quality:
     """Closeness of each merged picture to the dense one with the same seed, measured on 8-bit pictures.
 
-    Args:
-        psnr: PSNR of each picture in dB; infinite for equal pictures.
-        ssim: SSIM of each picture, ≤ 1.
+    The PSNR is in dB, and infinite for equal pictures.
     """
 
     psnr: tuple[float, ...]
@@ -57,15 +50,8 @@ class Quality:
 class Result:
     """All results of a run.
 
-    Args:
-        folder: where the pictures and ``run.json`` are.
-        conditions: machine, versions and options, in JSON-compatible values.
-        batch: pictures per call, ≥ 1.
-        variants: timings of each variant, dense first if it ran.
-        quality: closeness to dense; None without a dense run or without torchmetrics.
-        report: what merging does to each block.
-        notes: remarks for the reader.
-        complete: whether all timed calls are finished.
+    ``conditions`` are machine, versions and options, in JSON-compatible values. Dense comes first among the
+    variants, if it ran. ``quality`` is None without a dense run or without torchmetrics.
     """
 
     folder: Path

@@ -28,12 +28,11 @@ from tokenmerge.measure.files import (
 from tokenmerge.measure.generate.options import GenerateOptions
 from tokenmerge.measure.generate.result import Quality, Result, VariantResult
 from tokenmerge.measure.out_of_memory import is_out_of_memory
-from tokenmerge.measure.pipelines.call import PipelineCall, latent_scale, own_size
+from tokenmerge.measure.pipelines.call import PipelineCall, latent_scale, load_pipeline_for, own_size
 from tokenmerge.measure.pipelines.checks import check_compile, check_merging
 from tokenmerge.measure.pipelines.loading import (
     SourceKind,
     find_model,
-    load_pipeline,
     load_sketch,
     require_diffusers,
 )
@@ -41,8 +40,6 @@ from tokenmerge.measure.pipelines.settings import (
     resolve_device,
     resolve_dtype,
     scheduler_class_name,
-    set_attention,
-    set_scheduler,
 )
 from tokenmerge.measure.pipelines.shared_weights import denoising_models, twin
 from tokenmerge.measure.pipelines.sizes import check_size
@@ -55,8 +52,6 @@ if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
     from PIL.Image import Image
 
-__all__ = ["generate"]
-
 
 def generate(options: GenerateOptions, on_progress: Callable[[Progress], None] | None = None) -> Result:
     """Generate, compare, measure and write everything to a folder.
@@ -64,10 +59,6 @@ def generate(options: GenerateOptions, on_progress: Callable[[Progress], None] |
     First, one untimed call of each variant warms up and makes the pictures. Then ``repeat`` interleaved calls
     of each are timed. Results are written as soon as they exist, so that an interrupted run keeps them: the
     dense pictures before the first merged call, and ``run.json`` after every timed call.
-
-    Args:
-        options: what to do.
-        on_progress: called after each denoising step.
 
     Returns:
         The result. ``result.folder`` holds ``dense-00.png`` …, ``merged-00.png`` …, ``comparison.png``
@@ -96,11 +87,7 @@ def generate(options: GenerateOptions, on_progress: Callable[[Progress], None] |
     folder = options.out or free_folder(Path("outputs"), slug(options.prompt))
     prepare_folder(folder)
 
-    pipe = load_pipeline(source, dtype, device, options.controlnet)
-    if options.scheduler is not None:
-        set_scheduler(pipe, options.scheduler)
-    set_attention(list(denoising_models(pipe).values()), options.attention)
-    pipe.set_progress_bar_config(disable=True)
+    pipe = load_pipeline_for(options, source, dtype, device)
     with _failures_said(options):
         return _Run(pipe, options, control, folder, on_progress).run()
 

@@ -11,23 +11,27 @@ import torch
 
 from tokenmerge.errors import ConfigError, UnsupportedModelError
 from tokenmerge.measure.generate.options import GenerateOptions
-from tokenmerge.measure.pipelines.loading import denoiser_name, guides
+from tokenmerge.measure.pipelines.loading import (
+    ModelSource,
+    default_size,
+    denoiser_name,
+    guides,
+    load_pipeline,
+)
+from tokenmerge.measure.pipelines.settings import set_attention, set_scheduler
+from tokenmerge.measure.pipelines.shared_weights import denoising_models
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
     from PIL.Image import Image
-
-__all__ = ["PipelineCall", "latent_scale", "own_size"]
 
 
 @dataclasses.dataclass(frozen=True)
 class PipelineCall:
     """A repeatable call of a pipeline.
 
-    Args:
-        arguments: arguments of the pipeline's call, without the generators.
-        seeds: one per picture.
-        guided: whether classifier-free guidance doubles the batch.
+    ``arguments`` are those of the pipeline's call without the generators. There is one seed per picture.
+    ``guided`` says whether classifier-free guidance doubles the batch.
     """
 
     arguments: Mapping[str, Any]
@@ -44,11 +48,7 @@ class PipelineCall:
     ) -> PipelineCall:
         """Turn the options into arguments that the pipeline accepts.
 
-        Args:
-            pipe: the pipeline that will be called.
-            options: what to generate.
-            size: (width, height) in pixels.
-            control: picture for the ControlNet.
+        ``control`` is a picture for the ControlNet.
 
         Raises:
             ConfigError: the pipeline does not accept an option.
@@ -82,9 +82,8 @@ class PipelineCall:
     def __call__(self, pipe: DiffusionPipeline, on_step: Callable[[int], None]) -> list[Image]:
         """Generate one picture per seed.
 
-        Args:
-            pipe: the pipeline that the call was prepared for, or its :func:`twin`.
-            on_step: called after each denoising step with the number of steps in this call.
+        The pipeline is the one that the call was prepared for, or its :func:`twin`. ``on_step`` is called
+        after each denoising step with the number of steps in this call.
         """
 
         def step_done(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
@@ -100,6 +99,22 @@ class PipelineCall:
         return images
 
 
+def load_pipeline_for(
+    options: GenerateOptions, source: ModelSource, dtype: torch.dtype, device: torch.device
+) -> DiffusionPipeline:
+    """Load a pipeline with the ControlNet, scheduler and attention of the options, and without progress bars.
+
+    Raises:
+        ConfigError: it cannot be loaded, or does not fit the options.
+    """
+    pipe = load_pipeline(source, dtype, device, options.controlnet)
+    if options.scheduler is not None:
+        set_scheduler(pipe, options.scheduler)
+    set_attention(list(denoising_models(pipe).values()), options.attention)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
 def latent_scale(pipe: DiffusionPipeline) -> int:
     """Pixels per latent position along each side."""
     return int(getattr(pipe, "vae_scale_factor", 1))
@@ -111,9 +126,10 @@ def own_size(pipe: DiffusionPipeline) -> tuple[int, int]:
     Raises:
         ConfigError: its config has none.
     """
-    config = getattr(pipe, denoiser_name(pipe)).config
-    sample = getattr(pipe, "default_sample_size", None) or config.get("sample_size")
-    if sample is None:
+    config = dict(getattr(pipe, denoiser_name(pipe)).config)
+    if getattr(pipe, "default_sample_size", None):
+        config["sample_size"] = pipe.default_sample_size
+    size = default_size(config, latent_scale(pipe))
+    if size is None:
         raise ConfigError("size: this model has no default size; give --size")
-    height, width = (sample, sample) if isinstance(sample, int) else sample
-    return width * latent_scale(pipe), height * latent_scale(pipe)
+    return size

@@ -10,16 +10,11 @@ from tokenmerge.measure.pipelines.sizes import check_size
 from tokenmerge.models.find import find_hosts
 from tokenmerge.runtime.patch import check_host
 
-__all__ = ["check_compile", "check_merging"]
-
 
 def check_merging(sketch: ModelSketch, size: tuple[int, int], method: MethodSpec) -> None:
     """Check that a method merges something in a model.
 
-    Args:
-        sketch: the model without its weights.
-        size: (width, height) in pixels.
-        method: the method. One that chooses its settings by the model is not checked.
+    A method that chooses its settings by the model is not checked.
 
     Raises:
         ConfigError: the size or the settings do not fit the model.

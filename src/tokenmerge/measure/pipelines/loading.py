@@ -21,20 +21,6 @@ from tokenmerge.measure.out_of_memory import is_out_of_memory
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline, ModelMixin
 
-__all__ = [
-    "DEFAULT_MODEL",
-    "PICKLE",
-    "ModelSketch",
-    "ModelSource",
-    "SourceKind",
-    "denoiser_name",
-    "find_model",
-    "guides",
-    "load_pipeline",
-    "load_sketch",
-    "require_diffusers",
-]
-
 DEFAULT_MODEL = demo.NAMES[0]
 PICKLE = "pickle:"
 
@@ -63,11 +49,7 @@ class SourceKind(enum.Enum):
 class ModelSource:
     """Where to load a model from.
 
-    Args:
-        kind: kind of the location.
-        location: path of the folder or file, or the hub id.
-        allows_pickles: whether weights may be read from pickles. By default only safetensors are read,
-            because a pickle can run code when it is loaded.
+    By default only safetensors are read, because a pickle can run code when it is loaded.
     """
 
     kind: SourceKind
@@ -83,10 +65,8 @@ class ModelSource:
 class ModelSketch:
     """A pipeline without weights, made from its configs.
 
-    Args:
-        denoiser: the UNet or transformer on the meta device.
-        scale: pixels per latent position along each side.
-        size: default (width, height) in pixels; None if the config has none.
+    The denoiser is on the meta device. ``scale`` is the number of pixels per latent position along each side.
+    ``size`` is the default (width, height) in pixels, None if the config has none.
     """
 
     denoiser: torch.nn.Module
@@ -173,7 +153,7 @@ def load_sketch(source: ModelSource) -> ModelSketch:
     scale = 1  # a pipeline without a VAE denoises pixels
     if index.get("vae", _ABSENT) != _ABSENT:
         scale = _codec_scale(_weightless(source, "vae", index["vae"]))
-    return ModelSketch(denoiser, scale, _own_size(denoiser.config, scale))
+    return ModelSketch(denoiser, scale, default_size(denoiser.config, scale))
 
 
 def load_pipeline(
@@ -181,11 +161,7 @@ def load_pipeline(
 ) -> DiffusionPipeline:
     """Load a text-to-image pipeline with its weights.
 
-    Args:
-        source: result of :func:`find_model`.
-        dtype: dtype of all weights.
-        device: device of the pipeline.
-        controlnet: folder or hub id of a ControlNet to add. None: no ControlNet.
+    ``controlnet`` is the folder or hub id of a ControlNet to add.
 
     Raises:
         ConfigError: the pipeline cannot be loaded. The message says why.
@@ -257,7 +233,7 @@ def _no_denoiser(pipeline: str) -> str:
     return f"model: {pipeline} has neither a unet nor a transformer; use a text-to-image diffusion pipeline"
 
 
-def _own_size(config: dict[str, Any], scale: int) -> tuple[int, int] | None:
+def default_size(config: dict[str, Any], scale: int) -> tuple[int, int] | None:
     """The default (width, height) in pixels in the denoiser's config; None if it has none."""
     sample = config.get("sample_size")
     if sample is None:

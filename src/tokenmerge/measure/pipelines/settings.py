@@ -9,23 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tokenmerge.config.checks import number, one_of, optional
 from tokenmerge.errors import ConfigError
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline, ModelMixin, SchedulerMixin
-
-__all__ = [
-    "ATTENTION_CHOICES",
-    "DTYPE_CHOICES",
-    "SCHEDULER_NAMES",
-    "check_attention",
-    "dtype_name",
-    "resolve_device",
-    "resolve_dtype",
-    "scheduler_class_name",
-    "set_attention",
-    "set_scheduler",
-]
 
 ATTENTION_CHOICES = ("sdpa", "xformers", "default")
 DTYPE_CHOICES = ("auto", "fp32", "fp16", "bf16")
@@ -44,6 +32,8 @@ SCHEDULER_NAMES = {
     "pndm": "PNDMScheduler",
     "unipc": "UniPCMultistepScheduler",
 }
+
+check_guidance = optional(number("a number ≥ 0", lambda scale: scale >= 0))
 
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 # Settings that a scheduler's name implies. Otherwise, the config of the model's own scheduler could turn it
@@ -83,8 +73,7 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
     """
     if name == "auto":
         return torch.float16 if device.type == "cuda" else torch.float32
-    if name not in _DTYPES:
-        raise ConfigError(f"dtype: expected one of {', '.join(DTYPE_CHOICES)}, got {name!r}")
+    one_of(DTYPE_CHOICES)("dtype", name)
     if name == "fp16" and device.type == "cpu":
         raise ConfigError("dtype: fp16 is slow and partly unsupported on a CPU; use bf16 or fp32")
     return _DTYPES[name]
@@ -121,11 +110,7 @@ def scheduler_class_name(name: str) -> str:
 
 
 def set_scheduler(pipe: DiffusionPipeline, name: str) -> None:
-    """Replace the scheduler of ``pipe`` by another one with the same config.
-
-    Args:
-        pipe: a diffusers pipeline, changed in place.
-        name: see :func:`scheduler_class_name`.
+    """Replace the scheduler of a pipeline by another one with the same config.
 
     Raises:
         ConfigError: the scheduler is unknown, or does not fit the model.
@@ -149,8 +134,7 @@ def set_scheduler(pipe: DiffusionPipeline, name: str) -> None:
 
 def check_attention(name: str) -> None:
     """Raise a ConfigError unless ``name`` is an attention implementation that is installed."""
-    if name not in ATTENTION_CHOICES:
-        raise ConfigError(f"attention: expected one of {', '.join(ATTENTION_CHOICES)}, got {name!r}")
+    one_of(ATTENTION_CHOICES)("attention", name)
     if name == "xformers" and importlib.util.find_spec("xformers") is None:
         raise ConfigError("attention: xformers is not installed; run: pip install xformers, or use sdpa")
 

@@ -11,8 +11,6 @@ from torch import nn
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
 
-__all__ = ["denoising_models", "shared_copy", "twin"]
-
 _DENOISING = ("unet", "transformer", "controlnet")
 
 

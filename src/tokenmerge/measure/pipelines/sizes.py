@@ -6,8 +6,6 @@ import re
 
 from tokenmerge.errors import ConfigError
 
-__all__ = ["check_size", "parse_size"]
-
 
 def parse_size(text: str) -> tuple[int, int]:
     """Read ``WIDTHxHEIGHT``, or one number for a square, into (width, height) in pixels.
@@ -27,9 +25,7 @@ def parse_size(text: str) -> tuple[int, int]:
 def check_size(size: tuple[int, int], scale: int) -> tuple[int, int]:
     """Turn (width, height) in pixels into (width, height) of the latents.
 
-    Args:
-        size: (width, height) in pixels.
-        scale: pixels per latent position along each side.
+    ``scale`` is the number of pixels per latent position along each side.
 
     Raises:
         ConfigError: a side is not a multiple of ``scale``.

@@ -11,8 +11,6 @@ from tokenmerge.errors import ConfigError
 from tokenmerge.measure.bench.records import CellRecord
 from tokenmerge.measure.reporting.tables import setting_name, what_of
 
-__all__ = ["Change", "Comparison", "compare", "parse_tolerance"]
-
 # Conditions that may differ between two measurements of the same cell.
 _OF_A_RUN = ("environment", "commit", "rounds", "warmup")
 
@@ -21,11 +19,7 @@ _OF_A_RUN = ("environment", "commit", "rounds", "warmup")
 class Change:
     """One cell that is in both results.
 
-    Args:
-        name: setting and variant.
-        before: median seconds in the first results; None if it was not timed there.
-        after: median seconds in the second results, likewise.
-        status: status in the second results.
+    Both times are median seconds, None if the cell was not timed. The status is that in the second results.
     """
 
     name: str
@@ -61,10 +55,7 @@ class Change:
 class Comparison:
     """Two sets of results.
 
-    Args:
-        changes: cells in both.
-        only_before: names of cells that are only in the first.
-        only_after: names of cells that are only in the second.
+    Cells that are only in one of them are given by their names.
     """
 
     changes: tuple[Change, ...]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import groupby
 from statistics import median
 from typing import Any
 
@@ -13,9 +12,7 @@ from tokenmerge.measure.bench.match_records import cell_of_pictures
 from tokenmerge.measure.bench.records import CellRecord, variant_label
 from tokenmerge.measure.reporting.quality import LOWER_IS_CLOSER, QualityRecord
 from tokenmerge.measure.reporting.quality_tables import quality_name, where_drawn
-from tokenmerge.measure.reporting.tables import SETTING, in_order, setting_name, where_of
-
-__all__ = ["Chart", "Line", "charts", "timed_with_other_steps"]
+from tokenmerge.measure.reporting.tables import SETTING, grouped, setting_name, where_of
 
 _FUSED = "sdpa"
 _KNOBS = ("ratio", "interval", "threshold", "as")  # settings by which a variant becomes faster
@@ -25,10 +22,7 @@ _KNOBS = ("ratio", "interval", "threshold", "as")  # settings by which a variant
 class Line:
     """One line of a chart.
 
-    Args:
-        name: name in the legend.
-        points: (x, y) in the order in which they are joined, at least one.
-        labels: text at each point; empty for no text.
+    Points (x, y) are joined in their order. Labels stand at the points.
     """
 
     name: str
@@ -40,13 +34,7 @@ class Line:
 class Chart:
     """A chart.
 
-    Args:
-        title: title of the chart.
-        x: label of the horizontal axis.
-        y: label of the vertical axis.
-        lines: the lines, at least one.
-        level: (name, y) of a horizontal line to compare with, or None.
-        from_zero: whether the vertical axis starts at zero.
+    ``level`` is the (name, y) of a horizontal line to compare with.
     """
 
     title: str
@@ -69,9 +57,9 @@ def charts(cells: Iterable[CellRecord], quality: Sequence[QualityRecord]) -> lis
 def _against_resolution(cells: Sequence[CellRecord]) -> Iterable[Chart]:
     def rest(cell: CellRecord) -> tuple[object, ...]:
         names = (name for name in (*SETTING, "compile") if name not in ("width", "height"))
-        return in_order(cell.conditions[name] for name in names)
+        return tuple(cell.conditions[name] for name in names)
 
-    for _, group in groupby(sorted(cells, key=rest), key=rest):
+    for group in grouped(cells, rest):
         found = [cell for cell in group if cell.conditions["variant"] != "dense" and cell.speedup]
         if len({_side(cell) for cell in found}) < 2:
             continue
@@ -92,10 +80,9 @@ def _against_resolution(cells: Sequence[CellRecord]) -> Iterable[Chart]:
 
 def _against_ratio(cells: Sequence[CellRecord]) -> Iterable[Chart]:
     def where(cell: CellRecord) -> tuple[object, ...]:
-        return in_order((*where_of(cell), cell.conditions["compile"]))
+        return *where_of(cell), cell.conditions["compile"]
 
-    for _, group in groupby(sorted(cells, key=where), key=where):
-        found = list(group)
+    for found in grouped(cells, where):
         with_ratio = [cell for cell in found if "ratio" in cell.conditions["settings"]]
         if len({cell.conditions["settings"]["ratio"] for cell in with_ratio}) < 2:
             continue
@@ -117,8 +104,7 @@ def _against_ratio(cells: Sequence[CellRecord]) -> Iterable[Chart]:
 
 def _price(cells: Sequence[CellRecord], quality: Sequence[QualityRecord]) -> Iterable[Chart]:
     whole = [record for record in quality if record.category is None]
-    for _, group in groupby(sorted(whole, key=where_drawn), key=where_drawn):
-        records = list(group)
+    for records in grouped(whole, where_drawn):
         for metric in dict.fromkeys(name for record in records for name in record.figures):
             lines = tuple(_price_lines(records, metric, cells))
             if lines:
@@ -183,11 +169,11 @@ def _same_steps(record: QualityRecord, cell: CellRecord) -> bool:
 
 
 def _by_family(cells: Sequence[CellRecord]) -> Iterable[tuple[str, list[CellRecord]]]:
-    def family(cell: CellRecord) -> str:
-        return _family(cell.conditions["variant"], cell.conditions["settings"])
-
-    for name, members in groupby(sorted(cells, key=family), key=family):
-        yield name, list(members)
+    families: dict[str, list[CellRecord]] = {}
+    for cell in cells:
+        name = _family(cell.conditions["variant"], cell.conditions["settings"])
+        families.setdefault(name, []).append(cell)
+    return sorted(families.items())
 
 
 def _family(variant: str, settings: Mapping[str, Any]) -> str:

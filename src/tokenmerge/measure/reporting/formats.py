@@ -17,8 +17,6 @@ from tokenmerge.measure.reporting.report_data import TITLE, Content
 from tokenmerge.measure.reporting.results import Sample
 from tokenmerge.measure.reporting.tables import PUBLISHED, Table
 
-__all__ = ["as_csv", "as_html", "as_markdown", "quality_as_csv"]
-
 _COLUMNS = (
     *("model", "scope", "width", "height", "frames", "batch", "dtype", "attention"),
     *("compile", "variant"),
@@ -46,7 +44,7 @@ def as_html(content: Content) -> str:
     present = {
         "Plots": ("plots", content.charts),
         "Measured": ("measured", content.measured),
-        "Beside published figures": ("published", content.beside),
+        "Next to published figures": ("published", content.beside),
         "Closeness to dense": ("quality", content.quality),
         "Pictures": ("samples", content.samples),
         "Conditions": ("conditions", True),
@@ -68,14 +66,14 @@ def as_markdown(content: Content) -> str:
     """Format headings and tables. Published numbers are in italics."""
     parts = [
         f"# {TITLE}",
-        "Speed-up is t_dense / t, where dense runs with fused attention (SDPA) in the same rounds. For "
-        "“same attention”, dense has the attention of the row. Times are medians of one call. The oracle "
-        "merges at no cost: no method that merges the same layers at the same ratio can be faster.",
+        "The speed-up is t_dense / t. Dense runs with fused attention (SDPA) in the same rounds; in the "
+        "column “same attention” it has the attention of the row. Times are medians of one call. The oracle "
+        "merges at no cost, so no method that merges the same layers at the same ratio can be faster.",
         *(f"Note: {_escape(note)}" for note in content.notes),
     ]
     for heading, tables in (
         ("Measured", content.measured),
-        ("Beside published figures, in italics", content.beside),
+        ("Next to published figures (in italics)", content.beside),
         ("Closeness to dense", content.quality),
     ):
         if tables:

@@ -10,8 +10,6 @@ from tokenmerge.measure.reporting.quality import QualityRecord
 from tokenmerge.measure.reporting.quality_tables import where_drawn
 from tokenmerge.measure.reporting.tables import what_of, where_of
 
-__all__ = ["newest_cells", "newest_figures"]
-
 R = TypeVar("R", CellRecord, QualityRecord)
 
 
@@ -30,7 +28,7 @@ def newest_figures(records: Iterable[QualityRecord]) -> tuple[list[QualityRecord
     return _last(
         sorted(records, key=lambda record: record.finished),
         lambda record: (*where_drawn(record), record.label, record.category),
-        "figures of quality",
+        "quality records",
     )
 
 
@@ -44,5 +42,5 @@ def _last(by_age: Sequence[R], name: Callable[[R], Hashable], what: str) -> tupl
             differs |= {key for key, value in record.conditions.items() if value != before.get(key)}
         found[name(record)] = record
     older = len(by_age) - len(found)
-    said = f"{older} older {what} left out: newer ones differ only in {', '.join(sorted(differs))}"
+    said = f"{older} older {what} left out, which differ from newer ones only in {', '.join(sorted(differs))}"
     return list(found.values()), [said] if older else []

@@ -8,8 +8,6 @@ from pathlib import Path
 from tokenmerge.errors import ConfigError
 from tokenmerge.measure.files import check_regular
 
-__all__ = ["data_address", "picture_type", "svg_address"]
-
 _SIGNATURES = {b"\x89PNG\r\n\x1a\n": "image/png", b"\xff\xd8\xff": "image/jpeg", b"RIFF": "image/webp"}
 
 

@@ -10,8 +10,6 @@ from typing import Any
 from tokenmerge.errors import MissingExtraError
 from tokenmerge.measure.reporting.curves import Chart
 
-__all__ = ["draw"]
-
 # Colours that the colour-blind can tell apart (Okabe and Ito), and markers for print without colour.
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000")
 _MARKERS = "osD^vPX"

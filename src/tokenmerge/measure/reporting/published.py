@@ -6,8 +6,6 @@ import csv
 import dataclasses
 from importlib import resources
 
-__all__ = ["Published", "published_rows"]
-
 # Method in the published tables → (whether it merges, name of its attention here).
 _METHODS = {
     "baseline": (False, "default"),
@@ -21,20 +19,8 @@ _METHODS = {
 class Published:
     """One measurement in a published table. A value that was not published is None.
 
-    Args:
-        source: where it was published.
-        merges: True for ToMe, False for dense.
-        attention: a name in :data:`tokenmerge.measure.pipelines.settings.ATTENTION_CHOICES`.
-        ratio: fraction of tokens removed.
-        device: name of the GPU.
-        resolution: width and height in pixels.
-        batch: pictures per call.
-        seconds: seconds per call.
-        seconds_per_image: seconds per image.
-        memory: GB per image.
-        fid: Fréchet inception distance.
-        out_of_memory: whether it ran out of memory.
-        note: the conditions in the table's words.
+    Times are in seconds per call and per image, memory in GB per image, the resolution is the width and
+    height in pixels. ``note`` has the conditions in the table's words.
     """
 
     source: str

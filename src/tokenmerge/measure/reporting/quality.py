@@ -11,9 +11,7 @@ from typing import Any
 from tokenmerge.config import with_new_names
 from tokenmerge.errors import ConfigError
 from tokenmerge.measure.bench.records import key_of, variant_label
-from tokenmerge.measure.bench.results_file import read_lines
-
-__all__ = ["LOWER_IS_CLOSER", "QualityRecord", "SampleRecord", "metric_names", "read_quality"]
+from tokenmerge.measure.bench.results_file import read_records
 
 # Metrics that are lower for closer pictures. All others are higher.
 LOWER_IS_CLOSER = frozenset({"lpips", "fid", "kid"})
@@ -158,14 +156,7 @@ def read_quality(path: Path) -> Iterator[QualityRecord | SampleRecord]:
     Raises:
         ConfigError: the file cannot be read, or a line is not a valid record.
     """
-    kinds: dict[str, Any] = {"quality": QualityRecord, "sample": SampleRecord}
-    for number, values in read_lines(path):
-        kind = kinds.get(values.get("kind", ""))
-        if kind is not None:
-            try:
-                yield kind.from_dict(values)
-            except ConfigError as error:
-                raise ConfigError(f"{path}, line {number}: {error}") from error
+    return read_records(path, {"quality": QualityRecord, "sample": SampleRecord})
 
 
 def _line(kind: str, record: Any) -> str:

@@ -8,8 +8,6 @@ from tokenmerge.measure.bench.records import key_of
 from tokenmerge.measure.reporting.quality import LOWER_IS_CLOSER, QualityRecord, metric_names
 from tokenmerge.measure.reporting.tables import Table, TableRow, attention_name, sampling_name
 
-__all__ = ["quality_name", "quality_tables", "where_drawn"]
-
 # Conditions that the pictures of one table have in common, in addition to the model and the size.
 _SHARED = ("steps", "scheduler", "guidance", "dtype", "device", "attention", "prompts", "seeds")
 

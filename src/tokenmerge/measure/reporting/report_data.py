@@ -18,23 +18,15 @@ from tokenmerge.measure.reporting.results import Results, Sample
 from tokenmerge.measure.reporting.tables import Table, measured_tables
 from tokenmerge.measure.reporting.versus_published import published_tables
 
-__all__ = ["TITLE", "Content", "content_of"]
-
-TITLE = "Token merging: time, memory and price"
+TITLE = "Token merging: speed, memory and quality"
 
 
 @dataclasses.dataclass(frozen=True)
 class Content:
     """Everything that a report shows.
 
-    Args:
-        measured: one table of measurements for each setting.
-        beside: published tables with our measurements.
-        quality: tables of quality metrics.
-        charts: the plots.
-        samples: pairs of pictures.
-        conditions: (name, JSON) of each machine and configuration, and of each set of pictures.
-        notes: remarks for the reader.
+    ``beside`` has published tables with our measurements. ``conditions`` has the (name, JSON) of each machine
+    and configuration, and of each set of pictures.
     """
 
     measured: tuple[Table, ...]
@@ -73,8 +65,8 @@ def _readable(samples: Sequence[Sample]) -> tuple[list[Sample], list[str]]:
             lost.append(f"{sample.record.label}, seed {sample.record.seed}: {error}")
         else:
             found.append(sample)
-    pairs = "1 pair" if len(lost) == 1 else f"{len(lost)} pairs"
-    return found, [f"not shown of the samples: {pairs}; the first is {lost[0]}"] if lost else []
+    pairs = "1 pair of sample pictures is" if len(lost) == 1 else f"{len(lost)} pairs of sample pictures are"
+    return found, [f"{pairs} not shown; the first is {lost[0]}"] if lost else []
 
 
 def _conditions(cells: Sequence[CellRecord]) -> list[tuple[str, str]]:

@@ -9,22 +9,16 @@ from typing import Any
 
 from tokenmerge.errors import ConfigError
 from tokenmerge.measure.bench.records import KIND, CellRecord
-from tokenmerge.measure.bench.results_file import read_lines
+from tokenmerge.measure.bench.results_file import read_records
 from tokenmerge.measure.files import is_folder
 from tokenmerge.measure.reporting.quality import QualityRecord, SampleRecord
 
-__all__ = ["Results", "Sample", "read_results"]
+_KINDS = {KIND: CellRecord, "quality": QualityRecord, "sample": SampleRecord}
 
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """A pair of pictures.
-
-    Args:
-        record: the record of the pair.
-        dense: path of the dense picture.
-        image: path of the variant's picture.
-    """
+    """A pair of pictures."""
 
     record: SampleRecord
     dense: Path
@@ -35,11 +29,7 @@ class Sample:
 class Results:
     """All records of some files.
 
-    Args:
-        cells: benchmark cells, the last one for equal conditions.
-        quality: quality metrics, the last ones for the same pictures.
-        samples: pairs of pictures, each once.
-        notes: remarks on the files, such as an incomplete last line.
+    Of cells with equal conditions, and of quality metrics of the same pictures, it has the last one.
     """
 
     cells: tuple[CellRecord, ...]
@@ -56,40 +46,19 @@ def read_results(paths: Sequence[Path]) -> Results:
     """
     cells: dict[str, CellRecord] = {}
     quality: dict[str, QualityRecord] = {}
-    samples: dict[str, Sample] = {}
+    samples: dict[tuple[Path, str], Sample] = {}
     notes: list[str] = []
     for file in _files(paths):
-        for number, values in read_lines(file, notes):
-            try:
-                _add(values, file, cells, quality, samples)
-            except ConfigError as error:
-                raise ConfigError(f"{file}, line {number}: {error}") from error
+        folder = file.parent
+        for record in read_records(file, _KINDS, notes, only=True):
+            if isinstance(record, SampleRecord):
+                pair = Sample(record, folder / record.dense, folder / record.image)
+                samples[folder, record.key] = pair
+                continue
+            latest: dict[str, Any] = cells if isinstance(record, CellRecord) else quality
+            latest.pop(record.key, None)
+            latest[record.key] = record
     return Results(tuple(cells.values()), tuple(quality.values()), tuple(samples.values()), tuple(notes))
-
-
-def _add(
-    values: dict[str, Any],
-    file: Path,
-    cells: dict[str, CellRecord],
-    quality: dict[str, QualityRecord],
-    samples: dict[str, Sample],
-) -> None:
-    kind = values.get("kind")
-    if kind == KIND:
-        cell = CellRecord.from_dict(values)
-        cells.pop(cell.key, None)
-        cells[cell.key] = cell
-    elif kind == "quality":
-        figures = QualityRecord.from_dict(values)
-        quality.pop(figures.key, None)
-        quality[figures.key] = figures
-    elif kind == "sample":
-        record = SampleRecord.from_dict(values)
-        samples[f"{file.parent} {record.key}"] = Sample(
-            record, file.parent / record.dense, file.parent / record.image
-        )
-    else:
-        raise ConfigError(f"kind: expected one of {KIND}, quality, sample, got {kind!r}")
 
 
 def _files(paths: Sequence[Path]) -> list[Path]:

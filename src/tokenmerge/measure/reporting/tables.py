@@ -3,29 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby
-from typing import Any
+from typing import Any, TypeVar
 
 from tokenmerge.measure.bench.records import CellRecord
 
-__all__ = [
-    "OURS",
-    "PUBLISHED",
-    "SETTING",
-    "Table",
-    "TableRow",
-    "attention_name",
-    "call_name",
-    "in_order",
-    "machine_name",
-    "measured_tables",
-    "sampling_name",
-    "setting_name",
-    "times",
-    "what_of",
-    "where_of",
-]
+T = TypeVar("T")
 
 OURS, PUBLISHED = "ours", "published"
 
@@ -41,9 +25,7 @@ _ATTENTION = {"sdpa": "SDPA", "xformers": "xFormers", "default": "plain"}
 class TableRow:
     """One row of a table.
 
-    Args:
-        cells: text in each column.
-        origin: :data:`OURS` or :data:`PUBLISHED`.
+    The origin is :data:`OURS` or :data:`PUBLISHED`.
     """
 
     cells: tuple[str, ...]
@@ -54,12 +36,7 @@ class TableRow:
 class Table:
     """A titled table.
 
-    Args:
-        title: title of the table.
-        header: names of the columns.
-        rows: the rows.
-        notes: remarks for the reader.
-        words: number of first columns that hold text. The others hold numbers.
+    The first columns, ``words`` in number, hold text, the others numbers.
     """
 
     title: str
@@ -71,8 +48,7 @@ class Table:
 
 def measured_tables(cells: Iterable[CellRecord]) -> list[Table]:
     """Make one table for each setting."""
-    ordered = sorted(cells, key=lambda cell: in_order(where_of(cell)))
-    return [_measured(list(group)) for _, group in groupby(ordered, key=where_of)]
+    return [_measured(group) for group in grouped(cells, where_of)]
 
 
 def where_of(cell: CellRecord) -> tuple[Any, ...]:
@@ -204,6 +180,19 @@ def times(ratio: float | None) -> str:
 
 def _percent(share: float | None) -> str:
     return "" if share is None else f"{100 * share:.1f} %"
+
+
+def grouped(items: Iterable[T], key: Callable[[T], Iterable[object]]) -> list[list[T]]:
+    """The items with equal keys, in the order of the keys. A key is several values, any of which may be None.
+
+    >>> grouped(["b", "ab", "a"], lambda text: (len(text),))
+    [['b', 'a'], ['ab']]
+    """
+
+    def order(item: T) -> tuple[object, ...]:
+        return in_order(key(item))
+
+    return [list(group) for _, group in groupby(sorted(items, key=order), key=order)]
 
 
 def in_order(values: Iterable[object]) -> tuple[object, ...]:

@@ -21,8 +21,6 @@ from tokenmerge.measure.reporting.tables import (
     times,
 )
 
-__all__ = ["published_tables"]
-
 _ATTENTION_ORDER = ("default", "sdpa", "xformers")
 _IMPLEMENTATIONS = {"tome": "tokenmerge", "tomesd": "tomesd"}
 
@@ -88,9 +86,7 @@ def published_tables(cells: Iterable[CellRecord], quality: Iterable[QualityRecor
     Published rows are marked. Our rows name the machine and the number of steps. For the denoiser alone, they
     say that the time is that of one step times the number of steps.
 
-    Args:
-        cells: measured cells.
-        quality: quality records, for FID.
+    Quality records are for FID.
     """
     ours = [cell for cell in cells if _comparable(cell)]
     drawn = [record for record in quality if "fid" in record.figures and _is_sd15(record.model)]
@@ -172,7 +168,7 @@ def _table(source: str, figure: _Figure, published: Sequence[Published], ours: S
     notes = dict.fromkeys(row.note for row in published if row.note)
     return Table(
         f"{source}: {figure.name}",
-        ("who", "resolution", "batch", *map(str, columns)),
+        ("measured by", "resolution", "batch", *map(str, columns)),
         tuple(rows),
         (
             *(f"published: {note}" for note in notes),
@@ -196,24 +192,24 @@ def _told_against(figure: _Figure, published: Sequence[Published]) -> list[str]:
     if not figure.is_time:
         return []
     notes = [
-        "× is t_dense / t against dense with the same attention: of the same row where published, "
-        "of the same rounds where measured here"
+        "× is the speed-up t_dense / t over dense with the same attention: in the same row for published "
+        "figures, and in the same rounds for ours"
     ]
     attentions = {row.attention for row in published}
     for attention in attentions - {row.attention for row in published if not row.merges}:
         name = attention_name(attention)
         notes.append(
-            f"dense with {name} was not published: its gain and that of merging cannot be told apart"
+            f"dense with {name} was not published, so its gain cannot be separated from that of merging"
         )
     return notes
 
 
 def _counted(figure: _Figure, ours: Sequence[CellRecord]) -> list[str]:
-    """Notes on what our memory values count."""
+    """What our memory values count."""
     if figure.is_time:
         return []
     meanings = dict.fromkeys(cell.facts.get("peak_memory") for cell in ours)
-    return [f"measured here: {meaning}, divided by the batch" for meaning in meanings if meaning]
+    return [f"our memory: {meaning}, divided by the batch" for meaning in meanings if meaning]
 
 
 def _who(cell: CellRecord) -> list[str]:
@@ -248,8 +244,8 @@ def _fid_table(source: str, rows: Sequence[Published], ours: Sequence[QualityRec
     lines = [TableRow(("published", *(f"{published[ratio]:.2f}" for ratio in ratios)), PUBLISHED)]
     for name, fids in found.items():
         lines.append(TableRow((f"tokenmerge, {name}", *(_fid(fids.get(ratio)) for ratio in ratios))))
-    header = ("who", *(f"ToMe {ratio:g}" if ratio else "dense" for ratio in ratios))
-    notes = ("FID depends on the reference pictures and the feature extractor: compare along a row",)
+    header = ("measured by", *(f"ToMe {ratio:g}" if ratio else "dense" for ratio in ratios))
+    notes = ("FID depends on the reference pictures and the feature extractor: compare only within a row",)
     return Table(f"{source}: FID", header, tuple(lines), notes)
 
 

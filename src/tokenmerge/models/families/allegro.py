@@ -12,8 +12,6 @@ from tokenmerge.models.grids import video_grid
 from tokenmerge.models.layout import Layout, TokenArgument
 from tokenmerge.models.transformer import transformer_host
 
-__all__ = ["CLASSES", "describe"]
-
 CLASSES = ("AllegroTransformer3DModel",)
 
 # The argument for positions is (tables, for each token its indices in time, height and width).

@@ -10,8 +10,6 @@ from tokenmerge.models.base import Host
 from tokenmerge.models.dummy_inputs import blank
 from tokenmerge.models.unet_stages import describe_stages
 
-__all__ = ["CLASSES", "describe"]
-
 CLASSES = ("AudioLDM2UNet2DConditionModel",)
 
 

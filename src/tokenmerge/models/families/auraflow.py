@@ -10,8 +10,6 @@ from tokenmerge.models.base import Host, Layer, listed
 from tokenmerge.models.dummy_inputs import blank
 from tokenmerge.models.transformer import transformer_host
 
-__all__ = ["CLASSES", "describe"]
-
 CLASSES = ("AuraFlowTransformer2DModel",)
 
 _LAYERS = (Layer("attn1", "attn"), Layer("ff", "ff"))

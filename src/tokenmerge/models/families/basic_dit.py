@@ -11,8 +11,6 @@ from tokenmerge.models.basic_block import basic_block
 from tokenmerge.models.dummy_inputs import blank
 from tokenmerge.models.transformer import transformer_host
 
-__all__ = ["CLASSES", "describe"]
-
 CLASSES = ("DiTTransformer2DModel", "PixArtTransformer2DModel", "LatteTransformer3DModel")
 
 

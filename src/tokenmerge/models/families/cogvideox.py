@@ -10,20 +10,16 @@ import torch
 
 from tokenmerge.models.base import GridShape, Host, Layer, listed
 from tokenmerge.models.dummy_inputs import blank
-from tokenmerge.models.layout import PLAIN, Grid, Layout, TokenArgument
+from tokenmerge.models.layout import PLAIN, ROTARY, Grid
 from tokenmerge.models.transformer import transformer_host
 
-__all__ = ["CLASSES", "describe"]
-
 CLASSES = ("CogVideoXTransformer3DModel", "ConsisIDTransformer3DModel")
-
-_ROTARY = Layout(token_arguments=(TokenArgument("image_rotary_emb", axes=(0,)),))
 
 
 def describe(root: Any) -> Host:
     """Find the blocks. The smaller checkpoints have no rotary positions."""
     config = root.config
-    attention = _ROTARY if config.use_rotary_positional_embeddings else PLAIN
+    attention = ROTARY if config.use_rotary_positional_embeddings else PLAIN
     layers = (Layer("attn1", "attn1", attention), Layer("ff", "ff"))
     return transformer_host(
         root,

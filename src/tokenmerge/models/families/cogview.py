@@ -11,15 +11,13 @@ from tokenmerge.errors import UnsupportedModelError
 from tokenmerge.models.base import GridShape, Host, Layer, is_a, listed
 from tokenmerge.models.dummy_inputs import blank
 from tokenmerge.models.grids import picture_grid
-from tokenmerge.models.layout import Grid, Layout, TokenArgument
+from tokenmerge.models.layout import ROTARY, Grid
 from tokenmerge.models.transformer import transformer_host
-
-__all__ = ["CLASSES", "describe"]
 
 CLASSES = ("CogView3PlusTransformer2DModel", "CogView4Transformer2DModel")
 
 _PLUS = (Layer("attn1", "attn1"), Layer("ff", "ff"))
-_FOUR = (Layer("attn1", "attn1", Layout(token_arguments=(TokenArgument("image_rotary_emb", axes=(0,)),))),)
+_FOUR = (Layer("attn1", "attn1", ROTARY),)
 _SHARED = "CogView4 runs one MLP on the image and then on the text; merge_mlp leaves it dense"
 
 

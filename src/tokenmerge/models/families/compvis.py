@@ -12,8 +12,6 @@ from tokenmerge.models.base import Block, GridShape, Host, is_a
 from tokenmerge.models.basic_block import basic_block
 from tokenmerge.models.layout import Grid
 
-__all__ = ["CLASSES", "PARTS", "describe"]
-
 CLASSES = ("UNetModel", "ControlNet")
 PARTS = ("input_blocks", "middle_block")  # other libraries have classes of the same names without these
 

@@ -11,8 +11,6 @@ from tokenmerge.models.dummy_inputs import blank
 from tokenmerge.models.families.unet import added_conditions, condition_picture, text_width
 from tokenmerge.models.unet_stages import describe_stages
 
-__all__ = ["CLASSES", "describe"]
-
 CLASSES = ("UNetControlNetXSModel",)
 
 

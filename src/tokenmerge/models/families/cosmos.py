@@ -9,16 +9,14 @@ import torch
 from tokenmerge.models.base import Host, Layer, listed
 from tokenmerge.models.dummy_inputs import blank
 from tokenmerge.models.grids import video_grid
-from tokenmerge.models.layout import Layout, TokenArgument
+from tokenmerge.models.layout import ROTARY
 from tokenmerge.models.transformer import transformer_host
-
-__all__ = ["CLASSES", "describe"]
 
 CLASSES = ("CosmosTransformer3DModel",)
 
 _FRAMES = 16  # latent frames: 121 frames of video
 _LAYERS = (
-    Layer("attn1", "attn1", Layout(token_arguments=(TokenArgument("image_rotary_emb", axes=(0,)),))),
+    Layer("attn1", "attn1", ROTARY),
     Layer("attn2", "attn2"),
     Layer("ff", "ff"),
 )

@@ -9,15 +9,13 @@ import torch
 from tokenmerge.models.base import Block, Host, Layer
 from tokenmerge.models.dummy_inputs import blank
 from tokenmerge.models.grids import video_grid
-from tokenmerge.models.layout import Layout, TokenArgument
+from tokenmerge.models.layout import ROTARY
 from tokenmerge.models.transformer import transformer_host
-
-__all__ = ["CLASSES", "describe"]
 
 CLASSES = ("EasyAnimateTransformer3DModel",)
 
 _FRAMES = 13  # latent frames: 49 frames of video
-_ATTENTION = Layer("attn1", "attn1", Layout(token_arguments=(TokenArgument("image_rotary_emb", axes=(0,)),)))
+_ATTENTION = Layer("attn1", "attn1", ROTARY)
 _SHARED = "blocks with one MLP run it on the image and then on the text; merge_mlp leaves it dense"
 
 

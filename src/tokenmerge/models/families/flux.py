@@ -17,8 +17,6 @@ from tokenmerge.models.grids import grid_of_ids
 from tokenmerge.models.layout import Layout, TokenArgument
 from tokenmerge.models.transformer import transformer_host
 
-__all__ = ["CLASSES", "describe", "packed_ids"]
-
 _CONTROLNET = "FluxControlNetModel"
 CLASSES = (
     "FluxTransformer2DModel",

@@ -15,8 +15,6 @@ from tokenmerge.models.grids import grid_of_ids
 from tokenmerge.models.layout import Grid, Layout, TokenArgument
 from tokenmerge.models.transformer import transformer_host
 
-__all__ = ["CLASSES", "describe"]
-
 CLASSES = ("Flux2Transformer2DModel",)
 
 _ATTENTION = Layout(

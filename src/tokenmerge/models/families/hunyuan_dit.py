@@ -8,17 +8,14 @@ import torch
 
 from tokenmerge.models.base import Host, Layer, is_a, listed
 from tokenmerge.models.dummy_inputs import blank
-from tokenmerge.models.layout import Layout, TokenArgument
+from tokenmerge.models.layout import ROTARY
 from tokenmerge.models.transformer import transformer_host
-
-__all__ = ["CLASSES", "describe"]
 
 _CONTROLNET = "HunyuanDiT2DControlNetModel"
 CLASSES = ("HunyuanDiT2DModel", _CONTROLNET)
 
 # Cross-attention applies rotary positions to its queries too, which are image tokens.
-_ATTENTION = Layout(token_arguments=(TokenArgument("image_rotary_emb", axes=(0,)),))
-_LAYERS = (Layer("attn1", "attn1", _ATTENTION), Layer("attn2", "attn2", _ATTENTION), Layer("ff", "ff"))
+_LAYERS = (Layer("attn1", "attn1", ROTARY), Layer("attn2", "attn2", ROTARY), Layer("ff", "ff"))
 
 
 def describe(root: Any) -> Host:

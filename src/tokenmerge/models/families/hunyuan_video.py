@@ -15,8 +15,6 @@ from tokenmerge.models.grids import picture_grid, video_grid
 from tokenmerge.models.layout import Layout, TokenArgument
 from tokenmerge.models.transformer import transformer_host
 
-__all__ = ["CLASSES", "describe"]
-
 # Height and width of the latents, for 720p and for 2048 × 2048 pixels. Later autoencoders compress more.
 _SIZES = {
     "HunyuanVideoTransformer3DModel": (90, 160),

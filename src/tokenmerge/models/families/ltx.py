@@ -13,8 +13,6 @@ from tokenmerge.models.dummy_inputs import blank, full_mask
 from tokenmerge.models.layout import Grid, Layout, TokenArgument
 from tokenmerge.models.transformer import transformer_host
 
-__all__ = ["CLASSES", "describe"]
-
 CLASSES = ("LTXVideoTransformer3DModel",)
 
 _FRAMES = 21  # latent frames: 161 frames of video

@@ -11,8 +11,6 @@ from tokenmerge.models.dummy_inputs import blank, full_mask
 from tokenmerge.models.layout import Layout, TokenArgument
 from tokenmerge.models.transformer import transformer_host
 
-__all__ = ["CLASSES", "describe"]
-
 CLASSES = ("Lumina2Transformer2DModel",)
 
 # Sequences are as long as their texts; shorter ones are padded at the end.

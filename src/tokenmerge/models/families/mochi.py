@@ -12,8 +12,6 @@ from tokenmerge.models.grids import video_grid
 from tokenmerge.models.layout import Layout, TokenArgument
 from tokenmerge.models.transformer import transformer_host
 
-__all__ = ["CLASSES", "describe"]
-
 CLASSES = ("MochiTransformer3DModel",)
 
 _FRAMES = 4  # latent frames: 19 frames of video

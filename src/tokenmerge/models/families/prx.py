@@ -11,8 +11,6 @@ from tokenmerge.models.dummy_inputs import blank, full_mask
 from tokenmerge.models.layout import Layout, TokenArgument
 from tokenmerge.models.transformer import transformer_host
 
-__all__ = ["CLASSES", "describe"]
-
 CLASSES = ("PRXTransformer2DModel",)
 
 # Rotary positions [b, 1, n, d / 2, 2, 2].

@@ -13,8 +13,6 @@ from tokenmerge.models.dummy_inputs import blank
 from tokenmerge.models.layout import Grid, Layout, TokenArgument
 from tokenmerge.models.transformer import transformer_host
 
-__all__ = ["CLASSES", "describe"]
-
 _CONTROLNET = "QwenImageControlNetModel"
 CLASSES = ("QwenImageTransformer2DModel", _CONTROLNET)
 

@@ -10,8 +10,6 @@ from tokenmerge.models.base import Host, Layer, is_a, listed
 from tokenmerge.models.dummy_inputs import blank
 from tokenmerge.models.transformer import transformer_host
 
-__all__ = ["CLASSES", "describe"]
-
 _CONTROLNET = "SanaControlNetModel"
 CLASSES = ("SanaTransformer2DModel", _CONTROLNET)
 

@@ -12,8 +12,6 @@ from tokenmerge.models.dummy_inputs import blank
 from tokenmerge.models.layout import Grid, Layout
 from tokenmerge.models.transformer import transformer_host
 
-__all__ = ["CLASSES", "describe"]
-
 _CONTROLNET = "SD3ControlNetModel"
 CLASSES = ("SD3Transformer2DModel", _CONTROLNET)
 

@@ -12,8 +12,6 @@ from tokenmerge.models.base import Host, is_a
 from tokenmerge.models.dummy_inputs import blank
 from tokenmerge.models.unet_stages import describe_stages
 
-__all__ = ["CLASSES", "added_conditions", "condition_picture", "describe", "text_width"]
-
 _CONTROLNETS = ("ControlNetModel", "ControlNetUnionModel")
 CLASSES = ("UNet2DConditionModel", *_CONTROLNETS)
 
@@ -32,9 +30,7 @@ def text_width(root: Any) -> int:
 def added_conditions(root: Any, zeros: Callable[..., Tensor]) -> dict[str, Any]:
     """The argument ``added_cond_kwargs`` that SDXL and IP-Adapters need, by name; empty for other models.
 
-    Args:
-        root: the UNet.
-        zeros: shape for one image → zeros for a batch.
+    ``zeros`` makes zeros for a batch from the shape for one image.
     """
     config = root.config
     conditions: dict[str, Any] = {}

@@ -14,8 +14,6 @@ from tokenmerge.models.dummy_inputs import blank
 from tokenmerge.models.families.unet import added_conditions, condition_picture
 from tokenmerge.models.unet_stages import describe_stages
 
-__all__ = ["CLASSES", "describe"]
-
 _SPARSECTRL = "SparseControlNetModel"
 CLASSES = (
     "UNetMotionModel",

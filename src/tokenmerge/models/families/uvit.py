@@ -14,8 +14,6 @@ from tokenmerge.models.basic_block import basic_block
 from tokenmerge.models.dummy_inputs import blank
 from tokenmerge.models.layout import Grid
 
-__all__ = ["CLASSES", "describe"]
-
 CLASSES = ("UVit2DModel",)
 
 # Both attentions of a block in the outer stages attend to the text.

@@ -15,8 +15,6 @@ from tokenmerge.models.grids import video_grid
 from tokenmerge.models.layout import Layout, TokenArgument
 from tokenmerge.models.transformer import transformer_host
 
-__all__ = ["CLASSES", "describe"]
-
 CLASSES = (
     "WanTransformer3DModel",
     "WanVACETransformer3DModel",

@@ -11,8 +11,6 @@ from tokenmerge.config import MergeSettings
 from tokenmerge.ops import Plan, make_plan, most_similar, num_destinations, uniform_noise
 from tokenmerge.planners._grid import cell_of
 
-__all__ = ["plan_importance"]
-
 # Size of the pool of important tokens, as a multiple of the number of tokens that stay.
 _POOL = 1.4
 
@@ -27,14 +25,8 @@ def plan_importance(
     All other tokens are sources, and those outside the pool merge before those in it. In unimportant regions
     there may be no destination nearby, so that tokens merge over long distances.
 
-    Args:
-        features: ``[b, n, c]``, as for every planner, and ``grid``, ``r``, ``settings`` and ``step``.
-        grid: of the n tokens. Its cells set the number of destinations, not their places.
-        r: number of tokens to remove.
-        settings: strides, ``use_rand`` and seed.
-        step: of the draw.
-        importance: ``[b, n]`` how much guidance changed each token in the last step, such as
-            |ε_cond − ε_uncond|. Only its order counts.
+    ``importance`` ``[b, n]`` is how much guidance changed each token in the last step, such as |ε_cond −
+    ε_uncond|. Only its order counts. The cells of the grid set the number of destinations, not their places.
     """
     n, d = features.shape[1], num_destinations(grid, cell_of(grid, settings))
     pool = importance.topk(min(n, max(d, int(_POOL * (n - r)))), dim=1).indices

@@ -1,10 +1,9 @@
-"""Block caching methods to compare with. They reuse results of one denoising step in the next ones."""
+"""Baselines: block caching methods, which reuse results of one denoising step in the next ones."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib
-import importlib.util
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,8 +11,6 @@ from torch import nn
 
 from tokenmerge.errors import ConfigError, UnsupportedModelError
 from tokenmerge.measure.pipelines.loading import denoiser_name
-
-__all__ = ["deepcache", "deepcache_missing", "first_block_cache"]
 
 
 @contextlib.contextmanager
@@ -43,12 +40,6 @@ def deepcache(pipe: Any, config: None, report: None, interval: float) -> Iterato
             module.__dict__.pop("forward", None)
 
 
-def deepcache_missing() -> str | None:
-    """The reason why DeepCache cannot run here; None if it can."""
-    found = importlib.util.find_spec("DeepCache") is not None
-    return None if found else "DeepCache is not installed; run: pip install DeepCache==0.1.1"
-
-
 @contextlib.contextmanager
 def first_block_cache(pipe: Any, config: None, report: None, threshold: float) -> Iterator[None]:
     """Skip all blocks but the first on steps where the first block's residual changed little.
@@ -57,12 +48,8 @@ def first_block_cache(pipe: Any, config: None, report: None, threshold: float) -
     not offer it. There the last block always runs, because it returns no text. Source: ParaAttention's First
     Block Cache.
 
-    Args:
-        pipe: a pipeline.
-        config: not used.
-        report: not used.
-        threshold: relative mean absolute difference up to which blocks are skipped. A larger one is faster
-            and less close to dense.
+    ``threshold`` is the relative mean absolute difference up to which blocks are skipped. A larger one is
+    faster and less close to dense.
 
     Raises:
         ConfigError: ``pipe`` is only a denoiser.
