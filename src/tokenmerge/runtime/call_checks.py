@@ -13,7 +13,14 @@ from tokenmerge.errors import ConfigError, UnsupportedModelError
 from tokenmerge.runtime.planning import merges_tokens
 from tokenmerge.runtime.state import ModelState
 
-__all__ = ["check_given", "check_stacks", "refuse_caches", "refuse_training", "warn_where_nothing_is_saved"]
+__all__ = [
+    "check_given",
+    "check_stacks",
+    "refuse_caches",
+    "refuse_training",
+    "warn_of_other_conditions",
+    "warn_where_nothing_is_saved",
+]
 
 
 def check_given(state: ModelState, root: nn.Module, arguments: Mapping[str, Any]) -> None:
@@ -87,3 +94,22 @@ def warn_where_nothing_is_saved(state: ModelState, steps: int, on_meta: bool) ->
             "lower min_tokens, generate a larger image, or take more steps",
             stacklevel=2,
         )
+
+
+def warn_of_other_conditions(state: ModelState, steps: int | None) -> None:
+    """Warn, once for each, of a size or number of steps that the settings were not found for.
+
+    Args:
+        state: of the called model, whose token grid is known.
+        steps: denoising steps; None: unknown.
+    """
+    grid = state.threads.value.grid.shape
+    if state.found_for is None or state.compared_with == (grid, steps) or torch.compiler.is_compiling():
+        return
+    state.compared_with = grid, steps
+    patch = state.call.patch
+    tokens = tuple(-(-side // patch) for side in (state.found_for.height, state.found_for.width))
+    # Latents that are no multiple of the patch are padded, so their grid tells them only up to the patch.
+    size = None if grid[1:] == tokens else (grid[1] * patch, grid[2] * patch)
+    if differences := state.found_for.differences(size=size, steps=steps):
+        warnings.warn(state.found_for.warning(differences), stacklevel=2)

@@ -13,6 +13,7 @@ from tokenmerge.runtime.call_checks import (
     check_given,
     check_stacks,
     refuse_caches,
+    warn_of_other_conditions,
     warn_where_nothing_is_saved,
 )
 from tokenmerge.runtime.context import CallContext
@@ -21,7 +22,7 @@ from tokenmerge.runtime.guidance import copies_are_equal
 from tokenmerge.runtime.per_thread import PerThread
 from tokenmerge.runtime.pipeline import guidance_copies
 from tokenmerge.runtime.planning import check_grid
-from tokenmerge.runtime.scheduler import DenoisingStep, needs_sync
+from tokenmerge.runtime.scheduler import DenoisingStep, needs_sync, number_of_steps
 from tokenmerge.runtime.state import STATE, ModelState, StageState
 from tokenmerge.runtime.step_seed import same_step
 from tokenmerge.runtime.step_tracker import StepTracker
@@ -53,6 +54,8 @@ def before_model(root: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
 
     pipe = state.pipeline.running()
     step = _step(state, root, pipe, timestep, seed) if state.config.follows_steps else None
+    if state.found_for is not None:
+        warn_of_other_conditions(state, number_of_steps(pipe, step))
     memory = thread.own_memory if step is None else state.memory_of(step.generation)
     memory.seed, tracker = seed, memory.tracker
     if step is not None and (stale := tracker.begin_call(step)) is not None:

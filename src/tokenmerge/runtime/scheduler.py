@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["DenoisingStep", "Generation", "needs_sync", "step_of"]
+__all__ = ["DenoisingStep", "Generation", "needs_sync", "number_of_steps", "step_of"]
 
 # The attribute by which a scheduler's tensor of timesteps holds its generation. ``set_timesteps`` makes a new
 # tensor for each generation, and a deep copy of the tensor takes the attribute along.
@@ -69,6 +69,19 @@ class DenoisingStep:
     def steps(self) -> int:
         """Number of steps of the generation."""
         return self.total - self.first
+
+
+def number_of_steps(pipe: Any, step: DenoisingStep | None) -> int | None:
+    """Denoising steps as a user counts them; None: unknown.
+
+    Args:
+        pipe: the running pipeline, or None. Its scheduler may call the model several times in a step.
+        step: the running step, where no scheduler counts them.
+    """
+    number = getattr(getattr(pipe, "scheduler", None), "num_inference_steps", None)
+    if isinstance(number, int):
+        return number
+    return None if step is None else step.total
 
 
 def step_of(scheduler: Any, timestep: Tensor | float, runs_here: bool = True) -> DenoisingStep | None:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from tokenmerge.config import MergeSettings, ToMeConfig
+from tokenmerge.config import FoundFor, MergeSettings, ToMeConfig
 from tokenmerge.errors import ConfigError
 from tokenmerge.models.base import ModelCall
 from tokenmerge.models.layout import Grid, Layout
@@ -72,6 +72,8 @@ class ModelState:
         parts: its blocks, layers and stages that merge or are skipped, in the order of ``groups``.
         given_grid: the model's finest token grid in the next calls, where the user gave it; None: not given.
         record: where each block leaves its latest plan, by its path, while somebody asks for it.
+        found_for: what the settings were found for by ``tokenmerge tune``; None: unknown.
+        compared_with: token grid and number of steps that were last compared with that.
     """
 
     config: ToMeConfig
@@ -85,6 +87,8 @@ class ModelState:
     parts: tuple[BlockState | LayerState | StageState, ...] = ()
     given_grid: Grid | None = None
     record: dict[str, RecordedPlan] | None = None
+    found_for: FoundFor | None = None
+    compared_with: tuple[object, ...] = ()
 
     @property
     def merges(self) -> bool:

@@ -94,21 +94,27 @@ def candidates(goal: Goal, steps: int) -> list[Candidate]:
     return list({candidate.name: candidate for candidate in found}.values())
 
 
-def in_force(config: ToMeConfig, steps: int) -> ToMeConfig | None:
+def in_force(config: ToMeConfig, steps: int, merges: bool) -> ToMeConfig | None:
     """The settings as they act in a generation of ``steps`` steps, so that equal ones are tried once.
+
+    Args:
+        config: the settings.
+        steps: denoising steps.
+        merges: whether any token merges at the size of the picture.
 
     Returns:
         None if nothing would be saved.
 
-    >>> in_force(ToMeConfig(ratio=0, reuse=StepReuse(every=4, span=0.2)), steps=4) is None
+    >>> in_force(ToMeConfig(ratio=0.5, reuse=StepReuse(every=4, span=0.2)), steps=4, merges=False) is None
     True
     """
     every, shallow_every = config.reuse.intervals(steps)
+    reuse = StepReuse()
     if every > 1:
         reuse = dataclasses.replace(config.reuse, every=every, shallow_every=shallow_every, span=1.0)
+    if merges:
         return dataclasses.replace(config, reuse=reuse)
-    config = dataclasses.replace(config, reuse=StepReuse())
-    return None if config.ratio == 0 else config
+    return None if every == 1 else ToMeConfig(ratio=0, reuse=reuse)
 
 
 def _merging() -> Iterator[tuple[str, str, float]]:

@@ -69,12 +69,17 @@ def decide(looks: Sequence[Look], goal: Goal, preferred: Collection[str] = ()) -
 
 
 def misses(one: Estimate, goal: Goal, errors: float = 0.0) -> bool:
-    """Whether a setting misses the goal.
+    """Whether a setting misses the goal. One that is not faster than dense misses every goal.
 
     Args:
         one: what is known of the setting.
         goal: what is wanted.
-        errors: number of standard errors by which the goal has to be reached.
+        errors: number of standard errors by which the goal has to be reached. If it is not 0, one picture is
+            not enough.
     """
     value, error, _ = one.objectives(goal.speedup is not None)
-    return not value - (errors * error if errors else 0.0) >= goal.least
+    if goal.speedup is None and not one.speedup > 1:
+        return True
+    if not errors:
+        return not value >= goal.least
+    return one.looks < 2 or not value - errors * error >= goal.least

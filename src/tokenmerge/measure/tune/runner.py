@@ -23,9 +23,11 @@ from tokenmerge.measure.tune.options import TuneOptions
 from tokenmerge.measure.tune.records import TuneRecord, look_of, read_records
 from tokenmerge.measure.tune.search import next_round
 from tokenmerge.measure.tune.studio import Failed, Studio
+from tokenmerge.models.base import Host
 from tokenmerge.models.find import find_hosts
 from tokenmerge.report import predict
-from tokenmerge.runtime.patch import check_host
+from tokenmerge.runtime.patch import check_host, stages_of
+from tokenmerge.runtime.planning import merges_tokens
 
 __all__ = ["Search", "TuneProgress", "tune"]
 
@@ -213,11 +215,11 @@ class _Run:
                 if config is None:
                     self.candidates[one.name] = one
                     continue
-                acting = in_force(config, self.options.steps)
-                if acting is None or acting in seen:
-                    continue
                 for host in hosts:
                     check_host(host, config, self.studio.latent)
+                acting = in_force(config, self.options.steps, self._merges(hosts, config))
+                if acting is None or acting in seen:
+                    continue
             except TokenMergingError:
                 continue
             seen[acting] = one.name
@@ -229,6 +231,12 @@ class _Run:
                 "size: no setting merges tokens or reuses steps of this model at this size and number of "
                 "steps; raise --size or --steps"
             )
+
+    def _merges(self, hosts: Sequence[Host], config: ToMeConfig) -> bool:
+        """Whether any token merges at this size."""
+        rows, columns = self.studio.latent
+        grids = ((host, (host.frames, -(-rows // host.patch), -(-columns // host.patch))) for host in hosts)
+        return config.ratio > 0 and any(merges_tokens(stages_of(host, config), grid) for host, grid in grids)
 
     def _all_configs(self) -> dict[str, ToMeConfig | None]:
         return {name: self.configs.get(name) for name in self.candidates}
