@@ -5,7 +5,6 @@ from collections import Counter
 
 import pytest
 
-from tests.measure.tune.conftest import MadeUp
 from tokenmerge.config import load_config, load_settings
 from tokenmerge.errors import ConfigError
 from tokenmerge.measure.reporting import plots
@@ -146,7 +145,7 @@ def test_the_table_shows_the_best_and_always_fewer_steps_caches_and_auto(made_up
     assert {"auto", "fewer-steps", "deepcache"} <= shown
 
 
-def test_a_real_studio_draws_times_and_measures(model, options) -> None:
+def test_a_real_studio_draws_times_and_measures(options) -> None:
     search = tune(options(within=1e-9, steps=4, items=2))  # the first look is always made
     (look,) = search.looks
     assert look.seconds > 0
@@ -255,7 +254,3 @@ def test_options_out_of_range_are_refused(options, changes, words) -> None:
         changes = {"out": Path(changes["out"])}
     with pytest.raises(ConfigError, match=words):
         tune(options(**changes))
-
-
-def test_the_studio_of_these_tests_is_one() -> None:
-    assert issubclass(MadeUp, Studio)
