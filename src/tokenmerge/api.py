@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import numbers
+import os
+import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any, Generic, TypeVar, overload
 
 from torch import nn
 
 from tokenmerge.auto import choose
-from tokenmerge.config import ToMeConfig
+from tokenmerge.config import FoundFor, ToMeConfig, load_settings
 from tokenmerge.errors import ConfigError, UnsupportedModelError
 from tokenmerge.models.base import Host
 from tokenmerge.models.find import find_hosts
@@ -116,12 +119,12 @@ class Patch(Generic[AnyReport, AnyRecord]):
 
 @overload
 def apply_token_merging(
-    pipe_or_model: object, config: ToMeConfig | float = 0.5
+    pipe_or_model: object, config: ToMeConfig | float | str | os.PathLike[str] = 0.5
 ) -> Patch[Report, RecordedPlan]: ...
 @overload
 def apply_token_merging(pipe_or_model: object, config: ViTConfig) -> Patch[ViTReport, RecordedTokens]: ...
 def apply_token_merging(
-    pipe_or_model: object, config: ToMeConfig | ViTConfig | float = 0.5
+    pipe_or_model: object, config: ToMeConfig | ViTConfig | float | str | os.PathLike[str] = 0.5
 ) -> Patch[Any, Any]:
     """Patch a diffusion model or a vision transformer in place, so that it merges tokens.
 
@@ -133,7 +136,10 @@ def apply_token_merging(
             DINOv2 model of transformers, a ``VisionTransformer`` of timm, or a pipeline that contains one.
             A model that is already patched gets the new settings.
         config: what to merge and how much; or only the ratio of tokens to remove, for which
-            :func:`tokenmerge.auto.choose` chooses all other settings.
+            :func:`tokenmerge.auto.choose` chooses all other settings; or the path of a file that
+            :func:`tokenmerge.config.save_config` or ``tokenmerge tune`` wrote. With a file of the latter,
+            there is a warning if the model's class, the size or the number of steps are not those that the
+            settings were found for.
 
     Returns:
         A handle: ``print(patch.report)`` shows what merges where, ``patch.remove()`` restores the model.
@@ -146,19 +152,26 @@ def apply_token_merging(
     """
     if isinstance(config, ViTConfig):
         return _merge_in_encoders(pipe_or_model, config)
+    found_for = None
+    if isinstance(config, str | os.PathLike):
+        saved = load_settings(Path(config))
+        config, found_for = saved.config, saved.found_for
     if isinstance(config, numbers.Real) and not isinstance(config, bool):
         _hosts(pipe_or_model)  # for a vision transformer, this error names ViTConfig
         config = choose(pipe_or_model, float(config))
     if not isinstance(config, ToMeConfig):
         raise ConfigError(
-            "config: expected a ratio such as 0.5, a ToMeConfig such as ToMeConfig(ratio=0.5), or a "
-            f"ViTConfig such as ViTConfig(r=8), got {config!r}"
+            "config: expected a ratio such as 0.5, a ToMeConfig such as ToMeConfig(ratio=0.5), a "
+            f"ViTConfig such as ViTConfig(r=8), or a file of settings such as 'tuned.json', got {config!r}"
         )
-    return merge_in_hosts(pipe_or_model, config)
+    return merge_in_hosts(pipe_or_model, config, found_for=found_for)
 
 
 def merge_in_hosts(
-    model: object, config: ToMeConfig, dense_if_too_small: bool = False
+    model: object,
+    config: ToMeConfig,
+    dense_if_too_small: bool = False,
+    found_for: FoundFor | None = None,
 ) -> Patch[Report, RecordedPlan]:
     """Patch a diffusion model as :func:`apply_token_merging` does.
 
@@ -167,6 +180,7 @@ def merge_in_hosts(
         config: what to merge and how much.
         dense_if_too_small: run a call whose sample has too few tokens to merge dense, with one warning for
             each size. Otherwise such a call is a NothingToMergeError.
+        found_for: what ``tokenmerge tune`` found the settings for.
     """
     hosts = _hosts(model)
     merging, _ = hosts_that_merge(hosts, config, size=None)
@@ -179,6 +193,10 @@ def merge_in_hosts(
         states[host.root].warned = warned
         patch_host(host, states[host.root])
     denoiser = next((host for host in merging if not host.controlnet), merging[0])
+    if found_for is not None:
+        states[denoiser.root].found_for = found_for
+        if differences := found_for.differences(model=type(denoiser.root).__name__):
+            warnings.warn(found_for.warning(differences), stacklevel=3)
     return Patch(partial(predict, model, config), states, states[denoiser.root])
 
 
@@ -219,7 +237,7 @@ def remove_token_merging(pipe_or_model: object) -> None:
 
 @overload
 def token_merging(
-    pipe_or_model: object, config: ToMeConfig | float = 0.5
+    pipe_or_model: object, config: ToMeConfig | float | str | os.PathLike[str] = 0.5
 ) -> contextlib.AbstractContextManager[Patch[Report, RecordedPlan]]: ...
 @overload
 def token_merging(

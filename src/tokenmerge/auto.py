@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 import os
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,18 +24,23 @@ _FUSED = {"scaled_dot_product_attention", "dispatch_attention_fn"}
 _BACKENDS = {"native", "_native_cudnn", "_native_efficient", "_native_math"}
 
 # Above this ratio, whole blocks merge, which loses more detail. UNets are excluded: their finest level would
-# lose too much. From this ratio on, more steps are skipped, and UNets have no correction, since its dense
-# steps would cost more than they gain.
+# lose too much. From this ratio on, UNets have no correction, since its dense steps would cost more than they
+# gain.
 _MODERATE = 0.5
 # From this ratio on, steps skip the finest level of a UNet too, if its share of the work is larger than this.
-_WITHOUT_FINEST_LEVEL, _WORTHWHILE_FINEST_LEVEL = 0.3, 0.2
+_WITHOUT_FINEST_LEVEL, _WORTHWHILE_FINEST_LEVEL = 0.25, 0.2
 # Below _MODERATE, the finest level runs in all of this first share of the steps, which lose most without it.
 _STEPS_OF_FINEST_LEVEL = 0.3
 # With few steps, extrapolation is worse, most of all for the residuals of blocks. A UNet suffers less,
 # because its finest level computes the details anew. These numbers limit the distance between full steps.
 _STEPS_OF_BLOCKS, _SPAN_OF_STAGES = 16, 1 / 5
+# Of transformers, full steps lie closer together towards the end.
+_SPACING_OF_BLOCKS = 0.8
 # Beside step reuse, merging on smaller grids saves little and loses more quality than skipping more steps.
 _FEWEST_TOKENS_BESIDE_REUSE = 2048
+# From this scale on, guidance multiplies what extrapolation loses in transformers so much that merging whole
+# blocks in most steps is closer at the same speed than skipping most of them.
+_STRONG_GUIDANCE = 5.0
 
 
 def choose(pipe_or_model: object, ratio: float = 0.5, follows_steps: bool | None = None) -> ToMeConfig:
@@ -46,13 +52,15 @@ def choose(pipe_or_model: object, ratio: float = 0.5, follows_steps: bool | None
       tokens stay dense too.
     - **Correction** (``correction.every``): every second full step is dense and corrects the others. UNets
       have no correction from a ratio of 0.5 on.
-    - **Step reuse in UNets** (``reuse``): the levels below the finest run in every second step, and from a
-      ratio of 0.5 on in every fourth. From a ratio of 0.3 on, the finest level runs in every second step if
-      it is a large part of the work; below 0.5, only after the first 30 % of the steps. Less is skipped
-      below 20 steps, and nothing below 10.
-    - **Step reuse in other models**: blocks that can be skipped run in every second step, and nothing is
-      skipped below 16 steps. From a ratio of 0.5 on, they run in every third step; less is skipped below 16
-      steps, and nothing below 11.
+    - **Step reuse in UNets** (``reuse``): the levels below the finest run in one of ``2^(4 · ratio)`` steps:
+      in every second one at a ratio of 0.25, in every fourth at 0.5. From a ratio of 0.25 on, the finest
+      level skips steps too if it is a large part of the work: at 0.5, it runs in every second one. Below
+      0.5, the first 30 % of the steps run all of it. Less is skipped below 20 steps, and nothing below 10.
+    - **Step reuse in other models**: blocks that can be skipped run in one of ``1 + 4 · ratio`` steps: in
+      every second one at a ratio of 0.25, in every third at 0.5. Less is skipped below 16 steps.
+    - **Strong guidance in other models** (``by_guidance``, from a scale of 5 on): whole blocks merge in most
+      steps, with a correction in every fourth to sixth, and few steps are skipped. Guidance multiplies the
+      difference between two results, which extrapolation follows badly.
 
     Correction and step reuse need to follow the denoising steps, see ``follows_steps``. The baseline to beat
     is simply using fewer steps; docs/methods.md says where that is as close at the same speed.
@@ -61,8 +69,9 @@ def choose(pipe_or_model: object, ratio: float = 0.5, follows_steps: bool | None
         pipe_or_model: as for :func:`tokenmerge.apply_token_merging`. It must be on the device that it will
             run on, or be offloaded from it, because merging is timed there.
         ratio: fraction of tokens removed, 0 ≤ ratio ≤ 0.75. Raising it makes attention, or the whole
-            block, faster and the picture less like the dense one. At 0, every step is dense. If all grids
-            are so small that they stay dense, the ratio only decides how many steps are skipped.
+            block, faster and the picture less like the dense one, as it raises how many steps are skipped.
+            At 0, every step is dense. If all grids are so small that they stay dense, the ratio only decides
+            how many steps are skipped.
         follows_steps: whether settings may change over the denoising steps. None: only in a pipeline.
 
     Raises:
@@ -93,29 +102,42 @@ def choose(pipe_or_model: object, ratio: float = 0.5, follows_steps: bool | None
     )
     if not follows_steps:
         return settings
-    far = ratio >= _MODERATE
     many = max(settings.min_tokens, _FEWEST_TOKENS_BESIDE_REUSE)
     if denoiser.deep_stages:
-        finest = ratio >= _WITHOUT_FINEST_LEVEL and denoiser.shallow_share > _WORTHWHILE_FINEST_LEVEL
+        far, finest = ratio >= _MODERATE, denoiser.shallow_share > _WORTHWHILE_FINEST_LEVEL
         return dataclasses.replace(
             settings,
             min_tokens=many,
             correction=Correction(every=0 if far else 2),
             reuse=StepReuse(
-                every=4 if far else 2,
-                shallow_every=2 if finest else 1,
+                every=2 ** (4 * ratio),
+                shallow_every=1 + 4 * max(0.0, ratio - _WITHOUT_FINEST_LEVEL) if finest else 1,
                 shallow_from=_STEPS_OF_FINEST_LEVEL if finest and not far else 0.0,
                 span=_SPAN_OF_STAGES,
             ),
         )
     if denoiser.can_skip:
-        every = 3 if far else 2
+        every = 1 + 4 * ratio
         return dataclasses.replace(
             settings,
             min_tokens=many,
-            reuse=StepReuse(every=every, span=every / _STEPS_OF_BLOCKS),
+            reuse=StepReuse(every=every, spacing=_SPACING_OF_BLOCKS, span=every / _STEPS_OF_BLOCKS),
+            by_guidance={_STRONG_GUIDANCE: _under_strong_guidance(ratio)} if whole else {},
         )
     return settings
+
+
+def _under_strong_guidance(ratio: float) -> dict[str, Any]:
+    """What changes in transformers: more merging, corrected less often, and less step reuse."""
+    mild = ratio <= _MODERATE / 2
+    every = 1 + 3 * max(0.0, ratio - _MODERATE / 2)
+    return {
+        "scope": "block",
+        "ratio": min(2 * ratio, _MODERATE) if ratio <= _MODERATE else ratio,
+        "correction.every": 4 if mild else 6,
+        "reuse.every": every,
+        "reuse.span": every / _STEPS_OF_BLOCKS,
+    }
 
 
 def _narrowest(blocks: Sequence[Block]) -> tuple[int, ...]:

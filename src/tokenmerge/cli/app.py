@@ -14,6 +14,7 @@ from tokenmerge.cli.evaluate import evaluate
 from tokenmerge.cli.generate import generate
 from tokenmerge.cli.inspect import inspect
 from tokenmerge.cli.report import report
+from tokenmerge.cli.tune import tune
 from tokenmerge.errors import ConfigError
 
 # typer makes this class public only through its subclass.
@@ -69,6 +70,13 @@ app.command(
         "evaluate --metric fid=facebook/dinov2-base --metric kid=facebook/dinov2-base",
     )
 )(evaluate)
+app.command(
+    epilog=_examples(
+        "tune --min-speedup 1.5 --size 256 --steps 20",
+        "tune --model owner/name --prompts prompts.txt --min-psnr 35 --within 30min",
+        "generate 'a castle' --settings outputs/tuned.json",
+    )
+)(tune)
 app.command(
     epilog=_examples(
         "report outputs/bench.jsonl -o report.html",

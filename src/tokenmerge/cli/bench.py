@@ -9,8 +9,10 @@ from typing import Annotated, Any
 import typer
 
 from tokenmerge.cli import tables
+from tokenmerge.cli.merging import warn_of_differences
 from tokenmerge.cli.quiet import quiet_libraries
 from tokenmerge.errors import ConfigError
+from tokenmerge.measure.bench.geometry import PREFIX
 from tokenmerge.measure.bench.grid_files import preset_names, read_grid, read_preset
 from tokenmerge.measure.bench.options import SCOPES, BenchOptions
 from tokenmerge.measure.bench.records import CellRecord
@@ -18,6 +20,7 @@ from tokenmerge.measure.bench.runner import CellProgress, run_grid
 from tokenmerge.measure.bench.variants import VARIANTS
 from tokenmerge.measure.pipelines.settings import ATTENTION_CHOICES, DTYPE_CHOICES, SCHEDULER_NAMES
 from tokenmerge.measure.reporting.tables import call_name, measured_tables, times, what_of
+from tokenmerge.measure.settings_file import variant_of_file
 
 
 def _axis(name: str, help: str) -> Any:
@@ -58,6 +61,13 @@ def bench(
             "tome:proportional,scope=block,schedule.ratio=1.4/0.6. tomesd is the package of that name.",
         ),
     ] = None,
+    settings: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="File of settings, such as that of tokenmerge tune, as another variant. May be repeated.",
+            rich_help_panel="Axes",
+        ),
+    ] = None,
     ratio: Annotated[list[float] | None, _axis("ratio", "Fraction of tokens removed.")] = None,
     compile: Annotated[
         bool | None, _shared("Use torch.compile, also for dense.", "no", "--compile/--no-compile")
@@ -93,8 +103,8 @@ def bench(
     preset nor a grid file is given.
     """
     flags = {name: value for name, value in locals().items() if value not in (None, [])}
-    if variant:
-        flags["variants"] = variant
+    if variant or settings:
+        flags["variants"] = [*(variant or ()), *map(variant_of_file, settings or ())]
     if preset is not None and grid is not None:
         raise ConfigError("preset, grid: give only one of them; flags override single values")
     values = read_preset(preset) if preset is not None else read_grid(grid) if grid is not None else {}
@@ -102,6 +112,12 @@ def bench(
     values |= {name: value for name, value in flags.items() if name in axes_and_settings}
     options = BenchOptions.from_dict(values, where="bench")
     quiet_libraries("tokenmerge bench")
+    for file in settings or ():
+        for name in options.model:
+            # A geometry and a part of a model are not what settings are found for.
+            if not name.startswith(PREFIX) and "@" not in name:
+                for one in options.size or (None,):
+                    warn_of_differences(file, name, one, options.steps)
     done: list[CellRecord] = []
 
     def cell_is_done(progress: CellProgress) -> None:

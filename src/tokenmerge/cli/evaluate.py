@@ -20,6 +20,7 @@ from tokenmerge.cli.arguments import (
     machine,
     option,
 )
+from tokenmerge.cli.merging import warn_of_differences
 from tokenmerge.cli.quiet import quiet_libraries
 from tokenmerge.measure.evaluate.metrics import ALL, METRIC_NAMES
 from tokenmerge.measure.evaluate.options import EvaluateOptions
@@ -28,6 +29,7 @@ from tokenmerge.measure.evaluate.runner import evaluate as run_evaluate
 from tokenmerge.measure.evaluate.variants import CHOICES
 from tokenmerge.measure.pipelines.sizes import parse_size
 from tokenmerge.measure.reporting.quality_tables import quality_tables
+from tokenmerge.measure.settings_file import variant_of_file
 
 _compared = partial(option, "Compared")
 _prompts = partial(option, "Prompts")
@@ -58,6 +60,10 @@ def evaluate(
             "tome:proportional,scope=block,schedule.ratio=1.4/0.6. tomesd is the package of that name. "
             "May be repeated."
         ),
+    ] = None,
+    settings: Annotated[
+        list[Path] | None,
+        _compared("File of settings, such as that of tokenmerge tune, as another variant. May be repeated."),
     ] = None,
     ratio: Annotated[list[float] | None, _compared("Fraction of tokens removed. May be repeated.")] = None,
     max_downsample: Annotated[
@@ -104,11 +110,14 @@ def evaluate(
     continue. Under accelerate launch, the prompts are split over the processes.
     """
     given = dict(locals())  # every option by its name
-    del given["variant"], given["metric"], given["save_grid"]
+    del given["variant"], given["metric"], given["save_grid"], given["settings"]
+    files = [variant_of_file(file) for file in settings or ()]
+    for file in settings or ():
+        warn_of_differences(file, model, size, steps)
     options = EvaluateOptions(
         **{
             **given,
-            "variants": tuple(variant or EvaluateOptions.variants),
+            "variants": tuple([*(variant or ()), *files] or EvaluateOptions.variants),
             "ratio": tuple(ratio or EvaluateOptions.ratio),
             "size": None if size is None else parse_size(size),
             "metrics": tuple(metric or ()),

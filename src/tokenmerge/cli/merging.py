@@ -6,13 +6,31 @@ import functools
 import inspect
 from collections.abc import Callable
 from itertools import chain
+from pathlib import Path
 from typing import Annotated, Any
 
+from tokenmerge.cli import tables
 from tokenmerge.cli.arguments import integer, number, option
+from tokenmerge.cli.quiet import quiet_libraries
 from tokenmerge.errors import ConfigError
 from tokenmerge.measure.method_spec import METHODS, MethodSpec, read_setting
+from tokenmerge.measure.pipelines.sizes import parse_size
+from tokenmerge.measure.settings_file import changes_of_file, differences
 
 _merging = functools.partial(option, "Merging")
+
+
+SettingsFile = Annotated[
+    Path | None,
+    _merging("File of settings, such as the one that tokenmerge tune wrote.", "--settings"),
+]
+
+
+def warn_of_differences(file: Path, model: str, size: str | None, steps: int | None) -> None:
+    """Say if the settings in a file were found for another model, size or number of steps."""
+    quiet_libraries("--settings")
+    if warning := differences(file, model, None if size is None else parse_size(size), steps):
+        tables.say(f"note: {warning}")
 
 
 def merging(
@@ -51,14 +69,15 @@ def merging(
             "--set",
         ),
     ] = None,
+    settings_file: SettingsFile = None,
 ) -> MethodSpec:
     """Make a method with changed settings from the options.
 
     Raises:
-        ConfigError: a method or a setting is unknown, given twice, or out of range.
+        ConfigError: a method or a setting is unknown, given twice, or out of range, or a file cannot be read.
     """
     given = dict(locals())  # every option by its name
-    del given["method"], given["settings"]
+    del given["method"], given["settings"], given["settings_file"]
     changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     for text in settings or ():
         try:
@@ -68,7 +87,11 @@ def merging(
         if name in changes:
             raise ConfigError(f"set: {name} is given twice, as {changes[name]!r} and as {value!r}")
         changes[name] = value
-    return MethodSpec(method, changes)
+    if settings_file is None:
+        return MethodSpec(method, changes)
+    if method != MethodSpec.method:
+        raise ConfigError(f"settings: {settings_file} holds all settings; leave --method {method} out")
+    return MethodSpec("tome", {**changes_of_file(settings_file), **changes})
 
 
 def with_merging_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -77,7 +100,10 @@ def with_merging_options(command: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(command)
     def with_options(**values: Any) -> None:
-        method = merging(**{name: values.pop(name) for name in options})
+        given = {name: values.pop(name) for name in options}
+        method = merging(**given)
+        if (file := given["settings_file"]) is not None:
+            warn_of_differences(file, values["model"], values["size"], values["steps"])
         command(**values, merging=method)
 
     own = inspect.signature(command, eval_str=True).parameters

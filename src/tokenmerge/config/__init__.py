@@ -7,7 +7,8 @@ Imports ``errors`` alone, and no torch.
 """
 
 from tokenmerge.config.correction import Correction
-from tokenmerge.config.json_file import load_config, save_config
+from tokenmerge.config.found_for import FoundFor
+from tokenmerge.config.json_file import SavedSettings, load_config, load_settings, save_config
 from tokenmerge.config.names import flat
 from tokenmerge.config.old_names import NEW_NAMES, with_new_names, words_with_new_names
 from tokenmerge.config.plan_sharing import PlanSharing
@@ -30,14 +31,17 @@ __all__ = [
     "SCOPES",
     "SETTINGS",
     "Correction",
+    "FoundFor",
     "MergeSettings",
     "PlanSharing",
+    "SavedSettings",
     "Schedule",
     "StepReuse",
     "ToMeConfig",
     "flat",
     "highest_ratio",
     "load_config",
+    "load_settings",
     "save_config",
     "with_new_names",
     "words_with_new_names",

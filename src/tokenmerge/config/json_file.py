@@ -1,20 +1,35 @@
 """Settings in a JSON file.
 
 The file holds ``{"version": 1, "settings": {...}}``, with the settings as :meth:`ToMeConfig.to_dict` returns
-them.
+them. A file of ``tokenmerge tune`` also says under ``"tuned"`` what they were found for.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
 
 from tokenmerge.config.checks import refuse
+from tokenmerge.config.found_for import FoundFor
 from tokenmerge.config.tome import ToMeConfig
 from tokenmerge.errors import ConfigError
 
 VERSION = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class SavedSettings:
+    """What a file of settings holds.
+
+    Args:
+        config: the settings.
+        found_for: what ``tokenmerge tune`` found them for. None: they were saved, or written by hand.
+    """
+
+    config: ToMeConfig
+    found_for: FoundFor | None = None
 
 
 def save_config(config: ToMeConfig, path: str | Path) -> None:
@@ -43,17 +58,29 @@ def load_config(path: str | Path) -> ToMeConfig:
     """Read settings from a file.
 
     Args:
-        path: of a file that :func:`save_config` wrote, or that was written by hand; settings that it does not
-            name have their defaults.
+        path: of a file that :func:`save_config` or ``tokenmerge tune`` wrote, or that was written by hand;
+            settings that it does not name have their defaults.
 
     Raises:
         ConfigError: the file cannot be read, is not such a file, or a setting is unknown or out of range; the
             message names the file and the setting.
     """
+    return load_settings(path).config
+
+
+def load_settings(path: str | Path) -> SavedSettings:
+    """Read settings from a file, and what they were found for.
+
+    Args:
+        path: as for :func:`load_config`.
+
+    Raises:
+        ConfigError: as for :func:`load_config`.
+    """
     try:
         if Path(path).exists() and not Path(path).is_file():
             raise OSError("not a regular file")
-        return _config(json.loads(Path(path).read_bytes(), object_pairs_hook=_object))
+        return _settings(json.loads(Path(path).read_bytes(), object_pairs_hook=_object))
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
     except (OSError, ValueError, RecursionError) as error:
@@ -62,15 +89,24 @@ def load_config(path: str | Path) -> ToMeConfig:
         ) from error
 
 
-def _config(found: Any) -> ToMeConfig:
-    if not isinstance(found, dict) or found.keys() != {"version", "settings"}:
+def _settings(found: Any) -> SavedSettings:
+    if not isinstance(found, dict) or found.keys() - {"tuned"} != {"version", "settings"}:
         keys = list(found) if isinstance(found, dict) else found
         refuse("content", 'an object with the keys "version" and "settings"', keys)
     if found["version"] != VERSION or isinstance(found["version"], bool):
         refuse("version", f"{VERSION}, the one that this release reads", found["version"])
     if not isinstance(found["settings"], dict):
         refuse("settings", 'settings by name, such as {"ratio": 0.5}', found["settings"])
-    return ToMeConfig.from_dict(found["settings"])
+    config = ToMeConfig.from_dict(found["settings"])
+    return SavedSettings(config, _found_for(found["tuned"]) if "tuned" in found else None)
+
+
+def _found_for(tuned: Any) -> FoundFor:
+    given = tuned.get("found_for") if isinstance(tuned, dict) else None
+    names = [field.name for field in dataclasses.fields(FoundFor)]
+    if not isinstance(given, dict) or sorted(given) != sorted(names):
+        refuse("tuned.found_for", f"an object with the keys {', '.join(names)}", given)
+    return FoundFor(**given)
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -8,8 +8,6 @@ from typing import Any
 from tokenmerge.config.checks import as_items, as_number, check_fields, number, refuse, share
 from tokenmerge.config.value import Value
 
-__all__ = ["StepReuse"]
-
 _SPACING_WITH_NOISE = 0.65
 _above_0 = number("a number above 0 and up to 1, or None", lambda value: 0 < value <= 1)
 
@@ -167,5 +165,7 @@ def _check_places(name: str, value: Any) -> tuple[float, ...]:
     places = [as_number(item) for item in items or ()]
     plain = tuple(place for place in places if place is not None and 0 <= place <= 1)
     if items is None or len(plain) < len(places) or list(plain) != sorted(set(plain)):
-        refuse(name, "places from 0 (the first step) to 1 (the last) in rising order, such as (0, 0.5, 1)", value)
+        refuse(
+            name, "places from 0 (the first step) to 1 (the last) in rising order, such as (0, 0.5, 1)", value
+        )
     return plain

@@ -198,7 +198,9 @@ class ToMeConfig(MergeSettings):
     @property
     def over_steps(self) -> tuple[str, ...]:
         """The settings that depend on the denoising step, as they were given."""
-        given = (f"{name}={value!r}" for own in self.variants() for name, value, on in own._over_steps() if on)
+        given = (
+            f"{name}={value!r}" for own in self.variants() for name, value, on in own._over_steps() if on
+        )
         return tuple(dict.fromkeys(given))
 
     def _over_steps(self) -> tuple[tuple[str, Any, bool], ...]:

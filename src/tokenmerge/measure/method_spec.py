@@ -141,7 +141,7 @@ _READERS = {
     "levels": (_changes_by(int), 'JSON such as {"2": {"ratio": 0.25}}'),
     "schedule.phases": (_changes_by(float), 'JSON such as {"0.5": {"planner": "tome"}}'),
     "by_guidance": (_changes_by(float), 'JSON such as {"5": {"reuse.every": 1}}'),
-    **{name: (float, "NUMBER") for name in ("reuse.every", "reuse.shallow_every")},
+    **dict.fromkeys(("reuse.every", "reuse.shallow_every"), (float, "NUMBER")),
     "reuse.spacing": (float, "NUMBER"),
     "reuse.full_steps": (_numbers, "NUMBER/NUMBER…, such as 0/0.05/0.5/1"),
     "reuse.shallow_steps": (_numbers, "NUMBER/NUMBER…, such as 0/0.05/0.25/0.5/1"),

@@ -14,8 +14,6 @@ from tokenmerge.paddle.report import Report, predict
 from tokenmerge.paddle.runtime import Run, blocks_to_merge
 from tokenmerge.portable.planners import PLANNERS
 
-__all__ = ["Patch", "apply_token_merging", "remove_token_merging", "token_merging"]
-
 # Settings of which some values are offered, and settings of which all are; the others keep their defaults.
 _OFFERED = {"scope": ("layers", "keys"), "planner": PLANNERS, "combine": ("mean", "keep")}
 _FREE = (

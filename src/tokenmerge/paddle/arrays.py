@@ -8,8 +8,6 @@ import numpy as np
 import paddle
 from paddle import Tensor
 
-__all__ = ["PaddleArrays"]
-
 _HALF = (paddle.float16, paddle.bfloat16)
 
 

@@ -12,8 +12,6 @@ from tokenmerge.errors import ConfigError
 from tokenmerge.paddle.api import apply_token_merging, remove_token_merging
 from tokenmerge.paddle.models import find_hosts
 
-__all__ = ["apply_patch", "apply_tome", "remove_patch", "remove_tome"]
-
 Model = TypeVar("Model")
 
 

@@ -14,8 +14,6 @@ from ppdiffusers.models.attention import BasicTransformerBlock
 
 from tokenmerge.errors import UnsupportedModelError
 
-__all__ = ["Block", "Host", "find_hosts", "grid_of", "size_of"]
-
 _NOT_DENOISERS = ("vae", "vqvae")
 
 

@@ -27,8 +27,6 @@ from tokenmerge.paddle.runtime import (
     note_grid,
 )
 
-__all__ = ["check_swappable", "patch_host", "restore", "run_of"]
-
 
 def patch_host(host: Host, run: Run) -> None:
     """Patch a model that :func:`check_swappable` accepts and that is not patched."""

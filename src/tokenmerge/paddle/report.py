@@ -12,8 +12,6 @@ from tokenmerge.paddle.models import Block, Host, find_hosts
 from tokenmerge.paddle.runtime import blocks_to_merge, merged_layers
 from tokenmerge.portable.planners import num_removed
 
-__all__ = ["Report", "Row", "predict"]
-
 _TEXT_TOKENS = 77
 # Cells that a source of the planner "tiled" is compared with, at most.
 _TILE = 32 * 32

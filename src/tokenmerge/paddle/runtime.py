@@ -19,18 +19,6 @@ from tokenmerge.portable.partition import step_number
 from tokenmerge.portable.plan import Plan, keep_destinations, merge, unmerge
 from tokenmerge.portable.planners import num_removed, plan_tokens
 
-__all__ = [
-    "STATE",
-    "Run",
-    "State",
-    "block_call",
-    "blocks_to_merge",
-    "layer_call",
-    "merged_layers",
-    "note_call",
-    "note_grid",
-]
-
 # The method of the original class, bound to the layer.
 Forward: TypeAlias = functools.partial[Any]
 # Name in the ``__dict__`` of a patched layer of what it knows.

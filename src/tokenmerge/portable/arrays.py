@@ -7,8 +7,6 @@ from typing import Any, Protocol
 
 import numpy as np
 
-__all__ = ["Array", "Arrays", "NumpyArrays"]
-
 # An array of some library, with ``shape``, ``reshape``, arithmetic, slicing and ``@``.
 Array = Any
 

@@ -9,8 +9,6 @@ import numpy as np
 from tokenmerge.portable.arrays import Array, Arrays
 from tokenmerge.portable.partition import own_cell
 
-__all__ = ["bipartite_soft_matching", "shared_features", "tiled_matching"]
-
 # How many similarities are held at once, so that memory grows linearly with the number of tokens.
 _SIMILARITIES_AT_ONCE = 1 << 23
 

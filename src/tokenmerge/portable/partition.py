@@ -6,8 +6,6 @@ import functools
 
 import numpy as np
 
-__all__ = ["own_cell", "partition", "step_number"]
-
 _MASK32 = 0xFFFFFFFF
 
 

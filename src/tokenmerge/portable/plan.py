@@ -8,8 +8,6 @@ import numpy as np
 
 from tokenmerge.portable.arrays import Array, Arrays
 
-__all__ = ["Plan", "keep_destinations", "make_plan", "merge", "repeated", "unmerge"]
-
 
 class Plan(NamedTuple):
     """Which of n tokens become which of m = n − r merged tokens, for each of b images.

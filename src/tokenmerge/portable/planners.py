@@ -10,8 +10,6 @@ from tokenmerge.portable.matching import bipartite_soft_matching, shared_feature
 from tokenmerge.portable.partition import own_cell, partition
 from tokenmerge.portable.plan import Plan, make_plan, repeated
 
-__all__ = ["PLANNERS", "num_removed", "plan_tokens"]
-
 PLANNERS = ("tome", "tiled", "uniform")
 # In cells: with "tiled", each source sees the destinations of up to 32 × 32 of them.
 _SIDE = 16

@@ -9,7 +9,7 @@ from functools import partial
 from itertools import chain, groupby
 from typing import Any
 
-from tokenmerge.config import Correction, StepReuse, ToMeConfig
+from tokenmerge.config import Correction, ToMeConfig
 from tokenmerge.errors import ConfigError
 from tokenmerge.models.base import KINDS, Block, Host
 from tokenmerge.models.find import find_hosts

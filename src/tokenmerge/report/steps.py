@@ -122,7 +122,7 @@ def _notes_on_reuse(reuse: StepReuse) -> list[str]:
         places = ", ".join(f"{place:g}" for place in reuse.full_steps)
         return [f"reuse.full_steps: steps at {places} of the way run all blocks; {skipped}"]
     notes = [f"{reuse.given}: 1 of {reuse.every:g} steps runs all blocks; {skipped}"]
-    if reuse.spacing < 1:
+    if reuse.spacing is not None and reuse.spacing < 1:
         notes.append(
             f"reuse.spacing={reuse.spacing:g}: the steps that run all blocks lie closer together towards "
             "the end"
@@ -130,8 +130,8 @@ def _notes_on_reuse(reuse: StepReuse) -> list[str]:
     if reuse.shallow_every > 1:
         start = reuse.shallow_from
         notes.append(
-            f"reuse.shallow_every={reuse.shallow_every:g}: 1 of {reuse.shallow_every:g} steps runs the finest "
-            "level of a UNet, the others only its last layer"
+            f"reuse.shallow_every={reuse.shallow_every:g}: 1 of {reuse.shallow_every:g} steps runs the "
+            "finest level of a UNet, the others only its last layer"
             + (
                 f"; reuse.shallow_from={start:g}: all of the first {_percent(start)} of the steps run it"
                 if start

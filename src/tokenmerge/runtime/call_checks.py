@@ -71,9 +71,9 @@ def refuse_caches(state: ModelState, root: nn.Module) -> None:
         for hook in hooks.values():
             if hook._is_stateful:
                 raise UnsupportedModelError(
-                    f"{path}: {state.config.given_reuse} leaves blocks out on some steps, and {type(hook).__name__} "
-                    "keeps results from call to call; take reuse.every=1, or remove that cache first: "
-                    "model.disable_cache()"
+                    f"{path}: {state.config.given_reuse} leaves blocks out on some steps, and "
+                    f"{type(hook).__name__} keeps results from call to call; take reuse.every=1, or remove "
+                    "that cache first: model.disable_cache()"
                 )
 
 
@@ -117,3 +117,22 @@ def _limit(reuse: StepReuse) -> str:
     """The setting because of which a short generation skips nothing."""
     short = reuse.span < 1 and not reuse.full_steps
     return f"reuse.span={reuse.span:g}" if short else reuse.given
+
+
+def warn_of_other_conditions(state: ModelState, steps: int | None) -> None:
+    """Warn, once for each, of a size or number of steps that the settings were not found for.
+
+    Args:
+        state: of the called model, whose token grid is known.
+        steps: denoising steps; None: unknown.
+    """
+    grid = state.threads.value.grid.shape
+    if state.found_for is None or state.compared_with == (grid, steps) or torch.compiler.is_compiling():
+        return
+    state.compared_with = grid, steps
+    patch = state.call.patch
+    tokens = tuple(-(-side // patch) for side in (state.found_for.height, state.found_for.width))
+    # Latents that are no multiple of the patch are padded, so their grid tells them only up to the patch.
+    size = None if grid[1:] == tokens else (grid[1] * patch, grid[2] * patch)
+    if differences := state.found_for.differences(size=size, steps=steps):
+        warnings.warn(state.found_for.warning(differences), stacklevel=2)

@@ -16,8 +16,6 @@ from tokenmerge.runtime.scheduler import DenoisingStep
 from tokenmerge.runtime.state import ModelState
 from tokenmerge.runtime.step_tracker import StepTracker
 
-__all__ = ["begin_plans", "caches_plans", "correction_of", "reuse_of", "settings_of", "shape_of"]
-
 
 def settings_of(
     state: ModelState, config: ToMeConfig, step: DenoisingStep | None

@@ -14,6 +14,7 @@ from tokenmerge.runtime.call_checks import (
     check_size,
     check_stacks,
     refuse_caches,
+    warn_of_other_conditions,
     warn_where_nothing_is_saved,
 )
 from tokenmerge.runtime.context import CallContext
@@ -21,7 +22,7 @@ from tokenmerge.runtime.due import begin_plans, caches_plans, correction_of, reu
 from tokenmerge.runtime.guidance import copies_are_equal
 from tokenmerge.runtime.per_thread import PerThread
 from tokenmerge.runtime.pipeline import guidance_copies, guidance_scale
-from tokenmerge.runtime.scheduler import DenoisingStep, needs_sync
+from tokenmerge.runtime.scheduler import DenoisingStep, needs_sync, number_of_steps
 from tokenmerge.runtime.state import STATE, ModelState, StageState
 from tokenmerge.runtime.step_seed import same_step
 from tokenmerge.runtime.step_tracker import StepTracker
@@ -51,6 +52,8 @@ def before_model(root: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
 
     pipe = state.pipeline.running()
     step = _step(state, root, pipe, timestep, seed) if state.config.follows_steps else None
+    if state.found_for is not None:
+        warn_of_other_conditions(state, number_of_steps(pipe, step))
     memory = thread.own_memory if step is None else state.memory_of(step.generation)
     memory.seed, tracker = seed, memory.tracker
     if step is not None and (stale := tracker.begin_call(step)) is not None:
@@ -62,7 +65,9 @@ def before_model(root: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
     config = memory.config
     if step is None or config is None:
         memory.config = config = state.config.at_guidance(guidance_scale(pipe))
-        if step is not None and not seed.is_meta:  # on the meta device, operations of single steps are counted
+        if (
+            step is not None and not seed.is_meta
+        ):  # on the meta device, operations of single steps are counted
             warn_where_nothing_is_saved(state, config, step)
     settings = settings_of(state, config, step)
     copies, equal = 1, None
@@ -74,11 +79,7 @@ def before_model(root: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         memory.forget_plans(tracker.plan_call)
     extrapolation, shallow, caches_residuals = reuse_of(config, tracker, shape)
     corrects = False
-    if (
-        config.correction.every
-        and extrapolation is None
-        and tracker.corrects(config.correction.every, shape)
-    ):
+    if config.correction.every and extrapolation is None and tracker.corrects(config.correction.every, shape):
         corrects, settings = correction_of(config, tracker, settings)
     thread.context = CallContext(
         config=config,

@@ -75,6 +75,19 @@ class DenoisingStep:
         return self.total - self.first
 
 
+def number_of_steps(pipe: Any, step: DenoisingStep | None) -> int | None:
+    """Denoising steps as a user counts them; None: unknown.
+
+    Args:
+        pipe: the running pipeline, or None. Its scheduler may call the model several times in a step.
+        step: the running step, where no scheduler counts them.
+    """
+    number = getattr(getattr(pipe, "scheduler", None), "num_inference_steps", None)
+    if isinstance(number, int):
+        return number
+    return None if step is None else step.total
+
+
 def step_of(scheduler: Any, timestep: Tensor | float, runs_here: bool = True) -> DenoisingStep | None:
     """The step that a scheduler is at; None: it does not say.
 
@@ -105,9 +118,7 @@ def step_of(scheduler: Any, timestep: Tensor | float, runs_here: bool = True) ->
     return (
         None
         if generation is None
-        else DenoisingStep(
-            generation, int(index), len(timesteps), generation.first, _adds_noise(scheduler)
-        )
+        else DenoisingStep(generation, int(index), len(timesteps), generation.first, _adds_noise(scheduler))
     )
 
 

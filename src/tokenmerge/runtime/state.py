@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from tokenmerge.config import MergeSettings, ToMeConfig
+from tokenmerge.config import FoundFor, MergeSettings, ToMeConfig
 from tokenmerge.errors import ConfigError
 from tokenmerge.models.base import ModelCall
 from tokenmerge.models.layout import Grid, Layout
@@ -61,6 +61,8 @@ class ModelState:
         given_grid: the model's finest token grid in the next calls, where the user gave it; None: not given.
         record: where each block leaves its latest plan, by its path, while somebody asks for it.
         warned: what was said of samples with nothing to merge, whose calls run dense; None: they are errors.
+        found_for: what the settings were found for by ``tokenmerge tune``; None: unknown.
+        compared_with: token grid and number of steps that were last compared with that.
     """
 
     config: ToMeConfig
@@ -75,6 +77,8 @@ class ModelState:
     given_grid: Grid | None = None
     record: dict[str, RecordedPlan] | None = None
     warned: set[str] | None = None
+    found_for: FoundFor | None = None
+    compared_with: tuple[object, ...] = ()
 
     @property
     def merges(self) -> bool:

@@ -12,8 +12,6 @@ from tokenmerge.vit.config import ViTConfig
 from tokenmerge.vit.hosts import find_encoders
 from tokenmerge.vit.patch import checked_encoders, new_vit_state, patch_encoder
 
-__all__ = ["ViTReport", "ViTRow", "predict_vit"]
-
 
 @dataclasses.dataclass(frozen=True)
 class ViTRow:

@@ -1,0 +1,164 @@
+"""The settings that a search tries, from the method names and settings that a user could type."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+
+from tokenmerge import presets
+from tokenmerge.config import StepReuse, ToMeConfig
+from tokenmerge.measure.bench.variants import DENSE, FEWER_STEPS, VARIANTS, Variant, parse_variant
+from tokenmerge.measure.evaluate.variants import Drawn
+from tokenmerge.measure.tune.goal import Goal
+from tokenmerge.measure.tune.search import Entry
+
+DENSE_NAME = DENSE
+AUTO_FAMILY = "auto"
+
+# Strong settings come first, because they are cheap to draw.
+_RATIOS_OF_AUTO = (0.75, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
+_RATIOS = (0.75, 0.5, 0.25)
+_RATIOS_OF_PRESETS = (0.5, 0.3)
+# Shares of the steps that are tried for a wanted closeness.
+_SHARES_OF_STEPS = (0.3, 0.4, 0.5, 0.65, 0.8)
+
+_TILED = "tome:planner=tiled,proportional,max_downsample=8"
+# Family, and its settings with their strengths. Braces stand for the strength.
+_FAMILIES: tuple[tuple[str, str, tuple[float, ...]], ...] = (
+    (AUTO_FAMILY, "auto:ratio={}", _RATIOS_OF_AUTO),
+    # Step reuse alone.
+    ("step reuse", "tome:ratio=0,max_downsample=8,reuse.every={}", (5, 4, 3, 2)),
+    (
+        "step reuse, finest level too",
+        "tome:ratio=0,max_downsample=8,reuse.every={},reuse.shallow_every=2",
+        (4, 2),
+    ),
+    (
+        "step reuse, finest level late",
+        "tome:ratio=0,max_downsample=8,reuse.every={},reuse.shallow_every=2,reuse.shallow_from=0.3",
+        (4, 2),
+    ),
+    # Both.
+    ("auto, full every 3rd step", "auto:reuse.every=3,ratio={}", (0.5, 0.25)),
+    ("auto, full every 2nd step", "auto:reuse.every=2,ratio={}", (0.75, 0.5)),
+    ("auto, no correction", "auto:correction.every=0,ratio={}", (0.4, 0.25)),
+    # Merging alone.
+    ("auto, no step reuse", "auto:reuse.every=1,ratio={}", _RATIOS),
+    ("tiled", _TILED + ",ratio={}", _RATIOS),
+    ("tiled, first 70 % of the steps", _TILED + ",schedule.until=0.7,ratio={}", (0.75, 0.5)),
+    ("tiled, falling ratio", _TILED + ",schedule.ratio=1.4/0.6,ratio={}", (0.5,)),
+    ("blocks, corrected", _TILED + ",scope=block,correction.every=3,ratio={}", (0.75, 0.5)),
+    ("blocks, first half of the steps", _TILED + ",scope=block,schedule.until=0.5,ratio={}", (0.75, 0.5)),
+    ("keys", "tome:scope=keys,proportional,max_downsample=8,ratio={}", (0.75, 0.5)),
+    ("stacks", _TILED + ",scope=stack,ratio={}", (0.5, 0.25)),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """A setting to try.
+
+    Args:
+        drawn: the variant and its number of steps.
+        entry: the same for the search.
+    """
+
+    drawn: Drawn
+    entry: Entry
+
+    @property
+    def name(self) -> str:
+        """Name of the setting, unique in a search."""
+        return self.entry.name
+
+
+def candidates(goal: Goal, steps: int) -> list[Candidate]:
+    """List what a search tries, in order: ``auto``, step reuse, merging, rivals, presets.
+
+    Args:
+        goal: what is wanted.
+        steps: denoising steps of dense.
+    """
+    found = [_candidate(text, steps, family, strength) for family, text, strength in _merging()]
+    found += _rivals(goal, steps)
+    found += [
+        _candidate(f"{name}:ratio={ratio}", steps, name, ratio)
+        for ratio in _RATIOS_OF_PRESETS
+        for name in presets.__all__
+        if name != "todo"  # its ratio changes nothing
+    ]
+    found.append(_candidate("todo", steps, "todo", 0.75))
+    return list({candidate.name: candidate for candidate in found}.values())
+
+
+def in_force(config: ToMeConfig, steps: int, merges: bool) -> ToMeConfig | None:
+    """The settings as they act in a generation of ``steps`` steps, so that equal ones are tried once.
+
+    Args:
+        config: the settings.
+        steps: denoising steps.
+        merges: whether any token merges at the size of the picture.
+
+    Returns:
+        None if nothing would be saved.
+
+    >>> in_force(ToMeConfig(ratio=0.5, reuse=StepReuse(every=4, span=0.2)), steps=4, merges=False) is None
+    True
+    """
+    reuse = _reuse_in_force(config.reuse, steps)
+    if merges:
+        return dataclasses.replace(config, reuse=reuse)
+    return ToMeConfig(ratio=0, reuse=reuse) if reuse.on else None
+
+
+def _reuse_in_force(reuse: StepReuse, steps: int) -> StepReuse:
+    if len(reuse.steps_of(steps).full) == steps:
+        return StepReuse()
+    longest = reuse.span * steps
+    every = min(reuse.every, longest)
+    shallow_every = max(1, min(reuse.shallow_every, longest / 2))
+    return dataclasses.replace(reuse, every=max(1, every), shallow_every=shallow_every, span=1.0)
+
+
+def _merging() -> Iterator[tuple[str, str, float]]:
+    for family, text, strengths in _FAMILIES:
+        for strength in strengths:
+            yield family, text.format(strength), strength
+
+
+def _candidate(text: str, steps: int, family: str, strength: float) -> Candidate:
+    # presets.tomesd is the variant "tome", since "tomesd" is the package of this name.
+    if text.startswith("tomesd:"):
+        text = text.replace("tomesd:", "tome:plans.guidance=false,", 1)
+    (spec,) = parse_variant(text, [ToMeConfig.ratio], {})
+    group = AUTO_FAMILY if family == AUTO_FAMILY else ""
+    return Candidate(Drawn(spec, steps), Entry(spec.label, family, strength, group))
+
+
+def _rivals(goal: Goal, steps: int) -> list[Candidate]:
+    """Fewer steps, and the block caches that are installed."""
+    found = []
+    for number in _numbers_of_steps(goal, steps):
+        spec = Variant(FEWER_STEPS, (("steps", number),))
+        entry = Entry(spec.label, FEWER_STEPS, -number, FEWER_STEPS, rival=True)
+        found.append(Candidate(Drawn(spec, number), entry))
+    for name, setting, values in (
+        ("deepcache", "interval", (5, 3, 2)),
+        ("first-block-cache", "threshold", (0.2, 0.1, 0.05)),
+    ):
+        if VARIANTS[name].missing() is None:
+            for value in values:
+                (spec,) = parse_variant(f"{name}:{setting}={value}", (), {})
+                found.append(Candidate(Drawn(spec, steps), Entry(spec.label, name, value, name, rival=True)))
+    return found
+
+
+def _numbers_of_steps(goal: Goal, steps: int) -> list[int]:
+    if goal.speedup is not None:
+        # Prompt and picture take some time too, so that the first of them may be too slow.
+        most = math.floor(steps / goal.speedup)
+        wanted = {most, most - 1}
+    else:
+        wanted = {round(share * steps) for share in _SHARES_OF_STEPS}
+    return sorted(number for number in wanted if 1 <= number < steps)

@@ -1,0 +1,124 @@
+"""The measurements of a run: one look is one picture of one setting, drawn beside dense and timed."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Sequence
+from statistics import fmean, median, stdev
+
+# Relative standard deviation of one timing, before any setting was timed twice.
+_NOISE = 0.1
+# The median of a normal sample has this much more spread than its mean.
+_OF_MEDIAN = math.sqrt(math.pi / 2)
+
+
+@dataclasses.dataclass(frozen=True)
+class Look:
+    """One picture of one setting.
+
+    Args:
+        name: name of the setting.
+        item: number of the prompt and seed, ≥ 0.
+        seconds: time of the call, > 0.
+        dense_seconds: time of the dense call in the same round, > 0.
+        closeness: closeness to the dense picture; larger is closer.
+        cost: wall-clock seconds that the look took, with the share of the dense call, ≥ 0.
+    """
+
+    name: str
+    item: int
+    seconds: float
+    dense_seconds: float
+    closeness: float
+    cost: float = 0.0
+
+    @property
+    def log_speedup(self) -> float:
+        """Logarithm of the speed-up."""
+        return math.log(self.dense_seconds / self.seconds)
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimate:
+    """What is known of one setting.
+
+    Args:
+        name: name of the setting.
+        looks: number of pictures, ≥ 1.
+        speedup: median of t_dense / t over the rounds.
+        speedup_error: standard error of the speed-up.
+        closeness: mean closeness; larger is closer.
+        closeness_error: standard error of this mean; infinite for one picture.
+    """
+
+    name: str
+    looks: int
+    speedup: float
+    speedup_error: float
+    closeness: float
+    closeness_error: float
+
+    def objectives(self, wants_speed: bool) -> tuple[float, float, float]:
+        """What has to reach the goal, its standard error, and what is best then.
+
+        Args:
+            wants_speed: whether the goal is a speed-up.
+        """
+        if wants_speed:
+            return self.speedup, self.speedup_error, self.closeness
+        return self.closeness, self.closeness_error, self.speedup
+
+
+def estimates(looks: Iterable[Look]) -> dict[str, Estimate]:
+    """Summarise the looks of each setting.
+
+    The relative noise of a timing is a property of the machine. It is pooled over all settings, since single
+    ones have too few timings.
+    """
+    by_name: dict[str, list[Look]] = {}
+    for look in looks:
+        by_name.setdefault(look.name, []).append(look)
+    noise = _timing_noise(list(by_name.values()))
+    found = {}
+    for name, own in by_name.items():
+        speedup = math.exp(median(look.log_speedup for look in own))
+        spread = noise / math.sqrt(len(own)) * (_OF_MEDIAN if len(own) > 2 else 1.0)
+        values = [look.closeness for look in own]
+        error = stdev(values) / math.sqrt(len(own)) if len(own) > 1 else math.inf
+        found[name] = Estimate(name, len(own), speedup, speedup * spread, fmean(values), error)
+    return found
+
+
+def _timing_noise(groups: Sequence[Sequence[Look]]) -> float:
+    squares, freedom = 0.0, 0
+    for own in groups:
+        logs = [look.log_speedup for look in own]
+        middle = fmean(logs)
+        squares += sum((log - middle) ** 2 for log in logs)
+        freedom += len(logs) - 1
+    return math.sqrt(squares / freedom) if freedom else _NOISE
+
+
+def paired(better: Sequence[Look], other: Sequence[Look], wants_speed: bool) -> tuple[float, float]:
+    """Mean difference between two settings over their common rounds, and its standard error.
+
+    Args:
+        better: looks of one setting.
+        other: looks of the other.
+        wants_speed: whether the goal is a speed-up. Then closeness is compared, otherwise the logarithm of
+            the time.
+
+    Returns:
+        (mean, standard error) of the first minus the second. The error is infinite for fewer than two common
+        rounds.
+    """
+
+    def value(look: Look) -> float:
+        return look.closeness if wants_speed else look.log_speedup
+
+    others = {look.item: look for look in other}
+    gaps = [value(look) - value(others[look.item]) for look in better if look.item in others]
+    if len(gaps) < 2:
+        return (gaps[0] if gaps else 0.0), math.inf
+    return fmean(gaps), stdev(gaps) / math.sqrt(len(gaps))

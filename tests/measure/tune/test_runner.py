@@ -1,0 +1,256 @@
+from __future__ import annotations
+
+import json
+from collections import Counter
+
+import pytest
+
+from tokenmerge.config import load_config, load_settings
+from tokenmerge.errors import ConfigError
+from tokenmerge.measure.reporting import plots
+from tokenmerge.measure.tune import result
+from tokenmerge.measure.tune.candidates import candidates, in_force
+from tokenmerge.measure.tune.goal import Goal
+from tokenmerge.measure.tune.looks import estimates
+from tokenmerge.measure.tune.result import python_lines, tuned_table, write_result
+from tokenmerge.measure.tune.runner import tune
+from tokenmerge.measure.tune.studio import Drawing, Studio
+
+
+def test_a_search_measures_settings_of_every_kind_and_what_they_are_compared_with(made_up, options) -> None:
+    search = tune(options())
+    families = {search.candidates[look.name].entry.family for look in search.looks}
+    assert {"auto", "step reuse", "fewer-steps", "deepcache", "sito", "keys"} <= families
+    assert search.complete
+    assert search.decision.reached
+    assert search.decision.sure
+    assert not search.candidates[search.decision.name].entry.rival
+    found = estimates(search.looks)
+    assert found[search.decision.name].looks == 8
+    # Fewer steps have no settings that could be saved.
+    assert set(search.configs) < set(search.candidates)
+
+
+def test_a_search_that_was_killed_continues_without_losing_a_look(made_up, options, tmp_path) -> None:
+    whole = tune(options(out=tmp_path / "whole" / "tuned.json"))
+    total = len(made_up.drawn)
+    for after in (1, 9, total - 1):
+        made_up.drawn.clear()
+        again = options(out=tmp_path / f"killed-{after}" / "tuned.json")
+        made_up.stop = after, SystemExit("killed")
+        with pytest.raises(SystemExit):
+            tune(again)
+        assert len(made_up.drawn) == after
+        made_up.stop = None
+        continued = tune(again)
+        assert max(Counter(made_up.drawn).values()) == 1  # nothing is drawn twice
+        assert {(look.name, look.item) for look in continued.looks} == set(made_up.drawn)
+        assert continued.decision.name == whole.decision.name
+        assert continued.configs == whole.configs
+
+
+def test_ctrl_c_keeps_and_reports_what_it_has(made_up, options) -> None:
+    made_up.stop = 12, KeyboardInterrupt()
+    search = tune(options())
+    assert not search.complete
+    assert len(search.looks) == 12
+    assert search.decision is not None
+    write_result(search)
+    written = json.loads(search.options.out.read_text())
+    assert written["tuned"]["complete"] is False
+    made_up.stop = 0, KeyboardInterrupt()
+    assert len(tune(options()).looks) == 12  # finished pictures of the run before
+
+
+def test_a_finished_search_only_reads_its_records(made_up, options) -> None:
+    first = tune(options())
+    made_up.drawn.clear()
+    assert tune(options()).decision == first.decision
+    assert made_up.drawn == []
+
+
+def test_another_goal_uses_the_same_pictures(made_up, options) -> None:
+    tune(options())
+    before = set(made_up.drawn)
+    made_up.drawn.clear()
+    tune(options(goal=Goal("psnr", value=45.0)))
+    assert not set(made_up.drawn) & before
+
+
+def test_a_setting_that_cannot_run_is_noted_and_left_out(made_up, options) -> None:
+    made_up.failing = ("auto ratio=0.75", "deepcache interval=5")
+    notes: list[str] = []
+    search = tune(options(), on_note=notes.append)
+    assert not {look.name for look in search.looks} & set(made_up.failing)
+    assert {note for note in notes if "cannot run here" in note} == {
+        f"{name} cannot run here: it is made to fail" for name in made_up.failing
+    }
+
+
+def test_a_goal_that_nothing_reaches_has_a_nearest_setting(made_up, options) -> None:
+    search = tune(options(goal=Goal("psnr", speedup=50.0)))
+    assert not search.decision.reached
+    found = estimates(search.looks)
+    best = max(found[look.name].speedup for look in search.looks if look.name in search.configs)
+    assert found[search.decision.name].speedup == best
+    write_result(search)
+    assert json.loads(search.options.out.read_text())["tuned"]["reached"] is False
+    assert "nearest to the goal" in [row.cells[1] for row in tuned_table(search).rows]
+
+
+def test_the_file_says_what_was_found_for_what_and_how_sure_it_is(made_up, options) -> None:
+    search = tune(options())
+    lines = write_result(search)
+    out = search.options.out
+    assert load_config(out) == search.configs[search.decision.name]
+    found_for = load_settings(out).found_for
+    assert (found_for.model, found_for.height, found_for.width, found_for.steps) == (
+        "UNet2DConditionModel",
+        16,
+        16,
+        20,
+    )
+    tuned = json.loads(out.read_text())["tuned"]
+    assert tuned["setting"] == search.decision.name
+    assert tuned["conditions"]["scheduler"] == "DDIMScheduler"
+    assert tuned["conditions"]["versions"]["tokenmerge"]
+    chosen = tuned["measured"][0]
+    assert (chosen["setting"], chosen["pictures"]) == (search.decision.name, 8)
+    assert chosen["psnr_error"] > 0
+    assert chosen["speedup_error"] >= 0
+    assert {"dense", "settings:"} <= {word.strip(",") for line in lines for word in line.split()}
+    for name in ("tuned.svg", "tuned-worst.png", "tuned.jsonl"):
+        assert (out.parent / name).stat().st_size > 0
+    assert python_lines(search) == f"tokenmerge.apply_token_merging(pipe, {str(out)!r})"
+
+
+def test_without_matplotlib_the_rest_is_written(made_up, options, monkeypatch) -> None:
+    search = tune(options())
+
+    def missing(chart: object) -> str:
+        raise plots.MissingExtraError("plots", needed_by="plots")
+
+    monkeypatch.setattr(result, "draw", missing)
+    assert any(line.startswith("no price curve: plots: not installed") for line in write_result(search))
+    assert search.options.out.exists()
+
+
+def test_the_table_shows_the_best_and_always_fewer_steps_caches_and_auto(made_up, options) -> None:
+    search = tune(options())
+    table = tuned_table(search)
+    names = [row.cells[0] for row in table.rows]
+    assert names[0] == search.decision.name
+    assert table.rows[0].cells[1] == "chosen"
+    shown = {search.candidates[name].entry.group for name in names}
+    assert {"auto", "fewer-steps", "deepcache"} <= shown
+
+
+def test_a_real_studio_draws_times_and_measures(options) -> None:
+    search = tune(options(within=1e-9, steps=4, items=2))  # the first look is always made
+    (look,) = search.looks
+    assert look.seconds > 0
+    assert look.dense_seconds > 0
+    assert 0 < look.closeness <= 100
+
+
+def test_a_real_studio_is_unchanged_by_what_it_draws(options, monkeypatch) -> None:
+    studios: list[Studio] = []
+    begin = Studio.__init__
+
+    def remember(self, *arguments, **named) -> None:
+        begin(self, *arguments, **named)
+        studios.append(self)
+
+    monkeypatch.setattr(Studio, "__init__", remember)
+    search = tune(options(within=1e-9, steps=4, items=2))
+    (studio,) = studios
+    types = [type(module) for module in studio.denoiser.modules()]
+    (few,) = [c for c in search.candidates.values() if c.drawn.steps == 1]
+    tome = next(c for c in search.candidates.values() if c.name.startswith("tome ratio=0.5"))
+    found = list(studio.draw(1, [tome, few], {tome.name: search.configs[tome.name], few.name: None}))
+    assert [type(one) for one in found] == [Drawing, Drawing]
+    assert [one.name for one in found] == [tome.name, few.name]
+    assert [type(module) for module in studio.denoiser.modules()] == types
+    # Dense and one step differ; PSNR of different pictures is finite and below that of equal ones.
+    assert found[1].metrics["psnr"] < 100
+
+
+def test_a_picture_that_equals_dense_has_a_finite_psnr(options) -> None:
+    search = tune(options(within=1e-9, steps=4, items=2))
+    assert all(look.closeness <= 100.0 for look in search.looks)
+
+
+def test_a_torn_line_is_measured_again(made_up, options) -> None:
+    made_up.stop = 5, KeyboardInterrupt()
+    search = tune(options())
+    text = search.options.records.read_bytes()
+    search.options.records.write_bytes(text[:-20])
+    made_up.stop = 0, KeyboardInterrupt()
+    notes: list[str] = []
+    assert len(tune(options(), on_note=notes.append).looks) == 4
+    assert any("incomplete" in note for note in notes)
+
+
+def test_a_bad_record_is_named(made_up, options) -> None:
+    made_up.stop = 2, KeyboardInterrupt()
+    records = tune(options()).options.records
+    records.write_text(records.read_text().replace('"seconds": ', '"seconds": -'))
+    with pytest.raises(ConfigError, match=r"line \d+: not a record of tokenmerge tune .*above 0"):
+        tune(options())
+
+
+def test_counting_is_left_out_where_it_takes_longer_than_it_saves(made_up, options) -> None:
+    search = tune(options(items=2))
+    lines = [json.loads(line) for line in search.options.records.read_text().splitlines()]
+    assert sum(line["about"] == "counted" for line in lines) <= 1  # the first, to know how long it takes
+
+
+def test_counted_operations_are_recorded(made_up, options, monkeypatch) -> None:
+    monkeypatch.setattr("tokenmerge.measure.tune.runner._WORTH_COUNTING", 1e9)
+    search = tune(options(items=2))
+    lines = [json.loads(line) for line in search.options.records.read_text().splitlines()]
+    counted = {line["name"]: line["values"]["speedup"] for line in lines if line["about"] == "counted"}
+    assert len(counted) > 5
+    assert all(0.5 < speedup < 10 for speedup in counted.values())
+
+
+@pytest.mark.parametrize("steps", [2, 4, 8, 20, 50])
+@pytest.mark.parametrize("goal", [Goal("psnr", speedup=1.5), Goal("psnr", value=35.0)])
+def test_candidates_have_names_of_their_own_and_come_strong_first(goal: Goal, steps: int) -> None:
+    found = candidates(goal, steps)
+    names = [one.name for one in found]
+    assert len(set(names)) == len(names)
+    for family in {one.entry.family for one in found}:
+        own = [one.entry.strength for one in found if one.entry.family == family]
+        assert own == sorted(own, reverse=True)
+    few = [one.drawn.steps for one in found if one.entry.family == "fewer-steps"]
+    assert all(1 <= number < steps for number in few)
+    assert few
+
+
+def test_settings_that_act_alike_are_tried_once() -> None:
+    spec = {one.name: one.drawn.spec for one in candidates(Goal("psnr", speedup=1.5), 20)}
+    five = spec["tome ratio=0 max_downsample=8 reuse.every=5"].config()
+    four = spec["tome ratio=0 max_downsample=8 reuse.every=4"].config()
+    assert in_force(five, 20, merges=False) != in_force(four, 20, merges=False)
+    assert in_force(five, 4, merges=False) == in_force(four, 4, merges=False)  # 4 of 4 steps
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"out": "tuned.txt"}, "out: expected a file ending in .json, got tuned.txt"),
+        ({"within": 0.0}, "within: expected a duration above 0 seconds, got 0"),
+        ({"items": 1}, "items: expected an integer ≥ 2, got 1"),
+        ({"steps": 1}, "steps: expected at least 2, got 1"),
+        ({"prompts": None}, "prompts: only bundled models"),
+        ({"size": (8, 8)}, "SSIM needs at least 11 pixels"),
+    ],
+)
+def test_options_out_of_range_are_refused(options, changes, words) -> None:
+    from pathlib import Path
+
+    if "out" in changes:
+        changes = {"out": Path(changes["out"])}
+    with pytest.raises(ConfigError, match=words):
+        tune(options(**changes))
