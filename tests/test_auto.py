@@ -57,13 +57,13 @@ def test_a_number_alone_chooses_all_else(fast):
     assert state.config == choose(pipeline(unet=unet), 0.3)
     assert (state.config.ratio, state.config.planner, state.config.proportional) == (0.3, "tiled", True)
     assert state.config.max_downsample == 2  # all levels
-    assert (state.config.reuse.every, state.config.reuse.span) == (2, 0.2)
+    assert (state.config.reuse.every, state.config.reuse.span) == (2.3, 0.2)
     assert (state.config.scope, state.config.correction.every) == ("layers", 2)
     more = choose(pipeline(unet=unet), 0.6)
     # Of a UNet whole blocks, and from 0.5 on corrections, lose more than they save.
-    assert (more.scope, more.correction.every, more.reuse.every) == ("layers", 0, 4)
-    between = [choose(pipeline(unet=unet), ratio) for ratio in (0.4, 0.49, 0.5)]
-    assert [(found.correction.every, found.reuse.every) for found in between] == [(2, 2), (2, 2), (0, 4)]
+    assert (more.scope, more.correction.every, more.reuse.every) == ("layers", 0, 5.28)
+    between = [choose(pipeline(unet=unet), ratio) for ratio in (0.25, 0.49, 0.5)]
+    assert [(found.correction.every, found.reuse.every) for found in between] == [(2, 2), (2, 3.89), (0, 4)]
     assert choose(unet, 0.6).scope == "layers"
     # On small grids merged attention costs more than leaving out steps; where there are no steps to follow
     # there is nothing to leave out.
@@ -90,9 +90,13 @@ def test_transformers(name, fast):
     family = FAMILIES[name]
     model = model_of(family)
     config = choose(pipeline(transformer=model), 0.5)
-    assert [config.reuse.intervals(steps) for steps in (10, 15, 16, 50)] == [(1, 1), (2, 1), (3, 1), (3, 1)]
-    less = choose(pipeline(transformer=model), 0.4)
-    assert [less.reuse.intervals(steps) for steps in (15, 16, 50)] == [(1, 1), (2, 1), (2, 1)]
+    assert [len(config.reuse.steps_of(steps).full) for steps in (10, 15, 16, 50)] == [10, 8, 6, 18]
+    less = choose(pipeline(transformer=model), 0.25)
+    assert [len(less.reuse.steps_of(steps).full) for steps in (15, 16, 50)] == [15, 9, 26]
+    strong = config.at_guidance(7.0)
+    assert (strong.scope, strong.correction.every, strong.reuse.every) == ("block", 6, 1.75)
+    assert (less.at_guidance(7.0).ratio, less.at_guidance(7.0).reuse.every) == (0.5, 1)
+    assert config.at_guidance(4.9) == config.at_guidance(None)
     assert (config.min_tokens, choose(model, 0.5).min_tokens) == (2048, 16)
     more = choose(pipeline(transformer=model), 0.6)
     assert [(c.scope, c.correction.every) for c in (config, more)] == [("layers", 2), ("block", 2)]
@@ -167,7 +171,7 @@ def test_a_ratio_of_0_is_dense(fast):
 
 
 def test_a_costly_finest_level_of_a_unet_does_not_run_on_every_step(fast):
-    """By its share of the work: a part of SD 1.5, next to nothing of SDXL; never below a ratio of 0.3.
+    """By its share of the work: a part of SD 1.5, next to nothing of SDXL; only from a ratio of 0.25 on.
 
     Below 0.5 it runs in all of the first steps, which lose most.
     """
@@ -176,12 +180,12 @@ def test_a_costly_finest_level_of_a_unet_does_not_run_on_every_step(fast):
         pipe = pipeline(unet=hosts.unet(block_out_channels=channels))
         (host,) = find_hosts(pipe)
         shares.append(host.shallow_share)
-        found = [choose(pipe, ratio) for ratio in (0.29, 0.3, 0.49, 0.5)]
+        found = [choose(pipe, ratio) for ratio in (0.25, 0.375, 0.5)]
         return [(config.reuse.shallow_every, config.reuse.shallow_from) for config in found]
 
     shares: list[float] = []
-    assert finest_every((32, 64)) == [(1, 0), (2, 0.3), (2, 0.3), (2, 0)]
-    assert finest_every((32, 160)) == [(1, 0)] * 4
+    assert finest_every((32, 64)) == [(1, 0.3), (1.5, 0.3), (2, 0)]
+    assert finest_every((32, 160)) == [(1, 0)] * 3
     assert shares[0] > 0.2 > shares[1]
 
 

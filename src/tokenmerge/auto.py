@@ -110,14 +110,14 @@ def choose(pipe_or_model: object, ratio: float = 0.5, follows_steps: bool | None
             min_tokens=many,
             correction=Correction(every=0 if far else 2),
             reuse=StepReuse(
-                every=2 ** (4 * ratio),
-                shallow_every=1 + 4 * max(0.0, ratio - _WITHOUT_FINEST_LEVEL) if finest else 1,
+                every=round(2 ** (4 * ratio), 2),
+                shallow_every=round(1 + 4 * max(0.0, ratio - _WITHOUT_FINEST_LEVEL), 2) if finest else 1,
                 shallow_from=_STEPS_OF_FINEST_LEVEL if finest and not far else 0.0,
                 span=_SPAN_OF_STAGES,
             ),
         )
     if denoiser.can_skip:
-        every = 1 + 4 * ratio
+        every = round(1 + 4 * ratio, 2)
         return dataclasses.replace(
             settings,
             min_tokens=many,
@@ -130,7 +130,7 @@ def choose(pipe_or_model: object, ratio: float = 0.5, follows_steps: bool | None
 def _under_strong_guidance(ratio: float) -> dict[str, Any]:
     """What changes in transformers: more merging, corrected less often, and less step reuse."""
     mild = ratio <= _MODERATE / 2
-    every = 1 + 3 * max(0.0, ratio - _MODERATE / 2)
+    every = round(1 + 3 * max(0.0, ratio - _MODERATE / 2), 2)
     return {
         "scope": "block",
         "ratio": min(2 * ratio, _MODERATE) if ratio <= _MODERATE else ratio,

@@ -84,16 +84,19 @@ VALID = {
     "plans.blocks": st.booleans(),
     "plans.guidance": st.booleans(),
     "correction.every": st.sampled_from([0, 2, 3]),
-    "reuse.every": st.integers(1, 5),
-    "reuse.shallow_every": st.integers(1, 5),
+    "reuse.every": st.integers(1, 5) | st.floats(1, 5),
+    "reuse.spacing": st.none() | st.floats(0.01, 1),
+    "reuse.shallow_every": st.integers(1, 5) | st.floats(1, 5),
     "reuse.shallow_from": st.floats(0, 0.99),
     "reuse.span": st.floats(0.01, 1),
+    "reuse.full_steps": st.lists(st.floats(0, 1), max_size=5, unique=True).map(sorted),
+    "reuse.shallow_steps": st.lists(st.floats(0, 1), max_size=5, unique=True).map(sorted),
 }
 
 
-def changed_by(keys):
+def changed_by(keys, names=tuple(name for name in VALID if "." not in name)):
     """Values of ``levels`` and ``phases``: some changes under some keys, right and wrong."""
-    names = [name for name in VALID if "." not in name]
+    names = list(names)
     valid = st.sampled_from(names).flatmap(
         lambda name: st.dictionaries(st.just(name), VALID[name] | ANYTHING)
     )
@@ -107,6 +110,7 @@ VALUES = {
     **{name: valid | ANYTHING for name, valid in VALID.items()},
     "levels": changed_by(st.sampled_from([1, 2, 4, "2"])) | ANYTHING,
     "schedule.phases": changed_by(st.floats(0.01, 1) | st.just("0.5")) | ANYTHING,
+    "by_guidance": changed_by(st.floats(0, 20) | st.just("5"), VALID) | ANYTHING,
 }
 
 
@@ -130,13 +134,18 @@ def check_result(config: ToMeConfig, folder) -> None:
     assert not most.schedule.changes_ratio
     for level in (1, 2):
         phases = list(config.stages(level))
-        assert len(phases) == 1 + len(config.schedule.phases)
+        assert len(phases) == sum(1 + len(own.schedule.phases) for own in config.variants())
         for index in range(3):
             found = config.at(level, index, 3)
             assert type(found) is MergeSettings
             assert 0 <= found.ratio <= max(stage.ratio for stage in phases)
-    every, shallow_every = config.reuse.intervals(10)
-    assert 1 <= shallow_every <= every <= config.reuse.every
+    for steps in (1, 2, 3, 10):
+        for adds_noise in (False, True):
+            runs = config.reuse.steps_of(steps, adds_noise)
+            assert set(runs.full) <= set(runs.shallow) <= set(range(steps))
+            assert list(runs.full) == sorted(set(runs.full))
+            assert config.reuse.full_steps or {0, min(1, steps - 1), steps - 1} <= set(runs.full)
+    assert not any(own.by_guidance for own in config.variants())
     if not callable(config.schedule.ratio):
         save_config(config, folder / "settings.json")
         assert load_config(folder / "settings.json") == config
@@ -167,6 +176,7 @@ def test_valid_settings_are_refused_only_where_they_do_not_go_together(given_set
     config, _ = attempt(lambda: ToMeConfig.from_dict(given_settings))
     if config is None:
         together = {"ratio", "sx", "sy", "st", "planner", "merge_attn", "reuse.shallow_every"}
+        together.add("reuse.shallow_steps")
         assert given_settings.keys() & {*together, "plans.guidance", "correction.every"}
     else:
         check_result(config, tmp_path_factory.getbasetemp())

@@ -57,7 +57,7 @@ def test_a_function_cannot_be_saved(tmp_path):
         ('{"version": 1, "settings": {"ratio": 0.1, "ratio": 0.2}}', "ratio: expected once, got it 2 times"),
         (
             '{"version": 1, "settings": {"reuse": {"every": 0}}}',
-            r"reuse\.every: expected an integer ≥ 1, got 0",
+            r"reuse\.every: expected a number ≥ 1, got 0",
         ),
         ('{"version": 1, "settings": {"reuse": 2}}', "expected settings out of ratio, .* got reuse"),
         ('{"version": 1, "settings": {"levels": {"a": {}}}}', "levels: expected an integer ≥ 1, got 'a'"),

@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+from types import SimpleNamespace
 from typing import Any
 
 import cached
+import diffusers
 import hosts
 import pytest
 import torch
@@ -36,6 +38,7 @@ from tokenmerge import (
 from tokenmerge.ops import Plan, merge, unmerge
 from tokenmerge.runtime.patch import state_of
 from tokenmerge.runtime.reuse import Residual, extrapolated, residual_of, updated
+from tokenmerge.runtime.scheduler import step_of
 from tokenmerge.runtime.state import STATE, BlockState, LayerState
 
 HALF: dict[str, Any] = {"ratio": 0.5, "max_downsample": 8}
@@ -306,11 +309,11 @@ def test_in_a_unet_nothing_runs_below_the_finest_level(remove):
 @pytest.mark.parametrize(
     ("every", "start", "steps_of_all", "steps_of_finest"),
     [
-        (4, 0.0, [0, 1, 5], [0, 1, 3, 5, 7]),
-        (3, 0.0, [0, 1, 4, 7], [0, 1, 3, 4, 6, 7]),
+        (4, 0.0, [0, 1, 7], [0, 1, 3, 5, 7]),
+        (3, 0.0, [0, 1, 4, 7], [0, 1, 3, 4, 5, 7]),
         (2, 0.0, [0, 1, 3, 5, 7], [0, 1, 3, 5, 7]),
         (2, 0.5, [0, 1, 3, 5, 7], [0, 1, 2, 3, 5, 7]),
-        (4, 0.7, [0, 1, 5], [0, 1, 2, 3, 4, 5, 7]),
+        (4, 0.7, [0, 1, 7], [0, 1, 2, 3, 4, 5, 7]),
     ],
 )
 def test_on_some_steps_the_last_layer_of_a_unet_runs_alone(every, start, steps_of_all, steps_of_finest):
@@ -334,11 +337,9 @@ def test_on_some_steps_the_last_layer_of_a_unet_runs_alone(every, start, steps_o
 
 
 def test_in_short_generations_more_steps_run_everything():
-    config = ToMeConfig(reuse=StepReuse(every=4, shallow_every=2, span=0.25))
-    assert [config.reuse.intervals(steps) for steps in (1, 7, 8, 12, 15, 16, 50)] == [
-        *((1, 1), (1, 1), (2, 1), (3, 1), (3, 1), (4, 2), (4, 2))
-    ]
-    assert ToMeConfig(reuse=StepReuse(every=3, shallow_every=3)).reuse.intervals(20) == (3, 3)
+    reuse = StepReuse(every=4, shallow_every=2, span=0.25)
+    ran = [(len(runs.full), len(runs.shallow)) for runs in map(reuse.steps_of, (1, 7, 8, 12, 15, 16, 50))]
+    assert ran == [(1, 1), (7, 7), (5, 8), (5, 12), (6, 15), (5, 9), (14, 32)]
     unet, ran = hosts.unet(), []
     patch = apply_token_merging(unet, ToMeConfig(**HALF, reuse=StepReuse(every=4, span=0.25)))
     unet.mid_block.resnets[0].register_forward_hook(lambda *_: ran.append(index))
@@ -346,6 +347,59 @@ def test_in_short_generations_more_steps_run_everything():
         patch.at_step(index, 8)
         hosts.call(unet, **hosts.inputs(1, seed=index))
     assert ran == [0, 1, 3, 5, 7]
+
+
+def test_full_steps_lie_where_the_settings_say():
+    """k of them in any generation, the first two and the last among them; or at places that are given."""
+    assert StepReuse(every=4).steps_of(20).full == (0, 1, 6, 10, 14, 19)
+    assert StepReuse(every=4, spacing=0.6).steps_of(20).full == (0, 1, 9, 13, 16, 19)
+    assert StepReuse(every=1.2, spacing=0.6).steps_of(8).full == (0, 1, 3, 4, 5, 6, 7)
+    assert StepReuse(every=100).steps_of(20).full == (0, 1, 19)
+    assert StepReuse(every=4).steps_of(20, adds_noise=True) == StepReuse(every=4, spacing=0.65).steps_of(20)
+    assert StepReuse(every=4, spacing=1).steps_of(20, adds_noise=True) == StepReuse(every=4).steps_of(20)
+    given = StepReuse(full_steps=(0, 0.05, 0.5, 1), shallow_steps=(0.25, 0.75)).steps_of(21)
+    assert given.full == (0, 1, 10, 20)
+    assert given.shallow == (0, 1, 5, 10, 15, 20)
+    unet, ran = hosts.unet(), []
+    patch = apply_token_merging(unet, ToMeConfig(**HALF, reuse=StepReuse(full_steps=(0, 0.2, 0.6, 1))))
+    unet.mid_block.resnets[0].register_forward_hook(lambda *_: ran.append(index))
+    for index in range(6):
+        patch.at_step(index, 6)
+        hosts.call(unet, **hosts.inputs(1, seed=index))
+    assert ran == [0, 1, 3, 5]
+
+
+@pytest.mark.parametrize(
+    ("name", "noise"), [("DDIM", False), ("EulerAncestralDiscrete", True), ("DDPM", True)]
+)
+def test_a_solver_that_adds_noise_has_its_own_spacing(name, noise):
+    scheduler = getattr(diffusers, f"{name}Scheduler")()
+    scheduler.set_timesteps(20)
+    step = step_of(scheduler, scheduler.timesteps[0])
+    assert step is not None
+    assert step.adds_noise is noise
+
+
+def test_strong_guidance_has_settings_of_its_own():
+    """They hold from the first call of a generation on, by the scale that the pipeline says."""
+    reuse, strong = StepReuse(every=3), {"scope": "block", "correction.every": 3, "reuse.every": 1}
+    config = ToMeConfig(ratio=0.4, reuse=reuse, by_guidance={5: strong, 9: {"ratio": 0.2}})
+    unet, found = hosts.unet(), []
+    pipe = SimpleNamespace(unet=unet, scheduler=None, do_classifier_free_guidance=True, guidance_scale=0.0)
+    patch = apply_token_merging(pipe, config)
+    for scale in (1.0, 4.9, 5.0, 9.0):
+        pipe.guidance_scale = scale
+        for index in range(2):
+            patch.at_step(index, 8)
+            hosts.call(unet, **hosts.inputs(2))
+        context = state_of(unet).context.config
+        found.append((context.ratio, context.scope, context.correction.every, context.reuse.every))
+    weak, middle = (0.4, "layers", 0, 3), (0.4, "block", 3, 1)
+    assert found == [weak, weak, middle, (0.2, *middle[1:])]
+    pipe.do_classifier_free_guidance = False
+    patch.at_step(0, 8)
+    hosts.call(unet, **hosts.inputs(2))
+    assert state_of(unet).context.config == config.at_guidance(None)
 
 
 @pytest.mark.parametrize(("path", "reuse"), [("up_blocks.0", (2, 1)), ("up_blocks.1.attentions.0", (2, 2))])

@@ -9,6 +9,7 @@ from tokenmerge.config.checks import as_items, as_number, check_fields, number, 
 from tokenmerge.config.value import Value
 
 _SPACING_WITH_NOISE = 0.65
+_EXACT = 2**53  # up to here floats hold every integer
 _above_0 = number("a number above 0 and up to 1, or None", lambda value: 0 < value <= 1)
 
 
@@ -41,8 +42,8 @@ class StepReuse(Value):
             ``every``, above all under strong guidance.
         shallow_from: share of the steps, 0 ≤ shallow_from < 1, that run all of the finest level before any
             step skips it. Raising it gives up the saving of these steps and brings the picture closer.
-        span: highest mean distance between full steps, as a share of all steps, 0 < span ≤ 1; half of it for
-            the finest level. It limits the loss in short generations, whose steps differ more from each
+        span: highest mean distance between full steps, as a share of all steps, 0 < span ≤ 1, rounded down to
+            whole steps; half of it for the finest level. It limits the loss in short generations, whose steps differ more from each
             other. Raising it saves more there, and loses more.
         full_steps: places of the full steps, 0 (the first step) to 1 (the last), in place of ``every``,
             ``spacing`` and ``span``: ``(0, 0.05, 0.5, 0.8, 1)``. More places save less and bring the picture
@@ -53,6 +54,8 @@ class StepReuse(Value):
     Raises:
         ConfigError: a value is outside these ranges.
 
+    >>> StepReuse(every=4).steps_of(20).full
+    (0, 1, 6, 10, 14, 19)
     >>> StepReuse(every=4, spacing=0.6).steps_of(20).full
     (0, 1, 9, 13, 16, 19)
     """
@@ -110,11 +113,11 @@ class StepReuse(Value):
         if self.full_steps:
             full = _at_places(self.full_steps, steps)
             return StepsOfReuse(full, tuple(sorted({*full, *_at_places(self.shallow_steps, steps)})))
-        longest, spacing = self.span * steps, self.spacing
+        span, spacing = self.span * steps, self.spacing
         if spacing is None:
             spacing = _SPACING_WITH_NOISE if adds_noise else 1.0
-        full = _spread(steps, min(self.every, longest), spacing)
-        shallow = {*_spread(steps, min(self.shallow_every, longest / 2), spacing), *full}
+        full = _spread(steps, min(self.every, int(span)), spacing)
+        shallow = {*_spread(steps, min(self.shallow_every, int(span / 2)), spacing), *full}
         shallow.update(range(round(self.shallow_from * steps)))
         return StepsOfReuse(full, tuple(sorted(shallow)))
 
@@ -153,7 +156,7 @@ def _at_places(places: tuple[float, ...], steps: int) -> tuple[int, ...]:
 
 def _check_distance(name: str, value: Any) -> float:
     plain = number("a number ≥ 1", lambda value: value >= 1)(name, value)
-    return int(plain) if plain.is_integer() else plain
+    return int(plain) if plain.is_integer() and plain < _EXACT else plain
 
 
 def _check_spacing(name: str, value: Any) -> float | None:

@@ -18,7 +18,6 @@ from tokenmerge.runtime.state import ModelState
 
 # After two full steps the cache of step reuse is largest. The second must not be one of the last steps.
 _STEPS_TO_KEEP_MOST = 4
-_LONGEST_REUSE = StepReuse(full_steps=(0, 0.3, 1))
 
 Arguments = Callable[[], dict[str, Any]]
 
@@ -49,7 +48,7 @@ def kept_bytes(host: Host, config: ToMeConfig, arguments: Arguments) -> int:
         config.most(),
         plans=config.plans,
         correction=config.correction,
-        reuse=_LONGEST_REUSE if config.reuse.on else config.reuse,
+        reuse=_with_long_distances(config.reuse),
     )
     with _patched(host, keeping) as state:
         for index in range(2):
@@ -62,6 +61,12 @@ def kept_bytes(host: Host, config: ToMeConfig, arguments: Arguments) -> int:
     kept = [tensor for residual in residuals for tensor in (*residual.latest, *(residual.delta or ()))]
     kept += [tensor for plan in plans for tensor in plan]
     return sum(tensor.nbytes for tensor in kept if isinstance(tensor, Tensor))
+
+
+def _with_long_distances(reuse: StepReuse) -> StepReuse:
+    """Step reuse that caches the same tensors, and does so in a generation of a few steps."""
+    every = _STEPS_TO_KEEP_MOST if reuse.on else 1
+    return StepReuse(every=every, shallow_every=every if reuse.skips_finest else 1)
 
 
 @contextlib.contextmanager

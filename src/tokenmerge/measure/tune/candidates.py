@@ -115,10 +115,9 @@ def in_force(config: ToMeConfig, steps: int, merges: bool) -> ToMeConfig | None:
 def _reuse_in_force(reuse: StepReuse, steps: int) -> StepReuse:
     if len(reuse.steps_of(steps).full) == steps:
         return StepReuse()
-    longest = reuse.span * steps
-    every = min(reuse.every, longest)
-    shallow_every = max(1, min(reuse.shallow_every, longest / 2))
-    return dataclasses.replace(reuse, every=max(1, every), shallow_every=shallow_every, span=1.0)
+    span = reuse.span * steps
+    every, shallow_every = min(reuse.every, int(span)), min(reuse.shallow_every, int(span / 2))
+    return dataclasses.replace(reuse, every=max(1, every), shallow_every=max(1, shallow_every), span=1.0)
 
 
 def _merging() -> Iterator[tuple[str, str, float]]:
