@@ -60,6 +60,7 @@ class ModelState:
         parts: its blocks, layers and stages that merge or are skipped, in the order of ``groups``.
         given_grid: the model's finest token grid in the next calls, where the user gave it; None: not given.
         record: where each block leaves its latest plan, by its path, while somebody asks for it.
+        warned: what was said of samples with nothing to merge, whose calls run dense; None: they are errors.
     """
 
     config: ToMeConfig
@@ -73,6 +74,7 @@ class ModelState:
     parts: tuple[BlockState | LayerState | StageState, ...] = ()
     given_grid: Grid | None = None
     record: dict[str, RecordedPlan] | None = None
+    warned: set[str] | None = None
 
     @property
     def merges(self) -> bool:
