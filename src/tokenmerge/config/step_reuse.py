@@ -43,8 +43,8 @@ class StepReuse(Value):
         shallow_from: share of the steps, 0 ≤ shallow_from < 1, that run all of the finest level before any
             step skips it. Raising it gives up the saving of these steps and brings the picture closer.
         span: highest mean distance between full steps, as a share of all steps, 0 < span ≤ 1, rounded down to
-            whole steps; half of it for the finest level. It limits the loss in short generations, whose steps differ more from each
-            other. Raising it saves more there, and loses more.
+            whole steps; half of it for the finest level. It limits the loss in short generations, whose steps
+            differ more from each other. Raising it saves more there, and loses more.
         full_steps: places of the full steps, 0 (the first step) to 1 (the last), in place of ``every``,
             ``spacing`` and ``span``: ``(0, 0.05, 0.5, 0.8, 1)``. More places save less and bring the picture
             closer. Empty: as ``every`` says.
@@ -55,7 +55,7 @@ class StepReuse(Value):
         ConfigError: a value is outside these ranges.
 
     >>> StepReuse(every=4).steps_of(20).full
-    (0, 1, 6, 10, 14, 19)
+    (0, 1, 5, 10, 15, 19)
     >>> StepReuse(every=4, spacing=0.6).steps_of(20).full
     (0, 1, 9, 13, 16, 19)
     """
@@ -108,7 +108,7 @@ class StepReuse(Value):
             adds_noise: whether the solver adds noise in each step.
 
         >>> StepReuse(every=4, shallow_every=2, span=0.25).steps_of(8)
-        StepsOfReuse(full=(0, 1, 2, 4, 6, 7), shallow=(0, 1, 2, 3, 4, 5, 6, 7))
+        StepsOfReuse(full=(0, 1, 3, 5, 7), shallow=(0, 1, 2, 3, 4, 5, 6, 7))
         """
         if self.full_steps:
             full = _at_places(self.full_steps, steps)
