@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import tomesd
 import torch
+from diffusers import StableDiffusionControlNetPipeline
 from torch import nn
 
 import tokenmerge
@@ -204,6 +205,76 @@ def test_where_nothing_would_merge_the_model_runs_dense_as_with_tomesd_and_a_war
     assert torch.equal(hosts.call(model, **inputs()), dense)
     with pytest.raises(NothingToMergeError):
         tokenmerge.apply_token_merging(hosts.sdxl(), tokenmerge.ToMeConfig(ratio=0.5))
+
+
+# tomesd runs the last two dense. With the others it raises an IndexError, because there is no destination.
+TOO_SMALL = {
+    "one row": ((1, 64), {}, r"1 × 64 tokens at level 1.* cells of sy=2 × sx=2"),
+    "one column": ((64, 1), {"max_downsample": 2}, r"64 × 1 tokens at level 1.* cells of sy=2 × sx=2"),
+    "wide cells": ((4, 3), {"sx": 4, "sy": 3, "ratio": 0.8}, r"4 × 3 tokens at level 1.* sy=3 × sx=4"),
+    "one token": ((1, 1), {"max_downsample": 8}, r"1 × 1 tokens at level 1"),
+    "a low ratio": ((2, 2), {"ratio": 0.2}, r"2 × 2 tokens at level 1, of which ratio=0\.2"),
+}
+
+
+@pytest.mark.parametrize(("size", "settings", "message"), TOO_SMALL.values(), ids=TOO_SMALL)
+def test_a_sample_with_nothing_to_merge_runs_dense_with_one_warning(size, settings, message):
+    unet, inputs = hosts.unet(), hosts.inputs(2, *size)
+    dense, dense_at_16 = hosts.call(unet, **inputs), hosts.call(unet, **hosts.inputs())
+    apply_patch(unet, **settings)
+    with pytest.warns(UserWarning, match=f"{message}.*larger image, lower sx and sy.*runs dense") as caught:
+        results = [hosts.call(unet, **inputs) for _ in range(3)]
+    assert len(caught) == 1
+    assert all(torch.equal(result, dense) for result in results)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not torch.equal(hosts.call(unet, **hosts.inputs()), dense_at_16)  # others merge
+        assert torch.equal(hosts.call(unet, **inputs), dense)
+    with (
+        tokenmerge.token_merging(unet, tokenmerge.ToMeConfig(**settings)),
+        pytest.raises(NothingToMergeError),
+    ):
+        hosts.call(unet, **inputs)
+
+
+@pytest.mark.parametrize("size", [(2, 64), (64, 2), (2, 2)])
+def test_a_deep_level_that_is_too_small_runs_dense_without_a_word(size):
+    """Level 2 has one row or column: tomesd raises an IndexError there, or leaves one token dense."""
+    unet, other, inputs = hosts.unet(), hosts.unet(), hosts.inputs(2, *size)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        apply_patch(unet, max_downsample=2, use_rand=False)
+        apply_patch(other, max_downsample=1, use_rand=False)
+        both = [hosts.call(model, **inputs) for model in (unet, other)]
+    assert torch.equal(*both)
+
+
+def test_a_graph_of_the_whole_model_runs_such_a_sample_dense_too():
+    unet, inputs = hosts.unet(), hosts.inputs(2, 1, 64)
+    dense = hosts.call(unet, **inputs)
+    apply_patch(unet)
+    compiled = torch.compile(unet, backend=hosts.counting([]), fullgraph=True)
+    with pytest.warns(UserWarning, match="1 × 64 tokens at level 1") as caught:
+        assert all(torch.equal(hosts.call(compiled, **inputs), dense) for _ in range(2))
+    assert sum("tokens at level" in str(warning.message) for warning in caught) == 1
+
+
+def test_a_pipeline_with_a_controlnet_is_warned_about_once(pipe):
+    control = hosts.controlnet(block_out_channels=(16, 32), norm_num_groups=4)
+    parts = {**pipe.components, "controlnet": control, "requires_safety_checker": False}
+    pipe = StableDiffusionControlNetPipeline(**parts)
+    pipe.set_progress_bar_config(disable=True)
+    size = {"height": 2, "width": 32}
+    given = {"image": torch.zeros(1, 3, *size.values()), **size, "output_type": "np"}
+
+    def draw() -> np.ndarray:
+        return pipe("a", num_inference_steps=2, generator=torch.Generator().manual_seed(0), **given).images
+
+    dense = draw()
+    apply_patch(pipe)
+    with pytest.warns(UserWarning, match="1 × 16 tokens at level 1") as caught:
+        assert np.array_equal(draw(), dense)
+    assert sum("tokens at level" in str(warning.message) for warning in caught) == 1
 
 
 @pytest.mark.parametrize("number", [0.25, 1.0, 2.5, 3, 16, torch.tensor(2), np.float32(1)])

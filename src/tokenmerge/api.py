@@ -164,19 +164,33 @@ def apply_token_merging(
             "config: expected a ratio such as 0.5, a ToMeConfig such as ToMeConfig(ratio=0.5), a "
             f"ViTConfig such as ViTConfig(r=8), or a file of settings such as 'tuned.json', got {config!r}"
         )
-    return _merge_in_hosts(pipe_or_model, config, found_for)
+    return merge_in_hosts(pipe_or_model, config, found_for=found_for)
 
 
-def _merge_in_hosts(
-    model: object, config: ToMeConfig, found_for: FoundFor | None
+def merge_in_hosts(
+    model: object,
+    config: ToMeConfig,
+    dense_if_too_small: bool = False,
+    found_for: FoundFor | None = None,
 ) -> Patch[Report, RecordedPlan]:
+    """Patch a diffusion model as :func:`apply_token_merging` does.
+
+    Args:
+        model: a diffusers pipeline or model, or a CompVis-style model.
+        config: what to merge and how much.
+        dense_if_too_small: run a call whose sample has too few tokens to merge dense, with one warning for
+            each size. Otherwise such a call is a NothingToMergeError.
+        found_for: what the settings were found for; anything else is warned of. None: unknown.
+    """
     hosts = _hosts(model)
     merging, _ = hosts_that_merge(hosts, config, size=None)
     for host in hosts:
         restore(host.root)
     pipeline = Pipeline(None if isinstance(model, nn.Module) else model)
     states = {host.root: new_state(host, config, pipeline) for host in merging}
+    warned: set[str] | None = set() if dense_if_too_small else None
     for host in merging:
+        states[host.root].warned = warned
         patch_host(host, states[host.root])
     denoiser = next((host for host in merging if not host.controlnet), merging[0])
     if found_for is not None:

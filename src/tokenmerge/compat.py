@@ -7,7 +7,7 @@ import numbers
 import warnings
 from typing import Any, TypeVar
 
-from tokenmerge.api import apply_token_merging, remove_token_merging
+from tokenmerge.api import merge_in_hosts, remove_token_merging
 from tokenmerge.config import PlanSharing, ToMeConfig, highest_ratio
 from tokenmerge.errors import ConfigError, NothingToMergeError
 
@@ -29,7 +29,8 @@ def apply_patch(
 ) -> Model:
     """Speed up a diffusion model, in place: the signature and the meaning of ``tomesd.apply_patch``.
 
-    Where nothing would merge, the model is restored as by :func:`remove_patch`, and a warning says why.
+    Where nothing would merge, the model is restored as by :func:`remove_patch`, and a warning says why. Where
+    the sample of a call has too few tokens to merge, that call runs dense, with one warning for each size.
 
     Args:
         model: a diffusers pipeline or model, a CompVis-style model, or any object with
@@ -76,7 +77,7 @@ def apply_patch(
             raise NothingToMergeError(
                 f"nothing to merge: max_downsample={max_downsample} merges no level; set it to 1 or more"
             )
-        apply_token_merging(model, config)
+        merge_in_hosts(model, config, dense_if_too_small=True)
     except NothingToMergeError as error:
         remove_token_merging(model)
         warnings.warn(f"{error}; until then the model runs unpatched", stacklevel=2)

@@ -11,7 +11,9 @@ import pytest
 import tiny_pipeline
 import torch
 
+import tokenmerge.measure.bench.loaded_model
 import tokenmerge.measure.generate.run
+import tokenmerge.measure.pipelines.call
 from tests.small_files import small_files
 from tokenmerge import PlanSharing, Schedule, presets
 from tokenmerge.cli import main
@@ -366,6 +368,68 @@ def test_a_stride_larger_than_the_grid_is_one_line(folder, capsys):
 def test_a_missing_extra_is_one_line(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "diffusers", None)
     assert 'pip install "tokenmerge[diffusers]"' in refused(capsys, "inspect")
+
+
+@pytest.fixture(
+    params=[
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB\nMore lines"),
+        MemoryError(),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory: you …"),
+    ],
+    ids=["device", "Python", "CPU"],
+)
+def no_memory(request):
+    def fail(*args, **kwargs):
+        raise request.param
+
+    return fail
+
+
+@pytest.mark.parametrize(
+    ("command", "loader"),
+    [
+        (("generate", "x", "--out", "{tmp}"), "tokenmerge.measure.generate.run.load_pipeline"),
+        (("evaluate", "--out", "{tmp}/a.jsonl"), "tokenmerge.measure.evaluate.runner.load_pipeline"),
+        (
+            ("bench", "--model", "{folder}", "--out", "{tmp}/a.jsonl"),
+            "tokenmerge.measure.bench.loaded_model.load_sketch",
+        ),
+        (("inspect",), "tokenmerge.cli.inspect:load_sketch"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, tuple) else "",
+)
+def test_too_little_memory_for_the_weights_is_one_line(
+    command, loader, no_memory, folder, tmp_path, capsys, monkeypatch
+):
+    module, _, name = loader.replace(":", ".").rpartition(".")
+    monkeypatch.setattr(sys.modules[module], name, no_memory)
+    line = refused(capsys, *(word.format(tmp=tmp_path, folder=folder) for word in command))
+    assert line.startswith("out of memory")
+    assert "smaller size, batch or model" in line
+
+
+def test_too_little_memory_for_the_weights_is_a_cell_of_bench(
+    no_memory, folder, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(tokenmerge.measure.bench.loaded_model, "load_pipeline", no_memory)
+    out = tmp_path / "a.jsonl"
+    arguments = ["--model", str(folder), "--scope", "pipeline", "--device", "cpu", "--out", str(out)]
+    assert main(["bench", *arguments]) == 0
+    assert capsys.readouterr().err == ""
+    assert {json.loads(line)["status"] for line in out.read_text().splitlines()} == {"oom"}
+
+
+@pytest.mark.parametrize("command", [("generate", "x", "--method", "tome"), ("evaluate", "--limit", 1)])
+def test_too_little_memory_for_a_picture_is_one_line(
+    command, no_memory, folder, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(tokenmerge.measure.pipelines.call.PipelineCall, "__call__", no_memory)
+    (tmp_path / "prompts.txt").write_text("a boat\n")
+    prompts = ("--prompts", tmp_path / "prompts.txt") if command[0] == "evaluate" else ()
+    out = tmp_path / ("a.jsonl" if prompts else "pictures")
+    line = refused(capsys, *command, "--model", folder, *prompts, "--out", out, "--steps", 1)
+    assert "memory" in line
+    assert "lower --" in line
 
 
 def test_with_torch_alone_the_extra_is_named():

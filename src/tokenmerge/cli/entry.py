@@ -15,6 +15,7 @@ __all__ = ["main"]
 
 _BAD_INPUT = 2
 _INTERRUPTED = 130
+_LONGEST_REASON = 200
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -45,6 +46,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("tokenmerge: interrupted; finished results are kept", file=sys.stderr)
         return _INTERRUPTED
+    except Exception as error:
+        from tokenmerge.measure.out_of_memory import is_out_of_memory
+
+        if not is_out_of_memory(error):
+            raise
+        reason = str(error).strip().partition("\n")[0][:_LONGEST_REASON]
+        print(
+            f"tokenmerge: out of memory{reason and f' ({reason})'}; take a smaller size, batch or model, a "
+            "dtype with 16 bits, or close other programs; finished results are kept",
+            file=sys.stderr,
+        )
+        return _BAD_INPUT
 
 
 def _commands(arguments: Sequence[str]) -> int:

@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from tokenmerge.errors import ConfigError, UnsupportedModelError
-from tokenmerge.runtime.planning import merges_tokens
+from tokenmerge.errors import ConfigError, NothingToMergeError, UnsupportedModelError
+from tokenmerge.runtime.planning import check_grid, merges_tokens
 from tokenmerge.runtime.state import ModelState
 
 __all__ = [
     "check_given",
+    "check_size",
     "check_stacks",
     "refuse_caches",
     "refuse_training",
@@ -33,6 +34,28 @@ def check_given(state: ModelState, root: nn.Module, arguments: Mapping[str, Any]
             f"{type(root).__name__}: called without {' and '.join(missing)}; token merging reads the token "
             f"grid and the step from {' and '.join(needed)}, so pass {'both' if len(needed) > 1 else 'it'}"
         )
+
+
+def check_size(state: ModelState, grid: tuple[int, int, int]) -> None:
+    """See that a call with this finest grid of (frames, rows, columns) has tokens to merge, or may run dense.
+
+    Raises:
+        NothingToMergeError: it has none, and may not run dense.
+    """
+    try:
+        check_grid(state.config, state.stages, grid)
+    except NothingToMergeError as error:
+        if state.warned is None:
+            raise
+        message = str(error)
+        if message not in state.warned:
+            state.warned.add(message)
+            _warn(f"{message}; until then a call with a sample of this size runs dense")
+
+
+@torch.compiler.assume_constant_result  # called while a graph is traced, and no part of it
+def _warn(message: str) -> None:
+    warnings.warn(message, stacklevel=2)
 
 
 def check_stacks(state: ModelState, root: nn.Module, arguments: Mapping[str, Any]) -> None:

@@ -11,6 +11,7 @@ from tokenmerge.errors import ConfigError, UnsupportedModelError
 from tokenmerge.models.layout import Grid
 from tokenmerge.runtime.call_checks import (
     check_given,
+    check_size,
     check_stacks,
     refuse_caches,
     warn_of_other_conditions,
@@ -21,7 +22,6 @@ from tokenmerge.runtime.due import begin_plans, caches_plans, correction_of, reu
 from tokenmerge.runtime.guidance import copies_are_equal
 from tokenmerge.runtime.per_thread import PerThread
 from tokenmerge.runtime.pipeline import guidance_copies
-from tokenmerge.runtime.planning import check_grid
 from tokenmerge.runtime.scheduler import DenoisingStep, needs_sync, number_of_steps
 from tokenmerge.runtime.state import STATE, ModelState, StageState
 from tokenmerge.runtime.step_seed import same_step
@@ -45,7 +45,7 @@ def before_model(root: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         check_stacks(state, root, arguments)
     if state.merges:
         grid = state.call.grid(root, arguments, state.given_grid or thread.grid)
-        check_grid(state.config, state.stages, grid)
+        check_size(state, grid)
         thread.grid.shape = grid
     by = state.call.timestep
     timestep = arguments[by] if isinstance(by, str) else by(root, arguments)

@@ -74,6 +74,7 @@ class ModelState:
         record: where each block leaves its latest plan, by its path, while somebody asks for it.
         found_for: what the settings were found for by ``tokenmerge tune``; None: unknown.
         compared_with: token grid and number of steps that were last compared with that.
+        warned: what was said of samples with nothing to merge, whose calls run dense; None: they are errors.
     """
 
     config: ToMeConfig
@@ -89,6 +90,7 @@ class ModelState:
     record: dict[str, RecordedPlan] | None = None
     found_for: FoundFor | None = None
     compared_with: tuple[object, ...] = ()
+    warned: set[str] | None = None
 
     @property
     def merges(self) -> bool:

@@ -399,6 +399,8 @@ def test_options_that_the_pipeline_does_not_know_are_refused(pipe, folder, tmp_p
     ("failure", "message"),
     [
         (torch.cuda.OutOfMemoryError("…"), "too little memory.*lower --size"),
+        (MemoryError(), "too little memory.*lower --size"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), "too little memory.*lower --size"),
         (
             type("InductorError", (RuntimeError,), {"__module__": "torch._inductor.exc"})("no C++"),
             "no C\\+\\+.*--compile",

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from tokenmerge.api import apply_token_merging
@@ -28,6 +27,7 @@ from tokenmerge.measure.files import (
 )
 from tokenmerge.measure.generate.options import GenerateOptions
 from tokenmerge.measure.generate.result import Quality, Result, VariantResult
+from tokenmerge.measure.out_of_memory import is_out_of_memory
 from tokenmerge.measure.pipelines.call import PipelineCall, latent_scale, own_size
 from tokenmerge.measure.pipelines.checks import check_compile, check_merging
 from tokenmerge.measure.pipelines.loading import (
@@ -261,11 +261,11 @@ def _failures_said(options: GenerateOptions) -> Iterator[None]:
     """Turn failures that a user can act on into one-line errors."""
     try:
         yield
-    except torch.cuda.OutOfMemoryError as error:
-        raise ConfigError(
-            "the GPU has too little memory for this; lower --size or --batch, or use --dtype fp16"
-        ) from error
-    except RuntimeError as error:
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise ConfigError(
+                "there is too little memory for this; lower --size or --batch, or use --dtype fp16"
+            ) from error
         if options.compile and type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
             reason = str(error).strip().partition("\n")[0]
             raise ConfigError(f"compile: torch.compile failed ({reason}); leave --compile out") from error
