@@ -136,10 +136,10 @@ def apply_token_merging(
             DINOv2 model of transformers, a ``VisionTransformer`` of timm, or a pipeline that contains one.
             A model that is already patched gets the new settings.
         config: what to merge and how much; or only the ratio of tokens to remove, for which
-            :func:`tokenmerge.auto.choose` chooses all other settings; or the path of a file that
-            :func:`tokenmerge.config.save_config` or ``tokenmerge tune`` wrote. With a file of the latter,
-            there is a warning if the model's class, the size or the number of steps are not those that the
-            settings were found for.
+            :func:`tokenmerge.auto.choose` chooses all other settings; or the path of a ``.json`` file
+            that :func:`tokenmerge.config.save_config` or ``tokenmerge tune`` wrote. There is a
+            warning if the model's class, the size or the number of steps are not those that tune found the
+            settings for.
 
     Returns:
         A handle: ``print(patch.report)`` shows what merges where, ``patch.remove()`` restores the model.
@@ -153,7 +153,7 @@ def apply_token_merging(
     if isinstance(config, ViTConfig):
         return _merge_in_encoders(pipe_or_model, config)
     found_for = None
-    if isinstance(config, str | os.PathLike):
+    if isinstance(config, os.PathLike) or (isinstance(config, str) and config.endswith(".json")):
         saved = load_settings(Path(config))
         config, found_for = saved.config, saved.found_for
     if isinstance(config, numbers.Real) and not isinstance(config, bool):
