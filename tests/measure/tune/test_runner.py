@@ -247,6 +247,12 @@ def test_settings_that_act_alike_are_tried_once() -> None:
     assert in_force(five, 4, merges=False) == in_force(four, 4, merges=False)  # 4 of 4 steps
 
 
+def test_of_settings_that_act_alike_one_is_in_the_search(made_up, options) -> None:
+    names = set(tune(options(steps=4, items=2)).configs)
+    alike = {f"tome ratio=0 max_downsample=8 reuse.every={every}" for every in (5, 4)}
+    assert len(alike & names) == 1
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
