@@ -172,8 +172,8 @@ def test_a_real_studio_is_unchanged_by_what_it_draws(options, monkeypatch) -> No
     assert [type(one) for one in found] == [Drawing, Drawing]
     assert [one.name for one in found] == [tome.name, few.name]
     assert [type(module) for module in studio.denoiser.modules()] == types
-    # Dense and one step differ; PSNR of different pictures is finite and below that of equal ones.
-    assert found[1].metrics["psnr"] < 100
+    # Merging and fewer steps change the picture; 100 dB stands for equal ones.
+    assert all(one.metrics["psnr"] < 100 for one in found)
 
 
 def test_a_picture_that_equals_dense_has_a_finite_psnr(options) -> None:
