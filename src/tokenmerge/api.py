@@ -146,8 +146,8 @@ def apply_token_merging(
             DINOv2 model of transformers, a ``VisionTransformer`` of timm, or a pipeline that contains one.
             A model that is already patched gets the new settings.
         config: what to merge and how much; or only the ratio (default: 0.5) of tokens to remove, for which
-            :func:`tokenmerge.auto.choose` chooses all other settings; or the path of a file that
-            :func:`tokenmerge.config.save_config` or ``tokenmerge tune`` wrote. With a file of the latter,
+            :func:`tokenmerge.auto.choose` chooses all other settings; or the path of a ``.json`` file
+            that :func:`tokenmerge.config.save_config` or ``tokenmerge tune`` wrote. With one of the latter,
             there is a warning if the model's class, the size or the number of steps are not those that the
             settings were found for.
         speedup: in place of ``config``, the wanted speed, ≥ 1: the default method at the lowest ratio whose
@@ -174,7 +174,7 @@ def apply_token_merging(
     if isinstance(config, ViTConfig):
         return _merge_in_encoders(pipe_or_model, config)
     found_for = None
-    if isinstance(config, str | os.PathLike):
+    if isinstance(config, os.PathLike) or (isinstance(config, str) and config.endswith(".json")):
         saved = load_settings(Path(config))
         config, found_for = saved.config, saved.found_for
     if isinstance(config, numbers.Real) and not isinstance(config, bool):
@@ -201,7 +201,7 @@ def merge_in_hosts(
         config: what to merge and how much.
         dense_if_too_small: run a call whose sample has too few tokens to merge dense, with one warning for
             each size. Otherwise such a call is a NothingToMergeError.
-        found_for: what ``tokenmerge tune`` found the settings for.
+        found_for: what the settings were found for; anything else is warned of. None: unknown.
     """
     hosts = _hosts(model)
     merging, _ = hosts_that_merge(hosts, config, size=None)
