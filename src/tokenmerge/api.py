@@ -22,6 +22,7 @@ from tokenmerge.report import Report, predict
 from tokenmerge.runtime.patch import hosts_that_merge, new_state, patch_host, restore, state_of
 from tokenmerge.runtime.pipeline import Pipeline
 from tokenmerge.runtime.state import ModelState, RecordedPlan
+from tokenmerge.speedup import ratio_for
 from tokenmerge.vit.config import ViTConfig
 from tokenmerge.vit.hosts import find_encoders
 from tokenmerge.vit.patch import checked_encoders, new_vit_state, patch_encoder
@@ -117,14 +118,23 @@ class Patch(Generic[AnyReport, AnyRecord]):
             yield latest
 
 
+_DEFAULT_RATIO = 0.5
+
+
 @overload
 def apply_token_merging(
-    pipe_or_model: object, config: ToMeConfig | float | str | os.PathLike[str] = 0.5
+    pipe_or_model: object,
+    config: ToMeConfig | float | str | os.PathLike[str] | None = None,
+    *,
+    speedup: float | None = None,
 ) -> Patch[Report, RecordedPlan]: ...
 @overload
 def apply_token_merging(pipe_or_model: object, config: ViTConfig) -> Patch[ViTReport, RecordedTokens]: ...
 def apply_token_merging(
-    pipe_or_model: object, config: ToMeConfig | ViTConfig | float | str | os.PathLike[str] = 0.5
+    pipe_or_model: object,
+    config: ToMeConfig | ViTConfig | float | str | os.PathLike[str] | None = None,
+    *,
+    speedup: float | None = None,
 ) -> Patch[Any, Any]:
     """Patch a diffusion model or a vision transformer in place, so that it merges tokens.
 
@@ -135,11 +145,15 @@ def apply_token_merging(
             model such as ``pipe.unet``, or a CompVis-style model. For a ViTConfig, a ViT, DeiT, CLIP or
             DINOv2 model of transformers, a ``VisionTransformer`` of timm, or a pipeline that contains one.
             A model that is already patched gets the new settings.
-        config: what to merge and how much; or only the ratio of tokens to remove, for which
-            :func:`tokenmerge.auto.choose` chooses all other settings; or the path of a file that
-            :func:`tokenmerge.config.save_config` or ``tokenmerge tune`` wrote. With a file of the latter,
+        config: what to merge and how much; or only the ratio (default: 0.5) of tokens to remove, for which
+            :func:`tokenmerge.auto.choose` chooses all other settings; or the path of a ``.json`` file
+            that :func:`tokenmerge.config.save_config` or ``tokenmerge tune`` wrote. With one of the latter,
             there is a warning if the model's class, the size or the number of steps are not those that the
             settings were found for.
+        speedup: in place of ``config``, the wanted speed, ≥ 1: the default method at the lowest ratio whose
+            counted operations promise it at the model's default size and the pipeline's default number of
+            steps; :func:`tokenmerge.speedup.ratio_for` takes others. Raising it makes the picture less like
+            the dense one.
 
     Returns:
         A handle: ``print(patch.report)`` shows what merges where, ``patch.remove()`` restores the model.
@@ -150,10 +164,17 @@ def apply_token_merging(
             denoiser merges; the report names it.
         ConfigError: ``config`` is not a configuration, or does not fit the model.
     """
+    if speedup is not None:
+        if config is not None:
+            raise ConfigError(f"config, speedup: expected one of them, got {config!r} and {speedup!r}")
+        _hosts(pipe_or_model)  # for a vision transformer, this error names ViTConfig
+        config = ratio_for(pipe_or_model, speedup)
+    elif config is None:
+        config = _DEFAULT_RATIO
     if isinstance(config, ViTConfig):
         return _merge_in_encoders(pipe_or_model, config)
     found_for = None
-    if isinstance(config, str | os.PathLike):
+    if isinstance(config, os.PathLike) or (isinstance(config, str) and config.endswith(".json")):
         saved = load_settings(Path(config))
         config, found_for = saved.config, saved.found_for
     if isinstance(config, numbers.Real) and not isinstance(config, bool):
@@ -180,7 +201,7 @@ def merge_in_hosts(
         config: what to merge and how much.
         dense_if_too_small: run a call whose sample has too few tokens to merge dense, with one warning for
             each size. Otherwise such a call is a NothingToMergeError.
-        found_for: what ``tokenmerge tune`` found the settings for.
+        found_for: what the settings were found for; anything else is warned of. None: unknown.
     """
     hosts = _hosts(model)
     merging, _ = hosts_that_merge(hosts, config, size=None)
