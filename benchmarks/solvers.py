@@ -2,8 +2,9 @@
 
 For each solver and guidance scale, pictures of a bundled model are drawn dense, with `auto` at 0.25 and 0.5,
 with tomesd at 0.5, and dense with as few steps as take the time of each `auto`. The methods take turns at
-each prompt. A line of the record is one picture: PSNR to the dense picture of the same seed, wall and CPU seconds.
-A second run with the same record goes on where the first one stopped; `--table` prints what the record holds.
+each prompt. A line of the record is one picture: PSNR to the dense picture of the same seed, wall and CPU
+seconds. A second run with the same record goes on where the first one
+stopped; `--table` prints what the record holds.
 
     python benchmarks/solvers.py --model emoji-unet --out benchmarks/solvers_cpu.jsonl
     python benchmarks/solvers.py --model emoji-mmdit --out benchmarks/solvers_cpu.jsonl

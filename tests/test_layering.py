@@ -28,7 +28,7 @@ MAY_IMPORT = {
     "vit": "errors ops config planners models runtime report",
     "auto": "errors config planners models",
     "speedup": "errors report auto",
-    "api": "errors config models runtime report vit auto speedup",
+    "api": "errors config presets models runtime report vit auto speedup",
     "compat": "errors config api",
     "pipeline_methods": "errors compat",
     "measure": "errors ops config planners models runtime report vit presets pictures auto api compat",

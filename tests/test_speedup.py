@@ -80,7 +80,7 @@ def test_it_is_applied(pipe):
     patch = apply_token_merging(pipe, speedup=1.6)
     assert state_of(pipe.unet).config == choose(pipe, ratio_for(pipe, 1.6))
     patch.remove()
-    with pytest.raises(ConfigError, match=r"config, speedup: expected one of them, got 0\.5 and 2"):
+    with pytest.raises(ConfigError, match=r"expected one of them, got config=0\.5, speedup=2"):
         apply_token_merging(pipe, 0.5, speedup=2)
 
 
