@@ -90,6 +90,7 @@ def kept_bytes(host: Host, config: ToMeConfig, arguments: Arguments) -> int:
         memory = state.threads.value.memory
         caches = () if memory is None else memory.caches
         residuals = [residual for cache in caches for residual in cache.residuals.values()]
+        residuals += [run.residual for cache in caches for run in cache.runs.values() if run.residual]
         plans = {id(plan): plan for cache in caches for plan in cache.plans.values()}.values()
     kept = [tensor for residual in residuals for tensor in (*residual.latest, *(residual.delta or ()))]
     kept += [tensor for plan in plans for tensor in plan]

@@ -23,17 +23,45 @@ from tokenmerge.runtime.step_tracker import StepTracker
 Call = tuple[int, int]
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class BlockRun:
+    """The place of a block in a run of blocks that are skipped together, from the last step that ran them.
+
+    Attributes:
+        single: whether the block returns one tensor, and not a pair.
+        place: of the image's tokens in the pair.
+        no_text: whether it returns no text.
+        residual: of the whole run, image and text, in its first block; None in the others.
+        blocks: of the run, in its first block.
+    """
+
+    single: bool
+    place: int
+    no_text: bool
+    residual: Residual | None = None
+    blocks: int = 0
+
+    def returned(self, image: Tensor, text: Tensor | None) -> Any:
+        """The tokens as the block returns them."""
+        if self.single:
+            return image
+        other = None if self.no_text else text
+        return (image, other) if self.place == 0 else (other, image)
+
+
 @dataclasses.dataclass(eq=False)
 class Cache:
     """What one block, layer or stage caches between calls.
 
     Attributes:
         plans: of a block; blocks that share plans share this dictionary.
+        runs: of a block that is skipped on some steps.
         residuals: of the last steps in which it ran.
         placeholders: of a stage whose result no running module reads: tensors without memory, of its shape.
     """
 
     plans: dict[Call, Plan] = dataclasses.field(default_factory=dict)
+    runs: dict[Call, BlockRun] = dataclasses.field(default_factory=dict)
     residuals: dict[Call, Residual] = dataclasses.field(default_factory=dict)
     placeholders: dict[Call, Any] = dataclasses.field(default_factory=dict)
 
@@ -94,6 +122,7 @@ class Memory:
 
     def _results(self) -> Iterator[dict[Call, Any]]:
         for cache in self.caches:
+            yield cache.runs
             yield cache.residuals
             yield cache.placeholders
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from torch import Tensor
 from tokenmerge.config import MergeSettings, ToMeConfig
 from tokenmerge.models.layout import Grid
 from tokenmerge.ops import Plan
-from tokenmerge.runtime.caches import Cache, Memory, RecordedCall
+from tokenmerge.runtime.caches import BlockRun, Cache, Call, Memory, RecordedCall
 from tokenmerge.runtime.step_seed import StepSeed
 
 
@@ -54,6 +55,41 @@ class CallContext:
     guidance_difference: Tensor | None = None
 
 
+class RunningBlocks:
+    """Blocks that have run one after another, each with the very tensors that the one before it returned.
+
+    Args:
+        first: cache of the first block, its call, and what was known of the run before.
+        start: tokens of the image and of the text that it was called with.
+
+    Attributes:
+        end: tokens of the image and of the text that the last block returned.
+        blocks: that have run.
+    """
+
+    def __init__(self, first: tuple[Cache, Call, BlockRun | None], start: tuple[Tensor, Any]) -> None:
+        self.first, self.start = first, start
+        self.end: tuple[Tensor, Any] = start
+        self.blocks = 0
+        self._version: int | None = None
+
+    def end_with(self, image: Tensor, text: Any) -> None:
+        """Note what a block returned; blocks without text of their own pass it on."""
+        self.end = image, self.end[1] if text is None else text
+        self.blocks += 1
+        self._version = _version(image)
+
+    def goes_on_with(self, image: Tensor, text: Any) -> bool:
+        """Whether a block is called with what the last one returned, unchanged."""
+        known = self.end[1]
+        return image is self.end[0] and _version(image) == self._version and (text is known or text is None)
+
+
+def _version(tensor: Tensor) -> int | None:
+    """How often a tensor was changed in place; None where it is not counted."""
+    return None if tensor.is_inference() else tensor._version
+
+
 class ThreadState:
     """What belongs to a thread that calls a patched model.
 
@@ -67,6 +103,7 @@ class ThreadState:
         seed: makes the numbers of steps.
         own_memory: what is cached where settings do not follow the steps.
         memory: what the running call caches; None before the first.
+        running_blocks: of a full step, whose residual is cached; None: there are none.
     """
 
     def __init__(self, context: CallContext, groups: Sequence[int]) -> None:
@@ -75,6 +112,7 @@ class ThreadState:
         self.seed = StepSeed()
         self.own_memory = Memory(groups)
         self.memory: Memory | None = None
+        self.running_blocks: RunningBlocks | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -102,6 +140,7 @@ class PartState:
         known: of a block, what its running call merges, where that is known before it runs: gradient
             checkpointing recomputes a recorded call, and a block that is compiled alone gets its plan from
             outside its graph. None: the block itself finds out.
+        counted: of a block that is compiled alone, whether its running call was numbered outside its graph.
     """
 
     def __init__(self) -> None:
@@ -109,3 +148,4 @@ class PartState:
         self.number = -1
         self.merge: ActiveMerge | None = None
         self.known: RecordedCall | None = None
+        self.counted = False

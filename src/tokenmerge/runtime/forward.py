@@ -15,10 +15,11 @@ from tokenmerge.errors import UnsupportedModelError
 from tokenmerge.models.call import HostCall
 from tokenmerge.models.layout import Layout
 from tokenmerge.ops import Plan, keep_destinations, merge, merge_with_norm
+from tokenmerge.runtime.block_runs import block_in_run
 from tokenmerge.runtime.caches import RecordedCall
 from tokenmerge.runtime.context import ActiveMerge
 from tokenmerge.runtime.host_method import HostMethod
-from tokenmerge.runtime.merged_call import add_lost, keyed_call, merged_call
+from tokenmerge.runtime.merged_call import add_lost, keyed_call, merged_call, of_image
 from tokenmerge.runtime.planning import plan_of, size_of
 from tokenmerge.runtime.proportional_attention import ProportionalAttention
 from tokenmerge.runtime.reuse import Residual, extrapolated, residual_of, updated
@@ -41,13 +42,14 @@ def block_call(original: HostMethod) -> Callable:
         state: BlockState | None = self.__dict__.get(STATE)
         if state is None:
             return original.of(self)(*args, **kwargs)
-        if state.threads.value.known is None:
+        if state.threads.value.known is None and not state.threads.value.counted:
             _count_call(state)
         call = HostCall(original.of(self), original.names(), args, kwargs)
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             return _block_with_gradients(state, call)
-        if state.caches_residuals and state.model.context.caches_residuals:
-            return _skippable_block(state, call)
+        # What is compiled alone is skipped outside its graph.
+        if _caches_residuals(state) and not torch.compiler.is_compiling():
+            return _skippable_block(state, call, lambda: _block(state, call))
         return _block(state, call)
 
     return forward
@@ -64,15 +66,22 @@ def compiled_block(names: Callable[[], Sequence[str]]) -> property:
 
     def call_graph(self: nn.Module, graph: Callable, *args: Any, **kwargs: Any) -> Any:
         state: BlockState | None = self.__dict__.get(STATE)
-        if state is None or torch.compiler.is_compiling() or not _plans_outside(state):
+        if state is None or torch.compiler.is_compiling():
+            return graph(*args, **kwargs)
+        if not (_plans_outside(state) or _caches_residuals(state)):
             return graph(*args, **kwargs)
         _count_call(state)
-        block = state.threads.value
-        block.known = _active_call(state, HostCall(graph, names(), args, kwargs))
-        try:
-            return graph(*args, **kwargs)
-        finally:
-            block.known = None
+        block, call = state.threads.value, HostCall(graph, names(), args, kwargs)
+
+        def run() -> Any:
+            block.known = _active_call(state, call) if _plans_outside(state) else None
+            block.counted = True
+            try:
+                return graph(*args, **kwargs)
+            finally:
+                block.known, block.counted = None, False
+
+        return _skippable_block(state, call, run) if _caches_residuals(state) else run()
 
     def get(self: nn.Module) -> Callable | None:
         graph = self.__dict__.get(COMPILED)
@@ -138,7 +147,7 @@ def layer_call(original: HostMethod) -> Callable:
         result = _corrected(state.block, plan, before, state.layout, call.result, merged)
         if _caches_correction(state.block, before):
             nothing = [0.0] * (1 if isinstance(result, Tensor) else len(result))
-            residuals[number] = residual_of(result, nothing)
+            residuals[number] = of_image(state.layout, residual_of(result, nothing), active.tokens)
         return result
 
     return forward
@@ -172,13 +181,20 @@ def _block_with_gradients(state: BlockState, call: HostCall) -> Any:
         block.known = None
 
 
-def _skippable_block(state: BlockState, call: HostCall) -> Any:
-    """The result of a block that is skipped on some steps: then its residual is extrapolated."""
+def _caches_residuals(state: BlockState) -> bool:
+    """Whether a block is one of those that are skipped on some steps of the running generation."""
+    return state.caches_residuals and state.model.context.caches_residuals
+
+
+def _skippable_block(state: BlockState, call: HostCall, run: Callable[[], Any]) -> Any:
+    """The result of a block that is skipped on some steps; ``run`` returns that of a full step."""
+    if not state.is_read_between:
+        return block_in_run(state, call, run)
     residuals, distance = state.threads.value.cache.residuals, state.model.context.extrapolation
     before = residuals.get(state.call)
     if distance is not None and before is not None:
         return extrapolated(before, _bases(state, call, len(before.latest)), distance)
-    result = _block(state, call)
+    result = run()
     residuals[state.call] = updated(before, _residual(state, call, result))
     return result
 
@@ -209,9 +225,8 @@ def _block(state: BlockState, call: HostCall) -> Any:
         residuals = block.cache.residuals
         before = residuals.get(state.call)
         result = _corrected(state, active.plan, before, block_layout, call.result, merged)
-        skippable = state.caches_residuals and state.model.context.caches_residuals
-        if _caches_correction(state, before) and not skippable:
-            residuals[state.call] = _residual(state, call, result)
+        if _caches_correction(state, before) and not (state.is_read_between and _caches_residuals(state)):
+            residuals[state.call] = of_image(block_layout, _residual(state, call, result), active.tokens)
         return result
     finally:
         block.merge = None
@@ -235,9 +250,7 @@ def _plans_outside(state: BlockState) -> bool:
     A plan that serves one call is better made in the graph, where its operations are fused. In a stack the
     first block plans, in its graph.
     """
-    context = state.model.context
-    skipped = state.caches_residuals and context.caches_residuals and context.extrapolation is not None
-    return context.caches_plans and not skipped and state.settings.scope != "stack"
+    return state.model.context.caches_plans and state.settings.scope != "stack"
 
 
 def _count_call(state: BlockState) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from tokenmerge.errors import ConfigError, UnsupportedModelError
 from tokenmerge.models.layout import Grid
+from tokenmerge.runtime.block_runs import finish_run
 from tokenmerge.runtime.call_checks import (
     check_given,
     check_size,
@@ -109,9 +110,11 @@ def before_blocks(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Non
 
 
 def after_model(root: nn.Module, args: tuple, result: Any) -> None:
-    """Behind the model: after the last step drop cached results, before the picture is decoded."""
+    """Behind the model: cache what its blocks added; after the last step drop it, before decoding."""
     state: ModelState = root.__dict__[STATE]
-    memory = state.threads.value.memory
+    thread = state.threads.value
+    memory = thread.memory
+    finish_run(thread)
     if memory is not None and memory.tracker.is_last:
         memory.forget_results(memory.tracker.call)
 

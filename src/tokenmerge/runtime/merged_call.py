@@ -11,6 +11,7 @@ from torch import Tensor
 from tokenmerge.models.call import HostCall
 from tokenmerge.models.layout import Layout, TokenArgument
 from tokenmerge.ops import Plan, unmerge
+from tokenmerge.runtime.reuse import Residual
 
 
 def merged_call(
@@ -95,6 +96,21 @@ def add_lost(
         for i, (value, residual) in enumerate(zip([result] if alone else result, residuals, strict=True))
     )
     return added[0] if alone else added
+
+
+def of_image(layout: Layout, residual: Residual, n: int) -> Residual:
+    """The part of a residual that is of the n tokens of the image; merging loses nothing of the text."""
+
+    def part(value: Tensor) -> Tensor:
+        image = layout.image(value, n)
+        return image if image.shape == value.shape else image.clone()
+
+    alone = len(residual.latest) == 1
+    parts = tuple(
+        part(value) if value is not None and (alone or i in layout.outputs) else None
+        for i, value in enumerate(residual.latest)
+    )
+    return residual._replace(latest=parts)
 
 
 def keyed_call(

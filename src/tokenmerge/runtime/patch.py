@@ -127,6 +127,7 @@ def new_state(host: Host, config: ToMeConfig, pipeline: Pipeline) -> ModelState:
             block.block_layout,
             block.batched,
             caches_residuals=skips_blocks and block.block_layout is not None,
+            is_read_between=host.controlnet,
             stack=role,
         )
         for block, role in zip(blocks, _stack_roles(blocks), strict=True)

@@ -127,6 +127,7 @@ class ModelState:
 
     def begin_call(self) -> None:
         """Before a call of the model: blocks count theirs from 0, and no stack has merged."""
+        self.threads.value.running_blocks = None  # of a call that was interrupted
         for part in self.parts:
             if isinstance(part, BlockState):
                 part.threads.value.number = -1
@@ -193,6 +194,7 @@ class BlockState:
     Attributes:
         grid: the token grid in each thread, noted by the module around it; None: that of the model.
         caches_residuals: whether it is skipped on some steps by itself, and not with its whole stage.
+        is_read_between: whether more than the next block reads its result, as in a ControlNet.
         threads: its running call in each thread.
         calls: under gradients, what it ran with.
     """
@@ -205,6 +207,7 @@ class BlockState:
     block_layout: Layout | None
     batched: bool
     caches_residuals: bool = False
+    is_read_between: bool = False
     stack: StackRole | None = None
     threads: PerThread[PartState] = dataclasses.field(default_factory=lambda: PerThread(PartState))
     calls: RecordedCalls = dataclasses.field(default_factory=RecordedCalls)

@@ -1,0 +1,70 @@
+"""Runs of blocks that are skipped together, and need one residual for all of them.
+
+Where each block gets the very tensors that the block before it returned, the sum of their residuals is the
+result of the last one less the input of the first one. A step that skips them adds this sum, extrapolated, in
+the first block, and the others return what they get. Runs are found while a full step runs: whatever the host
+or a ControlNet changes between two blocks begins a new run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from tokenmerge.models.call import HostCall
+from tokenmerge.runtime.caches import BlockRun
+from tokenmerge.runtime.context import RunningBlocks, ThreadState
+from tokenmerge.runtime.reuse import Residual, extrapolated, updated
+from tokenmerge.runtime.state import BlockState
+
+
+def block_in_run(state: BlockState, call: HostCall, run: Callable[[], Any]) -> Any:
+    """The result of a block that is skipped on some steps.
+
+    Args:
+        state: of the block, which can run on merged tokens as a whole.
+        call: of the block.
+        run: → the result of a full step.
+    """
+    assert state.block_layout is not None
+    tokens, text = state.layout.tokens_of(call), call.argument("encoder_hidden_states")
+    cache, number = state.threads.value.cache, state.call
+    distance, known = state.model.context.extrapolation, cache.runs.get(number)
+    if distance is not None and known is not None:
+        if known.residual is None:
+            return known.returned(tokens, text)
+        added = extrapolated(known.residual, (tokens, text), distance)
+        return known.returned(added[0], text if added[1] is None else added[1])
+    result = run()
+    place, thread = state.block_layout.outputs[0], state.model.threads.value
+    image, other = (result, None) if isinstance(result, Tensor) else (result[place], result[1 - place])
+    running = thread.running_blocks
+    made = BlockRun(isinstance(result, Tensor), place, other is None)
+    if running is not None and running.goes_on_with(tokens, text):
+        cache.runs[number] = made
+    else:
+        finish_run(thread)
+        before = cache.runs.get(number)
+        running = thread.running_blocks = RunningBlocks((cache, number, before), (tokens, text))
+        cache.runs[number] = dataclasses.replace(made, residual=None if before is None else before.residual)
+    running.end_with(image, other)
+    return result
+
+
+def finish_run(thread: ThreadState) -> None:
+    """Cache the residual of the blocks that have run, if there are any."""
+    running, thread.running_blocks = thread.running_blocks, None
+    if running is None:
+        return
+    cache, number, before = running.first
+    image, text = running.end
+    tokens, given_text = running.start
+    latest = (image - tokens, None if text is given_text else text - given_text)
+    residual = Residual(False, latest)
+    same = before is not None and before.residual is not None and before.blocks == running.blocks
+    residual = updated(before.residual if same and before is not None else None, residual)
+    made = cache.runs[number]
+    cache.runs[number] = dataclasses.replace(made, residual=residual, blocks=running.blocks)
