@@ -27,7 +27,6 @@ from pathlib import Path
 from typing import Any
 
 import diffusers
-import numpy as np
 import tomesd
 import torch
 from closeness import psnr
@@ -190,8 +189,9 @@ def table(lines: list[dict[str, Any]]) -> Iterator[str]:
 
 def _cell(values: list[tuple[float, float]]) -> str:
     closeness = statistics.mean(psnr for psnr, _ in values)
-    error = statistics.stdev(psnr for psnr, _ in values) / len(values) ** 0.5 if len(values) > 1 else np.nan
-    return f"{closeness:.1f} ± {error:.1f} dB, {statistics.median(speed for _, speed in values):.2f}×"
+    error = statistics.stdev(psnr for psnr, _ in values) / len(values) ** 0.5 if len(values) > 1 else None
+    spread = "" if error is None else f" ± {error:.1f}"
+    return f"{closeness:.1f}{spread} dB, {statistics.median(speed for _, speed in values):.2f}×"
 
 
 def main() -> None:
