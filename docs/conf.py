@@ -51,6 +51,12 @@ def _escape_bars(app: Any, what: str, name: str, obj: object, options: Any, line
     lines[:] = [line if line.lstrip().startswith(">>>") else line.replace("|", r"\|") for line in lines]
 
 
+def _link_to_files(app: Any, page: str, content: list[str]) -> None:
+    """Let links to Markdown files that are no pages of the site download them; other files do so by themselves."""
+    content[0] = re.sub(r"\]\(((?:\.\./|benchmarks)[^)#]*\.md)\)", r"](path:\1)", content[0])
+
+
 def setup(app: Any) -> None:
-    """Connect the function above."""
+    """Connect the functions above."""
+    app.connect("source-read", _link_to_files)
     app.connect("autodoc-process-docstring", _escape_bars)
