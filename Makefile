@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constr
 # ppdiffusers needs versions that do not fit beside diffusers, so it has an environment of its own, without PyTorch.
 PADDLE := .venv-paddle
 
-.PHONY: demo test test-paddle format clean
+.PHONY: demo test test-paddle docs format clean
 
 demo: $(VENV)/ready
 	$(BIN)/tokenmerge generate "a grinning face on a light blue background" --size 256 --steps 20 --out outputs/demo
@@ -21,12 +21,16 @@ test: $(VENV)/tested
 test-paddle: $(PADDLE)/ready
 	OMP_NUM_THREADS=1 $(PADDLE)/bin/python -m pytest -c tests/paddle/pytest.ini tests/paddle src/tokenmerge/paddle src/tokenmerge/portable
 
+# The site, in docs/_build/html: open index.html. A warning, such as a broken link, is an error.
+docs: $(VENV)/documented
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet docs docs/_build/html
+
 format: $(VENV)/tested
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) $(PADDLE) outputs .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(PADDLE) outputs .pytest_cache .mypy_cache .ruff_cache .hypothesis docs/_build
 
 $(VENV)/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -38,6 +42,10 @@ $(VENV)/ready: pyproject.toml constraints.txt
 # Apart, so that the first picture does not wait for what only the checks need.
 $(VENV)/tested: $(VENV)/ready
 	$(PIP) --group test
+	touch $@
+
+$(VENV)/documented: $(VENV)/ready
+	$(PIP) --group docs
 	touch $@
 
 # What the extra brings, and nothing else: the package itself is installed without PyTorch.

@@ -1,6 +1,6 @@
-"""Draw the price curves of README and methods.md, and write the tables of both, from the records in benchmarks.
+"""Draw the price curves, and write the tables of README, methods.md and results.md, from the records in benchmarks.
 
-python docs/price_curves.py          # writes docs/price-MODEL-SIZE-STEPS-GUIDANCE.svg, docs/methods.md, README.md
+python docs/price_curves.py          # writes docs/price-MODEL-SIZE-STEPS-GUIDANCE.svg and the tables of the three
 """
 
 from __future__ import annotations
@@ -19,14 +19,24 @@ from tokenmerge.measure.reporting.quality import QualityRecord
 from tokenmerge.measure.reporting.results import read_results
 
 ROOT = Path(__file__).parent.parent
-# What README shows of it: auto and its baselines.
-IN_README = {
+# What results.md shows: auto and its baselines.
+IN_RESULTS = {
     "auto": ("0.25", "0.3", "0.4", "0.5", "0.6"),
     "tomesd": ("0.5",),
     "deepcache": ("2", "3"),
     "first-block-cache": ("0.1", "0.2"),
     "fewer-steps": ("3", "5", "6", "7", "8", "9", "10", "11", "12", "13", "14", "15", "16"),
 }
+# The rows of README: the method and setting of a curve, their name in speeds_table's records, and what they are.
+IN_README = (
+    ("auto", "0.25", "auto 0.25", "`auto`, ratio 0.25"),
+    ("fewer-steps", "16", None, "dense, 16 of the 20 steps"),
+    ("auto", "0.5", "auto 0.5", "`auto`, ratio 0.5"),
+    ("fewer-steps", "8", None, "dense, 8 of the 20 steps"),
+    ("deepcache", "2", "DeepCache 2", "DeepCache, every second step"),
+    ("tomesd", "0.5", "tomesd 0.5", "tomesd, ratio 0.5"),
+)
+CURVE_IN_README, MODEL_IN_README = "emoji-unet-256-20-3", "sd15, 512 px, 20 steps"
 TABLE = re.compile(r"(<!-- (closeness|settings|speeds):.*?-->\n).*?(<!-- end -->)", flags=re.DOTALL)
 
 
@@ -98,8 +108,36 @@ def settings_table() -> str:
     return "\n".join(lines) + "\n"
 
 
+def readme_table(drawn: Mapping[str, Chart]) -> str:
+    """Closeness and speed-up of a few settings side by side, in Markdown: a row a setting."""
+    points = {
+        (line.name, label): point
+        for line in drawn[CURVE_IN_README].lines
+        for point, label in zip(line.points, line.labels, strict=True)
+    }
+    _, speeds = _speeds()
+    lines = ["| | PSNR to dense | speed-up | on SD 1.5's geometry |", "|---|---:|---:|---:|"]
+    for method, label, name, words in IN_README:
+        closeness, speed = points[method, label]
+        there = f"{statistics.median(speeds[name][MODEL_IN_README]):.2f}×" if name else ""
+        lines.append(f"| {words} | {closeness:.1f} dB | {speed:.2f}× | {there} |")
+    return "\n".join(lines) + "\n"
+
+
 def speeds_table() -> str:
     """Speed-up on the geometry of well-known models, in Markdown: median and quartiles of all rounds."""
+    dense, rows = _speeds()
+    first = " | ".join(f"{statistics.median(taken):.1f} s" for taken in dense.values())
+    lines = [f"| | {' | '.join(dense)} |", f"|---|{'---:|' * len(dense)}", f"| dense | {first} |"]
+    order = sorted(rows.items(), key=lambda row: statistics.median(next(iter(row[1].values()))))
+    for variant, found in order:
+        cells = (_speed(found.get(name, [])) for name in dense)
+        lines.append(f"| {variant} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _speeds() -> tuple[dict[str, list[float]], dict[str, dict[str, list[float]]]]:
+    """Seconds of dense steps by model; and by variant and model, the speed-up over them in each round."""
     lines = (ROOT / "benchmarks" / "auto_cpu.jsonl").read_text(encoding="utf-8").splitlines()
     dense: dict[str, list[float]] = {}
     rows: dict[str, dict[str, list[float]]] = {}
@@ -111,13 +149,7 @@ def speeds_table() -> str:
         for variant, taken in seconds.items():
             ratios = [one / other for one, other in zip(base, taken, strict=True)]
             rows.setdefault(variant, {}).setdefault(name, []).extend(ratios)
-    first = " | ".join(f"{statistics.median(taken):.1f} s" for taken in dense.values())
-    lines = [f"| | {' | '.join(dense)} |", f"|---|{'---:|' * len(dense)}", f"| dense | {first} |"]
-    order = sorted(rows.items(), key=lambda row: statistics.median(next(iter(row[1].values()))))
-    for variant, found in order:
-        cells = (_speed(found.get(name, [])) for name in dense)
-        lines.append(f"| {variant} | {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+    return dense, rows
 
 
 def _speed(ratios: list[float]) -> str:
@@ -129,11 +161,12 @@ def _speed(ratios: list[float]) -> str:
 
 def with_tables(drawn: Mapping[str, Chart]) -> dict[str, str]:
     """The documents that have such a table, by their path, with what it is to be."""
-    # README has no room for short generations on small pictures.
+    # results.md has no room for short generations on small pictures.
     shown = {name: chart for name, chart in drawn.items() if "-20-" in name or "-256-" in name}
     by_document = {
         "docs/methods.md": {"closeness": tables(drawn), "settings": settings_table()},
-        "README.md": {"closeness": tables(shown, IN_README), "speeds": speeds_table()},
+        "docs/results.md": {"closeness": tables(shown, IN_RESULTS), "speeds": speeds_table()},
+        "README.md": {"closeness": readme_table(drawn)},
     }
     return {
         name: TABLE.sub(

@@ -20,7 +20,19 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 HEAD = """\
 # Supported models
 
-Diffusion models; the [README](../README.md#vision-transformers) has vision transformers.
+Diffusion models; [vision transformers](vision-transformers.md) have a page of their own. In short:
+
+| family | classes |
+|---|---|
+| Stable Diffusion 1.x, 2.x, SDXL and what is derived from them (inpainting, LCM, GLIGEN, IP-Adapter …) | `UNet2DConditionModel` |
+| their ControlNets: one, several, Union | `ControlNetModel`, `MultiControlNetModel`, `ControlNetUnionModel` |
+| CompVis and Stability AI repositories | `model.model.diffusion_model` |
+| UNets of AnimateDiff, SparseCtrl, Stable Video Diffusion, I2VGen-XL, ModelScope, AudioLDM 2, ControlNet-XS | `UNetMotionModel`, `UNetSpatioTemporalConditionModel` … |
+| diffusion transformers of pictures: SD3 and 3.5, FLUX.1 and .2, Chroma, Qwen-Image, Lumina 2, Z-Image, AuraFlow, CogView3+ and 4, PixArt, Hunyuan-DiT, DiT, Sana … and their ControlNets | `SD3Transformer2DModel`, `FluxTransformer2DModel` … |
+| of video: Wan, HunyuanVideo, CogVideoX, Mochi, LTX, Latte, Cosmos, Kandinsky 5 … | `WanTransformer3DModel`, `HunyuanVideoTransformer3DModel` … |
+
+A model in which nothing would merge is an error, never a silent no-op. [Choosing settings](choosing-settings.md) says what
+merging composes with, and [adding a model](adding-a-model.md) how to add one.
 
 Written by `python docs/supported_models.py` from the records in `src/tokenmerge/models/families/` and from a run of
 `tests/models/`, on tiny random models of diffusers' own classes. Change those and run it again.
@@ -131,9 +143,7 @@ class Outcomes:
 def main() -> None:
     """Run the checks and write the page."""
     outcomes = Outcomes()
-    status = pytest.main(
-        ["-q", "--numprocesses", "auto", str(ROOT / "tests" / "families")], plugins=[outcomes]
-    )
+    status = pytest.main(["-q", "--numprocesses", "auto", str(ROOT / "tests" / "models")], plugins=[outcomes])
     PAGE.write_text(page({key: (a, b) for key, (a, b) in outcomes.counts.items()}), encoding="utf-8")
     sys.exit(status)
 

@@ -15,6 +15,9 @@ from tokenmerge.planners import PLANNERS
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+# Documents whose Python runs with the names that the test gives, and how many snippets each has.
+WITH_PYTHON = {"README.md": 1, "docs/quickstart.md": 4, "docs/vision-transformers.md": 1}
+DOCUMENTS = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]
 
 
 @pytest.fixture(scope="module")
@@ -25,33 +28,37 @@ def pipe(tmp_path_factory):
     return loaded
 
 
-def code(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", README, flags=re.DOTALL)
+def code(language: str, document: Path) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", document.read_text(encoding="utf-8"), flags=re.DOTALL)
 
 
-@pytest.mark.parametrize("snippet", code("python"))
-def test_the_python_of_the_readme_runs(snippet, pipe, tmp_path, monkeypatch):
+@pytest.mark.filterwarnings("ignore:__array_(_ implementation|wrap__):DeprecationWarning")  # diffusers
+@pytest.mark.parametrize(
+    ("document", "snippet"),
+    [(name, snippet) for name in WITH_PYTHON for snippet in code("python", ROOT / name)],
+)
+def test_the_python_of_the_documents_runs(document, snippet, pipe, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names = {
-        "pipe": pipe,
+        "pipe": pipe if document != "README.md" else None,  # README loads one itself
         "vit": vits.vit(num_hidden_layers=12, image_size=224, patch_size=16),
         "pixel_values": vits.pictures(size=224),
         "picture": Image.new("RGB", (224, 224)),
     }
-    exec(compile(snippet, "README.md", "exec"), names)
+    exec(compile(snippet, document, "exec"), names)
 
 
-def test_the_readme_shows_python():
-    assert len(code("python")) == 3
+def test_the_documents_show_python():
+    assert {name: len(code("python", ROOT / name)) for name in WITH_PYTHON} == WITH_PYTHON
 
 
 def commands() -> list[str]:
-    lines = "".join(code("sh")).splitlines()
+    lines = "".join(text for document in DOCUMENTS for text in code("sh", document)).splitlines()
     return [line.partition("#")[0].strip() for line in lines if line.startswith("tokenmerge")]
 
 
 @pytest.mark.parametrize("line", commands())
-def test_the_commands_of_the_readme_have_the_options_they_use(line):
+def test_the_commands_of_the_documents_have_the_options_they_use(line):
     from typer.main import get_command
 
     from tokenmerge.cli.app import app
@@ -63,7 +70,7 @@ def test_the_commands_of_the_readme_have_the_options_they_use(line):
 
 
 def test_the_files_that_the_documents_link_to_are_there():
-    for document in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/**/*.md")]:
+    for document in [*DOCUMENTS, *ROOT.glob("benchmarks/**/*.md")]:
         for target in re.findall(r"\]\((?!http)([^)#]+)", document.read_text(encoding="utf-8")):
             assert (document.parent / target).exists(), f"{document.name} links to {target}"
 
@@ -76,16 +83,28 @@ def test_every_method_is_described():
         assert f"`presets.{preset}`" in methods
 
 
+def test_the_readme_is_short():
+    assert len(README.splitlines()) <= 150
+
+
 def test_the_tables_of_closeness_say_what_the_records_say():
     written = runpy.run_path(str(ROOT / "docs" / "price_curves.py"))
-    for path, text in written["with_tables"](written["curves"]()).items():
+    documents = written["with_tables"](written["curves"]())
+    assert list(documents) == ["docs/methods.md", "docs/results.md", "README.md"]
+    for path, text in documents.items():
         assert text.count("<!-- closeness") == 1
         assert text == (ROOT / path).read_text(encoding="utf-8")
 
 
-def test_the_two_commands_are_named_and_exist():
+def test_the_page_of_the_command_line_says_what_its_help_says():
+    written = runpy.run_path(str(ROOT / "docs" / "command_line.py"))
+    assert written["page"]() == written["PAGE"].read_text(encoding="utf-8")
+
+
+def test_the_two_commands_are_named_early_and_exist():
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    first = "\n".join(README.splitlines()[:40])
     for command in ("demo", "test"):
-        assert f"make {command}" in README
+        assert f"make {command}" in first
         assert re.search(rf"^{command}:", makefile, flags=re.MULTILINE)
     assert "make test" in (ROOT / ".ci/run").read_text(encoding="utf-8")

@@ -1,4 +1,16 @@
-"""Faster diffusion models without training, by merging redundant tokens inside their transformer blocks.
+"""Faster diffusion models without training, by token merging and step reuse.
+
+The five calls that matter::
+
+    patch = tokenmerge.apply_token_merging(pipe, 0.5)     # patch in place; 0.5 of the tokens are removed
+    print(patch.report)                                   # what merges, what stays dense and why, FLOPs
+    patch.remove()                                        # restore the model exactly
+    with tokenmerge.token_merging(pipe, 0.5): ...         # the same for one block of code
+    tokenmerge.apply_patch(pipe, ratio=0.5)               # tomesd's call, for old scripts
+
+Instead of a ratio, for which ``auto`` chooses all other settings, pass a :class:`ToMeConfig` with settings of
+your own, a function of :mod:`tokenmerge.presets` for a published method, a :class:`ViTConfig` for a vision
+transformer, or the path of a file that ``tokenmerge tune`` wrote.
 
 Public names are imported when they are first used, so that parts which do not need PyTorch, such as
 ``tokenmerge.paddle``, can be imported where it is not installed.

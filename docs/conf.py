@@ -1,0 +1,62 @@
+"""Settings of Sphinx for the site that ``make docs`` builds."""
+
+import re
+from typing import Any
+
+import tokenmerge
+
+project = "tokenmerge"
+author = "The tokenmerge authors"
+project_copyright = author
+version = release = tokenmerge.__version__
+
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
+    "sphinx_copybutton",
+]
+# The full tables are some 3500 lines; results.md sums them up and links to the file.
+exclude_patterns = ["_build", "benchmarks.md"]
+nitpicky = False
+
+myst_heading_anchors = 4
+myst_enable_extensions = ["fieldlist"]
+
+autodoc_member_order = "bysource"
+autodoc_typehints_format = "short"
+autodoc_preserve_defaults = True
+napoleon_numpy_docstring = False
+napoleon_use_rtype = False
+python_maximum_signature_line_length = 88
+
+html_theme = "furo"
+html_title = f"tokenmerge {version}"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_show_sphinx = False
+html_copy_source = False
+html_theme_options = {
+    "light_css_variables": {"color-brand-primary": "#1f6f54", "color-brand-content": "#1f6f54"},
+    "dark_css_variables": {"color-brand-primary": "#7fd1ae", "color-brand-content": "#7fd1ae"},
+}
+copybutton_exclude = ".linenos, .gp, .go"
+copybutton_prompt_text = re.escape("$ ")
+copybutton_prompt_is_regexp = True
+
+
+def _escape_bars(app: Any, what: str, name: str, obj: object, options: Any, lines: list[str]) -> None:
+    """Keep |x| in a docstring, which reStructuredText would take for a substitution."""
+    lines[:] = [line if line.lstrip().startswith(">>>") else line.replace("|", r"\|") for line in lines]
+
+
+def _link_to_files(app: Any, page: str, content: list[str]) -> None:
+    """Let links to Markdown files that are no pages of the site download them; other files do so by themselves."""
+    content[0] = re.sub(r"\]\(((?:\.\./|benchmarks)[^)#]*\.md)\)", r"](path:\1)", content[0])
+
+
+def setup(app: Any) -> None:
+    """Connect the functions above."""
+    app.connect("source-read", _link_to_files)
+    app.connect("autodoc-process-docstring", _escape_bars)
