@@ -10,7 +10,7 @@ from diffusers import StableDiffusionPipeline
 from PIL import Image
 
 from tokenmerge.config import ToMeConfig
-from tokenmerge.measure.bench.variants import DENSE, VariantSpec
+from tokenmerge.measure.bench.variants import DENSE, Variant
 from tokenmerge.measure.evaluate.variants import Drawn
 from tokenmerge.measure.tune import runner, studio
 from tokenmerge.measure.tune.candidates import Candidate
@@ -35,7 +35,7 @@ class MadeUp(Studio):
     def draw(
         self, item: int, chosen: Sequence[Candidate], configs: Mapping[str, ToMeConfig | None]
     ) -> Iterator[Drawing | Failed]:
-        self._save(Drawn(VariantSpec(DENSE), self.steps), item, 0)
+        self._save(Drawn(Variant(DENSE), self.steps), item, 0)
         for one in chosen:
             if MadeUp.stop is not None and len(MadeUp.drawn) >= MadeUp.stop[0]:
                 raise MadeUp.stop[1]
@@ -66,6 +66,8 @@ def install(monkeypatch: pytest.MonkeyPatch, pipe: StableDiffusionPipeline) -> t
     monkeypatch.setattr(studio, "load_pipeline", lambda *_: pipe)
     # A tiny model is counted in more time than it is drawn.
     monkeypatch.setattr(runner, "_WORTH_COUNTING", 0.0)
+    # Somebody may change the source while the tests run.
+    monkeypatch.setattr("tokenmerge.measure.evaluate.evaluation.source_commit", lambda: None)
     # A device on which merging saves time on every grid; here a tiny one need not.
     monkeypatch.setattr("tokenmerge.auto.fewest_tokens", lambda *_: 4)
     return MadeUp

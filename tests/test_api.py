@@ -18,9 +18,13 @@ from tokenmerge import (
     ToMeConfig,
     UnsupportedModelError,
     apply_token_merging,
+    auto,
+    presets,
     remove_token_merging,
     token_merging,
 )
+from tokenmerge.auto import choose
+from tokenmerge.runtime.patch import state_of
 
 HALF = ToMeConfig(ratio=0.5)
 
@@ -210,8 +214,8 @@ def test_a_pipeline_without_a_supported_model_names_its_parts():
 
 
 def test_anything_else_in_place_of_a_configuration_is_an_error():
-    with pytest.raises(ConfigError, match=r"a ToMeConfig such as .* got 'half'"):
-        apply_token_merging(hosts.unet(), "half")
+    with pytest.raises(ConfigError, match=r"a ToMeConfig such as .* got \['half'\]"):
+        apply_token_merging(hosts.unet(), ["half"])
 
 
 def test_an_error_keeps_the_patch_that_was_there():
@@ -300,3 +304,35 @@ def test_the_compiled_wrapper_of_a_model_is_looked_through():
 
 def test_the_package_says_its_version():
     assert tokenmerge.__version__.count(".") == 2
+
+
+def test_calls_that_people_try(monkeypatch):
+    """A ratio by name, a preset by its name, and one of them with the other."""
+    monkeypatch.setattr(auto, "fewest_tokens", lambda *_: 16)
+    unet = hosts.unet()
+    for given, wanted in (
+        ({"ratio": 0.4}, choose(unet, 0.4)),
+        ({"config": "auto"}, choose(unet, 0.5)),
+        ({"config": "auto", "ratio": 0.3}, choose(unet, 0.3)),
+        ({"config": "tomesd"}, presets.tomesd()),
+        ({"config": "sito", "ratio": 0.4}, presets.sito(0.4)),
+    ):
+        patch = apply_token_merging(unet, **given)
+        assert state_of(unet).config == wanted
+        assert repr(patch) == f"<Patch of UNet2DConditionModel: {wanted}>"
+        patch.remove()
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"config": "tomme"}, r"expected the name of a preset, one of ca_tome, .* got 'tomme'"),
+        ({"config": 0.5, "ratio": 0.4}, r"expected one of them, got config=0\.5, ratio=0\.4"),
+        ({"ratio": 0.5, "speedup": 2.0}, r"expected one of them, got ratio=0\.5, speedup=2\.0"),
+        ({"config": "toma", "speedup": 2.0}, r"expected one of them, got speedup=2\.0"),
+        ({"ratio": "0.5"}, r"expected a ratio such as 0\.5, .* got '0\.5'"),
+    ],
+)
+def test_calls_that_cannot_be_meant(given, message):
+    with pytest.raises(ConfigError, match=message):
+        apply_token_merging(hosts.unet(), **given)

@@ -13,6 +13,7 @@ from typing import Any, Generic, TypeVar, overload
 
 from torch import nn
 
+from tokenmerge import presets
 from tokenmerge.auto import choose
 from tokenmerge.config import FoundFor, ToMeConfig, load_settings
 from tokenmerge.errors import ConfigError, UnsupportedModelError
@@ -22,6 +23,7 @@ from tokenmerge.report import Report, predict
 from tokenmerge.runtime.patch import hosts_that_merge, new_state, patch_host, restore, state_of
 from tokenmerge.runtime.pipeline import Pipeline
 from tokenmerge.runtime.state import ModelState, RecordedPlan
+from tokenmerge.speedup import ratio_for
 from tokenmerge.vit.config import ViTConfig
 from tokenmerge.vit.hosts import find_encoders
 from tokenmerge.vit.patch import checked_encoders, new_vit_state, patch_encoder
@@ -41,6 +43,11 @@ class Patch(Generic[AnyReport, AnyRecord]):
         self._predict = predict
         self._states = states
         self._recorded = recorded
+
+    def __repr__(self) -> str:
+        models = " + ".join(type(model).__name__ for model in self._states)
+        config = next(iter(self._states.values())).config
+        return f"<Patch of {models}: {config}>"
 
     @property
     def report(self) -> AnyReport:
@@ -117,14 +124,25 @@ class Patch(Generic[AnyReport, AnyRecord]):
             yield latest
 
 
+_DEFAULT_RATIO = 0.5
+
+
 @overload
 def apply_token_merging(
-    pipe_or_model: object, config: ToMeConfig | float | str | os.PathLike[str] = 0.5
+    pipe_or_model: object,
+    config: ToMeConfig | float | str | os.PathLike[str] | None = None,
+    *,
+    ratio: float | None = None,
+    speedup: float | None = None,
 ) -> Patch[Report, RecordedPlan]: ...
 @overload
 def apply_token_merging(pipe_or_model: object, config: ViTConfig) -> Patch[ViTReport, RecordedTokens]: ...
 def apply_token_merging(
-    pipe_or_model: object, config: ToMeConfig | ViTConfig | float | str | os.PathLike[str] = 0.5
+    pipe_or_model: object,
+    config: ToMeConfig | ViTConfig | float | str | os.PathLike[str] | None = None,
+    *,
+    ratio: float | None = None,
+    speedup: float | None = None,
 ) -> Patch[Any, Any]:
     """Patch a diffusion model or a vision transformer in place, so that it merges tokens.
 
@@ -135,11 +153,17 @@ def apply_token_merging(
             model such as ``pipe.unet``, or a CompVis-style model. For a ViTConfig, a ViT, DeiT, CLIP or
             DINOv2 model of transformers, a ``VisionTransformer`` of timm, or a pipeline that contains one.
             A model that is already patched gets the new settings.
-        config: what to merge and how much; or only the ratio of tokens to remove, for which
-            :func:`tokenmerge.auto.choose` chooses all other settings; or the path of a file that
-            :func:`tokenmerge.config.save_config` or ``tokenmerge tune`` wrote. With a file of the latter,
-            there is a warning if the model's class, the size or the number of steps are not those that the
-            settings were found for.
+        config: what to merge and how much; or only the ratio of tokens to remove (default: 0.5), for which
+            :func:`tokenmerge.auto.choose` chooses all other settings; or the name of a preset of
+            :mod:`tokenmerge.presets`, such as ``"toma"``; or the path of a ``.json`` file that
+            :func:`tokenmerge.config.save_config` or ``tokenmerge tune`` wrote. With one of the latter, there
+            is a warning if the model's class, the size or the number of steps are not those that the settings
+            were found for.
+        ratio: the same as a number in place of ``config``; beside the name of a preset, its ratio.
+        speedup: in place of ``config``, the wanted speed, ≥ 1: the default method at the lowest ratio whose
+            counted operations promise it at the model's default size and the pipeline's default number of
+            steps; :func:`tokenmerge.speedup.ratio_for` takes others. Raising it makes the picture less like
+            the dense one.
 
     Returns:
         A handle: ``print(patch.report)`` shows what merges where, ``patch.remove()`` restores the model.
@@ -150,21 +174,52 @@ def apply_token_merging(
             denoiser merges; the report names it.
         ConfigError: ``config`` is not a configuration, or does not fit the model.
     """
-    if isinstance(config, ViTConfig):
+    if isinstance(config, ViTConfig) and ratio is speedup is None:
         return _merge_in_encoders(pipe_or_model, config)
-    found_for = None
-    if isinstance(config, str | os.PathLike):
-        saved = load_settings(Path(config))
-        config, found_for = saved.config, saved.found_for
-    if isinstance(config, numbers.Real) and not isinstance(config, bool):
-        _hosts(pipe_or_model)  # for a vision transformer, this error names ViTConfig
-        config = choose(pipe_or_model, float(config))
-    if not isinstance(config, ToMeConfig):
+    meant, found_for = _meant(pipe_or_model, config, ratio, speedup)
+    return merge_in_hosts(pipe_or_model, meant, found_for=found_for)
+
+
+def _meant(
+    model: object, config: object, ratio: float | None, speedup: float | None
+) -> tuple[ToMeConfig, FoundFor | None]:
+    """The settings that the arguments of apply_token_merging stand for, and what they were found for."""
+    is_file = isinstance(config, os.PathLike) or (isinstance(config, str) and config.endswith(".json"))
+    is_name = isinstance(config, str) and not is_file
+    given = {"config": None if is_name else config, "ratio": ratio, "speedup": speedup}
+    named = [f"{name}={value!r}" for name, value in given.items() if value is not None]
+    if len(named) > 1 or (is_name and speedup is not None):
+        raise ConfigError(f"config, ratio, speedup: expected one of them, got {', '.join(named)}")
+    if is_file:
+        saved = load_settings(Path(str(config)))
+        return saved.config, saved.found_for
+    if isinstance(config, ToMeConfig):
+        return config, None
+    if isinstance(config, str) and config != "auto":
+        return _preset(config, ratio), None
+    _hosts(model)  # for a vision transformer, this error names ViTConfig
+    if speedup is not None:
+        return choose(model, ratio_for(model, speedup)), None
+    wanted = config if ratio is None and not is_name else ratio
+    wanted = _DEFAULT_RATIO if wanted is None else wanted
+    if isinstance(wanted, bool) or not isinstance(wanted, numbers.Real):
         raise ConfigError(
-            "config: expected a ratio such as 0.5, a ToMeConfig such as ToMeConfig(ratio=0.5), a "
-            f"ViTConfig such as ViTConfig(r=8), or a file of settings such as 'tuned.json', got {config!r}"
+            "config: expected a ratio such as 0.5, a ToMeConfig such as ToMeConfig(ratio=0.5), a ViTConfig "
+            "such as ViTConfig(r=8), the name of a preset such as 'toma', or a file of settings such as "
+            f"'tuned.json', got {wanted!r}"
         )
-    return merge_in_hosts(pipe_or_model, config, found_for=found_for)
+    return choose(model, float(wanted)), None
+
+
+def _preset(name: str, ratio: float | None) -> ToMeConfig:
+    """The settings of a published method."""
+    if name not in presets.__all__:
+        raise ConfigError(
+            f"config: expected the name of a preset, one of {', '.join(presets.__all__)}, or auto, or the "
+            f"path of a .json file of settings, got {name!r}"
+        )
+    make: Callable[..., ToMeConfig] = getattr(presets, name)
+    return make() if ratio is None else make(ratio)
 
 
 def merge_in_hosts(
@@ -180,7 +235,7 @@ def merge_in_hosts(
         config: what to merge and how much.
         dense_if_too_small: run a call whose sample has too few tokens to merge dense, with one warning for
             each size. Otherwise such a call is a NothingToMergeError.
-        found_for: what ``tokenmerge tune`` found the settings for.
+        found_for: what the settings were found for; anything else is warned of. None: unknown.
     """
     hosts = _hosts(model)
     merging, _ = hosts_that_merge(hosts, config, size=None)

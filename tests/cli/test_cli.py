@@ -169,7 +169,7 @@ def test_without_a_method_it_is_auto(folder, capsys):
     assert (found["method"], found["merging"]["ratio"], found["merging"]["reuse"]["every"]) == (
         "auto",
         0.4,
-        2,
+        3.03,
     )
     assert found["kept_bytes"] > 0
 
@@ -388,8 +388,8 @@ def no_memory(request):
 @pytest.mark.parametrize(
     ("command", "loader"),
     [
-        (("generate", "x", "--out", "{tmp}"), "tokenmerge.measure.generate.run.load_pipeline"),
-        (("evaluate", "--out", "{tmp}/a.jsonl"), "tokenmerge.measure.evaluate.runner.load_pipeline"),
+        (("generate", "x", "--out", "{tmp}"), "tokenmerge.measure.pipelines.call.load_pipeline"),
+        (("evaluate", "--out", "{tmp}/a.jsonl"), "tokenmerge.measure.pipelines.call.load_pipeline"),
         (
             ("bench", "--model", "{folder}", "--out", "{tmp}/a.jsonl"),
             "tokenmerge.measure.bench.loaded_model.load_sketch",
@@ -415,8 +415,11 @@ def test_too_little_memory_for_the_weights_is_a_cell_of_bench(
     out = tmp_path / "a.jsonl"
     arguments = ["--model", str(folder), "--scope", "pipeline", "--device", "cpu", "--out", str(out)]
     assert main(["bench", *arguments]) == 0
-    assert capsys.readouterr().err == ""
-    assert {json.loads(line)["status"] for line in out.read_text().splitlines()} == {"oom"}
+    records = [json.loads(line) for line in out.read_text().splitlines()]
+    assert {record["status"] for record in records} == {"oom"}
+    progress = capsys.readouterr().err.splitlines()
+    assert len(progress) == len(records) + 1  # a line for each cell, and where the results are
+    assert all(": oom: " in line for line in progress[:-1])
 
 
 @pytest.mark.parametrize("command", [("generate", "x", "--method", "tome"), ("evaluate", "--limit", 1)])
@@ -427,7 +430,12 @@ def test_too_little_memory_for_a_picture_is_one_line(
     (tmp_path / "prompts.txt").write_text("a boat\n")
     prompts = ("--prompts", tmp_path / "prompts.txt") if command[0] == "evaluate" else ()
     out = tmp_path / ("a.jsonl" if prompts else "pictures")
-    line = refused(capsys, *command, "--model", folder, *prompts, "--out", out, "--steps", 1)
+    arguments = [*command, "--model", folder, *prompts, "--out", out, "--steps", 1]
+    assert main(list(map(str, arguments))) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    *progress, line = printed.err.splitlines()
+    assert [shown.split()[0] for shown in progress] == ["drawing"] * bool(prompts)
     assert "memory" in line
     assert "lower --" in line
 

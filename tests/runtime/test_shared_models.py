@@ -20,6 +20,8 @@ from diffusers import (
     PNDMScheduler,
     StableDiffusionImg2ImgPipeline,
     StableDiffusionPipeline,
+    StableDiffusionXLImg2ImgPipeline,
+    StableDiffusionXLPipeline,
 )
 
 from tests.runtime.test_steps_in_pipelines import draw
@@ -93,6 +95,34 @@ def test_a_cancelled_generation_leaves_nothing_for_the_next(pipe, name, schedule
 
     draw(pipe, steps, callback_on_step_end=cancel)
     assert torch.equal(draw(from_picture, steps, **given), expected)
+
+
+@pytest.mark.parametrize("scheduler", [DDIMScheduler, DDPMScheduler, PNDMScheduler, EulerDiscreteScheduler])
+@ALL
+def test_a_second_half_takes_nothing_from_the_first_but_its_latents(pipe, name, scheduler):
+    """Of SDXL, in two pipelines with one UNet. The second one begins at the step behind the first one's."""
+    parts: dict[str, Any] = {
+        **{"vae": pipe.vae, "unet": hosts.sdxl(), "scheduler": scheduler.from_config(pipe.scheduler.config)},
+        **dict.fromkeys(("text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2")),
+    }
+    base = StableDiffusionXLPipeline(**parts, add_watermarker=False)
+    rest = StableDiffusionXLImg2ImgPipeline(**parts, add_watermarker=False)
+    text = {key: torch.randn(1, 4, hosts.TEXT) for key in ("prompt_embeds", "negative_prompt_embeds")}
+    pooled = ("pooled_prompt_embeds", "negative_pooled_prompt_embeds")
+    text |= {key: torch.randn(1, hosts.TEXT) for key in pooled}
+
+    def half(pipe: Any, **given: Any) -> torch.Tensor:
+        pipe.set_progress_bar_config(disable=True)
+        seeded = torch.Generator().manual_seed(0)
+        given = {"num_inference_steps": 10, "output_type": "latent", "generator": seeded, **text, **given}
+        return pipe(**given).images
+
+    apply_token_merging(base, config(name))
+    latents = half(base, height=32, width=32, denoising_end=0.7)
+    apply_token_merging(base, config(name))  # nothing is cached
+    expected = half(rest, image=latents, denoising_start=0.7)
+    assert torch.equal(half(base, height=32, width=32, denoising_end=0.7), latents)
+    assert torch.equal(half(rest, image=latents, denoising_start=0.7), expected)
 
 
 @ALL
@@ -177,17 +207,20 @@ def test_steps_that_are_set_count_in_their_own_thread():
 @pytest.mark.parametrize("solver", [DDIMScheduler, EulerDiscreteScheduler, DPMSolverMultistepScheduler])
 @ALL
 def test_a_preview_within_a_generation_changes_neither(pipe, name, solver):
+    """With guidance in the preview alone. What it has to draw is known from merging applied to it."""
     pipe.scheduler = solver.from_config(pipe.scheduler.config)
-    apply_token_merging(pipe, config(name))
     inner = beside(pipe)
-    expected, preview_expected = draw(pipe, 6), draw(inner, 1, guidance_scale=3.0)
+    apply_token_merging(inner, config(name))
+    preview_expected = draw(inner, 1, guidance_scale=3.0)
+    apply_token_merging(pipe, config(name))
+    expected = draw(pipe, 6, guidance_scale=1.0)
     previews = []
 
     def preview(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
         previews.append(draw(inner, 1, guidance_scale=3.0))
         return tensors
 
-    assert torch.equal(draw(pipe, 6, callback_on_step_end=preview), expected)
+    assert torch.equal(draw(pipe, 6, guidance_scale=1.0, callback_on_step_end=preview), expected)
     assert len(previews) == 6
     assert all(torch.equal(one, preview_expected) for one in previews)
 

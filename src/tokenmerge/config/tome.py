@@ -242,7 +242,8 @@ class ToMeConfig(MergeSettings):
         factors = self.schedule.ratio
         named = getattr(factors, "__qualname__", repr(factors)) if callable(factors) else list(factors)
         values = dataclasses.asdict(self)
-        return {**values, "schedule": {**values["schedule"], "ratio": named}}
+        reuse = {name: list(own) if isinstance(own, tuple) else own for name, own in values["reuse"].items()}
+        return {**values, "schedule": {**values["schedule"], "ratio": named}, "reuse": reuse}
 
     @classmethod
     def from_dict(cls, settings: Mapping[str, Any]) -> ToMeConfig:

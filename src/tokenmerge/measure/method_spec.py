@@ -117,6 +117,11 @@ def _switch(text: str) -> bool:
     return {"true": True, "false": False}[text.lower()]
 
 
+def _number(text: str) -> float:
+    value = float(text)
+    return int(value) if value.is_integer() else value
+
+
 def _numbers(text: str) -> tuple[float, ...]:
     return tuple(map(float, json.loads(text) if text.startswith("[") else text.split("/")))
 
@@ -141,7 +146,7 @@ _READERS = {
     "levels": (_changes_by(int), 'JSON such as {"2": {"ratio": 0.25}}'),
     "schedule.phases": (_changes_by(float), 'JSON such as {"0.5": {"planner": "tome"}}'),
     "by_guidance": (_changes_by(float), 'JSON such as {"5": {"reuse.every": 1}}'),
-    **dict.fromkeys(("reuse.every", "reuse.shallow_every"), (float, "NUMBER")),
+    **dict.fromkeys(("reuse.every", "reuse.shallow_every"), (_number, "NUMBER")),
     "reuse.spacing": (float, "NUMBER"),
     "reuse.full_steps": (_numbers, "NUMBER/NUMBER…, such as 0/0.05/0.5/1"),
     "reuse.shallow_steps": (_numbers, "NUMBER/NUMBER…, such as 0/0.05/0.25/0.5/1"),

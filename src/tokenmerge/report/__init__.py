@@ -3,6 +3,6 @@
 May import ``runtime`` and everything below it; measures nothing.
 """
 
-from tokenmerge.report.prediction import Report, Row, aligned, predict, saved
+from tokenmerge.report.prediction import Report, Row, aligned, counted_speedup, predict, saved
 
-__all__ = ["Report", "Row", "aligned", "predict", "saved"]
+__all__ = ["Report", "Row", "aligned", "counted_speedup", "predict", "saved"]

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from tokenmerge.config import StepReuse, ToMeConfig
 from tokenmerge.models.base import Host
@@ -29,12 +29,45 @@ def mean_flops(host: Host, config: ToMeConfig, steps: int, arguments: Arguments)
     name, for each step.
     """
     name = type(host.root).__name__
+    counts: dict[tuple[object, ...], int] = {}
+    total = 0
     with _patched(host, config) as state:
-        counts = []
+
+        def stop_if_known(root: nn.Module, args: tuple) -> None:
+            kind.append(_kind_of_call(state))
+            if kind[0] in counts:
+                raise _Known
+
+        host.root.register_forward_pre_hook(stop_if_known)
         for index in range(steps):
             state.pipeline.set_step(index, steps)
-            counts.append(count_flops(host.root, arguments())[name])
-    return round(sum(counts) / steps)
+            kind: list[tuple[object, ...]] = []
+            with contextlib.suppress(_Known):
+                made = count_flops(host.root, arguments())[name]
+                counts[kind[0]] = made
+            total += counts[kind[0]]
+    return round(total / steps)
+
+
+class _Known(Exception):
+    """A call whose operations have been counted."""
+
+
+def _kind_of_call(state: ModelState) -> tuple[object, ...]:
+    """What the operations of the running call depend on, apart from the sizes of its arguments."""
+    context, memory = state.context, state.threads.value.memory
+    tracker = None if memory is None else memory.tracker
+    plans = tracker is None or tracker.planned.get(tracker.call, (tracker.index,))[0] == tracker.index
+    return (
+        # The first call has nothing to add a correction from, and no step before it to look at.
+        tracker is None or tracker.index == 0,
+        plans,
+        tuple(context.settings.items()),
+        context.corrects,
+        context.extrapolation is None,
+        context.shallow_extrapolation is None,
+        context.guidance_difference is None,
+    )
 
 
 def kept_bytes(host: Host, config: ToMeConfig, arguments: Arguments) -> int:

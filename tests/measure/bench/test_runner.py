@@ -214,6 +214,28 @@ def test_out_of_memory_is_a_cell_that_says_so(
     assert len(tome.seconds) == 2
 
 
+def test_a_cell_that_fails_in_its_warm_up_is_recorded_before_the_next_cell_runs(
+    measure: Measure, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    original = prepare_module.CellBuilder.prepare
+    recorded: list[list[str]] = []
+
+    def prepare(
+        self: prepare_module.CellBuilder, column: object, steps: int | None = None
+    ) -> prepare_module.PreparedCell:
+        cell = original(self, column, steps)
+        if column.spec.name == "tome":
+            cell.call = lambda: [][0]
+        if column.spec.name == "oracle":
+            cell.call = lambda: recorded.append(names(list(read_cells(tmp_path / "results.jsonl"))))
+        return cell
+
+    monkeypatch.setattr(prepare_module.CellBuilder, "prepare", prepare)
+    records = measure(variants=("tome", "oracle"), rounds=1)
+    assert recorded[0] == ["tome ratio=0.5 sdpa"]
+    assert [record.status for record in records] == ["error", "ok", "ok"]
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux kills what outgrows memory")
 def test_a_cell_that_outgrows_the_memory_at_hand_says_so(
     measure: Measure, monkeypatch: pytest.MonkeyPatch

@@ -10,6 +10,7 @@ from tests.measure.reporting.made import EVIL, cell, write_all
 from tokenmerge.cli.report import report
 from tokenmerge.errors import ConfigError
 from tokenmerge.measure.bench.records import CellRecord
+from tokenmerge.measure.bench.unfinished import UnfinishedCells
 
 app = typer.Typer()
 app.command()(report)
@@ -53,6 +54,18 @@ def test_a_report_of_a_torn_file_says_so(tmp_path: Path) -> None:
     assert result.exit_code == 0
     assert "is incomplete" in result.stderr
     assert "is incomplete" in (tmp_path / "report.html").read_text(encoding="utf-8")
+
+
+def test_timed_calls_of_unfinished_cells_are_no_results(tmp_path: Path) -> None:
+    folder = tmp_path / "results"
+    folder.mkdir()
+    file = write(folder / "bench.jsonl", cell())
+    UnfinishedCells(file).add("a cell of a run that was killed", (1.0, None))
+    result = run(folder, "-o", tmp_path / "with.csv")
+    assert result.exit_code == 0, result.output
+    assert "note:" not in result.stderr
+    assert run(file, "-o", tmp_path / "without.csv").exit_code == 0
+    assert (tmp_path / "with.csv").read_bytes() == (tmp_path / "without.csv").read_bytes()
 
 
 @pytest.fixture

@@ -102,6 +102,14 @@ def test_closer_by_more_than_the_noise_is_preferred() -> None:
     assert decide(found, FAST, {"auto"}).name == "b"
 
 
+def test_closer_by_two_standard_errors_is_no_tie() -> None:
+    # Differences of 1, 2 and 3 dB: 2 ± 0.58.
+    found = looks("b", [1.6, 1.61, 1.59], [41.0, 43.0, 45.0])
+    found += looks("auto", [1.7, 1.71, 1.69], [40.0, 41.0, 42.0])
+    decision = decide(found, FAST, {"auto"})
+    assert (decision.name, decision.ties) == ("b", ())
+
+
 def test_a_wanted_closeness_takes_the_fastest() -> None:
     found = looks("a", [2.0, 2.02, 1.98], [36.0, 36.5, 37.0])
     found += looks("b", [3.0, 3.02, 2.98], [33.0, 34.0, 35.0])
@@ -139,6 +147,14 @@ def test_one_picture_is_never_sure() -> None:
     assert one.closeness_error == math.inf
     assert misses(one, CLOSE, errors=1)
     assert not misses(one, CLOSE)
+    assert misses(one, FAST, errors=1)
+    assert not misses(one, FAST)
+
+
+def test_a_setting_that_saves_nothing_reaches_no_goal() -> None:
+    slower = looks("a", [0.99, 0.98], [90.0, 91.0])
+    assert not decide(slower, CLOSE).reached
+    assert decide(slower + looks("b", [1.2, 1.21], [36.0, 36.1]), CLOSE).name == "b"
 
 
 def test_the_noise_of_timing_is_pooled_over_settings() -> None:

@@ -101,6 +101,13 @@ def test_a_run_that_was_killed_goes_on_as_if_it_had_not_been(after: int) -> None
     assert run(ENTRIES, TRUTH, budget=900.0, looks=begun) == whole
 
 
+@pytest.mark.parametrize("noise", [0.1, 0.3, 0.6])
+def test_later_prompts_do_not_change_what_was_kept_after_earlier_ones(noise: float) -> None:
+    items = [look.item for look in run(ENTRIES, TRUTH, noise=noise)]
+    assert items == sorted(items)
+    assert items[-1] == 7
+
+
 def test_a_round_that_was_interrupted_is_completed() -> None:
     begun = run(ENTRIES, TRUTH, stop=lambda looks: any(look.item == 1 for look in looks))
     again = begun[:-1]
@@ -169,6 +176,20 @@ def test_what_it_is_compared_with_takes_no_place_and_is_never_dropped() -> None:
     without = [one.name for one in survivors(ENTRIES, looks, GOAL)]
     assert set(with_rivals) == {*without, "few", "cache"}
     assert len(without) == 10  # a third of 30
+
+
+def test_what_it_is_compared_with_is_measured_even_when_time_is_short() -> None:
+    rivals = [
+        entry("few", group="fewer-steps", rival=True),
+        entry("fewer", group="fewer-steps", rival=True),
+        entry("cache", group="cache", rival=True),
+    ]
+    truth = {**TRUTH, "few": (1.6, 10.0), "fewer": (1.8, 9.0), "cache": (1.7, 9.0)}
+    found = run([*ENTRIES, *rivals], truth, budget=120.0)
+    looked = {look.name for look in found if look.item == 0}
+    assert len(looked) < len(ENTRIES)
+    assert "cache" in looked
+    assert len({"few", "fewer"} & looked) == 1
 
 
 def test_the_best_of_auto_stays_for_comparison() -> None:

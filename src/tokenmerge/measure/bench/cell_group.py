@@ -94,10 +94,11 @@ class CellGroup:
                 self._finish_timed(cell, prepared, facts[cell] if facts else self._facts(prepared[cell]))
 
     def _timed(self, cells: Mapping[str, PreparedCell], stage: str) -> Iterator[str]:
-        """Warm up and time cells with interleaved calls; yield the name of a cell after each of its calls.
+        """Warm up and time cells with interleaved calls; yield the name of a cell after each timed call.
 
-        Rounds that an earlier run timed before it was killed are not repeated. If that run was killed within
-        a round, the round continues with the remaining cells.
+        A cell that fails in the warm-up is yielded there, and one that failed or finished before is yielded
+        first. Rounds that an earlier run timed before it was killed are not repeated. If that run was killed
+        within a round, the round continues with the remaining cells.
 
         The dense cells come first. ``stage`` tells apart the timings of one cell within a setting.
         """
@@ -115,8 +116,10 @@ class CellGroup:
         if done >= rounds:
             return
         compiled = any(ready.cell.compile for ready in cells.values())
-        for ready in [*cells.values()] * max(self.setting.warmup, _COMPILED_WARM_UP if compiled else 1):
+        for name, ready in [*cells.items()] * max(self.setting.warmup, _COMPILED_WARM_UP if compiled else 1):
             ready.run()
+            if ready.failure is not None:
+                yield name
         every = {name: ready.run for name, ready in cells.items()}
         begun = {name: run for name, run in every.items() if len(cells[name].seconds) <= done}
         first = int(len(begun) < len(every))  # 1 if a round was interrupted

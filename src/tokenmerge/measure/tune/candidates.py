@@ -74,14 +74,15 @@ class Candidate:
 
 
 def candidates(goal: Goal, steps: int) -> list[Candidate]:
-    """List what a search tries, in order: ``auto``, step reuse, merging, rivals, presets.
+    """List what a search tries, in order: ``auto``, rivals, step reuse, merging, presets.
 
     Args:
         goal: what is wanted.
         steps: denoising steps of dense.
     """
     found = [_candidate(text, steps, family, strength) for family, text, strength in _merging()]
-    found += _rivals(goal, steps)
+    number = len(_RATIOS_OF_AUTO)
+    found[number:number] = _rivals(goal, steps)
     found += [
         _candidate(f"{name}:ratio={ratio}", steps, name, ratio)
         for ratio in _RATIOS_OF_PRESETS

@@ -22,7 +22,7 @@ from tokenmerge.measure.tune.looks import Estimate, Look, estimates
 from tokenmerge.measure.tune.options import TuneOptions
 from tokenmerge.measure.tune.records import TuneRecord, look_of, read_records
 from tokenmerge.measure.tune.search import next_round
-from tokenmerge.measure.tune.studio import Failed, Studio
+from tokenmerge.measure.tune.studio import Drawing, Failed, Studio
 from tokenmerge.models.base import Host
 from tokenmerge.models.find import find_hosts
 from tokenmerge.report import predict
@@ -31,6 +31,8 @@ from tokenmerge.runtime.planning import merges_tokens
 
 # Operations are counted if that takes less than this share of the time of a dense picture.
 _WORTH_COUNTING = 0.1
+# Time to count the operations of one call, before it was measured.
+_SECONDS_TO_COUNT = 0.5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,7 +145,7 @@ class _Run:
         self.failed: set[str] = set()
         self.candidates: dict[str, Candidate] = {}
         self.configs: dict[str, ToMeConfig] = {}
-        self.counting_took: float | None = None
+        self.seconds_to_count = _SECONDS_TO_COUNT
 
     @property
     def looks(self) -> list[Look]:
@@ -172,6 +174,8 @@ class _Run:
             left = list(following.names)
             for found in self.studio.draw(following.item, chosen, self._all_configs()):
                 left.remove(found.name)
+                if isinstance(found, Drawing) and self.goal.metric not in found.metrics:
+                    found = Failed(found.name, f"its picture has no finite {self.goal.metric}")
                 if isinstance(found, Failed):
                     self.failed.add(found.name)
                     self.on_note(f"{found.name} cannot run here: {found.reason}")
@@ -262,12 +266,11 @@ class _Run:
             if config is None or name in counted:
                 continue
             steps = self.options.steps if config.follows_steps else 1
-            expected = 0.0 if self.counting_took is None else self.counting_took * (steps + 1)
-            if expected > _WORTH_COUNTING * dense or (self.counting_took is None and steps > 1):
+            if self.seconds_to_count * (steps + 1) > _WORTH_COUNTING * dense:
                 continue
             began = time.perf_counter()
             report = predict(self.studio.denoiser, config, *self.studio.latent, 2, steps)
-            self.counting_took = (time.perf_counter() - began) / (steps + 1)
+            self.seconds_to_count = (time.perf_counter() - began) / (steps + 1)
             merged = report.flops_merged if report.flops_mean is None else report.flops_mean
             self._append("counted", name, -1, {"speedup": report.flops_dense / merged})
             any_counted = True

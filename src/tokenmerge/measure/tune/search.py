@@ -83,14 +83,18 @@ def next_round(
     left = budget - sum(look.cost for look in looks)
     looked = {look.name for look in looks}
     first = sum(look.cost for look in looks if look.item == 0)
-    if first < _FIRST_LOOKS * budget:
-        untried = [
-            entry.name
-            for entry in entries
-            if entry.name not in looked and not hopeless(entry, entries, looks, goal, counted)
-        ]
-        if untried:
-            return _fitting(Round(0, tuple(untried[:_TOGETHER])), looks, left)
+    untried = [
+        entry
+        for entry in entries
+        if entry.name not in looked and not hopeless(entry, entries, looks, goal, counted)
+    ]
+    if first >= _FIRST_LOOKS * budget:  # of what is always shown, one each
+        shown = {entry.group for entry in entries if entry.name in looked}
+        rivals = {entry.group: entry for entry in untried if entry.rival and entry.group not in shown}
+        untried = list(rivals.values())
+    if untried:
+        names = tuple(entry.name for entry in untried[:_TOGETHER])
+        return _fitting(Round(0, names), looks, left)
     alive = [entry for entry in entries if entry.name in looked]
     begin = 1
     while begin < items:

@@ -1,0 +1,70 @@
+"""The ratio of the default method for a wanted speed, by counted operations."""
+
+from __future__ import annotations
+
+import bisect
+import inspect
+import numbers
+
+from tokenmerge.auto import choose
+from tokenmerge.errors import ConfigError
+from tokenmerge.report import counted_speedup
+
+__all__ = ["ratio_for"]
+
+_STEPS = 20  # where a pipeline has no default
+_RATIOS = tuple(i / 20 for i in range(16))  # 0 to 0.75
+
+
+def ratio_for(
+    pipe_or_model: object,
+    speedup: float,
+    height: int | None = None,
+    width: int | None = None,
+    steps: int | None = None,
+) -> float:
+    """The lowest ratio of the default method whose counted operations promise a speed.
+
+    The time saved can be less: operations that are not counted take time too, such as normalisations, and
+    so do the text encoder and the decoder. ``tokenmerge tune`` measures.
+
+    Args:
+        pipe_or_model: as for :func:`tokenmerge.apply_token_merging`.
+        speedup: dense operations divided by those with merging and step reuse, ≥ 1. Raising it makes the
+            picture less like the dense one.
+        height: height of the latents; None: the model's default size.
+        width: width of the latents, likewise.
+        steps: denoising steps of a generation, ≥ 1; None: the pipeline's default.
+
+    Returns:
+        The ratio, in steps of 0.05; 0 for a speedup of 1.
+
+    Raises:
+        ConfigError: ``speedup`` is no number ≥ 1, or no ratio reaches it.
+        UnsupportedModelError: it is not, and does not contain, a model that tokens can be merged in.
+    """
+    if isinstance(speedup, bool) or not isinstance(speedup, numbers.Real) or not 1 <= speedup < float("inf"):
+        raise ConfigError(f"speedup: expected a number ≥ 1, such as 2.0, got {speedup!r}")
+    steps = steps or _default_steps(pipe_or_model)
+
+    def counted(ratio: float) -> float:
+        config = choose(pipe_or_model, ratio)
+        return 1.0 if ratio == 0 else counted_speedup(pipe_or_model, config, height, width, steps=steps)
+
+    found = bisect.bisect_left(_RATIOS, speedup, key=counted)
+    if found == len(_RATIOS):
+        raise ConfigError(
+            f"speedup: the highest that is counted for this model, size and number of steps is "
+            f"{counted(_RATIOS[-1]):.2f}×, at a ratio of {_RATIOS[-1]}, got {speedup:g}; take that or less, "
+            "a larger picture, or more steps"
+        )
+    return _RATIOS[found]
+
+
+def _default_steps(pipe: object) -> int | None:
+    """The number of steps that a pipeline takes when it is not told another; None for a model alone."""
+    if getattr(pipe, "scheduler", None) is None:
+        return None
+    parameters = inspect.signature(pipe).parameters if callable(pipe) else {}
+    given = parameters.get("num_inference_steps")
+    return given.default if given is not None and isinstance(given.default, int) else _STEPS
