@@ -19,7 +19,6 @@ extensions = [
 ]
 # The full tables are some 3500 lines; results.md sums them up and links to the file.
 exclude_patterns = ["_build", "benchmarks.md"]
-nitpicky = False
 
 myst_heading_anchors = 4
 myst_enable_extensions = ["fieldlist"]
@@ -30,6 +29,9 @@ autodoc_preserve_defaults = True
 napoleon_numpy_docstring = False
 napoleon_use_rtype = False
 python_maximum_signature_line_length = 88
+
+# Code blocks without a language are trees and messages, not Python.
+highlight_language = "none"
 
 html_theme = "furo"
 html_title = f"tokenmerge {version}"
