@@ -250,6 +250,7 @@ def test_a_deep_level_that_is_too_small_runs_dense_without_a_word(size):
 
 
 def test_a_graph_of_the_whole_model_runs_such_a_sample_dense_too():
+    torch._dynamo.reset()
     unet, inputs = hosts.unet(), hosts.inputs(2, 1, 64)
     dense = hosts.call(unet, **inputs)
     apply_patch(unet)
