@@ -249,15 +249,16 @@ def test_a_deep_level_that_is_too_small_runs_dense_without_a_word(size):
     assert torch.equal(*both)
 
 
-def test_a_graph_of_the_whole_model_runs_such_a_sample_dense_too():
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_graph_of_the_whole_model_runs_such_a_sample_dense_too(dynamic):
     torch._dynamo.reset()
     unet, inputs = hosts.unet(), hosts.inputs(2, 1, 64)
     dense = hosts.call(unet, **inputs)
     apply_patch(unet)
-    compiled = torch.compile(unet, backend=hosts.counting([]), fullgraph=True)
-    with pytest.warns(UserWarning, match="1 × 64 tokens at level 1") as caught:
+    compiled = torch.compile(unet, backend=hosts.counting([]), fullgraph=True, dynamic=dynamic)
+    with pytest.warns(UserWarning, match="the sample gives too few tokens") as caught:
         assert all(torch.equal(hosts.call(compiled, **inputs), dense) for _ in range(2))
-    assert sum("tokens at level" in str(warning.message) for warning in caught) == 1
+    assert sum("too few tokens" in str(warning.message) for warning in caught) == 1
 
 
 def test_a_pipeline_with_a_controlnet_is_warned_about_once(pipe):

@@ -36,6 +36,11 @@ def check_grid(config: ToMeConfig, stages: Stages, grid: tuple[int, int, int]) -
     frames, rows, columns = grid
     asked = any(settings.ratio for _, settings in stages) and not config.reuses_steps
     if asked and not merges_tokens(stages, grid):
+        if torch.compiler.is_compiling():  # a graph for all sizes knows no numbers
+            raise NothingToMergeError(
+                "nothing to merge: the sample gives too few tokens; generate a larger image, lower "
+                "min_tokens, sx and sy, or raise ratio"
+            )
         level, settings = stages[0]
         sides = (frames, -(-rows // level), -(-columns // level))[frames == 1 :]
         over_time = f" × st={settings.st}" if settings.st > 1 else ""
