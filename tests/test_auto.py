@@ -95,7 +95,7 @@ def test_transformers(name, fast):
     assert [len(less.reuse.steps_of(steps).full) for steps in (15, 16, 50)] == [15, 9, 26]
     strong = config.at_guidance(7.0)
     assert (strong.scope, strong.correction.every, strong.reuse.every) == ("block", 6, 1.75)
-    assert (less.at_guidance(7.0).ratio, less.at_guidance(7.0).reuse.every) == (0.5, 1)
+    assert (less.at_guidance(7.0).ratio, less.at_guidance(7.0).reuse.every) == (0.5, 1.38)
     assert config.at_guidance(4.9) == config.at_guidance(None)
     assert (config.min_tokens, choose(model, 0.5).min_tokens) == (2048, 16)
     more = choose(pipeline(transformer=model), 0.6)
@@ -105,6 +105,17 @@ def test_transformers(name, fast):
         patch.at_step(index, 20)
         with torch.no_grad():
             model(**family.inputs(2, 8, 8))
+
+
+@pytest.mark.parametrize("name", ["UNet", "SD3Transformer2DModel"])
+@pytest.mark.parametrize("guidance", [1.0, 7.5])
+def test_a_higher_ratio_skips_more_steps(name, guidance, fast):
+    """Also where grids are too small to merge: there it is all that the ratio decides."""
+    pipe = pipeline(model=hosts.unet() if name == "UNet" else model_of(FAMILIES[name]))
+    configs = [choose(pipe, ratio).at_guidance(guidance) for ratio in (0.1, 0.25, 0.5, 0.6, 0.75)]
+    full = [len(config.reuse.steps_of(20).full) for config in configs]
+    assert full == sorted(set(full), reverse=True)
+    assert full[0] < 20
 
 
 def test_where_nothing_merges_and_steps_run_less_the_report_says_so(fast):

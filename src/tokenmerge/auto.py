@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import math
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -31,9 +32,10 @@ _MODERATE = 0.5
 _WITHOUT_FINEST_LEVEL, _WORTHWHILE_FINEST_LEVEL = 0.25, 0.2
 # Below _MODERATE, the finest level runs in all of this first share of the steps, which lose most without it.
 _STEPS_OF_FINEST_LEVEL = 0.3
-# With few steps, extrapolation is worse, most of all for the residuals of blocks. A UNet suffers less,
-# because its finest level computes the details anew. These numbers limit the distance between full steps.
-_STEPS_OF_BLOCKS, _SPAN_OF_STAGES = 16, 1 / 5
+# With few steps, extrapolation is worse, most of all for the residuals of blocks. Generations shorter than
+# these numbers of steps skip less. A UNet suffers less, because its finest level computes the details anew:
+# below 20 steps, a mean distance of up to a fifth of them is kept.
+_STEPS_OF_BLOCKS, _STEPS_OF_STAGES, _SPAN_OF_STAGES = 16, 20, 1 / 5
 # Of transformers, full steps lie closer together towards the end.
 _SPACING_OF_BLOCKS = 0.8
 # Beside step reuse, merging on smaller grids saves little and loses more quality than skipping more steps.
@@ -105,15 +107,16 @@ def choose(pipe_or_model: object, ratio: float = 0.5, follows_steps: bool | None
     many = max(settings.min_tokens, _FEWEST_TOKENS_BESIDE_REUSE)
     if denoiser.deep_stages:
         far, finest = ratio >= _MODERATE, denoiser.shallow_share > _WORTHWHILE_FINEST_LEVEL
+        every = round(2 ** (4 * ratio), 2)
         return dataclasses.replace(
             settings,
             min_tokens=many,
             correction=Correction(every=0 if far else 2),
             reuse=StepReuse(
-                every=round(2 ** (4 * ratio), 2),
+                every=every,
                 shallow_every=round(1 + 4 * max(0.0, ratio - _WITHOUT_FINEST_LEVEL), 2) if finest else 1,
                 shallow_from=_STEPS_OF_FINEST_LEVEL if finest and not far else 0.0,
-                span=_SPAN_OF_STAGES,
+                span=max(_SPAN_OF_STAGES, math.ceil(every) / _STEPS_OF_STAGES),
             ),
         )
     if denoiser.can_skip:
@@ -121,7 +124,7 @@ def choose(pipe_or_model: object, ratio: float = 0.5, follows_steps: bool | None
         return dataclasses.replace(
             settings,
             min_tokens=many,
-            reuse=StepReuse(every=every, spacing=_SPACING_OF_BLOCKS, span=every / _STEPS_OF_BLOCKS),
+            reuse=StepReuse(every=every, spacing=_SPACING_OF_BLOCKS, span=_span_of_blocks(every)),
             by_guidance={_STRONG_GUIDANCE: _under_strong_guidance(ratio)} if whole else {},
         )
     return settings
@@ -129,15 +132,19 @@ def choose(pipe_or_model: object, ratio: float = 0.5, follows_steps: bool | None
 
 def _under_strong_guidance(ratio: float) -> dict[str, Any]:
     """What changes in transformers: more merging, corrected less often, and less step reuse."""
-    mild = ratio <= _MODERATE / 2
-    every = round(1 + 3 * max(0.0, ratio - _MODERATE / 2), 2)
+    every = round(1 + 1.5 * ratio + 1.5 * max(0.0, ratio - _MODERATE), 2)
     return {
         "scope": "block",
         "ratio": min(2 * ratio, _MODERATE) if ratio <= _MODERATE else ratio,
-        "correction.every": 4 if mild else 6,
+        "correction.every": 4 if ratio <= _MODERATE / 2 else 6,
         "reuse.every": every,
-        "reuse.span": every / _STEPS_OF_BLOCKS,
+        "reuse.span": _span_of_blocks(every),
     }
+
+
+def _span_of_blocks(every: float) -> float:
+    """The span that limits the distance between full steps in short generations alone."""
+    return math.ceil(every) / _STEPS_OF_BLOCKS
 
 
 def _narrowest(blocks: Sequence[Block]) -> tuple[int, ...]:
