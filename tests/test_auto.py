@@ -70,7 +70,7 @@ def test_a_number_alone_chooses_all_else(fast):
     assert (state.config.min_tokens, more.min_tokens, choose(unet, 0.3).min_tokens) == (2048, 2048, 16)
     with token_merging(unet, 0.2) as patch:
         assert state_of(unet).config.ratio == 0.2
-        assert patch.report.rows
+        assert patch.report().rows
     assert state_of(unet) is not None
     with pytest.raises(ConfigError, match="ratio: expected 0 ≤ ratio"):
         apply_token_merging(unet, 0.9)
@@ -121,12 +121,12 @@ def test_a_higher_ratio_skips_more_steps(name, guidance, fast):
 def test_where_nothing_merges_and_steps_run_less_the_report_says_so(fast):
     family = FAMILIES["SD3Transformer2DModel"]
     patch = apply_token_merging(pipeline(transformer=model_of(family)), 0.5)
-    assert not patch.report.rows
-    assert patch.report.flops_merged == patch.report.flops_dense
-    assert "fewer than min_tokens=2048 tokens" in str(patch.report)
-    assert "1 of 3 steps runs all" in str(patch.report)
-    assert "those of the step that merges most" in str(patch.report)
-    assert "correction.every" not in str(patch.report)
+    assert not patch.report().rows
+    assert patch.report().flops_merged == patch.report().flops_dense
+    assert "fewer than min_tokens=2048 tokens" in str(patch.report())
+    assert "1 of 3 steps runs all" in str(patch.report())
+    assert "those of the step that merges most" in str(patch.report())
+    assert "correction.every" not in str(patch.report())
 
 
 @pytest.mark.parametrize(("steps", "dense"), [(4, True), (9, True), (10, False)])
@@ -177,7 +177,7 @@ def test_a_ratio_of_0_is_dense(fast):
     patch = apply_token_merging(pipeline(unet=unet), 0.0)
     assert not state_of(unet).config.follows_steps
     assert torch.equal(hosts.call(unet, **inputs), dense)
-    assert "every block stays dense, as asked" in str(patch.report)
+    assert "every block stays dense, as asked" in str(patch.report())
     assert choose(pipeline(unet=unet), 0.0).max_downsample == 2  # as SDXL needs, to be patched at all
 
 

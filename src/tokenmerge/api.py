@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, TypeVar, overload
+from typing import Any, overload
 
 from torch import nn
 
@@ -17,112 +17,21 @@ from tokenmerge import presets
 from tokenmerge.auto import choose
 from tokenmerge.config import FoundFor, ToMeConfig, load_settings
 from tokenmerge.errors import ConfigError, UnsupportedModelError
+from tokenmerge.handle import DiffusionPatch, EncoderPatch, Patch
 from tokenmerge.models.base import Host
 from tokenmerge.models.find import find_hosts
-from tokenmerge.report import Report, predict
+from tokenmerge.report import Report
 from tokenmerge.runtime.patch import hosts_that_merge, new_state, patch_host, restore, state_of
 from tokenmerge.runtime.pipeline import Pipeline
-from tokenmerge.runtime.state import ModelState, RecordedPlan
+from tokenmerge.runtime.state import RecordedPlan
 from tokenmerge.speedup import ratio_for
 from tokenmerge.vit.config import ViTConfig
 from tokenmerge.vit.hosts import find_encoders
 from tokenmerge.vit.patch import checked_encoders, new_vit_state, patch_encoder
-from tokenmerge.vit.report import ViTReport, predict_vit
+from tokenmerge.vit.report import ViTReport
 from tokenmerge.vit.runtime import RecordedTokens
 
 __all__ = ["Patch", "apply_token_merging", "remove_token_merging", "token_merging"]
-
-AnyReport = TypeVar("AnyReport")
-AnyRecord = TypeVar("AnyRecord")
-
-
-class Patch(Generic[AnyReport, AnyRecord]):
-    """A handle on a patched model: reports what merging does, sets steps and sizes, and removes the patch."""
-
-    def __init__(self, predict: Callable[[], AnyReport], states: dict[nn.Module, Any], recorded: Any) -> None:
-        self._predict = predict
-        self._states = states
-        self._recorded = recorded
-
-    def __repr__(self) -> str:
-        models = " + ".join(type(model).__name__ for model in self._states)
-        config = next(iter(self._states.values())).config
-        return f"<Patch of {models}: {config}>"
-
-    @property
-    def report(self) -> AnyReport:
-        """What merging does to each block at the model's default size, and what it saves.
-
-        Use ``tokenmerge.report.predict(model, config, height, width)`` for other sizes, and
-        ``tokenmerge.vit.report.predict_vit`` for a vision transformer.
-        """
-        return self._predict()
-
-    def remove(self) -> None:
-        """Restore the models. One that was restored or patched again in the meantime stays as it is."""
-        for root, state in self._states.items():
-            if state_of(root) is state:
-                restore(root)
-
-    def at_step(self, index: int, steps: int) -> None:
-        """Set the next denoising step, in a loop of your own that does not use a diffusers pipeline.
-
-        Only settings that change over the steps need it. A new generation begins when ``index`` is 0, or is
-        neither the last index nor the one after it. The step holds for calls in this thread, and overrides
-        the scheduler there from then on.
-
-        Args:
-            index: index of the step, 0 ≤ index < steps.
-            steps: number of steps of the generation.
-
-        Raises:
-            ConfigError: the values are not integers in this range.
-        """
-        if not (isinstance(index, int) and isinstance(steps, int) and 0 <= index < steps):
-            raise ConfigError(f"index, steps: expected integers, 0 ≤ index < steps, got {index!r}, {steps!r}")
-        for pipeline in {state.pipeline for state in self._states.values()}:
-            pipeline.set_step(index, steps)
-
-    def at_size(self, height: int, width: int) -> None:
-        """Set the size of the next pictures, for a model that is compiled before its first call.
-
-        FLUX.1, FLUX.2 and similar models get the positions of their tokens as values of ``img_ids``. These
-        values are unknown while ``torch.compile`` traces the whole model into one graph. Call this before the
-        first call with a new size. With ``dynamic=True``, a new size needs no new graph. If such a model is
-        not compiled into one graph, it reads the values, and uses this size only if they are not the rows and
-        columns of one picture. All other models read their grid from the shape of the sample and ignore this
-        size.
-
-        A compiled model cannot tell apart two sizes with the same number of tokens, such as 64 × 128 and
-        128 × 64.
-
-        Args:
-            height: height of the latents, as for :func:`tokenmerge.report.predict`, and not of the picture.
-                It is 128 for a picture of FLUX.1 that is 1024 pixels high, and must be a multiple of the
-                model's patch size, which is 2 there.
-            width: width of the latents, likewise.
-
-        Raises:
-            ConfigError: the values are not such numbers, or the patched model is a vision transformer.
-        """
-        states = [state for state in self._states.values() if isinstance(state, ModelState)]
-        if not states:
-            raise ConfigError(
-                "at_size: a vision transformer reads its grid from its input; leave the call out"
-            )
-        for state in states:
-            state.set_size(height, width)
-
-    @contextlib.contextmanager
-    def record(self) -> Iterator[dict[str, AnyRecord]]:
-        """Within the context, record the last plan of each merging block, by the block's path.
-
-        Only the blocks of the denoiser are recorded, or those of the first ControlNet if no denoiser merges.
-        For a layer of a vision transformer, the record says which input tokens its output tokens stand for.
-        """
-        with self._recorded.recording() as latest:
-            yield latest
-
 
 _DEFAULT_RATIO = 0.5
 
@@ -166,7 +75,8 @@ def apply_token_merging(
             the dense one.
 
     Returns:
-        A handle: ``print(patch.report)`` shows what merges where, ``patch.remove()`` restores the model.
+        A handle: ``print(patch)`` says what it does in a few lines, ``print(patch.report())`` shows each
+        block, and ``patch.remove()`` restores the model.
 
     Raises:
         UnsupportedModelError: it is not, and does not contain, a model that tokens can be merged in.
@@ -176,14 +86,14 @@ def apply_token_merging(
     """
     if isinstance(config, ViTConfig) and ratio is speedup is None:
         return _merge_in_encoders(pipe_or_model, config)
-    meant, found_for = _meant(pipe_or_model, config, ratio, speedup)
-    return merge_in_hosts(pipe_or_model, meant, found_for=found_for)
+    meant, found_for, method = _meant(pipe_or_model, config, ratio, speedup)
+    return merge_in_hosts(pipe_or_model, meant, found_for=found_for, method=method)
 
 
 def _meant(
     model: object, config: object, ratio: float | None, speedup: float | None
-) -> tuple[ToMeConfig, FoundFor | None]:
-    """The settings that the arguments of apply_token_merging stand for, and what they were found for."""
+) -> tuple[ToMeConfig, FoundFor | None, str]:
+    """What the arguments of apply_token_merging stand for: settings, what they were found for, a name."""
     is_file = isinstance(config, os.PathLike) or (isinstance(config, str) and config.endswith(".json"))
     is_name = isinstance(config, str) and not is_file
     given = {"config": None if is_name else config, "ratio": ratio, "speedup": speedup}
@@ -192,14 +102,15 @@ def _meant(
         raise ConfigError(f"config, ratio, speedup: expected one of them, got {', '.join(named)}")
     if is_file:
         saved = load_settings(Path(str(config)))
-        return saved.config, saved.found_for
+        return saved.config, saved.found_for, Path(str(config)).name
     if isinstance(config, ToMeConfig):
-        return config, None
+        return config, None, ""
     if isinstance(config, str) and config != "auto":
-        return _preset(config, ratio), None
+        return _preset(config, ratio), None, config
     _hosts(model)  # for a vision transformer, this error names ViTConfig
     if speedup is not None:
-        return choose(model, ratio_for(model, speedup)), None
+        found = ratio_for(model, speedup)
+        return choose(model, found), None, f"auto for a speed-up of {speedup:g}"
     wanted = config if ratio is None and not is_name else ratio
     wanted = _DEFAULT_RATIO if wanted is None else wanted
     if isinstance(wanted, bool) or not isinstance(wanted, numbers.Real):
@@ -208,7 +119,7 @@ def _meant(
             "such as ViTConfig(r=8), the name of a preset such as 'toma', or a file of settings such as "
             f"'tuned.json', got {wanted!r}"
         )
-    return choose(model, float(wanted)), None
+    return choose(model, float(wanted)), None, "auto"
 
 
 def _preset(name: str, ratio: float | None) -> ToMeConfig:
@@ -227,6 +138,7 @@ def merge_in_hosts(
     config: ToMeConfig,
     dense_if_too_small: bool = False,
     found_for: FoundFor | None = None,
+    method: str = "",
 ) -> Patch[Report, RecordedPlan]:
     """Patch a diffusion model as :func:`apply_token_merging` does.
 
@@ -236,6 +148,7 @@ def merge_in_hosts(
         dense_if_too_small: run a call whose sample has too few tokens to merge dense, with one warning for
             each size. Otherwise such a call is a NothingToMergeError.
         found_for: what the settings were found for; anything else is warned of. None: unknown.
+        method: what the settings are called, for the handle's text.
     """
     hosts = _hosts(model)
     merging, _ = hosts_that_merge(hosts, config, size=None)
@@ -252,7 +165,7 @@ def merge_in_hosts(
         states[denoiser.root].found_for = found_for
         if differences := found_for.differences(model=type(denoiser.root).__name__):
             warnings.warn(found_for.warning(differences), stacklevel=3)
-    return Patch(partial(predict, model, config), states, states[denoiser.root])
+    return DiffusionPatch(model, states, denoiser, method)
 
 
 def _merge_in_encoders(model: object, config: ViTConfig) -> Patch[ViTReport, RecordedTokens]:
@@ -261,7 +174,7 @@ def _merge_in_encoders(model: object, config: ViTConfig) -> Patch[ViTReport, Rec
     for encoder in encoders:
         restore(encoder.model)
         patch_encoder(encoder, states[encoder.model])
-    return Patch(partial(predict_vit, model, config), states, states[encoders[0].model])
+    return EncoderPatch(model, states)
 
 
 def _hosts(model: object) -> tuple[Host, ...]:

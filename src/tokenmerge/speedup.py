@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import bisect
-import inspect
 import numbers
 
 from tokenmerge.auto import choose
 from tokenmerge.errors import ConfigError
 from tokenmerge.report import counted_speedup
+from tokenmerge.runtime.pipeline import default_steps
 
 __all__ = ["ratio_for"]
 
-_STEPS = 20  # where a pipeline has no default
 _RATIOS = tuple(i / 20 for i in range(16))  # 0 to 0.75
 
 
@@ -45,7 +44,7 @@ def ratio_for(
     """
     if isinstance(speedup, bool) or not isinstance(speedup, numbers.Real) or not 1 <= speedup < float("inf"):
         raise ConfigError(f"speedup: expected a number ≥ 1, such as 2.0, got {speedup!r}")
-    steps = steps or _default_steps(pipe_or_model)
+    steps = steps or default_steps(pipe_or_model)
 
     def counted(ratio: float) -> float:
         config = choose(pipe_or_model, ratio)
@@ -59,12 +58,3 @@ def ratio_for(
             "a larger picture, or more steps"
         )
     return _RATIOS[found]
-
-
-def _default_steps(pipe: object) -> int | None:
-    """The number of steps that a pipeline takes when it is not told another; None for a model alone."""
-    if getattr(pipe, "scheduler", None) is None:
-        return None
-    parameters = inspect.signature(pipe).parameters if callable(pipe) else {}
-    given = parameters.get("num_inference_steps")
-    return given.default if given is not None and isinstance(given.default, int) else _STEPS

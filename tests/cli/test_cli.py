@@ -215,7 +215,7 @@ def test_a_method_keeps_what_the_options_leave_out(options, config, folder, caps
 def test_inspect_counts_the_mean_over_steps(folder, capsys):
     arguments = ["inspect", str(folder), "--set", "until=0.5"]
     assert main([*arguments, "--steps", "4"]) == 0
-    assert "note: mean over 4 steps" in capsys.readouterr().out
+    assert "mean over 4 steps" in capsys.readouterr().out
     assert main(arguments) == 0
     assert "mean over" not in capsys.readouterr().out
 

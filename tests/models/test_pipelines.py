@@ -32,7 +32,7 @@ def test_controlnets_are_patched_beside_the_transformer(denoiser, controlnet, se
     ]
     patch = apply_token_merging(pipe, ToMeConfig(ratio=0.5))
     assert all(STATE in model.__dict__ for model in (transformer, *nets))
-    assert patch.report.model == f"{denoiser} + {controlnet} 1 + {controlnet} 2"
+    assert patch.report().model == f"{denoiser} + {controlnet} 1 + {controlnet} 2"
     remove_token_merging(pipe)
     assert not any(STATE in module.__dict__ for model in (transformer, *nets) for module in model.modules())
 

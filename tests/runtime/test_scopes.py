@@ -200,7 +200,7 @@ def test_a_transformer_s_first_and_last_block_are_in_no_stack():
         "transformer_blocks": "transformer_blocks.3",
         "single_transformer_blocks": "single_transformer_blocks.2",
     }
-    report = apply_token_merging(model, ToMeConfig(scope="stack")).report
+    report = apply_token_merging(model, ToMeConfig(scope="stack")).report()
     paths = [f"transformer_blocks.{i}" for i in (1, 2, 3)]
     paths += [f"single_transformer_blocks.{i}" for i in (0, 1, 2)]
     assert [(row.path, row.merged) for row in report.rows] == [(path, "stack") for path in paths]

@@ -144,7 +144,7 @@ def test_a_head_that_averages_counts_each_patch_once():
     sizes = list(recorded.values())[-1].sizes[:, 1:, None]
     mean = (merged[:, 1:] * sizes).sum(1) / 36
     assert_close(logits, model.classifier(torch.cat([merged[:, 0], mean], dim=1)))
-    assert any("encoder.layer.3 gives each input token a result" in note for note in patch.report.notes)
+    assert any("encoder.layer.3 gives each input token a result" in note for note in patch.report().notes)
 
 
 @families
@@ -330,7 +330,7 @@ def test_models_around_an_encoder_and_pipelines_and_two_kinds_of_merging():
         merged = both(input_ids=text, pixel_values=x)
         assert merged.vision_model_output.last_hidden_state.shape[1] == 13
         assert torch.equal(merged.text_embeds, dense.text_embeds)
-        assert patch.report.model == "CLIPVisionModel"
+        assert patch.report().model == "CLIPVisionModel"
     assert torch.equal(both(input_ids=text, pixel_values=x).image_embeds, dense.image_embeds)
 
     class Pipeline:
@@ -513,5 +513,5 @@ def test_vision_transformers_of_timm():
 
 def test_decreasing_schedules_reach_the_layers():
     with token_merging(vits.vit(), ViTConfig(r=DecreasingSchedule(6))) as patch:
-        report = patch.report
+        report = patch.report()
     assert [row.tokens - row.merged_tokens for row in report.rows] == [12, 8, 4, 0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from rich.console import Console
@@ -138,16 +138,18 @@ def report_table(report: Report, pixels: tuple[int, int]) -> Table:
         title_justify="left",
         show_footer=True,
     )
-    total = (_gflops(report.flops_dense), _gflops(report.flops_merged))
+    totals = [("whole model", report.flops_merged)]
+    if report.flops_mean is not None:
+        totals.append((f"mean over {report.steps} steps", report.flops_mean))
     for name, justify, footer in (
-        ("block", "left", "whole model"),
+        ("block", "left", _lines(name for name, _ in totals)),
         ("level", "right", ""),
         ("grid", "right", ""),
         ("tokens", "right", ""),
         ("merged", "left", ""),
-        ("GFLOPs dense", "right", total[0]),
-        ("GFLOPs merged", "right", total[1]),
-        ("saved", "right", saved(report.flops_dense, report.flops_merged)),
+        ("GFLOPs dense", "right", _lines(_gflops(report.flops_dense) for _ in totals)),
+        ("GFLOPs merged", "right", _lines(_gflops(flops) for _, flops in totals)),
+        ("saved", "right", _lines(saved(report.flops_dense, flops) for _, flops in totals)),
     ):
         table.add_column(name, justify=justify, footer=footer, overflow="fold")  # type: ignore[arg-type]
     for row in report.joined_rows():
@@ -205,6 +207,10 @@ def _closeness(result: Result, variant: VariantResult) -> tuple[str, str]:
 
 def _seconds(seconds: float) -> str:
     return f"{seconds * 1000:.0f} ms" if seconds < 1 else f"{seconds:.2f} s"
+
+
+def _lines(cells: Iterable[str]) -> str:
+    return "\n".join(cells)
 
 
 def _gflops(operations: int) -> str:

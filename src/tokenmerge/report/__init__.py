@@ -4,5 +4,6 @@ May import ``runtime`` and everything below it; measures nothing.
 """
 
 from tokenmerge.report.prediction import Report, Row, aligned, counted_speedup, predict, saved
+from tokenmerge.report.summary import Conditions, summary
 
-__all__ = ["Report", "Row", "aligned", "counted_speedup", "predict", "saved"]
+__all__ = ["Conditions", "Report", "Row", "aligned", "counted_speedup", "predict", "saved", "summary"]

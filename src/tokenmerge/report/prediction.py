@@ -122,6 +122,10 @@ class Report:
         ]
         total = f"{self.flops_dense / 1e9:.2f} → {self.flops_merged / 1e9:.2f}"
         lines.append(("whole model", "", "", "", "", total, saved(self.flops_dense, self.flops_merged)))
+        if self.flops_mean is not None:
+            mean = f"{self.flops_dense / 1e9:.2f} → {self.flops_mean / 1e9:.2f}"
+            share = saved(self.flops_dense, self.flops_mean)
+            lines.append((f"mean over {self.steps} steps", "", "", "", "", mean, share))
         size = f"sample {self.height} × {self.width}, batch {self.batch}"
         return "\n".join(
             [f"{self.model}: {size}", *aligned([header, *lines]), *(f"note: {note}" for note in self.notes)]
@@ -188,17 +192,15 @@ def predict(
     rows = tuple(chain.from_iterable(report.rows for report in reports))
     kept = sum(report.kept_bytes for report in reports)
     means = [report.flops_mean for report in reports if report.flops_mean is not None]
+    # If nothing merges, there is nothing to correct.
+    described = config if rows else dataclasses.replace(config, correction=Correction())
     notes = [
         *chain.from_iterable(report.notes for report in reports),
         *map(str, left_dense),
-        # If nothing merges, there is nothing to correct.
-        *notes_on_steps(config if rows else dataclasses.replace(config, correction=Correction())),
+        *notes_on_steps(described, averaged=bool(means)),
     ]
     if kept:
         notes.append(f"cache between steps: {kept / 1e6:.1f} MB")
-    if means:
-        mean = f"{flops_dense / 1e9:.2f} → {sum(means) / 1e9:.2f} GFLOPs"
-        notes.append(f"mean over {steps} steps: {mean}, {saved(flops_dense, sum(means))} saved")
     return Report(
         model=" + ".join(labels),
         height=height,

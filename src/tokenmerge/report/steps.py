@@ -113,8 +113,13 @@ def _patched(host: Host, config: ToMeConfig) -> Iterator[ModelState]:
         restore(host.root)
 
 
-def notes_on_steps(config: ToMeConfig) -> list[str]:
-    """Describe what differs between levels and between steps."""
+def notes_on_steps(config: ToMeConfig, averaged: bool = False) -> list[str]:
+    """Describe what differs between levels and between steps.
+
+    Args:
+        config: the settings.
+        averaged: whether the operations are averaged over the steps too.
+    """
     notes = [f"level {level}: {_in_words(changes)}" for level, changes in config.levels.items()]
     notes += [
         f"from {_percent(start)} of the steps on: {_in_words(changes)}"
@@ -145,10 +150,9 @@ def notes_on_steps(config: ToMeConfig) -> list[str]:
         )
     changes = config.schedule.changes_ratio or config.schedule.phases
     if changes or config.correction.every or config.reuse.on:
-        notes.append(
-            "tokens and operations are those of the step that merges most; pass a number of steps (--steps) "
-            "to count the mean operations too"
-        )
+        which = "tokens and operations are those of the step that merges most"
+        more = "; pass a number of steps (--steps) to count the mean operations too"
+        notes.append(which if averaged else which + more)
     return notes
 
 

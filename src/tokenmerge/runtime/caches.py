@@ -15,6 +15,7 @@ from tokenmerge.config import MergeSettings, ToMeConfig
 from tokenmerge.ops import Plan
 from tokenmerge.runtime.guidance import SampleTracker
 from tokenmerge.runtime.reuse import Residual
+from tokenmerge.runtime.run_log import RunLog
 from tokenmerge.runtime.step_tracker import StepTracker
 
 # A call of a block: the number of the model's call in its step, since pipelines make several for prompts or
@@ -81,6 +82,7 @@ class Memory:
         guidance_differences: what guidance changed in the results of the last step, by the call that planned.
         seed: number of the running step that draws depend on.
         config: settings at the guidance scale of the generation; None before its first call.
+        log: what happened in the generation; None before its first call.
         caches: one for each part of the model.
     """
 
@@ -89,6 +91,7 @@ class Memory:
         self.sample = SampleTracker()
         self.seed: Tensor | None = None
         self.config: ToMeConfig | None = None
+        self.log: RunLog | None = None
         self.guidance_differences: dict[int, Tensor] = {}
         plans: dict[int, dict[Call, Plan]] = {group: {} for group in groups}
         self.caches = tuple(Cache(plans[group]) for group in groups)

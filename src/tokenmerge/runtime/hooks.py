@@ -7,9 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tokenmerge.config import ToMeConfig
 from tokenmerge.errors import ConfigError, UnsupportedModelError
 from tokenmerge.models.layout import Grid
 from tokenmerge.runtime.block_runs import finish_run
+from tokenmerge.runtime.caches import Memory
 from tokenmerge.runtime.call_checks import (
     check_given,
     check_size,
@@ -23,6 +25,7 @@ from tokenmerge.runtime.due import begin_plans, caches_plans, correction_of, reu
 from tokenmerge.runtime.guidance import copies_are_equal
 from tokenmerge.runtime.per_thread import PerThread
 from tokenmerge.runtime.pipeline import guidance_copies, guidance_scale
+from tokenmerge.runtime.run_log import RunLog, StepKind
 from tokenmerge.runtime.scheduler import DenoisingStep, needs_sync, number_of_steps
 from tokenmerge.runtime.state import STATE, ModelState, StageState
 from tokenmerge.runtime.step_seed import same_step
@@ -82,6 +85,11 @@ def before_model(root: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
     corrects = False
     if config.correction.every and extrapolation is None and tracker.corrects(config.correction.every, shape):
         corrects, settings = correction_of(config, tracker, settings)
+    if not torch.compiler.is_compiling():
+        merges = not corrects and any(own.ratio for own in settings.values())
+        skips = extrapolation is not None or shallow is not None
+        kind: StepKind = "reused" if skips else "full" if merges else "dense"
+        _note_run(state, memory, config, step, number_of_steps(pipe, None), len(sample), kind)
     thread.context = CallContext(
         config=config,
         settings=settings,
@@ -115,6 +123,8 @@ def after_model(root: nn.Module, args: tuple, result: Any) -> None:
     thread = state.threads.value
     memory = thread.memory
     finish_run(thread)
+    if memory is not None and memory.log is not None and not torch.compiler.is_compiling():
+        memory.log.note_end()
     if memory is not None and memory.tracker.is_last:
         memory.forget_results(memory.tracker.call)
 
@@ -161,6 +171,25 @@ def _step(state: ModelState, root: nn.Module, pipe: Any, timestep: Any, seed: Te
             "the very pipeline that runs: others that share its models have schedulers of their own"
         )
     return step
+
+
+def _note_run(
+    state: ModelState,
+    memory: Memory,
+    config: ToMeConfig,
+    step: DenoisingStep | None,
+    steps: int | None,
+    batch: int,
+    kind: StepKind,
+) -> None:
+    """Note what a call does, for the handle of the patch."""
+    if memory.log is None or step is None:
+        grid = state.threads.value.grid.shape if state.merges else None
+        steps = steps if step is None else step.steps
+        memory.log = RunLog(config, batch, grid, state.call.patch, steps)
+    state.last_run = memory.log
+    if step is not None:
+        memory.log.note_step(step.index, kind)
 
 
 def _guidance_copies(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 import weakref
 from typing import Any
@@ -13,6 +14,7 @@ from tokenmerge.errors import ConfigError
 from tokenmerge.runtime.per_thread import PerThread
 from tokenmerge.runtime.scheduler import DenoisingStep, Generation, step_of
 
+_STEPS = 20  # where a pipeline has no default
 # Their batches hold the picture guided by text and image, by the image alone, and by nothing.
 _GUIDED_TWICE = ("StableDiffusionInstructPix2PixPipeline", "StableDiffusionXLInstructPix2PixPipeline")
 
@@ -44,7 +46,8 @@ class Pipeline:
             self._reference = None
 
     @property
-    def _given(self) -> Any:
+    def given(self) -> Any:
+        """The pipeline that token merging was applied to; None if there is none, or it is gone."""
         return None if self._reference is None else self._reference()
 
     def running(self) -> Any:
@@ -53,8 +56,8 @@ class Pipeline:
         In a graph no call stack can be read. Then it is the one that token merging was applied to.
         """
         if not self._is_given or torch.compiler.is_compiling():
-            return self._given
-        return _running_pipeline() or self._given
+            return self.given
+        return _running_pipeline() or self.given
 
     def set_step(self, index: int, total: int) -> None:
         """Set the step that comes next in this thread; it overrides the scheduler from now on."""
@@ -87,7 +90,7 @@ class Pipeline:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Pipeline:
         # The copy of a pipeline is in the memo already when its models are copied.
-        copied = Pipeline(memo.get(id(self._given)) if self._given is not None else None)
+        copied = Pipeline(memo.get(id(self.given)) if self.given is not None else None)
         copied._is_given = self._is_given
         memo[id(self)] = copied
         return copied
@@ -100,6 +103,15 @@ def _unpickled(is_given: bool) -> Pipeline:
     pipeline = Pipeline()
     pipeline._is_given = is_given
     return pipeline
+
+
+def default_steps(pipe: object) -> int | None:
+    """The number of steps that a pipeline takes when it is not told another; None for a model alone."""
+    if getattr(pipe, "scheduler", None) is None:
+        return None
+    parameters = inspect.signature(pipe).parameters if callable(pipe) else {}
+    given = parameters.get("num_inference_steps")
+    return given.default if given is not None and isinstance(given.default, int) else _STEPS
 
 
 def guidance_copies(pipe: Any) -> int:

@@ -19,6 +19,7 @@ from tokenmerge.runtime.caches import Call, Memory, RecordedCalls
 from tokenmerge.runtime.context import CallContext, PartState, ThreadState
 from tokenmerge.runtime.per_thread import PerThread
 from tokenmerge.runtime.pipeline import Pipeline
+from tokenmerge.runtime.run_log import RunLog
 from tokenmerge.runtime.scheduler import Generation
 
 # The one attribute that a patched module has beside its own: one of the classes of this file, or the grids of
@@ -63,6 +64,7 @@ class ModelState:
         warned: what was said of samples with nothing to merge, whose calls run dense; None: they are errors.
         found_for: what the settings were found for by ``tokenmerge tune``; None: unknown.
         compared_with: token grid and number of steps that were last compared with that.
+        last_run: what happened in the generation that began last; None before the first.
     """
 
     config: ToMeConfig
@@ -79,6 +81,7 @@ class ModelState:
     warned: set[str] | None = None
     found_for: FoundFor | None = None
     compared_with: tuple[object, ...] = ()
+    last_run: RunLog | None = None
 
     @property
     def merges(self) -> bool:

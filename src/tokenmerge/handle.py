@@ -1,0 +1,243 @@
+"""The handle that ``apply_token_merging`` returns."""
+
+from __future__ import annotations
+
+import contextlib
+import html
+from collections.abc import Iterator, Mapping
+from typing import Any, Generic, TypeVar
+
+from torch import nn
+
+from tokenmerge.errors import ConfigError, TokenMergingError
+from tokenmerge.models.base import Host
+from tokenmerge.report import Conditions, Report, predict, saved, summary
+from tokenmerge.runtime.patch import restore, state_of
+from tokenmerge.runtime.pipeline import default_steps
+from tokenmerge.runtime.run_log import RunLog
+from tokenmerge.runtime.state import ModelState, RecordedPlan
+from tokenmerge.vit.report import ViTReport, predict_vit
+from tokenmerge.vit.runtime import RecordedTokens
+
+AnyReport = TypeVar("AnyReport")
+AnyRecord = TypeVar("AnyRecord")
+
+
+class Patch(Generic[AnyReport, AnyRecord]):
+    """A handle on a patched model: reports what merging does, sets steps and sizes, and removes the patch."""
+
+    def __init__(self, states: Mapping[nn.Module, Any], recorded: Any) -> None:
+        self._states = states
+        self._recorded = recorded
+
+    @property
+    def config(self) -> Any:
+        """The settings, as ``auto``, a preset or a file gave them."""
+        return next(iter(self._states.values())).config
+
+    def __str__(self) -> str:
+        return repr(self)
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(repr(self))}</pre>"
+
+    def report(
+        self,
+        height: int | None = None,
+        width: int | None = None,
+        batch: int | None = None,
+        steps: int | None = None,
+    ) -> AnyReport:
+        """Count what merging does to each block, and what it saves.
+
+        What is not given is that of the last run. Before the first run, it is the model's default size, the
+        batch of one picture, and the default number of steps of the pipeline.
+
+        Args:
+            height: height of the sample, ≥ 1 (for latent diffusion, of the latents; for a vision transformer,
+                of the picture in pixels).
+            width: width of the sample, likewise.
+            batch: batch size of a call of the model, ≥ 1. Guidance usually makes it 2 for one picture.
+            steps: number of denoising steps to average operations over, ≥ 1.
+
+        Raises:
+            ConfigError: a number is out of range, or the model has no default size and none is given.
+            NothingToMergeError: no token would merge at this size.
+        """
+        return self._report(height, width, batch, steps)
+
+    def _report(
+        self, height: int | None, width: int | None, batch: int | None, steps: int | None
+    ) -> AnyReport:
+        raise NotImplementedError
+
+    def remove(self) -> None:
+        """Restore the models. One that was restored or patched again in the meantime stays as it is."""
+        for root, state in self._states.items():
+            if state_of(root) is state:
+                restore(root)
+
+    def at_step(self, index: int, steps: int) -> None:
+        """Set the next denoising step, in a loop of your own that does not use a diffusers pipeline.
+
+        Only settings that change over the steps need it. A new generation begins when ``index`` is 0, or is
+        neither the last index nor the one after it. The step holds for calls in this thread, and overrides
+        the scheduler there from then on.
+
+        Args:
+            index: index of the step, 0 ≤ index < steps.
+            steps: number of steps of the generation.
+
+        Raises:
+            ConfigError: the values are not integers in this range.
+        """
+        if not (isinstance(index, int) and isinstance(steps, int) and 0 <= index < steps):
+            raise ConfigError(f"index, steps: expected integers, 0 ≤ index < steps, got {index!r}, {steps!r}")
+        for pipeline in {state.pipeline for state in self._states.values()}:
+            pipeline.set_step(index, steps)
+
+    def at_size(self, height: int, width: int) -> None:
+        """Set the size of the next pictures, for a model that is compiled before its first call.
+
+        FLUX.1, FLUX.2 and similar models get the positions of their tokens as values of ``img_ids``. These
+        values are unknown while ``torch.compile`` traces the whole model into one graph. Call this before the
+        first call with a new size. With ``dynamic=True``, a new size needs no new graph. If such a model is
+        not compiled into one graph, it reads the values, and uses this size only if they are not the rows and
+        columns of one picture. All other models read their grid from the shape of the sample and ignore this
+        size.
+
+        A compiled model cannot tell apart two sizes with the same number of tokens, such as 64 × 128 and
+        128 × 64.
+
+        Args:
+            height: height of the latents, as for :func:`tokenmerge.report.predict`, and not of the picture.
+                It is 128 for a picture of FLUX.1 that is 1024 pixels high, and must be a multiple of the
+                model's patch size, which is 2 there.
+            width: width of the latents, likewise.
+
+        Raises:
+            ConfigError: the values are not such numbers, or the patched model is a vision transformer.
+        """
+        states = [state for state in self._states.values() if isinstance(state, ModelState)]
+        if not states:
+            raise ConfigError(
+                "at_size: a vision transformer reads its grid from its input; leave the call out"
+            )
+        for state in states:
+            state.set_size(height, width)
+
+    @contextlib.contextmanager
+    def record(self) -> Iterator[dict[str, AnyRecord]]:
+        """Within the context, record the last plan of each merging block, by the block's path.
+
+        Only the blocks of the denoiser are recorded, or those of the first ControlNet if no denoiser merges.
+        For a layer of a vision transformer, the record says which input tokens its output tokens stand for.
+        """
+        with self._recorded.recording() as latest:
+            yield latest
+
+
+class DiffusionPatch(Patch[Report, RecordedPlan]):
+    """The handle on a patched diffusion model.
+
+    Args:
+        model: the pipeline or model that was patched.
+        states: the state of each model in it that merges.
+        denoiser: the model whose runs the handle tells of.
+        method: what the settings are called; empty: nothing but themselves.
+    """
+
+    def __init__(
+        self,
+        model: object,
+        states: Mapping[nn.Module, ModelState],
+        denoiser: Host,
+        method: str,
+    ) -> None:
+        super().__init__(states, states[denoiser.root])
+        self._model, self._denoiser, self._method = model, denoiser, method
+        self._counted: tuple[tuple[object, ...], Report] | None = None
+
+    def _report(self, height: int | None, width: int | None, batch: int | None, steps: int | None) -> Report:
+        run = self._last_run
+        if height is width is None and run is not None:
+            height, width = run.height, run.width
+        if batch is None:
+            batch = _usual_batch(self._denoiser) if run is None else run.batch
+        if steps is None:
+            steps = default_steps(self._model) if run is None or run.steps is None else run.steps
+        config = self.config if run is None else run.config
+        key = height, width, batch, steps, config
+        if self._counted is None or self._counted[0] != key:
+            self._counted = key, predict(self._model, config, height, width, batch, steps)
+        return self._counted[1]
+
+    def __repr__(self) -> str:
+        try:
+            report = self.report()
+        except TokenMergingError as error:
+            report, problem = None, str(error)
+        else:
+            problem = ""
+        pipe = self._model if getattr(self._model, "scheduler", None) is not None else None
+        conditions = Conditions(
+            models=tuple(type(model).__name__ for model in self._states),
+            method=self._method,
+            blocks=len(self._denoiser.blocks),
+            dtype=_dtype(self._denoiser.root),
+            scale=getattr(pipe, "vae_scale_factor", None),
+        )
+        run = self._last_run
+        lines = summary(self.config if run is None else run.config, conditions, report, run)
+        return "\n".join([*lines, *([f"  not counted: {problem}"] if problem else [])])
+
+    @property
+    def _last_run(self) -> RunLog | None:
+        state: ModelState = self._states[self._denoiser.root]
+        return state.last_run
+
+
+class EncoderPatch(Patch[ViTReport, RecordedTokens]):
+    """The handle on a patched vision transformer.
+
+    Args:
+        model: the model or pipeline that was patched.
+        states: the state of each encoder in it that merges.
+    """
+
+    def __init__(self, model: object, states: Mapping[nn.Module, Any]) -> None:
+        super().__init__(states, next(iter(states.values())))
+        self._model = model
+
+    def _report(
+        self, height: int | None, width: int | None, batch: int | None, steps: int | None
+    ) -> ViTReport:
+        if steps is not None:
+            raise ConfigError(
+                f"steps: a vision transformer has no denoising steps, got {steps!r}; leave it out"
+            )
+        return predict_vit(self._model, self.config, height, width, 1 if batch is None else batch)
+
+    def __repr__(self) -> str:
+        report = self.report()
+        models = " + ".join(type(model).__name__ for model in self._states)
+        first, last = report.rows[0], report.rows[-1]
+        lines = [
+            f"Token merging in {models}: {self.config}",
+            f"  merging: {first.tokens} tokens in the first layer, {last.merged_tokens} after the last",
+            f"  counted at {report.width} × {report.height} px, batch {report.batch}: "
+            f"{saved(report.flops_dense, report.flops_merged)} of the operations saved",
+        ]
+        return "\n".join(lines)
+
+
+def _usual_batch(host: Host) -> int:
+    """The batch size of a call for one picture: two with guidance, unless the model knows its scale."""
+    config = getattr(host.root, "config", {})
+    return 1 if "guidance_embeds" in config else 2
+
+
+def _dtype(model: nn.Module) -> str:
+    dtypes = (weight.dtype for weight in model.parameters())
+    found = next((dtype for dtype in dtypes if dtype.is_floating_point), None)
+    return "" if found is None else str(found).removeprefix("torch.")

@@ -1,0 +1,105 @@
+"""What a patch does, in a few lines."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from tokenmerge.config import ToMeConfig
+from tokenmerge.report.prediction import Report, saved
+from tokenmerge.runtime.run_log import RunLog
+
+
+@dataclasses.dataclass(frozen=True)
+class Conditions:
+    """What the summary says beside settings, counts and the last run.
+
+    Attributes:
+        models: classes of the models that merge.
+        method: what the settings are called; empty: nothing but themselves.
+        blocks: number of transformer blocks of the denoiser.
+        dtype: of its weights.
+        scale: pixels per side of a latent position; None: sizes are given in latents.
+    """
+
+    models: tuple[str, ...]
+    method: str
+    blocks: int
+    dtype: str
+    scale: int | None = None
+
+
+def summary(
+    config: ToMeConfig, conditions: Conditions, report: Report | None, run: RunLog | None
+) -> list[str]:
+    """The lines of the summary.
+
+    Args:
+        config: the settings.
+        conditions: what else is said.
+        report: what is counted at the size and steps of the last run, or the default ones; None: nothing.
+        run: what happened in the last run; None: there was none.
+    """
+    models = " + ".join(conditions.models)
+    named = f"{conditions.method}, ratio {config.ratio:g}" if conditions.method else str(config)
+    lines = [f"Token merging in {models}: {named}"]
+    if report is not None:
+        lines.append(f"  merging: {_merging(config, conditions, report)}")
+    if config.reuse.on:
+        lines.append(f"  step reuse: {_reuse(config, report)}")
+    if report is not None:
+        lines += [f"  {_counted(conditions, report)}", f"  {_kept(conditions, report)}"]
+    if run is not None:
+        lines.append(f"  last run: {_happened(run)}")
+    return lines
+
+
+def _merging(config: ToMeConfig, conditions: Conditions, report: Report) -> str:
+    rows = [row for row in report.rows if row.merged_tokens < row.tokens]
+    if not rows:
+        return "no block merges at this size; patch.report() says why"
+    most = max(rows, key=lambda row: row.tokens)
+    merged = ", ".join(dict.fromkeys(row.merged for row in rows))
+    where = f"{merged} of {len(rows)} of {conditions.blocks} blocks"
+    what = f"{most.tokens} → {most.merged_tokens} tokens in {where}"
+    if not config.correction.every:
+        return what
+    return f"{what}; 1 of {config.correction.every} full steps is dense and corrects the others"
+
+
+def _reuse(config: ToMeConfig, report: Report | None) -> str:
+    others = "the others skip parts of the model and extrapolate their outputs"
+    if report is None or report.steps is None:
+        return f"1 of {config.reuse.every:g} steps is full; {others}"
+    full = len(config.reuse.steps_of(report.steps).full)
+    if full == report.steps:
+        return f"all {full} steps are full, as there are too few to skip any"
+    return f"{full} of {report.steps} steps are full; {others}"
+
+
+def _counted(conditions: Conditions, report: Report) -> str:
+    scale, unit = (conditions.scale, "px") if conditions.scale else (1, "latents")
+    size = f"{report.width * scale} × {report.height * scale} {unit}, batch {report.batch}"
+    if report.steps is not None:
+        size += f", {report.steps} steps"
+    mean = report.flops_merged if report.flops_mean is None else report.flops_mean
+    share = saved(report.flops_dense, mean)
+    return f"counted at {size}: {share} of the operations saved ({report.flops_dense / mean:.2f}×)"
+
+
+def _kept(conditions: Conditions, report: Report) -> str:
+    if not report.kept_bytes:
+        return "cache between steps: none"
+    size = report.kept_bytes
+    text = f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
+    return f"cache between steps: {text} ({conditions.dtype})"
+
+
+def _happened(run: RunLog) -> str:
+    kinds = run.kinds
+    if not kinds:
+        steps = "" if run.steps is None else f"{run.steps} steps, "
+        return f"{steps}{run.tokens} tokens at the finest level"
+    parts = ", ".join(f"{kinds[kind]} {kind}" for kind in ("full", "reused", "dense"))
+    done = kinds.total()
+    steps = f"{done} steps" if done == run.steps else f"{done} of {run.steps} steps"
+    return f"{steps} in {run.seconds:.1f} s ({parts}), {run.tokens} tokens at the finest level"

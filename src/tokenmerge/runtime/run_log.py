@@ -1,0 +1,58 @@
+"""What happened in the latest generation of a patched model, for its handle to tell."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from typing import Literal
+
+from tokenmerge.config import ToMeConfig
+
+# "full": everything runs, and tokens merge. "reused": a part of the model is skipped. "dense": no token
+# merges and nothing is skipped.
+StepKind = Literal["full", "reused", "dense"]
+
+
+class RunLog:
+    """What happened in one generation so far. It holds plain numbers, which are known without a GPU sync.
+
+    Attributes:
+        config: settings at the guidance scale of the generation.
+        batch: batch size of a call of the model.
+        height: height of the sample (for latent diffusion, of the latents); None: nothing reads it.
+        width: width of the sample, likewise.
+        tokens: number of tokens at the finest level, over all frames of a video.
+        steps: number of denoising steps of the generation; None: unknown.
+    """
+
+    def __init__(
+        self, config: ToMeConfig, batch: int, grid: tuple[int, int, int] | None, patch: int, steps: int | None
+    ) -> None:
+        frames, rows, columns = grid or (0, 0, 0)
+        self.config, self.batch, self.steps = config, batch, steps
+        self.height = rows * patch if grid else None
+        self.width = columns * patch if grid else None
+        self.tokens = frames * rows * columns
+        self._kinds: dict[int, StepKind] = {}
+        self._began = self._ended = time.perf_counter()
+
+    def note_step(self, index: int, kind: StepKind) -> None:
+        """Note what a step does. Of a step that calls the model several times, the last call counts."""
+        self._kinds[index] = kind
+
+    def note_end(self) -> None:
+        """Note the time at the end of a call."""
+        self._ended = time.perf_counter()
+
+    @property
+    def seconds(self) -> float:
+        """Seconds from the first call of the model to the end of the last one.
+
+        On an accelerator, the last operations may still run then.
+        """
+        return self._ended - self._began
+
+    @property
+    def kinds(self) -> Counter[StepKind]:
+        """How many steps of each kind ran. Empty if the settings do not follow the steps."""
+        return Counter(self._kinds.values())

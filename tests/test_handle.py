@@ -1,0 +1,161 @@
+"""What the handle of a patch says, before and after a run."""
+
+import dataclasses
+import threading
+
+import hosts
+import pytest
+import torch
+import vits
+from diffusers import StableDiffusionPipeline
+
+from tests.models.test_every_family import model_of
+from tests.models.tiny import FAMILIES
+from tokenmerge import (
+    ConfigError,
+    Correction,
+    Schedule,
+    StepReuse,
+    ToMeConfig,
+    ViTConfig,
+    apply_token_merging,
+)
+from tokenmerge.report import predict
+
+SKIPS = ToMeConfig(ratio=0.5, reuse=StepReuse(every=3))
+FULL = len(SKIPS.reuse.steps_of(12).full)
+
+
+def generate(pipe, steps=12, size=64, **arguments):
+    return pipe("a", height=size, width=size, num_inference_steps=steps, output_type="np", **arguments)
+
+
+def last_run(patch):
+    (line,) = [line for line in str(patch).splitlines() if "last run" in line]
+    return line
+
+
+def test_before_a_run_it_counts_the_default_size_and_number_of_steps(pipe):
+    patch = apply_token_merging(pipe, SKIPS)
+    assert patch.report() == predict(pipe, SKIPS, steps=50)
+    assert "50 steps" in str(patch)
+    assert "last run" not in str(patch)
+    sample, scale = pipe.unet.config.sample_size, pipe.vae_scale_factor
+    assert f"counted at {sample * scale} × {sample * scale} px, batch 2, 50 steps" in str(patch)
+
+
+def test_a_model_alone_has_no_number_of_steps():
+    patch = apply_token_merging(hosts.unet(), SKIPS)
+    assert patch.report() == predict(hosts.unet(), SKIPS)
+    assert "1 of 3 steps is full" in str(patch)
+
+
+def test_another_size_and_number_of_steps(pipe):
+    patch = apply_token_merging(pipe, SKIPS)
+    assert patch.report(24, 40, steps=8) == predict(pipe, SKIPS, 24, 40, steps=8)
+    assert patch.report(24, 40, 1, 8).batch == 1
+    with pytest.raises(ConfigError, match="steps: expected an integer ≥ 1, got 0"):
+        patch.report(steps=0)
+
+
+def test_after_a_run_it_counts_that_run(pipe):
+    patch = apply_token_merging(pipe, SKIPS)
+    generate(pipe, size=64, guidance_scale=1.0)
+    side = 64 // pipe.vae_scale_factor
+    assert patch.report() == predict(pipe, SKIPS, side, side, batch=1, steps=12)
+    assert f"({FULL} full, {12 - FULL} reused, 0 dense), {side * side} tokens" in last_run(patch)
+    generate(pipe, steps=4, size=96)
+    side = 96 // pipe.vae_scale_factor
+    assert patch.report() == predict(pipe, SKIPS, side, side, batch=2, steps=4)
+    assert patch.report(steps=8).height == side
+
+
+def test_steps_are_full_reused_or_dense(pipe):
+    """Of 12 steps the second half does not merge, and of the first half every second step corrects."""
+    config = ToMeConfig(ratio=0.5, schedule=Schedule(until=0.5), correction=Correction(every=2))
+    patch = apply_token_merging(pipe, config)
+    generate(pipe)
+    assert "12 steps in" in last_run(patch)
+    assert "(3 full, 0 reused, 9 dense)" in last_run(patch)
+
+
+def test_an_interrupted_run_says_how_far_it_came(pipe):
+    patch = apply_token_merging(pipe, SKIPS)
+
+    def stop(pipe: StableDiffusionPipeline, index: int, timestep: int, kept: dict) -> dict:
+        if index == 4:
+            raise KeyboardInterrupt
+        return kept
+
+    with pytest.raises(KeyboardInterrupt):
+        generate(pipe, callback_on_step_end=stop)
+    assert "5 of 12 steps" in last_run(patch)
+
+
+def test_settings_that_do_not_follow_the_steps_tell_the_number_of_steps(pipe):
+    patch = apply_token_merging(pipe, ToMeConfig(ratio=0.5))
+    generate(pipe, steps=3)
+    side = 64 // pipe.vae_scale_factor
+    assert last_run(patch) == f"  last run: 3 steps, {side * side} tokens at the finest level"
+
+
+def test_settings_of_strong_guidance_are_those_that_are_counted(pipe):
+    config = dataclasses.replace(SKIPS, by_guidance={5.0: {"reuse.every": 1}})
+    patch = apply_token_merging(pipe, config)
+    generate(pipe, guidance_scale=3.0)
+    assert f"({FULL} full" in last_run(patch)
+    generate(pipe, guidance_scale=7.5)
+    assert "(12 full, 0 reused" in last_run(patch)
+    assert "step reuse" not in str(patch)
+
+
+def test_the_seconds_are_those_from_the_first_call_to_the_last(pipe, monkeypatch):
+    clock = iter(range(100))
+    monkeypatch.setattr("tokenmerge.runtime.run_log.time.perf_counter", lambda: next(clock))
+    patch = apply_token_merging(pipe, SKIPS)
+    generate(pipe, steps=4)
+    assert "4 steps in 4.0 s" in last_run(patch)  # the clock is read at the start and behind each call
+
+
+def test_another_thread_and_another_generation_do_not_mix(pipe):
+    patch = apply_token_merging(pipe, SKIPS)
+    generate(pipe)
+    first = last_run(patch)
+    thread = threading.Thread(target=generate, args=(pipe,), kwargs={"steps": 4})
+    thread.start()
+    thread.join()
+    assert "4 steps" in last_run(patch)
+    generate(pipe)
+    assert last_run(patch).partition("(")[2] == first.partition("(")[2]
+
+
+def test_the_cache_of_flux_is_told_before_the_run():
+    model = model_of(FAMILIES["FluxTransformer2DModel"]).to(torch.bfloat16)
+    patch = apply_token_merging(model, ToMeConfig(reuse=StepReuse(every=2)))
+    patch.at_size(8, 8)
+    report = patch.report(8, 8)
+    assert report.kept_bytes > 0
+    assert patch.report(8, 8, batch=2).kept_bytes == 2 * patch.report(8, 8, batch=1).kept_bytes
+    assert report.batch == 1  # FLUX knows the scale of guidance, and draws one sample for a picture
+
+
+def test_where_no_size_is_known_it_says_what_to_do():
+    model = hosts.unet(sample_size=None)
+    patch = apply_token_merging(model, ToMeConfig(ratio=0.5))
+    assert "not counted: height, width: UNet2DConditionModel has no default size" in repr(patch)
+
+
+def test_html_shows_the_same_text():
+    patch = apply_token_merging(hosts.unet(), ToMeConfig(ratio=0.5, levels={2: {"ratio": 0.25}}))
+    shown = patch._repr_html_()
+    assert shown.startswith("<pre>Token merging in UNet2DConditionModel")
+    assert "&#x27;" in shown
+    assert "256 → 128 tokens" in shown
+
+
+def test_a_vision_transformer():
+    patch = apply_token_merging(vits.vit(), ViTConfig(r=1))
+    assert "of the operations saved" in repr(patch)
+    assert patch.report(batch=3).batch == 3
+    with pytest.raises(ConfigError, match="steps: a vision transformer has no denoising steps, got 5"):
+        patch.report(steps=5)
