@@ -18,7 +18,8 @@ from tests.small_files import small_files
 from tokenmerge import PlanSharing, Schedule, presets
 from tokenmerge.cli import main
 from tokenmerge.config import ToMeConfig
-from tokenmerge.measure.pipelines.loading import find_model, load_sketch
+from tokenmerge.measure.pipelines.loading import find_model
+from tokenmerge.measure.pipelines.sketch import load_sketch
 from tokenmerge.report import predict
 
 # Every import of an optional library fails, as where torch alone is installed. numpy stays, or torch
@@ -394,7 +395,7 @@ def no_memory(request):
             ("bench", "--model", "{folder}", "--out", "{tmp}/a.jsonl"),
             "tokenmerge.measure.bench.loaded_model.load_sketch",
         ),
-        (("inspect",), "tokenmerge.cli.inspect:load_sketch"),
+        (("inspect",), "tokenmerge.cli.inspect:sketch"),
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else "",
 )

@@ -27,6 +27,7 @@ from tokenmerge import (
 )
 from tokenmerge.models.find import find_hosts
 from tokenmerge.report import Report, predict
+from tokenmerge.report import flops as counting
 from tokenmerge.report.flops import count_flops, weightless
 from tokenmerge.report.steps import notes_on_steps
 
@@ -331,3 +332,15 @@ def test_the_report_has_these_notes_and_those_on_small_grids(config):
 def test_levels_are_counted_with_their_own_settings():
     report = predict(hosts.unet(), ToMeConfig(max_downsample=2, levels={2: {"ratio": 0.25}}))
     assert {(row.level, row.tokens - row.merged_tokens) for row in report.rows} == {(1, 128), (2, 16)}
+
+
+def test_cached_shapes_are_those_that_are_computed_anew(monkeypatch):
+    """Operations with the same inputs are run once; without that the counts are the same."""
+    model = model_of(FAMILIES["FluxTransformer2DModel"])
+    config = ToMeConfig(ratio=0.5, planner="tiled", proportional=True, correction=Correction(every=2))
+    counting._result.cache_clear()
+    first = predict(model, config, 16, 16, steps=4)
+    assert counting._result.cache_info().hits > counting._result.cache_info().misses
+    again = predict(model, config, 16, 16, steps=4)
+    monkeypatch.setattr(counting, "_aliases", lambda func: True)
+    assert first == again == predict(model, config, 16, 16, steps=4)

@@ -13,14 +13,20 @@ from tokenmerge.cli.merging import with_merging_options
 from tokenmerge.cli.quiet import quiet_libraries
 from tokenmerge.errors import ConfigError
 from tokenmerge.measure.method_spec import MethodSpec
-from tokenmerge.measure.pipelines.loading import DEFAULT_MODEL, find_model, load_sketch
+from tokenmerge.measure.pipelines.loading import DEFAULT_MODEL
 from tokenmerge.measure.pipelines.sizes import check_size, parse_size
+from tokenmerge.measure.pipelines.sketch import sketch
 from tokenmerge.report import predict
 
 
 @with_merging_options
 def inspect(
-    model: Annotated[str, typer.Argument(help="Bundled model, diffusers folder or hub id.")] = DEFAULT_MODEL,
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="Bundled model, diffusers folder, hub id, model_index.json, or config.json of a denoiser."
+        ),
+    ] = DEFAULT_MODEL,
     *,
     size: Size = None,
     batch: Annotated[int, picture("Samples per step; guidance needs two per picture.", parser=integer)] = 2,
@@ -34,15 +40,18 @@ def inspect(
     """Show what merging would do to each block of a model. This reads only its configs, no weights."""
     wanted = None if size is None else parse_size(size)
     quiet_libraries("tokenmerge inspect")
-    sketch = load_sketch(find_model(model))
-    pixels = wanted or sketch.size
+    with tables.working("reading the configs"):
+        found = sketch(model)
+    pixels = wanted or found.size
     if pixels is None:
         raise ConfigError("size: this model has no default size; give --size")
-    width, height = check_size(pixels, sketch.scale)
-    config = merging.config(sketch.denoiser, follows_steps=True)
-    report = predict(sketch.denoiser, config, height, width, batch, steps)
+    width, height = check_size(pixels, found.scale)
+    with tables.working("counting operations"):
+        config = merging.config(found.denoiser, follows_steps=True)
+        report = predict(found.denoiser, config, height, width, batch, steps)
     if as_json:
         settings = {"method": merging.method, "merging": config.to_dict()}
         print(json.dumps({**settings, **report.to_dict()}, indent=2))
     else:
-        tables.show(tables.report_table(report, pixels), *(f"note: {note}" for note in report.notes))
+        notes = (*found.notes, *report.notes)
+        tables.show(tables.report_table(report, pixels), *(f"note: {note}" for note in notes))

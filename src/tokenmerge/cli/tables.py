@@ -68,6 +68,13 @@ def progress_bars(unit: str) -> Iterator[Callable[[Progress], None]]:
             bars.stop()
 
 
+@contextlib.contextmanager
+def working(what: str) -> Iterator[None]:
+    """Show on stderr, in a terminal, that something takes its time."""
+    with Console(stderr=True).status(f"{what} …"):
+        yield
+
+
 def say(text: str) -> None:
     """Print a line to stderr immediately."""
     print(text, file=sys.stderr, flush=True)

@@ -8,7 +8,8 @@ from typing import Any
 from tokenmerge.config import ToMeConfig, flat, load_settings
 from tokenmerge.errors import ConfigError
 from tokenmerge.measure.method_spec import as_plain
-from tokenmerge.measure.pipelines.loading import SourceKind, find_model, load_sketch
+from tokenmerge.measure.pipelines.loading import SourceKind, find_model
+from tokenmerge.measure.pipelines.sketch import load_sketch
 
 
 def changes_of_file(path: Path) -> dict[str, Any]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+import functools
 from collections.abc import Collection
 from itertools import chain
 from typing import Any
@@ -10,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from torch.utils.flop_counter import FlopCounterMode
 
 from tokenmerge.runtime.patch import restore
@@ -52,18 +54,65 @@ def count_flops(root: nn.Module, arguments: dict[str, Any]) -> dict[str, int]:
     The model may be on the meta device. Arguments whose values it reads, such as the mask of the text, must
     then be on the CPU.
     """
-    with _ShapesWhereMixed(), FlopCounterMode(display=False) as counter:
+    with _ShapesAlone(), FlopCounterMode(display=False) as counter:
         root(**arguments)
     return {path: sum(counts.values()) for path, counts in counter.get_flop_counts().items()}
 
 
-class _ShapesWhereMixed(TorchDispatchMode):
-    """Moves the inputs of an operation to the meta device if only some of them are there."""
+class _ShapesAlone(TorchDispatchMode):
+    """Runs operations on the meta device.
+
+    If only some inputs of an operation are there, it moves the others. Operations are repeated in most blocks
+    and cost a millisecond of Python each, so the shapes of their results are cached.
+    """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+        leaves, tree = tree_flatten((args, kwargs or {}))
+        on_meta = {leaf.is_meta for leaf in leaves if isinstance(leaf, Tensor)}
         # Indices keep their values, because the values of a mask determine the shape of the result.
-        if func is not torch.ops.aten.index.Tensor and len({tensor.is_meta for tensor in tensors}) > 1:
-            args, kwargs = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), (args, kwargs))
+        if func is not torch.ops.aten.index.Tensor and len(on_meta) > 1:
+            leaves = [leaf.to("meta") if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+            on_meta = {True}
+        if on_meta == {True} and not _aliases(func):
+            return _made(_result(func, tuple(map(_described, leaves)), tree))
+        args, kwargs = tree_unflatten(leaves, tree)
         return func(*args, **kwargs)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Described:
+    """A tensor on the meta device."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@functools.cache
+def _aliases(func: Any) -> bool:
+    """Whether an operation changes an argument, or its result may be a view of one."""
+    schema = func._schema
+    return any(one.alias_info is not None for one in (*schema.arguments, *schema.returns))
+
+
+def _described(leaf: Any) -> Any:
+    # 1, 1.0 and True are equal as keys.
+    if not isinstance(leaf, Tensor):
+        return type(leaf), leaf
+    return _Described(leaf.shape, leaf.stride(), leaf.dtype)
+
+
+def _made(described: Any) -> Any:
+    """A result with new tensors in place of the described ones."""
+    if isinstance(described, _Described):
+        shape, stride, dtype = described.shape, described.stride, described.dtype
+        return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+    return type(described)(map(_made, described)) if isinstance(described, list | tuple) else described
+
+
+@functools.lru_cache(maxsize=10_000)
+def _result(func: Any, leaves: tuple[Any, ...], tree: Any) -> Any:
+    """What an operation returns, with tensors described."""
+    arguments = [_made(leaf) if isinstance(leaf, _Described) else leaf[1] for leaf in leaves]
+    args, kwargs = tree_unflatten(arguments, tree)
+    return tree_map_only(Tensor, _described, func(*args, **kwargs))

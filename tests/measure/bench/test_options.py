@@ -16,7 +16,7 @@ from tokenmerge.measure.bench.grid_files import preset_names, read_grid, read_pr
 from tokenmerge.measure.bench.inputs import InputSize
 from tokenmerge.measure.bench.options import BenchOptions
 from tokenmerge.measure.bench.variants import FEWER_STEPS, VARIANTS, Variant, parse_variant
-from tokenmerge.measure.pipelines.loading import ModelSketch
+from tokenmerge.measure.pipelines.sketch import ModelSketch
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 GRIDS = sorted((Path(__file__).parents[3] / "benchmarks" / "results").glob("*.toml"))

@@ -19,7 +19,6 @@ from tokenmerge.measure.pipelines.loading import (
     denoiser_name,
     find_model,
     load_pipeline,
-    load_sketch,
 )
 from tokenmerge.measure.pipelines.settings import (
     SCHEDULER_NAMES,
@@ -29,6 +28,7 @@ from tokenmerge.measure.pipelines.settings import (
     set_attention,
     set_scheduler,
 )
+from tokenmerge.measure.pipelines.sketch import load_sketch
 
 CPU = torch.device("cpu")
 # diffusers' schedulers hand torch tensors to np.array, which numpy 2 wants done otherwise.

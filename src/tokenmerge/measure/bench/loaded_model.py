@@ -21,8 +21,9 @@ from tokenmerge.measure.bench.geometry import (
     find_geometry,
 )
 from tokenmerge.measure.bench.inputs import InputSize, example_inputs
-from tokenmerge.measure.pipelines.loading import denoiser_name, find_model, guides, load_pipeline, load_sketch
+from tokenmerge.measure.pipelines.loading import denoiser_name, find_model, guides, load_pipeline
 from tokenmerge.measure.pipelines.settings import set_scheduler
+from tokenmerge.measure.pipelines.sketch import load_sketch
 from tokenmerge.models.base import is_a
 
 _WITH_FRAMES = "WanTransformer3DModel"

@@ -16,9 +16,10 @@ from tokenmerge.measure.evaluate.prompts import Item, Prompt, items_of
 from tokenmerge.measure.evaluate.variants import Drawn, plan_variants
 from tokenmerge.measure.evaluate.weights import weights_key
 from tokenmerge.measure.pipelines.checks import check_merging
-from tokenmerge.measure.pipelines.loading import ModelSource, SourceKind, find_model, load_sketch
+from tokenmerge.measure.pipelines.loading import ModelSource, SourceKind, find_model
 from tokenmerge.measure.pipelines.settings import dtype_name, resolve_dtype, scheduler_class_name
 from tokenmerge.measure.pipelines.sizes import check_size
+from tokenmerge.measure.pipelines.sketch import load_sketch
 
 _SMALLEST_SIDE = 11  # pixels, the window of SSIM
 _FILES = (".png", ".jpg", ".jpeg", ".webp")

@@ -33,7 +33,6 @@ from tokenmerge.measure.pipelines.checks import check_compile, check_merging
 from tokenmerge.measure.pipelines.loading import (
     SourceKind,
     find_model,
-    load_sketch,
     require_diffusers,
 )
 from tokenmerge.measure.pipelines.settings import (
@@ -43,6 +42,7 @@ from tokenmerge.measure.pipelines.settings import (
 )
 from tokenmerge.measure.pipelines.shared_weights import denoising_models, twin
 from tokenmerge.measure.pipelines.sizes import check_size
+from tokenmerge.measure.pipelines.sketch import load_sketch
 from tokenmerge.measure.progress import Progress
 from tokenmerge.pictures import Row, as_tensor, comparison
 from tokenmerge.report import predict

@@ -13,13 +13,13 @@ from tokenmerge.errors import ConfigError, UnsupportedModelError
 from tokenmerge.measure.generate.options import GenerateOptions
 from tokenmerge.measure.pipelines.loading import (
     ModelSource,
-    default_size,
     denoiser_name,
     guides,
     load_pipeline,
 )
 from tokenmerge.measure.pipelines.settings import set_attention, set_scheduler
 from tokenmerge.measure.pipelines.shared_weights import denoising_models
+from tokenmerge.measure.pipelines.sketch import default_size
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline

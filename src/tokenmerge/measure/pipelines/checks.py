@@ -5,8 +5,8 @@ from __future__ import annotations
 from tokenmerge.config import ToMeConfig
 from tokenmerge.errors import ConfigError
 from tokenmerge.measure.method_spec import MethodSpec
-from tokenmerge.measure.pipelines.loading import ModelSketch
 from tokenmerge.measure.pipelines.sizes import check_size
+from tokenmerge.measure.pipelines.sketch import ModelSketch
 from tokenmerge.models.find import find_hosts
 from tokenmerge.runtime.patch import check_host
 

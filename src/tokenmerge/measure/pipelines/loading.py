@@ -19,13 +19,13 @@ from tokenmerge.measure.files import is_file, is_folder
 from tokenmerge.measure.out_of_memory import is_out_of_memory
 
 if TYPE_CHECKING:
-    from diffusers import DiffusionPipeline, ModelMixin
+    from diffusers import DiffusionPipeline
 
 DEFAULT_MODEL = demo.NAMES[0]
 PICKLE = "pickle:"
 
-_DENOISERS = ("unet", "transformer")
-_ABSENT = [None, None]  # the entry in model_index.json of a component that the pipeline does not have
+DENOISERS = ("unet", "transformer")
+ABSENT = [None, None]  # the entry in model_index.json of a component that the pipeline does not have
 _PICKLES = (".ckpt", ".pt", ".pth", ".bin")
 _LONGEST_REASON = 300
 _LONGEST_NAME = 200
@@ -59,19 +59,6 @@ class ModelSource:
     def weights_arguments(self) -> dict[str, bool]:
         """Arguments of diffusers' ``from_pretrained`` that enforce this choice."""
         return {} if self.allows_pickles else {"use_safetensors": True}
-
-
-@dataclasses.dataclass(frozen=True)
-class ModelSketch:
-    """A pipeline without weights, made from its configs.
-
-    The denoiser is on the meta device. ``scale`` is the number of pixels per latent position along each side.
-    ``size`` is the default (width, height) in pixels, None if the config has none.
-    """
-
-    denoiser: torch.nn.Module
-    scale: int
-    size: tuple[int, int] | None
 
 
 def find_model(name: str) -> ModelSource:
@@ -131,31 +118,6 @@ def _pickle_error(what: str, location: str) -> ConfigError:
     )
 
 
-def load_sketch(source: ModelSource) -> ModelSketch:
-    """Build the denoiser from its config alone, on the meta device.
-
-    Raises:
-        ConfigError: the configs cannot be read, or the source is a checkpoint, which has none.
-        MissingExtraError: diffusers is not installed.
-        UnsupportedModelError: the pipeline has no denoiser, or the scale of its VAE is unknown.
-    """
-    if source.kind is SourceKind.CHECKPOINT:
-        raise ConfigError(
-            f"model: {source.location} is a single checkpoint, which holds weights and no config; give a "
-            "diffusers folder or a hub id of the same architecture"
-        )
-    require_diffusers("reading a diffusers model")
-    index = _read_index(source)
-    name = next((name for name in _DENOISERS if index.get(name, _ABSENT) != _ABSENT), None)
-    if name is None:
-        raise UnsupportedModelError(_no_denoiser(index.get("_class_name", "this pipeline")))
-    denoiser = _weightless(source, name, index[name])
-    scale = 1  # a pipeline without a VAE denoises pixels
-    if index.get("vae", _ABSENT) != _ABSENT:
-        scale = _codec_scale(_weightless(source, "vae", index["vae"]))
-    return ModelSketch(denoiser, scale, default_size(denoiser.config, scale))
-
-
 def load_pipeline(
     source: ModelSource, dtype: torch.dtype, device: torch.device, controlnet: str | None = None
 ) -> DiffusionPipeline:
@@ -170,13 +132,13 @@ def load_pipeline(
     """
     diffusers = require_diffusers("loading a diffusers model")
     arguments: dict[str, Any] = _dtype_argument(dtype)
-    with _loading(source.location):
+    with loading(source.location):
         if source.kind is SourceKind.CHECKPOINT:
             pipeline_class = _checkpoint_pipeline(source)
             pipe = pipeline_class.from_single_file(source.location, **arguments)
         else:
             # A component saved as absent, such as T5 in Stable Diffusion 3, must still be passed as None.
-            absent = {part: None for part, found in _read_index(source).items() if found == _ABSENT}
+            absent = {part: None for part, found in read_index(source).items() if found == ABSENT}
             arguments |= source.weights_arguments()
             pipe = diffusers.DiffusionPipeline.from_pretrained(source.location, **absent, **arguments)
     denoiser_name(pipe)
@@ -186,7 +148,7 @@ def load_pipeline(
         extra_source = ModelSource(kind, location, allows_pickles=location != controlnet)
         if kind is SourceKind.FOLDER and not extra_source.allows_pickles:
             _refuse_pickles(Path(location), [Path(location)])
-        with _loading(location):
+        with loading(location):
             config = diffusers.ControlNetModel.load_config(location)
             controlnet_class = getattr(diffusers, config["_class_name"])
             arguments = {**_dtype_argument(dtype), **extra_source.weights_arguments()}
@@ -201,10 +163,10 @@ def denoiser_name(pipe: DiffusionPipeline) -> str:
     Raises:
         UnsupportedModelError: the pipeline has neither.
     """
-    for name in _DENOISERS:
+    for name in DENOISERS:
         if getattr(pipe, name, None) is not None:
             return name
-    raise UnsupportedModelError(_no_denoiser(type(pipe).__name__))
+    raise UnsupportedModelError(no_denoiser(type(pipe).__name__))
 
 
 def guides(pipe: DiffusionPipeline, scale: float | None) -> bool:
@@ -229,24 +191,16 @@ def require_diffusers(needed_by: str) -> Any:
     return diffusers
 
 
-def _no_denoiser(pipeline: str) -> str:
+def no_denoiser(pipeline: str) -> str:
+    """The message about a pipeline that has nothing to merge tokens in."""
     return f"model: {pipeline} has neither a unet nor a transformer; use a text-to-image diffusion pipeline"
 
 
-def default_size(config: dict[str, Any], scale: int) -> tuple[int, int] | None:
-    """The default (width, height) in pixels in the denoiser's config; None if it has none."""
-    sample = config.get("sample_size")
-    if sample is None:
-        return None
-    height, width = (sample, sample) if isinstance(sample, int) else sample
-    return width * scale, height * scale
-
-
-def _read_index(source: ModelSource) -> dict[str, Any]:
+def read_index(source: ModelSource) -> dict[str, Any]:
     """Read ``model_index.json``: [library, class] of each component, by its name."""
     import diffusers
 
-    with _loading(source.location):
+    with loading(source.location):
         index = diffusers.DiffusionPipeline.load_config(source.location)
     if not isinstance(index, dict):
         raise ConfigError(
@@ -254,36 +208,6 @@ def _read_index(source: ModelSource) -> dict[str, Any]:
             "give a folder that pipe.save_pretrained() wrote"
         )
     return index
-
-
-def _weightless(source: ModelSource, name: str, entry: object) -> ModelMixin:
-    """Build one component of a pipeline on the meta device, from its config and its entry in the index."""
-    import diffusers
-
-    class_name = entry[1] if isinstance(entry, list | tuple) and len(entry) == 2 else None
-    component_class: Any = getattr(diffusers, class_name, None) if isinstance(class_name, str) else None
-    known = isinstance(component_class, type) and issubclass(component_class, diffusers.ModelMixin)
-    if not known:
-        raise UnsupportedModelError(
-            f"model: diffusers {diffusers.__version__} has no class {class_name} for the {name}; use "
-            "another pipeline, or another version of diffusers"
-        )
-    with _loading(source.location):
-        config = component_class.load_config(source.location, subfolder=name)
-        with torch.device("meta"):
-            return component_class.from_config(config)
-
-
-def _codec_scale(codec: ModelMixin) -> int:
-    """Pixels per latent position along each side."""
-    if "block_out_channels" in codec.config:
-        return int(2 ** (len(codec.config["block_out_channels"]) - 1))
-    if "scale_factor_spatial" in codec.config:
-        return int(codec.config["scale_factor_spatial"])
-    raise UnsupportedModelError(
-        f"model: {type(codec).__name__} does not say how many pixels one latent position covers; use a "
-        "pipeline with an image VAE"
-    )
 
 
 def _checkpoint_pipeline(source: ModelSource) -> Any:
@@ -313,7 +237,7 @@ def _dtype_argument(dtype: torch.dtype) -> dict[str, torch.dtype]:
 
 
 @contextlib.contextmanager
-def _loading(what: str) -> Iterator[None]:
+def loading(what: str) -> Iterator[None]:
     """Turn any error from loading a damaged or unknown model into one line that names the model.
 
     Out-of-memory errors are not changed.
