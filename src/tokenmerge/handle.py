@@ -163,7 +163,7 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
         if height is width is None and run is not None:
             height, width = run.height, run.width
         if batch is None:
-            batch = _usual_batch(self._denoiser) if run is None else run.batch
+            batch = self._denoiser.usual_batch if run is None else run.batch
         if steps is None:
             steps = default_steps(self._model) if run is None or run.steps is None else run.steps
         config = self.config if run is None else run.config
@@ -229,12 +229,6 @@ class EncoderPatch(Patch[ViTReport, RecordedTokens]):
             f"{saved(report.flops_dense, report.flops_merged)} of the operations saved",
         ]
         return "\n".join(lines)
-
-
-def _usual_batch(host: Host) -> int:
-    """The batch size of a call for one picture: two with guidance, unless the model knows its scale."""
-    config = getattr(host.root, "config", {})
-    return 1 if "guidance_embeds" in config else 2
 
 
 def _dtype(model: nn.Module) -> str:

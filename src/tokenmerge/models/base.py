@@ -181,3 +181,8 @@ class Host:
     def can_skip(self) -> bool:
         """Whether step reuse can skip parts of it: stages of a UNet, or whole blocks."""
         return bool(self.deep_stages) or any(block.block_layout is not None for block in self.blocks)
+
+    @property
+    def usual_batch(self) -> int:
+        """Batch size of a call for one picture: two with guidance, unless the model is told its scale."""
+        return 1 if "guidance_embeds" in getattr(self.root, "config", {}) else 2

@@ -181,7 +181,7 @@ def predict(
         if value is not None and (not isinstance(value, int) or value < 1):
             raise ConfigError(f"{argument}: expected an integer ≥ 1, got {value!r}")
     hosts = find_hosts(pipe_or_model)
-    height, width = _size(hosts, height, width)
+    height, width = default_or_given(hosts, height, width)
     merging, left_dense = hosts_that_merge(hosts, config, (height, width))
     labels = _labels(merging)
     reports = [
@@ -230,7 +230,7 @@ def counted_speedup(
     ``steps``, one step is counted.
     """
     hosts = find_hosts(pipe_or_model)
-    height, width = _size(hosts, height, width)
+    height, width = default_or_given(hosts, height, width)
     merging, _ = hosts_that_merge(hosts, config, (height, width))
     dense = merged = 0
     for host in merging:
@@ -241,7 +241,7 @@ def counted_speedup(
     return dense / merged
 
 
-def _size(hosts: Sequence[Host], height: int | None, width: int | None) -> tuple[int, int]:
+def default_or_given(hosts: Sequence[Host], height: int | None, width: int | None) -> tuple[int, int]:
     """The given size of the sample, or the model's default."""
     if height is not None and width is not None:
         return height, width
