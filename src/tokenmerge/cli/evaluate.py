@@ -111,8 +111,8 @@ def evaluate(
 ) -> None:
     """Measure closeness to dense and speed-up on many pictures, drawn dense and merged from the same seeds.
 
-    The pictures are timed while they are drawn, so that tokenmerge report makes the price curve from this one
-    run. fewer-steps has as many steps as take the time of a variant, counted or by records of tokenmerge bench.
+    Each picture is timed, so that tokenmerge report makes the price curve from this one run. fewer-steps has
+    as many steps as fit into the time of a variant, counted or by records of tokenmerge bench.
 
     All metrics are loaded before the first picture: you see which weights are downloaded, and a named metric
     that cannot work here is an error. After Ctrl-C, finished pictures are kept; run the same command again to

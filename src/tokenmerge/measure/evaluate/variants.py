@@ -81,15 +81,14 @@ def plan_variants(
     drawn = [Drawn(Variant(DENSE), steps), *(Drawn(spec, steps) for spec in merged)]
     if len(merged) < len(specs):
         cells = [cell for file in sorted(folder.glob("*.jsonl")) for cell in read_cells(file)]
-        fewer = [_fewer_steps(spec, cells, conditions, counted) for spec in merged]
-        found = dict.fromkeys(one for one in fewer if one is not None)
+        found = [one for one in (_fewer_steps(spec, cells, conditions, counted) for spec in merged) if one]
         if not found:
             raise ConfigError(
                 f"variant fewer-steps: how many steps fit into {merged[0].label} can be neither counted nor "
                 f"found in {folder}; leave it out, or measure first: tokenmerge bench --scope pipeline with "
                 f"the same model, size, steps and variants, -o {folder / 'bench.jsonl'}"
             )
-        drawn += found
+        drawn += dict.fromkeys(one for one in found if one.steps < steps)
     return drawn
 
 
@@ -99,7 +98,7 @@ def _fewer_steps(
     conditions: dict[str, Any],
     counted: Callable[[Variant], float | None],
 ) -> Drawn | None:
-    """Dense in about the time of a variant; None if its time is not known, or that of all steps."""
+    """Dense in about the time of a variant; None if its time is not known."""
     timed = Variant(FEWER_STEPS, (("as", merged.label),))
     cell = cell_of_pictures(timed.label, conditions, [c for c in cells if "steps_used" in c.facts])
     if cell is not None:
@@ -108,5 +107,4 @@ def _fewer_steps(
     if speedup is None:
         return None
     number = max(1, round(conditions["steps"] / speedup))
-    fewer = number < conditions["steps"]
-    return Drawn(Variant(FEWER_STEPS, (("steps", number),)), number) if fewer else None
+    return Drawn(Variant(FEWER_STEPS, (("steps", number),)), number)
