@@ -3,7 +3,8 @@
 May import ``runtime`` and everything below it; measures nothing.
 """
 
-from tokenmerge.report.prediction import Report, Row, aligned, counted_speedup, predict, saved
+from tokenmerge.report.prediction import Report, Row, counted_speedup, predict, saved
 from tokenmerge.report.summary import Conditions, summary
+from tokenmerge.report.text_table import TextTable
 
-__all__ = ["Conditions", "Report", "Row", "aligned", "counted_speedup", "predict", "saved", "summary"]
+__all__ = ["Conditions", "Report", "Row", "TextTable", "counted_speedup", "predict", "saved", "summary"]
