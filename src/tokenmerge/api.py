@@ -61,8 +61,8 @@ def apply_token_merging(
 
     Args:
         pipe_or_model: for a ToMeConfig, a diffusers pipeline (its ControlNets are patched too), a diffusers
-            model such as ``pipe.unet``, or a CompVis-style model. For a ViTConfig, a ViT, DeiT, CLIP or
-            DINOv2 model of transformers, a ``VisionTransformer`` of timm, or a pipeline that contains one.
+            model such as ``pipe.unet``, or a CompVis-style model. For a ViTConfig, a ViT, DeiT, CLIP, SigLIP
+            or DINOv2 model of transformers, a ``VisionTransformer`` of timm, or a pipeline that contains one.
             A model that is already patched gets the new settings.
         config: what to merge and how much; or only the ratio of tokens to remove (default: 0.5), for which
             :func:`tokenmerge.auto.choose` chooses all other settings; or the name of a preset of

@@ -4,14 +4,15 @@ May import ``runtime`` and everything below it; measures nothing.
 """
 
 from tokenmerge.report.cache_limit import bytes_of, within
-from tokenmerge.report.prediction import Report, Row, aligned, counted_speedup, predict, saved
+from tokenmerge.report.prediction import Report, Row, counted_speedup, predict, saved
 from tokenmerge.report.summary import Conditions, summary
+from tokenmerge.report.text_table import TextTable
 
 __all__ = [
     "Conditions",
     "Report",
     "Row",
-    "aligned",
+    "TextTable",
     "bytes_of",
     "counted_speedup",
     "predict",

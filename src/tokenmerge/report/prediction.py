@@ -15,6 +15,7 @@ from tokenmerge.models.base import KINDS, Block, Host
 from tokenmerge.models.find import find_hosts
 from tokenmerge.report.flops import count_flops, weightless
 from tokenmerge.report.steps import kept_bytes, mean_flops, notes_on_steps
+from tokenmerge.report.text_table import TextTable
 from tokenmerge.runtime.patch import hosts_that_merge, new_state, patch_host, restore
 from tokenmerge.runtime.pipeline import Pipeline
 from tokenmerge.runtime.select import layers_to_merge, merges
@@ -113,6 +114,13 @@ class Report:
 
     def __str__(self) -> str:
         """The report as a table in plain text, followed by the notes."""
+        return str(self._table())
+
+    def _repr_html_(self) -> str:
+        """The same for a notebook."""
+        return self._table().as_html()
+
+    def _table(self) -> TextTable:
         header = ("block", "level", "grid", "tokens", "merged", "GFLOPs", "saved")
         lines = [
             (
@@ -133,18 +141,7 @@ class Report:
             share = saved(self.flops_dense, self.flops_mean)
             lines.append((f"mean over {self.steps} steps", "", "", "", "", mean, share))
         size = f"sample {self.height} × {self.width}, batch {self.batch}"
-        return "\n".join(
-            [f"{self.model}: {size}", *aligned([header, *lines]), *(f"note: {note}" for note in self.notes)]
-        )
-
-
-def aligned(lines: Sequence[Sequence[str]]) -> list[str]:
-    """Format the rows of a table as lines, with each column as wide as its widest cell."""
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-        for line in lines
-    ]
+        return TextTable(f"{self.model}: {size}", [header, *lines], self.notes)
 
 
 def saved(dense: int, merged: int) -> str:
