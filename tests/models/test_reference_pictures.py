@@ -22,6 +22,7 @@ from tokenmerge import (
     UnsupportedModelError,
     apply_token_merging,
 )
+from tokenmerge.config import Correction, Schedule
 from tokenmerge.planners import PLANNERS
 from tokenmerge.report import predict
 from tokenmerge.runtime.state import RecordedPlan
@@ -148,27 +149,35 @@ def test_guidance_says_which_tokens_of_the_sequence_matter():
                 call(model, {**arguments, "encoder_hidden_states": words})
 
 
-def test_merged_tokens_of_both_pictures_count_as_often_as_they_stand_for():
-    """In a sequence of equal pairs, proportional attention over merged pairs is that over all tokens."""
-    family = FAMILIES[KONTEXT]
-    model, arguments = model_of(family), family.inputs(1, 8, 8)
-    sides = arguments["hidden_states"].unflatten(1, (-1, 2))
-    arguments["hidden_states"] = sides[:, :, :1].expand_as(sides).flatten(1, 2)
-    arguments["img_ids"] = arguments["img_ids"].clone()
-    # Equal positions within a pair would be no grid, so positions count for nothing here.
-    monkey = pytest.MonkeyPatch()
-    monkey.setattr(
-        type(model.pos_embed),
-        "forward",
-        lambda self, ids: (torch.ones(len(ids), 8), torch.zeros(len(ids), 8)),
+def kontext_of_pairs() -> tuple[nn.Module, dict[str, Any]]:
+    """A model whose tokens are equal in pairs of columns, and a call of it. Positions count for nothing."""
+    model, arguments = model_of(FAMILIES[KONTEXT]), FAMILIES[KONTEXT].inputs(1, 8, 8)
+    pairs = arguments["hidden_states"].unflatten(1, (-1, 2))
+    arguments["hidden_states"] = pairs[:, :, :1].expand_as(pairs).flatten(1, 2)
+    model.pos_embed.forward = lambda ids: (torch.ones(len(ids), 8), torch.zeros(len(ids), 8))
+    return model, arguments
+
+
+def joy_of_pairs() -> tuple[nn.Module, dict[str, Any]]:
+    model, arguments = model_of(FAMILIES[JOY]), FAMILIES[JOY].inputs(1, 8, 8)
+    pairs = arguments["hidden_states"].unflatten(-1, (-1, 2, 2))
+    arguments["hidden_states"] = pairs[..., :1, :].expand_as(pairs).flatten(-3)
+    tokens = 3 * 64
+    model.get_rotary_pos_embed = lambda **_: ((torch.ones(tokens, 8), torch.zeros(tokens, 8)), None)
+    return model, arguments
+
+
+@pytest.mark.parametrize("of_pairs", [kontext_of_pairs, joy_of_pairs])
+def test_merged_tokens_of_every_picture_count_as_often_as_they_stand_for(of_pairs):
+    """Where tokens are equal in pairs, proportional attention over merged pairs is that over all tokens."""
+    model, arguments = of_pairs()
+    dense = call(model, arguments)
+    # The picture stays whole, so that sizes differ, and sizes on the wrong side would be those of text.
+    config = ToMeConfig(
+        ratio=0, reference_ratio=0.5, sx=2, sy=1, planner="uniform", merge_mlp=True, proportional=True
     )
-    try:
-        dense = call(model, arguments)
-        config = ToMeConfig(ratio=0.5, reference_ratio=0.5, sx=2, sy=1, planner="uniform", proportional=True)
-        apply_token_merging(model, config)
-        assert_close(call(model, arguments), dense, rtol=1e-5, atol=1e-5 * dense.abs().max().item())
-    finally:
-        monkey.undo()
+    apply_token_merging(model, config)
+    assert_close(call(model, arguments), dense, rtol=1e-5, atol=1e-5 * dense.abs().max().item())
 
 
 def test_a_second_picture_of_the_same_number_begins_at_its_first_position():
@@ -186,6 +195,22 @@ def test_a_call_without_references_has_nothing_to_merge_where_only_they_would():
     apply_token_merging(model, ToMeConfig(**DENSE_TARGET))
     with pytest.raises(NothingToMergeError, match="there is none in the sequence; raise ratio"):
         call(model, FAMILIES[FLUX].inputs(1, 8, 8))
+
+
+@pytest.mark.parametrize(
+    "settings", [{"correction": Correction(every=2)}, {"schedule": Schedule(ratio=(0, 1, 0))}]
+)
+def test_dense_steps_leave_the_references_dense(settings):
+    """Of three steps the first and the last are dense: by correction, or by a factor of 0."""
+    family = FAMILIES[KONTEXT]
+    model, arguments = model_of(family), family.inputs(1, 8, 8)
+    dense = call(model, arguments)
+    handle = apply_token_merging(model, ToMeConfig(scope="block", **DENSE_TARGET, **settings))
+    equal = []
+    for step in range(3):
+        handle.at_step(step, 3)
+        equal.append(torch.equal(call(model, arguments), dense))
+    assert equal == [True, False, True]
 
 
 def test_a_model_that_takes_no_references_is_refused_at_once():

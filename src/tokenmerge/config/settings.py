@@ -61,7 +61,8 @@ class MergeSettings(Value):
         reference_ratio: the same for reference pictures, which editing models read in one sequence with the
             picture that they make: FLUX.1 Kontext, FLUX.2, Qwen-Image-Edit, JoyImage-Edit. Raising it makes
             every layer faster and lets fewer details of the references through. None: the value of ``ratio``.
-            With ``ratio=0`` only the references merge. A ``schedule.ratio`` multiplies both.
+            With ``ratio=0`` only the references merge. A ``schedule.ratio`` multiplies both. References of
+            fewer frames than ``st`` stay dense.
         min_tokens: token grids with fewer tokens than this stay dense, ≥ 0. Raising it brings the picture
             closer to the dense one. On small grids merging saves little, so a moderate value costs no time.
 

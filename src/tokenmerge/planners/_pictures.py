@@ -48,7 +48,7 @@ def plan_pictures(
     lengths = [num_tokens(grid) for grid in grids]
     of_pictures = zip(*(values.split(lengths, dim=1) for values in (features, *importance)), strict=True)
     plans = [
-        planner(own_features, grid, own, step, *own_importance)
+        planner(own_features, grid, own, step, *own_importance) if num_removed(grid, own) else None
         for (own_features, *own_importance), (grid, own) in zip(
             of_pictures, _with_settings(grids, settings), strict=True
         )
