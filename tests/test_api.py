@@ -4,6 +4,7 @@ import hosts
 import pytest
 import tiny_pipeline
 import torch
+import vits
 from diffusers import (
     MultiControlNetModel,
     StableDiffusionImg2ImgPipeline,
@@ -15,8 +16,10 @@ import tokenmerge
 from tokenmerge import (
     ConfigError,
     NothingToMergeError,
+    Schedule,
     ToMeConfig,
     UnsupportedModelError,
+    ViTConfig,
     apply_token_merging,
     auto,
     presets,
@@ -337,3 +340,21 @@ def test_calls_that_people_try(monkeypatch):
 def test_calls_that_cannot_be_meant(given, message):
     with pytest.raises(ConfigError, match=message):
         apply_token_merging(hosts.unet(), **given)
+
+
+def test_start_and_until_replace_those_of_the_schedule():
+    unet = hosts.unet()
+    falling = ToMeConfig(ratio=0.5, schedule=Schedule(ratio=(1.4, 0.6), until=0.5))
+    for given, wanted in (
+        ({"start": 0.2}, Schedule(ratio=(1.4, 0.6), start=0.2, until=0.5)),
+        ({"start": 0.6, "until": 0.9}, Schedule(ratio=(1.4, 0.6), start=0.6, until=0.9)),
+        ({"until": 0.8}, Schedule(ratio=(1.4, 0.6), until=0.8)),
+        ({"start": 0.0, "until": 1.0}, Schedule(ratio=(1.4, 0.6))),
+    ):
+        assert apply_token_merging(unet, falling, **given).config.schedule == wanted
+    with pytest.raises(
+        ConfigError, match=r"schedule\.start: expected less than schedule\.until=0\.5, got 0\.5"
+    ):
+        apply_token_merging(unet, falling, start=0.5)
+    with pytest.raises(ConfigError, match="start, until: a vision transformer has no denoising steps"):
+        apply_token_merging(vits.vit(), ViTConfig(r=1), until=0.5)

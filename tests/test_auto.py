@@ -29,6 +29,7 @@ from tokenmerge import (
 from tokenmerge.auto import choose
 from tokenmerge.measure.method_spec import MethodSpec
 from tokenmerge.models.find import find_hosts
+from tokenmerge.models.unet_stages import shallow_share
 from tokenmerge.planners import PLANNERS
 from tokenmerge.planners import _calibration as calibration
 from tokenmerge.runtime.patch import state_of
@@ -190,7 +191,7 @@ def test_a_costly_finest_level_of_a_unet_does_not_run_on_every_step(fast):
     def finest_every(channels: tuple[int, int]) -> list[tuple[int, float]]:
         pipe = pipeline(unet=hosts.unet(block_out_channels=channels))
         (host,) = find_hosts(pipe)
-        shares.append(host.shallow_share)
+        shares.append(shallow_share(host.root))
         found = [choose(pipe, ratio) for ratio in (0.25, 0.375, 0.5)]
         return [(config.reuse.shallow_every, config.reuse.shallow_from) for config in found]
 

@@ -20,6 +20,7 @@ from tokenmerge import (
     ViTConfig,
     apply_token_merging,
 )
+from tokenmerge.config import read_metadata
 from tokenmerge.report import predict
 
 SKIPS = ToMeConfig(ratio=0.5, reuse=StepReuse(every=3))
@@ -159,3 +160,15 @@ def test_a_vision_transformer():
     assert patch.report(batch=3).batch == 3
     with pytest.raises(ConfigError, match="steps: a vision transformer has no denoising steps, got 5"):
         patch.report(steps=5)
+
+
+def test_metadata_applies_the_same_settings_again():
+    unet = hosts.unet()
+    patch = apply_token_merging(unet, 0.5)
+    line = patch.metadata()
+    assert line.startswith("Token merging: auto 0.5, {")
+    assert apply_token_merging(hosts.unet(), read_metadata(line)).config == patch.config
+    assert apply_token_merging(unet, "toma").metadata().startswith("Token merging: toma 0.5, {")
+    assert apply_token_merging(unet, SKIPS).metadata().startswith("Token merging: ratio 0.5, {")
+    with pytest.raises(ConfigError, match="metadata: a vision transformer draws no pictures"):
+        apply_token_merging(vits.vit(), ViTConfig(r=1)).metadata()

@@ -28,7 +28,7 @@ MAY_IMPORT = {
     "vit": "errors ops config planners models runtime report",
     "auto": "errors config planners models",
     "speedup": "errors runtime report auto",
-    "handle": "errors models runtime report vit",
+    "handle": "errors config models runtime report vit",
     "api": "errors config presets models runtime report vit auto speedup handle",
     "compat": "errors config api",
     "pipeline_methods": "errors compat",

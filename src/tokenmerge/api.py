@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import numbers
 import os
 import warnings
@@ -14,7 +15,7 @@ from typing import Any, overload
 from torch import nn
 
 from tokenmerge import presets
-from tokenmerge.auto import choose
+from tokenmerge.auto import choose_for
 from tokenmerge.config import FoundFor, ToMeConfig, load_settings
 from tokenmerge.errors import ConfigError, UnsupportedModelError
 from tokenmerge.handle import DiffusionPatch, EncoderPatch, Patch
@@ -44,6 +45,8 @@ def apply_token_merging(
     ratio: float | None = None,
     speedup: float | None = None,
     max_cache: str | int | None = None,
+    start: float | None = None,
+    until: float | None = None,
 ) -> Patch[Report, RecordedPlan]: ...
 @overload
 def apply_token_merging(pipe_or_model: object, config: ViTConfig) -> Patch[ViTReport, RecordedTokens]: ...
@@ -54,6 +57,8 @@ def apply_token_merging(
     ratio: float | None = None,
     speedup: float | None = None,
     max_cache: str | int | None = None,
+    start: float | None = None,
+    until: float | None = None,
 ) -> Patch[Any, Any]:
     """Patch a diffusion model or a vision transformer in place, so that it merges tokens.
 
@@ -79,6 +84,11 @@ def apply_token_merging(
             number of bytes; it is counted at the model's default size. Where that is too little, corrections
             are left out, then step reuse; ``print(patch)`` says what. Lowering it makes the picture less like
             the dense one, or saves less time. None: no limit.
+        start: share of the denoising steps before merging starts, 0 ≤ start < until; it replaces that of
+            ``config.schedule``, see :class:`tokenmerge.Schedule`. Steps before it are dense. Raising it gives
+            up their saving, and brings the picture a little closer to the dense one.
+        until: share of the denoising steps after which merging ends, likewise. Lowering it gives up the
+            saving of late steps, and brings the picture much closer.
 
     Returns:
         A handle: ``print(patch)`` says what it does in a few lines, ``print(patch.report())`` shows each
@@ -91,8 +101,18 @@ def apply_token_merging(
         ConfigError: ``config`` is not a configuration, or does not fit the model.
     """
     if isinstance(config, ViTConfig) and ratio is speedup is max_cache is None:
+        if start is not None or until is not None:
+            raise ConfigError("start, until: a vision transformer has no denoising steps; leave them out")
         return _merge_in_encoders(pipe_or_model, config)
-    meant, found_for, method = _meant(pipe_or_model, config, ratio, speedup)
+    meant, found_for, method, hosts = _meant(pipe_or_model, config, ratio, speedup)
+    if start is not None or until is not None:
+        schedule = meant.schedule
+        schedule = dataclasses.replace(
+            schedule,
+            start=schedule.start if start is None else start,
+            until=schedule.until if until is None else until,
+        )
+        meant = dataclasses.replace(meant, schedule=schedule)
     if max_cache is not None:
         limit = bytes_of(max_cache)
         if not method.startswith("auto"):
@@ -102,13 +122,17 @@ def apply_token_merging(
             )
         meant, left_out = within(pipe_or_model, meant, limit)
         method = f"{method} in {max_cache}" + (f" ({left_out})" if left_out else "")
-    return merge_in_hosts(pipe_or_model, meant, found_for=found_for, method=method)
+    return merge_in_hosts(pipe_or_model, meant, found_for=found_for, method=method, hosts=hosts)
 
 
 def _meant(
     model: object, config: object, ratio: float | None, speedup: float | None
-) -> tuple[ToMeConfig, FoundFor | None, str]:
-    """What the arguments of apply_token_merging stand for: settings, what they were found for, a name."""
+) -> tuple[ToMeConfig, FoundFor | None, str, tuple[Host, ...] | None]:
+    """What the arguments of apply_token_merging stand for.
+
+    Returns:
+        Settings, what they were found for, their name, and the models if they were looked at.
+    """
     is_file = isinstance(config, os.PathLike) or (isinstance(config, str) and config.endswith(".json"))
     is_name = isinstance(config, str) and not is_file
     given = {"config": None if is_name else config, "ratio": ratio, "speedup": speedup}
@@ -117,15 +141,15 @@ def _meant(
         raise ConfigError(f"config, ratio, speedup: expected one of them, got {', '.join(named)}")
     if is_file:
         saved = load_settings(Path(str(config)))
-        return saved.config, saved.found_for, Path(str(config)).name
+        return saved.config, saved.found_for, Path(str(config)).name, None
     if isinstance(config, ToMeConfig):
-        return config, None, ""
+        return config, None, "", None
     if isinstance(config, str) and config != "auto":
-        return _preset(config, ratio), None, config
-    _hosts(model)  # for a vision transformer, this error names ViTConfig
+        return _preset(config, ratio), None, config, None
+    hosts = _hosts(model)  # for a vision transformer, this error names ViTConfig
     if speedup is not None:
         found = ratio_for(model, speedup)
-        return choose(model, found), None, f"auto for a speed-up of {speedup:g}"
+        return choose_for(model, hosts, found), None, f"auto for a speed-up of {speedup:g}", hosts
     wanted = config if ratio is None and not is_name else ratio
     wanted = _DEFAULT_RATIO if wanted is None else wanted
     if isinstance(wanted, bool) or not isinstance(wanted, numbers.Real):
@@ -134,7 +158,7 @@ def _meant(
             "such as ViTConfig(r=8), the name of a preset such as 'toma', or a file of settings such as "
             f"'tuned.json', got {wanted!r}"
         )
-    return choose(model, float(wanted)), None, "auto"
+    return choose_for(model, hosts, float(wanted)), None, "auto", hosts
 
 
 def _preset(name: str, ratio: float | None) -> ToMeConfig:
@@ -154,6 +178,7 @@ def merge_in_hosts(
     dense_if_too_small: bool = False,
     found_for: FoundFor | None = None,
     method: str = "",
+    hosts: tuple[Host, ...] | None = None,
 ) -> Patch[Report, RecordedPlan]:
     """Patch a diffusion model as :func:`apply_token_merging` does.
 
@@ -164,8 +189,9 @@ def merge_in_hosts(
             each size. Otherwise such a call is a NothingToMergeError.
         found_for: what the settings were found for; anything else is warned of. None: unknown.
         method: what the settings are called, for the handle's text.
+        hosts: the models in it, if they are known. Looking for them takes a third of the time.
     """
-    hosts = _hosts(model)
+    hosts = hosts or _hosts(model)
     merging, _ = hosts_that_merge(hosts, config, size=None)
     for host in hosts:
         restore(host.root)

@@ -15,6 +15,7 @@ from torch import nn
 from tokenmerge.config import Correction, StepReuse, ToMeConfig
 from tokenmerge.models.base import Block, Host
 from tokenmerge.models.find import find_hosts
+from tokenmerge.models.unet_stages import shallow_share
 from tokenmerge.planners._calibration import fewest_tokens
 
 __all__ = ["choose"]
@@ -80,8 +81,14 @@ def choose(pipe_or_model: object, ratio: float = 0.5, follows_steps: bool | None
         UnsupportedModelError: it is not, and does not contain, a model that tokens can be merged in.
         ConfigError: the ratio is out of range.
     """
+    return choose_for(pipe_or_model, find_hosts(pipe_or_model), ratio, follows_steps)
+
+
+def choose_for(
+    pipe_or_model: object, hosts: Sequence[Host], ratio: float, follows_steps: bool | None = None
+) -> ToMeConfig:
+    """The same as :func:`choose`, for models that have been found in a pipeline or a model."""
     ToMeConfig(ratio=ratio)  # checks the ratio
-    hosts = find_hosts(pipe_or_model)
     blocks = [block for host in hosts for block in host.blocks]
     denoiser = next((host for host in hosts if not host.controlnet), hosts[0])
     if follows_steps is None:
@@ -106,7 +113,7 @@ def choose(pipe_or_model: object, ratio: float = 0.5, follows_steps: bool | None
         return settings
     many = max(settings.min_tokens, _FEWEST_TOKENS_BESIDE_REUSE)
     if denoiser.deep_stages:
-        far, finest = ratio >= _MODERATE, denoiser.shallow_share > _WORTHWHILE_FINEST_LEVEL
+        far, finest = ratio >= _MODERATE, shallow_share(denoiser.root) > _WORTHWHILE_FINEST_LEVEL
         every = round(2 ** (4 * ratio), 2)
         return dataclasses.replace(
             settings,

@@ -9,6 +9,7 @@ from typing import Any, Generic, TypeVar
 
 from torch import nn
 
+from tokenmerge.config import to_metadata
 from tokenmerge.errors import ConfigError, TokenMergingError
 from tokenmerge.models.base import Host
 from tokenmerge.report import Conditions, Report, predict, saved, summary
@@ -78,6 +79,18 @@ class Patch(Generic[AnyReport, AnyRecord]):
         references: Sequence[tuple[int, int]] | None,
     ) -> AnyReport:
         raise NotImplementedError
+
+    def metadata(self) -> str:
+        """The settings as one line for the parameters of a picture.
+
+        ``Token merging: auto 0.5, {…}``: the name before the colon, and behind it all that is needed to
+        apply the same settings again, on any machine: :func:`tokenmerge.config.read_metadata` reads it, and
+        so does ``tokenmerge generate --like picture.png``.
+
+        Raises:
+            ConfigError: ``schedule.ratio`` is a function, or the model is a vision transformer.
+        """
+        raise ConfigError("metadata: a vision transformer draws no pictures; leave the call out")
 
     def remove(self) -> None:
         """Restore the models. One that was restored or patched again in the meantime stays as it is."""
@@ -165,6 +178,10 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
         super().__init__(states, states[denoiser.root])
         self._model, self._denoiser, self._method = model, denoiser, method
         self._counted: tuple[tuple[object, ...], Report] | None = None
+
+    def metadata(self) -> str:
+        """The settings as one line for the parameters of a picture, see :meth:`Patch.metadata`."""
+        return to_metadata(self.config, self._method)
 
     def _report(
         self,

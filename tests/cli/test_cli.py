@@ -255,7 +255,7 @@ def test_without_arguments_the_commands_are_listed(capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["generate"], "Missing argument 'prompt'"),
+        (["generate"], "prompt: say what to draw"),
         (["generate", ""], "prompt: it is empty"),
         (["generate", "x", "--ratio", "abc"], "'--ratio': expected a number, got 'abc'"),
         (

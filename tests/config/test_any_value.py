@@ -80,6 +80,7 @@ VALID = {
     "threshold": st.floats(-1, 1),
     "proportional": st.booleans(),
     "schedule.ratio": st.lists(st.floats(0, 1.5), min_size=1, max_size=4) | st.sampled_from(FUNCTIONS[:2]),
+    "schedule.start": st.floats(0, 0.99),
     "schedule.until": st.floats(0.01, 1),
     "plans.every": st.integers(1, 9),
     "plans.blocks": st.booleans(),
@@ -177,7 +178,7 @@ def test_valid_settings_are_refused_only_where_they_do_not_go_together(given_set
     config, _ = attempt(lambda: ToMeConfig.from_dict(given_settings))
     if config is None:
         together = {"ratio", "sx", "sy", "st", "planner", "merge_attn", "reuse.shallow_every"}
-        together.add("reuse.shallow_steps")
+        together |= {"reuse.shallow_steps", "schedule.start"}
         assert given_settings.keys() & {*together, "plans.guidance", "correction.every"}
     else:
         check_result(config, tmp_path_factory.getbasetemp())

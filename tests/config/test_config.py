@@ -75,6 +75,11 @@ HUGE = 10**400
         ({"schedule": "a"}, r"schedule\.ratio: expected factors ≥ 0, .* got 'a'"),
         ({"ratio": HUGE}, "ratio: expected a number from 0"),
         ({"until": HUGE}, r"schedule\.until: expected a share of the steps"),
+        (
+            {"schedule.start": 1.0},
+            r"schedule\.start: expected a share of the steps, from 0 to below 1, got 1",
+        ),
+        ({"schedule.start": 0.8, "until": 0.8}, r"schedule\.start: expected less than schedule\.until=0\.8"),
         ({"seed": HUGE}, "seed: expected an integer that fits into 64 bits, got 1000"),
         ({"seed": 10**5000}, "seed: expected .* got a value of type int that cannot be printed"),
         ({"planner": np.array(["tome", "tiled"])}, "planner: expected one of 'local', .* got array"),

@@ -97,6 +97,12 @@ def equal(results: list[Tensor], others: list[Tensor]) -> list[bool]:
         ({"plans": PlanSharing(every=6), "schedule": Schedule(until=0.5)}, [3, 4, 5]),
         ({"correction": Correction(every=6), "schedule": Schedule(until=0.5)}, [0, 3, 4, 5]),
         ({"plans": PlanSharing(every=6), "schedule": Schedule(ratio=lambda done: float(done != 0.4))}, [2]),
+        ({"schedule": Schedule(start=0.5)}, [0, 1, 2]),
+        ({"schedule": Schedule(start=0.3, until=0.8)}, [0, 1, 5]),
+        ({"plans": PlanSharing(every=6), "schedule": Schedule(start=0.5)}, [0, 1, 2]),
+        ({"reuse": StepReuse(every=2), "schedule": Schedule(start=0.5)}, [0, 1, 2]),
+        # The first step that may merge corrects, however long ago a correction was due.
+        ({"correction": Correction(every=3), "schedule": Schedule(start=0.3)}, [0, 1, 2, 5]),
     ],
 )
 def test_which_steps_are_dense(settings, dense):

@@ -23,6 +23,8 @@ from tokenmerge.cli.arguments import (
 )
 from tokenmerge.cli.merging import with_merging_options
 from tokenmerge.cli.quiet import quiet_libraries
+from tokenmerge.errors import ConfigError
+from tokenmerge.measure.generate.like import options_like
 from tokenmerge.measure.generate.options import GenerateOptions
 from tokenmerge.measure.generate.run import generate as run_generate
 from tokenmerge.measure.method_spec import MethodSpec
@@ -31,8 +33,18 @@ from tokenmerge.measure.pipelines.sizes import parse_size
 
 @with_merging_options
 def generate(
-    prompt: Annotated[str, typer.Argument(help="What to draw.")],
+    context: typer.Context,
+    prompt: Annotated[
+        str | None, typer.Argument(help="What to draw. With --like, that of the picture.")
+    ] = None,
     *,
+    like: Annotated[
+        Path | None,
+        typer.Option(
+            help="PNG file that this command or a web UI wrote. Prompt, seed, size, steps, guidance, "
+            "scheduler, bundled model and token merging are those of the picture, except for what is given."
+        ),
+    ] = None,
     model: Model = GenerateOptions.model,
     out: Annotated[
         Path | None,
@@ -65,8 +77,22 @@ def generate(
     calls after an untimed warm-up.
     """
     given = dict(locals())  # every option by its name
-    options = GenerateOptions(**{**given, "size": None if size is None else parse_size(size)})
+    del given["context"], given["like"]
+    given["size"] = None if size is None else parse_size(size)
     quiet_libraries("tokenmerge generate")
+    if like is not None:
+        given, notes = options_like(like, given, _named(context))
+        for note in notes:
+            tables.say(f"note: {note}")
+    if given["prompt"] is None:
+        raise ConfigError('prompt: say what to draw, such as "a red apple", or give a picture with --like')
+    options = GenerateOptions(**given)
     with tables.progress_bars("steps") as on_progress:
         result = run_generate(options, on_progress)
     tables.show(tables.result_table(result), *tables.result_notes(result))
+
+
+def _named(context: typer.Context) -> set[str]:
+    """The options that stand on the command line."""
+    sources = {name: context.get_parameter_source(name) for name in context.params}
+    return {name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"}

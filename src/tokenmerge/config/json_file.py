@@ -42,9 +42,7 @@ def save_config(config: ToMeConfig, path: str | Path) -> None:
     Raises:
         ConfigError: the file cannot be written, or ``schedule.ratio`` is a function, which JSON cannot hold.
     """
-    if callable(config.schedule.ratio):
-        wanted = "numbers, such as (1.4, 0.6): a function cannot be saved"
-        refuse(f"{path}: schedule.ratio", wanted, config.schedule.ratio)
+    refuse_function(config, str(path))
     text = json.dumps({"version": VERSION, "settings": config.to_dict()}, indent=2) + "\n"
     try:
         if Path(path).exists() and not Path(path).is_file():
@@ -80,7 +78,7 @@ def load_settings(path: str | Path) -> SavedSettings:
     try:
         if Path(path).exists() and not Path(path).is_file():
             raise OSError("not a regular file")
-        return _settings(json.loads(Path(path).read_bytes(), object_pairs_hook=_object))
+        return content(json.loads(Path(path).read_bytes(), object_pairs_hook=unique_keys))
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
     except (OSError, ValueError, RecursionError) as error:
@@ -89,7 +87,19 @@ def load_settings(path: str | Path) -> SavedSettings:
         ) from error
 
 
-def _settings(found: Any) -> SavedSettings:
+def refuse_function(config: ToMeConfig, where: str) -> None:
+    """Refuse settings that JSON cannot hold; ``where`` they were to be written stands before the message."""
+    if callable(config.schedule.ratio):
+        wanted = "numbers, such as (1.4, 0.6): a function cannot be saved"
+        refuse(f"{where}: schedule.ratio", wanted, config.schedule.ratio)
+
+
+def content(found: Any) -> SavedSettings:
+    """The settings in what was read from JSON.
+
+    Raises:
+        ConfigError: it has another form, or a setting is unknown or out of range.
+    """
     if not isinstance(found, dict) or found.keys() - {"tuned"} != {"version", "settings"}:
         keys = list(found) if isinstance(found, dict) else found
         refuse("content", 'an object with the keys "version" and "settings"', keys)
@@ -109,7 +119,7 @@ def _found_for(tuned: Any) -> FoundFor:
     return FoundFor(**given)
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """An object of JSON whose keys are all different."""
     found = dict(pairs)
     if len(found) < len(pairs):

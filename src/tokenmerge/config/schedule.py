@@ -6,9 +6,11 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from tokenmerge.config.checks import as_items, as_number, check_fields, refuse, share
+from tokenmerge.config.checks import as_items, as_number, check_fields, number, refuse, share
 from tokenmerge.config.settings import check_changes
 from tokenmerge.config.value import Value
+
+_start = number("a share of the steps, from 0 to below 1", lambda value: 0 <= value < 1)
 
 Factors = Sequence[float] | Callable[[float], float]
 
@@ -28,11 +30,17 @@ class Schedule(Value):
             returns the factor. Raising the factors does what raising the ratio does. ``(1.4, 0.6)`` merges
             more at first: the picture is closer to the dense one than with a constant ratio of the same
             mean, and attention saves a little less. Rising factors give a less close picture.
-        until: share of the steps that merge, 0 < until ≤ 1; the steps after it are dense. Lowering it gives
-            up the saving of the late steps, and with it most of the loss.
+        start: share of the steps before merging starts, 0 ≤ start < until; the steps before it are dense.
+            Raising it gives up the saving of the early steps, which forgive merging most.
+        until: share of the steps after which merging ends, start < until ≤ 1; the steps after it are dense.
+            Lowering it gives up the saving of the late steps, and with it most of the loss.
         phases: settings that hold from a share of the steps on: ``{0.5: {"planner": "tome"}}``. Any field of
             :class:`tokenmerge.config.MergeSettings` can change. Spend time where it pays most: a slow and
             close setting late, a fast one early.
+
+    Of T steps, those with round(start · T) ≤ i < round(until · T) merge, and only they reuse anything. They
+    are shares of the denoising steps that run, whatever their timesteps or sigmas; image-to-image with a
+    strength of 0.5 runs half of the steps, and these are shares of that half.
 
     Raises:
         ConfigError: a value is outside these ranges, or the function fails.
@@ -42,11 +50,15 @@ class Schedule(Value):
     """
 
     ratio: Factors = (1.0,)
+    start: float = 0.0
     until: float = 1.0
     phases: Mapping[float, Mapping[str, Any]] = dataclasses.field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        check_fields(self, "schedule.", {"ratio": _check_factors, "until": share, "phases": _check_phases})
+        checks = {"ratio": _check_factors, "start": _start, "until": share, "phases": _check_phases}
+        check_fields(self, "schedule.", checks)
+        if self.start >= self.until:
+            refuse("schedule.start", f"less than schedule.until={self.until:g}", self.start)
 
     @property
     def changes_ratio(self) -> bool:
@@ -59,9 +71,17 @@ class Schedule(Value):
         >>> [Schedule(ratio=(1.0, 0.0), until=0.75).factor(i, 5) for i in range(5)]
         [1.0, 0.75, 0.5, 0.25, 0.0]
         """
-        if index >= round(self.until * steps):
+        if not self.merges(index, steps):
             return 0.0
         return _at(self.ratio, index / max(1, steps - 1))
+
+    def merges(self, index: int, steps: int) -> bool:
+        """Whether step ``index`` of ``steps`` is one of those that merge, by ``start`` and ``until``.
+
+        >>> [i for i in range(10) if Schedule(start=0.2, until=0.8).merges(i, 10)]
+        [2, 3, 4, 5, 6, 7]
+        """
+        return round(self.start * steps) <= index < round(self.until * steps)
 
     @property
     def highest_factor(self) -> float:

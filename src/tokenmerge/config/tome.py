@@ -203,6 +203,7 @@ class ToMeConfig(MergeSettings):
         """Name and value of each setting that may depend on the step, and whether it does."""
         schedule, planner = self.schedule, self.guided_planner
         return (
+            ("schedule.start", schedule.start, schedule.start > 0),
             ("schedule.until", schedule.until, schedule.until < 1),
             ("schedule.ratio", schedule.ratio, schedule.changes_ratio),
             ("schedule.phases", schedule.phases, bool(schedule.phases)),
@@ -240,6 +241,15 @@ class ToMeConfig(MergeSettings):
         values = dataclasses.asdict(self)
         reuse = {name: list(own) if isinstance(own, tuple) else own for name, own in values["reuse"].items()}
         return {**values, "schedule": {**values["schedule"], "ratio": named}, "reuse": reuse}
+
+    def changed(self) -> dict[str, Any]:
+        """The ratio, and the settings that differ from the defaults, by dotted name.
+
+        >>> ToMeConfig(reuse=StepReuse(every=2)).changed()
+        {'ratio': 0.5, 'reuse.every': 2}
+        """
+        own, defaults = flat(vars(self)), flat(vars(ToMeConfig()))
+        return {name: value for name, value in own.items() if name == "ratio" or value != defaults[name]}
 
     @classmethod
     def from_dict(cls, settings: Mapping[str, Any]) -> ToMeConfig:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tokenmerge.config import ToMeConfig, flat, load_settings
+from tokenmerge.config import ToMeConfig, load_settings
 from tokenmerge.errors import ConfigError
 from tokenmerge.measure.method_spec import as_plain
 from tokenmerge.measure.pipelines.loading import SourceKind, find_model
@@ -18,8 +18,7 @@ def changes_of_file(path: Path) -> dict[str, Any]:
     Raises:
         ConfigError: the file cannot be read, or is no file of settings.
     """
-    own, defaults = (flat(vars(config)) for config in (_load(path), ToMeConfig()))
-    return {name: value for name, value in own.items() if name == "ratio" or value != defaults[name]}
+    return _load(path).changed()
 
 
 def variant_of_file(path: Path) -> str:

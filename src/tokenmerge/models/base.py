@@ -32,6 +32,21 @@ def is_a(module: object, *names: str) -> bool:
     return any(cls.__name__ in names for cls in type(module).__mro__)
 
 
+def modules_in(root: nn.Module) -> list[nn.Module]:
+    """The modules of ``root.modules()``, level by level.
+
+    PyTorch passes each module up through one generator for each level above it, which takes three times as
+    long. Models are looked through each time that settings change.
+    """
+    found = {root: None}
+    level = [root]
+    while level:
+        below = [child for module in level for child in module._modules.values() if child is not None]
+        level = [child for child in dict.fromkeys(below) if child not in found]
+        found.update(dict.fromkeys(level))
+    return list(found)
+
+
 @dataclasses.dataclass(frozen=True)
 class Layer:
     """A sub-layer that can run on merged tokens.
@@ -152,7 +167,6 @@ class Host:
         shallow_stages: paths of the modules at the finest level that run before the last layer of the up
             path, in that order. That layer reads the result of the last one and no other. Empty where it
             reads more.
-        shallow_share: fraction of a call's work at the finest level, estimated from the sizes of the weights.
         on_cpu: names of parameters that stay on the CPU in the copy without weights that counts FLOPs,
             because the model uses their device in a way that the meta device does not support.
         between: names of arguments that change tokens between the blocks of a stack, or skip blocks.
@@ -172,7 +186,6 @@ class Host:
     limits: tuple[str, ...] = ()
     deep_stages: tuple[str, ...] = ()
     shallow_stages: tuple[str, ...] = ()
-    shallow_share: float = 1.0
     on_cpu: tuple[str, ...] = ()
     between: tuple[str, ...] = ()
     references: References | None = None

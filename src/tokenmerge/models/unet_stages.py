@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from tokenmerge.errors import UnsupportedModelError
-from tokenmerge.models.base import Block, GridShape, Host, is_a
+from tokenmerge.models.base import Block, GridShape, Host, is_a, modules_in
 from tokenmerge.models.basic_block import basic_block
 from tokenmerge.models.layout import Grid
 
@@ -33,8 +33,7 @@ def describe_stages(
     Raises:
         UnsupportedModelError: its attention is not in transformer blocks.
     """
-    stages = list(_stages(root))
-    blocks = [block for path, stage, level in stages for block in _blocks(stage, path, level)]
+    blocks = [block for path, stage, level in _stages(root) for block in _blocks(stage, path, level)]
     if not blocks:
         _refuse_other_attention(root)
 
@@ -50,7 +49,6 @@ def describe_stages(
         example=partial(example, root),
         deep_stages=_deep_stages(root),
         shallow_stages=_shallow_stages(root),
-        shallow_share=_shallow_share(stages),
     )
 
 
@@ -69,10 +67,16 @@ def _stages(root: Any) -> Iterator[tuple[str, Any, int]]:
             level //= 2
 
 
-def _shallow_share(stages: list[tuple[str, Any, int]]) -> float:
-    """Fraction of the work at level 1, if each weight is used once for each position of its level."""
-    work = {path: sum(p.numel() for p in stage.parameters()) / level**2 for path, stage, level in stages}
-    return sum(work[path] for path, _, level in stages if level == 1) / sum(work.values())
+def shallow_share(root: Any) -> float:
+    """Fraction of a call's work at the finest level, if each weight is used once for each position there."""
+    work = [(level, _weights(stage) / level**2) for _, stage, level in _stages(root)]
+    return sum(own for level, own in work if level == 1) / sum(own for _, own in work)
+
+
+def _weights(stage: Any) -> int:
+    """Number of weights of a stage; a shared one counts each time."""
+    own = (weight for module in modules_in(stage) for weight in module._parameters.values())
+    return sum(weight.numel() for weight in own if weight is not None)
 
 
 def _deep_stages(root: Any) -> tuple[str, ...]:
@@ -114,12 +118,20 @@ def _has(stage: Any, *names: str) -> bool:
 
 
 def _blocks(stage: Any, prefix: str, level: int) -> Iterator[Block]:
-    for path, module in stage.named_modules(prefix=prefix):
-        if is_a(module, *_TRANSFORMERS):
-            stack = None if is_a(module, _NO_STACK) else path
-            for i, block in enumerate(module.transformer_blocks):
-                name = f"{path}.transformer_blocks.{i}"
-                yield basic_block(name, block, grid=module, level=level, stack=stack)
+    for path, module in _transformers(stage, prefix):
+        stack = None if is_a(module, _NO_STACK) else path
+        for i, block in enumerate(module.transformer_blocks):
+            name = f"{path}.transformer_blocks.{i}"
+            yield basic_block(name, block, grid=module, level=level, stack=stack)
+
+
+def _transformers(module: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """Path and module of each transformer in a module; none lies within another."""
+    for name, child in module.named_children():
+        if is_a(child, *_TRANSFORMERS):
+            yield f"{path}.{name}", child
+        else:
+            yield from _transformers(child, f"{path}.{name}")
 
 
 def _refuse_other_attention(root: Any) -> None:

@@ -130,6 +130,9 @@ def notes_on_steps(config: ToMeConfig, averaged: bool = False) -> list[str]:
     elif config.schedule.changes_ratio:
         ratios = " to ".join(f"{config.ratio * factor:g}" for factor in config.schedule.ratio)
         notes.append(f"the ratio goes from {ratios} over the steps")
+    if config.schedule.start > 0:
+        start = config.schedule.start
+        notes.append(f"schedule.start={start:g}: the first {_percent(start)} of the steps are dense")
     if config.schedule.until < 1:
         until = config.schedule.until
         notes.append(f"schedule.until={until:g}: the last {_percent(1 - until)} of the steps are dense")

@@ -96,10 +96,13 @@ def refuse_training(given: str, off: str) -> None:
 def warn_where_nothing_is_saved(state: ModelState, config: ToMeConfig, step: DenoisingStep) -> None:
     """Warn about a generation that is dense: too few steps to merge or to skip, and too few tokens."""
     steps, grids = step.steps, state.threads.value.grid.shapes
-    if not round(config.schedule.until * steps):
+    if not any(config.schedule.merges(index, steps) for index in range(steps)):
+        start, until = config.schedule.start, config.schedule.until
+        from_start = f"schedule.start={start:g} to " if start else ""
+        change = "set them farther apart" if start else "raise it"
         warnings.warn(
-            f"nothing merges in this generation: schedule.until={config.schedule.until:g} of {steps} "
-            f"step{'s' if steps > 1 else ''} is none; raise it, or take more steps",
+            f"nothing merges in this generation: {from_start}schedule.until={until:g} of {steps} "
+            f"step{'s' if steps > 1 else ''} is none; {change}, or take more steps",
             stacklevel=2,
         )
     elif (

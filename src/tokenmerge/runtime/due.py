@@ -106,7 +106,7 @@ def reuse_of(
     if step is None or not config.reuse.on:
         return None, None, False
     runs = config.reuse.steps_of(step.steps, step.adds_noise)
-    if len(runs.full) == step.steps or step.done >= round(config.schedule.until * step.steps):
+    if len(runs.full) == step.steps or not config.schedule.merges(step.done, step.steps):
         return None, None, False
     extrapolation = _extrapolation(tracker, "blocks", step.done in runs.full, shape)
     # A step that runs everything runs the finest level of a UNet too.

@@ -83,7 +83,9 @@ def before_model(root: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         memory.forget_plans(tracker.plan_call)
     extrapolation, shallow, caches_residuals = reuse_of(config, tracker, shape)
     corrects = False
-    if config.correction.every and extrapolation is None and tracker.corrects(config.correction.every, shape):
+    may_correct = step is None or config.schedule.merges(step.done, step.steps)
+    may_correct = may_correct and config.correction.every > 0 and extrapolation is None
+    if may_correct and tracker.corrects(config.correction.every, shape):
         corrects, settings = correction_of(config, tracker, settings)
     if not torch.compiler.is_compiling():
         merges = not corrects and any(own.merges for own in settings.values())

@@ -16,7 +16,7 @@ from torch import nn
 
 from tokenmerge.config import MergeSettings, ToMeConfig
 from tokenmerge.errors import NothingToMergeError, UnsupportedModelError
-from tokenmerge.models.base import Block, Host
+from tokenmerge.models.base import Block, Host, modules_in
 from tokenmerge.models.layout import Grid
 from tokenmerge.runtime.context import CallContext, ThreadState
 from tokenmerge.runtime.forward import block_call, layer_call, stage_call
@@ -197,7 +197,7 @@ def state_of(root: nn.Module) -> ModelState | None:
 
 def restore(root: nn.Module) -> None:
     """Give every module of a model back what it had; a model that is not patched stays as it is."""
-    for module in root.modules():
+    for module in modules_in(root):
         if STATE in module.__dict__:
             if isinstance(state := module.__dict__[STATE], ModelState):  # a handle may still hold it
                 state.forget()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from tokenmerge.config import MergeSettings, ToMeConfig
 from tokenmerge.models.base import KINDS, Block, Host, Layer
@@ -10,14 +10,19 @@ from tokenmerge.models.base import KINDS, Block, Host, Layer
 
 def blocks_to_merge(host: Host, config: ToMeConfig) -> list[Block]:
     """The blocks within ``max_downsample`` in which something merges."""
-    return [block for block in host.blocks if block.level <= config.max_downsample and merges(block, config)]
+    within = [block for block in host.blocks if block.level <= config.max_downsample]
+    stages = {level: tuple(config.stages(level)) for level in {block.level for block in within}}
+    return [block for block in within if _merges(block, stages[block.level])]
 
 
 def merges(block: Block, config: ToMeConfig) -> bool:
     """Whether something of a block can merge, in some phase."""
+    return _merges(block, tuple(config.stages(block.level)))
+
+
+def _merges(block: Block, stages: Sequence[MergeSettings]) -> bool:
     return any(
-        _runs_whole(block, stage) if stage.whole_blocks else bool(_layers(block, stage))
-        for stage in config.stages(block.level)
+        _runs_whole(block, stage) if stage.whole_blocks else bool(_layers(block, stage)) for stage in stages
     )
 
 

@@ -23,6 +23,9 @@ from tokenmerge.runtime.forward import COMPILED, block_call, compiled_block
 from tokenmerge.runtime.host_method import HostMethod, parameters
 from tokenmerge.runtime.state import STATE
 
+# Attributes of a module in which accelerate and diffusers keep its ``forward``, or what keeps it.
+_HOLDERS = ("forward", "_old_forward", "_diffusers_hook")
+
 # Makes the method of a swapped class from that of the original class.
 Call = Callable[[HostMethod], Callable[..., Any]]
 
@@ -166,6 +169,8 @@ def _hooked_forwards(module: nn.Module, function: FunctionType) -> Iterator[tupl
     Such are the innermost ends of the hook chains of accelerate and of diffusers, and the ``forward`` that
     the latter leaves on a module when its hooks are removed.
     """
+    if module.__dict__.keys().isdisjoint(_HOLDERS):  # as in most models, and quick to see
+        return
     places = [(module, "forward", module.__dict__), (module, "_old_forward", module.__dict__)]
     for reference in getattr(module.__dict__.get("_diffusers_hook"), "_fn_refs", ()):
         places += [(reference, name, vars(reference)) for name in ("forward", "original_forward")]

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tokenmerge.api import apply_token_merging
+from tokenmerge.api import merge_in_hosts
 from tokenmerge.errors import ConfigError, MissingExtraError
 from tokenmerge.measure.bench.env import environment
 from tokenmerge.measure.bench.memory import peak_memory_meaning
@@ -26,6 +28,7 @@ from tokenmerge.measure.files import (
     write_json,
 )
 from tokenmerge.measure.generate.options import GenerateOptions
+from tokenmerge.measure.generate.parameters import parameters_of, write_picture
 from tokenmerge.measure.generate.result import Quality, Result, VariantResult
 from tokenmerge.measure.out_of_memory import is_out_of_memory
 from tokenmerge.measure.pipelines.call import PipelineCall, latent_scale, load_pipeline_for, own_size
@@ -127,6 +130,8 @@ class _Run:
             "peak_memory": peak_memory_meaning(pipe.device),
             "environment": environment(),
         }
+        self.parameters = parameters_of(options, size)
+        self.metadata = ""
         self.steps_done = {"dense": 0, "merged": 0}
         self.measurements: list[Measurement] = []
         self.quality: Quality | None = None
@@ -144,7 +149,10 @@ class _Run:
             dense = self._pictures("dense", self.pipe)
             calls["dense"] = lambda: self._generate("dense", self.pipe)
 
-        patch = apply_token_merging(merged_pipe, self.config)
+        merging = options.merging
+        method = merging.method if merging.needs_model and set(merging.changes) <= {"ratio"} else ""
+        patch = merge_in_hosts(merged_pipe, self.config, method=method)
+        self.metadata = patch.metadata()
         with patch.record() as plans:
             merged = self._pictures("merged", merged_pipe)
         if options.compile:  # only now, so that the graph does not contain the recording of plans
@@ -173,7 +181,11 @@ class _Run:
         """Make and write one picture per seed."""
         pictures = self._generate(variant, pipe)
         for index, picture in enumerate(pictures):
-            write_atomically(self.folder / f"{variant}-{index:02d}.png", picture.save)
+            parameters = dataclasses.replace(self.parameters, seed=self.call.seeds[index])
+            write_atomically(
+                self.folder / f"{variant}-{index:02d}.png",
+                partial(write_picture, picture, parameters, self.metadata if variant == "merged" else None),
+            )
         return pictures
 
     def _compare(self, dense: list[Image], merged: list[Image], plans: Mapping[str, RecordedPlan]) -> None:

@@ -1,0 +1,63 @@
+"""Settings in the parameters of a picture: one line that a person and a program can read.
+
+``Token merging: auto 0.5, {"version": 1, "settings": {"ratio": 0.5, "planner": "tiled"}}``: what the settings
+are called, the ratio, and the content of a file of settings (:mod:`tokenmerge.config.json_file`), without
+those that have their defaults.
+"""
+
+from __future__ import annotations
+
+import json
+
+from tokenmerge.config.checks import refuse
+from tokenmerge.config.json_file import VERSION, content, refuse_function, unique_keys
+from tokenmerge.config.tome import ToMeConfig
+from tokenmerge.errors import ConfigError
+
+NAME = "Token merging"
+
+
+def to_metadata(config: ToMeConfig, method: str = "") -> str:
+    """The line for some settings.
+
+    Args:
+        config: the settings.
+        method: what they are called; empty: nothing but themselves.
+
+    Raises:
+        ConfigError: ``schedule.ratio`` is a function, which JSON cannot hold.
+
+    >>> to_metadata(ToMeConfig(ratio=0.4, max_downsample=2))
+    'Token merging: ratio 0.4, {"version": 1, "settings": {"ratio": 0.4, "max_downsample": 2}}'
+    """
+    refuse_function(config, "metadata")
+    called = " ".join(method.replace("{", " ").split()) or "ratio"  # the first brace begins the settings
+    settings = json.dumps({"version": VERSION, "settings": config.changed()})
+    return f"{NAME}: {called} {config.ratio:g}, {settings}"
+
+
+def read_metadata(text: str) -> ToMeConfig:
+    """The settings in the parameters of a picture.
+
+    Args:
+        text: a line of :meth:`tokenmerge.Patch.metadata`, or a text that contains one. Its value may be in
+            double quotes, as web UIs write values with commas.
+
+    Raises:
+        ConfigError: there is no such line, or a setting in it is unknown or out of range.
+
+    >>> read_metadata(to_metadata(ToMeConfig(ratio=0.4), "auto"))
+    ToMeConfig(ratio=0.4)
+    """
+    decoder = json.JSONDecoder(object_pairs_hook=unique_keys)
+    value = text.rpartition(f"{NAME}: ")[2] if isinstance(text, str) else ""
+    try:
+        if value.startswith('"'):
+            value, _ = decoder.raw_decode(value)
+        found, _ = decoder.raw_decode(value, value.index("{"))
+    except (ValueError, RecursionError):
+        refuse("metadata", f"a text with a line of patch.metadata(), {NAME}: …", text)
+    try:
+        return content(found).config
+    except ConfigError as error:
+        raise ConfigError(f"metadata: {error}") from error
