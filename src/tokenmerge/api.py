@@ -22,6 +22,7 @@ from tokenmerge.handle import DiffusionPatch, EncoderPatch, Patch
 from tokenmerge.models.base import Host
 from tokenmerge.models.find import find_hosts
 from tokenmerge.report import Report
+from tokenmerge.runtime.in_use import refuse_in_use
 from tokenmerge.runtime.patch import hosts_that_merge, new_state, patch_host, restore, state_of
 from tokenmerge.runtime.pipeline import Pipeline
 from tokenmerge.runtime.state import RecordedPlan
@@ -93,6 +94,7 @@ def apply_token_merging(
         NothingToMergeError: no token would merge with these settings. A ControlNet may stay dense if the
             denoiser merges; the report names it.
         ConfigError: ``config`` is not a configuration, or does not fit the model.
+        ModelInUseError: another thread runs the model.
     """
     if isinstance(config, ViTConfig) and ratio is speedup is start is until is None:
         return _merge_in_encoders(pipe_or_model, config)
@@ -178,6 +180,7 @@ def merge_in_hosts(
     """
     hosts = hosts or _hosts(model)
     merging, _ = hosts_that_merge(hosts, config, size=None)
+    refuse_in_use([host.root for host in hosts])
     for host in hosts:
         restore(host.root)
     pipeline = Pipeline(None if isinstance(model, nn.Module) else model)
@@ -196,6 +199,7 @@ def merge_in_hosts(
 
 def _merge_in_encoders(model: object, config: ViTConfig) -> Patch[ViTReport, RecordedTokens]:
     encoders = checked_encoders(model, config)
+    refuse_in_use([encoder.model for encoder in encoders])
     states = {encoder.model: new_vit_state(encoder, config) for encoder in encoders}
     for encoder in encoders:
         restore(encoder.model)
@@ -221,10 +225,12 @@ def remove_token_merging(pipe_or_model: object) -> None:
 
     Raises:
         UnsupportedModelError: it is not, and does not contain, a model that tokens can be merged in.
+        ModelInUseError: another thread runs the model.
     """
     patchable = _patchable(pipe_or_model)
     if not patchable:
         find_hosts(pipe_or_model)  # this error names the supported models
+    refuse_in_use([root for root, _ in patchable])
     for root, _ in patchable:
         restore(root)
 
@@ -246,13 +252,15 @@ def token_merging(pipe_or_model: object, config: Any = 0.5) -> Iterator[Patch[An
         config: what to merge and how much.
 
     Raises:
-        UnsupportedModelError, NothingToMergeError, ConfigError: as for :func:`apply_token_merging`.
+        UnsupportedModelError, NothingToMergeError, ConfigError, ModelInUseError: as for
+            :func:`apply_token_merging`. A model that another thread runs at the end stays patched.
     """
     before = [(root, patch, state_of(root)) for root, patch in _patchable(pipe_or_model)]
     handle = apply_token_merging(pipe_or_model, config)
     try:
         yield handle
     finally:
+        refuse_in_use([root for root, _, _ in before])
         for root, patch, state in before:
             restore(root)
             if state is not None:
