@@ -11,7 +11,7 @@ project_copyright = author
 version = release = tokenmerge.__version__
 
 extensions = [
-    "myst_parser",
+    "myst_nb",
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
     "sphinx.ext.viewcode",
@@ -19,6 +19,9 @@ extensions = [
 ]
 # The full tables are some 3500 lines; results.md sums them up and links to the file.
 exclude_patterns = ["_build", "benchmarks.md"]
+
+# docs/notebook.py stores the outputs; the tests run the notebook.
+nb_execution_mode = "off"
 
 myst_heading_anchors = 4
 myst_enable_extensions = ["fieldlist"]

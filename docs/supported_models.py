@@ -30,6 +30,7 @@ Diffusion models; [vision transformers](vision-transformers.md) have a page of t
 | UNets of AnimateDiff, SparseCtrl, Stable Video Diffusion, I2VGen-XL, ModelScope, AudioLDM 2, ControlNet-XS | `UNetMotionModel`, `UNetSpatioTemporalConditionModel` … |
 | diffusion transformers of pictures: SD3 and 3.5, FLUX.1 and .2, Chroma, Qwen-Image, Lumina 2, Z-Image, AuraFlow, CogView3+ and 4, PixArt, Hunyuan-DiT, DiT, Sana … and their ControlNets | `SD3Transformer2DModel`, `FluxTransformer2DModel` … |
 | of video: Wan, HunyuanVideo, CogVideoX, Mochi, LTX, Latte, Cosmos, Kandinsky 5 … | `WanTransformer3DModel`, `HunyuanVideoTransformer3DModel` … |
+| of pictures to edit, with [reference pictures](choosing-settings.md#reference-pictures) in the sequence: FLUX.1 Kontext, FLUX.2, Qwen-Image-Edit and Layered, JoyImage-Edit, LongCat-Image-Edit, FIBO Edit | `FluxTransformer2DModel`, `JoyImageEditTransformer3DModel` … |
 
 A model in which nothing would merge is an error, never a silent no-op. [Choosing settings](choosing-settings.md) says what
 merging composes with, and [adding a model](adding-a-model.md) how to add one.
@@ -103,7 +104,7 @@ def row(key: str, checks: dict[str, tuple[int, int]] | None) -> str:
 
 def page(checks: dict[str, tuple[int, int]] | None) -> str:
     """The whole page; without ``checks`` their column is empty."""
-    from tokenmerge.models.unsupported import BY_SETTING, REASONS
+    from tokenmerge.models.unsupported import REASONS
 
     parts = [HEAD]
     for title, about, keys in families():
@@ -117,8 +118,7 @@ def page(checks: dict[str, tuple[int, int]] | None) -> str:
             parts.append(
                 "No class of diffusers: [tests/test_api.py](../tests/test_api.py) checks it on a UNet of the same structure."
             )
-    rows = [(f"`{name}`", reason) for name, reason in sorted(REASONS.items())] + [*BY_SETTING.values()]
-    refused = "\n".join(f"| {model} | {reason} |" for model, reason in rows)
+    refused = "\n".join(f"| `{model}` | {reason} |" for model, reason in sorted(REASONS.items()))
     return "\n".join(parts) + "\n" + REFUSED + refused + "\n"
 
 

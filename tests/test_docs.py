@@ -1,5 +1,7 @@
 """What the documents say runs."""
 
+import ast
+import json
 import re
 import runpy
 from pathlib import Path
@@ -56,6 +58,35 @@ def test_the_python_of_the_documents_runs(document, snippet, pipe, tmp_path, mon
 
 def test_the_documents_show_python():
     assert {name: len(code("python", ROOT / name)) for name in WITH_PYTHON} == WITH_PYTHON
+
+
+def notebook_cells() -> list[dict]:
+    notebook = json.loads((ROOT / "docs" / "notebook.ipynb").read_text(encoding="utf-8"))
+    return [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+
+
+@pytest.mark.filterwarnings("ignore:__array_(_ implementation|wrap__):DeprecationWarning")  # diffusers
+def test_the_notebook_runs_from_top_to_bottom(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names: dict = {}
+    shown = []
+    for cell in notebook_cells():
+        *statements, last = ast.parse("".join(cell["source"])).body
+        exec(compile(ast.Module(statements, []), "notebook", "exec"), names)
+        if isinstance(last, ast.Expr):
+            shown.append(eval(compile(ast.Expression(last.value), "notebook", "eval"), names))
+        else:
+            exec(compile(ast.Module([last], []), "notebook", "exec"), names)
+    assert shown[-1] is True  # the last picture is the first one again
+    assert sum(hasattr(value, "_repr_html_") for value in shown) == 2  # the handle and the report
+
+
+def test_the_notebook_stores_its_outputs_and_no_warnings():
+    cells = notebook_cells()
+    assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1))
+    outputs = [output for cell in cells for output in cell["outputs"]]
+    assert not any(output["output_type"] == "error" or output.get("name") == "stderr" for output in outputs)
+    assert (ROOT / "docs" / "notebook.ipynb").stat().st_size < 400_000
 
 
 def commands() -> list[str]:

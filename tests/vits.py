@@ -44,6 +44,12 @@ def clip_both() -> transformers.CLIPModel:
     ).eval()
 
 
+def siglip(pooling: bool = False) -> transformers.SiglipVisionModel:
+    torch.manual_seed(0)
+    config = transformers.SiglipVisionConfig(**SHAPE, vision_use_head=pooling)
+    return transformers.SiglipVisionModel(config).eval()
+
+
 def _dinov2_settings() -> dict[str, Any]:
     return {**{k: v for k, v in SHAPE.items() if k != "intermediate_size"}, "mlp_ratio": 2}
 
@@ -137,7 +143,7 @@ def timm(global_pool: str = "") -> VisionTransformer:
     return VisionTransformer(global_pool).eval()
 
 
-PROTECTED = {vit: 1, deit: 2, clip: 1, dinov2: 1, dinov2_with_registers: 5, timm: 0}
+PROTECTED = {vit: 1, deit: 2, clip: 1, siglip: 0, dinov2: 1, dinov2_with_registers: 5, timm: 0}
 MODELS = list(PROTECTED)
 
 

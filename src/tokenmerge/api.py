@@ -21,7 +21,7 @@ from tokenmerge.errors import ConfigError, UnsupportedModelError
 from tokenmerge.handle import DiffusionPatch, EncoderPatch, Patch
 from tokenmerge.models.base import Host
 from tokenmerge.models.find import find_hosts
-from tokenmerge.report import Report
+from tokenmerge.report import Report, bytes_of, within
 from tokenmerge.runtime.in_use import refuse_in_use
 from tokenmerge.runtime.patch import hosts_that_merge, new_state, patch_host, restore, state_of
 from tokenmerge.runtime.pipeline import Pipeline
@@ -47,6 +47,7 @@ def apply_token_merging(
     speedup: float | None = None,
     start: float | None = None,
     until: float | None = None,
+    max_cache: str | int | None = None,
 ) -> Patch[Report, RecordedPlan]: ...
 @overload
 def apply_token_merging(pipe_or_model: object, config: ViTConfig) -> Patch[ViTReport, RecordedTokens]: ...
@@ -58,6 +59,7 @@ def apply_token_merging(
     speedup: float | None = None,
     start: float | None = None,
     until: float | None = None,
+    max_cache: str | int | None = None,
 ) -> Patch[Any, Any]:
     """Patch a diffusion model or a vision transformer in place, so that it merges tokens.
 
@@ -65,8 +67,8 @@ def apply_token_merging(
 
     Args:
         pipe_or_model: for a ToMeConfig, a diffusers pipeline (its ControlNets are patched too), a diffusers
-            model such as ``pipe.unet``, or a CompVis-style model. For a ViTConfig, a ViT, DeiT, CLIP or
-            DINOv2 model of transformers, a ``VisionTransformer`` of timm, or a pipeline that contains one.
+            model such as ``pipe.unet``, or a CompVis-style model. For a ViTConfig, a ViT, DeiT, CLIP, SigLIP
+            or DINOv2 model of transformers, a ``VisionTransformer`` of timm, or a pipeline that contains one.
             A model that is already patched gets the new settings.
         config: what to merge and how much; or only the ratio of tokens to remove (default: 0.5), for which
             :func:`tokenmerge.auto.choose` chooses all other settings; or the name of a preset of
@@ -84,6 +86,10 @@ def apply_token_merging(
             up their saving, and brings the picture a little closer to the dense one.
         until: share of the denoising steps after which merging ends, likewise. Lowering it gives up the
             saving of late steps, and brings the picture much closer.
+        max_cache: highest size of what the default method caches between steps, such as ``"200MB"``, or a
+            number of bytes; it is counted at the model's default size. Where that is too little, corrections
+            are left out, then step reuse; ``print(patch)`` says what. Lowering it makes the picture less like
+            the dense one, or saves less time. None: no limit.
 
     Returns:
         A handle: ``print(patch)`` says what it does in a few lines, ``print(patch.report())`` shows each
@@ -96,9 +102,9 @@ def apply_token_merging(
         ConfigError: ``config`` is not a configuration, or does not fit the model.
         ModelInUseError: another thread runs the model.
     """
-    if isinstance(config, ViTConfig) and ratio is speedup is start is until is None:
+    if isinstance(config, ViTConfig) and ratio is speedup is start is until is max_cache is None:
         return _merge_in_encoders(pipe_or_model, config)
-    if isinstance(config, ViTConfig) and ratio is speedup is None:
+    if isinstance(config, ViTConfig) and ratio is speedup is max_cache is None:
         raise ConfigError("start, until: a vision transformer has no denoising steps; leave them out")
     meant, found_for, method, hosts = _meant(pipe_or_model, config, ratio, speedup)
     if start is not None or until is not None:
@@ -109,6 +115,15 @@ def apply_token_merging(
             until=schedule.until if until is None else until,
         )
         meant = dataclasses.replace(meant, schedule=schedule)
+    if max_cache is not None:
+        limit = bytes_of(max_cache)
+        if not method.startswith("auto"):
+            raise ConfigError(
+                f"max_cache: only the default method adapts to it, got {max_cache!r} beside other settings; "
+                "leave it out, or leave them out"
+            )
+        meant, left_out = within(pipe_or_model, meant, limit)
+        method = f"{method} in {max_cache}" + (f" ({left_out})" if left_out else "")
     return merge_in_hosts(pipe_or_model, meant, found_for=found_for, method=method, hosts=hosts)
 
 

@@ -86,6 +86,12 @@ HUGE = 10**400
         ({"share_plan": "no"}, r"plans\.blocks: expected True or False, got 'no'"),
         ({"max_downsample": 3}, "max_downsample: expected one of 1, 2, 4, 8, got 3"),
         ({"ratio": 0.7, "schedule": (1.4, 0.6)}, r"ratio: .* got 0\.98 \(0\.7 × 1\.4 of schedule\.ratio\)"),
+        ({"reference_ratio": 0.8}, r"reference_ratio: expected 0 ≤ reference_ratio ≤ .* = 0\.75 .* got 0\.8"),
+        ({"reference_ratio": -0.1}, r"reference_ratio: expected a number from 0 .* got -0\.1"),
+        (
+            {"ratio": 0.3, "reference_ratio": 0.7, "schedule": (1.4, 0.6)},
+            r"reference_ratio: .* got 0\.98 \(0\.7 × 1\.4 of schedule\.ratio\)",
+        ),
         (
             {"levels": {2: {"sx": 1, "sy": 1}}},
             r"levels\[2\]: ratio: expected .* = 0 for sx=1, sy=1, got 0\.5",
@@ -131,6 +137,22 @@ def test_what_holds_at_a_step_is_small_and_not_checked_again(monkeypatch):
     monkeypatch.setattr(ToMeConfig, "__post_init__", lambda self: pytest.fail("checked again"))
     assert config.at(2, 1, 3) == MergeSettings(ratio=0.1)
     assert list(config.stages(1)) == [MergeSettings(ratio=0.5)]
+
+
+def test_a_schedule_multiplies_the_ratio_of_reference_pictures_too():
+    config = ToMeConfig(
+        ratio=0.4,
+        reference_ratio=0.5,
+        schedule=Schedule(ratio=(1.2, 0.6), until=0.9),
+        levels={2: {"reference_ratio": 0.25}},
+    )
+    assert config.at(1, 8, 9).merges is False
+    middle = config.at(1, 5, 11)
+    assert (middle.ratio, middle.reference_ratio) == pytest.approx((0.36, 0.45))
+    assert (config.most().reference_ratio, config.most().levels[2]["reference_ratio"]) == pytest.approx(
+        (0.6, 0.3)
+    )
+    assert next(config.stages(2)).of_references.ratio == pytest.approx(0.3)
 
 
 @pytest.mark.parametrize("scope", ["keys", "block", "stack"])

@@ -1,6 +1,8 @@
 """The report says what a real run does."""
 
 import dataclasses
+import html
+import re
 from types import SimpleNamespace
 
 import accelerate
@@ -24,6 +26,7 @@ from tokenmerge import (
     ToMeConfig,
     apply_token_merging,
     presets,
+    token_merging,
 )
 from tokenmerge.models.find import find_hosts
 from tokenmerge.report import Report, predict
@@ -344,3 +347,15 @@ def test_cached_shapes_are_those_that_are_computed_anew(monkeypatch):
     again = predict(model, config, 16, 16, steps=4)
     monkeypatch.setattr(counting, "_aliases", lambda func: True)
     assert first == again == predict(model, config, 16, 16, steps=4)
+
+
+def test_html_has_the_cells_and_notes_of_the_text():
+    with token_merging(hosts.unet(), ToMeConfig(ratio=0.5, levels={2: {"ratio": 0.25}})) as patch:
+        report = patch.report()
+    shown = report._repr_html_()
+    cells = [html.unescape(cell) for cell in re.findall(r"<t[hd]>(.*?)</t[hd]>", shown)]
+    text = str(report).split("\nnote: ")
+    assert "".join(" ".join(cells).split()) == "".join(text[0].partition("\n")[2].split())
+    assert [html.unescape(note) for note in re.findall("<li>(.*?)</li>", shown)] == text[1:]
+    assert shown.count("<tr>") == 2 + len(list(report.joined_rows()))
+    assert f"<caption>{report.model}" in shown

@@ -147,6 +147,54 @@ def test_a_head_that_averages_counts_each_patch_once():
     assert any("encoder.layer.3 gives each input token a result" in note for note in patch.report().notes)
 
 
+@torch.no_grad()
+def test_a_head_that_pools_by_attention_counts_each_patch_once():
+    """Attention to a token that stands for s patches is attention to s equal tokens: log s on its logit."""
+    model, x = vits.siglip(pooling=True), vits.pictures()
+    dense = model(x).pooler_output
+    with token_merging(model, R) as patch, patch.record() as recorded:
+        result = model(x)
+    sizes, source = recorded["encoder.layers.3"].sizes, recorded["encoder.layers.3"].source
+    assert sizes.shape == (2, 12)
+    assert sizes.max() > 1
+    for pooled, full, size, group in zip(
+        result.pooler_output, result.last_hidden_state, sizes, source, strict=True
+    ):
+        # One of the equal tokens of each group, weighted by how many there are.
+        one_each = full[[group.tolist().index(token) for token in range(12)]]
+        head = model.head
+        y, _ = head.attention(head.probe[0], one_each, one_each, attn_mask=size.log()[None])
+        assert_close(pooled, (y + head.mlp(head.layernorm(y)))[0])
+    assert torch.equal(model(x).pooler_output, dense)
+    assert any("encoder.layers.3 gives each input token a result" in note for note in patch.report().notes)
+
+
+@torch.no_grad()
+def test_siglip_with_a_text_model_and_as_a_classifier():
+    text = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    config = transformers.SiglipConfig(
+        vision_config=vits.SHAPE, text_config={**text, "vocab_size": 50}, num_labels=3
+    )
+    x, ids = vits.pictures(), torch.ones(2, 3, dtype=torch.int64)
+    both = transformers.SiglipModel(config).eval()
+    dense = both(input_ids=ids, pixel_values=x)
+    with token_merging(both, R) as patch, patch.record() as recorded:
+        merged = both(input_ids=ids, pixel_values=x)
+    assert recorded["encoder.layers.3"].sizes.shape == (2, 12)
+    assert torch.equal(merged.text_embeds, dense.text_embeds)
+    assert not torch.equal(merged.image_embeds, dense.image_embeds)
+    assert torch.equal(both(input_ids=ids, pixel_values=x).image_embeds, dense.image_embeds)
+
+    classifier = transformers.SiglipForImageClassification(config).eval()
+    with token_merging(classifier, R) as patch, patch.record() as recorded:
+        logits = classifier(x).logits
+        full = classifier.vision_model(x).last_hidden_state
+    sizes, source = recorded["encoder.layers.3"].sizes, recorded["encoder.layers.3"].source
+    for got, tokens, size, group in zip(logits, full, sizes, source, strict=True):
+        one_each = tokens[[group.tolist().index(token) for token in range(12)]]
+        assert_close(got, classifier.classifier((one_each * size[:, None]).sum(0) / 36))
+
+
 @families
 @torch.no_grad()
 def test_unmerge_gives_each_input_token_the_result_of_the_one_that_holds_it(make):

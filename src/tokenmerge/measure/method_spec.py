@@ -147,7 +147,7 @@ _READERS = {
     "schedule.phases": (_changes_by(float), 'JSON such as {"0.5": {"planner": "tome"}}'),
     "by_guidance": (_changes_by(float), 'JSON such as {"5": {"reuse.every": 1}}'),
     **dict.fromkeys(("reuse.every", "reuse.shallow_every"), (_number, "NUMBER")),
-    "reuse.spacing": (float, "NUMBER"),
+    **dict.fromkeys(("reference_ratio", "reuse.spacing"), (float, "NUMBER")),
     "reuse.full_steps": (_numbers, "NUMBER/NUMBER…, such as 0/0.05/0.5/1"),
     "reuse.shallow_steps": (_numbers, "NUMBER/NUMBER…, such as 0/0.05/0.25/0.5/1"),
 }

@@ -20,13 +20,14 @@ class Family:
 
     Attributes:
         model: class of the encoder.
-        around: classes of models that contain the encoder and use only the class token of its result.
+        around: classes of models that contain the encoder and use only its class token or pooled output.
         averaging: classes of models that contain the encoder and average over its patches.
         layer: class of a layer.
         layers: path of the list of layers.
         keys: path, in a layer, of the module that returns the keys.
         norm: path, in a layer, of the norm before the MLP.
         mask: name of the layer's argument that is added to the attention logits.
+        class_tokens: number of class tokens before the patches.
     """
 
     model: str
@@ -37,12 +38,13 @@ class Family:
     keys: str
     norm: str
     mask: str = "attention_mask"
+    class_tokens: int = 1
 
 
-_VIT = {"layers": "layers", "keys": "attention.k_proj", "norm": "layernorm_after"}
-_DINOV2 = {"layers": "encoder.layer", "keys": "attention.k_proj", "norm": "norm2"}
-_CLIP = {"layers": "encoder.layers", "keys": "self_attn.k_proj", "norm": "layer_norm2"}
-_TIMM = {"layers": "blocks", "keys": "attn.k_norm", "norm": "norm2", "mask": "attn_mask"}
+_VIT: dict[str, Any] = {"layers": "layers", "keys": "attention.k_proj", "norm": "layernorm_after"}
+_DINOV2: dict[str, Any] = {"layers": "encoder.layer", "keys": "attention.k_proj", "norm": "norm2"}
+_CLIP: dict[str, Any] = {"layers": "encoder.layers", "keys": "self_attn.k_proj", "norm": "layer_norm2"}
+_TIMM: dict[str, Any] = {"layers": "blocks", "keys": "attn.k_norm", "norm": "norm2", "mask": "attn_mask"}
 
 FAMILIES = (
     Family("ViTModel", ("ViTForImageClassification",), (), "ViTLayer", **_VIT),
@@ -67,6 +69,15 @@ FAMILIES = (
         ("CLIPForImageClassification",),
         "CLIPEncoderLayer",
         **_CLIP,
+    ),
+    # Its own head pools the patches by attention, in which each of them has to count once.
+    Family(
+        "SiglipVisionModel",
+        ("SiglipModel",),
+        ("SiglipForImageClassification",),
+        "SiglipEncoderLayer",
+        **_CLIP,
+        class_tokens=0,
     ),
     # The class of timm. The one of the same name in torchvision has no blocks.
     Family("VisionTransformer", (), (), "Block", **_TIMM),
@@ -104,7 +115,7 @@ class Encoder:
         protected: number of tokens before the patches: class, distillation and register tokens.
         mask: name of the layers' argument that is added to the attention logits.
         by_keyword: whether the model passes unknown keyword arguments to every layer.
-        averages: whether the head of the model around it averages over the patches.
+        averages: whether its head, or that of the model around it, averages over the patches.
         image_size: height and width of the pictures that it was made for, in pixels.
     """
 
@@ -171,10 +182,10 @@ def _describe(model: Any, family: Family, averages: bool) -> Encoder:
     return Encoder(
         model=model,
         layers=layers,
-        protected=1 + distilled + getattr(config, "num_register_tokens", 0),
+        protected=family.class_tokens + distilled + getattr(config, "num_register_tokens", 0),
         mask=family.mask,
         by_keyword=True,
-        averages=averages,
+        averages=averages or getattr(model, "use_head", False),
         image_size=(size, size) if isinstance(size, int) else tuple(size),
     )
 

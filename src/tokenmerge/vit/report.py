@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from tokenmerge.errors import ConfigError
-from tokenmerge.report import aligned, saved
+from tokenmerge.report import TextTable, saved
 from tokenmerge.report.flops import count_flops, weightless
 from tokenmerge.vit.config import ViTConfig
 from tokenmerge.vit.hosts import find_encoders
@@ -65,6 +65,13 @@ class ViTReport:
 
     def __str__(self) -> str:
         """A table in plain text."""
+        return str(self._table())
+
+    def _repr_html_(self) -> str:
+        """The same for a notebook."""
+        return self._table().as_html()
+
+    def _table(self) -> TextTable:
         lines = [("layer", "tokens", "GFLOPs", "saved")]
         lines += [
             (row.path, f"{row.tokens} → {row.merged_tokens}", *_flops(row.flops_dense, row.flops_merged))
@@ -72,7 +79,7 @@ class ViTReport:
         ]
         lines.append(("whole model", "", *_flops(self.flops_dense, self.flops_merged)))
         title = f"{self.model}: {self.height} × {self.width} pixels, batch {self.batch}"
-        return "\n".join([title, *aligned(lines), *(f"note: {note}" for note in self.notes)])
+        return TextTable(title, lines, self.notes)
 
 
 def predict_vit(

@@ -16,7 +16,8 @@ from tokenmerge.measure.closeness import psnr, ssim
 from tokenmerge.measure.demo.glyphs import asked_for
 from tokenmerge.measure.demo.retrieval import Gallery
 from tokenmerge.measure.evaluate.distances import frechet_distance, kernel_distance
-from tokenmerge.measure.evaluate.networks import INCEPTION, Clip, Inception, Lpips, Network, Vision
+from tokenmerge.measure.evaluate.lpips import Lpips
+from tokenmerge.measure.evaluate.networks import INCEPTION, Clip, Inception, Network, Vision
 from tokenmerge.measure.files import is_folder
 from tokenmerge.pictures import as_tensor
 
@@ -28,7 +29,7 @@ ALL = "all"
 _ALWAYS = ("psnr", "ssim")
 _GLYPHS = "glyphs"
 _CLIP = "openai/clip-vit-large-patch14"
-# The default network of each metric. Those of LPIPS come from torchvision.
+# The default network of each metric.
 _NETWORKS = {
     "lpips": "alex",
     "dino": "facebook/dinov2-base",

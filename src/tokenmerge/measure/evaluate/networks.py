@@ -109,34 +109,6 @@ class Inception:
         return torch.cat([self.model(picture) for picture in pixels]).float().cpu()
 
 
-class Lpips:
-    """Learned perceptual distance (Zhang et al. 2018, arXiv 1801.03924), by torchmetrics.
-
-    Args:
-        backbone: ``"alex"``, ``"vgg"`` or ``"squeeze"``.
-
-    Raises:
-        ConfigError: torchvision is missing, its weights cannot be downloaded, or the backbone is unknown.
-    """
-
-    def __init__(self, backbone: str) -> None:
-        with _loading(backbone):
-            from torchmetrics.image.lpip import LearnedPerceptualImagePatchSimilarity
-
-            self.net: Any = LearnedPerceptualImagePatchSimilarity(net_type=backbone).net
-
-    def to(self, device: torch.device) -> None:
-        """Move its weights."""
-        self.net.to(device)
-
-    @torch.no_grad()
-    def __call__(self, images: Tensor, reference: Tensor) -> Tensor:
-        """Distances [b] between two batches [b, 3, h, w] with values in [0, 1]."""
-        device = next(self.net.parameters()).device
-        distances: Tensor = self.net(images.to(device), reference.to(device), normalize=True)
-        return distances.flatten().float().cpu()
-
-
 def _pooled(output: Any) -> Tensor:
     if not isinstance(output, Tensor):  # transformers 4 returns a tensor for CLIP
         pooled = output.pooler_output

@@ -1,0 +1,46 @@
+"""A table of strings with a title and notes, as plain text and as HTML."""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+from collections.abc import Iterable, Sequence
+
+
+@dataclasses.dataclass(frozen=True)
+class TextTable:
+    """A table.
+
+    Attributes:
+        title: the line above it.
+        lines: its rows of cells, of which the first is the header.
+        notes: what is said below it.
+    """
+
+    title: str
+    lines: Sequence[Sequence[str]]
+    notes: Sequence[str]
+
+    def __str__(self) -> str:
+        notes = (f"note: {note}" for note in self.notes)
+        return "\n".join([self.title, *self._aligned(), *notes])
+
+    def as_html(self) -> str:
+        """The table for a notebook."""
+        header, *rows = self.lines
+        head, body = _row(header, "th"), "".join(_row(row, "td") for row in rows)
+        notes = "".join(f"<li>{html.escape(note)}</li>" for note in self.notes)
+        return (
+            f"<table><caption>{html.escape(self.title)}</caption><thead>{head}</thead>"
+            f"<tbody>{body}</tbody></table>" + (f"<ul>{notes}</ul>" if notes else "")
+        )
+
+    def _aligned(self) -> Iterable[str]:
+        widths = [max(map(len, column)) for column in zip(*self.lines, strict=True)]
+        for line in self.lines:
+            cells = (cell.ljust(width) for cell, width in zip(line, widths, strict=True))
+            yield "  ".join(cells).rstrip()
+
+
+def _row(cells: Sequence[str], tag: str) -> str:
+    return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
