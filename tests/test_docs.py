@@ -18,7 +18,13 @@ from tokenmerge.planners import PLANNERS
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 # Documents whose Python runs with the names that the test gives, and how many snippets each has.
-WITH_PYTHON = {"README.md": 1, "docs/quickstart.md": 4, "docs/vision-transformers.md": 1}
+WITH_PYTHON = {
+    "README.md": 1,
+    "docs/quickstart.md": 4,
+    "docs/serving.md": 2,
+    "docs/vision-transformers.md": 1,
+    "docs/web-uis.md": 4,
+}
 DOCUMENTS = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]
 
 

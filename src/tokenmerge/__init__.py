@@ -32,6 +32,7 @@ __all__ = [
     "Correction",
     "DecreasingSchedule",
     "MissingExtraError",
+    "ModelInUseError",
     "NothingToMergeError",
     "Patch",
     "PlanSharing",
@@ -59,6 +60,7 @@ if TYPE_CHECKING:
     from tokenmerge.errors import (
         ConfigError,
         MissingExtraError,
+        ModelInUseError,
         NothingToMergeError,
         TokenMergingError,
         UnsupportedModelError,
@@ -73,6 +75,7 @@ else:
         **dict.fromkeys(("Correction", "PlanSharing", "Schedule", "StepReuse", "ToMeConfig"), "config"),
         "ConfigError": "errors",
         "MissingExtraError": "errors",
+        "ModelInUseError": "errors",
         "NothingToMergeError": "errors",
         "TokenMergingError": "errors",
         "UnsupportedModelError": "errors",

@@ -22,6 +22,7 @@ from tokenmerge.handle import DiffusionPatch, EncoderPatch, Patch
 from tokenmerge.models.base import Host
 from tokenmerge.models.find import find_hosts
 from tokenmerge.report import Report, bytes_of, within
+from tokenmerge.runtime.in_use import refuse_in_use
 from tokenmerge.runtime.patch import hosts_that_merge, new_state, patch_host, restore, state_of
 from tokenmerge.runtime.pipeline import Pipeline
 from tokenmerge.runtime.state import RecordedPlan
@@ -44,9 +45,9 @@ def apply_token_merging(
     *,
     ratio: float | None = None,
     speedup: float | None = None,
-    max_cache: str | int | None = None,
     start: float | None = None,
     until: float | None = None,
+    max_cache: str | int | None = None,
 ) -> Patch[Report, RecordedPlan]: ...
 @overload
 def apply_token_merging(pipe_or_model: object, config: ViTConfig) -> Patch[ViTReport, RecordedTokens]: ...
@@ -56,9 +57,9 @@ def apply_token_merging(
     *,
     ratio: float | None = None,
     speedup: float | None = None,
-    max_cache: str | int | None = None,
     start: float | None = None,
     until: float | None = None,
+    max_cache: str | int | None = None,
 ) -> Patch[Any, Any]:
     """Patch a diffusion model or a vision transformer in place, so that it merges tokens.
 
@@ -80,15 +81,15 @@ def apply_token_merging(
             counted operations promise it at the model's default size and the pipeline's default number of
             steps; :func:`tokenmerge.speedup.ratio_for` takes others. Raising it makes the picture less like
             the dense one.
-        max_cache: highest size of what the default method caches between steps, such as ``"200MB"``, or a
-            number of bytes; it is counted at the model's default size. Where that is too little, corrections
-            are left out, then step reuse; ``print(patch)`` says what. Lowering it makes the picture less like
-            the dense one, or saves less time. None: no limit.
         start: share of the denoising steps before merging starts, 0 ≤ start < until; it replaces that of
             ``config.schedule``, see :class:`tokenmerge.Schedule`. Steps before it are dense. Raising it gives
             up their saving, and brings the picture a little closer to the dense one.
         until: share of the denoising steps after which merging ends, likewise. Lowering it gives up the
             saving of late steps, and brings the picture much closer.
+        max_cache: highest size of what the default method caches between steps, such as ``"200MB"``, or a
+            number of bytes; it is counted at the model's default size. Where that is too little, corrections
+            are left out, then step reuse; ``print(patch)`` says what. Lowering it makes the picture less like
+            the dense one, or saves less time. None: no limit.
 
     Returns:
         A handle: ``print(patch)`` says what it does in a few lines, ``print(patch.report())`` shows each
@@ -99,11 +100,12 @@ def apply_token_merging(
         NothingToMergeError: no token would merge with these settings. A ControlNet may stay dense if the
             denoiser merges; the report names it.
         ConfigError: ``config`` is not a configuration, or does not fit the model.
+        ModelInUseError: another thread runs the model.
     """
-    if isinstance(config, ViTConfig) and ratio is speedup is max_cache is None:
-        if start is not None or until is not None:
-            raise ConfigError("start, until: a vision transformer has no denoising steps; leave them out")
+    if isinstance(config, ViTConfig) and ratio is speedup is start is until is max_cache is None:
         return _merge_in_encoders(pipe_or_model, config)
+    if isinstance(config, ViTConfig) and ratio is speedup is max_cache is None:
+        raise ConfigError("start, until: a vision transformer has no denoising steps; leave them out")
     meant, found_for, method, hosts = _meant(pipe_or_model, config, ratio, speedup)
     if start is not None or until is not None:
         schedule = meant.schedule
@@ -193,6 +195,7 @@ def merge_in_hosts(
     """
     hosts = hosts or _hosts(model)
     merging, _ = hosts_that_merge(hosts, config, size=None)
+    refuse_in_use([host.root for host in hosts])
     for host in hosts:
         restore(host.root)
     pipeline = Pipeline(None if isinstance(model, nn.Module) else model)
@@ -211,6 +214,7 @@ def merge_in_hosts(
 
 def _merge_in_encoders(model: object, config: ViTConfig) -> Patch[ViTReport, RecordedTokens]:
     encoders = checked_encoders(model, config)
+    refuse_in_use([encoder.model for encoder in encoders])
     states = {encoder.model: new_vit_state(encoder, config) for encoder in encoders}
     for encoder in encoders:
         restore(encoder.model)
@@ -236,10 +240,12 @@ def remove_token_merging(pipe_or_model: object) -> None:
 
     Raises:
         UnsupportedModelError: it is not, and does not contain, a model that tokens can be merged in.
+        ModelInUseError: another thread runs the model.
     """
     patchable = _patchable(pipe_or_model)
     if not patchable:
         find_hosts(pipe_or_model)  # this error names the supported models
+    refuse_in_use([root for root, _ in patchable])
     for root, _ in patchable:
         restore(root)
 
@@ -261,13 +267,15 @@ def token_merging(pipe_or_model: object, config: Any = 0.5) -> Iterator[Patch[An
         config: what to merge and how much.
 
     Raises:
-        UnsupportedModelError, NothingToMergeError, ConfigError: as for :func:`apply_token_merging`.
+        UnsupportedModelError, NothingToMergeError, ConfigError, ModelInUseError: as for
+            :func:`apply_token_merging`. A model that another thread runs at the end stays patched.
     """
     before = [(root, patch, state_of(root)) for root, patch in _patchable(pipe_or_model)]
     handle = apply_token_merging(pipe_or_model, config)
     try:
         yield handle
     finally:
+        refuse_in_use([root for root, _, _ in before])
         for root, patch, state in before:
             restore(root)
             if state is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 __all__ = [
     "ConfigError",
     "MissingExtraError",
+    "ModelInUseError",
     "NothingToMergeError",
     "TokenMergingError",
     "UnsupportedModelError",
@@ -25,6 +26,10 @@ class UnsupportedModelError(TokenMergingError, TypeError):
 
 class NothingToMergeError(TokenMergingError, ValueError):
     """The model is supported, but with these settings no block of it would merge a token."""
+
+
+class ModelInUseError(TokenMergingError, RuntimeError):
+    """Another thread is running the model, so its settings cannot change now; they can when it has ended."""
 
 
 class MissingExtraError(TokenMergingError, ImportError):

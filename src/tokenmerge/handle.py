@@ -13,6 +13,7 @@ from tokenmerge.config import to_metadata
 from tokenmerge.errors import ConfigError, TokenMergingError
 from tokenmerge.models.base import Host
 from tokenmerge.report import Conditions, Report, predict, saved, summary
+from tokenmerge.runtime.in_use import refuse_in_use
 from tokenmerge.runtime.patch import restore, state_of
 from tokenmerge.runtime.pipeline import default_steps
 from tokenmerge.runtime.run_log import RunLog
@@ -93,10 +94,15 @@ class Patch(Generic[AnyReport, AnyRecord]):
         raise ConfigError("metadata: a vision transformer draws no pictures; leave the call out")
 
     def remove(self) -> None:
-        """Restore the models. One that was restored or patched again in the meantime stays as it is."""
-        for root, state in self._states.items():
-            if state_of(root) is state:
-                restore(root)
+        """Restore the models. One that was restored or patched again in the meantime stays as it is.
+
+        Raises:
+            ModelInUseError: another thread runs one of them; all stay as they are.
+        """
+        mine = [root for root, state in self._states.items() if state_of(root) is state]
+        refuse_in_use(mine)
+        for root in mine:
+            restore(root)
 
     def at_step(self, index: int, steps: int) -> None:
         """Set the next denoising step, in a loop of your own that does not use a diffusers pipeline.

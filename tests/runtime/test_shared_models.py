@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import pickle
 import threading
 from collections.abc import Callable
@@ -25,7 +26,19 @@ from diffusers import (
 )
 
 from tests.runtime.test_steps_in_pipelines import draw
-from tokenmerge import ConfigError, Correction, PlanSharing, StepReuse, ToMeConfig, apply_token_merging
+from tokenmerge import (
+    ConfigError,
+    Correction,
+    ModelInUseError,
+    PlanSharing,
+    StepReuse,
+    ToMeConfig,
+    apply_patch,
+    apply_token_merging,
+    remove_token_merging,
+    token_merging,
+)
+from tokenmerge.measure.pipelines.shared_weights import shared_copy
 
 # The arithmetic of some schedulers of diffusers.
 pytestmark = pytest.mark.filterwarnings("ignore:__array_(_ implementation|wrap__):DeprecationWarning")
@@ -242,3 +255,112 @@ def test_a_pickled_model_in_a_pipeline_shares_plans_for_guidance(pipe):
     expected = draw(pipe, 3, guidance_scale=7.5)
     pipe.unet = pickle.loads(pickle.dumps(pipe.unet))
     assert torch.equal(draw(pipe, 3, guidance_scale=7.5), expected)
+
+
+# --- settings of each thread's own ----------------------------------------------------------------
+
+
+def sharing_weights(pipe: StableDiffusionPipeline) -> StableDiffusionPipeline:
+    """A pipeline with a UNet of its own that has the same weights, and a scheduler of its own."""
+    other = beside(pipe)
+    other.unet = shared_copy(pipe.unet)
+    return other
+
+
+def text_in_tensors() -> dict[str, Any]:
+    torch.manual_seed(1)
+    texts = {key: torch.randn(1, 4, 16) for key in ("prompt_embeds", "negative_prompt_embeds")}
+    return {"prompt": None, **texts}
+
+
+def test_threads_with_settings_of_their_own_draw_what_each_draws_alone(pipe):
+    """On one set of weights: each thread has modules of its own. One of them is dense."""
+    given = {"guidance_scale": 5.0, **text_in_tensors()}
+    jobs = []
+    for ratio, name in ((0.25, "reused"), (0.5, "corrected"), (0.75, "plans kept"), (None, "")):
+        own = sharing_weights(pipe)
+        if ratio is not None:
+            apply_token_merging(own, dataclasses.replace(config(name), ratio=ratio))
+        jobs.append(partial(draw, own, 6, **given))
+        weights = zip(own.unet.parameters(), pipe.unet.parameters(), strict=True)
+        assert all(mine.data_ptr() == its.data_ptr() for mine, its in weights)
+    expected = [job() for job in jobs]
+    assert len({tuple(picture.flatten().tolist()) for picture in expected}) == len(jobs)
+    for _ in range(2):
+        for found, wanted in zip(at_once(jobs), expected, strict=True):
+            assert torch.equal(found, wanted)
+
+
+def test_threads_that_take_turns_may_apply_settings_to_one_model(pipe):
+    given, lock = text_in_tensors(), threading.Lock()
+
+    def request(name: str) -> torch.Tensor:
+        with lock:
+            apply_token_merging(pipe, config(name))
+            return draw(pipe, 5, **given)
+
+    jobs = [partial(request, name) for name in ("merging", "reused", "corrected", "importance")]
+    expected = [job() for job in jobs]
+    for found, wanted in zip(at_once(jobs), expected, strict=True):
+        assert torch.equal(found, wanted)
+
+
+def changes(pipe: StableDiffusionPipeline, patch: Any) -> list[Callable[[], Any]]:
+    """Every way to change the settings of a pipeline's models."""
+
+    def within() -> None:
+        with token_merging(pipe, 0.25):
+            pass
+
+    return [
+        lambda: apply_token_merging(pipe.unet, config("merging")),
+        lambda: apply_patch(beside(pipe), ratio=0.25),
+        within,
+        patch.remove,
+        lambda: remove_token_merging(pipe),
+    ]
+
+
+@pytest.mark.parametrize("where", ["between steps", "in a step"])
+def test_settings_do_not_change_while_another_thread_generates(pipe, where):
+    """Neither in a call of the model nor between two; afterwards they do, also after an interruption."""
+    patch = apply_token_merging(pipe, config("reused"))
+    expected, refused = draw(pipe, 4), []
+
+    def change(*_: Any) -> None:
+        refused.extend(at_once(changes(pipe, patch)))
+
+    def between(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+        change()
+        return tensors
+
+    if where == "in a step":
+        hook = pipe.unet.mid_block.register_forward_pre_hook(change)
+        assert torch.equal(draw(pipe, 4), expected)
+        hook.remove()
+    else:
+        assert torch.equal(draw(pipe, 4, callback_on_step_end=between), expected)
+    assert len(refused) >= 5
+    for error in refused:
+        assert isinstance(error, ModelInUseError)
+        assert "UNet2DConditionModel runs in another thread" in str(error)
+
+    def interrupt(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        draw(pipe, 4, callback_on_step_end=interrupt)
+    assert not any(isinstance(result, Exception) for result in at_once([changes(pipe, patch)[0]]))
+
+
+def test_another_model_s_settings_may_change_meanwhile(pipe):
+    """Also those of a model with the same weights; and those of the running model, by its own thread."""
+    other, changed = sharing_weights(pipe), []
+
+    def change(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+        apply_token_merging(pipe, config("merging"))
+        changed.extend(at_once([lambda: apply_token_merging(other, config("reused"))]))
+        return tensors
+
+    draw(pipe, 2, callback_on_step_end=change)
+    assert [patch.config for patch in changed] == [config("reused")] * 2

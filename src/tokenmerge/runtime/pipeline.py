@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 import sys
 import weakref
+from collections.abc import Iterator
+from types import FrameType
 from typing import Any
 
 import torch
@@ -138,13 +140,19 @@ def _running_pipeline() -> Any:
     Models may be shared by pipelines that run in several threads, or within each other, and the innermost
     caller in this thread is the one whose scheduler counts.
     """
-    frame = sys._getframe(1)
+    return next(filter(has_scheduler, owners(sys._getframe(1))), None)
+
+
+def has_scheduler(owner: Any) -> bool:
+    """Whether an object is a pipeline: it has a diffusers scheduler, and is no module."""
+    scheduler = getattr(owner, "__dict__", {}).get("scheduler")
+    return hasattr(scheduler, "timesteps") and not isinstance(owner, nn.Module)
+
+
+def owners(frame: FrameType | None) -> Iterator[Any]:
+    """The objects whose methods run in a frame and in those that called it, the innermost first."""
     while frame is not None:
         code = frame.f_code
         if code.co_argcount and code.co_varnames[0] == "self":
-            owner = frame.f_locals.get("self")
-            scheduler = getattr(owner, "__dict__", {}).get("scheduler")
-            if hasattr(scheduler, "timesteps") and not isinstance(owner, nn.Module):
-                return owner
-        frame = frame.f_back  # type: ignore[assignment]
-    return None
+            yield frame.f_locals.get("self")
+        frame = frame.f_back
