@@ -103,7 +103,7 @@ def row(key: str, checks: dict[str, tuple[int, int]] | None) -> str:
 
 def page(checks: dict[str, tuple[int, int]] | None) -> str:
     """The whole page; without ``checks`` their column is empty."""
-    from tokenmerge.models.unsupported import BY_SETTING, REASONS
+    from tokenmerge.models.unsupported import REASONS
 
     parts = [HEAD]
     for title, about, keys in families():
@@ -117,8 +117,7 @@ def page(checks: dict[str, tuple[int, int]] | None) -> str:
             parts.append(
                 "No class of diffusers: [tests/test_api.py](../tests/test_api.py) checks it on a UNet of the same structure."
             )
-    rows = [(f"`{name}`", reason) for name, reason in sorted(REASONS.items())] + [*BY_SETTING.values()]
-    refused = "\n".join(f"| {model} | {reason} |" for model, reason in rows)
+    refused = "\n".join(f"| `{model}` | {reason} |" for model, reason in sorted(REASONS.items()))
     return "\n".join(parts) + "\n" + REFUSED + refused + "\n"
 
 

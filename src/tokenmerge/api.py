@@ -20,7 +20,7 @@ from tokenmerge.errors import ConfigError, UnsupportedModelError
 from tokenmerge.handle import DiffusionPatch, EncoderPatch, Patch
 from tokenmerge.models.base import Host
 from tokenmerge.models.find import find_hosts
-from tokenmerge.report import Report
+from tokenmerge.report import Report, bytes_of, within
 from tokenmerge.runtime.patch import hosts_that_merge, new_state, patch_host, restore, state_of
 from tokenmerge.runtime.pipeline import Pipeline
 from tokenmerge.runtime.state import RecordedPlan
@@ -43,6 +43,7 @@ def apply_token_merging(
     *,
     ratio: float | None = None,
     speedup: float | None = None,
+    max_cache: str | int | None = None,
 ) -> Patch[Report, RecordedPlan]: ...
 @overload
 def apply_token_merging(pipe_or_model: object, config: ViTConfig) -> Patch[ViTReport, RecordedTokens]: ...
@@ -52,6 +53,7 @@ def apply_token_merging(
     *,
     ratio: float | None = None,
     speedup: float | None = None,
+    max_cache: str | int | None = None,
 ) -> Patch[Any, Any]:
     """Patch a diffusion model or a vision transformer in place, so that it merges tokens.
 
@@ -73,6 +75,10 @@ def apply_token_merging(
             counted operations promise it at the model's default size and the pipeline's default number of
             steps; :func:`tokenmerge.speedup.ratio_for` takes others. Raising it makes the picture less like
             the dense one.
+        max_cache: highest size of what the default method caches between steps, such as ``"200MB"``, or a
+            number of bytes; it is counted at the model's default size. Where that is too little, corrections
+            are left out, then step reuse; ``print(patch)`` says what. Lowering it makes the picture less like
+            the dense one, or saves less time. None: no limit.
 
     Returns:
         A handle: ``print(patch)`` says what it does in a few lines, ``print(patch.report())`` shows each
@@ -84,9 +90,18 @@ def apply_token_merging(
             denoiser merges; the report names it.
         ConfigError: ``config`` is not a configuration, or does not fit the model.
     """
-    if isinstance(config, ViTConfig) and ratio is speedup is None:
+    if isinstance(config, ViTConfig) and ratio is speedup is max_cache is None:
         return _merge_in_encoders(pipe_or_model, config)
     meant, found_for, method = _meant(pipe_or_model, config, ratio, speedup)
+    if max_cache is not None:
+        limit = bytes_of(max_cache)
+        if not method.startswith("auto"):
+            raise ConfigError(
+                f"max_cache: only the default method adapts to it, got {max_cache!r} beside other settings; "
+                "leave it out, or leave them out"
+            )
+        meant, left_out = within(pipe_or_model, meant, limit)
+        method = f"{method} in {max_cache}" + (f" ({left_out})" if left_out else "")
     return merge_in_hosts(pipe_or_model, meant, found_for=found_for, method=method)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import html
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 from torch import nn
@@ -47,6 +47,7 @@ class Patch(Generic[AnyReport, AnyRecord]):
         width: int | None = None,
         batch: int | None = None,
         steps: int | None = None,
+        references: Sequence[tuple[int, int]] | None = None,
     ) -> AnyReport:
         """Count what merging does to each block, and what it saves.
 
@@ -59,15 +60,22 @@ class Patch(Generic[AnyReport, AnyRecord]):
             width: width of the sample, likewise.
             batch: batch size of a call of the model, ≥ 1. Guidance usually makes it 2 for one picture.
             steps: number of denoising steps to average operations over, ≥ 1.
+            references: (height, width) of each reference picture that an editing model reads in the sequence
+                of the sample, measured as the sample is. Before the first run, there is none.
 
         Raises:
             ConfigError: a number is out of range, or the model has no default size and none is given.
             NothingToMergeError: no token would merge at this size.
         """
-        return self._report(height, width, batch, steps)
+        return self._report(height, width, batch, steps, references)
 
     def _report(
-        self, height: int | None, width: int | None, batch: int | None, steps: int | None
+        self,
+        height: int | None,
+        width: int | None,
+        batch: int | None,
+        steps: int | None,
+        references: Sequence[tuple[int, int]] | None,
     ) -> AnyReport:
         raise NotImplementedError
 
@@ -158,18 +166,27 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
         self._model, self._denoiser, self._method = model, denoiser, method
         self._counted: tuple[tuple[object, ...], Report] | None = None
 
-    def _report(self, height: int | None, width: int | None, batch: int | None, steps: int | None) -> Report:
+    def _report(
+        self,
+        height: int | None,
+        width: int | None,
+        batch: int | None,
+        steps: int | None,
+        references: Sequence[tuple[int, int]] | None,
+    ) -> Report:
         run = self._last_run
+        if references is None:
+            references = run.references if run is not None and height is width is None else ()
         if height is width is None and run is not None:
             height, width = run.height, run.width
         if batch is None:
-            batch = _usual_batch(self._denoiser) if run is None else run.batch
+            batch = self._denoiser.usual_batch if run is None else run.batch
         if steps is None:
             steps = default_steps(self._model) if run is None or run.steps is None else run.steps
         config = self.config if run is None else run.config
-        key = height, width, batch, steps, config
+        key = height, width, batch, steps, config, tuple(references)
         if self._counted is None or self._counted[0] != key:
-            self._counted = key, predict(self._model, config, height, width, batch, steps)
+            self._counted = key, predict(self._model, config, height, width, batch, steps, references)
         return self._counted[1]
 
     def __repr__(self) -> str:
@@ -210,11 +227,20 @@ class EncoderPatch(Patch[ViTReport, RecordedTokens]):
         self._model = model
 
     def _report(
-        self, height: int | None, width: int | None, batch: int | None, steps: int | None
+        self,
+        height: int | None,
+        width: int | None,
+        batch: int | None,
+        steps: int | None,
+        references: Sequence[tuple[int, int]] | None,
     ) -> ViTReport:
         if steps is not None:
             raise ConfigError(
                 f"steps: a vision transformer has no denoising steps, got {steps!r}; leave it out"
+            )
+        if references:
+            raise ConfigError(
+                f"references: a vision transformer reads one picture, got {references!r}; leave it out"
             )
         return predict_vit(self._model, self.config, height, width, 1 if batch is None else batch)
 
@@ -229,12 +255,6 @@ class EncoderPatch(Patch[ViTReport, RecordedTokens]):
             f"{saved(report.flops_dense, report.flops_merged)} of the operations saved",
         ]
         return "\n".join(lines)
-
-
-def _usual_batch(host: Host) -> int:
-    """The batch size of a call for one picture: two with guidance, unless the model knows its scale."""
-    config = getattr(host.root, "config", {})
-    return 1 if "guidance_embeds" in config else 2
 
 
 def _dtype(model: nn.Module) -> str:

@@ -63,6 +63,7 @@ ANYTHING = ODD | st.integers() | st.floats() | st.text(max_size=3) | st.lists(st
 
 VALID = {
     "ratio": st.floats(0, 0.75),
+    "reference_ratio": st.none() | st.floats(0, 0.75),
     "max_downsample": st.sampled_from([1, 2, 4, 8]),
     "min_tokens": st.integers(0, 5000),
     "sx": st.integers(1, 8),

@@ -297,6 +297,116 @@ def _prx_inputs(batch: int, rows: int, columns: int) -> dict[str, Any]:
     return {**_latent_inputs(batch, rows, columns), "attention_mask": text_masks(batch)}
 
 
+# Sequences that hold reference pictures behind the picture that is made. A grid of one column has no cell to
+# merge, so the references of such a picture have one column too.
+
+
+def _with_references(
+    inputs: dict[str, Any], sizes: list[tuple[int, int]], numbers: list[int]
+) -> dict[str, Any]:
+    """Inputs of a model with img_ids, with reference pictures of these sizes behind its picture."""
+    made, batch = inputs["img_ids"], len(inputs["hidden_states"])
+    made[:, 0] = numbers[0]
+    ids = [made]
+    for number, (rows, columns) in zip(numbers[1:], sizes, strict=True):
+        ids.append(positions(rows, columns, made.shape[1]) + made[0])
+        ids[-1][:, 0] = number
+    tokens = sum(map(len, ids))
+    return {**inputs, "img_ids": torch.cat(ids), "hidden_states": noise(batch, tokens, 4)}
+
+
+def _kontext_inputs(batch: int, rows: int, columns: int) -> dict[str, Any]:
+    inputs = _flux_inputs(batch, rows, columns, pooled_projections=noise(batch, TEXT))
+    return _with_references(inputs, [(2 * rows, columns)], [0, 1])
+
+
+def _flux_2_references_inputs(batch: int, rows: int, columns: int) -> dict[str, Any]:
+    inputs = _flux_2_inputs(batch, rows, columns)
+    return _with_references(inputs, [(rows, columns), (rows + 3, columns)], [0, 10, 20])
+
+
+def _longcat_edit_inputs(batch: int, rows: int, columns: int) -> dict[str, Any]:
+    inputs = _flux_inputs(batch, rows, columns)
+    inputs["img_ids"][:, 1:] += 512  # behind the positions of the text
+    return _with_references(inputs, [(rows, columns)], [1, 2])
+
+
+def _fibo_edit_inputs(batch: int, rows: int, columns: int) -> dict[str, Any]:
+    inputs = _with_references(_fibo_inputs(batch, rows, columns), [(rows + 2, columns)], [0, 1])
+    image = torch.zeros(batch, 1, 1, inputs["hidden_states"].shape[1])
+    mask = text_masks(batch)[:, None, None].float() - 1
+    return {**inputs, "joint_attention_kwargs": {"attention_mask": torch.cat([1e4 * mask, image], dim=-1)}}
+
+
+def _qwen_edit(**settings: Any) -> Any:
+    from diffusers import QwenImageTransformer2DModel
+
+    return QwenImageTransformer2DModel(out_channels=4, **QWEN, **settings)
+
+
+def _qwen_edit_inputs(batch: int, rows: int, columns: int) -> dict[str, Any]:
+    shapes = [(1, rows, columns), (1, rows + 1, columns), (1, 2 * rows, columns)]
+    tokens = sum(h * w for _, h, w in shapes)
+    return {
+        **_qwen_inputs(batch, rows, columns),
+        "hidden_states": noise(batch, tokens, 4),
+        "img_shapes": [shapes] * batch,
+    }
+
+
+def _qwen_layered_inputs(batch: int, rows: int, columns: int) -> dict[str, Any]:
+    shapes = [*[(1, rows, columns)] * 3, (1, rows + 1, columns)]
+    tokens = sum(h * w for _, h, w in shapes)
+    return {
+        **_qwen_inputs(batch, rows, columns),
+        "hidden_states": noise(batch, tokens, 4),
+        "img_shapes": [shapes] * batch,
+        "additional_t_cond": torch.zeros(batch, dtype=torch.int64),
+    }
+
+
+JOY = {
+    "in_channels": 4,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "text_dim": TEXT,
+    "num_layers": 3,
+    "rope_dim_list": [2, 2, 4],
+}
+
+
+def _joy(**settings: Any) -> Any:
+    from diffusers import JoyImageEditTransformer3DModel
+
+    return JoyImageEditTransformer3DModel(**JOY, **settings)
+
+
+def _joy_inputs(batch: int, rows: int, columns: int, pictures: int = 3) -> dict[str, Any]:
+    return {
+        "hidden_states": noise(batch, pictures, 4, 1, 2 * rows, 2 * columns),
+        "timestep": torch.full((batch,), 500.0),
+        "encoder_hidden_states": noise(batch, WORDS, TEXT),
+    }
+
+
+def _joy_plus() -> Any:
+    from diffusers import JoyImageEditPlusTransformer3DModel
+
+    return JoyImageEditPlusTransformer3DModel(**JOY)
+
+
+def _joy_plus_inputs(batch: int, rows: int, columns: int) -> dict[str, Any]:
+    shapes = [(1, rows, columns), (1, rows + 1, columns), (1, 2 * rows, columns)]
+    patches = sum(h * w for _, h, w in shapes)
+    return {
+        "hidden_states": noise(batch, patches + 5, 4, 1, 2, 2),  # padded, as beside a longer sample
+        "timestep": torch.full((batch,), 500.0),
+        "encoder_hidden_states": noise(batch, WORDS, TEXT),
+        "encoder_hidden_states_mask": text_masks(batch),
+        "shape_list": [shapes] * batch,
+    }
+
+
 ROTARY: dict[str, Any] = {"pool": True, "attention": ("attn",)}
 
 FAMILIES: dict[str, Family] = {
@@ -342,5 +452,35 @@ FAMILIES: dict[str, Family] = {
     "CogView3PlusTransformer2DModel": Family(_cogview3plus, _cogview_inputs),
     "CogView4Transformer2DModel": Family(_cogview4, _cogview4_inputs, pool=True),
     "PRXTransformer2DModel": Family(_prx, _prx_inputs, attention=("attention",)),
+    "FluxTransformer2DModel, Kontext": Family(
+        lambda: _flux("FluxTransformer2DModel", pooled_projection_dim=TEXT), _kontext_inputs, **ROTARY
+    ),
+    "Flux2Transformer2DModel, two references": Family(
+        lambda: _flux("Flux2Transformer2DModel", axes_dims_rope=(2, 2, 2, 2), guidance_embeds=False),
+        _flux_2_references_inputs,
+        **ROTARY,
+    ),
+    "LongCatImageTransformer2DModel, Edit": Family(
+        lambda: _flux("LongCatImageTransformer2DModel", pooled_projection_dim=TEXT),
+        _longcat_edit_inputs,
+        **ROTARY,
+    ),
+    "BriaFiboTransformer2DModel, Edit": Family(
+        lambda: _flux("BriaFiboTransformer2DModel", text_encoder_dim=TEXT), _fibo_edit_inputs, **ROTARY
+    ),
+    "QwenImageTransformer2DModel, Edit": Family(
+        lambda: _qwen_edit(zero_cond_t=True), _qwen_edit_inputs, **ROTARY
+    ),
+    "QwenImageTransformer2DModel, Layered": Family(
+        lambda: _qwen_edit(use_layer3d_rope=True, use_additional_t_cond=True),
+        _qwen_layered_inputs,
+        frames=3,
+        **ROTARY,
+    ),
+    "JoyImageEditTransformer3DModel": Family(_joy, _joy_inputs, **ROTARY),
+    "JoyImageEditTransformer3DModel, multimodal positions": Family(
+        lambda: _joy(rope_type="mrope"), _joy_inputs, **ROTARY
+    ),
+    "JoyImageEditPlusTransformer3DModel": Family(_joy_plus, _joy_plus_inputs, attention=("attn",)),
     "HunyuanImageTransformer2DModel": Family(_hunyuan_image, _hunyuan_image_inputs, **ROTARY),
 }

@@ -102,7 +102,15 @@ def test_half_of_the_tokens_never_reach_the_attention(family):
         for layer in block.layers:
             attention = getattr(block.module, layer.name)
             if layer.kind == "attn1":
-                for name in ("to_q", "to_query", "to_qkv", "img_qkv_proj", "to_qkv_mlp_proj", "to_added_qkv"):
+                for name in (
+                    "to_q",
+                    "to_query",
+                    "to_qkv",
+                    "img_qkv_proj",
+                    "to_qkv_mlp_proj",
+                    "to_added_qkv",
+                    "img_attn_qkv",
+                ):
                     if isinstance(projection := getattr(attention, name, None), nn.Module):
                         projection.register_forward_hook(
                             watch(f"{block.path}.{layer.name}"), with_kwargs=True

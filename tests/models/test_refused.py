@@ -63,17 +63,6 @@ def test_a_pipeline_with_a_model_that_cannot_be_merged_is_refused_by_name(name):
         apply_token_merging(pipe, ToMeConfig())
 
 
-def test_qwen_image_layered_is_refused_before_its_first_call():
-    """By the settings of the transformer that ``QwenImageLayeredPipeline`` is published with."""
-    tiny = TINY["QwenImageTransformer2DModel"].build()
-    settings = {name: value for name, value in tiny.config.items() if not name.startswith("_")}
-    layered = type(tiny)(**{**settings, "use_additional_t_cond": True, "use_layer3d_rope": True})
-    for model in (layered, SimpleNamespace(transformer=layered)):
-        with pytest.raises(UnsupportedModelError, match=r"QwenImage-Layered yet: the sequence holds several"):
-            apply_token_merging(model, ToMeConfig(ratio=0.5))
-    apply_token_merging(tiny, ToMeConfig(ratio=0.5))
-
-
 def test_context_parallelism_is_refused():
     with pytest.raises(UnsupportedModelError, match="FluxTransformer2DModel while context parallelism"):
         apply_token_merging(of("FluxTransformer2DModel", _parallel_config=object()), ToMeConfig())
@@ -89,15 +78,25 @@ def refused_call(name: str, **changes: Any) -> str:
     return str(caught.value)
 
 
-def test_reference_pictures_are_refused():
-    two = TINY["FluxTransformer2DModel"].inputs(2, 8, 16)
-    ids = two["img_ids"].clone()
-    ids[64:, 0] = 1
-    message = refused_call("FluxTransformer2DModel", hidden_states=two["hidden_states"], img_ids=ids)
-    assert "reference pictures" in message
-    assert "img_shapes: expected one picture, got 2" in refused_call(
-        "QwenImageTransformer2DModel", img_shapes=[[(1, 8, 8), (1, 4, 4)]] * 2
-    )
+def test_positions_that_are_not_those_of_pictures_are_refused():
+    ids = TINY["FluxTransformer2DModel"].inputs(2, 8, 8)["img_ids"]
+    holes = ids.clone()
+    holes[-1, 1] = 99
+    for wrong in (holes, ids + 0.5, ids[:-1]):
+        message = refused_call("FluxTransformer2DModel", img_ids=wrong)
+        assert "or several pictures one after another" in message
+
+
+def test_layers_of_different_size_are_refused():
+    shapes = [[(1, 8, 8), (1, 7, 8), (1, 8, 8)]] * 2
+    name = "QwenImageTransformer2DModel, Layered"
+    assert "img_shapes: expected layers of one size" in refused_call(name, img_shapes=shapes)
+
+
+def test_samples_with_pictures_of_different_size_are_refused():
+    shapes = [[(1, 8, 8), (1, 9, 8), (1, 16, 8)], [(1, 8, 8), (1, 8, 8), (1, 8, 8)]]
+    name = "JoyImageEditPlusTransformer3DModel"
+    assert "shape_list: expected pictures of the same sizes" in refused_call(name, shape_list=shapes)
 
 
 def test_images_of_different_size_in_a_list_are_refused():

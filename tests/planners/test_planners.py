@@ -17,7 +17,7 @@ import tokenmerge.config
 from tokenmerge.config import GUIDED_PLANNERS, ToMeConfig, highest_ratio
 from tokenmerge.config.planner_names import names_in
 from tokenmerge.ops import Plan, SoftPlan, keep_destinations, merge, merge_with_norm, unmerge
-from tokenmerge.planners import OWN_NUMBER, PLANNERS, num_removed
+from tokenmerge.planners import OWN_NUMBER, PLANNERS, num_removed, num_removed_in_all, plan_pictures
 
 EVERY = pytest.mark.parametrize("name", PLANNERS)
 # They draw nothing at random, whatever ``use_rand`` says.
@@ -175,6 +175,54 @@ def test_a_repeated_plan_merges_each_repetition_alike(name, case, times):
     assert torch.equal(again.kept(), planned.kept().repeat(times, 1))
     assert torch.equal(again.labels(), planned.labels().repeat(times, 1))
     assert torch.equal(again.sizes, planned.sizes.repeat(times, 1))
+
+
+@EVERY
+@settings(max_examples=25)
+@given(
+    case=cases(),
+    others=st.lists(st.tuples(st.just(1), st.integers(1, 7), st.integers(1, 7)), max_size=2),
+    reference_ratio=st.none() | st.floats(0, 1),
+)
+def test_pictures_of_a_sequence_merge_each_by_its_own_plan(name, case, others, reference_ratio):
+    """Merging the sequence is merging every picture, with ``ratio`` or ``reference_ratio``, in any grid."""
+    changes, grid, x = case
+    if reference_ratio is not None:
+        reference_ratio *= highest_ratio(changes["sx"], changes["sy"])
+    config = settings_of(name, **changes, reference_ratio=reference_ratio)
+    pictures = [x, *(tokens(len(x), other, seed=i) for i, other in enumerate(others))]
+    ratios = [config.ratio, *[config.ratio if reference_ratio is None else reference_ratio] * len(others)]
+    grids = [grid, *others]
+    apart = [
+        plan(name, own, its_grid, dataclasses.replace(config, ratio=ratio))
+        for own, its_grid, ratio in zip(pictures, grids, ratios, strict=True)
+    ]
+    sequence = torch.cat(pictures, dim=1)
+    extra = (sequence.double().sin().sum(dim=2).abs(),) if name in GUIDED_PLANNERS else ()
+    joined = plan_pictures(PLANNERS[name], sequence, grids, config, torch.tensor(3), *extra)
+    assert (num_removed_in_all(grids, config) > 0) == any(own is not None for own in apart)
+    if joined is None:
+        assert all(own is None for own in apart)
+        return
+
+    def each(change, dense):
+        """The result for every picture, one behind the other."""
+        done = [
+            dense(own) if its is None else change(its, own) for its, own in zip(apart, pictures, strict=True)
+        ]
+        return torch.cat(done, dim=1)
+
+    # A soft plan pads its tiles to one size, which may change the order of its sums of at most 81 shares.
+    # Each sum then differs by up to 2 · 81 · 2⁻²⁴ of its terms, and these numbers are below 8.
+    rounding = 2 * 81 * 2**-24 if isinstance(joined, SoftPlan) else 0
+    close = functools.partial(assert_close, rtol=rounding, atol=8 * rounding)
+    merged = merge(joined, sequence)
+    close(merged, each(merge, lambda own: own))
+    close(unmerge(joined, merged), each(lambda its, own: unmerge(its, merge(its, own)), lambda own: own))
+    close(joined.sizes, each(lambda its, own: its.sizes, lambda own: torch.ones(own.shape[:2])))
+    assert torch.equal(keep_destinations(joined, sequence), each(keep_destinations, lambda own: own))
+    if not isinstance(joined, SoftPlan):  # of equal tokens, a soft plan may see one in the place of another
+        close(merge_with_norm(joined, sequence), each(merge_with_norm, lambda own: own))
 
 
 @EVERY

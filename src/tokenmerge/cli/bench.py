@@ -72,9 +72,7 @@ def bench(
     compile: Annotated[
         bool | None, _shared("Use torch.compile, also for dense.", "no", "--compile/--no-compile")
     ] = None,
-    max_downsample: Annotated[
-        int | None, _shared("Deepest level that merges. SDXL needs 2.", "the variant's own")
-    ] = None,
+    max_downsample: Annotated[int | None, _shared("Deepest level that merges.", "the variant's own")] = None,
     scope: Annotated[
         str | None, _shared(f"What one call covers: {', '.join(SCOPES)}.", BenchOptions.scope)
     ] = None,

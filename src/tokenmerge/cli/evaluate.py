@@ -58,16 +58,22 @@ def evaluate(
         _compared(
             f"{', '.join(CHOICES)}; or one with settings of ToMeConfig, such as toma:ratio=0.6 or "
             "tome:proportional,scope=block,schedule.ratio=1.4/0.6. tomesd is the package of that name. "
-            "May be repeated."
+            f"May be repeated. Default: {', '.join(EvaluateOptions.variants)}."
         ),
     ] = None,
     settings: Annotated[
         list[Path] | None,
         _compared("File of settings, such as that of tokenmerge tune, as another variant. May be repeated."),
     ] = None,
-    ratio: Annotated[list[float] | None, _compared("Fraction of tokens removed. May be repeated.")] = None,
+    ratio: Annotated[
+        list[float] | None,
+        _compared(
+            "Fraction of tokens removed. May be repeated. Default: "
+            f"{' and '.join(map(str, EvaluateOptions.ratio))}."
+        ),
+    ] = None,
     max_downsample: Annotated[
-        int | None, _compared("Deepest level that merges. SDXL needs 2.", parser=integer)
+        int | None, _compared("Deepest level that merges. Default: the variant's own.", parser=integer)
     ] = None,
     metric: Annotated[
         list[str] | None,
@@ -103,7 +109,10 @@ def evaluate(
     device: Device = EvaluateOptions.device,
     attention: Attention = EvaluateOptions.attention,
 ) -> None:
-    """Measure the loss of quality by merging, on many pictures drawn dense and merged from the same seeds.
+    """Measure closeness to dense and speed-up on many pictures, drawn dense and merged from the same seeds.
+
+    Each picture is timed, so that tokenmerge report makes the price curve from this one run. fewer-steps has
+    as many steps as fit into the time of a variant, counted or by records of tokenmerge bench.
 
     All metrics are loaded before the first picture: you see which weights are downloaded, and a named metric
     that cannot work here is an error. After Ctrl-C, finished pictures are kept; run the same command again to

@@ -34,6 +34,10 @@ def inspect(
         int | None,
         picture("Denoising steps, to report the mean operations over them.", parser=integer),
     ] = None,
+    reference: Annotated[
+        list[str] | None,
+        picture("Size of a reference picture, for models that edit pictures. Repeat it for several."),
+    ] = None,
     merging: MethodSpec,
     as_json: AsJson = False,
 ) -> None:
@@ -46,9 +50,10 @@ def inspect(
     if pixels is None:
         raise ConfigError("size: this model has no default size; give --size")
     width, height = check_size(pixels, found.scale)
+    references = [check_size(parse_size(text), found.scale)[::-1] for text in reference or ()]
     with tables.working("counting operations"):
         config = merging.config(found.denoiser, follows_steps=True)
-        report = predict(found.denoiser, config, height, width, batch, steps)
+        report = predict(found.denoiser, config, height, width, batch, steps, references)
     if as_json:
         settings = {"method": merging.method, "merging": config.to_dict()}
         print(json.dumps({**settings, **report.to_dict()}, indent=2))

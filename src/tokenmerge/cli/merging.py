@@ -41,7 +41,8 @@ def merging(
         float | None, _merging("Fraction of tokens removed, from 0 to 1 - 1/(sx*sy).", parser=number)
     ] = None,
     max_downsample: Annotated[
-        int | None, _merging("Deepest level that merges: 1, 2, 4 or 8. SDXL needs 2.", parser=integer)
+        int | None,
+        _merging("Deepest level that merges: 1, 2, 4 or 8. Default: the method's own.", parser=integer),
     ] = None,
     sx: Annotated[
         int | None,

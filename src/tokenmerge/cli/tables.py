@@ -164,7 +164,7 @@ def report_table(report: Report, pixels: tuple[int, int]) -> Table:
         table.add_row(
             row.path,
             str(row.level),
-            " x ".join(map(str, row.grid)),
+            row.grids(" x "),
             f"{row.tokens} → {row.merged_tokens}",
             row.merged,
             _gflops(row.flops_dense),

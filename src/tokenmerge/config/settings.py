@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from tokenmerge.config.checks import Check, integer, number, one_of, refuse, switch
+from tokenmerge.config.checks import Check, integer, number, one_of, optional, refuse, switch
 from tokenmerge.config.planner_names import PLANNERS
 from tokenmerge.config.value import Value
 from tokenmerge.errors import ConfigError
@@ -14,9 +14,12 @@ from tokenmerge.errors import ConfigError
 SCOPES = ("layers", "block", "stack", "keys")
 COMBINATIONS = ("mean", "keep", "norm")
 
+_RATIO = number("a number from 0 to 1 − 1/(sx·sy), 0.75 for 2 × 2 cells", lambda ratio: ratio >= 0)
+
 # Checks of single fields; what must fit together is in check_together.
 CHECKS: Mapping[str, Check] = {
-    "ratio": number("a number from 0 to 1 − 1/(sx·sy), 0.75 for 2 × 2 cells", lambda ratio: ratio >= 0),
+    "ratio": _RATIO,
+    "reference_ratio": optional(_RATIO),
     "min_tokens": integer(0),
     "sx": integer(1),
     "sy": integer(1),
@@ -55,6 +58,10 @@ class MergeSettings(Value):
     Args:
         ratio: fraction of tokens removed, 0 ≤ ratio ≤ 1 − 1/(sx·sy·st). This is the main knob. Raising it
             makes each merged layer faster and the picture less like the dense one. 0 merges nothing.
+        reference_ratio: the same for reference pictures, which editing models read in one sequence with the
+            picture that they make: FLUX.1 Kontext, FLUX.2, Qwen-Image-Edit, JoyImage-Edit. Raising it makes
+            every layer faster and lets fewer details of the references through. None: the value of ``ratio``.
+            With ``ratio=0`` only the references merge. A ``schedule.ratio`` multiplies both.
         min_tokens: token grids with fewer tokens than this stay dense, ≥ 0. Raising it brings the picture
             closer to the dense one. On small grids merging saves little, so a moderate value costs no time.
 
@@ -122,6 +129,7 @@ class MergeSettings(Value):
     """
 
     ratio: float = 0.5
+    reference_ratio: float | None = None
     min_tokens: int = 0
     sx: int = 2
     sy: int = 2
@@ -136,6 +144,16 @@ class MergeSettings(Value):
     combine: str = "mean"
     threshold: float = 0.9
     proportional: bool = False
+
+    @property
+    def merges(self) -> bool:
+        """Whether any picture of a sequence may merge."""
+        return self.ratio > 0 or bool(self.reference_ratio)
+
+    @property
+    def of_references(self) -> MergeSettings:
+        """What holds for the reference pictures of a sequence."""
+        return self if self.reference_ratio is None else dataclasses.replace(self, ratio=self.reference_ratio)
 
     @property
     def whole_blocks(self) -> bool:
@@ -196,14 +214,15 @@ def check_together(settings: MergeSettings, where: str = "", factor: float = 1.0
             "time; take planner='tome', or st=1"
         )
     highest = highest_ratio(settings.sx, settings.sy, settings.st)
-    if settings.ratio > highest:
-        over_time = f", st={settings.st}" if settings.st > 1 else ""
-        scaled = "" if factor == 1 else f" ({settings.ratio / factor:g} × {factor:g} of schedule.ratio)"
-        raise ConfigError(
-            f"{where}ratio: expected 0 ≤ ratio ≤ 1 − 1/(sx·sy{over_time and '·st'}) = {highest:g} for "
-            f"sx={settings.sx}, sy={settings.sy}{over_time}, got {settings.ratio:g}{scaled}; take a "
-            "lower ratio or larger strides"
-        )
+    for name, ratio in (("ratio", settings.ratio), ("reference_ratio", settings.reference_ratio)):
+        if ratio is not None and ratio > highest:
+            over_time = f", st={settings.st}" if settings.st > 1 else ""
+            scaled = "" if factor == 1 else f" ({ratio / factor:g} × {factor:g} of schedule.ratio)"
+            raise ConfigError(
+                f"{where}{name}: expected 0 ≤ {name} ≤ 1 − 1/(sx·sy{over_time and '·st'}) = {highest:g} for "
+                f"sx={settings.sx}, sy={settings.sy}{over_time}, got {ratio:g}{scaled}; take a "
+                f"lower {name} or larger strides"
+            )
     if settings.scope == "layers" and not settings.merged_layers:
         raise ConfigError(
             f"{where}merge_attn, merge_crossattn, merge_mlp: all are False, so nothing would merge; set one"

@@ -167,18 +167,14 @@ class ToMeConfig(MergeSettings):
         """The settings of the step that merges most, at every step; what differs by level stays."""
         factor = self.schedule.highest_factor
         changes = max(self.schedule.changes(), key=lambda changes: changes.get("ratio", self.ratio))
-        levels = {
-            level: {**own, "ratio": own["ratio"] * factor} if "ratio" in own else own
-            for level, own in self.levels.items()
-        }
+        levels = {level: _scaled(own, factor) for level, own in self.levels.items()}
         settings = vars(self._settings(changes, factor))
         sharing = PlanSharing(blocks=self.plans.blocks, guidance=self.plans.guidance)
         return ToMeConfig(**settings, max_downsample=self.max_downsample, plans=sharing, levels=levels)
 
     def _settings(self, changes: Mapping[str, Any], factor: float) -> MergeSettings:
         values = {name: changes[name] if name in changes else getattr(self, name) for name in CHECKS}
-        values["ratio"] *= factor
-        return MergeSettings(**values)
+        return MergeSettings(**_scaled(values, factor))
 
     @property
     def follows_steps(self) -> bool:
@@ -266,6 +262,12 @@ class ToMeConfig(MergeSettings):
             if isinstance(given.get(name), Mapping):
                 given[name] = {_number(key, kind): own for key, own in given[name].items()}
         return cls(**nested(given))
+
+
+def _scaled(settings: Mapping[str, Any], factor: float) -> dict[str, Any]:
+    """Settings with the ratios among them multiplied by a factor."""
+    ratios = {name: settings[name] for name in ("ratio", "reference_ratio") if name in settings}
+    return {**settings, **{name: ratio * factor for name, ratio in ratios.items() if ratio is not None}}
 
 
 @functools.lru_cache(maxsize=64)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from tokenmerge.models.layout import PLAIN, Grid, Layout
 
 GridShape = tuple[int, int, int]  # frames, rows, columns, in tokens
+References = Callable[[Any, Mapping[str, Any], Grid], tuple[GridShape, ...]]
 
 KINDS = {
     "attn1": "self-attention",
@@ -119,6 +120,7 @@ class ModelCall:
     latents: Callable[[Any, Any], Any]
     between: tuple[str, ...]
     patch: int
+    references: References | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,9 +134,14 @@ class Host:
         timestep: name of the argument for the timestep. For a model without one: (root, arguments of a call
             by name) → a number that differs between denoising steps.
         grid: (root, arguments of a call by name, grid of the last call) → (frames, rows, columns) of the
-            finest token grid. Raises UnsupportedModelError for a call whose tokens are not one grid.
+            finest token grid, that of the picture being made. Raises UnsupportedModelError for a call whose
+            tokens have none.
         sample_size: height and width of the sample that the model was made for; None if it does not say.
-        example: ``(height, width, batch)`` → arguments by name of a call with a sample of that size.
+        example: ``(height, width, batch)`` → arguments by name of a call with a sample of that size. Models
+            with ``references`` take their heights and widths as a fourth argument.
+        references: (root, arguments of a call by name, grid of the last call) → the token grids of the
+            reference pictures that stand behind the picture being made, in the same sequence. None: the
+            model takes none.
         controlnet: whether it is a ControlNet. It may stay dense next to a denoiser that merges.
         latents: (root, sample) → the part of the sample that is the same for all prompts of guidance.
         patch: side of the square of latent positions that makes one token.
@@ -157,7 +164,7 @@ class Host:
     timestep: str | Callable[[Any, Mapping[str, Any]], Tensor]
     grid: Callable[[Any, Mapping[str, Any], Grid], GridShape]
     sample_size: tuple[int, int] | None
-    example: Callable[[int, int, int], dict[str, Any]]
+    example: Callable[..., dict[str, Any]]
     controlnet: bool = False
     latents: Callable[[Any, Any], Any] = _all_of_it
     patch: int = 1
@@ -168,16 +175,29 @@ class Host:
     shallow_share: float = 1.0
     on_cpu: tuple[str, ...] = ()
     between: tuple[str, ...] = ()
+    references: References | None = None
 
     @property
     def call(self) -> ModelCall:
         """How the model is called."""
         parameters = tuple(inspect.signature(type(self.root).forward).parameters)[1:]
         return ModelCall(
-            self.sample, self.timestep, parameters, self.grid, self.latents, self.between, self.patch
+            self.sample,
+            self.timestep,
+            parameters,
+            self.grid,
+            self.latents,
+            self.between,
+            self.patch,
+            self.references,
         )
 
     @property
     def can_skip(self) -> bool:
         """Whether step reuse can skip parts of it: stages of a UNet, or whole blocks."""
         return bool(self.deep_stages) or any(block.block_layout is not None for block in self.blocks)
+
+    @property
+    def usual_batch(self) -> int:
+        """Batch size of a call for one picture: two with guidance, unless the model is told its scale."""
+        return 1 if "guidance_embeds" in getattr(self.root, "config", {}) else 2

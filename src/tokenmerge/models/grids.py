@@ -45,47 +45,69 @@ _known: Any = WeakTensorKeyDictionary()
 
 
 def grid_of_ids(root: Any, arguments: Mapping[str, Any], last: Grid) -> GridShape:
-    """The token grid that the argument ``img_ids`` describes.
+    """The token grid of the picture being made, which the argument ``img_ids`` describes.
 
     ``img_ids`` are ``[n, d]`` or ``[b, n, d]``: for each of the n tokens of ``hidden_states`` the number of
-    its picture, its row, its column, and further columns that depend on the model. While torch.compile traces
-    the model, the ids have no values, and ``last`` is used. A grid that the user gave is also used where the
-    ids are not those of one picture.
+    its picture, its row, its column, and further columns that depend on the model. The picture being made is
+    first, and reference pictures follow it. While torch.compile traces the model, the ids have no values, and
+    ``last`` is used. A grid that the user gave is also used where the ids are not those of pictures.
 
     Raises:
-        UnsupportedModelError: the tokens are not those of one picture, or the model is being compiled and
-            ``last`` has another number of tokens.
+        UnsupportedModelError: the tokens are not those of pictures in a row, or the model is being compiled
+            and ``last`` has another number of tokens.
     """
+    return _grids_of_ids(arguments, last)[0]
+
+
+def references_of_ids(root: Any, arguments: Mapping[str, Any], last: Grid) -> tuple[GridShape, ...]:
+    """The token grids of the reference pictures: see :func:`grid_of_ids`."""
+    return _grids_of_ids(arguments, last)[1:]
+
+
+def _grids_of_ids(arguments: Mapping[str, Any], last: Grid) -> tuple[GridShape, ...]:
     ids, tokens = arguments["img_ids"], arguments["hidden_states"].shape[1]
-    ids = ids[0] if ids.ndim == 3 else ids
-    _, known_rows, known_columns = last.shape
-    fits = known_rows * known_columns == tokens
+    fits = sum(rows * columns for _, rows, columns in last.shapes) == tokens
     if torch.compiler.is_compiling():
         if not fits:
             known = "given to patch.at_size(height, width)" if last.given else "of its last call"
+            shown = " + ".join(f"{rows} × {columns}" for _, rows, columns in last.shapes)
             raise UnsupportedModelError(
                 f"the token grid cannot be read from img_ids while the whole model is compiled, and {tokens} "
-                f"tokens are not the {known_rows} × {known_columns} {known}; call patch.at_size(height, "
+                f"tokens are not the {shown} {known}; call patch.at_size(height, "
                 "width) with the size of the latents first, call the model once before it is compiled, or "
                 "compile its blocks only: transformer.compile_repeated_blocks()"
             )
-        return last.shape
+        return last.shapes
     if ids not in _known:  # reading synchronises; pipelines pass the same tensor at each step
-        _known[ids] = _read(ids)
-    rows, columns = _known[ids]
-    if rows * columns != tokens and last.given and fits:
-        return last.shape
-    if rows * columns != tokens:
-        raise UnsupportedModelError(
-            f"img_ids: expected one picture of {tokens} tokens, as in hidden_states, got {rows} × {columns} "
-            f"= {rows * columns}; reference pictures next to the generated one cannot be merged yet: call "
-            "remove_token_merging(pipe) first"
-        )
-    return 1, rows, columns
+        _known[ids] = _read(ids[0] if ids.ndim == 3 else ids)
+    pictures = _known[ids]
+    if sum(rows * columns for _, rows, columns in pictures) == tokens:
+        return pictures
+    if last.given and fits:
+        return last.shapes
+    raise UnsupportedModelError(
+        f"img_ids: expected one picture of {tokens} tokens, as in hidden_states, or several pictures one "
+        f"after another, got other rows and columns, of shape {tuple(ids.shape)}; call "
+        "remove_token_merging(pipe) first, or patch.at_size(height, width) if it is one picture"
+    )
 
 
-def _read(ids: Tensor) -> tuple[int, int]:
-    values = ids.long().cpu()
-    own = values[(values[:, 0] == values[0, 0])]
-    rows, columns = (int(side) for side in own[:, 1:3].amax(0) - own[:, 1:3].amin(0) + 1)
-    return rows, columns
+def _read(ids: Tensor) -> tuple[GridShape, ...]:
+    """The grids of the pictures whose positions follow one another; empty if they are no such positions.
+
+    A picture ends where the number of the picture changes, or where its first row and column come again.
+    """
+    values = ids[:, :3].double().cpu()
+    if not torch.equal(values, values.round()):
+        return ()
+    grids: list[GridShape] = []
+    while len(values):
+        other = (values[:, 0] != values[0, 0]) | (values[:, 1:] == values[0, 1:]).all(dim=1)
+        other[0] = False
+        tokens = int(other.int().argmax()) or len(values)
+        own, values = values[:tokens, 1:], values[tokens:]
+        rows, columns = (int(side) for side in own.amax(0) - own.amin(0) + 1)
+        if rows * columns != tokens:
+            return ()
+        grids.append((1, rows, columns))
+    return tuple(grids)

@@ -13,27 +13,38 @@ from tokenmerge.models.call import HostCall
 
 @dataclasses.dataclass(eq=False)
 class Grid:
-    """The token grid of the running call, left by the module whose input shows it.
+    """The token grids of the running call, left by the module whose input shows them.
+
+    A sequence has one grid, or one for each of several pictures in a row: that of the picture being made,
+    then those of its reference pictures.
 
     Attributes:
-        sides: ``[frames, rows, columns, 0]``, an empty tensor with the sides as its shape. torch.compile
-            makes a graph for each value of an integer of a module, and can make one for all shapes of a
-            tensor.
+        sides: ``[frames, rows, columns, 0]`` for each grid, an empty tensor with the sides as its shape.
+            torch.compile makes a graph for each value of an integer of a module, and can make one for all
+            shapes of a tensor.
         given: whether the user gave it by ``Patch.at_size``.
     """
 
-    sides: Tensor = dataclasses.field(default_factory=lambda: torch.empty(0, 0, 0, 0))
+    sides: tuple[Tensor, ...] = dataclasses.field(default_factory=lambda: (torch.empty(0, 0, 0, 0),))
     given: bool = False
 
     @property
+    def shapes(self) -> tuple[tuple[int, int, int], ...]:
+        """(frames, rows, columns) of each grid."""
+        return tuple((sides.shape[0], sides.shape[1], sides.shape[2]) for sides in self.sides)
+
+    @shapes.setter
+    def shapes(self, shapes: tuple[tuple[int, int, int], ...]) -> None:
+        self.sides = tuple(torch.empty(*shape, 0) for shape in shapes)
+
+    @property
     def shape(self) -> tuple[int, int, int]:
-        """(frames, rows, columns)."""
-        frames, rows, columns, _ = self.sides.shape
-        return frames, rows, columns
+        """(frames, rows, columns) of the first grid."""
+        return self.shapes[0]
 
     @shape.setter
     def shape(self, shape: tuple[int, int, int]) -> None:
-        self.sides = torch.empty(*shape, 0)
+        self.shapes = (shape,)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,8 +9,6 @@ from tokenmerge.errors import UnsupportedModelError
 _PACKED = "text, pictures and sound are packed into one sequence without a token grid or a batch axis"
 _KEPT = "it caches keys and values between calls, and merging would change their tokens"
 _SCALES = "the sequence holds earlier frames at several scales, which no single token grid describes"
-_REFERENCES = "the sequence also holds the pictures to edit"
-_LAYERS = "the sequence holds several pictures: the layers, and the picture to cut into layers"
 _MASKED = "a mask divides the sequence into segments, and merging would change their lengths"
 _EXPERTS = "how many tokens an expert takes depends on the number of tokens"
 _TWO = "its blocks attend between two sequences, one of video and one of sound"
@@ -31,8 +29,6 @@ REASONS = {
     "HiDreamImageTransformer2DModel": _EXPERTS,
     "HunyuanVideoFramepackTransformer3DModel": _SCALES,
     "Ideogram4Transformer2DModel": _MASKED,
-    "JoyImageEditPlusTransformer3DModel": _REFERENCES,
-    "JoyImageEditTransformer3DModel": _REFERENCES,
     "Kandinsky6SRTransformer3DModel": _PACKED,
     "Kandinsky6Transformer3DModel": _PACKED,
     "Kandinsky3UNet": _PICTURES,
@@ -60,18 +56,12 @@ REASONS = {
     "ZImageControlNetModel": "it runs blocks of the transformer that it controls, on other grids",
 }
 
-# Models of classes that are supported otherwise: the setting that tells them, their name, and the reason.
-BY_SETTING = {"use_layer3d_rope": ("the transformer of QwenImage-Layered", _LAYERS)}
-
 
 def refuse(part: Any) -> None:
     """Raise UnsupportedModelError for a model in which tokens cannot be merged as it is set up."""
     for cls in type(part).__mro__:
         if reason := REASONS.get(cls.__name__):
             raise UnsupportedModelError(f"tokens cannot be merged in {cls.__name__} yet: {reason}")
-    for setting, (model, reason) in BY_SETTING.items():
-        if getattr(getattr(part, "config", None), setting, False):
-            raise UnsupportedModelError(f"tokens cannot be merged in {model} yet: {reason}")
     if getattr(part, "_parallel_config", None) is not None:
         raise UnsupportedModelError(
             f"tokens cannot be merged in {type(part).__name__} while context parallelism splits its tokens "

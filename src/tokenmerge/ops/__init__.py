@@ -4,6 +4,7 @@ They know neither models nor settings, and import nothing else of the package.
 """
 
 from tokenmerge.ops.bits import bits
+from tokenmerge.ops.join import join_plans
 from tokenmerge.ops.matching import (
     bipartite_soft_matching,
     features_if_shared,
@@ -43,6 +44,7 @@ __all__ = [
     "bipartite_soft_matching",
     "bits",
     "features_if_shared",
+    "join_plans",
     "keep_destinations",
     "local_matching",
     "make_plan",

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from tokenmerge.ops.partition import num_destinations, num_tokens
 
@@ -180,6 +181,29 @@ def make_soft_plan(tiles: Tiles, chosen: Tensor, is_destination: Tensor, shares:
     slots = is_destination.flatten().to(torch.uint8).argsort(descending=True, stable=True)[:m].expand(b, -1)
     keep = tiles.token.expand(b, -1, -1).gather(2, chosen).flatten(1).gather(1, slots)
     return _in_rows(keep, shares, tiles.place.expand(b, -1), slots)
+
+
+def join_soft(plans: Sequence[SoftPlan | None], lengths: Sequence[int]) -> SoftPlan:
+    """The plan for runs of tokens in a row: see :func:`tokenmerge.ops.join_plans`."""
+    soft = [plan for plan in plans if plan is not None]
+    b, device = len(soft[0].keep), soft[0].keep.device
+    k, p = max(plan.shares.shape[2] for plan in soft), max(plan.shares.shape[3] for plan in soft)
+    runs: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []  # kept, shares, places, slots
+    n = t = 0
+    for plan, length in zip(plans, lengths, strict=True):
+        if plan is None:  # tiles of k tokens, with a slot for each token
+            tiles, alone = -(-length // k), torch.arange(length, device=device).expand(b, -1)
+            own = torch.eye(k, p, dtype=soft[0].shares.dtype, device=device).expand(b, tiles, -1, -1)
+            runs.append((alone + n, own, (t + alone // k) * p + alone % k, alone + t * k))
+        else:
+            tiles, own_k, own_p = plan.shares.shape[1:]
+            place, slot = plan.places % (tiles * own_p), plan.slots % (tiles * own_k)
+            own = F.pad(plan.shares, (0, p - own_p, 0, k - own_k))
+            places = (t + place // own_p) * p + place % own_p
+            runs.append((plan.kept() + n, own, places, (t + slot // own_k) * k + slot % own_k))
+        n, t = n + length, t + tiles
+    keep, shares, places, slots = (torch.cat(values, dim=1) for values in zip(*runs, strict=True))
+    return _in_rows(keep, shares, places, slots)
 
 
 def _in_rows(keep: Tensor, shares: Tensor, places: Tensor, slots: Tensor) -> SoftPlan:

@@ -31,7 +31,7 @@ def apply_patch(
     Args:
         pipe_or_layer: a pipeline (its ControlNets are patched too) or a model of ppdiffusers.
         ratio: fraction of tokens removed, 0 ≤ ratio < 1 − 1/(sx·sy).
-        max_downsample: deepest resolution level that merges: 1, 2, 4 or 8. SDXL needs 2 or more.
+        max_downsample: deepest resolution level that merges: 1, 2, 4 or 8. SDXL has attention from 2 on.
         sx: width of a destination's cell, in tokens.
         sy: height of a destination's cell, in tokens.
         use_rand: draw the destination of each cell at random: by the timestep and the cell, so that the same

@@ -30,8 +30,9 @@ from tokenmerge.config import GUIDED_PLANNERS, MergeSettings
 from tokenmerge.config import PLANNERS as NAMES
 from tokenmerge.ops import Plan, num_tokens
 from tokenmerge.planners._grid import num_removed, split
+from tokenmerge.planners._pictures import num_removed_in_all, plan_pictures
 
-__all__ = ["OWN_NUMBER", "PLANNERS", "num_removed"]
+__all__ = ["OWN_NUMBER", "PLANNERS", "num_removed", "num_removed_in_all", "plan_pictures"]
 
 Planner = Callable[..., Plan | None]
 

@@ -3,8 +3,20 @@
 May import ``runtime`` and everything below it; measures nothing.
 """
 
+from tokenmerge.report.cache_limit import bytes_of, within
 from tokenmerge.report.prediction import Report, Row, counted_speedup, predict, saved
 from tokenmerge.report.summary import Conditions, summary
 from tokenmerge.report.text_table import TextTable
 
-__all__ = ["Conditions", "Report", "Row", "TextTable", "counted_speedup", "predict", "saved", "summary"]
+__all__ = [
+    "Conditions",
+    "Report",
+    "Row",
+    "TextTable",
+    "bytes_of",
+    "counted_speedup",
+    "predict",
+    "saved",
+    "summary",
+    "within",
+]

@@ -30,12 +30,13 @@ class Row:
         path: qualified name of the block. For several blocks, their numbers are a range, such as ``0-9``.
         level: resolution level: 1, 2, 4 …
         grid: height and width in tokens; for a video, the number of frames before them.
-        tokens: number of tokens before merging.
+        tokens: number of tokens before merging, with those of reference pictures in the same sequence.
         merged_tokens: number of tokens after merging.
         merged: the sub-layers that run on merged tokens, such as ``"attn1+ff"``.
         flops_dense: floating-point operations of the block without merging.
         flops_merged: floating-point operations with merging, including the matching.
         blocks: number of blocks in this row. FLOPs are their sum.
+        references: as ``grid``, for each reference picture in the sequence.
     """
 
     model: str
@@ -48,6 +49,11 @@ class Row:
     flops_dense: int
     flops_merged: int
     blocks: int = 1
+    references: tuple[tuple[int, ...], ...] = ()
+
+    def grids(self, times: str = " × ") -> str:
+        """The grids as text, with the sign between their sides."""
+        return " + ".join(times.join(map(str, grid)) for grid in (self.grid, *self.references))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,7 +126,7 @@ class Report:
             (
                 row.path if " + " not in self.model else f"{row.model}: {row.path}",
                 str(row.level),
-                " × ".join(map(str, row.grid)),
+                row.grids(),
                 f"{row.tokens} → {row.merged_tokens}",
                 row.merged,
                 f"{row.flops_dense / 1e9:.2f} → {row.flops_merged / 1e9:.2f}",
@@ -154,6 +160,7 @@ def predict(
     width: int | None = None,
     batch: int = 2,
     steps: int | None = None,
+    references: Sequence[tuple[int, int]] = (),
 ) -> Report:
     """Count what merging saves, by running a copy of the model on the meta device.
 
@@ -168,21 +175,25 @@ def predict(
         batch: batch size of the call, ≥ 1.
         steps: number of denoising steps to average operations over, ≥ 1, for settings that change over the
             steps. Counting takes up to half a second for each step. None: operations are not averaged.
+        references: (height, width) of each reference picture in the sequence of the sample, measured as the
+            sample is.
 
     Raises:
         NothingToMergeError: no token would merge at this size.
         UnsupportedModelError: it is not, and does not contain, a model that tokens can be merged in.
-        ConfigError: no size is given and the model has no default size, or a number is out of range.
+        ConfigError: no size is given and the model has no default size, a number is out of range, or the
+            model takes no reference pictures.
     """
     for argument, value in (("height", height), ("width", width), ("batch", batch), ("steps", steps)):
         if value is not None and (not isinstance(value, int) or value < 1):
             raise ConfigError(f"{argument}: expected an integer ≥ 1, got {value!r}")
     hosts = find_hosts(pipe_or_model)
-    height, width = _size(hosts, height, width)
+    _check_references(hosts, references)
+    height, width = default_or_given(hosts, height, width)
     merging, left_dense = hosts_that_merge(hosts, config, (height, width))
     labels = _labels(merging)
     reports = [
-        _predict_host(host, name, config, height, width, batch, steps)
+        _predict_host(host, name, config, (height, width, batch), steps, references)
         for host, name in zip(merging, labels, strict=True)
     ]
     flops_dense = sum(report.flops_dense for report in reports)
@@ -227,7 +238,7 @@ def counted_speedup(
     ``steps``, one step is counted.
     """
     hosts = find_hosts(pipe_or_model)
-    height, width = _size(hosts, height, width)
+    height, width = default_or_given(hosts, height, width)
     merging, _ = hosts_that_merge(hosts, config, (height, width))
     dense = merged = 0
     for host in merging:
@@ -238,7 +249,7 @@ def counted_speedup(
     return dense / merged
 
 
-def _size(hosts: Sequence[Host], height: int | None, width: int | None) -> tuple[int, int]:
+def default_or_given(hosts: Sequence[Host], height: int | None, width: int | None) -> tuple[int, int]:
     """The given size of the sample, or the model's default."""
     if height is not None and width is not None:
         return height, width
@@ -247,6 +258,18 @@ def _size(hosts: Sequence[Host], height: int | None, width: int | None) -> tuple
         names = ", ".join(type(host.root).__name__ for host in hosts)
         raise ConfigError(f"height, width: {names} has no default size; pass both")
     return size
+
+
+def _check_references(hosts: Sequence[Host], references: Sequence[tuple[int, int]]) -> None:
+    for size in references:
+        if len(size) != 2 or not all(isinstance(side, int) and side >= 1 for side in size):
+            raise ConfigError(f"references: expected (height, width), integers ≥ 1, got {size!r}")
+    if references and all(host.references is None for host in hosts):
+        names = ", ".join(type(host.root).__name__ for host in hosts)
+        raise ConfigError(
+            f"references: {names} takes no reference pictures in the sequence of the sample, got "
+            f"{list(references)!r}; leave it out"
+        )
 
 
 def _labels(hosts: list[Host]) -> list[str]:
@@ -259,10 +282,16 @@ def _labels(hosts: list[Host]) -> list[str]:
 
 
 def _predict_host(
-    host: Host, name: str, config: ToMeConfig, height: int, width: int, batch: int, steps: int | None
+    host: Host,
+    name: str,
+    config: ToMeConfig,
+    size: tuple[int, int, int],
+    steps: int | None,
+    references: Sequence[tuple[int, int]],
 ) -> Report:
+    height, width, batch = size
     (copied,) = find_hosts(weightless(host.root, host.on_cpu))
-    arguments = partial(copied.example, height, width, batch)
+    arguments = partial(copied.example, *size, *([] if host.references is None else [tuple(references)]))
     dense = count_flops(copied.root, arguments())
     # Keep step reuse, because it alone is allowed where no token merges.
     most = config.most()
@@ -278,17 +307,19 @@ def _predict_host(
     rows = []
     for block in copied.blocks:
         if block.path in recorded:
-            grid = recorded[block.path].grid
+            plan = recorded[block.path]
+            grid, *others = (grid if grid[0] > 1 else grid[1:] for grid in (plan.grid, *plan.references))
             row = Row(
                 model=name,
                 path=block.path,
                 level=block.level,
-                grid=grid if grid[0] > 1 else grid[1:],
-                tokens=math.prod(grid),
-                merged_tokens=recorded[block.path].plan.keep.shape[1],
+                grid=grid,
+                tokens=sum(map(math.prod, (grid, *others))),
+                merged_tokens=plan.plan.keep.shape[1],
                 merged=_merged(block, most),
                 flops_dense=dense[f"{counted}.{block.path}"],
                 flops_merged=merged[f"{counted}.{block.path}"],
+                references=tuple(others),
             )
             rows.append(row)
     notes = (*_notes(copied.blocks, rows, config), *host.limits)
@@ -316,7 +347,7 @@ def _merged(block: Block, config: ToMeConfig) -> str:
 
 
 def _notes(blocks: tuple[Block, ...], rows: list[Row], config: ToMeConfig) -> tuple[str, ...]:
-    if config.ratio == 0:
+    if not config.merges:
         return ("ratio=0: every block stays dense, as asked",)
     notes = []
     too_deep = [block for block in blocks if block.level > config.max_downsample]
@@ -341,6 +372,11 @@ def _notes(blocks: tuple[Block, ...], rows: list[Row], config: ToMeConfig) -> tu
         }
         stay = "block stays dense" if one else "blocks stay dense"
         notes.append(f"{len(without)} {stay}: {why[config.scope]}")
+    if rows and rows[0].references and config.reference_ratio is not None:
+        notes.append(
+            f"ratio={config.ratio:g} for the picture being made, reference_ratio={config.reference_ratio:g} "
+            "for its reference pictures"
+        )
     merging = {row.path for row in rows}
     too_small = [
         block

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from tokenmerge.config import ToMeConfig
+from tokenmerge.report.cache_limit import in_words
 from tokenmerge.report.prediction import Report, saved
 from tokenmerge.runtime.run_log import RunLog
 
@@ -89,9 +90,7 @@ def _counted(conditions: Conditions, report: Report) -> str:
 def _kept(conditions: Conditions, report: Report) -> str:
     if not report.kept_bytes:
         return "cache between steps: none"
-    size = report.kept_bytes
-    text = f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
-    return f"cache between steps: {text} ({conditions.dtype})"
+    return f"cache between steps: {in_words(report.kept_bytes)} ({conditions.dtype})"
 
 
 def _happened(run: RunLog) -> str:

@@ -11,6 +11,7 @@ from torch import nn
 
 from tokenmerge.config import StepReuse, ToMeConfig
 from tokenmerge.errors import ConfigError, NothingToMergeError, UnsupportedModelError
+from tokenmerge.ops import num_tokens
 from tokenmerge.runtime.planning import check_grid, merges_tokens
 from tokenmerge.runtime.scheduler import DenoisingStep
 from tokenmerge.runtime.state import ModelState
@@ -28,14 +29,16 @@ def check_given(state: ModelState, root: nn.Module, arguments: Mapping[str, Any]
         )
 
 
-def check_size(state: ModelState, grid: tuple[int, int, int]) -> None:
-    """See that a call with this finest grid of (frames, rows, columns) has tokens to merge, or may run dense.
+def check_size(state: ModelState, *grids: tuple[int, int, int]) -> None:
+    """See that a call with these finest grids has tokens to merge, or may run dense.
+
+    The grids are (frames, rows, columns) of the picture being made, and of each reference picture.
 
     Raises:
         NothingToMergeError: it has none, and may not run dense.
     """
     try:
-        check_grid(state.config, state.stages, grid)
+        check_grid(state.config, state.stages, *grids)
     except NothingToMergeError as error:
         if state.warned is None:
             raise
@@ -92,7 +95,7 @@ def refuse_training(given: str, off: str) -> None:
 
 def warn_where_nothing_is_saved(state: ModelState, config: ToMeConfig, step: DenoisingStep) -> None:
     """Warn about a generation that is dense: too few steps to merge or to skip, and too few tokens."""
-    steps, grid = step.steps, state.threads.value.grid.shape
+    steps, grids = step.steps, state.threads.value.grid.shapes
     if not round(config.schedule.until * steps):
         warnings.warn(
             f"nothing merges in this generation: schedule.until={config.schedule.until:g} of {steps} "
@@ -102,9 +105,9 @@ def warn_where_nothing_is_saved(state: ModelState, config: ToMeConfig, step: Den
     elif (
         config.reuse.on
         and len(config.reuse.steps_of(steps, step.adds_noise).full) == steps
-        and not merges_tokens(state.stages, grid)
+        and not merges_tokens(state.stages, *grids)
     ):
-        tokens = grid[0] * grid[1] * grid[2]
+        tokens = sum(map(num_tokens, grids))
         warnings.warn(
             f"this generation is dense: of {steps} steps {_limit(config.reuse)} leaves none "
             f"out, and on {tokens} tokens, with min_tokens={config.min_tokens}, nothing merges; "

@@ -133,8 +133,10 @@ def correction_of(
     if step is None or step.steps == 1:  # there is no step to correct
         return False, settings
     used = not tracker.is_last and any(
-        config.at(level, step.done + 1, step.steps).ratio for level in settings
+        config.at(level, step.done + 1, step.steps).merges for level in settings
     )
-    if used and any(own.ratio for own in settings.values()):
+    if used and any(own.merges for own in settings.values()):
         return True, settings
-    return False, {level: dataclasses.replace(own, ratio=0.0) for level, own in settings.items()}
+    return False, {
+        level: dataclasses.replace(own, ratio=0.0, reference_ratio=None) for level, own in settings.items()
+    }

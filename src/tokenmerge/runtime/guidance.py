@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from tokenmerge.ops import num_tokens
 from tokenmerge.runtime.step_seed import same_step
 
 
@@ -62,13 +63,13 @@ def copies_are_equal(sample: Tensor | Sequence[Tensor], copies: int) -> Tensor |
     return torch.stack([(x == first).all() for x, first in pairs]).all()
 
 
-def importance_of_tokens(change: Tensor, grid: Sequence[int]) -> Tensor | None:
+def importance_of_tokens(change: Tensor, *grids: tuple[int, int, int]) -> Tensor | None:
     """How much guidance changes each token, for planners (arXiv 2411.16720).
 
     Args:
         change: what guidance changes in a model's result: ``[b, c, h, w]``, ``[b, c, f, h, w]``, or tokens
             ``[b, n, c]`` on the model's finest grid.
-        grid: (frames, rows, columns) of the tokens.
+        grids: (frames, rows, columns) of the tokens of each picture.
 
     Returns:
         ``[b, n]``: the mean absolute change over the area of each token. ``[b · f, n]`` for a result of
@@ -77,12 +78,13 @@ def importance_of_tokens(change: Tensor, grid: Sequence[int]) -> Tensor | None:
     size = change.abs().float()
     if size.ndim == 3:
         tokens = size.mean(dim=2)
-        return tokens if tokens.shape[1] == grid[0] * grid[1] * grid[2] else None
-    if size.ndim not in (4, 5) or (size.ndim == 4 and grid[0] > 1):
+        return tokens if tokens.shape[1] == sum(map(num_tokens, grids)) else None
+    grid = grids[0]
+    if size.ndim not in (4, 5) or (size.ndim == 4 and grid[0] > 1) or len(grids) > 1:
         return None
     frames = size.mean(dim=1, keepdim=True)  # [b, 1, h, w] or [b, 1, f, h, w]
     if size.ndim == 5 and grid[0] == 1:
         frames = frames.flatten(0, 2).unsqueeze(1)
     if frames.ndim == 4:
         frames = frames.unsqueeze(2)
-    return F.adaptive_avg_pool3d(frames, (grid[0], grid[1], grid[2])).flatten(1)
+    return F.adaptive_avg_pool3d(frames, grid).flatten(1)

@@ -46,9 +46,9 @@ def before_model(root: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
     if state.config.merges_stacks:
         check_stacks(state, root, arguments)
     if state.merges:
-        grid = state.call.grid(root, arguments, state.given_grid or thread.grid)
-        check_size(state, grid)
-        thread.grid.shape = grid
+        grids = _grids(state, root, arguments, state.given_grid or thread.grid)
+        check_size(state, *grids)
+        thread.grid.shapes = grids
     by = state.call.timestep
     timestep = arguments[by] if isinstance(by, str) else by(root, arguments)
     device = (sample[0] if isinstance(sample, list) else sample).device
@@ -86,7 +86,7 @@ def before_model(root: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
     if config.correction.every and extrapolation is None and tracker.corrects(config.correction.every, shape):
         corrects, settings = correction_of(config, tracker, settings)
     if not torch.compiler.is_compiling():
-        merges = not corrects and any(own.ratio for own in settings.values())
+        merges = not corrects and any(own.merges for own in settings.values())
         skips = extrapolation is not None or shallow is not None
         kind: StepKind = "reused" if skips else "full" if merges else "dense"
         _note_run(state, memory, config, step, number_of_steps(pipe, None), len(sample), kind)
@@ -147,6 +147,15 @@ def compare_guidance(root: nn.Module, args: tuple, result: Any) -> None:
         sample.result = made.detach()
 
 
+def _grids(
+    state: ModelState, root: nn.Module, arguments: dict[str, Any], last: Grid
+) -> tuple[tuple[int, int, int], ...]:
+    """The finest token grids of a call: of the picture being made, then of its reference pictures."""
+    references = state.call.references
+    first = state.call.grid(root, arguments, last)
+    return (first,) if references is None else (first, *references(root, arguments, last))
+
+
 def _step(state: ModelState, root: nn.Module, pipe: Any, timestep: Any, seed: Tensor) -> DenoisingStep:
     """The denoising step of a call."""
     if torch.compiler.is_compiling():
@@ -184,9 +193,9 @@ def _note_run(
 ) -> None:
     """Note what a call does, for the handle of the patch."""
     if memory.log is None or step is None:
-        grid = state.threads.value.grid.shape if state.merges else None
+        grids = state.threads.value.grid.shapes if state.merges else ()
         steps = steps if step is None else step.steps
-        memory.log = RunLog(config, batch, grid, state.call.patch, steps)
+        memory.log = RunLog(config, batch, grids, state.call.patch, steps)
     state.last_run = memory.log
     if step is not None:
         memory.log.note_step(step.index, kind)

@@ -86,7 +86,10 @@ def check_host(host: Host, config: ToMeConfig, size: tuple[int, int] | None) -> 
         )
     if size is not None:
         rows, columns = (-(-side // host.patch) for side in size)
-        check_grid(config, stages_of(host, config), (host.frames, rows, columns))
+        grid = host.frames, rows, columns
+        # Settings for reference pictures are for calls that have some.
+        grids = (grid,) if host.references is None else (grid, grid)
+        check_grid(config, stages_of(host, config), *grids)
     for block in blocks:
         check_swappable(block.module, block.path, block.method)
         for layer in layers_to_merge(block, config):

@@ -11,37 +11,44 @@ from torch import Tensor
 from tokenmerge.config import GUIDED_PLANNERS, MergeSettings, ToMeConfig
 from tokenmerge.errors import NothingToMergeError, UnsupportedModelError
 from tokenmerge.ops import Plan, features_if_shared, num_tokens, shared_features
-from tokenmerge.planners import PLANNERS, num_removed
+from tokenmerge.planners import PLANNERS, num_removed_in_all, plan_pictures
 from tokenmerge.runtime.guidance import importance_of_tokens
 from tokenmerge.runtime.state import BlockState, RecordedPlan
 
 Stages = Sequence[tuple[int, MergeSettings]]
+GridShape = tuple[int, int, int]
 
 
-def merges_tokens(stages: Stages, grid: tuple[int, int, int]) -> bool:
-    """Whether a call with this finest grid of (frames, rows, columns) has tokens to merge."""
-    frames, rows, columns = grid
+def merges_tokens(stages: Stages, *grids: GridShape) -> bool:
+    """Whether a call with these finest grids of (frames, rows, columns) has tokens to merge."""
     return any(
-        num_removed((frames, -(-rows // level), -(-columns // level)), settings) > 0
+        num_removed_in_all([(f, -(-h // level), -(-w // level)) for f, h, w in grids], settings) > 0
         for level, settings in stages
     )
 
 
-def check_grid(config: ToMeConfig, stages: Stages, grid: tuple[int, int, int]) -> None:
-    """See that a call with this finest grid of (frames, rows, columns) has tokens to merge.
+def check_grid(config: ToMeConfig, stages: Stages, *grids: GridShape) -> None:
+    """See that a call with these finest grids of (frames, rows, columns) has tokens to merge.
+
+    The first is that of the picture being made, the others are those of reference pictures.
 
     Raises:
         NothingToMergeError: it has none.
     """
-    frames, rows, columns = grid
-    asked = any(settings.ratio for _, settings in stages) and not config.reuses_steps
-    if asked and not merges_tokens(stages, grid):
+    frames, rows, columns = grids[0]
+    asked = any(settings.merges for _, settings in stages) and not config.reuses_steps
+    if asked and not merges_tokens(stages, *grids):
         if torch.compiler.is_compiling():  # a graph for all sizes knows no numbers
             raise NothingToMergeError(
                 "nothing to merge: the sample gives too few tokens; generate a larger image, lower "
                 "min_tokens, sx and sy, or raise ratio"
             )
-        level, settings = stages[0]
+        level, settings = next(stage for stage in stages if stage[1].merges)
+        if len(grids) == 1 and not settings.ratio:
+            raise NothingToMergeError(
+                f"nothing to merge: reference_ratio={settings.reference_ratio:g} merges reference pictures, "
+                "and there is none in the sequence; raise ratio to merge the picture that is being made"
+            )
         sides = (frames, -(-rows // level), -(-columns // level))[frames == 1 :]
         over_time = f" × st={settings.st}" if settings.st > 1 else ""
         cells = f"cells of sy={settings.sy} × sx={settings.sx}{over_time}"
@@ -60,15 +67,15 @@ def size_of(state: BlockState, x: Tensor, mask: Tensor | None) -> tuple[int, int
     Raises:
         UnsupportedModelError: the input has fewer tokens than the block's grid.
     """
-    grid = state.grid_shape
-    n = num_tokens(grid)
+    n = sum(map(num_tokens, state.grids))
     if x.shape[1] < n:
+        shown = " + ".join(" × ".join(map(str, grid)) for grid in state.grids)
         raise UnsupportedModelError(
-            f"{state.path}: expected the {' × '.join(map(str, grid))} = {n} tokens of its grid, got an "
+            f"{state.path}: expected the {shown} = {n} tokens of its grid, got an "
             f"input of shape {tuple(x.shape)}; this model calls its blocks in a way that tokenmerge does not "
             "know: remove_token_merging(model) restores it"
         )
-    if not state.settings.ratio or not num_removed(grid, state.settings):
+    if not state.settings.merges or not num_removed_in_all(state.grids, state.settings):
         return None
     return x.shape[0], n if mask is None else x.shape[1]
 
@@ -77,7 +84,7 @@ def size_of(state: BlockState, x: Tensor, mask: Tensor | None) -> tuple[int, int
 def plan_of(state: BlockState, x: Tensor, mask: Tensor | None) -> Plan:
     """The plan for a block's tokens, of which some merge; ``mask`` tells them from padding behind them."""
     caches, plans = state.model.context.caches_plans, state.threads.value.cache.plans
-    n = num_tokens(state.grid_shape)
+    n = sum(map(num_tokens, state.grids))
     start = None if mask is None else mask.sum(dim=1) - n
     features = state.layout.image(x, n, start)
     plan = plans.get(state.plan_call) if caches else None
@@ -92,7 +99,7 @@ def plan_of(state: BlockState, x: Tensor, mask: Tensor | None) -> Plan:
 def record_plan(state: BlockState, plan: Plan) -> None:
     """Leave the plan that a block runs with to whoever asks for it."""
     if state.model.record is not None:
-        state.model.record[state.path] = RecordedPlan(plan, state.grid_shape)
+        state.model.record[state.path] = RecordedPlan(plan, state.grids[0], state.grids[1:])
 
 
 def _new_plan(state: BlockState, features: Tensor) -> Plan:
@@ -106,19 +113,19 @@ def _new_plan(state: BlockState, features: Tensor) -> Plan:
         return found
 
     def planned(features: Tensor) -> Plan | None:
-        settings, grid = state.settings, state.grid_shape
+        settings, grids = state.settings, state.grids
         planner = PLANNERS[settings.planner]
         if settings.planner not in GUIDED_PLANNERS:
-            return planner(features, grid, settings, step)
+            return plan_pictures(planner, features, grids, settings, step)
         change = context.guidance_difference
-        importance = None if change is None else importance_of_tokens(change, grid)
+        importance = None if change is None else importance_of_tokens(change, *grids)
         if importance is not None and len(features) == 1:
             importance = importance.mean(dim=0, keepdim=True)
         if importance is None or len(importance) != len(features):
             if change is not None:
                 _warn_of_other_tokens(state, change, features)
-            return PLANNERS["tome"](features, grid, settings, step)
-        return planner(features, grid, settings, step, importance.to(features.device))
+            return plan_pictures(PLANNERS["tome"], features, grids, settings, step)
+        return plan_pictures(planner, features, grids, settings, step, importance.to(features.device))
 
     copies = context.guidance_copies if b % context.guidance_copies == 0 else 1
     if not state.batched:

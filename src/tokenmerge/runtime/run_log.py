@@ -21,18 +21,25 @@ class RunLog:
         batch: batch size of a call of the model.
         height: height of the sample (for latent diffusion, of the latents); None: nothing reads it.
         width: width of the sample, likewise.
-        tokens: number of tokens at the finest level, over all frames of a video.
+        references: height and width of each reference picture in the sequence of the sample.
+        tokens: number of tokens at the finest level, over all frames of a video and all references.
         steps: number of denoising steps of the generation; None: unknown.
     """
 
     def __init__(
-        self, config: ToMeConfig, batch: int, grid: tuple[int, int, int] | None, patch: int, steps: int | None
+        self,
+        config: ToMeConfig,
+        batch: int,
+        grids: tuple[tuple[int, int, int], ...],
+        patch: int,
+        steps: int | None,
     ) -> None:
-        frames, rows, columns = grid or (0, 0, 0)
         self.config, self.batch, self.steps = config, batch, steps
-        self.height = rows * patch if grid else None
-        self.width = columns * patch if grid else None
-        self.tokens = frames * rows * columns
+        sizes = tuple((rows * patch, columns * patch) for _, rows, columns in grids)
+        self.height = sizes[0][0] if sizes else None
+        self.width = sizes[0][1] if sizes else None
+        self.references = sizes[1:]
+        self.tokens = sum(frames * rows * columns for frames, rows, columns in grids)
         self._kinds: dict[int, StepKind] = {}
         self._began = self._ended = time.perf_counter()
 

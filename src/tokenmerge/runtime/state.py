@@ -29,10 +29,15 @@ STATE = "_tokenmerge"
 
 @dataclasses.dataclass(frozen=True)
 class RecordedPlan:
-    """A plan and the token grid (frames, rows, columns) that it is for."""
+    """A plan and the token grids (frames, rows, columns) that it is for.
+
+    A sequence that also holds reference pictures has them behind the picture being made, whose grid is
+    ``grid``.
+    """
 
     plan: Plan
     grid: tuple[int, int, int]
+    references: tuple[tuple[int, int, int], ...] = ()
 
 
 class Memories(weakref.WeakKeyDictionary[Generation, Memory]):
@@ -86,7 +91,7 @@ class ModelState:
     @property
     def merges(self) -> bool:
         """Whether anything merges or is skipped at some step; with a ratio of 0 no token grid is needed."""
-        return self.config.reuses_steps or any(settings.ratio for _, settings in self.stages)
+        return self.config.reuses_steps or any(settings.merges for _, settings in self.stages)
 
     def set_size(self, height: int, width: int) -> None:
         """Give the size of the latents, for calls whose token grid cannot be read.
@@ -222,10 +227,10 @@ class BlockState:
         return self.model.context.settings[self.level] if known is None else known.settings
 
     @property
-    def grid_shape(self) -> tuple[int, int, int]:
-        """(frames, rows, columns) of its tokens in the running call."""
+    def grids(self) -> tuple[tuple[int, int, int], ...]:
+        """(frames, rows, columns) of its tokens in the running call, of each picture in the sequence."""
         grid = self.model.threads.value.grid if self.grid is None else self.grid.value
-        return grid.shape
+        return grid.shapes
 
     @property
     def call(self) -> Call:

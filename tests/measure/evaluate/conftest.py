@@ -46,6 +46,8 @@ def options(models: Path, prompts: Path, tmp_path: Path) -> Callable[..., Evalua
             "model": str(models / "tiny"),
             "prompts": prompts,
             "steps": 2,
+            "variants": ("tome",),
+            "ratio": (0.5,),
             "batch": 2,
             "device": "cpu",
             "out": tmp_path / "results" / "evaluate.jsonl",

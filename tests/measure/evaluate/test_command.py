@@ -37,7 +37,22 @@ def run(*arguments: object):
 def test_the_bundled_model_is_measured_with_its_own_prompts(tmp_path: Path) -> None:
     out, sheet = tmp_path / "evaluate.jsonl", tmp_path / "grid.png"
     result = run(
-        "--limit", 2, "--steps", 3, "--device", "cpu", "--samples", 1, "--save-grid", sheet, "-o", out
+        "--variant",
+        "tome",
+        "--ratio",
+        0.5,
+        "--limit",
+        2,
+        "--steps",
+        3,
+        "--device",
+        "cpu",
+        "--samples",
+        1,
+        "--save-grid",
+        sheet,
+        "-o",
+        out,
     )
     assert result.exit_code == 0, result.output
     dense, tome = read_results([tmp_path]).quality
@@ -46,7 +61,7 @@ def test_the_bundled_model_is_measured_with_its_own_prompts(tmp_path: Path) -> N
     assert (tome.model, tome.width, tome.height, tome.images) == ("emoji-unet", 128, 128, 2)
     header = next(line for line in result.stdout.splitlines() if "variant" in line)
     names = [name.strip() for name in header.split("┃")[1:-1]]
-    assert names == ["variant", "pictures", "psnr ↑", "ssim ↑", "glyphs ↑"]
+    assert names == ["variant", "pictures", "speed-up", "psnr ↑", "ssim ↑", "glyphs ↑"]
     assert f"tokenmerge report {tmp_path}" in result.stdout
     with Image.open(sheet) as picture:
         assert picture.width > 2 * 3 * 128

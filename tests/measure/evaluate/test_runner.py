@@ -17,6 +17,7 @@ from tests.measure.reporting.made import cell
 from tokenmerge.errors import ConfigError, NothingToMergeError
 from tokenmerge.measure.bench.results_file import RecordNotWrittenError, ResultsFile
 from tokenmerge.measure.closeness import psnr
+from tokenmerge.measure.evaluate import draw
 from tokenmerge.measure.evaluate.measure import Figures, Measured, figures_of
 from tokenmerge.measure.evaluate.picture_store import PictureStore
 from tokenmerge.measure.evaluate.samples import pack, unpack
@@ -126,6 +127,8 @@ def test_a_run_that_is_cut_off_continues_and_draws_nothing_twice(
         calls.append(self.arguments["prompt"])
         return original(self, pipe, on_step)
 
+    # What is drawn before the first picture of a variant is no picture.
+    monkeypatch.setattr(draw, "_warm_up", lambda call, pipe: None)
     monkeypatch.setattr(PipelineCall, "__call__", counted)
     with pytest.raises(KeyboardInterrupt):
         run()
@@ -304,13 +307,60 @@ def test_fewer_steps_are_those_that_the_benchmark_found(run: Run, models: Path, 
     assert [record.steps_used for record in records.values()] == [None, None, 3]
 
 
-def test_without_a_benchmark_fewer_steps_say_what_to_run(tmp_path: Path) -> None:
-    specs = parse_variants(["tome", "fewer-steps"], [0.5], None)
+def test_without_a_benchmark_fewer_steps_are_those_whose_operations_fit(run: Run) -> None:
+    variants = ("tome", "auto:reuse.every=2,reuse.span=1,min_tokens=0", "fewer-steps")
+    records = by_label(run(variants=variants, steps=12, limit=1))
+    dense, tome, auto, *fewer = records.values()
+    assert [record.steps_used for record in (dense, tome, auto)] == [None] * 3
+    by_merging, by_reuse = (record.steps_used for record in fewer)
+    assert list(records)[3:] == [f"fewer-steps steps={by_merging}", f"fewer-steps steps={by_reuse}"]
+    # Half of the steps skip the levels below the finest, and those cost less than the whole.
+    assert 6 <= by_reuse < by_merging < 12
+
+
+def test_fewer_steps_that_cannot_be_counted_say_what_to_run(tmp_path: Path) -> None:
+    specs = parse_variants(["deepcache", "fewer-steps"], [0.5], None)
     conditions = {"model": "m", "width": 8, "height": 8, "steps": 25}
     with pytest.raises(
-        ConfigError, match=r"how many steps fit into tome ratio=0.5 of m at 8x8 with 25.*bench"
+        ConfigError,
+        match=r"fewer-steps: how many steps fit into deepcache interval=3 can be neither counted.*bench",
     ):
-        plan_variants(specs, 25, conditions, tmp_path)
+        plan_variants(specs, 25, conditions, tmp_path, lambda spec: None)
+
+
+def test_a_variant_that_counts_no_saving_has_no_fewer_steps(tmp_path: Path) -> None:
+    specs = parse_variants(["tome", "fewer-steps"], [0.25, 0.5], None)
+    conditions = {"model": "m", "width": 8, "height": 8, "steps": 25}
+    speedups = {0.25: 1.01, 0.5: 2.0}
+    *_, fewer = plan_variants(
+        specs, 25, conditions, tmp_path, lambda spec: speedups[dict(spec.settings)["ratio"]]
+    )
+    assert (fewer.label, fewer.steps) == ("fewer-steps steps=12", 12)
+
+
+def test_pictures_are_timed(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each call takes as long as a clock says: dense 6 s for two pictures and 2 s for one, merged half."""
+    taken = {("red apple", "blue boat"): (6.0, 3.0), ("green tree",): (2.0, 0.5)}
+    original, now = PipelineCall.__call__, [0.0]
+
+    def timed(self, pipe, on_step):
+        merges = "_tokenmerge" in pipe.unet.__dict__
+        if self.arguments["num_inference_steps"] == 5:
+            now[0] += taken[tuple(self.arguments["prompt"])][merges]
+        else:
+            now[0] += 100  # before the first picture
+        return original(self, pipe, on_step)
+
+    monkeypatch.setattr(PipelineCall, "__call__", timed)
+    monkeypatch.setattr(draw.time, "perf_counter", lambda: now[0])
+    dense, tome = run(steps=5)
+    assert (dense.speedup, dense.speedup_quartiles) == (None, None)
+    assert (tome.speedup, tome.speedup_quartiles) == (2.0, (2.0, 3.0))
+    # The time is kept with the picture, so a run that draws nothing knows it too.
+    assert run(steps=5)[1].speedup == 2.0
+    for path in (tmp_path / "results").rglob("*-seed0.png"):
+        Image.open(path).save(path)
+    assert run(steps=5)[1].speedup is None
 
 
 @pytest.mark.parametrize(
@@ -378,12 +428,12 @@ def test_a_full_disk_keeps_what_is_finished(
 ) -> None:
     original, saved = Image.Image.save, []
 
-    def save(self, path):
+    def save(self, path, **about):
         if len(saved) == 3:
             Path(path).write_bytes(b"half of a picture")
             raise OSError(28, "No space left on device")
         saved.append(path)
-        original(self, path)
+        original(self, path, **about)
 
     monkeypatch.setattr(Image.Image, "save", save)
     with pytest.raises(ConfigError, match=r"out: cannot write .*No space left.*finished pictures are safe"):

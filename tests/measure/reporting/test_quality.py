@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 
 import pytest
@@ -187,7 +188,9 @@ def test_figures_of_an_older_commit_are_left_out_and_that_is_said(finished: str)
     content = content_of(Results((), both))
     (table,) = content.quality
     assert {row.cells[2] for row in table.rows} == {"1"}
-    assert content.notes == ("6 older quality records left out, which differ from newer ones only in commit",)
+    assert content.notes[:-1] == (
+        "6 older quality records left out, which differ from newer ones only in commit",
+    )
 
 
 @pytest.mark.parametrize(
@@ -237,3 +240,47 @@ def test_the_conditions_of_pictures_are_at_the_foot_once() -> None:
     assert '"steps": 20' in text
     without = dataclasses.replace(TOME, conditions={})
     assert content_of(Results((), (without,))).conditions == ()
+
+
+TIMED = dataclasses.replace(TOME, speedup=1.5, speedup_quartiles=(1.4, 1.6))
+
+
+def test_pictures_that_were_timed_while_drawn_have_their_speed_in_table_and_curve() -> None:
+    other = dataclasses.replace(TIMED, settings={"ratio": 0.75}, speedup=2.0, figures={"psnr": 15.0})
+    fewer = dataclasses.replace(TIMED, variant="fewer-steps", settings={"steps": 12}, steps_used=12)
+    content = content_of(Results((), (TIMED, other, fewer)))
+    (table,) = content.quality
+    assert table.header[-2:] == ("speed-up", "psnr ↑")
+    assert [row.cells[-2] for row in table.rows] == [
+        "1.50× (1.40 to 1.60)",
+        "2.00× (1.40 to 1.60)",
+        "1.50× (1.40 to 1.60)",
+    ]
+    ((steps, merged),) = (chart.lines for chart in content.charts)
+    assert (merged.name, merged.points, merged.labels) == (
+        "tome",
+        ((20.0, 1.5), (15.0, 2.0)),
+        ("0.5", "0.75"),
+    )
+    assert (steps.name, steps.points, steps.labels) == ("fewer-steps", ((20.0, 1.5),), ("12",))
+    assert not [note for note in content.notes if "no price curve" in note]
+
+
+def test_the_speed_of_a_benchmark_comes_before_that_of_the_pictures() -> None:
+    benchmark = cell("tome", (1.0,), 4.0, ratio=0.5, model="m", width=64, height=32, steps=20)
+    (chart,) = charts([benchmark], [TIMED])
+    assert chart.lines[-1].points == ((20.0, 4.0),)
+
+
+def test_what_no_curve_has_is_told_with_what_to_do() -> None:
+    content = content_of(Results((), (TOME, dataclasses.replace(TOME, settings={"ratio": 0.1}))))
+    (note,) = [note for note in content.notes if "no price curve" in note]
+    assert "has tome ratio=0.5, tome ratio=0.1: their time is unknown" in note
+    assert "run tokenmerge evaluate again" in note
+
+
+def test_records_without_times_are_read(tmp_path: Path) -> None:
+    values = json.loads(TIMED.to_line())
+    assert QualityRecord.from_dict(values) == TIMED
+    del values["speedup"], values["speedup_quartiles"]
+    assert QualityRecord.from_dict(values) == TOME

@@ -66,7 +66,7 @@ class BenchOptions:
     dtype: tuple[str, ...] = _axis(one_of(DTYPE_CHOICES), "auto")
     attention: tuple[str, ...] = _axis(one_of(ATTENTION_CHOICES), "sdpa")
     compile: tuple[bool, ...] = _axis(switch, False)
-    variants: tuple[str, ...] = _axis(text, "tome", "tomesd", "oracle", "fewer-steps")
+    variants: tuple[str, ...] = _axis(text, "auto", "tome", "tomesd", "fewer-steps")
     ratio: tuple[float, ...] = _axis(_FRACTION, 0.5)
     max_downsample: int | None = _one(optional(integer(1)), None)
     scope: str = _one(one_of(SCOPES), "denoiser")

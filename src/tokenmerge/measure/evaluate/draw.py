@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import time
+import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -12,7 +14,6 @@ from tokenmerge.measure.bench.variants import VARIANTS
 from tokenmerge.measure.evaluate.picture_store import PictureStore
 from tokenmerge.measure.evaluate.prompts import Item
 from tokenmerge.measure.evaluate.variants import Drawn
-from tokenmerge.measure.files import write_atomically
 from tokenmerge.measure.out_of_memory import is_out_of_memory
 from tokenmerge.measure.pipelines.call import PipelineCall
 from tokenmerge.measure.pipelines.loading import denoiser_name
@@ -20,6 +21,9 @@ from tokenmerge.measure.pipelines.shared_weights import twin
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
+
+# Long enough for the first call to do all that the others need not: a dense step, and one that merges.
+_WARM_UP_STEPS = 2
 
 CONTINUES = "the finished pictures are safe; run the same command again to continue"
 
@@ -50,11 +54,11 @@ def draw(
     store: PictureStore,
     on_pictures: Callable[[int], None],
 ) -> None:
-    """Draw and write pictures. A picture appears on the disk only when it is complete.
+    """Draw, time and write pictures. A picture appears on the disk only when it is complete.
 
-    Variants get copies of the dense pipeline's denoiser with shared weights. ``call`` says how the pipeline
-    is called, apart from prompts and seeds. ``on_pictures`` is called with the number of pictures that were
-    just written.
+    Before its first picture, a variant runs a few steps that are not timed. Variants get copies of the dense
+    pipeline's denoiser with shared weights. ``call`` says how the pipeline is called, apart from prompts and
+    seeds. ``on_pictures`` is called with the number of pictures that were just written.
 
     Raises:
         ConfigError: the memory or the disk is full. Finished pictures are kept.
@@ -62,18 +66,14 @@ def draw(
     with contextlib.ExitStack() as in_force:
         pipes: dict[Drawn, DiffusionPipeline] = {}
         for task in tasks:
-            if task.variant not in pipes:
-                pipes[task.variant] = _variant(pipe, task.variant, in_force)
-            arguments = {
-                **call.arguments,
-                "prompt": [item.prompt.text for item in task.items],
-                "num_inference_steps": task.variant.steps,
-            }
-            seeds = tuple(item.seed for item in task.items)
+            own = _of(call, task)
             try:
-                pictures = dataclasses.replace(call, arguments=arguments, seeds=seeds)(
-                    pipes[task.variant], lambda steps: None
-                )
+                if task.variant not in pipes:
+                    pipes[task.variant] = _variant(pipe, task.variant, in_force)
+                    _warm_up(own, pipes[task.variant])
+                began = time.perf_counter()
+                pictures = own(pipes[task.variant], lambda steps: None)
+                seconds = (time.perf_counter() - began) / len(task.items)
             except Exception as error:
                 if is_out_of_memory(error):
                     raise ConfigError(
@@ -82,8 +82,21 @@ def draw(
                     ) from error
                 raise
             for item, picture in zip(task.items, pictures, strict=True):
-                write_atomically(store.picture(task.variant, item), picture.save, advice=CONTINUES)
+                store.save(task.variant, item, picture, seconds, advice=CONTINUES)
             on_pictures(len(task.items))
+
+
+def _of(call: PipelineCall, task: Task) -> PipelineCall:
+    """The call that draws the pictures of a task."""
+    arguments = {**call.arguments, "prompt": [item.prompt.text for item in task.items]}
+    seeds = tuple(item.seed for item in task.items)
+    return dataclasses.replace(call, arguments=arguments, seeds=seeds).with_steps(task.variant.steps)
+
+
+def _warm_up(call: PipelineCall, pipe: DiffusionPipeline) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # so few steps may be too few to save anything
+        call.with_steps(_WARM_UP_STEPS)(pipe, lambda steps: None)
 
 
 def _variant(pipe: DiffusionPipeline, variant: Drawn, in_force: contextlib.ExitStack) -> DiffusionPipeline:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -10,6 +11,7 @@ import torch
 from tokenmerge.errors import ConfigError
 from tokenmerge.measure.bench.commit import source_commit
 from tokenmerge.measure.bench.env import versions
+from tokenmerge.measure.bench.variants import Variant
 from tokenmerge.measure.evaluate.options import EvaluateOptions
 from tokenmerge.measure.evaluate.picture_store import PictureStore
 from tokenmerge.measure.evaluate.prompts import Item, Prompt, items_of
@@ -19,7 +21,8 @@ from tokenmerge.measure.pipelines.checks import check_merging
 from tokenmerge.measure.pipelines.loading import ModelSource, SourceKind, find_model
 from tokenmerge.measure.pipelines.settings import dtype_name, resolve_dtype, scheduler_class_name
 from tokenmerge.measure.pipelines.sizes import check_size
-from tokenmerge.measure.pipelines.sketch import load_sketch
+from tokenmerge.measure.pipelines.sketch import ModelSketch, load_sketch
+from tokenmerge.report import counted_speedup
 
 _SMALLEST_SIDE = 11  # pixels, the window of SSIM
 _FILES = (".png", ".jpg", ".jpeg", ".webp")
@@ -68,6 +71,7 @@ def plan_evaluation(options: EvaluateOptions, device: torch.device) -> Evaluatio
         scheduler_class_name(options.scheduler)
     specs = options.specs()
     size = options.size
+    sketch = None
     if source.kind is not SourceKind.CHECKPOINT:
         sketch = load_sketch(source)
         size = size or sketch.size
@@ -100,10 +104,27 @@ def plan_evaluation(options: EvaluateOptions, device: torch.device) -> Evaluatio
         dtype=dtype,
         prompts=tuple(prompts),
         items=tuple(items_of(prompts, range(options.seed, options.seed + options.seeds))),
-        variants=tuple(plan_variants(specs, options.steps, conditions, options.out.parent)),
+        variants=tuple(
+            plan_variants(
+                specs,
+                options.steps,
+                conditions,
+                options.out.parent,
+                partial(_counted, sketch, size, options.steps),
+            )
+        ),
         store=PictureStore(options.out, conditions),
         reference=reference,
     )
+
+
+def _counted(sketch: ModelSketch | None, size: tuple[int, int], steps: int, variant: Variant) -> float | None:
+    """Dense operations over those of a variant; None if they cannot be counted."""
+    if sketch is None or variant.merging is None:
+        return None
+    width, height = check_size(size, sketch.scale)
+    config = variant.merging.config(sketch.denoiser, follows_steps=True)
+    return counted_speedup(sketch.denoiser, config, height, width, steps=steps)
 
 
 def _pictures_in(folder: Path) -> Reference:

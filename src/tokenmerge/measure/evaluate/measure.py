@@ -23,12 +23,16 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 
+SECONDS = "seconds"
+
+
 @dataclasses.dataclass(frozen=True)
 class Measured:
     """Measurements of some pictures.
 
     ``indices`` [n] are those of the pictures. ``columns`` has values [n] or features [n, d], by (variant,
-    name of the metric or network).
+    name of the metric or network), and the seconds that each picture took [n], NaN if unknown, by (variant,
+    ``SECONDS``).
     """
 
     indices: Tensor
@@ -78,6 +82,8 @@ def measure(
         dense: list[Image] = []
         for variant in variants:
             images = [store.open(variant, item) for _, item in batch]
+            seconds = [store.seconds(variant, item) for _, item in batch]
+            columns[variant.label, SECONDS].append(torch.tensor(seconds, dtype=torch.float64))
             dense = dense or images
             for metric in metrics.of_pictures:
                 if images is not dense or not metric.beside_dense:
@@ -132,3 +138,14 @@ def figures_of(
     undefined = tuple(name for name, value in values.items() if not math.isfinite(value))
     finite = {name: value for name, value in values.items() if name not in undefined}
     return Figures(finite, equal, len(measured.indices) if chosen is None else len(chosen), undefined)
+
+
+def speedups_of(variant: str, measured: Measured, chosen: Sequence[int] | None = None) -> list[float]:
+    """Time of each dense picture over that of the variant's, sorted; without pictures of unknown time.
+
+    The arguments are as for :func:`figures_of`.
+    """
+    rows = slice(None) if chosen is None else torch.tensor(chosen)
+    dense, own = (measured.columns[name, SECONDS][rows] for name in (DENSE, variant))
+    found = dense / own
+    return sorted(found[found.isfinite()].tolist())

@@ -50,8 +50,8 @@ class EvaluateOptions:
     limit: int | None = None
     seeds: int = 1
     seed: int = 0
-    variants: tuple[str, ...] = ("tome",)
-    ratio: tuple[float, ...] = (0.5,)
+    variants: tuple[str, ...] = ("auto", "tome", "fewer-steps")
+    ratio: tuple[float, ...] = (0.25, 0.5)
     max_downsample: int | None = None
     size: tuple[int, int] | None = None
     steps: int = GenerateOptions.steps

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,12 +14,13 @@ from tokenmerge.measure.bench.records import key_of
 from tokenmerge.measure.bench.variants import DENSE
 from tokenmerge.measure.evaluate.prompts import Item
 from tokenmerge.measure.evaluate.variants import Drawn
-from tokenmerge.measure.files import open_picture, slug
+from tokenmerge.measure.files import FREE_SPACE, open_picture, slug, write_atomically
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
 _DRAWN_AGAIN = "delete it, and the same command draws it again"
+_SECONDS = "tokenmerge seconds"  # name of the text in a PNG
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +54,35 @@ class PictureStore:
         # The hash tells apart prompts with the same beginning.
         key = key_of({"prompt": item.prompt.text})
         return self.folder / name / f"{slug(item.prompt.text)}-{key}-seed{item.seed}.png"
+
+    def save(
+        self, variant: Drawn, item: Item, picture: Image, seconds: float | None, advice: str = FREE_SPACE
+    ) -> None:
+        """Write a picture. It appears on the disk only when it is complete.
+
+        Args:
+            variant: what it was drawn with.
+            item: its prompt and seed.
+            picture: the picture.
+            seconds: the time that drawing it took, kept in the file; None: unknown.
+            advice: what a user can do if it cannot be written.
+
+        Raises:
+            ConfigError: it cannot be written.
+        """
+        from PIL.PngImagePlugin import PngInfo
+
+        about = PngInfo()
+        if seconds is not None:
+            about.add_text(_SECONDS, f"{seconds:.6g}")
+        write_atomically(self.picture(variant, item), partial(picture.save, pnginfo=about), advice=advice)
+
+    def seconds(self, variant: Drawn, item: Item) -> float:
+        """The time that drawing a picture took; NaN if the file does not say it."""
+        import PIL.Image
+
+        with PIL.Image.open(self.picture(variant, item)) as picture:
+            return float(picture.info.get(_SECONDS, math.nan))
 
     def open(self, variant: Drawn, item: Item) -> Image:
         """Read a picture.

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+
+import numpy as np
 
 from tokenmerge.measure.bench.records import key_of
-from tokenmerge.measure.bench.variants import FEWER_STEPS
+from tokenmerge.measure.bench.variants import DENSE, FEWER_STEPS
 from tokenmerge.measure.evaluate.evaluation import Evaluation
-from tokenmerge.measure.evaluate.measure import Figures, Measured, figures_of
+from tokenmerge.measure.evaluate.measure import Figures, Measured, figures_of, speedups_of
 from tokenmerge.measure.evaluate.metrics import Metrics
 from tokenmerge.measure.evaluate.variants import Drawn
 from tokenmerge.measure.reporting.quality import QualityRecord, SampleRecord
@@ -37,10 +39,11 @@ def quality_records(
             chosen = [
                 i for i, item in enumerate(evaluation.items) if category in (None, item.prompt.category)
             ]
-            figures = figures_of(
-                variant.label, measured, metrics, reference, None if category is None else chosen
-            )
+            rows = None if category is None else chosen
+            figures = figures_of(variant.label, measured, metrics, reference, rows)
             record = _record(evaluation, variant, category, figures)
+            if variant.spec.name != DENSE:
+                record = _with_speedup(record, speedups_of(variant.label, measured, rows))
             now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
             record = dataclasses.replace(record, measured_with=measured_with, finished=now)
             earlier = known.get(record.key)
@@ -54,6 +57,13 @@ def quality_records(
                 )
             records.append(record)
     return records
+
+
+def _with_speedup(record: QualityRecord, speedups: Sequence[float]) -> QualityRecord:
+    if not speedups:
+        return record
+    quarter, half, three_quarters = np.quantile(speedups, (0.25, 0.5, 0.75)).tolist()
+    return dataclasses.replace(record, speedup=half, speedup_quartiles=(quarter, three_quarters))
 
 
 def _record(evaluation: Evaluation, variant: Drawn, category: str | None, figures: Figures) -> QualityRecord:

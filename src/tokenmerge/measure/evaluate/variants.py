@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,35 +59,52 @@ def parse_variants(
 
 
 def plan_variants(
-    specs: Sequence[Variant], steps: int, conditions: dict[str, Any], folder: Path
+    specs: Sequence[Variant],
+    steps: int,
+    conditions: dict[str, Any],
+    folder: Path,
+    counted: Callable[[Variant], float | None],
 ) -> list[Drawn]:
-    """List dense, then the variants, and then fewer steps for each merging variant, if requested.
+    """List dense, then the variants, and then fewer steps for each of them, if requested.
 
-    The folder has records of ``tokenmerge bench``, which tell how many steps fit into the time of each
-    variant.
+    Args:
+        specs: the variants.
+        steps: of dense.
+        conditions: what all pictures have in common.
+        folder: where records of ``tokenmerge bench`` may say how many steps fit into a variant's time.
+        counted: dense operations over those of a variant, which say it otherwise; None: not known.
 
     Raises:
-        ConfigError: no record there tells the number of steps.
+        ConfigError: the number of fewer steps is not known for any variant.
     """
     merged = [spec for spec in specs if VARIANTS[spec.name].is_faster]
     drawn = [Drawn(Variant(DENSE), steps), *(Drawn(spec, steps) for spec in merged)]
     if len(merged) < len(specs):
         cells = [cell for file in sorted(folder.glob("*.jsonl")) for cell in read_cells(file)]
-        drawn += [_fewer_steps(spec, cells, conditions, folder) for spec in merged]
+        found = [one for one in (_fewer_steps(spec, cells, conditions, counted) for spec in merged) if one]
+        if not found:
+            raise ConfigError(
+                f"variant fewer-steps: how many steps fit into {merged[0].label} can be neither counted nor "
+                f"found in {folder}; leave it out, or measure first: tokenmerge bench --scope pipeline with "
+                f"the same model, size, steps and variants, -o {folder / 'bench.jsonl'}"
+            )
+        drawn += dict.fromkeys(one for one in found if one.steps < steps)
     return drawn
 
 
 def _fewer_steps(
-    merged: Variant, cells: Sequence[CellRecord], conditions: dict[str, Any], folder: Path
-) -> Drawn:
-    fewer = Variant(FEWER_STEPS, (("as", merged.label),))
-    cell = cell_of_pictures(fewer.label, conditions, [c for c in cells if "steps_used" in c.facts])
-    if cell is None:
-        raise ConfigError(
-            f"variant fewer-steps: no record in {folder} says how many steps fit into {merged.label} of "
-            f"{conditions['model']} at {conditions['width']}x{conditions['height']} with "
-            f"{conditions['steps']} steps; measure it first: tokenmerge bench --scope pipeline with the same "
-            "model, size, steps, scheduler, guidance, dtype, attention, device and variants, -o "
-            f"{folder / 'bench.jsonl'}"
-        )
-    return Drawn(fewer, cell.facts["steps_used"])
+    merged: Variant,
+    cells: Sequence[CellRecord],
+    conditions: dict[str, Any],
+    counted: Callable[[Variant], float | None],
+) -> Drawn | None:
+    """Dense in about the time of a variant; None if its time is not known."""
+    timed = Variant(FEWER_STEPS, (("as", merged.label),))
+    cell = cell_of_pictures(timed.label, conditions, [c for c in cells if "steps_used" in c.facts])
+    if cell is not None:
+        return Drawn(timed, cell.facts["steps_used"])
+    speedup = counted(merged)
+    if speedup is None:
+        return None
+    number = max(1, round(conditions["steps"] / speedup))
+    return Drawn(Variant(FEWER_STEPS, (("steps", number),)), number)

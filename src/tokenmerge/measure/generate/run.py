@@ -235,7 +235,8 @@ def _groups(plans: Mapping[str, RecordedPlan], index: int, batch: int) -> tuple[
     labels = recorded.plan.labels()
     # With guidance, the samples with the prompt are the last ones of the batch.
     row = max(0, labels.shape[0] - batch + index)
-    grid = labels[row].reshape(recorded.grid[1:]).cpu().numpy()
+    of_picture = labels[row, : math.prod(recorded.grid)]  # reference pictures stand behind it
+    grid = of_picture.reshape(recorded.grid[1:]).cpu().numpy()
     where = path.partition(".attentions")[0]
     return grid, f"{grid.size} to {len(np.unique(grid))} tokens in {where}, last plan"
 

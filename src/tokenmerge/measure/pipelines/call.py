@@ -79,6 +79,10 @@ class PipelineCall:
         seeds = tuple(range(options.seed, options.seed + options.batch))
         return cls(arguments, seeds, guides(pipe, options.guidance))
 
+    def with_steps(self, steps: int) -> PipelineCall:
+        """The same call with another number of denoising steps."""
+        return dataclasses.replace(self, arguments={**self.arguments, "num_inference_steps": steps})
+
     def __call__(self, pipe: DiffusionPipeline, on_step: Callable[[int], None]) -> list[Image]:
         """Generate one picture per seed.
 

@@ -10,14 +10,14 @@ from typing import Any
 
 from tokenmerge.measure.bench.match_records import cell_of_pictures
 from tokenmerge.measure.bench.records import CellRecord, variant_label
-from tokenmerge.measure.bench.variants import FEWER_STEPS
+from tokenmerge.measure.bench.variants import DENSE, FEWER_STEPS
 from tokenmerge.measure.reporting.quality import LOWER_IS_CLOSER, QualityRecord, metric_names
 from tokenmerge.measure.reporting.quality_tables import quality_name, where_drawn
 from tokenmerge.measure.reporting.tables import SETTING, grouped, setting_name, where_of
 
 PRICE = "The price: "  # begins the title of a price curve
 _FUSED = "sdpa"
-_KNOBS = ("ratio", "interval", "threshold", "as")  # settings by which a variant becomes faster
+_KNOBS = ("ratio", "interval", "threshold", "as", "steps")  # settings by which a variant becomes faster
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +65,7 @@ def _against_resolution(cells: Sequence[CellRecord]) -> Iterable[Chart]:
 
     for group in grouped(cells, rest):
         # Fewer steps take the time of a method by definition, so they would say nothing new here.
-        left_out = ("dense", FEWER_STEPS)
+        left_out = (DENSE, FEWER_STEPS)
         found = [cell for cell in group if cell.conditions["variant"] not in left_out and cell.speedup]
         if len({_side(cell) for cell in found}) < 2:
             continue
@@ -141,18 +141,15 @@ def _price_lines(
 ) -> Iterable[Line]:
     """One line for each method, with a point for each ratio, and one line for fewer steps.
 
-    If a number of steps fits several methods, it was timed with each. The point is then the median.
+    The speed is that of the benchmark, or else that of the evaluation itself. If a number of steps fits
+    several methods, it was timed with each. The point is then the median.
     """
     families: dict[str, dict[float, list[tuple[float, float]]]] = {}
     for record in records:
-        cell = cell_of_pictures(record.label, record.drawn_with, cells)
-        if cell is None or cell.speedup is None or metric not in record.figures:
-            continue
-        # With as many steps as dense, it is the dense run.
-        is_dense = cell.facts.get("steps_used") == cell.conditions["steps"]
-        if _same_steps(record, cell) and not is_dense:
+        speedup = _speedup(record, cells)
+        if speedup is not None and metric in record.figures:
             family = families.setdefault(_family(record.variant, record.settings), {})
-            family.setdefault(_knob(record), []).append((record.figures[metric], cell.speedup))
+            family.setdefault(_knob(record), []).append((record.figures[metric], speedup))
     for name, found in sorted(families.items()):
         # Join points in the order of ratio or steps, since metrics of few pictures may not be monotonic.
         knobs = sorted(found)
@@ -160,6 +157,36 @@ def _price_lines(
             (median(x for x, _ in found[knob]), median(y for _, y in found[knob])) for knob in knobs
         )
         yield Line(name, points, tuple("" if math.isnan(knob) else f"{knob:g}" for knob in knobs))
+
+
+def _speedup(record: QualityRecord, cells: Sequence[CellRecord]) -> float | None:
+    """The speed of a variant where it is known for the pictures' number of steps."""
+    cell = cell_of_pictures(record.label, record.drawn_with, cells)
+    if cell is None or cell.speedup is None:
+        return record.speedup
+    # With as many steps as dense, it is the dense run.
+    is_dense = cell.facts.get("steps_used") == cell.conditions["steps"]
+    return cell.speedup if _same_steps(record, cell) and not is_dense else None
+
+
+def missing_for_curves(cells: Iterable[CellRecord], quality: Sequence[QualityRecord]) -> list[str]:
+    """Make a note for each table with variants that are on no price curve, because nothing timed them."""
+    timed = _timed(cells)
+    found = []
+    for records in grouped([record for record in quality if record.category is None], where_drawn):
+        untimed = [
+            record.label
+            for record in records
+            if record.variant != DENSE
+            and record.speedup is None
+            and cell_of_pictures(record.label, record.drawn_with, timed) is None
+        ]
+        if untimed:
+            found.append(
+                f"no price curve of {quality_name(records[0])} has {', '.join(untimed)}: their time is "
+                "unknown; run tokenmerge evaluate again into a new file, which times what it draws"
+            )
+    return found
 
 
 def timed_with_other_steps(cells: Iterable[CellRecord], quality: Iterable[QualityRecord]) -> list[str]:

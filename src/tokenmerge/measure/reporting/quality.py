@@ -14,6 +14,8 @@ from tokenmerge.measure.bench.records import key_of, variant_label
 from tokenmerge.measure.bench.results_file import read_records
 
 # Metrics that are lower for closer pictures. All others are higher.
+_TIMES = ("speedup", "speedup_quartiles")
+
 LOWER_IS_CLOSER = frozenset({"lpips", "fid", "kid"})
 
 
@@ -32,6 +34,9 @@ class QualityRecord:
         category: category of the prompts. None: all prompts.
         conditions: everything else that the pictures depend on, in JSON-compatible values. ``steps`` is the
             number of steps of dense.
+        speedup: time of a dense picture over that of the variant's, the median over the pictures; None:
+            unknown.
+        speedup_quartiles: first and third quartile of that.
         steps_used: number of steps of ``"fewer-steps"``. None: as many as dense.
         measured_with: network and reference pictures of each metric that has them.
         notes: remarks for the reader.
@@ -47,6 +52,8 @@ class QualityRecord:
     images: int
     category: str | None = None
     conditions: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    speedup: float | None = None
+    speedup_quartiles: tuple[float, float] | None = None
     steps_used: int | None = None
     measured_with: Mapping[str, str] = dataclasses.field(default_factory=dict)
     notes: tuple[str, ...] = ()
@@ -66,7 +73,7 @@ class QualityRecord:
     def key(self) -> str:
         """Equal for metrics of the same pictures. A later record replaces earlier ones with the same key."""
         values = dataclasses.asdict(self)
-        for name in ("figures", "measured_with", "notes", "finished"):
+        for name in (*_TIMES, "figures", "measured_with", "notes", "finished"):
             del values[name]
         return key_of(values)
 
@@ -81,8 +88,10 @@ class QualityRecord:
         Raises:
             ConfigError: it is not such a record.
         """
-        # Older records have no date and no number of steps.
-        record = _read(cls, {"finished": "", "steps_used": None, **values})
+        # Older records have no date, no number of steps and no times.
+        record = _read(cls, {"finished": "", "steps_used": None, **dict.fromkeys(_TIMES), **values})
+        if record.speedup_quartiles is not None:
+            record = dataclasses.replace(record, speedup_quartiles=tuple(record.speedup_quartiles))
         record = dataclasses.replace(record, notes=tuple(record.notes))
         numbers = isinstance(record.figures, dict) and all(
             isinstance(value, int | float) for value in record.figures.values()

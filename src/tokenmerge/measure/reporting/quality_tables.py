@@ -11,6 +11,8 @@ from tokenmerge.measure.reporting.tables import Table, TableRow, attention_name,
 # Conditions that the pictures of one table have in common, in addition to the model and the size.
 _SHARED = ("steps", "scheduler", "guidance", "dtype", "device", "attention", "prompts", "seeds")
 
+_SPEEDUP = "speed-up: time of a dense picture over that of the variant's, median and quartiles"
+
 
 def where_drawn(record: QualityRecord) -> tuple[str, int, int, str]:
     """What the records of one table have in common."""
@@ -45,6 +47,7 @@ def quality_tables(records: Sequence[QualityRecord]) -> list[Table]:
 def _table(records: Sequence[QualityRecord]) -> Table:
     metrics = metric_names(records)
     arrows = tuple(f"{name} {'↓' if name in LOWER_IS_CLOSER else '↑'}" for name in metrics)
+    timed = any(record.speedup is not None for record in records)
     by_category = any(record.category is not None for record in records)
     rows = tuple(
         TableRow(
@@ -52,6 +55,7 @@ def _table(records: Sequence[QualityRecord]) -> Table:
                 record.label,
                 *([record.category or "all"] if by_category else []),
                 str(record.images),
+                *([_speedup(record)] if timed else []),
                 *(_figure(record, name) for name in metrics),
             )
         )
@@ -60,11 +64,24 @@ def _table(records: Sequence[QualityRecord]) -> Table:
     notes = once((note for record in records for note in record.notes), [r.label for r in records])
     return Table(
         quality_name(records[0]),
-        ("variant", *(["category"] if by_category else []), "pictures", *arrows),
+        (
+            "variant",
+            *(["category"] if by_category else []),
+            "pictures",
+            *(["speed-up"] if timed else []),
+            *arrows,
+        ),
         rows,
-        ("↑ higher, ↓ lower is better; psnr in dB", *notes),
+        ("↑ higher, ↓ lower is better; psnr in dB", *([_SPEEDUP] if timed else []), *notes),
         words=1 + by_category,
     )
+
+
+def _speedup(record: QualityRecord) -> str:
+    if record.speedup is None or record.speedup_quartiles is None:
+        return ""
+    low, high = record.speedup_quartiles
+    return f"{record.speedup:.2f}× ({low:.2f} to {high:.2f})"
 
 
 def _figure(record: QualityRecord, name: str) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 from tokenmerge.errors import ConfigError
 from tokenmerge.measure.bench.records import CellRecord
-from tokenmerge.measure.reporting.curves import Chart, charts, timed_with_other_steps
+from tokenmerge.measure.reporting.curves import Chart, charts, missing_for_curves, timed_with_other_steps
 from tokenmerge.measure.reporting.latest import newest_cells, newest_figures
 from tokenmerge.measure.reporting.pictures import picture_type
 from tokenmerge.measure.reporting.price_tables import fastest_table, price_tables, summary
@@ -59,7 +59,14 @@ def content_of(results: Results) -> Content:
         charts=tuple(drawn),
         samples=tuple(samples),
         conditions=(*_conditions(cells), *_conditions_of_quality(quality)),
-        notes=(*results.notes, *older_cells, *older_figures, *timed_with_other_steps(cells, quality), *lost),
+        notes=(
+            *results.notes,
+            *older_cells,
+            *older_figures,
+            *timed_with_other_steps(cells, quality),
+            *missing_for_curves(cells, quality),
+            *lost,
+        ),
     )
 
 

@@ -17,7 +17,7 @@ DENSE_NAME = DENSE
 AUTO_FAMILY = "auto"
 
 # Strong settings come first, because they are cheap to draw.
-_RATIOS_OF_AUTO = (0.75, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
+_RATIOS_OF_AUTO = (0.75, 0.7, 0.6, 0.5, 0.45, 0.4, 0.35, 0.3, 0.25, 0.2, 0.15, 0.1)
 _RATIOS = (0.75, 0.5, 0.25)
 _RATIOS_OF_PRESETS = (0.5, 0.3)
 # Shares of the steps that are tried for a wanted closeness.

@@ -5,6 +5,7 @@ Blocks with two streams are followed by blocks with one. The whole batch shares 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from inspect import signature
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from tokenmerge.models.base import Host, Layer, is_a, listed, stacked
 from tokenmerge.models.dummy_inputs import blank, device_of_values, full_mask
-from tokenmerge.models.grids import grid_of_ids
+from tokenmerge.models.grids import grid_of_ids, references_of_ids
 from tokenmerge.models.layout import Layout, TokenArgument
 from tokenmerge.models.transformer import transformer_host
 
@@ -66,6 +67,7 @@ def describe(root: Any) -> Host:
         _example,
         blocks if controlnet else stacked(blocks),
         grid=grid_of_ids,
+        references=references_of_ids,
         sample_size=(128, 128),
         controlnet=controlnet,
         patch=2,
@@ -73,18 +75,27 @@ def describe(root: Any) -> Host:
     )
 
 
-def packed_ids(root: Any, rows: int, columns: int, axes: int) -> Tensor:
-    """Position ids ``[rows · columns, axes]`` of one picture: 0, row, column, zeros for each token."""
-    ids = torch.zeros(rows, columns, axes, device=device_of_values(root))
-    ids[..., 1] += torch.arange(rows, device=ids.device)[:, None]
-    ids[..., 2] += torch.arange(columns, device=ids.device)
-    return ids.view(-1, axes)
+def packed_ids(root: Any, sizes: Sequence[tuple[int, int]], axes: int) -> Tensor:
+    """Position ids ``[n, axes]`` of pictures one after another: number, row, column, zeros for each token.
+
+    ``sizes`` are the heights and widths of their latents, of which 2 × 2 make a token.
+    """
+    pictures = []
+    for number, (height, width) in enumerate(sizes):
+        ids = torch.zeros(height // 2, width // 2, axes, device=device_of_values(root))
+        ids[..., 0] = number
+        ids[..., 1] += torch.arange(height // 2, device=ids.device)[:, None]
+        ids[..., 2] += torch.arange(width // 2, device=ids.device)
+        pictures.append(ids.view(-1, axes))
+    return torch.cat(pictures)
 
 
-def _example(root: Any, height: int, width: int, batch: int) -> dict[str, Any]:
-    config, zeros = root.config, blank(root, batch)
-    rows, columns, words = height // 2, width // 2, 512
-    tokens, ids = zeros(rows * columns, config.in_channels), packed_ids(root, rows, columns, 3)
+def _example(
+    root: Any, height: int, width: int, batch: int, references: Sequence[tuple[int, int]] = ()
+) -> dict[str, Any]:
+    config, zeros, words = root.config, blank(root, batch), 512
+    ids = packed_ids(root, [(height, width), *references], 3)
+    tokens = zeros(len(ids), config.in_channels)
     arguments: dict[str, Any] = {
         "hidden_states": tokens,
         "timestep": torch.full_like(zeros(), 0.5),
@@ -92,7 +103,7 @@ def _example(root: Any, height: int, width: int, batch: int) -> dict[str, Any]:
         "img_ids": ids,
         "txt_ids": ids.new_zeros(words, 3),
         "controlnet_cond": tokens,
-        "attention_mask": full_mask(root, batch, words + rows * columns),
+        "attention_mask": full_mask(root, batch, words + len(ids)),
     }
     if pooled := getattr(config, "pooled_projection_dim", None):
         arguments["pooled_projections"] = zeros(pooled)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from tokenmerge.errors import UnsupportedModelError
 from tokenmerge.models.base import GridShape, Host, Layer, listed
 from tokenmerge.models.dummy_inputs import blank
 from tokenmerge.models.families.flux import packed_ids
-from tokenmerge.models.grids import grid_of_ids
+from tokenmerge.models.grids import grid_of_ids, references_of_ids
 from tokenmerge.models.layout import Grid, Layout, TokenArgument
 from tokenmerge.models.transformer import transformer_host
 
@@ -39,6 +39,7 @@ def describe(root: Any) -> Host:
             *listed(root, "single_transformer_blocks", _SINGLE),
         ),
         grid=_grid,
+        references=references_of_ids,
         sample_size=(128, 128),
         patch=2,
         limits=(_FUSED,),
@@ -54,12 +55,13 @@ def _grid(root: Any, arguments: Mapping[str, Any], last: Grid) -> GridShape:
     return grid_of_ids(root, arguments, last)
 
 
-def _example(root: Any, height: int, width: int, batch: int) -> dict[str, Any]:
+def _example(
+    root: Any, height: int, width: int, batch: int, references: Sequence[tuple[int, int]] = ()
+) -> dict[str, Any]:
     config, zeros = root.config, blank(root, batch)
-    rows, columns, words = height // 2, width // 2, 512
-    ids = packed_ids(root, rows, columns, 4)
+    ids, words = packed_ids(root, [(height, width), *references], 4), 512
     arguments: dict[str, Any] = {
-        "hidden_states": zeros(rows * columns, config.in_channels),
+        "hidden_states": zeros(len(ids), config.in_channels),
         "timestep": torch.full_like(zeros(), 0.5),
         "encoder_hidden_states": zeros(words, config.joint_attention_dim),
         "img_ids": ids,

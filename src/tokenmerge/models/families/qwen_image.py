@@ -1,8 +1,11 @@
-"""Qwen-Image and its ControlNets: joint attention; rotary positions (image, text), shared by the batch."""
+"""Qwen-Image, its editing models, QwenImage-Layered and ControlNets: joint attention of image and text.
+
+Rotary positions (image, text) are shared by the batch.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +19,7 @@ from tokenmerge.models.transformer import transformer_host
 _CONTROLNET = "QwenImageControlNetModel"
 CLASSES = ("QwenImageTransformer2DModel", _CONTROLNET)
 
+_MADE = 5  # pictures that QwenImage-Layered makes: four layers, and all of them together
 _LAYERS = (
     Layer(
         "attn1", "attn", Layout(token_arguments=(TokenArgument("image_rotary_emb", axes=(0,), element=0),))
@@ -31,33 +35,57 @@ def describe(root: Any) -> Host:
         _example,
         listed(root, "transformer_blocks", _LAYERS),
         grid=_grid,
+        references=_references,
         sample_size=(128, 128),
         controlnet=is_a(root, _CONTROLNET),
         patch=2,
+        latent_frames=_MADE if _is_layered(root) else 1,
     )
 
 
 def _grid(root: Any, arguments: Mapping[str, Any], last: Grid) -> GridShape:
-    first = arguments["img_shapes"][0]
-    pictures = first if isinstance(first, list) else [first]
-    if len(pictures) != 1:
+    made, _ = _pictures(root, arguments)
+    frames, rows, columns = made[0]
+    if any(layer != made[0] for layer in made):
         raise UnsupportedModelError(
-            f"img_shapes: expected one picture, got {len(pictures)}: {pictures}; further pictures to edit, "
-            "or layers, cannot be merged yet: call remove_token_merging(pipe) first"
+            f"img_shapes: expected layers of one size, got {made}; call remove_token_merging(pipe) first"
         )
-    frames, rows, columns = pictures[0]
-    return frames, rows, columns
+    return len(made) * frames, rows, columns
 
 
-def _example(root: Any, height: int, width: int, batch: int) -> dict[str, Any]:
+def _references(root: Any, arguments: Mapping[str, Any], last: Grid) -> tuple[GridShape, ...]:
+    return tuple(_pictures(root, arguments)[1])
+
+
+def _is_layered(root: Any) -> bool:
+    return getattr(root.config, "use_layer3d_rope", False)
+
+
+def _pictures(root: Any, arguments: Mapping[str, Any]) -> tuple[list[GridShape], list[GridShape]]:
+    """(frames, rows, columns) of the pictures being made, and of their references, which are behind them.
+
+    QwenImage-Layered makes several layers of a picture; its last picture is the one that it takes apart.
+    """
+    first = arguments["img_shapes"][0]
+    pictures = [tuple(picture) for picture in (first if isinstance(first, list) else [first])]
+    made = max(1, len(pictures) - 1) if _is_layered(root) else 1
+    return pictures[:made], pictures[made:]
+
+
+def _example(
+    root: Any, height: int, width: int, batch: int, references: Sequence[tuple[int, int]] = ()
+) -> dict[str, Any]:
     config, zeros = root.config, blank(root, batch)
-    rows, columns = height // 2, width // 2
-    tokens = zeros(rows * columns, config.in_channels)
+    made = [(height, width)]
+    if _is_layered(root):
+        made, references = made * _MADE, references or made  # there is always a picture to take apart
+    shapes = [(1, rows // 2, columns // 2) for rows, columns in [*made, *references]]
+    tokens = zeros(sum(rows * columns for _, rows, columns in shapes), config.in_channels)
     arguments: dict[str, Any] = {
         "hidden_states": tokens,
         "timestep": torch.full_like(zeros(), 0.5),
         "encoder_hidden_states": zeros(512, config.joint_attention_dim),
-        "img_shapes": [[(1, rows, columns)]] * batch,
+        "img_shapes": [shapes] * batch,
     }
     if getattr(config, "guidance_embeds", False):
         arguments["guidance"] = torch.full_like(zeros(), 3.5)
@@ -65,6 +93,6 @@ def _example(root: Any, height: int, width: int, batch: int) -> dict[str, Any]:
         arguments["additional_t_cond"] = torch.zeros(batch, device=tokens.device, dtype=torch.int64)
     if is_a(root, _CONTROLNET):
         arguments["controlnet_cond"] = zeros(
-            rows * columns, config.in_channels + config.extra_condition_channels
+            tokens.shape[1], config.in_channels + config.extra_condition_channels
         )
     return arguments

@@ -1,0 +1,113 @@
+"""JoyImage-Edit and JoyImage-Edit-Plus: joint attention with the text behind the pictures.
+
+Only the pictures have rotary positions. Edit-Plus has pictures of any size, and positions for each sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from tokenmerge.errors import UnsupportedModelError
+from tokenmerge.models.base import GridShape, Host, Layer, is_a, listed, stacked
+from tokenmerge.models.dummy_inputs import blank, full_mask
+from tokenmerge.models.grids import patch_of
+from tokenmerge.models.layout import Grid, Layout, TokenArgument
+from tokenmerge.models.transformer import transformer_host
+
+_PLUS = "JoyImageEditPlusTransformer3DModel"
+_WORDS = 1024  # text, and what its encoder has made of the reference pictures
+CLASSES = ("JoyImageEditTransformer3DModel", _PLUS)
+
+# Positions are (those of the pictures, those of the text), or in Edit-Plus (cosine, sine) of the pictures.
+_EDIT = Layout(text="last", token_arguments=(TokenArgument("image_rotary_emb", axes=(0,), element=0),))
+_EDIT_PLUS = Layout(
+    text="last",
+    token_arguments=(
+        TokenArgument("image_rotary_emb", axes=(1,), batched=True),
+        TokenArgument("attention_mask", axes=(-1,), batched=True),
+    ),
+)
+
+
+def describe(root: Any) -> Host:
+    """Find the blocks."""
+    plus = is_a(root, _PLUS)
+    layout = _EDIT_PLUS if plus else _EDIT
+    layers = (Layer("attn1", "attn", layout), Layer("ff", "img_mlp", Layout(text="last")))
+    return transformer_host(
+        root,
+        _example_plus if plus else _example,
+        stacked(listed(root, "double_blocks", layers, layout=Layout(text="last"), block_layout=layout)),
+        grid=_grid,
+        references=_references,
+        sample_size=(128, 128),
+    )
+
+
+def _grid(root: Any, arguments: Mapping[str, Any], last: Grid) -> GridShape:
+    return _pictures(root, arguments)[0]
+
+
+def _references(root: Any, arguments: Mapping[str, Any], last: Grid) -> tuple[GridShape, ...]:
+    return _pictures(root, arguments)[1:]
+
+
+def _pictures(root: Any, arguments: Mapping[str, Any]) -> tuple[GridShape, ...]:
+    """The grids in the order of the sequence, in which the picture being made is first."""
+    if is_a(root, _PLUS):
+        return _listed_pictures(arguments["shape_list"])
+    # Pictures [b, picture, c, f, h, w] of one size, or one picture [b, c, f, h, w].
+    shape = arguments["hidden_states"].shape
+    frames, rows, columns = (
+        side // length for side, length in zip(shape[-3:], patch_of(root.config), strict=True)
+    )
+    return ((frames, rows, columns),) * (shape[1] if len(shape) == 6 else 1)
+
+
+def _listed_pictures(shapes: Sequence[Sequence[GridShape]]) -> tuple[GridShape, ...]:
+    first, *others = (tuple((frames, rows, columns) for frames, rows, columns in own) for own in shapes)
+    if any(own != first for own in others):
+        raise UnsupportedModelError(
+            f"shape_list: expected pictures of the same sizes in each sample, got {shapes}; generate such "
+            "samples one at a time"
+        )
+    return first
+
+
+def _example(
+    root: Any, height: int, width: int, batch: int, references: Sequence[tuple[int, int]] = ()
+) -> dict[str, Any]:
+    if any(size != (height, width) for size in references):
+        raise UnsupportedModelError(
+            f"references: expected pictures of the size of the sample, {height} × {width}, as this model "
+            f"takes them; got {', '.join(f'{rows} × {columns}' for rows, columns in references)}"
+        )
+    frames = patch_of(root.config)[0]
+    pictures = (1 + len(references), root.config.in_channels, frames, height, width)
+    return _arguments(root, batch, pictures)
+
+
+def _example_plus(
+    root: Any, height: int, width: int, batch: int, references: Sequence[tuple[int, int]] = ()
+) -> dict[str, Any]:
+    patch = patch_of(root.config)
+    sizes = [(height, width), *references]
+    shapes = [(1, rows // patch[1], columns // patch[2]) for rows, columns in sizes]
+    patches = sum(rows * columns for _, rows, columns in shapes)
+    return {
+        **_arguments(root, batch, (patches, root.config.in_channels, *patch)),
+        "encoder_hidden_states_mask": full_mask(root, batch, _WORDS),
+        "shape_list": [shapes] * batch,
+    }
+
+
+def _arguments(root: Any, batch: int, sample: tuple[int, ...]) -> dict[str, Any]:
+    zeros = blank(root, batch)
+    return {
+        "hidden_states": zeros(*sample),
+        "timestep": torch.full((batch,), 500.0, device=root.device),
+        "encoder_hidden_states": zeros(_WORDS, root.config.text_dim),
+    }

@@ -1,0 +1,119 @@
+"""Settings whose cache between steps stays below a limit."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any
+
+from tokenmerge.config import Correction, StepReuse, ToMeConfig
+from tokenmerge.errors import ConfigError
+from tokenmerge.models.find import find_hosts
+from tokenmerge.report.flops import weightless
+from tokenmerge.report.prediction import default_or_given
+from tokenmerge.report.steps import kept_bytes
+from tokenmerge.runtime.patch import hosts_that_merge
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMG]?B)?\s*", re.IGNORECASE)
+
+
+def bytes_of(text: object) -> int:
+    """The number of bytes that a text such as ``"200MB"`` or ``"1.5 GB"``, or a number, stands for.
+
+    Units are powers of 1000.
+
+    >>> bytes_of("1.5 GB")
+    1500000000
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    if isinstance(text, int | float) and not isinstance(text, bool) and 0 <= text < float("inf"):
+        return int(text)
+    found = _SIZE.fullmatch(text) if isinstance(text, str) else None
+    if found is None:
+        raise ConfigError(f"max_cache: expected a size such as '200MB' or a number of bytes, got {text!r}")
+    return int(float(found[1]) * _UNITS[(found[2] or "").upper()])
+
+
+def in_words(size: int) -> str:
+    """A number of bytes for people.
+
+    >>> in_words(1_503_238_553), in_words(61_800_000)
+    ('1.50 GB', '61.8 MB')
+    """
+    return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
+
+
+def within(pipe_or_model: object, config: ToMeConfig, limit: int) -> tuple[ToMeConfig, str]:
+    """The settings with as much of their correction and step reuse as fits into a cache.
+
+    First the correction is left out, which brings the picture less close. Then steps run all of a UNet's
+    finest level, and at last no step reuses anything, which saves less time. The cache is counted at the
+    model's default size for one picture with guidance.
+
+    Args:
+        pipe_or_model: as for :func:`tokenmerge.apply_token_merging`.
+        config: the settings.
+        limit: bytes.
+
+    Returns:
+        The settings, and what was left out, as text; empty if everything fits.
+
+    Raises:
+        ConfigError: even the settings without these parts cache more, or the model has no default size.
+    """
+    needed = counted_cache(pipe_or_model, config)
+    if needed <= limit:
+        return config, ""
+    least = needed
+    for fewer, what in _with_less(config):
+        least = counted_cache(pipe_or_model, fewer)
+        if least <= limit:
+            return fewer, f"{what}, which would cache {in_words(needed)}"
+    raise ConfigError(
+        f"max_cache: these settings cache {in_words(needed)} between steps, and {in_words(least)} without "
+        f"correction and step reuse, got {in_words(limit)}; take at least that"
+    )
+
+
+def counted_cache(pipe_or_model: object, config: ToMeConfig) -> int:
+    """Bytes cached between steps at the model's default size, in a generation of one picture.
+
+    If the settings differ by guidance scale, it is the largest of the caches.
+    """
+    hosts = find_hosts(pipe_or_model)
+    height, width = default_or_given(hosts, None, None)
+    merging, _ = hosts_that_merge(hosts, config, (height, width))
+    total = 0
+    for host in merging:
+        (copied,) = find_hosts(weightless(host.root, host.on_cpu))
+        arguments = partial(copied.example, height, width, host.usual_batch)
+        total += max(kept_bytes(copied, one, arguments) for one in config.variants())
+    return total
+
+
+def _with_less(config: ToMeConfig) -> Iterator[tuple[ToMeConfig, str]]:
+    """The settings with less and less to cache, and what they lack."""
+    if any(one.correction.every for one in config.variants()):
+        config = _without(config, "correction", Correction())
+        yield config, "no correction"
+    if config.reuse.skips_finest:
+        coarse = dataclasses.replace(config.reuse, shallow_every=1, shallow_from=0.0, shallow_steps=())
+        config = dataclasses.replace(config, reuse=coarse)
+        yield config, "no correction and every step runs the finest level"
+    if any(one.reuse.on for one in config.variants()):
+        yield _without(config, "reuse", StepReuse()), "no correction and no step reuse"
+
+
+def _without(config: ToMeConfig, part: str, value: Any) -> ToMeConfig:
+    """The settings with another part, at every guidance scale."""
+
+    def other(changes: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: one for name, one in changes.items() if not name.startswith(f"{part}.")}
+
+    strong = {scale: other(changes) for scale, changes in config.by_guidance.items()}
+    return dataclasses.replace(config, **{part: value, "by_guidance": strong})

@@ -1,0 +1,100 @@
+"""A limit on what is cached between steps."""
+
+import hosts
+import pytest
+import torch
+
+from tests.models.test_every_family import model_of
+from tests.models.tiny import FAMILIES
+from tokenmerge import ConfigError, Correction, PlanSharing, StepReuse, ToMeConfig, apply_token_merging
+from tokenmerge.planners import _calibration as calibration
+from tokenmerge.report import bytes_of, predict
+from tokenmerge.report.cache_limit import counted_cache, within
+
+FLUX = FAMILIES["FluxTransformer2DModel"]
+EVERYTHING = ToMeConfig(
+    ratio=0.5,
+    max_downsample=8,
+    correction=Correction(every=2),
+    reuse=StepReuse(every=4, shallow_every=2),
+)
+NOTHING = ToMeConfig(ratio=0.5, max_downsample=8)
+
+
+@pytest.mark.parametrize(
+    ("given", "size"),
+    [
+        ("200MB", 200_000_000),
+        ("1.5 GB", 1_500_000_000),
+        ("61kb", 61_000),
+        ("12", 12),
+        (12, 12),
+        (2.5e6, 2_500_000),
+    ],
+)
+def test_sizes(given, size):
+    assert bytes_of(given) == size
+
+
+@pytest.mark.parametrize("given", ["", "MB", "1 TB", "-3MB", -3, True, None, float("inf"), [1]])
+def test_no_size(given):
+    with pytest.raises(ConfigError, match="max_cache: expected a size such as '200MB'"):
+        bytes_of(given)
+
+
+def test_parts_are_left_out_until_the_rest_fits():
+    """At each limit from one byte below what the settings need, one part less is cached."""
+    unet = hosts.unet()
+    found, config, text = [], EVERYTHING, ""
+    while counted_cache(unet, config):
+        config, text = within(unet, EVERYTHING, counted_cache(unet, config) - 1)
+        assert counted_cache(unet, config) == predict(unet, config).kept_bytes
+        found.append((config.correction.every > 0, config.reuse.skips_finest, config.reuse.on))
+    assert found == [(False, True, True), (False, False, True), (False, False, False)]
+    assert config == NOTHING
+    assert "no correction and no step reuse, which would cache" in text
+
+
+def test_what_fits_stays_as_it_is():
+    unet = hosts.unet()
+    assert within(unet, EVERYTHING, counted_cache(unet, EVERYTHING)) == (EVERYTHING, "")
+
+
+def test_the_guidance_scale_that_caches_most_counts():
+    unet = hosts.unet()
+    strong = ToMeConfig(ratio=0.5, by_guidance={5: {"correction.every": 2}})
+    needed = counted_cache(unet, ToMeConfig(ratio=0.5, correction=Correction(every=2)))
+    assert counted_cache(unet, strong) == needed > 0
+    config, _ = within(unet, strong, needed - 1)
+    assert config.at_guidance(7).correction.every == 0
+
+
+def test_plans_that_are_shared_are_refused_where_they_do_not_fit():
+    shared = ToMeConfig(ratio=0.5, plans=PlanSharing(every=3))
+    with pytest.raises(ConfigError, match=r"max_cache: these settings cache .* got 0.0 MB; take at least"):
+        within(hosts.unet(), shared, 0)
+
+
+class Pipeline:
+    def __init__(self, transformer: torch.nn.Module) -> None:
+        self.transformer, self.scheduler = transformer, object()
+
+
+def test_the_default_method_takes_what_fits_and_the_handle_says_what_is_missing(monkeypatch):
+    monkeypatch.setattr(calibration, "measure_fewest_tokens", lambda *_: 16)
+    monkeypatch.setattr(calibration, "calibrated", lambda *_: 16, raising=False)
+    pipe = Pipeline(model_of(FLUX))
+    whole = apply_token_merging(pipe, 0.5)
+    assert whole.config.correction.every
+    needed = whole.report().kept_bytes
+    patch = apply_token_merging(pipe, 0.5, max_cache=needed // 2)
+    assert not patch.config.correction.every
+    assert patch.report().kept_bytes <= needed // 2
+    assert f"auto in {needed // 2} (no correction, which would cache" in str(patch)
+
+
+def test_other_settings_do_not_adapt():
+    with pytest.raises(ConfigError, match="max_cache: only the default method adapts to it, got '1MB'"):
+        apply_token_merging(hosts.unet(), EVERYTHING, max_cache="1MB")
+    with pytest.raises(ConfigError, match="max_cache: only the default method"):
+        apply_token_merging(hosts.unet(), "toma", max_cache="1MB")
