@@ -1,4 +1,4 @@
-"""Measure what docs/methods.md compares: for each grid, speed with `bench`, then closeness with `evaluate`.
+"""Measure what docs/methods compares: for each grid, speed with `bench`, then closeness with `evaluate`.
 
 Both see the same model, size, steps, guidance and methods. Results that are there are measured again. The
 machine should do nothing else.

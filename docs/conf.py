@@ -1,6 +1,7 @@
 """Settings of Sphinx for the site that ``make docs`` builds."""
 
 import re
+from pathlib import Path
 from typing import Any
 
 import tokenmerge
@@ -17,8 +18,7 @@ extensions = [
     "sphinx.ext.viewcode",
     "sphinx_copybutton",
 ]
-# The full tables are some 3500 lines; results.md sums them up and links to the file.
-exclude_patterns = ["_build", "benchmarks.md"]
+exclude_patterns = ["_build"]
 
 # docs/notebook.py stores the outputs; the tests run the notebook.
 nb_execution_mode = "off"
@@ -58,7 +58,13 @@ def _escape_bars(app: Any, what: str, name: str, obj: object, options: Any, line
 
 def _link_to_files(app: Any, page: str, content: list[str]) -> None:
     """Let links to Markdown files that are no pages of the site download them; other files do so by themselves."""
-    content[0] = re.sub(r"\]\(((?:\.\./|benchmarks)[^)#]*\.md)\)", r"](path:\1)", content[0])
+    folder = (Path(app.srcdir) / page).parent
+
+    def link(found: re.Match[str]) -> str:
+        outside = not (folder / found[1]).resolve().is_relative_to(app.srcdir)
+        return f"](path:{found[1]})" if outside else found[0]
+
+    content[0] = re.sub(r"\]\((\.\./[^)#]*\.md)\)", link, content[0])
 
 
 def setup(app: Any) -> None:

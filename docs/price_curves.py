@@ -1,6 +1,6 @@
-"""Draw the price curves, and write the tables of README, methods.md and results.md, from the records in benchmarks.
+"""Draw the price curves, and write the tables of README, results.md and methods/, from the records in benchmarks.
 
-python docs/price_curves.py          # writes docs/price-MODEL-SIZE-STEPS-GUIDANCE.svg and the tables of the three
+python docs/price_curves.py          # writes docs/price-MODEL-SIZE-STEPS-GUIDANCE.svg and the tables
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tokenmerge.config import words_with_new_names
@@ -37,7 +37,10 @@ IN_README = (
     ("tomesd", "0.5", "tomesd 0.5", "tomesd, ratio 0.5"),
 )
 CURVE_IN_README, MODEL_IN_README = "emoji-unet-256-20-3", "sd15, 512 px, 20 steps"
-TABLE = re.compile(r"(<!-- (closeness|settings|speeds):.*?-->\n).*?(<!-- end -->)", flags=re.DOTALL)
+TABLE = re.compile(
+    r"(<!-- (closeness|settings|speeds|points of [\w, -]+):.*?-->\n).*?(<!-- end -->)", flags=re.DOTALL
+)
+AS_FAST = 1.1  # fewer steps are shown beside a method whose speed differs by less than this factor
 
 
 def curves() -> dict[str, Chart]:
@@ -89,6 +92,40 @@ def _table(model: str, drawn: Mapping[str, Chart], only: Mapping[str, tuple[str,
     for (method, label), values in sorted(rows.items(), key=lambda row: (row[0][0], float(row[0][1] or 0))):
         lines.append(f"| {method} | {label} | {' | '.join(values.get(name, '') for name in drawn)} |")
     return "\n".join(lines) + "\n"
+
+
+def points_table(drawn: Mapping[str, Chart], methods: Sequence[str]) -> str:
+    """Each point of the methods, in Markdown, with the number of steps that is about as fast without merging."""
+    lines = [
+        "| pictures | method | setting | speed-up | PSNR to dense | as fast: fewer steps |",
+        "|---|---|---:|---:|---:|---|",
+    ]
+    for name, chart in drawn.items():
+        model, size, steps, guidance = name.rsplit("-", 3)
+        pictures = f"{model}, {size} px, {steps} steps, guidance {guidance}"
+        fewer = [
+            (speed, closeness, label)
+            for line in chart.lines
+            if line.name == "fewer-steps"
+            for (closeness, speed), label in zip(line.points, line.labels, strict=True)
+        ]
+        for line in chart.lines:
+            for (closeness, speed), label in zip(line.points, line.labels, strict=True):
+                if line.name in methods:
+                    beside = _as_fast(speed, fewer)
+                    figures = f"{speed:.2f}× | {closeness:.1f} dB | {beside}"
+                    lines.append(f"| {pictures} | {line.name} | {label} | {figures} |")
+    return "\n".join(lines) + "\n"
+
+
+def _as_fast(speed: float, fewer: Sequence[tuple[float, float, str]]) -> str:
+    def factor(other: tuple[float, float, str]) -> float:
+        return max(speed / other[0], other[0] / speed)
+
+    nearest = min(fewer, key=factor, default=None)
+    if nearest is None or factor(nearest) > AS_FAST:
+        return ""
+    return f"{nearest[2]} steps: {nearest[1]:.1f} dB at {nearest[0]:.2f}×"
 
 
 def settings_table() -> str:
@@ -163,17 +200,21 @@ def with_tables(drawn: Mapping[str, Chart]) -> dict[str, str]:
     """The documents that have such a table, by their path, with what it is to be."""
     # results.md has no room for short generations on small pictures.
     shown = {name: chart for name, chart in drawn.items() if "-20-" in name or "-256-" in name}
-    by_document = {
-        "docs/methods.md": {"closeness": tables(drawn), "settings": settings_table()},
+    made = {
+        "docs/methods/price-curves.md": {"closeness": tables(drawn)},
+        "docs/methods/each-setting.md": {"settings": settings_table()},
         "docs/results.md": {"closeness": tables(shown, IN_RESULTS), "speeds": speeds_table()},
         "README.md": {"closeness": readme_table(drawn)},
     }
+    for page in sorted((ROOT / "docs" / "methods").glob("*.md")):
+        if found := re.search(r"<!-- (points of (.*?)):", page.read_text(encoding="utf-8")):
+            made[f"docs/methods/{page.name}"] = {found[1]: points_table(drawn, found[2].split(", "))}
     return {
         name: TABLE.sub(
-            lambda found, made=made: found[1] + made[found[2]] + found[3],
+            lambda found, written=written: found[1] + written[found[2]] + found[3],
             (ROOT / name).read_text(encoding="utf-8"),
         )
-        for name, made in by_document.items()
+        for name, written in made.items()
     }
 
 

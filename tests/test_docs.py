@@ -25,7 +25,7 @@ WITH_PYTHON = {
     "docs/vision-transformers.md": 1,
     "docs/web-uis.md": 4,
 }
-DOCUMENTS = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]
+DOCUMENTS = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("docs/methods/*.md")]
 
 
 @pytest.fixture(scope="module")
@@ -113,11 +113,16 @@ def test_the_files_that_the_documents_link_to_are_there():
 
 
 def test_every_method_is_described():
-    methods = (ROOT / "docs" / "methods.md").read_text(encoding="utf-8")
+    methods = ROOT / "docs" / "methods"
+    listed = (methods / "planners.md").read_text(encoding="utf-8")
     for planner in PLANNERS:
-        assert f"\n### {planner}\n" in methods
+        assert (methods / f"{planner}.md").read_text(encoding="utf-8").startswith(f"# {planner}\n")
+        assert f"[{planner}]({planner}.md)" in listed
+    pages = "".join(page.read_text(encoding="utf-8") for page in methods.glob("*.md"))
+    index = methods.with_suffix(".md").read_text(encoding="utf-8")
     for preset in presets.__all__:
-        assert f"`presets.{preset}`" in methods
+        assert f"`presets.{preset}`" in pages
+        assert f"\n| `{preset}` |" in index
 
 
 def test_the_readme_is_short():
@@ -127,9 +132,9 @@ def test_the_readme_is_short():
 def test_the_tables_of_closeness_say_what_the_records_say():
     written = runpy.run_path(str(ROOT / "docs" / "price_curves.py"))
     documents = written["with_tables"](written["curves"]())
-    assert list(documents) == ["docs/methods.md", "docs/results.md", "README.md"]
+    assert {"docs/methods/price-curves.md", "docs/results.md", "README.md"} <= set(documents)
     for path, text in documents.items():
-        assert text.count("<!-- closeness") == 1
+        assert text.count("<!-- closeness") + text.count("<!-- settings") + text.count("<!-- points of") == 1
         assert text == (ROOT / path).read_text(encoding="utf-8")
 
 

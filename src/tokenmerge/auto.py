@@ -66,7 +66,7 @@ def choose(pipe_or_model: object, ratio: float = 0.5, follows_steps: bool | None
       difference between two results, which extrapolation follows badly.
 
     Correction and step reuse need to follow the denoising steps, see ``follows_steps``. The baseline to beat
-    is simply using fewer steps; docs/methods.md says where that is as close at the same speed.
+    is simply using fewer steps; docs/methods/auto.md says where that is as close at the same speed.
 
     Args:
         pipe_or_model: as for :func:`tokenmerge.apply_token_merging`. It must be on the device that it will

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -208,8 +209,11 @@ def _closeness(result: Result, variant: VariantResult) -> tuple[str, str]:
         return "reference", "reference"
     if result.quality is None:
         return "n/a", "n/a"
-    psnr, ssim = result.quality.psnr, result.quality.ssim
-    return f"{sum(psnr) / len(psnr):.2f} dB", f"{sum(ssim) / len(ssim):.4f}"
+    ssim = result.quality.ssim
+    psnr = [value for value in result.quality.psnr if math.isfinite(value)]  # infinite for equal pictures
+    same = len(ssim) - len(psnr)
+    closeness = f"{sum(psnr) / len(psnr):.2f} dB" if psnr else "identical"
+    return f"{closeness}, {same} identical" if psnr and same else closeness, f"{sum(ssim) / len(ssim):.4f}"
 
 
 def _seconds(seconds: float) -> str:

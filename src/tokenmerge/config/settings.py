@@ -80,7 +80,7 @@ class MergeSettings(Value):
             it, a regular pattern becomes visible at high ratios.
         seed: the random draw depends on this integer, the timestep and the cell. No seed is faster or better
             than another. If each sample of a batch has its own timestep, the highest one counts for all.
-        planner: how merging tokens are chosen; docs/methods.md compares the planners.
+        planner: how merging tokens are chosen; docs/methods/planners.md compares the planners.
 
             - ``"tome"``: each source merges into the most similar destination of the whole picture (arXiv
               2303.17604). Planning time grows with the square of the number of tokens.

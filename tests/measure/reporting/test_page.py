@@ -52,6 +52,23 @@ frame.onload = async () => {{
   found.after = cut();
   found.others = [...page.querySelectorAll(".pair")].filter(e => e.style.getPropertyValue("--cut")).length;
   found.overlap = [box(dense).width - box(pair).width, box(dense).height - box(pair).height];
+  const head = [...page.querySelectorAll("th")].find(e => e.textContent === "speed-up" &&
+    e.closest("table").textContent.includes("not here"));
+  const column = [...head.parentElement.children].indexOf(head);
+  found.sorted = [];
+  for (const click of [1, 2]) {{
+    head.firstElementChild.click();
+    found.sorted.push([head.getAttribute("aria-sort"),
+      [...head.closest("table").tBodies[0].rows].map(row => row.cells[column].textContent)]);
+  }}
+  const variants = head.parentElement.children[0];
+  variants.firstElementChild.click();
+  found.words = [...head.closest("table").tBodies[0].rows].map(row => row.cells[0].textContent);
+  found.marks = [head, variants].map(e => e.getAttribute("aria-sort"));
+  found.paper = frame.contentWindow.getComputedStyle(page.body).backgroundColor;
+  found.best = page.querySelectorAll("tr.best").length;
+  found.sticky = page.querySelector("td").getBoundingClientRect().width / found.width;
+  found.text = page.body.textContent;
   found.requests = frame.contentWindow.performance.getEntriesByType("resource")
     .map(entry => entry.name).filter(name => !name.startsWith("data:"));
   document.getElementById("found").textContent = JSON.stringify(found);
@@ -96,17 +113,28 @@ def browse(address: str, *options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=180, check=True)
 
 
-@pytest.mark.parametrize("width", [400, 1400])
-def test_the_page_reads_well_and_its_slider_moves(folder: Path, address: str, width: int) -> None:
+def looked_at(folder: Path, address: str, width: int, *more: str) -> tuple[dict, str]:
+    """What the script in the page found, and what the browser printed."""
     (folder / f"harness-{width}.html").write_text(HARNESS.format(width=width), encoding="utf-8")
-    options = ("--window-size=1500,1000", "--virtual-time-budget=20000", "--timeout=60000", "--dump-dom")
+    options = (
+        "--window-size=1500,1000",
+        "--virtual-time-budget=20000",
+        "--timeout=60000",
+        "--dump-dom",
+        *more,
+    )
     for _ in range(3):  # virtual time may run out before a browser that starts cold has loaded the page
         result = browse(f"{address}/harness-{width}.html", *options)
         text = re.search(r'<pre id="found">(.*?)</pre>', result.stdout, re.DOTALL)[1]
         if text != "waiting":
             break
-    found = json.loads(html.unescape(text))
-    assert "CONSOLE" not in result.stderr
+    return json.loads(html.unescape(text)), result.stderr
+
+
+@pytest.mark.parametrize("width", [400, 1400])
+def test_the_page_reads_well_and_its_slider_moves(folder: Path, address: str, width: int) -> None:
+    found, printed = looked_at(folder, address, width)
+    assert "CONSOLE" not in printed
     assert found["title"] == TITLE  # the prompt's script did not run
     assert EVIL in found["headings"]
     assert found["scripts"] == 1
@@ -119,3 +147,31 @@ def test_the_page_reads_well_and_its_slider_moves(folder: Path, address: str, wi
     assert found["others"] == 1
     assert max(map(abs, found["overlap"])) < 1
     assert found["requests"] == []
+    assert found["best"] > 0
+    if width == 400:
+        assert found["sticky"] < 0.45  # the first column, which stays, leaves room for the others
+    assert not re.search(r"\binf\b|\bnan\b", found["text"])
+
+
+def test_columns_sort_by_value_and_words_by_letters(folder: Path, address: str) -> None:
+    found, _ = looked_at(folder, address, 1400)
+    (down, falling), (up, rising) = found["sorted"]
+    assert (down, up) == ("descending", "ascending")
+    numbers = [float(text.removesuffix("×")) for text in falling if text]
+    assert len(set(numbers)) > 3
+    assert numbers == sorted(numbers, reverse=True)
+    assert [float(text.removesuffix("×")) for text in rising if text] == sorted(numbers)
+    assert falling[len(numbers) :] == rising[len(numbers) :] == [""] * (len(falling) - len(numbers))
+    assert len(falling) > len(numbers)  # cells without a number come last both times
+    assert found["marks"] == [None, "descending"]
+    assert found["words"][0].startswith("tomesd")
+    assert found["words"][-1] == "dense"
+
+
+def test_the_page_is_dark_where_the_reader_prefers_that(folder: Path, address: str) -> None:
+    light, dark = (
+        looked_at(folder, address, 1400, f"--blink-settings=preferredColorScheme={scheme}")[0]["paper"]
+        for scheme in (1, 0)
+    )
+    assert light == "rgb(255, 255, 255)"
+    assert max(map(int, re.findall(r"\d+", dark))) < 64

@@ -197,7 +197,9 @@ class _Run:
                 psnr=tuple(psnr(images, reference).tolist()), ssim=tuple(ssim(images, reference).tolist())
             )
             captions = [
-                f"{caption} · PSNR {psnr_db:.1f} dB · SSIM {similarity:.3f}"
+                f"{caption} · identical"
+                if math.isinf(psnr_db)
+                else f"{caption} · PSNR {psnr_db:.1f} dB · SSIM {similarity:.3f}"
                 for caption, psnr_db, similarity in zip(
                     captions, self.quality.psnr, self.quality.ssim, strict=True
                 )

@@ -10,11 +10,12 @@ from typing import Any
 
 from tokenmerge.measure.bench.match_records import cell_of_pictures
 from tokenmerge.measure.bench.records import CellRecord, variant_label
-from tokenmerge.measure.bench.variants import DENSE
-from tokenmerge.measure.reporting.quality import LOWER_IS_CLOSER, QualityRecord
+from tokenmerge.measure.bench.variants import DENSE, FEWER_STEPS
+from tokenmerge.measure.reporting.quality import LOWER_IS_CLOSER, QualityRecord, metric_names
 from tokenmerge.measure.reporting.quality_tables import quality_name, where_drawn
 from tokenmerge.measure.reporting.tables import SETTING, grouped, setting_name, where_of
 
+PRICE = "The price: "  # begins the title of a price curve
 _FUSED = "sdpa"
 _KNOBS = ("ratio", "interval", "threshold", "as", "steps")  # settings by which a variant becomes faster
 
@@ -35,7 +36,8 @@ class Line:
 class Chart:
     """A chart.
 
-    ``level`` is the (name, y) of a horizontal line to compare with.
+    ``level`` is the (name, y) of a horizontal line to compare with. ``metric`` is the name of the closeness
+    along x; None if x is something else.
     """
 
     title: str
@@ -44,6 +46,7 @@ class Chart:
     lines: tuple[Line, ...]
     level: tuple[str, float] | None = None
     from_zero: bool = False
+    metric: str | None = None
 
 
 def charts(cells: Iterable[CellRecord], quality: Sequence[QualityRecord]) -> list[Chart]:
@@ -61,13 +64,18 @@ def _against_resolution(cells: Sequence[CellRecord]) -> Iterable[Chart]:
         return tuple(cell.conditions[name] for name in names)
 
     for group in grouped(cells, rest):
-        found = [cell for cell in group if cell.conditions["variant"] != "dense" and cell.speedup]
+        # Fewer steps take the time of a method by definition, so they would say nothing new here.
+        left_out = (DENSE, FEWER_STEPS)
+        found = [cell for cell in group if cell.conditions["variant"] not in left_out and cell.speedup]
         if len({_side(cell) for cell in found}) < 2:
             continue
         lines = [
-            Line(label, tuple(sorted((_side(c), c.speedup or 0.0) for c in found if c.label == label)))
+            Line(label, tuple(sorted((_side(c), c.speedup or 0.0) for c in members)))
             for label in sorted({cell.label for cell in found})
+            if len(members := [cell for cell in found if cell.label == label]) > 1
         ]
+        if not lines:
+            continue
         conditions = found[0].conditions
         title = _without_size(conditions)
         yield Chart(
@@ -106,18 +114,26 @@ def _against_ratio(cells: Sequence[CellRecord]) -> Iterable[Chart]:
 def _price(cells: Sequence[CellRecord], quality: Sequence[QualityRecord]) -> Iterable[Chart]:
     whole = [record for record in quality if record.category is None]
     for records in grouped(whole, where_drawn):
-        for metric in dict.fromkeys(name for record in records for name in record.figures):
+        first, *_ = metrics = metric_names(records)
+        for metric in metrics:
             lines = tuple(_price_lines(records, metric, cells))
-            if lines:
+            if lines and (metric == first or _varies(lines)):
                 with_dense = any(line.name == "dense" for line in lines)
                 closer = "lower" if metric in LOWER_IS_CLOSER else "higher"
                 yield Chart(
-                    f"The price: {quality_name(records[0])}",
+                    f"{PRICE}{quality_name(records[0])}",
                     f"{metric.upper()}, {closer} is better",
                     "speed-up, t_dense / t",
                     lines,
                     level=None if with_dense else ("dense", 1.0),
+                    metric=metric,
                 )
+
+
+def _varies(lines: Sequence[Line]) -> bool:
+    """Whether the closeness of several points is not the same number."""
+    points = [x for line in lines for x, _ in line.points]
+    return len(points) == 1 or len(set(points)) > 1
 
 
 def _price_lines(

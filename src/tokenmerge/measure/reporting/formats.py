@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import io
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import resources
@@ -10,6 +11,7 @@ from typing import Any
 
 from tokenmerge.errors import MissingExtraError
 from tokenmerge.measure.bench.records import CellRecord
+from tokenmerge.measure.reporting.curves import PRICE
 from tokenmerge.measure.reporting.pictures import data_address, svg_address
 from tokenmerge.measure.reporting.plots import draw
 from tokenmerge.measure.reporting.quality import QualityRecord
@@ -41,43 +43,60 @@ def as_html(content: Content) -> str:
     # autoescape, because prompts and names can contain any text.
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
     text = (resources.files("tokenmerge.measure.reporting") / "page.html.j2").read_text(encoding="utf-8")
-    present = {
-        "Plots": ("plots", content.charts),
-        "Measured": ("measured", content.measured),
-        "Next to published figures": ("published", content.beside),
-        "Closeness to dense": ("quality", content.quality),
-        "Pictures": ("samples", content.samples),
-        "Conditions": ("conditions", True),
-    }
+    drawn = [(chart, svg_address(draw(chart))) for chart in content.charts]
+    sections = (
+        ("measured", "Measured", content.measured),
+        ("published", "Next to published figures", content.beside),
+        ("quality", "Closeness to dense", content.quality),
+    )
     return environment.from_string(text).render(
         title=TITLE,
-        sections=[(name, anchor) for name, (anchor, shown) in present.items() if shown],
-        charts=[{"title": chart.title, "address": svg_address(draw(chart))} for chart in content.charts],
-        measured=content.measured,
-        beside=content.beside,
-        quality=content.quality,
+        summary=content.summary,
+        fastest=content.fastest,
+        prices=[
+            (table, [(c.title, a) for c, a in drawn if c.metric and c.title == PRICE + table.title])
+            for table in content.prices
+        ],
+        charts=[(chart.title, address) for chart, address in drawn if chart.metric is None],
+        sections=[(anchor, name, *_shared_notes(tables)) for anchor, name, tables in sections if tables],
         samples=_by_prompt(content.samples),
         conditions=content.conditions,
         notes=content.notes,
     )
 
 
+def _shared_notes(tables: Sequence[Table]) -> tuple[list[str], list[Table]]:
+    """Notes that all tables of a section have, and the tables without them."""
+    first, *others = tables
+    shared = [note for note in first.notes if others and all(note in table.notes for table in others)]
+    kept = [
+        dataclasses.replace(table, notes=tuple(note for note in table.notes if note not in shared))
+        for table in tables
+    ]
+    return shared, kept
+
+
 def as_markdown(content: Content) -> str:
-    """Format headings and tables. Published numbers are in italics."""
-    parts = [
-        f"# {TITLE}",
+    """Format headings and tables. Published numbers are in italics, the best rows in bold."""
+    parts = [f"# {TITLE}", _escape(content.summary)]
+    if content.fastest:
+        parts.append(_markdown_table(content.fastest))
+    parts += [
         "The speed-up is t_dense / t. Dense runs with fused attention (SDPA) in the same rounds; in the "
         "column “same attention” it has the attention of the row. Times are medians of one call. The oracle "
-        "merges at no cost, so no method that merges the same layers at the same ratio can be faster.",
+        "merges at no cost, so no method that merges the same layers at the same ratio can be faster. "
+        "Marked rows are in bold.",
         *(f"Note: {_escape(note)}" for note in content.notes),
     ]
     for heading, tables in (
+        ("Speed beside closeness", content.prices),
         ("Measured", content.measured),
         ("Next to published figures (in italics)", content.beside),
         ("Closeness to dense", content.quality),
     ):
         if tables:
-            parts += [f"## {heading}", *map(_markdown_table, tables)]
+            shared, kept = _shared_notes(tables)
+            parts += [f"## {heading}", *_markdown_notes(shared), *map(_markdown_table, kept)]
     if content.conditions:
         parts.append("## Conditions")
         parts += [f"{_escape(name)}\n\n```json\n{text}\n```" for name, text in content.conditions]
@@ -175,12 +194,14 @@ def _markdown_table(table: Table) -> str:
         "|" + "---|" * table.words + "---:|" * (len(table.header) - table.words),
     ]
     for row in table.rows:
-        mark = "*" if row.origin == PUBLISHED else ""
+        mark = "*" if row.origin == PUBLISHED else "**" if row.best else ""
         cells = (f"{mark}{_escape(cell)}{mark}" if cell else "" for cell in row.cells)
         lines.append("| " + " | ".join(cells) + " |")
-    if table.notes:
-        lines += ["", *(f"- {_escape(note)}" for note in table.notes)]
-    return "\n".join(lines)
+    return "\n\n".join(["\n".join(lines), *_markdown_notes(table.notes)])
+
+
+def _markdown_notes(notes: Sequence[str]) -> list[str]:
+    return ["\n".join(f"- {_escape(note)}" for note in notes)] if notes else []
 
 
 def _escape(text: str) -> str:

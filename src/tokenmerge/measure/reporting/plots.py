@@ -5,19 +5,25 @@ from __future__ import annotations
 import io
 import re
 import textwrap
+from collections.abc import Sequence
+from itertools import cycle
 from typing import Any
 
 from tokenmerge.errors import MissingExtraError
 from tokenmerge.measure.reporting.curves import Chart
 
-# Colours that the colour-blind can tell apart (Okabe and Ito), and markers for print without colour.
-_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000")
+# Colours that the colour-blind can tell apart (Okabe and Ito, then Tol), and markers for print in black.
+_COLOURS = (
+    *("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000"),
+    *("#882255", "#999933", "#332288", "#44aa99", "#aa4499"),
+)
 _MARKERS = "osD^vPX"
 _GREY = "#767676"
 _DASHED = {"oracle": "--", "fewer-steps": ":"}
 _RATIO = re.compile(r" ratio=[\d.]+")
 _STYLE: Any = {
     "svg.hashsalt": "tokenmerge",
+    "svg.fonttype": "none",  # text stays text: a fourth of the size, and it can be searched
     "font.size": 9.5,
     "axes.titlesize": 9.5,
     "axes.spines.top": False,
@@ -25,9 +31,22 @@ _STYLE: Any = {
     "axes.grid": True,
     "grid.color": "#e4e4e4",
 }
-_SIZE = (5.2, 4.4)
-_TITLE_WIDTH = 60
+# Inches: the width, and the height without title and legend, which take as many lines as they need.
+_WIDTH, _HEIGHT = 6.4, 3.5
+_TITLE_WIDTH, _NAME_WIDTH = 75, 36  # letters in a line
 _ROOM = 0.08
+_SMALL = 8.0  # points
+_LINE_HEIGHT = 1.45 * _SMALL / 72
+# Where a label may stand beside its point, in points, and how it is aligned: the first free place is taken.
+_PLACES = (
+    *((4, 4, "left", "bottom"), (4, -4, "left", "top"), (-4, 4, "right", "bottom"), (-4, -4, "right", "top")),
+    *(
+        (0, 6, "center", "bottom"),
+        (0, -6, "center", "top"),
+        (7, 0, "left", "center"),
+        (-7, 0, "right", "center"),
+    ),
+)
 # Methods that have the same colour in every chart.
 _FIXED = {"tome": 0, "tomesd": 1}
 
@@ -40,16 +59,44 @@ def draw(chart: Chart) -> str:
     """
     try:
         import matplotlib
-        from matplotlib.figure import Figure
     except ImportError as error:
         raise MissingExtraError("plots", needed_by="the plots of tokenmerge report") from error
     with matplotlib.rc_context(_STYLE):
-        figure = Figure(figsize=_SIZE, layout="constrained")
+        text = io.StringIO()
+        figure_of(chart).savefig(text, format="svg", metadata={"Date": None})
+    return text.getvalue()
+
+
+def figure_of(chart: Chart) -> Any:
+    """A figure of matplotlib, as high as its legend needs."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    names = [line.name for line in chart.lines] + ([] if chart.level is None else [chart.level[0]])
+    columns = _legend_columns(names)
+    title = textwrap.wrap(chart.title, _TITLE_WIDTH)
+    wrapped = sum(_in_legend(name).count("\n") for name in names)
+    lines = len(title) + -(-len(names) // columns) + wrapped + 1
+    with matplotlib.rc_context(_STYLE):
+        figure = Figure(figsize=(_WIDTH, _HEIGHT + lines * _LINE_HEIGHT), layout="constrained")
         axes = figure.subplots()
         _fill(axes, chart)
-        text = io.StringIO()
-        figure.savefig(text, format="svg", metadata={"Date": None})
-    return text.getvalue()
+        axes.set_title(_plain("\n".join(title)), loc="left")
+        figure.legend(loc="outside lower left", frameon=False, fontsize=_SMALL, ncols=columns)
+        figure.draw_without_rendering()  # after which the places of all points are known
+        figure.set_layout_engine("none")
+        _label_points(axes, chart)
+    return figure
+
+
+def _legend_columns(names: Sequence[str]) -> int:
+    longest = max((min(len(name), _NAME_WIDTH) for name in names), default=1)
+    # Letters are narrower than 0.65 of their size on average, and the line before each name takes 5 of them.
+    return max(1, min(4, int(_WIDTH * 72 / (0.65 * _SMALL * (longest + 5)))))
+
+
+def _in_legend(name: str) -> str:
+    return _plain(textwrap.fill(name, _NAME_WIDTH))
 
 
 def _fill(axes: Any, chart: Chart) -> None:
@@ -58,37 +105,66 @@ def _fill(axes: Any, chart: Chart) -> None:
         axes.plot(
             [x for x, _ in line.points],
             [y for _, y in line.points],
-            label=_plain(line.name),
+            label=_in_legend(line.name),
             color=colours[line.name],
             marker=_MARKERS[number % len(_MARKERS)],
             linestyle=next((style for start, style in _DASHED.items() if line.name.startswith(start)), "-"),
             markersize=4.5,
         )
-        for (x, y), label in zip(line.points, line.labels, strict=False):
-            axes.annotate(label, (x, y), xytext=(4, 4), textcoords="offset points", fontsize=8)
     if chart.level is not None:
         name, y = chart.level
-        axes.axhline(y, color="black", linewidth=1, label=_plain(name))
-    axes.set_title(_plain(textwrap.fill(chart.title, _TITLE_WIDTH)), loc="left")
+        axes.axhline(y, color="black", linewidth=1, label=_in_legend(name))
     axes.set_xlabel(chart.x)
     axes.set_ylabel(chart.y)
     axes.margins(x=_ROOM, y=_ROOM)
     if chart.from_zero:
         axes.set_ylim(bottom=0)
-    axes.figure.legend(loc="outside lower left", frameon=False, fontsize=8, ncols=2)
+
+
+def _label_points(axes: Any, chart: Chart) -> None:
+    """Label the points that have room beside them. No label covers another one or a point."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.transforms import Bbox
+
+    figure = axes.figure
+    renderer = FigureCanvasAgg(figure).get_renderer()
+    size = 3 * figure.dpi / 72  # half a marker, with some room
+    points = [axes.transData.transform(point) for line in chart.lines for point in line.points]
+    taken = [Bbox.from_extents(x - size, y - size, x + size, y + size) for x, y in points]
+    for line in chart.lines:
+        for point, label in zip(line.points, line.labels, strict=False):
+            for dx, dy, horizontal, vertical in _PLACES if label else ():
+                text = axes.annotate(
+                    _plain(label),
+                    point,
+                    xytext=(dx, dy),
+                    textcoords="offset points",
+                    fontsize=_SMALL,
+                    ha=horizontal,
+                    va=vertical,
+                )
+                box = text.get_window_extent(renderer)
+                if not any(box.overlaps(other) for other in taken) and _inside(box, figure.bbox):
+                    taken.append(box)
+                    break
+                text.remove()
+
+
+def _inside(box: Any, whole: Any) -> bool:
+    return whole.x0 <= box.x0 and box.x1 <= whole.x1 and whole.y0 <= box.y0 and box.y1 <= whole.y1
 
 
 def _colours(chart: Chart) -> dict[str, str]:
     """One colour for each method, and grey for the oracle and fewer steps."""
     families: dict[str, str] = {}
-    free = (colour for number, colour in enumerate(_COLOURS) if number not in _FIXED.values())
+    free = cycle(colour for number, colour in enumerate(_COLOURS) if number not in _FIXED.values())
     found = {}
     for line in chart.lines:
         family = _RATIO.sub("", line.name)
         if family not in families:
             bound = family.startswith(tuple(_DASHED))
             fixed = _COLOURS[_FIXED[family]] if family in _FIXED else None
-            families[family] = _GREY if bound else fixed or next(free, _GREY)
+            families[family] = _GREY if bound else fixed or next(free)
         found[line.name] = families[family]
     return found
 

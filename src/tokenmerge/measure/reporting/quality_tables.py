@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from tokenmerge.measure.bench.records import key_of
 from tokenmerge.measure.reporting.quality import LOWER_IS_CLOSER, QualityRecord, metric_names
-from tokenmerge.measure.reporting.tables import Table, TableRow, attention_name, sampling_name
+from tokenmerge.measure.reporting.tables import Table, TableRow, attention_name, once, sampling_name
 
 # Conditions that the pictures of one table have in common, in addition to the model and the size.
 _SHARED = ("steps", "scheduler", "guidance", "dtype", "device", "attention", "prompts", "seeds")
@@ -56,12 +56,12 @@ def _table(records: Sequence[QualityRecord]) -> Table:
                 *([record.category or "all"] if by_category else []),
                 str(record.images),
                 *([_speedup(record)] if timed else []),
-                *(_figure(record.figures.get(name)) for name in metrics),
+                *(_figure(record, name) for name in metrics),
             )
         )
         for record in records
     )
-    notes = dict.fromkeys(note for record in records for note in record.notes)
+    notes = once((note for record in records for note in record.notes), [r.label for r in records])
     return Table(
         quality_name(records[0]),
         (
@@ -84,5 +84,8 @@ def _speedup(record: QualityRecord) -> str:
     return f"{record.speedup:.2f}× ({low:.2f} to {high:.2f})"
 
 
-def _figure(value: float | None) -> str:
-    return "" if value is None else f"{value:.4g}"
+def _figure(record: QualityRecord, name: str) -> str:
+    # The PSNR of pictures that all equal dense is no number; their SSIM is 1 but for its rounding in float32.
+    if name == "psnr" and name not in record.figures and record.figures.get("ssim", 0) > 1 - 1e-6:
+        return "identical"
+    return f"{record.figures[name]:.4g}" if name in record.figures else ""

@@ -12,6 +12,7 @@ from tokenmerge.measure.bench.records import CellRecord
 from tokenmerge.measure.reporting.curves import Chart, charts, missing_for_curves, timed_with_other_steps
 from tokenmerge.measure.reporting.latest import newest_cells, newest_figures
 from tokenmerge.measure.reporting.pictures import picture_type
+from tokenmerge.measure.reporting.price_tables import fastest_table, price_tables, summary
 from tokenmerge.measure.reporting.quality import QualityRecord
 from tokenmerge.measure.reporting.quality_tables import quality_tables
 from tokenmerge.measure.reporting.results import Results, Sample
@@ -25,10 +26,14 @@ TITLE = "Token merging: speed, memory and quality"
 class Content:
     """Everything that a report shows.
 
+    ``prices`` has the speed beside the closeness of each variant, and ``fastest`` the best of that.
     ``beside`` has published tables with our measurements. ``conditions`` has the (name, JSON) of each machine
     and configuration, and of each set of pictures.
     """
 
+    summary: str
+    fastest: Table | None
+    prices: tuple[Table, ...]
     measured: tuple[Table, ...]
     beside: tuple[Table, ...]
     quality: tuple[Table, ...]
@@ -43,11 +48,15 @@ def content_of(results: Results) -> Content:
     cells, older_cells = newest_cells(results.cells)
     quality, older_figures = newest_figures(results.quality)
     samples, lost = _readable(results.samples)
+    drawn = charts(cells, quality)
     return Content(
+        summary=summary(cells, drawn),
+        fastest=fastest_table(drawn),
+        prices=tuple(price_tables(drawn)),
         measured=tuple(measured_tables(cells)),
         beside=tuple(published_tables(cells, quality)),
         quality=tuple(quality_tables(quality)),
-        charts=tuple(charts(cells, quality)),
+        charts=tuple(drawn),
         samples=tuple(samples),
         conditions=(*_conditions(cells), *_conditions_of_quality(quality)),
         notes=(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import Any, TypeVar
@@ -18,6 +19,7 @@ SETTING = (
     *("model", "scope", "width", "height", "frames", "batch", "dtype", "steps", "scheduler"),
     *("guidance", "device_name", "threads"),
 )
+BASELINES = ("dense", "oracle", "fewer-steps")
 _ATTENTION = {"sdpa": "SDPA", "xformers": "xFormers", "default": "plain"}
 
 
@@ -25,11 +27,12 @@ _ATTENTION = {"sdpa": "SDPA", "xformers": "xFormers", "default": "plain"}
 class TableRow:
     """One row of a table.
 
-    The origin is :data:`OURS` or :data:`PUBLISHED`.
+    The origin is :data:`OURS` or :data:`PUBLISHED`. The ``best`` rows are marked.
     """
 
     cells: tuple[str, ...]
     origin: str = OURS
+    best: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,16 +117,37 @@ def machine_name(conditions: Mapping[str, Any]) -> str:
 
 
 def _measured(cells: Sequence[CellRecord]) -> Table:
-    rows = tuple(TableRow(_figures(cell)) for cell in sorted(cells, key=_rank))
+    methods = [cell.speedup for cell in cells if cell.speedup and cell.conditions["variant"] not in BASELINES]
+    fastest = max(methods, default=math.inf)
+    rows = tuple(
+        TableRow(_figures(cell), best=bool(cell.speedup) and cell.speedup == fastest)
+        for cell in sorted(cells, key=_rank)
+    )
     notes = [f"{what_of(cell)}: {cell.message}" for cell in cells if cell.status != "ok"]
-    notes += dict.fromkeys(note for cell in cells for note in _notes(cell))
+    notes += once((note for cell in cells for note in _notes(cell)), [cell.label for cell in cells])
     meanings = dict.fromkeys(cell.facts.get("peak_memory") for cell in cells if cell.peak_bytes is not None)
     notes += [f"peak GiB: {meaning}" for meaning in meanings if meaning]
+    notes += ["marked row: the fastest that is no baseline"] if methods else []
     header = (
         *("variant", "attention", "seconds per call", "quartiles", "peak GiB", "speed-up"),
         *("same attention", "time saved", "FLOPs saved"),
     )
     return Table(setting_name(cells[0].conditions), header, rows, tuple(notes), words=2)
+
+
+def once(notes: Iterable[str], labels: Sequence[str]) -> list[str]:
+    """Say once what notes say of several variants.
+
+    >>> once(["a: slow", "b: slow", "cold", "a: large"], ["a", "b"])
+    ['slow (a, b)', 'cold', 'large (a)']
+    """
+    found: dict[str, list[str]] = {}
+    for note in notes:
+        label = next((label for label in labels if note.startswith(f"{label}: ")), None)
+        said = found.setdefault(note if label is None else note.removeprefix(f"{label}: "), [])
+        if label is not None and label not in said:
+            said.append(label)
+    return [f"{note} ({', '.join(said)})" if said else note for note, said in found.items()]
 
 
 def _notes(cell: CellRecord) -> list[str]:
