@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import time
@@ -13,10 +14,10 @@ from typing import Any
 import hosts
 import pytest
 import torch
-from diffusers.models.attention_dispatch import AttentionBackendName
 from torch import nn
 
-from tests.models.test_every_family import model_of
+from tests.kernels import backend
+from tests.models.test_every_family import call, model_of
 from tests.models.tiny import FAMILIES
 from tokenmerge import (
     ConfigError,
@@ -243,19 +244,18 @@ def test_attention_of_a_model_without_processors_is_looked_at(fast):
     assert not choose(model, 0.5).proportional
 
 
-@pytest.mark.parametrize(
-    ("backend", "proportional"), [("native", True), ("_native_math", True), ("flash", False), ("sage", False)]
-)
-def test_backends_that_take_no_mask_are_not_asked_for_sizes(backend, proportional, fast, monkeypatch):
-    model = model_of(FAMILIES["FluxTransformer2DModel"])
-    assert choose(model, 0.5).proportional
-    monkeypatch.setenv("DIFFUSERS_ATTN_BACKEND", backend)
-    assert choose(model, 0.5).proportional == proportional
-    monkeypatch.delenv("DIFFUSERS_ATTN_BACKEND")
-    for module in model.modules():
-        if hasattr(module, "processor"):
-            module.processor._attention_backend = AttentionBackendName(backend)
-    assert choose(model, 0.5).proportional == proportional
+@pytest.mark.parametrize("name", ["native", "flash", "sage"])
+def test_backends_that_take_no_mask_have_proportional_attention_too(name, fast):
+    family = FAMILIES["FluxTransformer2DModel"]
+    model, arguments = model_of(family), family.inputs(1, 8, 8)
+    results = {}
+    with backend(name):
+        assert choose(model, 0.5).proportional
+        for proportional in (False, True):
+            config = dataclasses.replace(choose(model, 0.5), min_tokens=0, proportional=proportional)
+            apply_token_merging(model, config)
+            results[proportional] = call(model, arguments)
+    assert not torch.allclose(results[True], results[False], rtol=1e-3)
 
 
 def test_perturbed_attention_guidance_is_not_asked_for_sizes(fast):

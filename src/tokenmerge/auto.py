@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,10 +19,9 @@ from tokenmerge.planners._calibration import fewest_tokens
 
 __all__ = ["choose"]
 
-# Functions that run PyTorch's fused attention, called by the model or by its processor in diffusers, and the
-# back-ends of diffusers that run it with a mask.
-_FUSED = {"scaled_dot_product_attention", "dispatch_attention_fn"}
-_BACKENDS = {"native", "_native_cudnn", "_native_efficient", "_native_math"}
+# Functions that run fused attention, of PyTorch or other kernels, called by the model or by its processor in
+# diffusers.
+_FUSED = {"scaled_dot_product_attention", "dispatch_attention_fn", "memory_efficient_attention"}
 
 # Above this ratio, whole blocks merge, which loses more detail. UNets are excluded: their finest level would
 # lose too much. From this ratio on, UNets have no correction, since its dense steps would cost more than they
@@ -191,8 +189,6 @@ def _calls_fused_attention(pipe_or_model: object, hosts: Sequence[Host]) -> bool
 
 def _is_fused(attention: nn.Module) -> bool:
     processor = getattr(attention, "processor", None)
-    backend = getattr(processor, "_attention_backend", None) or os.environ.get("DIFFUSERS_ATTN_BACKEND")
     call = type(attention).forward if processor is None else type(processor).__call__
     code = getattr(inspect.unwrap(call), "__code__", None)
-    named = set() if code is None else set(code.co_names)
-    return bool(_FUSED & named) and getattr(backend, "value", backend or "native") in _BACKENDS
+    return code is not None and not _FUSED.isdisjoint(code.co_names)

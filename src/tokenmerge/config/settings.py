@@ -111,8 +111,8 @@ class MergeSettings(Value):
             longest token (arXiv 2312.01026): slower, and farther from the dense picture where measured.
         proportional: let a merged token count in self- or joint attention as often as the number of tokens it
             stands for (arXiv 2210.09461, equation 1). The picture gets several dB closer for a little time.
-            It needs attention that takes a mask, which the fastest GPU kernels do not; a model that computes
-            attention in another way is refused.
+            A kernel that takes a mask gets one. Others get longer heads, or are called twice where they take
+            none: docs/methods.md. A model that computes attention by matrix products is refused.
 
     Where tokens merge:
 

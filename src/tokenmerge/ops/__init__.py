@@ -30,6 +30,7 @@ from tokenmerge.ops.plan import (
     merge_with_norm,
     unmerge,
 )
+from tokenmerge.ops.sized_attention import attend_by_columns, attend_by_values, head_size_with_columns
 from tokenmerge.ops.soft import SoftPlan, Tiles, make_soft_plan, tile
 from tokenmerge.ops.tiles import tiled_matching
 from tokenmerge.ops.tokens import SizedPlan, Tokens, plan_by_size
@@ -41,10 +42,13 @@ __all__ = [
     "SoftPlan",
     "Tiles",
     "Tokens",
+    "attend_by_columns",
+    "attend_by_values",
     "bipartite_soft_matching",
     "bits",
     "features_if_shared",
     "join_plans",
+    "head_size_with_columns",
     "keep_destinations",
     "local_matching",
     "make_plan",

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from tokenmerge.config import ToMeConfig
 from tokenmerge.errors import ConfigError, UnsupportedModelError
 from tokenmerge.models.layout import Grid
+from tokenmerge.runtime.attention_kernels import reach_kernels
 from tokenmerge.runtime.block_runs import finish_run
 from tokenmerge.runtime.caches import Memory
 from tokenmerge.runtime.call_checks import (
@@ -42,6 +43,8 @@ def before_model(root: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
     thread = state.threads.value
     arguments = {**dict(zip(state.call.parameters, args, strict=False)), **kwargs}
     check_given(state, root, arguments)
+    if not torch.compiler.is_compiling():
+        reach_kernels(state)  # of a copy of a patched model, and those that were loaded since
     sample = arguments[state.call.sample]
     if state.config.merges_stacks:
         check_stacks(state, root, arguments)

@@ -18,6 +18,7 @@ from tokenmerge.config import MergeSettings, ToMeConfig
 from tokenmerge.errors import NothingToMergeError, UnsupportedModelError
 from tokenmerge.models.base import Block, Host, modules_in
 from tokenmerge.models.layout import Grid
+from tokenmerge.runtime.attention_kernels import leave_kernels, reach_kernels
 from tokenmerge.runtime.context import CallContext, ThreadState
 from tokenmerge.runtime.forward import block_call, layer_call, stage_call
 from tokenmerge.runtime.hooks import after_model, before_blocks, before_model, compare_guidance
@@ -162,6 +163,7 @@ def patch_host(host: Host, state: ModelState) -> None:
         else:
             call = layer_call if isinstance(part, LayerState) else stage_call
             swap(host.root.get_submodule(part.path), "forward", call, part)
+    reach_kernels(state)
     add_hook(host.root, before_model, state)
     if state.config.follows_steps:
         host.root.register_forward_hook(after_model)
@@ -201,4 +203,5 @@ def restore(root: nn.Module) -> None:
         if STATE in module.__dict__:
             if isinstance(state := module.__dict__[STATE], ModelState):  # a handle may still hold it
                 state.forget()
+                leave_kernels(state)
             undo(module)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,15 +13,27 @@ from torch.overrides import TorchFunctionMode
 
 from tokenmerge.errors import UnsupportedModelError
 from tokenmerge.models.layout import Layout
-from tokenmerge.ops import Plan
+from tokenmerge.ops import Plan, attend_by_columns, attend_by_values, head_size_with_columns
+
+
+class Kernel(NamedTuple):
+    """An attention kernel that takes no mask.
+
+    ``function`` takes ``query``, ``key`` and ``value`` by name, as ``[b, n, heads, d]`` or
+    ``[b · heads, n, d]``. ``largest_head`` is the largest d that it takes with a ``scale``; 0: it has none.
+    """
+
+    function: Callable[..., Any]
+    largest_head: int
 
 
 class ProportionalAttention(TorchFunctionMode):
     """While this context lasts, fused attention adds the logarithm of each key's size to its logits.
 
-    This happens at the call of PyTorch's fused kernel, because hosts have nothing else in common: most of
-    them take no mask, or take it in a form of their own. Only the first call counts, since an adapter may
-    attend to other keys after it.
+    PyTorch's own attention gets a mask for that, and a :class:`Kernel` without masks gets longer heads. This
+    happens at the call of the kernel, because hosts have nothing else in common: most of them take no mask,
+    or take it in a form of their own. Only the first call counts, or the first for each image, since an
+    adapter may attend to other keys after it.
 
     Args:
         plan: its ``sizes`` say how many tokens each key of the image stands for.
@@ -34,27 +47,31 @@ class ProportionalAttention(TorchFunctionMode):
 
     def __init__(self, plan: Plan, layout: Layout, block: Any) -> None:
         super().__init__()
-        self.logits = plan.sizes.log()
+        self.sizes = plan.sizes
         self.layout = layout
         self.block = block
-        self.is_pending = True
+        self._images_seen = 0
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether the attention of some image is still to come."""
+        return self._images_seen < len(self.sizes)
 
     def __torch_function__(
         self, function: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if function is torch.Tensor.unflatten:  # torch.compile traces the method, and not this function
+            return args[0].unflatten(*args[1:], **kwargs)
         if function is not F.scaled_dot_product_attention or not self.is_pending:
             return function(*args, **kwargs)
         names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         key: Tensor = given["key"]
-        text = key.shape[-2] - self.logits.shape[1]
-        if text < 0 or key.shape[0] % len(self.logits):
+        sizes = self._sizes_of(len(key), key.shape[-2])
+        if sizes is None:
             return function(**given)
-        self.is_pending = False
-        bias = F.pad(self.logits, (text, 0) if self.layout.text == "first" else (0, text)).to(key.dtype)
-        # Hosts that fold heads into the batch repeat each image for its heads.
-        bias = bias.repeat_interleave(key.shape[0] // len(bias), 0) if len(bias) != key.shape[0] else bias
+        bias = sizes.log().to(key.dtype)
         bias = bias.view(len(bias), *[1] * (key.ndim - 2), -1)
         mask = given.get("attn_mask")
         if mask is not None and mask.dtype == torch.bool:
@@ -63,11 +80,40 @@ class ProportionalAttention(TorchFunctionMode):
             bias = bias + mask
         return function(**{**given, "attn_mask": bias})
 
+    def attend(self, kernel: Kernel, given: dict[str, Any]) -> Any:
+        """The result of a kernel that takes no mask, called with the arguments ``given``."""
+        query, key, value = (given["query"], given["key"], given["value"])
+        sizes = self._sizes_of(*key.shape[:2])
+        if sizes is None:
+            return kernel.function(**given)
+        others = {name: own for name, own in given.items() if name not in ("query", "key", "value", "scale")}
+        call, scale = functools.partial(kernel.function, **others), given.get("scale")
+        if head_size_with_columns(query.shape[-1]) <= kernel.largest_head:
+            return attend_by_columns(call, query, key, value, sizes, scale)
+        if scale is not None:
+            call = functools.partial(call, scale=scale)
+        return attend_by_values(call, query, key, value, sizes)
+
+    def _sizes_of(self, batch: int, tokens: int) -> Tensor | None:
+        """``[batch, tokens]``: how often each key counts; None: these are not the keys of the plan."""
+        images, m = self.sizes.shape
+        sizes, text = self.sizes, tokens - m
+        if text < 0:
+            return None
+        if batch == 1 < images:  # hosts that attend image by image, since their texts differ in length
+            sizes = sizes[self._images_seen].unsqueeze(0)
+        elif batch % images:
+            return None
+        self._images_seen += len(sizes)
+        sizes = F.pad(sizes, (text, 0) if self.layout.text == "first" else (0, text), value=1.0)
+        # Hosts that fold heads into the batch repeat each image for its heads.
+        return sizes.repeat_interleave(batch // len(sizes), 0) if batch != len(sizes) else sizes
+
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         super().__exit__(kind, error, trace)
         if self.is_pending and kind is None:
             raise UnsupportedModelError(
                 f"{self.block.path}: proportional=True needs attention by PyTorch's "
-                "scaled_dot_product_attention, over all images of a batch at once, and this one computes it "
+                "scaled_dot_product_attention, a back-end of diffusers or xFormers, and this one computes it "
                 "in another way; take the default attention processor, or proportional=False"
             )

@@ -1,0 +1,70 @@
+"""Attention to keys of which each counts as often as its size says, by kernels that take no mask.
+
+With a mask, the logarithm of a key's size is added to its logits, so that the result is
+``Σ s · exp(logit) · v / Σ s · exp(logit)``, summed over the keys with sizes s and values v. The two functions
+here compute the same without a mask. Tensors are ``[b, n, heads, d]`` or ``[b · heads, n, d]``. A kernel is
+called by name, with ``query``, ``key`` and ``value``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+_GROUP = 8  # kernels take head sizes that are multiples of this
+
+
+def head_size_with_columns(d: int) -> int:
+    """The head size with which :func:`attend_by_columns` calls a kernel: the next multiple of 8 above d."""
+    return (d // _GROUP + 1) * _GROUP
+
+
+def attend_by_columns(
+    kernel: Callable[..., Tensor],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sizes: Tensor,
+    scale: float | None = None,
+) -> Tensor:
+    """Attention by one call of the kernel, with 1 to 8 more channels for each head.
+
+    In these channels a query is 1, and each holds an equal part of ``log(size) / scale`` of a key, so that
+    together they add ``log(size)`` to the logit. In equal parts the numbers stay small, which kernels that
+    quantise keys need. The values get as many zeros, since most kernels take one head size for all three.
+
+    ``kernel`` takes ``scale`` by name too. ``sizes`` are those of the keys, ``[b, m]`` or ``[b · heads, m]``.
+    Without a ``scale`` of the logits, it is ``d ** -0.5`` with the head size d of the given query.
+    """
+    d = query.shape[-1]
+    more = head_size_with_columns(d) - d
+    scale = d**-0.5 if scale is None else scale
+    parts = _of_each_key(sizes.log() / (scale * more), key).to(key.dtype)
+    result = kernel(
+        query=F.pad(query, (0, more), value=1.0),
+        key=torch.cat([key, parts.expand(*key.shape[:-1], more)], dim=-1),
+        value=F.pad(value, (0, more)),
+        scale=scale,
+    )
+    return result[..., :d]
+
+
+def attend_by_values(
+    kernel: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, sizes: Tensor
+) -> Tensor:
+    """Attention by two calls of the kernel, for kernels that take no more channels for a head.
+
+    In one call the values are multiplied by the sizes, in the other they are the sizes themselves. The result
+    is the quotient of both results. It takes twice the time of plain attention. ``sizes`` are as for
+    :func:`attend_by_columns`.
+    """
+    counts = _of_each_key(sizes, value).to(value.dtype).expand_as(value).contiguous()
+    return kernel(query=query, key=key, value=value * counts) / kernel(query=query, key=key, value=counts)
+
+
+def _of_each_key(numbers: Tensor, key: Tensor) -> Tensor:
+    """``[b, m]`` in the shape ``[b, m, 1]`` or ``[b, m, 1, 1]``, as the keys or values have it."""
+    return numbers.view(*numbers.shape, *[1] * (key.ndim - 2))

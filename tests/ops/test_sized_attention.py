@@ -1,0 +1,120 @@
+"""Attention to keys of several sizes without a mask: equal to attention with one, up to rounding."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from tokenmerge.ops import attend_by_columns, attend_by_values, head_size_with_columns
+
+LARGEST = 16  # size of a key
+
+
+def plain(query: Tensor, key: Tensor, value: Tensor, scale: float | None = None) -> Tensor:
+    """A kernel without masks that takes ``[b, n, heads, d]``, or ``[b · heads, n, d]``."""
+    assert query.shape[-1] == key.shape[-1] == value.shape[-1]
+    if query.ndim == 3:
+        return F.scaled_dot_product_attention(query, key, value, scale=scale)
+    query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
+    return F.scaled_dot_product_attention(query, key, value, scale=scale).transpose(1, 2)
+
+
+def case(d: int, dtype: torch.dtype, folded: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Query, key, value and sizes of keys, some of which count once, as text does."""
+    draw = torch.Generator().manual_seed(d)
+    shape = (6, 33, d) if folded else (2, 33, 3, d)
+    query, key, value = (torch.randn(shape, generator=draw).to(dtype) for _ in range(3))
+    sizes = torch.randint(1, LARGEST + 1, (shape[0], 33), generator=draw).float()
+    sizes[:, :7] = 1
+    return query, key, value, sizes
+
+
+def exact(query: Tensor, key: Tensor, value: Tensor, sizes: Tensor, scale: float) -> Tensor:
+    """``Σ s · exp(logit) · v / Σ s · exp(logit)`` in float64."""
+    query, key, value = (
+        t.double() if t.ndim == 3 else t.double().transpose(1, 2) for t in (query, key, value)
+    )
+    weights = (query @ key.mT * scale).exp() * sizes.double().view(len(sizes), *[1] * (key.ndim - 2), -1)
+    result = weights @ value / weights.sum(-1, keepdim=True)
+    return result if query.ndim == 3 else result.transpose(1, 2)
+
+
+def bound(query: Tensor, key: Tensor, value: Tensor, scale: float) -> float:
+    """How far the result may be from the exact one.
+
+    A logit is off by the rounding of log(size), half an ulp of the dtype, and by that of its sum of d + 8
+    products in float32. An error δ of logits changes each weight by a factor within exp(±δ), before and
+    after the sum of weights: 2δ of the largest value. Weights, sizes times values, and results are rounded
+    to the dtype, each by half an ulp, and the quotient of two results has both errors.
+    """
+    half_ulp = torch.finfo(query.dtype).eps / 2
+    products = query.float().norm(dim=-1).max() * key.float().norm(dim=-1).max() * scale
+    logit = half_ulp * torch.tensor(LARGEST).log() + 2**-24 * (query.shape[-1] + 8) * products
+    return float(value.float().abs().max() * (2 * logit + 6 * half_ulp))
+
+
+CASES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+HEADS = pytest.mark.parametrize("d", [40, 64, 71, 72, 80, 96, 120, 128])
+
+
+@HEADS
+@CASES
+@pytest.mark.parametrize("attend", [attend_by_columns, attend_by_values])
+@pytest.mark.parametrize("folded", [False, True], ids=["heads", "folded"])
+def test_each_key_counts_as_often_as_its_size_says(attend, d, dtype, folded):
+    query, key, value, sizes = case(d, dtype, folded)
+    result = attend(plain, query, key, value, sizes)
+    assert result.dtype == dtype
+    error = (result - exact(query, key, value, sizes, d**-0.5)).abs().max().item()
+    assert error < bound(query, key, value, d**-0.5)
+
+
+@HEADS
+@CASES
+def test_columns_are_as_exact_as_a_mask(d, dtype):
+    query, key, value, sizes = case(d, dtype, folded=False)
+    within = bound(query, key, value, d**-0.5)
+    mask = sizes.log().to(dtype).view(2, 1, 1, -1)
+    heads = (tensor.transpose(1, 2) for tensor in (query, key, value))
+    masked = F.scaled_dot_product_attention(*heads, attn_mask=mask).transpose(1, 2)
+    columns = attend_by_columns(plain, query, key, value, sizes)
+    assert (columns - masked).abs().max().item() < 2 * within  # each is within it of the exact result
+
+
+def test_a_scale_that_is_given_is_kept():
+    query, key, value, sizes = case(64, torch.float32, folded=False)
+    result = attend_by_columns(plain, query, key, value, sizes, scale=0.3)
+    error = (result - exact(query, key, value, sizes, 0.3)).abs().max().item()
+    assert error < bound(query, key, value, 0.3)
+
+
+@HEADS
+def test_a_kernel_gets_a_multiple_of_8_channels_and_values_of_the_same_size(d):
+    seen = []
+
+    def kernel(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        seen.extend(tensor.shape[-1] for tensor in (query, key, value))
+        assert scale == d**-0.5
+        return value
+
+    result = attend_by_columns(kernel, *case(d, torch.float32, folded=False))
+    assert result.shape[-1] == d
+    assert set(seen) == {head_size_with_columns(d)}
+    assert d < head_size_with_columns(d) <= d + 8
+    assert head_size_with_columns(d) % 8 == 0
+
+
+def test_keys_stay_small_where_the_padding_has_room():
+    """Kernels that quantise keys to 8 bits take their steps from the largest number of a key."""
+    query, key, value, sizes = case(128, torch.float32, folded=False)
+    largest = []
+
+    def kernel(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        largest.append(key[..., 128:].abs().max().item())
+        return value
+
+    attend_by_columns(kernel, query, key, value, sizes)
+    # An eighth of log(16) · √128, and no more than usual entries of keys with variance 1 have.
+    assert largest[0] <= torch.tensor(16.0).log().item() * 128**0.5 / 8 + 1e-5 < 4
