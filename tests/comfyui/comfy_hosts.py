@@ -81,24 +81,6 @@ UNET = {
     "legacy": False,
     "dtype": torch.float32,
 }
-FLUX = {
-    "image_model": "flux",
-    "in_channels": 16,
-    "out_channels": 16,
-    "vec_in_dim": 12,
-    "context_in_dim": 24,
-    "hidden_size": 32,
-    "mlp_ratio": 2.0,
-    "num_heads": 2,
-    "depth": 2,
-    "depth_single_blocks": 2,
-    "axes_dim": [4, 6, 6],
-    "theta": 10000,
-    "patch_size": 2,
-    "qkv_bias": True,
-    "guidance_embed": False,
-    "dtype": torch.float32,
-}
 
 
 def seeded(module, scale=1.0):

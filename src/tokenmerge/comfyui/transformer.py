@@ -55,7 +55,7 @@ class ReplacedBlock:
             )
         finally:
             step.running = None
-        return {"img": image} if text is None else {"img": image, "txt": text}
+        return {"img": image, "txt": text}  # None where a block has no text, as the last one of SD 3
 
     def _running(self, step: Step, call: HostCall, options: dict[str, Any]) -> Running | None:
         """What the block merges; None: it is dense."""
