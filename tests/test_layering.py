@@ -27,13 +27,14 @@ MAY_IMPORT = {
     "report": "errors ops config models runtime",
     "vit": "errors ops config planners models runtime report",
     "auto": "errors config planners models",
+    "comfyui": "errors ops config planners models runtime presets",
     "speedup": "errors runtime report auto",
     "handle": "errors config models runtime report vit",
     "api": "errors config presets models runtime report vit auto speedup handle",
     "compat": "errors config api",
     "pipeline_methods": "errors compat",
     "measure": "errors ops config planners models runtime report vit presets pictures auto api compat",
-    "cli": "errors ops config models report vit presets auto api measure",
+    "cli": "errors ops config models report vit presets auto comfyui api measure",
     "__main__": "cli",
 }
 TOOLS = ("paddle", "portable", "pictures", "pipeline_methods", "measure", "cli", "__main__")

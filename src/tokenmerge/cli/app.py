@@ -9,6 +9,7 @@ import typer
 
 import tokenmerge
 from tokenmerge.cli.bench import bench
+from tokenmerge.cli.comfyui import commands as comfyui
 from tokenmerge.cli.env import env
 from tokenmerge.cli.evaluate import evaluate
 from tokenmerge.cli.generate import generate
@@ -84,6 +85,7 @@ app.command(
     )
 )(report)
 app.command(epilog=_examples("env", "env --json"))(env)
+app.add_typer(comfyui, name="comfyui", epilog=_examples("comfyui install ~/ComfyUI"))
 
 
 def _print_version(wanted: bool) -> None:

@@ -1,0 +1,42 @@
+"""Writes the folder that ComfyUI loads into its ``custom_nodes``."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from tokenmerge.errors import ConfigError
+
+SOURCE = Path(__file__).parent / "custom_node"
+NAME = "comfyui-tokenmerge"
+
+
+def install(path: str | Path) -> list[Path]:
+    """Write the folder ``comfyui-tokenmerge`` into ``custom_nodes``; files of an older one are replaced.
+
+    Args:
+        path: ComfyUI's folder, or its ``custom_nodes``.
+
+    Returns:
+        The files that were written.
+
+    Raises:
+        ConfigError: it is neither, or a link stands where the folder would be.
+    """
+    given = Path(path).expanduser()
+    folder = given if given.name == "custom_nodes" else given / "custom_nodes"
+    if not folder.is_dir():
+        raise ConfigError(
+            f"path: expected ComfyUI's folder, which has a folder custom_nodes, or that folder, got {given}; "
+            "give the folder with ComfyUI's main.py"
+        )
+    target = folder / NAME
+    if target.is_symlink():
+        raise ConfigError(f"path: {target} is a link; remove it to have the folder written instead")
+    files = sorted(file for file in SOURCE.rglob("*") if file.is_file() and "__pycache__" not in file.parts)
+    written = []
+    for file in files:
+        written.append(target / file.relative_to(SOURCE))
+        written[-1].parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(file, written[-1])
+    return written
