@@ -14,6 +14,7 @@ from tokenmerge.cli.env import env
 from tokenmerge.cli.evaluate import evaluate
 from tokenmerge.cli.generate import generate
 from tokenmerge.cli.inspect import inspect
+from tokenmerge.cli.play import play
 from tokenmerge.cli.report import report
 from tokenmerge.cli.tune import tune
 from tokenmerge.errors import ConfigError
@@ -84,6 +85,7 @@ app.command(
         "report --compare old.jsonl new.jsonl --fail-if-slower 5%",
     )
 )(report)
+app.command(epilog=_examples("play", "play --model owner/name --device cuda"))(play)
 app.command(epilog=_examples("env", "env --json"))(env)
 app.add_typer(comfyui, name="comfyui", epilog=_examples("comfyui install ~/ComfyUI"))
 

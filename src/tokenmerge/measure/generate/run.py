@@ -206,7 +206,7 @@ class _Run:
             ]
         except MissingExtraError as error:
             self.notes.append(str(error))
-        groups = [_groups(plans, index, len(merged)) for index in range(len(merged))]
+        groups = [merged_groups(plans, index, len(merged)) for index in range(len(merged))]
         rows = [
             Row(dense[index], merged[index], groups[index][0], captions[index])
             for index in range(len(merged))
@@ -235,7 +235,7 @@ class _Run:
         return result
 
 
-def _groups(plans: Mapping[str, RecordedPlan], index: int, batch: int) -> tuple[NDArray[np.int64], str]:
+def merged_groups(plans: Mapping[str, RecordedPlan], index: int, batch: int) -> tuple[NDArray[np.int64], str]:
     """The groups to draw on picture ``index``: those of the last block with the most tokens.
 
     Returns:
