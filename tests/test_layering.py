@@ -33,10 +33,11 @@ MAY_IMPORT = {
     "compat": "errors config api",
     "pipeline_methods": "errors compat",
     "measure": "errors ops config planners models runtime report vit presets pictures auto api compat",
-    "cli": "errors ops config models report vit presets auto api measure",
+    "export": "errors config models report api measure",
+    "cli": "errors ops config models report vit presets auto api measure export",
     "__main__": "cli",
 }
-TOOLS = ("paddle", "portable", "pictures", "pipeline_methods", "measure", "cli", "__main__")
+TOOLS = ("paddle", "portable", "pictures", "pipeline_methods", "measure", "export", "cli", "__main__")
 # The families' files, and what leads to them, are for those who have a pipeline in hand.
 FAMILIES = ("tokenmerge.models.families", "tokenmerge.models.find")
 
