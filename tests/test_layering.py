@@ -35,10 +35,11 @@ MAY_IMPORT = {
     "pipeline_methods": "errors compat",
     "measure": "errors ops config planners models runtime report vit presets pictures auto api compat",
     "play": "errors measure pictures report api",
-    "cli": "errors ops config models report vit presets auto comfyui api measure play",
+    "export": "errors config models report api measure",
+    "cli": "errors ops config models report vit presets auto comfyui api measure play export",
     "__main__": "cli",
 }
-TOOLS = ("paddle", "portable", "pictures", "pipeline_methods", "measure", "play", "cli", "__main__")
+TOOLS = ("paddle", "portable", "pictures", "pipeline_methods", "measure", "play", "export", "cli", "__main__")
 # The families' files, and what leads to them, are for those who have a pipeline in hand.
 FAMILIES = ("tokenmerge.models.families", "tokenmerge.models.find")
 

@@ -12,6 +12,7 @@ from tokenmerge.cli.bench import bench
 from tokenmerge.cli.comfyui import commands as comfyui
 from tokenmerge.cli.env import env
 from tokenmerge.cli.evaluate import evaluate
+from tokenmerge.cli.export import export
 from tokenmerge.cli.generate import generate
 from tokenmerge.cli.inspect import inspect
 from tokenmerge.cli.play import play
@@ -79,6 +80,14 @@ app.command(
         "generate 'a castle' --settings outputs/tuned.json",
     )
 )(tune)
+app.command(
+    epilog=_examples(
+        "export emoji-unet --to onnx -o exported",
+        "export owner/name --to openvino --size 768 --ratio 0.6 -o exported",
+        "export ./sdxl --to onnx --method tome --max-downsample 2 -o exported",
+        "export ./lcm --to openvino --guidance 1 --ratio 0 -o exported",
+    )
+)(export)
 app.command(
     epilog=_examples(
         "report outputs/bench.jsonl -o report.html",

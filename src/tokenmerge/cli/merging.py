@@ -104,7 +104,7 @@ def with_merging_options(command: Callable[..., None]) -> Callable[..., None]:
         given = {name: values.pop(name) for name in options}
         method = merging(**given)
         if (file := given["settings_file"]) is not None:
-            warn_of_differences(file, values["model"], values["size"], values["steps"])
+            warn_of_differences(file, values["model"], values["size"], values.get("steps"))
         command(**values, merging=method)
 
     own = inspect.signature(command, eval_str=True).parameters

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-_MASK32 = 0xFFFFFFFF
+from tokenmerge.ops.draws import Draw, below
 
 
 def num_destinations(grid: Sequence[int], cell: Sequence[int]) -> int:
@@ -90,7 +90,7 @@ def strided_partition(
     grid: Sequence[int],
     cell: Sequence[int],
     *,
-    draw: tuple[int, Tensor] | None = None,
+    draw: Draw | None = None,
     device: torch.device | str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Split a token grid into sources and destinations (arXiv 2303.17604, section 4.1).
@@ -117,30 +117,4 @@ def strided_partition(
     if draw is None:
         return torch.cat([inside[1:].flatten(), outside]), inside[0]
     size, count = inside.shape
-    first = _hash(*draw, torch.arange(count, device=device)) % size
-    return partition_at(inside, outside, first)
-
-
-def uniform_noise(draw: tuple[int, Tensor], n: int, device: torch.device | str | None = None) -> Tensor:
-    """``[n]`` pseudo-random float32 numbers, 0 < x < 1, with ``draw`` as for :func:`strided_partition`.
-
-    >>> uniform_noise((0, torch.tensor(7)), 1000).mean().sub(0.5).abs().item() < 0.05
-    True
-    """
-    # The upper 23 bits plus one half: float32 represents these numbers exactly.
-    return ((_hash(*draw, torch.arange(n, device=device)) >> 9).to(torch.float32) + 0.5) * 2.0**-23
-
-
-def _hash(seed: int, step: Tensor, place: Tensor) -> Tensor:
-    """Uniform 32-bit integers from three counters.
-
-    Each counter goes through the avalanche function "lowbias32" (C. Wellons, public domain): if one input bit
-    changes, each output bit changes with probability 1/2.
-    """
-    state = torch.full_like(place, seed & _MASK32)
-    for counter in (step, place):
-        state = state ^ (counter & _MASK32)
-        state = (state ^ (state >> 16)) * 0x7FEB352D & _MASK32
-        state = (state ^ (state >> 15)) * 0x846CA68B & _MASK32
-        state = state ^ (state >> 16)
-    return state
+    return partition_at(inside, outside, below(size, draw, count, device))

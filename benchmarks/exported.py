@@ -1,0 +1,245 @@
+"""Exported denoisers on a CPU: an LCM-like loop of few steps, dense and merged, in ONNX Runtime and OpenVINO.
+
+The denoiser has the geometry of a well-known model and random weights, so that nothing is downloaded. It is
+exported once for each ratio and program, and PyTorch runs the same loop for the reference. Then all take
+turns, each in a process of its own, so that one model is in memory at a time. Loading is not timed. Every
+loop adds a line to the record, and a run that was stopped goes on where it was.
+
+    python benchmarks/exported.py --out benchmarks/exported_cpu.jsonl
+    python benchmarks/exported.py --out benchmarks/exported_cpu.jsonl --table
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from diffusers import LCMScheduler
+
+import tokenmerge
+from tokenmerge.api import token_merging
+from tokenmerge.export import export_denoiser
+from tokenmerge.export.call import DenoiserCall
+from tokenmerge.export.formats import FORMATS
+from tokenmerge.export.run import settings_of
+from tokenmerge.measure.bench.env import environment
+from tokenmerge.measure.bench.geometry import PREFIX, build_denoiser, find_geometry
+from tokenmerge.measure.bench.inputs import InputSize, example_inputs
+from tokenmerge.measure.method_spec import MethodSpec
+from tokenmerge.models.find import find_hosts
+
+PYTORCH = "pytorch"
+SCALE = 8  # pixels per latent position
+KEY = ("model", "size", "steps", "engine", "ratio")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", default="geometry:sd15", help="a UNet by its geometry")
+    parser.add_argument("--size", type=int, default=768, help="pixels (default: 768)")
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--ratio", type=float, nargs="+", default=[0.0, 0.6])
+    parser.add_argument("--engine", nargs="+", default=list(FORMATS), choices=list(FORMATS))
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--exports", type=Path, default=Path("outputs/exported"), help="where exports stay")
+    parser.add_argument("--out", type=Path, default=Path("outputs/exported.jsonl"))
+    parser.add_argument("--table", action="store_true", help="print the table of the record and stop")
+    parser.add_argument("--one", nargs=2, metavar=("ENGINE", "RATIO"), help=argparse.SUPPRESS)
+    parser.add_argument("--export-one", nargs=2, metavar=("ENGINE", "RATIO"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.table:
+        return table(options)
+    if options.one:
+        return run_one(options, options.one[0], float(options.one[1]))
+    if options.export_one:
+        return export_one(options, options.export_one[0], float(options.export_one[1]))
+
+    for ratio in options.ratio:
+        if not reference_file(options, ratio).exists():
+            child("--one", PYTORCH, str(ratio))
+    for engine in options.engine:
+        for ratio in options.ratio:
+            if not folder_of(options, engine, ratio).exists():
+                child("--export-one", engine, str(ratio))
+    for turn in range(1, options.rounds + 1):
+        for engine in options.engine:
+            for ratio in options.ratio:
+                if len(records(options, engine, ratio)) < turn:
+                    print(f"round {turn} of {options.rounds}: {engine}, ratio {ratio:g}", file=sys.stderr)
+                    child("--one", engine, str(ratio))
+    table(options)
+
+
+def child(*arguments: str) -> None:
+    """The same command for one part, in a process of its own."""
+    subprocess.run([sys.executable, "-W", "ignore", *sys.argv, *arguments], check=True)
+
+
+def folder_of(options: argparse.Namespace, engine: str, ratio: float) -> Path:
+    name = options.model.removeprefix(PREFIX)
+    return options.exports / f"{name}-{options.size}-{engine}-{ratio:g}"
+
+
+def reference_file(options: argparse.Namespace, ratio: float) -> Path:
+    """The results of PyTorch's loop, one for each step, and the text that it was given."""
+    folder = folder_of(options, PYTORCH, ratio)
+    return folder.with_name(f"{folder.name}-{options.steps}-steps.npz")
+
+
+def make_call(options: argparse.Namespace) -> DenoiserCall:
+    """The denoiser with a call for one picture without guidance, as LCM makes it."""
+    model = build_denoiser(find_geometry(options.model), torch.float32, torch.device("cpu"), seed=0)
+    side = options.size // SCALE
+    inputs = example_inputs(model, InputSize(options.size, options.size, SCALE, 1, 1), 0, guided=False)
+    (host,) = find_hosts(model)
+    arguments = {host.sample: inputs.args[0], **inputs.kwargs}
+    arguments["timestep"] = torch.full_like(arguments["timestep"], 999)
+    return DenoiserCall(model, arguments, (options.size, options.size), (side, side))
+
+
+def merging(ratio: float) -> MethodSpec:
+    """The merging part of `auto`, on all token grids, so that it does not depend on a calibration."""
+    return MethodSpec("auto", {"ratio": ratio, "min_tokens": 0} if ratio else {"ratio": 0.0})
+
+
+def export_one(options: argparse.Namespace, engine: str, ratio: float) -> None:
+    folder = folder_of(options, engine, ratio)
+    begin = time.perf_counter()
+    found = export_denoiser(lambda: make_call(options), merging(ratio), folder, engine, options.model)
+    took, peak = time.perf_counter() - begin, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    print(
+        f"exported {folder.name} in {took:.0f} s, peak {peak / 1e6:.1f} GB, "
+        f"difference {found.check.relative:.1e}",
+        file=sys.stderr,
+    )
+
+
+def loop(options: argparse.Namespace, call: Callable[[np.ndarray, float], np.ndarray]) -> list[np.ndarray]:
+    """Denoise from the noise of one seed; the result of each call of the denoiser."""
+    scheduler = LCMScheduler(beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear")
+    scheduler.set_timesteps(options.steps)
+    generator = torch.Generator().manual_seed(0)
+    side = options.size // SCALE
+    latents = torch.randn(1, 4, side, side, generator=generator)
+    results = []
+    for step in scheduler.timesteps:
+        result = call(latents.numpy(), float(step))
+        results.append(result)
+        latents = scheduler.step(torch.from_numpy(result), step, latents, generator=generator).prev_sample
+    return results
+
+
+def run_one(options: argparse.Namespace, engine: str, ratio: float) -> None:
+    """Time the loop once, compare each of its results with PyTorch's, and append a line to the record."""
+    torch.set_num_threads(options.threads)
+    own = merging(ratio)
+    if engine == PYTORCH:
+        made = make_call(options)
+        text = made.arguments["encoder_hidden_states"]
+
+        def run(sample: np.ndarray, step: float) -> np.ndarray:
+            arguments = (torch.from_numpy(sample), torch.full((1,), step), text)
+            with torch.no_grad():
+                return made.denoiser(*arguments, return_dict=False)[0].numpy()
+
+        with token_merging(made, settings_of(own, made)):
+            seconds, results = timed(lambda: loop(options, run))
+        reference_file(options, ratio).parent.mkdir(parents=True, exist_ok=True)
+        np.savez(reference_file(options, ratio), results=np.stack(results), text=text.numpy())
+        about: dict[str, Any] = {}
+    else:
+        folder = folder_of(options, engine, ratio)
+        model = FORMATS[engine].load(folder, options.threads)
+        about = {"export": json.loads((folder / "export.json").read_text(encoding="utf-8"))}
+        reference = np.load(reference_file(options, ratio))
+
+        def exported(sample: np.ndarray, step: float) -> np.ndarray:
+            timestep = np.full(1, step, dtype=np.float32)
+            text = reference["text"]
+            return model({"sample": sample, "timestep": timestep, "encoder_hidden_states": text})
+
+        seconds, results = timed(lambda: loop(options, exported))
+        about["differences"] = [
+            float(np.abs(one - other).max() / np.abs(other).max())
+            for one, other in zip(results, reference["results"], strict=True)
+        ]
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    line = {
+        "model": options.model,
+        "size": options.size,
+        "steps": options.steps,
+        "engine": engine,
+        "ratio": ratio,
+        "seconds": seconds,
+        "threads": options.threads,
+        "load": os.getloadavg()[0],
+        "peak_rss_bytes": peak,
+        "method": own.to_dict(),
+        **about,
+        "tokenmerge": tokenmerge.__version__,
+        "environment": environment(),
+    }
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    with options.out.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")
+    print(f"{engine}, ratio {ratio:g}: {seconds:.1f} s, peak {peak / 1e9:.1f} GB", file=sys.stderr)
+
+
+def timed(work: Callable[[], list[np.ndarray]]) -> tuple[float, list[np.ndarray]]:
+    begin = time.perf_counter()
+    found = work()
+    return time.perf_counter() - begin, found
+
+
+def records(options: argparse.Namespace, engine: str, ratio: float) -> list[dict[str, Any]]:
+    """The lines of the record on one model, in the order in which they were measured."""
+    if not options.out.exists():
+        return []
+    wanted = (options.model, options.size, options.steps, engine, ratio)
+    lines = map(json.loads, options.out.read_text(encoding="utf-8").splitlines())
+    return [line for line in lines if tuple(line[name] for name in KEY) == wanted]
+
+
+def table(options: argparse.Namespace) -> None:
+    """Print median and range of the times, the speed-up within rounds, and the largest difference."""
+    print("| program | ratio | tokens | time | against dense | largest difference from PyTorch |")
+    print("|---|---:|---:|---:|---:|---:|")
+    for engine in [*options.engine, PYTORCH]:
+        dense = [one["seconds"] for one in records(options, engine, 0.0)]
+        for ratio in options.ratio:
+            found = records(options, engine, ratio)
+            if not found:
+                continue
+            seconds = [one["seconds"] for one in found]
+            gains = [before / after for before, after in zip(dense, seconds, strict=False)] if ratio else []
+            first = found[0].get("export", {}).get("merging")
+            tokens = f"{first['tokens']} → {first['merged_tokens']}" if first and ratio else ""
+            worst = [max(one["differences"]) for one in found if "differences" in one]
+            cells = [engine, f"{ratio:g}", tokens, spread(seconds, " s"), spread(gains, "×", 2)]
+            print("| " + " | ".join([*cells, f"{max(worst):.1e}" if worst else ""]) + " |")
+
+
+def spread(values: list[float], unit: str, digits: int = 1) -> str:
+    """Median (lowest to highest)."""
+    if not values:
+        return ""
+    low, high = min(values), max(values)
+    return f"{statistics.median(values):.{digits}f}{unit} ({low:.{digits}f}–{high:.{digits}f})"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+"""A new folder that is there with all its files, or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from tokenmerge.errors import ConfigError
+
+
+def check_new(folder: Path) -> None:
+    """See that a folder does not exist yet, or is empty.
+
+    Raises:
+        ConfigError: something is there.
+    """
+    try:
+        taken = folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
+    except OSError as error:
+        raise _refused(folder, error) from error
+    if taken:
+        raise ConfigError(
+            f"out: {folder} exists already, and nothing is written over; remove it, or choose another folder "
+            "with --out"
+        )
+
+
+@contextlib.contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """A folder to fill, which gets its name when the context ends, and is removed after an exception.
+
+    Only a process that is killed at once leaves something: ``.NAME-unfinished-…`` beside the folder.
+
+    Raises:
+        ConfigError: it exists already, or cannot be written.
+    """
+    check_new(folder)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}-unfinished-", dir=folder.parent))
+    except OSError as error:
+        raise _refused(folder, error) from error
+    try:
+        yield unfinished
+        check_new(folder)
+        unfinished.chmod(0o755)  # mkdtemp makes folders that only their owner can read
+        with contextlib.suppress(FileNotFoundError):
+            folder.rmdir()
+        unfinished.replace(folder)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _refused(folder: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"out: cannot write to {folder} ({error.strerror or error}); choose another folder with --out"
+    )

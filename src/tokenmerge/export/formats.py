@@ -1,0 +1,102 @@
+"""The formats: how a model is written in each, and how such a file is run."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from tokenmerge.errors import MissingExtraError
+
+Arrays = Mapping[str, Any]  # by the names of a model's inputs
+Run = Callable[[Arrays], Any]  # inputs → the output
+
+
+@dataclasses.dataclass(frozen=True)
+class Format:
+    """A format of exported models.
+
+    Attributes:
+        title: the program that runs it.
+        opset: version of ONNX's operators through which the model goes.
+        packages: that must be installed, those that run the model first.
+        file: name of the file that is to be opened.
+        write: (ONNX program of PyTorch, folder) → files in the folder.
+        load: (folder, number of threads, None for all) → a function that runs the model in it.
+    """
+
+    title: str
+    opset: int
+    packages: tuple[str, ...]
+    file: str
+    write: Callable[[Any, Path], None]
+    load: Callable[[Path, int | None], Run]
+
+    def require(self) -> None:
+        """Raise a MissingExtraError if a package is not installed."""
+        missing = [package for package in self.packages if importlib.util.find_spec(package) is None]
+        if missing:
+            raise MissingExtraError("export", needed_by=f"to: {self.title} needs {', '.join(missing)}")
+
+
+def _write_onnx(program: Any, folder: Path) -> None:
+    program.save(folder / "model.onnx", external_data=True)
+
+
+def _load_onnx(folder: Path, threads: int | None) -> Run:
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads or 0
+    session = onnxruntime.InferenceSession(folder / "model.onnx", options, providers=["CPUExecutionProvider"])
+    names = {one.name for one in session.get_inputs()}
+
+    def run(arrays: Arrays) -> Any:
+        return session.run(None, {name: value for name, value in arrays.items() if name in names})[0]
+
+    return run
+
+
+def _write_openvino(program: Any, folder: Path) -> None:
+    import openvino
+
+    onnx = folder / "onnx"
+    onnx.mkdir()
+    _write_onnx(program, onnx)
+    # Not convert_model, which reports its use over the network.
+    model = openvino.Core().read_model(onnx / "model.onnx")
+    openvino.save_model(model, folder / "model.xml", compress_to_fp16=False)
+    del model  # it holds the file of the weights
+    for file in onnx.iterdir():
+        file.unlink()
+    onnx.rmdir()
+
+
+def _load_openvino(folder: Path, threads: int | None) -> Run:
+    import openvino
+
+    # bfloat16 is the default on CPUs that have it, and matches other tokens than float32.
+    settings: dict[str, Any] = {"INFERENCE_PRECISION_HINT": "f32"}
+    if threads:
+        settings["INFERENCE_NUM_THREADS"] = threads
+    model = openvino.Core().compile_model(folder / "model.xml", "CPU", settings)
+    names = {name for one in model.inputs for name in one.get_names()}
+
+    def run(arrays: Arrays) -> Any:
+        return model({name: value for name, value in arrays.items() if name in names})[0]
+
+    return run
+
+
+FORMATS = {
+    # From opset 23 on, attention is one operator, but ONNX Runtime 1.32 refuses masks of one row there.
+    "onnx": Format(
+        "ONNX Runtime", 20, ("onnxruntime", "onnx", "onnxscript"), "model.onnx", _write_onnx, _load_onnx
+    ),
+    # With this operator OpenVINO always finds its fused attention.
+    "openvino": Format(
+        "OpenVINO", 23, ("openvino", "onnx", "onnxscript"), "model.xml", _write_openvino, _load_openvino
+    ),
+}

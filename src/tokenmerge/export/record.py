@@ -1,0 +1,123 @@
+"""What an exported model is, in values that JSON can hold."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import tokenmerge
+from tokenmerge.config import ToMeConfig
+from tokenmerge.report import Report
+
+FILE = "export.json"
+_VERSION = 1
+_PACKAGES = ("torch", "diffusers", "onnx", "onnxscript", "onnxruntime", "openvino")
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """How far the exported model is from PyTorch, in one call with another sample and timestep.
+
+    Attributes:
+        engine: the program that ran the exported model.
+        largest_difference: of any value of the output.
+        largest_output: the largest absolute value of PyTorch's output.
+    """
+
+    engine: str
+    largest_difference: float
+    largest_output: float
+
+    @property
+    def relative(self) -> float:
+        """The largest difference as a fraction of the largest output."""
+        return self.largest_difference / self.largest_output
+
+
+@dataclasses.dataclass(frozen=True)
+class ExportRecord:
+    """What an exported model is.
+
+    Attributes:
+        model: name of the model, as it was given.
+        denoiser: class of the denoiser.
+        to: the format.
+        file: to open.
+        opset: version of ONNX's operators.
+        size: (width, height) in pixels.
+        latent: (height, width) of the latents.
+        batch: samples in a call.
+        guided: whether the batch holds each sample twice, for guidance.
+        inputs: name → (shape, dtype).
+        output: (shape, dtype).
+        method: the method and what was changed of it.
+        settings: all settings.
+        merging: what merges in one call.
+        check: how far it is from PyTorch.
+    """
+
+    model: str
+    denoiser: str
+    to: str
+    file: str
+    opset: int
+    size: tuple[int, int]
+    latent: tuple[int, int]
+    batch: int
+    guided: bool
+    inputs: Mapping[str, tuple[tuple[int, ...], str]]
+    output: tuple[tuple[int, ...], str]
+    method: Mapping[str, Any]
+    settings: ToMeConfig
+    merging: Report
+    check: Check
+
+    def to_dict(self, folder: Path) -> dict[str, Any]:
+        """The record with the names and sizes of the files in a folder."""
+        rows = self.merging.rows
+        return {
+            "kind": "tokenmerge export",
+            "version": _VERSION,
+            "model": self.model,
+            "class": self.denoiser,
+            "format": self.to,
+            "file": self.file,
+            "opset": self.opset,
+            "dtype": "float32",
+            "width": self.size[0],
+            "height": self.size[1],
+            "latent": {"height": self.latent[0], "width": self.latent[1]},
+            "batch": self.batch,
+            "guidance": "both halves of the batch hold the same sample" if self.guided else None,
+            "inputs": [{"name": name, **_tensor(*found)} for name, found in self.inputs.items()],
+            "outputs": [{"name": "out", **_tensor(*self.output)}],
+            "method": dict(self.method),
+            "settings": self.settings.to_dict(),
+            "merging": {
+                "blocks": len(rows),
+                "tokens": sum(row.tokens for row in rows),
+                "merged_tokens": sum(row.merged_tokens for row in rows),
+                "flops_dense": self.merging.flops_dense,
+                "flops_merged": self.merging.flops_merged,
+            },
+            "check": {**dataclasses.asdict(self.check), "relative_difference": self.check.relative},
+            "files": {file.name: file.stat().st_size for file in sorted(folder.iterdir())},
+            "versions": {"tokenmerge": tokenmerge.__version__, **_versions()},
+        }
+
+
+def _tensor(shape: tuple[int, ...], dtype: str) -> dict[str, Any]:
+    return {"shape": list(shape), "dtype": dtype}
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for package in _PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
