@@ -5,10 +5,14 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+import torch
+from torch import Tensor
 
-from tests.models.tiny import FAMILIES
-from tokenmerge import ToMeConfig, apply_token_merging, remove_token_merging
+from tests.models.tiny import FAMILIES, noise, seeded
+from tokenmerge import StepReuse, ToMeConfig, apply_token_merging, remove_token_merging
 from tokenmerge.models.find import find_hosts
+from tokenmerge.models.grids import grid_of_ids, references_of_ids
+from tokenmerge.models.layout import Grid
 from tokenmerge.runtime.state import STATE
 
 
@@ -43,3 +47,72 @@ def test_both_transformers_of_a_pipeline_are_patched():
     apply_token_merging(pipe, ToMeConfig(ratio=0.5))
     assert STATE in first.__dict__
     assert STATE in second.__dict__
+
+
+def test_a_pipeline_that_edits_a_picture_merges_it_and_its_reference():
+    """Every step, and what the handle counts after the run, has the two sizes that the pipeline made."""
+    from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxKontextPipeline
+
+    family = FAMILIES["FluxTransformer2DModel, Kontext"]
+    vae = AutoencoderKL(
+        block_out_channels=(8, 8),
+        down_block_types=("DownEncoderBlock2D",) * 2,
+        up_block_types=("UpDecoderBlock2D",) * 2,
+        latent_channels=1,
+        norm_num_groups=4,
+        shift_factor=0.0,
+    )
+    pipe = FluxKontextPipeline(
+        scheduler=FlowMatchEulerDiscreteScheduler(),
+        vae=vae.eval(),
+        text_encoder=None,
+        tokenizer=None,
+        text_encoder_2=None,
+        tokenizer_2=None,
+        transformer=seeded(family.build()),
+    )
+    pipe.set_progress_bar_config(disable=True)
+    words = {"prompt_embeds": noise(1, 7, 16), "pooled_prompt_embeds": noise(1, 16)}
+
+    def edited() -> Tensor:
+        return pipe(
+            image=torch.rand(1, 3, 48, 24, generator=torch.Generator().manual_seed(0)),
+            height=32,
+            width=40,
+            num_inference_steps=6,
+            generator=torch.Generator().manual_seed(0),
+            output_type="latent",
+            max_area=32 * 40,
+            _auto_resize=False,
+            **words,
+        ).images
+
+    dense = edited()
+    handle = apply_token_merging(
+        pipe, ToMeConfig(scope="block", ratio=0, reference_ratio=0.75, reuse=StepReuse(every=2))
+    )
+    with handle.record() as recorded:
+        merged = edited()
+    assert torch.isfinite(merged).all()
+    assert not torch.equal(merged, dense)
+    assert {(found.grid, found.references) for found in recorded.values()} == {((1, 8, 10), ((1, 12, 6),))}
+    assert {(row.tokens, row.merged_tokens) for row in handle.report().rows} == {(80 + 72, 80 + 18)}
+    handle.remove()
+    assert torch.equal(edited(), dense)
+
+
+def test_the_pictures_of_a_sequence_are_read_from_the_positions_of_pipelines():
+    from diffusers import Flux2Pipeline
+    from diffusers.pipelines.longcat_image.pipeline_longcat_image_edit import prepare_pos_ids
+
+    latents = [torch.zeros(1, 4, *size) for size in ((6, 5), (6, 5), (4, 9))]
+    flux_2 = torch.cat(
+        [Flux2Pipeline._prepare_latent_ids(latents[0]), Flux2Pipeline._prepare_image_ids(latents[1:])], dim=1
+    )
+    longcat = torch.cat(
+        [prepare_pos_ids(i + 1, "image", (512, 512), height=6, width=5 + i) for i in range(2)]
+    )
+    for ids, others in ((flux_2, ((1, 6, 5), (1, 4, 9))), (longcat, ((1, 6, 6),))):
+        call = {"img_ids": ids, "hidden_states": torch.zeros(1, ids.shape[-2], 4)}
+        assert grid_of_ids(None, call, Grid()) == (1, 6, 5)
+        assert references_of_ids(None, call, Grid()) == others

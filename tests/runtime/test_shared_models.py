@@ -364,3 +364,17 @@ def test_another_model_s_settings_may_change_meanwhile(pipe):
 
     draw(pipe, 2, callback_on_step_end=change)
     assert [patch.config for patch in changed] == [config("reused")] * 2
+
+
+def test_a_model_that_is_called_without_a_pipeline_is_in_use():
+    unet, refused = hosts.unet(), []
+    apply_token_merging(unet, config("merging"))
+
+    def change():
+        return apply_token_merging(unet, config("shared plans"))
+
+    hook = unet.mid_block.register_forward_pre_hook(lambda *_: refused.extend(at_once([change])))
+    hosts.call(unet, **hosts.inputs())
+    hook.remove()
+    assert [type(error) for error in refused] == [ModelInUseError]
+    assert at_once([change])[0].config == config("shared plans")
