@@ -172,3 +172,13 @@ def test_metadata_applies_the_same_settings_again():
     assert apply_token_merging(unet, SKIPS).metadata().startswith("Token merging: ratio 0.5, {")
     with pytest.raises(ConfigError, match="metadata: a vision transformer draws no pictures"):
         apply_token_merging(vits.vit(), ViTConfig(r=1)).metadata()
+
+
+def test_steps_outside_the_part_that_merges_are_full(pipe):
+    """The text before the run counts the full steps that the run then has."""
+    patch = apply_token_merging(pipe, SKIPS, start=0.25, until=0.75)
+    generate(pipe)
+    kinds = dict(part.split()[::-1] for part in last_run(patch).split("(")[1].split(")")[0].split(", "))
+    run = 12 - int(kinds["reused"])
+    assert FULL < run < 12
+    assert f"{run} of 12 steps are full" in str(patch)
