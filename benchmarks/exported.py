@@ -33,6 +33,7 @@ from tokenmerge.export import export_denoiser
 from tokenmerge.export.call import DenoiserCall
 from tokenmerge.export.formats import FORMATS
 from tokenmerge.export.run import settings_of
+from tokenmerge.measure.bench.commit import source_commit
 from tokenmerge.measure.bench.env import environment
 from tokenmerge.measure.bench.geometry import PREFIX, build_denoiser, find_geometry
 from tokenmerge.measure.bench.inputs import InputSize, example_inputs
@@ -191,6 +192,7 @@ def run_one(options: argparse.Namespace, engine: str, ratio: float) -> None:
         "method": own.to_dict(),
         **about,
         "tokenmerge": tokenmerge.__version__,
+        "commit": source_commit(),
         "environment": environment(),
     }
     options.out.parent.mkdir(parents=True, exist_ok=True)

@@ -20,7 +20,7 @@ from tests.models.test_every_family import model_of, settings
 from tests.models.tiny import FAMILIES
 from tokenmerge import ToMeConfig, token_merging
 from tokenmerge.cli import main
-from tokenmerge.export import export_denoiser, formats
+from tokenmerge.export import export_denoiser, formats, run
 from tokenmerge.export.call import DenoiserCall
 from tokenmerge.measure.method_spec import MethodSpec
 
@@ -174,25 +174,20 @@ def test_an_exported_file_names_no_path_of_the_machine(exported):
     assert b"site-packages" not in (exported("onnx", "merged") / "model.onnx").read_bytes()
 
 
-def test_auto_is_its_merging_part(folder, tmp_path, monkeypatch, capsys):
+def test_auto_is_its_merging_part(folder, tmp_path, monkeypatch):
+    """Tiled matching at every level, and nothing that follows the steps; the ratio is 0.5."""
     monkeypatch.setattr("tokenmerge.auto.fewest_tokens", lambda *_: 4)
-    seen = {}
+    seen, settings_of = {}, run.settings_of
 
-    def write(program, folder):
+    def look(merging, call):
+        seen["config"] = settings_of(merging, call)
         raise KeyboardInterrupt
 
-    def spy(merging, call):
-        seen["config"] = config = original(merging, call)
-        return config
-
-    import tokenmerge.export.run as run
-
-    original = run.settings_of
-    monkeypatch.setattr(run, "settings_of", spy)
-    stop(monkeypatch, "onnx", write=write)
+    monkeypatch.setattr(run, "settings_of", look)
     assert main(["export", str(folder), "--to", "onnx", "-o", str(tmp_path / "out")]) == 130
     config = seen["config"]
-    assert (config.ratio, config.planner, config.follows_steps) == (0.5, "tiled", False)
+    assert (config.ratio, config.planner, config.max_downsample) == (0.5, "tiled", 2)
+    assert not config.follows_steps
 
 
 # --- how it is used in a loop ---------------------------------------------------------------------
