@@ -70,6 +70,7 @@ def counted(row: Row) -> str:
 
 
 def main() -> None:
+    """Count each row, and write the table."""
     diffusers.utils.logging.set_verbosity_error()
     lines = ["| model | size | steps | counted | measured | cache |", "|---|---|---:|---:|---|---:|"]
     for row in ROWS:
