@@ -23,6 +23,7 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -170,7 +171,10 @@ def write(file: Path, line: Mapping[str, Any]) -> None:
 
 
 def table(lines: list[dict[str, Any]]) -> Iterator[str]:
-    """A Markdown table: PSNR, and the dense CPU time of the same prompt over that of the method."""
+    """A Markdown table for each model, size and number of steps.
+
+    A cell is the PSNR, and the dense CPU time of the same prompt over that of the method.
+    """
     latest = {key(line): line for line in lines}
     rows: dict[tuple[Any, ...], dict[str, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
     for line in latest.values():
@@ -179,12 +183,17 @@ def table(lines: list[dict[str, Any]]) -> Iterator[str]:
             speed = dense["taken"][1] / line["taken"][1]
             row = tuple(line[name] for name in ("model", "size", "steps", "solver", "guidance"))
             rows[row][line["method"]].append((line["psnr"], speed))
-    shown = [*METHODS, *(f"fewer steps as auto {ratio:g}" for ratio in RATIOS)]
-    yield f"| model | size | steps | solver | guidance | {' | '.join(shown)} |"
-    yield "|" + "---|" * (5 + len(shown))
-    for row, found in sorted(rows.items()):
-        cells = [_cell(found[name]) if name in found else "" for name in shown]
-        yield f"| {' | '.join(map(str, row))} | {' | '.join(cells)} |"
+    for (model, size, steps), group in groupby(sorted(rows.items()), key=lambda item: item[0][:3]):
+        found = list(group)
+        shown = [*METHODS, *(f"fewer steps as auto {ratio:g}" for ratio in RATIOS)]
+        shown = [name for name in shown if any(name in cells for _, cells in found)]
+        yield f"{model}, {size} × {size} pixels, {steps} steps:\n"
+        yield f"| solver | guidance | {' | '.join(shown)} |"
+        yield "|" + "---|" * (2 + len(shown))
+        for (*_, solver, guidance), cells in found:
+            text = [_cell(cells[name]) if name in cells else "" for name in shown]
+            yield f"| {solver} | {guidance:g} | {' | '.join(text)} |"
+        yield ""
 
 
 def _cell(values: list[tuple[float, float]]) -> str:
