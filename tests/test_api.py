@@ -1,16 +1,20 @@
 """The verbs on pipelines, ControlNets and CompVis models, and their errors."""
 
+from pathlib import Path
+
 import hosts
 import pytest
 import tiny_pipeline
 import torch
 import vits
 from diffusers import (
+    AutoencoderKL,
     MultiControlNetModel,
     StableDiffusionImg2ImgPipeline,
     StableDiffusionPipeline,
     UNet2DModel,
 )
+from transformers import GPT2Config, GPT2LMHeadModel
 
 import tokenmerge
 from tokenmerge import (
@@ -201,19 +205,44 @@ def test_a_ratio_that_removes_no_token_is_an_error():
         apply_token_merging(hosts.unet(), ToMeConfig(ratio=0.001))
 
 
+CODEC = AutoencoderKL(block_out_channels=(32,))
+WRITER = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=10))
+
+
 @pytest.mark.parametrize(
-    "thing", [torch.nn.Linear(2, 2), UNet2DModel(block_out_channels=(32, 32, 32, 32)), "pipe", None]
+    "thing", [torch.nn.Linear(2, 2), UNet2DModel(block_out_channels=(32, 32, 32, 32)), CODEC, WRITER, None]
 )
-def test_something_else_is_an_error_that_names_it_and_what_is_supported(thing):
-    with pytest.raises(
-        UnsupportedModelError, match=rf"found {type(thing).__name__}; .* UNet2DConditionModel"
-    ):
+def test_something_else_is_an_error_that_names_it_and_where_the_supported_classes_are(thing):
+    with pytest.raises(UnsupportedModelError) as raised:
         apply_token_merging(thing, HALF)
+    assert str(raised.value).startswith(f"found {type(thing).__name__}; pass a diffusers pipeline")
+    assert "docs/supported-models.md" in str(raised.value)
+
+
+@pytest.mark.parametrize("name", ["owner/name", Path("models") / "mine", "x" * 1000])
+def test_a_name_is_to_be_loaded_first(name):
+    words = r"^found the name '.*load it first with diffusers"
+    with pytest.raises(UnsupportedModelError, match=words) as raised:
+        apply_token_merging(name, HALF)
+    assert len(str(raised.value)) < 400
+
+
+def test_a_pipeline_without_its_denoiser_is_told_so():
+    pipe = Pipeline(unet=None, vae=CODEC)
+    with pytest.raises(UnsupportedModelError, match="found Pipeline, whose unet is None; load it with"):
+        apply_token_merging(pipe, HALF)
 
 
 def test_a_pipeline_without_a_supported_model_names_its_parts():
     with pytest.raises(UnsupportedModelError, match="found Conv2d, Linear;"):
         remove_token_merging(Pipeline(a=torch.nn.Linear(1, 1), b=torch.nn.Conv2d(1, 1, 1), c=3))
+
+
+def test_the_message_stays_short_however_many_parts_there_are():
+    parts = {f"part{i}": type(f"Part{i}" * 5, (torch.nn.Module,), {})() for i in range(30)}
+    with pytest.raises(UnsupportedModelError, match="and 26 more;") as raised:
+        apply_token_merging(Pipeline(**parts), HALF)
+    assert len(str(raised.value)) < 400
 
 
 def test_anything_else_in_place_of_a_configuration_is_an_error():

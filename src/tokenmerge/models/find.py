@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import pkgutil
 from collections.abc import Iterator
 from types import ModuleType
@@ -31,6 +32,11 @@ _SEVERAL = (
 )
 
 
+# Where diffusers' pipelines have what denoises.
+_DENOISERS = ("unet", "transformer")
+_MOST_NAMES, _LONGEST_NAME = 4, 60
+
+
 def knows(family: ModuleType, module: object) -> bool:
     """Whether a family's file describes a model: by the names of its class and of its parts."""
     return is_a(module, *family.CLASSES) and all(
@@ -57,13 +63,31 @@ def find_hosts(model: object) -> tuple[Host, ...]:
             if id(part) not in hosts and knows(family, part):
                 hosts[id(part)] = family.describe(part)
     if not hosts:
-        seen = ", ".join(sorted({type(part).__name__ for part in modules} or {type(model).__name__}))
-        supported = ", ".join(name for family in FAMILIES for name in family.CLASSES)
-        raise UnsupportedModelError(
-            f"no model to merge tokens in: found {seen}; pass a diffusers pipeline or a model of one of the "
-            f"classes {supported}, or an object with model.diffusion_model"
-        )
+        raise UnsupportedModelError(_no_host(model, modules))
     return tuple(hosts.values())
+
+
+def _no_host(model: object, modules: list[nn.Module]) -> str:
+    """Why nothing can merge in what was given, and what to pass instead."""
+    if isinstance(model, str | os.PathLike):
+        name = str(model)[-_LONGEST_NAME:]
+        return (
+            f"found the name {name!r} and no model; load it first with "
+            f"diffusers.DiffusionPipeline.from_pretrained({name!r}), and pass the pipeline"
+        )
+    empty = [name for name in _DENOISERS if getattr(model, name, modules) is None]
+    if empty and not any(isinstance(getattr(model, name, None), nn.Module) for name in _DENOISERS):
+        which = " and ".join(empty)
+        return (
+            f"found {type(model).__name__}, whose {which} is None; load it with the pipeline, or pass the "
+            f"{empty[0]} itself"
+        )
+    names = sorted({type(part).__name__ for part in modules} or {type(model).__name__})
+    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    return (
+        f"found {', '.join(names[:_MOST_NAMES])}{more}; pass a diffusers pipeline, its unet or transformer, "
+        "or an object with model.diffusion_model; docs/supported-models.md lists the classes"
+    )
 
 
 def parts(model: Any) -> Iterator[nn.Module]:

@@ -71,9 +71,9 @@ def _reuse(config: ToMeConfig, report: Report | None) -> str:
     others = "the others skip parts of the model and extrapolate their outputs"
     if report is None or report.steps is None:
         return f"1 of {config.reuse.every:g} steps is full; {others}"
-    kept = config.reuse.steps_of(report.steps).full
-    # Outside the part of the generation that merges, no step skips anything.
-    full = sum(i in kept or not config.schedule.merges(i, report.steps) for i in range(report.steps))
+    # No step outside the part of the generation that merges skips anything, nor do the first two within it.
+    merging = [i for i in range(report.steps) if config.schedule.merges(i, report.steps)]
+    full = report.steps - len(set(merging[2:]) - set(config.reuse.steps_of(report.steps).full))
     if full == report.steps:
         return f"all {full} steps are full, as there are too few to skip any"
     return f"{full} of {report.steps} steps are full; {others}"
