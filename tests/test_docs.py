@@ -12,7 +12,9 @@ import vits
 from diffusers import StableDiffusionPipeline
 from PIL import Image
 
-from tokenmerge import presets
+import tokenmerge
+from tokenmerge import ToMeConfig, presets
+from tokenmerge.config import save_config
 from tokenmerge.planners import PLANNERS
 
 ROOT = Path(__file__).parents[1]
@@ -21,7 +23,9 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 WITH_PYTHON = {
     "README.md": 1,
     "docs/quickstart.md": 4,
+    "docs/index.md": 1,
     "docs/serving.md": 2,
+    "docs/tune.md": 1,
     "docs/vision-transformers.md": 1,
     "docs/web-uis.md": 4,
 }
@@ -47,7 +51,10 @@ def code(language: str, document: Path) -> list[str]:
 )
 def test_the_python_of_the_documents_runs(document, snippet, pipe, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "outputs").mkdir()
+    save_config(ToMeConfig(ratio=0.5), tmp_path / "outputs" / "tuned.json")  # what tune writes
     names = {
+        "tokenmerge": tokenmerge,
         "pipe": pipe if document != "README.md" else None,  # README loads one itself
         "vit": vits.vit(num_hidden_layers=12, image_size=224, patch_size=16),
         "pixel_values": vits.pictures(size=224),
