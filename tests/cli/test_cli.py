@@ -477,3 +477,13 @@ def test_ctrl_c_ends_with_130_and_keeps_what_is_there(folder, tmp_path, capsys, 
     assert printed.out == ""
     assert (tmp_path / "comparison.png").is_file()
     assert json.loads((tmp_path / "run.json").read_text())["complete"] is False
+
+
+def test_a_shell_completes_commands(capsys, monkeypatch):
+    """The program answers what the script of bash asks it."""
+    asked = {"COMP_WORDS": "tokenmerge ge", "COMP_CWORD": "1", "_TOKENMERGE_COMPLETE": "complete_bash"}
+    for name, value in asked.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit):
+        main([])
+    assert capsys.readouterr().out.split() == ["generate"]

@@ -35,14 +35,13 @@ def _examples(*lines: str) -> str:
 app = typer.Typer(
     help="Faster diffusion models without training: merge redundant tokens.",
     epilog=_examples("generate 'a red apple'", "inspect --size 256", "env"),
-    add_completion=False,
     rich_markup_mode="markdown",
 )
 app.command(
     epilog=_examples(
         "generate 'a red apple'",
         "generate 'a castle' --model owner/name --size 768x512",
-        "generate 'a castle' --model ./sdxl --max-downsample 2",
+        "generate 'a castle' --model ./sdxl --ratio 0.5",
         "generate 'a castle' --method toma --ratio 0.6",
         "generate 'a castle' --set scope=block --set reuse.every=2 --set schedule.until=0.75",
         "generate 'a castle' --control edges.png --controlnet ./canny",
@@ -52,7 +51,7 @@ app.command(
     epilog=_examples(
         "inspect",
         "inspect owner/name --size 768x512 --ratio 0.5",
-        "inspect ./sdxl --max-downsample 2 --json",
+        "inspect ./sdxl --json",
         "inspect --method sdtm --steps 25",
     )
 )(inspect)
