@@ -292,6 +292,15 @@ def test_grids_are_timed_where_an_offloaded_model_runs(monkeypatch):
     assert asked == [torch.device("cuda:0")]
 
 
+def test_a_measurement_in_which_nothing_gains_is_not_kept(monkeypatch, tmp_path):
+    """A machine that does much else for a moment does not keep models dense for ever."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    found = iter([(2 * calibration.SIDES[-1]) ** 2, 256])
+    monkeypatch.setattr(calibration, "measure_fewest_tokens", lambda *_: next(found))
+    device = torch.device("cpu")
+    assert [calibration.fewest_tokens(device, torch.float32) for _ in range(3)] == [128**2, 256, 256]
+
+
 def test_measuring_draws_nothing_from_the_global_generator(monkeypatch):
     monkeypatch.setattr(calibration, "SIDES", (8,))
     before = torch.get_rng_state()

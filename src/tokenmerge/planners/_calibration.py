@@ -28,17 +28,20 @@ def fewest_tokens(device: torch.device, dtype: torch.dtype, channels: int = 640,
 
     It is measured with the settings of ``auto``, once for each device, dtype, width, version of torch and
     number of threads. This takes at most a second or two. The result is stored in :func:`cache_file`; delete
-    that file to measure again.
+    that file to measure again. If merging was faster on none of the grids, as on a machine that does much
+    else, nothing is stored, and the next call measures again.
 
     ``channels`` and ``heads`` are those of the model's tokens and attention.
     """
     key = f"{_key(device, dtype)}, {heads} × {channels // heads} channels, proportional, corrected, or none"
     file = cache_file()
     known = _read(file)
-    if key not in known:
-        known[key] = measure_fewest_tokens(device, dtype, channels, heads)
-        _write(file, known)
-    return known[key]
+    if key in known:
+        return known[key]
+    found = measure_fewest_tokens(device, dtype, channels, heads)
+    if found <= SIDES[-1] ** 2:
+        _write(file, {**known, key: found})
+    return found
 
 
 def cache_file() -> Path:
