@@ -21,10 +21,10 @@ test: $(VENV)/tested
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest --numprocesses auto
 
 test-paddle: $(PADDLE)/ready
-	OMP_NUM_THREADS=1 $(PADDLE)/bin/python -m pytest -c tests/paddle/pytest.ini tests/paddle src/tokenmerge/paddle src/tokenmerge/portable
+	OMP_NUM_THREADS=1 $(PADDLE)/bin/python -m pytest -c tests/integrations/paddle/pytest.ini tests/integrations/paddle src/tokenmerge/integrations/paddle src/tokenmerge/integrations/portable
 
 test-comfyui: $(COMFYUI)/ready
-	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(COMFYUI)/bin/python -m pytest -c tests/comfyui/pytest.ini tests/comfyui
+	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(COMFYUI)/bin/python -m pytest -c tests/integrations/comfyui/pytest.ini tests/integrations/comfyui
 
 # The site, in docs/_build/html: open index.html. A warning, such as a broken link, is an error.
 docs: $(VENV)/documented

@@ -29,10 +29,10 @@ from diffusers import LCMScheduler
 
 import tokenmerge
 from tokenmerge.api import token_merging
-from tokenmerge.export import export_denoiser
-from tokenmerge.export.call import DenoiserCall
-from tokenmerge.export.formats import FORMATS
-from tokenmerge.export.run import settings_of
+from tokenmerge.integrations.export import export_denoiser
+from tokenmerge.integrations.export.call import DenoiserCall
+from tokenmerge.integrations.export.formats import FORMATS
+from tokenmerge.integrations.export.run import settings_of
 from tokenmerge.measure.bench.commit import source_commit
 from tokenmerge.measure.bench.env import environment
 from tokenmerge.measure.bench.geometry import PREFIX, build_denoiser, find_geometry

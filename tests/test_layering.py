@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -12,13 +13,15 @@ import tokenmerge
 ROOT = Path(tokenmerge.__file__).parent
 
 # What each room may import beside its own files. A room is a folder, or a file at the top of the package.
+# Each folder of integrations is a room too.
 MAY_IMPORT = {
     "errors": "",
     "ops": "",
     "merge": "errors ops",
     "config": "errors",
-    "portable": "config",
-    "paddle": "errors config portable",
+    "integrations.portable": "config",
+    "integrations.paddle": "errors config integrations.portable",
+    "paddle": "integrations.paddle",
     "planners": "errors ops config",
     "models": "errors ops",
     "runtime": "errors ops config planners models",
@@ -27,19 +30,23 @@ MAY_IMPORT = {
     "report": "errors ops config models runtime",
     "vit": "errors ops config planners models runtime report",
     "auto": "errors config planners models",
-    "comfyui": "errors ops config planners models runtime presets",
+    "integrations.comfyui": "errors ops config planners models runtime presets",
     "speedup": "errors runtime report auto",
     "handle": "errors config models runtime report vit",
     "api": "errors config presets models runtime report vit auto speedup handle",
     "compat": "errors config api",
     "pipeline_methods": "errors compat",
     "measure": "errors ops config planners models runtime report vit presets pictures auto api compat",
-    "play": "errors measure pictures report api",
-    "export": "errors config models report api measure",
-    "cli": "errors ops config models report vit presets auto comfyui api measure play export",
+    "integrations.play": "errors measure pictures report api",
+    "integrations.export": "errors config models report api measure",
+    "cli": "errors ops config models report vit presets auto api measure"
+    " integrations.comfyui integrations.play integrations.export",
     "__main__": "cli",
 }
-TOOLS = ("paddle", "portable", "pictures", "pipeline_methods", "measure", "play", "export", "cli", "__main__")
+TOOLS = (
+    *("integrations.paddle", "integrations.portable", "integrations.play", "integrations.export"),
+    *("paddle", "pictures", "pipeline_methods", "measure", "cli", "__main__"),
+)
 # The families' files, and what leads to them, are for those who have a pipeline in hand.
 FAMILIES = ("tokenmerge.models.families", "tokenmerge.models.find")
 
@@ -56,12 +63,22 @@ def imports(file: Path) -> set[str]:
     return found
 
 
+def room_of(names: Sequence[str]) -> str:
+    """The room of a module of the package, by the names on the way to it."""
+    return ".".join(names[: 2 if names[0] == "integrations" else 1])
+
+
 def room(file: Path) -> str:
-    return file.relative_to(ROOT).parts[0].removesuffix(".py")
+    return room_of(file.relative_to(ROOT).with_suffix("").parts)
 
 
 def files() -> list[Path]:
-    return [file for file in sorted(ROOT.rglob("*.py")) if room(file) != "__init__"]
+    return [file for file in sorted(ROOT.rglob("*.py")) if room(file).split(".")[-1] != "__init__"]
+
+
+def test_few_folders_stand_at_the_top():
+    folders = {file.relative_to(ROOT).parts[0] for file in ROOT.rglob("*.py") if file.parent != ROOT}
+    assert len(folders) <= 10, sorted(folders)
 
 
 def test_every_room_has_its_line():
@@ -77,7 +94,7 @@ def test_imports_go_down_only():
     for file in files():
         here = room(file)
         for name in imports(file):
-            there = name.split(".")[1]
+            there = room_of(name.split(".")[1:])
             version = name == "tokenmerge.__version__"
             assert there in {here, *MAY_IMPORT[here].split()} or version, (
                 f"{file.relative_to(ROOT)} imports {name}"

@@ -4,7 +4,7 @@ Run in an environment with the extra `paddle` (`make test-paddle` builds one)::
 
     python benchmarks/paddle/convert.py outputs/emoji-unet-paddle
 
-`tests/paddle/test_emoji.py` compares what it computes with the PyTorch pipeline.
+`tests/integrations/paddle/test_emoji.py` compares what it computes with the PyTorch pipeline.
 """
 
 from __future__ import annotations

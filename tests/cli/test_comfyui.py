@@ -26,7 +26,7 @@ def test_a_folder_of_something_else_is_one_line(tmp_path, capsys):
 def test_the_node_loads_without_diffusers_and_comfyui():
     script = (
         "import sys; sys.modules.update(dict.fromkeys(('diffusers', 'transformers', 'comfy', 'typer')))\n"
-        "from tokenmerge.comfyui.custom_node import NODE_CLASS_MAPPINGS as nodes; print(*nodes)"
+        "from tokenmerge.integrations.comfyui.custom_node import NODE_CLASS_MAPPINGS as nodes; print(*nodes)"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "TokenMerging"

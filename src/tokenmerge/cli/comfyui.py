@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from tokenmerge.comfyui import install as folder
+from tokenmerge.integrations.comfyui import install as folder
 
 commands = typer.Typer(help="The node “Token Merging” for ComfyUI.", rich_markup_mode="markdown")
 

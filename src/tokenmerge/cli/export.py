@@ -11,10 +11,10 @@ from tokenmerge.cli import tables
 from tokenmerge.cli.arguments import Guidance, Size, integer, picture
 from tokenmerge.cli.merging import with_merging_options
 from tokenmerge.cli.quiet import quiet_libraries
-from tokenmerge.export.formats import FORMATS
-from tokenmerge.export.options import ExportOptions
-from tokenmerge.export.record import FILE
-from tokenmerge.export.run import export as run_export
+from tokenmerge.integrations.export.formats import FORMATS
+from tokenmerge.integrations.export.options import ExportOptions
+from tokenmerge.integrations.export.record import FILE
+from tokenmerge.integrations.export.run import export as run_export
 from tokenmerge.measure.method_spec import MethodSpec
 from tokenmerge.measure.pipelines.sizes import parse_size
 from tokenmerge.report import saved

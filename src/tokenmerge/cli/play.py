@@ -7,10 +7,10 @@ from typing import Annotated
 
 from tokenmerge.cli.arguments import Device, Dtype, Model, integer, option
 from tokenmerge.cli.quiet import quiet_libraries
+from tokenmerge.integrations.play.server import LOCAL, require_gradio, serve
 from tokenmerge.measure.generate.options import GenerateOptions
 from tokenmerge.measure.pipelines.loading import find_model
 from tokenmerge.measure.pipelines.settings import resolve_device, resolve_dtype
-from tokenmerge.play.server import LOCAL, require_gradio, serve
 
 _server = partial(option, "Server")
 
@@ -38,7 +38,7 @@ def play(
     find_model(model)
     resolve_dtype(dtype, resolve_device(device))
     quiet_libraries("tokenmerge play")
-    from tokenmerge.play.page import build
+    from tokenmerge.integrations.play.page import build
 
     serve(
         partial(build, model, dtype=dtype, device=device),

@@ -1,0 +1,99 @@
+"""The node "Token Merging", as ComfyUI describes nodes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tokenmerge.integrations.comfyui.models import find_target
+from tokenmerge.integrations.comfyui.patch import patched
+from tokenmerge.integrations.comfyui.report import describe
+from tokenmerge.integrations.comfyui.settings import (
+    LEVELS,
+    METHODS,
+    OF_METHOD,
+    SCOPES,
+    SWITCH,
+    Asked,
+    settings_for,
+)
+
+
+def _choice(values: tuple[str, ...], tooltip: str) -> tuple[list[str], dict[str, Any]]:
+    return list(values), {"default": values[0], "tooltip": tooltip, "advanced": values[0] == OF_METHOD}
+
+
+def _share(default: float, tooltip: str, highest: float = 1.0) -> tuple[str, dict[str, Any]]:
+    return "FLOAT", {"default": default, "min": 0.0, "max": highest, "step": 0.01, "tooltip": tooltip}
+
+
+class TokenMerging:
+    """Merges tokens of a diffusion model, on a clone of it."""
+
+    CATEGORY = "model_patches/tokenmerge"
+    DESCRIPTION = (
+        "Merges redundant tokens before attention (UNets) or before whole blocks (FLUX, SD3, Wan, "
+        "Qwen-Image, HunyuanVideo), and restores them after it. It does not skip steps."
+    )
+    FUNCTION = "merge"
+    RETURN_TYPES = ("MODEL", "STRING")
+    RETURN_NAMES = ("model", "what_merges")
+    OUTPUT_TOOLTIPS = (
+        "A clone of the model that merges tokens.",
+        "What merges and what it saves, at the size of the latent. Show it with a Preview Any node.",
+    )
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict[str, Any]:
+        """The inputs, in ComfyUI's form."""
+        seed = {"default": 0, "min": 0, "max": 2**31 - 1, "advanced": True, "control_after_generate": False}
+        return {
+            "required": {
+                "model": ("MODEL", {"tooltip": "The model. It stays as it is; a clone merges tokens."}),
+                "method": _choice(METHODS, "auto, or a published method. auto merges where it saves time."),
+                "ratio": _share(
+                    0.5, "Share of the tokens that is removed. Raising it is faster and less close.", 0.75
+                ),
+                "start_percent": _share(0.0, "Nothing merges before this share of the sampling."),
+                "end_percent": _share(1.0, "Nothing merges after it. Lowering it keeps fine detail."),
+            },
+            "optional": {
+                "latent": ("LATENT", {"tooltip": "Only its size is read, for the text."}),
+                "scope": _choice(
+                    SCOPES, "Where tokens merge: UNets take layers or keys, transformers block."
+                ),
+                "proportional": _choice(SWITCH, "Merged tokens count for as many as they stand for."),
+                "levels": _choice(LEVELS, "Deepest level of a UNet that merges; 1 is the latent's own."),
+                "seed": ("INT", {**seed, "tooltip": "Of the draw of tokens that others merge into."}),
+            },
+        }
+
+    def merge(
+        self,
+        model: Any,
+        method: str,
+        ratio: float,
+        start_percent: float,
+        end_percent: float,
+        latent: dict[str, Any] | None = None,
+        scope: str = OF_METHOD,
+        proportional: str = OF_METHOD,
+        levels: str = OF_METHOD,
+        seed: int = 0,
+    ) -> tuple[Any, str]:
+        """A clone of the model that merges tokens, and what it merges."""
+        asked = Asked(method, ratio, start_percent, end_percent, scope, proportional, levels, seed)
+        settings = settings_for(find_target(model), asked, model.load_device, model.model_dtype())
+        shape = _usual_size(model) if latent is None else tuple(latent["samples"].shape)
+        return patched(model, settings), describe(settings, shape)
+
+
+def _usual_size(model: Any) -> tuple[int, ...]:
+    """Shape of the latents of a picture of 1024 × 1024, or of 512 × 512 for the first UNets."""
+    form = model.model.latent_format
+    side = 1024 if getattr(model.model, "adm_channels", 0) or form.latent_channels > 4 else 512
+    side //= getattr(form, "spacial_downscale_ratio", 8)
+    return 1, form.latent_channels, *[1] * (form.latent_dimensions - 2), side, side
+
+
+NODE_CLASS_MAPPINGS = {"TokenMerging": TokenMerging}
+NODE_DISPLAY_NAME_MAPPINGS = {"TokenMerging": "Token Merging"}

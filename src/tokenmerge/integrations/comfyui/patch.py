@@ -1,0 +1,161 @@
+"""Puts token merging on a clone of a model, by wrappers and patches alone."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from tokenmerge.integrations.comfyui import unet
+from tokenmerge.integrations.comfyui.sampling import KEY, Sampling, Step, step_in
+from tokenmerge.integrations.comfyui.settings import Settings
+from tokenmerge.integrations.comfyui.transformer import ReplacedBlock
+
+_ATTENTION = "optimized_attention_override"
+_UNET_PATCHES: tuple[tuple[str, Callable[..., Any]], ...] = (
+    ("attn1_patch", unet.before_attention),
+    ("attn1_output_patch", unet.after_attention),
+    ("attn2_patch", unet.before_cross_attention),
+    ("attn2_output_patch", unet.after_attention),
+)
+
+
+def patched(model: Any, settings: Settings) -> Any:
+    """A clone of a ``ModelPatcher`` that merges tokens. The settings of an earlier node are replaced.
+
+    The model itself, its other clones and its weights stay as they are.
+    """
+    clone = model.clone()
+    wrappers = _Wrappers(settings)
+    for kind in ("sampler_sample", "calc_cond_batch", "apply_model"):
+        clone.remove_wrappers_with_key(kind, KEY)
+        clone.add_wrapper_with_key(kind, KEY, getattr(wrappers, kind))
+    options = clone.model_options["transformer_options"]
+    if settings.target.is_unet:
+        present = options.get("patches", {})
+        for name, patch in _UNET_PATCHES:
+            if patch not in present.get(name, ()):
+                clone.set_model_patch(patch, name)
+    else:
+        replaced = options.get("patches_replace", {}).get("dit", {})
+        for block in settings.target.blocks:
+            inner = replaced.get(block.key)
+            inner = inner.inner if isinstance(inner, ReplacedBlock) else inner
+            assert block.layout is not None
+            clone.set_model_patch_replace(ReplacedBlock(block.key, block.layout, inner), "dit", *block.key)
+    options = clone.model_options["transformer_options"]
+    before = options.get(_ATTENTION)
+    before = before.before if isinstance(before, WeighedAttention) else before
+    options.pop(_ATTENTION, None)
+    if settings.config.proportional or before is not None:
+        options[_ATTENTION] = WeighedAttention(before) if settings.config.proportional else before
+    return clone
+
+
+@dataclasses.dataclass(frozen=True)
+class WeighedAttention:
+    """Proportional attention: a merged token counts for as many keys as it stands for (arXiv 2210.09461).
+
+    Attributes:
+        before: what another node computes attention by; None: the function that ComfyUI has chosen.
+    """
+
+    before: Callable[..., Any] | None = None
+
+    def __call__(
+        self,
+        function: Callable[..., Tensor],
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        heads: int,
+        mask: Tensor | None = None,
+        **more: Any,
+    ) -> Tensor:
+        """Attention with the logarithm of the sizes added to the logits, where the keys are merged tokens."""
+        step = step_in(more.get("transformer_options"))
+        tokens = k.shape[2] if more.get("skip_reshape") else k.shape[1]
+        running = None if step is None else step.running
+        bias = None if running is None else running.bias(k, tokens)
+        if bias is not None:
+            mask = bias if mask is None else _joined(mask, bias)
+            function = _taking_masks(function)
+        if self.before is not None:
+            return self.before(function, q, k, v, heads, mask=mask, **more)
+        return function(q, k, v, heads, mask=mask, **more)
+
+
+def _joined(mask: Tensor, bias: Tensor) -> Tensor:
+    """A mask with a bias ``[b, 1, n]``; the mask may have no batch axis, or an axis for heads."""
+    bias = bias.unsqueeze(1) if mask.ndim == 4 else bias
+    return bias.masked_fill(~mask, float("-inf")) if mask.dtype.is_floating_point is False else mask + bias
+
+
+def _taking_masks(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Attention that takes a mask: SageAttention takes none, and ignores it."""
+    if "sage" not in getattr(function, "__name__", ""):
+        return function
+    return getattr(function, "__globals__", {}).get("attention_pytorch", function)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Wrappers:
+    """What runs around ComfyUI's functions of these names."""
+
+    settings: Settings
+
+    def sampler_sample(
+        self, executor: Any, model: Any, sigmas: Tensor, extra: dict[str, Any], *more: Any, **named: Any
+    ) -> Any:
+        """One sampling: what is kept between its steps ends with it, also when it is cancelled."""
+        options = extra["model_options"]["transformer_options"]
+        options[KEY] = Sampling(self.settings, sigmas.tolist())
+        return executor(model, sigmas, extra, *more, **named)
+
+    def calc_cond_batch(
+        self,
+        executor: Any,
+        model: Any,
+        conds: list[Any],
+        x: Tensor,
+        sigma: Tensor,
+        model_options: dict[str, Any],
+    ) -> Any:
+        """One evaluation of all prompts: what is known of the step goes along in its own options."""
+        options = model_options["transformer_options"]
+        known = options.get(KEY)
+        sampling = known if isinstance(known, Sampling) else Sampling(self.settings)
+        step = self._step(sampling, model, conds, x, sigma, options)
+        options = {**options, KEY: step}
+        results = executor(model, conds, x, sigma, {**model_options, "transformer_options": options})
+        if self.settings.config.asks_guidance and len(results) > 1:
+            sampling.guidance_change = results[0] - results[1]
+        return results
+
+    def apply_model(self, executor: Any, x: Tensor, *more: Any, **named: Any) -> Any:
+        """One call of the model."""
+        options = named.get("transformer_options") or next(
+            (value for value in more if isinstance(value, dict) and KEY in value), None
+        )
+        if (step := step_in(options)) is not None:
+            step.begin_call(x.shape)
+        return executor(x, *more, **named)
+
+    def _step(
+        self,
+        sampling: Sampling,
+        model: Any,
+        conds: list[Any],
+        x: Tensor,
+        sigma: Tensor,
+        options: dict[str, Any],
+    ) -> Step | None:
+        """The running step; None before ``start`` and after ``end``, where nothing merges."""
+        noise, now = model.model_sampling, float(sigma.max())
+        if not noise.percent_to_sigma(self.settings.end) < now <= noise.percent_to_sigma(self.settings.start):
+            return None
+        whole = all("area" not in cond for prompt in conds for cond in prompt or ())
+        replaced = frozenset(options.get("patches_replace", {}).get("attn1", {}))
+        return Step(sampling, now, noise.timestep(sigma), x.shape, whole, replaced)

@@ -1,0 +1,91 @@
+"""What merges, and what that saves, as text beside the node."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from tokenmerge.config import MergeSettings
+from tokenmerge.integrations.comfyui.models import Block
+from tokenmerge.integrations.comfyui.settings import Settings
+from tokenmerge.ops import num_tokens
+from tokenmerge.planners import num_removed
+
+_WHERE = {"layers": "attention", "keys": "keys and values of attention", "block": "whole blocks"}
+
+
+def describe(settings: Settings, latent: Sequence[int]) -> str:
+    """What merges, for latents of shape ``[b, c, (f,) h, w]``, at the step that merges most."""
+    target, config = settings.target, settings.config
+    frames, rows, columns = target.grid(latent)
+    side = f"{latent[-2]} × {latent[-1]}"
+    lines, dense, merged = [], 0.0, 0.0
+    for level in target.levels:
+        blocks = [block for block in target.blocks if block.level == level]
+        grid = (frames, -(-rows // level), -(-columns // level))
+        own = max(config.stages(level), key=lambda settings: settings.ratio)
+        n = num_tokens(grid)
+        r = num_removed(grid, own) if level <= config.max_downsample and own.ratio else 0
+        at = f"level {level}: " if target.is_unet else ""
+        if r == 0:
+            lines.append(f"{at}{_blocks(blocks)} dense, {n} tokens")
+            continue
+        own_dense, own_merged = _operations(blocks, own, n, n - r)
+        dense, merged = dense + own_dense, merged + own_merged
+        lines.append(f"{at}{_blocks(blocks)} merged, {n} → {n - r} tokens")
+    where = _WHERE[config.scope]
+    head = f"{target.name}, latents {side}: {where} merge, ratio {config.ratio:g}, planner {config.planner}"
+    if not dense:
+        lines.append("Nothing merges at this size; take a larger picture or a higher ratio.")
+    else:
+        lines.append(
+            f"Operations of what merges, on the picture's tokens: {1 - merged / dense:.0%} fewer, matching "
+            "not counted. Everything else stays as it is."
+        )
+    if (settings.start, settings.end) != (0, 1):
+        lines.append(f"Merges from {settings.start:.0%} to {settings.end:.0%} of the sampling.")
+    lines += settings.notes
+    lines.append("This node merges tokens; it does not skip steps. EasyCache can follow it.")
+    return "\n".join([head, *lines])
+
+
+def _blocks(blocks: Sequence[Block]) -> str:
+    return f"{len(blocks)} block{'s' * (len(blocks) > 1)}"
+
+
+def _operations(blocks: Sequence[Block], settings: MergeSettings, n: int, m: int) -> tuple[float, float]:
+    """Multiply-accumulates of what merges in these blocks, on the tokens of one image, dense and merged."""
+    dense = merged = 0.0
+    for block in blocks:
+        weights, pairs = _work(block, settings)
+        dense += weights * n + pairs * n * n
+        # With scope "keys", queries and the output have all tokens: half of the weights, all rows of pairs.
+        rows = n if settings.scope == "keys" else m
+        merged += weights * (rows + m) / 2 + pairs * rows * m
+    return dense, merged
+
+
+def _work(block: Block, settings: MergeSettings) -> tuple[int, int]:
+    """What merges in a block: weights that multiply each token, and operations for each pair of tokens."""
+    module = block.module
+    if block.layout is not None:
+        return _weights(module), 2 * block.channels
+    own, other = settings.scope == "keys" or settings.merge_attn, settings.scope == "layers"
+    weights = _weights(module.attn1) if own else 0
+    if other and settings.merge_crossattn and module.attn2 is not None:
+        weights += _weights(module.attn2.to_q) + _weights(module.attn2.to_out)
+    return weights, 2 * block.channels * own
+
+
+# Parts of the names of weights that multiply text, or one vector for the whole picture.
+_OF_OTHERS = ("txt", "context_block", "add_", "mod", "cross_attn.k", "cross_attn.v")
+
+
+def _weights(module: nn.Module) -> int:
+    """Number of weights of a module that multiply each token of the image."""
+    return sum(
+        weight.numel()
+        for name, weight in module.named_parameters()
+        if weight.ndim == 2 and not any(part in name for part in _OF_OTHERS)
+    )

@@ -1,0 +1,184 @@
+"""What holds in one sampling and in one of its steps: settings, draws and plans."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.nn import functional as F
+
+from tokenmerge.config import GUIDED_PLANNERS, MergeSettings
+from tokenmerge.integrations.comfyui.settings import Settings
+from tokenmerge.ops import Plan, bits, shared_features
+from tokenmerge.planners import PLANNERS, num_removed
+from tokenmerge.runtime.guidance import importance_of_tokens
+
+# Name in ComfyUI's ``transformer_options`` of what this package keeps there, and of its wrappers.
+KEY = "tokenmerge"
+Grid = tuple[int, int, int]
+
+
+class Sampling:
+    """What outlives a step. Each sampling has its own, also on the same clone of a model.
+
+    Args:
+        settings: of the model.
+        sigmas: noise levels of the steps; empty where they are unknown.
+
+    Attributes:
+        plans: by block, made for the images of one prompt.
+        guidance_change: what guidance changed in the last step; None: unknown.
+    """
+
+    def __init__(self, settings: Settings, sigmas: Sequence[float] = ()) -> None:
+        self.settings = settings
+        self.sigmas = sigmas
+        self.plans: dict[Hashable, Plan] = {}
+        self.guidance_change: Tensor | None = None
+        self._planned: tuple[int, object] | None = None
+
+    def begin_step(self, index: int, purpose: object) -> None:
+        """Drop plans that are over: after ``plans.every`` steps, or where they are for something else."""
+        due = self._planned is None or self._planned[1] != purpose
+        if due or index - self._planned[0] >= self.settings.config.plans.every:  # type: ignore[index]
+            self.plans.clear()
+            self._planned = index, purpose
+
+    def index(self, sigma: float) -> int:
+        """Index of the step that is at a noise level; a solver may evaluate the model between two steps."""
+        return max(0, sum(sigma <= known for known in self.sigmas) - 1)
+
+
+class Step:
+    """One evaluation of all prompts on one latent: ComfyUI's ``calc_cond_batch``.
+
+    Args:
+        sampling: that it belongs to.
+        sigma: noise level.
+        timestep: that the model is called with; draws depend on it.
+        latent: shape of the latents.
+        whole: whether every prompt is for the whole picture, so that all prompts get the same latents.
+        replaced: UNet blocks whose self-attention another node replaces; they stay dense.
+
+    Attributes:
+        latent: shape of the latents of the running call.
+        has_references: whether reference pictures stand beside the tokens of the running call.
+        running: what the block that runs merges; None: it is dense.
+    """
+
+    def __init__(
+        self,
+        sampling: Sampling,
+        sigma: float,
+        timestep: Tensor,
+        latent: Sequence[int],
+        whole: bool,
+        replaced: frozenset[Hashable],
+    ) -> None:
+        self.sampling, self.settings = sampling, sampling.settings
+        self.latent, self.replaced = latent, replaced
+        self.has_references = False
+        self.running: Running | None = None
+        self._seed = bits(timestep.float().max())
+        self._whole = whole and self.settings.config.plans.guidance
+        self._calls = -1
+        self._at: dict[int, MergeSettings] = {}
+        self._steps = max(1, len(sampling.sigmas) - 1)
+        self._index = min(sampling.index(sigma), self._steps - 1)
+        phase = self.settings.config.schedule.phase(self._index, self._steps)
+        sampling.begin_step(self._index, (tuple(latent), phase))
+
+    def begin_call(self, latent: Sequence[int]) -> None:
+        """Before the model, which ComfyUI may call once for each prompt, on a part of the picture."""
+        self._calls += 1
+        self.latent = latent
+        self.has_references, self.running = False, None
+
+    def at(self, level: int) -> MergeSettings:
+        """What holds at a level in this step."""
+        if level not in self._at:
+            self._at[level] = self.settings.config.at(level, self._index, self._steps)
+        return self._at[level]
+
+    def plan(self, place: Hashable, features: Tensor, grid: Grid, level: int, prompts: int) -> Plan | None:
+        """The plan of a block; None: nothing merges.
+
+        Args:
+            place: of the plan: of the block, or of blocks that share one.
+            features: ``[b, n, c]``, with the images of each prompt in a row.
+            grid: (frames, rows, columns) of the n tokens.
+            level: of the block.
+            prompts: how many prompts the batch is for.
+        """
+        settings = self.at(level)
+        if (
+            level > self.settings.config.max_downsample
+            or not settings.ratio
+            or not num_removed(grid, settings)
+        ):
+            return None
+        copies = prompts if self._whole and len(features) % prompts == 0 else 1
+        images = len(features) // copies
+        key = (place, images, features.shape[1], None if self._whole else self._calls)
+        plans = self.sampling.plans
+        if key not in plans:
+            alike = shared_features(features, copies) if copies > 1 else features
+            plans[key] = self._planned(alike, grid, settings)
+        return plans[key] if copies == 1 else plans[key].repeated(copies)
+
+    def _planned(self, features: Tensor, grid: Grid, settings: MergeSettings) -> Plan:
+        seed, name, more = self._seed.to(features.device), settings.planner, []
+        if name in GUIDED_PLANNERS:
+            change = self.sampling.guidance_change
+            importance = None if change is None else importance_of_tokens(change, grid)
+            if importance is None or importance.shape != features.shape[:2]:
+                name = "tome"  # as in the first step, where nothing is known of guidance
+            else:
+                more = [importance.to(features.device)]
+        found = PLANNERS[name](features, grid, settings, seed, *more)
+        assert found is not None  # some tokens merge
+        return found
+
+
+class Running:
+    """What the block that runs merges.
+
+    Args:
+        plan: which tokens merge.
+        settings: that hold at its level.
+        text_first: whether text stands before the image where they share a sequence.
+
+    Attributes:
+        merged: whether the tokens of the running layer are merged.
+        weighs: whether the next attention weighs its keys by the tokens that they stand for.
+    """
+
+    def __init__(self, plan: Plan, settings: MergeSettings, text_first: bool = True) -> None:
+        self.plan, self.settings, self.text_first = plan, settings, text_first
+        self.merged = False
+        self.weighs = False
+
+    def bias(self, keys: Tensor, tokens: int) -> Tensor | None:
+        """``[b, 1, tokens]``: what is added to the logits of ``tokens`` keys; None: these are other keys.
+
+        It is asked for once: an adapter may attend to other keys after the block's own attention.
+        """
+        sizes = self.plan.sizes
+        text = tokens - sizes.shape[1]
+        if not self.weighs or text < 0 or len(keys) != len(sizes):
+            return None
+        self.weighs = False
+        beside = (text, 0) if self.text_first else (0, text)
+        return F.pad(sizes.log(), beside).to(keys.dtype).unsqueeze(1)
+
+
+def step_in(options: Any) -> Step | None:
+    """The running step, from ComfyUI's ``transformer_options``; None: nothing merges."""
+    step = (options or {}).get(KEY)
+    return step if isinstance(step, Step) else None
+
+
+def prompts_in(options: dict[str, Any]) -> int:
+    """How many prompts the running batch is for."""
+    return len(options.get("cond_or_uncond") or [0])

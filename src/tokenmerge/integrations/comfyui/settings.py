@@ -1,0 +1,148 @@
+"""From what a user sets on the node to the settings of a model."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from tokenmerge import presets
+from tokenmerge.config import ToMeConfig
+from tokenmerge.errors import ConfigError, NothingToMergeError
+from tokenmerge.integrations.comfyui.models import Target
+from tokenmerge.planners._calibration import fewest_tokens
+
+METHODS = ("auto", *presets.__all__)
+OF_METHOD = "as the method says"
+SCOPES = (OF_METHOD, "layers", "keys", "block")
+SWITCH = (OF_METHOD, "on", "off")
+LEVELS = (OF_METHOD, "1", "2", "4", "8")
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """What a user sets on the node.
+
+    Attributes:
+        method: ``"auto"`` or the name of a preset.
+        ratio: fraction of tokens removed, 0 ≤ ratio ≤ 0.75.
+        start: share of the sampling, by noise, before which nothing merges.
+        end: share of the sampling after which nothing merges.
+        scope, proportional, levels: settings that replace those of the method.
+        seed: of the random draws.
+    """
+
+    method: str = "auto"
+    ratio: float = 0.5
+    start: float = 0.0
+    end: float = 1.0
+    scope: str = OF_METHOD
+    proportional: str = OF_METHOD
+    levels: str = OF_METHOD
+    seed: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What holds while a model samples.
+
+    Attributes:
+        config: which tokens merge, where and how.
+        target: the model.
+        start: share of the sampling, by noise, before which nothing merges.
+        end: share of the sampling after which nothing merges.
+        notes: what of the method is done otherwise in ComfyUI, as sentences.
+    """
+
+    config: ToMeConfig
+    target: Target
+    start: float = 0.0
+    end: float = 1.0
+    notes: tuple[str, ...] = ()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Settings:
+        return self  # nothing in it changes, and it holds the model
+
+
+def settings_for(target: Target, asked: Asked, device: torch.device, dtype: torch.dtype) -> Settings:
+    """The settings of a model from what a user set.
+
+    Raises:
+        ConfigError: a value is out of range, or ComfyUI has no way to do what is asked of this model.
+        NothingToMergeError: no attention of the model is at the levels that merge.
+    """
+    if not 0 <= asked.start < asked.end <= 1:
+        raise ConfigError(
+            f"start_percent, end_percent: expected 0 ≤ start < end ≤ 1, got {asked.start:g} and "
+            f"{asked.end:g}; lower start_percent, or raise end_percent"
+        )
+    if asked.method == "auto":
+        config = _auto(target, asked.ratio, device, dtype)
+    elif asked.method in METHODS:
+        config = getattr(presets, asked.method)(asked.ratio)
+    else:
+        raise ConfigError(f"method: expected one of {', '.join(METHODS)}, got {asked.method!r}")
+    changes: dict[str, Any] = {"seed": asked.seed}
+    if asked.scope != OF_METHOD:
+        changes["scope"] = asked.scope
+    if asked.proportional != OF_METHOD:
+        changes["proportional"] = asked.proportional == "on"
+    if asked.levels != OF_METHOD:
+        changes["max_downsample"] = int(asked.levels)
+    config = dataclasses.replace(config, **changes)
+    notes: list[str] = []
+    if target.is_unet:
+        config = _for_unet(config, target, asked, notes)
+    else:
+        config = _for_transformer(config, asked, notes)
+    return Settings(config, target, asked.start, asked.end, tuple(notes))
+
+
+def _auto(target: Target, ratio: float, device: torch.device, dtype: torch.dtype) -> ToMeConfig:
+    """The merging that :func:`tokenmerge.auto.choose` takes where nothing follows the denoising steps."""
+    checked = ToMeConfig(ratio=ratio, max_downsample=min(8, target.levels[-1]))
+    if ratio == 0:
+        return checked
+    widths = min(((b.channels, b.heads) for b in target.blocks if b.channels and b.heads), default=())
+    return dataclasses.replace(
+        checked,
+        min_tokens=fewest_tokens(device, dtype, *widths),
+        scope="layers" if target.is_unet else "block",
+        planner="tiled",
+        proportional=True,
+    )
+
+
+def _for_unet(config: ToMeConfig, target: Target, asked: Asked, notes: list[str]) -> ToMeConfig:
+    if config.scope not in ("layers", "keys"):
+        raise ConfigError(
+            f"scope: ComfyUI lets a node change the attention of a UNet and not its whole blocks, got "
+            f"{config.scope!r}, by method {asked.method!r}; take scope 'layers', or another method"
+        )
+    if config.merge_mlp and config.scope == "layers":
+        config = dataclasses.replace(config, merge_mlp=False)
+        notes.append("MLPs stay dense: ComfyUI lets a node change the attention of a UNet alone.")
+    finest = target.levels[0]
+    if finest > config.max_downsample and asked.levels == OF_METHOD:
+        config = dataclasses.replace(config, max_downsample=finest)
+        notes.append(f"This UNet has no attention above level {finest}, so level {finest} merges.")
+    if finest > config.max_downsample:
+        raise NothingToMergeError(
+            f"nothing to merge: levels is {asked.levels}, and the attention of {target.name} is at the "
+            f"levels {', '.join(map(str, target.levels))}; set levels to {finest} or more"
+        )
+    return config
+
+
+def _for_transformer(config: ToMeConfig, asked: Asked, notes: list[str]) -> ToMeConfig:
+    if config.scope == "block":
+        return config
+    if asked.scope != OF_METHOD or config.scope == "keys":
+        raise ConfigError(
+            "scope: ComfyUI lets a node replace whole blocks of this model and not the layers in them, got "
+            f"{config.scope!r}, by method {asked.method!r}; take scope 'block', or leave it to the method"
+            + (", and another method" if config.scope == "keys" else "")
+        )
+    notes.append("Whole blocks merge: ComfyUI lets a node replace those of this model, and not their layers.")
+    return dataclasses.replace(config, scope="block")

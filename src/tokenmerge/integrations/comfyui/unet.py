@@ -1,0 +1,76 @@
+"""Patches of the attention of UNets. They keep nothing: what they need is in the running step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from tokenmerge.integrations.comfyui.sampling import Running, Step, prompts_in, step_in
+from tokenmerge.ops import unmerge
+from tokenmerge.runtime.forward import COMBINE
+
+
+def before_attention(n: Tensor, context: Any, value: Any, options: dict[str, Any]) -> tuple[Any, Any, Any]:
+    """``attn1_patch``: plan from the normalised tokens of the block, and merge them for self-attention."""
+    step = step_in(options)
+    if step is None:
+        return n, context, value
+    step.running = running = _running(step, n, options)
+    settings = None if running is None else running.settings
+    if running is None or settings is None or not (settings.scope == "keys" or settings.merge_attn):
+        return n, context, value
+    merged = COMBINE[settings.combine](running.plan, n)
+    own = context is n  # otherwise another node has changed what they attend to
+    running.weighs = own and settings.proportional
+    if settings.scope == "keys":
+        return (n, merged, merged) if own else (n, context, value)
+    running.merged = True
+    return (merged, merged, merged) if own else (merged, context, value)
+
+
+def before_cross_attention(
+    n: Tensor, context: Any, value: Any, options: dict[str, Any]
+) -> tuple[Any, Any, Any]:
+    """``attn2_patch``: merge the queries of cross-attention."""
+    step = step_in(options)
+    running = None if step is None else step.running
+    if running is None or running.settings.scope == "keys" or not running.settings.merge_crossattn:
+        return n, context, value
+    running.merged, running.weighs = True, False
+    return COMBINE[running.settings.combine](running.plan, n), context, value
+
+
+def after_attention(n: Tensor, options: dict[str, Any]) -> Tensor:
+    """``attn1_output_patch`` and ``attn2_output_patch``: give each token the result of its merged token."""
+    step = step_in(options)
+    running = None if step is None else step.running
+    if running is None or not running.merged:
+        return n
+    running.merged = running.weighs = False
+    return unmerge(running.plan, n)
+
+
+def _running(step: Step, n: Tensor, options: dict[str, Any]) -> Running | None:
+    """What the block merges; None: it is dense."""
+    batch, _, rows, columns = options["activations_shape"]
+    way, number = options["block"]
+    block = way, number, options.get("block_index", 0)
+    if n.shape[:2] != (batch, rows * columns) or not step.replaced.isdisjoint((block, (way, number))):
+        return None
+    level = level_of(options["original_shape"][-2], rows)
+    place = (level, way) if step.settings.config.plans.blocks else block
+    plan = step.plan(place, n, (1, rows, columns), level, prompts_in(options))
+    return None if plan is None else Running(plan, step.at(level))
+
+
+def level_of(finest: int, rows: int) -> int:
+    """The level with this number of rows, where the latents have ``finest``; each level halves, rounding up.
+
+    >>> [level_of(9, rows) for rows in (9, 5, 3, 2)]
+    [1, 2, 4, 8]
+    """
+    level = 1
+    while finest > rows:
+        finest, level = -(-finest // 2), 2 * level
+    return level

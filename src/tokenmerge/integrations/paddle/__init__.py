@@ -1,0 +1,41 @@
+"""Token merging for the UNets, ControlNets and transformers of ppdiffusers, on PaddlePaddle.
+
+Needs the extra ``paddle`` and neither PyTorch nor diffusers::
+
+    import tokenmerge.integrations.paddle
+
+    tokenmerge.paddle.apply_patch(pipe, ratio=0.5)
+    tokenmerge.paddle.remove_patch(pipe)
+
+``import tokenmerge.paddle.pipeline_methods`` puts ``apply_tome`` and ``remove_tome`` on pipelines and models,
+in place of ppdiffusers' own.
+"""
+
+from tokenmerge.errors import MissingExtraError
+
+try:
+    import paddle
+    import ppdiffusers
+except ImportError as error:
+    raise MissingExtraError(
+        "paddle", needed_by="tokenmerge.paddle (tested with paddlepaddle 3.3.1 and ppdiffusers 0.29.0)"
+    ) from error
+
+from tokenmerge.integrations.paddle.api import Patch, apply_token_merging, remove_token_merging, token_merging
+from tokenmerge.integrations.paddle.compat import apply_patch, apply_tome, remove_patch, remove_tome
+from tokenmerge.integrations.paddle.report import Report, predict
+
+__all__ = [
+    "Patch",
+    "Report",
+    "apply_patch",
+    "apply_token_merging",
+    "apply_tome",
+    "predict",
+    "remove_patch",
+    "remove_token_merging",
+    "remove_tome",
+    "token_merging",
+]
+
+del paddle, ppdiffusers

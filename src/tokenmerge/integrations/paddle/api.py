@@ -1,0 +1,144 @@
+"""Apply token merging to models of ppdiffusers, and remove it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from tokenmerge.config import ToMeConfig, flat
+from tokenmerge.errors import ConfigError, NothingToMergeError
+from tokenmerge.integrations.paddle.models import Host, find_hosts
+from tokenmerge.integrations.paddle.patch import check_swappable, patch_host, restore, run_of
+from tokenmerge.integrations.paddle.report import Report, predict
+from tokenmerge.integrations.paddle.runtime import Run, blocks_to_merge
+from tokenmerge.integrations.portable.planners import PLANNERS
+
+# Settings of which some values are offered, and settings of which all are; the others keep their defaults.
+_OFFERED = {"scope": ("layers", "keys"), "planner": PLANNERS, "combine": ("mean", "keep")}
+_FREE = (
+    *("ratio", "max_downsample", "min_tokens", "sx", "sy", "use_rand", "seed", "levels"),
+    *("merge_attn", "merge_crossattn", "merge_mlp", "proportional", "plans.guidance"),
+)
+_DEFAULTS = flat(vars(ToMeConfig()))
+
+
+class Patch:
+    """What :func:`apply_token_merging` did to a model, and the way to undo it."""
+
+    def __init__(self, pipe_or_layer: Any, config: ToMeConfig, runs: dict[Any, Run]) -> None:
+        self._model = pipe_or_layer
+        self._config = config
+        self._runs = runs
+
+    def report(self, height: int | None = None, width: int | None = None, batch: int = 2) -> Report:
+        """What merging does to each block for a sample of this size: :func:`tokenmerge.paddle.predict`."""
+        return predict(self._model, self._config, height, width, batch)
+
+    def remove(self) -> None:
+        """Restore the models; one that has been patched anew or restored since then stays as it is."""
+        for root, run in self._runs.items():
+            if run_of(root) is run:
+                restore(root)
+
+    def __str__(self) -> str:
+        return str(self.report())
+
+
+def apply_token_merging(pipe_or_layer: Any, config: ToMeConfig) -> Patch:
+    """Merge tokens in a model of ppdiffusers from its next call on, in place.
+
+    Args:
+        pipe_or_layer: a pipeline (its ControlNets are patched too), or a model such as ``pipe.unet``. One
+            that is patched already gets the new settings.
+        config: what to merge and how much. Offered are the planners ``"tome"``, ``"tiled"`` and
+            ``"uniform"``, the scopes ``"layers"`` and ``"keys"``, ``combine`` by ``"mean"`` and ``"keep"``,
+            ``levels``, ``min_tokens``, ``proportional``, ``plans.guidance``, and the arguments of
+            :func:`tokenmerge.paddle.apply_patch`.
+
+    Returns:
+        A handle: ``patch.report()`` says what happens where, ``patch.remove()`` undoes it.
+
+    Raises:
+        UnsupportedModelError: it is not, and does not contain, a model that tokens can be merged in.
+        NothingToMergeError: with these settings no token of it would merge. Only a ControlNet may stay dense,
+            beside a denoiser that merges; the report names it.
+        ConfigError: ``config`` is not a configuration, or asks for what is not offered on Paddle.
+
+        Whatever is raised, the model is as it was before.
+    """
+    _check_offered(config)
+    hosts = find_hosts(pipe_or_layer)
+    for host in hosts:
+        check_swappable(host)
+    blocks = [blocks_to_merge(host, config) for host in hosts]
+    needed = [host for host in hosts if not host.controlnet] or list(hosts)
+    if not any(mine for host, mine in zip(hosts, blocks, strict=True) if host in needed):
+        raise NothingToMergeError(_why_nothing(needed[0], config))
+    runs = {}
+    for host, mine in zip(hosts, blocks, strict=True):
+        restore(host.root)
+        if mine:
+            runs[host.root] = Run(config, host, mine)
+            patch_host(host, runs[host.root])
+    return Patch(pipe_or_layer, config, runs)
+
+
+def remove_token_merging(pipe_or_layer: Any) -> None:
+    """Restore a model exactly as it was; does nothing to one that is not patched.
+
+    Raises:
+        UnsupportedModelError: it is not, and does not contain, a model that tokens can be merged in.
+    """
+    for host in find_hosts(pipe_or_layer):
+        restore(host.root)
+
+
+@contextlib.contextmanager
+def token_merging(pipe_or_layer: Any, config: ToMeConfig) -> Iterator[Patch]:
+    """Merge tokens while the context lasts; then put back what was there, also after an exception.
+
+    The arguments and errors are those of :func:`apply_token_merging`.
+    """
+    before = [(host, run_of(host.root)) for host in find_hosts(pipe_or_layer)]
+    patch = apply_token_merging(pipe_or_layer, config)
+    try:
+        yield patch
+    finally:
+        for host, run in before:
+            restore(host.root)
+            if run is not None:
+                patch_host(host, run)
+
+
+def _check_offered(config: Any) -> None:
+    if not isinstance(config, ToMeConfig):
+        raise ConfigError(
+            f"config: expected a ToMeConfig such as ToMeConfig(ratio=0.5), got {config!r}; what chooses the "
+            "other settings for a ratio is offered for PyTorch alone"
+        )
+    for settings in (config, *(config.at(level, 0, 1) for level in config.levels)):
+        for name, value in flat(vars(settings)).items():
+            if name in _OFFERED and value not in _OFFERED[name]:
+                wanted = ", ".join(map(repr, _OFFERED[name]))
+                raise ConfigError(f"{name}: on Paddle expected one of {wanted}, got {value!r}")
+            if name not in (*_FREE, *_OFFERED) and value != _DEFAULTS[name]:
+                raise ConfigError(
+                    f"{name}: not offered on Paddle, got {value!r}; leave it out, or use a pipeline of "
+                    "diffusers"
+                )
+
+
+def _why_nothing(host: Host, config: ToMeConfig) -> str:
+    levels = sorted({block.level for block in host.blocks})
+    if levels[0] > config.max_downsample:
+        return (
+            f"nothing to merge: the {len(host.blocks)} transformer blocks of {host.name} are at the levels "
+            f"{', '.join(map(str, levels))}, and max_downsample={config.max_downsample} merges none of them; "
+            f"set max_downsample to {levels[0]} or more"
+        )
+    return (
+        f"nothing to merge: no transformer block of {host.name} within max_downsample="
+        f"{config.max_downsample} has a layer that scope={config.scope!r} and merge_attn, merge_crossattn "
+        "and merge_mlp ask for; feed-forward layers that run in chunks stay dense"
+    )

@@ -1,0 +1,92 @@
+"""The call shapes of tomesd 0.1.3 and of ppdiffusers, for ppdiffusers' pipelines and models."""
+
+from __future__ import annotations
+
+import numbers
+from typing import Any, TypeVar
+
+from paddle import nn
+
+from tokenmerge.config import PlanSharing, ToMeConfig, highest_ratio
+from tokenmerge.errors import ConfigError
+from tokenmerge.integrations.paddle.api import apply_token_merging, remove_token_merging
+from tokenmerge.integrations.paddle.models import find_hosts
+
+Model = TypeVar("Model")
+
+
+def apply_patch(
+    pipe_or_layer: Model,
+    ratio: float = 0.5,
+    max_downsample: int = 1,
+    sx: int = 2,
+    sy: int = 2,
+    use_rand: bool = True,
+    merge_attn: bool = True,
+    merge_crossattn: bool = False,
+    merge_mlp: bool = False,
+) -> Model:
+    """Speed up a diffusion model of ppdiffusers, in place: tomesd's arguments with ppdiffusers' meaning.
+
+    Args:
+        pipe_or_layer: a pipeline (its ControlNets are patched too) or a model of ppdiffusers.
+        ratio: fraction of tokens removed, 0 ≤ ratio < 1 − 1/(sx·sy).
+        max_downsample: deepest resolution level that merges: 1, 2, 4 or 8. SDXL has attention from 2 on.
+        sx: width of a destination's cell, in tokens.
+        sy: height of a destination's cell, in tokens.
+        use_rand: draw the destination of each cell at random: by the timestep and the cell, so that the same
+            seed gives the same picture and the global generator is not used.
+        merge_attn: merge around self-attention (recommended).
+        merge_crossattn: merge around cross-attention (not recommended).
+        merge_mlp: merge around the feed-forward layer (not recommended at all).
+
+    Returns:
+        The model itself.
+
+    Raises:
+        ConfigError: a ``ValueError``; the ratio is 1 − 1/(sx·sy) or more, or another value is not valid.
+        UnsupportedModelError, NothingToMergeError: as :func:`tokenmerge.paddle.apply_token_merging`.
+    """
+    ToMeConfig(ratio=0, sx=sx, sy=sy)  # the highest ratio is defined for valid strides only
+    highest = highest_ratio(sx, sy)
+    if isinstance(ratio, numbers.Real) and ratio >= highest:
+        raise ConfigError(
+            f"ratio: expected less than 1 − 1/(sx·sy) = {highest:g} for sx={sx}, sy={sy}, got {ratio:g}; "
+            "take a lower ratio or larger strides"
+        )
+    config = ToMeConfig(
+        ratio=ratio,
+        max_downsample=max_downsample,
+        sx=sx,
+        sy=sy,
+        use_rand=bool(use_rand),
+        merge_attn=bool(merge_attn),
+        merge_crossattn=bool(merge_crossattn),
+        merge_mlp=bool(merge_mlp),
+        plans=PlanSharing(guidance=False),
+    )
+    apply_token_merging(pipe_or_layer, config)
+    return pipe_or_layer
+
+
+apply_tome = apply_patch
+
+
+def remove_patch(pipe_or_layer: Model) -> Model:
+    """Restore a model exactly as it was before :func:`apply_patch`, and return it."""
+    remove_token_merging(pipe_or_layer)
+    return pipe_or_layer
+
+
+def remove_tome(pipe_or_layer: Model, only_return_self: bool = True) -> Model | tuple[Model, list[nn.Layer]]:
+    """As :func:`remove_patch`, with ppdiffusers' signature.
+
+    Args:
+        pipe_or_layer: a pipeline or model of ppdiffusers.
+        only_return_self: whether to return it alone, and not the models that can be patched with it.
+    """
+    remove_patch(pipe_or_layer)
+    if only_return_self:
+        return pipe_or_layer
+    hosts: list[Any] = [host.root for host in find_hosts(pipe_or_layer)]
+    return pipe_or_layer, hosts

@@ -1,0 +1,182 @@
+"""What merging does to a model of ppdiffusers at one size: blocks, tokens and operations."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+from tokenmerge.config import MergeSettings, ToMeConfig
+from tokenmerge.errors import ConfigError
+from tokenmerge.integrations.paddle.models import Block, Host, find_hosts
+from tokenmerge.integrations.paddle.runtime import blocks_to_merge, merged_layers
+from tokenmerge.integrations.portable.planners import num_removed
+
+_TEXT_TOKENS = 77
+# Cells that a source of the planner "tiled" is compared with, at most.
+_TILE = 32 * 32
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One transformer block.
+
+    Attributes:
+        model: class of its model.
+        path: the block's qualified name.
+        level: resolution level: 1, 2, 4 …
+        grid: rows and columns in tokens.
+        tokens: number of tokens before merging.
+        merged_tokens: number after it.
+        merged: sub-layers that see the merged tokens, such as ``"attn1+ff"``.
+        flops_dense: floating-point operations of these sub-layers without merging, two for a multiply-add.
+        flops_merged: with it, the matching included.
+    """
+
+    model: str
+    path: str
+    level: int
+    grid: tuple[int, int]
+    tokens: int
+    merged_tokens: int
+    merged: str
+    flops_dense: int
+    flops_merged: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What merging does to one call of the models.
+
+    Attributes:
+        height: height of the sample, in the model's own pixels (latents).
+        width: width of the sample.
+        batch: images in the call; classifier-free guidance makes it 2 for one picture.
+        rows: a row for each block that merges.
+        notes: which blocks stay dense and why.
+    """
+
+    height: int
+    width: int
+    batch: int
+    rows: tuple[Row, ...]
+    notes: tuple[str, ...]
+
+    def __str__(self) -> str:
+        """A table in plain text."""
+        header = ("block", "level", "grid", "tokens", "merged", "GFLOPs of what merges")
+        lines = [
+            (
+                f"{row.model}: {row.path}",
+                str(row.level),
+                f"{row.grid[0]} × {row.grid[1]}",
+                f"{row.tokens} → {row.merged_tokens}",
+                row.merged,
+                f"{row.flops_dense / 1e9:.2f} → {row.flops_merged / 1e9:.2f}",
+            )
+            for row in self.rows
+        ]
+        widths = [max(map(len, column)) for column in zip(header, *lines, strict=True)]
+        table = [
+            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+            for line in (header, *lines)
+        ]
+        title = f"sample {self.height} × {self.width}, batch {self.batch}"
+        return "\n".join([title, *table, *(f"note: {note}" for note in self.notes)])
+
+
+def predict(
+    pipe_or_layer: Any,
+    config: ToMeConfig,
+    height: int | None = None,
+    width: int | None = None,
+    batch: int = 2,
+) -> Report:
+    """Say what merging does, without running the model, which may be patched.
+
+    Args:
+        pipe_or_layer: as for :func:`tokenmerge.paddle.apply_token_merging`.
+        config: what to merge and how much.
+        height: height of the sample (for latent diffusion, of the latents); None: the size that the model was
+            made for.
+        width: width of the sample.
+        batch: number of samples in the call.
+
+    Raises:
+        UnsupportedModelError: it is not, and does not contain, a model that tokens can be merged in.
+        ConfigError: the size is missing and the model does not say what it was made for, or it is not valid.
+    """
+    for argument, value in (("height", height), ("width", width), ("batch", batch)):
+        if value is not None and (not isinstance(value, int) or value < 1):
+            raise ConfigError(f"{argument}: expected an integer ≥ 1, got {value!r}")
+    hosts = find_hosts(pipe_or_layer)
+    if height is None or width is None:
+        size = next((host.sample_size for host in hosts if host.sample_size), None)
+        if size is None:
+            names = ", ".join(host.name for host in hosts)
+            raise ConfigError(f"height, width: {names} does not say what size it was made for; pass both")
+        height, width = size
+    rows = tuple(row for host in hosts for row in _rows(host, config, height, width, batch))
+    notes = tuple(note for host in hosts for note in _notes(host, config, rows))
+    return Report(height, width, batch, rows, notes)
+
+
+def _rows(host: Host, config: ToMeConfig, height: int, width: int, batch: int) -> Iterator[Row]:
+    for block in blocks_to_merge(host, config):
+        settings, grid = config.at(block.level, 0, 1), host.grid(block, height, width)
+        n, r = grid[0] * grid[1], num_removed(grid, settings)
+        names = merged_layers(block, settings)
+        if not r:
+            continue
+        queries = n if settings.scope == "keys" else n - r
+        dense = sum(_flops(block, name, n, n) for name in names)
+        merged = sum(_flops(block, name, queries, n - r) for name in names)
+        yield Row(
+            model=host.name,
+            path=block.path,
+            level=block.level,
+            grid=grid,
+            tokens=n,
+            merged_tokens=n - r,
+            merged=f"keys of {names[0]}" if settings.scope == "keys" else "+".join(names),
+            flops_dense=batch * dense,
+            flops_merged=batch * (merged + _matching_flops(block, grid, settings)),
+        )
+
+
+def _flops(block: Block, name: str, queries: int, keys: int) -> int:
+    """Operations of a sub-layer for one image."""
+    layer = getattr(block.layer, name)
+    if name == "ff":
+        weights = [p for key, p in layer.named_parameters() if key.endswith("weight") and p.ndim == 2]
+        return 2 * queries * sum(p.shape[0] * p.shape[1] for p in weights)
+    keys = keys if name == "attn1" and block.own_keys else _TEXT_TOKENS
+    ends = [(layer.to_q, queries), (layer.to_k, keys), (layer.to_v, keys), (layer.to_out[0], queries)]
+    projections = sum(linear.weight.shape[0] * linear.weight.shape[1] * tokens for linear, tokens in ends)
+    return 2 * projections + 4 * queries * keys * int(layer.inner_dim)
+
+
+def _matching_flops(block: Block, grid: tuple[int, int], settings: MergeSettings) -> int:
+    """Operations of comparing sources with destinations, for one image."""
+    cells = (grid[0] // settings.sy) * (grid[1] // settings.sx)
+    compared = {"tome": cells, "tiled": min(cells, _TILE), "uniform": 0}[settings.planner]
+    return 2 * (grid[0] * grid[1] - cells) * compared * int(block.layer.attn1.to_q.weight.shape[0])
+
+
+def _notes(host: Host, config: ToMeConfig, rows: tuple[Row, ...]) -> Iterator[str]:
+    merging = {row.path for row in rows if row.model == host.name}
+    for level in sorted({block.level for block in host.blocks}):
+        dense = [b for b in host.blocks if b.level == level and b.path not in merging]
+        if not dense:
+            continue
+        if level > config.max_downsample:
+            why = f"max_downsample={config.max_downsample}"
+        elif not config.at(level, 0, 1).ratio:
+            why = "ratio=0"
+        elif any(not merged_layers(block, config.at(level, 0, 1)) for block in dense):
+            why = "they have no layer that these settings merge"
+        else:
+            why = "their token grid is too small for these settings"
+        yield f"{host.name}: {len(dense)} blocks stay dense at level {level}: {why}"
+    if any(block.layer._chunk_size for block in host.blocks):
+        yield f"{host.name}: feed-forward layers that run in chunks stay dense"

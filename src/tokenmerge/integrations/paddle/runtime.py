@@ -1,0 +1,233 @@
+"""What hooks and swapped classes of a patched model do: note the step and the grid, merge, unmerge."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypeAlias
+
+import paddle
+from paddle import Tensor
+
+from tokenmerge.config import MergeSettings, ToMeConfig
+from tokenmerge.errors import NothingToMergeError, UnsupportedModelError
+from tokenmerge.integrations.paddle.arrays import PaddleArrays
+from tokenmerge.integrations.paddle.models import Block, Host, grid_of, size_of
+from tokenmerge.integrations.portable.partition import step_number
+from tokenmerge.integrations.portable.plan import Plan, keep_destinations, merge, unmerge
+from tokenmerge.integrations.portable.planners import num_removed, plan_tokens
+
+# The method of the original class, bound to the layer.
+Forward: TypeAlias = functools.partial[Any]
+# Name in the ``__dict__`` of a patched layer of what it knows.
+STATE = "_tokenmerge"
+# The attention processors of this module add the mask that they are given to their logits.
+_MASKED = "ppdiffusers.models.attention_processor"
+_XP = PaddleArrays()
+_COMBINE: dict[str, Callable[..., Tensor]] = {"mean": merge, "keep": keep_destinations}
+
+
+class Merge(NamedTuple):
+    """The merge of the block that is running.
+
+    Attributes:
+        path: of the block.
+        plan: which tokens merge.
+        size: images and tokens that the plan is for.
+        settings: that hold at its level.
+    """
+
+    path: str
+    plan: Plan
+    size: tuple[int, int]
+    settings: MergeSettings
+
+
+class _Now(threading.local):
+    """What holds in the running call of the model, for each thread.
+
+    Attributes:
+        step: number of the denoising step.
+        parts: how many images of the batch share a plan.
+        grids: rows and columns of the tokens, by qualified name of the transformer around them.
+        merge: of the block that is running; None: it is dense, or no block is.
+    """
+
+    def __init__(self) -> None:
+        self.step = 0
+        self.parts = 1
+        self.grids: dict[str, tuple[int, int]] = {}
+        self.merge: Merge | None = None
+
+
+class Run:
+    """What the layers of a patched model share. A copy of the model gets its own.
+
+    Attributes:
+        config: what was asked for.
+        settings: what holds at each level at which blocks merge.
+        host: the model.
+        blocks: those that merge.
+        now: what holds in the running call.
+    """
+
+    def __init__(self, config: ToMeConfig, host: Host, blocks: tuple[Block, ...]) -> None:
+        self.config = config
+        self.settings: Mapping[int, MergeSettings] = {b.level: config.at(b.level, 0, 1) for b in blocks}
+        self.host = host
+        self.blocks = blocks
+        self.now = _Now()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "now"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, now=_Now())
+
+
+class State(NamedTuple):
+    """What a patched layer knows.
+
+    Attributes:
+        run: what it shares with the others.
+        path: of the block, or of the transformer.
+        block: that it is, or is in; None for others.
+        name: of a sub-layer in its block.
+    """
+
+    run: Run
+    path: str
+    block: Block | None = None
+    name: str = ""
+
+
+def merged_layers(block: Block, settings: MergeSettings) -> tuple[str, ...]:
+    """Names of the sub-layers of a block whose calls change."""
+    if settings.scope == "keys":
+        return ("attn1",) if block.own_keys else ()
+    return tuple(name for name in block.sub_layers if name in settings.merged_layers)
+
+
+def blocks_to_merge(host: Host, config: ToMeConfig) -> tuple[Block, ...]:
+    """The blocks within ``max_downsample`` in which something merges."""
+    within = [block for block in host.blocks if block.level <= config.max_downsample]
+    return tuple(block for block in within if merged_layers(block, config.at(block.level, 0, 1)))
+
+
+def note_call(root: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+    """Before a model runs: note its step, and which images are the same but for their prompts.
+
+    Raises:
+        NothingToMergeError: the sample is so small that no block would merge a token.
+    """
+    run: Run = root.__dict__[STATE].run
+    arguments = {**dict(zip(run.host.parameters, args, strict=False)), **kwargs}
+    sample, timestep = arguments[run.host.parameters[0]], arguments.get("timestep")
+    _check_size(run, *size_of(root, sample.shape))
+    if isinstance(timestep, Tensor):
+        timestep = float(timestep.cast("float32").max())
+    run.now.step = 0 if timestep is None else step_number(timestep)
+    run.now.parts = _parts(root, sample) if run.config.plans.guidance else 1
+
+
+def note_grid(transformer: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+    """Before a transformer runs: note the token grid of its blocks."""
+    state: State = transformer.__dict__[STATE]
+    x = args[0] if args else kwargs["hidden_states"]
+    state.run.now.grids[state.path] = grid_of(transformer, size_of(transformer, x.shape))
+
+
+def block_call(block: Any, forward: Forward, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """The result of a transformer block, whose sub-layers merge by a plan made from its input."""
+    state: State = block.__dict__[STATE]
+    assert state.block is not None
+    now, settings = state.run.now, state.run.settings[state.block.level]
+    x = _arguments(forward, args, kwargs)["hidden_states"]
+    b, n = x.shape[:2]
+    grid = now.grids.get(state.block.transformer)
+    if grid is None or grid[0] * grid[1] != n:
+        raise UnsupportedModelError(
+            f"{state.path}: expected the tokens of the grid {grid}, got an input of shape {tuple(x.shape)}; "
+            "call the model and not a part of it, or restore it with remove_token_merging(model)"
+        )
+    with paddle.no_grad():
+        plan = plan_tokens(_XP, x, grid, settings, now.step, now.parts if b % now.parts == 0 else 1)
+    now.merge = None if plan is None else Merge(state.path, plan, (b, n), settings)
+    try:
+        return forward(*args, **kwargs)
+    finally:
+        now.merge = None
+
+
+def layer_call(layer: Any, forward: Forward, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """The result of attention or of the feed-forward layer on merged tokens, for all tokens."""
+    state: State = layer.__dict__[STATE]
+    assert state.block is not None
+    active = state.run.now.merge
+    arguments = _arguments(forward, args, kwargs)
+    x = arguments["hidden_states"]
+    own_keys = state.name == "attn1" and state.block.own_keys
+    # Chunks do not fit the plan; nor do merged keys a mask for all keys.
+    masked = own_keys and arguments.get("attention_mask") is not None
+    if active is None or active.path != state.path or tuple(x.shape[:2]) != active.size or masked:
+        return forward(*args, **kwargs)
+    plan, settings = active.plan, active.settings
+    merged = _COMBINE[settings.combine](_XP, plan, x)
+    if own_keys and settings.proportional:
+        _check_masked(state, layer)
+        # An additive mask [b, 1, m]: each key counts for as many as it stands for (arXiv 2210.09461).
+        arguments["attention_mask"] = paddle.log(plan.sizes).cast(x.dtype).unsqueeze(1)
+    if settings.scope == "keys":
+        return forward(**{**arguments, "encoder_hidden_states": merged})
+    return unmerge(_XP, plan, forward(**{**arguments, "hidden_states": merged}))
+
+
+def _arguments(forward: Forward, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by name."""
+    return {**dict(zip(_names(forward.func), args, strict=False)), **kwargs}
+
+
+@functools.cache
+def _names(method: Callable) -> tuple[str, ...]:
+    """Names of a method's parameters after ``self``."""
+    return tuple(inspect.signature(method).parameters)[1:]
+
+
+def _parts(root: Any, sample: Tensor) -> int:
+    """How many times the batch holds the same images, one for each prompt of guidance."""
+    # Behind the channels that are denoised may stand those of a picture that is given.
+    axis = sample.ndim - 1 if getattr(root, "data_format", None) == "NHWC" else 1
+    channels = getattr(root.config, "out_channels", None) or sample.shape[axis]
+    latents = sample.slice([axis], [0], [min(channels, sample.shape[axis])])
+    for parts in (2, 3):
+        if latents.shape[0] % parts == 0:
+            first, *others = latents.chunk(parts, axis=0)
+            if all(bool((first == other).all()) for other in others):
+                return parts
+    return 1
+
+
+def _check_size(run: Run, height: int, width: int) -> None:
+    """See that some block has tokens to merge in a sample of this size."""
+    asked = [block for block in run.blocks if run.settings[block.level].ratio]
+    grids = {block.path: run.host.grid(block, height, width) for block in asked}
+    if asked and not any(num_removed(grids[b.path], run.settings[b.level]) for b in asked):
+        block, settings = asked[0], run.settings[asked[0].level]
+        rows, columns = grids[block.path]
+        fewest = f" and min_tokens={settings.min_tokens}" if settings.min_tokens else ""
+        raise NothingToMergeError(
+            f"nothing to merge: the sample gives {rows} × {columns} tokens at level {block.level}, of which "
+            f"ratio={settings.ratio:g} with cells of sy={settings.sy} × sx={settings.sx}{fewest} removes "
+            "none; generate a larger image, lower sx and sy, or raise ratio"
+        )
+
+
+def _check_masked(state: State, attention: Any) -> None:
+    processor = type(attention.processor)
+    if processor.__module__ != _MASKED:
+        raise UnsupportedModelError(
+            f"{state.path}: proportional=True needs an attention processor that takes a mask, and "
+            f"{processor.__name__} is none of ppdiffusers' own; take one of these, or proportional=False"
+        )

@@ -1,0 +1,100 @@
+"""The folder for ``custom_nodes``: what is written, and that ComfyUI's own loader takes it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+
+import pytest
+
+import tokenmerge
+from tokenmerge.errors import ConfigError
+from tokenmerge.integrations.comfyui.install import NAME, SOURCE, install
+from tokenmerge.integrations.comfyui.nodes import TokenMerging
+
+try:
+    import tomllib
+except ModuleNotFoundError:
+    import tomli as tomllib
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "custom_nodes").mkdir()
+    return tmp_path
+
+
+@pytest.mark.parametrize("place", ["", "custom_nodes"])
+def test_the_folder_is_written_and_written_again(folder, place):
+    files = install(folder / place)
+    assert {file.parent.parent.name for file in files} <= {"custom_nodes", NAME}
+    assert {file.name for file in files} >= {"__init__.py", "pyproject.toml", "requirements.txt"}
+    files[0].write_text("old")
+    assert install(folder / place) == files
+    assert all(
+        file.read_bytes() == (SOURCE / file.relative_to(folder / "custom_nodes" / NAME)).read_bytes()
+        for file in files
+    )
+
+
+def test_what_is_no_folder_of_comfyui_is_refused(folder, tmp_path_factory):
+    with pytest.raises(ConfigError, match="custom_nodes"):
+        install(tmp_path_factory.mktemp("empty"))
+    (folder / "custom_nodes" / NAME).symlink_to(SOURCE)
+    with pytest.raises(ConfigError, match="link"):
+        install(folder)
+
+
+def test_what_the_registry_asks_for():
+    facts = tomllib.loads((SOURCE / "pyproject.toml").read_text())
+    assert facts["project"]["version"] == tokenmerge.__version__
+    assert facts["project"]["name"]
+    assert facts["tool"]["comfy"]["PublisherId"]
+    needed = f"tokenmerge>={tokenmerge.__version__}"
+    assert facts["project"]["dependencies"] == [needed]
+    assert (SOURCE / "requirements.txt").read_text().split() == [needed]
+
+
+def test_the_written_folder_has_the_node(folder):
+    path = install(folder)[0].parent
+    spec = importlib.util.spec_from_file_location("written_node", path / "__init__.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert {"TokenMerging": TokenMerging} == module.NODE_CLASS_MAPPINGS
+    assert module.NODE_DISPLAY_NAME_MAPPINGS.keys() == module.NODE_CLASS_MAPPINGS.keys()
+
+
+@pytest.mark.parametrize(
+    "file", sorted((SOURCE / "example_workflows").glob("*.json")), ids=lambda file: file.stem
+)
+def test_the_links_of_a_workflow_fit_its_nodes(file):
+    workflow = json.loads(file.read_text())
+    nodes = {node["id"]: node for node in workflow["nodes"]}
+    links = {link[0]: link for link in workflow["links"]}
+    assert len(nodes) == len(workflow["nodes"])
+    for number, source, out, target, into, kind in workflow["links"]:
+        given, taken = nodes[source]["outputs"][out], nodes[target]["inputs"][into]
+        assert number in given["links"]
+        assert number == taken["link"]
+        assert given["type"] == kind
+        assert taken["type"] in (kind, "*")
+    inputs = [value["link"] for node in nodes.values() for value in node["inputs"]]
+    assert sorted(inputs) == sorted(links)
+    merging = next(node for node in nodes.values() if node["type"] == "TokenMerging")
+    known = TokenMerging.INPUT_TYPES()
+    widgets = [
+        value
+        for value in {**known["required"], **known["optional"]}.values()
+        if value[0] not in ("MODEL", "LATENT")
+    ]
+    assert len(merging["widgets_values"]) == len(widgets)
+    for value, (kind, facts) in zip(merging["widgets_values"], widgets, strict=True):
+        assert value in kind if isinstance(kind, list) else facts["min"] <= value <= facts["max"]
+
+
+def test_inputs_of_the_node_are_those_of_its_function():
+    import inspect
+
+    names = [*inspect.signature(TokenMerging.merge).parameters][1:]
+    known = TokenMerging.INPUT_TYPES()
+    assert names == [*known["required"], *known["optional"]]

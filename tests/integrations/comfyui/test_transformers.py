@@ -1,0 +1,222 @@
+"""Token merging in ComfyUI's transformers: the models are called as its samplers call them."""
+
+from __future__ import annotations
+
+import comfy_hosts as hosts  # first: it brings ComfyUI's code
+
+import comfy.ops  # isort: skip
+import pytest
+import torch
+from comfy.ldm.flux.model import Flux
+from comfy.ldm.hunyuan_video.model import HunyuanVideo
+from comfy.ldm.modules.diffusionmodules.mmdit import OpenAISignatureMMDITWrapper
+from comfy.ldm.qwen_image.model import QwenImageTransformer2DModel
+from comfy.ldm.wan.model import WanModel
+
+from tokenmerge import ToMeConfig
+from tokenmerge.errors import ConfigError, UnsupportedModelError
+from tokenmerge.integrations.comfyui import sampling
+from tokenmerge.integrations.comfyui.models import find_target
+from tokenmerge.integrations.comfyui.patch import patched
+from tokenmerge.integrations.comfyui.sampling import KEY, Sampling, Step
+from tokenmerge.integrations.comfyui.settings import Asked, Settings, settings_for
+
+MAKE = {"dtype": torch.float32, "device": "cpu", "operations": comfy.ops.disable_weight_init}
+PAIR = {"hidden_size": 32, "mlp_ratio": 2.0, "num_heads": 2, "depth": 2, "depth_single_blocks": 2}
+AXES = {"axes_dim": [4, 6, 6], "theta": 256, "qkv_bias": True, "guidance_embed": False}
+
+
+def flux():
+    return Flux(
+        image_model="flux", in_channels=4, out_channels=4, vec_in_dim=12, context_in_dim=24, patch_size=2,
+        **PAIR, **AXES, **MAKE,
+    )  # fmt: skip
+
+
+def sd3():
+    made = OpenAISignatureMMDITWrapper(
+        input_size=None, patch_size=2, in_channels=4, depth=2, adm_in_channels=12,
+        context_embedder_config={
+            "target": "torch.nn.Linear", "params": {"in_features": 24, "out_features": 128},
+        },
+        pos_embed_max_size=16, num_patches=256, pos_embed_scaling_factor=None, qkv_bias=True, **MAKE,
+    )  # fmt: skip
+    made.pos_embed.normal_(generator=torch.Generator().manual_seed(1))
+    return made
+
+
+def qwen():
+    return QwenImageTransformer2DModel(
+        patch_size=2, in_channels=16, out_channels=4, num_layers=2, attention_head_dim=16,
+        num_attention_heads=2, joint_attention_dim=24, pooled_projection_dim=24,
+        axes_dims_rope=(4, 6, 6), **MAKE,
+    )  # fmt: skip
+
+
+def wan():
+    return WanModel(
+        model_type="t2v", in_dim=4, dim=32, ffn_dim=64, freq_dim=32, text_dim=24, out_dim=4, num_heads=2,
+        num_layers=2, **MAKE,
+    )  # fmt: skip
+
+
+def hunyuan():
+    return HunyuanVideo(
+        image_model="hunyuan_video", in_channels=4, out_channels=4, vec_in_dim=12, context_in_dim=24,
+        patch_size=[1, 2, 2], byt5=False, meanflow=False,
+        use_cond_type_embedding=False, vision_in_dim=None, **PAIR, **AXES, **MAKE,
+    )  # fmt: skip
+
+
+IMAGE, VIDEO = (2, 4, 16, 12), (2, 4, 2, 16, 12)
+MODELS = {
+    "flux": (flux, IMAGE, {"y": torch.ones(2, 12)}),
+    "sd3": (sd3, IMAGE, {"y": torch.ones(2, 12)}),
+    "qwen": (qwen, (*VIDEO[:2], 1, 16, 12), {}),
+    "wan": (wan, VIDEO, {}),
+    "hunyuan": (hunyuan, VIDEO, {"y": torch.ones(2, 12), "guidance": None}),
+}
+
+
+class Patcher:
+    """What the code reads of a ``ModelPatcher``, which is real, around a model that is built here."""
+
+    def __new__(cls, root):
+        model = torch.nn.Module()
+        model.diffusion_model = hosts.seeded(root)
+        return hosts.comfy.model_patcher.ModelPatcher(model, hosts.CPU, hosts.CPU)
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def case(request):
+    make, shape, more = MODELS[request.param]
+    return request.param, Patcher(make()), shape, more
+
+
+def call(patcher, shape, more, settings=None, seed=0, **named):
+    generator = torch.Generator().manual_seed(seed)
+    x, text = torch.randn(shape, generator=generator), torch.randn(2, 7, 24, generator=generator)
+    options = patcher.model_options["transformer_options"]
+    times = torch.full((2,), 0.5)
+    if settings is not None:
+        step = Step(Sampling(settings), 0.5, times, shape, True, frozenset())
+        step.begin_call(shape)
+        options = {**options, KEY: step, "cond_or_uncond": [1, 0]}
+    with torch.inference_mode():
+        return patcher.model.diffusion_model(
+            x, times, context=text, transformer_options=dict(options), **more, **named
+        )
+
+
+def settings_of(patcher, **config):
+    return Settings(ToMeConfig(scope="block", **config), find_target(patcher))
+
+
+def test_ratio_0_is_identity_and_the_model_stays_as_it_is(case):
+    _, model, shape, more = case
+    dense, before = call(model, shape, more), repr(model.model_options)
+    assert dense.isfinite().all()
+    settings = settings_of(model, ratio=0.0)
+    assert torch.equal(call(patched(model, settings), shape, more, settings), dense)
+    merged = settings_of(model, ratio=0.5, proportional=True)
+    assert not torch.equal(call(patched(model, merged), shape, more, merged), dense)
+    assert repr(model.model_options) == before
+    assert torch.equal(call(model, shape, more), dense)
+
+
+def test_blocks_run_on_half_of_the_tokens(case):
+    name, model, shape, more = case
+    settings = settings_of(model, ratio=0.5)
+    clone, seen = patched(model, settings), []
+    hooks = [
+        block.module.register_forward_pre_hook(
+            lambda _, args, kwargs: seen.append(numbers(args, kwargs)), with_kwargs=True
+        )
+        for block in settings.target.blocks
+    ]
+    call(model, shape, more)
+    dense, seen[:] = list(seen), []
+    call(clone, shape, more, settings)
+    for hook in hooks:
+        hook.remove()
+    n = 48 * (shape[2] if len(shape) == 5 else 1)
+    assert [a - b for a, b in zip(dense, seen, strict=True)] == [n // 2] * len(dense), name
+
+
+def numbers(args, kwargs):
+    """Tokens in the longest sequence that a block is called with."""
+    values = [*args, *(kwargs[key] for key in ("img", "hidden_states", "x") if key in kwargs)]
+    return max(value.shape[1] for value in values if isinstance(value, torch.Tensor) and value.ndim == 3)
+
+
+def test_a_batch_of_two_prompts_shares_its_plans(case, monkeypatch):
+    _, model, shape, more = case
+    made, tome = [], sampling.PLANNERS["tome"]
+    monkeypatch.setitem(sampling.PLANNERS, "tome", lambda f, *a: made.append(len(f)) or tome(f, *a))
+    settings = settings_of(model, ratio=0.5)
+    call(patched(model, settings), shape, more, settings)
+    assert made == [1] * len(settings.target.blocks)
+
+
+def test_a_block_changes_its_tokens_by_what_it_changes_of_the_merged_ones():
+    """x + U (f (M x) − M x), by hand, with positions of the tokens that stay."""
+    model, more = Patcher(flux()), {"y": torch.ones(2, 12)}
+    settings, given = settings_of(model, ratio=0.5, planner="uniform"), []
+    clone, block = patched(model, settings), model.model.diffusion_model.double_blocks[0]
+    replaced = clone.model_options["transformer_options"]["patches_replace"]["dit"]["double_block", 0]
+
+    def noted(arguments, extra):
+        inputs = {**arguments, "img": arguments["img"].clone(), "txt": arguments["txt"].clone()}
+        given.append((inputs, replaced(arguments, extra)))
+        return given[-1][1]
+
+    clone.set_model_patch_replace(noted, "dit", "double_block", 0)
+    call(clone, IMAGE, more, settings)
+    (inputs, result), step = given[0], given[0][0]["transformer_options"][KEY]
+    plan = next(plan for key, plan in step.sampling.plans.items() if key[0] == ("double_block", 0))
+    labels, kept, x = plan.labels()[0], plan.kept()[0], inputs["img"]
+    merged = torch.stack([x[:, labels == group].mean(1) for group in range(len(kept))], dim=1)
+    rows = torch.cat([torch.arange(7), kept + 7])
+    with torch.inference_mode():
+        change = (
+            block(merged.clone(), inputs["txt"].clone(), inputs["vec"], inputs["pe"][:, :, rows])[0] - merged
+        )
+    assert torch.allclose(result["img"], x + change[:, labels], atol=1e-5)  # float32, values near 1
+
+
+def test_reference_pictures_run_dense():
+    model = Patcher(flux())
+    settings = settings_of(model, ratio=0.5)
+    more = {"y": torch.ones(2, 12), "ref_latents": [torch.ones(2, 4, 8, 8)]}
+    assert torch.equal(call(patched(model, settings), IMAGE, more, settings), call(model, IMAGE, more))
+
+
+def test_a_block_that_another_node_replaces_is_called_with_merged_tokens():
+    model, seen = Patcher(flux()), []
+
+    def other(arguments, extra):
+        seen.append(arguments["img"].shape[1])
+        return extra["original_block"](arguments)
+
+    given = model.clone()
+    given.set_model_patch_replace(other, "dit", "double_block", 0)
+    settings = settings_of(model, ratio=0.5)
+    more = {"y": torch.ones(2, 12)}
+    once = patched(given, settings)
+    assert torch.equal(
+        call(patched(once, settings), IMAGE, more, settings),
+        call(patched(model, settings), IMAGE, more, settings),
+    )
+    assert seen == [24]
+
+
+def test_methods(case):
+    _, model, _, _ = case
+    target = find_target(model)
+    found = settings_for(target, Asked("tomesd", 0.5), hosts.CPU, torch.float32)
+    assert found.config.scope == "block"
+    assert "Whole blocks" in found.notes[0]
+    with pytest.raises(ConfigError, match="another method"):
+        settings_for(target, Asked("todo", 0.75), hosts.CPU, torch.float32)
+    with pytest.raises(UnsupportedModelError, match="Linear"):
+        find_target(Patcher(torch.nn.Linear(4, 4)))

@@ -1,0 +1,298 @@
+"""Token merging in ComfyUI's UNet, through its own sampler."""
+
+from __future__ import annotations
+
+import comfy_hosts as hosts
+import pytest
+import torch
+from comfy.cldm.cldm import ControlNet as Network
+from comfy.controlnet import ControlNet
+from comfy.ldm.modules.attention import CrossAttention
+
+from tokenmerge import PlanSharing, Schedule, ToMeConfig
+from tokenmerge.errors import ConfigError, NothingToMergeError
+from tokenmerge.integrations.comfyui import sampling
+from tokenmerge.integrations.comfyui import settings as node_settings
+from tokenmerge.integrations.comfyui.models import find_target
+from tokenmerge.integrations.comfyui.nodes import TokenMerging
+from tokenmerge.integrations.comfyui.patch import patched
+from tokenmerge.integrations.comfyui.settings import Settings
+
+LATENT = {"samples": torch.zeros(1, 4, 16, 16)}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return hosts.unet()
+
+
+@pytest.fixture(scope="module")
+def dense(model):
+    return hosts.sample(model)
+
+
+@pytest.fixture(autouse=True)
+def fast(monkeypatch):
+    """A device on which merging saves time on every grid; here a tiny one need not."""
+    monkeypatch.setattr(node_settings, "fewest_tokens", lambda *_: 4)
+
+
+@pytest.fixture
+def key_numbers(monkeypatch):
+    """Numbers of keys of each attention layer that runs, in order."""
+    seen, forward = [], CrossAttention.forward
+
+    def noted(self, x, context=None, *more, **named):
+        seen.append((x.shape[1], (x if context is None else context).shape[1]))
+        return forward(self, x, context, *more, **named)
+
+    monkeypatch.setattr(CrossAttention, "forward", noted)
+    return seen
+
+
+def merging(model, method="tomesd", ratio=0.5, start=0.0, end=1.0, **more):
+    return TokenMerging().merge(model, method, ratio, start, end, LATENT, **more)[0]
+
+
+def with_config(model, **settings):
+    return patched(model, Settings(ToMeConfig(**settings), find_target(model)))
+
+
+def test_ratio_0_is_identity(model, dense):
+    for method in node_settings.METHODS:
+        if method != "sdtm":
+            assert torch.equal(hosts.sample(merging(model, method, 0.0)), dense), method
+
+
+@pytest.mark.parametrize("method", [name for name in node_settings.METHODS if name != "sdtm"])
+def test_every_method_merges_and_is_repeatable(model, dense, method):
+    clone = merging(model, method, 0.5)
+    first = hosts.sample(clone)
+    assert first.isfinite().all()
+    assert not torch.equal(first, dense)
+    assert torch.equal(hosts.sample(clone), first)
+
+
+def test_attention_runs_on_half_of_the_tokens(model, key_numbers):
+    hosts.sample(merging(model), steps=1)
+    self_attention = [numbers for numbers in key_numbers if numbers[1] != 7]
+    # 16 × 16 latents: two blocks on the way down and up at level 1 merge, the others stay dense.
+    assert set(self_attention) == {(128, 128), (64, 64)}
+    assert {n for n, keys in key_numbers if keys == 7} == {256, 64}
+
+
+def test_keys_alone(model, key_numbers):
+    hosts.sample(merging(model, "todo", 0.75), steps=1)
+    assert {numbers for numbers in key_numbers if numbers[1] != 7} == {(256, 64), (64, 64)}
+
+
+def test_cross_attention_merges_queries(model, key_numbers):
+    hosts.sample(with_config(model, merge_crossattn=True, merge_attn=False), steps=1)
+    assert {numbers for numbers in key_numbers if numbers[1] == 7} == {(128, 7), (64, 7)}
+    assert {numbers for numbers in key_numbers if numbers[1] != 7} == {(256, 256), (64, 64)}
+
+
+def test_the_model_and_its_other_clones_stay_as_they_are(model, dense):
+    options = model.model_options
+    before = repr(options)
+    weights = {name: (id(module), type(module)) for name, module in model.model.named_modules()}
+    clone, other = merging(model), model.clone()
+    assert not torch.equal(hosts.sample(clone), dense)
+    assert torch.equal(hosts.sample(other), dense)
+    assert torch.equal(hosts.sample(model), dense)
+    assert model.model_options is options
+    assert repr(options) == before
+    assert {name: (id(module), type(module)) for name, module in model.model.named_modules()} == weights
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.model.modules())
+
+
+def test_two_passes_with_other_ratios_and_a_node_after_a_node(model, dense):
+    low, high = merging(model, ratio=0.25), merging(model, ratio=0.75)
+    first = hosts.sample(low)
+    assert not torch.equal(hosts.sample(high), first)
+    assert torch.equal(hosts.sample(low), first)
+    assert torch.equal(hosts.sample(merging(high, ratio=0.25)), first)
+    assert torch.equal(hosts.sample(merging(merging(model, "auto"), ratio=0.0)), dense)
+
+
+@pytest.mark.parametrize(
+    ("between", "merged"),
+    [((0, 1), [1, 1, 1, 1]), ((0, 0.5), [1, 1, 0, 0]), ((0.5, 1), [0, 0, 1, 1]), ((0.2, 0.5), [0, 1, 0, 0])],
+)
+def test_start_and_end_percent(model, key_numbers, between, merged):
+    """The steps of this schedule are at 0, 33, 67 and 100 % of the noise levels."""
+    start, end = between
+    hosts.sample(merging(model, start=start, end=end), steps=4)
+    assert merged_steps(key_numbers) == merged
+
+
+def merged_steps(key_numbers):
+    """For each step, whether some of the 7 self-attention layers ran on merged tokens."""
+    queries = [n for n, keys in key_numbers if keys != 7]
+    return [128 in queries[i : i + 7] for i in range(0, len(queries), 7)]
+
+
+def test_settings_follow_the_steps(model, key_numbers):
+    hosts.sample(with_config(model, ratio=0.5, schedule=Schedule(until=0.5)), steps=4)
+    assert merged_steps(key_numbers) == [True, True, False, False]
+
+
+def test_both_prompts_share_a_plan_also_in_calls_of_their_own(model, monkeypatch):
+    """Prompts of different length run one after another; with equal ones they are one batch."""
+    made = []
+
+    def planner(features, *more):
+        made.append(len(features))
+        return hosts_tome(features, *more)
+
+    hosts_tome = sampling.PLANNERS["tome"]
+    monkeypatch.setitem(sampling.PLANNERS, "tome", planner)
+    clone = with_config(model, ratio=0.5)
+    hosts.sample(clone, steps=1)
+    assert made == [1] * 3
+    made.clear()
+    # 7 and 11 words have no small common multiple, so ComfyUI does not batch them.
+    hosts.sample(clone, steps=1, negative=hosts.condition(24, 2, words=11))
+    assert made == [1] * 3
+    made.clear()
+    hosts.sample(with_config(model, ratio=0.5, plans=PlanSharing(guidance=False)), steps=1)
+    assert made == [2] * 3
+
+
+def test_a_prompt_for_a_part_of_the_picture(model):
+    area = hosts.condition(24, 1, area=(8, 16, 8, 0)) + hosts.condition(24, 3)
+    merged = hosts.sample(merging(model), positive=area)
+    assert merged.isfinite().all()
+    assert not torch.equal(merged, hosts.sample(model, positive=area))
+
+
+@pytest.mark.parametrize("size", [(17, 23), (12, 20)])
+def test_odd_sizes_and_batches(model, size):
+    both = hosts.sample(merging(model, "auto"), size=size, batch=2)
+    assert both.isfinite().all()
+    # No picture depends on the others of its batch. float32 over three steps errs by less than 1e-4.
+    alone = hosts.sample(merging(model, "auto"), size=size)
+    assert torch.allclose(both[:1], alone, atol=1e-3 * float(alone.abs().max()))
+
+
+def test_controlnet(model):
+    """A ControlNet adds to the UNet, which merges; the ControlNet itself stays dense."""
+    config = {key: value for key, value in hosts.UNET.items() if key not in ("out_channels", "image_size")}
+    config.pop("transformer_depth_output"), config.pop("use_temporal_attention")
+    network = hosts.seeded(Network(**config, image_size=32, hint_channels=3))
+    control = ControlNet(network, load_device=hosts.CPU)
+    control.set_cond_hint(torch.rand(1, 3, 128, 128), 1.0, (0.0, 1.0))
+    conditions = {
+        "positive": hosts.condition(24, 1, control=control, control_apply_to_uncond=True),
+        "negative": hosts.condition(24, 2, control=control, control_apply_to_uncond=True),
+    }
+    plain = hosts.sample(model, **conditions)
+    assert not torch.equal(plain, hosts.sample(model))
+    assert torch.equal(hosts.sample(merging(model, ratio=0.0), **conditions), plain)
+    merged = hosts.sample(merging(model), **conditions)
+    assert not torch.equal(merged, plain)
+    assert torch.equal(hosts.sample(model, **conditions), plain)
+
+
+def test_lora_before_and_after_the_node(model, dense):
+    name = "diffusion_model.input_blocks.1.1.transformer_blocks.0.attn1.to_q.weight"
+    weight = model.model.state_dict()[name]
+    generator = torch.Generator().manual_seed(3)
+    patch = {name: ("diff", (torch.randn(weight.shape, generator=generator) * 0.2,))}
+
+    def with_lora(given):
+        clone = given.clone()
+        clone.add_patches(patch, 1.0)
+        return clone
+
+    before, after = hosts.sample(merging(with_lora(model))), hosts.sample(with_lora(merging(model)))
+    assert torch.equal(before, after)
+    assert not torch.equal(before, hosts.sample(merging(model)))
+    assert not torch.equal(before, hosts.sample(with_lora(model)))
+    assert torch.equal(hosts.sample(model), dense)  # unloaded again
+
+
+def test_cancelled_sampling_leaves_nothing(model, dense):
+    clone = merging(model)
+    whole = hosts.sample(clone)
+
+    def cancel(step, *more):
+        if step == 1:
+            raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        hosts.sample(clone, callback=cancel)
+    assert torch.equal(hosts.sample(clone), whole)
+    assert torch.equal(hosts.sample(model), dense)
+
+
+def test_attention_that_another_node_replaces_stays_dense(model, key_numbers):
+    seen = []
+
+    def replaced(q, k, v, options):
+        seen.append(q.shape[1])
+        return q
+
+    other = model.clone()
+    other.set_model_attn1_replace(replaced, "input", 1)
+    hosts.sample(merging(other), steps=1)
+    assert set(seen) == {256}
+
+
+def test_another_attention_function_is_still_called(model):
+    heads = []
+
+    def other(function, q, k, v, heads_, *more, **named):
+        heads.append(named.get("mask") is not None)
+        return function(q, k, v, heads_, *more, **named)
+
+    given = model.clone()
+    given.model_options["transformer_options"]["optimized_attention_override"] = other
+    plain = hosts.sample(merging(model, proportional="on"))
+    assert torch.equal(hosts.sample(merging(given, proportional="on")), plain)
+    assert any(heads)
+    assert not all(heads)
+
+
+def test_solvers_that_call_the_model_twice_in_a_step(model):
+    for sampler in ("heun", "dpmpp_2m", "euler_ancestral", "uni_pc"):
+        clone = merging(model, "ca_tome")
+        assert torch.equal(hosts.sample(clone, sampler=sampler), hosts.sample(clone, sampler=sampler))
+
+
+def test_no_attention_at_the_finest_level(key_numbers):
+    """As in SDXL: the node takes the finest level that there is, and says so."""
+    coarse = hosts.unet(transformer_depth=[0, 1], transformer_depth_output=[0, 0, 1, 1])
+    clone, text = TokenMerging().merge(coarse, "tomesd", 0.5, 0.0, 1.0, LATENT)
+    assert "level 2" in text
+    hosts.sample(clone, steps=1)
+    assert {numbers for numbers in key_numbers if numbers[1] != 7} == {(32, 32)}
+    with pytest.raises(NothingToMergeError, match="set levels to 2"):
+        TokenMerging().merge(coarse, "tomesd", 0.5, 0.0, 1.0, LATENT, levels="1")
+
+
+def test_text(model):
+    text = TokenMerging().merge(model, "tomesd", 0.5, 0.25, 1.0, LATENT)[1]
+    assert "level 1: 3 blocks merged, 256 → 128 tokens" in text
+    assert "level 2: 4 blocks dense, 64 tokens" in text
+    # Of 32 channels and 256 tokens: 4 · 32² · n + 2 · 32 · n², at n = 256 and 128.
+    saved = 1 - (4 * 32**2 * 128 + 2 * 32 * 128**2) / (4 * 32**2 * 256 + 2 * 32 * 256**2)
+    assert f"{saved:.0%} fewer" in text
+    assert "from 25% to 100%" in text
+    assert "does not skip steps" in text
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"method": "sdtm"}, "scope"),
+        ({"scope": "block"}, "scope"),
+        ({"method": "none"}, "method"),
+        ({"ratio": 0.8}, "ratio"),
+        ({"start": 0.5, "end": 0.5}, "start_percent"),
+    ],
+)
+def test_bad_input_is_refused_in_a_sentence(model, settings, named):
+    with pytest.raises(ConfigError, match=named) as error:
+        merging(model, **settings)
+    assert len(str(error.value)) < 400

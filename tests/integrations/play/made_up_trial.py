@@ -1,0 +1,25 @@
+"""A trial that nothing was drawn for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from PIL import Image
+
+from tokenmerge.integrations.play.trial import Trial
+from tokenmerge.measure.generate.options import GenerateOptions
+from tokenmerge.measure.method_spec import MethodSpec
+
+
+def trial(
+    method: str = "tome",
+    ratio: float = 0.5,
+    seconds: tuple[float, float] = (2, 1),
+    psnr: float = 30.0,
+    **changes: Any,
+) -> Trial:
+    picture = Image.new("RGB", (4, 4))
+    options = GenerateOptions(
+        **{"prompt": "a red apple", "merging": MethodSpec(method, {"ratio": ratio}), **changes}
+    )
+    return Trial(options, picture, picture, picture, "groups", *seconds, psnr, "summary")
