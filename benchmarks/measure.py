@@ -6,6 +6,7 @@ machine should do nothing else.
     python benchmarks/measure.py                         # all, some three hours on 2 cores
     python benchmarks/measure.py cpu-methods-20          # one
     python benchmarks/measure.py --only evaluate cpu-methods-20
+    python benchmarks/measure.py --only auto             # `auto` and its rivals, timed as drawn; an hour
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import argparse
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -22,16 +23,21 @@ from tokenmerge.measure.bench.grid_files import read_grid
 from tokenmerge.measure.bench.options import BenchOptions
 
 RESULTS = Path(__file__).parent / "results"
+RATIOS_OF_AUTO = (0.25, 0.4, 0.5, 0.6, 0.75)
+RIVALS = ("tomesd", "deepcache", "first-block-cache")
 # By grid: where closeness goes, and over how many prompts.
 QUALITY = {
     "cpu-methods-20": ("cpu-quality-20", 6),
     "cpu-methods-20-256": ("cpu-quality-20-256", 3),
     "cpu-auto-20-256": ("cpu-quality-auto-20-256", 3),
     "cpu-guidance-unet": ("cpu-quality-20-guidance-7.5", 6),
+    "cpu-guidance-unet-256": ("cpu-quality-20-256-guidance-7.5", 3),
     "cpu-methods-8": ("cpu-quality-8", 6),
     "cpu-methods-8-256": ("cpu-quality-8-256", 3),
     "cpu-mmdit-20": ("cpu-mmdit-quality-20", 4),
     "cpu-mmdit-20-256": ("cpu-mmdit-quality-20-256", 2),
+    "cpu-guidance-mmdit": ("cpu-mmdit-quality-20-guidance-7", 4),
+    "cpu-guidance-mmdit-256": ("cpu-mmdit-quality-20-256-guidance-7", 2),
     "cpu-mmdit-published-20": ("cpu-mmdit-published-quality-20", 4),
     "cpu-mmdit-published-20-256": ("cpu-mmdit-published-quality-20-256", 2),
     "cpu-mmdit-8": ("cpu-mmdit-quality-8", 4),
@@ -82,14 +88,29 @@ def bench(name: str) -> None:
 
 def evaluate(name: str) -> None:
     grid = read_grid(RESULTS / f"{name}.toml")
-    quality, prompts = QUALITY[name]
-    out = RESULTS / f"{quality}.jsonl"
-    settings = [f"--{key}={grid[key]}" for key in ("model", "size", "steps", "guidance", "device", "dtype")]
-    settings += [f"--ratio={ratio}" for ratio in BenchOptions.from_dict(grid, name).ratio]
+    quality, _ = QUALITY[name]
     # The oracle draws no picture of the prompt: it merges at no cost, and any tokens.
-    variants = [f"--variant={variant}" for variant in grid["variants"] if variant != "oracle"]
-    with anew(out, RESULTS / quality):
-        tokenmerge("evaluate", f"--limit={prompts}", *settings, *variants, "--out", out)
+    variants = [variant for variant in grid["variants"] if variant != "oracle"]
+    draw(name, variants, BenchOptions.from_dict(grid, name).ratio, RESULTS / f"{quality}.jsonl")
+
+
+def auto(name: str) -> None:
+    """Only `auto`, its rivals and fewer steps beside each, timed as they are drawn, one picture at a time."""
+    quality, _ = QUALITY[name]
+    variants = [v for v in read_grid(RESULTS / f"{name}.toml")["variants"] if v.startswith(RIVALS)]
+    variants = ["tomesd:ratio=0.5" if variant == "tomesd" else variant for variant in variants]
+    out = RESULTS / f"{quality}-of-auto.jsonl"
+    draw(name, ["auto", *variants, "fewer-steps"], RATIOS_OF_AUTO, out, "--batch=1")
+
+
+def draw(name: str, variants: Sequence[str], ratios: Iterable[float], out: Path, *more: str) -> None:
+    """Closeness of variants, drawn with the settings that a grid was timed with."""
+    grid = read_grid(RESULTS / f"{name}.toml")
+    settings = [f"--{key}={grid[key]}" for key in ("model", "size", "steps", "guidance", "device", "dtype")]
+    settings += [f"--ratio={ratio}" for ratio in ratios]
+    settings += [f"--variant={variant}" for variant in variants]
+    with anew(out, out.with_suffix("")):
+        tokenmerge("evaluate", f"--limit={QUALITY[name][1]}", *settings, *more, "--out", out)
 
 
 def main() -> None:
@@ -97,12 +118,12 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("grid", nargs="*", default=list(QUALITY), help=f"of {', '.join(QUALITY)}")
-    parser.add_argument("--only", choices=("bench", "evaluate"))
+    parser.add_argument("--only", choices=("bench", "evaluate", "auto"))
     options = parser.parse_args()
     if unknown := set(options.grid) - set(QUALITY):
         parser.error(f"no grid {', '.join(sorted(unknown))}; there are {', '.join(QUALITY)}")
     for name in options.grid:
-        for measure in (bench, evaluate):
+        for measure in (auto,) if options.only == "auto" else (bench, evaluate):
             if options.only in (None, measure.__name__):
                 measure(name)
 

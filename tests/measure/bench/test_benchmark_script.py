@@ -3,6 +3,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,21 +21,44 @@ measure = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(measure)
 
 
-@pytest.mark.parametrize("name", measure.QUALITY)
-def test_pictures_are_drawn_as_the_grid_was_timed(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def asked_for(
+    part: Callable[[str], None], name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> EvaluateOptions:
+    """What a part of the script asks `tokenmerge evaluate` for."""
     shutil.copy(SCRIPT.parent / "results" / f"{name}.toml", tmp_path)
     asked: list[EvaluateOptions] = []
     monkeypatch.setattr(measure, "RESULTS", tmp_path)
     monkeypatch.setattr(measure, "tokenmerge", lambda *arguments: main([str(text) for text in arguments]))
     command = importlib.import_module("tokenmerge.cli.evaluate")
     monkeypatch.setattr(command, "run_evaluate", lambda options, *_, **__: asked.append(options))
-    measure.evaluate(name)
+    part(name)
     (options,) = asked
+    return options
+
+
+@pytest.mark.parametrize("name", measure.QUALITY)
+def test_pictures_are_drawn_as_the_grid_was_timed(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = asked_for(measure.evaluate, name, tmp_path, monkeypatch)
     grid = BenchOptions.from_dict(read_grid(tmp_path / f"{name}.toml"), name)
     assert options.ratio == grid.ratio
     assert set(options.variants) == set(grid.variants) - {"oracle"}
     assert (options.model, options.size) == (grid.model[0], (int(grid.size[0]),) * 2)
     assert (options.steps, options.guidance) == (grid.steps, grid.guidance)
     assert (options.dtype, options.device) == (grid.dtype[0], grid.device)
+
+
+@pytest.mark.parametrize("name", measure.QUALITY)
+def test_auto_is_drawn_beside_its_rivals(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = asked_for(measure.auto, name, tmp_path, monkeypatch)
+    grid = read_grid(tmp_path / f"{name}.toml")
+    rivals = {"tomesd", *(v for v in grid["variants"] if v.startswith(("deepcache", "first-block-cache")))}
+    assert {"auto", "fewer-steps"} <= set(options.variants)
+    assert {variant.replace("tomesd:ratio=0.5", "tomesd") for variant in options.variants} <= {
+        "auto",
+        "fewer-steps",
+        *rivals,
+    }
+    assert (options.model, options.size) == (grid["model"], (grid["size"],) * 2)
+    assert (options.steps, options.guidance, options.batch) == (grid["steps"], grid["guidance"], 1)
