@@ -10,12 +10,15 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from diffusers import DiffusionPipeline
 from PIL import Image
 
 from tests.measure.evaluate.conftest import drawn, item, picture
 from tests.measure.reporting.made import cell
+from tokenmerge import ToMeConfig, token_merging
 from tokenmerge.errors import ConfigError, NothingToMergeError
 from tokenmerge.measure.bench.results_file import RecordNotWrittenError, ResultsFile
+from tokenmerge.measure.bench.variants import Variant
 from tokenmerge.measure.closeness import psnr
 from tokenmerge.measure.evaluate import draw
 from tokenmerge.measure.evaluate.measure import Figures, Measured, figures_of
@@ -87,6 +90,31 @@ def test_methods_follow_the_steps_of_the_pipeline(run: Run) -> None:
     )
     for label in list(records)[2:]:
         assert 0 < records[label].figures["psnr"] < 100
+
+
+def test_settings_read_from_a_record_draw_the_same_picture(run: Run, models: Path, tmp_path: Path) -> None:
+    run(variants=("auto:min_tokens=64", "tomesd"), steps=6, limit=1, batch=1)
+    records = by_label(read_results([tmp_path / "results"]).quality)
+    read = {label: record.config for label, record in records.items()}
+    assert read["dense"] is None  # it has no settings
+    settings = ToMeConfig.from_dict(read["auto ratio=0.5 min_tokens=64"])
+    assert settings.planner == "tiled"  # which auto chose
+    pipe = DiffusionPipeline.from_pretrained(models / "tiny")
+    with token_merging(pipe, settings):
+        again = pipe("red apple", num_inference_steps=6, generator=torch.Generator().manual_seed(0))
+    drawn_then = {name.partition("-")[0]: picture for name, picture in pictures(tmp_path / "results").items()}
+    assert np.array_equal(np.asarray(again.images[0], dtype=int), drawn_then["auto"])
+    assert not np.array_equal(drawn_then["dense/red"], drawn_then["auto"])
+
+
+def test_pictures_of_different_settings_are_told(run: Run, tmp_path: Path, monkeypatch) -> None:
+    run(variants=("auto:min_tokens=64",), limit=1)
+    # Another seed is drawn later, by an auto that chooses other settings.
+    chosen = dataclasses.replace(ToMeConfig(ratio=0.5), planner="tome")
+    monkeypatch.setattr(Variant, "config", lambda *_: chosen)
+    record = by_label(run(variants=("auto:min_tokens=64",), limit=1, seeds=2))["auto ratio=0.5 min_tokens=64"]
+    assert record.config is None
+    assert any("drawn with 2 different settings" in note for note in record.notes)
 
 
 def test_no_picture_depends_on_the_batch(run: Run, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from tokenmerge.config import ToMeConfig
 from tokenmerge.errors import ConfigError
 from tokenmerge.measure.bench.variants import VARIANTS
 from tokenmerge.measure.evaluate.picture_store import PictureStore
@@ -64,15 +65,16 @@ def draw(
         ConfigError: the memory or the disk is full. Finished pictures are kept.
     """
     with contextlib.ExitStack() as in_force:
-        pipes: dict[Drawn, DiffusionPipeline] = {}
+        pipes: dict[Drawn, tuple[DiffusionPipeline, ToMeConfig | None]] = {}
         for task in tasks:
             own = _of(call, task)
             try:
                 if task.variant not in pipes:
                     pipes[task.variant] = _variant(pipe, task.variant, in_force)
-                    _warm_up(own, pipes[task.variant])
+                    _warm_up(own, pipes[task.variant][0])
+                patched, config = pipes[task.variant]
                 began = time.perf_counter()
-                pictures = own(pipes[task.variant], lambda steps: None)
+                pictures = own(patched, lambda steps: None)
                 seconds = (time.perf_counter() - began) / len(task.items)
             except Exception as error:
                 if is_out_of_memory(error):
@@ -82,7 +84,7 @@ def draw(
                     ) from error
                 raise
             for item, picture in zip(task.items, pictures, strict=True):
-                store.save(task.variant, item, picture, seconds, advice=CONTINUES)
+                store.save(task.variant, item, picture, seconds, config, advice=CONTINUES)
             on_pictures(len(task.items))
 
 
@@ -99,11 +101,14 @@ def _warm_up(call: PipelineCall, pipe: DiffusionPipeline) -> None:
         call.with_steps(_WARM_UP_STEPS)(pipe, lambda steps: None)
 
 
-def _variant(pipe: DiffusionPipeline, variant: Drawn, in_force: contextlib.ExitStack) -> DiffusionPipeline:
-    """A pipeline with the variant applied until ``in_force`` is closed."""
+def _variant(
+    pipe: DiffusionPipeline, variant: Drawn, in_force: contextlib.ExitStack
+) -> tuple[DiffusionPipeline, ToMeConfig | None]:
+    """A pipeline with the variant applied until ``in_force`` is closed, and all its settings."""
     copied = twin(pipe)
     spec = variant.spec
     kind = VARIANTS[spec.name]
     target = copied if kind.of_pipeline else getattr(copied, denoiser_name(copied))
-    in_force.enter_context(spec.apply(target, spec.config(target), None))
-    return copied
+    config = spec.config(target)
+    in_force.enter_context(spec.apply(target, config, None))
+    return copied, config

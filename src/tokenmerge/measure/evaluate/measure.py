@@ -32,11 +32,12 @@ class Measured:
 
     ``indices`` [n] are those of the pictures. ``columns`` has values [n] or features [n, d], by (variant,
     name of the metric or network), and the seconds that each picture took [n], NaN if unknown, by (variant,
-    ``SECONDS``).
+    ``SECONDS``). ``configs`` has the settings that pictures were drawn with, as JSON, by variant.
     """
 
     indices: Tensor
     columns: Mapping[tuple[str, str], Tensor]
+    configs: Mapping[str, frozenset[str]] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def merge(cls, parts: Sequence[Measured]) -> Measured:
@@ -46,7 +47,12 @@ class Measured:
         order = indices.argsort()
         names = filled[0].columns
         columns = {name: torch.cat([part.columns[name] for part in filled])[order] for name in names}
-        return cls(indices[order], columns)
+        labels = dict.fromkeys(label for part in filled for label in part.configs)
+        configs = {
+            label: frozenset[str]().union(*(part.configs.get(label, ()) for part in filled))
+            for label in labels
+        }
+        return cls(indices[order], columns, configs)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,6 +83,7 @@ def measure(
         ConfigError: a picture cannot be read or has the wrong size.
     """
     columns: dict[tuple[str, str], list[Tensor]] = defaultdict(list)
+    configs: dict[str, set[str]] = defaultdict(set)
     for batch in batches:
         prompts = [item.prompt.text for _, item in batch]
         dense: list[Image] = []
@@ -84,6 +91,8 @@ def measure(
             images = [store.open(variant, item) for _, item in batch]
             seconds = [store.seconds(variant, item) for _, item in batch]
             columns[variant.label, SECONDS].append(torch.tensor(seconds, dtype=torch.float64))
+            found = (store.config(variant, item) for _, item in batch)
+            configs[variant.label].update(config for config in found if config is not None)
             dense = dense or images
             for metric in metrics.of_pictures:
                 if images is not dense or not metric.beside_dense:
@@ -91,7 +100,11 @@ def measure(
             for name, network in metrics.features.items():
                 columns[variant.label, name].append(network(images))
     indices = torch.tensor([index for batch in batches for index, _ in batch])
-    return Measured(indices, {name: torch.cat(parts) for name, parts in columns.items()})
+    return Measured(
+        indices,
+        {name: torch.cat(parts) for name, parts in columns.items()},
+        {label: frozenset(found) for label, found in configs.items()},
+    )
 
 
 def describe(batches: Sequence[Sequence[tuple[int, Path]]], metrics: Metrics) -> Measured:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tokenmerge.config import ToMeConfig
 from tokenmerge.errors import ConfigError
 from tokenmerge.measure.bench.records import key_of
 from tokenmerge.measure.bench.variants import DENSE
@@ -20,7 +22,8 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 _DRAWN_AGAIN = "delete it, and the same command draws it again"
-_SECONDS = "tokenmerge seconds"  # name of the text in a PNG
+# Names of texts in a PNG.
+_SECONDS, _CONFIG = "tokenmerge seconds", "tokenmerge config"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +59,13 @@ class PictureStore:
         return self.folder / name / f"{slug(item.prompt.text)}-{key}-seed{item.seed}.png"
 
     def save(
-        self, variant: Drawn, item: Item, picture: Image, seconds: float | None, advice: str = FREE_SPACE
+        self,
+        variant: Drawn,
+        item: Item,
+        picture: Image,
+        seconds: float | None,
+        config: ToMeConfig | None = None,
+        advice: str = FREE_SPACE,
     ) -> None:
         """Write a picture. It appears on the disk only when it is complete.
 
@@ -65,6 +74,8 @@ class PictureStore:
             item: its prompt and seed.
             picture: the picture.
             seconds: the time that drawing it took, kept in the file; None: unknown.
+            config: all settings that it was drawn with, kept in the file; None: unknown, or the variant has
+                none.
             advice: what a user can do if it cannot be written.
 
         Raises:
@@ -75,6 +86,8 @@ class PictureStore:
         about = PngInfo()
         if seconds is not None:
             about.add_text(_SECONDS, f"{seconds:.6g}")
+        if config is not None:
+            about.add_text(_CONFIG, json.dumps(config.to_dict(), sort_keys=True))
         write_atomically(self.picture(variant, item), partial(picture.save, pnginfo=about), advice=advice)
 
     def seconds(self, variant: Drawn, item: Item) -> float:
@@ -83,6 +96,14 @@ class PictureStore:
 
         with PIL.Image.open(self.picture(variant, item)) as picture:
             return float(picture.info.get(_SECONDS, math.nan))
+
+    def config(self, variant: Drawn, item: Item) -> str | None:
+        """All settings that a picture was drawn with, as JSON; None if the file does not say them."""
+        import PIL.Image
+
+        with PIL.Image.open(self.picture(variant, item)) as picture:
+            text = picture.info.get(_CONFIG)
+        return text if isinstance(text, str) else None
 
     def open(self, variant: Drawn, item: Item) -> Image:
         """Read a picture.

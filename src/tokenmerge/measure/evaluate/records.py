@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import json
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -42,6 +43,7 @@ def quality_records(
             rows = None if category is None else chosen
             figures = figures_of(variant.label, measured, metrics, reference, rows)
             record = _record(evaluation, variant, category, figures)
+            record = _with_config(record, measured.configs.get(variant.label, frozenset()))
             if variant.spec.name != DENSE:
                 record = _with_speedup(record, speedups_of(variant.label, measured, rows))
             now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
@@ -64,6 +66,19 @@ def _with_speedup(record: QualityRecord, speedups: Sequence[float]) -> QualityRe
         return record
     quarter, half, three_quarters = np.quantile(speedups, (0.25, 0.5, 0.75)).tolist()
     return dataclasses.replace(record, speedup=half, speedup_quartiles=(quarter, three_quarters))
+
+
+def _with_config(record: QualityRecord, configs: frozenset[str]) -> QualityRecord:
+    if len(configs) == 1:
+        return dataclasses.replace(record, config=json.loads(*configs))
+    if configs:
+        # What is measured on a device, such as the size from which merging gains, can be another one later.
+        note = (
+            f"{record.label}: its pictures were drawn with {len(configs)} different settings, as the method "
+            "chose them at different times; delete its pictures, and the same command draws them alike"
+        )
+        return dataclasses.replace(record, notes=(*record.notes, note))
+    return record
 
 
 def _record(evaluation: Evaluation, variant: Drawn, category: str | None, figures: Figures) -> QualityRecord:

@@ -39,6 +39,8 @@ class QualityRecord:
         speedup_quartiles: first and third quartile of that.
         steps_used: number of steps of ``"fewer-steps"``. None: as many as dense.
         measured_with: network and reference pictures of each metric that has them.
+        config: all settings that the pictures were drawn with, also those that the method chose, as
+            :meth:`tokenmerge.ToMeConfig.from_dict` takes them. None: unknown, or the variant has none.
         notes: remarks for the reader.
         finished: date and time of the measurement, in ISO 8601 with the UTC offset; "" if unknown.
     """
@@ -56,6 +58,7 @@ class QualityRecord:
     speedup_quartiles: tuple[float, float] | None = None
     steps_used: int | None = None
     measured_with: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    config: Mapping[str, Any] | None = None
     notes: tuple[str, ...] = ()
     finished: str = dataclasses.field(default="", compare=False)
 
@@ -73,7 +76,7 @@ class QualityRecord:
     def key(self) -> str:
         """Equal for metrics of the same pictures. A later record replaces earlier ones with the same key."""
         values = dataclasses.asdict(self)
-        for name in (*_TIMES, "figures", "measured_with", "notes", "finished"):
+        for name in (*_TIMES, "figures", "measured_with", "config", "notes", "finished"):
             del values[name]
         return key_of(values)
 
@@ -88,15 +91,16 @@ class QualityRecord:
         Raises:
             ConfigError: it is not such a record.
         """
-        # Older records have no date, no number of steps and no times.
-        record = _read(cls, {"finished": "", "steps_used": None, **dict.fromkeys(_TIMES), **values})
+        # Older records have no date, no number of steps, no times and no chosen settings.
+        later = {"finished": "", **dict.fromkeys(("steps_used", "config", *_TIMES))}
+        record = _read(cls, {**later, **values})
         if record.speedup_quartiles is not None:
             record = dataclasses.replace(record, speedup_quartiles=tuple(record.speedup_quartiles))
         record = dataclasses.replace(record, notes=tuple(record.notes))
         numbers = isinstance(record.figures, dict) and all(
             isinstance(value, int | float) for value in record.figures.values()
         )
-        by_name = (record.settings, record.conditions, record.measured_with)
+        by_name = (record.settings, record.conditions, record.measured_with, record.config or {})
         if not numbers or not all(isinstance(values, dict) for values in by_name):
             raise ConfigError("not a record of quality: expected figures as numbers and settings by name")
         return dataclasses.replace(record, settings=with_new_names(record.settings))
