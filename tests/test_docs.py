@@ -22,7 +22,7 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 # Documents whose Python runs with the names that the test gives, and how many snippets each has.
 WITH_PYTHON = {
     "README.md": 1,
-    "docs/quickstart.md": 4,
+    "docs/quickstart.md": 5,
     "docs/index.md": 1,
     "docs/serving.md": 2,
     "docs/tune.md": 1,

@@ -12,12 +12,13 @@ from torch import nn
 from tokenmerge.config import to_metadata
 from tokenmerge.errors import ConfigError, TokenMergingError
 from tokenmerge.models.base import Host
-from tokenmerge.report import Conditions, Report, predict, saved, summary
+from tokenmerge.report import Conditions, Report, RunSteps, predict, saved, summary
 from tokenmerge.runtime.in_use import refuse_in_use
-from tokenmerge.runtime.patch import restore, state_of
+from tokenmerge.runtime.patch import record_steps, restore, state_of
 from tokenmerge.runtime.pipeline import default_steps
 from tokenmerge.runtime.run_log import RunLog
 from tokenmerge.runtime.state import ModelState, RecordedPlan
+from tokenmerge.runtime.step_log import StepRecorder
 from tokenmerge.vit.report import ViTReport, predict_vit
 from tokenmerge.vit.runtime import RecordedTokens
 
@@ -104,6 +105,34 @@ class Patch(Generic[AnyReport, AnyRecord]):
         for root in mine:
             restore(root)
 
+    def record_steps(self, on: bool = True) -> None:
+        """Record what each denoising step does from now on, for :attr:`steps`.
+
+        A model that does not record costs nothing. Recording keeps the model's last result, compares the next
+        one with it, and waits for no device. Blocks that were compiled by themselves before are compiled
+        again. :meth:`remove` ends it.
+
+        Args:
+            on: whether to record. False drops what was recorded.
+
+        Raises:
+            ConfigError: the patch was removed, or the model is a vision transformer, which has no steps.
+            ModelInUseError: another thread runs the model.
+        """
+        raise ConfigError("record_steps: a vision transformer has no denoising steps; leave the call out")
+
+    @property
+    def steps(self) -> RunSteps:
+        """What each step of the last generation did, after :meth:`record_steps`; ``print`` shows a table.
+
+        It is the generation that began last in this thread, or the last one of all if this thread has run
+        none. It may still run. Reading it waits for the device.
+
+        Raises:
+            ConfigError: nothing was recorded.
+        """
+        raise ConfigError("steps: a vision transformer has no denoising steps")
+
     def at_step(self, index: int, steps: int) -> None:
         """Set the next denoising step, in a loop of your own that does not use a diffusers pipeline.
 
@@ -188,6 +217,31 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
     def metadata(self) -> str:
         """The settings as one line for the parameters of a picture, see :meth:`Patch.metadata`."""
         return to_metadata(self.config, self._method)
+
+    def record_steps(self, on: bool = True) -> None:
+        """Record what each denoising step does, see :meth:`Patch.record_steps`."""
+        root = self._denoiser.root
+        if state_of(root) is not self._states[root]:
+            raise ConfigError(
+                "record_steps: this patch was removed, or another one took its place; apply token merging "
+                "again, and record with the handle that it returns"
+            )
+        refuse_in_use([root])
+        record_steps(root, on)
+
+    @property
+    def steps(self) -> RunSteps:
+        """What each step of the last generation did, see :attr:`Patch.steps`."""
+        recorder: StepRecorder | None = self._states[self._denoiser.root].recorder
+        if recorder is None:
+            raise ConfigError("steps: nothing was recorded; call patch.record_steps() before generating")
+        if recorder.last is None:
+            raise ConfigError(
+                "steps: no step was recorded yet; generate first. In a loop of your own, call "
+                "patch.at_step(i, steps) before each step, or apply token merging to the pipeline that runs. "
+                "A model that is compiled into one graph records none: compile its blocks"
+            )
+        return RunSteps(recorder.last.rows())
 
     def _report(
         self,

@@ -146,7 +146,16 @@ def test_every_option_of_generate_reaches_the_options(monkeypatch, folder):
         "compile": True,
         "compare": False,
         "repeat": 6,
+        "record_steps": False,
     }
+
+
+def test_generate_prints_and_draws_the_steps_that_it_recorded(folder, tmp_path, capsys):
+    arguments = ["generate", "a red apple", "--model", folder, "--steps", 2, "--repeat", 1, "--out", tmp_path]
+    assert main([*map(str, arguments), "--method", "tome", "--record-steps", "--no-compare"]) == 0
+    table = capsys.readouterr().out.splitlines()
+    assert table[0].startswith("2 steps (2 full, 0 reused, 0 dense)")
+    assert [line.split()[0] for line in table[1:4]] == ["step", "0", "1"]
 
 
 def test_inspect_prints_the_report_and_cuts_nothing(folder, capsys):
@@ -266,6 +275,7 @@ def test_without_arguments_the_commands_are_listed(capsys):
         (["generate", "x", "--steps", "2.5"], "'--steps': expected an integer, got '2.5'"),
         (["generate", "x", "--size", "nan"], "size: expected WIDTHxHEIGHT or one number"),
         (["generate", "x", "--model", "nothing"], "model: 'nothing' is no model"),
+        (["generate", "x", "--record-steps", "--compile"], "records no steps; leave --compile out"),
         (["generate", "x", "--speed"], "No such option: --speed"),
         (["inspect", "--size", "0"], "size: expected WIDTHxHEIGHT or one number"),
         (["inspect", "nothing"], "model: 'nothing' is no model"),

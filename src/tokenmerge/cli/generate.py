@@ -70,6 +70,12 @@ def generate(
     ] = False,
     compare: Annotated[bool, machine("Also run without merging.", "--compare/--no-compare")] = True,
     repeat: Annotated[int, machine("Timed calls per variant.", parser=integer)] = GenerateOptions.repeat,
+    record_steps: Annotated[
+        bool,
+        machine(
+            "Print what each merged step of the untimed call did, and draw it as steps.svg.", "--record-steps"
+        ),
+    ] = False,
 ) -> None:
     """Generate pictures with and without merging from the same seeds; measure time, memory and closeness.
 
@@ -89,6 +95,8 @@ def generate(
     options = GenerateOptions(**given)
     with tables.progress_bars("steps") as on_progress:
         result = run_generate(options, on_progress)
+    if result.steps is not None:
+        print(result.steps)
     tables.show(tables.result_table(result), *tables.result_notes(result))
 
 

@@ -1,10 +1,11 @@
 """What merging does at one size and number of steps: tokens, operations and cache, counted before a run.
 
-May import ``runtime`` and everything below it; measures nothing.
+Also what each step of a run did. May import ``runtime`` and everything below it; measures nothing.
 """
 
 from tokenmerge.report.cache_limit import bytes_of, within
 from tokenmerge.report.prediction import Report, Row, counted_speedup, predict, saved
+from tokenmerge.report.run_steps import RunSteps
 from tokenmerge.report.summary import Conditions, summary
 from tokenmerge.report.text_table import TextTable
 
@@ -12,6 +13,7 @@ __all__ = [
     "Conditions",
     "Report",
     "Row",
+    "RunSteps",
     "TextTable",
     "bytes_of",
     "counted_speedup",

@@ -13,6 +13,7 @@ from tokenmerge.config import MergeSettings, ToMeConfig
 from tokenmerge.models.layout import Grid
 from tokenmerge.ops import Plan
 from tokenmerge.runtime.caches import BlockRun, Cache, Call, Memory, RecordedCall
+from tokenmerge.runtime.step_log import StepLog
 from tokenmerge.runtime.step_seed import StepSeed
 
 
@@ -38,6 +39,7 @@ class CallContext:
         guidance_copies: how many times the batch holds each sample, for as many prompts.
         copies_equal: in a graph and on accelerators, whether it does hold equal samples; None: it does.
         guidance_difference: what guidance changed in the result of the last step; None: unknown.
+        step_log: where blocks note what they merge; None: nobody asked for it.
     """
 
     config: ToMeConfig
@@ -53,6 +55,7 @@ class CallContext:
     guidance_copies: int = 1
     copies_equal: Tensor | None = None
     guidance_difference: Tensor | None = None
+    step_log: StepLog | None = None
 
 
 class RunningBlocks:

@@ -247,10 +247,11 @@ def _active_call(state: BlockState, call: HostCall) -> RecordedCall:
 def _plans_outside(state: BlockState) -> bool:
     """Whether the next call of a compiled block takes its plan as an input of the graph.
 
-    A plan that serves one call is better made in the graph, where its operations are fused. In a stack the
-    first block plans, in its graph.
+    A plan that serves one call is better made in the graph, where its operations are fused; one that is
+    noted for the user is made where it can be. In a stack the first block plans, in its graph.
     """
-    return state.model.context.caches_plans and state.settings.scope != "stack"
+    context = state.model.context
+    return (context.caches_plans or context.step_log is not None) and state.settings.scope != "stack"
 
 
 def _count_call(state: BlockState) -> None:

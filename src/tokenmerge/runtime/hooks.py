@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from tokenmerge.runtime.pipeline import guidance_copies, guidance_scale
 from tokenmerge.runtime.run_log import RunLog, StepKind
 from tokenmerge.runtime.scheduler import DenoisingStep, needs_sync, number_of_steps
 from tokenmerge.runtime.state import STATE, ModelState, StageState
+from tokenmerge.runtime.step_log import StepLog
 from tokenmerge.runtime.step_seed import same_step
 from tokenmerge.runtime.step_tracker import StepTracker
 
@@ -90,11 +92,14 @@ def before_model(root: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
     may_correct = may_correct and config.correction.every > 0 and extrapolation is None
     if may_correct and tracker.corrects(config.correction.every, shape):
         corrects, settings = correction_of(config, tracker, settings)
+    log = None
     if not torch.compiler.is_compiling():
         merges = not corrects and any(own.merges for own in settings.values())
         skips = extrapolation is not None or shallow is not None
         kind: StepKind = "reused" if skips else "full" if merges else "dense"
         _note_run(state, memory, config, step, number_of_steps(pipe, None), len(sample), kind)
+        if state.recorder is not None:
+            log = _begin_step_log(state, step, pipe, timestep, kind, device)
     thread.context = CallContext(
         config=config,
         settings=settings,
@@ -109,6 +114,7 @@ def before_model(root: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         guidance_copies=copies,
         copies_equal=equal,
         guidance_difference=memory.guidance_differences.get(tracker.plan_call),
+        step_log=log,
     )
 
 
@@ -150,6 +156,13 @@ def compare_guidance(root: nn.Module, args: tuple, result: Any) -> None:
         memory.guidance_differences[context.plan_call] = made.detach() - sample.result
     if sample.trackable and context.guidance_copies == 1:
         sample.result = made.detach()
+
+
+def record_result(root: nn.Module, args: tuple, result: Any) -> None:
+    """Behind the model: note the end of the call and its result, where somebody asked for it."""
+    state: ModelState = root.__dict__[STATE]
+    if (log := state.context.step_log) is not None and not torch.compiler.is_compiling():
+        log.end_call(result)
 
 
 def _grids(
@@ -204,6 +217,22 @@ def _note_run(
     state.last_run = memory.log
     if step is not None:
         memory.log.note_step(step.index, kind)
+
+
+def _begin_step_log(
+    state: ModelState,
+    step: DenoisingStep | None,
+    pipe: Any,
+    timestep: Any,
+    kind: StepKind,
+    device: torch.device,
+) -> StepLog | None:
+    """Note the beginning of a call, whose step settings need not follow; None: its step is unknown."""
+    assert state.recorder is not None
+    if step is None:
+        with contextlib.suppress(ConfigError):  # settings that follow no step run without one
+            step = state.pipeline.step(pipe, timestep)
+    return None if step is None else state.recorder.begin_call(step, kind, device)
 
 
 def _guidance_copies(

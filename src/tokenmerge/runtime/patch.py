@@ -21,13 +21,14 @@ from tokenmerge.models.layout import Grid
 from tokenmerge.runtime.attention_kernels import leave_kernels, reach_kernels
 from tokenmerge.runtime.context import CallContext, ThreadState
 from tokenmerge.runtime.forward import block_call, layer_call, stage_call
-from tokenmerge.runtime.hooks import after_model, before_blocks, before_model, compare_guidance
+from tokenmerge.runtime.hooks import after_model, before_blocks, before_model, compare_guidance, record_result
 from tokenmerge.runtime.per_thread import PerThread
 from tokenmerge.runtime.pipeline import Pipeline
 from tokenmerge.runtime.planning import check_grid
 from tokenmerge.runtime.select import blocks_to_merge, layers_to_merge, skipped_parts, why_nothing_merges
 from tokenmerge.runtime.state import STATE, BlockState, LayerState, ModelState, Stack, StackRole, StageState
-from tokenmerge.runtime.swap import add_hook, check_swappable, swap, undo
+from tokenmerge.runtime.step_log import StepRecorder
+from tokenmerge.runtime.swap import add_hook, check_swappable, remove_hook, swap, undo
 
 
 def hosts_that_merge(
@@ -169,6 +170,20 @@ def patch_host(host: Host, state: ModelState) -> None:
         host.root.register_forward_hook(after_model)
     if state.config.asks_guidance:
         host.root.register_forward_hook(compare_guidance)
+    if state.recorder is not None:
+        host.root.register_forward_hook(record_result)
+
+
+def record_steps(root: nn.Module, on: bool) -> None:
+    """Begin or stop recording what each step of a patched model does.
+
+    A model that records needs other graphs where its blocks are compiled.
+    """
+    state = root.__dict__[STATE]
+    remove_hook(root, record_result)
+    state.recorder = StepRecorder() if on else None
+    if on:
+        root.register_forward_hook(record_result)
 
 
 def _plan_group(block: Block, config: ToMeConfig, shared: dict[object, int]) -> int:

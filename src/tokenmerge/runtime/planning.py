@@ -100,6 +100,9 @@ def record_plan(state: BlockState, plan: Plan) -> None:
     """Leave the plan that a block runs with to whoever asks for it."""
     if state.model.record is not None:
         state.model.record[state.path] = RecordedPlan(plan, state.grids[0], state.grids[1:])
+    log = state.model.context.step_log
+    if log is not None and not torch.compiler.is_compiling():
+        log.note_plan(plan.inverse.shape[1], plan.keep.shape[1])
 
 
 def _new_plan(state: BlockState, features: Tensor) -> Plan:

@@ -21,6 +21,7 @@ from tokenmerge.runtime.per_thread import PerThread
 from tokenmerge.runtime.pipeline import Pipeline
 from tokenmerge.runtime.run_log import RunLog
 from tokenmerge.runtime.scheduler import Generation
+from tokenmerge.runtime.step_log import StepRecorder
 
 # The one attribute that a patched module has beside its own: one of the classes of this file, or the grids of
 # a module around blocks.
@@ -70,6 +71,7 @@ class ModelState:
         found_for: what the settings were found for by ``tokenmerge tune``; None: unknown.
         compared_with: token grid and number of steps that were last compared with that.
         last_run: what happened in the generation that began last; None before the first.
+        recorder: of what each step does; None: nobody asked for it.
     """
 
     config: ToMeConfig
@@ -87,6 +89,7 @@ class ModelState:
     found_for: FoundFor | None = None
     compared_with: tuple[object, ...] = ()
     last_run: RunLog | None = None
+    recorder: StepRecorder | None = None
 
     @property
     def merges(self) -> bool:
@@ -158,6 +161,8 @@ class ModelState:
             memory.sample.forget()
             memory.forget()
         self.memories.clear()
+        if self.recorder is not None:
+            self.recorder.forget_results()
         self.begin_call()
 
 

@@ -114,6 +114,13 @@ def add_hook(module: nn.Module, hook: Callable, state: object) -> None:
     module.register_forward_pre_hook(hook, with_kwargs=True)
 
 
+def remove_hook(module: nn.Module, hook: Callable) -> None:
+    """Remove a forward hook of this package from a module; there may be none."""
+    for key, registered in list(module._forward_hooks.items()):
+        if registered is hook:
+            del module._forward_hooks[key]
+
+
 def undo(module: nn.Module) -> None:
     """Undo all that :func:`swap` and :func:`add_hook` did to a module."""
     if hasattr(type(module), "_tokenmerge_base"):

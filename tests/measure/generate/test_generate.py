@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.machinery
 import json
 import math
 import sys
@@ -14,7 +15,7 @@ from PIL import Image
 
 import tokenmerge.measure.generate.run
 from tokenmerge.config import ToMeConfig
-from tokenmerge.errors import ConfigError, NothingToMergeError
+from tokenmerge.errors import ConfigError, MissingExtraError, NothingToMergeError
 from tokenmerge.measure.generate.options import GenerateOptions
 from tokenmerge.measure.generate.run import generate
 from tokenmerge.measure.method_spec import MethodSpec
@@ -304,6 +305,24 @@ def test_without_torchmetrics_the_run_goes_on_and_says_what_to_install(folder, t
     assert (tmp_path / "comparison.png").is_file()
 
 
+def test_recorded_steps_are_in_the_result_the_record_and_a_picture(folder, tmp_path):
+    result = generate(options(folder, tmp_path, steps=3, record_steps=True, compare=False))
+    assert [row.kind for row in result.steps] == ["full"] * 3
+    record = json.loads((tmp_path / "run.json").read_text())
+    assert record["steps"] == result.steps.to_dicts()
+    assert (tmp_path / "steps.svg").read_text().startswith("<?xml")
+
+
+def test_steps_are_not_recorded_where_nothing_can_draw_them(folder, tmp_path, monkeypatch):
+    def find(name, *args):
+        return None if name == "matplotlib" else importlib.machinery.PathFinder.find_spec(name)
+
+    monkeypatch.setattr("importlib.util.find_spec", find)
+    with pytest.raises(MissingExtraError, match=r'--record-steps: not installed; .*"tokenmerge\[plots\]"'):
+        generate(options(folder, tmp_path / "out", record_steps=True))
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -318,6 +337,7 @@ def test_without_torchmetrics_the_run_goes_on_and_says_what_to_install(folder, t
         ({"attention": "flash"}, "attention: expected one of 'sdpa', 'xformers', 'default', got 'flash'"),
         ({"controlnet": "owner/canny"}, "controlnet: it needs control too"),
         ({"control": "edges.png"}, "control: it needs controlnet too"),
+        ({"record_steps": True, "compile": True}, "record-steps: a model that is compiled into one graph"),
     ],
 )
 def test_options_out_of_range_are_refused_at_once(changes, message):

@@ -37,6 +37,7 @@ class GenerateOptions:
         out: folder for the results. None: a new folder in ``outputs/``, named after the prompt.
         compare: whether to run dense too.
         repeat: timed calls per variant, ≥ 1.
+        record_steps: whether to record what each merged step does, in the untimed call.
 
     Raises:
         ConfigError: a value is outside these ranges.
@@ -61,6 +62,7 @@ class GenerateOptions:
     out: Path | None = None
     compare: bool = True
     repeat: int = 3
+    record_steps: bool = False
 
     def __post_init__(self) -> None:
         if not self.prompt.strip():
@@ -75,6 +77,10 @@ class GenerateOptions:
             )
             raise ConfigError(f"{given}: it needs {missing} too: a picture and the ControlNet that reads it")
         check_attention(self.attention)
+        if self.record_steps and self.compile:
+            raise ConfigError(
+                "record-steps: a model that is compiled into one graph records no steps; leave --compile out"
+            )
 
     def to_dict(self) -> dict[str, Any]:
         """The options in JSON-compatible values."""

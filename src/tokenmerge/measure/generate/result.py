@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenmerge.measure.bench.timing import Measurement, Times
-from tokenmerge.report import Report
+from tokenmerge.report import Report, RunSteps
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +51,8 @@ class Result:
     """All results of a run.
 
     ``conditions`` are machine, versions and options, in JSON-compatible values. Dense comes first among the
-    variants, if it ran. ``quality`` is None without a dense run or without torchmetrics.
+    variants, if it ran. ``quality`` is None without a dense run or without torchmetrics. ``steps`` is what
+    each merged step did, if it was recorded.
     """
 
     folder: Path
@@ -62,6 +63,7 @@ class Result:
     report: Report
     notes: tuple[str, ...]
     complete: bool
+    steps: RunSteps | None = None
 
     def speedup(self, variant: VariantResult) -> float | None:
         """Median time of dense over that of ``variant``; None if either was not timed."""
@@ -94,6 +96,7 @@ class Result:
             },
             "report": self.report.to_dict(),
             "notes": list(self.notes),
+            **({} if self.steps is None else {"steps": self.steps.to_dicts()}),
         }
 
 

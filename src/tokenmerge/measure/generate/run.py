@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib.util
 import math
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -26,6 +27,7 @@ from tokenmerge.measure.files import (
     slug,
     write_atomically,
     write_json,
+    write_text,
 )
 from tokenmerge.measure.generate.options import GenerateOptions
 from tokenmerge.measure.generate.parameters import parameters_of, write_picture
@@ -47,8 +49,9 @@ from tokenmerge.measure.pipelines.shared_weights import denoising_models, twin
 from tokenmerge.measure.pipelines.sizes import check_size
 from tokenmerge.measure.pipelines.sketch import load_sketch
 from tokenmerge.measure.progress import Progress
+from tokenmerge.measure.reporting.step_plot import draw_steps
 from tokenmerge.pictures import Row, as_tensor, comparison
-from tokenmerge.report import predict
+from tokenmerge.report import RunSteps, predict
 from tokenmerge.runtime.state import RecordedPlan
 
 if TYPE_CHECKING:
@@ -64,14 +67,16 @@ def generate(options: GenerateOptions, on_progress: Callable[[Progress], None] |
     dense pictures before the first merged call, and ``run.json`` after every timed call.
 
     Returns:
-        The result. ``result.folder`` holds ``dense-00.png`` …, ``merged-00.png`` …, ``comparison.png``
-        and ``run.json``.
+        The result. ``result.folder`` holds ``dense-00.png`` …, ``merged-00.png`` …, ``comparison.png``,
+        ``run.json``, and ``steps.svg`` if steps are recorded.
 
     Raises:
         TokenMergingError: an option does not fit the model or the machine. Cheap checks run before the
             weights are loaded.
     """
     require_diffusers("tokenmerge generate")
+    if options.record_steps and importlib.util.find_spec("matplotlib") is None:
+        raise MissingExtraError("plots", needed_by="--record-steps")
     if options.compile and not options.merging.needs_model:
         check_compile(options.merging.config())
     source = find_model(options.model)
@@ -135,6 +140,7 @@ class _Run:
         self.steps_done = {"dense": 0, "merged": 0}
         self.measurements: list[Measurement] = []
         self.quality: Quality | None = None
+        self.steps: RunSteps | None = None
         self.notes = list(self.report.notes)
 
     def run(self) -> Result:
@@ -153,8 +159,13 @@ class _Run:
         method = merging.method if merging.needs_model and set(merging.changes) <= {"ratio"} else ""
         patch = merge_in_hosts(merged_pipe, self.config, method=method)
         self.metadata = patch.metadata()
+        patch.record_steps(options.record_steps)
         with patch.record() as plans:
             merged = self._pictures("merged", merged_pipe)
+        if options.record_steps:
+            self.steps = patch.steps
+            write_text(self.folder / "steps.svg", draw_steps(self.steps))
+            patch.record_steps(False)
         if options.compile:  # only now, so that the graph does not contain the recording of plans
             _compile(merged_pipe)
             merged = self._pictures("merged", merged_pipe)
@@ -230,6 +241,7 @@ class _Run:
             report=self.report,
             notes=tuple(self.notes),
             complete=complete,
+            steps=self.steps,
         )
         write_json(self.folder / "run.json", result.to_dict())
         return result

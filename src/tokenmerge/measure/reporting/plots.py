@@ -13,7 +13,7 @@ from tokenmerge.errors import MissingExtraError
 from tokenmerge.measure.reporting.curves import Chart
 
 # Colours that the colour-blind can tell apart (Okabe and Ito, then Tol), and markers for print in black.
-_COLOURS = (
+COLOURS = (
     *("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000"),
     *("#882255", "#999933", "#332288", "#44aa99", "#aa4499"),
 )
@@ -21,7 +21,7 @@ _MARKERS = "osD^vPX"
 _GREY = "#767676"
 _DASHED = {"oracle": "--", "fewer-steps": ":"}
 _RATIO = re.compile(r" ratio=[\d.]+")
-_STYLE: Any = {
+STYLE: Any = {
     "svg.hashsalt": "tokenmerge",
     "svg.fonttype": "none",  # text stays text: a fourth of the size, and it can be searched
     "font.size": 9.5,
@@ -61,7 +61,7 @@ def draw(chart: Chart) -> str:
         import matplotlib
     except ImportError as error:
         raise MissingExtraError("plots", needed_by="the plots of tokenmerge report") from error
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(STYLE):
         text = io.StringIO()
         figure_of(chart).savefig(text, format="svg", metadata={"Date": None})
     return text.getvalue()
@@ -77,7 +77,7 @@ def figure_of(chart: Chart) -> Any:
     title = textwrap.wrap(chart.title, _TITLE_WIDTH)
     wrapped = sum(_in_legend(name).count("\n") for name in names)
     lines = len(title) + -(-len(names) // columns) + wrapped + 1
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(_WIDTH, _HEIGHT + lines * _LINE_HEIGHT), layout="constrained")
         axes = figure.subplots()
         _fill(axes, chart)
@@ -157,13 +157,13 @@ def _inside(box: Any, whole: Any) -> bool:
 def _colours(chart: Chart) -> dict[str, str]:
     """One colour for each method, and grey for the oracle and fewer steps."""
     families: dict[str, str] = {}
-    free = cycle(colour for number, colour in enumerate(_COLOURS) if number not in _FIXED.values())
+    free = cycle(colour for number, colour in enumerate(COLOURS) if number not in _FIXED.values())
     found = {}
     for line in chart.lines:
         family = _RATIO.sub("", line.name)
         if family not in families:
             bound = family.startswith(tuple(_DASHED))
-            fixed = _COLOURS[_FIXED[family]] if family in _FIXED else None
+            fixed = COLOURS[_FIXED[family]] if family in _FIXED else None
             families[family] = _GREY if bound else fixed or next(free)
         found[line.name] = families[family]
     return found

@@ -1,0 +1,66 @@
+"""What each step of a run did, as a table."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+from tokenmerge.report.text_table import TextTable
+from tokenmerge.runtime.step_log import StepRow
+
+_NOTES = (
+    "tokens: of the largest block that merged, before and after; blocks: calls of blocks that merged",
+    "change: ‖x_t − x_{t−1}‖ / ‖x_{t−1}‖ of the model's result x; seconds: in the model",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class RunSteps:
+    """What each denoising step of a run did: what ran, what merged, how much the result changed, how long.
+
+    Iterate over it for the rows. ``print`` shows them as a table, and
+    :func:`tokenmerge.measure.reporting.step_plot.draw_steps` draws them.
+    """
+
+    rows: tuple[StepRow, ...]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __iter__(self) -> Iterator[StepRow]:
+        return iter(self.rows)
+
+    def to_dicts(self) -> list[dict[str, Any]]:
+        """The rows as plain values, for records."""
+        return [dataclasses.asdict(row) for row in self.rows]
+
+    def __str__(self) -> str:
+        """The rows as a table in plain text."""
+        return str(self._table())
+
+    def _repr_html_(self) -> str:
+        """The same for a notebook."""
+        return self._table().as_html()
+
+    def summary(self) -> str:
+        """The number of steps of each kind, and their time, in a line."""
+        kinds = Counter(row.kind for row in self.rows)
+        parts = ", ".join(f"{kinds[kind]} {kind}" for kind in ("full", "reused", "dense"))
+        return f"{len(self.rows)} steps ({parts}), {sum(row.seconds for row in self.rows):.2f} s in the model"
+
+    def _table(self) -> TextTable:
+        header = ("step", "kind", "tokens", "blocks", "change", "seconds")
+        lines = [
+            (
+                str(row.step),
+                row.kind,
+                "" if row.tokens is None else f"{row.tokens} → {row.merged_tokens}",
+                str(row.blocks),
+                "" if row.change is None else f"{100 * row.change:.1f} %",
+                f"{row.seconds:.3f}",
+            )
+            for row in self.rows
+        ]
+        return TextTable(self.summary(), [header, *lines], _NOTES)

@@ -1,0 +1,194 @@
+"""What each step of a generation did, recorded on request for the handle to tell."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tokenmerge.runtime.per_thread import PerThread
+from tokenmerge.runtime.run_log import StepKind
+from tokenmerge.runtime.scheduler import DenoisingStep, Generation
+
+# Returns the seconds that have passed when the device got there; waits for the device.
+Stopwatch = Callable[[], float]
+
+
+@dataclasses.dataclass(frozen=True)
+class StepRow:
+    """What one denoising step did.
+
+    Attributes:
+        step: index of the step among those of its scheduler, from 0.
+        kind: ``"full"``: everything ran, and tokens merged. ``"reused"``: a part of the model was skipped.
+            ``"dense"``: no token merged and nothing was skipped.
+        blocks: number of block calls that merged, over all calls of the model in the step.
+        tokens: tokens of the largest of these calls; None: no block merged.
+        merged_tokens: what was left of them after merging; None: no block merged.
+        change: ‖x_t − x_{t−1}‖ / ‖x_{t−1}‖ of the model's result x, compared with the step before; None:
+            there is nothing to compare with, or the change is no finite number.
+        seconds: time in the model, ≥ 0, over all its calls in the step. Solver and decoder are not in it.
+    """
+
+    step: int
+    kind: StepKind
+    blocks: int
+    tokens: int | None
+    merged_tokens: int | None
+    change: float | None
+    seconds: float
+
+
+class _Step:
+    """A step so far: numbers, and tensors of one number that nobody has waited for."""
+
+    def __init__(self, kind: StepKind) -> None:
+        self.kind = kind
+        self.plans: list[tuple[int, int]] = []
+        self.spans: list[Stopwatch] = []
+        self.squares: list[Tensor] = []  # [2]: of the change and of the result before, for each call
+        self.results: list[Tensor | None] = []
+
+
+class StepLog:
+    """The steps of one generation. Reading its rows waits for the device; noting them does not."""
+
+    def __init__(self) -> None:
+        self._steps: dict[int, _Step] = {}
+        self._latest: _Step | None = None
+        self._before: list[Tensor | None] = []
+        self._stop: Callable[[], Stopwatch] | None = None
+
+    def begin_call(self, step: DenoisingStep, kind: StepKind, device: torch.device) -> None:
+        """Note a call of the model. Of a step that makes several, the last one says its kind."""
+        now = self._steps.get(step.index)
+        if now is None or now is not self._latest:
+            self._before = [] if self._latest is None else self._latest.results
+            if self._latest is not None:
+                self._latest.results = []
+            now = self._steps[step.index] = self._latest = _Step(kind)
+        now.kind = kind
+        self._stop = start_stopwatch(device)
+
+    def note_plan(self, tokens: int, merged_tokens: int) -> None:
+        """Note a block call that merges."""
+        if self._latest is not None:
+            self._latest.plans.append((tokens, merged_tokens))
+
+    def end_call(self, result: Any) -> None:
+        """Note the end of a call, and what the model returned."""
+        if self._latest is None or self._stop is None:
+            return
+        self._latest.spans.append(self._stop())
+        self._stop = None
+        number = len(self._latest.results)
+        before = self._before[number] if number < len(self._before) else None
+        made = _one_tensor(result)
+        self._latest.results.append(made)
+        if made is not None and before is not None and made.shape == before.shape:
+            exact = before.to(torch.promote_types(before.dtype, torch.float32))
+            squares = (made - exact).square().sum(), exact.square().sum()
+            self._latest.squares.append(torch.stack(squares))
+
+    def forget_results(self) -> None:
+        """Drop the results that the next step would be compared with."""
+        self._before = []
+        for step in self._steps.values():
+            step.results = []
+
+    def rows(self) -> tuple[StepRow, ...]:
+        """What each step did, in the order of the steps."""
+        return tuple(_row(index, step) for index, step in sorted(self._steps.items()))
+
+
+class StepRecorder:
+    """The logs of a model, one for each generation as long as that lives; copies and pickles begin empty."""
+
+    def __init__(self) -> None:
+        self._logs: weakref.WeakKeyDictionary[Generation, StepLog] = weakref.WeakKeyDictionary()
+        self._last: StepLog | None = None
+        self._last_of_thread: PerThread[list[StepLog]] = PerThread(list)
+
+    def begin_call(self, step: DenoisingStep, kind: StepKind, device: torch.device) -> StepLog:
+        """Note a call of the model; → the log of its generation."""
+        log = self._logs.get(step.generation)
+        if log is None:
+            log = self._logs[step.generation] = self._last = StepLog()
+            self._last_of_thread.value[:] = [log]
+        log.begin_call(step, kind, device)
+        return log
+
+    @property
+    def last(self) -> StepLog | None:
+        """The generation that began last in this thread; in a thread without one, the last one of all."""
+        return next(iter(self._last_of_thread.value), self._last)
+
+    def forget_results(self) -> None:
+        """Drop the results that next steps would be compared with, as the model is restored."""
+        for log in self._logs.values():
+            log.forget_results()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StepRecorder:
+        return StepRecorder()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return StepRecorder, ()
+
+
+def start_stopwatch(device: torch.device) -> Callable[[], Stopwatch]:
+    """Start a stopwatch without waiting for the device; → what stops it, likewise.
+
+    A CUDA device is timed by events of its own. For others it is the time of the program: on them, the last
+    operations may still run when it stops.
+    """
+    if device.type == "cuda":
+        stream = torch.cuda.current_stream(device)
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record(stream)
+
+        def seconds_of_device() -> float:
+            end.synchronize()
+            return float(begin.elapsed_time(end)) / 1000
+
+        def stop_device() -> Stopwatch:
+            end.record(stream)
+            return seconds_of_device
+
+        return stop_device
+    began = time.perf_counter()
+
+    def stop() -> Stopwatch:
+        seconds = time.perf_counter() - began
+        return lambda: seconds
+
+    return stop
+
+
+def _one_tensor(result: Any) -> Tensor | None:
+    """A copy of a model's result as one tensor of one axis; None: it holds no tensors with values."""
+    made = result if isinstance(result, Tensor | list) else result[0]
+    pictures = made if isinstance(made, list) else [made]
+    if not all(isinstance(picture, Tensor) and not picture.is_meta for picture in pictures):
+        return None
+    return torch.cat([picture.detach().flatten() for picture in pictures])
+
+
+def _row(index: int, step: _Step) -> StepRow:
+    tokens, merged_tokens = max(step.plans, default=(None, None))
+    squares = sum((pair.double().cpu() for pair in step.squares), torch.zeros(2, dtype=torch.float64))
+    changed, before = squares.sqrt().tolist()
+    return StepRow(
+        step=index,
+        kind=step.kind,
+        blocks=len(step.plans),
+        tokens=tokens,
+        merged_tokens=merged_tokens,
+        change=changed / before if before and math.isfinite(changed / before) else None,
+        seconds=sum(span() for span in step.spans),
+    )

@@ -1,0 +1,330 @@
+"""What each step of a run did, as the handle tells it when it was asked to record."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import pickle
+import threading
+from typing import Any
+
+import hosts
+import pytest
+import torch
+import vits
+from diffusers import StableDiffusionPipeline
+from torch import Tensor
+
+from tests.models.test_every_family import call, model_of
+from tests.models.tiny import FAMILIES
+from tests.runtime.test_host_syncs import Waits
+from tests.runtime.test_steps_in_pipelines import draw
+from tokenmerge import (
+    ConfigError,
+    Correction,
+    Patch,
+    Schedule,
+    StepReuse,
+    ToMeConfig,
+    ViTConfig,
+    apply_token_merging,
+    token_merging,
+)
+from tokenmerge.runtime.step_log import StepLog, start_stopwatch
+
+pytestmark = pytest.mark.filterwarnings("ignore:__array_(_ implementation|wrap__):DeprecationWarning")
+
+STEPS = 8
+SETTINGS = {
+    "every step": ToMeConfig(ratio=0.5, max_downsample=2),
+    "reused": ToMeConfig(ratio=0.5, max_downsample=2, reuse=StepReuse(every=2)),
+    "until": ToMeConfig(ratio=0.5, max_downsample=2, schedule=Schedule(until=0.5)),
+    "corrected": ToMeConfig(ratio=0.5, max_downsample=2, correction=Correction(every=3)),
+}
+ALL = pytest.mark.parametrize("name", SETTINGS)
+
+
+def recording(pipe: Any, name: str) -> Patch[Any, Any]:
+    patch = apply_token_merging(pipe, SETTINGS[name])
+    patch.record_steps()
+    return patch
+
+
+def results_of(pipe: StableDiffusionPipeline, steps: int = STEPS) -> list[Tensor]:
+    """What the model returned at each step, seen by a hook of the test."""
+    seen = []
+    hook = pipe.unet.register_forward_hook(
+        lambda model, args, result: seen.append(result[0].double().clone())
+    )
+    draw(pipe, steps)
+    hook.remove()
+    return seen
+
+
+@ALL
+def test_recording_changes_nothing_and_waits_for_nothing(pipe, name):
+    apply_token_merging(pipe, SETTINGS[name])
+    with Waits() as before:
+        expected = draw(pipe, STEPS)
+    patch = recording(pipe, name)
+    with Waits() as waits:
+        assert torch.equal(draw(pipe, STEPS), expected)
+    assert waits.found == before.found
+    assert len(patch.steps) == STEPS
+
+
+def test_of_the_steps_some_are_full_some_reused_and_some_dense(pipe):
+    kinds = {name: [] for name in SETTINGS}
+    for name in SETTINGS:
+        patch = recording(pipe, name)
+        draw(pipe, STEPS)
+        kinds[name] = [row.kind for row in patch.steps]
+        assert [row.step for row in patch.steps] == list(range(STEPS))
+    assert kinds["every step"] == ["full"] * STEPS
+    assert kinds["until"] == ["full"] * 4 + ["dense"] * 4
+    assert kinds["corrected"] == ["dense", "full", "full", "dense", "full", "full", "dense", "full"]
+    full = SETTINGS["reused"].reuse.steps_of(STEPS).full
+    assert kinds["reused"] == ["full" if i in full else "reused" for i in range(STEPS)]
+
+
+@ALL
+def test_the_change_is_that_of_the_results(pipe, name):
+    patch = recording(pipe, name)
+    results = results_of(pipe)
+    expected = [((now - before).norm() / before.norm()).item() for before, now in itertools.pairwise(results)]
+    rows = patch.steps.rows
+    assert rows[0].change is None
+    # The differences are summed in float32.
+    assert [row.change for row in rows[1:]] == pytest.approx(expected, rel=1e-4)
+
+
+@ALL
+def test_tokens_and_blocks_are_those_of_the_plans(pipe, name):
+    """In a step that merges everywhere, each block leaves a plan."""
+    patch = recording(pipe, name)
+    with patch.record() as plans:
+        draw(pipe, STEPS)
+    rows = patch.steps.rows
+    shapes = [(p.plan.inverse.shape[1], p.plan.keep.shape[1]) for p in plans.values()]
+    merging = [row for row in rows if row.kind == "full"]
+    assert {row.blocks for row in merging} == {len(plans)}
+    assert {(row.tokens, row.merged_tokens) for row in merging} == {max(shapes)}
+    for row in rows:
+        if row.kind == "dense":
+            assert (row.blocks, row.tokens, row.merged_tokens) == (0, None, None)
+        if row.kind == "reused":  # the finest level of the UNet runs
+            assert 0 < row.blocks < len(plans)
+
+
+def test_a_step_may_call_the_model_twice():
+    """Guidance in two calls: blocks and time of both, and the change of both results together."""
+    model = hosts.unet()
+    patch = apply_token_merging(model, ToMeConfig(ratio=0.5))
+    patch.record_steps()
+    results = []
+    with torch.no_grad():
+        for step in range(3):
+            patch.at_step(step, 3)
+            sample = hosts.inputs(seed=step)
+            both = [model(**{**sample, "encoder_hidden_states": text})[0] for text in hosts_texts(sample)]
+            results.append(torch.cat(both).double())
+    rows = patch.steps.rows
+    assert [row.blocks for row in rows] == [6, 6, 6]  # three blocks at level 1, two calls
+    for row, before, now in zip(rows[1:], results, results[1:], strict=False):
+        assert row.change == pytest.approx(((now - before).norm() / before.norm()).item(), rel=1e-4)
+
+
+def hosts_texts(sample: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    text = sample["encoder_hidden_states"]
+    return text, text.flip(1)
+
+
+def test_the_seconds_of_a_step_are_those_in_the_model(pipe, monkeypatch):
+    clock = iter(range(1000))
+    monkeypatch.setattr("tokenmerge.runtime.step_log.time.perf_counter", lambda: next(clock))
+    patch = recording(pipe, "every step")
+    draw(pipe, 3)
+    seconds = [row.seconds for row in patch.steps]
+    # Read at the start and the end of each call; the run's own log looks at the same clock.
+    assert len(set(seconds)) == 1
+    assert all(value >= 1 for value in seconds)
+
+
+def test_a_cuda_device_is_timed_by_its_own_events(monkeypatch):
+    noted = []
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self, stream: object) -> None:
+            noted.append(stream)
+
+        def synchronize(self) -> None:
+            noted.append("waited")
+
+        def elapsed_time(self, end: object) -> float:
+            return 250.0
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: device.type)
+    stop = start_stopwatch(torch.device("cuda"))
+    seconds = stop()
+    assert noted == ["cuda", "cuda"]
+    assert seconds() == 0.25
+    assert noted[-1] == "waited"
+
+
+def test_each_generation_has_a_log_of_its_own(pipe):
+    patch = recording(pipe, "reused")
+    draw(pipe, STEPS)
+    assert len(patch.steps) == STEPS
+    draw(pipe, 3)
+    assert len(patch.steps) == 3
+    assert patch.steps.rows[0].change is None
+
+
+def test_each_thread_sees_its_own_generation(pipe):
+    patch = recording(pipe, "reused")
+    draw(pipe, STEPS)
+    seen = []
+
+    def other() -> None:
+        seen.append(len(patch.steps))  # of the last generation anywhere, before it ran one
+        draw(pipe, 3)
+        seen.append(len(patch.steps))
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    thread.join()
+    assert seen == [STEPS, 3]
+    assert len(patch.steps) == STEPS
+
+
+def test_removing_ends_it_and_leaves_nothing_on_the_model(pipe):
+    before = dict(pipe.unet.__dict__)
+    patch = recording(pipe, "every step")
+    draw(pipe, 2)
+    patch.remove()
+    assert pipe.unet.__dict__ == before
+    assert len(patch.steps) == 2
+    draw(pipe, 4)
+    assert len(patch.steps) == 2
+    with pytest.raises(ConfigError, match="this patch was removed"):
+        patch.record_steps()
+
+
+def test_stopping_leaves_no_hook(pipe):
+    patch = apply_token_merging(pipe, SETTINGS["reused"])
+    hooks = dict(pipe.unet._forward_hooks)
+    for _ in range(2):  # twice on is once
+        patch.record_steps()
+    assert len(pipe.unet._forward_hooks) == len(hooks) + 1
+    patch.record_steps(False)
+    assert pipe.unet._forward_hooks == hooks
+    with pytest.raises(ConfigError, match=r"nothing was recorded; call patch\.record_steps\(\)"):
+        _ = patch.steps
+
+
+def test_a_patch_that_comes_back_after_another_one_still_records(pipe):
+    patch = recording(pipe, "every step")
+    with token_merging(pipe, ToMeConfig(ratio=0.25)):
+        draw(pipe, 2)
+    draw(pipe, 3)
+    assert len(patch.steps) == 3
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda pipe: pickle.loads(pickle.dumps(pipe))])
+def test_a_copy_does_not_write_into_the_log(pipe, copied):
+    patch = recording(pipe, "every step")
+    draw(pipe, 2)
+    draw(copied(pipe), 4)
+    assert len(patch.steps) == 2
+
+
+def test_without_a_step_nothing_is_recorded():
+    model = hosts.unet()
+    patch = apply_token_merging(model, ToMeConfig(ratio=0.5))
+    patch.record_steps()
+    model(**hosts.inputs())
+    with pytest.raises(ConfigError, match="no step was recorded yet; generate first"):
+        _ = patch.steps
+
+
+def test_a_vision_transformer_has_no_steps():
+    patch = apply_token_merging(vits.vit(), ViTConfig(r=1))
+    with pytest.raises(ConfigError, match="a vision transformer has no denoising steps"):
+        patch.record_steps()
+    with pytest.raises(ConfigError, match="a vision transformer has no denoising steps"):
+        _ = patch.steps
+
+
+@torch.no_grad()
+def test_blocks_that_are_compiled_record_as_others_do_and_need_no_other_graphs_when_it_is_off():
+    family = FAMILIES["WanTransformer3DModel"]
+
+    def run(record: bool) -> tuple[int, Patch[Any, Any]]:
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        model = model_of(family)
+        patch = apply_token_merging(model, ToMeConfig(ratio=0.5))
+        if record:
+            patch.record_steps()
+        model.compile_repeated_blocks(fullgraph=True, backend="eager")
+        for step in range(3):
+            patch.at_step(step, 3)
+            arguments = family.inputs(2, 8, 8)
+            arguments["timestep"] = arguments["timestep"] - step
+            call(model, arguments)
+        return torch._dynamo.utils.counters["stats"]["unique_graphs"], patch
+
+    off, _ = run(record=False)
+    on, patch = run(record=True)
+    assert on == off  # with a plan as another input
+    rows = patch.steps.rows
+    assert [row.blocks for row in rows] == [2, 2, 2]
+    assert rows[0].merged_tokens == rows[0].tokens // 2
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "change"),
+    [
+        ((torch.ones(2, 3),), (torch.ones(2, 3) * 3,), 2.0),
+        (torch.ones(4), torch.ones(4), 0.0),
+        ([torch.ones(2, 2), torch.ones(3)], [torch.zeros(2, 2), torch.zeros(3)], 1.0),
+        ((torch.ones(2, dtype=torch.float16) * 300,), (torch.ones(2, dtype=torch.float16) * 600,), 1.0),
+        ((torch.zeros(3),), (torch.ones(3),), None),  # nothing to divide by
+        ((torch.ones(3),), (torch.tensor([1.0, 1.0, float("nan")]),), None),
+        ((torch.ones(3),), (torch.ones(4),), None),
+    ],
+)
+def test_the_change_of_results_of_any_form(first, second, change):
+    from tokenmerge.runtime.scheduler import DenoisingStep, Generation
+
+    log, generation = StepLog(), Generation(0)
+    for index, result in enumerate((first, second)):
+        log.begin_call(DenoisingStep(generation, index, 2), "full", torch.device("cpu"))
+        log.end_call(result)
+    assert log.rows()[1].change == change
+
+
+def test_the_table_says_it_all(pipe):
+    patch = recording(pipe, "until")
+    draw(pipe, 4)
+    lines = str(patch.steps).splitlines()
+    assert lines[0].startswith("4 steps (2 full, 0 reused, 2 dense), ")
+    assert lines[1].split() == ["step", "kind", "tokens", "blocks", "change", "seconds"]
+    side = 64 // pipe.vae_scale_factor
+    first = patch.steps.rows[0]
+    assert lines[2].split()[:6] == [
+        "0",
+        "full",
+        str(first.tokens),
+        "→",
+        str(first.tokens // 2),
+        str(first.blocks),
+    ]
+    assert first.tokens in (side * side, pipe.unet.config.sample_size**2)
+    assert lines[5].split()[:3] == ["3", "dense", "0"]
+    assert "<table>" in patch.steps._repr_html_()
+    assert patch.steps.to_dicts()[3]["kind"] == "dense"
