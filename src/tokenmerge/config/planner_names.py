@@ -17,3 +17,5 @@ def names_in(folder: Path) -> tuple[str, ...]:
 # Planners that look at what guidance changed in the last step; they plan as "tome" until that is known.
 GUIDED_PLANNERS = names_in(_FOLDER / "guided")
 PLANNERS = (*names_in(_FOLDER), *GUIDED_PLANNERS)
+# Planners whose cells may reach over several frames of a video.
+OVER_TIME = ("tiled", "tome")

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tokenmerge.config.checks import Check, integer, number, one_of, optional, refuse, switch
-from tokenmerge.config.planner_names import PLANNERS
+from tokenmerge.config.planner_names import OVER_TIME, PLANNERS
 from tokenmerge.config.value import Value
 from tokenmerge.errors import ConfigError
 
@@ -73,9 +73,11 @@ class MergeSettings(Value):
         sy: height in tokens of such a cell, ≥ 1. Raising ``sx`` or ``sy`` leaves fewer destinations. Matching
             gets faster and higher ratios become possible, but tokens merge over longer distances and with
             less similar ones, so the picture gets less like the dense one.
-        st: length of a cell in video frames, ≥ 1. At 1 each frame merges on its own, which is fastest.
-            Raising it lets tokens merge over time: still parts merge best, and moving parts blur. Planning
-            time then grows with the square of the number of frames. Pictures have one frame and need 1.
+        st: length of a cell in frames of the model's tokens, ≥ 1. At 1 each frame merges on its own. Raising
+            it leaves fewer destinations and lets tokens merge over time: still parts merge best, and moving
+            parts blur. Only ``"tiled"`` and ``"tome"`` take more than 1. Planning time of ``"tome"`` then
+            grows with the square of the number of frames, that of ``"tiled"`` with their number. Pictures
+            have one frame and need 1.
         use_rand: draw the destination of each cell at random, anew at each step. It costs no time. Without
             it, a regular pattern becomes visible at high ratios.
         seed: the random draw depends on this integer, the timestep and the cell. No seed is faster or better
@@ -84,8 +86,8 @@ class MergeSettings(Value):
 
             - ``"tome"``: each source merges into the most similar destination of the whole picture (arXiv
               2303.17604). Planning time grows with the square of the number of tokens.
-            - ``"tiled"``: the same within tiles of about 32 × 32 cells: as close, and much faster on large
-              grids.
+            - ``"tiled"``: the same within tiles of about 32 × 32 cells, or 4 × 16 × 16 over time: as close,
+              and much faster on large grids.
             - ``"local"``: the same within the 3 × 3 cells around a source: fastest to match, slightly less
               close.
             - ``"uniform"``: each cell merges into its destination and nothing is compared. It removes
@@ -209,10 +211,11 @@ def check_together(settings: MergeSettings, where: str = "", factor: float = 1.0
         ConfigError: the ratio is too high for the strides, the planner cannot reach over time, or no layer
             would merge.
     """
-    if settings.st > 1 and settings.planner != "tome":
+    if settings.st > 1 and settings.planner not in OVER_TIME:
+        others = " or ".join(f"planner={name!r}" for name in OVER_TIME)
         raise ConfigError(
             f"{where}planner: {settings.planner!r} stays within a frame, and st={settings.st} reaches over "
-            "time; take planner='tome', or st=1"
+            f"time; take {others}, or st=1"
         )
     highest = highest_ratio(settings.sx, settings.sy, settings.st)
     for name, ratio in (("ratio", settings.ratio), ("reference_ratio", settings.reference_ratio)):

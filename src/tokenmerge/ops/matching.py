@@ -103,15 +103,16 @@ def local_matching(
 
 
 def own_cell(grid: Sequence[int], cell: Sequence[int], tokens: Tensor) -> Tensor:
-    """Index of the cell of each token, in row order; for tokens beyond the last whole cell, the nearest cell.
+    """Index of the cell of each token, in the order of the grid; beyond the last whole cell, the nearest one.
 
     >>> own_cell((3, 4), (2, 2), torch.tensor([0, 3, 6, 11])).tolist()
     [0, 1, 1, 1]
     """
-    rows, columns = grid[0] // cell[0], grid[1] // cell[1]
-    row = (tokens // grid[1] // cell[0]).clamp(max=rows - 1)
-    column = (tokens % grid[1] // cell[1]).clamp(max=columns - 1)
-    return row * columns + column
+    own = torch.zeros_like(tokens)
+    for axis, (side, stride) in enumerate(zip(grid, cell, strict=True)):
+        place = tokens // num_tokens(grid[axis + 1 :]) % side // stride
+        own = own * (side // stride) + place.clamp(max=side // stride - 1)
+    return own
 
 
 def _around(rows: int, columns: int, device: torch.device) -> Tensor:

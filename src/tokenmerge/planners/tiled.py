@@ -10,16 +10,17 @@ from tokenmerge.config import MergeSettings
 from tokenmerge.ops import Plan, make_plan, tiled_matching
 from tokenmerge.planners._grid import cell_of, partition
 
-# Side of a tile in cells. A source is compared with the destinations of up to 32 × 32 cells.
-SIDE = 16
+# Sides of a tile in cells, of pictures and of videos. A source is compared with the destinations of a window
+# twice as long: up to 32 × 32 cells, or 4 × 16 × 16 over time, so that planning is linear in the tokens.
+SIDES = {2: (16, 16), 3: (2, 8, 8)}
 
 
 def plan_tiled(features: Tensor, grid: Sequence[int], r: int, settings: MergeSettings, step: Tensor) -> Plan:
     """Plan as ``tome``, but compare each source only with the destinations in the tile around it.
 
-    The plan is that of ``tome`` where one tile covers the grid: up to 16 × 16 cells, with no tokens beyond
-    the last whole cell.
+    The plan is that of ``tome`` where one tile covers the grid: up to 16 × 16 cells, or 2 × 8 × 8 where cells
+    reach over time, with no tokens beyond the last whole cell of a row or column.
     """
     src, dst = partition(grid, settings, step, features.device)
-    order, nearest = tiled_matching(features, grid, cell_of(grid, settings), src, dst, SIDE)
+    order, nearest = tiled_matching(features, grid, cell_of(grid, settings), src, dst, SIDES[len(grid)])
     return make_plan(src, dst, order, nearest, r)
