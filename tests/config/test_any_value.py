@@ -77,6 +77,7 @@ VALID = {
     "scope": st.sampled_from(SCOPES),
     "planner": st.sampled_from(PLANNERS),
     "combine": st.sampled_from(COMBINATIONS),
+    "blend": st.floats(0, 1),
     "threshold": st.floats(-1, 1),
     "proportional": st.booleans(),
     "schedule.ratio": st.lists(st.floats(0, 1.5), min_size=1, max_size=4) | st.sampled_from(FUNCTIONS[:2]),
@@ -86,6 +87,7 @@ VALID = {
     "plans.blocks": st.booleans(),
     "plans.guidance": st.booleans(),
     "correction.every": st.sampled_from([0, 2, 3]),
+    "correction.steps": st.lists(st.floats(0, 1), max_size=5, unique=True).map(sorted),
     "reuse.every": st.integers(1, 5) | st.floats(1, 5),
     "reuse.spacing": st.none() | st.floats(0.01, 1),
     "reuse.shallow_every": st.integers(1, 5) | st.floats(1, 5),
@@ -178,7 +180,7 @@ def test_valid_settings_are_refused_only_where_they_do_not_go_together(given_set
     config, _ = attempt(lambda: ToMeConfig.from_dict(given_settings))
     if config is None:
         together = {"ratio", "sx", "sy", "st", "planner", "merge_attn", "reuse.shallow_every"}
-        together |= {"reuse.shallow_steps", "schedule.start"}
+        together |= {"reuse.shallow_steps", "schedule.start", "combine", "correction.steps"}
         assert given_settings.keys() & {*together, "plans.guidance", "correction.every"}
     else:
         check_result(config, tmp_path_factory.getbasetemp())

@@ -18,6 +18,7 @@ from tokenmerge.config.schedule import Schedule
 from tokenmerge.config.settings import (
     COMBINATIONS,
     SCOPES,
+    TOKEN_REUSE,
     MergeSettings,
     highest_ratio,
 )
@@ -31,6 +32,7 @@ __all__ = [
     "PLANNERS",
     "SCOPES",
     "SETTINGS",
+    "TOKEN_REUSE",
     "Correction",
     "FoundFor",
     "MergeSettings",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from tokenmerge.config.checks import check_fields, integer
+from tokenmerge.config.places import at_places, check_places
 from tokenmerge.config.value import Value
 from tokenmerge.errors import ConfigError
 
@@ -17,24 +18,50 @@ class Correction(Value):
     steps in between, merged tokens share one residual; each token then gets back by how much its own residual
     differed from that of its group on the dense step.
 
+    With ``combine="reuse"`` or ``"extrapolate"`` every token has a residual of its own on all steps, and
+    nothing is added back; a dense step then computes the residuals of all tokens anew.
+
     It needs memory for one residual of each layer or block that merges. It does not go together with
-    ``scope="keys"``, where each token has a residual of its own anyway, nor with ``scope="stack"``, where no
-    block has all tokens.
+    ``scope="keys"``, where each token has a residual of its own anyway. With ``scope="stack"`` no block has
+    all tokens, so that only token-wise reuse goes together with it.
 
     Args:
         every: of the steps that run all blocks, every so many-th is dense, ≥ 2; 0: none. Raising it saves
             more time, as fewer steps are dense, and gives back less of what merging loses. At 3, most of the
             loss goes for a third of the saving.
+        steps: places of the dense steps, 0 (the first step) to 1 (the last), in place of ``every``:
+            ``(0, 0.4, 0.7)``. The first step that merges is dense in any case. More places save less and
+            bring the picture closer. Empty: as ``every`` says.
 
     Raises:
-        ConfigError: ``every`` is outside its range.
+        ConfigError: a value is outside its range, or both are given.
     """
 
     every: int = 0
+    steps: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        check_fields(self, "correction.", {"every": integer(0)})
+        check_fields(self, "correction.", {"every": integer(0), "steps": check_places})
         if self.every == 1:
             raise ConfigError(
                 "correction.every: with 1 every step would be dense; take 2 or more, or 0 for none"
             )
+        if self.every and self.steps:
+            raise ConfigError(
+                f"correction.every, correction.steps: both say which steps are dense, got {self.every} and "
+                f"{self.steps}; leave one out"
+            )
+
+    @property
+    def on(self) -> bool:
+        """Whether any step is dense."""
+        return self.every > 0 or bool(self.steps)
+
+    @property
+    def given(self) -> str:
+        """The setting that turns it on, for messages: ``"correction.every=2"``."""
+        return f"correction.steps={self.steps}" if self.steps else f"correction.every={self.every}"
+
+    def is_at(self, index: int, steps: int) -> bool | None:
+        """Whether step ``index`` of ``steps`` is at a place of a dense step; None: no places are given."""
+        return index in at_places(self.steps, steps) if self.steps else None

@@ -12,7 +12,8 @@ from tokenmerge.config.value import Value
 from tokenmerge.errors import ConfigError
 
 SCOPES = ("layers", "block", "stack", "keys")
-COMBINATIONS = ("mean", "keep", "norm")
+TOKEN_REUSE = ("reuse", "extrapolate")
+COMBINATIONS = ("mean", "keep", "norm", *TOKEN_REUSE)
 
 _RATIO = number("a number from 0 to 1 − 1/(sx·sy), 0.75 for 2 × 2 cells", lambda ratio: ratio >= 0)
 
@@ -32,6 +33,7 @@ CHECKS: Mapping[str, Check] = {
     "scope": one_of(SCOPES),
     "planner": one_of(PLANNERS),
     "combine": one_of(COMBINATIONS),
+    "blend": number("a number from 0 to 1", lambda blend: 0 <= blend <= 1),
     "threshold": number("a number from -1 to 1", lambda threshold: -1 <= threshold <= 1),
     "proportional": switch,
 }
@@ -111,6 +113,15 @@ class MergeSettings(Value):
         combine: ``"mean"`` averages the tokens of a group. ``"keep"`` keeps the destination and drops the
             others: slightly faster and slightly worse. ``"norm"`` is the mean, stretched to the length of the
             longest token (arXiv 2312.01026): slower, and farther from the dense picture where measured.
+            The last two are token-wise reuse: destinations are computed on their own values, and every other
+            token takes its own residual, cached from the step that last computed it. ``"reuse"`` takes it as
+            it was. ``"extrapolate"`` lets it go on as it changed between the last two dense steps; the first
+            two steps are dense then. Both cache one residual for each layer, block or stack that merges
+            (``"extrapolate"`` two), and go together with every scope but ``"keys"``.
+        blend: for token-wise reuse: share of the residual of its destination that a token takes, 0 ≤ blend ≤
+            1, beside the rest of its own (γ in arXiv 2509.10312). Raising it follows what is computed more
+            closely and loses what distinguishes the tokens of a group; it costs next to no time. At 1 tokens
+            are copies of their destinations, as with ``"keep"``.
         proportional: let a merged token count in self- or joint attention as often as the number of tokens it
             stands for (arXiv 2210.09461, equation 1). The picture gets several dB closer for a little time.
             A kernel that takes a mask gets one. Others get longer heads, or are called twice where they take
@@ -145,6 +156,7 @@ class MergeSettings(Value):
     scope: str = "layers"
     planner: str = "tome"
     combine: str = "mean"
+    blend: float = 0.0
     threshold: float = 0.9
     proportional: bool = False
 
@@ -162,6 +174,11 @@ class MergeSettings(Value):
     def whole_blocks(self) -> bool:
         """Whether all of a block runs on merged tokens."""
         return self.scope in ("block", "stack")
+
+    @property
+    def reuses_tokens(self) -> bool:
+        """Whether tokens that are not computed take residuals of their own from earlier steps."""
+        return self.combine in TOKEN_REUSE
 
     @property
     def merged_layers(self) -> tuple[str, ...]:
@@ -227,6 +244,11 @@ def check_together(settings: MergeSettings, where: str = "", factor: float = 1.0
                 f"sx={settings.sx}, sy={settings.sy}{over_time}, got {ratio:g}{scaled}; take a "
                 f"lower {name} or larger strides"
             )
+    if settings.scope == "keys" and settings.reuses_tokens:
+        raise ConfigError(
+            f"{where}combine: {settings.combine!r} takes cached residuals for tokens that are not computed, "
+            "and with scope='keys' every token is; take another scope, or combine='mean'"
+        )
     if settings.scope == "layers" and not settings.merged_layers:
         raise ConfigError(
             f"{where}merge_attn, merge_crossattn, merge_mlp: all are False, so nothing would merge; set one"

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from tokenmerge.config.checks import as_items, as_number, check_fields, number, refuse, share
+from tokenmerge.config.checks import check_fields, number, refuse, share
+from tokenmerge.config.places import at_places, check_places
 from tokenmerge.config.value import Value
 
 _SPACING_WITH_NOISE = 0.65
@@ -26,8 +27,7 @@ class StepReuse(Value):
     nothing after the last one can repair it. ``every`` decides how many of the others are full, and
     ``spacing`` where they lie.
 
-    diffusers' own caches cannot run beside it, and models other than UNets cannot combine it with
-    ``scope="stack"``.
+    diffusers' own caches cannot run beside it.
 
     Args:
         every: mean distance between full steps, which run everything, ≥ 1; it may be a fraction. Raising it
@@ -75,8 +75,8 @@ class StepReuse(Value):
             "shallow_every": _check_distance,
             "shallow_from": number("a share of the steps, from 0 to below 1", lambda value: 0 <= value < 1),
             "span": share,
-            "full_steps": _check_places,
-            "shallow_steps": _check_places,
+            "full_steps": check_places,
+            "shallow_steps": check_places,
         }
         check_fields(self, "reuse.", checks)
         if self.shallow_every > self.every and not self.full_steps:
@@ -111,8 +111,8 @@ class StepReuse(Value):
         StepsOfReuse(full=(0, 1, 3, 5, 7), shallow=(0, 1, 2, 3, 4, 5, 6, 7))
         """
         if self.full_steps:
-            full = _at_places(self.full_steps, steps)
-            return StepsOfReuse(full, tuple(sorted({*full, *_at_places(self.shallow_steps, steps)})))
+            full = at_places(self.full_steps, steps)
+            return StepsOfReuse(full, tuple(sorted({*full, *at_places(self.shallow_steps, steps)})))
         span, spacing = self.span * steps, self.spacing
         if spacing is None:
             spacing = _SPACING_WITH_NOISE if adds_noise else 1.0
@@ -150,10 +150,6 @@ def _spread(steps: int, every: float, spacing: float) -> tuple[int, ...]:
     return 0, 1, *(max(place, j + 2) for j, place in enumerate(places))
 
 
-def _at_places(places: tuple[float, ...], steps: int) -> tuple[int, ...]:
-    return tuple(sorted({round(place * (steps - 1)) for place in places}))
-
-
 def _check_distance(name: str, value: Any) -> float:
     plain = number("a number ≥ 1", lambda value: value >= 1)(name, value)
     return int(plain) if plain.is_integer() and plain < _EXACT else plain
@@ -161,14 +157,3 @@ def _check_distance(name: str, value: Any) -> float:
 
 def _check_spacing(name: str, value: Any) -> float | None:
     return None if value is None else _above_0(name, value)
-
-
-def _check_places(name: str, value: Any) -> tuple[float, ...]:
-    items = as_items(value)
-    places = [as_number(item) for item in items or ()]
-    plain = tuple(place for place in places if place is not None and 0 <= place <= 1)
-    if items is None or len(plain) < len(places) or list(plain) != sorted(set(plain)):
-        refuse(
-            name, "places from 0 (the first step) to 1 (the last) in rising order, such as (0, 0.5, 1)", value
-        )
-    return plain

@@ -15,6 +15,7 @@ from tokenmerge.config.planner_names import GUIDED_PLANNERS
 from tokenmerge.config.schedule import Schedule
 from tokenmerge.config.settings import (
     CHECKS,
+    TOKEN_REUSE,
     MergeSettings,
     check_changes,
     check_together,
@@ -77,15 +78,17 @@ class ToMeConfig(MergeSettings):
                 f"plans.guidance: planner={self.guided_planner!r} compares what guidance compares, and "
                 "nothing looks for that with plans.guidance=False; leave it out, or take another planner"
             )
-        if self.correction.every and "keys" in self._all("scope"):
+        if self.correction.on and "keys" in self._all("scope"):
             raise ConfigError(
-                "correction.every: with scope='keys' every token has a residual of its own, so there is "
-                "nothing to correct; take another scope, or correction.every=0"
+                f"{self.correction.given}: with scope='keys' every token has a residual of its own, so there "
+                "is nothing to correct; take another scope, or correction.every=0"
             )
-        if self.correction.every and self.merges_stacks:
+        if self.correction.on and any(
+            own.scope == "stack" and not own.reuses_tokens for own in self._all_stages()
+        ):
             raise ConfigError(
-                "correction.every: with scope='stack' no block alone has all tokens to correct; take "
-                "scope='block', or correction.every=0"
+                f"{self.correction.given}: with scope='stack' no block alone has all tokens to correct; take "
+                "scope='block', combine='reuse', or correction.every=0"
             )
 
     def _check_by_guidance(self, name: str, value: Any) -> dict[float, dict[str, Any]]:
@@ -114,6 +117,11 @@ class ToMeConfig(MergeSettings):
             for phase, settings in zip(phases, self.stages(level), strict=False):
                 changed = [f"levels[{level}]"] * (level > 0) + [f"schedule.phases[{phase}]"] * (phase > 0)
                 check_together(settings, "".join(f"{name}: " for name in changed), factor)
+
+    def _all_stages(self) -> Iterator[MergeSettings]:
+        """What holds at any level and in any phase."""
+        for level in (0, *self.levels):
+            yield from self.stages(level)
 
     def at_guidance(self, scale: float | None) -> ToMeConfig:
         """The settings at a scale of classifier-free guidance; None: unknown.
@@ -201,7 +209,7 @@ class ToMeConfig(MergeSettings):
 
     def _over_steps(self) -> tuple[tuple[str, Any, bool], ...]:
         """Name and value of each setting that may depend on the step, and whether it does."""
-        schedule, planner = self.schedule, self.guided_planner
+        schedule, planner, reused = self.schedule, self.guided_planner, self.token_reuse
         return (
             ("schedule.start", schedule.start, schedule.start > 0),
             ("schedule.until", schedule.until, schedule.until < 1),
@@ -209,6 +217,8 @@ class ToMeConfig(MergeSettings):
             ("schedule.phases", schedule.phases, bool(schedule.phases)),
             ("plans.every", self.plans.every, self.plans.every > 1),
             ("correction.every", self.correction.every, self.correction.every > 0),
+            ("correction.steps", self.correction.steps, bool(self.correction.steps)),
+            ("combine", reused, reused is not None),
             ("reuse.full_steps", self.reuse.full_steps, bool(self.reuse.full_steps)),
             ("reuse.every", self.reuse.every, self.reuse.on and not self.reuse.full_steps),
             ("planner", planner, planner is not None),
@@ -225,6 +235,16 @@ class ToMeConfig(MergeSettings):
         return next((name for name in self._all("planner") if name in GUIDED_PLANNERS), None)
 
     @property
+    def token_reuse(self) -> str | None:
+        """The first way, of any level or step, in which tokens reuse their residuals; None: none does."""
+        return next((name for name in self._all("combine") if name in TOKEN_REUSE), None)
+
+    @property
+    def extrapolates_tokens(self) -> bool:
+        """Whether tokens extrapolate their residuals at any level and any step."""
+        return "extrapolate" in self._all("combine")
+
+    @property
     def merges_stacks(self) -> bool:
         """Whether some level, at some step, leaves tokens merged between blocks."""
         return "stack" in self._all("scope")
@@ -239,8 +259,11 @@ class ToMeConfig(MergeSettings):
         factors = self.schedule.ratio
         named = getattr(factors, "__qualname__", repr(factors)) if callable(factors) else list(factors)
         values = dataclasses.asdict(self)
-        reuse = {name: list(own) if isinstance(own, tuple) else own for name, own in values["reuse"].items()}
-        return {**values, "schedule": {**values["schedule"], "ratio": named}, "reuse": reuse}
+        lists = {
+            part: {name: list(own) if isinstance(own, tuple) else own for name, own in values[part].items()}
+            for part in ("correction", "reuse")
+        }
+        return {**values, "schedule": {**values["schedule"], "ratio": named}, **lists}
 
     def changed(self) -> dict[str, Any]:
         """The ratio, and the settings that differ from the defaults, by dotted name.

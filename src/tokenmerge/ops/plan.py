@@ -198,3 +198,21 @@ def merge_with_norm(plan: Plan, x: Tensor) -> Tensor:
 def unmerge(plan: Plan, y: Tensor) -> Tensor:
     """Give each token the value of its merged token: ``[b, m, c]`` → ``[b, n, c]``."""
     return plan.unmerge(y)
+
+
+def unmerge_onto(plan: Plan, y: Tensor, own: Tensor, blend: float = 0.0) -> Tensor:
+    """Give the tokens that stay the values of their merged tokens, and the others mostly values of their own.
+
+    Args:
+        plan: n tokens, of which m stay.
+        y: ``[b, m, c]`` merged tokens.
+        own: ``[b, n, c]`` a value of each token.
+        blend: share of the value by :func:`unmerge` in that of a token that does not stay, 0 ≤ blend ≤ 1; the
+            rest is its own.
+
+    Returns:
+        ``[b, n, c]``.
+    """
+    mixed = own if blend == 0 else torch.lerp(own, plan.unmerge(y), blend)
+    rows = mixed.flatten(0, 1).index_copy(0, plan.keep.flatten(), y.flatten(0, 1))
+    return rows.view(own.shape)

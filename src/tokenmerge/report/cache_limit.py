@@ -98,7 +98,7 @@ def counted_cache(pipe_or_model: object, config: ToMeConfig) -> int:
 
 def _with_less(config: ToMeConfig) -> Iterator[tuple[ToMeConfig, str]]:
     """The settings with less and less to cache, and what they lack."""
-    if any(one.correction.every for one in config.variants()):
+    if any(one.correction.on for one in config.variants()):
         config = _without(config, "correction", Correction())
         yield config, "no correction"
     if config.reuse.skips_finest:

@@ -75,7 +75,7 @@ def kept_bytes(host: Host, config: ToMeConfig, arguments: Arguments) -> int:
 
     The arguments are as for :func:`mean_flops`.
     """
-    if not (config.correction.every or config.reuse.on or config.plans.every > 1):
+    if not (config.correction.on or config.token_reuse or config.reuse.on or config.plans.every > 1):
         return 0
     keeping = dataclasses.replace(
         config.most(),
@@ -89,7 +89,9 @@ def kept_bytes(host: Host, config: ToMeConfig, arguments: Arguments) -> int:
             count_flops(host.root, arguments())
         memory = state.threads.value.memory
         caches = () if memory is None else memory.caches
-        residuals = [residual for cache in caches for residual in cache.residuals.values()]
+        residuals = [
+            residual for cache in caches for residual in (*cache.residuals.values(), *cache.tokens.values())
+        ]
         residuals += [run.residual for cache in caches for run in cache.runs.values() if run.residual]
         plans = {id(plan): plan for cache in caches for plan in cache.plans.values()}.values()
     kept = [tensor for residual in residuals for tensor in (*residual.latest, *(residual.delta or ()))]
@@ -136,11 +138,7 @@ def notes_on_steps(config: ToMeConfig, averaged: bool = False) -> list[str]:
     if config.schedule.until < 1:
         until = config.schedule.until
         notes.append(f"schedule.until={until:g}: the last {_percent(1 - until)} of the steps are dense")
-    if config.correction.every:
-        notes.append(
-            f"correction.every={config.correction.every}: 1 of {config.correction.every} full steps is "
-            "dense; the others add back the detail that merging lost there"
-        )
+    notes += _notes_on_dense_steps(config)
     if config.reuse.on:
         notes += _notes_on_reuse(config.reuse)
     if config.plans.every > 1:
@@ -152,10 +150,34 @@ def notes_on_steps(config: ToMeConfig, averaged: bool = False) -> list[str]:
             f"planner={config.guided_planner!r}: the planner 'tome' runs until the first guided step is done"
         )
     changes = config.schedule.changes_ratio or config.schedule.phases
-    if changes or config.correction.every or config.reuse.on:
+    if changes or config.correction.on or config.extrapolates_tokens or config.reuse.on:
         which = "tokens and operations are those of the step that merges most"
         more = "; pass a number of steps (--steps) to count the mean operations too"
         notes.append(which if averaged else which + more)
+    return notes
+
+
+def _notes_on_dense_steps(config: ToMeConfig) -> list[str]:
+    correction, notes = config.correction, []
+    if correction.on:
+        places = ", ".join(f"{place:g}" for place in correction.steps)
+        which = (
+            f"steps at {places} of the way are dense"
+            if correction.steps
+            else f"1 of {correction.every} full steps is dense"
+        )
+        others = (
+            "reuse what it computed" if config.token_reuse else "add back the detail that merging lost there"
+        )
+        notes.append(f"{correction.given}: {which}; the others {others}")
+    if config.token_reuse:
+        how = {
+            "reuse": "take their own residual of the step that last computed them",
+            "extrapolate": "extrapolate their own residual linearly; the first two steps are dense",
+        }
+        notes.append(
+            f"combine={config.token_reuse!r}: tokens that are not computed {how[config.token_reuse]}"
+        )
     return notes
 
 

@@ -58,12 +58,15 @@ class Cache:
         plans: of a block; blocks that share plans share this dictionary.
         runs: of a block that is skipped on some steps.
         residuals: of the last steps in which it ran.
+        tokens: residuals of the image's tokens, each from the step that last computed it; of a stack, in its
+            last block.
         placeholders: of a stage whose result no running module reads: tensors without memory, of its shape.
     """
 
     plans: dict[Call, Plan] = dataclasses.field(default_factory=dict)
     runs: dict[Call, BlockRun] = dataclasses.field(default_factory=dict)
     residuals: dict[Call, Residual] = dataclasses.field(default_factory=dict)
+    tokens: dict[Call, Residual] = dataclasses.field(default_factory=dict)
     placeholders: dict[Call, Any] = dataclasses.field(default_factory=dict)
 
 
@@ -127,6 +130,7 @@ class Memory:
         for cache in self.caches:
             yield cache.runs
             yield cache.residuals
+            yield cache.tokens
             yield cache.placeholders
 
 

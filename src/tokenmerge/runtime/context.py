@@ -32,6 +32,8 @@ class CallContext:
         caches_plans: whether plans are cached for later calls.
         caches_residuals: whether residuals are cached, for steps that skip blocks or stages.
         corrects: whether this is a dense correction step.
+        token_distance: steps since the last correction step, divided by the distance between the last two,
+            where tokens extrapolate their residuals; None: nothing of a token is extrapolated.
         extrapolation: steps since the skipped blocks or deep stages ran, divided by the interval between
             their last two runs. A tensor, so that compiled blocks need no graph for each value. None: they
             run.
@@ -50,6 +52,7 @@ class CallContext:
     caches_plans: bool = False
     caches_residuals: bool = False
     corrects: bool = False
+    token_distance: Tensor | None = None
     extrapolation: Tensor | None = None
     shallow_extrapolation: Tensor | None = None
     guidance_copies: int = 1

@@ -119,6 +119,26 @@ def _extrapolation(tracker: StepTracker, part: str, runs: bool, shape: tuple[int
     return None if distance is None else torch.tensor(distance)
 
 
+def correction_due(
+    config: ToMeConfig, tracker: StepTracker, shape: tuple[int, ...]
+) -> tuple[bool, Tensor | None]:
+    """Decide whether a call that runs all blocks is dense.
+
+    Returns:
+        Whether it is, and else how far tokens extrapolate their own residuals; None: they do not.
+    """
+    if config.token_reuse is not None and torch.is_grad_enabled():
+        refuse_training(f"combine={config.token_reuse!r}", "combine='mean'")
+    step, correction, due = tracker.step, config.correction, False
+    if correction.on:
+        is_at = None if step is None else correction.is_at(step.done, step.steps)
+        due = tracker.corrects(correction.every, shape, is_at)
+    if not config.extrapolates_tokens:
+        return due, None
+    distance = _extrapolation(tracker, "tokens", due, shape)
+    return distance is None, distance
+
+
 def correction_of(
     config: ToMeConfig, tracker: StepTracker, settings: Mapping[int, MergeSettings]
 ) -> tuple[bool, Mapping[int, MergeSettings]]:
@@ -128,7 +148,7 @@ def correction_of(
         Whether it measures corrections, which a step after it uses; and its settings.
     """
     if torch.is_grad_enabled():
-        refuse_training(f"correction.every={config.correction.every}", "correction.every=0")
+        refuse_training(config.correction.given, "correction.every=0")
     step = tracker.step
     if step is None or step.steps == 1:  # there is no step to correct
         return False, settings

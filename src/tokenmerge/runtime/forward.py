@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from tokenmerge.config import TOKEN_REUSE
 from tokenmerge.errors import UnsupportedModelError
 from tokenmerge.models.call import HostCall
 from tokenmerge.models.layout import Layout
@@ -19,17 +20,28 @@ from tokenmerge.runtime.block_runs import block_in_run
 from tokenmerge.runtime.caches import RecordedCall
 from tokenmerge.runtime.context import ActiveMerge
 from tokenmerge.runtime.host_method import HostMethod
-from tokenmerge.runtime.merged_call import add_lost, keyed_call, merged_call, of_image
+from tokenmerge.runtime.merged_call import (
+    add_lost,
+    call_on,
+    keyed_call,
+    merged_call,
+    merged_tokens,
+    of_image,
+)
 from tokenmerge.runtime.planning import plan_of, size_of
 from tokenmerge.runtime.proportional_attention import ProportionalAttention
 from tokenmerge.runtime.reuse import Residual, extrapolated, residual_of, updated
 from tokenmerge.runtime.stack import call_in_stack
 from tokenmerge.runtime.state import STATE, BlockState, LayerState, StageState
+from tokenmerge.runtime.token_reuse import cached_anew, refilled_result
 
 # Where ``nn.Module.compile`` leaves what a module runs instead of its ``forward``.
 COMPILED = "_compiled_call_impl"
 
-COMBINE = {"mean": merge, "keep": keep_destinations, "norm": merge_with_norm}
+COMBINE = {
+    **{"mean": merge, "keep": keep_destinations, "norm": merge_with_norm},
+    **dict.fromkeys(TOKEN_REUSE, keep_destinations),
+}
 
 # These functions make the method of a swapped class from that of the original class. A module that is called
 # through a reference to this method after it was restored has no state, and does what its class does.
@@ -142,6 +154,8 @@ def layer_call(original: HostMethod) -> Callable:
                     return keyed_call(call, state.layout, plan, state.keys, combine)
                 return merged_call(call, state.layout, plan, combine)
 
+        if settings.reuses_tokens:
+            return _with_cached_tokens(state.block, state, call, active, change_only=False)
         residuals, number = state.threads.value.cache.residuals, state.block.call
         before = residuals.get(number)
         result = _corrected(state.block, plan, before, state.layout, call.result, merged)
@@ -218,6 +232,8 @@ def _block(state: BlockState, call: HostCall) -> Any:
         block.merge = active = known.merge
         if block_layout is None or active is None:
             return call.result()
+        if settings.reuses_tokens:
+            return _with_cached_tokens(state, state, call, active, change_only=True)
 
         def merged(plan: Plan) -> Any:
             return merged_call(call, block_layout, plan, combine, change_only=True)
@@ -230,6 +246,33 @@ def _block(state: BlockState, call: HostCall) -> Any:
         return result
     finally:
         block.merge = None
+
+
+def _with_cached_tokens(
+    block: BlockState, state: BlockState | LayerState, call: HostCall, active: ActiveMerge, change_only: bool
+) -> Any:
+    """The result of a block, or of a layer in it, where tokens that are not computed have residuals cached.
+
+    What is cached of a block is its residual, with ``change_only``, and of a layer its result.
+    """
+    layout = block.block_layout if change_only else state.layout
+    assert layout is not None
+    tokens, settings, number = state.threads.value.cache.tokens, block.settings, block.call
+    before, plan = tokens.get(number), active.plan
+    if plan is None:
+        result = call.result()
+        count = 1 if isinstance(result, Tensor) else len(result)
+        bases = _bases(block, call, count) if change_only else [0.0] * count
+        residual = of_image(layout, residual_of(result, bases), active.tokens)
+        tokens[number] = cached_anew(before, residual, settings)
+        return result
+    given = layout.tokens_of(call)
+    merged = merged_tokens(layout, plan, given, COMBINE[settings.combine])
+    with nullcontext() if isinstance(state, BlockState) else _proportional(state, plan):
+        result = call_on(call, layout, plan, merged)
+    change, distance = (given, merged) if change_only else None, block.model.context.token_distance
+    result, tokens[number] = refilled_result(layout, plan, result, change, before, settings, distance)
+    return result
 
 
 def _active_call(state: BlockState, call: HostCall) -> RecordedCall:
@@ -280,7 +323,7 @@ def _corrected(
     """
     if plan is None:
         return dense()
-    if before is None or not block.model.context.config.correction.every:
+    if before is None or not block.model.context.config.correction.on:
         return merged(plan)
     return add_lost(layout, plan, merged(plan), before.latest, COMBINE[block.settings.combine])
 
@@ -288,7 +331,7 @@ def _corrected(
 def _caches_correction(block: BlockState, before: Residual | None) -> bool:
     """Whether a block or layer caches its residual for corrections: from a correction step on."""
     context = block.model.context
-    return context.corrects or (before is not None and bool(context.config.correction.every))
+    return context.corrects or (before is not None and context.config.correction.on)
 
 
 def _bases(state: BlockState, call: HostCall, count: int) -> list[Tensor]:

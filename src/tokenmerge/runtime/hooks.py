@@ -23,7 +23,15 @@ from tokenmerge.runtime.call_checks import (
     warn_where_nothing_is_saved,
 )
 from tokenmerge.runtime.context import CallContext
-from tokenmerge.runtime.due import begin_plans, caches_plans, correction_of, reuse_of, settings_of, shape_of
+from tokenmerge.runtime.due import (
+    begin_plans,
+    caches_plans,
+    correction_due,
+    correction_of,
+    reuse_of,
+    settings_of,
+    shape_of,
+)
 from tokenmerge.runtime.guidance import copies_are_equal
 from tokenmerge.runtime.per_thread import PerThread
 from tokenmerge.runtime.pipeline import guidance_copies, guidance_scale
@@ -87,11 +95,11 @@ def before_model(root: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
     if plans_anew:
         memory.forget_plans(tracker.plan_call)
     extrapolation, shallow, caches_residuals = reuse_of(config, tracker, shape)
-    corrects = False
-    may_correct = step is None or config.schedule.merges(step.done, step.steps)
-    may_correct = may_correct and config.correction.every > 0 and extrapolation is None
-    if may_correct and tracker.corrects(config.correction.every, shape):
-        corrects, settings = correction_of(config, tracker, settings)
+    corrects, token_distance = False, None
+    if extrapolation is None and (step is None or config.schedule.merges(step.done, step.steps)):
+        dense, token_distance = correction_due(config, tracker, shape)
+        if dense:
+            corrects, settings = correction_of(config, tracker, settings)
     log = None
     if not torch.compiler.is_compiling():
         merges = not corrects and any(own.merges for own in settings.values())
@@ -109,6 +117,7 @@ def before_model(root: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         caches_plans=caches_plans(config, memory),
         caches_residuals=caches_residuals,
         corrects=corrects,
+        token_distance=token_distance,
         extrapolation=extrapolation,
         shallow_extrapolation=shallow,
         guidance_copies=copies,

@@ -36,7 +36,7 @@ def merged_tokens(
     layout: Layout, plan: Plan, tokens: Tensor, combine: Callable[[Plan, Tensor], Tensor]
 ) -> Tensor:
     """First part of :func:`merged_call`: the tokens, with those of the image merged."""
-    return _replace_image(layout, tokens, plan.inverse.shape[1], lambda image: combine(plan, image))
+    return replace_image(layout, tokens, plan.inverse.shape[1], lambda image: combine(plan, image))
 
 
 def call_on(call: HostCall, layout: Layout, plan: Plan, merged: Tensor) -> Any:
@@ -63,9 +63,9 @@ def unmerged_result(layout: Layout, plan: Plan, result: Any, change: tuple[Tenso
         return layout.image(tokens, n) + unmerge(plan, image - layout.image(merged, m))
 
     if isinstance(result, Tensor):
-        return _replace_image(layout, result, m, back)
+        return replace_image(layout, result, m, back)
     return tuple(
-        _replace_image(layout, value, m, back) if i in layout.outputs and value is not None else value
+        replace_image(layout, value, m, back) if i in layout.outputs and value is not None else value
         for i, value in enumerate(result)
     )
 
@@ -88,7 +88,7 @@ def add_lost(
     def add(value: Tensor, residual: Tensor) -> Tensor:
         image = layout.image(residual, n)
         lost = image - unmerge(plan, combine(plan, image))
-        return _replace_image(layout, value, n, lambda tokens: tokens + lost)
+        return replace_image(layout, value, n, lambda tokens: tokens + lost)
 
     alone = isinstance(result, Tensor)
     added = tuple(
@@ -134,7 +134,7 @@ def _following(call: HostCall, layout: Layout, plan: Plan) -> HostCall:
     )
 
 
-def _replace_image(layout: Layout, x: Tensor, n: int, change: Callable[[Tensor], Tensor]) -> Tensor:
+def replace_image(layout: Layout, x: Tensor, n: int, change: Callable[[Tensor], Tensor]) -> Tensor:
     """Change the n image tokens of a sequence and leave its text as it is."""
     text = x.shape[1] - n
     if text == 0:

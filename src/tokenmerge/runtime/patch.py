@@ -80,12 +80,6 @@ def check_host(host: Host, config: ToMeConfig, size: tuple[int, int] | None) -> 
             f"{config.given_reuse}: no part of {type(host.root).__name__} can be left out of a "
             "step; take reuse.every=1"
         )
-    if config.reuses_steps and config.merges_stacks and not (host.deep_stages or host.controlnet):
-        raise UnsupportedModelError(
-            f"{config.given_reuse}: in a stack no block alone has all tokens, and of "
-            f"{type(host.root).__name__} nothing but blocks can be left out of a step; take scope='block' "
-            "or reuse.every=1"
-        )
     if size is not None:
         rows, columns = (-(-side // host.patch) for side in size)
         grid = host.frames, rows, columns

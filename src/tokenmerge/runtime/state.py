@@ -169,10 +169,11 @@ class ModelState:
 class StackInput(NamedTuple):
     """What the blocks of a stack run with, from its first block to its last.
 
-    The tokens are those that the first block was called with.
+    The tokens are those that the first block was called with. The plan is None on a dense correction step, on
+    which all of them stay.
     """
 
-    plan: Plan
+    plan: Plan | None
     tokens: Tensor
     merged: Tensor
 

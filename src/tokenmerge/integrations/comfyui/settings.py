@@ -13,7 +13,8 @@ from tokenmerge.errors import ConfigError, NothingToMergeError
 from tokenmerge.integrations.comfyui.models import Target
 from tokenmerge.planners._calibration import fewest_tokens
 
-METHODS = ("auto", *presets.__all__)
+# Methods that need to know the denoising step are left out, since nothing tells it here.
+METHODS = ("auto", *(name for name in presets.__all__ if getattr(presets, name)().token_reuse is None))
 OF_METHOD = "as the method says"
 SCOPES = (OF_METHOD, "layers", "keys", "block")
 SWITCH = (OF_METHOD, "on", "off")
