@@ -313,14 +313,25 @@ def test_a_controlnet_that_adds_between_the_blocks_of_a_stack_is_refused_before_
     apply_token_merging(unet, ToMeConfig(scope="stack", reuse=StepReuse(every=2)))
 
 
-def test_a_stack_of_a_transformer_runs_on_every_step():
+@pytest.mark.parametrize("name", ["FluxTransformer2DModel", "SD3Transformer2DModel"])
+def test_steps_skip_stacks_and_the_blocks_around_them(name):
+    """With changes that are the same in each step the result is, too, and no block runs for it."""
     from tests.models.tiny import FAMILIES
 
-    model = deeper(model_of(FAMILIES["FluxTransformer2DModel"]))
-    with pytest.raises(UnsupportedModelError, match=r"reuse\.every=2: in a stack no block alone"):
-        apply_token_merging(model, ToMeConfig(scope="stack", reuse=StepReuse(every=2)))
-    # Of a UNet whole stages do not run.
-    apply_token_merging(hosts.sdxl(), ToMeConfig(scope="stack", reuse=StepReuse(every=2), max_downsample=2))
+    model, ran = deeper(model_of(FAMILIES[name])), []
+    arguments = FAMILIES[name].inputs(2, 8, 8)
+    settings = {"scope": "stack", "reuse": StepReuse(every=3), "use_rand": False}
+    patch = apply_token_merging(model, ToMeConfig(**HALF, **settings))
+    model.transformer_blocks[1].attn.register_forward_hook(lambda *_: ran.append(index))
+    results = []
+    for index in range(6):
+        patch.at_step(index, 6)
+        sample = arguments["hidden_states"].clone()
+        results.append(hosts.call(model, **{**arguments, "hidden_states": sample}))
+    assert ran == list(StepReuse(every=3).steps_of(6).full)
+    assert len(ran) < 6
+    for result in results[1:]:
+        assert_close(result, results[0], rtol=1e-4, atol=1e-5 * results[0].abs().max().item())
 
 
 def test_keys_alone_are_fewer_and_every_query_stays():

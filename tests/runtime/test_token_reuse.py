@@ -13,7 +13,7 @@ from torch._dynamo.testing import CompileCounter
 from torch.testing import assert_close
 
 from tests.models.dits import SD3
-from tests.models.test_every_family import call, model_of
+from tests.models.test_every_family import call
 from tests.models.tiny import FAMILIES
 from tokenmerge import (
     ConfigError,
@@ -310,22 +310,6 @@ def test_step_reuse_runs_beside_it(scope):
     assert torch.equal(results[0], dense)
     for result in results[1:]:
         assert (result - dense).norm() < 0.2 * dense.norm()
-
-
-@pytest.mark.parametrize("name", ["SD3Transformer2DModel", "FluxTransformer2DModel"])
-def test_stacks_are_skipped_as_a_whole(name):
-    """With token merging alone as well: a step that skips them goes on as the steps before it."""
-    model, arguments = model_of(FAMILIES[name]), FAMILIES[name].inputs(2, 8, 8)
-    settings = {"scope": "stack", "use_rand": False, "reuse": StepReuse(every=3)}
-    if name == "SD3Transformer2DModel":
-        model = sd3()
-    patch = apply_token_merging(model, ToMeConfig(**HALF, **settings))
-    results = []
-    for index in range(6):
-        patch.at_step(index, 6)
-        results.append(call(model, {**arguments, "hidden_states": arguments["hidden_states"].clone()}))
-    for result in results[1:]:
-        assert_close(result, results[0], rtol=1e-4, atol=1e-5 * results[0].abs().max().item())
 
 
 def test_what_would_break_a_stack_that_is_skipped_is_refused():
