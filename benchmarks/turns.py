@@ -41,12 +41,12 @@ def at_least_2(text: str) -> int:
 def seconds(call: Callable[[], object], device: torch.device | str) -> float:
     """Time a call, the device's work included."""
     device = torch.device(device)
-    start = _now(device)
+    start = now(device)
     call()
-    return _now(device) - start
+    return now(device) - start
 
 
-def _now(device: torch.device) -> float:
+def now(device: torch.device) -> float:
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
     return time.perf_counter()

@@ -29,7 +29,7 @@ Diffusion models; [vision transformers](vision-transformers.md) have a page of t
 | CompVis and Stability AI repositories | `model.model.diffusion_model` |
 | UNets of AnimateDiff, SparseCtrl, Stable Video Diffusion, I2VGen-XL, ModelScope, AudioLDM 2, ControlNet-XS | `UNetMotionModel`, `UNetSpatioTemporalConditionModel` … |
 | diffusion transformers of pictures: SD3 and 3.5, FLUX.1 and .2, Chroma, Qwen-Image, Lumina 2, Z-Image, AuraFlow, CogView3+ and 4, PixArt, Hunyuan-DiT, DiT, Sana … and their ControlNets | `SD3Transformer2DModel`, `FluxTransformer2DModel` … |
-| of video: Wan, HunyuanVideo, CogVideoX, Mochi, LTX, Latte, Cosmos, Kandinsky 5 … | `WanTransformer3DModel`, `HunyuanVideoTransformer3DModel` … |
+| of [video](video.md): Wan, HunyuanVideo, CogVideoX, Mochi, LTX, Latte, Cosmos, Kandinsky 5 … | `WanTransformer3DModel`, `HunyuanVideoTransformer3DModel` … |
 | of pictures to edit, with [reference pictures](choosing-settings.md#reference-pictures) in the sequence: FLUX.1 Kontext, FLUX.2, Qwen-Image-Edit and Layered, JoyImage-Edit, LongCat-Image-Edit, FIBO Edit | `FluxTransformer2DModel`, `JoyImageEditTransformer3DModel` … |
 
 A model in which nothing would merge is an error, never a silent no-op. [Choosing settings](choosing-settings.md) says what

@@ -13,6 +13,8 @@ from diffusers import StableDiffusionPipeline
 from PIL import Image
 
 import tokenmerge
+from tests.models.test_every_family import model_of
+from tests.models.tiny import FAMILIES
 from tokenmerge import ToMeConfig, presets
 from tokenmerge.config import save_config
 from tokenmerge.planners import PLANNERS
@@ -26,6 +28,7 @@ WITH_PYTHON = {
     "docs/index.md": 1,
     "docs/serving.md": 2,
     "docs/tune.md": 1,
+    "docs/video.md": 1,
     "docs/vision-transformers.md": 1,
     "docs/web-uis.md": 4,
 }
@@ -57,6 +60,7 @@ def test_the_python_of_the_documents_runs(document, snippet, pipe, tmp_path, mon
         "tokenmerge": tokenmerge,
         "pipe": pipe if document != "README.md" else None,  # README loads one itself
         "vit": vits.vit(num_hidden_layers=12, image_size=224, patch_size=16),
+        "video_pipe": model_of(FAMILIES["WanTransformer3DModel"]),
         "pixel_values": vits.pictures(size=224),
         "picture": Image.new("RGB", (224, 224)),
     }

@@ -19,6 +19,7 @@ from tokenmerge.cli.arguments import (
     integer,
     machine,
     option,
+    picture,
 )
 from tokenmerge.cli.merging import warn_of_differences
 from tokenmerge.cli.quiet import quiet_libraries
@@ -87,6 +88,10 @@ def evaluate(
         _compared("Folder of pictures that fid and kid compare with. Default: the dense pictures."),
     ] = None,
     size: Size = None,
+    frames: Annotated[
+        int | None,
+        picture("Frames of a video, for a model that draws videos. Default: the pipeline's.", parser=integer),
+    ] = None,
     steps: Steps = EvaluateOptions.steps,
     scheduler: Scheduler = None,
     guidance: Guidance = None,
@@ -116,7 +121,8 @@ def evaluate(
 
     All metrics are loaded before the first picture: you see which weights are downloaded, and a named metric
     that cannot work here is an error. After Ctrl-C, finished pictures are kept; run the same command again to
-    continue. Under accelerate launch, the prompts are split over the processes.
+    continue. Of videos, metrics of pictures are means over the frames, and the motion is compared with dense.
+    Under accelerate launch, the prompts are split over the processes.
     """
     given = dict(locals())  # every option by its name
     del given["variant"], given["metric"], given["save_grid"], given["settings"]

@@ -1,4 +1,4 @@
-"""Closeness of a merged picture to the dense one with the same seed."""
+"""Closeness of a merged picture or video to the dense one with the same seed."""
 
 from __future__ import annotations
 
@@ -55,6 +55,45 @@ def ssim(images: Tensor, reference: Tensor) -> Tensor:
     _, similarity = measure(images, reference, data_range=1.0, sigma=1.5, return_full_image=True)
     border = _SSIM_WINDOW // 2
     return similarity[..., border:-border, border:-border].mean(dim=(1, 2, 3))
+
+
+def motion(frames: Tensor, reference: Tensor) -> Tensor:
+    """How much a video moves, as a share of how much its reference does: ‖Δ‖ / ‖Δ_reference‖.
+
+    Δ are the differences of consecutive frames, over all pixels. PSNR does not show a video that froze: a
+    still picture is close to every frame where little moves.
+
+    Args:
+        frames: [f, 3, h, w].
+        reference: the same shape and range.
+
+    Returns:
+        One number ≥ 0: 0 is a frozen video, 1 moves as much as the reference. NaN or infinite if the
+        reference itself does not move.
+
+    Raises:
+        ValueError: the shapes differ or are not [f, c, h, w].
+    """
+    moves, reference_moves = _motions(frames, reference)
+    return moves.norm() / reference_moves.norm()
+
+
+def motion_error(frames: Tensor, reference: Tensor) -> Tensor:
+    """How far the motion of a video is from that of its reference: ‖Δ − Δ_reference‖ / ‖Δ_reference‖.
+
+    The arguments and errors are as for :func:`motion`.
+
+    Returns:
+        One number ≥ 0: 0 is the same motion, 1 is the value of a frozen video. NaN or infinite if the
+        reference itself does not move.
+    """
+    moves, reference_moves = _motions(frames, reference)
+    return (moves - reference_moves).norm() / reference_moves.norm()
+
+
+def _motions(frames: Tensor, reference: Tensor) -> tuple[Tensor, Tensor]:
+    _check(frames, reference)
+    return frames.diff(dim=0), reference.diff(dim=0)
 
 
 def _torchmetric(name: str) -> Callable[..., Any]:

@@ -17,8 +17,9 @@ from tokenmerge.measure.evaluate.picture_store import PictureStore
 from tokenmerge.measure.evaluate.prompts import Item, Prompt, items_of
 from tokenmerge.measure.evaluate.variants import Drawn, plan_variants
 from tokenmerge.measure.evaluate.weights import weights_key
+from tokenmerge.measure.pipelines.call import default_frames, draws_videos
 from tokenmerge.measure.pipelines.checks import check_merging
-from tokenmerge.measure.pipelines.loading import ModelSource, SourceKind, find_model
+from tokenmerge.measure.pipelines.loading import ModelSource, SourceKind, find_model, read_index
 from tokenmerge.measure.pipelines.settings import dtype_name, resolve_dtype, scheduler_class_name
 from tokenmerge.measure.pipelines.sizes import check_size
 from tokenmerge.measure.pipelines.sketch import ModelSketch, load_sketch
@@ -43,8 +44,8 @@ class Reference:
 class Evaluation:
     """What is drawn and where.
 
-    The size is (width, height) in pixels, and dense comes first among the variants. Without reference
-    pictures, FID and KID compare with the dense ones.
+    The size is (width, height) in pixels, and dense comes first among the variants. ``frames`` is the length
+    of videos; None: pictures are drawn. Without reference pictures, FID and KID compare with the dense ones.
     """
 
     source: ModelSource
@@ -55,6 +56,7 @@ class Evaluation:
     variants: tuple[Drawn, ...]
     store: PictureStore
     reference: Reference | None
+    frames: int | None = None
 
 
 def plan_evaluation(options: EvaluateOptions, device: torch.device) -> Evaluation:
@@ -84,6 +86,7 @@ def plan_evaluation(options: EvaluateOptions, device: torch.device) -> Evaluatio
         raise ConfigError("size: this model has no default size; give --size")
     if min(size) < _SMALLEST_SIDE:
         raise ConfigError(f"size: SSIM needs at least {_SMALLEST_SIDE} pixels, got {size[0]}x{size[1]}")
+    frames = _frames(source, options.frames)
     conditions = {
         "model": options.model,
         "weights": weights_key(source),
@@ -97,6 +100,7 @@ def plan_evaluation(options: EvaluateOptions, device: torch.device) -> Evaluatio
         "device": device.type,
         "versions": versions(),
         "commit": source_commit(),
+        **({} if frames is None else {"frames": frames}),
     }
     return Evaluation(
         source=source,
@@ -115,7 +119,25 @@ def plan_evaluation(options: EvaluateOptions, device: torch.device) -> Evaluatio
         ),
         store=PictureStore(options.out, conditions),
         reference=reference,
+        frames=frames,
     )
+
+
+def _frames(source: ModelSource, wanted: int | None) -> int | None:
+    """The length of the videos that a model draws; None: it draws pictures.
+
+    Raises:
+        ConfigError: a length is asked for, and the model draws pictures; or none is, and it has no default.
+    """
+    import diffusers
+
+    name = None if source.kind is SourceKind.CHECKPOINT else read_index(source).get("_class_name")
+    pipeline = getattr(diffusers, str(name), None)
+    if pipeline is not None and draws_videos(pipeline):
+        return default_frames(pipeline) if wanted is None else wanted
+    if wanted is not None:
+        raise ConfigError(f"frames: {name or 'a single checkpoint'} draws pictures; leave --frames out")
+    return None
 
 
 def _counted(sketch: ModelSketch | None, size: tuple[int, int], steps: int, variant: Variant) -> float | None:

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from tokenmerge.measure.bench.variants import DENSE
-from tokenmerge.measure.evaluate.metrics import Metrics
+from tokenmerge.measure.evaluate.metrics import MOTION, Metrics
 from tokenmerge.measure.evaluate.picture_store import PictureStore
 from tokenmerge.measure.evaluate.prompts import Item
 from tokenmerge.measure.evaluate.variants import Drawn
 from tokenmerge.measure.files import open_picture
+from tokenmerge.pictures import as_tensor
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -30,9 +31,10 @@ SECONDS = "seconds"
 class Measured:
     """Measurements of some pictures.
 
-    ``indices`` [n] are those of the pictures. ``columns`` has values [n] or features [n, d], by (variant,
-    name of the metric or network), and the seconds that each picture took [n], NaN if unknown, by (variant,
-    ``SECONDS``). ``configs`` has the settings that pictures were drawn with, as JSON, by variant.
+    ``indices`` [n] are those of the pictures or videos. ``columns`` has values [n] or features [n, d], of
+    videos of f frames [n, f, d], by (variant, name of the metric or network), and the seconds that each one
+    took [n], NaN if unknown, by (variant, ``SECONDS``). ``configs`` has the settings that pictures were drawn
+    with, as JSON, by variant.
     """
 
     indices: Tensor
@@ -84,27 +86,72 @@ def measure(
     """
     columns: dict[tuple[str, str], list[Tensor]] = defaultdict(list)
     configs: dict[str, set[str]] = defaultdict(set)
+    add_rows = _add_pictures if store.length is None else _add_videos
     for batch in batches:
-        prompts = [item.prompt.text for _, item in batch]
-        dense: list[Image] = []
+        items = [item for _, item in batch]
         for variant in variants:
-            images = [store.open(variant, item) for _, item in batch]
-            seconds = [store.seconds(variant, item) for _, item in batch]
+            seconds = [store.seconds(variant, item) for item in items]
             columns[variant.label, SECONDS].append(torch.tensor(seconds, dtype=torch.float64))
-            found = (store.config(variant, item) for _, item in batch)
+            found = (store.config(variant, item) for item in items)
             configs[variant.label].update(config for config in found if config is not None)
-            dense = dense or images
-            for metric in metrics.of_pictures:
-                if images is not dense or not metric.beside_dense:
-                    columns[variant.label, metric.name].append(metric.measure(images, dense, prompts))
-            for name, network in metrics.features.items():
-                columns[variant.label, name].append(network(images))
+        add_rows(items, variants, store, metrics, columns)
     indices = torch.tensor([index for batch in batches for index, _ in batch])
     return Measured(
         indices,
         {name: torch.cat(parts) for name, parts in columns.items()},
         {label: frozenset(found) for label, found in configs.items()},
     )
+
+
+def _add_pictures(
+    items: Sequence[Item],
+    variants: Sequence[Drawn],
+    store: PictureStore,
+    metrics: Metrics,
+    columns: dict[tuple[str, str], list[Tensor]],
+) -> None:
+    """Add a row for each picture to the columns."""
+    prompts = [item.prompt.text for item in items]
+    dense: list[Image] = []
+    for variant in variants:
+        images = [store.open(variant, item) for item in items]
+        dense = dense or images
+        for metric in metrics.of_pictures:
+            if images is not dense or not metric.beside_dense:
+                columns[variant.label, metric.name].append(metric.measure(images, dense, prompts))
+        for name, network in metrics.features.items():
+            columns[variant.label, name].append(network(images))
+
+
+def _add_videos(
+    items: Sequence[Item],
+    variants: Sequence[Drawn],
+    store: PictureStore,
+    metrics: Metrics,
+    columns: dict[tuple[str, str], list[Tensor]],
+) -> None:
+    """Add a row for each video to the columns: means over its frames, its motion, features of its frames."""
+    for item in items:
+        dense: list[Image] = []
+        for variant in variants:
+            frames = store.frames(variant, item)
+            dense = dense or frames
+            for metric in metrics.of_pictures:
+                if frames is not dense or not metric.beside_dense:
+                    values = metric.measure(frames, dense, [item.prompt.text] * len(frames))
+                    columns[variant.label, metric.name].append(_mean_of_frames(values))
+            if frames is not dense:
+                pixels, dense_pixels = as_tensor(frames), as_tensor(dense)
+                for name, measure_motion in MOTION.items():
+                    columns[variant.label, name].append(measure_motion(pixels, dense_pixels).unsqueeze(0))
+            for name, network in metrics.features.items():
+                columns[variant.label, name].append(network(frames).unsqueeze(0))
+
+
+def _mean_of_frames(values: Tensor) -> Tensor:
+    """``[f]`` → ``[1]``. Frames that equal dense have an infinite PSNR and are left out, unless all do."""
+    finite = values[~values.isposinf()]
+    return (finite if len(finite) else values).mean(dim=0, keepdim=True)
 
 
 def describe(batches: Sequence[Sequence[tuple[int, Path]]], metrics: Metrics) -> Measured:
@@ -133,21 +180,23 @@ def figures_of(
     rows = slice(None) if chosen is None else torch.tensor(chosen)
     values: dict[str, float] = {}
     equal = 0
-    for metric in metrics.of_pictures:
-        if (column := measured.columns.get((variant, metric.name))) is not None:
+    for name in [*(metric.name for metric in metrics.of_pictures), *MOTION]:
+        if (column := measured.columns.get((variant, name))) is not None:
             found = column[rows].double()
-            if metric.name == "psnr":
+            if name == "psnr":
                 equal = int(found.isposinf().sum())
                 found = found[~found.isposinf()]
             if len(found):
-                values[metric.name] = float(found.mean())
+                values[name] = float(found.mean())
     for distance in metrics.of_sets if chosen is None else ():
         other = measured.columns[DENSE, distance.network]
         if reference is not None:
             other = reference.columns["", distance.network]
         elif variant == DENSE:
             continue
-        values[distance.name] = distance.distance(measured.columns[variant, distance.network], other)
+        own = measured.columns[variant, distance.network]
+        # Of videos, all frames count as pictures.
+        values[distance.name] = distance.distance(own.flatten(0, -2), other.flatten(0, -2))
     undefined = tuple(name for name, value in values.items() if not math.isfinite(value))
     finite = {name: value for name, value in values.items() if name not in undefined}
     return Figures(finite, equal, len(measured.indices) if chosen is None else len(chosen), undefined)

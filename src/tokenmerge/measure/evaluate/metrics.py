@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tokenmerge.errors import ConfigError, MissingExtraError
-from tokenmerge.measure.closeness import psnr, ssim
+from tokenmerge.measure.closeness import motion, motion_error, psnr, ssim
 from tokenmerge.measure.demo.glyphs import asked_for
 from tokenmerge.measure.demo.retrieval import Gallery
 from tokenmerge.measure.evaluate.distances import frechet_distance, kernel_distance
@@ -42,6 +42,9 @@ _NETWORKS = {
 METRIC_NAMES = (*_ALWAYS, *_NETWORKS, _GLYPHS)
 
 Measure = Callable[[Sequence["Image"], Sequence["Image"], Sequence[str]], Tensor]
+
+# Of the frames of a video, and those of the dense one of the same seed: one number each.
+MOTION: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {"motion": motion, "motion-error": motion_error}
 
 
 @dataclasses.dataclass(frozen=True)

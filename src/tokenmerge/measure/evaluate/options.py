@@ -36,6 +36,7 @@ class EvaluateOptions:
         metrics: metrics in addition to PSNR and SSIM; see
             :func:`tokenmerge.measure.evaluate.metrics.parse_metrics`.
         reference: folder of reference pictures for FID and KID. None: the dense pictures.
+        frames: length of the videos, ≥ 2, for a pipeline that draws videos. None: the pipeline's default.
         samples: number of prompts that the sheet and the report show, ≥ 0.
         out: results file, ending in ``.jsonl``. The pictures go to a folder of the same name beside it.
         grid: file for the sheet of samples. None: no sheet.
@@ -54,6 +55,7 @@ class EvaluateOptions:
     ratio: tuple[float, ...] = (0.25, 0.5)
     max_downsample: int | None = None
     size: tuple[int, int] | None = None
+    frames: int | None = None
     steps: int = GenerateOptions.steps
     scheduler: str | None = None
     guidance: float | None = None
@@ -69,7 +71,7 @@ class EvaluateOptions:
 
     def __post_init__(self) -> None:
         self.drawing("a prompt")
-        for name, lowest in (("limit", 1), ("seeds", 1), ("samples", 0)):
+        for name, lowest in (("limit", 1), ("seeds", 1), ("samples", 0), ("frames", 2)):
             optional(integer(lowest))(name, getattr(self, name))
         self.specs()
         wanted = {metric.name for metric in self.wanted()}

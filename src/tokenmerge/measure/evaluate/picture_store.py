@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,7 @@ from tokenmerge.measure.bench.records import key_of
 from tokenmerge.measure.bench.variants import DENSE
 from tokenmerge.measure.evaluate.prompts import Item
 from tokenmerge.measure.evaluate.variants import Drawn
+from tokenmerge.measure.evaluate.videos import read_video, write_video
 from tokenmerge.measure.files import FREE_SPACE, open_picture, slug, write_atomically
 
 if TYPE_CHECKING:
@@ -62,24 +63,24 @@ class PictureStore:
         self,
         variant: Drawn,
         item: Item,
-        picture: Image,
+        picture: Image | Sequence[Image],
         seconds: float | None,
         config: ToMeConfig | None = None,
         advice: str = FREE_SPACE,
     ) -> None:
-        """Write a picture. It appears on the disk only when it is complete.
+        """Write a picture or a video. It appears on the disk only when it is complete.
 
         Args:
             variant: what it was drawn with.
             item: its prompt and seed.
-            picture: the picture.
+            picture: the picture, or the frames of the video.
             seconds: the time that drawing it took, kept in the file; None: unknown.
             config: all settings that it was drawn with, kept in the file; None: unknown, or the variant has
                 none.
             advice: what a user can do if it cannot be written.
 
         Raises:
-            ConfigError: it cannot be written.
+            ConfigError: it cannot be written, or the video has another length than was asked for.
         """
         from PIL.PngImagePlugin import PngInfo
 
@@ -88,7 +89,12 @@ class PictureStore:
             about.add_text(_SECONDS, f"{seconds:.6g}")
         if config is not None:
             about.add_text(_CONFIG, json.dumps(config.to_dict(), sort_keys=True))
-        write_atomically(self.picture(variant, item), partial(picture.save, pnginfo=about), advice=advice)
+        if isinstance(picture, Sequence):
+            self._check_length(len(picture))
+            write = partial(write_video, frames=picture, about=about)
+        else:
+            write = partial(picture.save, pnginfo=about)
+        write_atomically(self.picture(variant, item), write, advice=advice)
 
     def seconds(self, variant: Drawn, item: Item) -> float:
         """The time that drawing a picture took; NaN if the file does not say it."""
@@ -105,8 +111,31 @@ class PictureStore:
             text = picture.info.get(_CONFIG)
         return text if isinstance(text, str) else None
 
+    def frames(self, variant: Drawn, item: Item) -> list[Image]:
+        """Read the frames of a video; of a picture, the picture alone.
+
+        Raises:
+            ConfigError: it cannot be read, or has the wrong size or length.
+        """
+        first = self.open(variant, item)
+        if self.length is None:
+            return [first]
+        return read_video(self.picture(variant, item), self.length, "out", _DRAWN_AGAIN)
+
+    @property
+    def length(self) -> int | None:
+        """Number of frames of each video; None: pictures are drawn."""
+        return self.conditions.get("frames")
+
+    def _check_length(self, frames: int) -> None:
+        if frames != self.length:
+            raise ConfigError(
+                f"frames: this pipeline made a video of {frames} frames where {self.length} were asked for; "
+                f"give --frames {frames}"
+            )
+
     def open(self, variant: Drawn, item: Item) -> Image:
-        """Read a picture.
+        """Read a picture, or the first frame of a video.
 
         Raises:
             ConfigError: the picture cannot be read or has the wrong size.

@@ -131,7 +131,7 @@ class _Run:
         drawing = self.options.drawing(evaluation.prompts[0].text)
         pipe = load_pipeline_for(drawing, evaluation.source, evaluation.dtype, self.team.device)
         check_size(evaluation.size, latent_scale(pipe))
-        call = PipelineCall.prepare(pipe, drawing, evaluation.size)
+        call = PipelineCall.prepare(pipe, drawing, evaluation.size, frames=evaluation.frames)
         total, done = sum(len(task.items) for task in tasks), 0
 
         def drawn(count: int) -> None:

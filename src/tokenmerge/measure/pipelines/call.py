@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 class PipelineCall:
     """A repeatable call of a pipeline.
 
-    ``arguments`` are those of the pipeline's call without the generators. There is one seed per picture.
-    ``guided`` says whether classifier-free guidance doubles the batch.
+    ``arguments`` are those of the pipeline's call without the generators. There is one seed per picture or
+    video. ``guided`` says whether classifier-free guidance doubles the batch.
     """
 
     arguments: Mapping[str, Any]
@@ -45,22 +45,32 @@ class PipelineCall:
         options: GenerateOptions,
         size: tuple[int, int],
         control: Image | None = None,
+        frames: int | None = None,
     ) -> PipelineCall:
         """Turn the options into arguments that the pipeline accepts.
 
-        ``control`` is a picture for the ControlNet.
+        ``control`` is a picture for the ControlNet, and ``frames`` the length of a video. None: pictures are
+        expected.
 
         Raises:
             ConfigError: the pipeline does not accept an option.
-            UnsupportedModelError: the pipeline cannot generate pictures from text alone.
+            UnsupportedModelError: the pipeline cannot generate pictures from text alone, or videos if frames
+                are given.
         """
         parameters = inspect.signature(pipe.__call__).parameters
+        if frames is None and draws_videos(type(pipe)):
+            raise UnsupportedModelError(
+                f"model: {type(pipe).__name__} draws videos, and pictures were asked for; only tokenmerge "
+                "evaluate takes videos, of a diffusers folder or a hub id"
+            )
         arguments: dict[str, Any] = {
             "prompt": [options.prompt] * options.batch,
             "num_inference_steps": options.steps,
             "width": size[0],
             "height": size[1],
         }
+        if frames is not None:
+            arguments["num_frames"] = frames
         if options.guidance is not None:
             arguments["guidance_scale"] = options.guidance
         if options.negative_prompt is not None:
@@ -83,8 +93,8 @@ class PipelineCall:
         """The same call with another number of denoising steps."""
         return dataclasses.replace(self, arguments={**self.arguments, "num_inference_steps": steps})
 
-    def __call__(self, pipe: DiffusionPipeline, on_step: Callable[[int], None]) -> list[Image]:
-        """Generate one picture per seed.
+    def __call__(self, pipe: DiffusionPipeline, on_step: Callable[[int], None]) -> list[Any]:
+        """Generate one picture per seed, or one video as a list of its frames.
 
         The pipeline is the one that the call was prepared for, or its :func:`twin`. ``on_step`` is called
         after each denoising step with the number of steps in this call.
@@ -99,8 +109,8 @@ class PipelineCall:
             arguments["callback_on_step_end"] = step_done
         # CPU generators make the noise independent of the device.
         generators = [torch.Generator("cpu").manual_seed(seed) for seed in self.seeds]
-        images: list[Image] = pipe(**arguments, generator=generators, output_type="pil").images
-        return images
+        made = pipe(**arguments, generator=generators, output_type="pil")
+        return list(made.frames if "num_frames" in self.arguments else made.images)
 
 
 def load_pipeline_for(
@@ -119,9 +129,28 @@ def load_pipeline_for(
     return pipe
 
 
+def draws_videos(pipeline: Any) -> bool:
+    """Whether pipelines of this class draw videos whose length can be chosen."""
+    length = inspect.signature(pipeline.__call__).parameters.get("num_frames")
+    return length is not None and length.default != 1  # models of video that draw pictures by default
+
+
+def default_frames(pipeline: Any) -> int:
+    """The length of the videos that pipelines of this class draw unless told.
+
+    Raises:
+        ConfigError: they have no default length.
+    """
+    default = inspect.signature(pipeline.__call__).parameters["num_frames"].default
+    if not isinstance(default, int):
+        raise ConfigError(f"frames: {pipeline.__name__} has no default length; give --frames")
+    return default
+
+
 def latent_scale(pipe: DiffusionPipeline) -> int:
     """Pixels per latent position along each side."""
-    return int(getattr(pipe, "vae_scale_factor", 1))
+    names = ("vae_scale_factor", "vae_scale_factor_spatial", "vae_spatial_compression_ratio")
+    return next((int(getattr(pipe, name)) for name in names if hasattr(pipe, name)), 1)
 
 
 def own_size(pipe: DiffusionPipeline) -> tuple[int, int]:

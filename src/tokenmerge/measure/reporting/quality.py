@@ -16,7 +16,7 @@ from tokenmerge.measure.bench.results_file import read_records
 # Metrics that are lower for closer pictures. All others are higher.
 _TIMES = ("speedup", "speedup_quartiles")
 
-LOWER_IS_CLOSER = frozenset({"lpips", "fid", "kid"})
+LOWER_IS_CLOSER = frozenset({"lpips", "fid", "kid", "motion-error"})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -11,18 +11,27 @@ from tokenmerge.measure.reporting.tables import Table, TableRow, attention_name,
 # Conditions that the pictures of one table have in common, in addition to the model and the size.
 _SHARED = ("steps", "scheduler", "guidance", "dtype", "device", "attention", "prompts", "seeds")
 
+# Metrics that are neither higher nor lower for closer pictures.
+_AIMS = {"motion": " → 1"}
+
+_MOTION = (
+    "videos: metrics of pictures are means over the frames; motion: 0 is a frozen video, 1 moves as much as "
+    "dense; motion-error: 0 is the motion of dense"
+)
 _SPEEDUP = "speed-up: time of a dense picture over that of the variant's, median and quartiles"
 
 
 def where_drawn(record: QualityRecord) -> tuple[str, int, int, str]:
     """What the records of one table have in common."""
-    shared = key_of({name: record.conditions.get(name) for name in _SHARED})
+    shared = key_of({name: record.conditions.get(name) for name in (*_SHARED, "frames")})
     return record.model, record.width, record.height, shared
 
 
 def quality_name(record: QualityRecord) -> str:
     """The title of the record's table."""
     parts = [record.model, f"{record.width} × {record.height}"]
+    if (frames := record.conditions.get("frames")) is not None:
+        parts.append(f"{frames} frames")
     if set(_SHARED) <= set(record.conditions):
         c = record.conditions
         count, seeds = c["prompts"]["count"], c["seeds"]
@@ -46,7 +55,7 @@ def quality_tables(records: Sequence[QualityRecord]) -> list[Table]:
 
 def _table(records: Sequence[QualityRecord]) -> Table:
     metrics = metric_names(records)
-    arrows = tuple(f"{name} {'↓' if name in LOWER_IS_CLOSER else '↑'}" for name in metrics)
+    arrows = tuple(f"{name}{_AIMS.get(name, ' ↓' if name in LOWER_IS_CLOSER else ' ↑')}" for name in metrics)
     timed = any(record.speedup is not None for record in records)
     by_category = any(record.category is not None for record in records)
     rows = tuple(
@@ -72,7 +81,12 @@ def _table(records: Sequence[QualityRecord]) -> Table:
             *arrows,
         ),
         rows,
-        ("↑ higher, ↓ lower is better; psnr in dB", *([_SPEEDUP] if timed else []), *notes),
+        (
+            "↑ higher, ↓ lower is better; psnr in dB",
+            *([_SPEEDUP] if timed else []),
+            *([_MOTION] if "motion" in metrics else []),
+            *notes,
+        ),
         words=1 + by_category,
     )
 
