@@ -30,6 +30,7 @@ from tokenmerge import (
     apply_token_merging,
     token_merging,
 )
+from tokenmerge.runtime.scheduler import DenoisingStep, Generation
 from tokenmerge.runtime.step_log import StepLog, start_stopwatch
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array_(_ implementation|wrap__):DeprecationWarning")
@@ -299,13 +300,19 @@ def test_blocks_that_are_compiled_record_as_others_do_and_need_no_other_graphs_w
     ],
 )
 def test_the_change_of_results_of_any_form(first, second, change):
-    from tokenmerge.runtime.scheduler import DenoisingStep, Generation
-
     log, generation = StepLog(), Generation(0)
     for index, result in enumerate((first, second)):
         log.begin_call(DenoisingStep(generation, index, 2), "full", torch.device("cpu"))
         log.end_call(result)
     assert log.rows()[1].change == change
+
+
+def test_of_several_calls_in_a_step_the_last_says_its_kind():
+    log, step = StepLog(), DenoisingStep(Generation(0), 0, 2)
+    for kind in ("dense", "full"):
+        log.begin_call(step, kind, torch.device("cpu"))
+        log.end_call((torch.ones(2),))
+    assert [row.kind for row in log.rows()] == ["full"]
 
 
 def test_the_table_says_it_all(pipe):
