@@ -35,13 +35,14 @@ _STEPS_OF_FINEST_LEVEL = 0.3
 # these numbers of steps skip less. A UNet suffers less, because its finest level computes the details anew:
 # below 20 steps, a mean distance of up to a fifth of them is kept.
 _STEPS_OF_BLOCKS, _STEPS_OF_STAGES, _SPAN_OF_STAGES = 16, 20, 1 / 5
-# Of transformers, full steps lie closer together towards the end.
-_SPACING_OF_BLOCKS = 0.8
 # Beside step reuse, merging on smaller grids saves little and loses more quality than skipping more steps.
 _FEWEST_TOKENS_BESIDE_REUSE = 2048
 # From this scale on, guidance multiplies what extrapolation loses in transformers so much that merging whole
 # blocks in most steps is closer at the same speed than skipping most of them.
 _STRONG_GUIDANCE = 5.0
+# Schedulers of diffusers that combine the results of four steps. With their weights, such as 55/24, −59/24,
+# 37/24 and −9/24, they multiply an error that alternates between steps by up to 6.7.
+_AMPLIFYING = ("PNDMScheduler", "IPNDMScheduler", "LMSDiscreteScheduler")
 
 
 def choose(pipe_or_model: object, ratio: float = 0.5, follows_steps: bool | None = None) -> ToMeConfig:
@@ -53,12 +54,13 @@ def choose(pipe_or_model: object, ratio: float = 0.5, follows_steps: bool | None
       tokens stay dense too.
     - **Correction** (``correction.every``): every second full step is dense and corrects the others. UNets
       have no correction from a ratio of 0.5 on.
-    - **Step reuse in UNets** (``reuse``): the levels below the finest run in one of ``2^(4 · ratio)`` steps:
-      in every second one at a ratio of 0.25, in every fourth at 0.5. From a ratio of 0.25 on, the finest
-      level skips steps too if it is a large part of the work: at 0.5, it runs in every second one. Below
-      0.5, the first 30 % of the steps run all of it. Less is skipped below 20 steps, and nothing below 10.
-    - **Step reuse in other models**: blocks that can be skipped run in one of ``1 + 4 · ratio`` steps: in
-      every second one at a ratio of 0.25, in every third at 0.5. Less is skipped below 16 steps.
+    - **Step reuse** (``reuse``): what can be skipped runs in one of ``1 + 4 · ratio`` steps: in every second
+      one at a ratio of 0.25, in every third at 0.5. In UNets, these are the levels below the finest. From a
+      ratio of 0.25 on, the finest level skips steps too if it is a large part of the work: at 0.5, it runs
+      in every second one. Below 0.5, the first 30 % of the steps run all of it. UNets skip less below 20
+      steps, and nothing below 10; other models skip less below 16 steps.
+    - **Solvers that combine four steps** (PNDM, LMS), in UNets from a guidance scale of 5 on: the finest
+      level runs in all steps, and the deep stages in more. The scheduler that the pipeline has now decides.
     - **Strong guidance in other models** (``by_guidance``, from a scale of 5 on): whole blocks merge in most
       steps, with a correction in every fourth to sixth, and few steps are skipped. Guidance multiplies the
       difference between two results, which extrapolation follows badly.
@@ -110,26 +112,28 @@ def choose_for(
     if not follows_steps:
         return settings
     many = max(settings.min_tokens, _FEWEST_TOKENS_BESIDE_REUSE)
+    every = round(1 + 4 * ratio, 2)
     if denoiser.deep_stages:
         far, finest = ratio >= _MODERATE, shallow_share(denoiser.root) > _WORTHWHILE_FINEST_LEVEL
-        every = round(2 ** (4 * ratio), 2)
+        shallow_every = round(1 + 4 * max(0.0, ratio - _WITHOUT_FINEST_LEVEL), 2) if finest else 1
+        amplifies = type(getattr(pipe_or_model, "scheduler", None)).__name__ in _AMPLIFYING
         return dataclasses.replace(
             settings,
             min_tokens=many,
             correction=Correction(every=0 if far else 2),
             reuse=StepReuse(
                 every=every,
-                shallow_every=round(1 + 4 * max(0.0, ratio - _WITHOUT_FINEST_LEVEL), 2) if finest else 1,
+                shallow_every=shallow_every,
                 shallow_from=_STEPS_OF_FINEST_LEVEL if finest and not far else 0.0,
-                span=max(_SPAN_OF_STAGES, math.ceil(every) / _STEPS_OF_STAGES),
+                span=max(_SPAN_OF_STAGES, 2 * math.ceil(shallow_every) / _STEPS_OF_STAGES),
             ),
+            by_guidance={_STRONG_GUIDANCE: _under_amplification(every)} if amplifies else {},
         )
     if denoiser.can_skip:
-        every = round(1 + 4 * ratio, 2)
         return dataclasses.replace(
             settings,
             min_tokens=many,
-            reuse=StepReuse(every=every, spacing=_SPACING_OF_BLOCKS, span=_span_of_blocks(every)),
+            reuse=StepReuse(every=every, span=_span_of_blocks(every)),
             by_guidance={_STRONG_GUIDANCE: _under_strong_guidance(ratio)} if whole else {},
         )
     return settings
@@ -145,6 +149,11 @@ def _under_strong_guidance(ratio: float) -> dict[str, Any]:
         "reuse.every": every,
         "reuse.span": _span_of_blocks(every),
     }
+
+
+def _under_amplification(every: float) -> dict[str, Any]:
+    """What changes in UNets: the finest level runs in all steps, and the deep stages in more of them."""
+    return {"reuse.every": round((1 + every) / 2, 2), "reuse.shallow_every": 1, "reuse.shallow_from": 0.0}
 
 
 def _span_of_blocks(every: float) -> float:

@@ -315,7 +315,7 @@ def test_in_a_unet_nothing_runs_below_the_finest_level(remove):
     ("every", "start", "steps_of_all", "steps_of_finest"),
     [
         (4, 0.0, [0, 1, 7], [0, 1, 3, 5, 7]),
-        (3, 0.0, [0, 1, 4, 7], [0, 1, 3, 4, 5, 7]),
+        (3, 0.0, [0, 1, 3, 7], [0, 1, 3, 5, 7]),
         (2, 0.0, [0, 1, 3, 5, 7], [0, 1, 3, 5, 7]),
         (2, 0.5, [0, 1, 3, 5, 7], [0, 1, 2, 3, 5, 7]),
         (4, 0.7, [0, 1, 7], [0, 1, 2, 3, 4, 5, 7]),
@@ -344,7 +344,7 @@ def test_on_some_steps_the_last_layer_of_a_unet_runs_alone(every, start, steps_o
 def test_in_short_generations_more_steps_run_everything():
     reuse = StepReuse(every=4, shallow_every=2, span=0.25)
     ran = [(len(runs.full), len(runs.shallow)) for runs in map(reuse.steps_of, (1, 7, 8, 12, 15, 16, 50))]
-    assert ran == [(1, 1), (7, 7), (5, 8), (5, 12), (6, 15), (5, 11), (14, 26)]
+    assert ran == [(1, 1), (7, 7), (5, 8), (5, 12), (6, 15), (5, 9), (14, 26)]
     unet, ran = hosts.unet(), []
     patch = apply_token_merging(unet, ToMeConfig(**HALF, reuse=StepReuse(every=4, span=0.25)))
     unet.mid_block.resnets[0].register_forward_hook(lambda *_: ran.append(index))
@@ -356,12 +356,13 @@ def test_in_short_generations_more_steps_run_everything():
 
 def test_full_steps_lie_where_the_settings_say():
     """k of them in any generation, the first two and the last among them; or at places that are given."""
-    assert StepReuse(every=4).steps_of(20).full == (0, 1, 5, 10, 15, 19)
+    assert StepReuse(every=4, spacing=1).steps_of(20).full == (0, 1, 5, 10, 15, 19)
     assert StepReuse(every=4, spacing=0.6).steps_of(20).full == (0, 1, 9, 13, 16, 19)
     assert StepReuse(every=1.2, spacing=0.6).steps_of(8).full == (0, 1, 3, 4, 5, 6, 7)
     assert StepReuse(every=100).steps_of(20).full == (0, 1, 19)
     assert StepReuse(every=4).steps_of(20, adds_noise=True) == StepReuse(every=4, spacing=0.65).steps_of(20)
-    assert StepReuse(every=4, spacing=1).steps_of(20, adds_noise=True) == StepReuse(every=4).steps_of(20)
+    assert StepReuse(every=4, spacing=0.8).steps_of(20) == StepReuse(every=4).steps_of(20)
+    assert StepReuse(every=4, spacing=1).steps_of(20, adds_noise=True).full == (0, 1, 5, 10, 15, 19)
     given = StepReuse(full_steps=(0, 0.05, 0.5, 1), shallow_steps=(0.25, 0.75)).steps_of(21)
     assert given.full == (0, 1, 10, 20)
     assert given.shallow == (0, 1, 5, 10, 15, 20)
@@ -384,6 +385,29 @@ def test_a_solver_that_adds_noise_has_its_own_spacing(name, noise):
     step = step_of(scheduler, scheduler.timesteps[0])
     assert step is not None
     assert step.adds_noise is noise
+
+
+@pytest.mark.parametrize("spacing", [None, 0.3, 1.0])
+@pytest.mark.parametrize("adds_noise", [False, True])
+def test_full_steps_are_some_of_those_that_run_the_finest_level(spacing, adds_noise):
+    """So that level runs only where its own setting says so, and no setting changes the other's number."""
+    for steps in range(3, 60):
+        for every, shallow_every, shallow_from in (
+            (3, 2, 0),
+            (4, 1.6, 0.3),
+            (8, 3, 0),
+            (2.4, 2.4, 0.1),
+            (5, 1, 0),
+        ):
+            reuse = StepReuse(
+                every=every, shallow_every=shallow_every, shallow_from=shallow_from, spacing=spacing
+            )
+            runs = reuse.steps_of(steps, adds_noise)
+            assert {0, 1, steps - 1} <= set(runs.full) <= set(runs.shallow)
+            assert runs.full == tuple(sorted(set(runs.full)))
+            assert len(runs.full) == len(StepReuse(every=every).steps_of(steps).full)
+            finest = StepReuse(every=shallow_every, spacing=1).steps_of(steps).full
+            assert set(runs.shallow) == {*finest, *range(round(shallow_from * steps))}
 
 
 class GuidedPipeline:

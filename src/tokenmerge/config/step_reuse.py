@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 from tokenmerge.config.checks import check_fields, number, refuse, share
 from tokenmerge.config.places import at_places, check_places
 from tokenmerge.config.value import Value
 
-_SPACING_WITH_NOISE = 0.65
+_SPACING, _SPACING_WITH_NOISE = 0.8, 0.65
 _EXACT = 2**53  # up to here floats hold every integer
 _above_0 = number("a number above 0 and up to 1, or None", lambda value: 0 < value <= 1)
 
@@ -35,11 +36,12 @@ class StepReuse(Value):
         spacing: 0 < spacing ≤ 1. 1: the same distance between all full steps. Lower: a long distance after
             the first two, and shorter ones towards the end. It does not change the number of full steps, and
             so not the speed. None: 0.65 for solvers that add noise in each step, which undoes much of what
-            early steps lose, and 1 for the others.
+            early steps lose, and 0.8 for the others.
         shallow_every: of a UNet, mean distance between the steps that run all of the finest level, 1 ≤
-            shallow_every ≤ every; the others run only its last layer. Raising it saves most in narrow models
-            and large pictures, where that level takes most of the time. It loses more than raising
-            ``every``, above all under strong guidance.
+            shallow_every ≤ every; the others run only its last layer. They are evenly spaced, and full steps
+            are moved to the nearest of them. Raising it saves most in narrow models and large pictures, where
+            that level takes most of the time. It loses more than raising ``every``, above all under strong
+            guidance.
         shallow_from: share of the steps, 0 ≤ shallow_from < 1, that run all of the finest level before any
             step skips it. Raising it gives up the saving of these steps and brings the picture closer.
         span: highest mean distance between full steps, as a share of all steps, 0 < span ≤ 1, rounded down to
@@ -54,7 +56,7 @@ class StepReuse(Value):
     Raises:
         ConfigError: a value is outside these ranges.
 
-    >>> StepReuse(every=4).steps_of(20).full
+    >>> StepReuse(every=4, spacing=1).steps_of(20).full
     (0, 1, 5, 10, 15, 19)
     >>> StepReuse(every=4, spacing=0.6).steps_of(20).full
     (0, 1, 9, 13, 16, 19)
@@ -115,11 +117,11 @@ class StepReuse(Value):
             return StepsOfReuse(full, tuple(sorted({*full, *at_places(self.shallow_steps, steps)})))
         span, spacing = self.span * steps, self.spacing
         if spacing is None:
-            spacing = _SPACING_WITH_NOISE if adds_noise else 1.0
-        full = _spread(steps, min(self.every, int(span)), spacing)
-        shallow = {*_spread(steps, min(self.shallow_every, int(span / 2)), spacing), *full}
+            spacing = _SPACING_WITH_NOISE if adds_noise else _SPACING
+        shallow = set(_spread(steps, min(self.shallow_every, int(span / 2)), 1.0))
         shallow.update(range(round(self.shallow_from * steps)))
-        return StepsOfReuse(full, tuple(sorted(shallow)))
+        full = _spread(steps, min(self.every, int(span)), spacing)
+        return StepsOfReuse(_nearest(full, sorted(shallow)), tuple(sorted(shallow)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,10 +146,22 @@ def _spread(steps: int, every: float, spacing: float) -> tuple[int, ...]:
     if every <= 1 or between < 1:
         return tuple(range(steps))
     count = max(1, int(between / every + 1e-9))
-    places = [1 + round(between * (j / count) ** spacing) for j in range(1, count + 1)]
-    for j in reversed(range(count - 1)):  # a step is full only once
+    return 0, 1, *_once([1 + round(between * (j / count) ** spacing) for j in range(1, count + 1)], first=2)
+
+
+def _nearest(places: tuple[int, ...], among: list[int]) -> tuple[int, ...]:
+    """The nearest steps among those that are given: as many as there are places, or all."""
+    if len(places) >= len(among):
+        return tuple(among)
+    nearest = [min(range(len(among)), key=lambda i: abs(among[i] - place)) for place in places]
+    return tuple(among[i] for i in _once(nearest, first=0))
+
+
+def _once(places: list[int], first: int) -> Iterator[int]:
+    """Rising numbers from ``first`` on, moved so that none comes twice; the last stays."""
+    for j in reversed(range(len(places) - 1)):
         places[j] = min(places[j], places[j + 1] - 1)
-    return 0, 1, *(max(place, j + 2) for j, place in enumerate(places))
+    return (max(place, first + j) for j, place in enumerate(places))
 
 
 def _check_distance(name: str, value: Any) -> float:
