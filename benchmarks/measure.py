@@ -40,6 +40,8 @@ QUALITY = {
     "cpu-guidance-mmdit-256": ("cpu-mmdit-quality-20-256-guidance-7", 2),
     "cpu-mmdit-published-20": ("cpu-mmdit-published-quality-20", 4),
     "cpu-mmdit-published-20-256": ("cpu-mmdit-published-quality-20-256", 2),
+    "cpu-cache-dit-20": ("cpu-cache-dit-quality-20", 4),
+    "cpu-cache-dit-20-256": ("cpu-cache-dit-quality-20-256", 2),
     "cpu-mmdit-8": ("cpu-mmdit-quality-8", 4),
     "cpu-mmdit-8-256": ("cpu-mmdit-quality-8-256", 2),
     "cpu-methods-4": ("cpu-quality-4", 6),

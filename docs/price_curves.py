@@ -12,6 +12,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tokenmerge.config import words_with_new_names
+from tokenmerge.measure.bench.match_records import cell_of_pictures
+from tokenmerge.measure.bench.records import CellRecord
+from tokenmerge.measure.bench.variants import DENSE
 from tokenmerge.measure.reporting.curves import Chart, charts
 from tokenmerge.measure.reporting.latest import newest_cells, newest_figures
 from tokenmerge.measure.reporting.plots import draw
@@ -38,7 +41,8 @@ IN_README = (
 )
 CURVE_IN_README, MODEL_IN_README = "emoji-unet-256-20-3", "sd15, 512 px, 20 steps"
 TABLE = re.compile(
-    r"(<!-- (closeness|settings|speeds|points of [\w, -]+):.*?-->\n).*?(<!-- end -->)", flags=re.DOTALL
+    r"(<!-- (closeness|settings|speeds|joint with cache-dit|points of [\w, -]+):.*?-->\n).*?(<!-- end -->)",
+    flags=re.DOTALL,
 )
 AS_FAST = 1.1  # fewer steps are shown beside a method whose speed differs by less than this factor
 
@@ -116,6 +120,37 @@ def points_table(drawn: Mapping[str, Chart], methods: Sequence[str]) -> str:
                     figures = f"{speed:.2f}× | {closeness:.1f} dB | {beside}"
                     lines.append(f"| {pictures} | {line.name} | {label} | {figures} |")
     return "\n".join(lines) + "\n"
+
+
+def joint_table() -> str:
+    """Closeness, counted operations and time of cache-dit, merging, and both, in Markdown: a row a variant."""
+    results = read_results(sorted((ROOT / "benchmarks" / "results").glob("cpu-cache-dit-*.jsonl")))
+    (cells, _), (quality, _) = newest_cells(results.cells), newest_figures(results.quality)
+    lines = [
+        "| pictures | variant | PSNR to dense | operations | time |",
+        "|---|---|---:|---:|---:|",
+    ]
+    rows = []
+    for record in quality:
+        if record.category is None and record.variant != DENSE:
+            cell = cell_of_pictures(record.label, record.drawn_with, cells)
+            counted, timed = _costs(record, cell)
+            rows.append((record.width, -record.figures["psnr"], record.label, counted, timed))
+    for width, psnr, label, counted, timed in sorted(rows, key=lambda row: row[:3]):
+        cost = " | ".join("" if value is None else f"{value:.2f}×" for value in (counted, timed))
+        lines.append(f"| {width} px | {label} | {-psnr:.1f} dB | {cost} |")
+    return "\n".join(lines) + "\n"
+
+
+def _costs(record: QualityRecord, cell: CellRecord | None) -> tuple[float | None, float | None]:
+    """Dense operations over those of a variant, and dense time over its time; None: not measured."""
+    if record.steps_used is not None:
+        counted = record.conditions["steps"] / record.steps_used
+    elif cell is not None and cell.facts.get("flops_merged"):
+        counted = cell.facts["flops_dense"] / cell.facts["flops_merged"]
+    else:
+        counted = None
+    return counted, record.speedup if cell is None else cell.speedup
 
 
 def _as_fast(speed: float, fewer: Sequence[tuple[float, float, str]]) -> str:
@@ -206,6 +241,7 @@ def with_tables(drawn: Mapping[str, Chart]) -> dict[str, str]:
         "docs/results.md": {"closeness": tables(shown, IN_RESULTS), "speeds": speeds_table()},
         "README.md": {"closeness": readme_table(drawn)},
     }
+    made["docs/methods/beside-cache-dit.md"] = {"joint with cache-dit": joint_table()}
     for page in sorted((ROOT / "docs" / "methods").glob("*.md")):
         if found := re.search(r"<!-- (points of (.*?)):", page.read_text(encoding="utf-8")):
             made[f"docs/methods/{page.name}"] = {found[1]: points_table(drawn, found[2].split(", "))}

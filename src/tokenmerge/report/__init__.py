@@ -4,6 +4,7 @@ Also what each step of a run did. May import ``runtime`` and everything below it
 """
 
 from tokenmerge.report.cache_limit import bytes_of, within
+from tokenmerge.report.flops import counting
 from tokenmerge.report.prediction import Report, Row, counted_speedup, predict, saved
 from tokenmerge.report.run_steps import RunSteps
 from tokenmerge.report.summary import Conditions, summary
@@ -17,6 +18,7 @@ __all__ = [
     "TextTable",
     "bytes_of",
     "counted_speedup",
+    "counting",
     "predict",
     "saved",
     "summary",

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from itertools import chain
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from tokenmerge.runtime.patch import restore
 
@@ -57,6 +58,53 @@ def count_flops(root: nn.Module, arguments: dict[str, Any]) -> dict[str, int]:
     with _ShapesAlone(), FlopCounterMode(display=False) as counter:
         root(**arguments)
     return {path: sum(counts.values()) for path, counts in counter.get_flop_counts().items()}
+
+
+def _attention_flops(
+    query: torch.Size, key: torch.Size, value: torch.Size, *args: Any, out_shape: Any = None, **kwargs: Any
+) -> int:
+    count: int = sdpa_flop_count(query, key, value)
+    return count
+
+
+# PyTorch 2.13 knows the operations of fused attention on every device but a CPU.
+_ON_A_CPU = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops}
+
+
+class Counted:
+    """The operations that a model ran.
+
+    Attributes:
+        flops: of all its calls within :func:`counting`; 0 before the context ends.
+        calls: their number.
+    """
+
+    flops: int = 0
+    calls: int = 0
+
+
+@contextlib.contextmanager
+def counting(root: nn.Module) -> Iterator[Counted]:
+    """Count the FLOPs of all calls of a model within the context, on its real inputs.
+
+    For what decides while it runs what it skips, such as a block cache. Other modules that run beside the
+    model, such as a text encoder, are not counted, nor is a compiled model.
+
+    >>> with counting(nn.Linear(2, 3)) as counted:
+    ...     pass
+    >>> counted.flops
+    0
+    """
+    counted = Counted()
+
+    def called(*_: Any) -> None:
+        counted.calls += 1
+
+    with contextlib.ExitStack() as in_force:
+        in_force.callback(root.register_forward_pre_hook(called).remove)
+        counter = in_force.enter_context(FlopCounterMode(display=False, custom_mapping=_ON_A_CPU))
+        yield counted
+    counted.flops = sum(counter.get_flop_counts().get(type(root).__name__, {}).values())
 
 
 class _ShapesAlone(TorchDispatchMode):

@@ -4,10 +4,14 @@ import numpy as np
 import pytest
 import torch
 
+from tokenmerge import ToMeConfig
 from tokenmerge.errors import ConfigError, UnsupportedModelError
+from tokenmerge.measure.bench.geometries import GEOMETRIES
+from tokenmerge.measure.bench.geometry import build_denoiser
 from tokenmerge.measure.bench.variants import parse_variant
 from tokenmerge.measure.pipelines.loading import denoiser_name, find_model, load_pipeline
 from tokenmerge.measure.pipelines.shared_weights import twin
+from tokenmerge.report import predict
 
 # DPMSolverMultistepScheduler of diffusers 0.42 hands a tensor to numpy in a way that numpy 2 deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
@@ -104,3 +108,18 @@ def test_a_denoiser_alone_has_no_steps_to_follow(measure):
     records = measure(variants=("first-block-cache",))
     (record,) = [record for record in records if record.label.startswith("first-block-cache")]
     assert "use --scope pipeline" in record.message
+
+
+def test_the_operations_of_a_cache_are_those_of_the_steps_that_it_runs(measure):
+    pytest.importorskip("DeepCache")
+    variants = ("deepcache:interval=2", "deepcache:interval=4")
+    _, every_2nd, every_4th = measure(
+        variants=variants, scope="pipeline", scheduler="ddim", steps=4, rounds=1
+    )
+    denoiser = build_denoiser(GEOMETRIES["tiny"], torch.float32, torch.device("cpu"), 0)
+    dense = predict(denoiser, ToMeConfig(), 8, 8, 2).flops_dense  # counted without a run
+    assert every_2nd.facts["flops_dense"] == every_4th.facts["flops_dense"] == dense
+    # 2 whole steps of 4 tell what one of the other steps takes; 1 of 4 must then take this much:
+    shallow = 2 * every_2nd.facts["flops_merged"] - dense
+    assert 0 < shallow < dense
+    assert every_4th.facts["flops_merged"] == pytest.approx((dense + 3 * shallow) / 4, abs=2)  # rounded down

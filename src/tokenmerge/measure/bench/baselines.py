@@ -23,7 +23,7 @@ def deepcache(pipe: Any, config: None, report: None, interval: float) -> Iterato
         ConfigError: ``pipe`` is only a denoiser, or ``interval`` is not an integer ≥ 2.
         UnsupportedModelError: the pipeline has no UNet.
     """
-    _check_pipeline("deepcache", pipe)
+    check_pipeline("deepcache", pipe)
     if interval < 2 or interval != int(interval):
         raise ConfigError(f"deepcache: interval: expected an integer ≥ 2, got {interval:g}")
     if not hasattr(getattr(pipe, "unet", None), "down_blocks"):
@@ -57,7 +57,7 @@ def first_block_cache(pipe: Any, config: None, report: None, threshold: float) -
     """
     from diffusers import CacheMixin, FirstBlockCacheConfig
 
-    _check_pipeline("first-block-cache", pipe)
+    check_pipeline("first-block-cache", pipe)
     model = getattr(pipe, denoiser_name(pipe))
     if isinstance(model, CacheMixin):
         cached: Any = model
@@ -92,6 +92,7 @@ def _blocks_with_text(model: nn.Module) -> nn.ModuleList:
     return nn.ModuleList(block for block in blocks if not getattr(block, "context_pre_only", False))
 
 
-def _check_pipeline(name: str, pipe: object) -> None:
+def check_pipeline(name: str, pipe: object) -> None:
+    """Raise a ConfigError if a baseline that follows the steps gets a denoiser alone."""
     if isinstance(pipe, nn.Module):
         raise ConfigError(f"{name}: it needs the denoising steps of a pipeline; use --scope pipeline")

@@ -18,6 +18,7 @@ from tokenmerge.measure.bench.prepare import CellBuilder, PreparedCell
 from tokenmerge.measure.bench.records import CellRecord, key_of
 from tokenmerge.measure.bench.timing import interleaved
 from tokenmerge.measure.bench.unfinished import UnfinishedCells
+from tokenmerge.measure.bench.variants import VARIANTS
 
 # A compiled cell may compile again at its second call, because of what the first one changed.
 _COMPILED_WARM_UP = 3
@@ -91,7 +92,8 @@ class CellGroup:
             cell = waiting.get(name)
             if cell is not None and prepared[cell].is_finished(self.setting.rounds):
                 del waiting[name]
-                self._finish_timed(cell, prepared, facts[cell] if facts else self._facts(prepared[cell]))
+                own = facts[cell] if facts else self._facts(prepared[cell], prepared[cell.dense()])
+                self._finish_timed(cell, prepared, own)
 
     def _timed(self, cells: Mapping[str, PreparedCell], stage: str) -> Iterator[str]:
         """Warm up and time cells with interleaved calls; yield the name of a cell after each timed call.
@@ -116,10 +118,13 @@ class CellGroup:
         if done >= rounds:
             return
         compiled = any(ready.cell.compile for ready in cells.values())
-        for name, ready in [*cells.items()] * max(self.setting.warmup, _COMPILED_WARM_UP if compiled else 1):
-            ready.run()
-            if ready.failure is not None:
-                yield name
+        rivals = any(_decides_while_it_runs(ready.cell) for ready in cells.values())
+        for turn in range(max(self.setting.warmup, _COMPILED_WARM_UP if compiled else 1)):
+            for name, ready in cells.items():
+                counts = rivals and turn == 0 and ready.report is None
+                ready.run_counted() if counts else ready.run()
+                if ready.failure is not None:
+                    yield name
         every = {name: ready.run for name, ready in cells.items()}
         begun = {name: run for name, run in every.items() if len(cells[name].seconds) <= done}
         first = int(len(begun) < len(every))  # 1 if a round was interrupted
@@ -153,8 +158,18 @@ class CellGroup:
             facts=facts,
         )
 
-    def _facts(self, ready: PreparedCell) -> dict[str, Any]:
+    def _facts(self, ready: PreparedCell, dense: PreparedCell) -> dict[str, Any]:
         report, config = ready.report, ready.config
+        if ready.failure is None and _decides_while_it_runs(ready.cell) and ready.flops and dense.flops:
+            return {
+                **self.facts,
+                "flops_dense": dense.flops,
+                "flops_merged": ready.flops,
+                "notes": [
+                    *self.notes,
+                    "operations were counted in a run; they are the mean over its calls of the denoiser",
+                ],
+            }
         if ready.failure or report is None or config is None:
             return self.facts
         mean = f"the mean over the {ready.calls} calls of a generation, since their cost differs"
@@ -218,6 +233,12 @@ class CellGroup:
             return failure
         whole, half = (statistics.median(ready.seconds) for ready in runs.values())
         return StepCost.of_two_runs(total, whole, total // 2, half)
+
+
+def _decides_while_it_runs(cell: Cell) -> bool:
+    """Whether only a run tells which operations a cell leaves out: it is a block cache."""
+    kind = VARIANTS[cell.spec.name]
+    return kind.is_faster and kind.method is None
 
 
 def _same_attention(record: CellRecord) -> Sequence[float]:

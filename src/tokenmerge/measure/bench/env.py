@@ -14,7 +14,7 @@ import torch
 
 import tokenmerge
 
-_PACKAGES = ("torch", "diffusers", "transformers", "accelerate", "tomesd", "DeepCache")
+_PACKAGES = ("torch", "diffusers", "transformers", "accelerate", "tomesd", "DeepCache", "cache-dit")
 _ATTENTION_PACKAGES = {"xformers": "xformers", "flash-attn": "flash_attn", "sageattention": "sageattention"}
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch import nn
 
 from tokenmerge.api import Patch
 from tokenmerge.config import ToMeConfig
@@ -20,7 +21,7 @@ from tokenmerge.measure.bench.variants import VARIANTS
 from tokenmerge.measure.pipelines.checks import check_compile
 from tokenmerge.measure.pipelines.settings import set_attention
 from tokenmerge.measure.pipelines.shared_weights import shared_copy
-from tokenmerge.report import Report, predict
+from tokenmerge.report import Report, counting, predict
 
 
 class PreparedCell:
@@ -28,7 +29,8 @@ class PreparedCell:
 
     ``peak_bytes`` is the peak over all timed calls, None if it cannot be read. ``calls`` is the number of
     calls of the denoiser in one run; the recorded time is their mean. ``config`` and ``report`` are None for
-    a variant without settings.
+    a variant without settings. ``flops`` are the operations of a call of the denoiser, the mean over those of
+    one run, if they were counted while it ran.
     """
 
     def __init__(self, cell: Cell, steps: int) -> None:
@@ -40,6 +42,8 @@ class PreparedCell:
         self.config: ToMeConfig | None = None
         self.report: Report | None = None
         self.calls = 1
+        self.denoiser: nn.Module | None = None
+        self.flops: int | None = None
 
     def add(self, seconds: float, peak_bytes: int | None) -> None:
         """Add a timed call."""
@@ -58,12 +62,20 @@ class PreparedCell:
             except Exception as error:
                 self.failure = Failure.of(error)
         if self.failure is not None and self.call is not None:
-            self.call = None
+            self.call = self.denoiser = None
             free_memory()
 
     def run(self) -> None:
         """Run the cell once, unless it failed before."""
         self.attempt(lambda: self.call and self.call())
+
+    def run_counted(self) -> None:
+        """Run the cell once and count its operations, unless it failed before or is compiled."""
+        if self.denoiser is None or self.cell.compile:
+            return self.run()
+        with counting(self.denoiser) as counted:
+            self.run()
+        self.flops = counted.flops // counted.calls if counted.flops else None
 
 
 class CellBuilder:
@@ -91,7 +103,7 @@ class CellBuilder:
             variant = VARIANTS[cell.spec.name]
             if missing := variant.missing():
                 raise ConfigError(missing)
-            denoiser = shared_copy(self.model.denoiser)
+            denoiser = prepared.denoiser = shared_copy(self.model.denoiser)
             set_attention([denoiser], cell.attention)
             whole = self.model.whole(denoiser)
             # at_step sets the step of a denoiser alone. A compiled model is one graph for all steps.

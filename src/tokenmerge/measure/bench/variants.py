@@ -12,7 +12,7 @@ from typing import Any
 
 from tokenmerge.config import SETTINGS, ToMeConfig, flat
 from tokenmerge.errors import ConfigError
-from tokenmerge.measure.bench import baselines, variant_contexts
+from tokenmerge.measure.bench import baselines, dual_block_cache, variant_contexts
 from tokenmerge.measure.bench.records import variant_label
 from tokenmerge.measure.method_spec import METHODS, MethodSpec, as_plain, read_setting
 from tokenmerge.report import Report
@@ -38,8 +38,10 @@ class VariantKind:
             with an oracle if it merges.
         package: name and version of the package that it needs, for pip; None: it needs none.
         takes: names of the settings that it accepts.
-        number: name and default of its only setting, for a variant without a method. ``apply`` gets it as a
-            keyword argument.
+        number: name and default of the setting by which it becomes faster, for a variant without a method.
+            ``apply`` gets it as a keyword argument.
+        options: its other settings by name, each with an example, which says whether it is a number or a
+            word. ``apply`` gets those that are given, and checks their range.
     """
 
     apply: Callable[..., AbstractContextManager[Any]]
@@ -49,11 +51,12 @@ class VariantKind:
     package: str | None = None
     takes: Collection[str] = SETTINGS
     number: tuple[str, float] | None = None
+    options: Mapping[str, float | str] = dataclasses.field(default_factory=dict)
 
     def missing(self) -> str | None:
         """The reason why it cannot run here; None if it can."""
         name = self.package and self.package.partition("==")[0]
-        if not name or importlib.util.find_spec(name) is not None:
+        if not name or importlib.util.find_spec(name.replace("-", "_")) is not None:
             return None
         return f"{name} is not installed; run: pip install {self.package}"
 
@@ -82,6 +85,14 @@ VARIANTS = {
     ),
     "first-block-cache": VariantKind(
         baselines.first_block_cache, of_pipeline=True, is_faster=True, number=("threshold", 0.1)
+    ),
+    "cache-dit": VariantKind(
+        dual_block_cache.cache_dit,
+        of_pipeline=True,
+        is_faster=True,
+        package="cache-dit==1.5.3",
+        number=("threshold", 0.08),
+        options={"taylor": 1.0, "mask": "fast", "merge": 0.5, "scope": "block"},
     ),
     ORACLE: VariantKind(variant_contexts.oracle, "tome"),
     # Dense, with as many steps as fit into the time of a merged variant. Their number is known after it ran.
@@ -148,7 +159,7 @@ def parse_variant(text: str, ratios: Sequence[float], defaults: Mapping[str, Any
         raise ConfigError(f"variant: expected one of {', '.join(VARIANTS)}, got {name!r}")
     variant = VARIANTS[name]
     if variant.number is not None:
-        return [Variant(name, (_read_number(name, rest, *variant.number),))]
+        return [Variant(name, _read_own(name, rest, variant.number, variant.options))]
     if variant.method is None:
         if rest:
             raise ConfigError(f"variant: {name} takes no settings, got {rest!r}")
@@ -193,20 +204,36 @@ def oracle_of(spec: Variant) -> Variant | None:
     )
 
 
-def _read_number(variant: str, text: str, name: str, default: float) -> tuple[str, float]:
-    """Read ``NAME=VALUE``, or return the default for an empty text."""
-    given, _, value = text.partition("=")
-    if not text:
-        return name, default
-    try:
-        number = float(value)
-    except ValueError:
-        number = math.nan
-    if given.strip() != name or not number > 0:
+def _read_own(
+    variant: str, text: str, number: tuple[str, float], options: Mapping[str, float | str]
+) -> tuple[tuple[str, Any], ...]:
+    """Read ``NAME=VALUE,…``: the options that are given, and the number, by default if it is not given."""
+    name, default = number
+    given = [item.partition("=")[::2] for item in text.split(",") if item.strip()]
+    found = {key.strip(): value.strip() for key, value in given}
+    own: dict[str, Any] = {}
+    for key, example in {**options, name: default}.items():
+        if key in found:
+            own[key] = found[key] if isinstance(example, str) else _above_0(found[key])
+    if set(found) - set(own) or None in own.values():
+        also = ", ".join(f"{key}={_plain(example)}" for key, example in options.items())
         raise ConfigError(
-            f"variant: expected {variant}:{name}=NUMBER above 0, such as {name}={default:g}, got {text!r}"
+            f"variant: expected {variant}:{name}=NUMBER above 0, such as {name}={default:g}"
+            f"{also and f', and with commas between them any of {also}'}, got {text!r}"
         )
-    return name, number
+    return *((key, own[key]) for key in options if key in own), (name, own.get(name, default))
+
+
+def _above_0(text: str) -> float | None:
+    try:
+        number = float(text)
+    except ValueError:
+        return None
+    return number if 0 < number < math.inf else None
+
+
+def _plain(example: float | str) -> str:
+    return example if isinstance(example, str) else f"{example:g}"
 
 
 def _read(item: tuple[str, Any]) -> tuple[str, Any]:

@@ -146,6 +146,7 @@ def _rivals(goal: Goal, steps: int) -> list[Candidate]:
     for name, setting, values in (
         ("deepcache", "interval", (5, 3, 2)),
         ("first-block-cache", "threshold", (0.2, 0.1, 0.05)),
+        ("cache-dit", "threshold", (0.2, 0.08)),
     ):
         if VARIANTS[name].missing() is None:
             for value in values:
