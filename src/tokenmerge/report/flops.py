@@ -75,7 +75,7 @@ class Counted:
     """The operations that a model ran.
 
     Attributes:
-        flops: of all its calls within :func:`counting`; 0 before the context ends.
+        flops: of all its calls within :func:`counting` so far.
         calls: their number.
     """
 
@@ -88,7 +88,7 @@ def counting(root: nn.Module) -> Iterator[Counted]:
     """Count the FLOPs of all calls of a model within the context, on its real inputs.
 
     For what decides while it runs what it skips, such as a block cache. Other modules that run beside the
-    model, such as a text encoder, are not counted, nor is a compiled model.
+    model, such as a text encoder, are not counted. Of a compiled model, the operations of its graphs are not.
 
     >>> with counting(nn.Linear(2, 3)) as counted:
     ...     pass
@@ -97,14 +97,19 @@ def counting(root: nn.Module) -> Iterator[Counted]:
     """
     counted = Counted()
 
-    def called(*_: Any) -> None:
+    def begin(*_: Any) -> None:
         counted.calls += 1
+        counted.flops -= counter.get_total_flops()
 
+    def end(*_: Any) -> None:
+        counted.flops += counter.get_total_flops()
+
+    # Not by the counter's names of modules: a cache that holds the model as its part changes them.
     with contextlib.ExitStack() as in_force:
-        in_force.callback(root.register_forward_pre_hook(called).remove)
         counter = in_force.enter_context(FlopCounterMode(display=False, custom_mapping=_ON_A_CPU))
+        in_force.callback(root.register_forward_pre_hook(begin).remove)
+        in_force.callback(root.register_forward_hook(end).remove)
         yield counted
-    counted.flops = sum(counter.get_flop_counts().get(type(root).__name__, {}).values())
 
 
 class _ShapesAlone(TorchDispatchMode):

@@ -12,6 +12,7 @@ from tokenmerge.errors import ConfigError, UnsupportedModelError
 from tokenmerge.measure.bench.variants import VARIANTS, parse_variant
 from tokenmerge.measure.pipelines.loading import find_model, load_pipeline
 from tokenmerge.measure.pipelines.shared_weights import twin
+from tokenmerge.report import counting
 
 STEPS = 8
 DEEP = "transformer_blocks.2.ff"
@@ -101,6 +102,16 @@ def test_blocks_are_skipped_as_often_as_the_settings_say_and_nothing_is_left(pip
         assert np.array_equal(first, dense) == (expected == STEPS)
         assert state(copied) ^ before == set()
     assert np.array_equal(draw(copied), dense)
+
+
+def test_where_no_step_is_skipped_as_many_operations_are_counted_as_without_a_cache(pipe):
+    dense, copied = twin(pipe), twin(pipe)
+    with counting(dense.transformer) as wanted:
+        draw(dense)
+    with spec_of("cache-dit:threshold=1e-9").apply(copied, None, None), counting(copied.transformer) as found:
+        draw(copied)
+    assert found.flops == wanted.flops > 0
+    assert found.calls == wanted.calls == STEPS
 
 
 def test_the_taylor_series_changes_the_picture_and_not_which_steps_are_full(pipe):
