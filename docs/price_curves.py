@@ -136,6 +136,8 @@ def joint_table() -> str:
             cell = cell_of_pictures(record.label, record.drawn_with, cells)
             counted, timed = _costs(record, cell)
             rows.append((record.width, -record.figures["psnr"], record.label, counted, timed))
+    if not rows:
+        return "Not measured yet.\n"
     for width, psnr, label, counted, timed in sorted(rows, key=lambda row: row[:3]):
         cost = " | ".join("" if value is None else f"{value:.2f}×" for value in (counted, timed))
         lines.append(f"| {width} px | {label} | {-psnr:.1f} dB | {cost} |")
