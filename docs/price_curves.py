@@ -124,7 +124,10 @@ def points_table(drawn: Mapping[str, Chart], methods: Sequence[str]) -> str:
 
 def joint_table() -> str:
     """Closeness, counted operations and time of cache-dit, merging, and both, in Markdown: a row a variant."""
-    results = read_results(sorted((ROOT / "benchmarks" / "results").glob("cpu-cache-dit-*.jsonl")))
+    files = sorted((ROOT / "benchmarks" / "results").glob("cpu-cache-dit-*.jsonl"))
+    if not files:
+        return "Not measured yet.\n"
+    results = read_results(files)
     (cells, _), (quality, _) = newest_cells(results.cells), newest_figures(results.quality)
     lines = [
         "| pictures | variant | PSNR to dense | operations | time |",
@@ -136,8 +139,6 @@ def joint_table() -> str:
             cell = cell_of_pictures(record.label, record.drawn_with, cells)
             counted, timed = _costs(record, cell)
             rows.append((record.width, -record.figures["psnr"], record.label, counted, timed))
-    if not rows:
-        return "Not measured yet.\n"
     for width, psnr, label, counted, timed in sorted(rows, key=lambda row: row[:3]):
         cost = " | ".join("" if value is None else f"{value:.2f}×" for value in (counted, timed))
         lines.append(f"| {width} px | {label} | {-psnr:.1f} dB | {cost} |")
