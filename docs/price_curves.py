@@ -41,7 +41,7 @@ IN_README = (
 )
 CURVE_IN_README, MODEL_IN_README = "emoji-unet-256-20-3", "sd15, 512 px, 20 steps"
 TABLE = re.compile(
-    r"(<!-- (closeness|settings|speeds|joint with cache-dit|points of [\w, -]+):.*?-->\n).*?(<!-- end -->)",
+    r"(<!-- (closeness|settings|speeds|points of [\w, -]+):.*?-->\n).*?(<!-- end -->)",
     flags=re.DOTALL,
 )
 AS_FAST = 1.1  # fewer steps are shown beside a method whose speed differs by less than this factor
@@ -244,10 +244,10 @@ def with_tables(drawn: Mapping[str, Chart]) -> dict[str, str]:
         "docs/results.md": {"closeness": tables(shown, IN_RESULTS), "speeds": speeds_table()},
         "README.md": {"closeness": readme_table(drawn)},
     }
-    made["docs/methods/beside-cache-dit.md"] = {"joint with cache-dit": joint_table()}
     for page in sorted((ROOT / "docs" / "methods").glob("*.md")):
         if found := re.search(r"<!-- (points of (.*?)):", page.read_text(encoding="utf-8")):
             made[f"docs/methods/{page.name}"] = {found[1]: points_table(drawn, found[2].split(", "))}
+    made["docs/methods/beside-cache-dit.md"] = {"points of cache-dit": joint_table()}
     return {
         name: TABLE.sub(
             lambda found, written=written: found[1] + written[found[2]] + found[3],
