@@ -34,5 +34,7 @@ def everything(memory: Memory) -> list[Any]:
         *(value for cache in memory.caches for kept in vars(cache).values() for value in kept.values()),
         *memory.tracker.ran,
         *memory.guidance_differences.values(),
+        *memory.deviations.values(),
+        *memory.skips.values(),
         *([] if memory.sample.result is None else [memory.sample.result]),
     ]

@@ -79,6 +79,7 @@ VALID = {
     "combine": st.sampled_from(COMBINATIONS),
     "blend": st.floats(0, 1),
     "threshold": st.floats(-1, 1),
+    "clusters": st.integers(1, 99),
     "proportional": st.booleans(),
     "schedule.ratio": st.lists(st.floats(0, 1.5), min_size=1, max_size=4) | st.sampled_from(FUNCTIONS[:2]),
     "schedule.start": st.floats(0, 0.99),

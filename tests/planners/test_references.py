@@ -256,3 +256,71 @@ def test_without_noise_the_destinations_of_windows_are_the_first_of_each():
     plan = PLANNERS["windows"](x, (1, 4, 6), ToMeConfig(ratio=0.75, use_rand=False), STEP)
     _, dst = strided_partition((4, 6), (2, 2))
     assert plan.kept()[0].tolist() == dst.tolist()
+
+
+def k_means_of(x: list[list[float]], means: list[list[float]]) -> tuple[list[int], list[list[float]]]:
+    """Ten rounds of Lloyd's algorithm; the clusters of the tokens, and the means that they were taken by."""
+    for number in range(10):
+        distances = [[math.dist(token, mean) ** 2 for mean in means] for token in x]
+        labels = [row.index(min(row)) for row in distances]
+        if number == 9:
+            break
+        for cluster in range(len(means)):
+            own = [token for token, label in zip(x, labels, strict=True) if label == cluster]
+            if own:
+                means[cluster] = [sum(column) / len(own) for column in zip(*own, strict=True)]
+    return labels, means
+
+
+@given(cases(), st.integers(1, 12))
+def test_clusters_are_those_of_k_means_and_the_token_nearest_to_each_mean_stays(case, count):
+    grid, changes, x = case
+    config = ToMeConfig(**changes, use_rand=False, clusters=count)
+    plan = PLANNERS["clusters"](x.unsqueeze(0), (1, *grid), config, STEP)
+    n, k = len(x), min(count, len(x) - 1)
+    if num_removed((1, *grid), config) == 0:
+        assert plan is None
+        return
+    x = x.float().tolist()  # the precision that clusters are formed with
+    labels, means = k_means_of(x, [list(x[i * n // k]) for i in range(k)])
+    members = [[i for i in range(n) if labels[i] == cluster] for cluster in range(k)]
+    distances = [math.dist(x[i], means[labels[i]]) ** 2 for i in range(n)]
+    margins = [sorted(distances[i] for i in own)[:2] for own in members if len(own) > 1]
+    assume(all(second - first > 1e-5 for first, second in margins))  # ties are anyone's
+    stay = {min(own, key=distances.__getitem__): set(own) for own in members if own}
+    # Clusters without a token leave their place to the first tokens that would not stay.
+    for i in [i for i in range(n) if i not in stay][: k - len(stay)]:
+        for own in stay.values():
+            own.discard(i)
+        stay[i] = {i}
+    assert groups(plan) == stay
+
+
+def test_each_token_of_a_cluster_may_stay():
+    """Two clusters of 32 tokens, 4000 draws: each token in 125, six standard deviations of 11."""
+    x = torch.cat([torch.zeros(1, 32, 3), torch.ones(1, 32, 3)], dim=1)
+    x += 1e-3 * torch.randn(x.shape, generator=torch.Generator().manual_seed(0))
+    config, counts = ToMeConfig(clusters=2), torch.zeros(64)
+    for step in range(4000):
+        kept = PLANNERS["clusters"](x, (1, 8, 8), config, torch.tensor(step)).kept()[0]
+        assert sorted((kept // 32).tolist()) in ([0, 1], [0, 0], [1, 1])
+        counts[kept] += 1
+    assert (counts - 125).abs().max() < 6 * (4000 / 32 * 31 / 32) ** 0.5
+
+
+@given(cases())
+def test_ras_skips_the_largest_scores_for_the_nearest_token_of_the_others(case):
+    grid, changes, x = case
+    config = ToMeConfig(**changes)
+    scores = x[:, 0].exp()
+    plan = PLANNERS["ras"](x.unsqueeze(0), (1, *grid), config, STEP, scores.unsqueeze(0))
+    n, r = len(x), num_removed((1, *grid), config)
+    if r == 0:
+        assert plan is None
+        return
+    skipped = sorted(range(n), key=lambda i: scores[i].item(), reverse=True)[:r]
+    stay = [i for i in range(n) if i not in skipped]
+    expected = {i: {i} for i in stay}
+    for i in skipped:
+        expected[min(stay, key=lambda j: (abs(i - j), j))].add(i)
+    assert groups(plan) == expected

@@ -13,7 +13,7 @@ from tokenmerge.config.metadata import read_metadata, to_metadata
 from tokenmerge.config.names import flat
 from tokenmerge.config.old_names import NEW_NAMES, with_new_names, words_with_new_names
 from tokenmerge.config.plan_sharing import PlanSharing
-from tokenmerge.config.planner_names import GUIDED_PLANNERS, PLANNERS
+from tokenmerge.config.planner_names import GUIDED_PLANNERS, PLANNERS, RESULT_PLANNERS
 from tokenmerge.config.schedule import Schedule
 from tokenmerge.config.settings import (
     COMBINATIONS,
@@ -30,6 +30,7 @@ __all__ = [
     "GUIDED_PLANNERS",
     "NEW_NAMES",
     "PLANNERS",
+    "RESULT_PLANNERS",
     "SCOPES",
     "SETTINGS",
     "TOKEN_REUSE",

@@ -16,6 +16,8 @@ def names_in(folder: Path) -> tuple[str, ...]:
 
 # Planners that look at what guidance changed in the last step; they plan as "tome" until that is known.
 GUIDED_PLANNERS = names_in(_FOLDER / "guided")
-PLANNERS = (*names_in(_FOLDER), *GUIDED_PLANNERS)
+# Planners that look at the model's result of the last step, likewise.
+RESULT_PLANNERS = names_in(_FOLDER / "by_result")
+PLANNERS = (*names_in(_FOLDER), *GUIDED_PLANNERS, *RESULT_PLANNERS)
 # Planners whose cells may reach over several frames of a video.
 OVER_TIME = ("tiled", "tome")

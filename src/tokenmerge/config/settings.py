@@ -35,6 +35,7 @@ CHECKS: Mapping[str, Check] = {
     "combine": one_of(COMBINATIONS),
     "blend": number("a number from 0 to 1", lambda blend: 0 <= blend <= 1),
     "threshold": number("a number from -1 to 1", lambda threshold: -1 <= threshold <= 1),
+    "clusters": integer(1),
     "proportional": switch,
 }
 
@@ -104,8 +105,14 @@ class MergeSettings(Value):
               2411.16720).
             - ``"toma"``: each token is shared out over several destinations of its cell (arXiv 2509.10918).
               It needs large cells and takes long to plan, so keep plans for several steps (``plans.every``).
+            - ``"clusters"``: all tokens of a cluster merge into one of them (arXiv 2509.10312). Few tokens
+              stay, so it is for token-wise reuse.
+            - ``"ras"``: the tokens go at which the last result varies most over its channels (arXiv
+              2502.10389); for token-wise reuse, since nothing says what they resemble.
         threshold: for ``planner="threshold"``: the cosine similarity, −1 ≤ threshold ≤ 1, from which a token
             is averaged with its destination. Raising it drops more tokens instead; the speed stays the same.
+        clusters: for ``planner="clusters"``: number of clusters, ≥ 1, and so of the tokens that stay of each
+            picture or frame, whatever the ratio. Raising it is slower and closer to the dense picture.
 
     How tokens combine:
 
@@ -158,6 +165,7 @@ class MergeSettings(Value):
     combine: str = "mean"
     blend: float = 0.0
     threshold: float = 0.9
+    clusters: int = 16
     proportional: bool = False
 
     @property

@@ -11,7 +11,7 @@ from tokenmerge.config.checks import Check, check_fields, integer, number, one_o
 from tokenmerge.config.correction import Correction
 from tokenmerge.config.names import PARTS, flat, nested
 from tokenmerge.config.plan_sharing import PlanSharing
-from tokenmerge.config.planner_names import GUIDED_PLANNERS
+from tokenmerge.config.planner_names import GUIDED_PLANNERS, RESULT_PLANNERS
 from tokenmerge.config.schedule import Schedule
 from tokenmerge.config.settings import (
     CHECKS,
@@ -210,6 +210,7 @@ class ToMeConfig(MergeSettings):
     def _over_steps(self) -> tuple[tuple[str, Any, bool], ...]:
         """Name and value of each setting that may depend on the step, and whether it does."""
         schedule, planner, reused = self.schedule, self.guided_planner, self.token_reuse
+        by_result = self.result_planner
         return (
             ("schedule.start", schedule.start, schedule.start > 0),
             ("schedule.until", schedule.until, schedule.until < 1),
@@ -222,6 +223,7 @@ class ToMeConfig(MergeSettings):
             ("reuse.full_steps", self.reuse.full_steps, bool(self.reuse.full_steps)),
             ("reuse.every", self.reuse.every, self.reuse.on and not self.reuse.full_steps),
             ("planner", planner, planner is not None),
+            ("planner", by_result, by_result is not None),
         )
 
     @property
@@ -233,6 +235,11 @@ class ToMeConfig(MergeSettings):
     def guided_planner(self) -> str | None:
         """The first planner, of any level and any step, that looks at what guidance changed."""
         return next((name for name in self._all("planner") if name in GUIDED_PLANNERS), None)
+
+    @property
+    def result_planner(self) -> str | None:
+        """The first planner, of any level and any step, that looks at the result of the last step."""
+        return next((name for name in self._all("planner") if name in RESULT_PLANNERS), None)
 
     @property
     def token_reuse(self) -> str | None:

@@ -12,8 +12,9 @@ grid, which is a frame, or a whole video where cells reach over time:
 - ``step``: integer tensor of no dimensions that differs between denoising steps; random draws depend on it.
 
 Planners in the folder ``guided`` get one more argument, ``importance`` ``[b, n]``: how much guidance changed
-each token in the last step. A planner that removes another number of tokens than r says so with
-``OWN_NUMBER = True``. Files whose names start with an underscore hold no planner.
+each token in the last step. Those in the folder ``by_result`` get ``scores`` ``[b, n]``: how well each token
+can be skipped, by the model's result in the last step. A planner that removes another number of tokens than r
+says so with ``OWN_NUMBER = True``. Files whose names start with an underscore hold no planner.
 
 May import ``ops``, ``config`` and ``errors``; knows nothing of models.
 """
@@ -26,7 +27,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from tokenmerge.config import GUIDED_PLANNERS, MergeSettings
+from tokenmerge.config import GUIDED_PLANNERS, RESULT_PLANNERS, MergeSettings
 from tokenmerge.config import PLANNERS as NAMES
 from tokenmerge.ops import Plan, num_tokens
 from tokenmerge.planners._grid import num_removed, split
@@ -60,10 +61,8 @@ def _on_whole_grids(plan_part: Callable[..., Plan]) -> Planner:
     return plan
 
 
-_MODULES = {
-    name: importlib.import_module(f"{__name__}.{'guided.' if name in GUIDED_PLANNERS else ''}{name}")
-    for name in NAMES
-}
+_FOLDERS = {**dict.fromkeys(GUIDED_PLANNERS, "guided."), **dict.fromkeys(RESULT_PLANNERS, "by_result.")}
+_MODULES = {name: importlib.import_module(f"{__name__}.{_FOLDERS.get(name, '')}{name}") for name in NAMES}
 PLANNERS: dict[str, Planner] = {
     name: _on_whole_grids(getattr(module, f"plan_{name}")) for name, module in _MODULES.items()
 }

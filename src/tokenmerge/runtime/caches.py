@@ -83,6 +83,8 @@ class Memory:
         tracker: the calls of the generation.
         sample: whether a call is on the sample of the one before it.
         guidance_differences: what guidance changed in the results of the last step, by the call that planned.
+        deviations: ``[b, n]``, of the last step's result over its channels, by the call that planned.
+        skips: ``[b, n]``, in how many steps each token was not computed, likewise.
         seed: number of the running step that draws depend on.
         config: settings at the guidance scale of the generation; None before its first call.
         log: what happened in the generation; None before its first call.
@@ -96,6 +98,8 @@ class Memory:
         self.config: ToMeConfig | None = None
         self.log: RunLog | None = None
         self.guidance_differences: dict[int, Tensor] = {}
+        self.deviations: dict[int, Tensor] = {}
+        self.skips: dict[int, Tensor] = {}
         plans: dict[int, dict[Call, Plan]] = {group: {} for group in groups}
         self.caches = tuple(Cache(plans[group]) for group in groups)
 
@@ -107,6 +111,8 @@ class Memory:
             tracker.corrected,
             tracker.compared,
             self.guidance_differences,
+            self.deviations,
+            self.skips,
         )
         for noted in by_number:
             for number in [number for number in noted if first <= number <= last]:

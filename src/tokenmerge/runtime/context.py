@@ -41,6 +41,7 @@ class CallContext:
         guidance_copies: how many times the batch holds each sample, for as many prompts.
         copies_equal: in a graph and on accelerators, whether it does hold equal samples; None: it does.
         guidance_difference: what guidance changed in the result of the last step; None: unknown.
+        skip_scores: how well each token can be skipped, by the result of the last step; None: unknown.
         step_log: where blocks note what they merge; None: nobody asked for it.
     """
 
@@ -58,6 +59,7 @@ class CallContext:
     guidance_copies: int = 1
     copies_equal: Tensor | None = None
     guidance_difference: Tensor | None = None
+    skip_scores: Tensor | None = None
     step_log: StepLog | None = None
 
 
@@ -110,6 +112,7 @@ class ThreadState:
         own_memory: what is cached where settings do not follow the steps.
         memory: what the running call caches; None before the first.
         running_blocks: of a full step, whose residual is cached; None: there are none.
+        plan: that a block of the running call merged by, where planners ask what was not computed.
     """
 
     def __init__(self, context: CallContext, groups: Sequence[int]) -> None:
@@ -119,6 +122,7 @@ class ThreadState:
         self.own_memory = Memory(groups)
         self.memory: Memory | None = None
         self.running_blocks: RunningBlocks | None = None
+        self.plan: Plan | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

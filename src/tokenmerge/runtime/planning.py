@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tokenmerge.config import GUIDED_PLANNERS, MergeSettings, ToMeConfig
+from tokenmerge.config import GUIDED_PLANNERS, RESULT_PLANNERS, MergeSettings, ToMeConfig
 from tokenmerge.errors import NothingToMergeError, UnsupportedModelError
 from tokenmerge.ops import Plan, features_if_shared, num_tokens, shared_features
 from tokenmerge.planners import PLANNERS, num_removed_in_all, plan_pictures
@@ -100,6 +100,8 @@ def record_plan(state: BlockState, plan: Plan) -> None:
     """Leave the plan that a block runs with to whoever asks for it."""
     if state.model.record is not None:
         state.model.record[state.path] = RecordedPlan(plan, state.grids[0], state.grids[1:])
+    if state.model.config.result_planner is not None:
+        state.model.threads.value.plan = plan
     log = state.model.context.step_log
     if log is not None and not torch.compiler.is_compiling():
         log.note_plan(plan.inverse.shape[1], plan.keep.shape[1])
@@ -118,6 +120,11 @@ def _new_plan(state: BlockState, features: Tensor) -> Plan:
     def planned(features: Tensor) -> Plan | None:
         settings, grids = state.settings, state.grids
         planner = PLANNERS[settings.planner]
+        if settings.planner in RESULT_PLANNERS:
+            scores = _of_images(context.skip_scores, features)
+            if scores is None:
+                return plan_pictures(PLANNERS["tome"], features, grids, settings, step)
+            return plan_pictures(planner, features, grids, settings, step, scores)
         if settings.planner not in GUIDED_PLANNERS:
             return plan_pictures(planner, features, grids, settings, step)
         change = context.guidance_difference
@@ -138,6 +145,16 @@ def _new_plan(state: BlockState, features: Tensor) -> Plan:
     if state.batched and context.copies_equal is not None:
         return plan(features_if_shared(features, copies, context.copies_equal.to(features.device)))
     return plan(shared_features(features, copies)).repeated(copies)
+
+
+def _of_images(scores: Tensor | None, features: Tensor) -> Tensor | None:
+    """Scores of tokens for each image that is planned, the mean over samples that share its plan.
+
+    None where they are unknown, or are those of other tokens.
+    """
+    if scores is None or scores.shape[1] != features.shape[1] or len(scores) % len(features):
+        return None
+    return scores.unflatten(0, (-1, len(features))).mean(dim=0).to(features.device)
 
 
 def _warn_of_other_tokens(state: BlockState, change: Tensor, features: Tensor) -> None:

@@ -139,6 +139,7 @@ class ModelState:
     def begin_call(self) -> None:
         """Before a call of the model: blocks count theirs from 0, and no stack has merged."""
         self.threads.value.running_blocks = None  # of a call that was interrupted
+        self.threads.value.plan = None
         for part in self.parts:
             if isinstance(part, BlockState):
                 part.threads.value.number = -1
