@@ -36,5 +36,6 @@ def everything(memory: Memory) -> list[Any]:
         *memory.guidance_differences.values(),
         *memory.deviations.values(),
         *memory.skips.values(),
+        *memory.model_residuals.values(),
         *([] if memory.sample.result is None else [memory.sample.result]),
     ]

@@ -16,6 +16,7 @@ from tokenmerge.config.plan_sharing import PlanSharing
 from tokenmerge.config.planner_names import GUIDED_PLANNERS, PLANNERS, RESULT_PLANNERS
 from tokenmerge.config.schedule import Schedule
 from tokenmerge.config.settings import (
+    CACHED_FEATURES,
     COMBINATIONS,
     SCOPES,
     TOKEN_REUSE,
@@ -26,6 +27,7 @@ from tokenmerge.config.step_reuse import StepReuse
 from tokenmerge.config.tome import SETTINGS, ToMeConfig
 
 __all__ = [
+    "CACHED_FEATURES",
     "COMBINATIONS",
     "GUIDED_PLANNERS",
     "NEW_NAMES",

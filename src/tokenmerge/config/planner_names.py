@@ -21,3 +21,5 @@ RESULT_PLANNERS = names_in(_FOLDER / "by_result")
 PLANNERS = (*names_in(_FOLDER), *GUIDED_PLANNERS, *RESULT_PLANNERS)
 # Planners whose cells may reach over several frames of a video.
 OVER_TIME = ("tiled", "tome")
+# Planners that sort single tokens by their similarity, and take a penalty that is subtracted from it.
+PENALISED_PLANNERS = ("local", "threshold", "tiled", "tome")

@@ -7,13 +7,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from tokenmerge.config.checks import Check, integer, number, one_of, optional, refuse, switch
-from tokenmerge.config.planner_names import OVER_TIME, PLANNERS
+from tokenmerge.config.planner_names import OVER_TIME, PENALISED_PLANNERS, PLANNERS
 from tokenmerge.config.value import Value
 from tokenmerge.errors import ConfigError
 
 SCOPES = ("layers", "block", "stack", "keys")
 TOKEN_REUSE = ("reuse", "extrapolate")
 COMBINATIONS = ("mean", "keep", "norm", *TOKEN_REUSE)
+# Features of the step before: what each block added, or all blocks of a level together.
+CACHED_FEATURES = ("residual", "model_residual")
+FEATURES = ("input", *CACHED_FEATURES, "keys")
 
 _RATIO = number("a number from 0 to 1 − 1/(sx·sy), 0.75 for 2 × 2 cells", lambda ratio: ratio >= 0)
 
@@ -32,6 +35,8 @@ CHECKS: Mapping[str, Check] = {
     "merge_mlp": switch,
     "scope": one_of(SCOPES),
     "planner": one_of(PLANNERS),
+    "features": one_of(FEATURES),
+    "repeat_penalty": number("a number from 0 to 2", lambda penalty: 0 <= penalty <= 2),
     "combine": one_of(COMBINATIONS),
     "blend": number("a number from 0 to 1", lambda blend: 0 <= blend <= 1),
     "threshold": number("a number from -1 to 1", lambda threshold: -1 <= threshold <= 1),
@@ -109,6 +114,23 @@ class MergeSettings(Value):
               stay, so it is for token-wise reuse.
             - ``"ras"``: the tokens go at which the last result varies most over its channels (arXiv
               2502.10389); for token-wise reuse, since nothing says what they resemble.
+        features: what the planner compares; docs/methods/features.md says which is closest on which model.
+
+            - ``"input"``: the tokens that the block is called with. It costs nothing.
+            - ``"residual"``: what the block added to each token at the step before (after arXiv 2605.22011).
+              It costs the memory of one residual for each block that plans, which the report counts.
+            - ``"model_residual"``: what all blocks of the level together added at the step before, one
+              residual for all. Take it in transformers, with ``plans.blocks``: they then have one plan too.
+              Not for UNets, whose pictures get farther from the dense ones.
+            - ``"keys"``: the keys of the block's attention (arXiv 2210.09461), which are projected once
+              more, so that planning takes longer. It needs ``scope="layers"`` or ``"keys"``.
+
+            Residuals belong to a generation. The first step, the first one after a change of shape, and
+            calls under gradients compare the input.
+        repeat_penalty: what the similarity of a token is lowered by for each earlier plan of the generation
+            that merged it into another one (the λ of arXiv 2605.22011), 0 ≤ repeat_penalty ≤ 2. Raising it
+            spreads the loss over more tokens, and makes plans fit the single step less; the speed stays the
+            same. 0: none. It needs a planner that compares single tokens: tome, tiled, local or threshold.
         threshold: for ``planner="threshold"``: the cosine similarity, −1 ≤ threshold ≤ 1, from which a token
             is averaged with its destination. Raising it drops more tokens instead; the speed stays the same.
         clusters: for ``planner="clusters"``: number of clusters, ≥ 1, and so of the tokens that stay of each
@@ -162,6 +184,8 @@ class MergeSettings(Value):
     merge_mlp: bool = False
     scope: str = "layers"
     planner: str = "tome"
+    features: str = "input"
+    repeat_penalty: float = 0.0
     combine: str = "mean"
     blend: float = 0.0
     threshold: float = 0.9
@@ -233,9 +257,10 @@ def check_together(settings: MergeSettings, where: str = "", factor: float = 1.0
         factor: what ``ratio`` was multiplied by.
 
     Raises:
-        ConfigError: the ratio is too high for the strides, the planner cannot reach over time, or no layer
-            would merge.
+        ConfigError: the ratio is too high for the strides, the planner cannot reach over time or cannot do
+            what ``features`` and ``repeat_penalty`` ask for, or no layer would merge.
     """
+    _check_features(settings, where)
     if settings.st > 1 and settings.planner not in OVER_TIME:
         others = " or ".join(f"planner={name!r}" for name in OVER_TIME)
         raise ConfigError(
@@ -261,3 +286,34 @@ def check_together(settings: MergeSettings, where: str = "", factor: float = 1.0
         raise ConfigError(
             f"{where}merge_attn, merge_crossattn, merge_mlp: all are False, so nothing would merge; set one"
         )
+
+
+def _check_features(settings: MergeSettings, where: str) -> None:
+    """Check what a planner compares against the planner, and against where tokens merge."""
+    if settings.repeat_penalty and settings.planner not in PENALISED_PLANNERS:
+        names = ", ".join(map(repr, PENALISED_PLANNERS))
+        raise ConfigError(
+            f"{where}repeat_penalty: planner={settings.planner!r} does not sort single tokens by their "
+            f"similarity, got repeat_penalty={settings.repeat_penalty:g}; take one of {names}, or "
+            "repeat_penalty=0"
+        )
+    if settings.features != "input" and settings.planner == "uniform":
+        raise ConfigError(
+            f"{where}features: planner='uniform' compares nothing, got features={settings.features!r}; take "
+            "another planner, or features='input'"
+        )
+    if settings.features in CACHED_FEATURES and settings.scope == "stack":
+        raise ConfigError(
+            f"{where}features: with scope='stack' no block alone has all tokens, so none has a residual to "
+            f"compare, got features={settings.features!r}; take scope='block', or features='input'"
+        )
+    if settings.features == "keys" and (settings.whole_blocks or not _merges_attention(settings)):
+        given = "merge_attn=False" if settings.scope == "layers" else f"scope={settings.scope!r}"
+        raise ConfigError(
+            f"{where}features: 'keys' are known where attention begins, and with {given} tokens merge "
+            "elsewhere; take scope='layers' with merge_attn=True or scope='keys', or features='input'"
+        )
+
+
+def _merges_attention(settings: MergeSettings) -> bool:
+    return settings.scope == "keys" or settings.merge_attn

@@ -14,6 +14,7 @@ from tokenmerge.config.plan_sharing import PlanSharing
 from tokenmerge.config.planner_names import GUIDED_PLANNERS, RESULT_PLANNERS
 from tokenmerge.config.schedule import Schedule
 from tokenmerge.config.settings import (
+    CACHED_FEATURES,
     CHECKS,
     TOKEN_REUSE,
     MergeSettings,
@@ -211,6 +212,7 @@ class ToMeConfig(MergeSettings):
         """Name and value of each setting that may depend on the step, and whether it does."""
         schedule, planner, reused = self.schedule, self.guided_planner, self.token_reuse
         by_result = self.result_planner
+        features = self.cached_features
         return (
             ("schedule.start", schedule.start, schedule.start > 0),
             ("schedule.until", schedule.until, schedule.until < 1),
@@ -224,7 +226,19 @@ class ToMeConfig(MergeSettings):
             ("reuse.every", self.reuse.every, self.reuse.on and not self.reuse.full_steps),
             ("planner", planner, planner is not None),
             ("planner", by_result, by_result is not None),
+            ("features", features, features is not None),
+            ("repeat_penalty", max(self._all("repeat_penalty")), self.penalises_repeats),
         )
+
+    @property
+    def cached_features(self) -> str | None:
+        """The first features, of any level and any step, that are cached from the step before."""
+        return next((name for name in self._all("features") if name in CACHED_FEATURES), None)
+
+    @property
+    def penalises_repeats(self) -> bool:
+        """Whether some plans, of any level and any step, depend on how often tokens have merged."""
+        return any(self._all("repeat_penalty"))
 
     @property
     def asks_guidance(self) -> bool:

@@ -75,7 +75,7 @@ class Block:
         path: its qualified name in the host.
         module: the block.
         layers: its sub-layers that can merge, in the order in which they run.
-        layout: layout of the call, as far as the layers need it.
+        layout: layout of the call, as far as the layers need it, and where the image is in the result.
         block_layout: layout of the call of the whole block, for blocks that can run on merged tokens from
             start to end; None: the block cannot.
         method: the method that gradient checkpointing recomputes: ``"forward"`` or ``"_forward"``.

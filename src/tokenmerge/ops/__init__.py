@@ -7,6 +7,7 @@ from tokenmerge.ops.bits import bits
 from tokenmerge.ops.draws import uniform_noise
 from tokenmerge.ops.join import join_plans
 from tokenmerge.ops.matching import (
+    best_first,
     bipartite_soft_matching,
     features_if_shared,
     local_matching,
@@ -45,6 +46,7 @@ __all__ = [
     "Tokens",
     "attend_by_columns",
     "attend_by_values",
+    "best_first",
     "bipartite_soft_matching",
     "bits",
     "features_if_shared",

@@ -15,12 +15,20 @@ from tokenmerge.planners._grid import cell_of, partition
 SIDES = {2: (16, 16), 3: (2, 8, 8)}
 
 
-def plan_tiled(features: Tensor, grid: Sequence[int], r: int, settings: MergeSettings, step: Tensor) -> Plan:
+def plan_tiled(
+    features: Tensor,
+    grid: Sequence[int],
+    r: int,
+    settings: MergeSettings,
+    step: Tensor,
+    penalty: Tensor | None = None,
+) -> Plan:
     """Plan as ``tome``, but compare each source only with the destinations in the tile around it.
 
     The plan is that of ``tome`` where one tile covers the grid: up to 16 × 16 cells, or 2 × 8 × 8 where cells
     reach over time, with no tokens beyond the last whole cell of a row or column.
     """
     src, dst = partition(grid, settings, step, features.device)
-    order, nearest = tiled_matching(features, grid, cell_of(grid, settings), src, dst, SIDES[len(grid)])
+    sides = SIDES[len(grid)]
+    order, nearest = tiled_matching(features, grid, cell_of(grid, settings), src, dst, sides, penalty)
     return make_plan(src, dst, order, nearest, r)

@@ -11,11 +11,18 @@ from tokenmerge.ops import Plan, bipartite_soft_matching, make_plan
 from tokenmerge.planners._grid import partition
 
 
-def plan_tome(features: Tensor, grid: Sequence[int], r: int, settings: MergeSettings, step: Tensor) -> Plan:
+def plan_tome(
+    features: Tensor,
+    grid: Sequence[int],
+    r: int,
+    settings: MergeSettings,
+    step: Tensor,
+    penalty: Tensor | None = None,
+) -> Plan:
     """Partition the tokens, match each source with its most similar destination, merge the r best pairs.
 
     Planning time grows with the square of the number of tokens.
     """
     src, dst = partition(grid, settings, step, features.device)
-    order, nearest = bipartite_soft_matching(features, src, dst)
+    order, nearest = bipartite_soft_matching(features, src, dst, penalty)
     return make_plan(src, dst, order, nearest, r)

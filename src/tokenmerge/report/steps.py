@@ -71,11 +71,12 @@ def _kind_of_call(state: ModelState) -> tuple[object, ...]:
 
 
 def kept_bytes(host: Host, config: ToMeConfig, arguments: Arguments) -> int:
-    """Count the bytes cached between steps: corrections, residuals and plans.
+    """Count the bytes cached between steps: corrections, residuals, plans and how often tokens merged.
 
     The arguments are as for :func:`mean_flops`.
     """
-    if not (config.correction.on or config.token_reuse or config.reuse.on or config.plans.every > 1):
+    follows = config.correction.on or config.token_reuse or config.reuse.on or config.plans.every > 1
+    if not (follows or config.cached_features or config.penalises_repeats):
         return 0
     keeping = dataclasses.replace(
         config.most(),
@@ -93,8 +94,14 @@ def kept_bytes(host: Host, config: ToMeConfig, arguments: Arguments) -> int:
             residual for cache in caches for residual in (*cache.residuals.values(), *cache.tokens.values())
         ]
         residuals += [run.residual for cache in caches for run in cache.runs.values() if run.residual]
+        of_model = () if memory is None else tuple(memory.model_residuals.values())
+        repeats = [counts for cache in caches for counts in cache.repeats.values()]
         plans = {id(plan): plan for cache in caches for plan in cache.plans.values()}.values()
-    kept = [tensor for residual in residuals for tensor in (*residual.latest, *(residual.delta or ()))]
+    kept: list[Any] = [
+        *repeats,
+        *of_model,
+        *(tensor for residual in residuals for tensor in (*residual.latest, *(residual.delta or ()))),
+    ]
     kept += [tensor for plan in plans for tensor in plan]
     return sum(tensor.nbytes for tensor in kept if isinstance(tensor, Tensor))
 
@@ -145,6 +152,14 @@ def notes_on_steps(config: ToMeConfig, averaged: bool = False) -> list[str]:
         notes.append(f"a plan is used for {config.plans.every} steps")
     if config.plans.blocks:
         notes.append("plans.blocks: consecutive blocks with the same token grid share a plan")
+    if config.cached_features:
+        what = "all blocks of a level" if config.cached_features == "model_residual" else "each block"
+        notes.append(
+            f"features={config.cached_features!r}: plans compare what {what} added at the step before; the "
+            "first step compares the inputs of blocks"
+        )
+    if config.penalises_repeats:
+        notes.append("repeat_penalty: tokens that merged in earlier steps merge later than others")
     if config.asks_guidance:
         notes.append(
             f"planner={config.guided_planner!r}: the planner 'tome' runs until the first guided step is done"

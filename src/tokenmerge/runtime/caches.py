@@ -60,6 +60,8 @@ class Cache:
         residuals: of the last steps in which it ran.
         tokens: residuals of the image's tokens, each from the step that last computed it; of a stack, in its
             last block.
+        repeats: of a block with ``repeat_penalty``, ``[b, n]``: how many plans have merged each token into
+            another one.
         placeholders: of a stage whose result no running module reads: tensors without memory, of its shape.
     """
 
@@ -67,6 +69,7 @@ class Cache:
     runs: dict[Call, BlockRun] = dataclasses.field(default_factory=dict)
     residuals: dict[Call, Residual] = dataclasses.field(default_factory=dict)
     tokens: dict[Call, Residual] = dataclasses.field(default_factory=dict)
+    repeats: dict[Call, Tensor] = dataclasses.field(default_factory=dict)
     placeholders: dict[Call, Any] = dataclasses.field(default_factory=dict)
 
 
@@ -88,6 +91,8 @@ class Memory:
         seed: number of the running step that draws depend on.
         config: settings at the guidance scale of the generation; None before its first call.
         log: what happened in the generation; None before its first call.
+        model_residuals: by the call of the first block and its level, what all blocks of the level added to
+            each token of the image.
         caches: one for each part of the model.
     """
 
@@ -100,6 +105,7 @@ class Memory:
         self.guidance_differences: dict[int, Tensor] = {}
         self.deviations: dict[int, Tensor] = {}
         self.skips: dict[int, Tensor] = {}
+        self.model_residuals: dict[tuple[int, int, int], Tensor] = {}
         plans: dict[int, dict[Call, Plan]] = {group: {} for group in groups}
         self.caches = tuple(Cache(plans[group]) for group in groups)
 
@@ -110,6 +116,7 @@ class Memory:
             tracker.planned,
             tracker.corrected,
             tracker.compared,
+            tracker.shapes,
             self.guidance_differences,
             self.deviations,
             self.skips,
@@ -132,11 +139,13 @@ class Memory:
             if cache.plans:
                 _drop(cache.plans, number, number)
 
-    def _results(self) -> Iterator[dict[Call, Any]]:
+    def _results(self) -> Iterator[dict[Any, Any]]:
+        yield self.model_residuals
         for cache in self.caches:
             yield cache.runs
             yield cache.residuals
             yield cache.tokens
+            yield cache.repeats
             yield cache.placeholders
 
 

@@ -31,6 +31,7 @@ class CallContext:
         plan_call: number of the call whose plans this one uses.
         caches_plans: whether plans are cached for later calls.
         caches_residuals: whether residuals are cached, for steps that skip blocks or stages.
+        caches_features: level and kind of features that are cached, for the plans of a later step.
         corrects: whether this is a dense correction step.
         token_distance: steps since the last correction step, divided by the distance between the last two,
             where tokens extrapolate their residuals; None: nothing of a token is extrapolated.
@@ -52,6 +53,7 @@ class CallContext:
     plan_call: int = 0
     caches_plans: bool = False
     caches_residuals: bool = False
+    caches_features: frozenset[tuple[int, str]] = frozenset()
     corrects: bool = False
     token_distance: Tensor | None = None
     extrapolation: Tensor | None = None
@@ -111,6 +113,7 @@ class ThreadState:
         seed: makes the numbers of steps.
         own_memory: what is cached where settings do not follow the steps.
         memory: what the running call caches; None before the first.
+        first_tokens: by call and level, the tokens of the image that the first block was called with.
         running_blocks: of a full step, whose residual is cached; None: there are none.
         plan: that a block of the running call merged by, where planners ask what was not computed.
     """
@@ -121,6 +124,7 @@ class ThreadState:
         self.seed = StepSeed()
         self.own_memory = Memory(groups)
         self.memory: Memory | None = None
+        self.first_tokens: dict[tuple[int, int, int], Tensor] = {}
         self.running_blocks: RunningBlocks | None = None
         self.plan: Plan | None = None
 
@@ -133,11 +137,13 @@ class ActiveMerge:
         images: number of images in its input.
         tokens: number of tokens of each, padding included.
         plan: which tokens merge; None on a dense correction step, which measures what merging would lose.
+        awaits_keys: whether the attention of the block will plan, by its keys; the plan is None until then.
     """
 
     images: int
     tokens: int
     plan: Plan | None
+    awaits_keys: bool = False
 
 
 class PartState:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tokenmerge.config import MergeSettings, ToMeConfig
+from tokenmerge.config import CACHED_FEATURES, MergeSettings, ToMeConfig
 from tokenmerge.runtime.caches import Memory
 from tokenmerge.runtime.call_checks import refuse_training
 from tokenmerge.runtime.scheduler import DenoisingStep
@@ -112,6 +112,20 @@ def reuse_of(
     # A step that runs everything runs the finest level of a UNet too.
     runs_shallow = extrapolation is None or step.done in runs.shallow
     return extrapolation, _extrapolation(tracker, "shallow", runs_shallow, shape), True
+
+
+def features_to_cache(
+    config: ToMeConfig, tracker: StepTracker, levels: Iterable[int]
+) -> frozenset[tuple[int, str]]:
+    """Level and kind of the features that are cached, since a later step plans by them."""
+    if tracker.step is None or torch.is_grad_enabled():
+        return frozenset()
+    return frozenset(
+        (level, stage.features)
+        for level in levels
+        for stage in config.stages(level)
+        if stage.features in CACHED_FEATURES and stage.merges
+    )
 
 
 def _extrapolation(tracker: StepTracker, part: str, runs: bool, shape: tuple[int, ...]) -> Tensor | None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from tokenmerge.config import TOKEN_REUSE
+from tokenmerge.config import CACHED_FEATURES, TOKEN_REUSE
 from tokenmerge.errors import UnsupportedModelError
 from tokenmerge.models.call import HostCall
 from tokenmerge.models.layout import Layout
@@ -19,6 +19,7 @@ from tokenmerge.ops import Plan, keep_destinations, merge, merge_with_norm
 from tokenmerge.runtime.block_runs import block_in_run
 from tokenmerge.runtime.caches import RecordedCall
 from tokenmerge.runtime.context import ActiveMerge
+from tokenmerge.runtime.features import caches_features, keys_of, with_cached_features
 from tokenmerge.runtime.host_method import HostMethod
 from tokenmerge.runtime.merged_call import (
     add_lost,
@@ -28,7 +29,7 @@ from tokenmerge.runtime.merged_call import (
     merged_tokens,
     of_image,
 )
-from tokenmerge.runtime.planning import plan_of, size_of
+from tokenmerge.runtime.planning import plan_by, plan_of, size_of
 from tokenmerge.runtime.proportional_attention import ProportionalAttention
 from tokenmerge.runtime.reuse import Residual, extrapolated, residual_of, updated
 from tokenmerge.runtime.stack import call_in_stack
@@ -61,8 +62,8 @@ def block_call(original: HostMethod) -> Callable:
             return _block_with_gradients(state, call)
         # What is compiled alone is skipped outside its graph.
         if _caches_residuals(state) and not torch.compiler.is_compiling():
-            return _skippable_block(state, call, lambda: _block(state, call))
-        return _block(state, call)
+            return _skippable_block(state, call, lambda: _kept(state, call, lambda: _block(state, call)))
+        return _kept(state, call, lambda: _block(state, call))
 
     return forward
 
@@ -80,18 +81,21 @@ def compiled_block(names: Callable[[], Sequence[str]]) -> property:
         state: BlockState | None = self.__dict__.get(STATE)
         if state is None or torch.compiler.is_compiling():
             return graph(*args, **kwargs)
-        if not (_plans_outside(state) or _caches_residuals(state)):
+        if not (_plans_outside(state) or _caches_residuals(state) or caches_features(state)):
             return graph(*args, **kwargs)
         _count_call(state)
         block, call = state.threads.value, HostCall(graph, names(), args, kwargs)
 
-        def run() -> Any:
+        def run_graph() -> Any:
             block.known = _active_call(state, call) if _plans_outside(state) else None
             block.counted = True
             try:
                 return graph(*args, **kwargs)
             finally:
                 block.known, block.counted = None, False
+
+        def run() -> Any:
+            return _kept(state, call, run_graph)
 
         return _skippable_block(state, call, run) if _caches_residuals(state) else run()
 
@@ -139,9 +143,11 @@ def layer_call(original: HostMethod) -> Callable:
         if state is None or active is None:
             return original.of(self)(*args, **kwargs)
         call = HostCall(original.of(self), original.names(), args, kwargs)
-        settings, plan = state.block.settings, active.plan
         if not _merges_here(state, active, call):
             return call.result()
+        if active.awaits_keys:
+            active = _planned_by_keys(self, state, active, call)
+        settings, plan = state.block.settings, active.plan
         if settings.whole_blocks:
             with _proportional(state, plan):
                 return call.result()
@@ -165,6 +171,18 @@ def layer_call(original: HostMethod) -> Callable:
         return result
 
     return forward
+
+
+def _planned_by_keys(
+    attention: nn.Module, state: LayerState, active: ActiveMerge, call: HostCall
+) -> ActiveMerge:
+    """What a block merges from this attention on, which plans by its keys."""
+    if state.kind != "attn1" or not state.own_keys:
+        return active
+    image = state.layout.image(call.argument(call.names[0]), active.tokens)
+    plan = plan_by(state.block, active.images, active.tokens, lambda: keys_of(attention, image))
+    known = state.block.threads.value.merge = ActiveMerge(active.images, active.tokens, plan)
+    return known
 
 
 def _merges_here(state: LayerState, active: ActiveMerge, call: HostCall) -> bool:
@@ -200,6 +218,14 @@ def _caches_residuals(state: BlockState) -> bool:
     return state.caches_residuals and state.model.context.caches_residuals
 
 
+def _kept(state: BlockState, call: HostCall, run: Callable[[], Any]) -> Any:
+    """The result of a block, which ``run`` returns; what the block added is cached where a plan needs it."""
+    # What is compiled alone caches it outside its graph.
+    if torch.compiler.is_compiling() or not caches_features(state):
+        return run()
+    return with_cached_features(state, call, run)
+
+
 def _skippable_block(state: BlockState, call: HostCall, run: Callable[[], Any]) -> Any:
     """The result of a block that is skipped on some steps; ``run`` returns that of a full step."""
     if not state.is_read_between:
@@ -223,15 +249,20 @@ def _block(state: BlockState, call: HostCall) -> Any:
     if settings.scope == "block" and (block_layout is None or call.has(block_layout.dense_if)):
         return call.result()
     block = state.threads.value
+    records = torch.is_grad_enabled() and not torch.compiler.is_compiling()
     try:
         known = block.known
         if known is None:
             known = _active_call(state, call)
-            if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            if records:
                 state.calls[state.layout.tokens_of(call)] = known
         block.merge = active = known.merge
         if block_layout is None or active is None:
-            return call.result()
+            result = call.result()
+            if records and active is not None and active.awaits_keys:
+                # Gradient checkpointing takes the plan that the attention has made.
+                state.calls[state.layout.tokens_of(call)] = known._replace(merge=block.merge)
+            return result
         if settings.reuses_tokens:
             return _with_cached_tokens(state, state, call, active, change_only=True)
 
@@ -282,8 +313,10 @@ def _active_call(state: BlockState, call: HostCall) -> RecordedCall:
     mask = call.argument(layout.padding) if layout.padding else None
     size, merge = size_of(state, tokens, mask), None
     if size is not None:
-        plan = None if state.model.context.corrects else plan_of(state, tokens, mask)
-        merge = ActiveMerge(*size, plan)
+        corrects = state.model.context.corrects
+        awaits_keys = state.settings.features == "keys" and not corrects
+        plan = None if corrects or awaits_keys else plan_of(state, tokens, mask)
+        merge = ActiveMerge(*size, plan, awaits_keys)
     return RecordedCall(state.settings, merge)
 
 
@@ -291,10 +324,16 @@ def _plans_outside(state: BlockState) -> bool:
     """Whether the next call of a compiled block takes its plan as an input of the graph.
 
     A plan that serves one call is better made in the graph, where its operations are fused; one that is
-    noted for the user is made where it can be. In a stack the first block plans, in its graph.
+    noted for the user is made where it can be. In a stack the first block plans, in its graph; by keys its
+    attention does.
     """
+    settings = state.settings
+    if settings.scope == "stack" or settings.features == "keys":
+        return False
     context = state.model.context
-    return (context.caches_plans or context.step_log is not None) and state.settings.scope != "stack"
+    # What is cached between steps is read outside the graph.
+    reads_cache = settings.features in CACHED_FEATURES or settings.repeat_penalty > 0
+    return context.caches_plans or context.step_log is not None or reads_cache
 
 
 def _count_call(state: BlockState) -> None:

@@ -28,6 +28,7 @@ from tokenmerge.runtime.due import (
     caches_plans,
     correction_due,
     correction_of,
+    features_to_cache,
     reuse_of,
     settings_of,
     shape_of,
@@ -92,6 +93,8 @@ def before_model(root: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
     if config.plans.guidance:
         copies, equal = _guidance_copies(state, tracker, root, sample, guidance_copies(pipe))
     shape = shape_of(config, arguments, sample)
+    if step is not None and tracker.changes_shape(shape):
+        memory.forget_results(tracker.call)
     plans_anew = begin_plans(state, config, memory, sample, seed, shape)
     if plans_anew:
         memory.forget_plans(tracker.plan_call)
@@ -117,6 +120,7 @@ def before_model(root: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         plan_call=tracker.plan_call,
         caches_plans=caches_plans(config, memory),
         caches_residuals=caches_residuals,
+        caches_features=features_to_cache(config, tracker, settings),
         corrects=corrects,
         token_distance=token_distance,
         extrapolation=extrapolation,

@@ -87,6 +87,7 @@ def check_host(host: Host, config: ToMeConfig, size: tuple[int, int] | None) -> 
         # Settings for reference pictures are for calls that have some.
         grids = (grid,) if host.references is None else (grid, grid)
         check_grid(config, stages_of(host, config), *grids)
+    _check_features(host, blocks, config)
     for block in blocks:
         check_swappable(block.module, block.path, block.method)
         for layer in layers_to_merge(block, config):
@@ -94,6 +95,32 @@ def check_host(host: Host, config: ToMeConfig, size: tuple[int, int] | None) -> 
             check_swappable(module, f"{block.path}.{layer.name}", "forward")
     for path, _, _ in skipped_parts(host, config):
         check_swappable(host.root.get_submodule(path), path, "forward")
+
+
+def _check_features(host: Host, blocks: Sequence[Block], config: ToMeConfig) -> None:
+    """Refuse to plan by keys in a block whose attention does not say what its keys are."""
+    name = type(host.root).__name__
+    for block in blocks:
+        if all(stage.features != "keys" or not stage.merges for stage in config.stages(block.level)):
+            continue
+        attention = [layer for layer in block.layers if layer.kind == "attn1" and layer.own_keys]
+        projected = [
+            isinstance(getattr(getattr(block.module, layer.name), "to_k", None), nn.Module)
+            for layer in attention
+        ]
+        why = (
+            "has no self-attention that can merge"
+            if not attention
+            else "projects keys together with something else, or under another name than 'to_k'"
+            if not all(projected)
+            else "has padding between its tokens"
+            if block.layout.padding
+            else ""
+        )
+        if why:
+            raise UnsupportedModelError(
+                f"features='keys': {block.path} of {name} {why}; take features='input' or 'residual'"
+            )
 
 
 def stages_of(host: Host, config: ToMeConfig) -> tuple[tuple[int, MergeSettings], ...]:
@@ -116,6 +143,7 @@ def new_state(host: Host, config: ToMeConfig, pipeline: Pipeline) -> ModelState:
     state = ModelState(config, host.call, settings, stages, tuple(groups), pipeline, threads)
 
     grids = {block.grid: PerThread(Grid) for block in blocks if block.grid is not None}
+    levels = [block.level for block in blocks]
     skips_blocks = config.reuses_steps and not host.deep_stages
     parts: list[BlockState | LayerState | StageState] = [
         BlockState(
@@ -127,10 +155,13 @@ def new_state(host: Host, config: ToMeConfig, pipeline: Pipeline) -> ModelState:
             block.block_layout,
             block.batched,
             caches_residuals=skips_blocks and block.block_layout is not None,
+            plans_first=group not in groups[:place],
+            is_first=block.level not in levels[:place],
+            is_last=block.level not in levels[place + 1 :],
             is_read_between=host.controlnet,
             stack=role,
         )
-        for block, role in zip(blocks, _stack_roles(blocks), strict=True)
+        for place, (block, group, role) in enumerate(zip(blocks, groups, _stack_roles(blocks), strict=False))
     ]
     parts += [
         LayerState(block, f"{block.path}.{layer.name}", layer.kind, layer.layout, layer.own_keys, layer.keys)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from tokenmerge.config import GUIDED_PLANNERS, RESULT_PLANNERS, MergeSettings, ToMeConfig
 from tokenmerge.errors import NothingToMergeError, UnsupportedModelError
-from tokenmerge.ops import Plan, features_if_shared, num_tokens, shared_features
+from tokenmerge.ops import IndexPlan, Plan, features_if_shared, num_tokens, shared_features
 from tokenmerge.planners import PLANNERS, num_removed_in_all, plan_pictures
+from tokenmerge.runtime.features import compared, count_repeats, penalty_of
 from tokenmerge.runtime.guidance import importance_of_tokens
 from tokenmerge.runtime.state import BlockState, RecordedPlan
 
@@ -80,20 +81,34 @@ def size_of(state: BlockState, x: Tensor, mask: Tensor | None) -> tuple[int, int
     return x.shape[0], n if mask is None else x.shape[1]
 
 
-@torch.no_grad()  # with gradient checkpointing a second run does not plan, and must save as many tensors
 def plan_of(state: BlockState, x: Tensor, mask: Tensor | None) -> Plan:
     """The plan for a block's tokens, of which some merge; ``mask`` tells them from padding behind them."""
-    caches, plans = state.model.context.caches_plans, state.threads.value.cache.plans
     n = sum(map(num_tokens, state.grids))
     start = None if mask is None else mask.sum(dim=1) - n
-    features = state.layout.image(x, n, start)
-    plan = plans.get(state.plan_call) if caches else None
-    if plan is None or plan.inverse.shape != features.shape[:2]:
-        plan = _new_plan(state, features)
-        if caches:
-            plans[state.plan_call] = plan
-    record_plan(state, plan)
+    plan = plan_by(state, x.shape[0], n, lambda: compared(state, x, n, start))
     return plan if start is None else plan.within(start, x.shape[1])
+
+
+@torch.no_grad()  # with gradient checkpointing a second run does not plan, and must save as many tensors
+def plan_by(state: BlockState, b: int, n: int, features: Callable[[], Tensor]) -> Plan:
+    """The plan for b images of n tokens: a cached one, or a new one by their features ``[b, n, c]``."""
+    plan = known_plan(state, b, n)
+    if plan is None:
+        plan = _new_plan(state, features())
+        if state.settings.repeat_penalty and isinstance(plan, IndexPlan):
+            count_repeats(state, plan)
+        if state.model.context.caches_plans:
+            state.threads.value.cache.plans[state.plan_call] = plan
+    record_plan(state, plan)
+    return plan
+
+
+def known_plan(state: BlockState, b: int, n: int) -> Plan | None:
+    """The cached plan of the running call, for b images of n tokens; None: there is none."""
+    if not state.model.context.caches_plans:
+        return None
+    plan = state.threads.value.cache.plans.get(state.plan_call)
+    return None if plan is None or plan.inverse.shape != (b, n) else plan
 
 
 def record_plan(state: BlockState, plan: Plan) -> None:
@@ -126,7 +141,9 @@ def _new_plan(state: BlockState, features: Tensor) -> Plan:
                 return plan_pictures(PLANNERS["tome"], features, grids, settings, step)
             return plan_pictures(planner, features, grids, settings, step, scores)
         if settings.planner not in GUIDED_PLANNERS:
-            return plan_pictures(planner, features, grids, settings, step)
+            penalty = penalty_of(state, len(features))
+            penalties = () if penalty is None else (penalty.to(features.device),)
+            return plan_pictures(planner, features, grids, settings, step, *penalties)
         change = context.guidance_difference
         importance = None if change is None else importance_of_tokens(change, *grids)
         if importance is not None and len(features) == 1:

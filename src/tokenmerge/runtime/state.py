@@ -140,6 +140,7 @@ class ModelState:
         """Before a call of the model: blocks count theirs from 0, and no stack has merged."""
         self.threads.value.running_blocks = None  # of a call that was interrupted
         self.threads.value.plan = None
+        self.threads.value.first_tokens.clear()
         for part in self.parts:
             if isinstance(part, BlockState):
                 part.threads.value.number = -1
@@ -209,6 +210,9 @@ class BlockState:
     Attributes:
         grid: the token grid in each thread, noted by the module around it; None: that of the model.
         caches_residuals: whether it is skipped on some steps by itself, and not with its whole stage.
+        plans_first: whether it is the first of the blocks that share plans.
+        is_first: whether it is the first block of its level.
+        is_last: whether it is the last one.
         is_read_between: whether more than the next block reads its result, as in a ControlNet.
         threads: its running call in each thread.
         calls: under gradients, what it ran with.
@@ -222,6 +226,9 @@ class BlockState:
     block_layout: Layout | None
     batched: bool
     caches_residuals: bool = False
+    plans_first: bool = True
+    is_first: bool = False
+    is_last: bool = False
     is_read_between: bool = False
     stack: StackRole | None = None
     threads: PerThread[PartState] = dataclasses.field(default_factory=lambda: PerThread(PartState))
@@ -238,6 +245,11 @@ class BlockState:
         """(frames, rows, columns) of its tokens in the running call, of each picture in the sequence."""
         grid = self.model.threads.value.grid if self.grid is None else self.grid.value
         return grid.shapes
+
+    @property
+    def image_place(self) -> int:
+        """Index of the image tokens in its result, where that is a tuple."""
+        return (self.block_layout or self.layout).outputs[0]
 
     @property
     def call(self) -> Call:

@@ -22,6 +22,7 @@ class StepTracker:
         planned: by call, the step in which its plans were made, and what they were for.
         corrected: by call, how many calls ago a dense correction step was, and the sample's shape then.
         compared: by call, a question, how many times in a row it got the same answer, and the answer.
+        shapes: by call, the shape of the sample when it was last made.
         ran: by call and part of the model, the last two steps in which the part ran, and the sample's shape.
     """
 
@@ -31,6 +32,7 @@ class StepTracker:
     planned: dict[int, tuple[int, object]] = dataclasses.field(default_factory=dict)
     corrected: dict[int, tuple[int, tuple[int, ...] | None]] = dataclasses.field(default_factory=dict)
     compared: dict[int, tuple[object, int, bool]] = dataclasses.field(default_factory=dict)
+    shapes: dict[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)
     ran: dict[tuple[int, str], tuple[int | None, int, tuple[int, ...]]] = dataclasses.field(
         default_factory=dict
     )
@@ -56,6 +58,12 @@ class StepTracker:
         made = 0 if self.step is None else self.call + 1
         self.step, self.call = step, made if again else 0
         return None if again else made
+
+    def changes_shape(self, shape: tuple[int, ...]) -> bool:
+        """Whether the running call has another shape than at the step before; notes its shape."""
+        before = self.shapes.get(self.call, shape)
+        self.shapes[self.call] = shape
+        return before != shape
 
     def plans(self, every: int, purpose: object) -> bool:
         """Whether the running call makes new plans; notes that it does.

@@ -8,6 +8,7 @@ import torch
 
 from tokenmerge.models.base import Host, Layer, listed
 from tokenmerge.models.dummy_inputs import blank
+from tokenmerge.models.layout import Layout
 from tokenmerge.models.transformer import transformer_host
 
 CLASSES = ("AuraFlowTransformer2DModel",)
@@ -21,7 +22,7 @@ def describe(root: Any) -> Host:
         root,
         _example,
         (
-            *listed(root, "joint_transformer_blocks", _LAYERS),
+            *listed(root, "joint_transformer_blocks", _LAYERS, layout=Layout(outputs=(1,))),
             *listed(root, "single_transformer_blocks", _LAYERS),
         ),
     )

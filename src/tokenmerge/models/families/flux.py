@@ -57,7 +57,7 @@ def describe(root: Any) -> Host:
     # The blocks of FIBO get their mask inside another argument.
     block_layout = None if is_a(root, "BriaFiboTransformer2DModel") else _BLOCK
     blocks = (
-        *listed(root, "transformer_blocks", _DOUBLE, block_layout=block_layout),
+        *listed(root, "transformer_blocks", _DOUBLE, layout=Layout(outputs=(1,)), block_layout=block_layout),
         *listed(root, "single_transformer_blocks", _SINGLE, block_layout=block_layout, dense={"ff": _FUSED}),
     )
     # A ControlNet returns the result of every block, so no stack may stay merged.

@@ -35,7 +35,7 @@ def describe(root: Any) -> Host:
         root,
         _example,
         (
-            *listed(root, "transformer_blocks", _DOUBLE),
+            *listed(root, "transformer_blocks", _DOUBLE, layout=Layout(outputs=(1,))),
             *listed(root, "single_transformer_blocks", _SINGLE),
         ),
         grid=_grid,

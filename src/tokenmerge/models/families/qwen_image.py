@@ -33,7 +33,7 @@ def describe(root: Any) -> Host:
     return transformer_host(
         root,
         _example,
-        listed(root, "transformer_blocks", _LAYERS),
+        listed(root, "transformer_blocks", _LAYERS, layout=Layout(outputs=(1,))),
         grid=_grid,
         references=_references,
         sample_size=(128, 128),

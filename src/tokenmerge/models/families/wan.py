@@ -45,7 +45,7 @@ _LAYERS = (
 )
 # Between blocks, VACE adds features of the control video, and Animate features of a face.
 _ADDING = ("WanVACETransformer3DModel", "WanAnimateTransformer3DModel")
-_CONTROL = Layout(tokens="control_hidden_states")
+_CONTROL = Layout(tokens="control_hidden_states", outputs=(1,))
 
 
 def describe(root: Any) -> Host:

@@ -1,0 +1,125 @@
+"""What planners compare beside a block's input: its residual, and the keys of its attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tokenmerge.models.call import HostCall
+from tokenmerge.ops import IndexPlan, num_tokens
+from tokenmerge.runtime.reuse import Residual
+from tokenmerge.runtime.state import BlockState
+
+
+def caches_features(state: BlockState) -> bool:
+    """Whether something of a block's call is cached, for plans of a later step."""
+    cached, level = state.model.context.caches_features, state.level
+    own = state.plans_first and (level, "residual") in cached
+    return own or ((state.is_first or state.is_last) and (level, "model_residual") in cached)
+
+
+def with_cached_features(state: BlockState, call: HostCall, run: Callable[[], Any]) -> Any:
+    """The result of a block, which ``run`` returns; what it, or its level, adds to the image is cached."""
+    cached, level, place = state.model.context.caches_features, state.level, (*state.call, state.level)
+    before = state.threads.value.cache.residuals.get(state.call)
+    thread = state.model.threads.value
+    image = _image(state, call, state.layout.tokens_of(call))
+    if state.is_first and (level, "model_residual") in cached:
+        thread.first_tokens[place] = image
+    result = run()
+    single = isinstance(result, Tensor)
+    made = _image(state, call, result if single else result[state.image_place])
+    if state.plans_first and (level, "residual") in cached:
+        _cache_residual(state, made, image, 0 if single else len(result), before)
+    first = thread.first_tokens.get(place)
+    if state.is_last and first is not None and thread.memory is not None:
+        thread.memory.model_residuals.pop(place, None)
+        if first.shape == made.shape:
+            thread.memory.model_residuals[place] = made - first
+    return result
+
+
+def _cache_residual(
+    state: BlockState, made: Tensor, image: Tensor, parts: int, before: Residual | None
+) -> None:
+    """Cache what a block has added to its image tokens, as one of ``parts`` tensors; 0: alone.
+
+    If something else was cached in this call, in the place of ``before``, it serves here too.
+    """
+    residuals = state.threads.value.cache.residuals
+    if residuals.get(state.call) is not before:
+        return
+    residuals.pop(state.call, None)
+    if made.shape == image.shape:
+        added = made - image
+        latest = tuple(added if i == state.image_place else None for i in range(parts)) or (added,)
+        residuals[state.call] = Residual(not parts, latest)
+
+
+def _image(state: BlockState, call: HostCall, x: Tensor) -> Tensor:
+    """``[b, n, c]``: the tokens of the image in the input or the result of a block."""
+    n, padding = sum(map(num_tokens, state.grids)), state.layout.padding
+    mask = call.argument(padding) if padding else None
+    return state.layout.image(x, n, None if mask is None else mask.sum(dim=1) - n)
+
+
+def compared(state: BlockState, x: Tensor, n: int, start: Tensor | None) -> Tensor:
+    """``[b, n, c]``: what is compared of the n image tokens in a block's input.
+
+    Args:
+        state: of the block.
+        x: ``[b, text + n + padding, c]``, its input.
+        n: number of tokens in its grids.
+        start: ``[b]`` index of the first of them in each image; None: as the layout says.
+    """
+    image = state.layout.image(x, n, start)
+    added = None if torch.compiler.is_compiling() else _cached(state)
+    if added is not None and added.shape == x.shape:
+        added = state.layout.image(added, n, start)
+    return image if added is None or added.shape != image.shape else added
+
+
+def _cached(state: BlockState) -> Tensor | None:
+    """The features of the step before; None: they are not asked for, or there are none."""
+    features, memory = state.settings.features, state.model.threads.value.memory
+    # Under gradients nothing is cached, and what was cached before is not used.
+    if memory is None or (state.level, features) not in state.model.context.caches_features:
+        return None
+    if features == "model_residual":
+        return memory.model_residuals.get((*state.call, state.level))
+    kept = state.threads.value.cache.residuals.get(state.call)
+    return None if kept is None else kept.latest[0 if kept.single else state.image_place]
+
+
+def keys_of(attention: nn.Module, image: Tensor) -> Tensor:
+    """The keys of the image tokens ``[b, n, c]``, with the heads side by side.
+
+    The cosine of two tokens' keys is then the mean over the heads, weighted by the lengths of the keys.
+    """
+    keys: Tensor = attention.get_submodule("to_k")(image)
+    return keys
+
+
+def penalty_of(state: BlockState, images: int) -> Tensor | None:
+    """``[images, n]``: what is subtracted from the similarity of each token; None: nothing.
+
+    DiTo (arXiv 2605.22011): S'_ij = cos(y_i, y_j) − λ · count_i.
+    """
+    factor = state.settings.repeat_penalty
+    counts = state.threads.value.cache.repeats.get(state.plan_call) if factor else None
+    # Prompts that share a plan have merged the same tokens.
+    return None if counts is None or len(counts) < images else factor * counts[:images]
+
+
+def count_repeats(state: BlockState, plan: IndexPlan) -> None:
+    """Note which tokens a new plan merges into others."""
+    repeats, call = state.threads.value.cache.repeats, state.plan_call
+    before = repeats.get(call)
+    if before is None or before.shape != plan.inverse.shape:
+        before = torch.zeros_like(plan.inverse, dtype=torch.float32)
+    sources = plan.sources.flatten()
+    once = torch.ones_like(sources, dtype=before.dtype)
+    repeats[call] = before.flatten().index_add(0, sources, once).view_as(before)

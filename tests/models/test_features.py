@@ -1,0 +1,238 @@
+"""What plans compare, in every family: residuals of the step before, and the keys of attention."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.models.family import Family
+from tests.models.test_every_family import EVERY, call, model_of, settings
+from tests.models.tiny import FAMILIES
+from tokenmerge import PlanSharing, TokenMergingError, UnsupportedModelError, apply_token_merging
+from tokenmerge.models.find import find_hosts
+from tokenmerge.runtime import planning
+from tokenmerge.runtime.state import STATE
+
+# The keys of these are projected together with something else, or are called otherwise; some blocks of the
+# upscaler have no self-attention; and those of Lumina 2 have padding behind their tokens.
+WITHOUT_KEYS = (
+    "UNet2DConditionModel, upscaler",
+    "Lumina2Transformer2DModel",
+    "Flux2Transformer2DModel",
+    "Flux2Transformer2DModel, two references",
+    "PRXTransformer2DModel",
+    "JoyImageEditTransformer3DModel",
+    "JoyImageEditTransformer3DModel, multimodal positions",
+    "JoyImageEditPlusTransformer3DModel",
+    "Kandinsky5Transformer3DModel",
+)
+
+
+@contextmanager
+def compared(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Tensor]]:
+    """What plans compare while the context lasts, in the order in which they are made."""
+    found, plan = [], planning.plan_pictures
+    with monkeypatch.context() as patched:
+        patched.setattr(
+            planning, "plan_pictures", lambda planner, x, *rest: found.append(x) or plan(planner, x, *rest)
+        )
+        yield found
+
+
+def tensors(values: Any) -> list[Tensor]:
+    return [value for value in values if isinstance(value, Tensor) and value.ndim == 3]
+
+
+class Watched:
+    """Calls of the blocks of a model: the tensors that they got, and those that they returned."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.calls: list[tuple[list[Tensor], list[Tensor]]] = []
+        for module in dict.fromkeys(block.module for block in find_hosts(model)[0].blocks):
+            module.register_forward_hook(self._note, with_kwargs=True)
+
+    def _note(self, module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
+        given = tensors([*args, *kwargs.values()])
+        made = [result] if isinstance(result, Tensor) else tensors(result)
+        self.calls.append(([x.clone() for x in given], [y.clone() for y in made]))
+
+
+def is_part(features: Tensor, sequence: Tensor) -> bool:
+    """Whether features are those of tokens in a row of a sequence, text before or behind them."""
+    n = features.shape[1]
+    if sequence.shape[::2] != features.shape[::2]:
+        return False
+    return any(torch.equal(features, sequence[:, i : i + n]) for i in range(sequence.shape[1] - n + 1))
+
+
+@EVERY
+def test_the_residual_is_what_the_block_added_at_the_step_before(family, monkeypatch):
+    """For one image, as prompts with a common plan are compared at once. The first step compares inputs."""
+    model, arguments = model_of(family), family.inputs(1, 8, 8)
+    patch = apply_token_merging(model, settings(family, features="residual"))
+    watched, steps = Watched(model), []
+    for index in range(2):
+        patch.at_step(index, 3)
+        watched.calls.clear()
+        with compared(monkeypatch) as features:
+            call(model, arguments)
+        steps.append((features, list(watched.calls)))
+    (first, calls), (second, _) = steps
+    assert len(first) == len(second) > 0
+    for x in first:
+        assert any(is_part(x, given) for inputs, _ in calls for given in inputs)
+    for x in second:
+        changes = (
+            y - given for inputs, made in calls for given in inputs for y in made if given.shape == y.shape
+        )
+        assert any(is_part(x, change) for change in changes)
+
+
+@EVERY
+def test_the_residual_of_the_model_is_what_all_blocks_of_the_level_added(family, monkeypatch):
+    """From a tensor that its first block got to one that its last block returned, for every block of it."""
+    model, arguments = model_of(family), family.inputs(1, 8, 8)
+    patch = apply_token_merging(model, settings(family, features="model_residual"))
+    watched = Watched(model)
+    patch.at_step(0, 3)
+    call(model, arguments)
+    calls = list(watched.calls)
+    patch.at_step(1, 3)
+    with compared(monkeypatch) as features:
+        call(model, arguments)
+    assert features
+    changes = [
+        y - x
+        for inputs, _ in calls
+        for x in inputs
+        for _, made in calls
+        for y in (part for result in made for part in windows(result, x.shape[1]))
+        if x.shape == y.shape
+    ]
+    found = [any(is_part(x, change) for change in changes) for x in features]
+    by_shape = {tuple(x.shape): x for x in features}
+    assert all(found)
+    if isinstance(family.merge.get("max_downsample", 1), int) and len(by_shape) == 1:
+        assert all(torch.equal(x, features[0]) for x in features)
+
+
+def windows(sequence: Tensor, n: int) -> list[Tensor]:
+    """The first and the last n tokens of a sequence."""
+    return [sequence[:, :n], sequence[:, -n:]]
+
+
+@EVERY
+def test_keys_are_what_the_attention_projects_of_its_input(family, monkeypatch):
+    """The first attention of each block, whose ``to_k`` gets the same tokens once more, text beside them."""
+    model, arguments = model_of(family), family.inputs(1, 8, 8)
+    if family in [FAMILIES[name] for name in WITHOUT_KEYS]:
+        before = dict(model.__dict__)
+        with pytest.raises(UnsupportedModelError, match=r"features='keys': .* take features='input'"):
+            apply_token_merging(model, settings(family, features="keys"))
+        assert before == model.__dict__
+        return
+    apply_token_merging(model, settings(family, features="keys"))
+    projected: list[Tensor] = []
+    for block in find_hosts(model)[0].blocks:
+        for layer in block.layers:
+            projection = getattr(getattr(block.module, layer.name), "to_k", None)
+            if layer.kind == "attn1" and projection is not None:
+                projection.register_forward_hook(lambda _, __, keys: projected.append(keys.detach().clone()))
+    with compared(monkeypatch) as features:
+        call(model, arguments)
+    assert features
+    assert all(any(x is not keys and is_part(x, keys) for keys in projected) for x in features)
+
+
+@pytest.mark.parametrize("changes", [{"features": "residual"}, {"features": "keys"}, {"repeat_penalty": 0.5}])
+@pytest.mark.parametrize("name", ["UNet2DConditionModel", "SD3Transformer2DModel", "FluxTransformer2DModel"])
+def test_ratio_0_stays_bit_equal(name, changes):
+    family = FAMILIES[name]
+    model, arguments = model_of(family), family.inputs(2, 8, 8)
+    dense = call(model, arguments)
+    patch = apply_token_merging(model, settings(family, ratio=0, **changes))
+    for index in range(2):
+        patch.at_step(index, 2)
+        assert torch.equal(call(model, arguments), dense)
+
+
+def steps_of(family: Family, numbers: int, monkeypatch: Any, inputs: Any, **changes: Any) -> list[bool]:
+    """For each step, whether its first plan compares the input of its block."""
+    model = model_of(family)
+    patch = apply_token_merging(model, settings(family, features="residual", **changes))
+    watched, found = Watched(model), []
+    for index in range(numbers):
+        patch.at_step(index, numbers + 1)
+        watched.calls.clear()
+        with compared(monkeypatch) as features:
+            call(model, inputs(index))
+        found.append(any(is_part(features[0], x) for x in watched.calls[0][0]) if features else None)
+    return found
+
+
+SD3 = FAMILIES["SD3Transformer2DModel"]
+
+
+def test_another_shape_compares_the_input_even_of_as_many_tokens(monkeypatch):
+    grids = [(8, 8), (8, 8), (4, 16), (4, 16)]
+    found = steps_of(SD3, 4, monkeypatch, lambda index: SD3.inputs(1, *grids[index]))
+    assert found == [True, False, True, False]
+
+
+def test_plans_kept_for_some_steps_compare_the_step_before_a_new_one(monkeypatch):
+    found = steps_of(SD3, 5, monkeypatch, lambda _: SD3.inputs(1, 8, 8), plans=PlanSharing(every=2))
+    assert found == [True, None, False, None, False]
+
+
+def test_blocks_that_share_a_plan_cache_one_residual():
+    model = model_of(SD3)
+    patch = apply_token_merging(model, settings(SD3, features="residual", plans=PlanSharing(blocks=True)))
+    patch.at_step(0, 3)
+    call(model, SD3.inputs(2, 8, 8))
+    states = [block.module.__dict__[STATE] for block in find_hosts(model)[0].blocks]
+    kept = [residual for state in states for residual in state.threads.value.cache.residuals.values()]
+    (residual,) = kept
+    assert [None if part is None else tuple(part.shape) for part in residual.latest].count((2, 64, 32)) == 1
+
+
+@pytest.mark.parametrize("name", ["UNet2DConditionModel", "QwenImageTransformer2DModel"])
+def test_the_report_counts_what_a_generation_caches(name):
+    family = FAMILIES[name]
+    model = model_of(family)
+    patch = apply_token_merging(model, settings(family, features="residual", repeat_penalty=0.1))
+    patch.at_step(0, 3)
+    arguments = family.inputs(2, 16, 16)
+    call(model, arguments)
+    caches = [part.threads.value.cache for part in model.__dict__[STATE].parts]
+    kept = [part for cache in caches for residual in cache.residuals.values() for part in residual.latest]
+    kept += [counts for cache in caches for counts in cache.repeats.values()]
+    kept += [part for cache in caches for plan in cache.plans.values() for part in plan]
+    side = arguments["sample"].shape[-1] if name.startswith("UNet") else 32
+    counted = patch.report(height=side, width=side, batch=2)
+    assert counted.kept_bytes == sum(x.nbytes for x in kept if x is not None) > 0
+    assert any("features='residual'" in note for note in counted.notes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"features": "residual", "scope": "stack"}, "features: with scope='stack'"),
+        ({"features": "keys", "scope": "block"}, "features: 'keys' are known where attention begins"),
+        ({"features": "keys", "merge_attn": False, "merge_mlp": True}, "features: 'keys'.*merge_attn=False"),
+        ({"features": "residual", "planner": "uniform"}, "features: planner='uniform' compares nothing"),
+        ({"repeat_penalty": 0.1, "planner": "windows"}, "repeat_penalty: planner='windows' does not sort"),
+        ({"repeat_penalty": 2.1}, "repeat_penalty: expected a number from 0 to 2"),
+        (
+            {"features": "output"},
+            "features: expected one of 'input', 'residual', 'model_residual', 'keys', got 'output'",
+        ),
+    ],
+)
+def test_what_does_not_go_together_is_refused(changes, message):
+    with pytest.raises(TokenMergingError, match=message):
+        settings(SD3, **changes)
