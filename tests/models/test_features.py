@@ -224,7 +224,7 @@ def test_the_report_counts_what_a_generation_caches(name):
         ({"features": "residual", "scope": "stack"}, "features: with scope='stack'"),
         ({"features": "keys", "scope": "block"}, "features: 'keys' are known where attention begins"),
         ({"features": "keys", "merge_attn": False, "merge_mlp": True}, "features: 'keys'.*merge_attn=False"),
-        ({"features": "residual", "planner": "uniform"}, "features: planner='uniform' compares nothing"),
+        ({"features": "residual", "planner": "uniform"}, "features: planner='uniform' compares no tokens"),
         ({"repeat_penalty": 0.1, "planner": "windows"}, "repeat_penalty: planner='windows' does not sort"),
         ({"repeat_penalty": 2.1}, "repeat_penalty: expected a number from 0 to 2"),
         (

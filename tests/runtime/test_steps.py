@@ -543,6 +543,9 @@ KEEPING = pytest.mark.parametrize(
         {"reuse": StepReuse(every=2)},
         {"reuse": StepReuse(every=2, shallow_every=2)},
         {"planner": "importance", "plans": PlanSharing(every=2)},
+        {"features": "residual"},
+        {"features": "model_residual"},
+        {"repeat_penalty": 0.1},
     ],
 )
 
@@ -750,6 +753,8 @@ def _again_with(timestep: float, side: int = 16) -> dict[str, Any]:
         {"plans": PlanSharing(blocks=True)},
         {"schedule": Schedule(ratio=(1.4, 0.6))},
         {"ratio": 0.25},
+        {"features": "keys"},
+        {"features": "model_residual"},
     ],
 )
 @pytest.mark.parametrize("side", [16, 24], ids=["another step", "another size"])
@@ -797,6 +802,11 @@ WAN = "WanTransformer3DModel"
         (WAN, {"reuse": StepReuse(every=2)}, 1),
         # The first dense step, the others, and merged ones.
         (WAN, {"correction": Correction(every=2), "reuse": StepReuse(every=2)}, 3),
+        # Residuals are cached and read outside the graph, which gets a plan.
+        ("UNet", {"features": "residual"}, 1),
+        (WAN, {"features": "model_residual", "plans": PlanSharing(blocks=True)}, 1),
+        (WAN, {"features": "residual", "repeat_penalty": 0.1, "reuse": StepReuse(every=2)}, 1),
+        ("UNet", {"features": "keys", "scope": "layers", "schedule": Schedule(ratio=(1.0, 1.0))}, 1),
     ],
 )
 def test_blocks_compile_in_as_many_graphs_as_kinds_of_steps(name, settings, graphs):

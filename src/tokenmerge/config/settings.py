@@ -297,10 +297,10 @@ def _check_features(settings: MergeSettings, where: str) -> None:
             f"similarity, got repeat_penalty={settings.repeat_penalty:g}; take one of {names}, or "
             "repeat_penalty=0"
         )
-    if settings.features != "input" and settings.planner == "uniform":
+    if settings.features != "input" and settings.planner in ("uniform", "ras"):
         raise ConfigError(
-            f"{where}features: planner='uniform' compares nothing, got features={settings.features!r}; take "
-            "another planner, or features='input'"
+            f"{where}features: planner={settings.planner!r} compares no tokens, got "
+            f"features={settings.features!r}; take another planner, or features='input'"
         )
     if settings.features in CACHED_FEATURES and settings.scope == "stack":
         raise ConfigError(

@@ -270,7 +270,8 @@ def _block(state: BlockState, call: HostCall) -> Any:
             return merged_call(call, block_layout, plan, combine, change_only=True)
 
         residuals = block.cache.residuals
-        before = residuals.get(state.call)
+        # What is cached for other purposes is not read here, where it would need a graph of its own.
+        before = residuals.get(state.call) if state.model.context.config.correction.on else None
         result = _corrected(state, active.plan, before, block_layout, call.result, merged)
         if _caches_correction(state, before) and not (state.is_read_between and _caches_residuals(state)):
             residuals[state.call] = of_image(block_layout, _residual(state, call, result), active.tokens)
