@@ -171,7 +171,7 @@ class Stopwatch:
 @torch.no_grad()
 def time_block(name: str, options: argparse.Namespace) -> None:
     """Time a whole block, dense and with each variant."""
-    frames = options.block_frames or {"wan": 33, "hunyuan-video": 17}[name]
+    frames = options.block_frames or {"wan": 29, "hunyuan-video": 13}[name]
     grid, device = grid_of(frames, options.size), torch.device(options.device)
     n = grid[0] * grid[1] * grid[2]
     torch.manual_seed(0)
@@ -209,7 +209,7 @@ def main() -> None:
     parser.add_argument("--size", type=int, nargs=2, default=[832, 480], help="width and height in pixels")
     parser.add_argument("--frames", type=int, default=81, help="for counting and for merging alone")
     parser.add_argument(
-        "--block-frames", type=int, help="for the whole block (default: 33 for wan, 17 for hunyuan-video)"
+        "--block-frames", type=int, help="for the whole block (default: 29 for wan, 13 for hunyuan-video)"
     )
     parser.add_argument("--ratio", type=float, default=0.5, help="that is timed")
     parser.add_argument("--count-ratio", type=float, nargs="+", default=[0.5, 0.75, 0.875])
