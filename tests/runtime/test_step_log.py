@@ -23,6 +23,7 @@ from tokenmerge import (
     ConfigError,
     Correction,
     Patch,
+    PlanSharing,
     Schedule,
     StepReuse,
     ToMeConfig,
@@ -233,6 +234,8 @@ def test_a_patch_that_comes_back_after_another_one_still_records(pipe):
         draw(pipe, 2)
     draw(pipe, 3)
     assert len(patch.steps) == 3
+    assert all(row.seconds > 0 for row in patch.steps)
+    assert patch.steps.rows[1].change is not None
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda pipe: pickle.loads(pickle.dumps(pipe))])
@@ -260,15 +263,16 @@ def test_a_vision_transformer_has_no_steps():
         _ = patch.steps
 
 
+@pytest.mark.parametrize("shared", [True, False], ids=["plans are cached", "each call plans"])
 @torch.no_grad()
-def test_blocks_that_are_compiled_record_as_others_do_and_need_no_other_graphs_when_it_is_off():
+def test_blocks_that_are_compiled_record_as_others_do_in_as_many_graphs(shared):
     family = FAMILIES["WanTransformer3DModel"]
 
     def run(record: bool) -> tuple[int, Patch[Any, Any]]:
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
         model = model_of(family)
-        patch = apply_token_merging(model, ToMeConfig(ratio=0.5))
+        patch = apply_token_merging(model, ToMeConfig(ratio=0.5, plans=PlanSharing(guidance=shared)))
         if record:
             patch.record_steps()
         model.compile_repeated_blocks(fullgraph=True, backend="eager")
