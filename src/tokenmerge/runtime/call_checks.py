@@ -111,9 +111,10 @@ def warn_where_nothing_is_saved(state: ModelState, config: ToMeConfig, step: Den
         and not merges_tokens(state.stages, *grids)
     ):
         tokens = sum(map(num_tokens, grids))
+        counted = f"{steps} step{'s' if steps > 1 else ''}"
         warnings.warn(
-            f"this generation is dense: of {steps} steps {_limit(config.reuse)} leaves none "
-            f"out, and on {tokens} tokens, with min_tokens={config.min_tokens}, nothing merges; "
+            f"this generation is dense: of {counted} {_limit(config.reuse)} leaves none out, and on {tokens} "
+            f"tokens, with min_tokens={config.min_tokens}, nothing merges; "
             "lower min_tokens, generate a larger image, or take more steps",
             stacklevel=2,
         )
