@@ -30,7 +30,7 @@ MAY_IMPORT = {
     "report": "errors ops config models runtime",
     "vit": "errors ops config planners models runtime report",
     "auto": "errors config planners models",
-    "integrations.comfyui": "errors ops config planners models runtime presets",
+    "integrations.comfyui": "errors ops config planners models runtime presets auto",
     "speedup": "errors runtime report auto",
     "handle": "errors config models runtime report vit",
     "api": "errors config presets models runtime report vit auto speedup handle",

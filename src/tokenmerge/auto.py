@@ -111,32 +111,51 @@ def choose_for(
     )
     if not follows_steps:
         return settings
-    many = max(settings.min_tokens, _FEWEST_TOKENS_BESIDE_REUSE)
-    every = round(1 + 4 * ratio, 2)
     if denoiser.deep_stages:
-        far, finest = ratio >= _MODERATE, shallow_share(denoiser.root) > _WORTHWHILE_FINEST_LEVEL
-        shallow_every = round(1 + 4 * max(0.0, ratio - _WITHOUT_FINEST_LEVEL), 2) if finest else 1
         amplifies = type(getattr(pipe_or_model, "scheduler", None)).__name__ in _AMPLIFYING
-        return dataclasses.replace(
-            settings,
-            min_tokens=many,
-            correction=Correction(every=0 if far else 2),
-            reuse=StepReuse(
-                every=every,
-                shallow_every=shallow_every,
-                shallow_from=_STEPS_OF_FINEST_LEVEL if finest and not far else 0.0,
-                span=max(_SPAN_OF_STAGES, 2 * math.ceil(shallow_every) / _STEPS_OF_STAGES),
-            ),
-            by_guidance={_STRONG_GUIDANCE: _under_amplification(every)} if amplifies else {},
-        )
-    if denoiser.can_skip:
-        return dataclasses.replace(
-            settings,
-            min_tokens=many,
-            reuse=StepReuse(every=every, span=_span_of_blocks(every)),
-            by_guidance={_STRONG_GUIDANCE: _under_strong_guidance(ratio)} if whole else {},
-        )
-    return settings
+        return with_skipped_stages(settings, shallow_share(denoiser.root), amplifies)
+    return with_skipped_blocks(settings, whole) if denoiser.can_skip else settings
+
+
+def with_skipped_stages(settings: ToMeConfig, finest: float, amplifies: bool = False) -> ToMeConfig:
+    """The settings of a UNet that skips its deep stages on some steps.
+
+    Args:
+        settings: without step reuse.
+        finest: fraction of a call's work at the finest level.
+        amplifies: whether the solver amplifies what extrapolation loses under strong guidance.
+    """
+    ratio, every = settings.ratio, round(1 + 4 * settings.ratio, 2)
+    far, skips_finest = ratio >= _MODERATE, finest > _WORTHWHILE_FINEST_LEVEL
+    shallow_every = round(1 + 4 * max(0.0, ratio - _WITHOUT_FINEST_LEVEL), 2) if skips_finest else 1
+    return dataclasses.replace(
+        settings,
+        min_tokens=max(settings.min_tokens, _FEWEST_TOKENS_BESIDE_REUSE),
+        correction=Correction(every=0 if far else 2),
+        reuse=StepReuse(
+            every=every,
+            shallow_every=shallow_every,
+            shallow_from=_STEPS_OF_FINEST_LEVEL if skips_finest and not far else 0.0,
+            span=max(_SPAN_OF_STAGES, 2 * math.ceil(shallow_every) / _STEPS_OF_STAGES),
+        ),
+        by_guidance={_STRONG_GUIDANCE: _under_amplification(every)} if amplifies else {},
+    )
+
+
+def with_skipped_blocks(settings: ToMeConfig, whole: bool) -> ToMeConfig:
+    """The settings of another model that skips its blocks on some steps.
+
+    Args:
+        settings: without step reuse.
+        whole: whether all blocks can merge as a whole.
+    """
+    every = round(1 + 4 * settings.ratio, 2)
+    return dataclasses.replace(
+        settings,
+        min_tokens=max(settings.min_tokens, _FEWEST_TOKENS_BESIDE_REUSE),
+        reuse=StepReuse(every=every, span=_span_of_blocks(every)),
+        by_guidance={_STRONG_GUIDANCE: _under_strong_guidance(settings.ratio)} if whole else {},
+    )
 
 
 def _under_strong_guidance(ratio: float) -> dict[str, Any]:

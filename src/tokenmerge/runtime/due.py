@@ -92,7 +92,7 @@ def _sample_gone(state: ModelState, memory: Memory) -> None:
 
 
 def reuse_of(
-    config: ToMeConfig, tracker: StepTracker, shape: tuple[int, ...]
+    config: ToMeConfig, tracker: StepTracker, shape: tuple[object, ...]
 ) -> tuple[Tensor | None, Tensor | None, bool]:
     """Decide which parts are skipped and whether residuals are cached.
 
@@ -128,13 +128,13 @@ def features_to_cache(
     )
 
 
-def _extrapolation(tracker: StepTracker, part: str, runs: bool, shape: tuple[int, ...]) -> Tensor | None:
+def _extrapolation(tracker: StepTracker, part: str, runs: bool, shape: tuple[object, ...]) -> Tensor | None:
     distance = tracker.extrapolation(part, runs, shape)
     return None if distance is None else torch.tensor(distance)
 
 
 def correction_due(
-    config: ToMeConfig, tracker: StepTracker, shape: tuple[int, ...]
+    config: ToMeConfig, tracker: StepTracker, shape: tuple[object, ...]
 ) -> tuple[bool, Tensor | None]:
     """Decide whether a call that runs all blocks is dense.
 

@@ -30,10 +30,10 @@ class StepTracker:
     call: int = 0
     plan_call: int = 0
     planned: dict[int, tuple[int, object]] = dataclasses.field(default_factory=dict)
-    corrected: dict[int, tuple[int, tuple[int, ...] | None]] = dataclasses.field(default_factory=dict)
+    corrected: dict[int, tuple[int, tuple[object, ...] | None]] = dataclasses.field(default_factory=dict)
     compared: dict[int, tuple[object, int, bool]] = dataclasses.field(default_factory=dict)
     shapes: dict[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)
-    ran: dict[tuple[int, str], tuple[int | None, int, tuple[int, ...]]] = dataclasses.field(
+    ran: dict[tuple[int, str], tuple[int | None, int, tuple[object, ...]]] = dataclasses.field(
         default_factory=dict
     )
 
@@ -78,7 +78,7 @@ class StepTracker:
             self.planned[self.call] = self.index, purpose
         return due
 
-    def corrects(self, every: int, shape: tuple[int, ...], is_at: bool | None = None) -> bool:
+    def corrects(self, every: int, shape: tuple[object, ...], is_at: bool | None = None) -> bool:
         """Whether the running call is a dense correction step; notes that it is.
 
         Args:
@@ -108,13 +108,13 @@ class StepTracker:
         self.compared[self.call] = question, times, found
         return found
 
-    def extrapolation(self, part: str, runs: bool, shape: tuple[int, ...]) -> float | None:
+    def extrapolation(self, part: str, runs: bool, shape: tuple[object, ...]) -> float | None:
         """How far the running call extrapolates a part of the model.
 
         Args:
             part: of the model.
             runs: whether it is one of the steps that run the part.
-            shape: of the sample.
+            shape: of the sample, and what else must be as it was.
 
         Returns:
             Steps since the part ran, divided by the interval between its last two runs. None: the part runs

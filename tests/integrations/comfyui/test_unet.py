@@ -9,7 +9,7 @@ from comfy.cldm.cldm import ControlNet as Network
 from comfy.controlnet import ControlNet
 from comfy.ldm.modules.attention import CrossAttention
 
-from tokenmerge import PlanSharing, Schedule, ToMeConfig
+from tokenmerge import PlanSharing, Schedule, StepReuse, ToMeConfig
 from tokenmerge.errors import ConfigError, NothingToMergeError
 from tokenmerge.integrations.comfyui import sampling
 from tokenmerge.integrations.comfyui import settings as node_settings
@@ -66,11 +66,24 @@ def test_ratio_0_is_identity(model, dense):
 
 @pytest.mark.parametrize("method", [name for name in node_settings.METHODS if name != "sdtm"])
 def test_every_method_merges_and_is_repeatable(model, dense, method):
-    clone = merging(model, method, 0.5)
+    clone = merging(model, method, 0.5, step_reuse="off")
     first = hosts.sample(clone)
     assert first.isfinite().all()
     assert not torch.equal(first, dense)
     assert torch.equal(hosts.sample(clone), first)
+
+
+@pytest.mark.parametrize(("method", "switch"), [("auto", node_settings.OF_METHOD), ("tomesd", "on")])
+def test_step_reuse(model, key_numbers, method, switch):
+    """At 0.5 the deep stages run in every fourth step, of 10 in the first two and one in two after them."""
+    clone, text = TokenMerging().merge(model, method, 0.5, 0.0, 1.0, LATENT, step_reuse=switch)
+    first = hosts.sample(clone, steps=10)
+    full = StepReuse(every=4, span=0.2).steps_of(10).full
+    # 7 self-attention layers, of which 4 are below the finest level.
+    deep = [n for n, keys in key_numbers if keys != 7 and n <= 64]
+    assert len(deep) == 4 * len(full) < 40
+    assert torch.equal(hosts.sample(clone, steps=10), first)
+    assert "Of 20 steps, 6 run the whole model, and the others skip their deep stages" in text
 
 
 def test_attention_runs_on_half_of_the_tokens(model, key_numbers):
@@ -168,10 +181,10 @@ def test_a_prompt_for_a_part_of_the_picture(model):
 
 @pytest.mark.parametrize("size", [(17, 23), (12, 20)])
 def test_odd_sizes_and_batches(model, size):
-    both = hosts.sample(merging(model, "auto"), size=size, batch=2)
+    both = hosts.sample(merging(model, "auto", step_reuse="off"), size=size, batch=2)
     assert both.isfinite().all()
     # No picture depends on the others of its batch. float32 over three steps errs by less than 1e-4.
-    alone = hosts.sample(merging(model, "auto"), size=size)
+    alone = hosts.sample(merging(model, "auto", step_reuse="off"), size=size)
     assert torch.allclose(both[:1], alone, atol=1e-3 * float(alone.abs().max()))
 
 
@@ -279,7 +292,7 @@ def test_text(model):
     saved = 1 - (4 * 32**2 * 128 + 2 * 32 * 128**2) / (4 * 32**2 * 256 + 2 * 32 * 256**2)
     assert f"{saved:.0%} fewer" in text
     assert "from 25% to 100%" in text
-    assert "does not skip steps" in text
+    assert "All steps run the whole model" in text
 
 
 @pytest.mark.parametrize(

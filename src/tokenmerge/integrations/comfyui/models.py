@@ -19,12 +19,10 @@ class Family:
     Attributes:
         classes: names of its classes.
         blocks: (attribute with the blocks, ComfyUI's name for one, layout of its call).
-        patch: frames, rows and columns of latent positions that make one token.
     """
 
     classes: tuple[str, ...]
     blocks: tuple[tuple[str, str, Layout], ...]
-    patch: tuple[int, int, int] = (1, 2, 2)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -57,6 +55,23 @@ class Block:
         return next((heads for heads in found if isinstance(heads, int)), 0)
 
 
+@dataclasses.dataclass(frozen=True)
+class Cut:
+    """Where a UNet is cut, to run what lies above alone.
+
+    Attributes:
+        inputs: number of ``input_blocks`` that run.
+        output: index of the first of the ``output_blocks`` that run; it gets the result of what is skipped.
+        transformers: number of transformers up to there.
+        finest: whether the finest level is skipped too, but for its last layer.
+    """
+
+    inputs: int
+    output: int
+    transformers: int
+    finest: bool = False
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Target:
     """A model in which tokens can merge.
@@ -65,11 +80,15 @@ class Target:
         name: of its class.
         blocks: that can merge, in the order in which they run.
         patch: frames, rows and columns of latent positions that make one token at level 1.
+        cuts: of a UNet, for steps that skip its deep stages, and for steps that skip its finest level too.
+        finest_share: of a UNet, fraction of a call's work at its finest level.
     """
 
     name: str
     blocks: tuple[Block, ...]
     patch: tuple[int, int, int] = (1, 1, 1)
+    cuts: tuple[Cut, ...] = ()
+    finest_share: float = 1.0
 
     @property
     def is_unet(self) -> bool:
@@ -132,10 +151,10 @@ def find_target(model: Any) -> Target:
             if not getattr(block.module, "disable_self_attn", False)
         ]
         if blocks:
-            return Target(name, tuple(blocks))
+            return Target(name, tuple(blocks), cuts=_cuts(root), finest_share=_finest_share(root))
     for family in _FAMILIES:
         if is_a(root, *family.classes):
-            return Target(name, tuple(_blocks(root, family)), family.patch)
+            return Target(name, tuple(_blocks(root, family)), _patch(root))
     known = ", ".join(name for family in _FAMILIES for name in family.classes)
     raise UnsupportedModelError(
         f"model: expected a UNet with attention, or one of {known}, got {name}; ComfyUI lets a node "
@@ -147,6 +166,51 @@ def _unet_key(path: str) -> tuple[str, int, int]:
     """ComfyUI's (way, number, number within) of a block, from its path."""
     way, *within = path.split(".")
     return _WAYS[way], 0 if way == "middle_block" else int(within[0]), int(within[-1])
+
+
+def _patch(root: Any) -> tuple[int, int, int]:
+    """Frames, rows and columns of latent positions that make one token of a transformer."""
+    size = root.patch_size
+    return (1, size, size) if isinstance(size, int) else tuple(size)
+
+
+def _cuts(unet: Any) -> tuple[Cut, ...]:
+    """Above the deep stages, and before the last layer of the finest level."""
+    inputs, outputs = unet.input_blocks, unet.output_blocks
+    down = next((i for i, block in enumerate(inputs) if _has(block, "Downsample")), 0)
+    up = max((i for i, block in enumerate(outputs) if _has(block, "Upsample")), default=-1)
+    if not down or not 0 <= up < len(outputs) - 1:
+        return ()  # one level alone
+    deep = Cut(down, up + 1, _transformers(unet, up + 1))
+    last = len(outputs) - 1
+    return (deep, Cut(1, last, _transformers(unet, last), finest=True)) if deep.output < last else (deep,)
+
+
+def _has(module: Any, name: str) -> bool:
+    return any(is_a(part, name) for part in module.modules())
+
+
+def _transformers(unet: Any, output: int) -> int:
+    """Number of transformers before one of the output blocks."""
+    stages = [*unet.input_blocks, unet.middle_block, *unet.output_blocks[:output]]
+    return sum(is_a(part, "SpatialTransformer") for stage in stages for part in stage.modules())
+
+
+def _finest_share(unet: Any) -> float:
+    """Fraction of a call's work at the finest level, if each weight is used once for each position there."""
+    work, level = {1: 0.0}, 1
+    for block in unet.input_blocks:
+        level *= 1 + _has(block, "Downsample")
+        work[level] = work.get(level, 0.0) + _weights(block) / level**2
+    work[level] += _weights(unet.middle_block) / level**2
+    for block in unet.output_blocks:
+        work[level] += _weights(block) / level**2
+        level //= 1 + _has(block, "Upsample")
+    return work[1] / sum(work.values())
+
+
+def _weights(module: Any) -> int:
+    return sum(weight.numel() for weight in module.parameters())
 
 
 def _blocks(root: Any, family: Family) -> list[Block]:

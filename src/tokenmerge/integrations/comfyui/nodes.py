@@ -27,12 +27,13 @@ def _share(default: float, tooltip: str, highest: float = 1.0) -> tuple[str, dic
 
 
 class TokenMerging:
-    """Merges tokens of a diffusion model, on a clone of it."""
+    """Merges tokens of a diffusion model and skips parts of it on some steps, on a clone of it."""
 
     CATEGORY = "model_patches/tokenmerge"
     DESCRIPTION = (
         "Merges redundant tokens before attention (UNets) or before whole blocks (FLUX, SD3, Wan, "
-        "Qwen-Image, HunyuanVideo), and restores them after it. It does not skip steps."
+        "Qwen-Image, HunyuanVideo), and restores them after it. Method auto also skips parts of the model on "
+        "some steps, and extrapolates what they returned on the steps before."
     )
     FUNCTION = "merge"
     RETURN_TYPES = ("MODEL", "STRING")
@@ -49,11 +50,19 @@ class TokenMerging:
         return {
             "required": {
                 "model": ("MODEL", {"tooltip": "The model. It stays as it is; a clone merges tokens."}),
-                "method": _choice(METHODS, "auto, or a published method. auto merges where it saves time."),
-                "ratio": _share(
-                    0.5, "Share of the tokens that is removed. Raising it is faster and less close.", 0.75
+                "method": _choice(
+                    METHODS,
+                    "auto merges where that saves time, and skips parts of steps; or a published method.",
                 ),
-                "start_percent": _share(0.0, "Nothing merges before this share of the sampling."),
+                "ratio": _share(
+                    0.5,
+                    "Share of the tokens that is removed. Raising it is faster and less close; with auto it "
+                    "also raises how many steps skip parts of the model.",
+                    0.75,
+                ),
+                "start_percent": _share(
+                    0.0, "Nothing merges and nothing is skipped before this share of the sampling."
+                ),
                 "end_percent": _share(1.0, "Nothing merges after it. Lowering it keeps fine detail."),
             },
             "optional": {
@@ -64,6 +73,10 @@ class TokenMerging:
                 "proportional": _choice(SWITCH, "Merged tokens count for as many as they stand for."),
                 "levels": _choice(LEVELS, "Deepest level of a UNet that merges; 1 is the latent's own."),
                 "seed": ("INT", {**seed, "tooltip": "Of the draw of tokens that others merge into."}),
+                "step_reuse": _choice(
+                    SWITCH,
+                    "Whether parts of the model are skipped on some steps. Only auto skips some by itself.",
+                ),
             },
         }
 
@@ -79,9 +92,12 @@ class TokenMerging:
         proportional: str = OF_METHOD,
         levels: str = OF_METHOD,
         seed: int = 0,
+        step_reuse: str = OF_METHOD,
     ) -> tuple[Any, str]:
         """A clone of the model that merges tokens, and what it merges."""
-        asked = Asked(method, ratio, start_percent, end_percent, scope, proportional, levels, seed)
+        asked = Asked(
+            method, ratio, start_percent, end_percent, scope, proportional, levels, seed, step_reuse
+        )
         settings = settings_for(find_target(model), asked, model.load_device, model.model_dtype())
         shape = _usual_size(model) if latent is None else tuple(latent["samples"].shape)
         return patched(model, settings), describe(settings, shape)

@@ -1,4 +1,4 @@
-"""Puts token merging on a clone of a model, by wrappers and patches alone."""
+"""Puts token merging and step reuse on a clone of a model, by wrappers and patches alone."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from tokenmerge.integrations.comfyui import unet
+from tokenmerge.integrations.comfyui import stages, unet
 from tokenmerge.integrations.comfyui.sampling import KEY, Sampling, Step, step_in
 from tokenmerge.integrations.comfyui.settings import Settings
 from tokenmerge.integrations.comfyui.transformer import ReplacedBlock
@@ -29,7 +29,7 @@ def patched(model: Any, settings: Settings) -> Any:
     """
     clone = model.clone()
     wrappers = _Wrappers(settings)
-    for kind in ("sampler_sample", "calc_cond_batch", "apply_model"):
+    for kind in ("sampler_sample", "calc_cond_batch", "apply_model", "diffusion_model"):
         clone.remove_wrappers_with_key(kind, KEY)
         clone.add_wrapper_with_key(kind, KEY, getattr(wrappers, kind))
     options = clone.model_options["transformer_options"]
@@ -52,6 +52,17 @@ def patched(model: Any, settings: Settings) -> Any:
     if settings.config.proportional or before is not None:
         options[_ATTENTION] = WeighedAttention(before) if settings.config.proportional else before
     return clone
+
+
+# Parts of the names of ComfyUI's solvers that add noise in each step.
+_NOISY = ("ancestral", "sde", "ddpm", "lcm", "sa_solver", "seeds")
+
+
+def adds_noise(sampler: Any) -> bool:
+    """Whether a ``KSAMPLER`` of ComfyUI adds noise in each step."""
+    name = getattr(getattr(sampler, "sampler_function", None), "__name__", "")
+    eta = getattr(sampler, "extra_options", {}).get("eta", 1.0)
+    return eta != 0 and any(part in name for part in _NOISY)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,8 +122,13 @@ class _Wrappers:
     ) -> Any:
         """One sampling: what is kept between its steps ends with it, also when it is cancelled."""
         options = extra["model_options"]["transformer_options"]
-        options[KEY] = Sampling(self.settings, sigmas.tolist())
-        return executor(model, sigmas, extra, *more, **named)
+        options[KEY] = sampling = Sampling(
+            self.settings, sigmas.tolist(), getattr(model, "cfg", None), adds_noise(executor.class_obj)
+        )
+        try:
+            return executor(model, sigmas, extra, *more, **named)
+        finally:
+            sampling.forget()
 
     def calc_cond_batch(
         self,
@@ -139,9 +155,20 @@ class _Wrappers:
         options = named.get("transformer_options") or next(
             (value for value in more if isinstance(value, dict) and KEY in value), None
         )
-        if (step := step_in(options)) is not None:
-            step.begin_call(x.shape)
-        return executor(x, *more, **named)
+        step = step_in(options)
+        if step is None:
+            return executor(x, *more, **named)
+        step.begin_call(x.shape, options)
+        result = executor(x, *more, **named)
+        step.sampling.runs.finish()
+        return result
+
+    def diffusion_model(self, executor: Any, *arguments: Any, **named: Any) -> Any:
+        """One call of the network in the model, which skips the deep stages of a UNet on some steps."""
+        step = step_in(arguments[-1]) if self.settings.target.cuts else None
+        if step is None or not step.sampling.residuals.due.caches:
+            return executor(*arguments, **named)
+        return stages.call(executor, self.settings.target.cuts, step.sampling.residuals, arguments, named)
 
     def _step(
         self,

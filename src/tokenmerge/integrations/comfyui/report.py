@@ -1,4 +1,4 @@
-"""What merges, and what that saves, as text beside the node."""
+"""What merges, what that saves and what steps skip, as text beside the node."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from tokenmerge.integrations.comfyui.settings import Settings
 from tokenmerge.ops import num_tokens
 from tokenmerge.planners import num_removed
 
+_STEPS = 20  # the text's example
 _WHERE = {"layers": "attention", "keys": "keys and values of attention", "block": "whole blocks"}
 
 
 def describe(settings: Settings, latent: Sequence[int]) -> str:
     """What merges, for latents of shape ``[b, c, (f,) h, w]``, at the step that merges most."""
-    target, config = settings.target, settings.config
+    target, config = settings.target, settings.config.at_guidance(None)
     frames, rows, columns = target.grid(latent)
     side = f"{latent[-2]} × {latent[-1]}"
     lines, dense, merged = [], 0.0, 0.0
@@ -36,18 +37,45 @@ def describe(settings: Settings, latent: Sequence[int]) -> str:
         lines.append(f"{at}{_blocks(blocks)} merged, {n} → {n - r} tokens")
     where = _WHERE[config.scope]
     head = f"{target.name}, latents {side}: {where} merge, ratio {config.ratio:g}, planner {config.planner}"
-    if not dense:
-        lines.append("Nothing merges at this size; take a larger picture or a higher ratio.")
-    else:
+    if dense:
         lines.append(
-            f"Operations of what merges, on the picture's tokens: {1 - merged / dense:.0%} fewer, matching "
-            "not counted. Everything else stays as it is."
+            f"Operations of what merges, on the picture's tokens: {1 - merged / dense:.0%} fewer in a step "
+            "that merges, matching not counted. Everything else stays as it is."
         )
+    elif not config.reuse.on:
+        lines.append("Nothing merges at this size; take a larger picture or a higher ratio.")
+    if dense and config.correction.every:
+        lines.append(
+            f"Of the steps that run everything, one in {config.correction.every} is dense and corrects the "
+            "others."
+        )
+    lines += _step_reuse(settings)
     if (settings.start, settings.end) != (0, 1):
-        lines.append(f"Merges from {settings.start:.0%} to {settings.end:.0%} of the sampling.")
+        lines.append(f"All this holds from {settings.start:.0%} to {settings.end:.0%} of the sampling.")
     lines += settings.notes
-    lines.append("This node merges tokens; it does not skip steps. EasyCache can follow it.")
     return "\n".join([head, *lines])
+
+
+def _step_reuse(settings: Settings) -> list[str]:
+    """What steps skip, as sentences."""
+    config, target = settings.config.at_guidance(None), settings.target
+    if not config.reuse.on:
+        return ["All steps run the whole model; method auto skips parts of some."]
+    steps = config.reuse.steps_of(_STEPS)
+    what = "their deep stages" if target.is_unet else "their blocks"
+    lines = [f"Of {_STEPS} steps, {len(steps.full)} run the whole model, and the others skip {what}."]
+    if len(target.cuts) > 1 and len(steps.shallow) < _STEPS:
+        lines.append(
+            f"{_STEPS - len(steps.shallow)} of them skip the finest level too, but for its last layer."
+        )
+    for scale in settings.config.by_guidance:
+        strong = settings.config.at_guidance(scale)
+        full = len(strong.reuse.steps_of(_STEPS).full)
+        lines.append(
+            f"With cfg {scale:g} or more, {full} of {_STEPS} steps run the whole model, and blocks merge at "
+            f"ratio {strong.ratio:g}, corrected by every {strong.correction.every}th of these steps."
+        )
+    return lines
 
 
 def _blocks(blocks: Sequence[Block]) -> str:

@@ -1,18 +1,22 @@
-"""What holds in one sampling and in one of its steps: settings, draws and plans."""
+"""What holds in one sampling and in one of its steps: settings, draws, plans and what is reused."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+import dataclasses
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 from torch.nn import functional as F
 
 from tokenmerge.config import GUIDED_PLANNERS, MergeSettings
+from tokenmerge.integrations.comfyui.block_runs import BlockRuns
+from tokenmerge.integrations.comfyui.reuse import Residuals
 from tokenmerge.integrations.comfyui.settings import Settings
 from tokenmerge.ops import Plan, bits, shared_features
 from tokenmerge.planners import PLANNERS, num_removed
 from tokenmerge.runtime.guidance import importance_of_tokens
+from tokenmerge.runtime.scheduler import DenoisingStep, Generation
 
 # Name in ComfyUI's ``transformer_options`` of what this package keeps there, and of its wrappers.
 KEY = "tokenmerge"
@@ -25,21 +29,46 @@ class Sampling:
     Args:
         settings: of the model.
         sigmas: noise levels of the steps; empty where they are unknown.
+        guidance: scale of classifier-free guidance; None: unknown.
+        adds_noise: whether the solver adds noise in each step.
 
     Attributes:
+        settings: at this guidance.
         plans: by block, made for the images of one prompt.
         guidance_change: what guidance changed in the last step; None: unknown.
+        residuals: of parts of the model, cached for steps that skip them.
+        runs: of blocks that are skipped together.
     """
 
-    def __init__(self, settings: Settings, sigmas: Sequence[float] = ()) -> None:
-        self.settings = settings
+    def __init__(
+        self,
+        settings: Settings,
+        sigmas: Sequence[float] = (),
+        guidance: float | None = None,
+        adds_noise: bool = False,
+    ) -> None:
+        self.settings = dataclasses.replace(settings, config=settings.config.at_guidance(guidance))
         self.sigmas = sigmas
+        self.adds_noise = adds_noise
+        self._generation = Generation(0)
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop everything that is cached."""
         self.plans: dict[Hashable, Plan] = {}
         self.guidance_change: Tensor | None = None
+        self.residuals = Residuals()
+        self.runs = BlockRuns(self.residuals)
         self._planned: tuple[int, object] | None = None
+
+    def denoising(self, index: int, steps: int) -> DenoisingStep:
+        """A step, as the rest of the package describes it."""
+        return DenoisingStep(self._generation, index, steps, adds_noise=self.adds_noise)
 
     def begin_step(self, index: int, purpose: object) -> None:
         """Drop plans that are over: after ``plans.every`` steps, or where they are for something else."""
+        if index < self.residuals.index:
+            self.forget()  # the solver begins anew
         due = self._planned is None or self._planned[1] != purpose
         if due or index - self._planned[0] >= self.settings.config.plans.every:  # type: ignore[index]
             self.plans.clear()
@@ -89,11 +118,21 @@ class Step:
         phase = self.settings.config.schedule.phase(self._index, self._steps)
         sampling.begin_step(self._index, (tuple(latent), phase))
 
-    def begin_call(self, latent: Sequence[int]) -> None:
-        """Before the model, which ComfyUI may call once for each prompt, on a part of the picture."""
+    def begin_call(self, latent: Sequence[int], options: Mapping[str, Any] | None = None) -> None:
+        """Before the model, which ComfyUI may call once for each prompt, on a part of the picture.
+
+        Args:
+            latent: shape of the latents.
+            options: ComfyUI's ``transformer_options`` of the call.
+        """
         self._calls += 1
         self.latent = latent
         self.has_references, self.running = False, None
+        options = options or {}
+        window = getattr(options.get("context_window"), "index_list", ())
+        same = (*latent, *options.get("uuids", ()), *window)
+        step = self.sampling.denoising(self._index, self._steps)
+        self.sampling.residuals.begin_call(self.settings.config, step, same)
 
     def at(self, level: int) -> MergeSettings:
         """What holds at a level in this step."""
@@ -101,8 +140,18 @@ class Step:
             self._at[level] = self.settings.config.at(level, self._index, self._steps)
         return self._at[level]
 
-    def plan(self, place: Hashable, features: Tensor, grid: Grid, level: int, prompts: int) -> Plan | None:
-        """The plan of a block; None: nothing merges.
+    def grid(self) -> Grid:
+        """(frames, rows, columns) of the tokens at level 1 in the running call."""
+        return self.settings.target.grid(self.latent)
+
+    def merges(self, grid: Grid, level: int) -> bool:
+        """Whether tokens of a grid merge at a level in this step, unless it is a correction step."""
+        settings = self.at(level)
+        within = level <= self.settings.config.max_downsample
+        return within and bool(settings.ratio) and num_removed(grid, settings) > 0
+
+    def plan(self, place: Hashable, features: Tensor, grid: Grid, level: int, prompts: int) -> Plan:
+        """The plan of a block in which tokens merge.
 
         Args:
             place: of the plan: of the block, or of blocks that share one.
@@ -111,20 +160,13 @@ class Step:
             level: of the block.
             prompts: how many prompts the batch is for.
         """
-        settings = self.at(level)
-        if (
-            level > self.settings.config.max_downsample
-            or not settings.ratio
-            or not num_removed(grid, settings)
-        ):
-            return None
         copies = prompts if self._whole and len(features) % prompts == 0 else 1
         images = len(features) // copies
         key = (place, images, features.shape[1], None if self._whole else self._calls)
         plans = self.sampling.plans
         if key not in plans:
             alike = shared_features(features, copies) if copies > 1 else features
-            plans[key] = self._planned(alike, grid, settings)
+            plans[key] = self._planned(alike, grid, self.at(level))
         return plans[key] if copies == 1 else plans[key].repeated(copies)
 
     def _planned(self, features: Tensor, grid: Grid, settings: MergeSettings) -> Plan:
@@ -145,18 +187,25 @@ class Running:
     """What the block that runs merges.
 
     Args:
-        plan: which tokens merge.
+        plan: which tokens merge; None: the block corrects others, and runs dense.
         settings: that hold at its level.
         text_first: whether text stands before the image where they share a sequence.
+        block: of a UNet, ComfyUI's name and numbers of it.
 
     Attributes:
-        merged: whether the tokens of the running layer are merged.
+        merged: name of the running layer, if its tokens are merged or would be; None otherwise.
         weighs: whether the next attention weighs its keys by the tokens that they stand for.
     """
 
-    def __init__(self, plan: Plan, settings: MergeSettings, text_first: bool = True) -> None:
-        self.plan, self.settings, self.text_first = plan, settings, text_first
-        self.merged = False
+    def __init__(
+        self,
+        plan: Plan | None,
+        settings: MergeSettings,
+        text_first: bool = True,
+        block: tuple[Any, ...] = (),
+    ) -> None:
+        self.plan, self.settings, self.text_first, self.block = plan, settings, text_first, block
+        self.merged: str | None = None
         self.weighs = False
 
     def bias(self, keys: Tensor, tokens: int) -> Tensor | None:
@@ -164,9 +213,11 @@ class Running:
 
         It is asked for once: an adapter may attend to other keys after the block's own attention.
         """
+        if self.plan is None or not self.weighs:
+            return None
         sizes = self.plan.sizes
         text = tokens - sizes.shape[1]
-        if not self.weighs or text < 0 or len(keys) != len(sizes):
+        if text < 0 or len(keys) != len(sizes):
             return None
         self.weighs = False
         beside = (text, 0) if self.text_first else (0, text)

@@ -8,12 +8,13 @@ from typing import Any
 import torch
 
 from tokenmerge import presets
-from tokenmerge.config import ToMeConfig
+from tokenmerge.auto import with_skipped_blocks, with_skipped_stages
+from tokenmerge.config import Correction, ToMeConfig
 from tokenmerge.errors import ConfigError, NothingToMergeError
 from tokenmerge.integrations.comfyui.models import Target
 from tokenmerge.planners._calibration import fewest_tokens
 
-# Methods that need to know the denoising step are left out, since nothing tells it here.
+# Methods with token-wise reuse are left out, since the patches here do not know it.
 METHODS = ("auto", *(name for name in presets.__all__ if getattr(presets, name)().token_reuse is None))
 OF_METHOD = "as the method says"
 SCOPES = (OF_METHOD, "layers", "keys", "block")
@@ -32,6 +33,7 @@ class Asked:
         end: share of the sampling after which nothing merges.
         scope, proportional, levels: settings that replace those of the method.
         seed: of the random draws.
+        step_reuse: whether method ``"auto"`` skips parts of the model on some steps.
     """
 
     method: str = "auto"
@@ -42,6 +44,7 @@ class Asked:
     proportional: str = OF_METHOD
     levels: str = OF_METHOD
     seed: int = 0
+    step_reuse: str = OF_METHOD
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,6 +83,8 @@ def settings_for(target: Target, asked: Asked, device: torch.device, dtype: torc
         )
     if asked.method == "auto":
         config = _auto(target, asked.ratio, device, dtype)
+        if asked.ratio and asked.step_reuse != "off":
+            config = _with_step_reuse(config, target)
     elif asked.method in METHODS:
         config = getattr(presets, asked.method)(asked.ratio)
     else:
@@ -92,6 +97,8 @@ def settings_for(target: Target, asked: Asked, device: torch.device, dtype: torc
     if asked.levels != OF_METHOD:
         changes["max_downsample"] = int(asked.levels)
     config = dataclasses.replace(config, **changes)
+    if asked.method != "auto" and asked.step_reuse == "on":
+        config = dataclasses.replace(config, reuse=_with_step_reuse(config, target).reuse)
     notes: list[str] = []
     if target.is_unet:
         config = _for_unet(config, target, asked, notes)
@@ -101,7 +108,7 @@ def settings_for(target: Target, asked: Asked, device: torch.device, dtype: torc
 
 
 def _auto(target: Target, ratio: float, device: torch.device, dtype: torch.dtype) -> ToMeConfig:
-    """The merging that :func:`tokenmerge.auto.choose` takes where nothing follows the denoising steps."""
+    """What :func:`tokenmerge.auto.choose` takes without step reuse, as far as ComfyUI lets a node do it."""
     checked = ToMeConfig(ratio=ratio, max_downsample=min(8, target.levels[-1]))
     if ratio == 0:
         return checked
@@ -112,7 +119,15 @@ def _auto(target: Target, ratio: float, device: torch.device, dtype: torch.dtype
         scope="layers" if target.is_unet else "block",
         planner="tiled",
         proportional=True,
+        correction=Correction(every=2),
     )
+
+
+def _with_step_reuse(config: ToMeConfig, target: Target) -> ToMeConfig:
+    """The settings of :func:`tokenmerge.auto.choose` with step reuse, where a part can be skipped."""
+    if not target.is_unet:
+        return with_skipped_blocks(config, whole=True)
+    return with_skipped_stages(config, target.finest_share) if target.cuts else config
 
 
 def _for_unet(config: ToMeConfig, target: Target, asked: Asked, notes: list[str]) -> ToMeConfig:

@@ -8,12 +8,14 @@ from typing import Any
 
 from torch import Tensor
 
-from tokenmerge.integrations.comfyui.sampling import Running, Step, prompts_in, step_in
+from tokenmerge.integrations.comfyui.reuse import Residuals
+from tokenmerge.integrations.comfyui.sampling import Grid, Running, Step, prompts_in, step_in
 from tokenmerge.models.call import HostCall
 from tokenmerge.models.layout import Layout
 from tokenmerge.ops import num_tokens
 from tokenmerge.runtime.forward import COMBINE
-from tokenmerge.runtime.merged_call import merged_call
+from tokenmerge.runtime.merged_call import add_lost, merged_call, of_image
+from tokenmerge.runtime.reuse import Residual
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -32,43 +34,62 @@ class ReplacedBlock:
 
     def __call__(self, arguments: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
         """The result of the block, with its tokens merged meanwhile."""
-        options = arguments.get("transformer_options")
-        step = step_in(options)
+        step = step_in(arguments.get("transformer_options"))
 
         def block(given: dict[str, Any]) -> dict[str, Any]:
             return extra["original_block"](given) if self.inner is None else self.inner(given, extra)
+
+        if step is None:
+            return block(arguments)
+        if step.sampling.residuals.due.caches:
+            return step.sampling.runs.call(self.key, arguments, lambda given: self._full(step, given, block))
+        return self._full(step, arguments, block)
+
+    def _full(
+        self, step: Step, arguments: dict[str, Any], block: Callable[[dict[str, Any]], dict[str, Any]]
+    ) -> dict[str, Any]:
+        """The result of the block where it is not skipped."""
 
         def run(**given: Any) -> tuple[Tensor, Tensor | None]:
             # Blocks of ComfyUI add to their input in place, and what they added is wanted here.
             result = block({**given, "img": given["img"].clone()})
             return result["img"], result.get("txt")
 
-        call = HostCall(run, (), (), arguments)
-        running = None if step is None or options is None else self._running(step, call, options)
-        if step is None or running is None:
+        call, grid = HostCall(run, (), (), arguments), step.grid()
+        if not self._can_merge(step, call, grid) or not step.merges(grid, 1):
             return block(arguments)
-        step.running = running
-        running.weighs = running.settings.proportional
+        tokens, n, residuals = self.layout.tokens_of(call), num_tokens(grid), step.sampling.residuals
+        if residuals.due.corrects:
+            image, text = call.result()
+            self._keep(residuals, image - tokens, n)
+            return {"img": image, "txt": text}
+        place = "transformer" if step.settings.config.plans.blocks else self.key
+        prompts = prompts_in(arguments["transformer_options"])
+        plan = step.plan(place, self.layout.image(tokens, n), grid, 1, prompts)
+        settings, lost = step.at(1), residuals.of(self.key)
+        combine = COMBINE[settings.combine]
+        step.running = Running(plan, settings, self.layout.text == "first")
+        step.running.weighs = settings.proportional
         try:
-            image, text = merged_call(
-                call, self.layout, running.plan, COMBINE[running.settings.combine], change_only=True
-            )
+            image, text = merged_call(call, self.layout, plan, combine, change_only=True)
         finally:
             step.running = None
+        if lost is not None:
+            image = add_lost(self.layout, plan, image, lost.latest, combine)
+            self._keep(residuals, image - tokens, n)
         return {"img": image, "txt": text}  # None where a block has no text, as the last one of SD 3
 
-    def _running(self, step: Step, call: HostCall, options: dict[str, Any]) -> Running | None:
-        """What the block merges; None: it is dense."""
-        tokens, target = self.layout.tokens_of(call), step.settings.target
-        grid = target.grid(step.latent)
-        n = num_tokens(grid)
-        if self.key[0] == "double_block" and tokens.shape[1] != n:
+    def _can_merge(self, step: Step, call: HostCall, grid: Grid) -> bool:
+        """Whether what the block is called with can be merged."""
+        tokens = self.layout.tokens_of(call)
+        if self.key[0] == "double_block" and tokens.shape[1] != num_tokens(grid):
             step.has_references = True  # blocks of one stream, which run later, cannot tell them from text
-        if step.has_references or call.has(self.layout.dense_if) or _differs_by_frame(call.argument("vec")):
-            return None
-        place = "transformer" if step.settings.config.plans.blocks else self.key
-        plan = step.plan(place, self.layout.image(tokens, n), grid, 1, prompts_in(options))
-        return None if plan is None else Running(plan, step.at(1), self.layout.text == "first")
+        return not (
+            step.has_references or call.has(self.layout.dense_if) or _differs_by_frame(call.argument("vec"))
+        )
+
+    def _keep(self, residuals: Residuals, added: Tensor, n: int) -> None:
+        residuals.keep(self.key, of_image(self.layout, Residual(True, (added,)), n))
 
 
 def _differs_by_frame(modulation: Any) -> bool:

@@ -7,8 +7,11 @@ from typing import Any
 from torch import Tensor
 
 from tokenmerge.integrations.comfyui.sampling import Running, Step, prompts_in, step_in
+from tokenmerge.models.layout import PLAIN
 from tokenmerge.ops import unmerge
 from tokenmerge.runtime.forward import COMBINE
+from tokenmerge.runtime.merged_call import add_lost
+from tokenmerge.runtime.reuse import residual_of
 
 
 def before_attention(n: Tensor, context: Any, value: Any, options: dict[str, Any]) -> tuple[Any, Any, Any]:
@@ -20,12 +23,15 @@ def before_attention(n: Tensor, context: Any, value: Any, options: dict[str, Any
     settings = None if running is None else running.settings
     if running is None or settings is None or not (settings.scope == "keys" or settings.merge_attn):
         return n, context, value
+    if settings.scope == "layers":
+        running.merged = "attn1"
+    if running.plan is None:
+        return n, context, value
     merged = COMBINE[settings.combine](running.plan, n)
     own = context is n  # otherwise another node has changed what they attend to
     running.weighs = own and settings.proportional
     if settings.scope == "keys":
         return (n, merged, merged) if own else (n, context, value)
-    running.merged = True
     return (merged, merged, merged) if own else (merged, context, value)
 
 
@@ -37,7 +43,9 @@ def before_cross_attention(
     running = None if step is None else step.running
     if running is None or running.settings.scope == "keys" or not running.settings.merge_crossattn:
         return n, context, value
-    running.merged, running.weighs = True, False
+    running.merged, running.weighs = "attn2", False
+    if running.plan is None:
+        return n, context, value
     return COMBINE[running.settings.combine](running.plan, n), context, value
 
 
@@ -45,10 +53,19 @@ def after_attention(n: Tensor, options: dict[str, Any]) -> Tensor:
     """``attn1_output_patch`` and ``attn2_output_patch``: give each token the result of its merged token."""
     step = step_in(options)
     running = None if step is None else step.running
-    if running is None or not running.merged:
+    if step is None or running is None or running.merged is None:
         return n
-    running.merged = running.weighs = False
-    return unmerge(running.plan, n)
+    layer, running.merged, running.weighs = (running.block, running.merged), None, False
+    plan, residuals = running.plan, step.sampling.residuals
+    if plan is None:
+        residuals.keep(layer, residual_of(n, [0.0]))
+        return n
+    result, lost = unmerge(plan, n), residuals.of(layer)
+    if lost is not None:
+        combine = COMBINE[running.settings.combine]
+        result = add_lost(PLAIN, plan, result, lost.latest, combine)
+        residuals.keep(layer, residual_of(result, [0.0]))
+    return result
 
 
 def _running(step: Step, n: Tensor, options: dict[str, Any]) -> Running | None:
@@ -59,9 +76,13 @@ def _running(step: Step, n: Tensor, options: dict[str, Any]) -> Running | None:
     if n.shape[:2] != (batch, rows * columns) or not step.replaced.isdisjoint((block, (way, number))):
         return None
     level = level_of(options["original_shape"][-2], rows)
-    place = (level, way) if step.settings.config.plans.blocks else block
-    plan = step.plan(place, n, (1, rows, columns), level, prompts_in(options))
-    return None if plan is None else Running(plan, step.at(level))
+    if not step.merges((1, rows, columns), level):
+        return None
+    plan = None
+    if not step.sampling.residuals.due.corrects:
+        place = (level, way) if step.settings.config.plans.blocks else block
+        plan = step.plan(place, n, (1, rows, columns), level, prompts_in(options))
+    return Running(plan, step.at(level), block=block)
 
 
 def level_of(finest: int, rows: int) -> int:

@@ -1,0 +1,119 @@
+"""Step reuse in transformers: runs of blocks that are skipped together.
+
+A step that skips a run adds the sum of what its blocks added in a full step, extrapolated, in its first
+block; the others return what they get. What a ControlNet adds between two blocks is no part of the sum, since
+ComfyUI adds it in the steps that skip the blocks too. Where anything else stands between two blocks, a new
+run begins.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Hashable
+from typing import Any
+
+from torch import Tensor
+
+from tokenmerge.integrations.comfyui.reuse import Residuals
+from tokenmerge.runtime.reuse import Residual, extrapolated, updated
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Place:
+    """The place of a block in a run, from the last step that ran it.
+
+    Attributes:
+        residual: of the whole run, image and text, in its first block; None in the others.
+        blocks: of the run, in its first block.
+    """
+
+    residual: Residual | None = None
+    blocks: int = 0
+
+
+@dataclasses.dataclass(eq=False)
+class Running:
+    """Blocks that have run in the running call, each on the very tensors that the one before it returned.
+
+    Attributes:
+        first: ComfyUI's name and number of the first block.
+        image: that the last block returned.
+        text: that the last block returned; None: it returned none.
+        added: sums of what the blocks added to image and text, in float32, since half precision would lose
+            some of it; None for a text that no block after them gets.
+        blocks: their number.
+    """
+
+    first: Hashable
+    image: Tensor
+    text: Tensor | None
+    added: tuple[Tensor, Tensor | None]
+    blocks: int = 1
+
+
+class BlockRuns:
+    """The runs of one sampling.
+
+    Args:
+        residuals: of the sampling, which know what is due.
+    """
+
+    def __init__(self, residuals: Residuals) -> None:
+        self._residuals = residuals
+        self._places: dict[tuple[int, Hashable], Place] = {}
+        self._running: Running | None = None
+
+    def call(
+        self, block: Hashable, arguments: dict[str, Any], run: Callable[[dict[str, Any]], dict[str, Any]]
+    ) -> dict[str, Any]:
+        """The result of a block that is skipped on some steps.
+
+        Args:
+            block: ComfyUI's name and number of it.
+            arguments: ComfyUI's arguments of it.
+            run: makes the result of a full step from arguments, whose image and text it may change.
+        """
+        due, image, text = self._residuals.due, arguments["img"], arguments.get("txt")
+        known = self._places.get((due.number, block))
+        if due.deep is not None and known is not None:
+            if known.residual is None:
+                return {"img": image, "txt": text}
+            image, changed = extrapolated(known.residual, (image, text), due.deep)  # type: ignore[arg-type]
+            return {"img": image, "txt": text if changed is None else changed}
+        # ComfyUI's blocks add to their input in place, and what they added is wanted.
+        copies = {name: arguments[name].clone() for name in ("img", "txt") if arguments.get(name) is not None}
+        result = run({**arguments, **copies})
+        self._ran(block, image, text, result)
+        return result
+
+    def finish(self) -> None:
+        """Cache the residual of the blocks that have run, if there are any."""
+        running, self._running = self._running, None
+        if running is None:
+            return
+        place = self._residuals.due.number, running.first
+        image, text = running.added
+        dtype = running.image.dtype
+        residual = Residual(False, (image.to(dtype), None if text is None else text.to(dtype)))
+        before = self._places.get(place)
+        same = before is not None and before.blocks == running.blocks
+        residual = updated(before.residual if same and before is not None else None, residual)
+        self._places[place] = Place(residual, running.blocks)
+
+    def _ran(self, block: Hashable, image: Tensor, text: Any, result: dict[str, Any]) -> None:
+        running, new_image, new_text = self._running, result["img"], result.get("txt")
+        to_image = (new_image - image).float()
+        to_text = None if new_text is None else (new_text - text).float()
+        if (
+            running is None
+            or image is not running.image
+            or (new_text is not None and text is not running.text)
+        ):
+            self.finish()
+            self._running = Running(block, new_image, new_text, (to_image, to_text))
+            return
+        before = running.added[1]
+        both = None if to_text is None or before is None else before.add_(to_text)
+        running.added = running.added[0].add_(to_image), both
+        running.image, running.text, running.blocks = new_image, new_text, running.blocks + 1
+        self._places[self._residuals.due.number, block] = Place()

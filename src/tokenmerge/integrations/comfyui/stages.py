@@ -1,0 +1,141 @@
+"""Step reuse in UNets: steps that run the finest level alone, or its last layer alone.
+
+A step that skips the deep stages calls ComfyUI's own forward on a view of the UNet, in which the skipped
+blocks do nothing; no module changes. What the skipped blocks would have returned is extrapolated from the
+full steps before it (DeepCache, arXiv 2312.00858; TaylorSeer, arXiv 2503.06923).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from tokenmerge.integrations.comfyui.models import Cut
+from tokenmerge.integrations.comfyui.reuse import Due, Residuals
+from tokenmerge.runtime.reuse import extrapolated, residual_of, updated
+
+# ComfyUI's patches that get what a block of the UNet returned.
+_AFTER_BLOCKS = ("input_block_patch", "input_block_patch_after_skip", "output_block_patch")
+
+
+def call(
+    executor: Any,
+    cuts: Sequence[Cut],
+    residuals: Residuals,
+    arguments: Sequence[Any],
+    named: Mapping[str, Any],
+) -> Any:
+    """A call of the UNet, in ComfyUI's wrapper ``diffusion_model``, that skips what is due.
+
+    Args:
+        executor: of the wrapper.
+        cuts: above the deep stages, and before the last layer of the finest level.
+        residuals: of the sampling.
+        arguments: (x, timesteps, context, y, control, transformer_options) of the call.
+        named: further arguments of the call.
+    """
+    *first, control, options = arguments
+    cut = _cut(cuts, residuals)
+    patches = dict(options.get("patches", {}))
+    if cut is not None:
+        for name in _AFTER_BLOCKS:
+            patches[name] = [_where_blocks_run(patch, cut) for patch in patches.get(name, ())]
+        control = _control(control, cut)
+    patches["output_block_patch"] = [_AtCuts(cuts, cut, residuals), *patches.get("output_block_patch", ())]
+    options = {**options, "patches": patches}
+    if cut is None:
+        return executor(*first, control, options, **named)
+    view = _View(executor.class_obj, cut)
+    forward = types.MethodType(executor.original.__func__, view)
+    inner = executor.new_class_executor(forward, view, executor.wrappers, executor.idx + 1)
+    return inner.execute(*first, control, options, **named)
+
+
+def _cut(cuts: Sequence[Cut], residuals: Residuals) -> Cut | None:
+    """Where the UNet is cut in the running call; None: all of it runs."""
+    skipped = [cut for cut in cuts if _distance(cut, residuals.due) is not None and residuals.of(cut)]
+    return max(skipped, key=lambda cut: cut.output, default=None)
+
+
+def _distance(cut: Cut, due: Due) -> Tensor | None:
+    return due.shallow if cut.finest else due.deep
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _AtCuts:
+    """An ``output_block_patch`` that caches what skipped blocks would return, or takes it from the cache."""
+
+    cuts: Sequence[Cut]
+    cut: Cut | None
+    residuals: Residuals
+
+    def __call__(self, h: Tensor, skip: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        number = options["block"][1]
+        for cut in self.cuts:
+            if number != cut.output or (self.cut is not None and number < self.cut.output):
+                continue
+            before = self.residuals.of(cut)
+            if cut is self.cut:
+                assert before is not None
+                h = extrapolated(before, [0.0], _distance(cut, self.residuals.due))  # type: ignore[arg-type]
+                options["transformer_index"] = cut.transformers  # GLIGEN counts transformers
+            else:
+                self.residuals.keep(cut, updated(before, residual_of(h, [0.0])))
+        return h, skip
+
+
+class _View:
+    """A UNet as its forward sees it, in which skipped blocks return no channels."""
+
+    middle_block = None  # ComfyUI's forward leaves out what is None
+
+    def __init__(self, unet: Any, cut: Cut) -> None:
+        self._unet = unet
+        nothing = (_no_channels,)
+        self.input_blocks = [
+            block if i < cut.inputs else nothing for i, block in enumerate(unet.input_blocks)
+        ]
+        self.output_blocks = [
+            block if i >= cut.output else nothing for i, block in enumerate(unet.output_blocks)
+        ]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._unet, name)
+
+
+def _no_channels(x: Tensor) -> Tensor:
+    return x[:, :0]
+
+
+def _where_blocks_run(patch: Callable[..., Any], cut: Cut) -> Callable[..., Any]:
+    """A patch that leaves alone what skipped blocks return."""
+
+    def patched(*values: Any) -> Any:
+        *tensors, options = values
+        way, number = options["block"]
+        if number >= cut.output if way == "output" else number < cut.inputs:
+            return patch(*values)
+        return tuple(tensors) if len(tensors) > 1 else tensors[0]
+
+    return patched
+
+
+def _control(control: dict[str, Any] | None, cut: Cut) -> dict[str, Any] | None:
+    """What a ControlNet adds where blocks run. ComfyUI takes the value for the first block from the end."""
+    if control is None:
+        return None
+
+    def kept(name: str, runs: Callable[[int], bool]) -> list[Any]:
+        values = control.get(name, [])
+        return [value if runs(len(values) - 1 - i) else None for i, value in enumerate(values)]
+
+    return {
+        **control,
+        "input": kept("input", lambda number: number < cut.inputs),
+        "middle": [],
+        "output": kept("output", lambda number: number >= cut.output),
+    }
