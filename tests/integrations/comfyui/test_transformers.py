@@ -340,7 +340,7 @@ def test_auto_skips_blocks_and_follows_guidance(sampled, monkeypatch):
         clone, text = TokenMerging().merge(sampled, "auto", 0.5, 0.0, 1.0, latent)
         seen.clear()
         hosts.sample(clone, steps=steps, cfg=cfg, scheduler="simple")
-        full = StepReuse(every=every, spacing=0.8, span=spans / 16).steps_of(steps).full
+        full = StepReuse(every=every, span=spans / 16).steps_of(steps).full
         assert len(seen) == len(full)
         assert f"{len(full)} of 20 steps" in text.replace(
             f"Of 20 steps, {len(full)}", f"{len(full)} of 20 steps"
