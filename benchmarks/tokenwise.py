@@ -26,7 +26,7 @@ from diffusers import DiffusionPipeline
 from solvers import draw, key, read, write
 from turns import at_least_2
 
-from tokenmerge import Correction, StepReuse, ToMeConfig, token_merging
+from tokenmerge import Correction, StepReuse, ToMeConfig, presets, token_merging
 from tokenmerge.auto import choose
 from tokenmerge.measure.demo import path
 from tokenmerge.measure.demo.glyphs import caption, choose_prompts, read_glyphs
@@ -65,6 +65,9 @@ METHODS: Mapping[str, Method] = {
     "token-wise 0.75, extrapolated, dense 1 of 6, in a stack": token_wise(
         0.75, 6, combine="extrapolate", scope="stack"
     ),
+    "ras 0.5": lambda pipe: presets.ras(0.5),
+    "ras 0.5, proportional": lambda pipe: presets.ras(0.5, proportional=True),
+    "clusca": lambda pipe: presets.clusca(),
     "token-wise 0.5, dense 1 of 4": token_wise(0.5, 4),
     "token-wise 0.5, dense 1 of 2, step reuse every 2": token_wise(
         0.5, 2, reuse=StepReuse(every=2, spacing=0.8)
