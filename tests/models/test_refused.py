@@ -63,11 +63,6 @@ def test_a_pipeline_with_a_model_that_cannot_be_merged_is_refused_by_name(name):
         apply_token_merging(pipe, ToMeConfig())
 
 
-def test_context_parallelism_is_refused():
-    with pytest.raises(UnsupportedModelError, match="FluxTransformer2DModel while context parallelism"):
-        apply_token_merging(of("FluxTransformer2DModel", _parallel_config=object()), ToMeConfig())
-
-
 def refused_call(name: str, **changes: Any) -> str:
     """What a call of a patched model is refused with."""
     model = TINY[name].build().eval()

@@ -17,7 +17,14 @@ import tokenmerge.config
 from tokenmerge.config import GUIDED_PLANNERS, RESULT_PLANNERS, ToMeConfig, highest_ratio
 from tokenmerge.config.planner_names import names_in
 from tokenmerge.ops import Plan, SoftPlan, keep_destinations, merge, merge_with_norm, unmerge
-from tokenmerge.planners import OWN_NUMBER, PLANNERS, num_removed, num_removed_in_all, plan_pictures
+from tokenmerge.planners import (
+    OWN_NUMBER,
+    PLANNERS,
+    num_removed,
+    num_removed_in_all,
+    pictures_of,
+    plan_pictures,
+)
 
 EVERY = pytest.mark.parametrize("name", PLANNERS)
 # They draw nothing at random, whatever ``use_rand`` says.
@@ -203,8 +210,8 @@ def test_pictures_of_a_sequence_merge_each_by_its_own_plan(name, case, others, r
     ]
     sequence = torch.cat(pictures, dim=1)
     extra = (sequence.double().sin().sum(dim=2).abs(),) if name in TOLD_PLANNERS else ()
-    joined = plan_pictures(PLANNERS[name], sequence, grids, config, torch.tensor(3), *extra)
-    assert (num_removed_in_all(grids, config) > 0) == any(own is not None for own in apart)
+    joined = plan_pictures(PLANNERS[name], sequence, pictures_of(grids, config), torch.tensor(3), *extra)
+    assert (num_removed_in_all(pictures_of(grids, config)) > 0) == any(own is not None for own in apart)
     if joined is None:
         assert all(own is None for own in apart)
         return

@@ -62,9 +62,3 @@ def refuse(part: Any) -> None:
     for cls in type(part).__mro__:
         if reason := REASONS.get(cls.__name__):
             raise UnsupportedModelError(f"tokens cannot be merged in {cls.__name__} yet: {reason}")
-    if getattr(part, "_parallel_config", None) is not None:
-        raise UnsupportedModelError(
-            f"tokens cannot be merged in {type(part).__name__} while context parallelism splits its tokens "
-            "between devices, each of which sees a part of the grid; load the model again without "
-            "enable_parallelism()"
-        )

@@ -31,9 +31,20 @@ from tokenmerge.config import GUIDED_PLANNERS, RESULT_PLANNERS, MergeSettings
 from tokenmerge.config import PLANNERS as NAMES
 from tokenmerge.ops import Plan, num_tokens
 from tokenmerge.planners._grid import num_removed, split
-from tokenmerge.planners._pictures import num_removed_in_all, plan_pictures
+from tokenmerge.planners._parts import part_bounds, pictures_of_part
+from tokenmerge.planners._pictures import Pictures, num_removed_in_all, pictures_of, plan_pictures
 
-__all__ = ["OWN_NUMBER", "PLANNERS", "num_removed", "num_removed_in_all", "plan_pictures"]
+__all__ = [
+    "OWN_NUMBER",
+    "PLANNERS",
+    "Pictures",
+    "num_removed",
+    "num_removed_in_all",
+    "part_bounds",
+    "pictures_of",
+    "pictures_of_part",
+    "plan_pictures",
+]
 
 Planner = Callable[..., Plan | None]
 

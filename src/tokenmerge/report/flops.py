@@ -25,7 +25,8 @@ _WRAPPERS = ("forward", "_old_forward", "_hf_hook", "_diffusers_hook", "_compile
 def weightless(root: nn.Module, on_cpu: Collection[str] = ()) -> nn.Module:
     """An unpatched copy of a model on the meta device: its parameters and buffers have no values.
 
-    The parameters named in ``on_cpu`` become zeros on the CPU instead.
+    The parameters named in ``on_cpu`` become zeros on the CPU instead. A copy of a model that is split
+    between devices has all tokens to itself.
     """
     memo: dict[int, Any] = {}
     for tensor in chain(root.parameters(), root.buffers()):
@@ -38,6 +39,8 @@ def weightless(root: nn.Module, on_cpu: Collection[str] = ()) -> nn.Module:
         memo[id(parameter)] = nn.Parameter(torch.zeros_like(parameter, device="cpu"), False)
     for module in root.modules():
         memo |= {id(module.__dict__[name]): None for name in _WRAPPERS if name in module.__dict__}
+    if (parallel := getattr(root, "_parallel_config", None)) is not None:
+        memo[id(parallel)] = None
     copied = copy.deepcopy(root, memo)
     restore(copied)
     for module in copied.modules():

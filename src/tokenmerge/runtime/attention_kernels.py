@@ -4,6 +4,9 @@ PyTorch's fused attention can be intercepted by a ``TorchFunctionMode``. The ker
 SageAttention, xFormers and others are plain functions, which models call through diffusers' table of
 back-ends or as ``xformers.ops.memory_efficient_attention``. While a model with proportional attention is
 patched, a function that asks the running context first stands in the place of each.
+
+Under context parallelism the back-ends that call PyTorch's attention are among them: a mask would have to be
+gathered from all devices, while longer heads travel between them with the keys.
 """
 
 from __future__ import annotations
@@ -36,7 +39,7 @@ def reach_kernels(state: ModelState) -> None:
         _patched.add(state)
         for place, name, largest_head in _places():
             if not hasattr(place[name], "_tokenmerge_kernel"):
-                place[name] = _asking(place[name], largest_head)
+                place[name] = _asking(place[name], largest_head, takes_mask=name in _WITH_MASK)
 
 
 def leave_kernels(state: ModelState) -> None:
@@ -54,21 +57,25 @@ def _places() -> Iterator[tuple[dict[Any, Any], Any, int]]:
     backends = getattr(registry, "_backends", {})
     for backend in list(backends):
         name = getattr(backend, "value", backend)
-        if name not in _WITH_MASK:
-            sizes = (size for start, size in _LARGEST_HEADS.items() if name.startswith(start))
-            yield backends, backend, next(sizes, _LARGEST_HEAD)
+        sizes = (size for start, size in _LARGEST_HEADS.items() if name.startswith(start))
+        yield backends, backend, next(sizes, _LARGEST_HEAD)
     xformers = sys.modules.get("xformers.ops")
     if hasattr(xformers, "memory_efficient_attention"):
         yield vars(xformers), "memory_efficient_attention", _LARGEST_HEAD
 
 
-def _asking(function: Callable[..., Any], largest_head: int) -> Callable[..., Any]:
-    """A function that lets the running :class:`ProportionalAttention`, if there is one, call the kernel."""
+def _asking(function: Callable[..., Any], largest_head: int, takes_mask: bool) -> Callable[..., Any]:
+    """A function that lets the running :class:`ProportionalAttention`, if there is one, call the kernel.
+
+    A kernel that takes a mask gets one, unless its call is one for several devices.
+    """
     names = tuple(inspect.signature(function).parameters)
     kernel = Kernel(function, largest_head if "scale" in names else 0)
 
     @functools.wraps(function)
     def attention(*args: Any, **kwargs: Any) -> Any:
+        if takes_mask and kwargs.get("_parallel_config") is None:
+            return function(*args, **kwargs)
         for mode in _get_current_function_mode_stack():
             if isinstance(mode, ProportionalAttention) and mode.is_pending:
                 return mode.attend(kernel, {**dict(zip(names, args, strict=False)), **kwargs})

@@ -80,6 +80,6 @@ def finish_run(thread: ThreadState) -> None:
     latest = (image - tokens, None if text is given_text else text - given_text)
     residual = Residual(False, latest)
     same = before is not None and before.residual is not None and before.blocks == running.blocks
-    residual = updated(before.residual if same and before is not None else None, residual)
+    residual = updated(before.residual if same and before is not None else None, residual, thread.part)
     made = cache.runs[number]
     cache.runs[number] = dataclasses.replace(made, residual=residual, blocks=running.blocks)

@@ -11,7 +11,9 @@ from torch import nn
 
 from tokenmerge.config import StepReuse, ToMeConfig
 from tokenmerge.errors import ConfigError, NothingToMergeError, UnsupportedModelError
+from tokenmerge.models.parallel import Part
 from tokenmerge.ops import num_tokens
+from tokenmerge.planners import OWN_NUMBER, num_removed_in_all, pictures_of, pictures_of_part
 from tokenmerge.runtime.planning import check_grid, merges_tokens
 from tokenmerge.runtime.scheduler import DenoisingStep
 from tokenmerge.runtime.state import ModelState
@@ -46,6 +48,43 @@ def check_size(state: ModelState, *grids: tuple[int, int, int]) -> None:
         if message not in state.warned:
             state.warned.add(message)
             _warn(f"{message}; until then a call with a sample of this size runs dense")
+
+
+def check_part(
+    state: ModelState, root: nn.Module, part: Part, grids: tuple[tuple[int, int, int], ...]
+) -> None:
+    """See that tokens can merge in the parts of a sequence that several devices have.
+
+    Args:
+        state: of the called model.
+        root: the model.
+        part: that this process has.
+        grids: (frames, rows, columns) of the whole pictures.
+
+    Raises:
+        UnsupportedModelError: no token of some part can merge, or a planner would not remove equally many
+            tokens from each.
+    """
+    for _, settings in state.stages:
+        pictures = pictures_of(grids, settings)
+        own = pictures_of_part(pictures, part.index, part.parts)
+        shown = " + ".join(" × ".join(map(str, grid)) for grid in grids)
+        where = f"{type(root).__name__}: context parallelism splits {shown} tokens into {part.parts} parts"
+        if num_removed_in_all(pictures) and not num_removed_in_all(own):
+            raise UnsupportedModelError(
+                f"{where}, and nothing can merge in one of them: it has no whole cell of sy={settings.sy} × "
+                f"sx={settings.sx}, or its pictures have ratio 0; take fewer devices, another size, or merge "
+                "in all pictures"
+            )
+        sides = [
+            sorted(grid for grid, _ in pictures_of_part(pictures, index, part.parts))
+            for index in range(part.parts)
+        ]
+        if settings.planner in OWN_NUMBER and any(one != sides[0] for one in sides):
+            raise UnsupportedModelError(
+                f"{where} with different grids, and planner={settings.planner!r} would not remove "
+                "equally many tokens from each; take planner='tiled', or a size whose rows divide equally"
+            )
 
 
 @torch.compiler.assume_constant_result  # called while a graph is traced, and no part of it

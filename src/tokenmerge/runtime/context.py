@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tokenmerge.config import MergeSettings, ToMeConfig
 from tokenmerge.models.layout import Grid
+from tokenmerge.models.parallel import Part
 from tokenmerge.ops import Plan
 from tokenmerge.runtime.caches import BlockRun, Cache, Call, Memory, RecordedCall
 from tokenmerge.runtime.step_log import StepLog
@@ -110,6 +111,7 @@ class ThreadState:
     Attributes:
         context: of the running call, or the last one.
         grid: the model's finest token grid in that call.
+        part: of the sequence, that this process has in that call; None: all of it.
         seed: makes the numbers of steps.
         own_memory: what is cached where settings do not follow the steps.
         memory: what the running call caches; None before the first.
@@ -121,6 +123,7 @@ class ThreadState:
     def __init__(self, context: CallContext, groups: Sequence[int]) -> None:
         self.context = context
         self.grid = Grid()
+        self.part: Part | None = None
         self.seed = StepSeed()
         self.own_memory = Memory(groups)
         self.memory: Memory | None = None

@@ -15,6 +15,7 @@ from tokenmerge.config import CACHED_FEATURES, TOKEN_REUSE
 from tokenmerge.errors import UnsupportedModelError
 from tokenmerge.models.call import HostCall
 from tokenmerge.models.layout import Layout
+from tokenmerge.models.parallel import splits_tokens
 from tokenmerge.ops import Plan, keep_destinations, merge, merge_with_norm
 from tokenmerge.runtime.block_runs import block_in_run
 from tokenmerge.runtime.caches import RecordedCall
@@ -83,6 +84,12 @@ def compiled_block(names: Callable[[], Sequence[str]]) -> property:
             return graph(*args, **kwargs)
         if not (_plans_outside(state) or _caches_residuals(state) or caches_features(state)):
             return graph(*args, **kwargs)
+        if splits_tokens(self):
+            raise UnsupportedModelError(
+                f"{state.path}: context parallelism splits tokens inside the graph of this block, and "
+                "what is cached between calls is for the part of each device; leave the model uncompiled, or "
+                "take reuse.every=1, plans.every=1, plans.blocks=False, plans.guidance=False and no record_steps()"
+            )
         _count_call(state)
         block, call = state.threads.value, HostCall(graph, names(), args, kwargs)
 
@@ -235,7 +242,7 @@ def _skippable_block(state: BlockState, call: HostCall, run: Callable[[], Any]) 
     if distance is not None and before is not None:
         return extrapolated(before, _bases(state, call, len(before.latest)), distance)
     result = run()
-    residuals[state.call] = updated(before, _residual(state, call, result))
+    residuals[state.call] = updated(before, _residual(state, call, result), state.model.threads.value.part)
     return result
 
 

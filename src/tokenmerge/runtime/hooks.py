@@ -11,11 +11,13 @@ from torch import Tensor, nn
 from tokenmerge.config import ToMeConfig
 from tokenmerge.errors import ConfigError, UnsupportedModelError
 from tokenmerge.models.layout import Grid
+from tokenmerge.models.parallel import part_of
 from tokenmerge.runtime.attention_kernels import reach_kernels
 from tokenmerge.runtime.block_runs import finish_run
 from tokenmerge.runtime.caches import Memory
 from tokenmerge.runtime.call_checks import (
     check_given,
+    check_part,
     check_size,
     check_stacks,
     refuse_caches,
@@ -58,11 +60,14 @@ def before_model(root: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
     if not torch.compiler.is_compiling():
         reach_kernels(state)  # of a copy of a patched model, and those that were loaded since
     sample = arguments[state.call.sample]
+    thread.part = part_of(root)
     if state.config.merges_stacks:
         check_stacks(state, root, arguments)
     if state.merges:
         grids = _grids(state, root, arguments, state.given_grid or thread.grid)
         check_size(state, *grids)
+        if thread.part is not None:
+            check_part(state, root, thread.part, grids)
         thread.grid.shapes = grids
     by = state.call.timestep
     timestep = arguments[by] if isinstance(by, str) else by(root, arguments)

@@ -18,6 +18,7 @@ from tokenmerge.config import MergeSettings, ToMeConfig
 from tokenmerge.errors import NothingToMergeError, UnsupportedModelError
 from tokenmerge.models.base import Block, Host, modules_in
 from tokenmerge.models.layout import Grid
+from tokenmerge.models.parallel import part_of
 from tokenmerge.runtime.attention_kernels import leave_kernels, reach_kernels
 from tokenmerge.runtime.context import CallContext, ThreadState
 from tokenmerge.runtime.forward import block_call, layer_call, stage_call
@@ -76,6 +77,7 @@ def check_host(host: Host, config: ToMeConfig, size: tuple[int, int] | None) -> 
     blocks = blocks_to_merge(host, config)
     if not blocks:
         raise NothingToMergeError(why_nothing_merges(host, config))
+    part_of(host.root)  # raises where merging does not fit how its tokens are split between devices
     if config.reuses_steps and not (host.can_skip or host.controlnet):
         raise UnsupportedModelError(
             f"{config.given_reuse}: no part of {type(host.root).__name__} can be left out of a "

@@ -11,7 +11,7 @@ from torch import Tensor
 from tokenmerge.config import GUIDED_PLANNERS, RESULT_PLANNERS, MergeSettings, ToMeConfig
 from tokenmerge.errors import NothingToMergeError, UnsupportedModelError
 from tokenmerge.ops import IndexPlan, Plan, features_if_shared, num_tokens, shared_features
-from tokenmerge.planners import PLANNERS, num_removed_in_all, plan_pictures
+from tokenmerge.planners import PLANNERS, num_removed_in_all, part_bounds, pictures_of, plan_pictures
 from tokenmerge.runtime.features import compared, count_repeats, penalty_of
 from tokenmerge.runtime.guidance import importance_of_tokens
 from tokenmerge.runtime.state import BlockState, RecordedPlan
@@ -23,7 +23,8 @@ GridShape = tuple[int, int, int]
 def merges_tokens(stages: Stages, *grids: GridShape) -> bool:
     """Whether a call with these finest grids of (frames, rows, columns) has tokens to merge."""
     return any(
-        num_removed_in_all([(f, -(-h // level), -(-w // level)) for f, h, w in grids], settings) > 0
+        num_removed_in_all(pictures_of([(f, -(-h // level), -(-w // level)) for f, h, w in grids], settings))
+        > 0
         for level, settings in stages
     )
 
@@ -68,22 +69,23 @@ def size_of(state: BlockState, x: Tensor, mask: Tensor | None) -> tuple[int, int
     Raises:
         UnsupportedModelError: the input has fewer tokens than the block's grid.
     """
-    n = sum(map(num_tokens, state.grids))
+    pictures = state.pictures
+    n = sum(num_tokens(grid) for grid, _ in pictures)
     if x.shape[1] < n:
-        shown = " + ".join(" × ".join(map(str, grid)) for grid in state.grids)
+        shown = " + ".join(" × ".join(map(str, grid)) for grid, _ in pictures)
         raise UnsupportedModelError(
             f"{state.path}: expected the {shown} = {n} tokens of its grid, got an "
             f"input of shape {tuple(x.shape)}; this model calls its blocks in a way that tokenmerge does not "
             "know: remove_token_merging(model) restores it"
         )
-    if not state.settings.merges or not num_removed_in_all(state.grids, state.settings):
+    if not state.settings.merges or not num_removed_in_all(pictures):
         return None
     return x.shape[0], n if mask is None else x.shape[1]
 
 
 def plan_of(state: BlockState, x: Tensor, mask: Tensor | None) -> Plan:
     """The plan for a block's tokens, of which some merge; ``mask`` tells them from padding behind them."""
-    n = sum(map(num_tokens, state.grids))
+    n = sum(num_tokens(grid) for grid, _ in state.pictures)
     start = None if mask is None else mask.sum(dim=1) - n
     plan = plan_by(state, x.shape[0], n, lambda: compared(state, x, n, start))
     return plan if start is None else plan.within(start, x.shape[1])
@@ -114,7 +116,8 @@ def known_plan(state: BlockState, b: int, n: int) -> Plan | None:
 def record_plan(state: BlockState, plan: Plan) -> None:
     """Leave the plan that a block runs with to whoever asks for it."""
     if state.model.record is not None:
-        state.model.record[state.path] = RecordedPlan(plan, state.grids[0], state.grids[1:])
+        first, *others = (grid for grid, _ in state.pictures)
+        state.model.record[state.path] = RecordedPlan(plan, first, tuple(others))
     if state.model.config.result_planner is not None:
         state.model.threads.value.plan = plan
     log = state.model.context.step_log
@@ -133,26 +136,29 @@ def _new_plan(state: BlockState, features: Tensor) -> Plan:
         return found
 
     def planned(features: Tensor) -> Plan | None:
-        settings, grids = state.settings, state.grids
-        planner = PLANNERS[settings.planner]
-        if settings.planner in RESULT_PLANNERS:
+        name, pictures, part = state.settings.planner, state.pictures, state.model.threads.value.part
+        planner = PLANNERS[name]
+        if name in RESULT_PLANNERS:
             scores = _of_images(context.skip_scores, features)
             if scores is None:
-                return plan_pictures(PLANNERS["tome"], features, grids, settings, step)
-            return plan_pictures(planner, features, grids, settings, step, scores)
-        if settings.planner not in GUIDED_PLANNERS:
+                return plan_pictures(PLANNERS["tome"], features, pictures, step)
+            return plan_pictures(planner, features, pictures, step, scores)
+        if name not in GUIDED_PLANNERS:
             penalty = penalty_of(state, len(features))
             penalties = () if penalty is None else (penalty.to(features.device),)
-            return plan_pictures(planner, features, grids, settings, step, *penalties)
+            return plan_pictures(planner, features, pictures, step, *penalties)
         change = context.guidance_difference
-        importance = None if change is None else importance_of_tokens(change, *grids)
+        importance = None if change is None else importance_of_tokens(change, *state.grids)
+        if importance is not None and part is not None:
+            start, stop = part_bounds(importance.shape[1], part.index, part.parts)
+            importance = importance[:, start:stop]
         if importance is not None and len(features) == 1:
             importance = importance.mean(dim=0, keepdim=True)
         if importance is None or len(importance) != len(features):
             if change is not None:
                 _warn_of_other_tokens(state, change, features)
-            return plan_pictures(PLANNERS["tome"], features, grids, settings, step)
-        return plan_pictures(planner, features, grids, settings, step, importance.to(features.device))
+            return plan_pictures(PLANNERS["tome"], features, pictures, step)
+        return plan_pictures(planner, features, pictures, step, importance.to(features.device))
 
     copies = context.guidance_copies if b % context.guidance_copies == 0 else 1
     if not state.batched:

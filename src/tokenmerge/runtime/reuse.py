@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from tokenmerge.models.parallel import Part
+
 Tensors = Sequence[Tensor | None]
+
+_SHORTEST = 1e-8  # of a vector with a direction, as in torch.cosine_similarity
 
 
 class Residual(NamedTuple):
@@ -33,14 +38,14 @@ def residual_of(result: Any, bases: Sequence[Tensor | float]) -> Residual:
     return Residual(isinstance(result, Tensor), _each(torch.sub, _tensors(result), bases))
 
 
-def updated(before: Residual | None, residual: Residual) -> Residual:
-    """A residual with its change since the run before."""
-    latest = residual.latest
+def updated(before: Residual | None, residual: Residual, part: Part | None = None) -> Residual:
+    """A residual with its change since the run before; ``part``: of the tokens that it is for, if not all."""
+    latest, agreement = residual.latest, partial(_agreement, part)
     if before is None or before.delta is None or not _same_shapes(latest, before.latest):
         delta = _each(torch.zeros_like, latest)
-        return Residual(residual.single, latest, delta, _each(_agreement, delta, delta))
+        return Residual(residual.single, latest, delta, _each(agreement, delta, delta))
     delta = _each(torch.sub, latest, before.latest)
-    return Residual(residual.single, latest, delta, _each(_agreement, delta, before.delta))
+    return Residual(residual.single, latest, delta, _each(agreement, delta, before.delta))
 
 
 def extrapolated(residual: Residual, bases: Sequence[Tensor | float], distance: Tensor) -> Any:
@@ -73,9 +78,15 @@ def _same_shapes(ones: Tensors, others: Tensors) -> bool:
     ]
 
 
-def _agreement(delta: Tensor, before: Tensor) -> Tensor:
+def _agreement(part: Part | None, delta: Tensor, before: Tensor) -> Tensor:
     """How far each image's delta keeps its direction: the cosine, or 0 where it turns back."""
-    cosine = torch.cosine_similarity(delta.flatten(1).float(), before.flatten(1).float(), dim=1)
+    now, then = delta.flatten(1).float(), before.flatten(1).float()
+    if part is None:
+        cosine = torch.cosine_similarity(now, then, dim=1)
+    else:
+        squares = part.total(torch.stack([(now * then).sum(1), now.square().sum(1), then.square().sum(1)]))
+        lengths = squares[1:].sqrt().clamp(min=_SHORTEST)
+        cosine = squares[0] / (lengths[0] * lengths[1])
     return cosine.clamp(min=0).to(delta.dtype).view(-1, *[1] * (delta.ndim - 1))
 
 

@@ -15,6 +15,7 @@ from tokenmerge.errors import ConfigError
 from tokenmerge.models.base import ModelCall
 from tokenmerge.models.layout import Grid, Layout
 from tokenmerge.ops import Plan
+from tokenmerge.planners import Pictures, pictures_of, pictures_of_part
 from tokenmerge.runtime.caches import Call, Memory, RecordedCalls
 from tokenmerge.runtime.context import CallContext, PartState, ThreadState
 from tokenmerge.runtime.per_thread import PerThread
@@ -250,6 +251,12 @@ class BlockState:
     def image_place(self) -> int:
         """Index of the image tokens in its result, where that is a tuple."""
         return (self.block_layout or self.layout).outputs[0]
+
+    @property
+    def pictures(self) -> Pictures:
+        """The pictures among the tokens that it gets: those of the sequence, or of this device's part."""
+        part, pictures = self.model.threads.value.part, pictures_of(self.grids, self.settings)
+        return pictures if part is None else pictures_of_part(pictures, part.index, part.parts)
 
     @property
     def call(self) -> Call:
