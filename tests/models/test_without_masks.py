@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,7 +12,9 @@ import torch
 from torch.testing import assert_close
 
 from tests.kernels import backend
+from tests.models import test_copies_and_gradients as gradients
 from tests.models import test_every_family as laws
+from tests.models import test_over_steps as over_steps
 from tests.models.test_every_family import call, model_of
 from tests.models.tiny import FAMILIES, Family
 from tokenmerge import ToMeConfig, apply_token_merging
@@ -38,10 +42,17 @@ def same_with(family: Family, name: str) -> bool:
     return torch.allclose(result, expected, rtol=1e-4, atol=1e-4 * expected.abs().max().item())
 
 
+@functools.cache
+def strictest(name: str) -> str | None:
+    """The strictest back-end that the dense model of a family runs with; None: it gives a mask to each."""
+    family = FAMILIES[name]
+    return next((kernel for kernel in ("flash", "flash_varlen") if same_with(family, kernel)), None)
+
+
 @pytest.fixture
 def kernel(family: Family) -> Iterator[str]:
     """The strictest back-end that the dense model runs with."""
-    name = next((name for name in ("flash", "flash_varlen") if same_with(family, name)), None)
+    name = strictest(next(name for name, own in FAMILIES.items() if own is family))
     if name is None:
         pytest.skip("the model itself gives a mask that no such kernel takes")
     with backend(name):
@@ -56,26 +67,24 @@ def proportional(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def with_sizes(family: Family, **changes: Any) -> ToMeConfig:
         return settings(family, **{"proportional": True, **changes})
 
-    monkeypatch.setattr(laws, "settings", with_sizes)
+    for module in (laws, over_steps, gradients):
+        monkeypatch.setattr(module, "settings", with_sizes)
 
 
 LAWS = [
-    laws.test_ratio_0_is_bit_equal,
-    laws.test_half_of_the_tokens_never_reach_the_attention,
-    laws.test_removal_leaves_no_trace,
-    laws.test_an_image_does_not_depend_on_its_batch,
+    *(law for name, law in vars(laws).items() if name.startswith("test_")),
+    over_steps.test_what_a_block_changed_is_added_to_what_it_is_called_with,
+    over_steps.test_what_merging_a_block_loses_is_given_back,
+    gradients.test_gradients_are_those_without_checkpointing,
 ]
 
 
 @EVERY
+@pytest.mark.filterwarnings("ignore:`Transformer2DModelOutput` is deprecated:FutureWarning")
 @pytest.mark.parametrize("law", LAWS, ids=lambda law: law.__name__)
-def test_the_laws_of_every_family(law, family, proportional):
-    law(family)
-
-
-@EVERY
-def test_reordered_tokens(family, proportional, monkeypatch):
-    laws.test_reordering_tokens_changes_nothing(family, (7, 5), monkeypatch)
+def test_the_laws_of_every_family(law, family, proportional, monkeypatch):
+    given = {"family": family, "monkeypatch": monkeypatch, "grid": (7, 5), "batch": 3}
+    law(**{name: given[name] for name in inspect.signature(law).parameters})
 
 
 @EVERY

@@ -109,7 +109,7 @@ CASES = {
     # Soft plans multiply what rounding changes by 1000; on the tokens of FLUX that shows.
     f"{WAN}, toma": _of(WAN, changes={"planner": "toma", "sx": 4, "sy": 4}),
     **{f"{name}, patched first": _of(name, patched_first=True) for name in (FLUX, WAN)},
-    **{f"{name}, steps": _of(name, changes=_STEPS, steps=6) for name in (FLUX, WAN)},
+    **{f"{name}, steps": _of(name, changes=_STEPS, steps=8) for name in (FLUX, WAN)},
     "plans for steps": _of(FLUX, changes={"plans": PlanSharing(every=2, blocks=True)}, steps=3),
     "importance": _of(FLUX, changes={"planner": "importance"}, steps=3, calls=2),
     "ring": _of(FLUX, changes={"proportional": True}, parallel={"ring_degree": PROCESSES}, kernel="flash"),
@@ -136,9 +136,9 @@ CASES = {
         f"{name}, compiled": _of(name, changes={**_ALONE, "proportional": True}, compiled=True)
         for name in (FLUX, WAN)
     },
-    f"{FLUX}, compiled, steps": _of(FLUX, changes=_STEPS, steps=4, compiled=True),
+    f"{FLUX}, compiled, steps": _of(FLUX, changes=_STEPS, steps=8, compiled=True),
     f"{WAN}, compiled, steps": _of(
-        WAN, changes=_STEPS, steps=4, compiled=True, refused="splits tokens inside the graph of this block"
+        WAN, changes=_STEPS, steps=8, compiled=True, refused="splits tokens inside the graph of this block"
     ),
     "tensor parallel, patched first": Case(
         parallel={"tp_degree": PROCESSES}, tensors=True, patched_first=True
