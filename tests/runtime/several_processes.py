@@ -97,6 +97,7 @@ _EVERYWHERE = {
     "uniform": {"planner": "uniform"},
 }
 _ALONE = {"plans": PlanSharing(guidance=False)}
+_TOKENS = {"combine": "extrapolate", "correction": Correction(every=2)}
 _STEPS = {"scope": "block", "reuse": StepReuse(every=2), "correction": Correction(every=3)}
 
 CASES = {
@@ -110,6 +111,10 @@ CASES = {
     f"{WAN}, toma": _of(WAN, changes={"planner": "toma", "sx": 4, "sy": 4}),
     **{f"{name}, patched first": _of(name, patched_first=True) for name in (FLUX, WAN)},
     **{f"{name}, steps": _of(name, changes=_STEPS, steps=8) for name in (FLUX, WAN)},
+    **{
+        f"token-wise reuse, {scope}": _of(FLUX, changes={**_TOKENS, "scope": scope}, steps=8)
+        for scope in ("layers", "block", "stack")
+    },
     "plans for steps": _of(FLUX, changes={"plans": PlanSharing(every=2, blocks=True)}, steps=3),
     "importance": _of(FLUX, changes={"planner": "importance"}, steps=3, calls=2),
     "ring": _of(FLUX, changes={"proportional": True}, parallel={"ring_degree": PROCESSES}, kernel="flash"),
@@ -219,7 +224,7 @@ def _generation(case: Case, model: nn.Module, split: Any) -> Tensor:
                 model(**{**arguments, "encoder_hidden_states": text.roll(i, 0)})[0] for i in range(case.calls)
             ]
             if case.steps:
-                arguments["hidden_states"] = arguments["hidden_states"] - 0.1 * sum(results)
+                arguments["hidden_states"] = arguments["hidden_states"] - sum(results)
     return torch.stack(results)
 
 

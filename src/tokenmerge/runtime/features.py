@@ -61,7 +61,7 @@ def _cache_residual(
 
 def _image(state: BlockState, call: HostCall, x: Tensor) -> Tensor:
     """``[b, n, c]``: the tokens of the image in the input or the result of a block."""
-    n, padding = sum(map(num_tokens, state.grids)), state.layout.padding
+    n, padding = state.tokens, state.layout.padding
     mask = call.argument(padding) if padding else None
     return state.layout.image(x, n, None if mask is None else mask.sum(dim=1) - n)
 

@@ -88,7 +88,8 @@ def compiled_block(names: Callable[[], Sequence[str]]) -> property:
             raise UnsupportedModelError(
                 f"{state.path}: context parallelism splits tokens inside the graph of this block, and "
                 "what is cached between calls is for the part of each device; leave the model uncompiled, or "
-                "take reuse.every=1, plans.every=1, plans.blocks=False, plans.guidance=False and no record_steps()"
+                "take reuse.every=1, plans.every=1, plans.blocks=False, plans.guidance=False, and no "
+                "patch.record_steps()"
             )
         _count_call(state)
         block, call = state.threads.value, HostCall(graph, names(), args, kwargs)
@@ -303,7 +304,7 @@ def _with_cached_tokens(
         count = 1 if isinstance(result, Tensor) else len(result)
         bases = _bases(block, call, count) if change_only else [0.0] * count
         residual = of_image(layout, residual_of(result, bases), active.tokens)
-        tokens[number] = cached_anew(before, residual, settings)
+        tokens[number] = cached_anew(before, residual, settings, block.model.threads.value.part)
         return result
     given = layout.tokens_of(call)
     merged = merged_tokens(layout, plan, given, COMBINE[settings.combine])

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tokenmerge.config import GUIDED_PLANNERS, RESULT_PLANNERS, MergeSettings, ToMeConfig
 from tokenmerge.errors import NothingToMergeError, UnsupportedModelError
-from tokenmerge.ops import IndexPlan, Plan, features_if_shared, num_tokens, shared_features
+from tokenmerge.ops import IndexPlan, Plan, features_if_shared, shared_features
 from tokenmerge.planners import PLANNERS, num_removed_in_all, part_bounds, pictures_of, plan_pictures
 from tokenmerge.runtime.features import compared, count_repeats, penalty_of
 from tokenmerge.runtime.guidance import importance_of_tokens
@@ -69,8 +69,7 @@ def size_of(state: BlockState, x: Tensor, mask: Tensor | None) -> tuple[int, int
     Raises:
         UnsupportedModelError: the input has fewer tokens than the block's grid.
     """
-    pictures = state.pictures
-    n = sum(num_tokens(grid) for grid, _ in pictures)
+    pictures, n = state.pictures, state.tokens
     if x.shape[1] < n:
         shown = " + ".join(" × ".join(map(str, grid)) for grid, _ in pictures)
         raise UnsupportedModelError(
@@ -85,7 +84,7 @@ def size_of(state: BlockState, x: Tensor, mask: Tensor | None) -> tuple[int, int
 
 def plan_of(state: BlockState, x: Tensor, mask: Tensor | None) -> Plan:
     """The plan for a block's tokens, of which some merge; ``mask`` tells them from padding behind them."""
-    n = sum(num_tokens(grid) for grid, _ in state.pictures)
+    n = state.tokens
     start = None if mask is None else mask.sum(dim=1) - n
     plan = plan_by(state, x.shape[0], n, lambda: compared(state, x, n, start))
     return plan if start is None else plan.within(start, x.shape[1])

@@ -10,7 +10,7 @@ from torch import Tensor
 from tokenmerge.errors import UnsupportedModelError
 from tokenmerge.models.call import HostCall
 from tokenmerge.models.layout import Layout
-from tokenmerge.ops import Plan, num_tokens
+from tokenmerge.ops import Plan
 from tokenmerge.runtime.context import ActiveMerge
 from tokenmerge.runtime.merged_call import call_on, merged_tokens, of_image, unmerged_result
 from tokenmerge.runtime.planning import plan_of, record_plan, size_of
@@ -74,8 +74,8 @@ def _for_all_tokens(state: BlockState, layout: Layout, whole: StackInput, result
         return result
     outputs = [result] if isinstance(result, Tensor) else result
     bases = [whole.tokens if len(outputs) == 1 or i in layout.outputs else 0.0 for i in range(len(outputs))]
-    n = sum(map(num_tokens, state.grids))
-    cached[state.call] = cached_anew(before, of_image(layout, residual_of(result, bases), n), settings)
+    residual = of_image(layout, residual_of(result, bases), state.tokens)
+    cached[state.call] = cached_anew(before, residual, settings, state.model.threads.value.part)
     return result
 
 

@@ -14,7 +14,7 @@ from tokenmerge.config import FoundFor, MergeSettings, ToMeConfig
 from tokenmerge.errors import ConfigError
 from tokenmerge.models.base import ModelCall
 from tokenmerge.models.layout import Grid, Layout
-from tokenmerge.ops import Plan
+from tokenmerge.ops import Plan, num_tokens
 from tokenmerge.planners import Pictures, pictures_of, pictures_of_part
 from tokenmerge.runtime.caches import Call, Memory, RecordedCalls
 from tokenmerge.runtime.context import CallContext, PartState, ThreadState
@@ -257,6 +257,11 @@ class BlockState:
         """The pictures among the tokens that it gets: those of the sequence, or of this device's part."""
         part, pictures = self.model.threads.value.part, pictures_of(self.grids, self.settings)
         return pictures if part is None else pictures_of_part(pictures, part.index, part.parts)
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens in them."""
+        return sum(num_tokens(grid) for grid, _ in self.pictures)
 
     @property
     def call(self) -> Call:

@@ -20,20 +20,24 @@ from torch import Tensor
 
 from tokenmerge.config import MergeSettings
 from tokenmerge.models.layout import Layout
+from tokenmerge.models.parallel import Part
 from tokenmerge.ops import Plan, unmerge_onto
 from tokenmerge.runtime.merged_call import replace_image
 from tokenmerge.runtime.reuse import Residual, updated
 
 
-def cached_anew(before: Residual | None, residual: Residual, settings: MergeSettings) -> Residual:
+def cached_anew(
+    before: Residual | None, residual: Residual, settings: MergeSettings, part: Part | None
+) -> Residual:
     """What is cached on a dense step.
 
     Args:
         before: what was cached until then; None: nothing.
         residual: of the n tokens of the image, all of them computed.
         settings: that hold at the step.
+        part: of the image, that this process has; None: all of it.
     """
-    return updated(before, residual) if settings.combine == "extrapolate" else residual
+    return updated(before, residual, part) if settings.combine == "extrapolate" else residual
 
 
 def refilled_result(
