@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tokenmerge.models.call import HostCall
-from tokenmerge.ops import IndexPlan, num_tokens
+from tokenmerge.ops import IndexPlan
 from tokenmerge.runtime.reuse import Residual
 from tokenmerge.runtime.state import BlockState
 
