@@ -1,11 +1,13 @@
 """Exported denoisers on a CPU: an LCM-like loop of few steps, dense and merged, in ONNX Runtime and OpenVINO.
 
 The denoiser has the geometry of a well-known model and random weights, so that nothing is downloaded. It is
-exported once for each ratio and program, and PyTorch runs the same loop for the reference. Then all take
-turns, each in a process of its own, so that one model is in memory at a time. Loading is not timed. Every
-loop adds a line to the record, and a run that was stopped goes on where it was.
+exported once for each ratio and program, and PyTorch runs the same loop for the reference; both stay in a
+folder. Then each program in turn, in a process of its own, loads its models, calls each once without timing,
+and runs their loops at the same time: step by step, the models take turns. Every loop adds a line to the
+record, and a run that was stopped goes on with the round where it was.
 
-    python benchmarks/exported.py --out benchmarks/exported_cpu.jsonl
+    python benchmarks/exported.py --only-export                        # once, and slow
+    python benchmarks/exported.py --out benchmarks/exported_cpu.jsonl  # while the machine does nothing else
     python benchmarks/exported.py --out benchmarks/exported_cpu.jsonl --table
 """
 
@@ -19,7 +21,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -55,33 +57,38 @@ def main() -> None:
     parser.add_argument("--ratio", type=float, nargs="+", default=[0.0, 0.6])
     parser.add_argument("--engine", nargs="+", default=list(FORMATS), choices=list(FORMATS))
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=2, help="loops of each model (default: 2)")
     parser.add_argument("--exports", type=Path, default=Path("outputs/exported"), help="where exports stay")
     parser.add_argument("--out", type=Path, default=Path("outputs/exported.jsonl"))
+    parser.add_argument(
+        "--only-export", action="store_true", help="write the exports and references, and stop"
+    )
     parser.add_argument("--table", action="store_true", help="print the table of the record and stop")
-    parser.add_argument("--one", nargs=2, metavar=("ENGINE", "RATIO"), help=argparse.SUPPRESS)
+    parser.add_argument("--reference", type=float, metavar="RATIO", help=argparse.SUPPRESS)
     parser.add_argument("--export-one", nargs=2, metavar=("ENGINE", "RATIO"), help=argparse.SUPPRESS)
+    parser.add_argument("--measure", metavar="ENGINE", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.table:
         return table(options)
-    if options.one:
-        return run_one(options, options.one[0], float(options.one[1]))
+    if options.reference is not None:
+        return write_reference(options, options.reference)
     if options.export_one:
         return export_one(options, options.export_one[0], float(options.export_one[1]))
+    if options.measure:
+        return measure(options, options.measure)
 
     for ratio in options.ratio:
         if not reference_file(options, ratio).exists():
-            child("--one", PYTORCH, str(ratio))
+            child("--reference", str(ratio))
     for engine in options.engine:
         for ratio in options.ratio:
             if not folder_of(options, engine, ratio).exists():
                 child("--export-one", engine, str(ratio))
-    for turn in range(1, options.rounds + 1):
-        for engine in options.engine:
-            for ratio in options.ratio:
-                if len(records(options, engine, ratio)) < turn:
-                    print(f"round {turn} of {options.rounds}: {engine}, ratio {ratio:g}", file=sys.stderr)
-                    child("--one", engine, str(ratio))
+    if options.only_export:
+        return
+    for engine in options.engine:
+        if rounds_done(options, engine) < options.rounds:
+            child("--measure", engine)
     table(options)
 
 
@@ -129,68 +136,88 @@ def export_one(options: argparse.Namespace, engine: str, ratio: float) -> None:
     )
 
 
-def loop(options: argparse.Namespace, call: Callable[[np.ndarray, float], np.ndarray]) -> list[np.ndarray]:
-    """Denoise from the noise of one seed; the result of each call of the denoiser."""
+def loop(
+    options: argparse.Namespace, call: Callable[[np.ndarray, float], np.ndarray]
+) -> Iterator[tuple[float, np.ndarray]]:
+    """Denoise from the noise of one seed; the time and the result of each call of the denoiser."""
     scheduler = LCMScheduler(beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear")
     scheduler.set_timesteps(options.steps)
     generator = torch.Generator().manual_seed(0)
     side = options.size // SCALE
     latents = torch.randn(1, 4, side, side, generator=generator)
-    results = []
     for step in scheduler.timesteps:
+        begin = time.perf_counter()
         result = call(latents.numpy(), float(step))
-        results.append(result)
+        yield time.perf_counter() - begin, result
         latents = scheduler.step(torch.from_numpy(result), step, latents, generator=generator).prev_sample
-    return results
 
 
-def run_one(options: argparse.Namespace, engine: str, ratio: float) -> None:
-    """Time the loop once, compare each of its results with PyTorch's, and append a line to the record."""
+def write_reference(options: argparse.Namespace, ratio: float) -> None:
+    """PyTorch's results."""
     torch.set_num_threads(options.threads)
-    own = merging(ratio)
-    if engine == PYTORCH:
-        made = make_call(options)
-        text = made.arguments["encoder_hidden_states"]
+    made = make_call(options)
+    text = made.arguments["encoder_hidden_states"]
 
-        def run(sample: np.ndarray, step: float) -> np.ndarray:
-            arguments = (torch.from_numpy(sample), torch.full((1,), step), text)
-            with torch.no_grad():
-                return made.denoiser(*arguments, return_dict=False)[0].numpy()
+    def call(sample: np.ndarray, step: float) -> np.ndarray:
+        arguments = (torch.from_numpy(sample), torch.full((1,), step), text)
+        with torch.no_grad():
+            return made.denoiser(*arguments, return_dict=False)[0].numpy()
 
-        with token_merging(made, settings_of(own, made)):
-            seconds, results = timed(lambda: loop(options, run))
-        reference_file(options, ratio).parent.mkdir(parents=True, exist_ok=True)
-        np.savez(reference_file(options, ratio), results=np.stack(results), text=text.numpy())
-        about: dict[str, Any] = {}
-    else:
-        folder = folder_of(options, engine, ratio)
-        model = FORMATS[engine].load(folder, options.threads)
-        about = {"export": json.loads((folder / "export.json").read_text(encoding="utf-8"))}
-        reference = np.load(reference_file(options, ratio))
+    with token_merging(made, settings_of(merging(ratio), made)):
+        results = [result for _, result in loop(options, call)]
+    reference_file(options, ratio).parent.mkdir(parents=True, exist_ok=True)
+    np.savez(reference_file(options, ratio), results=np.stack(results), text=text.numpy())
 
-        def exported(sample: np.ndarray, step: float) -> np.ndarray:
-            timestep = np.full(1, step, dtype=np.float32)
-            text = reference["text"]
-            return model({"sample": sample, "timestep": timestep, "encoder_hidden_states": text})
 
-        seconds, results = timed(lambda: loop(options, exported))
-        about["differences"] = [
-            float(np.abs(one - other).max() / np.abs(other).max())
-            for one, other in zip(results, reference["results"], strict=True)
-        ]
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+def load(options: argparse.Namespace, engine: str, ratio: float) -> Callable[[np.ndarray, float], np.ndarray]:
+    """An exported model with the text of the reference, called once."""
+    model = FORMATS[engine].load(folder_of(options, engine, ratio), options.threads)
+    text = np.load(reference_file(options, ratio))["text"]
+
+    def call(sample: np.ndarray, step: float) -> np.ndarray:
+        timestep = np.full(1, step, dtype=np.float32)
+        return model({"sample": sample, "timestep": timestep, "encoder_hidden_states": text})
+
+    next(loop(options, call))
+    return call
+
+
+def measure(options: argparse.Namespace, engine: str) -> None:
+    """Run the rounds of a program that the record lacks."""
+    torch.set_num_threads(options.threads)
+    models = {ratio: load(options, engine, ratio) for ratio in options.ratio}
+    for number in range(rounds_done(options, engine) + 1, options.rounds + 1):
+        loops = {ratio: loop(options, model) for ratio, model in models.items()}
+        found: dict[float, list[tuple[float, np.ndarray]]] = {ratio: [] for ratio in loops}
+        for step in range(options.steps):
+            order = options.ratio if (step + number) % 2 else options.ratio[::-1]
+            for ratio in order:
+                found[ratio].append(next(loops[ratio]))
+        for ratio, steps in found.items():
+            write(options, engine, ratio, steps)
+
+
+def write(
+    options: argparse.Namespace, engine: str, ratio: float, steps: list[tuple[float, np.ndarray]]
+) -> None:
+    """Append a line on a loop to the record, with how far each of its results is from PyTorch's."""
+    expected = np.load(reference_file(options, ratio))["results"]
+    about = json.loads((folder_of(options, engine, ratio) / "export.json").read_text(encoding="utf-8"))
     line = {
         "model": options.model,
         "size": options.size,
         "steps": options.steps,
         "engine": engine,
         "ratio": ratio,
-        "seconds": seconds,
+        "step_seconds": [seconds for seconds, _ in steps],
+        "differences": [
+            float(np.abs(result - other).max() / np.abs(other).max())
+            for (_, result), other in zip(steps, expected, strict=True)
+        ],
         "threads": options.threads,
         "load": os.getloadavg()[0],
-        "peak_rss_bytes": peak,
-        "method": own.to_dict(),
-        **about,
+        "method": merging(ratio).to_dict(),
+        "export": about,
         "tokenmerge": tokenmerge.__version__,
         "commit": source_commit(),
         "environment": environment(),
@@ -198,13 +225,12 @@ def run_one(options: argparse.Namespace, engine: str, ratio: float) -> None:
     options.out.parent.mkdir(parents=True, exist_ok=True)
     with options.out.open("a", encoding="utf-8") as file:
         file.write(json.dumps(line) + "\n")
-    print(f"{engine}, ratio {ratio:g}: {seconds:.1f} s, peak {peak / 1e9:.1f} GB", file=sys.stderr)
+    print(f"{engine}, ratio {ratio:g}: {sum(line['step_seconds']):.1f} s", file=sys.stderr)
 
 
-def timed(work: Callable[[], list[np.ndarray]]) -> tuple[float, list[np.ndarray]]:
-    begin = time.perf_counter()
-    found = work()
-    return time.perf_counter() - begin, found
+def rounds_done(options: argparse.Namespace, engine: str) -> int:
+    """Rounds that the record has of all ratios."""
+    return min(len(records(options, engine, ratio)) for ratio in options.ratio)
 
 
 def records(options: argparse.Namespace, engine: str, ratio: float) -> list[dict[str, Any]]:
@@ -217,22 +243,30 @@ def records(options: argparse.Namespace, engine: str, ratio: float) -> list[dict
 
 
 def table(options: argparse.Namespace) -> None:
-    """Print median and range of the times, the speed-up within rounds, and the largest difference."""
-    print("| program | ratio | tokens | time | against dense | largest difference from PyTorch |")
+    """Print the times of loops, the speed-up of steps that took turns, and the largest difference."""
+    print(
+        "| program | ratio | tokens | time of a loop | speed-up of steps | largest difference from PyTorch |"
+    )
     print("|---|---:|---:|---:|---:|---:|")
-    for engine in [*options.engine, PYTORCH]:
-        dense = [one["seconds"] for one in records(options, engine, 0.0)]
+    for engine in options.engine:
+        dense = steps_of(records(options, engine, 0.0))
         for ratio in options.ratio:
             found = records(options, engine, ratio)
             if not found:
                 continue
-            seconds = [one["seconds"] for one in found]
-            gains = [before / after for before, after in zip(dense, seconds, strict=False)] if ratio else []
-            first = found[0].get("export", {}).get("merging")
-            tokens = f"{first['tokens']} → {first['merged_tokens']}" if first and ratio else ""
-            worst = [max(one["differences"]) for one in found if "differences" in one]
-            cells = [engine, f"{ratio:g}", tokens, spread(seconds, " s"), spread(gains, "×", 2)]
-            print("| " + " | ".join([*cells, f"{max(worst):.1e}" if worst else ""]) + " |")
+            pairs = zip(dense, steps_of(found), strict=False) if ratio else ()
+            gains = [before / after for before, after in pairs]
+            merges = found[0]["export"]["merging"]
+            tokens = f"{merges['tokens']} → {merges['merged_tokens']}" if ratio else ""
+            times = [sum(one["step_seconds"]) for one in found]
+            worst = max(max(one["differences"]) for one in found)
+            cells = [engine, f"{ratio:g}", tokens, spread(times, " s"), spread(gains, "×", 2), f"{worst:.1e}"]
+            print("| " + " | ".join(cells) + " |")
+
+
+def steps_of(found: list[dict[str, Any]]) -> list[float]:
+    """Seconds of all steps, in the order in which they ran."""
+    return [seconds for one in found for seconds in one["step_seconds"]]
 
 
 def spread(values: list[float], unit: str, digits: int = 1) -> str:

@@ -75,8 +75,12 @@ def shallow_share(root: Any) -> float:
 
 def _weights(stage: Any) -> int:
     """Number of weights of a stage; a shared one counts each time."""
-    own = (weight for module in modules_in(stage) for weight in module._parameters.values())
-    return sum(weight.numel() for weight in own if weight is not None)
+    count = 0
+    for module in modules_in(stage):
+        for weight in module._parameters.values():
+            if weight is not None:
+                count += weight.numel()
+    return count
 
 
 def _deep_stages(root: Any) -> tuple[str, ...]:
@@ -127,7 +131,9 @@ def _blocks(stage: Any, prefix: str, level: int) -> Iterator[Block]:
 
 def _transformers(module: Any, path: str) -> Iterator[tuple[str, Any]]:
     """Path and module of each transformer in a module; none lies within another."""
-    for name, child in module.named_children():
+    for name, child in module._modules.items():
+        if child is None or not child._modules:
+            continue
         if is_a(child, *_TRANSFORMERS):
             yield f"{path}.{name}", child
         else:

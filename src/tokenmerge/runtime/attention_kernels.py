@@ -64,6 +64,7 @@ def _places() -> Iterator[tuple[dict[Any, Any], Any, int]]:
         yield vars(xformers), "memory_efficient_attention", _LARGEST_HEAD
 
 
+@functools.lru_cache(maxsize=128)  # settings change between passes, and kernels hardly ever
 def _asking(function: Callable[..., Any], largest_head: int, takes_mask: bool) -> Callable[..., Any]:
     """A function that lets the running :class:`ProportionalAttention`, if there is one, call the kernel.
 

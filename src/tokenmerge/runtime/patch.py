@@ -27,7 +27,7 @@ from tokenmerge.runtime.last_result import note_result
 from tokenmerge.runtime.per_thread import PerThread
 from tokenmerge.runtime.pipeline import Pipeline
 from tokenmerge.runtime.planning import check_grid
-from tokenmerge.runtime.select import blocks_to_merge, layers_to_merge, skipped_parts, why_nothing_merges
+from tokenmerge.runtime.select import parts_to_merge, skipped_parts, why_nothing_merges
 from tokenmerge.runtime.state import STATE, BlockState, LayerState, ModelState, Stack, StackRole, StageState
 from tokenmerge.runtime.step_log import StepRecorder
 from tokenmerge.runtime.swap import add_hook, check_swappable, remove_hook, swap, undo
@@ -74,8 +74,8 @@ def check_host(host: Host, config: ToMeConfig, size: tuple[int, int] | None) -> 
         NothingToMergeError: it has no block that would merge.
         UnsupportedModelError: a block cannot be patched.
     """
-    blocks = blocks_to_merge(host, config)
-    if not blocks:
+    parts = parts_to_merge(host, config)
+    if not parts:
         raise NothingToMergeError(why_nothing_merges(host, config))
     part_of(host.root)  # raises where merging does not fit how its tokens are split between devices
     if config.reuses_steps and not (host.can_skip or host.controlnet):
@@ -88,11 +88,11 @@ def check_host(host: Host, config: ToMeConfig, size: tuple[int, int] | None) -> 
         grid = host.frames, rows, columns
         # Settings for reference pictures are for calls that have some.
         grids = (grid,) if host.references is None else (grid, grid)
-        check_grid(config, stages_of(host, config), *grids)
-    _check_features(host, blocks, config)
-    for block in blocks:
+        check_grid(config, _stages([block for block, _ in parts], config), *grids)
+    _check_features(host, [block for block, _ in parts], config)
+    for block, layers in parts:
         check_swappable(block.module, block.path, block.method)
-        for layer in layers_to_merge(block, config):
+        for layer in layers:
             module = getattr(block.module, layer.name)
             check_swappable(module, f"{block.path}.{layer.name}", "forward")
     for path, _, _ in skipped_parts(host, config):
@@ -102,8 +102,9 @@ def check_host(host: Host, config: ToMeConfig, size: tuple[int, int] | None) -> 
 def _check_features(host: Host, blocks: Sequence[Block], config: ToMeConfig) -> None:
     """Refuse to plan by keys in a block whose attention does not say what its keys are."""
     name = type(host.root).__name__
+    by_keys = {level for level, own in _stages(blocks, config) if own.features == "keys" and own.merges}
     for block in blocks:
-        if all(stage.features != "keys" or not stage.merges for stage in config.stages(block.level)):
+        if block.level not in by_keys:
             continue
         attention = [layer for layer in block.layers if layer.kind == "attn1" and layer.own_keys]
         projected = [
@@ -127,16 +128,23 @@ def _check_features(host: Host, blocks: Sequence[Block], config: ToMeConfig) -> 
 
 def stages_of(host: Host, config: ToMeConfig) -> tuple[tuple[int, MergeSettings], ...]:
     """(level, what holds there) for each level of a host that merges and each phase, where it merges most."""
-    levels = sorted({block.level for block in blocks_to_merge(host, config)})
+    return _stages([block for block, _ in parts_to_merge(host, config)], config)
+
+
+def _stages(blocks: Sequence[Block], config: ToMeConfig) -> tuple[tuple[int, MergeSettings], ...]:
+    levels = sorted({block.level for block in blocks})
     return tuple((level, settings) for level in levels for settings in config.stages(level))
 
 
 def new_state(host: Host, config: ToMeConfig, pipeline: Pipeline) -> ModelState:
     """The state of a host that :func:`check_host` accepts; nothing of the host is changed."""
-    blocks, skipped = blocks_to_merge(host, config), list(skipped_parts(host, config))
-    layers = {block.path: layers_to_merge(block, config) for block in blocks}
-    stages = stages_of(host, config)
-    settings = {level: next(config.stages(level)) for level in dict(stages)}
+    layers = {block.path: layers for block, layers in parts_to_merge(host, config)}
+    blocks = [block for block in host.blocks if block.path in layers]
+    skipped = list(skipped_parts(host, config))
+    stages = _stages(blocks, config)
+    settings: dict[int, MergeSettings] = {}
+    for level, own in stages:
+        settings.setdefault(level, own)
     shared: dict[object, int] = {}
     groups = [_plan_group(block, config, shared) for block in blocks]
     alone = sum(map(len, layers.values())) + len(skipped)  # layers and stages have no plans
@@ -144,6 +152,7 @@ def new_state(host: Host, config: ToMeConfig, pipeline: Pipeline) -> ModelState:
     threads = PerThread(partial(ThreadState, CallContext(config.at_guidance(None), settings), tuple(groups)))
     state = ModelState(config, host.call, settings, stages, tuple(groups), pipeline, threads)
 
+    roles = _stack_roles(blocks) if config.merges_stacks else [None] * len(blocks)
     grids = {block.grid: PerThread(Grid) for block in blocks if block.grid is not None}
     levels = [block.level for block in blocks]
     skips_blocks = config.reuses_steps and not host.deep_stages
@@ -163,7 +172,7 @@ def new_state(host: Host, config: ToMeConfig, pipeline: Pipeline) -> ModelState:
             is_read_between=host.controlnet,
             stack=role,
         )
-        for place, (block, group, role) in enumerate(zip(blocks, groups, _stack_roles(blocks), strict=False))
+        for place, (block, group, role) in enumerate(zip(blocks, groups, roles, strict=False))
     ]
     parts += [
         LayerState(block, f"{block.path}.{layer.name}", layer.kind, layer.layout, layer.own_keys, layer.keys)

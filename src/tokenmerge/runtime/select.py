@@ -8,11 +8,15 @@ from tokenmerge.config import MergeSettings, ToMeConfig
 from tokenmerge.models.base import KINDS, Block, Host, Layer
 
 
-def blocks_to_merge(host: Host, config: ToMeConfig) -> list[Block]:
-    """The blocks within ``max_downsample`` in which something merges."""
+def parts_to_merge(host: Host, config: ToMeConfig) -> list[tuple[Block, list[Layer]]]:
+    """The blocks within ``max_downsample`` in which something merges, with the layers whose calls change."""
     within = [block for block in host.blocks if block.level <= config.max_downsample]
     stages = {level: tuple(config.stages(level)) for level in {block.level for block in within}}
-    return [block for block in within if _merges(block, stages[block.level])]
+    return [
+        (block, _changed_layers(block, stages[block.level]))
+        for block in within
+        if _merges(block, stages[block.level])
+    ]
 
 
 def merges(block: Block, config: ToMeConfig) -> bool:
@@ -32,7 +36,11 @@ def _runs_whole(block: Block, stage: MergeSettings) -> bool:
 
 def layers_to_merge(block: Block, config: ToMeConfig) -> list[Layer]:
     """The sub-layers whose calls change, in some phase."""
-    wanted = {layer.name for stage in config.stages(block.level) for layer in _layers(block, stage)}
+    return _changed_layers(block, tuple(config.stages(block.level)))
+
+
+def _changed_layers(block: Block, stages: Sequence[MergeSettings]) -> list[Layer]:
+    wanted = {layer.name for stage in stages for layer in _layers(block, stage)}
     return [layer for layer in block.layers if layer.name in wanted]
 
 

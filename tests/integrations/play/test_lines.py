@@ -18,8 +18,9 @@ from tokenmerge.integrations.play.lines import python_lines, tune_command
         ("toma", "patch = tokenmerge.apply_token_merging(pipe, 'toma', ratio=0.25)"),
     ],
 )
-def test_the_first_python_line_merges_with_the_method(method, first):
-    assert python_lines(trial(method=method, ratio=0.25).options).splitlines()[0] == first
+def test_the_first_python_line_after_the_imports_merges_with_the_method(method, first):
+    lines = python_lines(trial(method=method, ratio=0.25).options).splitlines()
+    assert lines[:4] == ["import tokenmerge", "import torch", "", first]
 
 
 def test_a_ratio_of_zero_is_a_ratio():

@@ -1,18 +1,17 @@
 from __future__ import annotations
 
+import re
 import threading
 
 import numpy as np
 import pytest
 import tiny_pipeline
-import torch
 from diffusers import DiffusionPipeline
 
-import tokenmerge
 from tokenmerge.errors import ConfigError
 from tokenmerge.integrations.play.lines import python_lines
 from tokenmerge.integrations.play.studio import Stop, StoppedError, Studio
-from tokenmerge.integrations.play.texts import details, groups_label
+from tokenmerge.integrations.play.texts import details, groups_caption
 from tokenmerge.measure.generate.options import GenerateOptions
 from tokenmerge.measure.method_spec import MethodSpec
 
@@ -48,12 +47,12 @@ def test_the_python_lines_draw_the_merged_picture(studio, folder, method):
     trial = draw(studio, options(folder, method, size=(48, 32), steps=12))  # auto reuses steps from 10 on
     pipe = DiffusionPipeline.from_pretrained(folder, safety_checker=None)
     pipe.set_progress_bar_config(disable=True)
-    names = {"pipe": pipe, "tokenmerge": tokenmerge, "torch": torch}
+    names = {"pipe": pipe}
     lines = python_lines(trial.options)
     exec(lines, names)
     assert same(names["picture"], trial.merged)
     names["patch"].remove()
-    exec(lines.partition("\n")[2], names)  # without the line that merges
+    exec(re.sub("^patch.*\n", "", lines, flags=re.MULTILINE), names)  # without the line that merges
     assert same(names["picture"], trial.dense)
     assert not same(trial.dense, trial.merged)
     assert trial.merged.size == (48, 32)
@@ -67,7 +66,7 @@ def test_a_trial_says_what_was_measured(studio, folder):
     assert trial.dense_seconds > 0
     assert trial.speedup == trial.dense_seconds / trial.merged_seconds
     assert trial.options.size == (tiny_pipeline.SIDE, tiny_pipeline.SIDE)  # the model's own
-    assert "256 to 128 tokens" in groups_label(trial)  # 16 x 16 latents
+    assert "256 to 128 tokens" in groups_caption(trial)  # 16 x 16 latents
     assert "256 → 128 tokens" in details(trial)
     assert trial.groups.size[0] % trial.merged.size[0] == 0
 

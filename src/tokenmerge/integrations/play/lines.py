@@ -16,7 +16,7 @@ _LEAST_SPEEDUP = 1.05  # a single call each does not show less
 def python_lines(options: GenerateOptions) -> str:
     """The Python that merges in a pipeline ``pipe`` and draws the picture with it.
 
-    >>> print(python_lines(GenerateOptions(prompt="a red apple", steps=20)).splitlines()[0])
+    >>> print(python_lines(GenerateOptions(prompt="a red apple", steps=20)).splitlines()[3])
     patch = tokenmerge.apply_token_merging(pipe, 0.5)
     """
     arguments = {} if options.size is None else dict(zip(("width", "height"), options.size, strict=True))
@@ -24,6 +24,7 @@ def python_lines(options: GenerateOptions) -> str:
     given = "" if options.guidance is None else f"guidance_scale={options.guidance:g}, "
     numbers = "".join(f"{name}={value}, " for name, value in arguments.items())
     return (
+        "import tokenmerge\nimport torch\n\n"
         f"patch = tokenmerge.apply_token_merging(pipe, {_merging(options)})\n"
         f"noise = torch.Generator().manual_seed({options.seed})\n"
         f"picture = pipe({options.prompt!r}, {numbers}{given}generator=noise).images[0]"

@@ -35,8 +35,9 @@ def build(model: str, **machine: Any) -> Any:
     import gradio as gr
 
     studio, first = Studio(), Form.first(model)
+    stops: dict[str | None, Stop] = {}  # of the latest trial of each visitor
     with gr.Blocks(title="tokenmerge", analytics_enabled=False, fill_width=True) as page:
-        stop, trials = gr.State(Stop()), gr.State([])
+        trials = gr.State([])
         gr.Markdown("# tokenmerge\nOne picture, drawn dense and merged from the same seed.")
         with gr.Row(elem_classes="columns"):
             with gr.Column(scale=2, min_width=300):
@@ -57,19 +58,21 @@ def build(model: str, **machine: Any) -> Any:
 
         own_progress = gr.Progress()  # Gradio finds it among the defaults, and replaces it in each call
 
-        def begin(stop: Stop) -> tuple[Any, Any]:
-            stop.asked = False
+        def begin(visitor: gr.Request) -> tuple[Any, Any]:
+            stops[visitor.session_hash] = Stop()
             return gr.Button(interactive=False), gr.Button(interactive=True)
 
-        def drawn(stop: Stop, trials: list[Trial], *values: Any, progress: Any = own_progress) -> list[Any]:
+        def drawn(
+            visitor: gr.Request, trials: list[Trial], *values: Any, progress: Any = own_progress
+        ) -> list[Any]:
             def on_progress(now: Progress) -> None:
                 progress((now.done, now.total), desc=now.part, unit="steps" if now.total > 1 else "")
 
+            stop = stops[visitor.session_hash]
             try:
                 trial = studio.draw(Form(*values).options(**machine), on_progress, stop)
             except StoppedError:
-                gr.Info("Stopped. Nothing was kept of this trial.", title="Stopped")
-                return [gr.skip()] * (len(shown) + 2)
+                return [gr.skip()] * (len(shown) + 2)  # nobody waits for it
             except Exception as error:
                 if not isinstance(error, TokenMergingError):
                     traceback.print_exc()
@@ -84,8 +87,13 @@ def build(model: str, **machine: Any) -> Any:
         def end() -> tuple[Any, Any]:
             return gr.Button(interactive=True), gr.Button(interactive=False)
 
-        def ask(stop: Stop) -> None:
-            stop.asked = True
+        def leave(visitor: gr.Request) -> None:
+            if (stop := stops.get(visitor.session_hash)) is not None:
+                stop.asked = True
+
+        def halted(visitor: gr.Request) -> None:
+            leave(visitor)
+            gr.Info("Nothing was kept of this trial.", title="Stopped")
 
         def again(trials: list[Trial], chosen: gr.SelectData) -> list[Any]:
             trial = trials[chosen.index]
@@ -93,9 +101,9 @@ def build(model: str, **machine: Any) -> Any:
 
         private = {"api_visibility": "private"}
         quick = {**private, "show_progress": "hidden"}
-        drawing = gr.on([draw.click, fields[1].submit], begin, stop, [draw, halt], **quick).then(
+        drawing = gr.on([draw.click, fields[1].submit], begin, None, [draw, halt], **quick).then(
             drawn,
-            [stop, trials, *fields],
+            [trials, *fields],
             [*shown, trials, gallery],
             show_progress_on=shown[0],
             concurrency_limit=1,
@@ -103,7 +111,9 @@ def build(model: str, **machine: Any) -> Any:
         )
         drawing.success(end, None, [draw, halt], **quick)
         drawing.failure(end, None, [draw, halt], **quick)
-        halt.click(ask, stop, None, **quick)
+        # Where it waits for its turn, it leaves the queue; where it runs, it ends after the step.
+        halt.click(halted, None, None, cancels=drawing, **quick).then(end, None, [draw, halt], **quick)
+        page.unload(leave)
         gallery.select(again, trials, [*shown, *fields], **quick)
     return page
 
@@ -143,16 +153,18 @@ def _results(gr: Any) -> list[Any]:
             min_width=280,
             elem_id="pair",
         )
-        groups = gr.Image(
-            label="What merges",
-            type="pil",
-            format="png",
-            interactive=False,
-            buttons=["download", "fullscreen"],
-            min_width=280,
-            elem_id="groups",
-        )
+        with gr.Column(min_width=280):
+            groups = gr.Image(
+                label="What merges",
+                type="pil",
+                format="png",
+                interactive=False,
+                buttons=["download", "fullscreen"],
+                elem_id="groups",
+            )
+            caption = gr.HTML(padding=False, elem_id="caption")
     code = {
+        "language": None,
         "interactive": False,
         "show_line_numbers": False,
         "wrap_lines": True,
@@ -160,22 +172,19 @@ def _results(gr: Any) -> list[Any]:
         "buttons": ["copy"],
     }
     with gr.Column(visible=False) as rest:
-        python = gr.Code(
-            language="python", label="Python: this picture from your pipeline", elem_id="python", **code
-        )
-        tune = gr.Code(
-            language=None, label="Tune: the closest settings at this speed", elem_id="tune", **code
-        )
+        python = gr.Code(label="Python: this picture from your pipeline", elem_id="python", **code)
+        tune = gr.Code(label="Send to tune: closer settings", elem_id="tune", **code)
         with gr.Accordion("What merged, and what that saves", open=False):
-            details = gr.Code(language=None, show_label=False, **code)
-    return [tiles, slider, groups, python, tune, details, rest]
+            details = gr.Code(show_label=False, **code)
+    return [tiles, slider, groups, caption, python, tune, details, rest]
 
 
 def _content(gr: Any, trial: Trial) -> list[Any]:
     return [
         texts.tiles(trial),
         (trial.dense, trial.merged),
-        gr.Image(trial.groups, label=texts.groups_label(trial)),
+        trial.groups,
+        texts.groups_caption(trial),
         python_lines(trial.options),
         tune_command(trial),
         texts.details(trial),

@@ -13,6 +13,14 @@ from typing import Any
 from tokenmerge.errors import ConfigError, MissingExtraError
 
 LOCAL = "127.0.0.1"
+# Gradio's own are too pale to read.
+_READABLE = {
+    "body_text_color_subdued": "*neutral_500",
+    "input_placeholder_color": "*neutral_500",
+    "input_placeholder_color_dark": "*neutral_400",
+    "button_primary_background_fill": "*primary_600",
+    "button_primary_background_fill_hover": "*primary_700",
+}
 _NEEDED = ("gradio", "torchmetrics", "diffusers")
 
 
@@ -54,6 +62,7 @@ def _serve(page: Any, host: str, port: int | None, browser: bool, on_ready: Call
 
     fonts = ("system-ui", "sans-serif")
     theme = gr.themes.Default(font=fonts, font_mono=("ui-monospace", "monospace"), primary_hue="blue")
+    theme.set(**_READABLE)
     try:
         _, address, _ = page.queue(max_size=32).launch(
             server_name=host,

@@ -45,9 +45,9 @@ def caption(trial: Trial) -> str:
     )
 
 
-def groups_label(trial: Trial) -> str:
-    """The title of the picture with the merged groups."""
-    return f"What merges: {trial.groups_text}"
+def groups_caption(trial: Trial) -> str:
+    """What stands below the picture with the merged groups, as HTML."""
+    return f'<p class="caption">One border, one merged token: {html.escape(trial.groups_text)}.</p>'
 
 
 def details(trial: Trial) -> str:
