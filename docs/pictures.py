@@ -1,0 +1,248 @@
+"""Draw the pictures of the pages on web UIs, serving, export and the playground with the bundled model.
+
+    python docs/pictures.py                  # all of them; the last one opens Chromium, driven by playwright
+    python docs/pictures.py web-uis serving
+
+What stands in them is counted or compared, so that it does not depend on the machine. Only the picture of the
+playground shows times, as they were when it was drawn.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from diffusers import DiffusionPipeline, StableDiffusionImg2ImgPipeline
+from PIL import Image
+
+from tokenmerge import ToMeConfig, apply_token_merging, presets, token_merging
+from tokenmerge.integrations.export.options import ExportOptions
+from tokenmerge.integrations.export.run import export
+from tokenmerge.measure import demo
+from tokenmerge.measure.closeness import psnr
+from tokenmerge.measure.method_spec import MethodSpec
+from tokenmerge.measure.pipelines.call import latent_scale
+from tokenmerge.measure.pipelines.shared_weights import twin
+from tokenmerge.pictures import as_tensor, difference, difference_gain, sample_sheet
+
+DOCS = Path(__file__).parent
+MODEL = "emoji-unet"
+LARGEST_FILE = 300_000  # bytes
+
+
+def bundled() -> DiffusionPipeline:
+    """The pipeline of the bundled model."""
+    pipe = DiffusionPipeline.from_pretrained(demo.path(MODEL), safety_checker=None)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def save(name: str, picture: Image.Image) -> None:
+    """Write a picture with a palette, and see that it is small."""
+    file = DOCS / f"{name}.png"
+    picture.quantize(256, dither=Image.Dither.NONE).save(file, optimize=True)
+    if file.stat().st_size > LARGEST_FILE:
+        raise RuntimeError(f"{file} has {file.stat().st_size} bytes, more than {LARGEST_FILE}")
+    print(f"{file}: {file.stat().st_size} bytes")
+
+
+def seeded() -> torch.Generator:
+    """Noise of one seed."""
+    return torch.Generator().manual_seed(5)
+
+
+def closeness(one: Image.Image, dense: Image.Image) -> str:
+    """The PSNR in words."""
+    return f"{psnr(as_tensor([one]), as_tensor([dense])).item():.1f} dB"
+
+
+# --- web UIs --------------------------------------------------------------------------------------------
+
+SMALL, LARGE, STEPS = 128, 256, 20
+PASSES = (  # name, size, strength, prompt, settings of apply_token_merging
+    ("base", SMALL, 1.0, "a red apple", {"ratio": 0.3}),
+    ("hires", LARGE, 0.5, "a red apple", {"ratio": 0.5, "until": 0.9}),
+    ("img2img", LARGE, 0.7, "a green apple", {"ratio": 0.4}),
+)
+
+
+def web_uis() -> None:
+    """Three passes, each at its ratio, dense above merged."""
+    pipe = bundled()
+    img2img = StableDiffusionImg2ImgPipeline(**pipe.components, requires_safety_checker=False)
+    img2img.set_progress_bar_config(disable=True)
+    # The font of the sheets has no ×.
+    rows: dict[str, list[Image.Image]] = {"dense": [], "merged": []}
+    counted = []
+    for row, pictures in rows.items():
+        for _, size, strength, prompt, settings in PASSES:
+            passed: dict[str, Any] = {"num_inference_steps": STEPS, "generator": seeded()}
+            if pictures:
+                own, begin = img2img, pictures[-1].resize((size, size), Image.Resampling.LANCZOS)
+                passed |= {"image": begin, "strength": strength}
+            else:
+                own = pipe
+                passed |= {"height": size, "width": size}
+            with contextlib.ExitStack() as after:
+                if row == "merged":
+                    patch = apply_token_merging(own, **settings)
+                    after.callback(patch.remove)
+                    steps = round(STEPS * strength)
+                    latent = size // latent_scale(own)
+                    report = patch.report(height=latent, width=latent, steps=steps)
+                    counted.append(report.flops_dense / (report.flops_mean or report.flops_merged))
+                pictures.append(own(prompt, **passed).images[0])
+    columns = []
+    for (name, size, _, _, settings), saved in zip(PASSES, counted, strict=True):
+        until = f" until {settings['until']}" if "until" in settings else ""
+        columns.append(
+            (
+                f"{name} {size} x {size}",
+                f"ratio {settings['ratio']}{until}, {saved:.2f} times fewer operations",
+            )
+        )
+    near = ", ".join(closeness(*pair) for pair in zip(rows["merged"], rows["dense"], strict=True))
+    captions = {"dense": "dense", "merged": f"merged: {near} from dense, with what earlier passes changed"}
+    large = {row: [picture.resize((LARGE, LARGE)) for picture in pictures] for row, pictures in rows.items()}
+    save("web-uis", sample_sheet(columns, [(large[row], captions[row]) for row in rows]))
+
+
+# --- serving --------------------------------------------------------------------------------------------
+
+REQUESTS: tuple[tuple[str, str, Any], ...] = (
+    ("a red apple", "dense", None),
+    ("a yellow lemon", "auto 0.25", 0.25),
+    ("a slice of pizza", "ToMeConfig(ratio=0.5)", ToMeConfig(ratio=0.5)),
+    ("a blue fish", "presets.toma(0.5)", presets.toma(0.5)),
+)
+
+
+def serving() -> None:
+    """Four threads with settings of their own on one set of weights, above what each draws alone."""
+    first = bundled()
+    workers = []
+    for _, _, settings in REQUESTS:
+        own = twin(first)
+        own.scheduler = type(first.scheduler).from_config(first.scheduler.config)
+        if settings is not None:
+            apply_token_merging(own, settings)
+        workers.append(own)
+    tokens = threading.Lock()  # tokenizers are not for several threads
+
+    def answer(place: int, into: dict[int, Image.Image]) -> None:
+        with tokens:
+            text, other = workers[place].encode_prompt(REQUESTS[place][0], torch.device("cpu"), 1, True)
+        into[place] = workers[place](
+            prompt_embeds=text,
+            negative_prompt_embeds=other,
+            height=SMALL,
+            width=SMALL,
+            num_inference_steps=STEPS,
+            generator=seeded(),
+        ).images[0]
+
+    at_once: dict[int, Image.Image] = {}
+    threads = [threading.Thread(target=answer, args=(place, at_once)) for place in range(len(REQUESTS))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    alone: dict[int, Image.Image] = {}
+    for place in range(len(REQUESTS)):
+        answer(place, alone)
+    same = sum(np.array_equal(at_once[place], alone[place]) for place in alone)
+    columns = [(f"thread {place + 1}", name) for place, (_, name, _) in enumerate(REQUESTS)]
+    rows = [
+        ([at_once[place] for place in range(len(REQUESTS))], "four threads at once, on one set of weights"),
+        (
+            [alone[place] for place in range(len(REQUESTS))],
+            f"each alone: {same} of {len(alone)} are equal in every pixel",
+        ),
+    ]
+    save("serving", sample_sheet(columns, rows))
+
+
+# --- export ---------------------------------------------------------------------------------------------
+
+
+def exported() -> None:
+    """Pictures with the exported denoiser in ONNX Runtime beside PyTorch's, by the code of docs/export.md."""
+    code = re.findall(
+        r"```python\n(.*?)```", (DOCS / "export.md").read_text(encoding="utf-8"), flags=re.DOTALL
+    )[0]
+    size = (LARGE, LARGE)
+    rows = []
+    for ratio in (0.0, 0.5):
+        pipe = bundled()
+        merging = MethodSpec("auto", {"ratio": ratio})
+        config = merging.config(pipe.unet, follows_steps=False)
+        arguments: dict[str, Any] = {"height": LARGE, "width": LARGE, "num_inference_steps": STEPS}
+        with token_merging(pipe, config) if ratio else contextlib.nullcontext() as patch:
+            own = pipe("a red apple", **arguments, generator=seeded()).images[0]
+            said = "dense" if patch is None else str(patch).splitlines()[1].strip()
+        with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+            found = export(ExportOptions(out=Path("exported"), model=MODEL, merging=merging, size=size))
+            names: dict[str, Any] = {"pipe": pipe}
+            exec(code, names)  # the exported denoiser takes the place of the pipeline's
+            other = names["pipe"]("a red apple", **arguments, generator=seeded()).images[0]
+            names["pipe"].unet = None
+        apart = np.abs(np.asarray(own, int) - np.asarray(other, int)).max()
+        caption = (
+            f"{said}; largest difference of the denoiser {found.check.relative:.0e} of its largest output, "
+            f"of the picture {apart} of 255"
+        )
+        rows.append((own, other, caption))
+    gain = min(difference_gain(own, other) for own, other, _ in rows)
+    columns = [("PyTorch", ""), ("ONNX Runtime", "the exported model"), ("difference", f"x {gain}")]
+    save(
+        "export",
+        sample_sheet(
+            columns, [([own, other, difference(own, other, gain)], text) for own, other, text in rows]
+        ),
+    )
+
+
+# --- playground -----------------------------------------------------------------------------------------
+
+
+def playground() -> None:
+    """The page after one picture."""
+    from playwright.sync_api import sync_playwright
+
+    command = [sys.executable, "-m", "tokenmerge", "play", "--no-browser"]
+    with (
+        subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server,
+        sync_playwright() as playwright,
+    ):
+        assert server.stdout is not None
+        address = server.stdout.readline().split()[0]
+        browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+        page = browser.new_page(viewport={"width": 1400, "height": 900})
+        page.set_default_timeout(600_000)
+        page.goto(address)
+        page.get_by_label("Steps").fill("10")
+        page.get_by_role("button", name="Draw", exact=True).click()
+        page.locator("#tried .gallery-item").wait_for()
+        page.wait_for_timeout(1000)
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "page.png"
+            page.screenshot(path=file, full_page=True)
+            save("playground", Image.open(file).convert("RGB"))
+        browser.close()
+        server.terminate()
+
+
+ALL = {"web-uis": web_uis, "serving": serving, "export": exported, "playground": playground}
+
+if __name__ == "__main__":
+    for wanted in sys.argv[1:] or ALL:
+        ALL[wanted]()
