@@ -1,83 +1,85 @@
-"""Which features tell best what to merge: a block's input, its low frequencies, or the keys of its attention.
+"""Which features tell best what to merge, on both bundled models: inputs, residuals, or keys.
 
-Tokens merge around self-attention of the top level of `emoji-unet`, by global matching, with proportional
-attention and nothing that makes up for what merging loses. A line shows the closeness to the dense pictures
-of the same seeds, the mean over the prompts, and by how much it differs from that with the block's input: the
-mean and the standard error of the differences, prompt by prompt.
+Tokens merge around self-attention of the top level of `emoji-unet`, or joint attention of `emoji-mmdit`, by
+global matching, with proportional attention and nothing that makes up for what merging loses. A line shows
+the closeness to the dense pictures of the same seeds, the mean over the prompts, and by how much it differs
+from that with the block's input: the mean and the standard error of the differences, prompt by prompt. `auto`
+is compared too, with these features in place of its own.
 
-    python benchmarks/features.py --size 128 256 --ratio 0.5
+    python benchmarks/features.py --size 128 --prompts 8 --out benchmarks/features_cpu.jsonl
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from unittest import mock
+import argparse
+import dataclasses
+import json
+from collections.abc import Mapping
+from typing import Any
 
 import closeness
-from diffusers.models.attention import BasicTransformerBlock
-from torch import Tensor, nn
-from torch.nn import functional as F
+import torch
+from diffusers import DiffusionPipeline
 
+import tokenmerge
 from tokenmerge import PlanSharing, ToMeConfig, token_merging
-from tokenmerge.planners import PLANNERS
+from tokenmerge.auto import choose
+from tokenmerge.measure.demo import NAMES, path
 
-Features = Callable[[Tensor, tuple[int, int, int], nn.Module], Tensor]
+BASE = "input"
+PENALTIES = (0.02, 0.1)
+SHARED = {"plans": PlanSharing(blocks=True)}
+CHOICES: dict[str, Mapping[str, Any]] = {
+    BASE: {},
+    "residual": {"features": "residual"},
+    "model_residual": {"features": "model_residual"},
+    "model_residual, plans.blocks": {"features": "model_residual", **SHARED},
+    "keys": {"features": "keys"},
+    **{
+        f"model_residual, plans.blocks, repeat_penalty={penalty}": {
+            "features": "model_residual",
+            "repeat_penalty": penalty,
+            **SHARED,
+        }
+        for penalty in PENALTIES
+    },
+}
+AUTO: dict[str, Mapping[str, Any]] = {
+    name: CHOICES[name] for name in (BASE, "model_residual", "model_residual, plans.blocks")
+}
 
 
-def block_input(x: Tensor, grid: tuple[int, int, int], block: nn.Module) -> Tensor:
-    return x
-
-
-def low_frequencies(x: Tensor, grid: tuple[int, int, int], block: nn.Module) -> Tensor:
-    """The mean of each token and its neighbours, 3 × 3."""
-    picture = x.transpose(1, 2).unflatten(2, grid[1:])
-    means = F.avg_pool2d(picture, 3, stride=1, padding=1, count_include_pad=False)
-    return means.flatten(2).transpose(1, 2)
-
-
-def keys(x: Tensor, grid: tuple[int, int, int], block: nn.Module) -> Tensor:
-    """As ToMe for vision transformers has them (arXiv 2210.09461); here the heads side by side."""
-    return block.attn1.to_k(block.norm1(x))
-
-
-FEATURES: dict[str, Features] = {"block input": block_input, "low frequencies": low_frequencies, "keys": keys}
-
-
-@contextmanager
-def compared_by(features: Features, unet: nn.Module) -> Iterator[None]:
-    """Let the planner `tome` compare tokens by these features."""
-    running: list[nn.Module] = []
-    hooks = [
-        block.register_forward_pre_hook(lambda block, args: running.append(block))
-        for block in unet.modules()
-        if isinstance(block, BasicTransformerBlock)
-    ]
-    plan = PLANNERS["tome"]
-
-    def planner(x: Tensor, grid: tuple[int, int, int], config: ToMeConfig, step: Tensor) -> object:
-        return plan(features(x, grid, running[-1]), grid, config, step)
-
-    try:
-        with mock.patch.dict(PLANNERS, {"tome": planner}):
-            yield
-    finally:
-        for hook in hooks:
-            hook.remove()
+def measure(model: str, method: str, size: int, options: argparse.Namespace) -> None:
+    """Draw with each choice of features, and record how close the pictures are to dense."""
+    pipe = DiffusionPipeline.from_pretrained(path(model))
+    pipe.set_progress_bar_config(disable=True)
+    dense, found = closeness.draw(pipe, size, options), {}
+    if method == "auto":
+        base, choices = dataclasses.replace(choose(pipe, options.ratio), features=BASE, min_tokens=0), AUTO
+    else:
+        base, choices = ToMeConfig(ratio=options.ratio, proportional=True), CHOICES
+    for name, changes in choices.items():
+        with token_merging(pipe, dataclasses.replace(base, **changes)):
+            found[name] = closeness.psnr(closeness.draw(pipe, size, options), dense)
+        print(f"{model}, {method}, {name}", flush=True)
+    closeness.show(size, options, found, base=BASE)
+    if options.out is not None:
+        conditions = {key: getattr(options, key) for key in ("ratio", "steps", "guidance")}
+        versions = {"torch": torch.__version__, "tokenmerge": tokenmerge.__version__}
+        about = {"model": model, "method": method, "size": size, **conditions, **versions}
+        with options.out.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({**about, "psnr": found}) + "\n")
 
 
 def main() -> None:
-    options = closeness.parser(__doc__).parse_args()
-    pipe = closeness.load()
-    # Keys and smoothed tokens are of one prompt; so each half of guidance has a plan of its own.
-    config = ToMeConfig(ratio=options.ratio, proportional=True, plans=PlanSharing(guidance=False))
-    for size in options.size:
-        dense, found = closeness.draw(pipe, size, options), {}
-        for name, features in FEATURES.items():
-            with token_merging(pipe, config), compared_by(features, pipe.unet):
-                found[name] = closeness.psnr(closeness.draw(pipe, size, options), dense)
-        closeness.record(size, options, found)
-        closeness.show(size, options, found, base="block input")
+    parser = closeness.parser(__doc__)
+    parser.add_argument("--model", nargs="+", choices=NAMES, default=list(NAMES))
+    parser.add_argument("--method", nargs="+", choices=("tome", "auto"), default=["tome", "auto"])
+    options = parser.parse_args()
+    for model in options.model:
+        for method in options.method:
+            for size in options.size:
+                measure(model, method, size, options)
 
 
 if __name__ == "__main__":
