@@ -30,6 +30,7 @@ from tokenmerge.config import (
     load_config,
     save_config,
 )
+from tokenmerge.config.settings import FEATURES
 
 MANY = settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
@@ -76,6 +77,8 @@ VALID = {
     "merge_mlp": st.booleans(),
     "scope": st.sampled_from(SCOPES),
     "planner": st.sampled_from(PLANNERS),
+    "features": st.sampled_from(FEATURES),
+    "repeat_penalty": st.floats(0, 2),
     "combine": st.sampled_from(COMBINATIONS),
     "blend": st.floats(0, 1),
     "threshold": st.floats(-1, 1),

@@ -82,7 +82,10 @@ HUGE = 10**400
         ({"schedule.start": 0.8, "until": 0.8}, r"schedule\.start: expected less than schedule\.until=0\.8"),
         ({"seed": HUGE}, "seed: expected an integer that fits into 64 bits, got 1000"),
         ({"seed": 10**5000}, "seed: expected .* got a value of type int that cannot be printed"),
-        ({"planner": np.array(["tome", "tiled"])}, "planner: expected one of 'local', .* got array"),
+        (
+            {"planner": np.array(["tome", "tiled"])},
+            "planner: expected one of 'clusters', 'local', .* got array",
+        ),
         ({"share_plan": "no"}, r"plans\.blocks: expected True or False, got 'no'"),
         ({"max_downsample": 3}, "max_downsample: expected one of 1, 2, 4, 8, got 3"),
         ({"ratio": 0.7, "schedule": (1.4, 0.6)}, r"ratio: .* got 0\.98 \(0\.7 × 1\.4 of schedule\.ratio\)"),
