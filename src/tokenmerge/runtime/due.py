@@ -12,9 +12,54 @@ from torch import Tensor
 from tokenmerge.config import CACHED_FEATURES, MergeSettings, ToMeConfig
 from tokenmerge.runtime.caches import Memory
 from tokenmerge.runtime.call_checks import refuse_training
+from tokenmerge.runtime.run_log import StepKind
 from tokenmerge.runtime.scheduler import DenoisingStep
 from tokenmerge.runtime.state import ModelState
 from tokenmerge.runtime.step_tracker import StepTracker
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Due:
+    """What is due in a call; the fields are those of :class:`tokenmerge.runtime.context.CallContext`."""
+
+    settings: Mapping[int, MergeSettings]
+    caches_residuals: bool
+    corrects: bool
+    token_distance: Tensor | None
+    extrapolation: Tensor | None
+    shallow_extrapolation: Tensor | None
+
+    @property
+    def kind(self) -> StepKind:
+        """What the call does, in a word."""
+        if self.extrapolation is not None or self.shallow_extrapolation is not None:
+            return "reused"
+        merges = not self.corrects and any(own.merges for own in self.settings.values())
+        return "full" if merges else "dense"
+
+
+def due_of(
+    config: ToMeConfig,
+    tracker: StepTracker,
+    shape: tuple[object, ...],
+    settings: Mapping[int, MergeSettings],
+) -> Due:
+    """Decide what is skipped in a call that has begun, and whether it is dense.
+
+    Args:
+        config: at the guidance scale of the generation.
+        tracker: of the generation.
+        shape: of the call's inputs.
+        settings: what holds for each level at the step, where it is not dense.
+    """
+    step = tracker.step
+    extrapolation, shallow, caches_residuals = reuse_of(config, tracker, shape)
+    corrects, token_distance = False, None
+    if extrapolation is None and (step is None or config.schedule.merges(step.done, step.steps)):
+        dense, token_distance = correction_due(config, tracker, shape)
+        if dense:
+            corrects, settings = _correction_of(config, tracker, settings)
+    return Due(settings, caches_residuals, corrects, token_distance, extrapolation, shallow)
 
 
 def settings_of(
@@ -153,7 +198,7 @@ def correction_due(
     return distance is None, distance
 
 
-def correction_of(
+def _correction_of(
     config: ToMeConfig, tracker: StepTracker, settings: Mapping[int, MergeSettings]
 ) -> tuple[bool, Mapping[int, MergeSettings]]:
     """Make the running call dense.

@@ -28,10 +28,8 @@ from tokenmerge.runtime.context import CallContext
 from tokenmerge.runtime.due import (
     begin_plans,
     caches_plans,
-    correction_due,
-    correction_of,
+    due_of,
     features_to_cache,
-    reuse_of,
     settings_of,
     shape_of,
 )
@@ -56,20 +54,8 @@ def before_model(root: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
     state: ModelState = root.__dict__[STATE]
     thread = state.threads.value
     arguments = {**dict(zip(state.call.parameters, args, strict=False)), **kwargs}
-    check_given(state, root, arguments)
-    if not torch.compiler.is_compiling():
-        reach_kernels(state)  # of a copy of a patched model, and those that were loaded since
-    sample = arguments[state.call.sample]
-    thread.part = part_of(root)
-    if state.config.merges_stacks:
-        check_stacks(state, root, arguments)
-    if state.merges:
-        grids = _grids(state, root, arguments, state.given_grid or thread.grid)
-        check_size(state, *grids)
-        if thread.part is not None:
-            check_part(state, root, thread.part, grids)
-        thread.grid.shapes = grids
-    by = state.call.timestep
+    _check_call(state, root, arguments)
+    sample, by = arguments[state.call.sample], state.call.timestep
     timestep = arguments[by] if isinstance(by, str) else by(root, arguments)
     device = (sample[0] if isinstance(sample, list) else sample).device
     seed = thread.seed.of(timestep, device)
@@ -78,58 +64,35 @@ def before_model(root: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
     step = _step(state, root, pipe, timestep, seed) if state.config.follows_steps else None
     if state.found_for is not None:
         warn_of_other_conditions(state, number_of_steps(pipe, step))
-    memory = thread.own_memory if step is None else state.memory_of(step.generation)
-    memory.seed, tracker = seed, memory.tracker
-    if step is not None and (stale := tracker.begin_call(step)) is not None:
-        memory.forget(stale)
-    if torch.compiler.is_compiling() or memory is not thread.memory:
-        state.use(memory)
-    state.begin_call()
-
-    config = memory.config
-    if step is None or config is None:
-        memory.config = config = state.config.at_guidance(guidance_scale(pipe))
-        if (
-            step is not None and not seed.is_meta
-        ):  # on the meta device, operations of single steps are counted
-            warn_where_nothing_is_saved(state, config, step)
-    settings = settings_of(state, config, step)
+    memory = _begin_in_memory(state, step, seed)
+    config, tracker = _config_of(state, memory, pipe, step), memory.tracker
     copies, equal = 1, None
     if config.plans.guidance:
         copies, equal = _guidance_copies(state, tracker, root, sample, guidance_copies(pipe))
     shape = shape_of(config, arguments, sample)
     if step is not None and tracker.changes_shape(shape):
         memory.forget_results(tracker.call)
-    plans_anew = begin_plans(state, config, memory, sample, seed, shape)
-    if plans_anew:
+    if begin_plans(state, config, memory, sample, seed, shape):
         memory.forget_plans(tracker.plan_call)
-    extrapolation, shallow, caches_residuals = reuse_of(config, tracker, shape)
-    corrects, token_distance = False, None
-    if extrapolation is None and (step is None or config.schedule.merges(step.done, step.steps)):
-        dense, token_distance = correction_due(config, tracker, shape)
-        if dense:
-            corrects, settings = correction_of(config, tracker, settings)
+    due = due_of(config, tracker, shape, settings_of(state, config, step))
     log = None
     if not torch.compiler.is_compiling():
-        merges = not corrects and any(own.merges for own in settings.values())
-        skips = extrapolation is not None or shallow is not None
-        kind: StepKind = "reused" if skips else "full" if merges else "dense"
-        _note_run(state, memory, config, step, number_of_steps(pipe, None), len(sample), kind)
+        _note_run(state, memory, config, step, number_of_steps(pipe, None), len(sample), due.kind)
         if state.recorder is not None:
-            log = _begin_step_log(state, step, pipe, timestep, kind, device)
+            log = _begin_step_log(state, step, pipe, timestep, due.kind, device)
     thread.context = CallContext(
         config=config,
-        settings=settings,
+        settings=due.settings,
         step=seed,
         call=tracker.call,
         plan_call=tracker.plan_call,
         caches_plans=caches_plans(config, memory),
-        caches_residuals=caches_residuals,
-        caches_features=features_to_cache(config, tracker, settings),
-        corrects=corrects,
-        token_distance=token_distance,
-        extrapolation=extrapolation,
-        shallow_extrapolation=shallow,
+        caches_residuals=due.caches_residuals,
+        caches_features=features_to_cache(config, tracker, due.settings),
+        corrects=due.corrects,
+        token_distance=due.token_distance,
+        extrapolation=due.extrapolation,
+        shallow_extrapolation=due.shallow_extrapolation,
         guidance_copies=copies,
         copies_equal=equal,
         guidance_difference=memory.guidance_differences.get(tracker.plan_call),
@@ -185,6 +148,23 @@ def record_result(root: nn.Module, args: tuple, result: Any) -> None:
         log.end_call(result)
 
 
+def _check_call(state: ModelState, root: nn.Module, arguments: dict[str, Any]) -> None:
+    """Refuse a call that does not fit the settings, and leave its token grids to the blocks."""
+    thread = state.threads.value
+    check_given(state, root, arguments)
+    if not torch.compiler.is_compiling():
+        reach_kernels(state)  # of a copy of a patched model, and those that were loaded since
+    thread.part = part_of(root)
+    if state.config.merges_stacks:
+        check_stacks(state, root, arguments)
+    if state.merges:
+        grids = _grids(state, root, arguments, state.given_grid or thread.grid)
+        check_size(state, *grids)
+        if thread.part is not None:
+            check_part(state, root, thread.part, grids)
+        thread.grid.shapes = grids
+
+
 def _grids(
     state: ModelState, root: nn.Module, arguments: dict[str, Any], last: Grid
 ) -> tuple[tuple[int, int, int], ...]:
@@ -218,6 +198,30 @@ def _step(state: ModelState, root: nn.Module, pipe: Any, timestep: Any, seed: Te
             "the very pipeline that runs: others that share its models have schedulers of their own"
         )
     return step
+
+
+def _begin_in_memory(state: ModelState, step: DenoisingStep | None, seed: Tensor) -> Memory:
+    """Begin a call in what its generation caches, and drop what is stale there."""
+    thread = state.threads.value
+    memory = thread.own_memory if step is None else state.memory_of(step.generation)
+    memory.seed = seed
+    if step is not None and (stale := memory.tracker.begin_call(step)) is not None:
+        memory.forget(stale)
+    if torch.compiler.is_compiling() or memory is not thread.memory:
+        state.use(memory)
+    state.begin_call()
+    return memory
+
+
+def _config_of(state: ModelState, memory: Memory, pipe: Any, step: DenoisingStep | None) -> ToMeConfig:
+    """The settings at the guidance scale of the generation, which its first call reads."""
+    if step is None or memory.config is None:
+        memory.config = config = state.config.at_guidance(guidance_scale(pipe))
+        # On the meta device, the operations of single steps are counted.
+        if step is not None and memory.seed is not None and not memory.seed.is_meta:
+            warn_where_nothing_is_saved(state, config, step)
+        return config
+    return memory.config
 
 
 def _note_run(
