@@ -71,18 +71,12 @@ def with_deepcache(interval: int) -> Callable[[Pipe, Seconds, int], float]:
 
 
 def kinds_of_steps(config: ToMeConfig, steps: int) -> list[str]:
-    """What each step of a generation does: the first two run all, then one in so many."""
-    every, finest_every = config.reuse.intervals(steps)
-    kinds, run = [], 0
-    for index in range(steps):
-        since = max(0, index - 1) % every
-        if since:
-            kinds.append("last layer" if since % finest_every else "finest level")
-            continue
-        corrects = config.correction.every and run % config.correction.every == 0
-        kinds.append("dense" if corrects else "merged")
-        run += 1
-    return kinds
+    """What each step of a generation does."""
+    runs = config.reuse.steps_of(steps)
+    dense = runs.full[:: config.correction.every] if config.correction.every else ()
+    kinds = dict.fromkeys(range(steps), "last layer")
+    kinds |= dict.fromkeys(runs.shallow, "finest level") | dict.fromkeys(runs.full, "merged")
+    return list((kinds | dict.fromkeys(dense, "dense")).values())
 
 
 def with_auto(ratio: float) -> Callable[[Pipe, Seconds, int], float]:
@@ -92,9 +86,11 @@ def with_auto(ratio: float) -> Callable[[Pipe, Seconds, int], float]:
         kinds = kinds_of_steps(config, steps)
         of_kind: dict[str, list[float]] = {kind: [] for kind in kinds}
         with tokenmerge.token_merging(pipe, config) as patch:
-            for index in range(min(steps, 1 + config.reuse.every)):
+            for index, kind in enumerate(kinds):
+                if all(of_kind.values()):
+                    break
                 patch.at_step(index, steps)
-                of_kind[kinds[index]].append(call())
+                of_kind[kind].append(call())
         return statistics.mean(statistics.mean(of_kind[kind]) for kind in kinds)
 
     return measure

@@ -418,14 +418,14 @@ def test_every_way_to_combine_acts():
         ({"scope": "list"}, "scope: expected one of 'layers', 'block', 'stack', 'keys', got 'list'"),
         (
             {"scope": "stack", "correction": Correction(every=2)},
-            "correction.every: with scope='stack' no block alone",
+            "correction.every=2: with scope='stack' no block alone",
         ),
         (
             {"levels": {1: {"scope": "stack"}}, "correction": Correction(every=2)},
-            "correction.every: with scope='stack'",
+            "correction.every=2: with scope='stack'",
         ),
-        ({"combine": "max"}, "combine: expected one of 'mean', 'keep', 'norm', got 'max'"),
-        ({"planner": "best"}, "planner: expected one of 'local', .*'toma', 'tome'.*, got 'best'"),
+        ({"combine": "max"}, "combine: expected one of 'mean', 'keep', 'norm', 'reuse', .*, got 'max'"),
+        ({"planner": "best"}, "planner: expected one of .*'local', .*'toma', 'tome'.*, got 'best'"),
     ],
 )
 def test_bad_settings(settings, message):

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from tokenmerge.config import MergeSettings
 from tokenmerge.ops import Plan, make_plan, uniform_noise
@@ -34,7 +33,8 @@ def k_means(features: Tensor, centroids: Tensor, rounds: int = _ROUNDS) -> tuple
         distances = centroids.square().sum(dim=2).unsqueeze(1) - 2 * x @ centroids.transpose(1, 2)
         nearest, labels = distances.min(dim=2)
         if number < rounds - 1:
-            members = F.one_hot(labels, centroids.shape[1]).to(x.dtype)
+            clusters = torch.arange(centroids.shape[1], device=x.device)
+            members = (labels.unsqueeze(2) == clusters).to(x.dtype)  # one_hot would wait for the device
             counts = members.sum(dim=1).unsqueeze(2)
             means = members.transpose(1, 2) @ x / counts.clamp(min=1)
             centroids = torch.where(counts > 0, means, centroids)

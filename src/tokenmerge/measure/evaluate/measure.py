@@ -89,12 +89,12 @@ def measure(
     add_rows = _add_pictures if store.length is None else _add_videos
     for batch in batches:
         items = [item for _, item in batch]
+        add_rows(items, variants, store, metrics, columns)
         for variant in variants:
             seconds = [store.seconds(variant, item) for item in items]
             columns[variant.label, SECONDS].append(torch.tensor(seconds, dtype=torch.float64))
             found = (store.config(variant, item) for item in items)
             configs[variant.label].update(config for config in found if config is not None)
-        add_rows(items, variants, store, metrics, columns)
     indices = torch.tensor([index for batch in batches for index, _ in batch])
     return Measured(
         indices,
