@@ -29,7 +29,7 @@ def pipe():
 @pytest.fixture(scope="module")
 def torch():
     """What the PyTorch pipeline computes."""
-    with np.load(ROOT / "tests" / "portable" / "emoji.npz") as written:
+    with np.load(ROOT / "tests" / "integrations" / "portable" / "emoji.npz") as written:
         return dict(written)
 
 
