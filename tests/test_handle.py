@@ -162,7 +162,8 @@ def test_a_vision_transformer():
         patch.report(steps=5)
 
 
-def test_metadata_applies_the_same_settings_again():
+def test_metadata_applies_the_same_settings_again(monkeypatch):
+    monkeypatch.setattr("tokenmerge.auto.fewest_tokens", lambda *_: 16)  # whatever this machine's speed
     unet = hosts.unet()
     patch = apply_token_merging(unet, 0.5)
     line = patch.metadata()
