@@ -265,19 +265,6 @@ def test_an_export_that_differs_from_pytorch_is_not_kept(folder, tmp_path, capsy
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_difference_that_rounding_explains_is_allowed(folder, tmp_path, capsys, monkeypatch):
-    """As much as PyTorch itself differs where rounding changes its plans, and not far more."""
-    load = formats.FORMATS["onnx"].load
-    stop(monkeypatch, "onnx", load=lambda *given: lambda arrays: load(*given)(arrays) * 1.02)
-    monkeypatch.setattr("tokenmerge.integrations.export.call._ROUNDING", 0.01)
-    assert command(folder, tmp_path / "out", "--to", "onnx", "--ratio", "0") == 0
-    check = json.loads((tmp_path / "out" / "export.json").read_text(encoding="utf-8"))["check"]
-    assert 1e-3 < check["relative_difference"] < 4 * check["by_rounding"] / check["largest_output"]
-    monkeypatch.setattr("tokenmerge.integrations.export.call._ROUNDING", 0.001)
-    line = refused(capsys, folder, tmp_path / "other", "--to", "onnx", "--ratio", "0")
-    assert "that rounding explains, so nothing was kept" in line
-
-
 # --- what a stop leaves ---------------------------------------------------------------------------
 
 

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 _PROMPT = "a red apple on a table"
 _LATER = 0.37  # of the timestep, in the call that is checked
 _LONGEST_REASON = 150
-# As far as dense exports of whole UNets are from PyTorch: 2 to 3 · 10⁻⁶ of the largest output.
-_ROUNDING = 2.0**-19
 
 
 @dataclasses.dataclass(eq=False)
@@ -70,16 +68,6 @@ class DenoiserCall:
         if isinstance(by := host.timestep, str) and isinstance(now := other.get(by), Tensor):
             other[by] = (now * _LATER).to(now.dtype)
         return other
-
-    def rounded(self, arguments: dict[str, Any], seed: int) -> dict[str, Any]:
-        """The same arguments with each value of the sample changed by ``_ROUNDING`` of itself, up or down."""
-        name, draw = self.host.sample, torch.Generator().manual_seed(seed)
-
-        def change(x: Tensor) -> Tensor:
-            up = torch.randint(2, x.shape, generator=draw, dtype=torch.int8).to(x.dtype)
-            return x * (1 + _ROUNDING * (2 * up - 1))
-
-        return {**arguments, name: tree_map_only(Tensor, change, arguments[name])}
 
 
 class _Reached(Exception):

@@ -25,13 +25,11 @@ class Check:
         engine: the program that ran the exported model.
         largest_difference: of any value of the output.
         largest_output: the largest absolute value of PyTorch's output.
-        by_rounding: the largest difference that a sample changed by rounding makes in PyTorch.
     """
 
     engine: str
     largest_difference: float
     largest_output: float
-    by_rounding: float
 
     @property
     def relative(self) -> float:

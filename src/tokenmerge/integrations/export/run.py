@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -30,12 +30,8 @@ from tokenmerge.measure.pipelines.sizes import check_size
 from tokenmerge.measure.pipelines.sketch import load_sketch
 from tokenmerge.report import predict
 
-# As a fraction of the largest output, where rounding changes no plan.
+# As a fraction of the largest output.
 LARGEST_DIFFERENCE = 1e-3
-# Other rounding makes tokens change places in a plan where they are equally similar within it. How far that
-# takes the output differs from call to call: PyTorch itself is called with this many rounded samples, and an
-# export may differ this many times as much.
-_ROUNDED_CALLS, _AS_MUCH = 2, 4
 
 
 def export(options: ExportOptions) -> ExportRecord:
@@ -91,7 +87,6 @@ def export_denoiser(
         with token_merging(call, config) as patch:
             patch.at_size(*call.latent)
             expected = _result(call.denoiser, other)
-            rounded = [_result(call.denoiser, call.rounded(other, seed)) for seed in range(_ROUNDED_CALLS)]
             program, names = onnx_program(call.denoiser, call.arguments, form.opset)
         arrays = {name: value.numpy() for name, value in zip(names, tensors(other), strict=True)}
         about: dict[str, Any] = {
@@ -115,7 +110,7 @@ def export_denoiser(
             method=merging.to_dict(),
             settings=config,
             merging=report,
-            check=_check(to, folder, arrays, expected, rounded),
+            check=_check(to, folder, arrays, expected),
             **about,
         )
         write_json(folder / record.FILE, found.to_dict(folder))
@@ -150,8 +145,8 @@ def _result(model: torch.nn.Module, arguments: dict[str, Any]) -> Any:
     return found.numpy()
 
 
-def _check(to: str, folder: Path, arrays: Arrays, expected: Any, rounded: Sequence[Any]) -> Check:
-    """Compare the exported model with PyTorch's output for the same inputs, and for rounded ones.
+def _check(to: str, folder: Path, arrays: Arrays, expected: Any) -> Check:
+    """Compare the exported model with PyTorch's output for the same inputs.
 
     Raises:
         ConfigError: they differ.
@@ -162,13 +157,11 @@ def _check(to: str, folder: Path, arrays: Arrays, expected: Any, rounded: Sequen
         engine=f"{form.packages[0]} {metadata.version(form.packages[0])}",
         largest_difference=float(np.abs(found - expected).max()),
         largest_output=float(np.abs(expected).max()),
-        by_rounding=max(float(np.abs(other - expected).max()) for other in rounded),
     )
-    allowed = max(LARGEST_DIFFERENCE, _AS_MUCH * check.by_rounding / check.largest_output)
-    if not check.relative <= allowed:
+    if not check.relative <= LARGEST_DIFFERENCE:
         raise ConfigError(
             f"to: in {check.engine} the exported model differs from PyTorch by {check.relative:.1e} of its "
-            f"largest output, more than the {allowed:.1e} that rounding explains, so nothing was kept; take "
-            "another format or method"
+            f"largest output, more than {LARGEST_DIFFERENCE:g}, so nothing was kept; take another format or "
+            "method"
         )
     return check
