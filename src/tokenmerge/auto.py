@@ -6,12 +6,13 @@ import dataclasses
 import inspect
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import nn
 
-from tokenmerge.config import Correction, StepReuse, ToMeConfig
+from tokenmerge.config import Correction, PlanSharing, StepReuse, ToMeConfig
 from tokenmerge.models.base import Block, Host
 from tokenmerge.models.find import find_hosts
 from tokenmerge.models.unet_stages import shallow_share
@@ -24,13 +25,22 @@ __all__ = ["choose"]
 _FUSED = {"scaled_dot_product_attention", "dispatch_attention_fn", "memory_efficient_attention"}
 
 # Above this ratio, whole blocks merge, which loses more detail. UNets are excluded: their finest level would
-# lose too much. From this ratio on, UNets have no correction, since its dense steps would cost more than they
-# gain.
+# lose too much.
 _MODERATE = 0.5
-# From this ratio on, steps skip the finest level of a UNet too, if its share of the work is larger than this.
-_WITHOUT_FINEST_LEVEL, _WORTHWHILE_FINEST_LEVEL = 0.25, 0.2
-# Below _MODERATE, the finest level runs in all of this first share of the steps, which lose most without it.
-_STEPS_OF_FINEST_LEVEL = 0.3
+# Step reuse of UNets, as measured: ratio, then StepReuse's every, shallow_every and shallow_from. Between two
+# ratios it is interpolated.
+_REUSE_OF_STAGES = (
+    (0.0, 1.0, 1.0, 0.3),
+    (0.25, 2.0, 1.0, 0.3),
+    (0.35, 2.0, 2.0, 0.3),
+    (0.4, 2.0, 2.0, 0.15),
+    (0.5, 3.0, 2.0, 0.0),
+    (0.75, 4.0, 3.0, 0.0),
+)
+# The finest level of a UNet skips steps if it is a larger share of the work than this.
+_WORTHWHILE_FINEST_LEVEL = 0.2
+# From this ratio on, UNets have no correction, since its dense steps would cost more than they gain.
+_WITHOUT_CORRECTION = 0.4
 # With few steps, extrapolation is worse, most of all for the residuals of blocks. Generations shorter than
 # these numbers of steps skip less. A UNet suffers less, because its finest level computes the details anew:
 # below 20 steps, a mean distance of up to a fifth of them is kept.
@@ -52,13 +62,16 @@ def choose(pipe_or_model: object, ratio: float = 0.5, follows_steps: bool | None
       a ratio of 0.5, whole blocks merge, except in UNets. Token grids stay dense if merging would cost more
       time than it saves; the limit is measured once on each device. With step reuse, grids of fewer than 2048
       tokens stay dense too.
+    - **Plans** of models other than UNets compare what all blocks added at the step before
+      (``features="model_residual"``), and blocks share them, where blocks can merge as a whole.
     - **Correction** (``correction.every``): every second full step is dense and corrects the others. UNets
-      have no correction from a ratio of 0.5 on.
+      have no correction from a ratio of 0.4 on.
     - **Step reuse** (``reuse``): what can be skipped runs in one of ``1 + 4 · ratio`` steps: in every second
-      one at a ratio of 0.25, in every third at 0.5. In UNets, these are the levels below the finest. From a
-      ratio of 0.25 on, the finest level skips steps too if it is a large part of the work: at 0.5, it runs
-      in every second one. Below 0.5, the first 30 % of the steps run all of it. UNets skip less below 20
-      steps, and nothing below 10; other models skip less below 16 steps.
+      one at a ratio of 0.25, in every third at 0.5. In UNets, these are the levels below the finest, and they
+      run in every second step up to a ratio of 0.4. If the finest level is a large part of the work, it skips
+      steps too, from a ratio of 0.25 on: at 0.35 and above, it runs in every second one. At 0.35, the first
+      30 % of the steps run all of it, and at 0.5 none is spared. UNets skip less below 20 steps, and nothing
+      below 10; other models skip less below 16 steps.
     - **Solvers that combine four steps** (PNDM, LMS), in UNets from a guidance scale of 5 on: the finest
       level runs in all steps, and the deep stages in more. The scheduler that the pipeline has now decides.
     - **Strong guidance in other models** (``by_guidance``, from a scale of 5 on): whole blocks merge in most
@@ -125,17 +138,17 @@ def with_skipped_stages(settings: ToMeConfig, finest: float, amplifies: bool = F
         finest: fraction of a call's work at the finest level.
         amplifies: whether the solver amplifies what extrapolation loses under strong guidance.
     """
-    ratio, every = settings.ratio, round(1 + 4 * settings.ratio, 2)
-    far, skips_finest = ratio >= _MODERATE, finest > _WORTHWHILE_FINEST_LEVEL
-    shallow_every = round(1 + 4 * max(0.0, ratio - _WITHOUT_FINEST_LEVEL), 2) if skips_finest else 1
+    every, shallow_every, shallow_from = _reuse_of_stages(settings.ratio)
+    if finest <= _WORTHWHILE_FINEST_LEVEL:
+        shallow_every = 1.0
     return dataclasses.replace(
         settings,
         min_tokens=max(settings.min_tokens, _FEWEST_TOKENS_BESIDE_REUSE),
-        correction=Correction(every=0 if far else 2),
+        correction=Correction(every=0 if settings.ratio >= _WITHOUT_CORRECTION else 2),
         reuse=StepReuse(
             every=every,
             shallow_every=shallow_every,
-            shallow_from=_STEPS_OF_FINEST_LEVEL if skips_finest and not far else 0.0,
+            shallow_from=shallow_from if shallow_every > 1 else 0.0,
             span=max(_SPAN_OF_STAGES, 2 * math.ceil(shallow_every) / _STEPS_OF_STAGES),
         ),
         by_guidance={_STRONG_GUIDANCE: _under_amplification(every)} if amplifies else {},
@@ -150,12 +163,24 @@ def with_skipped_blocks(settings: ToMeConfig, whole: bool) -> ToMeConfig:
         whole: whether all blocks can merge as a whole.
     """
     every = round(1 + 4 * settings.ratio, 2)
+    if whole:
+        # Step reuse computes what the blocks add in any case.
+        settings = dataclasses.replace(settings, features="model_residual", plans=PlanSharing(blocks=True))
     return dataclasses.replace(
         settings,
         min_tokens=max(settings.min_tokens, _FEWEST_TOKENS_BESIDE_REUSE),
         reuse=StepReuse(every=every, span=_span_of_blocks(every)),
         by_guidance={_STRONG_GUIDANCE: _under_strong_guidance(settings.ratio)} if whole else {},
     )
+
+
+def _reuse_of_stages(ratio: float) -> tuple[float, ...]:
+    """``every``, ``shallow_every`` and ``shallow_from`` of step reuse in UNets at a ratio."""
+    for (low, *start), (high, *end) in pairwise(_REUSE_OF_STAGES):
+        if ratio <= high:
+            share = (ratio - low) / (high - low)
+            return tuple(round(a + share * (b - a), 2) for a, b in zip(start, end, strict=True))
+    raise AssertionError(f"ratio {ratio} is above the highest that settings allow")
 
 
 def _under_strong_guidance(ratio: float) -> dict[str, Any]:

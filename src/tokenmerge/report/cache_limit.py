@@ -106,7 +106,13 @@ def _with_less(config: ToMeConfig) -> Iterator[tuple[ToMeConfig, str]]:
         config = dataclasses.replace(config, reuse=coarse)
         yield config, "no correction and every step runs the finest level"
     if any(one.reuse.on for one in config.variants()):
-        yield _without(config, "reuse", StepReuse()), "no correction and no step reuse"
+        config = _without(config, "reuse", StepReuse())
+        yield config, "no correction and no step reuse"
+    if config.cached_features:
+        yield (
+            dataclasses.replace(config, features="input"),
+            "no correction, no step reuse and no cached features",
+        )
 
 
 def _without(config: ToMeConfig, part: str, value: Any) -> ToMeConfig:

@@ -103,7 +103,8 @@ def kept_bytes(host: Host, config: ToMeConfig, arguments: Arguments) -> int:
         *(tensor for residual in residuals for tensor in (*residual.latest, *(residual.delta or ()))),
     ]
     kept += [tensor for plan in plans for tensor in plan]
-    return sum(tensor.nbytes for tensor in kept if isinstance(tensor, Tensor))
+    once = {id(tensor): tensor for tensor in kept if isinstance(tensor, Tensor)}
+    return sum(tensor.nbytes for tensor in once.values())
 
 
 def _with_long_distances(reuse: StepReuse) -> StepReuse:

@@ -9,6 +9,7 @@ or a ControlNet changes between two blocks begins a new run.
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -77,9 +78,18 @@ def finish_run(thread: ThreadState) -> None:
     cache, number, before = running.first
     image, text = running.end
     tokens, given_text = running.start
-    latest = (image - tokens, None if text is given_text else text - given_text)
+    added = image - tokens
+    _share_with_plans(thread, (tokens, image), added)
+    latest = (added, None if text is given_text else text - given_text)
     residual = Residual(False, latest)
     same = before is not None and before.residual is not None and before.blocks == running.blocks
     residual = updated(before.residual if same and before is not None else None, residual, thread.part)
     made = cache.runs[number]
     cache.runs[number] = dataclasses.replace(made, residual=residual, blocks=running.blocks)
+
+
+def _share_with_plans(thread: ThreadState, span: tuple[Tensor, Tensor], added: Tensor) -> None:
+    """Cache one tensor where the blocks of a run are those of a level, whose residual plans compare."""
+    for place, other in thread.spans.items():
+        if thread.memory is not None and len(other) == 2 and all(map(operator.is_, span, other)):
+            thread.memory.model_residuals[place] = added

@@ -115,7 +115,8 @@ class ThreadState:
         seed: makes the numbers of steps.
         own_memory: what is cached where settings do not follow the steps.
         memory: what the running call caches; None before the first.
-        first_tokens: by call and level, the tokens of the image that the first block was called with.
+        spans: by call and level, the tokens of the image that the first block was called with, and those that
+            the last one returned, once it has.
         running_blocks: of a full step, whose residual is cached; None: there are none.
         plan: that a block of the running call merged by, where planners ask what was not computed.
     """
@@ -127,7 +128,7 @@ class ThreadState:
         self.seed = StepSeed()
         self.own_memory = Memory(groups)
         self.memory: Memory | None = None
-        self.first_tokens: dict[tuple[int, int, int], Tensor] = {}
+        self.spans: dict[tuple[int, int, int], tuple[Tensor, ...]] = {}
         self.running_blocks: RunningBlocks | None = None
         self.plan: Plan | None = None
 

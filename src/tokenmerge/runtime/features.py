@@ -28,17 +28,18 @@ def with_cached_features(state: BlockState, call: HostCall, run: Callable[[], An
     thread = state.model.threads.value
     image = _image(state, call, state.layout.tokens_of(call))
     if state.is_first and (level, "model_residual") in cached:
-        thread.first_tokens[place] = image
+        thread.spans[place] = (image,)
     result = run()
     single = isinstance(result, Tensor)
     made = _image(state, call, result if single else result[state.image_place])
     if state.plans_first and (level, "residual") in cached:
         _cache_residual(state, made, image, 0 if single else len(result), before)
-    first = thread.first_tokens.get(place)
+    first, *_ = thread.spans.get(place, (None,))
     if state.is_last and first is not None and thread.memory is not None:
         thread.memory.model_residuals.pop(place, None)
         if first.shape == made.shape:
             thread.memory.model_residuals[place] = made - first
+            thread.spans[place] = (first, made)
     return result
 
 
@@ -63,6 +64,8 @@ def _image(state: BlockState, call: HostCall, x: Tensor) -> Tensor:
     """``[b, n, c]``: the tokens of the image in the input or the result of a block."""
     n, padding = state.tokens, state.layout.padding
     mask = call.argument(padding) if padding else None
+    if mask is None and x.shape[1] == n:
+        return x  # the very tensor, by which a run of blocks is recognised
     return state.layout.image(x, n, None if mask is None else mask.sum(dim=1) - n)
 
 

@@ -141,7 +141,7 @@ class ModelState:
         """Before a call of the model: blocks count theirs from 0, and no stack has merged."""
         self.threads.value.running_blocks = None  # of a call that was interrupted
         self.threads.value.plan = None
-        self.threads.value.first_tokens.clear()
+        self.threads.value.spans.clear()
         for part in self.parts:
             if isinstance(part, BlockState):
                 part.threads.value.number = -1
