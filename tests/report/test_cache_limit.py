@@ -1,5 +1,7 @@
 """A limit on what is cached between steps."""
 
+import dataclasses
+
 import hosts
 import pytest
 import torch
@@ -73,6 +75,23 @@ def test_plans_that_are_shared_are_refused_where_they_do_not_fit():
     shared = ToMeConfig(ratio=0.5, plans=PlanSharing(every=3))
     with pytest.raises(ConfigError, match=r"max_cache: these settings cache .* got 0.0 MB; take at least"):
         within(hosts.unet(), shared, 0)
+
+
+def test_features_cost_nothing_beside_step_reuse_and_are_left_out_last():
+    """The residual of all blocks is that which step reuse caches; alone it is one tensor of the image."""
+    model = model_of(FLUX)
+    plain = ToMeConfig(ratio=0.5, proportional=True, plans=PlanSharing(blocks=True))
+    compares = dataclasses.replace(plain, features="model_residual")
+    reuse = {"reuse": StepReuse(every=2), "correction": Correction(every=2)}
+    with_reuse = dataclasses.replace(plain, **reuse)
+    both = dataclasses.replace(compares, **reuse)
+    assert counted_cache(model, both) == counted_cache(model, with_reuse)
+    assert counted_cache(model, compares) > counted_cache(model, plain) == 0
+    needed = counted_cache(model, compares)
+    assert within(model, both, needed)[0] == compares
+    config, text = within(model, both, needed - 1)
+    assert config == plain
+    assert "no correction, no step reuse and no cached features, which would cache" in text
 
 
 class Pipeline:
