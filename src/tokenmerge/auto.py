@@ -31,14 +31,16 @@ _MODERATE = 0.5
 # ratios it is interpolated.
 _REUSE_OF_STAGES = (
     (0.0, 1.0, 1.0, 0.3),
-    (0.25, 2.0, 1.0, 0.3),
-    (0.35, 2.0, 2.0, 0.3),
+    (0.25, 2.0, 2.0, 0.3),
     (0.4, 2.0, 2.0, 0.15),
     (0.5, 3.0, 2.0, 0.0),
     (0.75, 4.0, 3.0, 0.0),
 )
 # The finest level of a UNet skips steps if it is a larger share of the work than this.
 _WORTHWHILE_FINEST_LEVEL = 0.2
+# Above _MODERATE, UNets merge this share of the further tokens. Skipping more steps is closer at the same
+# speed.
+_FURTHER_TOKENS_OF_UNETS = 0.4
 # From this ratio on, UNets have no correction, since its dense steps would cost more than they gain.
 _WITHOUT_CORRECTION = 0.4
 # With few steps, extrapolation is worse, most of all for the residuals of blocks. Generations shorter than
@@ -66,12 +68,14 @@ def choose(pipe_or_model: object, ratio: float = 0.5, follows_steps: bool | None
       (``features="model_residual"``), and blocks share them, where blocks can merge as a whole.
     - **Correction** (``correction.every``): every second full step is dense and corrects the others. UNets
       have no correction from a ratio of 0.4 on.
-    - **Step reuse** (``reuse``): what can be skipped runs in one of ``1 + 4 · ratio`` steps: in every second
-      one at a ratio of 0.25, in every third at 0.5. In UNets, these are the levels below the finest, and they
-      run in every second step up to a ratio of 0.4. If the finest level is a large part of the work, it skips
-      steps too, from a ratio of 0.25 on: at 0.35 and above, it runs in every second one. At 0.35, the first
-      30 % of the steps run all of it, and at 0.5 none is spared. UNets skip less below 20 steps, and nothing
-      below 10; other models skip less below 16 steps.
+    - **High ratios** in UNets: above 0.5, only 0.4 of the further tokens are removed, 60 % of all at a ratio
+      of 0.75. More steps are skipped instead, which loses less at the same speed.
+    - **Step reuse** (``reuse``): what can be skipped runs in every second step at a ratio of 0.25, and in
+      every third at 0.5: in one of ``1 + 4 · ratio`` steps, but UNets stay at every second one up to 0.4. In
+      UNets, these are the levels below the finest. If the finest level is a large part of the work, it skips
+      steps too: from a ratio of 0.25 on, it runs in every second one. Up to 0.25, the first 30 % of the steps
+      run all of it; at 0.5 it has no such start. UNets skip less below 20 steps, and nothing below 10; other
+      models skip less below 16 steps.
     - **Solvers that combine four steps** (PNDM, LMS), in UNets from a guidance scale of 5 on: the finest
       level runs in all steps, and the deep stages in more. The scheduler that the pipeline has now decides.
     - **Strong guidance in other models** (``by_guidance``, from a scale of 5 on): whole blocks merge in most
@@ -141,8 +145,10 @@ def with_skipped_stages(settings: ToMeConfig, finest: float, amplifies: bool = F
     every, shallow_every, shallow_from = _reuse_of_stages(settings.ratio)
     if finest <= _WORTHWHILE_FINEST_LEVEL:
         shallow_every = 1.0
+    further = max(0.0, settings.ratio - _MODERATE) * (1 - _FURTHER_TOKENS_OF_UNETS)
     return dataclasses.replace(
         settings,
+        ratio=round(settings.ratio - further, 3),
         min_tokens=max(settings.min_tokens, _FEWEST_TOKENS_BESIDE_REUSE),
         correction=Correction(every=0 if settings.ratio >= _WITHOUT_CORRECTION else 2),
         reuse=StepReuse(
