@@ -59,7 +59,11 @@ def tokenmerge(*arguments: object) -> None:
 
 @contextmanager
 def anew(*results: Path) -> Iterator[None]:
-    """Measure again: what is there is put aside, and comes back if that fails."""
+    """Measure again: what is there is put aside, and comes back if that fails or was killed."""
+    for path in results:
+        if (left := path.with_name(f"{path.name}.before")).exists():
+            remove(path)
+            left.rename(path)
     aside = {path: path.with_name(f"{path.name}.before") for path in results if path.exists()}
     for path, before in aside.items():
         path.rename(before)

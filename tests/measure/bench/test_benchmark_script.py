@@ -62,3 +62,20 @@ def test_auto_is_drawn_beside_its_rivals(name: str, tmp_path: Path, monkeypatch:
     }
     assert (options.model, options.size) == (grid["model"], (grid["size"],) * 2)
     assert (options.steps, options.guidance, options.batch) == (grid["steps"], grid["guidance"], 1)
+
+
+def test_results_come_back_after_a_measurement_that_was_killed(tmp_path):
+    """A kill leaves the old results aside, and a part of the new ones in their place."""
+    out, folder = tmp_path / "out.jsonl", tmp_path / "out"
+    for path in (folder, tmp_path / "out.before"):
+        path.mkdir()
+    (folder / "picture").write_text("new")
+    (tmp_path / "out.before" / "picture").write_text("old")
+    out.write_text("new")
+    (tmp_path / "out.jsonl.before").write_text("old")
+    with pytest.raises(KeyboardInterrupt), measure.anew(out, folder):
+        assert not out.exists()
+        assert not folder.exists()
+        raise KeyboardInterrupt
+    assert out.read_text() == (folder / "picture").read_text() == "old"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "out.jsonl"]
