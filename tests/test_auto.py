@@ -210,6 +210,12 @@ def test_what_is_asked_for_goes_before_what_auto_chooses(changes, found, fast):
     assert (config.reuse.every, config.reuse.shallow_every) == found
 
 
+def test_a_ratio_asks_auto_and_does_not_replace_what_it_chooses(fast):
+    pipe = pipeline(unet=hosts.unet())
+    assert MethodSpec("auto", {"ratio": 0.75}).config(pipe) == choose(pipe, 0.75)
+    assert choose(pipe, 0.75).ratio < 0.75
+
+
 def test_a_ratio_of_0_is_dense(fast):
     unet = hosts.unet()
     inputs = hosts.inputs()

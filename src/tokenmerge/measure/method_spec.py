@@ -65,7 +65,9 @@ class MethodSpec:
             every = self.changes.get("reuse.every", chosen.reuse.every)
             finest = min(chosen.reuse.shallow_every, every)  # who asks for less of one means both
             own = {**flat(vars(chosen)), "reuse.shallow_every": finest}
-            return ToMeConfig.from_dict({**own, **self.changes})
+            # The ratio is the argument of `choose`, which may merge fewer tokens and skip more steps.
+            changes = {name: value for name, value in self.changes.items() if name != "ratio"}
+            return ToMeConfig.from_dict({**own, **changes})
         if self.method == "tome":
             return ToMeConfig.from_dict(self.changes)
         make: Callable[..., ToMeConfig] = getattr(presets, self.method)
