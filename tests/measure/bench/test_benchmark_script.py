@@ -73,9 +73,14 @@ def test_results_come_back_after_a_measurement_that_was_killed(tmp_path):
     (tmp_path / "out.before" / "picture").write_text("old")
     out.write_text("new")
     (tmp_path / "out.jsonl.before").write_text("old")
-    with pytest.raises(KeyboardInterrupt), measure.anew(out, folder):
-        assert not out.exists()
-        assert not folder.exists()
-        raise KeyboardInterrupt
+
+    def interrupted() -> None:
+        with measure.anew(out, folder):
+            assert not out.exists()
+            assert not folder.exists()
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
     assert out.read_text() == (folder / "picture").read_text() == "old"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "out.jsonl"]
