@@ -38,7 +38,7 @@ MAY_IMPORT = {
     "pipeline_methods": "errors compat",
     "measure": "errors ops config planners models runtime report vit presets pictures auto api compat",
     "integrations.play": "errors measure pictures report api",
-    "integrations.export": "errors config models report api measure",
+    "integrations.export": "errors ops config models runtime report api measure",
     "cli": "errors ops config models report vit presets auto api measure"
     " integrations.comfyui integrations.play integrations.export",
     "__main__": "cli",

@@ -61,5 +61,9 @@ def export(
         tokens, left = (sum(getattr(row, name) for row in rows) for name in ("tokens", "merged_tokens"))
         share = saved(merged.flops_dense, merged.flops_merged)
         print(f"{tokens} tokens → {left} in {len(rows)} blocks, {share} of the operations saved")
-    print(f"largest difference from PyTorch: {found.check.relative:.1e} of its output ({found.check.engine})")
+    by = " with the same plans" if found.check.plans else ""
+    print(
+        f"largest difference from PyTorch{by}: {found.check.relative:.1e} of its largest output "
+        f"({found.check.engine})"
+    )
     print(f"what it is, and its inputs: {out / FILE}")

@@ -95,7 +95,10 @@ def plan_by(state: BlockState, b: int, n: int, features: Callable[[], Tensor]) -
     """The plan for b images of n tokens: a cached one, or a new one by their features ``[b, n, c]``."""
     plan = known_plan(state, b, n)
     if plan is None:
-        plan = _new_plan(state, features())
+        seen = features()
+        plan = _new_plan(state, seen)
+        if state.model.revise_plan is not None:
+            plan = state.model.revise_plan(seen, plan)
         if state.settings.repeat_penalty and isinstance(plan, IndexPlan):
             count_repeats(state, plan)
         if state.model.context.caches_plans:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -68,6 +68,8 @@ class ModelState:
         parts: its blocks, layers and stages that merge or are skipped, in the order of ``groups``.
         given_grid: the model's finest token grid in the next calls, where the user gave it; None: not given.
         record: where each block leaves its latest plan, by its path, while somebody asks for it.
+        revise_plan: called with the features ``[b, n, c]`` and each new plan, returns the plan that is used
+            instead; None: new plans are used as they are.
         warned: what was said of samples with nothing to merge, whose calls run dense; None: they are errors.
         found_for: what the settings were found for by ``tokenmerge tune``; None: unknown.
         compared_with: token grid and number of steps that were last compared with that.
@@ -86,6 +88,7 @@ class ModelState:
     parts: tuple[BlockState | LayerState | StageState, ...] = ()
     given_grid: Grid | None = None
     record: dict[str, RecordedPlan] | None = None
+    revise_plan: Callable[[Tensor, Plan], Plan] | None = None
     warned: set[str] | None = None
     found_for: FoundFor | None = None
     compared_with: tuple[object, ...] = ()

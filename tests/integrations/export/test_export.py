@@ -265,6 +265,54 @@ def test_an_export_that_differs_from_pytorch_is_not_kept(folder, tmp_path, capsy
     assert list(tmp_path.iterdir()) == []
 
 
+@FORMAT
+def test_the_record_says_that_the_plans_were_the_same(exported, to):
+    """One plan for each merging block, made by float32 in both programs."""
+    said = json.loads((exported(to, "merged") / "export.json").read_text(encoding="utf-8"))["check"]
+    assert said["compared_with"] == "PyTorch, merging by the same plans"
+    assert said["plans"]["plans"] == 3
+    assert said["plans"]["largest_gap"] < 1e-6
+
+
+def change_first_plan(monkeypatch, change):
+    """Exported models of a format seem to make another first plan than they do."""
+    look_inside = formats.FORMATS["onnx"].look_inside
+
+    def changed(*given):
+        output, *values = look_inside(*given)
+        return [output, *change([value.copy() for value in values])]
+
+    stop(monkeypatch, "onnx", look_inside=changed)
+
+
+def test_an_export_with_an_index_out_of_range_is_not_kept(folder, tmp_path, capsys, monkeypatch):
+    def change(values):
+        values[0][0, 0] = -1
+        return values
+
+    change_first_plan(monkeypatch, change)
+    line = refused(capsys, folder, tmp_path / "out", "--to", "onnx", "--ratio", "0.5")
+    assert "has a plan in which an index is out of range" in line
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_export_that_merges_less_similar_tokens_is_not_kept(folder, tmp_path, capsys, monkeypatch):
+    """All sources of each image go to the destination of the first one: a whole plan, and a bad one."""
+
+    def change(values):
+        keep, sources, targets, inverse, sizes, *others = values
+        targets[:] = targets[:, :1]
+        inverse.reshape(-1)[sources] = targets
+        sizes[:] = 1
+        sizes.reshape(-1)[targets[:, 0]] += sources.shape[1]
+        return [keep, sources, targets, inverse, sizes, *others]
+
+    change_first_plan(monkeypatch, change)
+    line = refused(capsys, folder, tmp_path / "out", "--to", "onnx", "--ratio", "0.5")
+    assert "merges tokens whose similarity is lower than in PyTorch" in line
+    assert list(tmp_path.iterdir()) == []
+
+
 # --- what a stop leaves ---------------------------------------------------------------------------
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,8 @@ class Format:
         file: name of the file that is to be opened.
         write: (ONNX program of PyTorch, folder) → files in the folder.
         load: (folder, number of threads, None for all) → a function that runs the model in it.
+        look_inside: (folder, names of values in the graph, inputs) → the output and these values, from the
+            same file.
     """
 
     title: str
@@ -33,6 +35,7 @@ class Format:
     file: str
     write: Callable[[Any, Path], None]
     load: Callable[[Path, int | None], Run]
+    look_inside: Callable[[Path, Sequence[str], Arrays], list[Any]]
 
     def require(self) -> None:
         """Raise a MissingExtraError if a package is not installed."""
@@ -46,17 +49,33 @@ def _write_onnx(program: Any, folder: Path) -> None:
 
 
 def _load_onnx(folder: Path, threads: int | None) -> Run:
+    run = _onnx_session(folder / "model.onnx", threads)
+    return lambda arrays: run(arrays)[0]
+
+
+def _look_inside_onnx(folder: Path, names: Sequence[str], arrays: Arrays) -> list[Any]:
+    import onnx
+
+    model = onnx.load(folder / "model.onnx", load_external_data=False)
+    model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names)
+    file = folder / "inside.onnx"  # beside the file of the weights, which it shares
+    try:
+        file.write_bytes(model.SerializeToString())
+        return _onnx_session(file, None)(arrays)
+    finally:
+        file.unlink(missing_ok=True)
+
+
+def _onnx_session(file: Path, threads: int | None) -> Callable[[Arrays], list[Any]]:
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads or 0
-    session = onnxruntime.InferenceSession(folder / "model.onnx", options, providers=["CPUExecutionProvider"])
+    session = onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
     names = {one.name for one in session.get_inputs()}
-
-    def run(arrays: Arrays) -> Any:
-        return session.run(None, {name: value for name, value in arrays.items() if name in names})[0]
-
-    return run
+    return lambda arrays: list(
+        session.run(None, {name: value for name, value in arrays.items() if name in names})
+    )
 
 
 def _write_openvino(program: Any, folder: Path) -> None:
@@ -75,17 +94,31 @@ def _write_openvino(program: Any, folder: Path) -> None:
 
 
 def _load_openvino(folder: Path, threads: int | None) -> Run:
+    run = _openvino_model(folder, threads, ())
+    return lambda arrays: run(arrays)[0]
+
+
+def _look_inside_openvino(folder: Path, names: Sequence[str], arrays: Arrays) -> list[Any]:
+    return _openvino_model(folder, None, names)(arrays)
+
+
+def _openvino_model(folder: Path, threads: int | None, inner: Sequence[str]) -> Callable[[Arrays], list[Any]]:
     import openvino
 
     # bfloat16 is the default on CPUs that have it, and matches other tokens than float32.
     settings: dict[str, Any] = {"INFERENCE_PRECISION_HINT": "f32"}
     if threads:
         settings["INFERENCE_NUM_THREADS"] = threads
-    model = openvino.Core().compile_model(folder / "model.xml", "CPU", settings)
+    core = openvino.Core()
+    read = core.read_model(folder / "model.xml")
+    if inner:
+        read.add_outputs(list(inner))
+    model = core.compile_model(read, "CPU", settings)
     names = {name for one in model.inputs for name in one.get_names()}
 
-    def run(arrays: Arrays) -> Any:
-        return model({name: value for name, value in arrays.items() if name in names})[0]
+    def run(arrays: Arrays) -> list[Any]:
+        found = model({name: value for name, value in arrays.items() if name in names})
+        return [found[0], *(found[name] for name in inner)]
 
     return run
 
@@ -93,10 +126,22 @@ def _load_openvino(folder: Path, threads: int | None) -> Run:
 FORMATS = {
     # From opset 23 on, attention is one operator, but ONNX Runtime 1.32 refuses masks of one row there.
     "onnx": Format(
-        "ONNX Runtime", 20, ("onnxruntime", "onnx", "onnxscript"), "model.onnx", _write_onnx, _load_onnx
+        "ONNX Runtime",
+        20,
+        ("onnxruntime", "onnx", "onnxscript"),
+        "model.onnx",
+        _write_onnx,
+        _load_onnx,
+        _look_inside_onnx,
     ),
     # With this operator OpenVINO always finds its fused attention.
     "openvino": Format(
-        "OpenVINO", 23, ("openvino", "onnx", "onnxscript"), "model.xml", _write_openvino, _load_openvino
+        "OpenVINO",
+        23,
+        ("openvino", "onnx", "onnxscript"),
+        "model.xml",
+        _write_openvino,
+        _load_openvino,
+        _look_inside_openvino,
     ),
 }

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import warnings
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,28 +15,64 @@ from torch.export.graph_signature import InputKind, TensorArgument
 from torch.utils._pytree import tree_leaves
 
 from tokenmerge.errors import TokenMergingError, UnsupportedModelError
+from tokenmerge.integrations.export.plans import made_plans, plan_tensors
 from tokenmerge.measure.out_of_memory import is_out_of_memory
 
 OUTPUT = "out"
+Plans = tuple[tuple[str | None, ...], ...]
 _LONGEST_REASON = 150
 
 
+class Graph(NamedTuple):
+    """An ONNX program with what its check needs.
+
+    Attributes:
+        program: ONNX program of PyTorch.
+        inputs: their names in the order of :func:`tensors`.
+        plans: for each plan in the order in which they are made, the names of its tensors in the graph; None
+            for a tensor on which the output does not depend.
+    """
+
+    program: Any
+    inputs: tuple[str, ...]
+    plans: Plans
+
+
 @torch.no_grad()
-def onnx_program(model: nn.Module, arguments: dict[str, Any], opset: int) -> tuple[Any, tuple[str, ...]]:
-    """The ONNX program of one call, and the names of its inputs in the order of :func:`tensors`.
+def onnx_graph(model: nn.Module, arguments: dict[str, Any], opset: int) -> Graph:
+    """The ONNX program of one call of a model that may be patched.
 
     Raises:
         UnsupportedModelError: PyTorch cannot export the model with these settings.
     """
-    with _quiet(), _exporting(type(model).__name__):
-        traced = torch.export.export(model, (), {**arguments, "return_dict": False}, strict=False)
+    with _quiet(), _exporting(type(model).__name__), made_plans(model) as plans:
+        # They become outputs, so that their names can be found, and are outputs no longer afterwards.
+        hook = model.register_forward_hook(
+            lambda module, args, result: (*result, *(x for plan in plans for x in plan_tensors(plan)))
+        )
+        try:
+            traced = torch.export.export(model, (), {**arguments, "return_dict": False}, strict=False)
+        finally:
+            hook.remove()
+        counts = [len(plan_tensors(plan)) for plan in plans]
         specs = [spec for spec in traced.graph_signature.input_specs if spec.kind is InputKind.USER_INPUT]
         names = tuple(spec.arg.name for spec in specs if isinstance(spec.arg, TensorArgument))
         program: Any = torch.onnx.export(
-            traced, dynamo=True, verbose=False, opset_version=opset, output_names=[OUTPUT], optimize=False
+            traced,
+            dynamo=True,
+            verbose=False,
+            opset_version=opset,
+            output_names=[OUTPUT, *(f"plan_{i}" for i in range(sum(counts)))],
+            optimize=False,
         )
         _clean(program.model)
-    return program, names
+        graph = program.model.graph
+        values = [value.name for value in graph.outputs[1:]]
+        del graph.outputs[1:]
+        _drop_unused(program.model)
+        left = {value.name for node in graph for value in node.outputs} | set(graph.initializers)
+        found = iter(name if name in left else None for name in values)
+    return Graph(program, names, tuple(tuple(itertools.islice(found, count)) for count in counts))
 
 
 def tensors(arguments: dict[str, Any]) -> list[Tensor]:
@@ -50,12 +87,18 @@ def _clean(model: Any) -> None:
     that run the model do that themselves.
     """
     from onnx_ir.passes.common import ClearMetadataAndDocStringPass, CommonSubexpressionEliminationPass
-    from onnxscript.optimizer import fold_constants, remove_unused_nodes
+    from onnxscript.optimizer import fold_constants
 
     fold_constants(model)
     CommonSubexpressionEliminationPass()(model)
-    remove_unused_nodes(model)
+    _drop_unused(model)
     ClearMetadataAndDocStringPass()(model)
+
+
+def _drop_unused(model: Any) -> None:
+    from onnxscript.optimizer import remove_unused_nodes
+
+    remove_unused_nodes(model)
 
 
 @contextlib.contextmanager

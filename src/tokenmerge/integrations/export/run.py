@@ -17,10 +17,11 @@ from tokenmerge.errors import ConfigError, UnsupportedModelError
 from tokenmerge.integrations.export import record
 from tokenmerge.integrations.export.call import DenoiserCall, first_call
 from tokenmerge.integrations.export.folder import check_new, new_folder
-from tokenmerge.integrations.export.formats import FORMATS, Arrays
-from tokenmerge.integrations.export.graph import onnx_program, tensors
+from tokenmerge.integrations.export.formats import FORMATS
+from tokenmerge.integrations.export.graph import Plans, onnx_graph, tensors
 from tokenmerge.integrations.export.options import ExportOptions
-from tokenmerge.integrations.export.record import Check, ExportRecord
+from tokenmerge.integrations.export.plans import TakenPlans
+from tokenmerge.integrations.export.record import Check, ExportRecord, PlansCheck
 from tokenmerge.measure.files import write_json
 from tokenmerge.measure.method_spec import MethodSpec
 from tokenmerge.measure.pipelines.call import latent_scale, own_size
@@ -32,6 +33,9 @@ from tokenmerge.report import predict
 
 # As a fraction of the largest output.
 LARGEST_DIFFERENCE = 1e-3
+# Features that differ by this fraction of their length turn by as much. A cosine similarity of two of them
+# then differs by twice as much, and the gap between two similarities by four times as much.
+LARGEST_GAP = 4 * LARGEST_DIFFERENCE
 
 
 def export(options: ExportOptions) -> ExportRecord:
@@ -67,8 +71,8 @@ def export_denoiser(
     """Export a denoiser with the arguments of one call, whose shapes become fixed.
 
     Args:
-        make_call: makes the call. Nothing else should hold its denoiser, which is freed before the exported
-            model runs.
+        make_call: makes the call, with the same weights each time. It is called again after the exported
+            model has run. Nothing else should hold its denoiser, which is freed before that.
         merging: the method and its settings; they must be the same at every denoising step.
         out: folder for the files, which must not exist yet, or be empty.
         to: ``"onnx"`` or ``"openvino"``.
@@ -87,8 +91,8 @@ def export_denoiser(
         with token_merging(call, config) as patch:
             patch.at_size(*call.latent)
             expected = _result(call.denoiser, other)
-            program, names = onnx_program(call.denoiser, call.arguments, form.opset)
-        arrays = {name: value.numpy() for name, value in zip(names, tensors(other), strict=True)}
+            graph = onnx_graph(call.denoiser, call.arguments, form.opset)
+        arrays = {name: value.numpy() for name, value in zip(graph.inputs, tensors(other), strict=True)}
         about: dict[str, Any] = {
             "denoiser": type(call.denoiser).__name__,
             "size": call.size,
@@ -97,9 +101,18 @@ def export_denoiser(
             "guided": call.do_classifier_free_guidance,
         }
         del call, patch
-        form.write(program, folder)
-        del program
+        form.write(graph.program, folder)
+        plans = graph.plans
+        del graph
         gc.collect()
+        engine = f"{form.packages[0]} {metadata.version(form.packages[0])}"
+        by_itself = form.load(folder, None)(arrays)
+        check = Check(engine, _largest(by_itself - expected), _largest(expected))
+        if plans:
+            inner = form.look_inside(folder, [name for names in plans for name in names if name], arrays)
+            gc.collect()
+            check = _with_the_same_plans(check, make_call(), config, other, plans, inner)
+        _refuse_different(check)
         found = ExportRecord(
             model=model,
             to=to,
@@ -110,7 +123,7 @@ def export_denoiser(
             method=merging.to_dict(),
             settings=config,
             merging=report,
-            check=_check(to, folder, arrays, expected),
+            check=check,
             **about,
         )
         write_json(folder / record.FILE, found.to_dict(folder))
@@ -145,23 +158,54 @@ def _result(model: torch.nn.Module, arguments: dict[str, Any]) -> Any:
     return found.numpy()
 
 
-def _check(to: str, folder: Path, arrays: Arrays, expected: Any) -> Check:
-    """Compare the exported model with PyTorch's output for the same inputs.
+def _with_the_same_plans(
+    plain: Check,
+    call: DenoiserCall,
+    config: ToMeConfig,
+    arguments: dict[str, Any],
+    names: Plans,
+    inner: list[Any],
+) -> Check:
+    """Compare the exported model with PyTorch that takes its plans, which are compared themselves first.
 
-    Raises:
-        ConfigError: they differ.
+    Args:
+        plain: the comparison with PyTorch's own plans.
+        call: whose denoiser is used.
+        config: the settings.
+        arguments: of the call that is compared.
+        names: of the tensors of each plan; None where the graph has none.
+        inner: the output of the exported model, then the tensors that have names.
     """
-    form = FORMATS[to]
-    found = form.load(folder, None)(arrays)
-    check = Check(
-        engine=f"{form.packages[0]} {metadata.version(form.packages[0])}",
-        largest_difference=float(np.abs(found - expected).max()),
-        largest_output=float(np.abs(expected).max()),
+    found, *values = inner
+    each = iter(values)
+    taken = TakenPlans([[name and next(each) for name in plan] for plan in names], LARGEST_GAP)
+    with token_merging(call, config) as patch:
+        patch.at_size(*call.latent)
+        with taken.in_use_of(call.denoiser):
+            expected = _result(call.denoiser, arguments)
+    return Check(
+        engine=plain.engine,
+        largest_difference=_largest(found - expected),
+        largest_output=_largest(expected),
+        plans=PlansCheck(
+            plans=taken.done,
+            other_choices=taken.other_choices,
+            largest_gap=taken.gap,
+            relative_difference_with_own_plans=plain.relative,
+        ),
     )
+
+
+def _refuse_different(check: Check) -> None:
+    """Raise a ConfigError if the exported model differs from PyTorch."""
     if not check.relative <= LARGEST_DIFFERENCE:
+        where = " with the same plans" if check.plans else ""
         raise ConfigError(
-            f"to: in {check.engine} the exported model differs from PyTorch by {check.relative:.1e} of its "
-            f"largest output, more than {LARGEST_DIFFERENCE:g}, so nothing was kept; take another format or "
-            "method"
+            f"to: in {check.engine} the exported model differs from PyTorch{where} by {check.relative:.1e} "
+            f"of its largest output, more than {LARGEST_DIFFERENCE:g}, so nothing was kept; take another "
+            "format or method"
         )
-    return check
+
+
+def _largest(x: Any) -> float:
+    return float(np.abs(x).max())
