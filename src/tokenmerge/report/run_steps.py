@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from tokenmerge.report.text_table import TextTable
+from tokenmerge.runtime.run_log import in_kinds
 from tokenmerge.runtime.step_log import StepRow
 
 _NOTES = (
@@ -47,8 +48,8 @@ class RunSteps:
     def summary(self) -> str:
         """The number of steps of each kind, and their time, in a line."""
         kinds = Counter(row.kind for row in self.rows)
-        parts = ", ".join(f"{kinds[kind]} {kind}" for kind in ("full", "reused", "dense"))
-        return f"{len(self.rows)} steps ({parts}), {sum(row.seconds for row in self.rows):.2f} s in the model"
+        seconds = sum(row.seconds for row in self.rows)
+        return f"{len(self.rows)} steps ({in_kinds(kinds)}), {seconds:.2f} s in the model"
 
     def _table(self) -> TextTable:
         header = ("step", "kind", "tokens", "blocks", "change", "seconds")

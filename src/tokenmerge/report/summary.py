@@ -7,7 +7,7 @@ import dataclasses
 from tokenmerge.config import ToMeConfig
 from tokenmerge.report.cache_limit import in_words
 from tokenmerge.report.prediction import Report, saved
-from tokenmerge.runtime.run_log import RunLog
+from tokenmerge.runtime.run_log import RunLog, in_kinds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +104,6 @@ def _happened(run: RunLog) -> str:
     if not kinds:
         steps = "" if run.steps is None else f"{run.steps} steps, "
         return f"{steps}{run.tokens} tokens at the finest level"
-    parts = ", ".join(f"{kinds[kind]} {kind}" for kind in ("full", "reused", "dense"))
     done = kinds.total()
     steps = f"{done} steps" if done == run.steps else f"{done} of {run.steps} steps"
-    return f"{steps} in {run.seconds:.1f} s ({parts}), {run.tokens} tokens at the finest level"
+    return f"{steps} in {run.seconds:.1f} s ({in_kinds(kinds)}), {run.tokens} tokens at the finest level"

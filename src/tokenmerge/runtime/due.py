@@ -20,7 +20,10 @@ from tokenmerge.runtime.step_tracker import StepTracker
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Due:
-    """What is due in a call; the fields are those of :class:`tokenmerge.runtime.context.CallContext`."""
+    """What is due in a call; most fields are those of :class:`tokenmerge.runtime.context.CallContext`.
+
+    ``has_token_residuals`` says whether tokens that are not computed have cached residuals of their own.
+    """
 
     settings: Mapping[int, MergeSettings]
     caches_residuals: bool
@@ -28,19 +31,22 @@ class Due:
     token_distance: Tensor | None
     extrapolation: Tensor | None
     shallow_extrapolation: Tensor | None
+    has_token_residuals: bool
 
     @property
     def kind(self) -> StepKind:
         """What the call does, in a word."""
         if self.extrapolation is not None or self.shallow_extrapolation is not None:
             return "reused"
-        merges = not self.corrects and any(own.merges for own in self.settings.values())
-        return "full" if merges else "dense"
+        merging = () if self.corrects else [own for own in self.settings.values() if own.merges]
+        if self.has_token_residuals and any(own.reuses_tokens for own in merging):
+            return "token-wise"
+        return "full" if merging else "dense"
 
 
 def due_of(
     config: ToMeConfig,
-    tracker: StepTracker,
+    memory: Memory,
     shape: tuple[object, ...],
     settings: Mapping[int, MergeSettings],
 ) -> Due:
@@ -48,10 +54,11 @@ def due_of(
 
     Args:
         config: at the guidance scale of the generation.
-        tracker: of the generation.
+        memory: of the generation.
         shape: of the call's inputs.
         settings: what holds for each level at the step, where it is not dense.
     """
+    tracker = memory.tracker
     step = tracker.step
     extrapolation, shallow, caches_residuals = reuse_of(config, tracker, shape)
     corrects, token_distance = False, None
@@ -59,7 +66,8 @@ def due_of(
         dense, token_distance = correction_due(config, tracker, shape)
         if dense:
             corrects, settings = _correction_of(config, tracker, settings)
-    return Due(settings, caches_residuals, corrects, token_distance, extrapolation, shallow)
+    known = any(number == tracker.call for cache in memory.caches for number, _ in cache.tokens)
+    return Due(settings, caches_residuals, corrects, token_distance, extrapolation, shallow, known)
 
 
 def settings_of(

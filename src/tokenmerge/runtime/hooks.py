@@ -74,7 +74,7 @@ def before_model(root: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         memory.forget_results(tracker.call)
     if begin_plans(state, config, memory, sample, seed, shape):
         memory.forget_plans(tracker.plan_call)
-    due = due_of(config, tracker, shape, settings_of(state, config, step))
+    due = due_of(config, memory, shape, settings_of(state, config, step))
     log = None
     if not torch.compiler.is_compiling():
         _note_run(state, memory, config, step, number_of_steps(pipe, None), len(sample), due.kind)

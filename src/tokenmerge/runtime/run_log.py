@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from typing import Literal
+from typing import Literal, get_args
 
 from tokenmerge.config import ToMeConfig
 
-# "full": everything runs, and tokens merge. "reused": a part of the model is skipped. "dense": no token
-# merges and nothing is skipped.
-StepKind = Literal["full", "reused", "dense"]
+# "full": everything runs, and tokens merge. "token-wise": everything runs on some of the tokens, and the
+# others reuse residuals of their own. "reused": a part of the model is skipped. "dense": no token merges and
+# nothing is skipped.
+StepKind = Literal["full", "token-wise", "reused", "dense"]
 
 
 class RunLog:
@@ -63,3 +64,13 @@ class RunLog:
     def kinds(self) -> Counter[StepKind]:
         """How many steps of each kind ran. Empty if the settings do not follow the steps."""
         return Counter(self._kinds.values())
+
+
+def in_kinds(kinds: Counter[StepKind]) -> str:
+    """How many steps of each kind ran, in words; token-wise steps only where there are some.
+
+    >>> in_kinds(Counter(["full", "reused", "reused"]))
+    '1 full, 2 reused, 0 dense'
+    """
+    shown = (kind for kind in get_args(StepKind) if kind != "token-wise" or kinds[kind])
+    return ", ".join(f"{kinds[kind]} {kind}" for kind in shown)

@@ -9,7 +9,7 @@ from tokenmerge.errors import ConfigError, MissingExtraError
 from tokenmerge.measure.reporting.plots import COLOURS, STYLE
 from tokenmerge.report import RunSteps
 
-_KINDS = dict(zip(("full", "reused", "dense"), COLOURS, strict=False))
+_KINDS = dict(zip(("full", "reused", "dense", "token-wise"), COLOURS, strict=False))
 _WIDTH, _HEIGHT = 6.4, 4.4  # inches
 
 
