@@ -98,6 +98,19 @@ _EVERYWHERE = {
 }
 _ALONE = {"plans": PlanSharing(guidance=False)}
 _TOKENS = {"combine": "extrapolate", "correction": Correction(every=2)}
+_OF_A_STEP_BEFORE = {
+    "residuals": {"features": "residual"},
+    "residuals of the model": {"features": "model_residual"},
+    "residuals of the model, shared": {"features": "model_residual", "plans": PlanSharing(blocks=True)},
+    # As auto has them. Without correction, tokens that merged for all blocks have the same residual, and
+    # rounding decides which of them merge next.
+    "residuals of the model, whole blocks": {
+        **{"features": "model_residual", "scope": "block", "proportional": True},
+        **{"plans": PlanSharing(blocks=True), "correction": Correction(every=3)},
+    },
+    "repeats": {"repeat_penalty": 0.5},
+}
+_IN_ITS_GRAPH = "splits tokens inside the graph of this block"
 _STEPS = {"scope": "block", "reuse": StepReuse(every=2), "correction": Correction(every=3)}
 
 CASES = {
@@ -116,6 +129,11 @@ CASES = {
         for scope in ("layers", "block", "stack")
     },
     "plans for steps": _of(FLUX, changes={"plans": PlanSharing(every=2, blocks=True)}, steps=3),
+    **{
+        f"{name}, {what}": _of(name, changes=changes, steps=3)
+        for name in (FLUX, WAN)
+        for what, changes in _OF_A_STEP_BEFORE.items()
+    },
     "importance": _of(FLUX, changes={"planner": "importance"}, steps=3, calls=2),
     "ring": _of(FLUX, changes={"proportional": True}, parallel={"ring_degree": PROCESSES}, kernel="flash"),
     "no mask": _of(WAN, changes={"proportional": True}, kernel="flash"),
@@ -142,9 +160,17 @@ CASES = {
         for name in (FLUX, WAN)
     },
     f"{FLUX}, compiled, steps": _of(FLUX, changes=_STEPS, steps=8, compiled=True),
-    f"{WAN}, compiled, steps": _of(
-        WAN, changes=_STEPS, steps=8, compiled=True, refused="splits tokens inside the graph of this block"
-    ),
+    f"{WAN}, compiled, steps": _of(WAN, changes=_STEPS, steps=8, compiled=True, refused=_IN_ITS_GRAPH),
+    **{
+        f"{FLUX}, compiled, {what}": _of(FLUX, changes=changes, steps=3, compiled=True)
+        for what, changes in _OF_A_STEP_BEFORE.items()
+    },
+    **{
+        f"{WAN}, compiled, {what}": _of(
+            WAN, changes={**_ALONE, **changes}, steps=3, compiled=True, refused=_IN_ITS_GRAPH
+        )
+        for what, changes in _OF_A_STEP_BEFORE.items()
+    },
     "tensor parallel, patched first": Case(
         parallel={"tp_degree": PROCESSES}, tensors=True, patched_first=True
     ),

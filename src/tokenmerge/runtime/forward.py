@@ -88,8 +88,8 @@ def compiled_block(names: Callable[[], Sequence[str]]) -> property:
             raise UnsupportedModelError(
                 f"{state.path}: context parallelism splits tokens inside the graph of this block, and "
                 "what is cached between calls is for the part of each device; leave the model uncompiled, or "
-                "take reuse.every=1, plans.every=1, plans.blocks=False, plans.guidance=False, and no "
-                "patch.record_steps()"
+                "take reuse.every=1, plans.every=1, plans.blocks=False, plans.guidance=False, "
+                "features='input', repeat_penalty=0, and no patch.record_steps()"
             )
         _count_call(state)
         block, call = state.threads.value, HostCall(graph, names(), args, kwargs)
