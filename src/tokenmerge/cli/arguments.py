@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tokenmerge.measure.pipelines.settings import ATTENTION_CHOICES, DTYPE_CHOICES, SCHEDULER_NAMES
+from tokenmerge.measure.pipelines.settings import ATTENTION_HELP, DTYPE_CHOICES, SCHEDULER_NAMES
 
 
 def number(text: str) -> float:
@@ -54,5 +54,5 @@ Scheduler = Annotated[
 Guidance = Annotated[float | None, picture("Guidance scale. Default: the pipeline's own.", parser=number)]
 Dtype = Annotated[str, machine(f"{', '.join(DTYPE_CHOICES)}.")]
 Device = Annotated[str, machine("auto, cpu, cuda, cuda:1 or mps.")]
-Attention = Annotated[str, machine(f"{', '.join(ATTENTION_CHOICES)}.")]
+Attention = Annotated[str, machine(ATTENTION_HELP)]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]

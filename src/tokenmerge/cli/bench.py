@@ -18,7 +18,7 @@ from tokenmerge.measure.bench.options import SCOPES, BenchOptions
 from tokenmerge.measure.bench.records import CellRecord
 from tokenmerge.measure.bench.runner import CellProgress, run_grid
 from tokenmerge.measure.bench.variants import VARIANTS
-from tokenmerge.measure.pipelines.settings import ATTENTION_CHOICES, DTYPE_CHOICES, SCHEDULER_NAMES
+from tokenmerge.measure.pipelines.settings import ATTENTION_HELP, DTYPE_CHOICES, SCHEDULER_NAMES
 from tokenmerge.measure.reporting.tables import call_name, measured_tables, times, what_of
 from tokenmerge.measure.settings_file import variant_of_file
 
@@ -52,7 +52,7 @@ def bench(
     size: Annotated[list[str] | None, _axis("size", "WIDTHxHEIGHT, or N for a square, in pixels.")] = None,
     batch: Annotated[list[int] | None, _axis("batch", "Pictures per call.")] = None,
     dtype: Annotated[list[str] | None, _axis("dtype", f"{', '.join(DTYPE_CHOICES)}.")] = None,
-    attention: Annotated[list[str] | None, _axis("attention", f"{', '.join(ATTENTION_CHOICES)}.")] = None,
+    attention: Annotated[list[str] | None, _axis("attention", ATTENTION_HELP)] = None,
     variant: Annotated[
         list[str] | None,
         _axis(

@@ -48,6 +48,9 @@ def weightless(root: nn.Module, on_cpu: Collection[str] = ()) -> nn.Module:
             module.__dict__.pop(name, None)
         module._forward_hooks.clear()
         module._forward_pre_hooks.clear()
+        processor: Any = getattr(module, "processor", None)
+        if hasattr(processor, "_attention_backend"):
+            processor._attention_backend = "native"  # other kernels of diffusers know no meta device
     return copied
 
 

@@ -223,7 +223,7 @@ def test_an_unknown_variant_or_setting_is_named(text: str, words: str) -> None:
         ({"batch": (0,)}, "batch: expected an integer ≥ 1, got 0"),
         ({"model": ()}, "at least one"),
         ({"dtype": ("fp8",)}, "dtype"),
-        ({"attention": ("flash",)}, "attention"),
+        ({"attention": ("flush",)}, "attention"),
         ({"size": ("wide",)}, "wide"),
         ({"rounds": 0}, "rounds"),
         ({"warmup": 0}, "warmup"),

@@ -1,16 +1,23 @@
 from __future__ import annotations
 
+import inspect
 import json
 import shutil
 import sys
 
 import diffusers
+import kernels
 import pytest
 import tiny_pipeline
 import torch
+from diffusers.models import AttentionBackendName, attention_dispatch
 from diffusers.models.attention_processor import AttnProcessor, AttnProcessor2_0
 from safetensors.torch import load_file, save_file
+from torch.testing import assert_close
 
+from tests.models.test_every_family import call, model_of
+from tests.models.tiny import FAMILIES
+from tokenmerge import ToMeConfig
 from tokenmerge.errors import ConfigError, MissingExtraError, UnsupportedModelError
 from tokenmerge.measure import demo
 from tokenmerge.measure.pipelines.loading import (
@@ -29,6 +36,7 @@ from tokenmerge.measure.pipelines.settings import (
     set_scheduler,
 )
 from tokenmerge.measure.pipelines.sketch import load_sketch
+from tokenmerge.report import predict
 
 CPU = torch.device("cpu")
 # diffusers' schedulers hand torch tensors to np.array, which numpy 2 wants done otherwise.
@@ -417,25 +425,67 @@ def test_attention_can_be_switched_both_ways(pipe):
     assert processors() == {AttnProcessor2_0}
 
 
-def test_attention_that_the_model_does_not_offer_is_refused():
-    flux = diffusers.FluxTransformer2DModel(
-        num_layers=1,
-        num_single_layers=1,
-        attention_head_dim=16,
-        num_attention_heads=2,
-        joint_attention_dim=32,
-        pooled_projection_dim=32,
-        axes_dims_rope=(4, 4, 8),
-    )
+FLUX = FAMILIES["FluxTransformer2DModel"]
+
+
+def test_attention_that_the_model_does_not_offer_is_refused(pipe, flash_is_here):
+    flux = model_of(FLUX)
     set_attention([flux], "sdpa")
     with pytest.raises(ConfigError, match=r"FluxTransformer2DModel computes attention in .*; use sdpa"):
         set_attention([flux], "default")
+    with pytest.raises(
+        ConfigError, match=r"UNet2DConditionModel .* take no back-end of diffusers, got 'flash'"
+    ):
+        set_attention([pipe.unet], "flash")
+
+
+@pytest.fixture
+def flash_is_here(monkeypatch):
+    """The calls of a stand-in for FlashAttention, as if its package were installed."""
+    calls = []
+
+    def flash(*args, **kwargs):
+        calls.append(kwargs)
+        return kernels.flash(*args, **kwargs)
+
+    name, table = AttentionBackendName.FLASH, kernels.REGISTRY
+    monkeypatch.setattr(attention_dispatch, "_CAN_USE_FLASH_ATTN", True)
+    monkeypatch.setitem(table._backends, name, flash)
+    monkeypatch.setitem(table._supported_arg_names, name, set(inspect.signature(kernels.flash).parameters))
+    return calls
+
+
+def test_a_back_end_of_diffusers_is_that_of_one_model_alone(flash_is_here):
+    active, (one, other) = kernels.REGISTRY._active_backend, [model_of(FLUX) for _ in range(2)]
+    expected = call(one, FLUX.inputs(1, 8, 8))
+    set_attention([one], "flash")
+    assert kernels.REGISTRY._active_backend == active
+    call(other, FLUX.inputs(1, 8, 8))
+    assert not flash_is_here
+    # Another order of sums.
+    assert_close(call(one, FLUX.inputs(1, 8, 8)), expected, rtol=1e-4, atol=1e-5)
+    assert len(flash_is_here) == len(one.transformer_blocks) + len(one.single_transformer_blocks)
+    set_attention([one], "sdpa")
+    flash_is_here.clear()
+    assert torch.equal(call(one, FLUX.inputs(1, 8, 8)), expected)
+    assert not flash_is_here
+
+
+def test_operations_are_counted_as_with_pytorchs_attention(flash_is_here):
+    """On the meta device, which other kernels do not know."""
+    model = model_of(FLUX)
+    expected = predict(model, ToMeConfig(ratio=0.5, max_downsample=8), 16, 16)
+    set_attention([model], "flash")
+    counted = predict(model, ToMeConfig(ratio=0.5, max_downsample=8), 16, 16)
+    assert not flash_is_here
+    assert (counted.flops_dense, counted.flops_merged) == (expected.flops_dense, expected.flops_merged)
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("flash", "expected one of 'sdpa', 'xformers', 'default', got 'flash'"),
+        ("flush", "expected one of 'sdpa', 'xformers', 'default', .*'flash'.*, got 'flush'"),
+        ("sage", r"cannot use 'sage' \(.*sageattention.*\); install what it needs, or use sdpa"),
         ("xformers", "pip install xformers"),
     ],
 )

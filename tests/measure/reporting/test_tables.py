@@ -52,6 +52,16 @@ def test_cells_without_figures_say_why() -> None:
     assert any("tome ratio=0.5, xFormers attention: no xformers" in note for note in table.notes)
 
 
+def test_back_ends_of_diffusers_follow_by_name() -> None:
+    given = ("sage", "default", "flash", "sdpa", "xformers")
+    (table,) = measured_tables(cell("dense", attention=name) for name in given)
+    assert [row.cells[1] for row in table.rows] == ["SDPA", "xFormers", "plain", "flash", "sage"]
+    others = [cell("tome", (2.0,) * 3, 4.0, ratio=0.5, attention=name) for name in ("sage", "flash")]
+    published = {table.title: table for table in published_tables([*grid_of_cells(), *others], quality())}
+    header = published["tomesd paper (2303.17604): seconds per image"].header
+    assert header[-2:] == ("ToMe 0.5, flash", "ToMe 0.5, sage")
+
+
 def test_one_table_for_each_setting_with_dense_first() -> None:
     tables = measured_tables(reversed(grid_of_cells()))
     assert len(tables) == 4

@@ -9,7 +9,7 @@ from typing import Any
 from tokenmerge.config.checks import Check, integer, number, one_of, optional, switch, text
 from tokenmerge.errors import ConfigError
 from tokenmerge.measure.bench.variants import ORACLE, VARIANTS, Variant, oracle_of, parse_variant
-from tokenmerge.measure.pipelines.settings import ATTENTION_CHOICES, DTYPE_CHOICES, check_guidance
+from tokenmerge.measure.pipelines.settings import DTYPE_CHOICES, attention_choice, check_guidance
 from tokenmerge.measure.pipelines.sizes import parse_size
 
 SCOPES = ("denoiser", "pipeline")
@@ -64,7 +64,7 @@ class BenchOptions:
     size: tuple[str, ...] = _axis(lambda name, size: parse_size(size))
     batch: tuple[int, ...] = _axis(integer(1), 1)
     dtype: tuple[str, ...] = _axis(one_of(DTYPE_CHOICES), "auto")
-    attention: tuple[str, ...] = _axis(one_of(ATTENTION_CHOICES), "sdpa")
+    attention: tuple[str, ...] = _axis(attention_choice, "sdpa")
     compile: tuple[bool, ...] = _axis(switch, False)
     variants: tuple[str, ...] = _axis(text, "auto", "tome", "tomesd", "fewer-steps")
     ratio: tuple[float, ...] = _axis(_FRACTION, 0.5)

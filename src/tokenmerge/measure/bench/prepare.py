@@ -70,8 +70,11 @@ class PreparedCell:
         self.attempt(lambda: self.call and self.call())
 
     def run_counted(self) -> None:
-        """Run the cell once and count its operations, unless it failed before or is compiled."""
-        if self.denoiser is None or self.cell.compile:
+        """Run the cell once and count its operations, unless it failed before or they cannot be counted.
+
+        PyTorch counts what it computes itself, and neither compiled models nor other attention kernels.
+        """
+        if self.denoiser is None or self.cell.compile or self.cell.attention not in ("sdpa", "default"):
             return self.run()
         with counting(self.denoiser) as counted:
             self.run()

@@ -31,7 +31,7 @@ class GenerateOptions:
         dtype: ``"auto"``, ``"fp32"``, ``"fp16"`` or ``"bf16"``.
         device: ``"auto"`` or a torch device name.
         compile: compile the denoiser with ``torch.compile``, in the untimed warm-up.
-        attention: ``"sdpa"``, ``"xformers"`` or ``"default"``.
+        attention: ``"sdpa"``, ``"xformers"``, ``"default"``, or a back-end of diffusers, such as ``"flash"``.
         control: picture for the ControlNet, resized to ``size``. It needs ``controlnet``.
         controlnet: folder or hub id of a ControlNet. It needs ``control``.
         out: folder for the results. None: a new folder in ``outputs/``, named after the prompt.

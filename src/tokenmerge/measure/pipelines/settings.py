@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from diffusers import DiffusionPipeline, ModelMixin, SchedulerMixin
 
 ATTENTION_CHOICES = ("sdpa", "xformers", "default")
+ATTENTION_HELP = f"{', '.join(ATTENTION_CHOICES)}, or a back-end of diffusers, such as flash or sage."
 DTYPE_CHOICES = ("auto", "fp32", "fp16", "bf16")
 SCHEDULER_NAMES = {
     "ddim": "DDIMScheduler",
@@ -132,11 +133,31 @@ def set_scheduler(pipe: DiffusionPipeline, name: str) -> None:
     pipe.scheduler = wanted.from_config(present.config, **_SCHEDULER_SETTINGS.get(wanted.__name__, {}))
 
 
+def attention_choice(field: str, name: Any) -> str:
+    """Accept one of :data:`ATTENTION_CHOICES`, or the name of a back-end of diffusers."""
+    if isinstance(name, str) and name in ATTENTION_CHOICES:
+        return name
+    from diffusers.models import AttentionBackendName
+
+    backends = tuple(backend.value for backend in AttentionBackendName)
+    return str(one_of((*ATTENTION_CHOICES, *dict.fromkeys(backends)))(field, name))
+
+
 def check_attention(name: str) -> None:
     """Raise a ConfigError unless ``name`` is an attention implementation that is installed."""
-    one_of(ATTENTION_CHOICES)("attention", name)
+    attention_choice("attention", name)
     if name == "xformers" and importlib.util.find_spec("xformers") is None:
         raise ConfigError("attention: xformers is not installed; run: pip install xformers, or use sdpa")
+    if name not in ATTENTION_CHOICES:
+        from diffusers.models import attention_backend
+
+        try:
+            with attention_backend(name):  # looks for its package, and sets nothing in the end
+                pass
+        except (ImportError, OSError, RuntimeError, ValueError) as error:
+            raise ConfigError(
+                f"attention: cannot use {name!r} ({_first_line(error)}); install what it needs, or use sdpa"
+            ) from error
 
 
 def set_attention(models: Sequence[ModelMixin], name: str) -> None:
@@ -146,10 +167,11 @@ def set_attention(models: Sequence[ModelMixin], name: str) -> None:
         models: denoisers and ControlNets of diffusers, changed in place.
         name: ``"sdpa"``: torch's fused attention, the default of diffusers. ``"xformers"``: the
             memory-efficient attention of xFormers. ``"default"``: unfused attention (two matrix products and
-            a softmax), which stores the whole attention matrix.
+            a softmax), which stores the whole attention matrix. ``"flash"``, ``"sage"`` and others: a
+            back-end of diffusers, which most transformers take, for these models alone.
 
     Raises:
-        ConfigError: the name is unknown, xformers is missing, or the model offers only sdpa.
+        ConfigError: the name is unknown, its package is missing, or the model does not offer it.
     """
     from diffusers.models.attention_processor import AttnProcessor, AttnProcessor2_0
 
@@ -159,15 +181,45 @@ def set_attention(models: Sequence[ModelMixin], name: str) -> None:
         if name == "xformers":
             model.enable_xformers_memory_efficient_attention()
             continue
+        if name not in processors:
+            _set_backend(model, name)
+            continue
         plain = {key: type(processor) for key, processor in model.attn_processors.items()}
         if set(plain.values()) <= {AttnProcessor, AttnProcessor2_0}:
             model.set_attn_processor({key: processors[name]() for key in plain})
         elif name != "sdpa":
             kinds = ", ".join(sorted({kind.__name__ for kind in plain.values()}))
             raise ConfigError(
-                f"attention: {type(model).__name__} computes attention in {kinds}, which supports only sdpa; "
-                "use sdpa"
+                f"attention: {type(model).__name__} computes attention in {kinds}, which supports only sdpa "
+                "and the back-ends of diffusers; use sdpa"
             )
+        else:
+            for processor in _with_backends(model):
+                processor._attention_backend = None
+
+
+def _set_backend(model: ModelMixin, name: str) -> None:
+    """Let a model compute attention by a back-end of diffusers.
+
+    Its own ``set_attention_backend`` would set it for all models that leave the choice to diffusers, too.
+    """
+    from diffusers.models import AttentionBackendName
+
+    processors = _with_backends(model)
+    if not processors:
+        kinds = ", ".join(sorted({type(own).__name__ for own in model.attn_processors.values()}))
+        raise ConfigError(
+            f"attention: {type(model).__name__} computes attention in {kinds}, which take no back-end of "
+            f"diffusers, got {name!r}; use one of {', '.join(ATTENTION_CHOICES)}"
+        )
+    for processor in processors:
+        processor._attention_backend = AttentionBackendName(name)
+
+
+def _with_backends(model: ModelMixin) -> list[Any]:
+    """The attention processors of a model that leave the kernel to diffusers."""
+    processors = (getattr(module, "processor", None) for module in model.modules())
+    return [own for own in processors if hasattr(own, "_attention_backend")]
 
 
 def _first_line(error: BaseException) -> str:

@@ -74,6 +74,15 @@ def attention_name(attention: str) -> str:
     return f"{_ATTENTION.get(attention, attention)} attention"
 
 
+def attention_rank(attention: str, order: Sequence[str]) -> tuple[int, str]:
+    """A key to sort attention implementations by: first those of an order, then others by name.
+
+    >>> sorted(["sage", "default", "flash"], key=lambda name: attention_rank(name, ["sdpa", "default"]))
+    ['default', 'flash', 'sage']
+    """
+    return (order.index(attention) if attention in order else len(order)), attention
+
+
 def setting_name(conditions: Mapping[str, Any]) -> str:
     """The title of a setting."""
     return f"{call_name(conditions)}, {machine_name(conditions)}"
@@ -160,11 +169,10 @@ def _notes(cell: CellRecord) -> list[str]:
 def _rank(cell: CellRecord) -> tuple[Any, ...]:
     conditions = cell.conditions
     order = {"dense": 0, "oracle": 8, "fewer-steps": 9}
-    attention = ("sdpa", "xformers", "default").index(conditions["attention"])
     settings = conditions["settings"]
     return (
         conditions["compile"],
-        attention,
+        attention_rank(conditions["attention"], tuple(_ATTENTION)),
         order.get(conditions["variant"], 1),
         conditions["variant"],
         settings.get("ratio", 0),

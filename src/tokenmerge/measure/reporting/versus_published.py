@@ -16,6 +16,7 @@ from tokenmerge.measure.reporting.tables import (
     Table,
     TableRow,
     attention_name,
+    attention_rank,
     machine_name,
     sampling_name,
     times,
@@ -148,7 +149,7 @@ def _table(source: str, figure: _Figure, published: Sequence[Published], ours: S
     merging = {line: found for line, found in lines.items() if any(column.ratio for column in found)}
     columns = sorted(
         {column for found in merging.values() for column in found},
-        key=lambda column: (_ATTENTION_ORDER.index(column.attention), column.ratio),
+        key=lambda column: (attention_rank(column.attention, _ATTENTION_ORDER), column.ratio),
     )
     ordered = sorted(
         merging, key=lambda line: (line.resolution, line.batch or 0, line.origin == OURS, line.who)
