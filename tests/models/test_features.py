@@ -13,7 +13,13 @@ from torch import Tensor, nn
 from tests.models.family import Family
 from tests.models.test_every_family import EVERY, call, model_of, settings
 from tests.models.tiny import FAMILIES
-from tokenmerge import PlanSharing, TokenMergingError, UnsupportedModelError, apply_token_merging
+from tokenmerge import (
+    PlanSharing,
+    TokenMergingError,
+    ToMeConfig,
+    UnsupportedModelError,
+    apply_token_merging,
+)
 from tokenmerge.models.find import find_hosts
 from tokenmerge.runtime import planning
 from tokenmerge.runtime.state import STATE
@@ -186,6 +192,58 @@ def steps_of(family: Family, numbers: int, monkeypatch: Any, inputs: Any, **chan
 
 
 SD3 = FAMILIES["SD3Transformer2DModel"]
+
+
+CACHED = pytest.mark.parametrize(
+    "changes",
+    [
+        {"features": "residual"},
+        {"features": "model_residual"},
+        {"features": "model_residual", "plans.blocks": True},
+        {"repeat_penalty": 0.5},
+    ],
+)
+
+
+def two_calls(scales: tuple[float, ...], **changes: Any) -> list[list[tuple[Tensor, list[Tensor]]]]:
+    """For each scale of the text, result and plans of a call at each of 4 steps. All have the same sample."""
+    model = model_of(SD3)
+    config = ToMeConfig.from_dict({"ratio": 0.5, **SD3.merge, **changes})
+    patch, generator = apply_token_merging(model, config), torch.Generator().manual_seed(0)
+    found: list[list[tuple[Tensor, list[Tensor]]]] = [[] for _ in scales]
+    for index in range(4):
+        patch.at_step(index, 5)
+        arguments = SD3.inputs(1, 8, 8)
+        sample = arguments["hidden_states"]
+        arguments["hidden_states"] = sample + 0.3 * torch.randn(sample.shape, generator=generator)
+        for scale, own in zip(scales, found, strict=True):
+            text = arguments["encoder_hidden_states"] * scale
+            with patch.record() as plans:
+                result = call(model, {**arguments, "encoder_hidden_states": text})
+            own.append((result, [recorded.plan.labels() for recorded in plans.values()]))
+    return found
+
+
+@CACHED
+def test_two_calls_of_a_step_have_features_of_their_own(changes):
+    """As guidance in two calls has, where it shares no plans: each is as if it were the only one."""
+    changes = {**changes, "plans.guidance": False}
+    for own, scale in zip(two_calls((1.0, 9.0), **changes), (1.0, 9.0), strict=True):
+        (alone,) = two_calls((scale,), **changes)
+        for (result, plans), (expected, others) in zip(own, alone, strict=True):
+            assert torch.equal(result, expected)
+            assert all(map(torch.equal, plans, others))
+
+
+@CACHED
+def test_two_calls_on_a_sample_share_the_plan_of_the_first(changes):
+    """Its features count, and a token counts as merged once in a step."""
+    first, second = two_calls((1.0, 9.0), **changes)
+    (alone,) = two_calls((1.0,), **changes)
+    for (result, plans), (_, shared), (expected, others) in zip(first, second, alone, strict=True):
+        assert torch.equal(result, expected)
+        assert all(map(torch.equal, plans, others))
+        assert all(map(torch.equal, plans, shared))
 
 
 def test_another_shape_compares_the_input_even_of_as_many_tokens(monkeypatch):

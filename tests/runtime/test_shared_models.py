@@ -44,7 +44,8 @@ from tokenmerge.measure.pipelines.shared_weights import shared_copy
 pytestmark = pytest.mark.filterwarnings("ignore:__array_(_ implementation|wrap__):DeprecationWarning")
 
 HALF: dict[str, Any] = {"ratio": 0.5, "max_downsample": 2}
-# One of each: nothing kept, plans shared in a call, corrections, step reuse, plans kept, guidance compared.
+# One of each: nothing kept, plans shared in a call, corrections, step reuse, plans kept, guidance compared,
+# features of the step before.
 SETTINGS: dict[str, dict[str, Any]] = {
     "merging": {},
     "shared plans": {"plans": PlanSharing(blocks=True)},
@@ -53,6 +54,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "reused": {"reuse": StepReuse(every=2)},
     "plans kept": {"plans": PlanSharing(every=3)},
     "importance": {"planner": "importance"},
+    "residuals": {"features": "residual", "repeat_penalty": 0.1},
+    "residuals of the model": {"features": "model_residual", "plans": PlanSharing(blocks=True)},
 }
 WITHOUT_STEPS = ("merging", "shared plans")
 ALL = pytest.mark.parametrize("name", SETTINGS)
