@@ -13,7 +13,7 @@ from typing import Any
 
 from tokenmerge.config import Correction, PlanSharing, Schedule, ToMeConfig, names
 
-__all__ = ["ca_tome", "clusca", "ibtm", "ras", "sdtm", "sito", "todo", "toma", "tomesd"]
+__all__ = ["ca_tome", "clusca", "dito", "ibtm", "ras", "sdtm", "sito", "todo", "toma", "tomesd"]
 
 
 def tomesd(ratio: float = 0.5, **changes: Any) -> ToMeConfig:
@@ -214,6 +214,31 @@ def clusca(ratio: float = 0.5, **changes: Any) -> ToMeConfig:
         proportional=True,
         correction=Correction(every=6),
         plans=PlanSharing(blocks=True),
+    )
+
+
+def dito(ratio: float = 0.5, **changes: Any) -> ToMeConfig:
+    """DiTo, output-similarity-aware token reduction: H. Lee et al., arXiv 2605.22011.
+
+    Like :func:`tomesd`, but tokens are compared by what their block made of them at the step before, plans
+    serve several steps, and a token that earlier plans merged into another one merges later:
+    S'_ij = cos(y_i, y_j) − λ · count_i.
+
+    Deviates: y is what a block added to a token; the paper compares outputs. Plans are made every 4 steps;
+    the paper chooses their distance by how many pairs stay the same from step to step (its pair match
+    ratio). λ is 0.02. The first plan compares inputs, because no step is before it. The authors' code was not
+    found, and their λ, their distances and the layers that merge are not known to this project.
+
+    Not for UNets, where comparing residuals was not closer than comparing inputs, nor for 4 steps and fewer,
+    which all have the first plan. The preset itself was not measured. A penalty cost closeness wherever it
+    was tried, with new plans at every step (docs/methods/features.md).
+    """
+    return _preset(
+        changes,
+        ratio=ratio,
+        features="residual",
+        repeat_penalty=0.02,
+        plans=PlanSharing(every=4, guidance=False),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import reference
 import torch
 from torch import Tensor
 from torch.testing import assert_close
@@ -61,3 +62,33 @@ def test_a_video_merged_over_time_is_finite_and_not_the_dense_one(name):
     merged = call(model, arguments)
     assert torch.isfinite(merged).all()
     assert not torch.equal(merged, dense)
+
+
+@pytest.mark.parametrize("features", ["residual", "model_residual"])
+def test_tokens_of_two_frames_merge_by_what_blocks_added_a_step_ago(features):
+    """In loops over the tokens of all frames; the first of three frames has all destinations."""
+    family = FAMILIES["WanTransformer3DModel"]
+    model, seen = model_of(family), []
+
+    def note(module: Any, args: Any, given: Any, result: Tensor) -> None:
+        seen.append(((*args, *given.values())[0][0].double(), result[0].double()))
+
+    for block in model.blocks:
+        block.register_forward_hook(note, with_kwargs=True)
+    config = ToMeConfig(ratio=0.5, st=2, features=features, use_rand=False)
+    patch = apply_token_merging(model, config)
+    patch.at_step(0, 3)
+    call(model, family.inputs(1, 8, 8))
+    first, last = seen[0][0], seen[-1][1]
+    added = [last - first if features == "model_residual" else made - given for given, made in seen]
+    patch.at_step(1, 3)
+    with patch.record() as recorded:
+        call(model, family.inputs(1, 8, 8))
+    assert len(recorded) == len(added)
+    for place, y in enumerate(added):
+        plan = recorded[f"blocks.{place}"].plan
+        groups = reference.groups(y.tolist(), reference.destinations(8, 8, 2, 2), family.frames * 32)
+        wanted = {i: kept for kept, members in groups.items() for i in members}
+        kept, labels = plan.kept()[0].tolist(), plan.labels()[0].tolist()
+        assert {i: kept[label] for i, label in enumerate(labels)} == wanted
+        assert any(i // 64 != kept // 64 for i, kept in wanted.items())

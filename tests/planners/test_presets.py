@@ -13,6 +13,7 @@ from typing import Any
 import cached
 import hosts
 import pytest
+import reference
 import torch
 from torch import Tensor, nn
 
@@ -185,6 +186,37 @@ def test_clusca_computes_16_tokens_and_all_of_them_in_every_6th_step():
     assert dense == [0, 1, 6, 12, 18]
     assert {len(tokens) for tokens in kept} == {16}
     assert len(set(map(tuple, kept))) == len(kept)  # drawn anew
+
+
+def test_dito_merges_by_what_blocks_added_a_step_ago_and_what_merged_before_later():
+    """cos(y_i, y_j) − λ · count_i for plans at steps 0, 4 and 8, in loops over the tokens of each block."""
+    model, seen = model_of(FAMILIES["SD3Transformer2DModel"]), {}
+
+    def note(module: Any, args: Any, given: Any, result: Any) -> None:
+        tokens = given["hidden_states"][0].double()
+        seen[module] = tokens, result[1][0].double() - tokens
+
+    blocks = {f"transformer_blocks.{i}": block for i, block in enumerate(model.transformer_blocks)}
+    for block in blocks.values():
+        block.register_forward_hook(note, with_kwargs=True)
+    destinations = reference.destinations(8, 8, 2, 2)
+    counts, planned, before, penalised = {path: [0] * 64 for path in blocks}, {}, {}, False
+    for step, (plans, _) in enumerate(steps_of_a_generation(model, presets.dito(use_rand=False), 10)):
+        assert plans.keys() == blocks.keys()
+        for path, block in blocks.items():
+            count = counts[path]
+            if step % 4 == 0:
+                y = (before[block][1] if step else seen[block][0]).tolist()
+                groups = reference.groups(y, destinations, 32, [0.02 * times for times in count])
+                penalised |= groups != reference.groups(y, destinations, 32)
+                planned[path] = {i: kept for kept, members in groups.items() for i in members}
+                for i, kept in planned[path].items():
+                    count[i] += i != kept
+            plan = plans[path].plan
+            kept, labels = plan.kept()[0].tolist(), plan.labels()[0].tolist()
+            assert {i: kept[label] for i, label in enumerate(labels)} == planned[path]
+        before = dict(seen)
+    assert penalised
 
 
 def test_ras_needs_nothing_of_a_generation_before():

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tokenmerge.config import load_config, load_settings
+from tokenmerge.config import PlanSharing, ToMeConfig, load_config, load_settings
 from tokenmerge.errors import ConfigError
 from tokenmerge.measure.reporting import plots
 from tokenmerge.measure.tune import result, runner
@@ -237,6 +237,15 @@ def test_candidates_have_names_of_their_own_and_come_strong_first(goal: Goal, st
     few = [one.drawn.steps for one in found if one.entry.family == "fewer-steps"]
     assert all(1 <= number < steps for number in few)
     assert few
+
+
+def test_residuals_of_the_model_are_tried_with_one_plan_for_all_blocks() -> None:
+    found = candidates(Goal("psnr", speedup=1.5), 20)
+    configs = [one.drawn.spec.config() for one in found if one.entry.family == "residuals of the model"]
+    wanted = {"features": "model_residual", "proportional": True, "max_downsample": 8}
+    assert configs == [
+        ToMeConfig(ratio=ratio, plans=PlanSharing(blocks=True), **wanted) for ratio in (0.5, 0.25)
+    ]
 
 
 def test_settings_that_act_alike_are_tried_once() -> None:

@@ -50,6 +50,11 @@ _FAMILIES: tuple[tuple[str, str, tuple[float, ...]], ...] = (
     ("tiled, falling ratio", _TILED + ",schedule.ratio=1.4/0.6,ratio={}", (0.5,)),
     ("blocks, corrected", _TILED + ",scope=block,correction.every=3,ratio={}", (0.75, 0.5)),
     ("blocks, first half of the steps", _TILED + ",scope=block,schedule.until=0.5,ratio={}", (0.75, 0.5)),
+    (
+        "residuals of the model",
+        "tome:features=model_residual,plans.blocks,proportional,max_downsample=8,ratio={}",
+        (0.5, 0.25),
+    ),
     ("keys", "tome:scope=keys,proportional,max_downsample=8,ratio={}", (0.75, 0.5)),
     ("stacks", _TILED + ",scope=stack,ratio={}", (0.5, 0.25)),
 )
