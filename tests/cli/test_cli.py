@@ -179,7 +179,7 @@ def test_without_a_method_it_is_auto(folder, capsys):
     assert (found["method"], found["merging"]["ratio"], found["merging"]["reuse"]["every"]) == (
         "auto",
         0.4,
-        2.6,
+        2,
     )
     assert found["kept_bytes"] > 0
 
