@@ -39,8 +39,10 @@ def check_size(state: ModelState, *grids: tuple[int, int, int]) -> None:
     Raises:
         NothingToMergeError: it has none, and may not run dense.
     """
+    if state.facts.reuses_steps:  # it saves time without merging
+        return
     try:
-        check_grid(state.config, state.stages, *grids)
+        check_grid(state.stages, *grids)
     except NothingToMergeError as error:
         if state.warned is None:
             raise

@@ -74,15 +74,17 @@ def settings_of(
     state: ModelState, config: ToMeConfig, step: DenoisingStep | None
 ) -> Mapping[int, MergeSettings]:
     """What holds for each level at a step."""
+    if step is None and config is state.config:
+        return state.settings
     if step is None:
         return {level: next(config.stages(level)) for level in state.settings}
     return {level: config.at(level, step.done, step.steps) for level in state.settings}
 
 
-def shape_of(config: ToMeConfig, arguments: Mapping[str, Any], sample: Any) -> tuple[int, ...]:
+def shape_of(arguments: Mapping[str, Any], sample: Any, step: DenoisingStep | None) -> tuple[int, ...]:
     """The shape of a call's inputs; what is cached for one shape does not fit another."""
     shape = (len(sample), *sample[0].shape)
-    text = arguments.get("encoder_hidden_states") if config.follows_steps else None
+    text = None if step is None else arguments.get("encoder_hidden_states")
     # Joint blocks change the text too, and its length may be another one at the next step.
     return (*shape, *text.shape) if isinstance(text, Tensor) else shape
 
@@ -108,7 +110,7 @@ def begin_plans(
         repeated = (
             config.plans.guidance
             and memory.sample.repeated
-            and (tracker.call > 0 or not config.follows_steps)
+            and (tracker.call > 0 or tracker.step is None)
         )
     if repeated:
         return False
@@ -127,7 +129,7 @@ def caches_plans(config: ToMeConfig, memory: Memory) -> bool:
         # For the other half of guidance, in a call of its own.
         or (config.plans.guidance and memory.sample.trackable)
         # Blocks may run again, behind the model.
-        or (config.follows_steps and torch.is_grad_enabled())
+        or (memory.tracker.step is not None and torch.is_grad_enabled())
     )
 
 
@@ -194,7 +196,7 @@ def correction_due(
     Returns:
         Whether it is, and else how far tokens extrapolate their own residuals; None: they do not.
     """
-    if config.token_reuse is not None and torch.is_grad_enabled():
+    if torch.is_grad_enabled() and config.token_reuse is not None:
         refuse_training(f"combine={config.token_reuse!r}", "combine='mean'")
     step, correction, due = tracker.step, config.correction, False
     if correction.on:

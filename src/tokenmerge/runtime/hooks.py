@@ -61,7 +61,7 @@ def before_model(root: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
     seed = thread.seed.of(timestep, device)
 
     pipe = state.pipeline.running()
-    step = _step(state, root, pipe, timestep, seed) if state.config.follows_steps else None
+    step = _step(state, root, pipe, timestep, seed) if state.facts.follows_steps else None
     if state.found_for is not None:
         warn_of_other_conditions(state, number_of_steps(pipe, step))
     memory = _begin_in_memory(state, step, seed)
@@ -69,7 +69,7 @@ def before_model(root: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
     copies, equal = 1, None
     if config.plans.guidance:
         copies, equal = _guidance_copies(state, tracker, root, sample, guidance_copies(pipe))
-    shape = shape_of(config, arguments, sample)
+    shape = shape_of(arguments, sample, step)
     if step is not None and tracker.changes_shape(shape):
         memory.forget_results(tracker.call)
     if begin_plans(state, config, memory, sample, seed, shape):
@@ -155,9 +155,9 @@ def _check_call(state: ModelState, root: nn.Module, arguments: dict[str, Any]) -
     if not torch.compiler.is_compiling():
         reach_kernels(state)  # of a copy of a patched model, and those that were loaded since
     thread.part = part_of(root)
-    if state.config.merges_stacks:
+    if state.facts.merges_stacks:
         check_stacks(state, root, arguments)
-    if state.merges:
+    if state.facts.merges:
         grids = _grids(state, root, arguments, state.given_grid or thread.grid)
         check_size(state, *grids)
         if thread.part is not None:
@@ -235,7 +235,7 @@ def _note_run(
 ) -> None:
     """Note what a call does, for the handle of the patch."""
     if memory.log is None or step is None:
-        grids = state.threads.value.grid.shapes if state.merges else ()
+        grids = state.threads.value.grid.shapes if state.facts.merges else ()
         steps = steps if step is None else step.steps
         memory.log = RunLog(config, batch, grids, state.call.patch, steps)
     state.last_run = memory.log
@@ -268,7 +268,7 @@ def _guidance_copies(
         return 1, None
     if not needs_sync(equal):
         return (expected if equal else 1), None
-    if state.config.follows_steps and not torch.compiler.is_compiling():
+    if state.facts.follows_steps and not torch.compiler.is_compiling():
         question = (expected, len(sample), *sample[0].shape)
         return (expected if tracker.answer(question, lambda: bool(equal)) else 1), None
     return expected, equal

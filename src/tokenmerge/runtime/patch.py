@@ -28,7 +28,16 @@ from tokenmerge.runtime.per_thread import PerThread
 from tokenmerge.runtime.pipeline import Pipeline
 from tokenmerge.runtime.planning import check_grid
 from tokenmerge.runtime.select import parts_to_merge, skipped_parts, why_nothing_merges
-from tokenmerge.runtime.state import STATE, BlockState, LayerState, ModelState, Stack, StackRole, StageState
+from tokenmerge.runtime.state import (
+    STATE,
+    BlockState,
+    ConfigFacts,
+    LayerState,
+    ModelState,
+    Stack,
+    StackRole,
+    StageState,
+)
 from tokenmerge.runtime.step_log import StepRecorder
 from tokenmerge.runtime.swap import add_hook, check_swappable, remove_hook, swap, undo
 
@@ -83,12 +92,12 @@ def check_host(host: Host, config: ToMeConfig, size: tuple[int, int] | None) -> 
             f"{config.given_reuse}: no part of {type(host.root).__name__} can be left out of a "
             "step; take reuse.every=1"
         )
-    if size is not None:
+    if size is not None and not config.reuses_steps:
         rows, columns = (-(-side // host.patch) for side in size)
         grid = host.frames, rows, columns
         # Settings for reference pictures are for calls that have some.
         grids = (grid,) if host.references is None else (grid, grid)
-        check_grid(config, _stages([block for block, _ in parts], config), *grids)
+        check_grid(_stages([block for block, _ in parts], config), *grids)
     _check_features(host, [block for block, _ in parts], config)
     for block, layers in parts:
         check_swappable(block.module, block.path, block.method)
@@ -150,12 +159,19 @@ def new_state(host: Host, config: ToMeConfig, pipeline: Pipeline) -> ModelState:
     alone = sum(map(len, layers.values())) + len(skipped)  # layers and stages have no plans
     groups += range(len(shared), len(shared) + alone)
     threads = PerThread(partial(ThreadState, CallContext(config.at_guidance(None), settings), tuple(groups)))
-    state = ModelState(config, host.call, settings, stages, tuple(groups), pipeline, threads)
+    facts = ConfigFacts(
+        follows_steps=config.follows_steps,
+        reuses_steps=config.reuses_steps,
+        merges_stacks=config.merges_stacks,
+        result_planner=config.result_planner,
+        merges=config.reuses_steps or any(own.merges for _, own in stages),
+    )
+    state = ModelState(config, facts, host.call, settings, stages, tuple(groups), pipeline, threads)
 
-    roles = _stack_roles(blocks) if config.merges_stacks else [None] * len(blocks)
+    roles = _stack_roles(blocks) if facts.merges_stacks else [None] * len(blocks)
     grids = {block.grid: PerThread(Grid) for block in blocks if block.grid is not None}
     levels = [block.level for block in blocks]
-    skips_blocks = config.reuses_steps and not host.deep_stages
+    skips_blocks = facts.reuses_steps and not host.deep_stages
     parts: list[BlockState | LayerState | StageState] = [
         BlockState(
             state,
@@ -203,11 +219,11 @@ def patch_host(host: Host, state: ModelState) -> None:
             swap(host.root.get_submodule(part.path), "forward", call, part)
     reach_kernels(state)
     add_hook(host.root, before_model, state)
-    if state.config.follows_steps:
+    if state.facts.follows_steps:
         host.root.register_forward_hook(after_model)
     if state.config.asks_guidance:
         host.root.register_forward_hook(compare_guidance)
-    if state.config.result_planner is not None:
+    if state.facts.result_planner is not None:
         host.root.register_forward_hook(note_result)
     if state.recorder is not None:
         host.root.register_forward_hook(record_result)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from tokenmerge.config import GUIDED_PLANNERS, RESULT_PLANNERS, MergeSettings, ToMeConfig
+from tokenmerge.config import GUIDED_PLANNERS, RESULT_PLANNERS, MergeSettings
 from tokenmerge.errors import NothingToMergeError, UnsupportedModelError
 from tokenmerge.ops import IndexPlan, Plan, features_if_shared, shared_features
 from tokenmerge.planners import PLANNERS, num_removed_in_all, part_bounds, pictures_of, plan_pictures
@@ -29,7 +29,7 @@ def merges_tokens(stages: Stages, *grids: GridShape) -> bool:
     )
 
 
-def check_grid(config: ToMeConfig, stages: Stages, *grids: GridShape) -> None:
+def check_grid(stages: Stages, *grids: GridShape) -> None:
     """See that a call with these finest grids of (frames, rows, columns) has tokens to merge.
 
     The first is that of the picture being made, the others are those of reference pictures.
@@ -38,8 +38,7 @@ def check_grid(config: ToMeConfig, stages: Stages, *grids: GridShape) -> None:
         NothingToMergeError: it has none.
     """
     frames, rows, columns = grids[0]
-    asked = any(settings.merges for _, settings in stages) and not config.reuses_steps
-    if asked and not merges_tokens(stages, *grids):
+    if not merges_tokens(stages, *grids) and any(settings.merges for _, settings in stages):
         if torch.compiler.is_compiling():  # a graph for all sizes knows no numbers
             raise NothingToMergeError(
                 "nothing to merge: the sample gives too few tokens; generate a larger image, lower "
@@ -120,7 +119,7 @@ def record_plan(state: BlockState, plan: Plan) -> None:
     if state.model.record is not None:
         first, *others = (grid for grid, _ in state.pictures)
         state.model.record[state.path] = RecordedPlan(plan, first, tuple(others))
-    if state.model.config.result_planner is not None:
+    if state.model.facts.result_planner is not None:
         state.model.threads.value.plan = plan
     log = state.model.context.step_log
     if log is not None and not torch.compiler.is_compiling():

@@ -52,12 +52,34 @@ class Memories(weakref.WeakKeyDictionary[Generation, Memory]):
         return Memories, ()
 
 
+@dataclasses.dataclass(frozen=True)
+class ConfigFacts:
+    """What follows from a config alone, over all its levels, phases and scales of guidance.
+
+    Every call of the model needs it, so it is computed once.
+
+    Attributes:
+        follows_steps: as of the config.
+        reuses_steps: as of the config.
+        merges_stacks: as of the config.
+        result_planner: as of the config.
+        merges: whether anything merges or is skipped at some step; with a ratio of 0 no token grid is needed.
+    """
+
+    follows_steps: bool
+    reuses_steps: bool
+    merges_stacks: bool
+    result_planner: str | None
+    merges: bool
+
+
 @dataclasses.dataclass(eq=False)
 class ModelState:
     """A patched model.
 
     Attributes:
         config: the settings.
+        facts: what follows from them.
         call: how the model is called.
         settings: what holds for each level that merges, at the first step.
         stages: (level, what holds there) for each level that merges and each phase, where it merges most.
@@ -78,6 +100,7 @@ class ModelState:
     """
 
     config: ToMeConfig
+    facts: ConfigFacts
     call: ModelCall
     settings: Mapping[int, MergeSettings]
     stages: tuple[tuple[int, MergeSettings], ...]
@@ -94,11 +117,6 @@ class ModelState:
     compared_with: tuple[object, ...] = ()
     last_run: RunLog | None = None
     recorder: StepRecorder | None = None
-
-    @property
-    def merges(self) -> bool:
-        """Whether anything merges or is skipped at some step; with a ratio of 0 no token grid is needed."""
-        return self.config.reuses_steps or any(settings.merges for _, settings in self.stages)
 
     def set_size(self, height: int, width: int) -> None:
         """Give the size of the latents, for calls whose token grid cannot be read.
