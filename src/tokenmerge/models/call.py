@@ -30,6 +30,8 @@ class HostCall(NamedTuple):
 
     def has(self, wanted: Sequence[str]) -> bool:
         """Whether one of the arguments ``wanted`` is passed, directly or inside a dictionary."""
+        if not wanted:
+            return False
         within = [value for value in (*self.args, *self.kwargs.values()) if isinstance(value, dict)]
         return any(
             self.argument(name) is not None or any(more.get(name) is not None for more in within)
@@ -42,14 +44,6 @@ class HostCall(NamedTuple):
         if place < len(self.args):
             return self._with((*self.args[:place], value, *self.args[place + 1 :]), self.kwargs)
         return self._with(self.args, {**self.kwargs, name: value})
-
-    def changed(self, change: Callable[[str, Any], Any]) -> HostCall:
-        """The call with ``change(name, value)`` for each argument; surplus positional arguments stay."""
-        named = (change(name, value) for name, value in zip(self.names, self.args, strict=False))
-        return self._with(
-            (*named, *self.args[len(self.names) :]),
-            {name: change(name, value) for name, value in self.kwargs.items()},
-        )
 
     def _with(self, args: tuple, kwargs: dict[str, Any]) -> HostCall:
         # Not _replace: older versions of torch.compile cannot trace it.

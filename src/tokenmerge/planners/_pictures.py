@@ -29,6 +29,11 @@ def num_removed_in_all(pictures: Pictures) -> int:
     return sum(num_removed(grid, settings) for grid, settings in pictures)
 
 
+def num_tokens_in_all(pictures: Pictures) -> int:
+    """Number of tokens in a sequence of pictures."""
+    return sum(num_tokens(grid) for grid, _ in pictures)
+
+
 def plan_pictures(
     planner: Callable[..., Plan | None],
     features: Tensor,

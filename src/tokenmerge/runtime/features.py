@@ -8,15 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tokenmerge.config import CACHED_FEATURES
 from tokenmerge.models.call import HostCall
 from tokenmerge.ops import IndexPlan
+from tokenmerge.runtime.context import CallContext
 from tokenmerge.runtime.reuse import Residual
 from tokenmerge.runtime.state import BlockState
 
 
-def caches_features(state: BlockState) -> bool:
+def caches_features(state: BlockState, context: CallContext) -> bool:
     """Whether something of a block's call is cached, for plans of a later step."""
-    cached, level = state.model.context.caches_features, state.level
+    cached, level = context.caches_features, state.level
     own = state.plans_first and (level, "residual") in cached
     return own or ((state.is_first or state.is_last) and (level, "model_residual") in cached)
 
@@ -79,14 +81,15 @@ def compared(state: BlockState, x: Tensor, n: int, start: Tensor | None) -> Tens
         start: ``[b]`` index of the first of them in each image; None: as the layout says.
     """
     image = state.layout.image(x, n, start)
-    added = None if torch.compiler.is_compiling() else _cached(state)
+    asked = state.settings.features in CACHED_FEATURES
+    added = _cached(state) if asked and not torch.compiler.is_compiling() else None
     if added is not None and added.shape == x.shape:
         added = state.layout.image(added, n, start)
     return image if added is None or added.shape != image.shape else added
 
 
 def _cached(state: BlockState) -> Tensor | None:
-    """The features of the step before; None: they are not asked for, or there are none."""
+    """The features of the step before; None: there are none."""
     features, memory = state.settings.features, state.model.threads.value.memory
     # Under gradients nothing is cached, and what was cached before is not used.
     if memory is None or (state.level, features) not in state.model.context.caches_features:
@@ -106,12 +109,11 @@ def keys_of(attention: nn.Module, image: Tensor) -> Tensor:
     return keys
 
 
-def penalty_of(state: BlockState, images: int) -> Tensor | None:
+def penalty_of(state: BlockState, factor: float, images: int) -> Tensor | None:
     """``[images, n]``: what is subtracted from the similarity of each token; None: nothing.
 
-    DiTo (arXiv 2605.22011): S'_ij = cos(y_i, y_j) − λ · count_i.
+    DiTo (arXiv 2605.22011): S'_ij = cos(y_i, y_j) − λ · count_i, with ``factor`` as λ.
     """
-    factor = state.settings.repeat_penalty
     counts = state.threads.value.cache.repeats.get(state.plan_call) if factor else None
     # Prompts that share a plan have merged the same tokens.
     return None if counts is None or len(counts) < images else factor * counts[:images]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from tokenmerge.config import CACHED_FEATURES, TOKEN_REUSE
+from tokenmerge.config import CACHED_FEATURES, TOKEN_REUSE, MergeSettings
 from tokenmerge.errors import UnsupportedModelError
 from tokenmerge.models.call import HostCall
 from tokenmerge.models.layout import Layout
@@ -19,7 +19,7 @@ from tokenmerge.models.parallel import splits_tokens
 from tokenmerge.ops import Plan, keep_destinations, merge, merge_with_norm
 from tokenmerge.runtime.block_runs import block_in_run
 from tokenmerge.runtime.caches import RecordedCall
-from tokenmerge.runtime.context import ActiveMerge
+from tokenmerge.runtime.context import ActiveMerge, CallContext
 from tokenmerge.runtime.features import caches_features, keys_of, with_cached_features
 from tokenmerge.runtime.host_method import HostMethod
 from tokenmerge.runtime.merged_call import (
@@ -30,7 +30,7 @@ from tokenmerge.runtime.merged_call import (
     merged_tokens,
     of_image,
 )
-from tokenmerge.runtime.planning import plan_by, plan_of, size_of
+from tokenmerge.runtime.planning import pictures_to_merge, plan_by, plan_of
 from tokenmerge.runtime.proportional_attention import ProportionalAttention
 from tokenmerge.runtime.reuse import Residual, extrapolated, residual_of, updated
 from tokenmerge.runtime.stack import call_in_stack
@@ -61,10 +61,10 @@ def block_call(original: HostMethod) -> Callable:
         call = HostCall(original.of(self), original.names(), args, kwargs)
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             return _block_with_gradients(state, call)
-        # What is compiled alone is skipped outside its graph.
-        if _caches_residuals(state) and not torch.compiler.is_compiling():
-            return _skippable_block(state, call, lambda: _kept(state, call, lambda: _block(state, call)))
-        return _kept(state, call, lambda: _block(state, call))
+        # What is compiled alone is skipped, and its result cached, outside its graph.
+        if state.model.facts.caches_results and not torch.compiler.is_compiling():
+            return _with_caches(state, call, lambda: _block(state, call))
+        return _block(state, call)
 
     return forward
 
@@ -82,7 +82,9 @@ def compiled_block(names: Callable[[], Sequence[str]]) -> property:
         state: BlockState | None = self.__dict__.get(STATE)
         if state is None or torch.compiler.is_compiling():
             return graph(*args, **kwargs)
-        if not (_plans_outside(state) or _caches_residuals(state) or caches_features(state)):
+        context = state.model.context
+        caches = _is_skipped(state, context) or caches_features(state, context)
+        if not (caches or _plans_outside(state)):
             return graph(*args, **kwargs)
         if splits_tokens(self):
             raise UnsupportedModelError(
@@ -95,17 +97,17 @@ def compiled_block(names: Callable[[], Sequence[str]]) -> property:
         block, call = state.threads.value, HostCall(graph, names(), args, kwargs)
 
         def run_graph() -> Any:
-            block.known = _active_call(state, call) if _plans_outside(state) else None
+            if _plans_outside(state):
+                block.known = _active_call(state, state.settings, context, call)
+            else:
+                block.known = None
             block.counted = True
             try:
                 return graph(*args, **kwargs)
             finally:
                 block.known, block.counted = None, False
 
-        def run() -> Any:
-            return _kept(state, call, run_graph)
-
-        return _skippable_block(state, call, run) if _caches_residuals(state) else run()
+        return _with_caches(state, call, run_graph)
 
     def get(self: nn.Module) -> Callable | None:
         graph = self.__dict__.get(COMPILED)
@@ -151,18 +153,19 @@ def layer_call(original: HostMethod) -> Callable:
         if state is None or active is None:
             return original.of(self)(*args, **kwargs)
         call = HostCall(original.of(self), original.names(), args, kwargs)
-        if not _merges_here(state, active, call):
+        settings = state.block.settings
+        if not _merges_here(state, settings, active, call):
             return call.result()
         if active.awaits_keys:
             active = _planned_by_keys(self, state, active, call)
-        settings, plan = state.block.settings, active.plan
+        plan = active.plan
         if settings.whole_blocks:
-            with _proportional(state, plan):
+            with _proportional(state, settings, plan):
                 return call.result()
 
         def merged(plan: Plan) -> Any:
             combine = COMBINE[settings.combine]
-            with _proportional(state, plan):
+            with _proportional(state, settings, plan):
                 if settings.scope == "keys" and state.keys is not None:
                     _check_keys(self, state)
                     return keyed_call(call, state.layout, plan, state.keys, combine)
@@ -172,8 +175,8 @@ def layer_call(original: HostMethod) -> Callable:
             return _with_cached_tokens(state.block, state, call, active, change_only=False)
         residuals, number = state.threads.value.cache.residuals, state.block.call
         before = residuals.get(number)
-        result = _corrected(state.block, plan, before, state.layout, call.result, merged)
-        if _caches_correction(state.block, before):
+        result = _corrected(settings, plan, before, state.layout, call.result, merged)
+        if before is not None or state.block.model.context.corrects:  # from a correction step on
             nothing = [0.0] * (1 if isinstance(result, Tensor) else len(result))
             residuals[number] = of_image(state.layout, residual_of(result, nothing), active.tokens)
         return result
@@ -188,14 +191,15 @@ def _planned_by_keys(
     if state.kind != "attn1" or not state.own_keys:
         return active
     image = state.layout.image(call.argument(call.names[0]), active.tokens)
-    plan = plan_by(state.block, active.images, active.tokens, lambda: keys_of(attention, image))
+    shape = active.images, active.tokens
+    plan = plan_by(state.block, state.block.pictures, shape, lambda: keys_of(attention, image))
     known = state.block.threads.value.merge = ActiveMerge(active.images, active.tokens, plan)
     return known
 
 
-def _merges_here(state: LayerState, active: ActiveMerge, call: HostCall) -> bool:
+def _merges_here(state: LayerState, settings: MergeSettings, active: ActiveMerge, call: HostCall) -> bool:
     """Whether a layer's call takes part in what its block merges."""
-    settings, tokens = state.block.settings, call.argument(call.names[0])
+    tokens = call.argument(call.names[0])
     if settings.whole_blocks:
         takes_part = True
     elif settings.scope == "keys":
@@ -221,17 +225,20 @@ def _block_with_gradients(state: BlockState, call: HostCall) -> Any:
         block.known = None
 
 
-def _caches_residuals(state: BlockState) -> bool:
+def _with_caches(state: BlockState, call: HostCall, run: Callable[[], Any]) -> Any:
+    """The result of a block, which ``run`` returns where the block is not skipped.
+
+    What the block added is cached where a plan of a later step needs it.
+    """
+    context = state.model.context
+    if caches_features(state, context):
+        run = functools.partial(with_cached_features, state, call, run)
+    return _skippable_block(state, call, run) if _is_skipped(state, context) else run()
+
+
+def _is_skipped(state: BlockState, context: CallContext) -> bool:
     """Whether a block is one of those that are skipped on some steps of the running generation."""
-    return state.caches_residuals and state.model.context.caches_residuals
-
-
-def _kept(state: BlockState, call: HostCall, run: Callable[[], Any]) -> Any:
-    """The result of a block, which ``run`` returns; what the block added is cached where a plan needs it."""
-    # What is compiled alone caches it outside its graph.
-    if torch.compiler.is_compiling() or not caches_features(state):
-        return run()
-    return with_cached_features(state, call, run)
+    return state.caches_residuals and context.caches_residuals
 
 
 def _skippable_block(state: BlockState, call: HostCall, run: Callable[[], Any]) -> Any:
@@ -249,7 +256,7 @@ def _skippable_block(state: BlockState, call: HostCall, run: Callable[[], Any]) 
 
 def _block(state: BlockState, call: HostCall) -> Any:
     """Run a block: as a whole, by its layers, or inside a stack."""
-    settings = state.settings
+    settings, context = state.settings, state.model.context
     combine = COMBINE[settings.combine]
     if settings.scope == "stack":
         return call_in_stack(call, state, combine)
@@ -261,7 +268,7 @@ def _block(state: BlockState, call: HostCall) -> Any:
     try:
         known = block.known
         if known is None:
-            known = _active_call(state, call)
+            known = _active_call(state, settings, context, call)
             if records:
                 state.calls[state.layout.tokens_of(call)] = known
         block.merge = active = known.merge
@@ -279,9 +286,10 @@ def _block(state: BlockState, call: HostCall) -> Any:
 
         residuals = block.cache.residuals
         # What is cached for other purposes is not read here, where it would need a graph of its own.
-        before = residuals.get(state.call) if state.model.context.config.correction.on else None
-        result = _corrected(state, active.plan, before, block_layout, call.result, merged)
-        if _caches_correction(state, before) and not (state.is_read_between and _caches_residuals(state)):
+        before = residuals.get(state.call) if context.config.correction.on else None
+        result = _corrected(settings, active.plan, before, block_layout, call.result, merged)
+        cached = before is not None or context.corrects  # from a correction step on
+        if cached and not (state.is_read_between and _is_skipped(state, context)):
             residuals[state.call] = of_image(block_layout, _residual(state, call, result), active.tokens)
         return result
     finally:
@@ -308,25 +316,28 @@ def _with_cached_tokens(
         return result
     given = layout.tokens_of(call)
     merged = merged_tokens(layout, plan, given, COMBINE[settings.combine])
-    with nullcontext() if isinstance(state, BlockState) else _proportional(state, plan):
+    with nullcontext() if isinstance(state, BlockState) else _proportional(state, settings, plan):
         result = call_on(call, layout, plan, merged)
     change, distance = (given, merged) if change_only else None, block.model.context.token_distance
     result, tokens[number] = refilled_result(layout, plan, result, change, before, settings, distance)
     return result
 
 
-def _active_call(state: BlockState, call: HostCall) -> RecordedCall:
+def _active_call(
+    state: BlockState, settings: MergeSettings, context: CallContext, call: HostCall
+) -> RecordedCall:
     """What the running call of a block merges."""
-    layout = state.layout
+    layout, merge = state.layout, None
     tokens = layout.tokens_of(call)
     mask = call.argument(layout.padding) if layout.padding else None
-    size, merge = size_of(state, tokens, mask), None
-    if size is not None:
-        corrects = state.model.context.corrects
-        awaits_keys = state.settings.features == "keys" and not corrects
-        plan = None if corrects or awaits_keys else plan_of(state, tokens, mask)
-        merge = ActiveMerge(*size, plan, awaits_keys)
-    return RecordedCall(state.settings, merge)
+    found = pictures_to_merge(state, settings, tokens)
+    if found is not None:
+        pictures, n = found
+        awaits_keys = settings.features == "keys" and not context.corrects
+        plan = None if context.corrects or awaits_keys else plan_of(state, pictures, n, tokens, mask)
+        padded = n if mask is None else tokens.shape[1]
+        merge = ActiveMerge(tokens.shape[0], padded, plan, awaits_keys)
+    return RecordedCall(settings, merge)
 
 
 def _plans_outside(state: BlockState) -> bool:
@@ -357,7 +368,7 @@ def _residual(state: BlockState, call: HostCall, result: Any) -> Residual:
 
 
 def _corrected(
-    block: BlockState,
+    settings: MergeSettings,
     plan: Plan | None,
     before: Residual | None,
     layout: Layout,
@@ -367,19 +378,13 @@ def _corrected(
     """The result of a block or layer: exact on correction steps, else merged, with what merging loses.
 
     The plan is None on a correction step. ``before`` is the residual of the block, or of its layer, from its
-    last run. ``dense`` returns the exact result, and ``merged`` the result on merged tokens for a plan.
+    last run, where it corrects. ``dense`` returns the exact result, and ``merged`` the result on merged tokens for a plan.
     """
     if plan is None:
         return dense()
-    if before is None or not block.model.context.config.correction.on:
+    if before is None:
         return merged(plan)
-    return add_lost(layout, plan, merged(plan), before.latest, COMBINE[block.settings.combine])
-
-
-def _caches_correction(block: BlockState, before: Residual | None) -> bool:
-    """Whether a block or layer caches its residual for corrections: from a correction step on."""
-    context = block.model.context
-    return context.corrects or (before is not None and context.config.correction.on)
+    return add_lost(layout, plan, merged(plan), before.latest, COMBINE[settings.combine])
 
 
 def _bases(state: BlockState, call: HostCall, count: int) -> list[Tensor]:
@@ -392,8 +397,10 @@ def _bases(state: BlockState, call: HostCall, count: int) -> list[Tensor]:
     return [tokens if i in state.block_layout.outputs else text for i in range(count)]
 
 
-def _proportional(state: LayerState, plan: Plan | None) -> AbstractContextManager[Any]:
-    if plan is not None and state.block.settings.proportional and state.kind == "attn1" and state.own_keys:
+def _proportional(
+    state: LayerState, settings: MergeSettings, plan: Plan | None
+) -> AbstractContextManager[Any]:
+    if plan is not None and settings.proportional and state.kind == "attn1" and state.own_keys:
         return ProportionalAttention(plan, state.layout, state.block)
     return nullcontext()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ def merged_tokens(
     layout: Layout, plan: Plan, tokens: Tensor, combine: Callable[[Plan, Tensor], Tensor]
 ) -> Tensor:
     """First part of :func:`merged_call`: the tokens, with those of the image merged."""
-    return replace_image(layout, tokens, plan.inverse.shape[1], lambda image: combine(plan, image))
+    return replace_image(layout, tokens, plan.inverse.shape[1], partial(combine, plan))
 
 
 def call_on(call: HostCall, layout: Layout, plan: Plan, merged: Tensor) -> Any:
@@ -126,12 +127,11 @@ def keyed_call(
 
 def _following(call: HostCall, layout: Layout, plan: Plan) -> HostCall:
     """The call with the arguments that have an entry for each token cut down to the merged tokens."""
-    token_arguments = {argument.name: argument for argument in layout.token_arguments}
-    return call.changed(
-        lambda name, value: (
-            _follow(value, token_arguments[name], layout, plan) if name in token_arguments else value
-        )
-    )
+    for argument in layout.token_arguments:
+        value = call.argument(argument.name)
+        if value is not None:
+            call = call.replaced(argument.name, _follow(value, argument, layout, plan))
+    return call
 
 
 def replace_image(layout: Layout, x: Tensor, n: int, change: Callable[[Tensor], Tensor]) -> Tensor:
@@ -146,7 +146,7 @@ def replace_image(layout: Layout, x: Tensor, n: int, change: Callable[[Tensor], 
 
 def _follow(value: Any, argument: TokenArgument, layout: Layout, plan: Plan) -> Any:
     """The entries of an argument for the merged tokens, in their order."""
-    if argument.element is None or value is None:
+    if argument.element is None:
         return _followed(value, argument, layout, plan)
     return type(value)(
         _followed(part, argument, layout, plan) if i == argument.element else part

@@ -164,6 +164,7 @@ def new_state(host: Host, config: ToMeConfig, pipeline: Pipeline) -> ModelState:
         reuses_steps=config.reuses_steps,
         merges_stacks=config.merges_stacks,
         result_planner=config.result_planner,
+        caches_results=config.reuses_steps or config.cached_features is not None,
         merges=config.reuses_steps or any(own.merges for _, own in stages),
     )
     state = ModelState(config, facts, host.call, settings, stages, tuple(groups), pipeline, threads)

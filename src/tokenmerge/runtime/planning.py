@@ -11,7 +11,16 @@ from torch import Tensor
 from tokenmerge.config import GUIDED_PLANNERS, RESULT_PLANNERS, MergeSettings
 from tokenmerge.errors import NothingToMergeError, UnsupportedModelError
 from tokenmerge.ops import IndexPlan, Plan, features_if_shared, shared_features
-from tokenmerge.planners import PLANNERS, num_removed_in_all, part_bounds, pictures_of, plan_pictures
+from tokenmerge.planners import (
+    PLANNERS,
+    Pictures,
+    num_removed_in_all,
+    num_tokens_in_all,
+    part_bounds,
+    pictures_of,
+    plan_pictures,
+)
+from tokenmerge.runtime.context import CallContext
 from tokenmerge.runtime.features import compared, count_repeats, penalty_of
 from tokenmerge.runtime.guidance import importance_of_tokens
 from tokenmerge.runtime.state import BlockState, RecordedPlan
@@ -62,13 +71,16 @@ def check_grid(stages: Stages, *grids: GridShape) -> None:
         )
 
 
-def size_of(state: BlockState, x: Tensor, mask: Tensor | None) -> tuple[int, int] | None:
-    """Images and tokens of a block's input, padding included; None: nothing would merge.
+def pictures_to_merge(
+    state: BlockState, settings: MergeSettings, x: Tensor
+) -> tuple[Pictures, int] | None:
+    """The pictures in a block's input, and the number of their tokens; None: nothing would merge.
 
     Raises:
         UnsupportedModelError: the input has fewer tokens than the block's grid.
     """
-    pictures, n = state.pictures, state.tokens
+    pictures = state.pictures
+    n = num_tokens_in_all(pictures)
     if x.shape[1] < n:
         shown = " + ".join(" × ".join(map(str, grid)) for grid, _ in pictures)
         raise UnsupportedModelError(
@@ -76,58 +88,66 @@ def size_of(state: BlockState, x: Tensor, mask: Tensor | None) -> tuple[int, int
             f"input of shape {tuple(x.shape)}; this model calls its blocks in a way that tokenmerge does not "
             "know: remove_token_merging(model) restores it"
         )
-    if not state.settings.merges or not num_removed_in_all(pictures):
-        return None
-    return x.shape[0], n if mask is None else x.shape[1]
+    return (pictures, n) if settings.merges and num_removed_in_all(pictures) else None
 
 
-def plan_of(state: BlockState, x: Tensor, mask: Tensor | None) -> Plan:
-    """The plan for a block's tokens, of which some merge; ``mask`` tells them from padding behind them."""
-    n = state.tokens
+def plan_of(state: BlockState, pictures: Pictures, n: int, x: Tensor, mask: Tensor | None) -> Plan:
+    """The plan for a block's tokens, of which some merge.
+
+    Args:
+        state: of the block.
+        pictures: in its input.
+        n: number of their tokens.
+        x: its input.
+        mask: tells the tokens from padding behind them; None: there is no padding.
+    """
     start = None if mask is None else mask.sum(dim=1) - n
-    plan = plan_by(state, x.shape[0], n, lambda: compared(state, x, n, start))
+    plan = plan_by(state, pictures, (x.shape[0], n), lambda: compared(state, x, n, start))
     return plan if start is None else plan.within(start, x.shape[1])
 
 
 @torch.no_grad()  # with gradient checkpointing a second run does not plan, and must save as many tensors
-def plan_by(state: BlockState, b: int, n: int, features: Callable[[], Tensor]) -> Plan:
-    """The plan for b images of n tokens: a cached one, or a new one by their features ``[b, n, c]``."""
-    plan = known_plan(state, b, n)
-    if plan is None:
+def plan_by(
+    state: BlockState, pictures: Pictures, shape: tuple[int, int], features: Callable[[], Tensor]
+) -> Plan:
+    """The plan for the pictures in a block's input: a cached one, or a new one.
+
+    Args:
+        state: of the block.
+        pictures: in its input.
+        shape: (b, n), number of images and of their tokens.
+        features: → ``[b, n, c]``, what a new plan compares.
+    """
+    context, plan = state.model.context, None
+    if context.caches_plans:
+        plan = state.threads.value.cache.plans.get(state.plan_call)
+    if plan is None or plan.inverse.shape != shape:
         seen = features()
-        plan = _new_plan(state, seen)
+        plan = _new_plan(state, context, pictures, seen)
         if state.model.revise_plan is not None:
             plan = state.model.revise_plan(seen, plan)
         if state.settings.repeat_penalty and isinstance(plan, IndexPlan):
             count_repeats(state, plan)
-        if state.model.context.caches_plans:
+        if context.caches_plans:
             state.threads.value.cache.plans[state.plan_call] = plan
-    record_plan(state, plan)
+    record_plan(state, context, plan)
     return plan
 
 
-def known_plan(state: BlockState, b: int, n: int) -> Plan | None:
-    """The cached plan of the running call, for b images of n tokens; None: there is none."""
-    if not state.model.context.caches_plans:
-        return None
-    plan = state.threads.value.cache.plans.get(state.plan_call)
-    return None if plan is None or plan.inverse.shape != (b, n) else plan
-
-
-def record_plan(state: BlockState, plan: Plan) -> None:
+def record_plan(state: BlockState, context: CallContext, plan: Plan) -> None:
     """Leave the plan that a block runs with to whoever asks for it."""
     if state.model.record is not None:
         first, *others = (grid for grid, _ in state.pictures)
         state.model.record[state.path] = RecordedPlan(plan, first, tuple(others))
     if state.model.facts.result_planner is not None:
         state.model.threads.value.plan = plan
-    log = state.model.context.step_log
+    log = context.step_log
     if log is not None and not torch.compiler.is_compiling():
         log.note_plan(plan.inverse.shape[1], plan.keep.shape[1])
 
 
-def _new_plan(state: BlockState, features: Tensor) -> Plan:
-    context, b = state.model.context, features.shape[0]
+def _new_plan(state: BlockState, context: CallContext, pictures: Pictures, features: Tensor) -> Plan:
+    b, settings = features.shape[0], state.settings
     # The step is on the sample's device; blocks of a model on several devices may be elsewhere.
     step = context.step.to(features.device)
 
@@ -137,19 +157,19 @@ def _new_plan(state: BlockState, features: Tensor) -> Plan:
         return found
 
     def planned(features: Tensor) -> Plan | None:
-        name, pictures, part = state.settings.planner, state.pictures, state.model.threads.value.part
-        planner = PLANNERS[name]
+        name, planner = settings.planner, PLANNERS[settings.planner]
         if name in RESULT_PLANNERS:
             scores = _of_images(context.skip_scores, features)
             if scores is None:
                 return plan_pictures(PLANNERS["tome"], features, pictures, step)
             return plan_pictures(planner, features, pictures, step, scores)
         if name not in GUIDED_PLANNERS:
-            penalty = penalty_of(state, len(features))
+            penalty = penalty_of(state, settings.repeat_penalty, len(features))
             penalties = () if penalty is None else (penalty.to(features.device),)
             return plan_pictures(planner, features, pictures, step, *penalties)
         change = context.guidance_difference
         importance = None if change is None else importance_of_tokens(change, *state.grids)
+        part = state.model.threads.value.part
         if importance is not None and part is not None:
             start, stop = part_bounds(importance.shape[1], part.index, part.parts)
             importance = importance[:, start:stop]

@@ -13,7 +13,7 @@ from tokenmerge.models.layout import Layout
 from tokenmerge.ops import Plan
 from tokenmerge.runtime.context import ActiveMerge
 from tokenmerge.runtime.merged_call import call_on, merged_tokens, of_image, unmerged_result
-from tokenmerge.runtime.planning import plan_of, record_plan, size_of
+from tokenmerge.runtime.planning import pictures_to_merge, plan_of, record_plan
 from tokenmerge.runtime.reuse import residual_of
 from tokenmerge.runtime.state import BlockState, StackInput
 from tokenmerge.runtime.token_reuse import cached_anew, refilled_result
@@ -30,22 +30,22 @@ def call_in_stack(call: HostCall, state: BlockState, combine: Callable[[Plan, Te
     role, layout = state.stack, state.block_layout
     if role is None or layout is None:
         return call.result()
-    stack, block = role.threads.value, state.threads.value
+    stack, block, context = role.threads.value, state.threads.value, state.model.context
     tokens = layout.tokens_of(call)
     if role.is_first:
         stack.input = None  # of a call that was interrupted
     if stack.input is None:
-        merges = size_of(state, tokens, None) is not None and not call.has(layout.dense_if)
-        if not (merges and role.is_first):
+        found = pictures_to_merge(state, state.settings, tokens)
+        if found is None or call.has(layout.dense_if) or not role.is_first:
             return call.result()
-        plan = None if state.model.context.corrects else plan_of(state, tokens, None)
+        plan = None if context.corrects else plan_of(state, *found, tokens, None)
         merged = tokens if plan is None else merged_tokens(layout, plan, tokens, combine)
         stack.input = StackInput(plan, tokens, merged)
     else:
         plan, merged = stack.input.plan, tokens
         _check_comes_from_before(state, tokens, merged=stack.input.merged)
         if plan is not None:
-            record_plan(state, plan)
+            record_plan(state, context, plan)
     if plan is None:
         result = call.result()
     else:

@@ -14,8 +14,8 @@ from tokenmerge.config import FoundFor, MergeSettings, ToMeConfig
 from tokenmerge.errors import ConfigError
 from tokenmerge.models.base import ModelCall
 from tokenmerge.models.layout import Grid, Layout
-from tokenmerge.ops import Plan, num_tokens
-from tokenmerge.planners import Pictures, pictures_of, pictures_of_part
+from tokenmerge.ops import Plan
+from tokenmerge.planners import Pictures, num_tokens_in_all, pictures_of, pictures_of_part
 from tokenmerge.runtime.caches import Call, Memory, RecordedCalls
 from tokenmerge.runtime.context import CallContext, PartState, ThreadState
 from tokenmerge.runtime.per_thread import PerThread
@@ -63,6 +63,8 @@ class ConfigFacts:
         reuses_steps: as of the config.
         merges_stacks: as of the config.
         result_planner: as of the config.
+        caches_results: whether results of blocks are cached at some step, to skip the blocks or to plan by
+            them.
         merges: whether anything merges or is skipped at some step; with a ratio of 0 no token grid is needed.
     """
 
@@ -70,6 +72,7 @@ class ConfigFacts:
     reuses_steps: bool
     merges_stacks: bool
     result_planner: str | None
+    caches_results: bool
     merges: bool
 
 
@@ -260,7 +263,7 @@ class BlockState:
     def settings(self) -> MergeSettings:
         """What holds at the running step."""
         known = self.threads.value.known
-        return self.model.context.settings[self.level] if known is None else known.settings
+        return self.model.threads.value.context.settings[self.level] if known is None else known.settings
 
     @property
     def grids(self) -> tuple[tuple[int, int, int], ...]:
@@ -282,17 +285,17 @@ class BlockState:
     @property
     def tokens(self) -> int:
         """Number of tokens in them."""
-        return sum(num_tokens(grid) for grid, _ in self.pictures)
+        return num_tokens_in_all(self.pictures)
 
     @property
     def call(self) -> Call:
         """The running call."""
-        return self.model.context.call, self.threads.value.number
+        return self.model.threads.value.context.call, self.threads.value.number
 
     @property
     def plan_call(self) -> Call:
         """The call whose plan the running one uses."""
-        return self.model.context.plan_call, self.threads.value.number
+        return self.model.threads.value.context.plan_call, self.threads.value.number
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
