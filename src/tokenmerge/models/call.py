@@ -40,12 +40,11 @@ class HostCall(NamedTuple):
 
     def replaced(self, name: str, value: Any) -> HostCall:
         """The call with another value for argument ``name``."""
-        place = self._place(name)
-        if place < len(self.args):
-            return self._with((*self.args[:place], value, *self.args[place + 1 :]), self.kwargs)
-        return self._with(self.args, {**self.kwargs, name: value})
-
-    def _with(self, args: tuple, kwargs: dict[str, Any]) -> HostCall:
+        place, args, kwargs = self._place(name), self.args, self.kwargs
+        if place < len(args):
+            args = (*args[:place], value, *args[place + 1 :])
+        else:
+            kwargs = {**kwargs, name: value}
         # Not _replace: older versions of torch.compile cannot trace it.
         return HostCall(self.function, self.names, args, kwargs)
 

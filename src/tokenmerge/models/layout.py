@@ -31,7 +31,8 @@ class Grid:
     @property
     def shapes(self) -> tuple[tuple[int, int, int], ...]:
         """(frames, rows, columns) of each grid."""
-        return tuple((sides.shape[0], sides.shape[1], sides.shape[2]) for sides in self.sides)
+        shapes = [(sides.shape[0], sides.shape[1], sides.shape[2]) for sides in self.sides]
+        return tuple(shapes)
 
     @shapes.setter
     def shapes(self, shapes: tuple[tuple[int, int, int], ...]) -> None:

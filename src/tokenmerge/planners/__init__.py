@@ -32,7 +32,13 @@ from tokenmerge.config import PLANNERS as NAMES
 from tokenmerge.ops import Plan, num_tokens
 from tokenmerge.planners._grid import num_removed, split
 from tokenmerge.planners._parts import part_bounds, pictures_of_part
-from tokenmerge.planners._pictures import Pictures, num_removed_in_all, num_tokens_in_all, pictures_of, plan_pictures
+from tokenmerge.planners._pictures import (
+    Pictures,
+    num_removed_in_all,
+    num_tokens_in_all,
+    pictures_of,
+    plan_pictures,
+)
 
 __all__ = [
     "OWN_NUMBER",

@@ -74,11 +74,11 @@ def settings_of(
     state: ModelState, config: ToMeConfig, step: DenoisingStep | None
 ) -> Mapping[int, MergeSettings]:
     """What holds for each level at a step."""
-    if step is None and config is state.config:
+    if step is not None:
+        return {level: config.at(level, step.done, step.steps) for level in state.settings}
+    if config is state.config:
         return state.settings
-    if step is None:
-        return {level: next(config.stages(level)) for level in state.settings}
-    return {level: config.at(level, step.done, step.steps) for level in state.settings}
+    return {level: next(config.stages(level)) for level in state.settings}
 
 
 def shape_of(arguments: Mapping[str, Any], sample: Any, step: DenoisingStep | None) -> tuple[int, ...]:
@@ -108,9 +108,7 @@ def begin_plans(
         memory.sample.begin_call(first, seed, lambda: _sample_gone(state, memory))
         # A second call of a step, and not the first call of the next one.
         repeated = (
-            config.plans.guidance
-            and memory.sample.repeated
-            and (tracker.call > 0 or tracker.step is None)
+            config.plans.guidance and memory.sample.repeated and (tracker.call > 0 or tracker.step is None)
         )
     if repeated:
         return False

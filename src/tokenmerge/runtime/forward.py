@@ -97,10 +97,8 @@ def compiled_block(names: Callable[[], Sequence[str]]) -> property:
         block, call = state.threads.value, HostCall(graph, names(), args, kwargs)
 
         def run_graph() -> Any:
-            if _plans_outside(state):
-                block.known = _active_call(state, state.settings, context, call)
-            else:
-                block.known = None
+            outside = _plans_outside(state)
+            block.known = _active_call(state, state.settings, context, call) if outside else None
             block.counted = True
             try:
                 return graph(*args, **kwargs)
@@ -191,24 +189,23 @@ def _planned_by_keys(
     if state.kind != "attn1" or not state.own_keys:
         return active
     image = state.layout.image(call.argument(call.names[0]), active.tokens)
-    shape = active.images, active.tokens
-    plan = plan_by(state.block, state.block.pictures, shape, lambda: keys_of(attention, image))
-    known = state.block.threads.value.merge = ActiveMerge(active.images, active.tokens, plan)
+    block, shape = state.block, (active.images, active.tokens)
+    plan = plan_by(block, block.model.context, block.pictures, shape, lambda: keys_of(attention, image))
+    known = block.threads.value.merge = ActiveMerge(*shape, plan)
     return known
 
 
 def _merges_here(state: LayerState, settings: MergeSettings, active: ActiveMerge, call: HostCall) -> bool:
     """Whether a layer's call takes part in what its block merges."""
-    tokens = call.argument(call.names[0])
+    tokens, images, n = call.argument(call.names[0]), active.images, active.tokens
     if settings.whole_blocks:
         takes_part = True
+        if active.plan is not None:
+            images, n = active.plan.keep.shape
     elif settings.scope == "keys":
         takes_part = state.keys is not None
     else:
         takes_part = state.kind in settings.merged_layers
-    images, n = active.images, active.tokens
-    if settings.whole_blocks and active.plan is not None:
-        images, n = active.plan.keep.shape
     # Parts of the sequence, as in feed-forward chunking, do not fit the plan.
     fits = tokens.shape[0] == images and tokens.shape[1] >= n
     return takes_part and fits and not call.has(state.layout.dense_if)
@@ -334,7 +331,7 @@ def _active_call(
     if found is not None:
         pictures, n = found
         awaits_keys = settings.features == "keys" and not context.corrects
-        plan = None if context.corrects or awaits_keys else plan_of(state, pictures, n, tokens, mask)
+        plan = None if context.corrects or awaits_keys else plan_of(state, context, pictures, n, tokens, mask)
         padded = n if mask is None else tokens.shape[1]
         merge = ActiveMerge(tokens.shape[0], padded, plan, awaits_keys)
     return RecordedCall(settings, merge)
@@ -377,8 +374,9 @@ def _corrected(
 ) -> Any:
     """The result of a block or layer: exact on correction steps, else merged, with what merging loses.
 
-    The plan is None on a correction step. ``before`` is the residual of the block, or of its layer, from its
-    last run, where it corrects. ``dense`` returns the exact result, and ``merged`` the result on merged tokens for a plan.
+    The plan is None on a correction step. ``before`` is the residual of the block, or of its layer, from the
+    last correction step; None: there was none. ``dense`` returns the exact result, and ``merged`` the result
+    on merged tokens for a plan.
     """
     if plan is None:
         return dense()

@@ -71,9 +71,7 @@ def check_grid(stages: Stages, *grids: GridShape) -> None:
         )
 
 
-def pictures_to_merge(
-    state: BlockState, settings: MergeSettings, x: Tensor
-) -> tuple[Pictures, int] | None:
+def pictures_to_merge(state: BlockState, settings: MergeSettings, x: Tensor) -> tuple[Pictures, int] | None:
     """The pictures in a block's input, and the number of their tokens; None: nothing would merge.
 
     Raises:
@@ -91,41 +89,48 @@ def pictures_to_merge(
     return (pictures, n) if settings.merges and num_removed_in_all(pictures) else None
 
 
-def plan_of(state: BlockState, pictures: Pictures, n: int, x: Tensor, mask: Tensor | None) -> Plan:
+def plan_of(
+    state: BlockState, context: CallContext, pictures: Pictures, n: int, x: Tensor, mask: Tensor | None
+) -> Plan:
     """The plan for a block's tokens, of which some merge.
 
     Args:
         state: of the block.
+        context: of the running call.
         pictures: in its input.
         n: number of their tokens.
         x: its input.
         mask: tells the tokens from padding behind them; None: there is no padding.
     """
     start = None if mask is None else mask.sum(dim=1) - n
-    plan = plan_by(state, pictures, (x.shape[0], n), lambda: compared(state, x, n, start))
+    shape = x.shape[0], n
+    plan = plan_by(state, context, pictures, shape, lambda: compared(state, x, n, start))
     return plan if start is None else plan.within(start, x.shape[1])
 
 
-@torch.no_grad()  # with gradient checkpointing a second run does not plan, and must save as many tensors
 def plan_by(
-    state: BlockState, pictures: Pictures, shape: tuple[int, int], features: Callable[[], Tensor]
+    state: BlockState,
+    context: CallContext,
+    pictures: Pictures,
+    shape: tuple[int, int],
+    features: Callable[[], Tensor],
 ) -> Plan:
     """The plan for the pictures in a block's input: a cached one, or a new one.
 
     Args:
         state: of the block.
+        context: of the running call.
         pictures: in its input.
         shape: (b, n), number of images and of their tokens.
         features: → ``[b, n, c]``, what a new plan compares.
     """
-    context, plan = state.model.context, None
-    if context.caches_plans:
-        plan = state.threads.value.cache.plans.get(state.plan_call)
+    plan = state.threads.value.cache.plans.get(state.plan_call) if context.caches_plans else None
     if plan is None or plan.inverse.shape != shape:
-        seen = features()
-        plan = _new_plan(state, context, pictures, seen)
-        if state.model.revise_plan is not None:
-            plan = state.model.revise_plan(seen, plan)
+        with torch.no_grad():  # gradient checkpointing does not plan again, and must save as many tensors
+            seen = features()
+            plan = _new_plan(state, context, pictures, seen)
+            if state.model.revise_plan is not None:
+                plan = state.model.revise_plan(seen, plan)
         if state.settings.repeat_penalty and isinstance(plan, IndexPlan):
             count_repeats(state, plan)
         if context.caches_plans:

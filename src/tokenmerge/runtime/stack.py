@@ -38,7 +38,7 @@ def call_in_stack(call: HostCall, state: BlockState, combine: Callable[[Plan, Te
         found = pictures_to_merge(state, state.settings, tokens)
         if found is None or call.has(layout.dense_if) or not role.is_first:
             return call.result()
-        plan = None if context.corrects else plan_of(state, *found, tokens, None)
+        plan = None if context.corrects else plan_of(state, context, *found, tokens, None)
         merged = tokens if plan is None else merged_tokens(layout, plan, tokens, combine)
         stack.input = StackInput(plan, tokens, merged)
     else:
