@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -66,9 +66,8 @@ def references_of_ids(root: Any, arguments: Mapping[str, Any], last: Grid) -> tu
 
 def _grids_of_ids(arguments: Mapping[str, Any], last: Grid) -> tuple[GridShape, ...]:
     ids, tokens = arguments["img_ids"], arguments["hidden_states"].shape[1]
-    fits = sum(rows * columns for _, rows, columns in last.shapes) == tokens
     if torch.compiler.is_compiling():
-        if not fits:
+        if _tokens_in(last.shapes) != tokens:
             known = "given to patch.at_size(height, width)" if last.given else "of its last call"
             shown = " + ".join(f"{rows} × {columns}" for _, rows, columns in last.shapes)
             raise UnsupportedModelError(
@@ -78,18 +77,22 @@ def _grids_of_ids(arguments: Mapping[str, Any], last: Grid) -> tuple[GridShape, 
                 "compile its blocks only: transformer.compile_repeated_blocks()"
             )
         return last.shapes
-    if ids not in _known:  # reading synchronises; pipelines pass the same tensor at each step
-        _known[ids] = _read(ids[0] if ids.ndim == 3 else ids)
-    pictures = _known[ids]
-    if sum(rows * columns for _, rows, columns in pictures) == tokens:
+    pictures = _known.get(ids)
+    if pictures is None:  # reading synchronises; pipelines pass the same tensor at each step
+        pictures = _known[ids] = _read(ids[0] if ids.ndim == 3 else ids)
+    if _tokens_in(pictures) == tokens:
         return pictures
-    if last.given and fits:
+    if last.given and _tokens_in(last.shapes) == tokens:
         return last.shapes
     raise UnsupportedModelError(
         f"img_ids: expected one picture of {tokens} tokens, as in hidden_states, or several pictures one "
         f"after another, got other rows and columns, of shape {tuple(ids.shape)}; call "
         "remove_token_merging(pipe) first, or patch.at_size(height, width) if it is one picture"
     )
+
+
+def _tokens_in(pictures: Sequence[GridShape]) -> int:
+    return sum(rows * columns for _, rows, columns in pictures)
 
 
 def _read(ids: Tensor) -> tuple[GridShape, ...]:

@@ -102,13 +102,9 @@ class Layout:
         """Whether each image of a batch can have its own plan."""
         return all(argument.batched for argument in self.token_arguments)
 
-    def name_of(self, call: HostCall) -> str:
-        """Name of the argument that holds the tokens."""
-        return self.tokens or call.names[0]
-
     def tokens_of(self, call: HostCall) -> Tensor:
         """The tokens of a call."""
-        return call.argument(self.name_of(call))
+        return call.argument(self.tokens or call.names[0])
 
     def image(self, x: Tensor, n: int, start: Tensor | None = None) -> Tensor:
         """The n image tokens of a sequence; ``start`` ``[b]``: first index, if it differs by image."""

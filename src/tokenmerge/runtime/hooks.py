@@ -152,17 +152,19 @@ def _check_call(state: ModelState, root: nn.Module, arguments: dict[str, Any]) -
     """Refuse a call that does not fit the settings, and leave its token grids to the blocks."""
     thread = state.threads.value
     check_given(state, root, arguments)
-    if not torch.compiler.is_compiling():
+    compiling = torch.compiler.is_compiling()
+    if not compiling:
         reach_kernels(state)  # of a copy of a patched model, and those that were loaded since
     thread.part = part_of(root)
     if state.facts.merges_stacks:
         check_stacks(state, root, arguments)
     if state.facts.merges:
         grids = _grids(state, root, arguments, state.given_grid or thread.grid)
-        check_size(state, *grids)
+        if compiling or grids != thread.grid.shapes:  # those of the last call have been checked
+            check_size(state, *grids)
+            thread.grid.shapes = grids
         if thread.part is not None:
             check_part(state, root, thread.part, grids)
-        thread.grid.shapes = grids
 
 
 def _grids(

@@ -42,7 +42,7 @@ def merged_tokens(
 
 def call_on(call: HostCall, layout: Layout, plan: Plan, merged: Tensor) -> Any:
     """Second part: the result of the call with merged tokens, and with the arguments that follow them."""
-    name = layout.name_of(call)
+    name = layout.tokens or call.names[0]
     now = _following(call, layout, plan).replaced(name, merged)
     if layout.same_as_tokens and call.argument(layout.same_as_tokens) is call.argument(name):
         now = now.replaced(layout.same_as_tokens, merged)
@@ -65,10 +65,11 @@ def unmerged_result(layout: Layout, plan: Plan, result: Any, change: tuple[Tenso
 
     if isinstance(result, Tensor):
         return replace_image(layout, result, m, back)
-    return tuple(
-        replace_image(layout, value, m, back) if i in layout.outputs and value is not None else value
-        for i, value in enumerate(result)
-    )
+    results = list(result)
+    for i, value in enumerate(results):
+        if i in layout.outputs and value is not None:
+            results[i] = replace_image(layout, value, m, back)
+    return tuple(results)
 
 
 def add_lost(
@@ -156,7 +157,7 @@ def _follow(value: Any, argument: TokenArgument, layout: Layout, plan: Plan) -> 
 
 def _followed(value: Any, argument: TokenArgument, layout: Layout, plan: Plan) -> Any:
     if isinstance(value, tuple | list):
-        return type(value)(_followed(part, argument, layout, plan) for part in value)
+        return type(value)([_followed(part, argument, layout, plan) for part in value])
     if value is None or argument.ndim not in (None, value.ndim):
         return value
     b, n = plan.inverse.shape

@@ -56,15 +56,15 @@ class Memories(weakref.WeakKeyDictionary[Generation, Memory]):
 class ConfigFacts:
     """What follows from a config alone, over all its levels, phases and scales of guidance.
 
-    Every call of the model needs it, so it is computed once.
+    Every call of the model needs it, so it is computed once. The first four attributes are those of
+    :class:`tokenmerge.ToMeConfig`.
 
     Attributes:
-        follows_steps: as of the config.
-        reuses_steps: as of the config.
-        merges_stacks: as of the config.
-        result_planner: as of the config.
-        caches_results: whether results of blocks are cached at some step, to skip the blocks or to plan by
-            them.
+        follows_steps: whether it has to be known which denoising step it is.
+        reuses_steps: whether any step may skip something.
+        merges_stacks: whether tokens stay merged between blocks at some level and step.
+        result_planner: the first planner that looks at the result of the last step; None: none does.
+        caches_results: whether what blocks add is cached at some step, to skip them or to plan by it.
         merges: whether anything merges or is skipped at some step; with a ratio of 0 no token grid is needed.
     """
 
