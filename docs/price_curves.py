@@ -32,10 +32,10 @@ IN_RESULTS = {
 }
 # The rows of README: the method and setting of a curve, their name in speeds_table's records, and what they are.
 IN_README = (
-    ("auto", "0.25", "auto 0.25", "`auto`, ratio 0.25"),
+    ("auto", "0.25", None, "`auto`, ratio 0.25"),
     ("fewer-steps", "14", None, "dense, 14 of the 20 steps"),
     ("auto", "0.5", "auto 0.5", "`auto`, ratio 0.5"),
-    ("fewer-steps", "8", None, "dense, 8 of the 20 steps"),
+    ("fewer-steps", "9", None, "dense, 9 of the 20 steps"),
     ("deepcache", "2", "DeepCache 2", "DeepCache, every second step"),
     ("tomesd", "0.5", "tomesd 0.5", "tomesd, ratio 0.5"),
 )

@@ -102,6 +102,9 @@ def test_transformers(name, fast):
     assert (less.at_guidance(7.0).ratio, less.at_guidance(7.0).reuse.every) == (0.5, 1.38)
     assert config.at_guidance(4.9) == config.at_guidance(None)
     assert (config.min_tokens, choose(model, 0.5).min_tokens) == (2048, 16)
+    # One plan for all blocks, by what they added; without steps there is nothing to compare but the input.
+    assert (config.features, config.plans.blocks) == ("model_residual", True)
+    assert (choose(model, 0.5).features, choose(model, 0.5).plans.blocks) == ("input", False)
     more = choose(pipeline(transformer=model), 0.6)
     assert [(c.scope, c.correction.every) for c in (config, more)] == [("layers", 2), ("block", 2)]
     patch = apply_token_merging(pipeline(transformer=model), 0.5)

@@ -27,8 +27,8 @@ _FUSED = {"scaled_dot_product_attention", "dispatch_attention_fn", "memory_effic
 # Above this ratio, whole blocks merge, which loses more detail. UNets are excluded: their finest level would
 # lose too much.
 _MODERATE = 0.5
-# Step reuse of UNets, as measured: ratio, then StepReuse's every, shallow_every and shallow_from. Between two
-# ratios it is interpolated.
+# Step reuse of UNets, as measured: the ratio, then StepReuse's every, shallow_every and shallow_from. Values
+# between two ratios are interpolated.
 _REUSE_OF_STAGES = (
     (0.0, 1.0, 1.0, 0.3),
     (0.25, 2.0, 2.0, 0.3),
@@ -88,10 +88,10 @@ def choose(pipe_or_model: object, ratio: float = 0.5, follows_steps: bool | None
     Args:
         pipe_or_model: as for :func:`tokenmerge.apply_token_merging`. It must be on the device that it will
             run on, or be offloaded from it, because merging is timed there.
-        ratio: fraction of tokens removed, 0 ≤ ratio ≤ 0.75. Raising it makes attention, or the whole
-            block, faster and the picture less like the dense one, as it raises how many steps are skipped.
-            At 0, every step is dense. If all grids are so small that they stay dense, the ratio only decides
-            how many steps are skipped.
+        ratio: fraction of tokens removed, 0 ≤ ratio ≤ 0.75; UNets remove fewer above 0.5. Raising it makes
+            attention, or the whole block, faster and the picture less like the dense one, as it raises how
+            many steps are skipped. At 0, every step is dense. If all grids are so small that they stay dense,
+            the ratio only decides how many steps are skipped.
         follows_steps: whether settings may change over the denoising steps. None: only in a pipeline.
 
     Raises:
@@ -131,7 +131,12 @@ def choose_for(
     if denoiser.deep_stages:
         amplifies = type(getattr(pipe_or_model, "scheduler", None)).__name__ in _AMPLIFYING
         return with_skipped_stages(settings, shallow_share(denoiser.root), amplifies)
-    return with_skipped_blocks(settings, whole) if denoiser.can_skip else settings
+    if not denoiser.can_skip:
+        return settings
+    if whole:
+        # Step reuse computes what the blocks add in any case.
+        settings = dataclasses.replace(settings, features="model_residual", plans=PlanSharing(blocks=True))
+    return with_skipped_blocks(settings, whole)
 
 
 def with_skipped_stages(settings: ToMeConfig, finest: float, amplifies: bool = False) -> ToMeConfig:
@@ -169,9 +174,6 @@ def with_skipped_blocks(settings: ToMeConfig, whole: bool) -> ToMeConfig:
         whole: whether all blocks can merge as a whole.
     """
     every = round(1 + 4 * settings.ratio, 2)
-    if whole:
-        # Step reuse computes what the blocks add in any case.
-        settings = dataclasses.replace(settings, features="model_residual", plans=PlanSharing(blocks=True))
     return dataclasses.replace(
         settings,
         min_tokens=max(settings.min_tokens, _FEWEST_TOKENS_BESIDE_REUSE),

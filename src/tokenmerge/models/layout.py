@@ -31,6 +31,7 @@ class Grid:
     @property
     def shapes(self) -> tuple[tuple[int, int, int], ...]:
         """(frames, rows, columns) of each grid."""
+        # A list, since blocks ask often, and a generator takes a Python call for each item.
         shapes = [(sides.shape[0], sides.shape[1], sides.shape[2]) for sides in self.sides]
         return tuple(shapes)
 

@@ -22,7 +22,7 @@ from tokenmerge.integrations.comfyui.models import find_target
 from tokenmerge.integrations.comfyui.nodes import TokenMerging
 from tokenmerge.integrations.comfyui.patch import patched
 from tokenmerge.integrations.comfyui.sampling import KEY, Sampling, Step
-from tokenmerge.integrations.comfyui.settings import Asked, Settings, settings_for
+from tokenmerge.integrations.comfyui.settings import METHODS, Asked, Settings, settings_for
 
 MAKE = {"dtype": torch.float32, "device": "cpu", "operations": comfy.ops.disable_weight_init}
 PAIR = {"hidden_size": 32, "mlp_ratio": 2.0, "num_heads": 2, "depth": 2, "depth_single_blocks": 2}
@@ -382,6 +382,10 @@ def test_a_block_that_another_node_replaces_is_called_with_merged_tokens():
 def test_methods(case):
     _, model, _, _ = case
     target = find_target(model)
+    # Nodes know no features of a step before, so a method that compares them would plan by something else.
+    auto = settings_for(target, Asked("auto", 0.5), hosts.CPU, torch.float32).config
+    assert (auto.features, auto.plans.blocks) == ("input", False)
+    assert "dito" not in METHODS
     found = settings_for(target, Asked("tomesd", 0.5), hosts.CPU, torch.float32)
     assert found.config.scope == "block"
     assert "Whole blocks" in found.notes[0]

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
+import hosts
 import pytest
 import torch
 from torch.nn import functional as F
 
-from tokenmerge.integrations.export.plans import flaw_of, gap
+from tokenmerge import ToMeConfig, token_merging
+from tokenmerge.integrations.export.plans import TakenPlans, flaw_of, gap, made_plans, plan_tensors
 from tokenmerge.ops import bipartite_soft_matching, make_plan, strided_partition
 
 GRID, R = (4, 6), 9
@@ -79,3 +83,20 @@ def test_features_turned_by_rounding_leave_the_derived_gap(features):
     own, other = plan_of(features), plan_of(moved)
     assert not torch.equal(own.inverse, other.inverse)
     assert 0 < gap(features, other, own) <= 4 * d
+
+
+@torch.no_grad()
+def test_pytorch_merges_by_the_plans_that_it_takes():
+    """With the plans of another seed, the output is that of this seed."""
+    unet, inputs = hosts.unet(), hosts.inputs()
+    with token_merging(unet, ToMeConfig(ratio=0.5, seed=1)), made_plans(unet) as plans:
+        other = hosts.call(unet, **inputs)
+    taken = TakenPlans([plan_tensors(plan) for plan in plans], math.inf)
+    with token_merging(unet, ToMeConfig(ratio=0.5, seed=0)):
+        own = hosts.call(unet, **inputs)
+    with token_merging(unet, ToMeConfig(ratio=0.5, seed=0)), taken.in_use_of(unet):
+        found = hosts.call(unet, **inputs)
+    assert taken.done == len(plans) > 0
+    assert taken.other_choices > 0
+    assert torch.equal(found, other)
+    assert not torch.equal(found, own)
