@@ -74,8 +74,8 @@ def choose(pipe_or_model: object, ratio: float = 0.5, follows_steps: bool | None
       every third at 0.5: in one of ``1 + 4 · ratio`` steps, but UNets stay at every second one up to 0.4. In
       UNets, these are the levels below the finest. If the finest level is a large part of the work, it skips
       steps too: from a ratio of 0.25 on, it runs in every second one. Up to 0.25, the first 30 % of the steps
-      run all of it; at 0.5 it has no such start. UNets skip less below 20 steps, and nothing below 10; other
-      models skip less below 16 steps.
+      run all of it; at 0.5, it is left out from the third on. UNets skip less below 20 steps, and nothing
+      below 10; other models skip less below 16 steps.
     - **Solvers that combine four steps** (PNDM, LMS), in UNets from a guidance scale of 5 on: the finest
       level runs in all steps, and the deep stages in more. The scheduler that the pipeline has now decides.
     - **Strong guidance in other models** (``by_guidance``, from a scale of 5 on): whole blocks merge in most
