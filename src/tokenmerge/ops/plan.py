@@ -7,6 +7,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from tokenmerge.ops.rows import add_rows
 from tokenmerge.ops.soft import SoftPlan
 
 
@@ -50,7 +51,7 @@ class IndexPlan(NamedTuple):
         moved = rows.index_select(0, self.sources.flatten()).to(exact)
         if self.weights is not None:
             moved = moved * self.weights.view(-1, 1)
-        total.index_add_(0, self.targets.flatten(), moved)
+        add_rows(total, self.targets.flatten(), moved)
         total.div_(self.sizes.view(-1, 1))
         return total.to(x.dtype).view(b, -1, c)
 
