@@ -4,9 +4,11 @@ The denoiser has the geometry of a well-known model and random weights, so that 
 exported once for each ratio and program, and PyTorch runs the same loop for the reference; both stay in a
 folder. Then each program in turn, in a process of its own, loads its models, calls each once without timing,
 and runs their loops at the same time: step by step, the models take turns. Every loop adds a line to the
-record, and a run that was stopped goes on with the round where it was.
+record, and a run that was stopped goes on with the round where it was. `--check` runs the merged loops once
+more beside PyTorch, which takes the plans of the exported model in every step; their differences are in the
+record of every loop that is measured after it.
 
-    python benchmarks/exported.py --only-export                        # once, and slow
+    python benchmarks/exported.py --only-export --check                # once, and slow
     python benchmarks/exported.py --out benchmarks/exported_cpu.jsonl  # while the machine does nothing else
     python benchmarks/exported.py --out benchmarks/exported_cpu.jsonl --table
 """
@@ -34,7 +36,8 @@ from tokenmerge.api import token_merging
 from tokenmerge.integrations.export import export_denoiser
 from tokenmerge.integrations.export.call import DenoiserCall
 from tokenmerge.integrations.export.formats import FORMATS
-from tokenmerge.integrations.export.run import settings_of
+from tokenmerge.integrations.export.plans import TakenPlans
+from tokenmerge.integrations.export.run import LARGEST_GAP, settings_of
 from tokenmerge.measure.bench.commit import source_commit
 from tokenmerge.measure.bench.env import environment
 from tokenmerge.measure.bench.geometry import PREFIX, build_denoiser, find_geometry
@@ -63,9 +66,11 @@ def main() -> None:
     parser.add_argument(
         "--only-export", action="store_true", help="write the exports and references, and stop"
     )
+    parser.add_argument("--check", action="store_true", help="compare also by the plans of the exports")
     parser.add_argument("--table", action="store_true", help="print the table of the record and stop")
     parser.add_argument("--reference", type=float, metavar="RATIO", help=argparse.SUPPRESS)
     parser.add_argument("--export-one", nargs=2, metavar=("ENGINE", "RATIO"), help=argparse.SUPPRESS)
+    parser.add_argument("--check-one", nargs=2, metavar=("ENGINE", "RATIO"), help=argparse.SUPPRESS)
     parser.add_argument("--measure", metavar="ENGINE", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.table:
@@ -74,6 +79,8 @@ def main() -> None:
         return write_reference(options, options.reference)
     if options.export_one:
         return export_one(options, options.export_one[0], float(options.export_one[1]))
+    if options.check_one:
+        return check_one(options, options.check_one[0], float(options.check_one[1]))
     if options.measure:
         return measure(options, options.measure)
 
@@ -84,6 +91,8 @@ def main() -> None:
         for ratio in options.ratio:
             if not folder_of(options, engine, ratio).exists():
                 child("--export-one", engine, str(ratio))
+            if options.check and ratio and not check_file(options, engine, ratio).exists():
+                child("--check-one", engine, str(ratio))
     if options.only_export:
         return
     for engine in options.engine:
@@ -106,6 +115,12 @@ def reference_file(options: argparse.Namespace, ratio: float) -> Path:
     """The results of PyTorch's loop, one for each step, and the text that it was given."""
     folder = folder_of(options, PYTORCH, ratio)
     return folder.with_name(f"{folder.name}-{options.steps}-steps.npz")
+
+
+def check_file(options: argparse.Namespace, engine: str, ratio: float) -> Path:
+    """How far each step of a loop is from PyTorch with the same plans."""
+    folder = folder_of(options, engine, ratio)
+    return folder.with_name(f"{folder.name}-{options.steps}-steps-same-plans.json")
 
 
 def make_call(options: argparse.Namespace) -> DenoiserCall:
@@ -134,6 +149,44 @@ def export_one(options: argparse.Namespace, engine: str, ratio: float) -> None:
         f"difference {found.check.relative:.1e}",
         file=sys.stderr,
     )
+
+
+def check_one(options: argparse.Namespace, engine: str, ratio: float) -> None:
+    """Run a loop of an exported model, and PyTorch on the same samples with its plans."""
+    torch.set_num_threads(options.threads)
+    folder = folder_of(options, engine, ratio)
+    names = json.loads((folder / "export.json").read_text(encoding="utf-8"))["check"]["plans"]["values"]
+    made = make_call(options)
+    text = np.load(reference_file(options, ratio))["text"]
+    found: list[dict[str, Any]] = []
+
+    def call(sample: np.ndarray, step: float) -> np.ndarray:
+        arrays = {
+            "sample": sample,
+            "timestep": np.full(1, step, dtype=np.float32),
+            "encoder_hidden_states": text,
+        }
+        inner = [name for plan in names for name in plan if name]
+        result, *values = FORMATS[engine].look_inside(folder, inner, arrays)
+        taken = TakenPlans.read(names, values, LARGEST_GAP)
+        with taken.in_use_of(made.denoiser), torch.no_grad():
+            given = (torch.from_numpy(array) for array in arrays.values())
+            expected = made.denoiser(*given, return_dict=False)[0].numpy()
+        difference = float(np.abs(result - expected).max() / np.abs(expected).max())
+        found.append(
+            {
+                "difference": difference,
+                "other_choices": taken.other_choices,
+                "largest_gap": taken.gap,
+            }
+        )
+        print(f"{folder.name}, step {step:g}: {found[-1]}", file=sys.stderr)
+        return result
+
+    with token_merging(made, settings_of(merging(ratio), made)):
+        for _ in loop(options, call):
+            pass
+    check_file(options, engine, ratio).write_text(json.dumps(found), encoding="utf-8")
 
 
 def loop(
@@ -203,6 +256,7 @@ def write(
     """Append a line on a loop to the record, with how far each of its results is from PyTorch's."""
     expected = np.load(reference_file(options, ratio))["results"]
     about = json.loads((folder_of(options, engine, ratio) / "export.json").read_text(encoding="utf-8"))
+    check = check_file(options, engine, ratio)
     line = {
         "model": options.model,
         "size": options.size,
@@ -214,6 +268,7 @@ def write(
             float(np.abs(result - other).max() / np.abs(other).max())
             for (_, result), other in zip(steps, expected, strict=True)
         ],
+        "same_plans": json.loads(check.read_text(encoding="utf-8")) if check.exists() else None,
         "threads": options.threads,
         "load": os.getloadavg()[0],
         "method": merging(ratio).to_dict(),
@@ -245,9 +300,10 @@ def records(options: argparse.Namespace, engine: str, ratio: float) -> list[dict
 def table(options: argparse.Namespace) -> None:
     """Print the times of loops, the speed-up of steps that took turns, and the largest difference."""
     print(
-        "| program | ratio | tokens | time of a loop | speed-up of steps | largest difference from PyTorch |"
+        "| program | ratio | tokens | time of a loop | speed-up of steps | largest difference from PyTorch "
+        "| with the same plans |"
     )
-    print("|---|---:|---:|---:|---:|---:|")
+    print("|---|---:|---:|---:|---:|---:|---:|")
     for engine in options.engine:
         dense = steps_of(records(options, engine, 0.0))
         for ratio in options.ratio:
@@ -260,7 +316,10 @@ def table(options: argparse.Namespace) -> None:
             tokens = f"{merges['tokens']} → {merges['merged_tokens']}" if ratio else ""
             times = [sum(one["step_seconds"]) for one in found]
             worst = max(max(one["differences"]) for one in found)
-            cells = [engine, f"{ratio:g}", tokens, spread(times, " s"), spread(gains, "×", 2), f"{worst:.1e}"]
+            checks = found[-1].get("same_plans") or []
+            same = f"{max(step['difference'] for step in checks):.1e}" if checks else ""
+            cells = [engine, f"{ratio:g}", tokens, spread(times, " s"), spread(gains, "×", 2)]
+            cells += [f"{worst:.1e}", same]
             print("| " + " | ".join(cells) + " |")
 
 

@@ -29,6 +29,7 @@ from tokenmerge.measure.demo import NAMES, path
 BASE = "input"
 PENALTIES = (0.02, 0.1)
 SHARED = {"plans": PlanSharing(blocks=True)}
+RARE = {"features": "residual", "plans": PlanSharing(every=4, guidance=False)}
 CHOICES: dict[str, Mapping[str, Any]] = {
     BASE: {},
     "residual": {"features": "residual"},
@@ -43,6 +44,8 @@ CHOICES: dict[str, Mapping[str, Any]] = {
         }
         for penalty in PENALTIES
     },
+    "residual, plans.every=4": RARE,
+    "dito": {**RARE, "repeat_penalty": 0.02},  # the preset, with proportional attention
 }
 AUTO: dict[str, Mapping[str, Any]] = {
     name: CHOICES[name] for name in (BASE, "model_residual", "model_residual, plans.blocks")

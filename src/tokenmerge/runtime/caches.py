@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -121,11 +120,14 @@ class Memory:
             self.deviations,
             self.skips,
         )
-        for noted in by_number:
+        for noted in filter(None, by_number):
             for number in [number for number in noted if first <= number <= last]:
                 del noted[number]
-        plans = (cache.plans for cache in self.caches)
-        for cached in itertools.chain[dict[Any, Any]]([tracker.ran], plans, self._results()):
+        _drop(tracker.ran, first, last)
+        for cache in self.caches:
+            if cache.plans:
+                _drop(cache.plans, first, last)
+        for cached in self._results():
             _drop(cached, first, last)
 
     def forget_results(self, number: int) -> None:
@@ -140,13 +142,13 @@ class Memory:
                 _drop(cache.plans, number, number)
 
     def _results(self) -> Iterator[dict[Any, Any]]:
-        yield self.model_residuals
+        """What is not empty of the cached results."""
+        if self.model_residuals:
+            yield self.model_residuals
         for cache in self.caches:
-            yield cache.runs
-            yield cache.residuals
-            yield cache.tokens
-            yield cache.repeats
-            yield cache.placeholders
+            for cached in (cache.runs, cache.residuals, cache.tokens, cache.repeats, cache.placeholders):
+                if cached:
+                    yield cached
 
 
 def _drop(cached: dict[Any, Any], first: int, last: int) -> None:

@@ -22,6 +22,7 @@ from tokenmerge import ToMeConfig, token_merging
 from tokenmerge.cli import main
 from tokenmerge.integrations.export import export_denoiser, formats, run
 from tokenmerge.integrations.export.call import DenoiserCall
+from tokenmerge.integrations.export.plans import TakenPlans
 from tokenmerge.measure.method_spec import MethodSpec
 
 # Both sides round differently, by 1e-6 of the largest output in networks this small; what merging changes is
@@ -268,10 +269,22 @@ def test_an_export_that_differs_from_pytorch_is_not_kept(folder, tmp_path, capsy
 @FORMAT
 def test_the_record_says_that_the_plans_were_the_same(exported, to):
     """One plan for each merging block, made by float32 in both programs."""
-    said = json.loads((exported(to, "merged") / "export.json").read_text(encoding="utf-8"))["check"]
-    assert said["compared_with"] == "PyTorch, merging by the same plans"
-    assert said["plans"]["plans"] == 3
-    assert said["plans"]["largest_gap"] < 1e-6
+    said = json.loads((exported(to, "merged") / "export.json").read_text(encoding="utf-8"))
+    check = said["check"]
+    assert check["compared_with"] == "PyTorch, merging by the same plans"
+    assert check["plans"]["plans"] == 3
+    assert check["plans"]["largest_gap"] < 1e-6
+    names = check["plans"]["values"]
+    assert len(names) == 3
+    arrays = {
+        one["name"]: np.zeros(one["shape"], dtype=one["dtype"].removeprefix("torch."))
+        for one in said["inputs"]
+    }
+    given = [name for plan in names for name in plan if name]
+    _, *values = formats.FORMATS[to].look_inside(exported(to, "merged"), given, arrays)
+    merges = said["merging"]
+    removed = sum(plan[1].size for plan in TakenPlans.read(names, values, 0.0).given)
+    assert removed == said["batch"] * (merges["tokens"] - merges["merged_tokens"])
 
 
 def change_first_plan(monkeypatch, change):

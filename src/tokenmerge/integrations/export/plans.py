@@ -59,6 +59,14 @@ class TakenPlans:
     other_choices: int = 0
     gap: float = 0.0
 
+    @classmethod
+    def read(
+        cls, names: Sequence[Sequence[str | None]], values: Sequence[Any], largest_gap: float
+    ) -> TakenPlans:
+        """Plans from the values of a graph in the order of their names; None: there is no such value."""
+        each = iter(values)
+        return cls([[name and next(each) for name in plan] for plan in names], largest_gap)
+
     @contextlib.contextmanager
     def in_use_of(self, model: nn.Module) -> Iterator[None]:
         """Within the context, the patched model takes these plans.

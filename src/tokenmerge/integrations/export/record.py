@@ -27,12 +27,14 @@ class PlansCheck:
         largest_gap: by how much the cosine similarity of merged tokens is lower than in PyTorch's own plan.
         relative_difference_with_own_plans: the largest difference of the outputs as a fraction of the largest
             output where PyTorch merges by its own plans.
+        values: for each plan the names of the values in the graph that hold it; None: the graph has none.
     """
 
     plans: int
     other_choices: int
     largest_gap: float
     relative_difference_with_own_plans: float
+    values: tuple[tuple[str | None, ...], ...]
 
 
 @dataclasses.dataclass(frozen=True)

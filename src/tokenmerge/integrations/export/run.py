@@ -177,8 +177,7 @@ def _with_the_same_plans(
         inner: the output of the exported model, then the tensors that have names.
     """
     found, *values = inner
-    each = iter(values)
-    taken = TakenPlans([[name and next(each) for name in plan] for plan in names], LARGEST_GAP)
+    taken = TakenPlans.read(names, values, LARGEST_GAP)
     with token_merging(call, config) as patch:
         patch.at_size(*call.latent)
         with taken.in_use_of(call.denoiser):
@@ -192,6 +191,7 @@ def _with_the_same_plans(
             other_choices=taken.other_choices,
             largest_gap=taken.gap,
             relative_difference_with_own_plans=plain.relative,
+            values=names,
         ),
     )
 

@@ -1,0 +1,167 @@
+"""The node in ComfyUI beside ComfyUI's own node, and beside fewer steps: closeness and time.
+
+Pictures of the bundled models are sampled by ComfyUI's own code: dense, with Token Merging and method `auto`,
+with `TomePatchModel`, and dense with as few steps as take the time of each `auto`. The methods take turns at
+each prompt. A line of the record is one picture: PSNR to the dense picture of the same seed, wall and CPU
+seconds of the sampling. A second run with the same record goes on where the first one stopped; `--table`
+prints what the record holds.
+
+It needs the environment of `make test-comfyui`, and a machine that does nothing else:
+
+    .venv-comfyui/bin/python benchmarks/comfyui.py --out benchmarks/comfyui_cpu.jsonl
+    .venv-comfyui/bin/python benchmarks/comfyui.py --table --out benchmarks/comfyui_cpu.jsonl
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests/integrations/comfyui"))
+
+import comfy_code
+
+comfy_code.use()
+
+import comfy.sample  # noqa: E402
+import emoji_nodes  # noqa: E402
+from comfy_extras.nodes_tomesd import TomePatchModel  # noqa: E402
+
+from tokenmerge.integrations.comfyui.nodes import TokenMerging  # noqa: E402
+from tokenmerge.measure.demo.glyphs import caption, choose_prompts, read_glyphs  # noqa: E402
+
+MODELS = {"emoji-unet": (3.0, 7.5), "emoji-mmdit": (3.0, 7.0)}
+SCHEDULER, STEPS, SIZE = "simple", 20, 256
+RATIOS = (0.25, 0.5, 0.75)
+DENSE, OWN = "dense", "TomePatchModel 0.5"
+KEY = ("model", "guidance", "prompt", "method")
+
+
+def patched(model: Any, method: str) -> Any:
+    """The model of a method by its name."""
+    name, _, ratio = method.partition(" ")
+    if name == "auto":
+        return TokenMerging().merge(model, "auto", float(ratio), 0.0, 1.0)[0]
+    if method == OWN:
+        return TomePatchModel.execute(model, float(ratio)).args[0]
+    return model
+
+
+def sample(row: Mapping[str, Any], method: str, steps: int) -> tuple[torch.Tensor, list[float]]:
+    """The picture ``[1, size, size, 3]``, from 0 to 1, with the seconds that sampling took."""
+    model, positive, negative = emoji_nodes.EmojiModel().load(row["model"], row["prompt"])
+    channels = model.model.latent_format.latent_channels
+    latent = torch.zeros(1, channels, SIZE // 4, SIZE // 4)
+    noise = comfy.sample.prepare_noise(latent, row["seed"])
+    model = patched(model, method)
+    start, cpu_start = time.perf_counter(), time.process_time()
+    found = comfy.sample.sample(
+        *(model, noise, steps, row["guidance"], "euler", SCHEDULER, positive, negative, latent),
+        seed=row["seed"],
+        disable_pbar=True,
+    )
+    taken = [round(time.perf_counter() - start, 3), round(time.process_time() - cpu_start, 3)]
+    return emoji_nodes.EmojiDecode().decode(row["model"], {"samples": found})[0], taken
+
+
+def methods(model: str, spent: Mapping[str, float]) -> Iterator[tuple[str, str, int]]:
+    """Name in the record, method, and number of steps; fewer steps come after what they are compared with."""
+    for ratio in RATIOS:
+        yield f"auto {ratio:g}", f"auto {ratio:g}", STEPS
+    if model == "emoji-unet":  # ComfyUI's node knows UNets alone
+        yield OWN, OWN, STEPS
+    for ratio in RATIOS:
+        share = spent[f"auto {ratio:g}"] / spent[DENSE]
+        yield f"fewer steps as auto {ratio:g}", DENSE, max(1, min(STEPS - 1, round(share * STEPS)))
+
+
+def draw_row(row: dict[str, Any], out: Path) -> None:
+    """Draw one prompt with each method, in turns, and write a line for each."""
+    sample(row, DENSE, 2)
+    dense, taken = sample(row, DENSE, STEPS)
+    spent = {DENSE: taken[0]}
+    lines = [{**row, "method": DENSE, "used": STEPS, "psnr": None, "taken": taken}]
+    for label, method, steps in methods(row["model"], spent):
+        picture, taken = sample(row, method, steps)
+        spent[label] = taken[0]
+        error = float(((picture - dense) ** 2).mean())
+        psnr = round(-10 * float(torch.tensor(error).log10()), 3)
+        lines.append({**row, "method": label, "used": steps, "psnr": psnr, "taken": taken})
+        print(
+            f"{row['model']}, {row['guidance']:g}: {label} {psnr:.1f} dB, {taken[0]:.1f} s", file=sys.stderr
+        )
+    with out.open("a", encoding="utf-8") as file:
+        file.writelines(json.dumps(line) + "\n" for line in lines)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Draw what the record lacks."""
+    glyphs, chosen = read_glyphs(), choose_prompts(options.prompts, seed=17)
+    done = {key(line) for line in read(options.out)}
+    for number, (glyph, background) in enumerate(chosen):
+        for model, scales in MODELS.items():
+            for guidance in scales:
+                row = {
+                    **{"model": model, "guidance": guidance, "size": SIZE, "steps": STEPS},
+                    **{"prompt": caption(glyphs[glyph].name, background), "seed": 9000 + number},
+                    **{"threads": torch.get_num_threads(), "torch": torch.__version__},
+                }
+                if key({**row, "method": DENSE}) not in done:
+                    draw_row(row, options.out)
+
+
+def key(line: Mapping[str, Any]) -> tuple[Any, ...]:
+    return tuple(line[name] for name in KEY)
+
+
+def read(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def table(lines: list[dict[str, Any]]) -> Iterator[str]:
+    """A Markdown table: mean PSNR and median speed-up over dense at the same prompts, with the range."""
+    found = {key(line): line for line in lines}
+    cells: dict[tuple[str, float, str], list[tuple[float, float, int]]] = defaultdict(list)
+    for line in found.values():
+        if line["method"] != DENSE:
+            dense = found[key({**line, "method": DENSE})]
+            speed = dense["taken"][0] / line["taken"][0]
+            cells[line["model"], line["guidance"], line["method"]].append((line["psnr"], speed, line["used"]))
+    yield "| model | guidance | method | steps | speed-up (range) | PSNR to dense |"
+    yield "|---|---:|---|---:|---:|---:|"
+    for (model, guidance, method), values in sorted(cells.items()):
+        closeness = statistics.mean(psnr for psnr, _, _ in values)
+        speeds = [speed for _, speed, _ in values]
+        steps = sorted({used for _, _, used in values})
+        yield (
+            f"| {model} | {guidance:g} | {method} | {', '.join(map(str, steps))} "
+            f"| {statistics.median(speeds):.2f}× ({min(speeds):.2f} to {max(speeds):.2f}) "
+            f"| {closeness:.1f} dB |"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--prompts", type=int, default=2)
+    parser.add_argument("--out", type=Path, required=True, help="record, a JSON line a picture")
+    parser.add_argument("--table", action="store_true", help="print what the record holds, and draw nothing")
+    options = parser.parse_args()
+    if not options.table:
+        with torch.inference_mode():
+            run(options)
+    print(*table(read(options.out)), sep="\n")
+
+
+if __name__ == "__main__":
+    main()
