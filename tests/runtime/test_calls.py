@@ -1,4 +1,4 @@
-"""How many of this package's functions run in a call of a merged model, which is what merging costs in Python."""
+"""How many of this package's functions run in a call of a merged model: its cost in Python."""
 
 from __future__ import annotations
 
