@@ -88,7 +88,8 @@ def apply_token_merging(
             saving of late steps, and brings the picture much closer.
         max_cache: highest size of what the default method caches between steps, such as ``"200MB"``, or a
             number of bytes; it is counted at the model's default size. Where that is too little, corrections
-            are left out, then step reuse; ``print(patch)`` says what. Lowering it makes the picture less like
+            are left out first, then the skipping of a UNet's finest level, then step reuse, and at last the
+            features of the step before; ``print(patch)`` says what. Lowering it makes the picture less like
             the dense one, or saves less time. None: no limit.
 
     Returns:

@@ -73,14 +73,15 @@ def choose(pipe_or_model: object, ratio: float = 0.5, follows_steps: bool | None
     - **Step reuse** (``reuse``): what can be skipped runs in every second step at a ratio of 0.25, and in
       every third at 0.5: in one of ``1 + 4 · ratio`` steps, but UNets stay at every second one up to 0.4. In
       UNets, these are the levels below the finest. If the finest level is a large part of the work, it skips
-      steps too: from a ratio of 0.25 on, it runs in every second one. Up to 0.25, the first 30 % of the steps
-      run all of it; at 0.5, it is left out from the third on. UNets skip less below 20 steps, and nothing
-      below 10; other models skip less below 16 steps.
+      steps too: from a ratio of 0.25 to 0.5 it runs in every second one, and at 0.75 in every third. Up to
+      0.25, the first 30 % of the steps run all of it; at 0.5, it is left out from the third on. UNets skip
+      less below 20 steps, and nothing below 10, or below 7 where the ratio is above 0.5; other models skip
+      less below 16 steps.
     - **Solvers that combine four steps** (PNDM, LMS), in UNets from a guidance scale of 5 on: the finest
       level runs in all steps, and the deep stages in more. The scheduler that the pipeline has now decides.
-    - **Strong guidance in other models** (``by_guidance``, from a scale of 5 on): whole blocks merge in most
-      steps, with a correction in every fourth to sixth, and few steps are skipped. Guidance multiplies the
-      difference between two results, which extrapolation follows badly.
+    - **Strong guidance in other models** (``by_guidance``, from a scale of 5 on): whole blocks merge, with
+      a correction in every fourth full step up to a ratio of 0.25 and in every sixth above, and fewer steps
+      are skipped. Guidance multiplies the difference between two results, which extrapolation follows badly.
 
     Correction and step reuse need to follow the denoising steps, see ``follows_steps``. The baseline to beat
     is simply using fewer steps; docs/methods/auto.md says where that is as close at the same speed.
