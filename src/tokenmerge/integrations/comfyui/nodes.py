@@ -52,8 +52,8 @@ class TokenMerging:
                 "model": ("MODEL", {"tooltip": "The model. It stays as it is; a clone merges tokens."}),
                 "method": _choice(
                     METHODS,
-                    "auto merges where that saves time, and skips parts of the model on some steps. The others are "
-                    "published methods.",
+                    "auto merges where that saves time, and skips parts of the model on some steps. The "
+                    "others are published methods.",
                 ),
                 "ratio": _share(
                     0.5,
@@ -73,7 +73,10 @@ class TokenMerging:
                 ),
                 "proportional": _choice(SWITCH, "Merged tokens count for as many as they stand for."),
                 "levels": _choice(LEVELS, "Deepest level of a UNet that merges; 1 is the latent's own."),
-                "seed": ("INT", {**seed, "tooltip": "Seed of the draw that decides which tokens the others merge into."}),
+                "seed": (
+                    "INT",
+                    {**seed, "tooltip": "Seed of the draw of the tokens that others merge into."},
+                ),
                 "step_reuse": _choice(
                     SWITCH,
                     "Whether parts of the model are skipped on some steps. Only auto skips some by itself.",
