@@ -188,7 +188,7 @@ def exported() -> None:
         arguments: dict[str, Any] = {"height": LARGE, "width": LARGE, "num_inference_steps": STEPS}
         with token_merging(pipe, config) if ratio else contextlib.nullcontext() as patch:
             own = pipe("a red apple", **arguments, generator=seeded()).images[0]
-            said = "dense" if patch is None else str(patch).splitlines()[1].strip()
+            said = "dense" if patch is None else str(patch).splitlines()[1].strip().replace("→", "to")
         with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
             found = export(ExportOptions(out=Path("exported"), model=MODEL, merging=merging, size=size))
             names: dict[str, Any] = {"pipe": pipe}
