@@ -48,10 +48,10 @@ class Row:
 
 ROWS = (
     Row("SD 1.5", "sd15", (64, 64), "512²", 20, 2, "2.29×"),
-    Row("SD 1.5", "sd15", (96, 96), "768²", 20, 2, "3.69×"),
+    Row("SD 1.5", "sd15", (96, 96), "768²", 20, 2, "2.58×"),
     Row("SDXL", "sdxl", (128, 128), "1024²", 30, 2),
-    Row("SD3 medium", "sd3", (128, 128), "1024²", 28, 2, "2.87× with 13 % of its depth"),
-    Row("FLUX.1 dev", "flux", (128, 128), "1024²", 28, 1, "3.02× with 3 % of its depth"),
+    Row("SD3 medium", "sd3", (128, 128), "1024²", 28, 2, "3.21× with 13 % of its depth"),
+    Row("FLUX.1 dev", "flux", (128, 128), "1024²", 28, 1, "3.20× with 3 % of its depth"),
     Row("FLUX.1 dev", "flux", (128, 128), "1024²", 4, 1),
     Row("Wan 2.1 1.3B", "wan", (60, 104), "832 × 480, 81 frames", 50, 2),
 )

@@ -32,7 +32,7 @@ IN_RESULTS = {
 }
 # The rows of README: the method and setting of a curve, their name in speeds_table's records, and what they are.
 IN_README = (
-    ("auto", "0.25", None, "`auto`, ratio 0.25"),
+    ("auto", "0.25", "auto 0.25", "`auto`, ratio 0.25"),
     ("fewer-steps", "14", None, "dense, 14 of the 20 steps"),
     ("auto", "0.5", "auto 0.5", "`auto`, ratio 0.5"),
     ("fewer-steps", "9", None, "dense, 9 of the 20 steps"),
