@@ -1,10 +1,10 @@
 """The node in ComfyUI beside ComfyUI's own node, and beside fewer steps: closeness and time.
 
-Pictures of the bundled models are sampled by ComfyUI's own code: dense, with Token Merging and method `auto`,
-with `TomePatchModel`, and dense with as few steps as take the time of each `auto`. The methods take turns at
-each prompt. A line of the record is one picture: PSNR to the dense picture of the same seed, wall and CPU
-seconds of the sampling. A second run with the same record goes on where the first one stopped; `--table`
-prints what the record holds.
+Pictures of the bundled models are sampled by ComfyUI's own code with PyTorch's fused attention: dense, with
+Token Merging and method `auto`, with `TomePatchModel`, and dense with as few steps as take the time of each
+`auto`. The methods take turns at each prompt. A line of the record is one picture: PSNR to the dense
+picture of the same seed, wall and CPU seconds of the sampling. A second run with the same record goes on
+where the first one stopped; `--table` prints what the record holds.
 
 It needs the environment of `make test-comfyui`, and a machine that does nothing else:
 
@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests/integrations/comfyui")
 
 import comfy_code
 
-comfy_code.use()
+comfy_code.use("--use-pytorch-cross-attention")  # fused; on a CPU, ComfyUI itself takes a slower one
 
 import comfy.sample  # noqa: E402
 import emoji_nodes  # noqa: E402
