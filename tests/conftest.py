@@ -1,12 +1,19 @@
 """Settings for all tests."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from diffusers import StableDiffusionPipeline
 from hypothesis import settings
 from tiny_pipeline import write_pipeline
+
+import tokenmerge.auto
+from tokenmerge.planners import calibration
+
+_measure = calibration.measure_fewest_tokens
+_FEWEST = 16
 
 # Times depend on the machine; the same examples every time keep a failure repeatable.
 settings.register_profile("tokenmerge", deadline=None, derandomize=True, max_examples=60)
@@ -16,6 +23,20 @@ settings.load_profile("tokenmerge")
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _no_timing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`auto` takes a fixed number where it would time merging, so that a busy machine decides nothing.
+
+    A test that replaces the measurement gets its own number.
+    """
+    found = tokenmerge.auto.fewest_tokens
+
+    def fewest_tokens(*args: Any) -> int:
+        return _FEWEST if calibration.measure_fewest_tokens is _measure else found(*args)
+
+    monkeypatch.setattr(tokenmerge.auto, "fewest_tokens", fewest_tokens)
 
 
 @pytest.fixture(scope="module")
