@@ -69,6 +69,7 @@ METHODS: Mapping[str, Method] = {
     "ras 0.5, proportional": lambda pipe: presets.ras(0.5, proportional=True),
     "clusca": lambda pipe: presets.clusca(),
     "token-wise 0.5, dense 1 of 4": token_wise(0.5, 4),
+    "merged 0.5, dense 1 of 4": token_wise(0.5, 4, combine="mean"),
     "token-wise 0.5, dense 1 of 2, step reuse every 2": token_wise(
         0.5, 2, reuse=StepReuse(every=2, spacing=0.8)
     ),

@@ -7,9 +7,10 @@ frames of tokens.
 
 Operations are counted without running, for 81 frames of 832 × 480 pixels, at each ratio that the cells allow.
 Planning, merging and unmerging are timed on tokens of that size alone. The whole block is timed at
-`--block-frames`, since at 81 frames a dense one takes minutes on a CPU. Variants take turns.
+`--block-frames`; at 81 frames a dense one takes over a minute on a CPU. Variants take turns.
 
     python benchmarks/video.py --out benchmarks/video_cpu.jsonl
+    python benchmarks/video.py --model wan --block-frames 81 --out benchmarks/video_cpu.jsonl
 
 The speed-up of a line is the median over rounds of the dense time over its time in the same round.
 """
