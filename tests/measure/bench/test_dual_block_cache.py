@@ -31,9 +31,9 @@ def load(name="emoji-mmdit"):
     return pipe
 
 
-def draw(pipe):
+def draw(pipe, steps=STEPS):
     generator = torch.Generator().manual_seed(1)
-    arguments = {"num_inference_steps": STEPS, "height": 64, "width": 64, "output_type": "np"}
+    arguments = {"num_inference_steps": steps, "height": 64, "width": 64, "output_type": "np"}
     return pipe("a red apple", generator=generator, **arguments).images
 
 
@@ -184,6 +184,17 @@ def test_a_setting_out_of_range_names_what_is_allowed(pipe, text, words):
     before = state(copied)
     with pytest.raises(ConfigError, match=words), spec_of(text).apply(copied, None, None):
         pass
+    assert state(copied) ^ before == set()
+
+
+@pytest.mark.parametrize("steps", [4, 6, 7])
+def test_a_mask_is_refused_for_a_number_of_steps_that_has_none(pipe, steps):
+    draw(pipe)  # which leaves attributes
+    copied = twin(pipe)
+    before = state(copied)
+    expected = pytest.raises(ConfigError, match="got 7") if steps == 7 else contextlib.nullcontext()
+    with expected, spec_of("cache-dit:mask=fast").apply(copied, None, None):
+        assert draw(copied, steps).shape == (1, 64, 64, 3)
     assert state(copied) ^ before == set()
 
 

@@ -92,6 +92,13 @@ def test_methods_follow_the_steps_of_the_pipeline(run: Run) -> None:
         assert 0 < records[label].figures["psnr"] < 100
 
 
+def test_a_steps_mask_of_cache_dit_is_warmed_up_and_drawn(run: Run) -> None:
+    pytest.importorskip("cache_dit")
+    changes = {"model": "emoji-mmdit", "size": (64, 64), "steps": 6, "batch": 1, "limit": 1}
+    masked = by_label(run(**changes, variants=("cache-dit:mask=fast,threshold=1",)))
+    assert masked["cache-dit mask=fast threshold=1"].images == 1
+
+
 def test_settings_read_from_a_record_draw_the_same_picture(run: Run, models: Path, tmp_path: Path) -> None:
     run(variants=("auto:min_tokens=64", "tomesd"), steps=6, limit=1, batch=1)
     records = by_label(read_results([tmp_path / "results"]).quality)

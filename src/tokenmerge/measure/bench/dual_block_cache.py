@@ -26,6 +26,7 @@ SCOPES = ("layers", "block")
 # By default, cache-dit computes the first 8 steps, and the first 8 blocks of each step. Its examples of 8 and
 # 4 steps compute half of them. Models of fewer blocks than its own compute fewer here.
 _WARM_UP, _FIRST, _BLOCKS_PER_FIRST = 8, 8, 6
+_MASKED_FROM, _MASKED_TOO = 8, (4, 6)  # numbers of steps for which cache-dit has masks
 
 
 @contextlib.contextmanager
@@ -54,13 +55,15 @@ def cache_dit(
         taylor: order of the Taylor series by which the added part is extrapolated (TaylorSeer,
             arXiv 2503.06923), 1 or more; None: it is not extrapolated.
         mask: ``"slow"``, ``"medium"``, ``"fast"`` or ``"ultra"``: a list of steps that are full in any case,
-            in place of the first ones; the fastest has the fewest. None: no list.
+            in place of the first ones; the fastest has the fewest. There are lists for 4, 6, and 8 or more
+            steps. None: no list.
         merge: fraction of tokens that :mod:`tokenmerge` merges in the blocks that run, > 0 and ≤ 0.75. None:
             none is merged. Raising it is faster and less close to dense.
         scope: what merges: ``"layers"``, the attention, or the whole ``"block"``.
 
     Raises:
-        ConfigError: ``pipe`` is only a denoiser, or a setting is out of range.
+        ConfigError: ``pipe`` is only a denoiser, a setting is out of range, or a generation has a number of
+            steps for which there is no mask.
         UnsupportedModelError: cache-dit does not know the pipeline.
     """
     check_pipeline(_NAME, pipe)
@@ -77,6 +80,11 @@ def cache_dit(
         raise UnsupportedModelError(f"{_NAME}: it does not know {type(pipe).__name__}; leave it out")
 
     def settings(steps: int, blocks: int) -> dict[str, Any]:
+        if mask is not None and steps < _MASKED_FROM and steps not in _MASKED_TOO:
+            raise ConfigError(
+                f"{_NAME}: mask: expected 4, 6, or 8 or more steps, got {steps}; leave the mask out, or take "
+                "another number of steps"
+            )
         half = math.ceil(steps / 2)
         cache = package.DBCacheConfig(
             Fn_compute_blocks=max(1, min(_FIRST, blocks // _BLOCKS_PER_FIRST)),

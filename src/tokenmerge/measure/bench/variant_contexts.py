@@ -10,10 +10,9 @@ from typing import Any
 from torch import Tensor, cat, nn
 
 from tokenmerge.api import Patch, token_merging
-from tokenmerge.config import Schedule, ToMeConfig
+from tokenmerge.config import OWN_NUMBER, Schedule, ToMeConfig
 from tokenmerge.errors import ConfigError, UnsupportedModelError
 from tokenmerge.models.find import find_hosts
-from tokenmerge.planners import OWN_NUMBER
 from tokenmerge.report import Report
 from tokenmerge.runtime.state import RecordedPlan
 

@@ -23,8 +23,9 @@ from tokenmerge.measure.pipelines.shared_weights import twin
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
 
-# Long enough for the first call to do all that the others need not: a dense step, and one that merges.
-_WARM_UP_STEPS = 2
+# Long enough for the first call to do all that the others need not: a dense step, and one that merges. With
+# fewer, cache-dit has no steps mask.
+_WARM_UP_STEPS = 4
 
 CONTINUES = "the finished pictures are safe; run the same command again to continue"
 
@@ -98,7 +99,8 @@ def _of(call: PipelineCall, task: Task) -> PipelineCall:
 def _warm_up(call: PipelineCall, pipe: DiffusionPipeline) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # so few steps may be too few to save anything
-        call.with_steps(_WARM_UP_STEPS)(pipe, lambda steps: None)
+        steps = min(_WARM_UP_STEPS, call.arguments["num_inference_steps"])
+        call.with_steps(steps)(pipe, lambda steps: None)
 
 
 def _variant(

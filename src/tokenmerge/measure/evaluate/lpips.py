@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from tokenmerge.errors import ConfigError
+from tokenmerge.errors import ConfigError, reason_of
 
 # Mean and standard deviation of the colours of ImageNet, for values in [-1, 1].
 _MEAN, _STD = (-0.030, -0.088, -0.188), (0.458, 0.448, 0.450)
@@ -182,10 +182,9 @@ def _load_trained(features: nn.Module, address: str) -> None:
         )
         features.load_state_dict({name: trained[f"features.{name}"] for name in features.state_dict()})
     except (OSError, RuntimeError, EOFError, KeyError, pickle.UnpicklingError) as error:
-        reason = (str(error).strip().partition("\n")[0] or type(error).__name__)[:100].rstrip(".")
         folder = Path(torch.hub.get_dir()) / "checkpoints"
         raise ConfigError(
-            f"cannot load its weights ({reason}); without a network, save {address} in {folder}"
+            f"cannot load its weights ({reason_of(error)}); without a network, save {address} in {folder}"
         ) from error
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from tokenmerge.errors import ConfigError
+from tokenmerge.errors import ConfigError, reason_of
 from tokenmerge.pictures import as_tensor
 
 if TYPE_CHECKING:
@@ -122,5 +122,4 @@ def _loading(what: str) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
-        reason = (str(error).strip().partition("\n")[0] or type(error).__name__).rstrip(".")
-        raise ConfigError(f"cannot load {what} ({reason})") from error
+        raise ConfigError(f"cannot load {what} ({reason_of(error)})") from error

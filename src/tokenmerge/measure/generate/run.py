@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tokenmerge.api import merge_in_hosts
-from tokenmerge.errors import ConfigError, MissingExtraError
+from tokenmerge.errors import ConfigError, MissingExtraError, reason_of
 from tokenmerge.measure.bench.env import environment
 from tokenmerge.measure.bench.memory import peak_memory_meaning
 from tokenmerge.measure.bench.timing import Measurement, interleaved
@@ -281,6 +281,7 @@ def _failures_said(options: GenerateOptions) -> Iterator[None]:
                 "there is too little memory for this; lower --size or --batch, or use --dtype fp16"
             ) from error
         if options.compile and type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
-            reason = str(error).strip().partition("\n")[0]
-            raise ConfigError(f"compile: torch.compile failed ({reason}); leave --compile out") from error
+            raise ConfigError(
+                f"compile: torch.compile failed ({reason_of(error)}); leave --compile out"
+            ) from error
         raise

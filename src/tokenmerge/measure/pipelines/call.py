@@ -136,7 +136,7 @@ def draws_videos(pipeline: Any) -> bool:
 
 
 def default_frames(pipeline: Any) -> int:
-    """The length of the videos that pipelines of this class draw unless told.
+    """The default length of the videos that pipelines of this class draw.
 
     Raises:
         ConfigError: they have no default length.

@@ -13,7 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tokenmerge.errors import ConfigError, MissingExtraError, TokenMergingError, UnsupportedModelError
+from tokenmerge.errors import (
+    ConfigError,
+    MissingExtraError,
+    TokenMergingError,
+    UnsupportedModelError,
+    reason_of,
+)
 from tokenmerge.measure import demo
 from tokenmerge.measure.files import is_file, is_folder
 from tokenmerge.measure.out_of_memory import is_out_of_memory
@@ -27,7 +33,6 @@ PICKLE = "pickle:"
 DENOISERS = ("unet", "transformer")
 ABSENT = [None, None]  # the entry in model_index.json of a component that the pipeline does not have
 _PICKLES = (".ckpt", ".pt", ".pth", ".bin")
-_LONGEST_REASON = 300
 _LONGEST_NAME = 200
 _HUB_ID = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}")  # with the longest names that the hub allows
 _ACCEPTED = (
@@ -249,9 +254,8 @@ def loading(what: str) -> Iterator[None]:
     except Exception as error:
         if is_out_of_memory(error):
             raise
-        reason = str(error).strip().partition("\n")[0][:_LONGEST_REASON]
         raise ConfigError(
-            f"model: cannot load {what}: {(reason or type(error).__name__).rstrip('.')}; give a folder that "
+            f"model: cannot load {what}: {reason_of(error)}; give a folder that "
             f"holds all its files as safetensors (pickles: {PICKLE}NAME), or a hub id while the hub can be "
             "reached"
         ) from error

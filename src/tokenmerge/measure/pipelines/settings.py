@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tokenmerge.config.checks import number, one_of, optional
-from tokenmerge.errors import ConfigError
+from tokenmerge.errors import ConfigError, reason_of
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline, ModelMixin, SchedulerMixin
@@ -60,7 +60,7 @@ def resolve_device(name: str) -> torch.device:
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise ConfigError(
-            f"device: cannot use {name!r} ({_first_line(error)}); use auto, or a device that "
+            f"device: cannot use {name!r} ({reason_of(error)}); use auto, or a device that "
             "`tokenmerge env` lists"
         ) from error
     return device
@@ -156,7 +156,7 @@ def check_attention(name: str) -> None:
                 pass
         except (ImportError, OSError, RuntimeError, ValueError) as error:
             raise ConfigError(
-                f"attention: cannot use {name!r} ({_first_line(error)}); install what it needs, or use sdpa"
+                f"attention: cannot use {name!r} ({reason_of(error)}); install what it needs, or use sdpa"
             ) from error
 
 
@@ -220,7 +220,3 @@ def _with_backends(model: ModelMixin) -> list[Any]:
     """The attention processors of a model that leave the kernel to diffusers."""
     processors = (getattr(module, "processor", None) for module in model.modules())
     return [own for own in processors if hasattr(own, "_attention_backend")]
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().partition("\n")[0]

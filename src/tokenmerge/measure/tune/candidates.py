@@ -8,12 +8,11 @@ from collections.abc import Iterator
 
 from tokenmerge import presets
 from tokenmerge.config import StepReuse, ToMeConfig
-from tokenmerge.measure.bench.variants import DENSE, FEWER_STEPS, VARIANTS, Variant, parse_variant
+from tokenmerge.measure.bench.variants import FEWER_STEPS, VARIANTS, Variant, parse_variant
 from tokenmerge.measure.evaluate.variants import Drawn
 from tokenmerge.measure.tune.goal import Goal
 from tokenmerge.measure.tune.search import Entry
 
-DENSE_NAME = DENSE
 AUTO_FAMILY = "auto"
 
 # Strong settings come first, because they are cheap to draw.
