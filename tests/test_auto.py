@@ -32,8 +32,7 @@ from tokenmerge.auto import choose
 from tokenmerge.measure.method_spec import MethodSpec
 from tokenmerge.models.find import find_hosts
 from tokenmerge.models.unet_stages import shallow_share
-from tokenmerge.planners import PLANNERS
-from tokenmerge.planners import _calibration as calibration
+from tokenmerge.planners import PLANNERS, calibration
 from tokenmerge.runtime.patch import state_of
 
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from tokenmerge import ConfigError, apply_token_merging
 from tokenmerge.auto import choose
-from tokenmerge.planners import _calibration as calibration
+from tokenmerge.planners import calibration
 from tokenmerge.report import counted_speedup, predict
 from tokenmerge.runtime.patch import state_of
 from tokenmerge.speedup import ratio_for

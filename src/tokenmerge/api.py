@@ -200,16 +200,16 @@ def merge_in_hosts(
     for host in hosts:
         restore(host.root)
     pipeline = Pipeline(None if isinstance(model, nn.Module) else model)
-    states = {host.root: new_state(host, config, pipeline) for host in merging}
     warned: set[str] | None = set() if dense_if_too_small else None
-    for host in merging:
-        states[host.root].warned = warned
-        patch_host(host, states[host.root])
     denoiser = next((host for host in merging if not host.controlnet), merging[0])
-    if found_for is not None:
-        states[denoiser.root].found_for = found_for
-        if differences := found_for.differences(model=type(denoiser.root).__name__):
-            warnings.warn(found_for.warning(differences), stacklevel=3)
+    states = {
+        host.root: new_state(host, config, pipeline, warned, found_for if host is denoiser else None)
+        for host in merging
+    }
+    for host in merging:
+        patch_host(host, states[host.root])
+    if found_for is not None and (differences := found_for.differences(model=type(denoiser.root).__name__)):
+        warnings.warn(found_for.warning(differences), stacklevel=3)
     return DiffusionPatch(model, states, denoiser, method)
 
 

@@ -16,7 +16,7 @@ from tokenmerge.config import Correction, PlanSharing, StepReuse, ToMeConfig
 from tokenmerge.models.base import Block, Host
 from tokenmerge.models.find import find_hosts
 from tokenmerge.models.unet_stages import shallow_share
-from tokenmerge.planners._calibration import fewest_tokens
+from tokenmerge.planners.calibration import fewest_tokens
 
 __all__ = ["choose"]
 

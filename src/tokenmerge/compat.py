@@ -7,9 +7,10 @@ import numbers
 import warnings
 from typing import Any, TypeVar
 
+from tokenmerge import presets
 from tokenmerge.api import merge_in_hosts, remove_token_merging
-from tokenmerge.config import PlanSharing, ToMeConfig, highest_ratio
-from tokenmerge.errors import ConfigError, NothingToMergeError
+from tokenmerge.config import ToMeConfig, check_below_highest_ratio, highest_ratio
+from tokenmerge.errors import NothingToMergeError
 
 __all__ = ["apply_patch", "apply_tome", "remove_patch"]
 
@@ -61,8 +62,8 @@ def apply_patch(
         )
         ratio = highest
     level = _deepest_level(max_downsample)
-    config = ToMeConfig(
-        ratio=ratio,
+    config = presets.tomesd(
+        ratio,
         max_downsample=max_downsample if level is None else max(level, 1),
         sx=sx,
         sy=sy,
@@ -70,7 +71,6 @@ def apply_patch(
         merge_attn=bool(merge_attn),
         merge_crossattn=bool(merge_crossattn),
         merge_mlp=bool(merge_mlp),
-        plans=PlanSharing(guidance=False),
     )
     try:
         if level == 0:
@@ -121,11 +121,5 @@ def apply_tome(
         ConfigError: the ratio is 1 − 1/(sx·sy) or more.
     """
     ratio, sx, sy = map(_number, (ratio, sx, sy))
-    ToMeConfig(ratio=0, sx=sx, sy=sy)
-    highest = highest_ratio(sx, sy)
-    if isinstance(ratio, numbers.Real) and ratio >= highest:
-        raise ConfigError(
-            f"ratio: expected less than 1 − 1/(sx·sy) = {highest:g} for sx={sx}, sy={sy}, got {ratio:g}; "
-            "take a lower ratio or larger strides"
-        )
+    check_below_highest_ratio(ratio, sx, sy)
     return apply_patch(model, ratio, max_downsample, sx, sy, use_rand, merge_attn, merge_crossattn, merge_mlp)

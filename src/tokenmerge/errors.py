@@ -11,6 +11,8 @@ __all__ = [
     "UnsupportedModelError",
 ]
 
+_LONGEST_REASON = 300  # characters
+
 
 class TokenMergingError(Exception):
     """Base of all errors below; the command line turns it into one line and exit code 2."""
@@ -45,3 +47,15 @@ class MissingExtraError(TokenMergingError, ImportError):
 
     def __init__(self, extra: str, needed_by: str) -> None:
         super().__init__(f'{needed_by}: not installed; run: pip install "tokenmerge[{extra}]"')
+
+
+def reason_of(error: BaseException) -> str:
+    r"""What another library's error says, short enough for a message: its first line, or else its class.
+
+    >>> reason_of(RuntimeError("no such kernel.\nThis traceback is long"))
+    'no such kernel'
+    >>> reason_of(MemoryError())
+    'MemoryError'
+    """
+    line = str(error).strip().partition("\n")[0][:_LONGEST_REASON].rstrip(".")
+    return line or type(error).__name__

@@ -199,7 +199,7 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
     Args:
         model: the pipeline or model that was patched.
         states: the state of each model in it that merges.
-        denoiser: the model whose runs the handle tells of.
+        denoiser: the model that the handle reports on.
         method: what the settings are called; empty: nothing but themselves.
     """
 

@@ -14,7 +14,9 @@ from tests.models.family import Family
 from tests.models.test_every_family import EVERY, call, model_of, settings
 from tests.models.tiny import FAMILIES
 from tokenmerge import (
+    Correction,
     PlanSharing,
+    StepReuse,
     TokenMergingError,
     ToMeConfig,
     UnsupportedModelError,
@@ -284,6 +286,24 @@ def test_the_report_counts_what_a_generation_caches(name):
     counted = patch.report(height=side, width=side, batch=2)
     assert counted.kept_bytes == sum(x.nbytes for x in kept if x is not None) > 0
     assert any("features='residual'" in note for note in counted.notes)
+
+
+@pytest.mark.parametrize(
+    ("features", "others"),
+    [
+        ("residual", {"scope": "block", "correction": Correction(every=2)}),
+        ("model_residual", {"reuse": StepReuse(every=2)}),
+    ],
+)
+def test_residuals_that_are_cached_anyway_cost_no_memory(features, others):
+    model = model_of(SD3)
+    counted = [
+        apply_token_merging(model, settings(SD3, **own, plans=PlanSharing(blocks=True), **others))
+        .report(height=16, width=16)
+        .kept_bytes
+        for own in ({}, {"features": features})
+    ]
+    assert counted[0] == counted[1] > 0
 
 
 @pytest.mark.parametrize(

@@ -63,6 +63,16 @@ def test_a_pipeline_with_a_model_that_cannot_be_merged_is_refused_by_name(name):
         apply_token_merging(pipe, ToMeConfig())
 
 
+def test_a_pipeline_that_gives_its_model_other_samples_is_refused_at_once():
+    """The same model in another pipeline merges."""
+    transformer = TINY["ZImageTransformer2DModel"].build()
+    pipe = type("ZImageOmniPipeline", (), {})()
+    pipe.transformer = transformer
+    with pytest.raises(UnsupportedModelError, match="ZImageOmniPipeline yet: each of its samples"):
+        apply_token_merging(pipe, ToMeConfig())
+    apply_token_merging(SimpleNamespace(transformer=transformer), ToMeConfig()).remove()
+
+
 def refused_call(name: str, **changes: Any) -> str:
     """What a call of a patched model is refused with."""
     model = TINY[name].build().eval()

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from tokenmerge.ops import attend_by_columns, attend_by_values, head_size_with_columns
 
 LARGEST = 16  # size of a key
+HUGE = 4000  # of a key that stands for nearly all tokens of a large picture
 
 
 def plain(query: Tensor, key: Tensor, value: Tensor, scale: float | None = None) -> Tensor:
@@ -21,12 +22,14 @@ def plain(query: Tensor, key: Tensor, value: Tensor, scale: float | None = None)
     return F.scaled_dot_product_attention(query, key, value, scale=scale).transpose(1, 2)
 
 
-def case(d: int, dtype: torch.dtype, folded: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def case(
+    d: int, dtype: torch.dtype, folded: bool, largest: int = LARGEST
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Query, key, value and sizes of keys, some of which count once, as text does."""
     draw = torch.Generator().manual_seed(d)
     shape = (6, 33, d) if folded else (2, 33, 3, d)
     query, key, value = (torch.randn(shape, generator=draw).to(dtype) for _ in range(3))
-    sizes = torch.randint(1, LARGEST + 1, (shape[0], 33), generator=draw).float()
+    sizes = torch.randint(1, largest + 1, (shape[0], 33), generator=draw).float()
     sizes[:, :7] = 1
     return query, key, value, sizes
 
@@ -41,7 +44,7 @@ def exact(query: Tensor, key: Tensor, value: Tensor, sizes: Tensor, scale: float
     return result if query.ndim == 3 else result.transpose(1, 2)
 
 
-def bound(query: Tensor, key: Tensor, value: Tensor, scale: float) -> float:
+def bound(query: Tensor, key: Tensor, value: Tensor, scale: float, largest: int = LARGEST) -> float:
     """How far the result may be from the exact one.
 
     A logit is off by the rounding of log(size), half an ulp of the dtype, and by that of its sum of d + 8
@@ -51,7 +54,7 @@ def bound(query: Tensor, key: Tensor, value: Tensor, scale: float) -> float:
     """
     half_ulp = torch.finfo(query.dtype).eps / 2
     products = query.float().norm(dim=-1).max() * key.float().norm(dim=-1).max() * scale
-    logit = half_ulp * torch.tensor(LARGEST).log() + 2**-24 * (query.shape[-1] + 8) * products
+    logit = half_ulp * torch.tensor(largest).log() + 2**-24 * (query.shape[-1] + 8) * products
     return float(value.float().abs().max() * (2 * logit + 6 * half_ulp))
 
 
@@ -69,6 +72,17 @@ def test_each_key_counts_as_often_as_its_size_says(attend, d, dtype, folded):
     assert result.dtype == dtype
     error = (result - exact(query, key, value, sizes, d**-0.5)).abs().max().item()
     assert error < bound(query, key, value, d**-0.5)
+
+
+@CASES
+@pytest.mark.parametrize("attend", [attend_by_columns, attend_by_values])
+def test_the_products_of_huge_sizes_and_large_values_stay_in_range(attend, dtype):
+    """Sizes times values would be up to 300,000, where float16 ends at 65,504."""
+    query, key, value, sizes = case(128, dtype, folded=False, largest=HUGE)
+    value = value * 20
+    result = attend(plain, query, key, value, sizes)
+    error = (result - exact(query, key, value, sizes, 128**-0.5)).abs().max().item()
+    assert error < bound(query, key, value, 128**-0.5, HUGE)
 
 
 @HEADS

@@ -14,11 +14,10 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import tokenmerge.config
-from tokenmerge.config import GUIDED_PLANNERS, RESULT_PLANNERS, ToMeConfig, highest_ratio
-from tokenmerge.config.planner_names import names_in
+from tokenmerge.config import GUIDED_PLANNERS, OWN_NUMBER, RESULT_PLANNERS, ToMeConfig, highest_ratio
+from tokenmerge.config.planner_names import texts_in
 from tokenmerge.ops import Plan, SoftPlan, keep_destinations, merge, merge_with_norm, unmerge
 from tokenmerge.planners import (
-    OWN_NUMBER,
     PLANNERS,
     num_removed,
     num_removed_in_all,
@@ -75,11 +74,14 @@ def test_settings_take_the_planners_that_there_are():
     assert {"tome", "importance"} <= set(PLANNERS)
 
 
-def test_a_file_in_the_folder_is_a_planner_unless_its_name_starts_with_an_underscore(tmp_path):
+def test_a_file_that_has_the_function_of_its_name_is_a_planner(tmp_path):
     (tmp_path / "folder").mkdir()
     for name in ("other.py", "mine.py", "_shared.py", "__init__.py", "notes.md", "folder/__init__.py"):
         (tmp_path / name).touch()
-    assert names_in(tmp_path) == ("mine", "other")
+    for name in ("other", "mine"):
+        (tmp_path / f"{name}.py").write_text(f"\nCOMPARES_NOTHING = True\n\n\ndef plan_{name}(features):\n")
+    (tmp_path / "timing.py").write_text("\ndef plan_other(features):\n")
+    assert tuple(texts_in(tmp_path)) == ("mine", "other")
 
 
 @EVERY

@@ -16,7 +16,7 @@ from torch.testing import assert_close
 
 from tokenmerge import planners
 from tokenmerge.config import ToMeConfig, highest_ratio
-from tokenmerge.config.planner_names import PENALISED_PLANNERS
+from tokenmerge.config.planner_names import TAKES_PENALTY
 from tokenmerge.ops import Plan, merge, merge_with_norm, strided_partition, unmerge
 from tokenmerge.planners import PLANNERS, num_removed
 from tokenmerge.planners.sito import similarity_scores
@@ -330,7 +330,7 @@ def test_ras_skips_the_largest_scores_for_the_nearest_token_of_the_others(case):
     assert groups(plan) == expected
 
 
-@pytest.mark.parametrize("planner", PENALISED_PLANNERS)
+@pytest.mark.parametrize("planner", TAKES_PENALTY)
 @given(case=cases(), factor=st.floats(0, 2))
 def test_a_penalty_changes_which_sources_merge_first_and_not_where_they_go(planner, case, factor):
     """DiTo, arXiv 2605.22011: S'_ij = cos(y_i, y_j) − λ · count_i, the same for all edges of i."""
@@ -365,4 +365,4 @@ def test_planners_that_take_a_penalty_are_listed():
         for name, module in planners._MODULES.items()
         if "penalty" in inspect.signature(vars(module)[f"plan_{name}"]).parameters
     ]
-    assert sorted(takes) == sorted(PENALISED_PLANNERS)
+    assert sorted(takes) == sorted(TAKES_PENALTY)

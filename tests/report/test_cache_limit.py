@@ -9,7 +9,7 @@ import torch
 from tests.models.test_every_family import model_of
 from tests.models.tiny import FAMILIES
 from tokenmerge import ConfigError, Correction, PlanSharing, StepReuse, ToMeConfig, apply_token_merging
-from tokenmerge.planners import _calibration as calibration
+from tokenmerge.planners import calibration
 from tokenmerge.report import bytes_of, predict
 from tokenmerge.report.cache_limit import counted_cache, within
 

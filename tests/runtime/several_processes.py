@@ -136,6 +136,9 @@ CASES = {
     },
     "importance": _of(FLUX, changes={"planner": "importance"}, steps=3, calls=2),
     "ring": _of(FLUX, changes={"proportional": True}, parallel={"ring_degree": PROCESSES}, kernel="flash"),
+    f"{WAN}, ring": _of(
+        WAN, changes={"proportional": True}, parallel={"ring_degree": PROCESSES}, kernel="flash"
+    ),
     "no mask": _of(WAN, changes={"proportional": True}, kernel="flash"),
     "parts of different lengths": Case(
         changes={"proportional": True},
@@ -154,6 +157,12 @@ CASES = {
     **{
         f"tensor parallel, {what}": Case(changes=changes, parallel={"tp_degree": PROCESSES}, tensors=True)
         for what, changes in {**_EVERYWHERE, "dense": {"ratio": 0.0}}.items()
+    },
+    **{
+        f"tensor parallel, {name}": Case(
+            name, changes={"proportional": True}, parallel={"tp_degree": PROCESSES}, tensors=True
+        )
+        for name in (QWEN, "Flux2Transformer2DModel")
     },
     **{
         f"{name}, compiled": _of(name, changes={**_ALONE, "proportional": True}, compiled=True)

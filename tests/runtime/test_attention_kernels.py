@@ -194,8 +194,12 @@ def test_xformers_of_a_unet(monkeypatch):
     assert xformers.ops.memory_efficient_attention is memory_efficient_attention
 
 
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+
+
+@DTYPES
 @pytest.mark.parametrize("scope", ["layers", "block"])
-def test_an_ip_adapter_of_flux_attends_to_its_own_keys_as_before(scope):
+def test_an_ip_adapter_of_flux_attends_to_its_own_keys_as_before(scope, dtype):
     """It attends with the queries of the image, which must be those of before, to keys that count once."""
     from diffusers.models.transformers.transformer_flux import FluxIPAdapterAttnProcessor
 
@@ -207,9 +211,11 @@ def test_an_ip_adapter_of_flux_attends_to_its_own_keys_as_before(scope):
     model.encoder_hid_proj = Embeddings()
     for block in model.transformer_blocks:
         block.attn.set_processor(FluxIPAdapterAttnProcessor(32, 32, num_tokens=(4,), scale=1.0))
-    seeded(model)
+    seeded(model).to(dtype)
     images = torch.randn(2, 80, 32, generator=torch.Generator().manual_seed(0))  # more keys than the image
-    arguments = {**FLUX.inputs(2, 8, 8), "joint_attention_kwargs": {"ip_adapter_image_embeds": [images]}}
+    images = images.to(dtype)
+    given = {name: value.to(dtype) for name, value in FLUX.inputs(2, 8, 8).items()}
+    arguments = {**given, "joint_attention_kwargs": {"ip_adapter_image_embeds": [images]}}
 
     def fresh() -> dict[str, Any]:  # the model adds to the dictionary
         return {**arguments, "joint_attention_kwargs": dict(arguments["joint_attention_kwargs"])}
@@ -217,21 +223,32 @@ def test_an_ip_adapter_of_flux_attends_to_its_own_keys_as_before(scope):
     apply_token_merging(model, settings(FLUX, scope=scope, proportional=True))
     expected = with_mask(model, fresh())
     with backend("flash"):
-        close(call(model, fresh()), expected)
+        close_in(dtype, call(model, fresh()), expected)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_the_dtype_of_the_model_is_kept(dtype):
-    model, arguments = model_of(FLUX).to(dtype), FLUX.inputs(2, 8, 8)
-    arguments = {name: value.to(dtype) for name, value in arguments.items()}
-    apply_token_merging(model, HALF)
-    expected = with_mask(model, arguments)
-    with backend("flash"):
-        result = call(model, arguments)
+def close_in(dtype: torch.dtype, result: Tensor, expected: Tensor) -> None:
+    """Each of 4 blocks rounds some ten times to the dtype, in another order of sums."""
     assert result.dtype == dtype
-    # Each of 4 blocks rounds some ten times to the dtype, in another order of sums.
     tolerance = 40 * torch.finfo(dtype).eps
     assert_close(result, expected, rtol=tolerance, atol=tolerance * expected.abs().max().item())
+
+
+@DTYPES
+@pytest.mark.parametrize(
+    ("name", "kernel"), [("FluxTransformer2DModel", "flash"), ("QwenImageTransformer2DModel", "flash_varlen")]
+)
+def test_the_dtype_of_the_model_is_kept(name, kernel, dtype):
+    """Qwen-Image gives a mask of its padding."""
+    family = FAMILIES[name]
+    model, arguments = model_of(family).to(dtype), family.inputs(2, 8, 8)
+    arguments = {
+        key: value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+        for key, value in arguments.items()
+    }
+    apply_token_merging(model, HALF)
+    expected = with_mask(model, arguments)
+    with backend(kernel):
+        close_in(dtype, call(model, arguments), expected)
 
 
 REGIONAL = ("FluxTransformer2DModel", "QwenImageTransformer2DModel", "WanTransformer3DModel")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import cached
@@ -25,6 +26,7 @@ from tokenmerge import (
     apply_token_merging,
 )
 from tokenmerge.ops import make_plan, unmerge_onto
+from tokenmerge.planners import PLANNERS
 from tokenmerge.report import predict
 from tokenmerge.runtime.patch import state_of
 from tokenmerge.runtime.state import STATE, BlockState, LayerState
@@ -250,6 +252,23 @@ def test_after_a_dense_step_on_the_same_input_every_token_has_its_exact_residual
     assert errors["reuse"] < 0.7 * errors["keep"]
 
 
+@pytest.mark.parametrize("planner", PLANNERS)
+def test_the_residuals_of_tokens_help_with_every_planner(planner):
+    """On the input of the dense step before, only attention to fewer tokens is lost."""
+    model = sd3()
+    dense, errors = call(model, sample(0)), {}
+    for combine, correction in (("keep", Correction()), ("reuse", Correction(every=4))):
+        patch = apply_token_merging(
+            model, ToMeConfig(**{**HALF, "planner": planner}, combine=combine, correction=correction)
+        )
+        for index in range(2):
+            patch.at_step(index, STEPS)
+            result = call(model, sample(0))
+        errors[combine] = (result - dense).norm().item()
+        patch.remove()
+    assert 0 < errors["reuse"] < errors["keep"]
+
+
 @SCOPES
 def test_an_image_does_not_depend_on_its_batch(scope):
     settings = {"scope": scope, "combine": "reuse", "blend": 0.1, "correction": Correction(every=4)}
@@ -417,3 +436,34 @@ def test_a_unet_reuses_tokens_of_its_attention():
     assert layers
     assert all(cache.tokens for cache in layers)
     assert not any(cache.tokens for _, cache in cached.caches(unet, BlockState))
+
+
+def test_a_controlnet_reuses_tokens_beside_its_unet():
+    """Each has residuals of its own, dense steps are dense in both, and nothing is left behind."""
+    unet, controlnet = hosts.unet(), hosts.controlnet()
+    for layer in controlnet.controlnet_down_blocks:  # diffusers starts them at zero
+        torch.nn.init.normal_(layer.weight, std=0.1)
+    pipe = SimpleNamespace(unet=unet, controlnet=controlnet, vae=None)
+    control = {**hosts.inputs(), "controlnet_cond": torch.rand(2, 3, 32, 32)}
+
+    def guided() -> list[Tensor]:
+        with torch.no_grad():
+            down, middle = controlnet(**control, return_dict=False)
+        added = {"down_block_additional_residuals": down, "mid_block_additional_residual": middle}
+        return [*down, hosts.call(unet, **hosts.inputs(), **added)]
+
+    dense = guided()
+    patch = apply_token_merging(pipe, ToMeConfig(**HALF, combine="reuse", correction=Correction(every=3)))
+    patch.at_step(0, STEPS)
+    assert all(map(torch.equal, guided(), dense))
+    patch.at_step(1, STEPS)
+    reused = guided()
+    assert not torch.equal(reused[-2], dense[-2])
+    assert not torch.equal(reused[-1], dense[-1])
+    memories = []
+    for model in (unet, controlnet):
+        assert any(cache.tokens for _, cache in cached.caches(model, LayerState))
+        memories.append(cached.memory_of(model))
+    patch.remove()
+    assert not any(cached.everything(memory) for memory in memories)
+    assert all(map(torch.equal, guided(), dense))

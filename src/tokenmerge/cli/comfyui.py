@@ -8,12 +8,12 @@ import typer
 
 from tokenmerge.integrations.comfyui import install as folder
 
-commands = typer.Typer(help="The node “Token Merging” for ComfyUI.", rich_markup_mode="markdown")
+commands = typer.Typer(help="Install the node “Token Merging” for ComfyUI.", rich_markup_mode="markdown")
 
 
 @commands.callback()
 def comfyui() -> None:
-    """The node “Token Merging” for ComfyUI."""
+    """Install the node “Token Merging” for ComfyUI."""
 
 
 @commands.command()

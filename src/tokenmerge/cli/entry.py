@@ -9,11 +9,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tokenmerge.errors import MissingExtraError, TokenMergingError
+from tokenmerge.errors import MissingExtraError, TokenMergingError, reason_of
 
 _BAD_INPUT = 2
 _INTERRUPTED = 130
-_LONGEST_REASON = 200
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -49,9 +48,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         if not is_out_of_memory(error):
             raise
-        reason = str(error).strip().partition("\n")[0][:_LONGEST_REASON]
         print(
-            f"tokenmerge: out of memory{reason and f' ({reason})'}; take a smaller size, batch or model, a "
+            f"tokenmerge: out of memory ({reason_of(error)}); take a smaller size, batch or model, a "
             "dtype with 16 bits, or close other programs; finished results are kept",
             file=sys.stderr,
         )

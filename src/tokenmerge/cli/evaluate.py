@@ -52,7 +52,7 @@ def evaluate(
     limit: Annotated[int | None, _prompts("Use only the first N prompts.", parser=integer)] = None,
     seeds: Annotated[int, _prompts("Pictures per prompt.", parser=integer)] = EvaluateOptions.seeds,
     seed: Annotated[
-        int, _prompts("Seed of the first picture of each prompt; later pictures count up.", parser=integer)
+        int, _prompts("Seed of the first picture of each prompt; each later one adds 1.", parser=integer)
     ] = EvaluateOptions.seed,
     variant: Annotated[
         list[str] | None,

@@ -54,7 +54,7 @@ def generate(
     size: Size = None,
     steps: Steps = GenerateOptions.steps,
     seed: Annotated[
-        int, picture("Seed of the first picture; later pictures count up.", parser=integer)
+        int, picture("Seed of the first picture; each later picture adds 1.", parser=integer)
     ] = GenerateOptions.seed,
     batch: Annotated[int, picture("Pictures per call.", parser=integer)] = GenerateOptions.batch,
     scheduler: Scheduler = None,

@@ -64,8 +64,8 @@ def tune(
         str | None,
         option(
             "Goal",
-            f"Closeness beside --min-speedup: {', '.join(GOAL_METRICS)}. NAME=NETWORK uses the network in a "
-            "folder or with a hub id. Default: psnr.",
+            f"Closeness metric used with --min-speedup: {', '.join(GOAL_METRICS)}. NAME=NETWORK uses the "
+            "network in a folder or with a hub id. Default: psnr.",
         ),
     ] = None,
     size: Size = None,
@@ -76,7 +76,7 @@ def tune(
         str, _search("How long to measure, such as 90s, 10min or 1h. Runs that are continued count too.")
     ] = "10min",
     items: Annotated[
-        int, _search("Most pictures that settings are compared on.", parser=integer)
+        int, _search("Largest number of pictures to compare settings on.", parser=integer)
     ] = TuneOptions.items,
     out: Annotated[
         Path,
@@ -91,7 +91,7 @@ def tune(
 ) -> None:
     """Find the closest settings at a wanted speed, or the fastest at a wanted closeness.
 
-    Every setting draws the same prompts from the same seeds as dense, and is timed in turns with it. Bad
+    Every setting draws the same prompts from the same seeds as dense, and is timed interleaved with it. Bad
     ones are dropped after few prompts. Fewer steps and the block caches that are installed are shown beside
     them. Ctrl-C stops early and reports what was found; the same command continues. The exit code is 3 if no
     setting reaches the goal.

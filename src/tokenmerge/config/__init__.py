@@ -13,7 +13,7 @@ from tokenmerge.config.metadata import read_metadata, to_metadata
 from tokenmerge.config.names import flat
 from tokenmerge.config.old_names import NEW_NAMES, with_new_names, words_with_new_names
 from tokenmerge.config.plan_sharing import PlanSharing
-from tokenmerge.config.planner_names import GUIDED_PLANNERS, PLANNERS, RESULT_PLANNERS
+from tokenmerge.config.planner_names import GUIDED_PLANNERS, OWN_NUMBER, PLANNERS, RESULT_PLANNERS
 from tokenmerge.config.schedule import Schedule
 from tokenmerge.config.settings import (
     CACHED_FEATURES,
@@ -21,6 +21,7 @@ from tokenmerge.config.settings import (
     SCOPES,
     TOKEN_REUSE,
     MergeSettings,
+    check_below_highest_ratio,
     highest_ratio,
 )
 from tokenmerge.config.step_reuse import StepReuse
@@ -31,6 +32,7 @@ __all__ = [
     "COMBINATIONS",
     "GUIDED_PLANNERS",
     "NEW_NAMES",
+    "OWN_NUMBER",
     "PLANNERS",
     "RESULT_PLANNERS",
     "SCOPES",
@@ -44,6 +46,7 @@ __all__ = [
     "Schedule",
     "StepReuse",
     "ToMeConfig",
+    "check_below_highest_ratio",
     "flat",
     "highest_ratio",
     "load_config",

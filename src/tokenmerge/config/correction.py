@@ -26,9 +26,9 @@ class Correction(Value):
     all tokens, so that only token-wise reuse goes together with it.
 
     Args:
-        every: of the steps that run all blocks, every so many-th is dense, ≥ 2; 0: none. Raising it saves
-            more time, as fewer steps are dense, and gives back less of what merging loses. At 3, most of the
-            loss goes for a third of the saving.
+        every: distance between dense steps, counted in steps that run all blocks, ≥ 2; 0: there is none.
+            Raising it saves more time, as fewer steps are dense, and gives back less of what merging loses.
+            At 3, most of the loss goes for a third of the saving.
         steps: places of the dense steps, 0 (the first step) to 1 (the last), in place of ``every``:
             ``(0, 0.4, 0.7)``. The first step that merges is dense in any case. More places save less and
             bring the picture closer. Empty: as ``every`` says.

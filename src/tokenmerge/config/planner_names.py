@@ -1,25 +1,38 @@
-"""The names of the planners: one for each file in ``planners``, listed without importing it."""
+"""The names of the planners, and what their files say of them: read from the files, without importing torch.
+
+A planner's file has one of these lines where it is true; an absent line means that it is not:
+
+- ``OWN_NUMBER = True``: it removes another number of tokens than it is asked to.
+- ``OVER_TIME = True``: its cells may reach over several frames of a video.
+- ``TAKES_PENALTY = True``: it sorts single tokens by their similarity, and subtracts a penalty from that.
+- ``COMPARES_NOTHING = True``: the values of the tokens are not used.
+"""
 
 from __future__ import annotations
 
-import pkgutil
 from pathlib import Path
 
 _FOLDER = Path(__file__).parents[1] / "planners"
 
 
-def names_in(folder: Path) -> tuple[str, ...]:
-    """Names of the modules in a folder, without packages and without names that start with an underscore."""
-    modules = pkgutil.iter_modules([str(folder)])
-    return tuple(sorted(m.name for m in modules if not m.ispkg and not m.name.startswith("_")))
+def texts_in(folder: Path) -> dict[str, str]:
+    """By name, the text of each planner in a folder: a file ``x.py`` that has the function ``plan_x``."""
+    texts = {file.stem: file.read_text(encoding="utf-8") for file in sorted(folder.glob("*.py"))}
+    return {name: text for name, text in texts.items() if f"\ndef plan_{name}(" in text}
 
 
+def _that_say(line: str) -> tuple[str, ...]:
+    """Names of the planners whose files have this line."""
+    return tuple(sorted(name for name, text in _TEXTS.items() if f"\n{line}\n" in text))
+
+
+_TEXTS = {**texts_in(_FOLDER), **texts_in(_FOLDER / "guided"), **texts_in(_FOLDER / "by_result")}
 # Planners that look at what guidance changed in the last step; they plan as "tome" until that is known.
-GUIDED_PLANNERS = names_in(_FOLDER / "guided")
+GUIDED_PLANNERS = tuple(texts_in(_FOLDER / "guided"))
 # Planners that look at the model's result of the last step, likewise.
-RESULT_PLANNERS = names_in(_FOLDER / "by_result")
-PLANNERS = (*names_in(_FOLDER), *GUIDED_PLANNERS, *RESULT_PLANNERS)
-# Planners whose cells may reach over several frames of a video.
-OVER_TIME = ("tiled", "tome")
-# Planners that sort single tokens by their similarity, and take a penalty that is subtracted from it.
-PENALISED_PLANNERS = ("local", "threshold", "tiled", "tome")
+RESULT_PLANNERS = tuple(texts_in(_FOLDER / "by_result"))
+PLANNERS = tuple(_TEXTS)
+OWN_NUMBER = _that_say("OWN_NUMBER = True")
+OVER_TIME = _that_say("OVER_TIME = True")
+TAKES_PENALTY = _that_say("TAKES_PENALTY = True")
+COMPARES_NOTHING = _that_say("COMPARES_NOTHING = True")

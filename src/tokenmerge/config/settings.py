@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from tokenmerge.config.checks import Check, integer, number, one_of, optional, refuse, switch
-from tokenmerge.config.planner_names import OVER_TIME, PENALISED_PLANNERS, PLANNERS
+from tokenmerge.config.checks import Check, as_number, integer, number, one_of, optional, refuse, switch
+from tokenmerge.config.planner_names import COMPARES_NOTHING, OVER_TIME, PLANNERS, TAKES_PENALTY
 from tokenmerge.config.value import Value
 from tokenmerge.errors import ConfigError
 
@@ -52,6 +52,21 @@ def highest_ratio(sx: int, sy: int, st: int = 1) -> float:
     0.75
     """
     return 1 - 1 / (sx * sy * st)
+
+
+def check_below_highest_ratio(ratio: Any, sx: Any, sy: Any) -> None:
+    """Refuse a ratio at which only the destinations are left, as ppdiffusers does.
+
+    Raises:
+        ConfigError: the ratio is 1 − 1/(sx·sy) or more, or a stride is not valid. Another ratio that is not
+            valid is left to :class:`tokenmerge.ToMeConfig`.
+    """
+    highest = highest_ratio(CHECKS["sx"]("sx", sx), CHECKS["sy"]("sy", sy))
+    if (asked := as_number(ratio)) is not None and asked >= highest:
+        raise ConfigError(
+            f"ratio: expected less than 1 − 1/(sx·sy) = {highest:g} for sx={sx}, sy={sy}, got {asked:g}; "
+            "take a lower ratio or larger strides"
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
@@ -112,8 +127,8 @@ class MergeSettings(Value):
               It needs large cells and takes long to plan, so keep plans for several steps (``plans.every``).
             - ``"clusters"``: all tokens of a cluster merge into one of them (arXiv 2509.10312). Few tokens
               stay, so it is for token-wise reuse.
-            - ``"ras"``: the tokens go at which the last result varies most over its channels (arXiv
-              2502.10389); for token-wise reuse, since nothing says what they resemble.
+            - ``"ras"``: skips the tokens at which the last result varies most over its channels (arXiv
+              2502.10389). Use it with token-wise reuse, since it does not look for similar tokens.
         features: what the planner compares; docs/methods/features.md says which is closest on which model.
 
             - ``"input"``: the tokens that the block is called with. It costs nothing.
@@ -144,7 +159,7 @@ class MergeSettings(Value):
             longest token (arXiv 2312.01026): slower, and farther from the dense picture where measured.
             The last two are token-wise reuse: destinations are computed on their own values, and every other
             token takes its own residual, cached from the step that last computed it. ``"reuse"`` takes it as
-            it was. ``"extrapolate"`` lets it go on as it changed between the last two dense steps; the first
+            it was. ``"extrapolate"`` extrapolates it linearly from the last two dense steps; the first
             two steps are dense then. Both cache one residual for each layer, block or stack that merges
             (``"extrapolate"`` two), and go together with every scope but ``"keys"``.
         blend: for token-wise reuse: share of the residual of its destination that a token takes, 0 ≤ blend ≤
@@ -290,14 +305,14 @@ def check_together(settings: MergeSettings, where: str = "", factor: float = 1.0
 
 def _check_features(settings: MergeSettings, where: str) -> None:
     """Check what a planner compares against the planner, and against where tokens merge."""
-    if settings.repeat_penalty and settings.planner not in PENALISED_PLANNERS:
-        names = ", ".join(map(repr, PENALISED_PLANNERS))
+    if settings.repeat_penalty and settings.planner not in TAKES_PENALTY:
+        names = ", ".join(map(repr, TAKES_PENALTY))
         raise ConfigError(
             f"{where}repeat_penalty: planner={settings.planner!r} does not sort single tokens by their "
             f"similarity, got repeat_penalty={settings.repeat_penalty:g}; take one of {names}, or "
             "repeat_penalty=0"
         )
-    if settings.features != "input" and settings.planner in ("uniform", "ras"):
+    if settings.features != "input" and settings.planner in COMPARES_NOTHING:
         raise ConfigError(
             f"{where}features: planner={settings.planner!r} compares no tokens, got "
             f"features={settings.features!r}; take another planner, or features='input'"

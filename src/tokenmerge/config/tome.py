@@ -47,8 +47,8 @@ class ToMeConfig(MergeSettings):
             of the saving.
         by_guidance: settings from a scale of classifier-free guidance on, by name: ``{5: {"scope": "block",
             "reuse.every": 1.5}}``. Guidance multiplies the difference between two results, and with it what
-            is lost there; strong guidance forgives merging more than step reuse. It takes a pipeline that
-            says its scale; elsewhere the config's own settings hold.
+            is lost there; under strong guidance, merging loses less than step reuse. This needs a pipeline
+            that reports its scale; elsewhere the config's own settings hold.
 
     A setting that follows the denoising steps needs a pipeline, whose scheduler says which step it is; in a
     loop of your own, call ``patch.at_step(i, steps)``. Such settings cannot be compiled into one graph with
@@ -76,8 +76,8 @@ class ToMeConfig(MergeSettings):
         self._check_stages()
         if self.asks_guidance and not self.plans.guidance:
             raise ConfigError(
-                f"plans.guidance: planner={self.guided_planner!r} compares what guidance compares, and "
-                "nothing looks for that with plans.guidance=False; leave it out, or take another planner"
+                f"plans.guidance: planner={self.guided_planner!r} compares the guided and the unguided "
+                "result, which plans.guidance=False does not allow; leave it out, or take another planner"
             )
         if self.correction.on and "keys" in self._all("scope"):
             raise ConfigError(

@@ -5,6 +5,6 @@
 - ``paddle``: the models of ppdiffusers, without PyTorch. It is public as :mod:`tokenmerge.paddle`. Its tensor
   functions are in ``portable``, for any array library.
 
-They may import what stands above their lines in ``tests/test_layering.py``, and only the command line imports
-them.
+They may import what their lines in ``tests/test_layering.py`` list. Only the command line and
+:mod:`tokenmerge.paddle` import them.
 """

@@ -55,6 +55,7 @@ def find_hosts(model: object) -> tuple[Host, ...]:
         UnsupportedModelError: nothing in it is a model that tokens can be merged in, or something is one that
             they are known not to be mergeable in.
     """
+    refuse(model)
     modules = list(parts(model))
     hosts: dict[int, Host] = {}
     for part in modules:

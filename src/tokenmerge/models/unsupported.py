@@ -16,7 +16,7 @@ _LINE = "its tokens are a sequence in time, without the rows and columns that me
 _PICTURES = "its attention takes a picture [b, c, h, w] instead of tokens"
 _UNKNOWN = "how its blocks take their tokens is not described yet"
 
-REASONS = {
+REASONS = {  # by the class of a model or pipeline
     "AceStepTransformer1DModel": _LINE,
     "AnyFlowFARTransformer3DModel": _KEPT,
     "AnyFlowTransformer3DModel": _UNKNOWN,
@@ -53,6 +53,7 @@ REASONS = {
     "UNetFlatConditionModel": _UNKNOWN,
     "UniDiffuserModel": _UNKNOWN,
     "WanAnimate2Transformer3DModel": _KEPT,
+    "ZImageOmniPipeline": "each of its samples is a list of pictures of several sizes",
     "ZImageControlNetModel": "it runs blocks of the transformer that it controls, on other grids",
 }
 

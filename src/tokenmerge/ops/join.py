@@ -46,19 +46,10 @@ def join_plans(plans: Sequence[Plan | None], lengths: Sequence[int]) -> Plan:
             )
         )
         n, m = n + length, m + left
-
-    image = torch.arange(b, device=first.keep.device).unsqueeze(1)
     keep, sources, targets, inverse, sizes, weights = (
         torch.cat(values, dim=1) for values in zip(*runs, strict=True)
     )
-    return IndexPlan(
-        keep=keep + image * n,
-        sources=sources + image * n,
-        targets=targets + image * m,
-        inverse=inverse + image * m,
-        sizes=sizes,
-        weights=weights if weighted else None,
-    )
+    return IndexPlan(keep, sources, targets, inverse, sizes, weights if weighted else None).in_batch()
 
 
 def _leaving_alone(b: int, n: int, like: IndexPlan) -> IndexPlan:

@@ -69,6 +69,19 @@ class IndexPlan(NamedTuple):
         own = rows.index_select(0, self.keep.flatten())
         return own.scatter_reduce(0, self.targets.flatten(), moved, "amax").view(self.keep.shape)
 
+    def in_batch(self) -> IndexPlan:
+        """The plan with rows of the batch, from one whose indices start at 0 in each image."""
+        (b, m), n = self.keep.shape, self.inverse.shape[1]
+        image = torch.arange(b, device=self.keep.device).unsqueeze(1)
+        return IndexPlan(
+            keep=self.keep + image * n,
+            sources=self.sources + image * n,
+            targets=self.targets + image * m,
+            inverse=self.inverse + image * m,
+            sizes=self.sizes,
+            weights=self.weights,
+        )
+
     def joined(self, parts: int) -> IndexPlan:
         """The plan for b / ``parts`` images, each of which joins ``parts`` in a row, such as video frames."""
         b = len(self.keep) // parts
@@ -103,24 +116,23 @@ class IndexPlan(NamedTuple):
             total: at least start + n.
         """
         (b, m), n = self.keep.shape, self.inverse.shape[1]
-        start, image = start.unsqueeze(1), torch.arange(b, device=start.device).unsqueeze(1)
+        start = start.unsqueeze(1)
         # Merged sequence: first the tokens outside the n, then the merged ones.
         others = torch.arange(total - n, device=start.device).expand(b, -1)
         beside = others + n * (others >= start)
-        rows, merged_rows = image * total, image * (total - n + m)
         inverse = torch.empty(b, total, dtype=torch.int64, device=start.device).scatter(
             1,
             torch.cat([beside, start + torch.arange(n, device=start.device)], dim=1),
             torch.cat([others, self.labels() + (total - n)], dim=1),
         )
         return IndexPlan(
-            keep=torch.cat([beside, self.kept() + start], dim=1) + rows,
-            sources=self.sources % n + start + rows,
-            targets=self.targets % m + (total - n) + merged_rows,
-            inverse=inverse + merged_rows,
+            keep=torch.cat([beside, self.kept() + start], dim=1),
+            sources=self.sources % n + start,
+            targets=self.targets % m + (total - n),
+            inverse=inverse,
             sizes=torch.cat([torch.ones_like(others, dtype=self.sizes.dtype), self.sizes], dim=1),
             weights=self.weights,
-        )
+        ).in_batch()
 
 
 # A plan of either kind: each token merges into one other, or is shared out over several.
@@ -157,16 +169,7 @@ def make_plan(
     )
     counts = torch.ones(b, r, device=src.device) if weights is None else weights.gather(1, merged)
     sizes = torch.ones(b, m, device=src.device).scatter_add(1, targets, counts)
-
-    image = torch.arange(b, device=src.device).unsqueeze(1)
-    return IndexPlan(
-        keep=keep + image * n,
-        sources=sources + image * n,
-        targets=targets + image * m,
-        inverse=inverse + image * m,
-        sizes=sizes,
-        weights=None if weights is None else counts,
-    )
+    return IndexPlan(keep, sources, targets, inverse, sizes, None if weights is None else counts).in_batch()
 
 
 def merge(plan: Plan, x: Tensor) -> Tensor:

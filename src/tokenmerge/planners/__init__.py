@@ -13,8 +13,9 @@ grid, which is a frame, or a whole video where cells reach over time:
 
 Planners in the folder ``guided`` get one more argument, ``importance`` ``[b, n]``: how much guidance changed
 each token in the last step. Those in the folder ``by_result`` get ``scores`` ``[b, n]``: how well each token
-can be skipped, by the model's result in the last step. A planner that removes another number of tokens than r
-says so with ``OWN_NUMBER = True``. Files whose names start with an underscore hold no planner.
+can be skipped, by the model's result in the last step. What else is particular to a planner is a line in its
+file, such as ``OWN_NUMBER = True``: see :mod:`tokenmerge.config.planner_names`. Files without such a function
+hold no planner: ``calibration`` times merging, and those with an underscore are shared by planners.
 
 May import ``ops``, ``config`` and ``errors``; knows nothing of models.
 """
@@ -39,11 +40,12 @@ from tokenmerge.planners._pictures import (
     pictures_of,
     plan_pictures,
 )
+from tokenmerge.planners._sequence import TokenSequence, sequence_of
 
 __all__ = [
-    "OWN_NUMBER",
     "PLANNERS",
     "Pictures",
+    "TokenSequence",
     "num_removed",
     "num_removed_in_all",
     "num_tokens_in_all",
@@ -51,6 +53,7 @@ __all__ = [
     "pictures_of",
     "pictures_of_part",
     "plan_pictures",
+    "sequence_of",
 ]
 
 Planner = Callable[..., Plan | None]
@@ -84,5 +87,3 @@ _MODULES = {name: importlib.import_module(f"{__name__}.{_FOLDERS.get(name, '')}{
 PLANNERS: dict[str, Planner] = {
     name: _on_whole_grids(getattr(module, f"plan_{name}")) for name, module in _MODULES.items()
 }
-# Planners that do not remove the number of tokens that the ratio asks for.
-OWN_NUMBER = tuple(name for name, module in _MODULES.items() if getattr(module, "OWN_NUMBER", False))

@@ -10,6 +10,8 @@ from tokenmerge.config import MergeSettings
 from tokenmerge.ops import Plan, local_matching, make_plan
 from tokenmerge.planners._grid import cell_of, partition
 
+TAKES_PENALTY = True
+
 
 def plan_local(
     features: Tensor,

@@ -11,6 +11,8 @@ from tokenmerge.config import MergeSettings
 from tokenmerge.ops import Plan, best_first, make_plan, most_similar
 from tokenmerge.planners._grid import partition
 
+TAKES_PENALTY = True
+
 
 def plan_threshold(
     features: Tensor,

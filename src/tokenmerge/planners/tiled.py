@@ -10,6 +10,8 @@ from tokenmerge.config import MergeSettings
 from tokenmerge.ops import Plan, make_plan, tiled_matching
 from tokenmerge.planners._grid import cell_of, partition
 
+OVER_TIME = True
+TAKES_PENALTY = True
 # Sides of a tile in cells, of pictures and of videos. A source is compared with the destinations of a window
 # twice as long: up to 32 × 32 cells, or 4 × 16 × 16 over time, so that planning is linear in the tokens.
 SIDES = {2: (16, 16), 3: (2, 8, 8)}

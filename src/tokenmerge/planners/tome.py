@@ -10,6 +10,9 @@ from tokenmerge.config import MergeSettings
 from tokenmerge.ops import Plan, bipartite_soft_matching, make_plan
 from tokenmerge.planners._grid import partition
 
+OVER_TIME = True
+TAKES_PENALTY = True
+
 
 def plan_tome(
     features: Tensor,

@@ -12,6 +12,7 @@ from tokenmerge.ops import Plan, make_plan, own_cell
 from tokenmerge.planners._grid import cell_of, partition
 
 OWN_NUMBER = True
+COMPARES_NOTHING = True
 
 
 def plan_uniform(

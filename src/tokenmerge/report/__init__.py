@@ -8,13 +8,14 @@ from tokenmerge.report.flops import counting
 from tokenmerge.report.prediction import Report, Row, counted_speedup, predict, saved
 from tokenmerge.report.run_steps import RunSteps
 from tokenmerge.report.summary import Conditions, summary
-from tokenmerge.report.text_table import TextTable
+from tokenmerge.report.text_table import Tabled, TextTable
 
 __all__ = [
     "Conditions",
     "Report",
     "Row",
     "RunSteps",
+    "Tabled",
     "TextTable",
     "bytes_of",
     "counted_speedup",

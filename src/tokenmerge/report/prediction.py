@@ -10,12 +10,13 @@ from itertools import chain, groupby
 from typing import Any
 
 from tokenmerge.config import Correction, ToMeConfig
+from tokenmerge.config.checks import integer, optional
 from tokenmerge.errors import ConfigError
 from tokenmerge.models.base import KINDS, Block, Host
 from tokenmerge.models.find import find_hosts
 from tokenmerge.report.flops import count_flops, weightless
 from tokenmerge.report.steps import kept_bytes, mean_flops, notes_on_steps
-from tokenmerge.report.text_table import TextTable
+from tokenmerge.report.text_table import Tabled, TextTable
 from tokenmerge.runtime.patch import hosts_that_merge, new_state, patch_host, restore
 from tokenmerge.runtime.pipeline import Pipeline
 from tokenmerge.runtime.select import layers_to_merge, merges
@@ -57,7 +58,7 @@ class Row:
 
 
 @dataclasses.dataclass(frozen=True)
-class Report:
+class Report(Tabled):
     """What merging does to one call of a model.
 
     FLOPs are those of matrix products, convolutions and attention. A multiply-add counts as two. The time
@@ -111,14 +112,6 @@ class Report:
     def to_dict(self) -> dict[str, Any]:
         """The report as plain values, for records."""
         return dataclasses.asdict(self)
-
-    def __str__(self) -> str:
-        """The report as a table in plain text, followed by the notes."""
-        return str(self._table())
-
-    def _repr_html_(self) -> str:
-        """The same for a notebook."""
-        return self._table().as_html()
 
     def _table(self) -> TextTable:
         header = ("block", "level", "grid", "tokens", "merged", "GFLOPs", "saved")
@@ -185,8 +178,7 @@ def predict(
             model takes no reference pictures.
     """
     for argument, value in (("height", height), ("width", width), ("batch", batch), ("steps", steps)):
-        if value is not None and (not isinstance(value, int) or value < 1):
-            raise ConfigError(f"{argument}: expected an integer ≥ 1, got {value!r}")
+        optional(integer(1))(argument, value)
     hosts = find_hosts(pipe_or_model)
     _check_references(hosts, references)
     height, width = default_or_given(hosts, height, width)

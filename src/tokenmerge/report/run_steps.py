@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from tokenmerge.report.text_table import TextTable
+from tokenmerge.report.text_table import Tabled, TextTable
 from tokenmerge.runtime.run_log import in_kinds
 from tokenmerge.runtime.step_log import StepRow
 
@@ -18,7 +18,7 @@ _NOTES = (
 
 
 @dataclasses.dataclass(frozen=True)
-class RunSteps:
+class RunSteps(Tabled):
     """What each denoising step of a run did: what ran, what merged, how much the result changed, how long.
 
     Iterate over it for the rows. ``print`` shows them as a table, and
@@ -36,14 +36,6 @@ class RunSteps:
     def to_dicts(self) -> list[dict[str, Any]]:
         """The rows as plain values, for records."""
         return [dataclasses.asdict(row) for row in self.rows]
-
-    def __str__(self) -> str:
-        """The rows as a table in plain text."""
-        return str(self._table())
-
-    def _repr_html_(self) -> str:
-        """The same for a notebook."""
-        return self._table().as_html()
 
     def summary(self) -> str:
         """The number of steps of each kind, and their time, in a line."""

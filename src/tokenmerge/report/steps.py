@@ -108,7 +108,7 @@ def kept_bytes(host: Host, config: ToMeConfig, arguments: Arguments) -> int:
 
 
 def _with_long_distances(reuse: StepReuse) -> StepReuse:
-    """Step reuse that caches the same tensors, and does so in a generation of a few steps."""
+    """Step reuse with the same cache, in a generation of only a few steps."""
     every = _STEPS_TO_KEEP_MOST if reuse.on else 1
     return StepReuse(every=every, shallow_every=every if reuse.skips_finest else 1)
 

@@ -7,6 +7,21 @@ import html
 from collections.abc import Iterable, Sequence
 
 
+class Tabled:
+    """What prints as a table, and shows as one in a notebook."""
+
+    def _table(self) -> TextTable:
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        """A table in plain text, followed by the notes."""
+        return str(self._table())
+
+    def _repr_html_(self) -> str:
+        """The same for a notebook."""
+        return self._table().as_html()
+
+
 @dataclasses.dataclass(frozen=True)
 class TextTable:
     """A table.

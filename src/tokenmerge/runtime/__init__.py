@@ -4,6 +4,6 @@
 ``hooks`` builds the ``context`` of a call, and ``forward`` has the methods that blocks and layers get.
 ``state`` holds facts and a place for each thread, ``caches`` what outlives a call.
 
-May import ``ops``, ``config``, ``planners`` and the words of ``models`` (``base``, ``layout``, ``call``),
-never a family's file.
+May import ``errors``, ``ops``, ``config``, ``planners`` and the words of ``models`` (``base``, ``layout``,
+``call``, ``parallel``), never a family's file.
 """

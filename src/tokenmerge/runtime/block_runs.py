@@ -89,7 +89,7 @@ def finish_run(thread: ThreadState) -> None:
 
 
 def _share_with_plans(thread: ThreadState, span: tuple[Tensor, Tensor], added: Tensor) -> None:
-    """Cache one tensor where the blocks of a run are those of a level, whose residual plans compare."""
+    """Cache one tensor for step reuse and for planning, where a run has all blocks of a level."""
     for place, other in thread.spans.items():
         if thread.memory is not None and len(other) == 2 and all(map(operator.is_, span, other)):
             thread.memory.model_residuals[place] = added

@@ -61,7 +61,7 @@ class Cache:
             last block.
         repeats: of a block with ``repeat_penalty``, ``[b, n]``: how many plans have merged each token into
             another one.
-        placeholders: of a stage whose result no running module reads: tensors without memory, of its shape.
+        placeholders: tensors without memory, in the shapes of a stage's result that no running module reads.
     """
 
     plans: dict[Call, Plan] = dataclasses.field(default_factory=dict)

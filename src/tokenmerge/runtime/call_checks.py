@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from tokenmerge.config import StepReuse, ToMeConfig
+from tokenmerge.config import OWN_NUMBER, StepReuse, ToMeConfig
 from tokenmerge.errors import ConfigError, NothingToMergeError, UnsupportedModelError
 from tokenmerge.models.parallel import Part
 from tokenmerge.ops import num_tokens
-from tokenmerge.planners import OWN_NUMBER, num_removed_in_all, pictures_of, pictures_of_part
+from tokenmerge.planners import num_removed_in_all, pictures_of, pictures_of_part
 from tokenmerge.runtime.planning import check_grid, merges_tokens
 from tokenmerge.runtime.scheduler import DenoisingStep
 from tokenmerge.runtime.state import ModelState

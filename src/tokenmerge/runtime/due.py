@@ -192,7 +192,7 @@ def correction_due(
     """Decide whether a call that runs all blocks is dense.
 
     Returns:
-        Whether it is, and else how far tokens extrapolate their own residuals; None: they do not.
+        Whether it is dense; and how far tokens extrapolate their own residuals, None if they do not.
     """
     if torch.is_grad_enabled() and config.token_reuse is not None:
         refuse_training(f"combine={config.token_reuse!r}", "combine='mean'")

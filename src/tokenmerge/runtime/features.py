@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tokenmerge.config import CACHED_FEATURES
 from tokenmerge.models.call import HostCall
 from tokenmerge.ops import IndexPlan
 from tokenmerge.runtime.context import CallContext
@@ -50,7 +49,7 @@ def _cache_residual(
 ) -> None:
     """Cache what a block has added to its image tokens, as one of ``parts`` tensors; 0: alone.
 
-    If something else was cached in this call, in the place of ``before``, it serves here too.
+    If this call has cached another residual in the place of ``before``, that one is kept.
     """
     residuals = state.threads.value.cache.residuals
     if residuals.get(state.call) is not before:
@@ -64,27 +63,25 @@ def _cache_residual(
 
 def _image(state: BlockState, call: HostCall, x: Tensor) -> Tensor:
     """``[b, n, c]``: the tokens of the image in the input or the result of a block."""
-    n, padding = state.tokens, state.layout.padding
+    n, padding = state.sequence.tokens, state.layout.padding
     mask = call.argument(padding) if padding else None
     if mask is None and x.shape[1] == n:
         return x  # the very tensor, by which a run of blocks is recognised
     return state.layout.image(x, n, None if mask is None else mask.sum(dim=1) - n)
 
 
-def compared(state: BlockState, x: Tensor, n: int, start: Tensor | None) -> Tensor:
-    """``[b, n, c]``: what is compared of the n image tokens in a block's input.
+def compared(state: BlockState, x: Tensor, image: Tensor, start: Tensor | None) -> Tensor:
+    """``[b, n, c]``: what is compared of the image tokens in a block's input, where that is cached.
 
     Args:
         state: of the block.
         x: ``[b, text + n + padding, c]``, its input.
-        n: number of tokens in its grids.
+        image: ``[b, n, c]``, the n tokens of the image in it, which are compared where nothing is cached yet.
         start: ``[b]`` index of the first of them in each image; None: as the layout says.
     """
-    image = state.layout.image(x, n, start)
-    asked = state.settings.features in CACHED_FEATURES
-    added = _cached(state) if asked and not torch.compiler.is_compiling() else None
+    added = None if torch.compiler.is_compiling() else _cached(state)
     if added is not None and added.shape == x.shape:
-        added = state.layout.image(added, n, start)
+        added = state.layout.image(added, image.shape[1], start)
     return image if added is None or added.shape != image.shape else added
 
 
@@ -109,14 +106,16 @@ def keys_of(attention: nn.Module, image: Tensor) -> Tensor:
     return keys
 
 
-def penalty_of(state: BlockState, factor: float, images: int) -> Tensor | None:
+def penalty_of(state: BlockState, images: int) -> Tensor | None:
     """``[images, n]``: what is subtracted from the similarity of each token; None: nothing.
 
-    DiTo (arXiv 2605.22011): S'_ij = cos(y_i, y_j) − λ · count_i, with ``factor`` as λ.
+    DiTo (arXiv 2605.22011): S'_ij = cos(y_i, y_j) − λ · count_i, with ``repeat_penalty`` as λ.
     """
-    counts = state.threads.value.cache.repeats.get(state.plan_call) if factor else None
+    counts = state.threads.value.cache.repeats.get(state.plan_call)
+    if counts is None or len(counts) < images:
+        return None
     # Prompts that share a plan have merged the same tokens.
-    return None if counts is None or len(counts) < images else factor * counts[:images]
+    return state.settings.repeat_penalty * counts[:images]
 
 
 def count_repeats(state: BlockState, plan: IndexPlan) -> None:

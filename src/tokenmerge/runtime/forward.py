@@ -190,7 +190,9 @@ def _planned_by_keys(
         return active
     image = state.layout.image(call.argument(call.names[0]), active.tokens)
     block, shape = state.block, (active.images, active.tokens)
-    plan = plan_by(block, block.model.context, block.pictures, shape, lambda: keys_of(attention, image))
+    plan = plan_by(
+        block, block.model.context, block.sequence.pictures, shape, lambda: keys_of(attention, image)
+    )
     known = block.threads.value.merge = ActiveMerge(*shape, plan)
     return known
 
@@ -212,7 +214,7 @@ def _merges_here(state: LayerState, settings: MergeSettings, active: ActiveMerge
 
 
 def _block_with_gradients(state: BlockState, call: HostCall) -> Any:
-    """The result of a block that gradient checkpointing may run again: then it merges what it merged."""
+    """The result of a block under gradients. When checkpointing runs it again, it merges by the same plan."""
     block = state.threads.value
     if block.known is None:
         block.known = state.calls.get(state.layout.tokens_of(call))

@@ -112,7 +112,7 @@ def before_blocks(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Non
 
 
 def after_model(root: nn.Module, args: tuple, result: Any) -> None:
-    """Behind the model: cache what its blocks added; after the last step drop it, before decoding."""
+    """After the model's forward: cache what its blocks added. After the last step, drop it."""
     state: ModelState = root.__dict__[STATE]
     thread = state.threads.value
     memory = thread.memory
@@ -124,7 +124,7 @@ def after_model(root: nn.Module, args: tuple, result: Any) -> None:
 
 
 def compare_guidance(root: nn.Module, args: tuple, result: Any) -> None:
-    """Behind the model: note what guidance changes in its result."""
+    """After the model's forward: note what guidance changes in its result."""
     state: ModelState = root.__dict__[STATE]
     context, memory = state.context, state.threads.value.memory
     made = result if isinstance(result, Tensor) else result[0]
@@ -142,7 +142,7 @@ def compare_guidance(root: nn.Module, args: tuple, result: Any) -> None:
 
 
 def record_result(root: nn.Module, args: tuple, result: Any) -> None:
-    """Behind the model: note the end of the call and its result, where somebody asked for it."""
+    """After the model's forward: record the end of the call and its result, if steps are recorded."""
     state: ModelState = root.__dict__[STATE]
     if (log := state.context.step_log) is not None and not torch.compiler.is_compiling():
         log.end_call(result)
@@ -264,7 +264,10 @@ def _begin_step_log(
 def _guidance_copies(
     state: ModelState, tracker: StepTracker, root: nn.Module, sample: Any, expected: int
 ) -> tuple[int, Tensor | None]:
-    """How many times the batch holds each sample; and whether it does, where reading that would wait."""
+    """How many copies of each sample the batch holds, and a tensor that says whether they are equal.
+
+    The tensor is there only where reading it would synchronise the device.
+    """
     equal = copies_are_equal(state.call.latents(root, sample), expected) if expected > 1 else None
     if equal is None:
         return 1, None

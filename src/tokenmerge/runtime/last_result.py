@@ -32,7 +32,7 @@ def scores_of(memory: Memory, number: int) -> Tensor | None:
 
 
 def note_result(root: nn.Module, args: tuple, result: Any) -> None:
-    """Behind the model: note the deviation of its result, and which tokens its blocks did not compute."""
+    """After the model's forward: note how its result varies, and which tokens its blocks did not compute."""
     state: ModelState = root.__dict__[STATE]
     context, thread = state.context, state.threads.value
     memory, plan = thread.memory, thread.plan

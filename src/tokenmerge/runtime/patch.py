@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from tokenmerge.config import MergeSettings, ToMeConfig
+from tokenmerge.config import FoundFor, MergeSettings, ToMeConfig
 from tokenmerge.errors import NothingToMergeError, UnsupportedModelError
 from tokenmerge.models.base import Block, Host, modules_in
 from tokenmerge.models.layout import Grid
@@ -145,8 +145,17 @@ def _stages(blocks: Sequence[Block], config: ToMeConfig) -> tuple[tuple[int, Mer
     return tuple((level, settings) for level in levels for settings in config.stages(level))
 
 
-def new_state(host: Host, config: ToMeConfig, pipeline: Pipeline) -> ModelState:
-    """The state of a host that :func:`check_host` accepts; nothing of the host is changed."""
+def new_state(
+    host: Host,
+    config: ToMeConfig,
+    pipeline: Pipeline,
+    warned: set[str] | None = None,
+    found_for: FoundFor | None = None,
+) -> ModelState:
+    """The state of a host that :func:`check_host` accepts; nothing of the host is changed.
+
+    ``warned`` and ``found_for`` are those of :class:`tokenmerge.runtime.state.ModelState`.
+    """
     layers = {block.path: layers for block, layers in parts_to_merge(host, config)}
     blocks = [block for block in host.blocks if block.path in layers]
     skipped = list(skipped_parts(host, config))
@@ -167,7 +176,18 @@ def new_state(host: Host, config: ToMeConfig, pipeline: Pipeline) -> ModelState:
         caches_results=config.reuses_steps or config.cached_features is not None,
         merges=config.reuses_steps or any(own.merges for _, own in stages),
     )
-    state = ModelState(config, facts, host.call, settings, stages, tuple(groups), pipeline, threads)
+    state = ModelState(
+        config,
+        facts,
+        host.call,
+        settings,
+        stages,
+        tuple(groups),
+        pipeline,
+        threads,
+        warned=warned,
+        found_for=found_for,
+    )
 
     roles = _stack_roles(blocks) if facts.merges_stacks else [None] * len(blocks)
     grids = {block.grid: PerThread(Grid) for block in blocks if block.grid is not None}

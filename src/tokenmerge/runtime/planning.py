@@ -8,14 +8,13 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from tokenmerge.config import GUIDED_PLANNERS, RESULT_PLANNERS, MergeSettings
+from tokenmerge.config import CACHED_FEATURES, GUIDED_PLANNERS, RESULT_PLANNERS, MergeSettings
 from tokenmerge.errors import NothingToMergeError, UnsupportedModelError
 from tokenmerge.ops import IndexPlan, Plan, features_if_shared, shared_features
 from tokenmerge.planners import (
     PLANNERS,
     Pictures,
     num_removed_in_all,
-    num_tokens_in_all,
     part_bounds,
     pictures_of,
     plan_pictures,
@@ -77,8 +76,7 @@ def pictures_to_merge(state: BlockState, settings: MergeSettings, x: Tensor) -> 
     Raises:
         UnsupportedModelError: the input has fewer tokens than the block's grid.
     """
-    pictures = state.pictures
-    n = num_tokens_in_all(pictures)
+    pictures, n, removed = state.sequence
     if x.shape[1] < n:
         shown = " + ".join(" × ".join(map(str, grid)) for grid, _ in pictures)
         raise UnsupportedModelError(
@@ -86,7 +84,7 @@ def pictures_to_merge(state: BlockState, settings: MergeSettings, x: Tensor) -> 
             f"input of shape {tuple(x.shape)}; this model calls its blocks in a way that tokenmerge does not "
             "know: remove_token_merging(model) restores it"
         )
-    return (pictures, n) if settings.merges and num_removed_in_all(pictures) else None
+    return (pictures, n) if settings.merges and removed else None
 
 
 def plan_of(
@@ -104,7 +102,13 @@ def plan_of(
     """
     start = None if mask is None else mask.sum(dim=1) - n
     shape = x.shape[0], n
-    plan = plan_by(state, context, pictures, shape, lambda: compared(state, x, n, start))
+
+    def features() -> Tensor:
+        image = state.layout.image(x, n, start)
+        cached = state.settings.features in CACHED_FEATURES
+        return compared(state, x, image, start) if cached else image
+
+    plan = plan_by(state, context, pictures, shape, features)
     return plan if start is None else plan.within(start, x.shape[1])
 
 
@@ -140,9 +144,9 @@ def plan_by(
 
 
 def record_plan(state: BlockState, context: CallContext, plan: Plan) -> None:
-    """Leave the plan that a block runs with to whoever asks for it."""
+    """Record the plan that a block runs with, for ``Patch.record``, result planners and the step log."""
     if state.model.record is not None:
-        first, *others = (grid for grid, _ in state.pictures)
+        first, *others = (grid for grid, _ in state.sequence.pictures)
         state.model.record[state.path] = RecordedPlan(plan, first, tuple(others))
     if state.model.facts.result_planner is not None:
         state.model.threads.value.plan = plan
@@ -169,7 +173,7 @@ def _new_plan(state: BlockState, context: CallContext, pictures: Pictures, featu
                 return plan_pictures(PLANNERS["tome"], features, pictures, step)
             return plan_pictures(planner, features, pictures, step, scores)
         if name not in GUIDED_PLANNERS:
-            penalty = penalty_of(state, settings.repeat_penalty, len(features))
+            penalty = penalty_of(state, len(features)) if settings.repeat_penalty else None
             penalties = () if penalty is None else (penalty.to(features.device),)
             return plan_pictures(planner, features, pictures, step, *penalties)
         change = context.guidance_difference

@@ -74,7 +74,7 @@ def _for_all_tokens(state: BlockState, layout: Layout, whole: StackInput, result
         return result
     outputs = [result] if isinstance(result, Tensor) else result
     bases = [whole.tokens if len(outputs) == 1 or i in layout.outputs else 0.0 for i in range(len(outputs))]
-    residual = of_image(layout, residual_of(result, bases), state.tokens)
+    residual = of_image(layout, residual_of(result, bases), state.sequence.tokens)
     cached[state.call] = cached_anew(before, residual, settings, state.model.threads.value.part)
     return result
 

@@ -1,4 +1,4 @@
-"""What a patched model, its blocks, layers and stages hold: facts, and a place for each thread's state."""
+"""The state of a patched model, its blocks, layers and stages: facts, and what each thread holds."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tokenmerge.errors import ConfigError
 from tokenmerge.models.base import ModelCall
 from tokenmerge.models.layout import Grid, Layout
 from tokenmerge.ops import Plan
-from tokenmerge.planners import Pictures, num_tokens_in_all, pictures_of, pictures_of_part
+from tokenmerge.planners import TokenSequence, sequence_of
 from tokenmerge.runtime.caches import Call, Memory, RecordedCalls
 from tokenmerge.runtime.context import CallContext, PartState, ThreadState
 from tokenmerge.runtime.per_thread import PerThread
@@ -87,7 +87,7 @@ class ModelState:
         settings: what holds for each level that merges, at the first step.
         stages: (level, what holds there) for each level that merges and each phase, where it merges most.
         groups: for each part, the number of the plans that it shares.
-        pipeline: that the model is part of.
+        pipeline: the pipeline of the model.
         threads: the state of each thread that calls the model.
         memories: what is cached where settings follow the steps, by generation.
         parts: its blocks, layers and stages that merge or are skipped, in the order of ``groups``.
@@ -95,7 +95,8 @@ class ModelState:
         record: where each block leaves its latest plan, by its path, while somebody asks for it.
         revise_plan: called with the features ``[b, n, c]`` and each new plan, returns the plan that is used
             instead; None: new plans are used as they are.
-        warned: what was said of samples with nothing to merge, whose calls run dense; None: they are errors.
+        warned: warnings already given for samples with too few tokens, which run dense; None: they raise an
+            error.
         found_for: what the settings were found for by ``tokenmerge tune``; None: unknown.
         compared_with: token grid and number of steps that were last compared with that.
         last_run: what happened in the generation that began last; None before the first.
@@ -182,6 +183,15 @@ class ModelState:
         finally:
             self.record = before
 
+    @contextlib.contextmanager
+    def revising(self, revise: Callable[[Tensor, Plan], Plan]) -> Iterator[None]:
+        """While the context lasts, what ``revise`` makes of the features and a new plan is used instead."""
+        self.revise_plan = revise
+        try:
+            yield
+        finally:
+            self.revise_plan = None
+
     def forget(self) -> None:
         """Drop all that is cached, as the model is restored; a handle may still hold this object."""
         for memory in (*self.memories.values(), self.threads.value.own_memory):
@@ -240,7 +250,7 @@ class BlockState:
         is_last: whether it is the last one.
         is_read_between: whether more than the next block reads its result, as in a ControlNet.
         threads: its running call in each thread.
-        calls: under gradients, what it ran with.
+        calls: what was recorded of its calls for gradient checkpointing, which runs them again.
     """
 
     model: ModelState
@@ -277,15 +287,10 @@ class BlockState:
         return (self.block_layout or self.layout).outputs[0]
 
     @property
-    def pictures(self) -> Pictures:
+    def sequence(self) -> TokenSequence:
         """The pictures among the tokens that it gets: those of the sequence, or of this device's part."""
-        part, pictures = self.model.threads.value.part, pictures_of(self.grids, self.settings)
-        return pictures if part is None else pictures_of_part(pictures, part.index, part.parts)
-
-    @property
-    def tokens(self) -> int:
-        """Number of tokens in them."""
-        return num_tokens_in_all(self.pictures)
+        part = self.model.threads.value.part
+        return sequence_of(self.grids, self.settings, None if part is None else (part.index, part.parts))
 
     @property
     def call(self) -> Call:

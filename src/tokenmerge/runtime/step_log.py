@@ -47,7 +47,7 @@ class StepRow:
 
 
 class _Step:
-    """A step so far: numbers, and tensors of one number that nobody has waited for."""
+    """What was measured of a step so far. Tensors are read later, so that recording does not synchronise."""
 
     def __init__(self, kind: StepKind) -> None:
         self.kind = kind

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from tokenmerge.errors import ConfigError
-from tokenmerge.report import TextTable, saved
+from tokenmerge.config.checks import integer, optional
+from tokenmerge.report import Tabled, TextTable, saved
 from tokenmerge.report.flops import count_flops, weightless
 from tokenmerge.vit.config import ViTConfig
 from tokenmerge.vit.hosts import find_encoders
@@ -33,7 +33,7 @@ class ViTRow:
 
 
 @dataclasses.dataclass(frozen=True)
-class ViTReport:
+class ViTReport(Tabled):
     """What merging does to one call of a vision transformer.
 
     FLOPs count matrix products, convolutions and attention, with two for a multiply-add. The time saved also
@@ -62,14 +62,6 @@ class ViTReport:
     def to_dict(self) -> dict[str, Any]:
         """The report as plain values, for records."""
         return dataclasses.asdict(self)
-
-    def __str__(self) -> str:
-        """A table in plain text."""
-        return str(self._table())
-
-    def _repr_html_(self) -> str:
-        """The same for a notebook."""
-        return self._table().as_html()
 
     def _table(self) -> TextTable:
         lines = [("layer", "tokens", "GFLOPs", "saved")]
@@ -101,8 +93,7 @@ def predict_vit(
         ConfigError: the size is not valid, or ``config.r`` is a sequence of the wrong length.
     """
     for argument, value in (("height", height), ("width", width), ("batch", batch)):
-        if value is not None and (not isinstance(value, int) or value < 1):
-            raise ConfigError(f"{argument}: expected an integer ≥ 1, got {value!r}")
+        optional(integer(1))(argument, value)
     original = checked_encoders(model, config)[0]
     (encoder,) = find_encoders(weightless(original.model))
     height, width = height or encoder.image_size[0], width or encoder.image_size[1]

@@ -12,7 +12,7 @@ from tokenmerge.auto import with_skipped_blocks, with_skipped_stages
 from tokenmerge.config import Correction, ToMeConfig
 from tokenmerge.errors import ConfigError, NothingToMergeError
 from tokenmerge.integrations.comfyui.models import Target
-from tokenmerge.planners._calibration import fewest_tokens
+from tokenmerge.planners.calibration import fewest_tokens
 
 # Methods with token-wise reuse or with features of the step before are left out, since the patches here do
 # not know them.

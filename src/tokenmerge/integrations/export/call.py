@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from tokenmerge.errors import ConfigError
+from tokenmerge.errors import ConfigError, reason_of
 from tokenmerge.integrations.export.options import ExportOptions
 from tokenmerge.measure.generate.options import GenerateOptions
 from tokenmerge.measure.pipelines.call import PipelineCall
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 _PROMPT = "a red apple on a table"
 _LATER = 0.37  # of the timestep, in the call that is checked
-_LONGEST_REASON = 150
 
 
 @dataclasses.dataclass(eq=False)
@@ -106,10 +105,9 @@ def first_call(
     except _Reached:
         pass
     except ValueError as error:  # the pipeline's own checks
-        reason = str(error).partition("\n")[0][:_LONGEST_REASON].rstrip(".")
         raise ConfigError(
-            f"size: {type(pipe).__name__} cannot be called at {size[0]}x{size[1]} ({reason}); take another "
-            "with --size"
+            f"size: {type(pipe).__name__} cannot be called at {size[0]}x{size[1]} ({reason_of(error)}); take "
+            "another with --size"
         ) from error
     finally:
         hook.remove()

@@ -14,13 +14,12 @@ from torch import Tensor, nn
 from torch.export.graph_signature import InputKind, TensorArgument
 from torch.utils._pytree import tree_leaves
 
-from tokenmerge.errors import TokenMergingError, UnsupportedModelError
+from tokenmerge.errors import TokenMergingError, UnsupportedModelError, reason_of
 from tokenmerge.integrations.export.plans import made_plans, plan_tensors
 from tokenmerge.measure.out_of_memory import is_out_of_memory
 
 OUTPUT = "out"
 Plans = tuple[tuple[str | None, ...], ...]
-_LONGEST_REASON = 150
 
 
 class Graph(NamedTuple):
@@ -126,8 +125,7 @@ def _exporting(name: str) -> Iterator[None]:
     except Exception as error:
         if is_out_of_memory(error):
             raise
-        reason = str(error).strip().partition("\n")[0][:_LONGEST_REASON] or type(error).__name__
         raise UnsupportedModelError(
-            f"model: PyTorch cannot export {name} with these settings ({reason}); take --method tome, or try "
-            "--ratio 0 to see whether the dense model exports"
+            f"model: PyTorch cannot export {name} with these settings ({reason_of(error)}); take "
+            "--method tome, or try --ratio 0 to see whether the dense model exports"
         ) from error

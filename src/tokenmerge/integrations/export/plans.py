@@ -161,14 +161,8 @@ def gap(features: Tensor, plan: IndexPlan, own: IndexPlan) -> float:
 @contextlib.contextmanager
 def _revising(model: nn.Module, revise: Any) -> Iterator[None]:
     state = state_of(model)
-    if state is None:
+    with contextlib.nullcontext() if state is None else state.revising(revise):
         yield
-        return
-    state.revise_plan = revise
-    try:
-        yield
-    finally:
-        state.revise_plan = None
 
 
 def _wrong(what: str) -> ConfigError:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import numbers
 from typing import Any, TypeVar
 
 from paddle import nn
 
-from tokenmerge.config import PlanSharing, ToMeConfig, highest_ratio
-from tokenmerge.errors import ConfigError
+from tokenmerge import presets
+from tokenmerge.config import check_below_highest_ratio
 from tokenmerge.integrations.paddle.api import apply_token_merging, remove_token_merging
 from tokenmerge.integrations.paddle.models import find_hosts
 
@@ -47,15 +46,9 @@ def apply_patch(
         ConfigError: a ``ValueError``; the ratio is 1 − 1/(sx·sy) or more, or another value is not valid.
         UnsupportedModelError, NothingToMergeError: as :func:`tokenmerge.paddle.apply_token_merging`.
     """
-    ToMeConfig(ratio=0, sx=sx, sy=sy)  # the highest ratio is defined for valid strides only
-    highest = highest_ratio(sx, sy)
-    if isinstance(ratio, numbers.Real) and ratio >= highest:
-        raise ConfigError(
-            f"ratio: expected less than 1 − 1/(sx·sy) = {highest:g} for sx={sx}, sy={sy}, got {ratio:g}; "
-            "take a lower ratio or larger strides"
-        )
-    config = ToMeConfig(
-        ratio=ratio,
+    check_below_highest_ratio(ratio, sx, sy)
+    config = presets.tomesd(
+        ratio,
         max_downsample=max_downsample,
         sx=sx,
         sy=sy,
@@ -63,7 +56,6 @@ def apply_patch(
         merge_attn=bool(merge_attn),
         merge_crossattn=bool(merge_crossattn),
         merge_mlp=bool(merge_mlp),
-        plans=PlanSharing(guidance=False),
     )
     apply_token_merging(pipe_or_layer, config)
     return pipe_or_layer

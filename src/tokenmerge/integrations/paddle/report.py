@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from tokenmerge.config import MergeSettings, ToMeConfig
+from tokenmerge.config.checks import integer, optional
 from tokenmerge.errors import ConfigError
 from tokenmerge.integrations.paddle.models import Block, Host, find_hosts
 from tokenmerge.integrations.paddle.runtime import blocks_to_merge, merged_layers
@@ -107,8 +108,7 @@ def predict(
         ConfigError: the size is missing and the model does not say what it was made for, or it is not valid.
     """
     for argument, value in (("height", height), ("width", width), ("batch", batch)):
-        if value is not None and (not isinstance(value, int) or value < 1):
-            raise ConfigError(f"{argument}: expected an integer ≥ 1, got {value!r}")
+        optional(integer(1))(argument, value)
     hosts = find_hosts(pipe_or_layer)
     if height is None or width is None:
         size = next((host.sample_size for host in hosts if host.sample_size), None)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import html
 
-from tokenmerge.errors import TokenMergingError
+from tokenmerge.errors import TokenMergingError, reason_of
 from tokenmerge.integrations.play.trial import Trial
 from tokenmerge.measure.out_of_memory import is_out_of_memory
-
-_LONGEST_REASON = 200
 
 
 def closeness(trial: Trial) -> str:
@@ -61,5 +59,4 @@ def sentence(error: Exception) -> str:
         return html.escape(str(error))
     if is_out_of_memory(error):
         return "There is too little memory for this; take a smaller size or model, or close other programs."
-    reason = str(error).strip().partition("\n")[0][:_LONGEST_REASON] or type(error).__name__
-    return html.escape(f"The model failed: {reason.rstrip('.')}. The terminal says where.")
+    return html.escape(f"The model failed: {reason_of(error)}. The terminal says where.")

@@ -10,6 +10,8 @@ from torch import Tensor
 from tokenmerge.config import MergeSettings
 from tokenmerge.ops import Plan, make_plan
 
+COMPARES_NOTHING = True
+
 
 def plan_ras(
     features: Tensor, grid: Sequence[int], r: int, settings: MergeSettings, step: Tensor, scores: Tensor
