@@ -10,6 +10,7 @@ from hypothesis import settings
 from tiny_pipeline import write_pipeline
 
 import tokenmerge.auto
+import tokenmerge.handle
 from tokenmerge.planners import calibration
 
 _measure = calibration.measure_fewest_tokens
@@ -37,6 +38,7 @@ def _no_timing(monkeypatch: pytest.MonkeyPatch) -> None:
         return _FEWEST if calibration.measure_fewest_tokens is _measure else found(*args)
 
     monkeypatch.setattr(tokenmerge.auto, "fewest_tokens", fewest_tokens)
+    monkeypatch.setattr(tokenmerge.handle, "fewest_tokens", lambda *_: 0)  # nothing is slower than dense
 
 
 @pytest.fixture(scope="module")

@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
-import torch
 from torch import nn
 
 from tokenmerge.config import Correction, PlanSharing, StepReuse, ToMeConfig
-from tokenmerge.models.base import Block, Host
+from tokenmerge.models.base import Host
 from tokenmerge.models.find import find_hosts
+from tokenmerge.models.placement import device_of, dtype_of, narrowest_attention
 from tokenmerge.models.unet_stages import shallow_share
 from tokenmerge.planners.calibration import fewest_tokens
 
@@ -120,7 +120,7 @@ def choose_for(
         ratio=ratio,
         max_downsample=deepest,
         min_tokens=fewest_tokens(
-            _device(pipe_or_model, denoiser.root), _dtype(denoiser.root), *_narrowest(blocks)
+            device_of(pipe_or_model, denoiser.root), dtype_of(denoiser.root), *narrowest_attention(blocks)
         ),
         scope="block" if wide else "layers",
         planner="tiled",
@@ -212,31 +212,6 @@ def _under_amplification(every: float) -> dict[str, Any]:
 def _span_of_blocks(every: float) -> float:
     """The span that limits the distance between full steps in short generations alone."""
     return math.ceil(every) / _STEPS_OF_BLOCKS
-
-
-def _narrowest(blocks: Sequence[Block]) -> tuple[int, ...]:
-    """Channels and heads of the narrowest attention, where merging saves least; empty if unknown."""
-    found = []
-    for layer in (getattr(block.module, layer.name) for block in blocks for layer in block.layers):
-        projection, heads = getattr(layer, "to_q", None), getattr(layer, "heads", None)
-        if isinstance(projection, nn.Linear) and isinstance(heads, int):
-            found.append((projection.out_features, heads))
-    return min(found, default=())
-
-
-def _device(pipe_or_model: object, model: nn.Module) -> torch.device:
-    """The device that a model runs on. The weights of an offloaded model are elsewhere."""
-    device = getattr(pipe_or_model, "_execution_device", None) or next(model.parameters()).device
-    if torch.device(device).type != "meta":
-        return torch.device(device)
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    return torch.device("cpu") if accelerator is None else accelerator
-
-
-def _dtype(model: nn.Module) -> torch.dtype:
-    """The dtype that a model computes in. float8 weights are only stored as such."""
-    dtypes = (weight.dtype for weight in model.parameters())
-    return next((dtype for dtype in dtypes if dtype.is_floating_point and dtype.itemsize > 1), torch.bfloat16)
 
 
 def _calls_fused_attention(pipe_or_model: object, hosts: Sequence[Host]) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import html
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Generic, TypeVar
@@ -12,7 +13,9 @@ from torch import nn
 from tokenmerge.config import to_metadata
 from tokenmerge.errors import ConfigError, TokenMergingError
 from tokenmerge.models.base import Host
-from tokenmerge.report import Conditions, Report, RunSteps, predict, saved, summary
+from tokenmerge.models.placement import device_of, dtype_of, narrowest_attention
+from tokenmerge.planners.calibration import fewest_tokens
+from tokenmerge.report import Conditions, Report, RunSteps, predict, saved, slower_than_dense, summary
 from tokenmerge.runtime.in_use import refuse_in_use
 from tokenmerge.runtime.patch import record_steps, restore, state_of
 from tokenmerge.runtime.pipeline import default_steps
@@ -56,6 +59,10 @@ class Patch(Generic[AnyReport, AnyRecord]):
 
         What is not given is that of the last run. Before the first run, it is the model's default size, the
         batch of one picture, and the default number of steps of the pipeline.
+
+        Operations are counted. Merged attention on few tokens can save operations and still take longer than
+        dense: a note names such blocks, by what :func:`tokenmerge.planners.calibration.fewest_tokens` timed
+        on this device. It times only once, for a second or two.
 
         Args:
             height: height of the sample, ≥ 1 (for latent diffusion, of the latents; for a vision transformer,
@@ -263,8 +270,17 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
         config = self.config if run is None else run.config
         key = height, width, batch, steps, config, tuple(references)
         if self._counted is None or self._counted[0] != key:
-            self._counted = key, predict(self._model, config, height, width, batch, steps, references)
+            counted = predict(self._model, config, height, width, batch, steps, references)
+            slower = slower_than_dense(counted, self._fewest_tokens)
+            notes = counted.notes if slower is None else (*counted.notes, slower)
+            self._counted = key, dataclasses.replace(counted, notes=notes)
         return self._counted[1]
+
+    def _fewest_tokens(self) -> int:
+        """The fewest tokens for which merged attention is faster, on the device of the denoiser."""
+        root = self._denoiser.root
+        widths = narrowest_attention(self._denoiser.blocks)
+        return fewest_tokens(device_of(self._model, root), dtype_of(root), *widths)
 
     def __repr__(self) -> str:
         try:
@@ -280,6 +296,7 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
             blocks=len(self._denoiser.blocks),
             dtype=_dtype(self._denoiser.root),
             scale=getattr(pipe, "vae_scale_factor", None),
+            slower=None if report is None else slower_than_dense(report, self._fewest_tokens),
         )
         run = self._last_run
         lines = summary(self.config if run is None else run.config, conditions, report, run)

@@ -1,12 +1,14 @@
 """What merging does at one size and number of steps: tokens, operations and cache, counted before a run.
 
-Also what each step of a run did. May import ``runtime`` and everything below it; measures nothing.
+Also what each step of a run did. May import ``runtime`` and everything below it. Nothing of a model is timed
+here; ``slower`` compares with what ``planners.calibration`` timed once for the device.
 """
 
 from tokenmerge.report.cache_limit import bytes_of, within
 from tokenmerge.report.flops import counting
 from tokenmerge.report.prediction import Report, Row, counted_speedup, predict, saved
 from tokenmerge.report.run_steps import RunSteps
+from tokenmerge.report.slower import slower_than_dense
 from tokenmerge.report.summary import Conditions, summary
 from tokenmerge.report.text_table import Tabled, TextTable
 
@@ -22,6 +24,7 @@ __all__ = [
     "counting",
     "predict",
     "saved",
+    "slower_than_dense",
     "summary",
     "within",
 ]

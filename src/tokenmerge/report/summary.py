@@ -20,6 +20,7 @@ class Conditions:
         blocks: number of transformer blocks of the denoiser.
         dtype: of its weights.
         scale: pixels per side of a latent position; None: sizes are given in latents.
+        slower: which blocks take longer merged than dense; None: none is known to.
     """
 
     models: tuple[str, ...]
@@ -27,6 +28,7 @@ class Conditions:
     blocks: int
     dtype: str
     scale: int | None = None
+    slower: str | None = None
 
 
 def summary(
@@ -49,6 +51,8 @@ def summary(
         lines.append(f"  step reuse: {_reuse(config, report)}")
     if report is not None:
         lines += [f"  {_counted(conditions, report)}", f"  {_kept(conditions, report)}"]
+    if conditions.slower is not None:
+        lines.append(f"  slower than dense: {conditions.slower}")
     if run is not None:
         lines.append(f"  last run: {_happened(run)}")
     return lines
