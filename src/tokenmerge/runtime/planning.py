@@ -13,11 +13,13 @@ from tokenmerge.errors import NothingToMergeError, UnsupportedModelError
 from tokenmerge.ops import IndexPlan, Plan, features_if_shared, shared_features
 from tokenmerge.planners import (
     PLANNERS,
+    GridShape,
     Pictures,
-    num_removed_in_all,
+    TokenSequence,
     part_bounds,
-    pictures_of,
     plan_pictures,
+    sequence_of,
+    sequence_of_part,
 )
 from tokenmerge.runtime.context import CallContext
 from tokenmerge.runtime.features import compared, count_repeats, penalty_of
@@ -25,14 +27,12 @@ from tokenmerge.runtime.guidance import importance_of_tokens
 from tokenmerge.runtime.state import BlockState, RecordedPlan
 
 Stages = Sequence[tuple[int, MergeSettings]]
-GridShape = tuple[int, int, int]
 
 
 def merges_tokens(stages: Stages, *grids: GridShape) -> bool:
     """Whether a call with these finest grids of (frames, rows, columns) has tokens to merge."""
     return any(
-        num_removed_in_all(pictures_of([(f, -(-h // level), -(-w // level)) for f, h, w in grids], settings))
-        > 0
+        sequence_of([(f, -(-h // level), -(-w // level)) for f, h, w in grids], settings).removed > 0
         for level, settings in stages
     )
 
@@ -70,13 +70,19 @@ def check_grid(stages: Stages, *grids: GridShape) -> None:
         )
 
 
+def sequence_in(state: BlockState) -> TokenSequence:
+    """The pictures among the tokens that a block gets: those of the sequence, or of this device's part."""
+    part, sequence = state.model.threads.value.part, sequence_of(state.grids, state.settings)
+    return sequence if part is None else sequence_of_part(sequence.pictures, part.index, part.parts)
+
+
 def pictures_to_merge(state: BlockState, settings: MergeSettings, x: Tensor) -> tuple[Pictures, int] | None:
     """The pictures in a block's input, and the number of their tokens; None: nothing would merge.
 
     Raises:
         UnsupportedModelError: the input has fewer tokens than the block's grid.
     """
-    pictures, n, removed = state.sequence
+    pictures, n, removed = sequence_in(state)
     if x.shape[1] < n:
         shown = " + ".join(" × ".join(map(str, grid)) for grid, _ in pictures)
         raise UnsupportedModelError(
@@ -146,7 +152,7 @@ def plan_by(
 def record_plan(state: BlockState, context: CallContext, plan: Plan) -> None:
     """Record the plan that a block runs with, for ``Patch.record``, result planners and the step log."""
     if state.model.record is not None:
-        first, *others = (grid for grid, _ in state.sequence.pictures)
+        first, *others = (grid for grid, _ in sequence_in(state).pictures)
         state.model.record[state.path] = RecordedPlan(plan, first, tuple(others))
     if state.model.facts.result_planner is not None:
         state.model.threads.value.plan = plan
