@@ -43,6 +43,7 @@ __all__ = [
     "PLANNERS",
     "GridShape",
     "Pictures",
+    "Planner",
     "TokenSequence",
     "num_removed",
     "part_bounds",

@@ -15,6 +15,7 @@ from tokenmerge.planners import (
     PLANNERS,
     GridShape,
     Pictures,
+    Planner,
     TokenSequence,
     part_bounds,
     plan_pictures,
@@ -162,48 +163,50 @@ def record_plan(state: BlockState, context: CallContext, plan: Plan) -> None:
 
 
 def _new_plan(state: BlockState, context: CallContext, pictures: Pictures, features: Tensor) -> Plan:
-    b, settings = features.shape[0], state.settings
-    # The step is on the sample's device; blocks of a model on several devices may be elsewhere.
-    step = context.step.to(features.device)
-
-    def plan(features: Tensor) -> Plan:
-        found = planned(features)
-        assert found is not None  # some tokens merge
-        return found
-
-    def planned(features: Tensor) -> Plan | None:
-        name, planner = settings.planner, PLANNERS[settings.planner]
-        if name in RESULT_PLANNERS:
-            scores = _of_images(context.skip_scores, features)
-            if scores is None:
-                return plan_pictures(PLANNERS["tome"], features, pictures, step)
-            return plan_pictures(planner, features, pictures, step, scores)
-        if name not in GUIDED_PLANNERS:
-            penalty = penalty_of(state, len(features)) if settings.repeat_penalty else None
-            penalties = () if penalty is None else (penalty.to(features.device),)
-            return plan_pictures(planner, features, pictures, step, *penalties)
-        change = context.guidance_difference
-        importance = None if change is None else importance_of_tokens(change, *state.grids)
-        part = state.model.threads.value.part
-        if importance is not None and part is not None:
-            start, stop = part_bounds(importance.shape[1], part.index, part.parts)
-            importance = importance[:, start:stop]
-        if importance is not None and len(features) == 1:
-            importance = importance.mean(dim=0, keepdim=True)
-        if importance is None or len(importance) != len(features):
-            if change is not None:
-                _warn_of_other_tokens(state, change, features)
-            return plan_pictures(PLANNERS["tome"], features, pictures, step)
-        return plan_pictures(planner, features, pictures, step, importance.to(features.device))
-
+    b = features.shape[0]
     copies = context.guidance_copies if b % context.guidance_copies == 0 else 1
     if not state.batched:
         copies = b
-    if copies == 1:
-        return plan(features)
-    if state.batched and context.copies_equal is not None:
-        return plan(features_if_shared(features, copies, context.copies_equal.to(features.device)))
-    return plan(shared_features(features, copies)).repeated(copies)
+    repeats = copies
+    if copies > 1 and state.batched and context.copies_equal is not None:
+        features, repeats = features_if_shared(features, copies, context.copies_equal.to(features.device)), 1
+    elif copies > 1:
+        features = shared_features(features, copies)
+    planner, also = _planner_for(state, context, features)
+    # The step is on the sample's device; blocks of a model on several devices may be elsewhere.
+    plan = plan_pictures(planner, features, pictures, context.step.to(features.device), *also)
+    assert plan is not None  # some tokens merge
+    return plan if repeats == 1 else plan.repeated(repeats)
+
+
+def _planner_for(
+    state: BlockState, context: CallContext, features: Tensor
+) -> tuple[Planner, tuple[Tensor, ...]]:
+    """The planner for a block's features, and what it looks at beside them.
+
+    The planner is ``"tome"`` where that is not known yet.
+    """
+    settings = state.settings
+    planner, tome = PLANNERS[settings.planner], PLANNERS["tome"]
+    if settings.planner in RESULT_PLANNERS:
+        scores = _of_images(context.skip_scores, features)
+        return (tome, ()) if scores is None else (planner, (scores,))
+    if settings.planner not in GUIDED_PLANNERS:
+        penalty = penalty_of(state, len(features)) if settings.repeat_penalty else None
+        return planner, () if penalty is None else (penalty.to(features.device),)
+    change = context.guidance_difference
+    importance = None if change is None else importance_of_tokens(change, *state.grids)
+    part = state.model.threads.value.part
+    if importance is not None and part is not None:
+        start, stop = part_bounds(importance.shape[1], part.index, part.parts)
+        importance = importance[:, start:stop]
+    if importance is not None and len(features) == 1:
+        importance = importance.mean(dim=0, keepdim=True)
+    if importance is None or len(importance) != len(features):
+        if change is not None:
+            _warn_of_other_tokens(state, change, features)
+        return tome, ()
+    return planner, (importance.to(features.device),)
 
 
 def _of_images(scores: Tensor | None, features: Tensor) -> Tensor | None:
