@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from tokenmerge.config import MergeSettings
-from tokenmerge.planners import num_removed, num_removed_in_all, part_bounds, pictures_of, pictures_of_part
+from tokenmerge.planners import num_removed, part_bounds, sequence_of, sequence_of_part
 
 SIDES = st.integers(1, 9)
 GRIDS = st.lists(st.tuples(st.integers(1, 5), SIDES, SIDES), min_size=1, max_size=3)
@@ -23,15 +23,21 @@ def places_in(grid):
     return torch.cartesian_prod(*map(torch.arange, grid)).view(-1, 3)
 
 
-def pieces(pictures, parts):
-    return [pictures_of_part(pictures, index, parts) for index in range(parts)]
+def pieces(grids, config, parts):
+    """The grids and settings in each part."""
+    pictures = sequence_of(grids, config).pictures
+    return [sequence_of_part(pictures, index, parts).pictures for index in range(parts)]
+
+
+def num_removed_in_all(pictures):
+    return sum(num_removed(grid, settings) for grid, settings in pictures)
 
 
 @given(GRIDS, CONFIG, PARTS)
 def test_the_parts_are_those_of_tensor_split_and_their_grids_hold_neighbours(grids, config, parts):
     """In a grid of frames, rows and columns, each axis counts up from its first token, one by one."""
     places = torch.cat([F.pad(places_in(grid), (1, 0), value=i) for i, grid in enumerate(grids)])
-    for part, own in zip(places.tensor_split(parts), pieces(pictures_of(grids, config), parts), strict=True):
+    for part, own in zip(places.tensor_split(parts), pieces(grids, config, parts), strict=True):
         assert sum(math.prod(grid) for grid, _ in own) == len(part)
         lengths = [math.prod(grid) for grid, _ in own]
         for (grid, _), tokens in zip(own, part.split(lengths), strict=True):
@@ -42,11 +48,10 @@ def test_the_parts_are_those_of_tensor_split_and_their_grids_hold_neighbours(gri
 
 @given(GRIDS, CONFIG, PARTS)
 def test_every_part_loses_as_many_tokens_and_no_piece_more_than_its_ratio(grids, config, parts):
-    pictures = pictures_of(grids, config)
-    every = pieces(pictures, parts)
+    every = pieces(grids, config, parts)
     removed = [num_removed_in_all(own) for own in every]
     assert len(set(removed)) == 1
-    highest = max(settings.ratio for _, settings in pictures)
+    highest = max(settings.ratio for _, settings in sequence_of(grids, config).pictures)
     for own in every:
         for grid, settings in own:
             assert num_removed(grid, settings) <= math.prod(grid) * highest
@@ -57,7 +62,7 @@ def test_equal_parts_lose_what_the_ratio_says(side, ratio, parts):
     """Parts of whole rows are alike, so that none has to lose less than its own ratio."""
     rows, columns = side
     grid, config = (1, rows * parts, columns), MergeSettings(ratio=ratio)
-    for own in pieces(pictures_of([grid], config), parts):
+    for own in pieces([grid], config, parts):
         assert [piece for piece, _ in own] == [(1, rows, columns)]
         assert num_removed_in_all(own) == num_removed((1, rows, columns), config)
 
@@ -68,10 +73,7 @@ def test_the_fewest_tokens_of_a_grid_that_merges_count_in_the_whole_picture(grid
     config = MergeSettings(ratio=0.5)
     sizes = [math.prod(grid) for grid in grids]
     low, high = (MergeSettings(ratio=0.5, min_tokens=n) for n in (min(sizes), max(sizes) + 1))
-    removed = [
-        [num_removed_in_all(own) for own in pieces(pictures_of(grids, one), parts)]
-        for one in (config, low, high)
-    ]
+    removed = [[num_removed_in_all(own) for own in pieces(grids, one, parts)] for one in (config, low, high)]
     assert removed[0] == removed[1]
     assert not any(removed[2])
 

@@ -20,9 +20,8 @@ from tokenmerge.ops import Plan, SoftPlan, keep_destinations, merge, merge_with_
 from tokenmerge.planners import (
     PLANNERS,
     num_removed,
-    num_removed_in_all,
-    pictures_of,
     plan_pictures,
+    sequence_of,
 )
 
 EVERY = pytest.mark.parametrize("name", PLANNERS)
@@ -212,8 +211,10 @@ def test_pictures_of_a_sequence_merge_each_by_its_own_plan(name, case, others, r
     ]
     sequence = torch.cat(pictures, dim=1)
     extra = (sequence.double().sin().sum(dim=2).abs(),) if name in TOLD_PLANNERS else ()
-    joined = plan_pictures(PLANNERS[name], sequence, pictures_of(grids, config), torch.tensor(3), *extra)
-    assert (num_removed_in_all(pictures_of(grids, config)) > 0) == any(own is not None for own in apart)
+    whole = sequence_of(grids, config)
+    joined = plan_pictures(PLANNERS[name], sequence, whole.pictures, torch.tensor(3), *extra)
+    assert whole.tokens == sequence.shape[1]
+    assert (whole.removed > 0) == any(own is not None for own in apart)
     if joined is None:
         assert all(own is None for own in apart)
         return

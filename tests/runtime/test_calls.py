@@ -34,25 +34,47 @@ def functions_called(run):
     return found
 
 
-def files_passed(run):
-    """Files of this package that are entered, but for planners and the operations that they are made of."""
-    found = set()
+# Files that hold facts: what they compute follows from frozen values, or from the arguments of a host's call.
+# Their names say what one gets, so that nobody has to follow a token into them.
+FACTS = {
+    "config/settings.py": "properties of the settings",
+    "config/correction.py": "a property of the settings",
+    "models/layout.py": "which of a call's tokens are the image's, and the sides of their grid",
+    "models/call.py": "the arguments of a host's call, which it makes",
+    "runtime/state.py": "what a block is, and what holds for its running call",
+    "runtime/host_method.py": "the host's method and the names of its parameters",
+}
+
+
+def files_that_act(run):
+    """Files of this package that are entered, but for those that only hold facts.
+
+    A file that holds facts hands nothing on: what acts is never called from it.
+    """
+    found, handed_on = set(), set()
+
+    def file_of(frame):
+        file = "" if frame is None else frame.f_code.co_filename
+        return Path(file).relative_to(PACKAGE).as_posix() if file.startswith(PACKAGE) else None
 
     def note(frame, event, _):
-        file = frame.f_code.co_filename
-        if event == "call" and file.startswith(PACKAGE):
-            found.add(Path(file).relative_to(PACKAGE).as_posix())
+        file = file_of(frame)
+        if event == "call" and file is not None and file not in FACTS:
+            found.add(file)
+            if file_of(frame.f_back) in FACTS:
+                handed_on.add((file_of(frame.f_back), file))
 
     sys.setprofile(note)
     try:
         run()
     finally:
         sys.setprofile(None)
-    return sorted(name for name in found if not name.startswith(("planners/", "ops/")))
+    assert not handed_on
+    return found
 
 
-# 862 and 552 as this was written, with Python 3.11; later ones have no frames for comprehensions.
-@pytest.mark.parametrize(("name", "most"), [("UNet2DConditionModel", 880), ("FluxTransformer2DModel", 565)])
+# 855 and 548 as this was written, with Python 3.11; later ones have no frames for comprehensions.
+@pytest.mark.parametrize(("name", "most"), [("UNet2DConditionModel", 860), ("FluxTransformer2DModel", 552)])
 @torch.no_grad()
 def test_a_merged_call_runs_few_functions(name, most):
     family = FAMILIES[name]
@@ -68,13 +90,13 @@ def test_a_merged_call_runs_few_functions(name, most):
     assert 0 < sum(found.values()) <= most, found.most_common(10)
 
 
-@pytest.mark.parametrize(("scope", "most"), [("layers", 8), ("block", 9)])
+@pytest.mark.parametrize("scope", ["layers", "block"])
 @torch.no_grad()
-def test_a_merged_block_passes_few_files_beside_those_that_plan(scope, most):
-    """From its ``forward`` to the gather and back; a reader follows a token through these."""
+def test_in_a_merged_block_eight_files_act(scope):
+    """From its ``forward`` to the gather and back, with a new plan: what a reader steps into."""
     family = FAMILIES["UNet2DConditionModel"]
     model, arguments = model_of(family), family.inputs(2, 8, 8)
-    apply_token_merging(model, settings(family, scope=scope))
+    apply_token_merging(model, settings(family, scope=scope, planner="tome"))
     call(model, arguments)
     block = model.down_blocks[0].attentions[0].transformer_blocks[0]
     given = {}
@@ -83,6 +105,8 @@ def test_a_merged_block_passes_few_files_beside_those_that_plan(scope, most):
     )
     call(model, arguments)
     hook.remove()
-    found = files_passed(lambda: block(*given["args"], **given["kwargs"]))
-    assert "runtime/merged_call.py" in found
-    assert 0 < len(found) <= most, found
+    assert files_that_act(lambda: block(*given["args"], **given["kwargs"])) == {
+        *("runtime/forward.py", "runtime/planning.py", "runtime/merged_call.py"),
+        *("planners/_grid.py", "planners/tome.py"),
+        *("ops/partition.py", "ops/matching.py", "ops/plan.py"),
+    }

@@ -4,7 +4,6 @@ They know neither models nor settings, and import nothing else of the package.
 """
 
 from tokenmerge.ops.bits import bits
-from tokenmerge.ops.draws import uniform_noise
 from tokenmerge.ops.join import join_plans
 from tokenmerge.ops.matching import (
     best_first,
@@ -20,6 +19,7 @@ from tokenmerge.ops.partition import (
     num_tokens,
     partition_at,
     strided_partition,
+    uniform_noise,
     whole_cells,
 )
 from tokenmerge.ops.plan import (

@@ -1,4 +1,11 @@
-"""Splits a token grid into destinations, one in each cell, and sources, which are all other tokens."""
+"""Splits a token grid into destinations, one in each cell, and sources, which are all other tokens.
+
+Which token of a cell is its destination is drawn. The pseudo-random numbers depend on a seed, the denoising
+step and a place, and on nothing else. They need no generator, are the same for all images of a batch, and can
+be recomputed in a backward pass. Each is a 32-bit integer: the counters go one after another through the
+avalanche function "lowbias32" (C. Wellons, public domain). If one input bit changes, each output bit changes
+with probability 1/2.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +14,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tokenmerge.ops.draws import Draw, below
+from tokenmerge.ops.limbs import FACTORS, remainders, upper_bits
+
+Draw = tuple[int, Tensor]  # a seed, and the number of a step as an integer tensor of no dimensions
+
+_MASK32 = 0xFFFFFFFF
 
 
 def num_destinations(grid: Sequence[int], cell: Sequence[int]) -> int:
@@ -100,9 +111,7 @@ def strided_partition(
         cell: the stride along each axis, in tokens. The grid need not be a multiple of it: tokens
             beyond the last whole cell of an axis are sources.
         draw: ``(seed, step)``: the destination of each cell is pseudo-random. It depends only on the seed,
-            the step (an integer tensor of no dimensions) and the cell, so that it needs no generator, is the
-            same for all images of a batch, and can be recomputed in a backward pass. None: the destination
-            is the first token of each cell.
+            the step and the cell. None: the destination is the first token of each cell.
         device: device of the result.
 
     Returns:
@@ -118,3 +127,39 @@ def strided_partition(
         return torch.cat([inside[1:].flatten(), outside]), inside[0]
     size, count = inside.shape
     return partition_at(inside, outside, below(size, draw, count, device))
+
+
+def below(size: int, draw: Draw, n: int, device: torch.device | str | None = None) -> Tensor:
+    """``[n]`` pseudo-random integers, 0 ≤ x < size.
+
+    >>> below(4, (0, torch.tensor(7)), 8).tolist()
+    [0, 2, 2, 2, 0, 1, 2, 2]
+    """
+    if torch.compiler.is_exporting():
+        return remainders(size, *draw, n, device)
+    return hash_of(*draw, torch.arange(n, device=device)) % size
+
+
+def uniform_noise(draw: Draw, n: int, device: torch.device | str | None = None) -> Tensor:
+    """``[n]`` pseudo-random float32 numbers, 0 < x < 1.
+
+    >>> uniform_noise((0, torch.tensor(7)), 1000).mean().sub(0.5).abs().item() < 0.05
+    True
+    """
+    # The upper 23 bits plus one half: float32 represents these numbers exactly.
+    if torch.compiler.is_exporting():
+        upper = upper_bits(*draw, n, device)
+    else:
+        upper = hash_of(*draw, torch.arange(n, device=device)) >> 9
+    return (upper.to(torch.float32) + 0.5) * 2.0**-23
+
+
+def hash_of(seed: int, step: Tensor, place: Tensor) -> Tensor:
+    """Uniform 32-bit integers from three counters, of the shape of ``place``."""
+    state = torch.full_like(place, seed & _MASK32)
+    for counter in (step, place):
+        state = state ^ (counter & _MASK32)
+        for shift, factor in zip((16, 15), FACTORS, strict=True):
+            state = (state ^ (state >> shift)) * factor & _MASK32
+        state = state ^ (state >> 16)
+    return state

@@ -7,7 +7,6 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from tokenmerge.ops.rows import add_rows
 from tokenmerge.ops.soft import SoftPlan
 
 
@@ -220,3 +219,15 @@ def unmerge_onto(plan: Plan, y: Tensor, own: Tensor, blend: float = 0.0) -> Tens
     mixed = own if blend == 0 else torch.lerp(own, plan.unmerge(y), blend)
     rows = mixed.flatten(0, 1).index_copy(0, plan.keep.flatten(), y.flatten(0, 1))
     return rows.view(own.shape)
+
+
+def add_rows(total: Tensor, index: Tensor, rows: Tensor) -> Tensor:
+    """Add each of the rows ``[r, …]`` to the row of ``total`` ``[m, …]`` at its index ``[r]``, in place.
+
+    Several rows may have the same index. In an exported program this is an addition of elements: ONNX has an
+    addition of rows as well (``ScatterND``), but ONNX Runtime runs it in several threads that lose summands
+    (microsoft/onnxruntime#18048).
+    """
+    if not torch.compiler.is_exporting():
+        return total.index_add_(0, index, rows)
+    return total.scatter_add_(0, index.view(-1, *[1] * (rows.dim() - 1)).expand_as(rows), rows)

@@ -6,8 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from tokenmerge.ops.plan import IndexPlan, merge, unmerge
-from tokenmerge.ops.rows import add_rows
+from tokenmerge.ops.plan import IndexPlan, add_rows, merge, unmerge
 
 
 class Tokens(NamedTuple):

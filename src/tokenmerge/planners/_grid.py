@@ -1,14 +1,26 @@
-"""What the settings make of a token grid: its parts and cells, the tokens removed, the partition."""
+"""From the settings and the token grids of a sequence to its plan: what all planners share.
+
+The order is that of a call: what the settings make of one grid, what of a sequence of pictures merges, and
+the plan of the sequence, for which a planner plans one part of a grid at a time.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from tokenmerge.config import MergeSettings
-from tokenmerge.ops import num_destinations, num_tokens, strided_partition
+from tokenmerge.ops import Plan, join_plans, num_destinations, num_tokens, strided_partition
+
+GridShape = tuple[int, int, int]  # frames, rows, columns
+# The grid of each picture of a sequence, in order, and what holds for it.
+Pictures = Sequence[tuple[GridShape, MergeSettings]]
+# Of whole grids: (features [b, n, c], grid, settings, step), and [b, n] values where it looks at such.
+Planner = Callable[..., Plan | None]
 
 
 def num_removed(grid: Sequence[int], settings: MergeSettings) -> int:
@@ -40,6 +52,95 @@ def split(grid: Sequence[int], settings: MergeSettings) -> tuple[int, tuple[int,
 def cell_of(part: Sequence[int], settings: MergeSettings) -> tuple[int, ...]:
     """Size of the cells of a part in tokens, with the same axes as the grid of the part."""
     return (settings.st, settings.sy, settings.sx)[-len(part) :]
+
+
+class TokenSequence(NamedTuple):
+    """The pictures in the tokens that a block gets.
+
+    Attributes:
+        pictures: grid and settings of each.
+        tokens: number of tokens in all of them.
+        removed: how many of these the settings remove.
+    """
+
+    pictures: Pictures
+    tokens: int
+    removed: int
+
+    @classmethod
+    def of(cls, pictures: Pictures) -> TokenSequence:
+        """The sequence of these pictures."""
+        removed = sum(num_removed(grid, settings) for grid, settings in pictures)
+        return cls(tuple(pictures), sum(num_tokens(grid) for grid, _ in pictures), removed)
+
+
+def sequence_of(grids: Sequence[GridShape], settings: MergeSettings) -> TokenSequence:
+    """The sequence of pictures with these grids: every block asks for it in every call.
+
+    Args:
+        grids: (frames, rows, columns) of each picture, that being made first.
+        settings: what holds for the picture being made; ``reference_ratio`` holds for all others.
+
+    >>> sequence_of(((1, 4, 4), (1, 2, 4)), MergeSettings(ratio=0, reference_ratio=0.75))[1:]
+    (24, 6)
+    """
+    # torch.compile warns of what is remembered, and its graphs may have grids without numbers.
+    if torch.compiler.is_compiling():
+        return _sequence_of(tuple(grids), settings)
+    return _remembered(tuple(grids), settings)
+
+
+def _sequence_of(grids: tuple[GridShape, ...], settings: MergeSettings) -> TokenSequence:
+    others = settings.of_references
+    return TokenSequence.of([(grid, others if i else settings) for i, grid in enumerate(grids)])
+
+
+_remembered = functools.lru_cache(maxsize=1024)(_sequence_of)
+
+
+def plan_pictures(
+    planner: Planner, features: Tensor, pictures: Pictures, step: Tensor, *importance: Tensor
+) -> Plan | None:
+    """Plan each picture of a sequence by itself, and join the plans.
+
+    Args:
+        planner: of whole grids.
+        features: ``[b, n, c]``, of n tokens in all grids.
+        pictures: grid and settings of each, in the order of the sequence.
+        step: as for the planner.
+        importance: ``[b, n]``, where the planner looks at it.
+
+    Returns:
+        None where no token would be removed.
+    """
+    if len(pictures) == 1:
+        return planner(features, *pictures[0], step, *importance)
+    lengths = [num_tokens(grid) for grid, _ in pictures]
+    of_pictures = zip(*(values.split(lengths, dim=1) for values in (features, *importance)), strict=True)
+    plans = [
+        planner(own_features, grid, own, step, *own_importance) if num_removed(grid, own) else None
+        for (own_features, *own_importance), (grid, own) in zip(of_pictures, pictures, strict=True)
+    ]
+    return None if all(plan is None for plan in plans) else join_plans(plans, lengths)
+
+
+def on_whole_grids(plan_part: Callable[..., Plan]) -> Planner:
+    """A planner of whole grids from one of a single part; it returns None where no token would be removed."""
+
+    @torch.no_grad()
+    def plan(
+        features: Tensor, grid: Sequence[int], settings: MergeSettings, step: Tensor, *importance: Tensor
+    ) -> Plan | None:
+        r = num_removed(grid, settings)
+        if r == 0:
+            return None
+        parts, part = split(grid, settings)
+        n = num_tokens(part)
+        features = features.reshape(-1, n, features.shape[-1])
+        of_parts = [values.reshape(-1, n) for values in importance]
+        return plan_part(features, part, r // parts, settings, step, *of_parts).joined(parts)
+
+    return plan
 
 
 def partition(

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 
-from tokenmerge.config import MergeSettings
-from tokenmerge.planners._grid import num_removed, split
-from tokenmerge.planners._pictures import Pictures
+import torch
 
-GridShape = tuple[int, int, int]
+from tokenmerge.config import MergeSettings
+from tokenmerge.planners._grid import GridShape, Pictures, TokenSequence, num_removed, split
 
 
 def part_bounds(n: int, index: int, parts: int) -> tuple[int, int]:
@@ -23,22 +23,32 @@ def part_bounds(n: int, index: int, parts: int) -> tuple[int, int]:
     return index * each + min(index, longer), (index + 1) * each + min(index + 1, longer)
 
 
-def pictures_of_part(pictures: Pictures, index: int, parts: int) -> Pictures:
-    """The grids in one of several equally long parts of a sequence, with the settings of each.
+def sequence_of_part(pictures: Pictures, index: int, parts: int) -> TokenSequence:
+    """One of several equally long parts of a sequence: the grids in it, with the settings of each.
 
     Tokens keep their order, so a part of a picture is some whole rows of it, with pieces of rows before and
     behind them; a part of a video is some whole frames, with pieces of frames. Each piece has a grid of its
-    own. As all devices must go on with the same number of tokens, every part loses as many as that which can
-    lose the fewest; there, the ratios are those of ``pictures``.
+    own. As all devices must go on with the same number of tokens, every part loses as many as the one that
+    can lose the fewest. There, the ratios are those of ``pictures``.
 
     ``min_tokens`` compares whole pictures.
 
-    >>> pictures = [((1, 4, 8), MergeSettings(ratio=0.5))]
-    >>> [(grid, settings.ratio) for grid, settings in pictures_of_part(pictures, 1, 2)]
+    >>> sequence = sequence_of_part([((1, 4, 8), MergeSettings(ratio=0.5))], 1, 2)
+    >>> [(grid, settings.ratio) for grid, settings in sequence.pictures]
     [((1, 2, 8), 0.5)]
     """
-    every = [_pieces(pictures, one, parts) for one in range(parts)]
-    return _removing(every[index], min(_removed(pieces) for pieces in every))
+    # As in sequence_of: every block asks for it, except in a graph.
+    if torch.compiler.is_compiling():
+        return _sequence_of_part(tuple(pictures), index, parts)
+    return _remembered(tuple(pictures), index, parts)
+
+
+def _sequence_of_part(pictures: Pictures, index: int, parts: int) -> TokenSequence:
+    every = [TokenSequence.of(_pieces(pictures, one, parts)) for one in range(parts)]
+    return TokenSequence.of(_removing(every[index], min(one.removed for one in every)))
+
+
+_remembered = functools.lru_cache(maxsize=1024)(_sequence_of_part)
 
 
 def _pieces(pictures: Pictures, index: int, parts: int) -> Pictures:
@@ -71,20 +81,15 @@ def _cut(sides: Sequence[int], start: int, stop: int) -> list[tuple[int, ...]]:
     return [*((1, *end) for end in head), *whole, *((1, *end) for end in _cut(sides[1:], 0, stop % inner))]
 
 
-def _removed(pieces: Pictures) -> int:
-    return sum(num_removed(grid, settings) for grid, settings in pieces)
-
-
-def _removing(pieces: Pictures, wanted: int) -> Pictures:
+def _removing(pieces: TokenSequence, wanted: int) -> Pictures:
     """The pieces with ratios that remove no more than ``wanted`` tokens from all of them, in proportion."""
-    total = _removed(pieces)
-    if total == wanted:
-        return pieces
+    if pieces.removed == wanted:
+        return pieces.pictures
     fewer: list[tuple[GridShape, MergeSettings]] = []
     end = done = 0
-    for grid, settings in pieces:
+    for grid, settings in pieces.pictures:
         end += num_removed(grid, settings)
-        own = end * wanted // total - done
+        own = end * wanted // pieces.removed - done
         done += own
         frames, part = split(grid, settings)
         n = math.prod(part)

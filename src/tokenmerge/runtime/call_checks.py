@@ -13,7 +13,7 @@ from tokenmerge.config import OWN_NUMBER, StepReuse, ToMeConfig
 from tokenmerge.errors import ConfigError, NothingToMergeError, UnsupportedModelError
 from tokenmerge.models.parallel import Part
 from tokenmerge.ops import num_tokens
-from tokenmerge.planners import num_removed_in_all, pictures_of, pictures_of_part
+from tokenmerge.planners import sequence_of, sequence_of_part
 from tokenmerge.runtime.planning import check_grid, merges_tokens
 from tokenmerge.runtime.scheduler import DenoisingStep
 from tokenmerge.runtime.state import ModelState
@@ -73,20 +73,17 @@ def check_part(
             "tokens, of which context parallelism gives each device a part; take another planner"
         )
     for _, settings in state.stages:
-        pictures = pictures_of(grids, settings)
-        own = pictures_of_part(pictures, part.index, part.parts)
+        whole = sequence_of(grids, settings)
+        every = [sequence_of_part(whole.pictures, index, part.parts) for index in range(part.parts)]
         shown = " + ".join(" × ".join(map(str, grid)) for grid in grids)
         where = f"{type(root).__name__}: context parallelism splits {shown} tokens into {part.parts} parts"
-        if num_removed_in_all(pictures) and not num_removed_in_all(own):
+        if whole.removed and not every[part.index].removed:
             raise UnsupportedModelError(
                 f"{where}, and nothing can merge in one of them: it has no whole cell of sy={settings.sy} × "
                 f"sx={settings.sx}, or its pictures have ratio 0; take fewer devices, another size, or merge "
                 "in all pictures"
             )
-        sides = [
-            sorted(grid for grid, _ in pictures_of_part(pictures, index, part.parts))
-            for index in range(part.parts)
-        ]
+        sides = [sorted(grid for grid, _ in one.pictures) for one in every]
         if settings.planner in OWN_NUMBER and any(one != sides[0] for one in sides):
             raise UnsupportedModelError(
                 f"{where} with different grids, and planner={settings.planner!r} would not remove "

@@ -22,17 +22,20 @@ def caches_features(state: BlockState, context: CallContext) -> bool:
     return own or ((state.is_first or state.is_last) and (level, "model_residual") in cached)
 
 
-def with_cached_features(state: BlockState, call: HostCall, run: Callable[[], Any]) -> Any:
-    """The result of a block, which ``run`` returns; what it, or its level, adds to the image is cached."""
+def with_cached_features(state: BlockState, call: HostCall, n: int, run: Callable[[], Any]) -> Any:
+    """The result of a block, which ``run`` returns.
+
+    What the block, or its level, adds to the n tokens of the image is cached.
+    """
     cached, level, place = state.model.context.caches_features, state.level, (*state.call, state.level)
     before = state.threads.value.cache.residuals.get(state.call)
     thread = state.model.threads.value
-    image = _image(state, call, state.layout.tokens_of(call))
+    image = _image(state, call, n, state.layout.tokens_of(call))
     if state.is_first and (level, "model_residual") in cached:
         thread.spans[place] = (image,)
     result = run()
     single = isinstance(result, Tensor)
-    made = _image(state, call, result if single else result[state.image_place])
+    made = _image(state, call, n, result if single else result[state.image_place])
     if state.plans_first and (level, "residual") in cached:
         _cache_residual(state, made, image, 0 if single else len(result), before)
     first, *_ = thread.spans.get(place, (None,))
@@ -61,10 +64,9 @@ def _cache_residual(
         residuals[state.call] = Residual(not parts, latest)
 
 
-def _image(state: BlockState, call: HostCall, x: Tensor) -> Tensor:
-    """``[b, n, c]``: the tokens of the image in the input or the result of a block."""
-    n, padding = state.sequence.tokens, state.layout.padding
-    mask = call.argument(padding) if padding else None
+def _image(state: BlockState, call: HostCall, n: int, x: Tensor) -> Tensor:
+    """``[b, n, c]``: the n tokens of the image in the input or the result of a block."""
+    mask = call.argument(state.layout.padding) if state.layout.padding else None
     if mask is None and x.shape[1] == n:
         return x  # the very tensor, by which a run of blocks is recognised
     return state.layout.image(x, n, None if mask is None else mask.sum(dim=1) - n)

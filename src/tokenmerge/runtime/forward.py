@@ -30,7 +30,7 @@ from tokenmerge.runtime.merged_call import (
     merged_tokens,
     of_image,
 )
-from tokenmerge.runtime.planning import pictures_to_merge, plan_by, plan_of
+from tokenmerge.runtime.planning import pictures_to_merge, plan_by, plan_of, sequence_in
 from tokenmerge.runtime.proportional_attention import ProportionalAttention
 from tokenmerge.runtime.reuse import Residual, extrapolated, residual_of, updated
 from tokenmerge.runtime.stack import call_in_stack
@@ -191,7 +191,7 @@ def _planned_by_keys(
     image = state.layout.image(call.argument(call.names[0]), active.tokens)
     block, shape = state.block, (active.images, active.tokens)
     plan = plan_by(
-        block, block.model.context, block.sequence.pictures, shape, lambda: keys_of(attention, image)
+        block, block.model.context, sequence_in(block).pictures, shape, lambda: keys_of(attention, image)
     )
     known = block.threads.value.merge = ActiveMerge(*shape, plan)
     return known
@@ -231,7 +231,7 @@ def _with_caches(state: BlockState, call: HostCall, run: Callable[[], Any]) -> A
     """
     context = state.model.context
     if caches_features(state, context):
-        run = functools.partial(with_cached_features, state, call, run)
+        run = functools.partial(with_cached_features, state, call, sequence_in(state).tokens, run)
     return _skippable_block(state, call, run) if _is_skipped(state, context) else run()
 
 

@@ -13,11 +13,14 @@ from tokenmerge.errors import NothingToMergeError, UnsupportedModelError
 from tokenmerge.ops import IndexPlan, Plan, features_if_shared, shared_features
 from tokenmerge.planners import (
     PLANNERS,
+    GridShape,
     Pictures,
-    num_removed_in_all,
+    Planner,
+    TokenSequence,
     part_bounds,
-    pictures_of,
     plan_pictures,
+    sequence_of,
+    sequence_of_part,
 )
 from tokenmerge.runtime.context import CallContext
 from tokenmerge.runtime.features import compared, count_repeats, penalty_of
@@ -25,14 +28,12 @@ from tokenmerge.runtime.guidance import importance_of_tokens
 from tokenmerge.runtime.state import BlockState, RecordedPlan
 
 Stages = Sequence[tuple[int, MergeSettings]]
-GridShape = tuple[int, int, int]
 
 
 def merges_tokens(stages: Stages, *grids: GridShape) -> bool:
     """Whether a call with these finest grids of (frames, rows, columns) has tokens to merge."""
     return any(
-        num_removed_in_all(pictures_of([(f, -(-h // level), -(-w // level)) for f, h, w in grids], settings))
-        > 0
+        sequence_of([(f, -(-h // level), -(-w // level)) for f, h, w in grids], settings).removed > 0
         for level, settings in stages
     )
 
@@ -70,13 +71,19 @@ def check_grid(stages: Stages, *grids: GridShape) -> None:
         )
 
 
+def sequence_in(state: BlockState) -> TokenSequence:
+    """The pictures among the tokens that a block gets: those of the sequence, or of this device's part."""
+    part, sequence = state.model.threads.value.part, sequence_of(state.grids, state.settings)
+    return sequence if part is None else sequence_of_part(sequence.pictures, part.index, part.parts)
+
+
 def pictures_to_merge(state: BlockState, settings: MergeSettings, x: Tensor) -> tuple[Pictures, int] | None:
     """The pictures in a block's input, and the number of their tokens; None: nothing would merge.
 
     Raises:
         UnsupportedModelError: the input has fewer tokens than the block's grid.
     """
-    pictures, n, removed = state.sequence
+    pictures, n, removed = sequence_in(state)
     if x.shape[1] < n:
         shown = " + ".join(" × ".join(map(str, grid)) for grid, _ in pictures)
         raise UnsupportedModelError(
@@ -146,7 +153,7 @@ def plan_by(
 def record_plan(state: BlockState, context: CallContext, plan: Plan) -> None:
     """Record the plan that a block runs with, for ``Patch.record``, result planners and the step log."""
     if state.model.record is not None:
-        first, *others = (grid for grid, _ in state.sequence.pictures)
+        first, *others = (grid for grid, _ in sequence_in(state).pictures)
         state.model.record[state.path] = RecordedPlan(plan, first, tuple(others))
     if state.model.facts.result_planner is not None:
         state.model.threads.value.plan = plan
@@ -156,48 +163,50 @@ def record_plan(state: BlockState, context: CallContext, plan: Plan) -> None:
 
 
 def _new_plan(state: BlockState, context: CallContext, pictures: Pictures, features: Tensor) -> Plan:
-    b, settings = features.shape[0], state.settings
-    # The step is on the sample's device; blocks of a model on several devices may be elsewhere.
-    step = context.step.to(features.device)
-
-    def plan(features: Tensor) -> Plan:
-        found = planned(features)
-        assert found is not None  # some tokens merge
-        return found
-
-    def planned(features: Tensor) -> Plan | None:
-        name, planner = settings.planner, PLANNERS[settings.planner]
-        if name in RESULT_PLANNERS:
-            scores = _of_images(context.skip_scores, features)
-            if scores is None:
-                return plan_pictures(PLANNERS["tome"], features, pictures, step)
-            return plan_pictures(planner, features, pictures, step, scores)
-        if name not in GUIDED_PLANNERS:
-            penalty = penalty_of(state, len(features)) if settings.repeat_penalty else None
-            penalties = () if penalty is None else (penalty.to(features.device),)
-            return plan_pictures(planner, features, pictures, step, *penalties)
-        change = context.guidance_difference
-        importance = None if change is None else importance_of_tokens(change, *state.grids)
-        part = state.model.threads.value.part
-        if importance is not None and part is not None:
-            start, stop = part_bounds(importance.shape[1], part.index, part.parts)
-            importance = importance[:, start:stop]
-        if importance is not None and len(features) == 1:
-            importance = importance.mean(dim=0, keepdim=True)
-        if importance is None or len(importance) != len(features):
-            if change is not None:
-                _warn_of_other_tokens(state, change, features)
-            return plan_pictures(PLANNERS["tome"], features, pictures, step)
-        return plan_pictures(planner, features, pictures, step, importance.to(features.device))
-
+    b = features.shape[0]
     copies = context.guidance_copies if b % context.guidance_copies == 0 else 1
     if not state.batched:
         copies = b
-    if copies == 1:
-        return plan(features)
-    if state.batched and context.copies_equal is not None:
-        return plan(features_if_shared(features, copies, context.copies_equal.to(features.device)))
-    return plan(shared_features(features, copies)).repeated(copies)
+    repeats = copies
+    if copies > 1 and state.batched and context.copies_equal is not None:
+        features, repeats = features_if_shared(features, copies, context.copies_equal.to(features.device)), 1
+    elif copies > 1:
+        features = shared_features(features, copies)
+    planner, also = _planner_for(state, context, features)
+    # The step is on the sample's device; blocks of a model on several devices may be elsewhere.
+    plan = plan_pictures(planner, features, pictures, context.step.to(features.device), *also)
+    assert plan is not None  # some tokens merge
+    return plan if repeats == 1 else plan.repeated(repeats)
+
+
+def _planner_for(
+    state: BlockState, context: CallContext, features: Tensor
+) -> tuple[Planner, tuple[Tensor, ...]]:
+    """The planner for a block's features, and what it looks at beside them.
+
+    The planner is ``"tome"`` where that is not known yet.
+    """
+    settings = state.settings
+    planner, tome = PLANNERS[settings.planner], PLANNERS["tome"]
+    if settings.planner in RESULT_PLANNERS:
+        scores = _of_images(context.skip_scores, features)
+        return (tome, ()) if scores is None else (planner, (scores,))
+    if settings.planner not in GUIDED_PLANNERS:
+        penalty = penalty_of(state, len(features)) if settings.repeat_penalty else None
+        return planner, () if penalty is None else (penalty.to(features.device),)
+    change = context.guidance_difference
+    importance = None if change is None else importance_of_tokens(change, *state.grids)
+    part = state.model.threads.value.part
+    if importance is not None and part is not None:
+        start, stop = part_bounds(importance.shape[1], part.index, part.parts)
+        importance = importance[:, start:stop]
+    if importance is not None and len(features) == 1:
+        importance = importance.mean(dim=0, keepdim=True)
+    if importance is None or len(importance) != len(features):
+        if change is not None:
+            _warn_of_other_tokens(state, change, features)
+        return tome, ()
+    return planner, (importance.to(features.device),)
 
 
 def _of_images(scores: Tensor | None, features: Tensor) -> Tensor | None:

@@ -13,7 +13,7 @@ from tokenmerge.models.layout import Layout
 from tokenmerge.ops import Plan
 from tokenmerge.runtime.context import ActiveMerge
 from tokenmerge.runtime.merged_call import call_on, merged_tokens, of_image, unmerged_result
-from tokenmerge.runtime.planning import pictures_to_merge, plan_of, record_plan
+from tokenmerge.runtime.planning import pictures_to_merge, plan_of, record_plan, sequence_in
 from tokenmerge.runtime.reuse import residual_of
 from tokenmerge.runtime.state import BlockState, StackInput
 from tokenmerge.runtime.token_reuse import cached_anew, refilled_result
@@ -74,7 +74,7 @@ def _for_all_tokens(state: BlockState, layout: Layout, whole: StackInput, result
         return result
     outputs = [result] if isinstance(result, Tensor) else result
     bases = [whole.tokens if len(outputs) == 1 or i in layout.outputs else 0.0 for i in range(len(outputs))]
-    residual = of_image(layout, residual_of(result, bases), state.sequence.tokens)
+    residual = of_image(layout, residual_of(result, bases), sequence_in(state).tokens)
     cached[state.call] = cached_anew(before, residual, settings, state.model.threads.value.part)
     return result
 

@@ -15,7 +15,6 @@ from tokenmerge.errors import ConfigError
 from tokenmerge.models.base import ModelCall
 from tokenmerge.models.layout import Grid, Layout
 from tokenmerge.ops import Plan
-from tokenmerge.planners import TokenSequence, sequence_of
 from tokenmerge.runtime.caches import Call, Memory, RecordedCalls
 from tokenmerge.runtime.context import CallContext, PartState, ThreadState
 from tokenmerge.runtime.per_thread import PerThread
@@ -285,12 +284,6 @@ class BlockState:
     def image_place(self) -> int:
         """Index of the image tokens in its result, where that is a tuple."""
         return (self.block_layout or self.layout).outputs[0]
-
-    @property
-    def sequence(self) -> TokenSequence:
-        """The pictures among the tokens that it gets: those of the sequence, or of this device's part."""
-        part = self.model.threads.value.part
-        return sequence_of(self.grids, self.settings, None if part is None else (part.index, part.parts))
 
     @property
     def call(self) -> Call:

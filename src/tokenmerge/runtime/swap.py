@@ -9,18 +9,16 @@ from __future__ import annotations
 
 import copy
 import functools
-import inspect
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from types import FunctionType, MethodType
 from typing import Any
 
-import torch
 from torch import nn
 
 from tokenmerge.errors import UnsupportedModelError
 from tokenmerge.runtime.forward import COMPILED, block_call, compiled_block
-from tokenmerge.runtime.host_method import HostMethod, parameters
+from tokenmerge.runtime.host_method import HostMethod, host_method
 from tokenmerge.runtime.state import STATE
 
 # Attributes of a module in which accelerate and diffusers keep its ``forward``, or what keeps it.
@@ -39,29 +37,10 @@ def _swapped_class(base: type, method: str, call: Call) -> Any:
     """
     key = (base, method, call)
     if key not in _swapped_classes:
-        first = getattr(base, method)
-
-        def of(module: nn.Module) -> Callable[..., Any]:
-            if isinstance(module, swapped):
-                # By super(): torch.compile cannot look methods up on a class that is marked as allowed in
-                # the graph, and diffusers marks its attention classes so.
-                return getattr(super(swapped, module), method)
-            # Called through a reference that was taken before the module was restored.
-            return MethodType(getattr(base, method), module)
-
-        @torch.compiler.assume_constant_result
-        def names() -> Sequence[str]:
-            return _names(getattr(base, method), first)
-
-        function: Any = functools.wraps(first)(call(HostMethod(of, names)))
-        # A code object of its own: torch.compile counts the graphs of each, and limits them.
-        function.__code__ = function.__code__.replace()
         swapped: Any = type(
             base.__name__,
             (base,),
             {
-                **({COMPILED: compiled_block(names)} if call is block_call else {}),
-                method: function,
                 "__module__": base.__module__,
                 "__qualname__": base.__qualname__,
                 "__doc__": base.__doc__,
@@ -70,16 +49,16 @@ def _swapped_class(base: type, method: str, call: Call) -> Any:
                 "_tokenmerge_method": method,
             },
         )
+        original = host_method(base, swapped, method)
+        function: Any = functools.wraps(getattr(base, method))(call(original))
+        # A code object of its own: torch.compile counts the graphs of each, and limits them.
+        function.__code__ = function.__code__.replace()
+        setattr(swapped, method, function)
+        if call is block_call:
+            setattr(swapped, COMPILED, compiled_block(original.names))
         _announce(swapped, base)
         _swapped_classes[key] = swapped
     return _swapped_classes[key]
-
-
-@functools.lru_cache
-def _names(function: Callable, first: Callable) -> Sequence[str]:
-    """Parameters of a method; a wrapper that passes on whatever it gets has those of the ``first`` method."""
-    kinds = [parameter.kind for parameter in inspect.signature(function).parameters.values()]
-    return tuple(parameters(first if inspect.Parameter.VAR_POSITIONAL in kinds else function))
 
 
 def _rebuild(base: type, method: str, call: Call) -> nn.Module:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 
-from tokenmerge.ops.rows import add_rows
+from tokenmerge.ops.plan import add_rows
 
 
 class Sum(nn.Module):
