@@ -84,6 +84,6 @@ def _check_comes_from_before(state: BlockState, tokens: Tensor, merged: Tensor) 
     if tokens.shape != merged.shape:
         raise UnsupportedModelError(
             f"{state.path}: expected the {merged.shape[1]} merged tokens of the block before it in its "
-            f"stack, got an input of shape {tuple(tokens.shape)}; where blocks are left out, or something changes "
-            "tokens between them, take scope='block', with plans.blocks=True for one plan"
+            f"stack, got an input of shape {tuple(tokens.shape)}; where blocks are left out, or something "
+            "changes tokens between them, take scope='block', with plans.blocks=True for one plan"
         )
