@@ -63,7 +63,7 @@ def install(monkeypatch: pytest.MonkeyPatch, pipe: StableDiffusionPipeline) -> t
     monkeypatch.setattr(MadeUp, "stop", None)
     monkeypatch.setattr(MadeUp, "failing", ())
     monkeypatch.setattr(runner, "Studio", MadeUp)
-    monkeypatch.setattr(studio, "load_pipeline", lambda *_: pipe)
+    monkeypatch.setattr(studio, "load_pipeline_for", lambda *_: pipe)
     # A tiny model is counted in more time than it is drawn.
     monkeypatch.setattr(runner, "_WORTH_COUNTING", 0.0)
     # Somebody may change the source while the tests run.

@@ -146,9 +146,9 @@ def write_atomically(
             unfinished.unlink(missing_ok=True)
 
 
-def write_text(path: Path, text: str, option: str = "out", advice: str = FREE_SPACE) -> None:
+def write_text(path: Path, text: str, advice: str = FREE_SPACE) -> None:
     """Write a text as UTF-8, as :func:`write_atomically` does."""
-    write_atomically(path, lambda unfinished: unfinished.write_text(text, encoding="utf-8"), option, advice)
+    write_atomically(path, lambda unfinished: unfinished.write_text(text, encoding="utf-8"), advice=advice)
 
 
 def write_json(path: Path, value: Any, advice: str = FREE_SPACE) -> None:
@@ -158,4 +158,4 @@ def write_json(path: Path, value: Any, advice: str = FREE_SPACE) -> None:
         ConfigError: as for :func:`write_atomically`.
         ValueError: ``value`` holds a number that JSON does not know.
     """
-    write_text(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n", advice=advice)
+    write_text(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n", advice)

@@ -1,8 +1,13 @@
-"""Telling a lack of memory from other failures."""
+"""Errors of other libraries: which say that memory is lacking, and how the others become one line."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
+
 import torch
+
+from tokenmerge.errors import TokenMergingError, reason_of
 
 _WORDS = ("not enough memory", "can't allocate memory", "out of memory", "ALLOC_FAILED")
 
@@ -16,3 +21,20 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _WORDS)
+
+
+@contextlib.contextmanager
+def errors_as(error_of: Callable[[str], TokenMergingError]) -> Iterator[None]:
+    """Turn any error of another library into one of this package.
+
+    ``error_of`` makes it from the reason of the other one. Errors of this package, and errors that say that
+    there is no memory left, stay as they are.
+    """
+    try:
+        yield
+    except TokenMergingError:
+        raise
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        raise error_of(reason_of(error)) from error

@@ -29,7 +29,7 @@ def block_in_run(state: BlockState, call: HostCall, run: Callable[[], Any]) -> A
     Args:
         state: of the block, which can run on merged tokens as a whole.
         call: of the block.
-        run: → the result of a full step.
+        run: returns the result of a full step.
     """
     assert state.block_layout is not None
     tokens, text = state.layout.tokens_of(call), call.argument("encoder_hidden_states")
@@ -60,7 +60,7 @@ def block_in_run(state: BlockState, call: HostCall, run: Callable[[], Any]) -> A
 
 
 def _check_begins_outside_a_stack(state: BlockState) -> None:
-    """Refuse a run that would begin with merged tokens, whose residual fits no other plan."""
+    """Refuse a run that would begin with merged tokens: its residual would fit no other plan."""
     stack = state.stack
     if stack is not None and not stack.is_first and stack.threads.value.input is not None:
         raise UnsupportedModelError(

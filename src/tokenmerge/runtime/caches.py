@@ -17,9 +17,9 @@ from tokenmerge.runtime.reuse import Residual
 from tokenmerge.runtime.run_log import RunLog
 from tokenmerge.runtime.step_tracker import StepTracker
 
-# A call of a block: the number of the model's call in its step, since pipelines make several for prompts or
-# tiles, and the number of the block's call in that, since FreeNoise calls a block for some frames after
-# others.
+# A call of a block, as two numbers. The first is that of the model's call in its step: pipelines make several
+# calls in a step, for prompts or tiles. The second is that of the block's call within it: FreeNoise calls a
+# block several times, for some frames after others.
 Call = tuple[int, int]
 
 
@@ -142,7 +142,7 @@ class Memory:
                 _drop(cache.plans, number, number)
 
     def _results(self) -> Iterator[dict[Any, Any]]:
-        """What is not empty of the cached results."""
+        """The dictionaries of cached results that are not empty."""
         if self.model_residuals:
             yield self.model_residuals
         for cache in self.caches:
@@ -152,20 +152,20 @@ class Memory:
 
 
 def _drop(cached: dict[Any, Any], first: int, last: int) -> None:
-    """Drop the entries whose key begins with a number of this range."""
+    """Drop the entries whose key begins with a number in this range."""
     for call in [call for call in cached if first <= call[0] <= last]:
         del cached[call]
 
 
 class RecordedCall(NamedTuple):
-    """What a call of a block merges, None for nothing, with the settings that it ran with."""
+    """The settings that a call of a block ran with, and what it merged (None for nothing)."""
 
     settings: MergeSettings
     merge: Any
 
 
 class RecordedCalls(WeakIdKeyDictionary):
-    """Calls by the block's input tensor, as long as that is alive; copies and pickles begin empty."""
+    """Calls by the block's input tensor, as long as the tensor is alive. Copies and pickles begin empty."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RecordedCalls:
         return RecordedCalls()

@@ -1,4 +1,4 @@
-"""Checks of a call of a patched model: what it must be given, and what does not go with its settings."""
+"""Checks of a call of a patched model: its arguments, its size, and what does not fit its settings."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def check_given(state: ModelState, root: nn.Module, arguments: Mapping[str, Any]
 
 
 def check_size(state: ModelState, *grids: tuple[int, int, int]) -> None:
-    """See that a call with these finest grids has tokens to merge, or may run dense.
+    """Check that a call with these finest grids has tokens to merge, or may run dense.
 
     The grids are (frames, rows, columns) of the picture being made, and of each reference picture.
 
@@ -55,12 +55,12 @@ def check_size(state: ModelState, *grids: tuple[int, int, int]) -> None:
 def check_part(
     state: ModelState, root: nn.Module, part: Part, grids: tuple[tuple[int, int, int], ...]
 ) -> None:
-    """See that tokens can merge in the parts of a sequence that several devices have.
+    """Check that tokens can merge in the parts of a sequence that several devices have.
 
     Args:
         state: of the called model.
         root: the model.
-        part: that this process has.
+        part: the part that this process has.
         grids: (frames, rows, columns) of the whole pictures.
 
     Raises:
@@ -164,13 +164,13 @@ def warn_where_nothing_is_saved(state: ModelState, config: ToMeConfig, step: Den
 
 
 def _limit(reuse: StepReuse) -> str:
-    """The setting because of which a short generation skips nothing."""
+    """The setting that makes a short generation skip nothing."""
     short = reuse.span < 1 and not reuse.full_steps
     return f"reuse.span={reuse.span:g}" if short else reuse.given
 
 
 def warn_of_other_conditions(state: ModelState, steps: int | None) -> None:
-    """Warn, once for each, of a size or number of steps that the settings were not found for.
+    """Warn once about each size or number of steps that the settings were not found for.
 
     Args:
         state: of the called model, whose token grid is known.
@@ -182,7 +182,7 @@ def warn_of_other_conditions(state: ModelState, steps: int | None) -> None:
     state.compared_with = grid, steps
     patch = state.call.patch
     tokens = tuple(-(-side // patch) for side in (state.found_for.height, state.found_for.width))
-    # Latents that are no multiple of the patch are padded, so their grid tells them only up to the patch.
+    # Latents whose sides are no multiples of the patch are padded, so the grid does not give the exact size.
     size = None if grid[1:] == tokens else (grid[1] * patch, grid[2] * patch)
     if differences := state.found_for.differences(size=size, steps=steps):
         warnings.warn(state.found_for.warning(differences), stacklevel=2)

@@ -111,14 +111,14 @@ class ThreadState:
     Attributes:
         context: of the running call, or the last one.
         grid: the model's finest token grid in that call.
-        part: of the sequence, that this process has in that call; None: all of it.
+        part: the part of the sequence that this process has in that call; None: all of it.
         seed: makes the numbers of steps.
         own_memory: what is cached where settings do not follow the steps.
         memory: what the running call caches; None before the first.
-        spans: by call and level, the tokens of the image that the first block was called with, and those that
-            the last one returned, once it has.
-        running_blocks: of a full step, whose residual is cached; None: there are none.
-        plan: that a block of the running call merged by, where planners ask what was not computed.
+        spans: by call and level, the image tokens that the first block was called with, followed by those
+            that the last block returned, once it has run.
+        running_blocks: blocks of a full step whose residual is cached; None: there are none.
+        plan: the latest plan of a block in the running call, if a planner needs to know what was computed.
     """
 
     def __init__(self, context: CallContext, groups: Sequence[int]) -> None:

@@ -56,7 +56,7 @@ def due_of(
         config: at the guidance scale of the generation.
         memory: of the generation.
         shape: of the call's inputs.
-        settings: what holds for each level at the step, where it is not dense.
+        settings: those of each level at the step, if it is not dense.
     """
     tracker = memory.tracker
     step = tracker.step
@@ -85,7 +85,7 @@ def shape_of(arguments: Mapping[str, Any], sample: Any, step: DenoisingStep | No
     """The shape of a call's inputs; what is cached for one shape does not fit another."""
     shape = (len(sample), *sample[0].shape)
     text = None if step is None else arguments.get("encoder_hidden_states")
-    # Joint blocks change the text too, and its length may be another one at the next step.
+    # Joint blocks change the text too, and its length may differ at the next step.
     return (*shape, *text.shape) if isinstance(text, Tensor) else shape
 
 
@@ -97,16 +97,16 @@ def begin_plans(
     seed: Tensor,
     shape: tuple[int, ...],
 ) -> bool:
-    """Decide which plans a call uses; → whether it makes them."""
+    """Decide which plans a call uses, and return whether it makes them."""
     tracker = memory.tracker
-    # With gradients, blocks may run again when the sample, and the plans with it, are gone.
+    # With gradients, blocks may run again after the sample was freed, and its plans with it.
     if torch.compiler.is_compiling() or torch.is_grad_enabled():
         memory.sample.forget()
         repeated = False
     else:
         first = sample[0] if isinstance(sample, list) else sample
         memory.sample.begin_call(first, seed, lambda: _sample_gone(state, memory))
-        # A second call of a step, and not the first call of the next one.
+        # It is a second call of one step, and not the first call of the next step.
         repeated = (
             config.plans.guidance and memory.sample.repeated and (tracker.call > 0 or tracker.step is None)
         )
@@ -124,15 +124,15 @@ def caches_plans(config: ToMeConfig, memory: Memory) -> bool:
     return (
         config.plans.every > 1
         or config.plans.blocks
-        # For the other half of guidance, in a call of its own.
+        # The other prompt of guidance may have a call of its own.
         or (config.plans.guidance and memory.sample.trackable)
-        # Blocks may run again, behind the model.
+        # Gradient checkpointing may run blocks again after the model's forward.
         or (memory.tracker.step is not None and torch.is_grad_enabled())
     )
 
 
 def _sample_gone(state: ModelState, memory: Memory) -> None:
-    """After all calls on one sample: drop what the next step will not use."""
+    """Drop what the next step will not use, after all calls on one sample."""
     tracker = memory.tracker
     if tracker.step is None:
         memory.forget()
@@ -141,7 +141,7 @@ def _sample_gone(state: ModelState, memory: Memory) -> None:
         for other in state.pipeline.states:
             unfinished = other.memories.get(tracker.step.generation)
             if unfinished is not None and not unfinished.tracker.is_last:
-                unfinished.forget()  # of a model for the first steps alone
+                unfinished.forget()  # a model that only runs the first steps
 
 
 def reuse_of(
@@ -192,7 +192,7 @@ def correction_due(
     """Decide whether a call that runs all blocks is dense.
 
     Returns:
-        Whether it is dense; and how far tokens extrapolate their own residuals, None if they do not.
+        Whether it is dense, and how far tokens extrapolate their own residuals (None if they do not).
     """
     if torch.is_grad_enabled() and config.token_reuse is not None:
         refuse_training(f"combine={config.token_reuse!r}", "combine='mean'")
@@ -212,7 +212,7 @@ def _correction_of(
     """Make the running call dense.
 
     Returns:
-        Whether it measures corrections, which a step after it uses; and its settings.
+        Whether it measures corrections for a later step, and its settings.
     """
     if torch.is_grad_enabled():
         refuse_training(config.correction.given, "correction.every=0")

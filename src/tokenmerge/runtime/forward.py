@@ -61,7 +61,7 @@ def block_call(original: HostMethod) -> Callable:
         call = HostCall(original.of(self), original.names(), args, kwargs)
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             return _block_with_gradients(state, call)
-        # What is compiled alone is skipped, and its result cached, outside its graph.
+        # A block that is compiled alone is skipped outside its graph, and its result is cached there.
         if state.model.facts.caches_results and not torch.compiler.is_compiling():
             return _with_caches(state, call, lambda: _block(state, call))
         return _block(state, call)
@@ -185,7 +185,7 @@ def layer_call(original: HostMethod) -> Callable:
 def _planned_by_keys(
     attention: nn.Module, state: LayerState, active: ActiveMerge, call: HostCall
 ) -> ActiveMerge:
-    """What a block merges from this attention on, which plans by its keys."""
+    """What a block merges from this attention on. The attention plans by its keys."""
     if state.kind != "attn1" or not state.own_keys:
         return active
     image = state.layout.image(call.argument(call.names[0]), active.tokens)
@@ -284,7 +284,7 @@ def _block(state: BlockState, call: HostCall) -> Any:
             return merged_call(call, block_layout, plan, combine, change_only=True)
 
         residuals = block.cache.residuals
-        # What is cached for other purposes is not read here, where it would need a graph of its own.
+        # What is cached for other purposes is not read here, because that would take another graph.
         before = residuals.get(state.call) if context.config.correction.on else None
         result = _corrected(settings, active.plan, before, block_layout, call.result, merged)
         cached = before is not None or context.corrects  # from a correction step on
@@ -342,9 +342,9 @@ def _active_call(
 def _plans_outside(state: BlockState) -> bool:
     """Whether the next call of a compiled block takes its plan as an input of the graph.
 
-    A plan that serves one call is better made in the graph, where its operations are fused; one that is
-    noted for the user is made where it can be. In a stack the first block plans, in its graph; by keys its
-    attention does.
+    A plan that serves one call is better made in the graph, where its operations are fused. A plan that the
+    step log counts has to be made outside. In a stack the first block plans, in its graph. With
+    ``features="keys"`` the attention plans.
     """
     settings = state.settings
     if settings.scope == "stack" or settings.features == "keys":
@@ -356,7 +356,7 @@ def _plans_outside(state: BlockState) -> bool:
 
 
 def _count_call(state: BlockState) -> None:
-    """Number the running call of a block. With gradients, it may run again behind the model, as the same."""
+    """Number the running call of a block. With gradients the number is 0, since the call may run again."""
     block = state.threads.value
     block.number = 0 if torch.is_grad_enabled() else block.number + 1
 
@@ -374,11 +374,11 @@ def _corrected(
     dense: Callable[[], Any],
     merged: Callable[[Plan], Any],
 ) -> Any:
-    """The result of a block or layer: exact on correction steps, else merged, with what merging loses.
+    """The result of a block or layer: exact on correction steps, else merged and corrected.
 
-    The plan is None on a correction step. ``before`` is the residual of the block, or of its layer, from the
-    last correction step; None: there was none. ``dense`` returns the exact result, and ``merged`` the result
-    on merged tokens for a plan.
+    Correcting adds back the detail lost by merging. The plan is None on a correction step. ``before`` is the
+    residual of the block, or of its layer, from the last correction step; None: there was none. ``dense``
+    returns the exact result, and ``merged`` the result on merged tokens for a plan.
     """
     if plan is None:
         return dense()

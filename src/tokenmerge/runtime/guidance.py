@@ -20,7 +20,7 @@ class SampleTracker:
     """Whether a call of a model is on the same sample, at the same step, as the one before it.
 
     Attributes:
-        trackable: whether another call can be found to be on the sample of the running one.
+        trackable: whether it can be seen that another call is on the sample of the running one.
         repeated: whether the running call is on the sample of the one before it.
         result: of the call before it, where guidance is compared.
     """
@@ -34,7 +34,7 @@ class SampleTracker:
 
     def begin_call(self, sample: Tensor, step: Tensor, gone: Callable[[], None]) -> None:
         """Note a call; ``gone`` is called when its sample is freed, which pipelines do after the step."""
-        version = 0 if sample.is_inference() else sample._version  # what inference mode makes has none
+        version = 0 if sample.is_inference() else sample._version  # tensors made in inference mode have none
         same = self._sample is not None and self._sample() is sample and self._version == version
         self.repeated = same and self._step is not None and same_step(self._step, step)
         if self.repeated:

@@ -102,7 +102,7 @@ def before_model(root: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
 
 
 def before_blocks(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-    """Before the module around some blocks: note their token grid, that of its first argument."""
+    """Before the module around some blocks: note their token grid, which its first argument shows."""
     state: PerThread[Grid] | StageState = module.__dict__[STATE]
     grids = state.grid if isinstance(state, StageState) else state
     assert grids is not None
@@ -154,7 +154,7 @@ def _check_call(state: ModelState, root: nn.Module, arguments: dict[str, Any]) -
     check_given(state, root, arguments)
     compiling = torch.compiler.is_compiling()
     if not compiling:
-        reach_kernels(state)  # of a copy of a patched model, and those that were loaded since
+        reach_kernels(state)  # this model may be a copy, and kernels may have been loaded since
     thread.part = part_of(root)
     if state.facts.merges_stacks:
         check_stacks(state, root, arguments)
@@ -203,7 +203,7 @@ def _step(state: ModelState, root: nn.Module, pipe: Any, timestep: Any, seed: Te
 
 
 def _begin_in_memory(state: ModelState, step: DenoisingStep | None, seed: Tensor) -> Memory:
-    """Begin a call in what its generation caches, and drop what is stale there."""
+    """Begin a call in the memory of its generation, and drop what is stale there."""
     thread = state.threads.value
     memory = thread.own_memory if step is None else state.memory_of(step.generation)
     memory.seed = seed
@@ -216,7 +216,7 @@ def _begin_in_memory(state: ModelState, step: DenoisingStep | None, seed: Tensor
 
 
 def _config_of(state: ModelState, memory: Memory, pipe: Any, step: DenoisingStep | None) -> ToMeConfig:
-    """The settings at the guidance scale of the generation, which its first call reads."""
+    """The settings at the guidance scale of the generation, which is read in its first call."""
     if step is None or memory.config is None:
         memory.config = config = state.config.at_guidance(guidance_scale(pipe))
         # On the meta device, the operations of single steps are counted.
@@ -253,7 +253,7 @@ def _begin_step_log(
     kind: StepKind,
     device: torch.device,
 ) -> StepLog | None:
-    """Note the beginning of a call, whose step settings need not follow; None: its step is unknown."""
+    """Note the beginning of a call, also where the settings follow no steps; None: its step is unknown."""
     assert state.recorder is not None
     if step is None:
         with contextlib.suppress(ConfigError):  # settings that follow no step run without one

@@ -1,4 +1,4 @@
-"""What planners see of the model's result in the last step: which tokens it leaves to skip."""
+"""What planners learn from the model's result in the last step: which tokens can be skipped."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def merges_tokens(stages: Stages, *grids: GridShape) -> bool:
 
 
 def check_grid(stages: Stages, *grids: GridShape) -> None:
-    """See that a call with these finest grids of (frames, rows, columns) has tokens to merge.
+    """Check that a call with these finest grids of (frames, rows, columns) has tokens to merge.
 
     The first is that of the picture being made, the others are those of reference pictures.
 

@@ -83,7 +83,7 @@ def _check_comes_from_before(state: BlockState, tokens: Tensor, merged: Tensor) 
     """Refuse tokens that are not the result of the block before it in the stack."""
     if tokens.shape != merged.shape:
         raise UnsupportedModelError(
-            f"{state.path}: expected {merged.shape[1]} tokens, merged, of the block before it in its stack, "
-            f"got an input of shape {tuple(tokens.shape)}; where blocks are left out, or something changes "
-            "tokens between them, take scope='block', with plans.blocks=True for one plan"
+            f"{state.path}: expected the {merged.shape[1]} merged tokens of the block before it in its "
+            f"stack, got an input of shape {tuple(tokens.shape)}; where blocks are left out, or something "
+            "changes tokens between them, take scope='block', with plans.blocks=True for one plan"
         )

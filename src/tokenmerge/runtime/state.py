@@ -42,7 +42,7 @@ class RecordedPlan:
 
 
 class Memories(weakref.WeakKeyDictionary[Generation, Memory]):
-    """What a model caches, by generation, as long as that lives; copies and pickles begin empty."""
+    """What a model caches for each living generation. Copies and pickles begin empty."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Memories:
         return Memories()
@@ -94,12 +94,12 @@ class ModelState:
         record: where each block leaves its latest plan, by its path, while somebody asks for it.
         revise_plan: called with the features ``[b, n, c]`` and each new plan, returns the plan that is used
             instead; None: new plans are used as they are.
-        warned: warnings already given for samples with too few tokens, which run dense; None: they raise an
-            error.
+        warned: warnings already given for samples with too few tokens, which then run dense. None: such
+            samples raise an error.
         found_for: what the settings were found for by ``tokenmerge tune``; None: unknown.
-        compared_with: token grid and number of steps that were last compared with that.
+        compared_with: the token grid and number of steps that were last compared with ``found_for``.
         last_run: what happened in the generation that began last; None before the first.
-        recorder: of what each step does; None: nobody asked for it.
+        recorder: records what each step does; None: nobody asked for it.
     """
 
     config: ToMeConfig
@@ -205,8 +205,8 @@ class ModelState:
 class StackInput(NamedTuple):
     """What the blocks of a stack run with, from its first block to its last.
 
-    The tokens are those that the first block was called with. The plan is None on a dense correction step, on
-    which all of them stay.
+    ``tokens`` are those that the first block was called with. The plan is None on a dense correction step,
+    where all of them stay.
     """
 
     plan: Plan | None

@@ -16,7 +16,7 @@ from tokenmerge.runtime.per_thread import PerThread
 from tokenmerge.runtime.run_log import StepKind
 from tokenmerge.runtime.scheduler import DenoisingStep, Generation
 
-# Returns the seconds that have passed when the device got there; waits for the device.
+# Waits for the device, and returns the seconds that it took.
 Stopwatch = Callable[[], float]
 
 
@@ -47,7 +47,7 @@ class StepRow:
 
 
 class _Step:
-    """What was measured of a step so far. Tensors are read later, so that recording does not synchronise."""
+    """What was measured of a step so far. Tensors are read later, since reading waits for the device."""
 
     def __init__(self, kind: StepKind) -> None:
         self.kind = kind
@@ -67,7 +67,7 @@ class StepLog:
         self._stop: Callable[[], Stopwatch] | None = None
 
     def begin_call(self, step: DenoisingStep, kind: StepKind, device: torch.device) -> None:
-        """Note a call of the model. Of a step that makes several, the last one says its kind."""
+        """Note a call of the model. Where a step makes several calls, the last one decides its kind."""
         now = self._steps.get(step.index)
         if now is None or now is not self._latest:
             self._before = [] if self._latest is None else self._latest.results
@@ -109,7 +109,7 @@ class StepLog:
 
 
 class StepRecorder:
-    """The logs of a model, one for each generation as long as that lives; copies and pickles begin empty."""
+    """The logs of a model, one for each living generation. Copies and pickles begin empty."""
 
     def __init__(self) -> None:
         self._logs: weakref.WeakKeyDictionary[Generation, StepLog] = weakref.WeakKeyDictionary()
@@ -117,7 +117,7 @@ class StepRecorder:
         self._last_of_thread: PerThread[list[StepLog]] = PerThread(list)
 
     def begin_call(self, step: DenoisingStep, kind: StepKind, device: torch.device) -> StepLog:
-        """Note a call of the model; → the log of its generation."""
+        """Note a call of the model, and return the log of its generation."""
         log = self._logs.get(step.generation)
         if log is None:
             log = self._logs[step.generation] = self._last = StepLog()
@@ -127,7 +127,7 @@ class StepRecorder:
 
     @property
     def last(self) -> StepLog | None:
-        """The generation that began last in this thread; in a thread without one, the last one of all."""
+        """The log of the generation that began last in this thread, or in any thread if this one had none."""
         return next(iter(self._last_of_thread.value), self._last)
 
     def forget_results(self) -> None:
@@ -143,10 +143,10 @@ class StepRecorder:
 
 
 def start_stopwatch(device: torch.device) -> Callable[[], Stopwatch]:
-    """Start a stopwatch without waiting for the device; → what stops it, likewise.
+    """Start a stopwatch and return the function that stops it. Neither waits for the device.
 
-    A CUDA device is timed by events of its own. For others it is the time of the program: on them, the last
-    operations may still run when it stops.
+    A CUDA device is timed by its own events. For other devices the clock of the program counts, and their
+    last operations may still be running when it stops.
     """
     if device.type == "cuda":
         stream = torch.cuda.current_stream(device)
@@ -172,7 +172,7 @@ def start_stopwatch(device: torch.device) -> Callable[[], Stopwatch]:
 
 
 def _one_tensor(result: Any) -> Tensor | None:
-    """A copy of a model's result as one tensor of one axis; None: it holds no tensors with values."""
+    """A copy of a model's result, flattened into one tensor. None: it holds no tensors with values."""
     made = result if isinstance(result, Tensor | list) else result[0]
     pictures = made if isinstance(made, list) else [made]
     if not all(isinstance(picture, Tensor) and not picture.is_meta for picture in pictures):

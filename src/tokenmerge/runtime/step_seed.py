@@ -27,7 +27,7 @@ class StepSeed:
         if not isinstance(timestep, Tensor) or not needs_sync(timestep):
             return _bits(timestep, device)
         if torch.compiler.is_compiling() or timestep.is_inference():
-            return _bits(timestep, device)  # nothing tells whether its value has changed
+            return _bits(timestep, device)  # its value may have changed unseen
         if self._last is not None:
             last, version, number = self._last
             if last() is timestep and version == timestep._version and number.device == device:
@@ -38,7 +38,7 @@ class StepSeed:
 
 
 def same_step(step: Tensor, other: Tensor) -> bool:
-    """Whether two numbers of steps are equal. The same tensor is not compared, which would synchronise."""
+    """Whether two numbers of steps are equal. A tensor is not compared with itself, to avoid a sync."""
     return step is other or torch.equal(step, other)
 
 

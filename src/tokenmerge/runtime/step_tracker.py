@@ -51,8 +51,8 @@ class StepTracker:
         """Note a call of the model.
 
         Returns:
-            First call number whose cache is stale: as a step begins, the number of calls in the step before
-            it. None: the step goes on.
+            The first call number whose cache is stale. When a step begins, that is the number of calls in the
+            step before it. None: the step continues.
         """
         again = step.index == self.index
         made = 0 if self.step is None else self.call + 1
@@ -97,8 +97,8 @@ class StepTracker:
         The device is asked until two steps in a row have given the same answer.
 
         Args:
-            question: such as the shape of the sample; another question is asked anew.
-            look: → the answer.
+            question: such as the shape of the sample. A new question needs a new answer.
+            look: returns the answer.
         """
         before, times, answer = self.compared.get(self.call, (None, 0, False))
         if before == question and times == 2:
@@ -118,7 +118,7 @@ class StepTracker:
 
         Returns:
             Steps since the part ran, divided by the interval between its last two runs. None: the part runs
-            now, which is noted. It does so until two runs show where its residual is heading.
+            now, and this is noted. It takes two runs to know how its residual changes.
         """
         before, last, seen = self.ran.get((self.call, part), (None, -1, None))
         if seen == shape and before is not None and not runs:

@@ -4,10 +4,12 @@ Of a plan, the tokens that stay are computed on their own values. A token i that
 
     γ · Δ_j + (1 − γ) · (C_i + t · T_i)
 
-where Δ_j is what the call added to token j, C_i the cached residual of token i, T_i how it changed between
-the last two dense steps, t the time since the last of them in units of that distance, and γ ``blend``
-(ClusCa, arXiv 2509.10312, section 3; RAS, arXiv 2502.10389, has γ = 0 and T = 0). Without extrapolation T
-is 0. What a token got, less t · T_i, is its C_i in the next step. Dense steps cache the residuals of all
+Δ_j is what the call added to token j. C_i is the cached residual of token i, and T_i is its change between
+the last two dense steps. t is the time since the last dense step, in units of the distance between these
+two. γ is ``blend``. The formula is that of ClusCa (arXiv 2509.10312, section 3); RAS (arXiv 2502.10389) has
+γ = 0 and T = 0. Without extrapolation T is 0.
+
+In the next step, C_i is what token i got in this one, minus t · T_i. Dense steps cache the residuals of all
 tokens.
 """
 
@@ -35,7 +37,7 @@ def cached_anew(
         before: what was cached until then; None: nothing.
         residual: of the n tokens of the image, all of them computed.
         settings: that hold at the step.
-        part: of the image, that this process has; None: all of it.
+        part: the part of the image that this process has; None: all of it.
     """
     return updated(before, residual, part) if settings.combine == "extrapolate" else residual
 
@@ -49,15 +51,15 @@ def refilled_result(
     settings: MergeSettings,
     distance: Tensor | None,
 ) -> tuple[Any, Residual]:
-    """The result of a call for all tokens, from that for the tokens that stay, and what is cached of it.
+    """The result of a call for all tokens, made from the result for those that stay, and what is cached.
 
     Args:
         layout: of the call.
         plan: n tokens, of which m stay.
         result: one tensor or several, with m tokens of the image.
-        change: (all tokens, those that stay), where each token gets what the call adds to it. None: it gets
-            the result itself, which is then what is cached.
-        before: what is cached; None, or of another shape: tokens that are not computed are copies.
+        change: (all tokens, those that stay), if each token gets what the call adds to it. None: it gets the
+            result itself, and that is cached.
+        before: what is cached. If it is None, or has another shape, tokens that are not computed are copies.
         settings: that hold at the step.
         distance: t above; None: nothing is extrapolated.
     """
@@ -91,7 +93,7 @@ def _instead(image: Tensor, _: Tensor) -> Tensor:
 
 
 def _trend(before: Residual, i: int, distance: Tensor) -> Tensor | None:
-    """By how much a cached residual has gone on since the last dense step; None where it does not."""
+    """The extrapolated change of a residual since the last dense step; None if it is not extrapolated."""
     if before.delta is None or before.agreement is None:
         return None
     delta, agreement = before.delta[i], before.agreement[i]

@@ -14,7 +14,7 @@ from tokenmerge.errors import ConfigError, reason_of
 from tokenmerge.integrations.export.options import ExportOptions
 from tokenmerge.measure.generate.options import GenerateOptions
 from tokenmerge.measure.pipelines.call import PipelineCall
-from tokenmerge.measure.pipelines.loading import denoiser_name
+from tokenmerge.measure.pipelines.loading import denoiser_of
 from tokenmerge.models.base import Host
 from tokenmerge.models.find import find_hosts
 
@@ -90,7 +90,7 @@ def first_call(
     """
     request = GenerateOptions(prompt=_PROMPT, steps=2, batch=options.batch, guidance=options.guidance)
     call = PipelineCall.prepare(pipe, request, size)
-    denoiser: Any = getattr(pipe, denoiser_name(pipe))
+    denoiser: Any = denoiser_of(pipe)
     found: dict[str, Any] = {}
 
     def stop(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.export.graph_signature import InputKind, TensorArgument
 from torch.utils._pytree import tree_leaves
 
-from tokenmerge.errors import TokenMergingError, UnsupportedModelError, reason_of
+from tokenmerge.errors import UnsupportedModelError
 from tokenmerge.integrations.export.plans import made_plans, plan_tensors
-from tokenmerge.measure.out_of_memory import is_out_of_memory
+from tokenmerge.measure.out_of_memory import errors_as
 
 OUTPUT = "out"
 Plans = tuple[tuple[str | None, ...], ...]
@@ -116,16 +116,10 @@ def _quiet() -> Iterator[None]:
             logger.setLevel(level)
 
 
-@contextlib.contextmanager
-def _exporting(name: str) -> Iterator[None]:
-    try:
-        yield
-    except TokenMergingError:
-        raise
-    except Exception as error:
-        if is_out_of_memory(error):
-            raise
-        raise UnsupportedModelError(
-            f"model: PyTorch cannot export {name} with these settings ({reason_of(error)}); take "
+def _exporting(name: str) -> contextlib.AbstractContextManager[None]:
+    return errors_as(
+        lambda reason: UnsupportedModelError(
+            f"model: PyTorch cannot export {name} with these settings ({reason}); take "
             "--method tome, or try --ratio 0 to see whether the dense model exports"
-        ) from error
+        )
+    )

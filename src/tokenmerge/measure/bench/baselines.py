@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from tokenmerge.errors import ConfigError, UnsupportedModelError
-from tokenmerge.measure.pipelines.loading import denoiser_name
+from tokenmerge.measure.pipelines.loading import denoiser_of
 
 
 @contextlib.contextmanager
@@ -58,7 +58,7 @@ def first_block_cache(pipe: Any, config: None, report: None, threshold: float) -
     from diffusers import CacheMixin, FirstBlockCacheConfig
 
     check_pipeline("first-block-cache", pipe)
-    model = getattr(pipe, denoiser_name(pipe))
+    model = denoiser_of(pipe)
     if isinstance(model, CacheMixin):
         cached: Any = model
     else:

@@ -18,7 +18,7 @@ from tokenmerge.api import token_merging
 from tokenmerge.auto import choose
 from tokenmerge.errors import ConfigError, UnsupportedModelError
 from tokenmerge.measure.bench.baselines import check_pipeline
-from tokenmerge.measure.pipelines.loading import denoiser_name
+from tokenmerge.measure.pipelines.loading import denoiser_of
 
 _NAME = "cache-dit"
 MASKS = ("slow", "medium", "fast", "ultra")
@@ -76,7 +76,7 @@ def cache_dit(
     package: Any = importlib.import_module("cache_dit")
     with _quiet():
         known = package.BlockAdapterRegister.is_supported(pipe)
-    if not known or not isinstance(getattr(pipe, denoiser_name(pipe)), nn.Module):
+    if not known or not isinstance(denoiser_of(pipe), nn.Module):
         raise UnsupportedModelError(f"{_NAME}: it does not know {type(pipe).__name__}; leave it out")
 
     def settings(steps: int, blocks: int) -> dict[str, Any]:
@@ -123,7 +123,7 @@ def _in_each_call(pipe: Any, package: Any, settings: Callable[[int, int], dict[s
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         bound = parameters.bind(self, *args, **kwargs)
         bound.apply_defaults()
-        model: nn.Module = getattr(self, denoiser_name(self))
+        model: nn.Module = denoiser_of(self)
         before = {module: dict(module.__dict__) for module in model.modules()}
         added: dict[nn.Module, set[str]] = {}
         cached: Any = self

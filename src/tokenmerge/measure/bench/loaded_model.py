@@ -21,7 +21,7 @@ from tokenmerge.measure.bench.geometry import (
     find_geometry,
 )
 from tokenmerge.measure.bench.inputs import InputSize, example_inputs
-from tokenmerge.measure.pipelines.loading import denoiser_name, find_model, guides, load_pipeline
+from tokenmerge.measure.pipelines.loading import denoiser_name, denoiser_of, find_model, guides, load_pipeline
 from tokenmerge.measure.pipelines.settings import set_scheduler
 from tokenmerge.measure.pipelines.sketch import load_sketch
 from tokenmerge.models.base import is_a
@@ -115,7 +115,7 @@ def load_model(
     else:
         pipe = load_pipeline(find_model(model), dtype, device)
         guided = guides(pipe, guidance)
-    denoiser = getattr(pipe, denoiser_name(pipe))
+    denoiser = denoiser_of(pipe)
     scale = int(getattr(pipe, "vae_scale_factor", 1))
     if scope == "denoiser":
         return _denoiser_alone(denoiser, scale, guided, seed, notes)
@@ -169,7 +169,7 @@ class _PipelineCall:
             "output_type": "pt",
             **(self._embeddings(images) if pipe.tokenizer is None else {"prompt": [_PROMPT] * images}),
         }
-        if is_a(getattr(self.pipe, denoiser_name(pipe)), _WITH_FRAMES):
+        if is_a(denoiser_of(self.pipe), _WITH_FRAMES):
             arguments["num_frames"] = size.frames
         if self.guidance is not None:
             if "guidance_scale" not in parameters:

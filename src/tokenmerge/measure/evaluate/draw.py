@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 
 from tokenmerge.config import ToMeConfig
 from tokenmerge.errors import ConfigError
-from tokenmerge.measure.bench.variants import VARIANTS
+from tokenmerge.measure.bench.variants import VARIANTS, Variant
 from tokenmerge.measure.evaluate.picture_store import PictureStore
 from tokenmerge.measure.evaluate.prompts import Item
 from tokenmerge.measure.evaluate.variants import Drawn
 from tokenmerge.measure.out_of_memory import is_out_of_memory
 from tokenmerge.measure.pipelines.call import PipelineCall
-from tokenmerge.measure.pipelines.loading import denoiser_name
+from tokenmerge.measure.pipelines.loading import denoiser_of
 from tokenmerge.measure.pipelines.shared_weights import twin
 
 if TYPE_CHECKING:
@@ -71,7 +71,9 @@ def draw(
             own = _of(call, task)
             try:
                 if task.variant not in pipes:
-                    pipes[task.variant] = _variant(pipe, task.variant, in_force)
+                    spec = task.variant.spec
+                    config = spec.config(pipe)
+                    pipes[task.variant] = applied(pipe, spec, config, in_force), config
                     _warm_up(own, pipes[task.variant][0])
                 patched, config = pipes[task.variant]
                 began = time.perf_counter()
@@ -91,9 +93,8 @@ def draw(
 
 def _of(call: PipelineCall, task: Task) -> PipelineCall:
     """The call that draws the pictures of a task."""
-    arguments = {**call.arguments, "prompt": [item.prompt.text for item in task.items]}
-    seeds = tuple(item.seed for item in task.items)
-    return dataclasses.replace(call, arguments=arguments, seeds=seeds).with_steps(task.variant.steps)
+    prompts, seeds = [item.prompt.text for item in task.items], [item.seed for item in task.items]
+    return call.of_pictures(prompts, seeds).with_steps(task.variant.steps)
 
 
 def _warm_up(call: PipelineCall, pipe: DiffusionPipeline) -> None:
@@ -103,14 +104,11 @@ def _warm_up(call: PipelineCall, pipe: DiffusionPipeline) -> None:
         call.with_steps(steps)(pipe, lambda steps: None)
 
 
-def _variant(
-    pipe: DiffusionPipeline, variant: Drawn, in_force: contextlib.ExitStack
-) -> tuple[DiffusionPipeline, ToMeConfig | None]:
-    """A pipeline with the variant applied until ``in_force`` is closed, and all its settings."""
+def applied(
+    pipe: DiffusionPipeline, spec: Variant, config: ToMeConfig | None, in_force: contextlib.ExitStack
+) -> DiffusionPipeline:
+    """A copy of a pipeline to which a variant is applied with these settings until ``in_force`` is closed."""
     copied = twin(pipe)
-    spec = variant.spec
-    kind = VARIANTS[spec.name]
-    target = copied if kind.of_pipeline else getattr(copied, denoiser_name(copied))
-    config = spec.config(target)
+    target = copied if VARIANTS[spec.name].of_pipeline else denoiser_of(copied)
     in_force.enter_context(spec.apply(target, config, None))
-    return copied, config
+    return copied

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +13,7 @@ from tokenmerge.errors import ConfigError, UnsupportedModelError
 from tokenmerge.measure.generate.options import GenerateOptions
 from tokenmerge.measure.pipelines.loading import (
     ModelSource,
-    denoiser_name,
+    denoiser_of,
     guides,
     load_pipeline,
 )
@@ -89,6 +89,12 @@ class PipelineCall:
         seeds = tuple(range(options.seed, options.seed + options.batch))
         return cls(arguments, seeds, guides(pipe, options.guidance))
 
+    def of_pictures(self, prompts: Sequence[str], seeds: Sequence[int]) -> PipelineCall:
+        """The same call with other prompts and seeds, one of each for every picture."""
+        return dataclasses.replace(
+            self, arguments={**self.arguments, "prompt": list(prompts)}, seeds=tuple(seeds)
+        )
+
     def with_steps(self, steps: int) -> PipelineCall:
         """The same call with another number of denoising steps."""
         return dataclasses.replace(self, arguments={**self.arguments, "num_inference_steps": steps})
@@ -159,7 +165,7 @@ def own_size(pipe: DiffusionPipeline) -> tuple[int, int]:
     Raises:
         ConfigError: its config has none.
     """
-    config = dict(getattr(pipe, denoiser_name(pipe)).config)
+    config = dict(denoiser_of(pipe).config)
     if getattr(pipe, "default_sample_size", None):
         config["sample_size"] = pipe.default_sample_size
     size = default_size(config, latent_scale(pipe))

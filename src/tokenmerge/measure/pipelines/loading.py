@@ -7,7 +7,7 @@ import dataclasses
 import enum
 import inspect
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,13 +16,11 @@ import torch
 from tokenmerge.errors import (
     ConfigError,
     MissingExtraError,
-    TokenMergingError,
     UnsupportedModelError,
-    reason_of,
 )
 from tokenmerge.measure import demo
 from tokenmerge.measure.files import is_file, is_folder
-from tokenmerge.measure.out_of_memory import is_out_of_memory
+from tokenmerge.measure.out_of_memory import errors_as
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
@@ -174,12 +172,21 @@ def denoiser_name(pipe: DiffusionPipeline) -> str:
     raise UnsupportedModelError(no_denoiser(type(pipe).__name__))
 
 
+def denoiser_of(pipe: DiffusionPipeline) -> Any:
+    """The pipeline's denoiser.
+
+    Raises:
+        UnsupportedModelError: it has none.
+    """
+    return getattr(pipe, denoiser_name(pipe))
+
+
 def guides(pipe: DiffusionPipeline, scale: float | None) -> bool:
     """Whether a pipeline applies classifier-free guidance at this scale. None: at its default scale.
 
     Models distilled from guided ones take the scale as an input, and do not double the batch.
     """
-    if getattr(pipe, denoiser_name(pipe)).config.get("guidance_embeds"):
+    if denoiser_of(pipe).config.get("guidance_embeds"):
         return False
     if scale is None:
         parameter = inspect.signature(pipe.__call__).parameters.get("guidance_scale")
@@ -241,21 +248,12 @@ def _dtype_argument(dtype: torch.dtype) -> dict[str, torch.dtype]:
     return {"dtype" if (major, minor) >= (0, 40) else "torch_dtype": dtype}
 
 
-@contextlib.contextmanager
-def loading(what: str) -> Iterator[None]:
-    """Turn any error from loading a damaged or unknown model into one line that names the model.
-
-    Out-of-memory errors are not changed.
-    """
-    try:
-        yield
-    except TokenMergingError:
-        raise
-    except Exception as error:
-        if is_out_of_memory(error):
-            raise
-        raise ConfigError(
-            f"model: cannot load {what}: {reason_of(error)}; give a folder that "
+def loading(what: str) -> contextlib.AbstractContextManager[None]:
+    """Turn any error from loading a damaged or unknown model into one line that names the model."""
+    return errors_as(
+        lambda reason: ConfigError(
+            f"model: cannot load {what}: {reason}; give a folder that "
             f"holds all its files as safetensors (pickles: {PICKLE}NAME), or a hub id while the hub can be "
             "reached"
-        ) from error
+        )
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import re
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import cycle
 from typing import Any
 
@@ -21,7 +21,7 @@ _MARKERS = "osD^vPX"
 _GREY = "#767676"
 _DASHED = {"oracle": "--", "fewer-steps": ":"}
 _RATIO = re.compile(r" ratio=[\d.]+")
-STYLE: Any = {
+_STYLE: Any = {
     "svg.hashsalt": "tokenmerge",
     "svg.fonttype": "none",  # text stays text: a fourth of the size, and it can be searched
     "font.size": 9.5,
@@ -57,13 +57,22 @@ def draw(chart: Chart) -> str:
     Raises:
         MissingExtraError: matplotlib is not installed.
     """
+    return svg_of(lambda: figure_of(chart), needed_by="the plots of tokenmerge report")
+
+
+def svg_of(make_figure: Callable[[], Any], needed_by: str) -> str:
+    """A figure of matplotlib as an SVG document. Equal figures give equal bytes.
+
+    Raises:
+        MissingExtraError: matplotlib is not installed.
+    """
     try:
         import matplotlib
     except ImportError as error:
-        raise MissingExtraError("plots", needed_by="the plots of tokenmerge report") from error
-    with matplotlib.rc_context(STYLE):
+        raise MissingExtraError("plots", needed_by) from error
+    with matplotlib.rc_context(_STYLE):
         text = io.StringIO()
-        figure_of(chart).savefig(text, format="svg", metadata={"Date": None})
+        make_figure().savefig(text, format="svg", metadata={"Date": None})
     return text.getvalue()
 
 
@@ -77,7 +86,7 @@ def figure_of(chart: Chart) -> Any:
     title = textwrap.wrap(chart.title, _TITLE_WIDTH)
     wrapped = sum(_in_legend(name).count("\n") for name in names)
     lines = len(title) + -(-len(names) // columns) + wrapped + 1
-    with matplotlib.rc_context(STYLE):
+    with matplotlib.rc_context(_STYLE):
         figure = Figure(figsize=(_WIDTH, _HEIGHT + lines * _LINE_HEIGHT), layout="constrained")
         axes = figure.subplots()
         _fill(axes, chart)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import io
 from typing import Any
 
-from tokenmerge.errors import ConfigError, MissingExtraError
-from tokenmerge.measure.reporting.plots import COLOURS, STYLE
+from tokenmerge.errors import ConfigError
+from tokenmerge.measure.reporting.plots import COLOURS, svg_of
 from tokenmerge.report import RunSteps
 
 _KINDS = dict(zip(("full", "reused", "dense", "token-wise"), COLOURS, strict=False))
@@ -25,14 +24,7 @@ def draw_steps(steps: RunSteps) -> str:
     """
     if not steps.rows:
         raise ConfigError("steps: there is no step to draw; generate first")
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise MissingExtraError("plots", needed_by="the picture of the steps") from error
-    with matplotlib.rc_context(STYLE):
-        text = io.StringIO()
-        figure_of_steps(steps).savefig(text, format="svg", metadata={"Date": None})
-    return text.getvalue()
+    return svg_of(lambda: figure_of_steps(steps), needed_by="the picture of the steps")
 
 
 def figure_of_steps(steps: RunSteps) -> Any:

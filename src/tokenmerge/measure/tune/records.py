@@ -10,7 +10,7 @@ from typing import Any
 
 from tokenmerge.errors import ConfigError
 from tokenmerge.measure.bench.records import key_of
-from tokenmerge.measure.bench.results_file import read_lines
+from tokenmerge.measure.bench.results_file import read_records
 from tokenmerge.measure.tune.goal import Goal
 from tokenmerge.measure.tune.looks import Look
 
@@ -45,28 +45,31 @@ class TuneRecord:
         """One line of JSON, its newline included."""
         return json.dumps({"kind": KIND, **dataclasses.asdict(self)}, ensure_ascii=False) + "\n"
 
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> TuneRecord:
+        """Read what :meth:`to_line` wrote.
 
-def read_records(path: Path) -> Iterator[TuneRecord]:
+        Raises:
+            ConfigError: it is not such a record.
+        """
+        try:
+            record = cls(**{field.name: values[field.name] for field in dataclasses.fields(cls)})
+            if record.about == "look":
+                numbers = [float(record.values[name]) for name in ("seconds", "dense_seconds")]
+                if not min(numbers) > 0:
+                    raise ValueError(f"expected seconds above 0, got {min(numbers)}")
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ConfigError(f"not a record of tokenmerge tune ({error!r}); remove that line") from error
+        return record
+
+
+def read_tune_records(path: Path) -> Iterator[TuneRecord]:
     """Read the records of a file, in order. Lines of other kinds are skipped.
 
     Raises:
         ConfigError: the file cannot be read, or a line is no valid record.
     """
-    for number, values in read_lines(path):
-        if values.get("kind") == KIND:
-            try:
-                record = TuneRecord(
-                    **{field.name: values[field.name] for field in dataclasses.fields(TuneRecord)}
-                )
-                if record.about == "look":
-                    numbers = [float(record.values[name]) for name in ("seconds", "dense_seconds")]
-                    if not min(numbers) > 0:
-                        raise ValueError(f"expected seconds above 0, got {min(numbers)}")
-            except (KeyError, TypeError, ValueError, AttributeError) as error:
-                raise ConfigError(
-                    f"{path}, line {number}: not a record of tokenmerge tune ({error!r}); remove that line"
-                ) from error
-            yield record
+    return read_records(path, {KIND: TuneRecord})
 
 
 def look_of(record: TuneRecord, goal: Goal) -> Look:

@@ -20,7 +20,7 @@ from tokenmerge.measure.tune.decision import Decision, decide
 from tokenmerge.measure.tune.goal import Goal
 from tokenmerge.measure.tune.looks import Estimate, Look, estimates
 from tokenmerge.measure.tune.options import TuneOptions
-from tokenmerge.measure.tune.records import TuneRecord, look_of, read_records
+from tokenmerge.measure.tune.records import TuneRecord, look_of, read_tune_records
 from tokenmerge.measure.tune.search import next_round
 from tokenmerge.measure.tune.studio import Drawing, Failed, Studio
 from tokenmerge.models.base import Host
@@ -113,7 +113,7 @@ def tune(
     evaluation = dataclasses.replace(evaluation, items=items)
     metrics = load_metrics(wanted.wanted(), [prompt.text for prompt in evaluation.prompts], on_note)
     prepare_folder(evaluation.store.folder)
-    with ResultsFile(options.records, read_records) as file:
+    with ResultsFile(options.records, read_tune_records) as file:
         for note in file.notes:
             on_note(note)
         run = _Run(options, Studio(options, evaluation, metrics, device), file, on_progress, on_note)

@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,18 +16,16 @@ from tokenmerge.config import ToMeConfig
 from tokenmerge.errors import TokenMergingError
 from tokenmerge.measure.bench.prepare import free_memory
 from tokenmerge.measure.bench.timing import interleaved
-from tokenmerge.measure.bench.variants import DENSE, VARIANTS, Variant
-from tokenmerge.measure.evaluate.draw import CONTINUES
+from tokenmerge.measure.bench.variants import DENSE, Variant
+from tokenmerge.measure.evaluate.draw import CONTINUES, applied
 from tokenmerge.measure.evaluate.evaluation import Evaluation
 from tokenmerge.measure.evaluate.metrics import Metrics
 from tokenmerge.measure.evaluate.prompts import Item
 from tokenmerge.measure.evaluate.variants import Drawn
 from tokenmerge.measure.files import write_atomically
 from tokenmerge.measure.out_of_memory import is_out_of_memory
-from tokenmerge.measure.pipelines.call import PipelineCall, latent_scale
-from tokenmerge.measure.pipelines.loading import denoiser_name, load_pipeline
-from tokenmerge.measure.pipelines.settings import set_scheduler
-from tokenmerge.measure.pipelines.shared_weights import twin
+from tokenmerge.measure.pipelines.call import PipelineCall, latent_scale, load_pipeline_for
+from tokenmerge.measure.pipelines.loading import denoiser_of
 from tokenmerge.measure.pipelines.sizes import check_size
 from tokenmerge.measure.tune.candidates import Candidate
 from tokenmerge.measure.tune.options import TuneOptions
@@ -88,13 +86,10 @@ class Studio:
         self, options: TuneOptions, evaluation: Evaluation, metrics: Metrics, device: torch.device
     ) -> None:
         self.steps, self.evaluation, self.metrics, self.device = options.steps, evaluation, metrics, device
-        self.pipe: DiffusionPipeline = load_pipeline(evaluation.source, evaluation.dtype, device)
-        if options.scheduler is not None:
-            set_scheduler(self.pipe, options.scheduler)
-        self.pipe.set_progress_bar_config(disable=True)
+        drawing = options.evaluation().drawing(evaluation.prompts[0].text)
+        self.pipe = load_pipeline_for(drawing, evaluation.source, evaluation.dtype, device)
         width, height = check_size(evaluation.size, latent_scale(self.pipe))
         self.latent = height, width
-        drawing = options.evaluation().drawing(evaluation.prompts[0].text)
         self.call = PipelineCall.prepare(self.pipe, drawing, evaluation.size)
         self.metrics.to(device)
         self._warm: set[str] = set()
@@ -102,7 +97,7 @@ class Studio:
     @property
     def denoiser(self) -> torch.nn.Module:
         """The denoiser of the dense pipeline."""
-        model: torch.nn.Module = getattr(self.pipe, denoiser_name(self.pipe))
+        model: torch.nn.Module = denoiser_of(self.pipe)
         return model
 
     def draw(
@@ -125,7 +120,7 @@ class Studio:
             }
             for one in chosen:
                 try:
-                    pipe = self._applied(one.drawn, configs[one.name], in_force)
+                    pipe = applied(self.pipe, one.drawn.spec, configs[one.name], in_force)
                     calls[one.name] = self._call(pipe, what, one.drawn, pictures, one.name)
                 except Exception as error:
                     yield Failed(one.name, _reason(error))
@@ -149,25 +144,13 @@ class Studio:
                 began = now
         free_memory()
 
-    def _applied(
-        self, drawn: Drawn, config: ToMeConfig | None, in_force: contextlib.ExitStack
-    ) -> DiffusionPipeline:
-        """A pipeline with a setting applied until ``in_force`` is closed."""
-        copied = twin(self.pipe)
-        target = copied if VARIANTS[drawn.spec.name].of_pipeline else getattr(copied, denoiser_name(copied))
-        in_force.enter_context(drawn.spec.apply(target, config, None))
-        return copied
-
     def _call(
         self, pipe: DiffusionPipeline, item: Item, drawn: Drawn, pictures: dict[str, Image], name: str
     ) -> Callable[[], object]:
-        arguments: dict[str, Any] = {**self.call.arguments, "prompt": [item.prompt.text]}
+        of_item = self.call.of_pictures([item.prompt.text], [item.seed])
 
         def draw(steps: int) -> list[Image]:
-            call = dataclasses.replace(
-                self.call, arguments={**arguments, "num_inference_steps": steps}, seeds=(item.seed,)
-            )
-            return call(pipe, lambda steps: None)
+            return of_item.with_steps(steps)(pipe, lambda steps: None)
 
         if name not in self._warm:  # kernels are loaded and chosen at the first call
             self._warm.add(name)
