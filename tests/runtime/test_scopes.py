@@ -261,7 +261,7 @@ def test_a_call_that_breaks_off_within_a_stack_leaves_nothing_for_the_next():
     assert copy.deepcopy(second).__dict__["_tokenmerge"].stack.threads.value.input is None
     with (
         torch.no_grad(),
-        pytest.raises(UnsupportedModelError, match=r"blocks\.1: expected 32 tokens, merged"),
+        pytest.raises(UnsupportedModelError, match=r"blocks\.1: expected the 32 merged tokens"),
     ):
         type(second).forward(second, torch.zeros(2, 256, 64))
     handle.remove()
