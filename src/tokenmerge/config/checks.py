@@ -125,7 +125,7 @@ def as_items(value: object) -> tuple[Any, ...] | None:
 
 
 def _shown(value: object) -> str:
-    """The ``repr`` of the value, shortened; for some values it raises an error."""
+    """The ``repr`` of the value, shortened; its type if ``repr`` raises an error."""
     try:
         text = repr(value)
     except Exception:

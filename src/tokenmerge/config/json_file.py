@@ -88,7 +88,7 @@ def load_settings(path: str | Path) -> SavedSettings:
 
 
 def refuse_function(config: ToMeConfig, where: str) -> None:
-    """Refuse settings that JSON cannot hold. The message begins with ``where`` they should be written."""
+    """Refuse settings that JSON cannot hold. The message begins with ``where``, the name of the target."""
     if callable(config.schedule.ratio):
         wanted = "numbers, such as (1.4, 0.6): a function cannot be saved"
         refuse(f"{where}: schedule.ratio", wanted, config.schedule.ratio)

@@ -26,7 +26,7 @@ class Schedule(Value):
 
     Args:
         ratio: factors for the config's ``ratio``, ≥ 0. Numbers are spaced evenly over the steps, and linearly
-            interpolated between. A function takes the share of the steps that is done, 0 to 1, and
+            interpolated between them. A function takes the share of the steps that is done, 0 to 1, and
             returns the factor. Raising the factors does what raising the ratio does. ``(1.4, 0.6)`` merges
             more at first: the picture is closer to the dense one than with a constant ratio of the same
             mean, and attention saves a little less. Rising factors give a less close picture.

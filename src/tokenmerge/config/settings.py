@@ -150,7 +150,7 @@ class MergeSettings(Value):
         threshold: for ``planner="threshold"``: the cosine similarity, −1 ≤ threshold ≤ 1, from which a token
             is averaged with its destination. Raising it drops more tokens instead; the speed stays the same.
         clusters: for ``planner="clusters"``: number of clusters, ≥ 1. In every picture or frame one token of
-            each stays, whatever the ratio. Raising it is slower, and the picture gets closer to the dense one.
+            each stays, whatever the ratio. Raising it is slower and closer to the dense picture.
 
     How tokens combine:
 

@@ -25,7 +25,7 @@ _NO_STACK = "TransformerSpatioTemporalModel"
 def describe_stages(
     root: Any, example: Callable[[Any, int, int, int], dict[str, Any]], *, controlnet: bool = False
 ) -> Host:
-    """Find the blocks of a model with ``down_blocks``, ``mid_block`` and, if no ControlNet, ``up_blocks``.
+    """Find the blocks of a model with ``down_blocks``, ``mid_block`` and, if it has them, ``up_blocks``.
 
     The last axes of its sample are height and width. ``example`` is as for
     :func:`tokenmerge.models.transformer.transformer_host`.

@@ -114,7 +114,7 @@ class SoftPlan(NamedTuple):
     def longest(self, norms: Tensor) -> Tensor:
         """Largest norm for each merged token, ``[b, n]`` → ``[b, m]``.
 
-        Compared are the token whose place it takes, and the tokens that have their largest share in it.
+        It compares the token whose place is taken and the tokens with their largest share in the merged one.
         """
         own = norms.flatten().index_select(0, self.keep.flatten())
         return own.scatter_reduce(0, self.inverse.flatten(), norms.flatten(), "amax").view(self.keep.shape)

@@ -80,7 +80,7 @@ def sequence_of(grids: Sequence[GridShape], settings: MergeSettings) -> TokenSeq
 
     Args:
         grids: (frames, rows, columns) of each picture, the picture being made first.
-        settings: those of the picture being made; all others merge by their ``reference_ratio``.
+        settings: those of the picture being made; ``reference_ratio`` is the ratio of all others.
 
     >>> sequence_of(((1, 4, 4), (1, 2, 4)), MergeSettings(ratio=0, reference_ratio=0.75))[1:]
     (24, 6)
