@@ -49,7 +49,7 @@ def place(cell: int, counts: tuple[int, ...]) -> tuple[int, ...]:
 def candidates_of(
     token: int, is_outside: bool, grid: tuple[int, ...], cell: tuple[int, ...], sides: tuple[int, ...]
 ) -> list[int]:
-    """The cells whose destinations a source is compared with, written from the definition."""
+    """The cells whose destinations a source is compared with, straight from the definition."""
     counts = tuple(g // c for g, c in zip(grid, cell, strict=True))
     home = place(own_cell(grid, cell, torch.tensor([token])).item(), counts)
     in_late_frame = len(grid) == 3 and place(token, grid)[0] >= counts[0] * cell[0]
