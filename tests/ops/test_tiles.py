@@ -93,7 +93,7 @@ def test_each_source_finds_the_most_similar_destination_of_its_tile(case, side, 
 
 @settings(max_examples=25)
 @given(videos(), st.sampled_from([(2, 2, 2), (2, 4, 2)]), seeds)
-def test_so_it_does_over_time_and_in_frames_that_are_left_over(case, sides, seed):
+def test_it_also_does_over_time_and_in_left_over_frames(case, sides, seed):
     check_against_the_definition(*case, sides, seed)
 
 

@@ -68,7 +68,7 @@ def removed(name: str, grid, config: ToMeConfig) -> int:
     return r
 
 
-def test_settings_take_the_planners_that_there_are():
+def test_settings_take_every_planner():
     assert tuple(PLANNERS) == tokenmerge.config.PLANNERS
     assert {"tome", "importance"} <= set(PLANNERS)
 
