@@ -103,7 +103,7 @@ VALID = {
 
 
 def changed_by(keys, names=tuple(name for name in VALID if "." not in name)):
-    """Values of ``levels`` and ``phases``: some changes under some keys, right and wrong."""
+    """Values of ``levels`` and ``phases``: some changes under some keys, valid and invalid."""
     names = list(names)
     valid = st.sampled_from(names).flatmap(
         lambda name: st.dictionaries(st.just(name), VALID[name] | ANYTHING)
@@ -134,7 +134,7 @@ def test_every_setting_is_tried():
 
 
 def check_result(config: ToMeConfig, folder) -> None:
-    """Everything that is asked of a config has an answer."""
+    """Check that the methods and properties of a config work."""
     assert isinstance(hash(config), int)
     assert repr(config).startswith("ToMeConfig(")
     assert all(isinstance(text, str) for text in config.over_steps)
@@ -160,7 +160,7 @@ def check_result(config: ToMeConfig, folder) -> None:
 
 
 def attempt(make):
-    """What ``make`` returns and "", or None and the message of the error; any other error is a failure."""
+    """The result of ``make`` and "", or None and the message of its error; any other error is a failure."""
     try:
         return make(), ""
     except TokenMergingError as error:

@@ -1,4 +1,4 @@
-"""Every setting that is out of range says so."""
+"""Every setting that is out of range raises an error that names it."""
 
 import math
 
@@ -108,7 +108,7 @@ def test_the_error_names_the_setting(given, message):
 
 
 def test_a_function_is_checked_between_the_places_where_it_was_checked():
-    """At 1 of 7 steps it is asked at 1/6, and config asks it at hundredths."""
+    """Step 1 of 7 calls the function with 1/6; the config only checked hundredths."""
     config = ToMeConfig(schedule=Schedule(ratio=lambda done: 2.0 if done == 1 / 6 else 1.0))
     with pytest.raises(ConfigError, match=r"ratio: expected .* got 1 \(0\.5 × 2 of schedule\.ratio\)"):
         config.at(1, 1, 7)

@@ -1,4 +1,4 @@
-"""Settings that are saved are read as they were, and a wrong file says which setting is wrong."""
+"""Saved settings are read back unchanged, and the error for a wrong file names the wrong setting."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Settings in the parameters of a picture are read as they were written, wherever they stand."""
+"""Settings in the parameters of a picture are read back unchanged, wherever they stand."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Old records and old command lines are read under today's names."""
+"""Old records and old command lines are read with the current names."""
 
 import json
 from pathlib import Path

@@ -45,7 +45,7 @@ def _pixart(**changes: Any) -> Any:
 
 
 def _pixart_inputs(batch: int, rows: int, columns: int) -> dict[str, Any]:
-    """With masks for both attentions: the last word and the first tokens of each image are left out."""
+    """Inputs with masks for both attentions, without the last word and the first tokens of each image."""
     words, tokens = torch.ones(batch, WORDS), torch.ones(batch, rows * columns)
     words[:, -1] = 0
     tokens[:, :5] = 0

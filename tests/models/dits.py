@@ -38,7 +38,7 @@ def _flux(name: str, **settings: Any) -> Any:
     import diffusers
 
     with warnings.catch_warnings():
-        # Some import a part of themselves from where diffusers says not to.
+        # Some models import a part of themselves from a deprecated place of diffusers.
         warnings.simplefilter("ignore", FutureWarning)
         return getattr(diffusers, name)(**{**FLUX, **settings})
 
@@ -297,14 +297,14 @@ def _prx_inputs(batch: int, rows: int, columns: int) -> dict[str, Any]:
     return {**_latent_inputs(batch, rows, columns), "attention_mask": text_masks(batch)}
 
 
-# Sequences that hold reference pictures behind the picture that is made. A grid of one column has no cell to
+# Sequences that hold reference pictures after the picture that is made. A grid of one column has no cell to
 # merge, so the references of such a picture have one column too.
 
 
 def _with_references(
     inputs: dict[str, Any], sizes: list[tuple[int, int]], numbers: list[int]
 ) -> dict[str, Any]:
-    """Inputs of a model with img_ids, with reference pictures of these sizes behind its picture."""
+    """Inputs of a model with img_ids, with reference pictures of these sizes after its picture."""
     made, batch = inputs["img_ids"], len(inputs["hidden_states"])
     made[:, 0] = numbers[0]
     ids = [made]
@@ -327,7 +327,7 @@ def _flux_2_references_inputs(batch: int, rows: int, columns: int) -> dict[str, 
 
 def _longcat_edit_inputs(batch: int, rows: int, columns: int) -> dict[str, Any]:
     inputs = _flux_inputs(batch, rows, columns)
-    inputs["img_ids"][:, 1:] += 512  # behind the positions of the text
+    inputs["img_ids"][:, 1:] += 512  # after the positions of the text
     return _with_references(inputs, [(rows, columns)], [1, 2])
 
 
@@ -399,7 +399,7 @@ def _joy_plus_inputs(batch: int, rows: int, columns: int) -> dict[str, Any]:
     shapes = [(1, rows, columns), (1, rows + 1, columns), (1, 2 * rows, columns)]
     patches = sum(h * w for _, h, w in shapes)
     return {
-        "hidden_states": noise(batch, patches + 5, 4, 1, 2, 2),  # padded, as beside a longer sample
+        "hidden_states": noise(batch, patches + 5, 4, 1, 2, 2),  # padded, as in a batch with a longer sample
         "timestep": torch.full((batch,), 500.0),
         "encoder_hidden_states": noise(batch, WORDS, TEXT),
         "encoder_hidden_states_mask": text_masks(batch),

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from tokenmerge.models.find import find_hosts
 
 TEXT = 16  # width of text embeddings
-WORDS = 7  # their number
+WORDS = 7  # number of text tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,17 +21,17 @@ class Family:
     """How to build and to call a family's model.
 
     Attributes:
-        build: → the model, with seeded random weights, in evaluation mode.
+        build: returns the model, with seeded random weights, in evaluation mode.
         inputs: (batch, height, width of the token grid) → arguments by name; image i is the same in a batch
             of any size.
-        frames: of its token grid.
-        merge: settings beside the ratio with which it merges, such as ``max_downsample``.
+        frames: number of frames of its token grid.
+        merge: settings besides the ratio that it needs to merge, such as ``max_downsample``.
         pool: whether all images of a batch share a plan.
         attention: names of the sub-layers whose calls must get fewer tokens.
-        square: whether the model itself takes square pictures alone.
-        multiple: of which it takes the sides of a grid.
+        square: whether the model itself only takes square pictures.
+        multiple: the sides of its grid must be multiples of this.
         mixes: whether the model itself lets the images of a batch see each other.
-        checkpoints: whether its own gradient checkpointing, if it says that it has one, works.
+        checkpoints: whether its own gradient checkpointing works, if it claims to have one.
     """
 
     build: Callable[[], Any]
@@ -46,13 +46,13 @@ class Family:
     checkpoints: bool = True
 
     def fitting(self, grid: tuple[int, int]) -> tuple[int, int]:
-        """A grid like this one that the model takes."""
+        """This grid, with its sides rounded up to a size that the model takes."""
         rows, columns = (-(-side // self.multiple) * self.multiple for side in grid)
         return rows, rows if self.square else columns
 
 
 def seeded(model: nn.Module) -> nn.Module:
-    """Fill all weights with noise that lets every part of the model matter: some are zero at the start."""
+    """Fill all weights with noise, so that every part of the model matters: some are zero at first."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -71,7 +71,7 @@ def noise(batch: int, *shape: int) -> Tensor:
 
 
 def deeper(model: nn.Module) -> nn.Module:
-    """The model with two more blocks behind the first of each list of a transformer."""
+    """The model with two more blocks after the first one of each block list of a transformer."""
     if type(model).__name__ == "ChromaTransformer2DModel":  # has a table with an entry for each block
         return model
     blocks = find_hosts(model)[0].blocks

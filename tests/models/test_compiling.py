@@ -54,7 +54,7 @@ def test_compiling_by_block_takes_as_many_graphs_as_the_plain_model(name):
 )
 @torch.no_grad()
 def test_guidance_in_two_calls_takes_as_many_graphs_as_the_plain_model(name, backend):
-    """The second call of a step takes the plan of the first, and needs no other graph for that."""
+    """The second call of a step takes the plan of the first, and needs no further graph for that."""
     family = FAMILIES[name]
 
     def compiled_steps(merging: bool) -> tuple[int, list[Tensor], list[Tensor]]:
@@ -78,7 +78,7 @@ def test_guidance_in_two_calls_takes_as_many_graphs_as_the_plain_model(name, bac
 
     graphs, got, expected = compiled_steps(merging=True)
     for result, plain in zip(got, expected, strict=True):
-        # Fused kernels round otherwise, within some units in the last place of float32 for each operation.
+        # Fused kernels round differently, within some units in the last place of float32 for each operation.
         assert_close(result, plain, rtol=1e-4, atol=1e-5 * plain.abs().max().item())
     assert graphs == compiled_steps(merging=False)[0] > 0
 
@@ -128,13 +128,13 @@ SIZES = [(4, 4), (4, 8), (8, 8)]
 @pytest.mark.parametrize("name", REGIONAL)
 @torch.no_grad()
 def test_a_whole_model_compiled_for_all_sizes_has_one_graph(name):
-    """As the plain models do in diffusers' ``test_compile_on_different_shapes``, whose sizes these are."""
+    """Like the plain models in diffusers' ``test_compile_on_different_shapes``, with the same sizes."""
     family = FAMILIES[name]
     torch._dynamo.reset()
     model = model_of(family)
     handle = apply_token_merging(model, HALF)
     compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="eager")
-    # Sides that happen to be equal at first are not taken for the same number.
+    # Without this, torch.compile would assume that sides which are equal at first stay equal.
     apart = torch.fx.experimental._config.patch(use_duck_shape=False)
     with apart, torch._dynamo.config.patch(error_on_recompile=True):
         for rows, columns in SIZES:

@@ -97,7 +97,7 @@ def test_half_of_the_tokens_never_reach_the_attention(family):
 
         return hook
 
-    # The query projection lies inside of the patched layer.
+    # The query projection is inside the patched layer.
     for block in host.blocks:
         for layer in block.layers:
             attention = getattr(block.module, layer.name)
@@ -182,7 +182,7 @@ def test_odd_and_oblong_sizes_and_any_batch(family, grid, batch):
 
 @EVERY
 def test_tokens_merge_on_the_grid_that_they_have(family):
-    """Rows taken for columns would merge too, but not neighbours."""
+    """If rows were taken for columns, tokens would merge too, but not neighbours."""
     rows, columns = family.fitting((4, 10))
     model = model_of(family)
     patch = apply_token_merging(model, settings(family))
@@ -221,7 +221,7 @@ def test_arguments_by_position(family):
 
 @EVERY
 def test_an_image_does_not_depend_on_its_batch(family):
-    """Up to the host's own rounding: sums in another order, 1e-5 of the largest value."""
+    """Up to the host's own rounding, as its sums have another order: 1e-5 of the largest value."""
     if family.pool:
         pytest.skip("its position tables have no batch axis, so that images of a batch share a plan")
     if family.mixes:

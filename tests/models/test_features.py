@@ -26,8 +26,8 @@ from tokenmerge.models.find import find_hosts
 from tokenmerge.runtime import planning
 from tokenmerge.runtime.state import STATE
 
-# The keys of these are projected together with something else, or are called otherwise; some blocks of the
-# upscaler have no self-attention; and those of Lumina 2 have padding behind their tokens.
+# Most of these project their keys together with something else, or give the projection another name. Some
+# blocks of the upscaler have no self-attention, and those of Lumina 2 have padding after their tokens.
 WITHOUT_KEYS = (
     "UNet2DConditionModel, upscaler",
     "Lumina2Transformer2DModel",
@@ -43,7 +43,7 @@ WITHOUT_KEYS = (
 
 @contextmanager
 def compared(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Tensor]]:
-    """What plans compare while the context lasts, in the order in which they are made."""
+    """The features that plans compare while the context lasts, in the order of the plans."""
     found, plan = [], planning.plan_pictures
     with monkeypatch.context() as patched:
         patched.setattr(
@@ -71,7 +71,7 @@ class Watched:
 
 
 def is_part(features: Tensor, sequence: Tensor) -> bool:
-    """Whether features are those of tokens in a row of a sequence, text before or behind them."""
+    """Whether features are those of successive tokens of a sequence, with text before or after them."""
     n = features.shape[1]
     if sequence.shape[::2] != features.shape[::2]:
         return False
@@ -80,7 +80,7 @@ def is_part(features: Tensor, sequence: Tensor) -> bool:
 
 @EVERY
 def test_the_residual_is_what_the_block_added_at_the_step_before(family, monkeypatch):
-    """For one image, as prompts with a common plan are compared at once. The first step compares inputs."""
+    """With one image, since prompts that share a plan are compared as one. The first step compares inputs."""
     model, arguments = model_of(family), family.inputs(1, 8, 8)
     patch = apply_token_merging(model, settings(family, features="residual"))
     watched, steps = Watched(model), []
@@ -103,7 +103,7 @@ def test_the_residual_is_what_the_block_added_at_the_step_before(family, monkeyp
 
 @EVERY
 def test_the_residual_of_the_model_is_what_all_blocks_of_the_level_added(family, monkeypatch):
-    """From a tensor that its first block got to one that its last block returned, for every block of it."""
+    """It is a tensor that the last block of a level returned minus one that its first block got."""
     model, arguments = model_of(family), family.inputs(1, 8, 8)
     patch = apply_token_merging(model, settings(family, features="model_residual"))
     watched = Watched(model)
@@ -124,7 +124,7 @@ def test_the_residual_of_the_model_is_what_all_blocks_of_the_level_added(family,
     ]
     found = [any(is_part(x, change) for change in changes) for x in features]
     assert any(found)
-    # Blocks of another width, as those of a ControlNet-XS beside its UNet, compare their input.
+    # Blocks of another width, such as those of a ControlNet-XS beside its UNet, compare their input.
     widths = {x.shape[1:] for x, residual in zip(features, found, strict=True) if residual}
     assert all(residual or x.shape[1:] not in widths for x, residual in zip(features, found, strict=True))
     shared = [x for x, residual in zip(features, found, strict=True) if residual]
@@ -146,7 +146,7 @@ def windows(sequence: Tensor, n: int) -> list[Tensor]:
 
 @EVERY
 def test_keys_are_what_the_attention_projects_of_its_input(family, monkeypatch):
-    """The first attention of each block, whose ``to_k`` gets the same tokens once more, text beside them."""
+    """For the first attention of each block: ``to_k`` gets the same tokens once more, with the text."""
     model, arguments = model_of(family), family.inputs(1, 8, 8)
     if family in [FAMILIES[name] for name in WITHOUT_KEYS]:
         before = dict(model.__dict__)
@@ -208,7 +208,7 @@ CACHED = pytest.mark.parametrize(
 
 
 def two_calls(scales: tuple[float, ...], **changes: Any) -> list[list[tuple[Tensor, list[Tensor]]]]:
-    """For each scale of the text, result and plans of a call at each of 4 steps. All have the same sample."""
+    """Result and plans of a call for each scale of the text, at each of 4 steps, with the same sample."""
     model = model_of(SD3)
     config = ToMeConfig.from_dict({"ratio": 0.5, **SD3.merge, **changes})
     patch, generator = apply_token_merging(model, config), torch.Generator().manual_seed(0)
@@ -228,7 +228,7 @@ def two_calls(scales: tuple[float, ...], **changes: Any) -> list[list[tuple[Tens
 
 @CACHED
 def test_two_calls_of_a_step_have_features_of_their_own(changes):
-    """As guidance in two calls has, where it shares no plans: each is as if it were the only one."""
+    """When guidance takes two calls and shares no plans, each call is as if it were the only one."""
     changes = {**changes, "plans.guidance": False}
     for own, scale in zip(two_calls((1.0, 9.0), **changes), (1.0, 9.0), strict=True):
         (alone,) = two_calls((scale,), **changes)
@@ -239,7 +239,7 @@ def test_two_calls_of_a_step_have_features_of_their_own(changes):
 
 @CACHED
 def test_two_calls_on_a_sample_share_the_plan_of_the_first(changes):
-    """Its features count, and a token counts as merged once in a step."""
+    """The features of the first call are compared, and a token counts as merged once in a step."""
     first, second = two_calls((1.0, 9.0), **changes)
     (alone,) = two_calls((1.0,), **changes)
     for (result, plans), (_, shared), (expected, others) in zip(first, second, alone, strict=True):

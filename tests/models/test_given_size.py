@@ -13,7 +13,7 @@ from tokenmerge import ConfigError, ToMeConfig, UnsupportedModelError, ViTConfig
 HALF = ToMeConfig(ratio=0.5)
 
 
-def test_positions_are_believed_before_the_size_that_was_given():
+def test_positions_take_precedence_over_the_given_size():
     family = FAMILIES["FluxTransformer2DModel"]
     model, arguments = model_of(family), family.inputs(2, 4, 8)
     handle = apply_token_merging(model, HALF)
@@ -23,7 +23,7 @@ def test_positions_are_believed_before_the_size_that_was_given():
         assert torch.equal(call(model, arguments), expected)
 
 
-def test_the_size_that_was_given_counts_where_positions_are_not_those_of_a_picture():
+def test_the_given_size_counts_if_positions_are_not_those_of_a_picture():
     family = FAMILIES["FluxTransformer2DModel"]
     model, arguments = model_of(family), family.inputs(2, 4, 8)
     arguments["img_ids"] = torch.randn(arguments["img_ids"].shape)
@@ -40,7 +40,7 @@ def test_the_size_that_was_given_counts_where_positions_are_not_those_of_a_pictu
         call(model, arguments)
 
 
-def test_positions_of_any_kind_do_where_nothing_merges():
+def test_any_positions_are_accepted_if_nothing_merges():
     family = FAMILIES["FluxTransformer2DModel"]
     model, arguments = model_of(family), family.inputs(2, 4, 8)
     arguments["img_ids"] = torch.randn(arguments["img_ids"].shape)
@@ -50,7 +50,7 @@ def test_positions_of_any_kind_do_where_nothing_merges():
 
 
 @pytest.mark.parametrize("size", [(0, 8), (8, -2), (8, 7), (8.0, 8), (True, 8), ("8", 8), (None, 8)])
-def test_a_size_that_is_none_is_refused(size):
+def test_an_invalid_size_is_refused(size):
     handle = apply_token_merging(model_of(FAMILIES["FluxTransformer2DModel"]), HALF)
     with pytest.raises(ConfigError, match=r"(height|width): expected .* multiples of 2, got"):
         handle.at_size(*size)

@@ -1,4 +1,4 @@
-"""What blocks that can run as a whole keep from one step for the next, and others refuse to."""
+"""Blocks that can run as a whole cache residuals between steps; others refuse settings that need this."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from tokenmerge.runtime.state import BlockState, StageState
 
 
 def whole(model: nn.Module) -> bool:
-    """Whether it has blocks that can run as a whole."""
+    """Whether a model has blocks that can run as a whole."""
     return any(block.block_layout is not None for block in find_hosts(model)[0].blocks)
 
 
 def at_each_step(model: nn.Module, family: Family, steps: int, **changes: Any) -> list[Tensor]:
-    """Results of one and the same call, at each step of a generation that goes on."""
+    """Results of the same call at each step of a generation, which has one more step."""
     arguments = family.inputs(2, 8, 8)
     patch = apply_token_merging(model, settings(family, **changes))
     results = []
@@ -37,7 +37,7 @@ def at_each_step(model: nn.Module, family: Family, steps: int, **changes: Any) -
 
 @EVERY
 def test_what_a_block_changed_is_added_to_what_it_is_called_with(family):
-    """A block's result for the same call is the same, also where it returns text or leaves it out."""
+    """A skipped block gives the same result for the same call, whether it returns text or not."""
     model = model_of(family)
     if not whole(model):
         pytest.skip("no block of it can run as a whole")

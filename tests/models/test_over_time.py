@@ -37,7 +37,7 @@ def test_tokens_of_different_frames_merge_only_when_asked_to(name, st):
 
 
 def in_the_order_of_cells(features: Tensor, grid: Any, config: ToMeConfig, step: Tensor) -> Plan:
-    """Nothing removed: all tokens in the order of the sources and destinations of merging over time."""
+    """A plan that removes nothing: all tokens in the order of sources and destinations over time."""
     src, dst = strided_partition(grid, (config.st, config.sy, config.sx), draw=(0, step))
     order, nearest = bipartite_soft_matching(features, src, dst)
     return make_plan(src, dst, order, nearest, r=0)
@@ -66,7 +66,7 @@ def test_a_video_merged_over_time_is_finite_and_not_the_dense_one(name):
 
 @pytest.mark.parametrize("features", ["residual", "model_residual"])
 def test_tokens_of_two_frames_merge_by_what_blocks_added_a_step_ago(features):
-    """In loops over the tokens of all frames; the first of three frames has all destinations."""
+    """The reference loops over the tokens of all frames. The first of three frames has all destinations."""
     family = FAMILIES["WanTransformer3DModel"]
     model, seen = model_of(family), []
 

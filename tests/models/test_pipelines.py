@@ -50,7 +50,7 @@ def test_both_transformers_of_a_pipeline_are_patched():
 
 
 def test_a_pipeline_that_edits_a_picture_merges_it_and_its_reference():
-    """Every step, and what the handle counts after the run, has the two sizes that the pipeline made."""
+    """Every step, and the report of the handle after the run, has the two sizes that the pipeline made."""
     from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxKontextPipeline
 
     family = FAMILIES["FluxTransformer2DModel, Kontext"]

@@ -1,4 +1,4 @@
-"""Sequences that hold reference pictures behind the picture that is made: each has a grid and a ratio.
+"""Sequences that hold reference pictures after the picture that is made: each has a grid and a ratio.
 
 What holds for every family holds for these too: see ``test_every_family``.
 """
@@ -48,7 +48,7 @@ DENSE_TARGET = {"ratio": 0, "reference_ratio": 0.75}
 
 
 def planned(name: str, **settings: Any) -> tuple[RecordedPlan, Tensor]:
-    """A plan of a call, and the result of that."""
+    """A plan of a call, and the result of the call."""
     model = model_of(FAMILIES[name])
     with apply_token_merging(model, ToMeConfig(**settings)).record() as recorded:
         result = call(model, FAMILIES[name].inputs(2, 8, 8))
@@ -56,13 +56,13 @@ def planned(name: str, **settings: Any) -> tuple[RecordedPlan, Tensor]:
 
 
 def of_pictures(name: str) -> list[int]:
-    """Number of tokens of each picture, that being made first."""
+    """Number of tokens of each picture, the picture being made first."""
     return [64 * FAMILIES[name].frames, *(rows * columns for _, rows, columns in REFERENCES[name])]
 
 
 @EVERY
 def test_tokens_merge_within_their_picture_on_its_own_grid(name):
-    """Of cells of 2 × 2 with a drawn destination, ``uniform`` makes a token each: rows and columns matter."""
+    """``uniform`` makes one token of each 2 × 2 cell with a drawn destination: rows and columns matter."""
     found, _ = planned(name, ratio=0.75, planner="uniform", use_rand=False)
     assert (found.grid, list(found.references)) == ((FAMILIES[name].frames, 8, 8), REFERENCES[name])
     start, made = 0, []
@@ -112,7 +112,7 @@ def test_merging_the_references_alone_leaves_every_token_of_the_picture_in_the_a
 @pytest.mark.parametrize("name", [KONTEXT, JOY, "JoyImageEditPlusTransformer3DModel"])
 @pytest.mark.parametrize("scope", ["block", "stack"])
 def test_whole_blocks_and_stacks_follow_the_pictures(name, scope, monkeypatch):
-    """Reordered tokens give the same result up to rounding, and merged ones another."""
+    """Reordered tokens give the same result up to rounding, and merged tokens another one."""
     family = FAMILIES[name]
     model, arguments = model_of(family), family.inputs(2, 7, 5)
     dense = call(model, arguments)
@@ -137,7 +137,7 @@ def test_every_planner_plans_each_picture(planner, settings):
 
 
 def test_guidance_says_which_tokens_of_the_sequence_matter():
-    """The second step has what guidance changed in the first, for every token of the sequence."""
+    """The second step knows, for every token of the sequence, what guidance changed in the first."""
     family = FAMILIES[KONTEXT]
     model, arguments = model_of(family), family.inputs(2, 8, 8)
     handle = apply_token_merging(model, ToMeConfig(ratio=0.5, planner="importance"))
@@ -150,7 +150,7 @@ def test_guidance_says_which_tokens_of_the_sequence_matter():
 
 
 def kontext_of_pairs() -> tuple[nn.Module, dict[str, Any]]:
-    """A model whose tokens are equal in pairs of columns, and a call of it. Positions count for nothing."""
+    """A model whose tokens are equal in pairs of columns, and a call of it. Positions have no effect."""
     model, arguments = model_of(FAMILIES[KONTEXT]), FAMILIES[KONTEXT].inputs(1, 8, 8)
     pairs = arguments["hidden_states"].unflatten(1, (-1, 2))
     arguments["hidden_states"] = pairs[:, :, :1].expand_as(pairs).flatten(1, 2)
@@ -169,10 +169,10 @@ def joy_of_pairs() -> tuple[nn.Module, dict[str, Any]]:
 
 @pytest.mark.parametrize("of_pairs", [kontext_of_pairs, joy_of_pairs])
 def test_merged_tokens_of_every_picture_count_as_often_as_they_stand_for(of_pairs):
-    """Where tokens are equal in pairs, proportional attention over merged pairs is that over all tokens."""
+    """If tokens are equal in pairs, proportional attention over merged pairs equals attention over all."""
     model, arguments = of_pairs()
     dense = call(model, arguments)
-    # The picture stays whole, so that sizes differ, and sizes on the wrong side would be those of text.
+    # The picture stays whole, so that sizes differ. Sizes on the wrong side would be those of text.
     config = ToMeConfig(
         ratio=0, reference_ratio=0.5, sx=2, sy=1, planner="uniform", merge_mlp=True, proportional=True
     )
@@ -181,7 +181,7 @@ def test_merged_tokens_of_every_picture_count_as_often_as_they_stand_for(of_pair
 
 
 def test_a_second_picture_of_the_same_number_begins_at_its_first_position():
-    """Pipelines that give all references one number put each at the same place."""
+    """Pipelines that give all references the same number start each at the same position."""
     family = FAMILIES["Flux2Transformer2DModel, two references"]
     model, arguments = model_of(family), family.inputs(1, 8, 8)
     arguments["img_ids"][64:, 0] = 1
@@ -201,7 +201,7 @@ def test_a_call_without_references_has_nothing_to_merge_where_only_they_would():
     "settings", [{"correction": Correction(every=2)}, {"schedule": Schedule(ratio=(0, 1, 0))}]
 )
 def test_dense_steps_leave_the_references_dense(settings):
-    """Of three steps the first and the last are dense: by correction, or by a factor of 0."""
+    """The first and the last of three steps are dense, by correction or by a factor of 0."""
     family = FAMILIES[KONTEXT]
     model, arguments = model_of(family), family.inputs(1, 8, 8)
     dense = call(model, arguments)
@@ -215,7 +215,7 @@ def test_dense_steps_leave_the_references_dense(settings):
 
 @EVERY
 def test_tokens_of_the_references_take_their_own_residuals(name):
-    """On the input of the dense step before, only attention to fewer tokens is lost."""
+    """With the same input as on the dense step before, the only loss is attention to fewer tokens."""
     model, arguments = model_of(FAMILIES[name]), FAMILIES[name].inputs(2, 8, 8)
     dense, errors = call(model, arguments), {}
     for combine, correction in (("keep", Correction()), ("reuse", Correction(every=2))):

@@ -1,4 +1,4 @@
-"""What cannot be merged is said by name, with the reason, before anything is changed."""
+"""A model that cannot be merged is refused by name, with the reason, before anything is changed."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ diffusers_models = pytest.importorskip("diffusers.models")
 
 SUPPORTED = {name for family in FAMILIES for name in family.CLASSES}
 SUPPORTED |= {"DreamLiteUNetModel"}  # as the UNet2DConditionModel that it inherits from
-# Networks of these folders that denoise nothing, parts of others, ControlNets that stay dense beside a
-# denoiser that merges, and UNets of other blocks: the error that finds nothing to merge in them names them.
+# Networks of these folders that denoise nothing, parts of other networks, ControlNets that stay dense beside
+# a denoiser that merges, and UNets of other blocks. The error that finds nothing to merge in them names them.
 OTHER = {
     "ControlNetXSAdapter",
     "CosmosControlNetModel",
@@ -64,7 +64,7 @@ def test_a_pipeline_with_a_model_that_cannot_be_merged_is_refused_by_name(name):
 
 
 def test_a_pipeline_that_gives_its_model_other_samples_is_refused_at_once():
-    """The same model in another pipeline merges."""
+    """The same model merges in another pipeline."""
     transformer = TINY["ZImageTransformer2DModel"].build()
     pipe = type("ZImageOmniPipeline", (), {})()
     pipe.transformer = transformer
@@ -74,7 +74,7 @@ def test_a_pipeline_that_gives_its_model_other_samples_is_refused_at_once():
 
 
 def refused_call(name: str, **changes: Any) -> str:
-    """What a call of a patched model is refused with."""
+    """The message with which a call of a patched model is refused."""
     model = TINY[name].build().eval()
     apply_token_merging(model, ToMeConfig(ratio=0.5))
     with pytest.raises(UnsupportedModelError) as caught:

@@ -1,7 +1,7 @@
-"""In a sequence of text, image and padding, tokens of the image alone merge.
+"""In a sequence of text, image and padding, only tokens of the image merge.
 
-Tokens that merge get the same result of a layer, and no two others do. Where a model has no position tables,
-reordering would not tell: attention takes text and image in any order.
+Tokens that merge get the same result from a layer, and no other two tokens do. A test that reorders tokens
+would show nothing for models without position tables: attention takes text and image in any order.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def between(first: int, n: int = ROWS * COLUMNS) -> slice:
 
 
 def equal_tokens(y: Tensor) -> Tensor:
-    """``[b, n, n]``: which tokens equal which. Those of padding do so without merging."""
+    """``[b, n, n]``: which pairs of tokens are equal. Tokens of padding are equal without merging."""
     return (y.unsqueeze(1) == y.unsqueeze(2)).all(dim=-1)
 
 
@@ -34,7 +34,7 @@ def equal_tokens(y: Tensor) -> Tensor:
     [
         ("AuraFlowTransformer2DModel", "single_transformer_blocks.1.attn", [between(WORDS + 8)] * 2),
         ("AuraFlowTransformer2DModel", "single_transformer_blocks.1.ff", [between(WORDS + 8)] * 2),
-        # Texts of 7 and of 5 words, each with its image and then padding behind it.
+        # Texts of 7 and of 5 words, each followed by its image and then by padding.
         ("Lumina2Transformer2DModel", "layers.1.attn", [between(WORDS), between(WORDS - 2)]),
         ("Lumina2Transformer2DModel", "layers.1.feed_forward", [between(WORDS), between(WORDS - 2)]),
         ("ZImageTransformer2DModel", "noise_refiner.0.attention", [between(0)] * 2),

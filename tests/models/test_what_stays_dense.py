@@ -1,4 +1,4 @@
-"""What merges only in part, or not at all, and what is said of it."""
+"""Models that merge only in part, or not at all, and the messages about them."""
 
 from __future__ import annotations
 

@@ -21,9 +21,9 @@ from tests.models.test_every_family import call, model_of
 from tests.models.tiny import FAMILIES, Family
 from tokenmerge import ToMeConfig, apply_token_merging
 
-# Their attention is linear, and has no weights that a size could multiply.
+# Models with linear attention, which has no weights that a size could multiply.
 LINEAR = ("SanaTransformer2DModel", "SanaControlNetModel")
-# They call PyTorch's attention themselves, whatever back-end is set; it takes a mask.
+# Models that call PyTorch's attention themselves, whatever back-end is set. It takes a mask.
 NEVER_REACHED = {
     "AllegroTransformer3DModel",
     "AudioLDM2UNet2DConditionModel",
@@ -72,10 +72,10 @@ def name_of(family: Family) -> str:
 
 
 def same_with(family: Family, name: str) -> bool:
-    """Whether the dense model computes the same with this back-end as by PyTorch's attention.
+    """Whether the dense model computes the same with this back-end as with PyTorch's attention.
 
-    Models that give a mask run with few other back-ends, and with some of these they take it for padding.
-    Models that call PyTorch's attention themselves run with each, which they never call.
+    Models that pass a mask run with few other back-ends, and some of these take the mask for padding. Models
+    that call PyTorch's attention themselves run with any back-end, because they never call it.
     """
     model, arguments = model_of(family), family.inputs(2, 8, 8)
     expected = call(model, arguments)
@@ -99,7 +99,7 @@ def calls_kernels(name: str) -> bool:
 
 @functools.cache
 def strictest(name: str) -> str | None:
-    """The strictest back-end that the dense model of a family runs with; None: it gives a mask to each."""
+    """The strictest back-end that the dense model of a family runs with; None: it always passes a mask."""
     family = FAMILIES[name]
     return next((kernel for kernel in ("flash", "flash_varlen") if same_with(family, kernel)), None)
 
@@ -128,7 +128,7 @@ def test_the_families_that_no_back_end_reaches_are_these():
 
 @pytest.fixture
 def proportional(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the laws of families have proportional attention."""
+    """Run the laws of families with proportional attention."""
     settings = laws.settings
 
     def with_sizes(family: Family, **changes: Any) -> ToMeConfig:
@@ -138,7 +138,7 @@ def proportional(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "settings", with_sizes)
 
 
-# They compute nothing.
+# Laws that compute no attention.
 WITHOUT_ATTENTION = (
     laws.test_images_that_share_a_plan_are_those_documented,
     laws.test_the_report_counts_a_call_of_the_model_and_names_every_block_that_merges,
@@ -161,7 +161,7 @@ def test_the_laws_of_every_family(law, family, proportional, monkeypatch):
 
 @EVERY
 def test_sizes_act_as_by_a_mask(family, reached):
-    """The same model by PyTorch's attention with a mask is what it is compared with, up to rounding.
+    """The result equals that of PyTorch's attention with a mask, up to rounding.
 
     As in :func:`tests.models.test_every_family.test_reordering_tokens_changes_nothing`, all that differs is
     the order of sums.

@@ -162,7 +162,7 @@ def _motion() -> Any:
 
 
 def _free_noise() -> Any:
-    """As AnimateDiff's pipelines set it up for long videos, with their saving of memory by parts."""
+    """A UNet as AnimateDiff's pipelines set it up for long videos, with split inference to save memory."""
     from diffusers.pipelines.free_noise_utils import AnimateDiffFreeNoiseMixin
 
     pipe = AnimateDiffFreeNoiseMixin()

@@ -40,10 +40,10 @@ def test_rows_are_added_as_in_a_loop(width):
 @pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning")  # torch
 @pytest.mark.parametrize("width", [(), (64,)])
 def test_an_exported_program_loses_no_summand(width, tmp_path):
-    """ONNX Runtime adds whole rows in several threads, which write over each other."""
+    """ONNX Runtime adds whole rows in several threads, which overwrite each other's results."""
     given = example(*width)
     program = torch.onnx.export(Sum().eval(), given, dynamo=True, verbose=False)
-    # The threads do not always meet.
+    # The threads do not always collide.
     assert "ScatterND" not in {node.op_type for node in program.model.graph}
     program.save(tmp_path / "sum.onnx")
     options = onnxruntime.SessionOptions()

@@ -1,4 +1,4 @@
-"""The bits of a number, also where no operation looks at them."""
+"""The bits of a number, also found by arithmetic alone."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tokenmerge.ops.bits import bits, bits_by_arithmetic
 
 
 def test_bits_found_by_arithmetic_are_those_in_memory():
-    """Exactly: an exported program has to draw the places that PyTorch draws."""
+    """Exactly, since an exported program must draw the same places as PyTorch."""
     generator = torch.Generator().manual_seed(0)
     patterns = torch.randint(0, 0x7F800000, (100_000,), generator=generator, dtype=torch.int32)
     edges = [0.0, 1e-45, 1.1754942e-38, 2.0**-126, 0.5, 1.0, 2.0, 981.0, 999.0, 1000.0, 3.4028235e38]

@@ -14,7 +14,7 @@ STEPS = (0, 1, 981, 0x447A0000, 2**31 - 1, -1, -(2**31))
 @pytest.mark.parametrize("seed", [0, 7, -3, 2**31 + 5, 2**40 + 7])
 @pytest.mark.parametrize("step", STEPS)
 def test_limbs_are_the_bits_of_the_hash(seed, step):
-    """Exactly: an exported program has to draw the places that PyTorch draws."""
+    """Exactly, since an exported program must draw the same places as PyTorch."""
     place = torch.arange(4096)
     low, middle, high = hash_in_limbs(seed, torch.tensor(step), place)
     assert torch.equal(low + (middle << 11) + (high << 22), hash_of(seed, torch.tensor(step), place))

@@ -1,4 +1,4 @@
-"""What the laws do not say: randomness, precision, memory and gradients."""
+"""Properties besides the laws: randomness, precision, memory and gradients."""
 
 import pytest
 import torch
@@ -31,9 +31,9 @@ def test_the_draw_depends_on_seed_and_step_and_on_nothing_else():
 @pytest.mark.parametrize("timestep", [0, 1, 999])
 @pytest.mark.parametrize("seed", [0, 1, -1, 2**63])
 def test_the_draw_is_uniform(seed, timestep):
-    """Each of 4 positions in 64 × 64 of 128 × 128 tokens' cells: 1024 expected, standard deviation 27.7.
+    """Of 64 × 64 cells, 1024 are expected to draw each of the 4 positions, with standard deviation 27.7.
 
-    Six standard deviations: 12 cases of 4 counts fail by chance once in ten million runs.
+    With six standard deviations, 12 cases of 4 counts fail by chance once in ten million runs.
     """
     dst = destinations(seed, timestep, 128, 128)
     position = dst // 128 % 2 * 2 + dst % 2
@@ -42,7 +42,7 @@ def test_the_draw_is_uniform(seed, timestep):
 
 
 def test_neighbouring_steps_draw_independently():
-    """4096 cells agree with probability 1/4: 1024 expected, standard deviation 27.7."""
+    """Each of 4096 cells agrees with probability 1/4: 1024 expected, standard deviation 27.7."""
     same = (destinations(0, 7, 128, 128) == destinations(0, 8, 128, 128)).sum()
     assert abs(same - 1024) < 6 * 27.7
 

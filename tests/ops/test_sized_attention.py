@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from tokenmerge.ops import attend_by_columns, attend_by_values, head_size_with_columns
 
 LARGEST = 16  # size of a key
-HUGE = 4000  # of a key that stands for nearly all tokens of a large picture
+HUGE = 4000  # size of a key that stands for nearly all tokens of a large picture
 
 
 def plain(query: Tensor, key: Tensor, value: Tensor, scale: float | None = None) -> Tensor:
@@ -25,7 +25,7 @@ def plain(query: Tensor, key: Tensor, value: Tensor, scale: float | None = None)
 def case(
     d: int, dtype: torch.dtype, folded: bool, largest: int = LARGEST
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Query, key, value and sizes of keys, some of which count once, as text does."""
+    """Query, key, value and sizes of keys. Some keys count once, as text does."""
     draw = torch.Generator().manual_seed(d)
     shape = (6, 33, d) if folded else (2, 33, 3, d)
     query, key, value = (torch.randn(shape, generator=draw).to(dtype) for _ in range(3))
@@ -47,10 +47,10 @@ def exact(query: Tensor, key: Tensor, value: Tensor, sizes: Tensor, scale: float
 def bound(query: Tensor, key: Tensor, value: Tensor, scale: float, largest: int = LARGEST) -> float:
     """How far the result may be from the exact one.
 
-    A logit is off by the rounding of log(size), half an ulp of the dtype, and by that of its sum of d + 8
-    products in float32. An error δ of logits changes each weight by a factor within exp(±δ), before and
-    after the sum of weights: 2δ of the largest value. Weights, sizes times values, and results are rounded
-    to the dtype, each by half an ulp, and the quotient of two results has both errors.
+    A logit is off by the rounding of log(size), half an ulp of the dtype, and by the rounding of its sum of
+    d + 8 products in float32. An error δ of the logits changes each weight by a factor within exp(±δ), before
+    and after the sum of weights: 2δ of the largest value. Weights, sizes times values, and results are
+    rounded to the dtype, each by half an ulp. The quotient of two results has the errors of both.
     """
     half_ulp = torch.finfo(query.dtype).eps / 2
     products = query.float().norm(dim=-1).max() * key.float().norm(dim=-1).max() * scale
@@ -94,7 +94,7 @@ def test_columns_are_as_exact_as_a_mask(d, dtype):
     heads = (tensor.transpose(1, 2) for tensor in (query, key, value))
     masked = F.scaled_dot_product_attention(*heads, attn_mask=mask).transpose(1, 2)
     columns = attend_by_columns(plain, query, key, value, sizes)
-    assert (columns - masked).abs().max().item() < 2 * within  # each is within it of the exact result
+    assert (columns - masked).abs().max().item() < 2 * within  # each is within this bound of the exact result
 
 
 def test_a_scale_that_is_given_is_kept():
@@ -130,5 +130,5 @@ def test_keys_stay_small_where_the_padding_has_room():
         return value
 
     attend_by_columns(kernel, query, key, value, sizes)
-    # An eighth of log(16) · √128, and no more than usual entries of keys with variance 1 have.
+    # An eighth of log(16) · √128, no larger than usual entries of keys with variance 1.
     assert largest[0] <= torch.tensor(16.0).log().item() * 128**0.5 / 8 + 1e-5 < 4

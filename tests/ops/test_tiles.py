@@ -49,7 +49,7 @@ def place(cell: int, counts: tuple[int, ...]) -> tuple[int, ...]:
 def candidates_of(
     token: int, is_outside: bool, grid: tuple[int, ...], cell: tuple[int, ...], sides: tuple[int, ...]
 ) -> list[int]:
-    """The cells whose destinations a source is compared with, written from the definition."""
+    """The cells whose destinations a source is compared with, straight from the definition."""
     counts = tuple(g // c for g, c in zip(grid, cell, strict=True))
     home = place(own_cell(grid, cell, torch.tensor([token])).item(), counts)
     in_late_frame = len(grid) == 3 and place(token, grid)[0] >= counts[0] * cell[0]
@@ -93,7 +93,7 @@ def test_each_source_finds_the_most_similar_destination_of_its_tile(case, side, 
 
 @settings(max_examples=25)
 @given(videos(), st.sampled_from([(2, 2, 2), (2, 4, 2)]), seeds)
-def test_so_it_does_over_time_and_in_frames_that_are_left_over(case, sides, seed):
+def test_it_also_does_over_time_and_in_left_over_frames(case, sides, seed):
     check_against_the_definition(*case, sides, seed)
 
 

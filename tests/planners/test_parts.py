@@ -35,7 +35,7 @@ def num_removed_in_all(pictures):
 
 @given(GRIDS, CONFIG, PARTS)
 def test_the_parts_are_those_of_tensor_split_and_their_grids_hold_neighbours(grids, config, parts):
-    """In a grid of frames, rows and columns, each axis counts up from its first token, one by one."""
+    """Along each axis of a grid, places count up by one from its first token."""
     places = torch.cat([F.pad(places_in(grid), (1, 0), value=i) for i, grid in enumerate(grids)])
     for part, own in zip(places.tensor_split(parts), pieces(grids, config, parts), strict=True):
         assert sum(math.prod(grid) for grid, _ in own) == len(part)
@@ -59,7 +59,7 @@ def test_every_part_loses_as_many_tokens_and_no_piece_more_than_its_ratio(grids,
 
 @given(st.tuples(st.integers(2, 9), SIDES), RATIO, PARTS)
 def test_equal_parts_lose_what_the_ratio_says(side, ratio, parts):
-    """Parts of whole rows are alike, so that none has to lose less than its own ratio."""
+    """Parts of whole rows are alike, so none has to lose less than its own ratio."""
     rows, columns = side
     grid, config = (1, rows * parts, columns), MergeSettings(ratio=ratio)
     for own in pieces([grid], config, parts):
@@ -69,7 +69,7 @@ def test_equal_parts_lose_what_the_ratio_says(side, ratio, parts):
 
 @given(GRIDS, PARTS)
 def test_the_fewest_tokens_of_a_grid_that_merges_count_in_the_whole_picture(grids, parts):
-    """A limit that no picture is below changes nothing, and one that all are below leaves all dense."""
+    """If no picture is below the limit, it changes nothing. If all are below it, all stay dense."""
     config = MergeSettings(ratio=0.5)
     sizes = [math.prod(grid) for grid in grids]
     low, high = (MergeSettings(ratio=0.5, min_tokens=n) for n in (min(sizes), max(sizes) + 1))

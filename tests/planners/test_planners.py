@@ -25,9 +25,9 @@ from tokenmerge.planners import (
 )
 
 EVERY = pytest.mark.parametrize("name", PLANNERS)
-# They draw nothing at random, whatever ``use_rand`` says.
+# Planners that draw nothing at random, whatever ``use_rand`` says.
 NOT_DRAWN = ("ras", "toma")
-# They take a number for each token.
+# Planners that take a number for each token.
 TOLD_PLANNERS = (*GUIDED_PLANNERS, *RESULT_PLANNERS)
 
 seeds = st.integers(0, 2**40)
@@ -56,7 +56,7 @@ def cases(draw):
 
 
 def removed(name: str, grid, config: ToMeConfig) -> int:
-    """How many tokens should go; each planner in OWN_NUMBER has a line of its own."""
+    """How many tokens should be removed; each planner in OWN_NUMBER has its own line."""
     frames, n, k = grid[0], grid[1] * grid[2], config.sx * config.sy
     r, cells = num_removed(grid, config), (grid[1] // config.sy) * (grid[2] // config.sx)
     if r and name == "uniform":
@@ -68,7 +68,7 @@ def removed(name: str, grid, config: ToMeConfig) -> int:
     return r
 
 
-def test_settings_take_the_planners_that_there_are():
+def test_settings_take_every_planner():
     assert tuple(PLANNERS) == tokenmerge.config.PLANNERS
     assert {"tome", "importance"} <= set(PLANNERS)
 
@@ -85,7 +85,7 @@ def test_a_file_that_has_the_function_of_its_name_is_a_planner(tmp_path):
 
 @EVERY
 def test_planners_that_remove_a_number_of_their_own_are_listed(name):
-    """What merging with it can save at most depends on it (tokenmerge.measure.bench.variant_contexts)."""
+    """The highest possible saving depends on this number (tokenmerge.measure.bench.variant_contexts)."""
     grid, config = (1, 8, 8), settings_of(name, ratio=0.3)
     planned = plan(name, tokens(1, grid), grid, config)
     as_the_ratio_says = planned.keep.shape[1] == 64 - num_removed(grid, config)
@@ -138,7 +138,7 @@ def test_images_and_frames_merge_within_themselves_whatever_is_beside_them(name,
 @settings(max_examples=25)
 @given(case=cases())
 def test_what_is_equal_everywhere_stays_so(name, case):
-    """Sums of at most 243 equal numbers, over their number: each rounds by half an ulp at most."""
+    """Means of at most 243 equal numbers: each addition rounds by half an ulp at most."""
     changes, grid, x = case
     planned = plan(name, x, grid, settings_of(name, **changes))
     if planned is None:
@@ -197,7 +197,7 @@ def test_a_repeated_plan_merges_each_repetition_alike(name, case, times):
     reference_ratio=st.none() | st.floats(0, 1),
 )
 def test_pictures_of_a_sequence_merge_each_by_its_own_plan(name, case, others, reference_ratio):
-    """Merging the sequence is merging every picture, with ``ratio`` or ``reference_ratio``, in any grid."""
+    """Merging the sequence merges every picture by ``ratio`` or ``reference_ratio``, in any grid."""
     changes, grid, x = case
     if reference_ratio is not None:
         reference_ratio *= highest_ratio(changes["sx"], changes["sy"])
@@ -220,7 +220,7 @@ def test_pictures_of_a_sequence_merge_each_by_its_own_plan(name, case, others, r
         return
 
     def each(change, dense):
-        """The result for every picture, one behind the other."""
+        """The results for all pictures, one after another."""
         done = [
             dense(own) if its is None else change(its, own) for its, own in zip(apart, pictures, strict=True)
         ]
@@ -327,7 +327,7 @@ def test_planning_compiles_into_one_graph(name):
 
 @EVERY
 def test_planning_needs_shapes_alone(name):
-    """So that operations can be counted without a picture, and nothing waits for a device."""
+    """So operations can be counted without a picture, and nothing waits for a device."""
     grid, config = (2, 5, 7), settings_of(name, ratio=0.6)
     x = tokens(2, grid)
     shapes = plan(name, x.to("meta"), grid, config)

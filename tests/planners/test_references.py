@@ -53,7 +53,7 @@ def cells(grid, config: ToMeConfig) -> list[list[int]]:
 
 
 def groups(plan: Plan) -> dict[int, set[int]]:
-    """For each token whose place a merged one takes, the tokens that go to it."""
+    """For each token whose place a merged token takes, the tokens that merge into it."""
     kept, labels = plan.kept()[0].tolist(), plan.labels()[0].tolist()
     return {token: {i for i, label in enumerate(labels) if label == at} for at, token in enumerate(kept)}
 
@@ -72,7 +72,7 @@ def test_similarity_scores_are_the_row_sums_of_all_cosines(case):
 @given(cases())
 def test_sito_prunes_what_is_most_similar_to_a_base_token(case):
     grid, changes, x = case
-    assume(len(x) > 2)  # of two tokens one is as typical as the other
+    assume(len(x) > 2)  # two tokens are equally typical
     config = ToMeConfig(**changes, use_rand=False)
     plan = PLANNERS["sito"](x.unsqueeze(0), (1, *grid), config, STEP)
     r = num_removed((1, *grid), config)
@@ -91,7 +91,7 @@ def test_sito_prunes_what_is_most_similar_to_a_base_token(case):
 
 
 def test_the_noise_of_sito_decides_between_tokens_that_are_about_as_typical():
-    """16 × 16 cells of tokens alike but for 1e-4: each position wins a quarter; six standard deviations."""
+    """16 × 16 cells of tokens that differ by 1e-4: each position wins a quarter, within six sigma."""
     x = 1 + 1e-4 * torch.randn(1, 1024, 5, generator=torch.Generator().manual_seed(0))
     plan = PLANNERS["sito"](x, (1, 32, 32), ToMeConfig(ratio=0.75), STEP)
     kept = plan.kept()[0]
@@ -178,7 +178,7 @@ def test_important_tokens_are_destinations_and_the_others_merge_first(case):
 
 
 def test_destinations_are_drawn_from_all_of_the_pool():
-    """128 of the 358 most important tokens; what is drawn stands in it like any 128: mean rank, six sigma."""
+    """128 of the 358 most important tokens: their mean rank is that of a random draw, within six sigma."""
     n, d, pool = 512, 128, 358
     importance = torch.arange(float(n)).flip(0).unsqueeze(0)
     x = torch.randn(1, n, 5, generator=torch.Generator().manual_seed(0))
@@ -190,7 +190,7 @@ def test_destinations_are_drawn_from_all_of_the_pool():
 
 
 def check_greedy(s: list[list[float]], tokens: list[int], chosen: list[int]) -> None:
-    """That each choice makes Σ_i max_j S_ij as large as any other of the tokens would; two may tie."""
+    """Check that no other token would make Σ_i max_j S_ij larger than each choice does; two may tie."""
     assert len(set(chosen)) == len(chosen)
     for k, choice in enumerate(chosen):
         reached = {
@@ -263,7 +263,7 @@ def test_without_noise_the_destinations_of_windows_are_the_first_of_each():
 
 
 def k_means_of(x: list[list[float]], means: list[list[float]]) -> tuple[list[int], list[list[float]]]:
-    """Ten rounds of Lloyd's algorithm; the clusters of the tokens, and the means that they were taken by."""
+    """Ten rounds of Lloyd's algorithm: the cluster of each token, and the means used to assign them."""
     for number in range(10):
         distances = [[math.dist(token, mean) ** 2 for mean in means] for token in x]
         labels = [row.index(min(row)) for row in distances]
@@ -285,14 +285,14 @@ def test_clusters_are_those_of_k_means_and_the_token_nearest_to_each_mean_stays(
     if num_removed((1, *grid), config) == 0:
         assert plan is None
         return
-    x = x.float().tolist()  # the precision that clusters are formed with
+    x = x.float().tolist()  # the precision in which clusters are formed
     labels, means = k_means_of(x, [list(x[i * n // k]) for i in range(k)])
     members = [[i for i in range(n) if labels[i] == cluster] for cluster in range(k)]
     distances = [math.dist(x[i], means[labels[i]]) ** 2 for i in range(n)]
     margins = [sorted(distances[i] for i in own)[:2] for own in members if len(own) > 1]
-    assume(all(second - first > 1e-5 for first, second in margins))  # ties are anyone's
+    assume(all(second - first > 1e-5 for first, second in margins))  # ties may go either way
     stay = {min(own, key=distances.__getitem__): set(own) for own in members if own}
-    # Clusters without a token leave their place to the first tokens that would not stay.
+    # In place of clusters without a token, the first tokens that would not stay do stay.
     for i in [i for i in range(n) if i not in stay][: k - len(stay)]:
         for own in stay.values():
             own.discard(i)
@@ -301,7 +301,7 @@ def test_clusters_are_those_of_k_means_and_the_token_nearest_to_each_mean_stays(
 
 
 def test_each_token_of_a_cluster_may_stay():
-    """Two clusters of 32 tokens, 4000 draws: each token in 125, six standard deviations of 11."""
+    """In 4000 draws from two clusters of 32 tokens, each token stays 125 times, within six sigma (of 11)."""
     x = torch.cat([torch.zeros(1, 32, 3), torch.ones(1, 32, 3)], dim=1)
     x += 1e-3 * torch.randn(x.shape, generator=torch.Generator().manual_seed(0))
     config, counts = ToMeConfig(clusters=2), torch.zeros(64)
@@ -341,7 +341,7 @@ def test_a_penalty_changes_which_sources_merge_first_and_not_where_they_go(plann
         return
     counts = x[:, 0].abs().mul(3).round()
     dst = [cell[0] for cell in cells(grid, config)]
-    # Where the penalty of all but one source is far larger, that one merges first, and its edge is seen.
+    # A source merges first if the penalty of all others is far larger; this shows its edge.
     own = {}
     for i in (i for i in range(len(x)) if i not in dst):
         alone = torch.full((1, len(x)), 10.0)

@@ -1,9 +1,9 @@
 """What a user asks for: settings as frozen values, checked when they are made.
 
-``ToMeConfig`` is the request: ``MergeSettings`` for all levels and steps, and the parts that say at which of
-them. ``ToMeConfig.at`` makes the ``MergeSettings`` of one level and step, which planners and blocks get.
+``ToMeConfig`` has the fields of ``MergeSettings``, and further ones that say at which levels and steps these
+hold. ``ToMeConfig.at`` makes the ``MergeSettings`` of one level and step, which planners and blocks get.
 
-Imports ``errors`` alone, and no torch.
+Imports only ``errors``, and no torch.
 """
 
 from tokenmerge.config.correction import Correction

@@ -1,7 +1,7 @@
-"""Checks of single settings: each takes a setting's name and its value, and returns the value as a plain one.
+"""Checks of single settings: each takes the name and the value of a setting, and returns a plain value.
 
-A check accepts what means the same, such as a NumPy integer, and returns Python's own type, so that settings
-compare, print and save alike. It raises :class:`tokenmerge.ConfigError` for everything else, whatever it is.
+A check also accepts values of similar types, such as a NumPy integer. It returns Python's own type, so that
+settings compare, print and save alike. For any other value it raises :class:`tokenmerge.ConfigError`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def check_fields(settings: object, prefix: str, checks: Mapping[str, Check]) -> 
 
     Args:
         settings: the object.
-        prefix: what stands before the fields' names in messages, such as ``"reuse."``.
+        prefix: stands before the names of the fields in messages, such as ``"reuse."``.
         checks: one for each field.
 
     Raises:
@@ -74,7 +74,7 @@ share = number("a share of the steps, above 0 and up to 1", lambda value: 0 < va
 
 
 def one_of(choices: Sequence[Any]) -> Check:
-    """Accept one of some words or integers."""
+    """Accept one of ``choices``, which are all words or all integers."""
     kind = numbers.Integral if isinstance(choices[0], int) else str
     wanted = f"one of {', '.join(map(repr, choices))}"
 
@@ -94,9 +94,9 @@ def switch(name: str, value: Any) -> bool:
 
 
 def text(name: str, value: Any) -> str:
-    """Accept a text."""
+    """Accept a string."""
     if not isinstance(value, str):
-        refuse(name, "a text", value)
+        refuse(name, "a string", value)
     return value
 
 
@@ -106,7 +106,7 @@ def optional(check: Check) -> Check:
 
 
 def as_number(value: object) -> float | None:
-    """A finite real number as a float; None for anything else, and for what a float cannot hold."""
+    """A finite real number as a float; None for anything else, and for numbers too large for a float."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         return None
     with contextlib.suppress(OverflowError, TypeError, ValueError):
@@ -125,7 +125,7 @@ def as_items(value: object) -> tuple[Any, ...] | None:
 
 
 def _shown(value: object) -> str:
-    """The value as Python writes it, shortened; there are values that Python cannot write."""
+    """The ``repr`` of the value, shortened; its type if ``repr`` raises an error."""
     try:
         text = repr(value)
     except Exception:

@@ -1,4 +1,4 @@
-"""Dense steps that say what merging loses on the others."""
+"""Correction: dense steps that measure what merging loses on the other steps."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from tokenmerge.errors import ConfigError
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class Correction(Value):
-    """Dense steps that say what merging loses on the others.
+    """Dense steps that measure what merging loses, so that the other steps can add it back.
 
     On a dense step, each layer or block that merges stores its residual: what it adds to each token. On the
-    steps in between, merged tokens share one residual; each token then gets back by how much its own residual
-    differed from that of its group on the dense step.
+    steps in between, the tokens of a group share one residual. Each token then gets back the difference, on
+    the dense step, between its own residual and that of its group.
 
-    With ``combine="reuse"`` or ``"extrapolate"`` every token has a residual of its own on all steps, and
-    nothing is added back; a dense step then computes the residuals of all tokens anew.
+    With ``combine="reuse"`` or ``"extrapolate"`` every token has its own residual on all steps, and nothing
+    is added back. A dense step then computes the residuals of all tokens anew.
 
-    It needs memory for one residual of each layer or block that merges. It does not go together with
-    ``scope="keys"``, where each token has a residual of its own anyway. With ``scope="stack"`` no block has
-    all tokens, so that only token-wise reuse goes together with it.
+    It needs memory for one residual of each layer or block that merges. It cannot be used with
+    ``scope="keys"``, where each token has its own residual anyway. With ``scope="stack"`` no block has all
+    tokens, so it can only be used with token-wise reuse.
 
     Args:
-        every: distance between dense steps, counted in steps that run all blocks, ≥ 2; 0: there is none.
+        every: distance between dense steps, counted in steps that run all blocks, ≥ 2; 0: no step is dense.
             Raising it saves more time, as fewer steps are dense, and gives back less of what merging loses.
-            At 3, most of the loss goes for a third of the saving.
+            3 gives back most of the loss and costs a third of the saving.
         steps: places of the dense steps, 0 (the first step) to 1 (the last), in place of ``every``:
             ``(0, 0.4, 0.7)``. The first step that merges is dense in any case. More places save less and
-            bring the picture closer. Empty: as ``every`` says.
+            bring the picture closer. Empty: ``every`` decides.
 
     Raises:
         ConfigError: a value is outside its range, or both are given.
@@ -63,5 +63,5 @@ class Correction(Value):
         return f"correction.steps={self.steps}" if self.steps else f"correction.every={self.every}"
 
     def is_at(self, index: int, steps: int) -> bool | None:
-        """Whether step ``index`` of ``steps`` is at a place of a dense step; None: no places are given."""
+        """Whether step ``index`` of ``steps`` is a dense step by its place; None if no places are given."""
         return index in at_places(self.steps, steps) if self.steps else None

@@ -34,7 +34,7 @@ class FoundFor:
     def differences(
         self, model: str | None = None, size: tuple[int, int] | None = None, steps: int | None = None
     ) -> list[str]:
-        """Say what differs, one part of a sentence each; what is None is not compared.
+        """The differences, each as a part of a sentence. Arguments that are None are not compared.
 
         Args:
             model: class of the denoiser.

@@ -60,8 +60,8 @@ def load_config(path: str | Path) -> ToMeConfig:
             settings that it does not name have their defaults.
 
     Raises:
-        ConfigError: the file cannot be read, is not such a file, or a setting is unknown or out of range; the
-            message names the file and the setting.
+        ConfigError: the file cannot be read, has other content, or has a setting that is unknown or out of
+            range; the message names the file and the setting.
     """
     return load_settings(path).config
 
@@ -88,17 +88,17 @@ def load_settings(path: str | Path) -> SavedSettings:
 
 
 def refuse_function(config: ToMeConfig, where: str) -> None:
-    """Refuse settings that JSON cannot hold; ``where`` they were to be written stands before the message."""
+    """Refuse settings that JSON cannot hold. The message begins with ``where``, the name of the target."""
     if callable(config.schedule.ratio):
         wanted = "numbers, such as (1.4, 0.6): a function cannot be saved"
         refuse(f"{where}: schedule.ratio", wanted, config.schedule.ratio)
 
 
 def content(found: Any) -> SavedSettings:
-    """The settings in what was read from JSON.
+    """The settings in the content of a JSON file.
 
     Raises:
-        ConfigError: it has another form, or a setting is unknown or out of range.
+        ConfigError: the content has another form, or a setting is unknown or out of range.
     """
     if not isinstance(found, dict) or found.keys() - {"tuned"} != {"version", "settings"}:
         keys = list(found) if isinstance(found, dict) else found
@@ -120,7 +120,7 @@ def _found_for(tuned: Any) -> FoundFor:
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of JSON whose keys are all different."""
+    """A JSON object from its pairs; a repeated key is an error."""
     found = dict(pairs)
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]

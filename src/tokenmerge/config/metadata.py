@@ -1,8 +1,8 @@
 """Settings in the parameters of a picture: one line that a person and a program can read.
 
-``Token merging: auto 0.5, {"version": 1, "settings": {"ratio": 0.5, "planner": "tiled"}}``: what the settings
-are called, the ratio, and the content of a file of settings (:mod:`tokenmerge.config.json_file`), without
-those that have their defaults.
+``Token merging: auto 0.5, {"version": 1, "settings": {"ratio": 0.5, "planner": "tiled"}}``: the name of the
+method, the ratio, and the content of a file of settings (:mod:`tokenmerge.config.json_file`), without those
+that have their default values.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def to_metadata(config: ToMeConfig, method: str = "") -> str:
 
     Args:
         config: the settings.
-        method: what they are called; empty: nothing but themselves.
+        method: name of the method; if it is empty, the line has the word "ratio" in its place.
 
     Raises:
         ConfigError: ``schedule.ratio`` is a function, which JSON cannot hold.

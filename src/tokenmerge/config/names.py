@@ -26,8 +26,8 @@ def flat(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Settings by dotted name.
 
     Args:
-        settings: by dotted name, by a former name, or nested: a part as an object, which gives all its
-            fields, or as a mapping, which gives some.
+        settings: by dotted name, by a former name, or nested. A nested part is an object, which gives all its
+            fields, or a mapping, which gives some of them.
 
     Raises:
         ConfigError: one setting is given twice, under two names.

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-# The name today, by the former name.
+# Current names by former names.
 NEW_NAMES: Mapping[str, str] = {
     "schedule": "schedule.ratio",
     "until": "schedule.until",
@@ -24,10 +24,10 @@ _OLD_WORD = re.compile(rf"(?<![\w.])({'|'.join(NEW_NAMES)})(?![\w.])")
 
 
 def with_new_names(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a recorded variant under their names of today.
+    """The settings of a recorded variant under their current names.
 
     Args:
-        settings: by name; a name that is no former one stays. The label of another variant, which is recorded
+        settings: by name. Other names than former ones stay. The label of another variant, which is recorded
             under ``"as"``, is rewritten too.
 
     >>> with_new_names({"ratio": 0.5, "reuse_every": 2})
@@ -42,7 +42,7 @@ def with_new_names(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def words_with_new_names(label: str) -> str:
-    """A variant in words, with the names of today.
+    """The label of a variant, with the current names.
 
     >>> words_with_new_names("tome ratio=0.5 schedule=1.4/0.6 share_plan")
     'tome ratio=0.5 schedule.ratio=1.4/0.6 plans.blocks'

@@ -8,7 +8,7 @@ from tokenmerge.config.checks import as_items, as_number, refuse
 
 
 def check_places(name: str, value: Any) -> tuple[float, ...]:
-    """Accept places in rising order, or none."""
+    """Accept places in rising order; there may be none."""
     items = as_items(value)
     places = [as_number(item) for item in items or ()]
     plain = tuple(place for place in places if place is not None and 0 <= place <= 1)
@@ -20,7 +20,7 @@ def check_places(name: str, value: Any) -> tuple[float, ...]:
 
 
 def at_places(places: tuple[float, ...], steps: int) -> tuple[int, ...]:
-    """The steps at these places of a generation, by their index.
+    """The indices of the steps at these places of a generation.
 
     >>> at_places((0, 0.5, 1), 20)
     (0, 10, 19)

@@ -1,8 +1,8 @@
-"""The names of the planners, and what their files say of them: read from the files, without importing torch.
+"""The names of the planners and their properties, read from their files without importing torch.
 
-A planner's file has one of these lines where it is true; an absent line means that it is not:
+A planner's file has those of the following lines that are true of the planner:
 
-- ``OWN_NUMBER = True``: it removes another number of tokens than it is asked to.
+- ``OWN_NUMBER = True``: it may remove another number of tokens than it is asked to.
 - ``OVER_TIME = True``: its cells may reach over several frames of a video.
 - ``TAKES_PENALTY = True``: it sorts single tokens by their similarity, and subtracts a penalty from that.
 - ``COMPARES_NOTHING = True``: the values of the tokens are not used.
@@ -16,7 +16,7 @@ _FOLDER = Path(__file__).parents[1] / "planners"
 
 
 def texts_in(folder: Path) -> dict[str, str]:
-    """By name, the text of each planner in a folder: a file ``x.py`` that has the function ``plan_x``."""
+    """Name → text of each planner in a folder. A planner is a file ``x.py`` with the function ``plan_x``."""
     texts = {file.stem: file.read_text(encoding="utf-8") for file in sorted(folder.glob("*.py"))}
     return {name: text for name, text in texts.items() if f"\ndef plan_{name}(" in text}
 

@@ -20,27 +20,27 @@ _SAMPLES = tuple(i / 100 for i in range(101))
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class Schedule(Value):
-    """How merging changes over the denoising steps: its ratio, its end, and any other setting.
+    """How merging changes over the denoising steps: its ratio, its start and end, and any other setting.
 
-    Early steps decide the structure of a picture and forgive merging; late steps draw its detail.
+    Early steps decide the structure of a picture, and merging harms them little; late steps draw its detail.
 
     Args:
-        ratio: factors for the config's ``ratio``, ≥ 0. Numbers are spaced evenly over the steps, with
-            straight lines between them. A function takes the share of the steps that is done, 0 to 1, and
+        ratio: factors for the config's ``ratio``, ≥ 0. Numbers are spaced evenly over the steps, and linearly
+            interpolated between them. A function takes the share of the steps that is done, 0 to 1, and
             returns the factor. Raising the factors does what raising the ratio does. ``(1.4, 0.6)`` merges
             more at first: the picture is closer to the dense one than with a constant ratio of the same
             mean, and attention saves a little less. Rising factors give a less close picture.
         start: share of the steps before merging starts, 0 ≤ start < until; the steps before it are dense.
-            Raising it gives up the saving of the early steps, which forgive merging most.
+            Raising it gives up the saving of the early steps, which merging harms least.
         until: share of the steps after which merging ends, start < until ≤ 1; the steps after it are dense.
             Lowering it gives up the saving of the late steps, and with it most of the loss.
         phases: settings that hold from a share of the steps on: ``{0.5: {"planner": "tome"}}``. Any field of
             :class:`tokenmerge.config.MergeSettings` can change. Spend time where it pays most: a slow and
             close setting late, a fast one early.
 
-    Of T steps, those with round(start · T) ≤ i < round(until · T) merge, and only they reuse anything. They
-    are shares of the denoising steps that run, whatever their timesteps or sigmas; image-to-image with a
-    strength of 0.5 runs half of the steps, and these are shares of that half.
+    Of T steps, those with round(start · T) ≤ i < round(until · T) merge, and only they reuse anything. All
+    shares are of the denoising steps that run, whatever their timesteps or sigmas. Image-to-image with a
+    strength of 0.5 runs half of the steps, so they are shares of that half.
 
     Raises:
         ConfigError: a value is outside these ranges, or the function fails.
@@ -76,7 +76,7 @@ class Schedule(Value):
         return _at(self.ratio, index / max(1, steps - 1))
 
     def merges(self, index: int, steps: int) -> bool:
-        """Whether step ``index`` of ``steps`` is one of those that merge, by ``start`` and ``until``.
+        """Whether step ``index`` of ``steps`` merges, by ``start`` and ``until``.
 
         >>> [i for i in range(10) if Schedule(start=0.2, until=0.8).merges(i, 10)]
         [2, 3, 4, 5, 6, 7]

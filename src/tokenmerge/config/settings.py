@@ -14,13 +14,13 @@ from tokenmerge.errors import ConfigError
 SCOPES = ("layers", "block", "stack", "keys")
 TOKEN_REUSE = ("reuse", "extrapolate")
 COMBINATIONS = ("mean", "keep", "norm", *TOKEN_REUSE)
-# Features of the step before: what each block added, or all blocks of a level together.
+# Features from the step before: what each block added, or what all blocks of a level added together.
 CACHED_FEATURES = ("residual", "model_residual")
 FEATURES = ("input", *CACHED_FEATURES, "keys")
 
 _RATIO = number("a number from 0 to 1 − 1/(sx·sy), 0.75 for 2 × 2 cells", lambda ratio: ratio >= 0)
 
-# Checks of single fields; what must fit together is in check_together.
+# Checks of single fields; check_together compares fields with each other.
 CHECKS: Mapping[str, Check] = {
     "ratio": _RATIO,
     "reference_ratio": optional(_RATIO),
@@ -96,7 +96,7 @@ class MergeSettings(Value):
         sy: height in tokens of such a cell, ≥ 1. Raising ``sx`` or ``sy`` leaves fewer destinations. Matching
             gets faster and higher ratios become possible, but tokens merge over longer distances and with
             less similar ones, so the picture gets less like the dense one.
-        st: length of a cell in frames of the model's tokens, ≥ 1. At 1 each frame merges on its own. Raising
+        st: length of a cell in frames of the token grid, ≥ 1. At 1 each frame merges on its own. Raising
             it leaves fewer destinations and lets tokens merge over time: still parts merge best, and moving
             parts blur. Only ``"tiled"`` and ``"tome"`` take more than 1. Planning time of ``"tome"`` then
             grows with the square of the number of frames, that of ``"tiled"`` with their number. Pictures
@@ -119,7 +119,7 @@ class MergeSettings(Value):
               high ratios.
             - ``"sito"``: the most typical token of each cell is its destination (SiTo, AAAI 2025): twice the
               comparisons of ``"tome"``, and not closer.
-            - ``"threshold"``: ``"tome"`` that drops unlike tokens instead of averaging them (arXiv
+            - ``"threshold"``: as ``"tome"``, but less similar tokens are dropped instead of averaged (arXiv
               2501.00946).
             - ``"importance"``: destinations are drawn where guidance changes the picture most (arXiv
               2411.16720).
@@ -135,21 +135,22 @@ class MergeSettings(Value):
             - ``"residual"``: what the block added to each token at the step before (after arXiv 2605.22011).
               It costs the memory of one residual for each block that plans, which the report counts.
             - ``"model_residual"``: what all blocks of the level together added at the step before, one
-              residual for all. Take it in transformers, with ``plans.blocks``: they then have one plan too.
-              Not for UNets, whose pictures get farther from the dense ones.
+              residual for all. Use it in transformers, with ``plans.blocks``, so that they have one plan too.
+              Do not use it in UNets: their pictures get farther from the dense ones.
             - ``"keys"``: the keys of the block's attention (arXiv 2210.09461), which are projected once
               more, so that planning takes longer. It needs ``scope="layers"`` or ``"keys"``.
 
-            Residuals belong to a generation. The first step, the first one after a change of shape, and
-            calls under gradients compare the input.
-        repeat_penalty: what the similarity of a token is lowered by for each earlier plan of the generation
-            that merged it into another one (the λ of arXiv 2605.22011), 0 ≤ repeat_penalty ≤ 2. Raising it
-            spreads the loss over more tokens, and makes plans fit the single step less; the speed stays the
-            same. 0: none. It needs a planner that compares single tokens: tome, tiled, local or threshold.
+            Residuals belong to a generation. The first step, the first step after a change of shape, and
+            calls with gradients compare the input instead.
+        repeat_penalty: is subtracted from the similarity of a token once for each earlier plan of the
+            generation that merged it into another one (the λ of arXiv 2605.22011), 0 ≤ repeat_penalty ≤ 2.
+            Raising it spreads the loss over more tokens, and makes plans fit the single step less; the speed
+            stays the same. 0: no penalty. It needs a planner that compares single tokens: tome, tiled, local
+            or threshold.
         threshold: for ``planner="threshold"``: the cosine similarity, −1 ≤ threshold ≤ 1, from which a token
             is averaged with its destination. Raising it drops more tokens instead; the speed stays the same.
-        clusters: for ``planner="clusters"``: number of clusters, ≥ 1, and so of the tokens that stay of each
-            picture or frame, whatever the ratio. Raising it is slower and closer to the dense picture.
+        clusters: for ``planner="clusters"``: number of clusters, ≥ 1. In every picture or frame one token of
+            each stays, whatever the ratio. Raising it is slower and closer to the dense picture.
 
     How tokens combine:
 
@@ -160,16 +161,16 @@ class MergeSettings(Value):
             The last two are token-wise reuse: destinations are computed on their own values, and every other
             token takes its own residual, cached from the step that last computed it. ``"reuse"`` takes it as
             it was. ``"extrapolate"`` extrapolates it linearly from the last two dense steps; the first
-            two steps are dense then. Both cache one residual for each layer, block or stack that merges
-            (``"extrapolate"`` two), and go together with every scope but ``"keys"``.
-        blend: for token-wise reuse: share of the residual of its destination that a token takes, 0 ≤ blend ≤
-            1, beside the rest of its own (γ in arXiv 2509.10312). Raising it follows what is computed more
-            closely and loses what distinguishes the tokens of a group; it costs next to no time. At 1 tokens
-            are copies of their destinations, as with ``"keep"``.
+            two steps are dense then. ``"reuse"`` caches one residual for each layer, block or stack that
+            merges, ``"extrapolate"`` two. Both can be used with every scope but ``"keys"``.
+        blend: for token-wise reuse: share of its destination's residual in the residual that a token takes,
+            0 ≤ blend ≤ 1; the rest is its own (γ in arXiv 2509.10312). Raising it follows the computed tokens
+            more closely and loses what distinguishes the tokens of a group; it costs next to no time. At 1
+            tokens are copies of their destinations, as with ``"keep"``.
         proportional: let a merged token count in self- or joint attention as often as the number of tokens it
             stands for (arXiv 2210.09461, equation 1). The picture gets several dB closer for a little time.
-            A kernel that takes a mask gets one. Others get longer heads, or are called twice where they take
-            none: docs/methods.md. A model that computes attention by matrix products is refused.
+            A kernel that takes a mask gets one. Others get longer heads, or are called twice if they cannot
+            take these: docs/methods.md. A model that computes attention by matrix products is refused.
 
     Where tokens merge:
 
@@ -214,7 +215,7 @@ class MergeSettings(Value):
 
     @property
     def of_references(self) -> MergeSettings:
-        """What holds for the reference pictures of a sequence."""
+        """The settings of the reference pictures of a sequence."""
         return self if self.reference_ratio is None else dataclasses.replace(self, ratio=self.reference_ratio)
 
     @property
@@ -242,10 +243,10 @@ def check_changes(name: str, key_is: str, key: Check, value: Any) -> dict[Any, d
     """Check settings that hold for single keys, ``{key: {setting: value}}``, and return them sorted by key.
 
     Args:
-        name: of the field that holds them.
+        name: name of the field that holds them.
         key_is: what a key stands for, in words.
         key: check of a key.
-        value: what was given.
+        value: the value to check.
 
     Raises:
         ConfigError: it has another form, a key or a value is out of range, or a setting cannot change.
@@ -268,8 +269,8 @@ def check_together(settings: MergeSettings, where: str = "", factor: float = 1.0
 
     Args:
         settings: of one level and step.
-        where: what stands before the name of a field in messages.
-        factor: what ``ratio`` was multiplied by.
+        where: stands before the name of a field in messages.
+        factor: the factor that ``ratio`` was multiplied by.
 
     Raises:
         ConfigError: the ratio is too high for the strides, the planner cannot reach over time or cannot do
@@ -304,7 +305,7 @@ def check_together(settings: MergeSettings, where: str = "", factor: float = 1.0
 
 
 def _check_features(settings: MergeSettings, where: str) -> None:
-    """Check what a planner compares against the planner, and against where tokens merge."""
+    """Check that ``features`` and ``repeat_penalty`` fit the planner and the scope."""
     if settings.repeat_penalty and settings.planner not in TAKES_PENALTY:
         names = ", ".join(map(repr, TAKES_PENALTY))
         raise ConfigError(

@@ -11,7 +11,7 @@ from tokenmerge.config.places import at_places, check_places
 from tokenmerge.config.value import Value
 
 _SPACING, _SPACING_WITH_NOISE = 0.8, 0.65
-_EXACT = 2**53  # up to here floats hold every integer
+_EXACT = 2**53  # floats represent every integer up to here
 _above_0 = number("a number above 0 and up to 1, or None", lambda value: 0 < value <= 1)
 
 
@@ -19,14 +19,15 @@ _above_0 = number("a number above 0 and up to 1, or None", lambda value: 0 < val
 class StepReuse(Value):
     """Step reuse: on some denoising steps a part of the model is skipped and its cached output is reused.
 
-    Of a UNet, the deep stages are skipped: everything below its finest level (as in DeepCache, arXiv
-    2312.00858). Of other models, the blocks that can run on merged tokens as a whole are. A skipped output is
-    linearly extrapolated from the last two steps that computed it (arXiv 2503.06923, order 1), less so where
-    it did not follow a line before. The cache holds two outputs of each skipped part.
+    In a UNet, the deep stages are skipped: everything below its finest level (as in DeepCache, arXiv
+    2312.00858). In other models, the blocks that can run on merged tokens as a whole are skipped. A skipped
+    output is linearly extrapolated from the last two steps that computed it (arXiv 2503.06923, order 1). The
+    extrapolation is damped if the output did not keep changing in the same direction. The cache holds two
+    outputs of each skipped part.
 
-    The first two steps and the last one are full: the first two show where the outputs are heading, and
-    nothing after the last one can repair it. ``every`` decides how many of the others are full, and
-    ``spacing`` where they lie.
+    The first two steps and the last one are full: the first two show how the outputs change, and no step
+    after the last one can repair it. ``every`` decides how many of the others are full, and ``spacing`` where
+    they lie.
 
     diffusers' own caches cannot run beside it.
 
@@ -34,24 +35,24 @@ class StepReuse(Value):
         every: mean distance between full steps, which run everything, ≥ 1; it may be a fraction. Raising it
             saves more, and the picture follows the dense one less closely. 1: no step reuses anything.
         spacing: 0 < spacing ≤ 1. 1: the same distance between all full steps. Lower: a long distance after
-            the first two, and shorter ones towards the end. It does not change the number of full steps, and
-            so not the speed. None: 0.65 for solvers that add noise in each step, which undoes much of what
-            early steps lose, and 0.8 for the others.
-        shallow_every: of a UNet, mean distance between the steps that run all of the finest level, 1 ≤
-            shallow_every ≤ every; the others run only its last layer. They are evenly spaced, and full steps
-            are moved to the nearest of them. Raising it saves most in narrow models and large pictures, where
-            that level takes most of the time. It loses more than raising ``every``, above all under strong
-            guidance.
+            the first two, and shorter ones towards the end. It changes neither the number of full steps nor
+            the speed. None: 0.65 for solvers that add noise in each step, since this noise undoes much of the
+            loss of early steps, and 0.8 for the others.
+        shallow_every: in a UNet, mean distance between the steps that run all of the finest level, 1 ≤
+            shallow_every ≤ every. These are evenly spaced, and full steps are moved to the nearest of them.
+            The other steps run only the last layer of that level. Raising it saves most in narrow models and
+            large pictures, where that level takes most of the time. It loses more than raising ``every``,
+            above all under strong guidance.
         shallow_from: share of the steps, 0 ≤ shallow_from < 1, that run all of the finest level before any
             step skips it. Raising it gives up the saving of these steps and brings the picture closer.
         span: highest mean distance between full steps, as a share of all steps, 0 < span ≤ 1, rounded down to
-            whole steps; half of it for the finest level. It limits the loss in short generations, whose steps
-            differ more from each other. Raising it saves more there, and loses more.
+            whole steps; for the finest level, half of it. It limits the loss in short generations, whose
+            steps differ more from each other. Raising it saves more there, and loses more.
         full_steps: places of the full steps, 0 (the first step) to 1 (the last), in place of ``every``,
             ``spacing`` and ``span``: ``(0, 0.05, 0.5, 0.8, 1)``. More places save less and bring the picture
-            closer. Empty: as ``every`` says.
-        shallow_steps: places of the steps that run all of the finest level, beside the full steps; in place
-            of ``shallow_every`` and ``shallow_from``. Only with ``full_steps``.
+            closer. Empty: ``every`` decides.
+        shallow_steps: places of the steps that run all of the finest level, besides the full steps, in place
+            of ``shallow_every`` and ``shallow_from``. It can only be given with ``full_steps``.
 
     Raises:
         ConfigError: a value is outside these ranges.
@@ -106,7 +107,7 @@ class StepReuse(Value):
         """Which steps of a generation run which part.
 
         Args:
-            steps: of the generation, ≥ 1.
+            steps: number of steps of the generation, ≥ 1.
             adds_noise: whether the solver adds noise in each step.
 
         >>> StepReuse(every=4, shallow_every=2, span=0.25).steps_of(8)
@@ -129,8 +130,8 @@ class StepsOfReuse:
     """Which steps of a generation run which part of the model, by their index.
 
     Attributes:
-        full: that run everything.
-        shallow: that run the finest level of a UNet; all full steps are among them.
+        full: the steps that run everything.
+        shallow: the steps that run the finest level of a UNet; all full steps are among them.
     """
 
     full: tuple[int, ...]
@@ -138,7 +139,7 @@ class StepsOfReuse:
 
 
 def _spread(steps: int, every: float, spacing: float) -> tuple[int, ...]:
-    """The first two steps, and after them one in ``every``, of which the last step is the last.
+    """The first two steps, and after them one step in ``every``, ending with the last step.
 
     Place j of k lies at the share (j / k)^spacing of the way from the second step to the last.
     """
@@ -150,7 +151,7 @@ def _spread(steps: int, every: float, spacing: float) -> tuple[int, ...]:
 
 
 def _nearest(places: tuple[int, ...], among: list[int]) -> tuple[int, ...]:
-    """The nearest steps among those that are given: as many as there are places, or all."""
+    """The steps of ``among`` that are nearest to ``places``, one for each place if there are enough."""
     if len(places) >= len(among):
         return tuple(among)
     nearest = [min(range(len(among)), key=lambda i: abs(among[i] - place)) for place in places]

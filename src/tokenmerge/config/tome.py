@@ -1,4 +1,4 @@
-"""What a user asks for, and what it comes to at one level and step."""
+"""The settings that a user asks for, and those that hold at one level and step."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from tokenmerge.errors import ConfigError
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class ToMeConfig(MergeSettings):
-    """Token merging and step reuse for a diffusion model (arXiv 2303.17604, and what came after it).
+    """Token merging and step reuse for a diffusion model (arXiv 2303.17604 and later papers).
 
-    ``ratio`` is the main knob. It and the other settings of :class:`tokenmerge.config.MergeSettings` say
+    ``ratio`` is the main setting. It and the other fields of :class:`tokenmerge.config.MergeSettings` say
     which tokens merge, where and how. The fields below say at which levels and steps. A config is checked
     when it is made and does not change afterwards.
 
@@ -40,19 +40,19 @@ class ToMeConfig(MergeSettings):
             level 1 and needs 2 or more.
         schedule: how merging changes over the denoising steps.
         plans: how long a plan is used, and which blocks and prompts share it.
-        correction: dense steps that say what merging loses on the others.
+        correction: dense steps that measure what merging loses, so that the others can add it back.
         reuse: step reuse, which skips a part of the model on some steps.
-        levels: settings of single levels, of those of MergeSettings: ``{2: {"ratio": 0.25}}``. Merging less
-            at deep levels brings the picture closer for little time; merging less at level 1 gives up most
-            of the saving.
-        by_guidance: settings from a scale of classifier-free guidance on, by name: ``{5: {"scope": "block",
-            "reuse.every": 1.5}}``. Guidance multiplies the difference between two results, and with it what
-            is lost there; under strong guidance, merging loses less than step reuse. This needs a pipeline
+        levels: fields of MergeSettings for single levels: ``{2: {"ratio": 0.25}}``. Merging less at deep
+            levels brings the picture closer for little time; merging less at level 1 gives up most of the
+            saving.
+        by_guidance: settings by name that hold from a scale of classifier-free guidance on: ``{5: {"scope":
+            "block", "reuse.every": 1.5}}``. Guidance multiplies the difference between two results, and so
+            the errors in it. Under strong guidance, merging loses less than step reuse. This needs a pipeline
             that reports its scale; elsewhere the config's own settings hold.
 
-    A setting that follows the denoising steps needs a pipeline, whose scheduler says which step it is; in a
-    loop of your own, call ``patch.at_step(i, steps)``. Such settings cannot be compiled into one graph with
-    the whole model, only with its blocks. Caches between steps are emptied after the last step.
+    Settings that depend on the denoising step need a pipeline, whose scheduler tells the step. In your own
+    loop, call ``patch.at_step(i, steps)``. With such settings the blocks of a model can be compiled, but not
+    the whole model as one graph. Caches between steps are emptied after the last step.
 
     Raises:
         ConfigError: a value is outside these ranges, or two settings do not go together.
@@ -114,13 +114,13 @@ class ToMeConfig(MergeSettings):
         factor = self.schedule.highest_factor
         for level in (0, *self.levels):
             phases = (0.0, *self.schedule.phases)
-            # What holds under stronger guidance comes after these, and has been checked by itself.
+            # The settings for stronger guidance come after these, and have been checked already.
             for phase, settings in zip(phases, self.stages(level), strict=False):
                 changed = [f"levels[{level}]"] * (level > 0) + [f"schedule.phases[{phase}]"] * (phase > 0)
                 check_together(settings, "".join(f"{name}: " for name in changed), factor)
 
     def _all_stages(self) -> Iterator[MergeSettings]:
-        """What holds at any level and in any phase."""
+        """The settings of every level and phase."""
         for level in (0, *self.levels):
             yield from self.stages(level)
 
@@ -145,7 +145,7 @@ class ToMeConfig(MergeSettings):
         return ToMeConfig(**nested({**flat(own), "by_guidance": {}, **changes}))
 
     def at(self, level: int, index: int, steps: int) -> MergeSettings:
-        """What holds for a level at step ``index`` of ``steps``.
+        """The settings of a level at step ``index`` of ``steps``.
 
         Raises:
             ConfigError: the schedule is a function, and its value at this step makes the ratio too high.
@@ -162,9 +162,9 @@ class ToMeConfig(MergeSettings):
         return settings
 
     def stages(self, level: int) -> Iterator[MergeSettings]:
-        """What holds for a level from the beginning and from each phase on, at the step that merges most.
+        """The settings of a level at the beginning and in each phase, at the step that merges most.
 
-        Those of weak guidance are first.
+        Those for weak guidance come first.
         """
         for changes in self.schedule.changes():
             yield self._settings({**changes, **self.levels.get(level, {})}, self.schedule.highest_factor)
@@ -173,7 +173,7 @@ class ToMeConfig(MergeSettings):
                 yield from stronger.stages(level)
 
     def most(self) -> ToMeConfig:
-        """The settings of the step that merges most, at every step; what differs by level stays."""
+        """The settings of the step that merges most, for all steps; settings of single levels stay."""
         factor = self.schedule.highest_factor
         changes = max(self.schedule.changes(), key=lambda changes: changes.get("ratio", self.ratio))
         levels = {level: _scaled(own, factor) for level, own in self.levels.items()}
@@ -187,7 +187,7 @@ class ToMeConfig(MergeSettings):
 
     @property
     def follows_steps(self) -> bool:
-        """Whether it has to be known which denoising step it is."""
+        """Whether any setting depends on the denoising step."""
         return any(on for own in self.variants() for _, _, on in own._over_steps())
 
     @property
@@ -271,7 +271,7 @@ class ToMeConfig(MergeSettings):
         return "stack" in self._all("scope")
 
     def _all(self, name: str) -> list[Any]:
-        """What a setting is at the beginning, and what any level or phase changes it to."""
+        """The values of a setting: its own, and those of any level, phase or scale of guidance."""
         changes = (*self.levels.values(), *self.schedule.phases.values(), *self.by_guidance.values())
         return [getattr(self, name), *(change[name] for change in changes if name in change)]
 
@@ -300,8 +300,8 @@ class ToMeConfig(MergeSettings):
         """The config that has these settings, and defaults for the others.
 
         Args:
-            settings: as :meth:`to_dict` returns them, also after JSON has made their keys text; or by dotted
-                name, ``{"reuse.every": 2}``; or by the names of old records, ``{"reuse_every": 2}``.
+            settings: as :meth:`to_dict` returns them, also after JSON has turned their keys into text; or by
+                dotted name, ``{"reuse.every": 2}``; or by the names of old records, ``{"reuse_every": 2}``.
 
         Raises:
             ConfigError: a setting is unknown or given twice, or a value is out of range.
@@ -345,7 +345,7 @@ def _check_levels(name: str, value: Any) -> dict[int, dict[str, Any]]:
 
 
 def _number(key: object, kind: type[int] | type[float]) -> Any:
-    """The key of a mapping that JSON made text; as it is where it is no number."""
+    """A key that JSON turned into text, as a number again; unchanged if it is no number."""
     try:
         return kind(key) if isinstance(key, str) else key
     except ValueError:
@@ -353,7 +353,7 @@ def _number(key: object, kind: type[int] | type[float]) -> Any:
 
 
 _scale = number("a guidance scale ≥ 0", lambda value: value >= 0)
-# What can change with the scale of guidance.
+# Settings that can change with the scale of guidance.
 _BY_GUIDANCE = (
     *CHECKS,
     *(name for name in flat(vars(ToMeConfig())) if name.startswith(("schedule.", "correction.", "reuse."))),

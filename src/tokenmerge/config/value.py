@@ -6,7 +6,7 @@ import dataclasses
 
 
 class Value:
-    """A frozen dataclass with a default for each field; its ``repr`` shows the fields that differ from it."""
+    """A frozen dataclass with a default for each field; its ``repr`` shows the fields that were changed."""
 
     __slots__ = ()
 

@@ -1,4 +1,4 @@
-"""The facts about a model, its blocks and its layers that a family's file gives."""
+"""The facts that a family's file gives about a model, its blocks and its layers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ KINDS = {
     "attn1": "self-attention",
     "attn2": "cross-attention",
     "ff": "MLP",
-}  # how sub-layers are called in text
+}  # names of sub-layers in messages and reports
 
 
 def is_a(module: object, *names: str) -> bool:
@@ -36,7 +36,7 @@ def modules_in(root: nn.Module) -> list[nn.Module]:
     """The modules of ``root.modules()``, level by level.
 
     PyTorch passes each module up through one generator for each level above it, which takes three times as
-    long. Models are looked through each time that settings change.
+    long. Models are searched each time that settings change.
     """
     found = {root: None}
     level = [root]
@@ -83,8 +83,8 @@ class Block:
             block has the grid of the whole model.
         level: resolution level as a divisor of the host's finest token grid: 1, 2, 4 …
         dense: kinds of sub-layer that cannot merge in this block, each with the reason as text.
-        stack: name of the stack that the block is in: a run of blocks in which each gets exactly what the one
-            before returned; None: it is in none.
+        stack: name of the stack that the block is in, a run of blocks in which each gets exactly what the
+            block before it returned; None: it is in no stack.
     """
 
     path: str
@@ -146,8 +146,8 @@ class Host:
         root: the model.
         blocks: its transformer blocks in the order in which they run.
         sample: name of the argument for the sample.
-        timestep: name of the argument for the timestep. For a model without one: (root, arguments of a call
-            by name) → a number that differs between denoising steps.
+        timestep: name of the argument for the timestep. For a model without one, a function: (root, arguments
+            of a call by name) → a number that differs between denoising steps.
         grid: (root, arguments of a call by name, grid of the last call) → (frames, rows, columns) of the
             finest token grid, that of the picture being made. Raises UnsupportedModelError for a call whose
             tokens have none.
@@ -155,8 +155,8 @@ class Host:
         example: ``(height, width, batch)`` → arguments by name of a call with a sample of that size. Models
             with ``references`` take their heights and widths as a fourth argument.
         references: (root, arguments of a call by name, grid of the last call) → the token grids of the
-            reference pictures that stand behind the picture being made, in the same sequence. None: the
-            model takes none.
+            reference pictures that follow the picture being made in the same sequence. None: the model takes
+            none.
         controlnet: whether it is a ControlNet. It may stay dense next to a denoiser that merges.
         latents: (root, sample) → the part of the sample that is the same for all prompts of guidance.
         patch: side of the square of latent positions that makes one token.
@@ -212,5 +212,5 @@ class Host:
 
     @property
     def usual_batch(self) -> int:
-        """Batch size of a call for one picture: two with guidance, unless the model is told its scale."""
+        """Batch size of a call for one picture: 2 with guidance, 1 if the model takes its scale."""
         return 1 if "guidance_embeds" in getattr(self.root, "config", {}) else 2

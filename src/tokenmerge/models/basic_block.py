@@ -11,7 +11,7 @@ from tokenmerge.models.base import Block, Layer
 from tokenmerge.models.layout import Layout, TokenArgument
 
 _SELF_ATTENTION = Layout(token_arguments=(TokenArgument("attention_mask", axes=(-1,), batched=True),))
-# The attention mask of cross-attention covers the text, so it has no entry for each token.
+# The attention mask of cross-attention covers the text, so it has no entries for image tokens.
 _CROSS_ATTENTION = Layout(dense_if=("ip_adapter_masks",))
 # A block gets the masks of an IP-Adapter inside ``cross_attention_kwargs``.
 _BLOCK = dataclasses.replace(_SELF_ATTENTION, dense_if=("ip_adapter_masks",))

@@ -18,7 +18,7 @@ def blank(root: Any, batch: int) -> Callable[..., Tensor]:
 
 
 def full_mask(root: Any, batch: int, tokens: int) -> Tensor:
-    """A mask ``[batch, tokens]`` of ones. It has values on any device: models read the length of a text."""
+    """A mask ``[batch, tokens]`` of ones. It always has values: models read the length of a text from it."""
     return torch.ones(batch, tokens, device=device_of_values(root), dtype=torch.bool)
 
 

@@ -1,4 +1,4 @@
-"""From a pipeline, a model or a wrapper around one to the facts of every model in it."""
+"""Finds the facts of every model in a pipeline, a model, or a wrapper around one."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ _SEVERAL = (
 )
 
 
-# Where diffusers' pipelines have what denoises.
+# Attributes of diffusers' pipelines that hold the denoiser.
 _DENOISERS = ("unet", "transformer")
 _MOST_NAMES, _LONGEST_NAME = 4, 60
 
 
 def knows(family: ModuleType, module: object) -> bool:
-    """Whether a family's file describes a model: by the names of its class and of its parts."""
+    """Whether a family's file describes a model, by the names of its class and of its parts."""
     return is_a(module, *family.CLASSES) and all(
         hasattr(module, name) for name in getattr(family, "PARTS", ())
     )
@@ -52,8 +52,8 @@ def find_hosts(model: object) -> tuple[Host, ...]:
             ``model.diffusion_model``; also compiled, or wrapped for data-parallel training.
 
     Raises:
-        UnsupportedModelError: nothing in it is a model that tokens can be merged in, or something is one that
-            they are known not to be mergeable in.
+        UnsupportedModelError: it has no model in which tokens can be merged, or one that is known to be
+            unsupported.
     """
     refuse(model)
     modules = list(parts(model))
@@ -69,7 +69,7 @@ def find_hosts(model: object) -> tuple[Host, ...]:
 
 
 def _no_host(model: object, modules: list[nn.Module]) -> str:
-    """Why nothing can merge in what was given, and what to pass instead."""
+    """Why nothing can merge in ``model``, and what to pass instead."""
     if isinstance(model, str | os.PathLike):
         name = str(model)[-_LONGEST_NAME:]
         return (
@@ -94,7 +94,7 @@ def _no_host(model: object, modules: list[nn.Module]) -> str:
 def parts(model: Any) -> Iterator[nn.Module]:
     """The modules of a pipeline, unwrapped; a module itself is its only part.
 
-    An object with ``model.diffusion_model``, module or not, is a CompVis-style model or patches one.
+    An object with ``model.diffusion_model``, module or not, is a CompVis-style model or a patcher of one.
     """
     while isinstance(model, nn.Module) and (wrapped := _wrapped(model)) is not None:
         model = wrapped
@@ -118,7 +118,7 @@ def parts(model: Any) -> Iterator[nn.Module]:
 
 
 def _within(denoiser: nn.Module) -> nn.Module:
-    """The first module that some family knows in a denoiser, which may be a wrapper around it, or itself."""
+    """The first module in a denoiser that some family knows, since wrappers hold it; else the denoiser."""
     for module in denoiser.modules():
         _wrapped(module)  # raises for wrappers in which tokens cannot be merged
         if any(knows(family, module) for family in FAMILIES):
@@ -127,13 +127,13 @@ def _within(denoiser: nn.Module) -> nn.Module:
 
 
 def _wrapped(model: Any) -> Any:
-    """The model inside a wrapper, None if it is not one."""
+    """The model inside a wrapper; None if ``model`` is no wrapper."""
     if is_a(model, "OptimizedModule"):
         return model._orig_mod
     if is_a(model, "DataParallel"):
         raise UnsupportedModelError(
-            "tokens cannot be merged under DataParallel: its threads share what a call notes; take "
-            "DistributedDataParallel, or merge in the model inside it and call that"
+            "tokens cannot be merged under DataParallel: its threads would share the state of a call; take "
+            "DistributedDataParallel, or pass the model inside it (.module) and call that model"
         )
     if is_a(model, "DistributedDataParallel"):
         return model.module

@@ -17,8 +17,8 @@ from tokenmerge.models.layout import Grid
 def patch_of(config: Any) -> tuple[int, int, int]:
     """Frames, rows and columns of latent positions that make one token of a transformer.
 
-    Its config has them as ``patch_size`` (frames, rows, columns) or (rows, columns), or as the side
-    ``patch_size`` of a square, with ``patch_size_t`` frames where that is set.
+    Its config gives them as ``patch_size`` (frames, rows, columns) or (rows, columns), or as the side
+    ``patch_size`` of a square, with ``patch_size_t`` frames if that is set.
     """
     patch = config.patch_size
     if isinstance(patch, int):
@@ -28,7 +28,7 @@ def patch_of(config: Any) -> tuple[int, int, int]:
 
 
 def picture_grid(root: Any, arguments: Mapping[str, Any], last: Grid) -> GridShape:
-    """The token grid of pictures: from the last two axes, height and width, of ``hidden_states``."""
+    """The token grid of pictures, from the last two axes of ``hidden_states``: height and width."""
     height, width = arguments["hidden_states"].shape[-2:]
     _, rows, columns = patch_of(root.config)
     return 1, height // rows, width // columns
@@ -78,7 +78,7 @@ def _grids_of_ids(arguments: Mapping[str, Any], last: Grid) -> tuple[GridShape, 
             )
         return last.shapes
     pictures = _known.get(ids)
-    if pictures is None:  # reading synchronises; pipelines pass the same tensor at each step
+    if pictures is None:  # reading waits for the device; pipelines pass the same tensor at each step
         pictures = _known[ids] = _read(ids[0] if ids.ndim == 3 else ids)
     if _tokens_in(pictures) == tokens:
         return pictures
@@ -86,7 +86,7 @@ def _grids_of_ids(arguments: Mapping[str, Any], last: Grid) -> tuple[GridShape, 
         return last.shapes
     raise UnsupportedModelError(
         f"img_ids: expected one picture of {tokens} tokens, as in hidden_states, or several pictures one "
-        f"after another, got other rows and columns, of shape {tuple(ids.shape)}; call "
+        f"after another, got ids of shape {tuple(ids.shape)} that do not describe such pictures; call "
         "remove_token_merging(pipe) first, or patch.at_size(height, width) if it is one picture"
     )
 
@@ -96,7 +96,7 @@ def _tokens_in(pictures: Sequence[GridShape]) -> int:
 
 
 def _read(ids: Tensor) -> tuple[GridShape, ...]:
-    """The grids of the pictures whose positions follow one another; empty if they are no such positions.
+    """The grids of the pictures whose positions follow one another; empty if the ids are no such positions.
 
     A picture ends where the number of the picture changes, or where its first row and column come again.
     """

@@ -13,16 +13,16 @@ from tokenmerge.models.call import HostCall
 
 @dataclasses.dataclass(eq=False)
 class Grid:
-    """The token grids of the running call, left by the module whose input shows them.
+    """The token grids of the running call, noted by the module whose input shows them.
 
     A sequence has one grid, or one for each of several pictures in a row: that of the picture being made,
     then those of its reference pictures.
 
     Attributes:
         sides: ``[frames, rows, columns, 0]`` for each grid, an empty tensor with the sides as its shape.
-            torch.compile makes a graph for each value of an integer of a module, and can make one for all
-            shapes of a tensor.
-        given: whether the user gave it by ``Patch.at_size``.
+            torch.compile makes a graph for each value of an integer of a module, but can make one graph for
+            all shapes of a tensor.
+        given: whether the user gave the grid with ``Patch.at_size``.
     """
 
     sides: tuple[Tensor, ...] = dataclasses.field(default_factory=lambda: (torch.empty(0, 0, 0, 0),))
@@ -56,12 +56,12 @@ class TokenArgument:
     A merged token gets the entry of the token whose place it takes.
 
     Attributes:
-        name: of the argument. A missing argument, or None, is left alone.
+        name: name of the argument. A missing argument, or None, is left alone.
         axes: the axes of the tokens. An axis of length 1, which the host broadcasts, is left alone.
         batched: whether the first axis is the batch (length 1: the same entries for all images). If it is
             not, all images of a batch must share one plan.
         element: for a tuple, the index of the element with an entry for each token; None: all elements.
-        ndim: the number of axes with which it has such entries; None: any number.
+        ndim: the argument has such entries only if it has this number of axes; None: any number.
         expand: whether the host passes it without the batch axis. A batch axis is then added in front, and
             ``axes`` count with it.
     """
@@ -82,8 +82,8 @@ class Layout:
         tokens: name of the argument with the tokens; None: the first argument, as for every layer.
         text: where text tokens stand if they share a sequence with the image, in the tokens or in a token
             argument. Text never merges.
-        padding: name of a mask ``[b, text + n]`` that is true before the padding, for blocks whose sequences
-            are text, image, padding with texts of different length; None: there is no padding.
+        padding: name of a mask ``[b, text + n]`` that is true before the padding. It is for blocks whose
+            sequences are text, image and padding, with texts of different lengths. None: there is no padding.
         token_arguments: arguments with an entry for each token.
         same_as_tokens: name of an argument that may be the same tensor as the tokens.
         outputs: indices of the image tokens in a result that is a tuple.

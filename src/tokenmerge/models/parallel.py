@@ -1,4 +1,4 @@
-"""What diffusers' context parallelism makes of a model's sequence: each device gets a part of it."""
+"""diffusers' context parallelism: each device gets a part of a model's sequence of tokens."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Part:
     Attributes:
         index: its place among the parts, 0 ≤ index < parts.
         parts: their number, one for each device.
-        group: of the processes that have them.
+        group: the group of the processes that have these parts.
     """
 
     index: int
@@ -35,7 +35,7 @@ class Part:
 
 
 def part_of(root: nn.Module) -> Part | None:
-    """The part that this process has of the tokens of the blocks; None: all of them.
+    """The part of the tokens of the blocks that this process has; None: all of them.
 
     Tensor parallelism splits weights and leaves all tokens to each process.
 

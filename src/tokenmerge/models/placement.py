@@ -1,4 +1,4 @@
-"""Where a model runs, in which dtype, and how wide its attention is: what the time of merging depends on."""
+"""A model's device, dtype and width of attention, on which the time of merging depends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the UNets of diffusers share: stages with transformers, between which the resolution changes."""
+"""What the UNets of diffusers share: stages with transformers, and changes of resolution between them."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _IN_LAYERS = ("resnets", "temp_convs", "attentions", "temp_attentions", "motion_
 # Their first argument is [b, c, h, w]; for a video the batch holds its frames. Attention over time is in
 # other classes (AnimateDiffTransformer3D, TransformerTemporalModel) or in other lists of blocks.
 _TRANSFORMERS = ("Transformer2DModel", "TransformerSpatioTemporalModel", "DreamLiteTransformer2DModel")
-# Between the blocks of this one, others attend over time.
+# In this transformer, blocks that attend over time run between the others.
 _NO_STACK = "TransformerSpatioTemporalModel"
 
 
 def describe_stages(
     root: Any, example: Callable[[Any, int, int, int], dict[str, Any]], *, controlnet: bool = False
 ) -> Host:
-    """Find the blocks of a model with ``down_blocks``, ``mid_block`` and, unless a ControlNet, ``up_blocks``.
+    """Find the blocks of a model with ``down_blocks``, ``mid_block`` and, if it has them, ``up_blocks``.
 
     The last axes of its sample are height and width. ``example`` is as for
     :func:`tokenmerge.models.transformer.transformer_host`.
@@ -68,7 +68,7 @@ def _stages(root: Any) -> Iterator[tuple[str, Any, int]]:
 
 
 def shallow_share(root: Any) -> float:
-    """Fraction of a call's work at the finest level, if each weight is used once for each position there."""
+    """Fraction of a call's work at the finest level, if each weight works once per position of its level."""
     work = [(level, _weights(stage) / level**2) for _, stage, level in _stages(root)]
     return sum(own for level, own in work if level == 1) / sum(own for _, own in work)
 
@@ -161,7 +161,7 @@ def _grid(root: Any, arguments: Mapping[str, Any], last: Grid) -> GridShape:
 
 
 def _latents(root: Any, sample: Tensor) -> Tensor:
-    # The first channels are denoised. Those of a given picture may follow, which guidance sets to zero in a
+    # The first channels are denoised. Channels of a given picture may follow; guidance sets them to zero in a
     # part of the batch: InstructPix2Pix [b, c, h, w], Stable Video Diffusion [b, f, c, h, w].
     axis = 2 if is_a(root, "UNetSpatioTemporalConditionModel") else 1
     channels = getattr(root.config, "out_channels", None) or sample.shape[axis]

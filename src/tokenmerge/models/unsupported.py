@@ -14,7 +14,7 @@ _EXPERTS = "how many tokens an expert takes depends on the number of tokens"
 _TWO = "its blocks attend between two sequences, one of video and one of sound"
 _LINE = "its tokens are a sequence in time, without the rows and columns that merging needs"
 _PICTURES = "its attention takes a picture [b, c, h, w] instead of tokens"
-_UNKNOWN = "how its blocks take their tokens is not described yet"
+_UNKNOWN = "its blocks have not been described yet"
 
 REASONS = {  # by the class of a model or pipeline
     "AceStepTransformer1DModel": _LINE,

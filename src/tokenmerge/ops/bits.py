@@ -1,4 +1,4 @@
-"""The bits of a number as an integer."""
+"""The bits of float32 numbers as integers."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from torch import Tensor
 
 
 def bits(value: Tensor) -> Tensor:
-    """The bits of a float32 as a signed integer: of any shape, as int64 of that shape.
+    """The bits of float32 numbers as signed integers: a tensor of any shape → int64 of that shape.
 
-    In an exported program they are found by :func:`bits_by_arithmetic`.
+    Exported programs use :func:`bits_by_arithmetic`.
 
     >>> bits(torch.tensor([0.0, 1.0, -2.0])).tolist()
     [0, 1065353216, -1073741824]
@@ -20,16 +20,16 @@ def bits(value: Tensor) -> Tensor:
 
 
 def bits_by_arithmetic(value: Tensor) -> Tensor:
-    """As :func:`bits`, without looking at memory in another type, for which ``torch.onnx`` has no operator.
+    """As :func:`bits`, without a view of another dtype, for which ``torch.onnx`` has no operator.
 
-    Every operation is exact: comparing with the powers of two finds the exponent, and dividing by one of them
-    leaves the fraction, 24 binary digits, which become an integer.
+    Every operation is exact. Comparing with the powers of two finds the exponent. Dividing by one of them
+    leaves a fraction of 24 binary digits, which becomes an integer.
 
     Args:
         value: float32, finite; −0 counts as 0.
     """
     magnitude = value.abs().to(torch.float64)
-    # From the smallest normal number on; those below it have its scale, and no one before the fraction.
+    # From the smallest normal number on. Subnormal numbers have its scale, and no 1 before the fraction.
     powers = torch.tensor([2.0**k for k in range(-126, 128)], dtype=torch.float64, device=value.device)
     exponent = (magnitude.unsqueeze(-1) >= powers).sum(dim=-1)
     digits = (magnitude / powers[(exponent - 1).clamp(min=0)] * 2**23).to(torch.int64)

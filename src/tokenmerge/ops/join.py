@@ -13,10 +13,11 @@ from tokenmerge.ops.soft import SoftPlan, join_soft
 def join_plans(plans: Sequence[Plan | None], lengths: Sequence[int]) -> Plan:
     """The plan for a sequence of n₁ + n₂ + … tokens, from plans for n₁, n₂, … tokens of the same images.
 
-    Merging by it is merging each run by its own plan.
+    Merging with it merges each run by its own plan.
 
     Args:
-        plans: one for each run, all of one kind; None leaves the tokens of a run alone. One is not None.
+        plans: one for each run, all of one kind. None leaves the tokens of a run alone. At least one is not
+            None.
         lengths: n₁, n₂, …
 
     >>> from tokenmerge.ops import make_plan
@@ -30,7 +31,7 @@ def join_plans(plans: Sequence[Plan | None], lengths: Sequence[int]) -> Plan:
     b, weighted = len(first.keep), any(getattr(plan, "weights", None) is not None for plan in plans)
 
     n = m = 0
-    runs: list[IndexPlan] = []  # with indices within an image
+    runs: list[IndexPlan] = []  # with indices that start at 0 in each image
     for plan, length in zip(plans, lengths, strict=True):
         own = plan if isinstance(plan, IndexPlan) else _leaving_alone(b, length, first)
         weights = torch.ones_like(own.sources, dtype=own.sizes.dtype) if own.weights is None else own.weights

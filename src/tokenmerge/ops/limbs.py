@@ -1,7 +1,7 @@
 """The hash of :mod:`tokenmerge.ops.partition` in exported programs, where no number may be larger than 2²⁴.
 
-32-bit integers are held as three limbs of 11, 11 and 10 bits: some programs that run exported models, such as
-OpenVINO's for CPUs, compute int64 in int32.
+32-bit integers are held as three limbs of 11, 11 and 10 bits, because some runtimes for exported models, such
+as OpenVINO's for CPUs, compute int64 in int32.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _found: Any = WeakTensorKeyDictionary()
 
 
 def _limbs(seed: int, step: Tensor, n: int, device: torch.device | str | None) -> Limbs:
-    """The hashes of n places; all blocks of a program share them, because they take many operations."""
+    """The hashes of n places. All blocks of a program share them, because they take many operations."""
     known = _found.setdefault(step, {})
     if (seed, n) not in known:
         known[seed, n] = hash_in_limbs(seed, step, torch.arange(n, device=device))

@@ -42,7 +42,7 @@ def best_first(similarity: Tensor, src: Tensor, penalty: Tensor | None = None) -
     Args:
         similarity: ``[b, s]`` of each source to its destination.
         src: ``[s]`` or ``[b, s]`` indices of the sources.
-        penalty: ``[b, n]`` what is subtracted from the similarity of each token first; None: nothing.
+        penalty: ``[b, n]``, subtracted from the similarity of each token before sorting; None: nothing.
 
     Returns:
         ``[b, s]`` positions in ``src``.
@@ -55,7 +55,7 @@ def best_first(similarity: Tensor, src: Tensor, penalty: Tensor | None = None) -
 def most_similar(features: Tensor, src: Tensor, dst: Tensor) -> tuple[Tensor, Tensor]:
     """The edges of :func:`bipartite_soft_matching`, without sorting them.
 
-    The first three arguments are the same.
+    It takes the same first three arguments.
 
     Returns:
         ``(similarity, nearest)``, both ``[b, s]``: for each source the similarity of its most similar
@@ -128,7 +128,7 @@ def local_matching(
 
 
 def own_cell(grid: Sequence[int], cell: Sequence[int], tokens: Tensor) -> Tensor:
-    """Index of the cell of each token, in the order of the grid; beyond the last whole cell, the nearest one.
+    """Index of each token's cell in grid order. Tokens beyond the last whole cell get the nearest one.
 
     >>> own_cell((3, 4), (2, 2), torch.tensor([0, 3, 6, 11])).tolist()
     [0, 1, 1, 1]
@@ -172,8 +172,8 @@ def features_if_shared(features: Tensor, parts: int, shared: Tensor) -> Tensor:
     """:func:`shared_features` if the boolean tensor ``shared`` is true, without reading its value.
 
     ``[parts * b, n, c]`` → ``[parts * b, n, parts * c]``. If it is true, all parts get the same
-    shared features. If not, each image gets its own features, padded with zeros. A compiled graph cannot
-    branch on a value.
+    shared features. If not, each image gets its own features, padded with zeros. There is no branch, since a
+    compiled graph cannot branch on a value.
     """
     c, b = features.shape[2], features.shape[0] // parts
     part = torch.arange(parts, device=features.device)

@@ -1,10 +1,10 @@
 """Splits a token grid into destinations, one in each cell, and sources, which are all other tokens.
 
-Which token of a cell is its destination is drawn. The pseudo-random numbers depend on a seed, the denoising
+The destination of each cell is drawn at random. The pseudo-random numbers depend on a seed, the denoising
 step and a place, and on nothing else. They need no generator, are the same for all images of a batch, and can
-be recomputed in a backward pass. Each is a 32-bit integer: the counters go one after another through the
-avalanche function "lowbias32" (C. Wellons, public domain). If one input bit changes, each output bit changes
-with probability 1/2.
+be recomputed in a backward pass. Each is a 32-bit integer: these three counters pass one after another
+through the avalanche function "lowbias32" (C. Wellons, public domain). If one input bit changes, each output
+bit changes with probability 1/2.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tokenmerge.ops.limbs import FACTORS, remainders, upper_bits
 
-Draw = tuple[int, Tensor]  # a seed, and the number of a step as an integer tensor of no dimensions
+Draw = tuple[int, Tensor]  # a seed, and the number of a step as a 0-dimensional integer tensor
 
 _MASK32 = 0xFFFFFFFF
 
@@ -49,12 +49,12 @@ def whole_cells(
 
     Args:
         grid: (rows, columns), or (frames, rows, columns): n tokens, the last axis fastest.
-        cell: its size along each axis, k tokens in all.
+        cell: size of a cell along each axis, k tokens in all.
         device: device of the result.
 
     Returns:
-        Indices ``[k, d]`` of position in the cell by cell, and ``[n - k * d]``, with
-        d = :func:`num_destinations`.
+        ``[k, d]`` indices of the tokens at each of the k positions of the d cells, and ``[n - k * d]``
+        indices of the tokens beyond them, with d = :func:`num_destinations`.
 
     >>> inside, outside = whole_cells((2, 5), (2, 2))
     >>> inside.t().tolist(), outside.tolist()
@@ -74,7 +74,7 @@ def whole_cells(
     axes = len(grid)
     inside = inside.reshape([side for pair in zip(cells, cell, strict=True) for side in pair])
     inside = inside.permute(*range(1, 2 * axes, 2), *range(0, 2 * axes, 2))
-    # All tokens come first and are cut off again, because ONNX cannot concatenate nothing but empty tensors.
+    # ONNX cannot concatenate empty tensors only, so all tokens are put in front and cut off again.
     return inside.reshape(num_tokens(cell), num_tokens(cells)), torch.cat([every, *outside])[len(every) :]
 
 

@@ -69,7 +69,7 @@ class IndexPlan(NamedTuple):
         return own.scatter_reduce(0, self.targets.flatten(), moved, "amax").view(self.keep.shape)
 
     def in_batch(self) -> IndexPlan:
-        """The plan with rows of the batch, from one whose indices start at 0 in each image."""
+        """This plan with rows of the whole batch, if its indices start at 0 in each image."""
         (b, m), n = self.keep.shape, self.inverse.shape[1]
         image = torch.arange(b, device=self.keep.device).unsqueeze(1)
         return IndexPlan(
@@ -82,7 +82,7 @@ class IndexPlan(NamedTuple):
         )
 
     def joined(self, parts: int) -> IndexPlan:
-        """The plan for b / ``parts`` images, each of which joins ``parts`` in a row, such as video frames."""
+        """The plan for b / ``parts`` images, each of which joins ``parts`` images, such as video frames."""
         b = len(self.keep) // parts
         return IndexPlan(
             keep=self.keep.reshape(b, -1),
@@ -94,7 +94,7 @@ class IndexPlan(NamedTuple):
         )
 
     def repeated(self, times: int) -> IndexPlan:
-        """The plan for a batch that repeats ``times`` times the b images of this plan."""
+        """The plan for a batch that repeats the b images of this plan ``times`` times."""
         b, m = self.keep.shape
         before = torch.arange(times, device=self.keep.device).repeat_interleave(b).unsqueeze(1) * b
         n_before, m_before = before * self.inverse.shape[1], before * m
@@ -149,8 +149,8 @@ def make_plan(
         order: ``[b, s]`` positions in ``src``, the best edge first.
         nearest: ``[b, s]`` for each source the position in ``dst`` of its destination.
         r: number of tokens to remove, 0 ≤ r ≤ s.
-        weights: ``[b, s]`` 1 for a source that counts in the mean into which it merges, 0 for one that is
-            dropped instead; None: all count.
+        weights: ``[b, s]`` 1 for a source that counts in the mean of its destination, 0 for a source that is
+            dropped; None: all count.
     """
     b, s = order.shape
     n, m = s + dst.shape[-1], s + dst.shape[-1] - r
@@ -188,7 +188,7 @@ def keep_destinations(plan: Plan, x: Tensor) -> Tensor:
 def merge_with_norm(plan: Plan, x: Tensor) -> Tensor:
     """Merge as :func:`merge`, then scale to the norm of the longest merged token (arXiv 2312.01026).
 
-    A mean is shorter than its vectors, and the shorter the less similar they are.
+    The less similar the tokens are, the shorter is their mean.
     """
     mean = merge(plan, x).to(torch.promote_types(x.dtype, torch.float32))
     longest = plan.longest(x.to(mean.dtype).norm(dim=-1))
@@ -204,14 +204,14 @@ def unmerge(plan: Plan, y: Tensor) -> Tensor:
 
 
 def unmerge_onto(plan: Plan, y: Tensor, own: Tensor, blend: float = 0.0) -> Tensor:
-    """Give the tokens that stay the values of their merged tokens, and the others mostly values of their own.
+    """Give the tokens that stay the values of their merged tokens, and the others mostly their own values.
 
     Args:
         plan: n tokens, of which m stay.
         y: ``[b, m, c]`` merged tokens.
         own: ``[b, n, c]`` a value of each token.
-        blend: share of the value by :func:`unmerge` in that of a token that does not stay, 0 ≤ blend ≤ 1; the
-            rest is its own.
+        blend: for a token that does not stay, how much of its value comes from :func:`unmerge`,
+            0 ≤ blend ≤ 1; the rest is its own value.
 
     Returns:
         ``[b, n, c]``.
@@ -224,8 +224,8 @@ def unmerge_onto(plan: Plan, y: Tensor, own: Tensor, blend: float = 0.0) -> Tens
 def add_rows(total: Tensor, index: Tensor, rows: Tensor) -> Tensor:
     """Add each of the rows ``[r, …]`` to the row of ``total`` ``[m, …]`` at its index ``[r]``, in place.
 
-    Several rows may have the same index. In an exported program this is an addition of elements: ONNX has an
-    addition of rows as well (``ScatterND``), but ONNX Runtime runs it in several threads that lose summands
+    Several rows may have the same index. Exported programs add single elements instead of rows. ONNX can add
+    rows too (``ScatterND``), but ONNX Runtime does so in several threads, which lose summands
     (microsoft/onnxruntime#18048).
     """
     if not torch.compiler.is_exporting():

@@ -1,9 +1,9 @@
-"""Attention to keys of which each counts as often as its size says, by kernels that take no mask.
+"""Attention in which each key counts as often as its size says, with kernels that take no mask.
 
 With a mask, the logarithm of a key's size is added to its logits, so that the result is
 ``Σ s · exp(logit) · v / Σ s · exp(logit)``, summed over the keys with sizes s and values v. The two functions
-here compute the same without a mask. Tensors are ``[b, n, heads, d]`` or ``[b · heads, n, d]``. A kernel is
-called by name, with ``query``, ``key`` and ``value``.
+here compute the same without a mask. Tensors are ``[b, n, heads, d]`` or ``[b · heads, n, d]``. A kernel gets
+the keyword arguments ``query``, ``key`` and ``value``.
 """
 
 from __future__ import annotations
@@ -32,12 +32,13 @@ def attend_by_columns(
 ) -> Tensor:
     """Attention by one call of the kernel, with 1 to 8 more channels for each head.
 
-    In these channels a query is 1, and each holds an equal part of ``log(size) / scale`` of a key, so that
-    together they add ``log(size)`` to the logit. In equal parts the numbers stay small, which kernels that
-    quantise keys need. The values get as many zeros, since most kernels take one head size for all three.
+    In these channels the query is 1, and the key holds equal parts of ``log(size) / scale``. Together they
+    add ``log(size)`` to the logit. Equal parts keep the numbers small, which kernels that quantise keys need.
+    The values get as many zeros, since most kernels take one head size for all three.
 
-    ``kernel`` takes ``scale`` by name too. ``sizes`` are those of the keys, ``[b, m]`` or ``[b · heads, m]``.
-    Without a ``scale`` of the logits, it is ``d ** -0.5`` with the head size d of the given query.
+    ``kernel`` also gets the keyword argument ``scale``. ``sizes`` are those of the keys, ``[b, m]`` or
+    ``[b · heads, m]``. The default ``scale`` of the logits is ``d ** -0.5``, with the head size d of
+    ``query``.
     """
     d = query.shape[-1]
     more = head_size_with_columns(d) - d
@@ -55,11 +56,12 @@ def attend_by_columns(
 def attend_by_values(
     kernel: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, sizes: Tensor
 ) -> Tensor:
-    """Attention by two calls of the kernel, for kernels that take no more channels for a head.
+    """Attention by two calls of the kernel, for kernels that cannot take more channels for a head.
 
-    In one call the values are multiplied by the sizes, in the other they are the sizes themselves. The result
-    is the quotient of both results, so the sizes are divided by the largest first: products stay within half
-    precision. It takes twice the time of plain attention. ``sizes`` are as for :func:`attend_by_columns`.
+    In one call the values are multiplied by the sizes; in the other they are the sizes themselves. The result
+    is the quotient of the two. It does not depend on the scale of the sizes, so they are first divided by the
+    largest one, which keeps the products within half precision. This takes twice the time of plain attention.
+    ``sizes`` are as for :func:`attend_by_columns`.
     """
     shares = _of_each_key(sizes / sizes.amax(dim=-1, keepdim=True), value).to(value.dtype)
     counts = shares.expand_as(value).contiguous()
@@ -67,5 +69,5 @@ def attend_by_values(
 
 
 def _of_each_key(numbers: Tensor, key: Tensor) -> Tensor:
-    """``[b, m]`` in the shape ``[b, m, 1]`` or ``[b, m, 1, 1]``, as the keys or values have it."""
+    """``[b, m]`` → ``[b, m, 1]`` or ``[b, m, 1, 1]``: as many axes as the keys or values have."""
     return numbers.view(*numbers.shape, *[1] * (key.ndim - 2))

@@ -29,7 +29,7 @@ class Tiles(NamedTuple):
 def tile(grid: Sequence[int], smallest: Sequence[int], device: torch.device | str | None = None) -> Tiles:
     """Cut a grid of (rows, columns) into as many tiles of at least ``smallest`` as fit along each axis.
 
-    Their sides differ by at most one token, so that any grid is divided evenly.
+    The sides of the tiles differ by at most one token.
 
     >>> tile((1, 5), (1, 2)).token.tolist()
     [[0, 1, 2], [3, 4, 0]]
@@ -114,13 +114,13 @@ class SoftPlan(NamedTuple):
     def longest(self, norms: Tensor) -> Tensor:
         """Largest norm for each merged token, ``[b, n]`` → ``[b, m]``.
 
-        It is taken over the token whose place it takes and the tokens with their largest share in it.
+        It compares the token whose place is taken and the tokens with their largest share in the merged one.
         """
         own = norms.flatten().index_select(0, self.keep.flatten())
         return own.scatter_reduce(0, self.inverse.flatten(), norms.flatten(), "amax").view(self.keep.shape)
 
     def joined(self, parts: int) -> SoftPlan:
-        """The plan for b / ``parts`` images, each of which joins ``parts`` in a row, such as video frames."""
+        """The plan for b / ``parts`` images, each of which joins ``parts`` images, such as video frames."""
         b = len(self.keep) // parts
         return SoftPlan(
             keep=self.keep.reshape(b, -1),
@@ -134,7 +134,7 @@ class SoftPlan(NamedTuple):
         )
 
     def repeated(self, times: int) -> SoftPlan:
-        """The plan for a batch that repeats ``times`` times the b images of this plan."""
+        """The plan for a batch that repeats the b images of this plan ``times`` times."""
         _, t, k, p = self.shares.shape
         return _in_rows(
             self.kept().repeat(times, 1),
@@ -207,7 +207,7 @@ def join_soft(plans: Sequence[SoftPlan | None], lengths: Sequence[int]) -> SoftP
 
 
 def _in_rows(keep: Tensor, shares: Tensor, places: Tensor, slots: Tensor) -> SoftPlan:
-    """The plan from indices within each image, with all derived fields and with rows over all images."""
+    """The plan with rows over all images and all derived fields, from indices within each image."""
     (b, t, k, p), n, m = shares.shape, places.shape[1], slots.shape[1]
     image = torch.arange(b, device=keep.device).unsqueeze(1)
     tokens = torch.zeros(b, t * p, dtype=torch.int64, device=keep.device).scatter(

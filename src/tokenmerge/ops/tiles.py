@@ -24,9 +24,9 @@ def tiled_matching(
 ) -> tuple[Tensor, Tensor]:
     """Connect each source to its most similar destination in the tile around it.
 
-    The cells are divided into boxes. The sources of a box are compared with the destinations of a box twice
-    as long around it, along each axis. If that covers the grid and cells divide its rows and columns, the
-    result is that of :func:`bipartite_soft_matching`.
+    The cells are divided into boxes. The sources of a box are compared with the destinations of a window
+    around it, which is twice as long along each axis. If one box covers the grid, and cells divide its rows
+    and columns, the result is that of :func:`bipartite_soft_matching`.
 
     Args:
         features: ``[b, n, c]``, compared by cosine similarity.
@@ -42,9 +42,9 @@ def tiled_matching(
     """
     smallest = torch.finfo(features.dtype).tiny
     destinations = F.normalize(features.index_select(1, dst), dim=-1, eps=smallest)
-    # The partition lists one source of every cell, then the next one of every cell. Behind them are the few
-    # sources beyond the last whole cell of a row or column, which go to the destination of the nearest cell,
-    # and at the end whole frames beyond the last whole cell, which are compared in the tile before them.
+    # The partition lists one source of every cell, then the next one of every cell. They are followed by the
+    # few sources beyond the last whole cell of a row or column. These go to the destination of the nearest
+    # cell. Whole frames beyond the last whole cell come last. They are compared in the tile before them.
     inside = len(dst) * (num_tokens(cell) - 1)
     left_over = grid[0] % cell[0] if len(grid) == 3 else 0
     behind = len(src) - left_over * num_tokens(grid[1:])
@@ -83,9 +83,10 @@ def _own(features: Tensor, destinations: Tensor, sources: Tensor, cells: Tensor)
 def _tiles(
     grid: Sequence[int], cell: Sequence[int], sides: Sequence[int], device: torch.device
 ) -> Iterator[tuple[Tensor, Tensor, tuple[slice, ...] | None]]:
-    """The cells of each box, and those of the box around it, longer by half a side at each end of each axis.
+    """For each box its cells, the cells of the window around it, and its place in a frame.
 
-    Third is the place of the box in a frame, in tokens, if it is the last one in time; else None.
+    A window is longer than its box by half a side at each end of each axis. The place is in tokens, and None
+    unless the box is the last one in time.
     """
     counts = [side // stride for side, stride in zip(grid, cell, strict=True)]
     index = torch.arange(num_tokens(counts), device=device).view(counts)

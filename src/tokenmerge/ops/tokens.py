@@ -10,7 +10,7 @@ from tokenmerge.ops.plan import IndexPlan, add_rows, merge, unmerge
 
 
 class Tokens(NamedTuple):
-    """What the m tokens that are left of n stand for, after any number of merges.
+    """Which of the n original tokens each of the m remaining ones stands for, after any number of merges.
 
     Attributes:
         sizes: ``[b, m]`` number of the n tokens that each token stands for, as float32.
@@ -62,7 +62,7 @@ class SizedPlan(NamedTuple):
 
 
 def plan_by_size(plan: IndexPlan, tokens: Tokens | None) -> SizedPlan:
-    """The plan for tokens that may stand for several each; None: each stands for itself."""
+    """The plan for ``tokens``, each of which may stand for several. None: each stands for itself."""
     if tokens is None:
         return SizedPlan(plan, None, None, Tokens(plan.sizes, plan.labels()))
     keep, sources, targets = plan.keep.flatten(), plan.sources.flatten(), plan.targets.flatten()

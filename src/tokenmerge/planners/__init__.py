@@ -1,7 +1,7 @@
 """Planners: functions that choose which tokens merge. One planner per file, named after it.
 
-A file ``x.py`` here has the function ``plan_x``; nothing else registers it. It plans one part of a token
-grid, which is a frame, or a whole video where cells reach over time:
+A file ``x.py`` here has the function ``plan_x``; nothing else registers it. The function plans one part of a
+token grid: a frame, or a whole video if cells reach over time.
 
 ``plan_x(features, grid, r, settings, step) -> Plan``, with
 
@@ -9,14 +9,14 @@ grid, which is a frame, or a whole video where cells reach over time:
 - ``grid``: (rows, columns) of the n tokens, or (frames, rows, columns);
 - ``r``: the number of tokens to remove, 1 ≤ r < n;
 - ``settings``: strides, seed and other knobs of :class:`tokenmerge.ToMeConfig`;
-- ``step``: integer tensor of no dimensions that differs between denoising steps; random draws depend on it.
+- ``step``: 0-dimensional integer tensor that differs between denoising steps; random draws depend on it.
 
 Planners in the folder ``guided`` get one more argument, ``importance`` ``[b, n]``: how much guidance changed
 each token in the last step. Those in the folder ``by_result`` get ``scores`` ``[b, n]``: how well each token
-can be skipped, by the model's result in the last step. What else is particular to a planner is a line in its
-file, such as ``OWN_NUMBER = True``: see :mod:`tokenmerge.config.planner_names`. Files without such a function
-hold no planner: ``calibration`` times merging, and those with an underscore are shared by planners. ``_grid``
-makes of each planner one for whole grids, and plans a sequence of pictures by it.
+can be skipped, by the model's result in the last step. Other properties of a planner are lines in its file,
+such as ``OWN_NUMBER = True``: see :mod:`tokenmerge.config.planner_names`. Files without such a function hold
+no planner: ``calibration`` times merging, and files with an underscore hold what planners share. ``_grid``
+turns each planner into one for whole grids, and plans sequences of pictures with it.
 
 May import ``ops``, ``config`` and ``errors``; knows nothing of models.
 """

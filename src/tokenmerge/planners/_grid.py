@@ -1,7 +1,7 @@
-"""From the settings and the token grids of a sequence to its plan: what all planners share.
+"""What all planners share: the steps from the settings and token grids of a sequence to its plan.
 
-The order is that of a call: what the settings make of one grid, what of a sequence of pictures merges, and
-the plan of the sequence, for which a planner plans one part of a grid at a time.
+They are in the order of a call. The settings say how many tokens one grid loses and which parts it has. A
+sequence of pictures is then planned picture by picture; a planner plans one part of a grid at a time.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from tokenmerge.config import MergeSettings
 from tokenmerge.ops import Plan, join_plans, num_destinations, num_tokens, strided_partition
 
 GridShape = tuple[int, int, int]  # frames, rows, columns
-# The grid of each picture of a sequence, in order, and what holds for it.
+# The grid of each picture of a sequence, in order, and its settings.
 Pictures = Sequence[tuple[GridShape, MergeSettings]]
-# Of whole grids: (features [b, n, c], grid, settings, step), and [b, n] values where it looks at such.
+# A planner of whole grids. It takes (features [b, n, c], grid, settings, step), and importance or scores
+# [b, n] if it looks at them.
 Planner = Callable[..., Plan | None]
 
 
@@ -55,7 +56,7 @@ def cell_of(part: Sequence[int], settings: MergeSettings) -> tuple[int, ...]:
 
 
 class TokenSequence(NamedTuple):
-    """The pictures in the tokens that a block gets.
+    """The pictures in the sequence of tokens that a block gets.
 
     Attributes:
         pictures: grid and settings of each.
@@ -75,16 +76,16 @@ class TokenSequence(NamedTuple):
 
 
 def sequence_of(grids: Sequence[GridShape], settings: MergeSettings) -> TokenSequence:
-    """The sequence of pictures with these grids: every block asks for it in every call.
+    """The sequence of pictures with these grids. It is cached, since every block asks for it in every call.
 
     Args:
-        grids: (frames, rows, columns) of each picture, that being made first.
-        settings: what holds for the picture being made; ``reference_ratio`` holds for all others.
+        grids: (frames, rows, columns) of each picture, the picture being made first.
+        settings: those of the picture being made; ``reference_ratio`` is the ratio of all others.
 
     >>> sequence_of(((1, 4, 4), (1, 2, 4)), MergeSettings(ratio=0, reference_ratio=0.75))[1:]
     (24, 6)
     """
-    # torch.compile warns of what is remembered, and its graphs may have grids without numbers.
+    # torch.compile warns about cached functions, and the sides of a grid may be symbolic in its graphs.
     if torch.compiler.is_compiling():
         return _sequence_of(tuple(grids), settings)
     return _remembered(tuple(grids), settings)
@@ -104,14 +105,14 @@ def plan_pictures(
     """Plan each picture of a sequence by itself, and join the plans.
 
     Args:
-        planner: of whole grids.
-        features: ``[b, n, c]``, of n tokens in all grids.
+        planner: a planner of whole grids.
+        features: ``[b, n, c]``, of the n tokens in all grids.
         pictures: grid and settings of each, in the order of the sequence.
         step: as for the planner.
-        importance: ``[b, n]``, where the planner looks at it.
+        importance: ``[b, n]`` importance or scores, for planners that look at them.
 
     Returns:
-        None where no token would be removed.
+        The plan; None if no token would be removed.
     """
     if len(pictures) == 1:
         return planner(features, *pictures[0], step, *importance)
@@ -125,7 +126,7 @@ def plan_pictures(
 
 
 def on_whole_grids(plan_part: Callable[..., Plan]) -> Planner:
-    """A planner of whole grids from one of a single part; it returns None where no token would be removed."""
+    """Turn a planner of one part into one of whole grids; it returns None if no token would be removed."""
 
     @torch.no_grad()
     def plan(

@@ -14,7 +14,7 @@ from tokenmerge.planners._grid import GridShape, Pictures, TokenSequence, num_re
 
 
 def part_bounds(n: int, index: int, parts: int) -> tuple[int, int]:
-    """Where a part of n tokens begins and ends; as ``torch.tensor_split``, the first ones are longer by one.
+    """Where a part of n tokens begins and ends. As in ``torch.tensor_split``, the first may be longer by 1.
 
     >>> [part_bounds(7, index, 3) for index in range(3)]
     [(0, 3), (3, 5), (5, 7)]
@@ -26,18 +26,18 @@ def part_bounds(n: int, index: int, parts: int) -> tuple[int, int]:
 def sequence_of_part(pictures: Pictures, index: int, parts: int) -> TokenSequence:
     """One of several equally long parts of a sequence: the grids in it, with the settings of each.
 
-    Tokens keep their order, so a part of a picture is some whole rows of it, with pieces of rows before and
-    behind them; a part of a video is some whole frames, with pieces of frames. Each piece has a grid of its
-    own. As all devices must go on with the same number of tokens, every part loses as many as the one that
-    can lose the fewest. There, the ratios are those of ``pictures``.
+    Tokens keep their order. So a part of a picture has some whole rows, with pieces of rows before and after
+    them, and a part of a video has some whole frames, with pieces of frames. Each piece has its own grid. All
+    devices must go on with the same number of tokens, so every part loses as many as the part that can lose
+    the fewest. In that part the ratios are those of ``pictures``.
 
-    ``min_tokens`` compares whole pictures.
+    ``min_tokens`` is compared with whole pictures.
 
     >>> sequence = sequence_of_part([((1, 4, 8), MergeSettings(ratio=0.5))], 1, 2)
     >>> [(grid, settings.ratio) for grid, settings in sequence.pictures]
     [((1, 2, 8), 0.5)]
     """
-    # As in sequence_of: every block asks for it, except in a graph.
+    # Cached as in sequence_of, but not in a graph.
     if torch.compiler.is_compiling():
         return _sequence_of_part(tuple(pictures), index, parts)
     return _remembered(tuple(pictures), index, parts)
@@ -66,13 +66,13 @@ def _pieces(pictures: Pictures, index: int, parts: int) -> Pictures:
 
 
 def _cut(sides: Sequence[int], start: int, stop: int) -> list[tuple[int, ...]]:
-    """The grids of the tokens ``start`` to ``stop`` of a grid, in their order."""
+    """The grids of the pieces that hold tokens ``start`` to ``stop`` of a grid, in their order."""
     if start >= stop:
         return []
     if len(sides) == 1:
         return [(stop - start,)]
     inner = math.prod(sides[1:])
-    first, last = -(-start // inner), stop // inner  # what lies between is whole
+    first, last = -(-start // inner), stop // inner  # those between them are whole
     if first > last:
         ends = _cut(sides[1:], start - last * inner, stop - last * inner)
         return [(1, *end) for end in ends]
@@ -95,7 +95,7 @@ def _removing(pieces: TokenSequence, wanted: int) -> Pictures:
         n = math.prod(part)
         each, more = divmod(own, frames)
         fewer += [
-            # A ratio is rounded down to whole tokens.
+            # Half a token more, since num_removed rounds down.
             ((grid[0] * count // frames, *grid[1:]), _with_ratio(settings, (r + 0.5) / n if r else 0))
             for count, r in ((more, each + 1), (frames - more, each))
             if count

@@ -1,4 +1,4 @@
-"""Measures from how many tokens on merging saves time on a device, and caches the answer in a file."""
+"""Measures the number of tokens from which merging saves time on a device, and caches it in a file."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def fewest_tokens(device: torch.device, dtype: torch.dtype, channels: int = 640,
 
     It is measured with the settings of ``auto``, once for each device, dtype, width, version of torch and
     number of threads. This takes at most a second or two. The result is stored in :func:`cache_file`; delete
-    that file to measure again. If merging was faster on none of the grids, as on a machine that does much
-    else, nothing is stored, and the next call measures again.
+    that file to measure again. If merging was faster on none of the grids, as may happen on a busy machine,
+    nothing is stored, and the next call measures again.
 
     ``channels`` and ``heads`` are those of the model's tokens and attention.
     """
@@ -128,7 +128,7 @@ def _key(device: torch.device, dtype: torch.dtype) -> str:
 
 
 def _read(file: Path) -> dict[str, int]:
-    """The numbers of tokens in a cache file, without anything else that is in it."""
+    """The numbers of tokens in a cache file; entries that are no positive integers are left out."""
     try:
         known = dict(json.loads(file.read_text(encoding="utf-8")))
     except (OSError, TypeError, ValueError, RecursionError):
@@ -137,7 +137,7 @@ def _read(file: Path) -> dict[str, int]:
 
 
 def _write(file: Path, known: dict[str, int]) -> None:
-    """Write the cache file. What cannot be written, or is found torn, is measured again next time."""
+    """Write the cache file. If it cannot be written, or is damaged, the next call measures again."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(known, indent=2), encoding="utf-8")

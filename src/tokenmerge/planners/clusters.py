@@ -1,4 +1,4 @@
-"""Clusters of similar tokens, of which one is computed, as in ClusCa (arXiv 2509.10312)."""
+"""Clusters of similar tokens; one token of each is computed, as in ClusCa (arXiv 2509.10312)."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def k_means(features: Tensor, centroids: Tensor, rounds: int = _ROUNDS) -> tuple
 
     Args:
         features: ``[b, n, c]``.
-        centroids: ``[b, k, c]`` to begin with.
-        rounds: how often all tokens are assigned and the means are taken, ≥ 1.
+        centroids: ``[b, k, c]``, the initial ones.
+        rounds: how often all tokens are assigned, ≥ 1. Means are taken between two rounds.
 
     Returns:
         ``[b, n]`` the cluster of each token, 0 … k−1, and ``[b, n]`` its squared distance to the centroid
-        that it was assigned by. A cluster without tokens keeps its centroid.
+        that it was assigned to. A cluster without tokens keeps its centroid.
     """
     x, centroids = features.float(), centroids.float()
     for number in range(rounds):
@@ -44,14 +44,14 @@ def k_means(features: Tensor, centroids: Tensor, rounds: int = _ROUNDS) -> tuple
 def plan_clusters(
     features: Tensor, grid: Sequence[int], r: int, settings: MergeSettings, step: Tensor
 ) -> Plan:
-    """Form ``settings.clusters`` clusters by K-means; all tokens of one merge into a token of it.
+    """Form ``settings.clusters`` clusters by K-means, and merge all tokens of a cluster into one of them.
 
-    That token is drawn at random at each step, or is the one nearest to the mean of its cluster where
-    ``settings.use_rand`` is off. The first means are tokens: drawn at random, or evenly spaced. Where a
-    cluster gets no token, another token stays for it, so that as many stay in every picture. Of n tokens at
-    most n − 1 stay. The ratio counts only in being above 0.
+    That token is drawn at random at each step. With ``settings.use_rand`` off, it is the token nearest to the
+    mean of its cluster. The initial means are tokens, drawn at random or evenly spaced. If a cluster gets no
+    token, another token stays in its place, so that the same number stays in every picture. Of n tokens at
+    most n − 1 stay. All ratios above 0 have the same effect.
 
-    The time is linear in the number of tokens times clusters.
+    Planning time is linear in the number of tokens times the number of clusters.
     """
     b, n, _ = features.shape
     k, device = min(settings.clusters, n - 1), features.device

@@ -26,7 +26,7 @@ _NOISE = 0.1
 def similarity_scores(features: Tensor) -> Tensor:
     """Sum of each token's cosine similarity to all tokens, its own included: ``[b, n, c]`` → ``[b, n]``.
 
-    Linear in n: it is each direction's product with the sum of all directions.
+    The cost is linear in n: each normalised token is multiplied by the sum of all of them.
     """
     exact = features.to(torch.promote_types(features.dtype, torch.float32))
     unit = F.normalize(exact, dim=-1, eps=torch.finfo(exact.dtype).tiny)

@@ -30,7 +30,7 @@ def plan_threshold(
     change neither the mean nor the size of their destination, and they receive its result. Where all r pairs
     reach the threshold, the plan is that of ``tome``; where none does, destinations keep their values. If
     most tokens are below the threshold, a lower ratio fits the picture better. A ``penalty`` changes which
-    tokens go, and not which of them are averaged.
+    tokens are removed, but not which of these are averaged.
     """
     src, dst = partition(grid, settings, step, features.device)
     similarity, nearest = most_similar(features, src, dst)

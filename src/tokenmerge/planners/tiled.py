@@ -12,8 +12,8 @@ from tokenmerge.planners._grid import cell_of, partition
 
 OVER_TIME = True
 TAKES_PENALTY = True
-# Sides of a tile in cells, of pictures and of videos. A source is compared with the destinations of a window
-# twice as long: up to 32 × 32 cells, or 4 × 16 × 16 over time, so that planning is linear in the tokens.
+# Sides of a tile in cells, for pictures and for videos. Each source is compared with the destinations of a
+# window twice as long: up to 32 × 32 cells, or 4 × 16 × 16 over time. So planning is linear in the tokens.
 SIDES = {2: (16, 16), 3: (2, 8, 8)}
 
 
@@ -27,8 +27,8 @@ def plan_tiled(
 ) -> Plan:
     """Plan as ``tome``, but compare each source only with the destinations in the tile around it.
 
-    The plan is that of ``tome`` where one tile covers the grid: up to 16 × 16 cells, or 2 × 8 × 8 where cells
-    reach over time, with no tokens beyond the last whole cell of a row or column.
+    The plan is that of ``tome`` if one tile covers the grid: up to 16 × 16 cells, or 2 × 8 × 8 if cells reach
+    over time, with no tokens beyond the last whole cell of a row or column.
     """
     src, dst = partition(grid, settings, step, features.device)
     sides = SIDES[len(grid)]

@@ -20,7 +20,7 @@ _SHARPNESS = 1000.0
 def facility_location(similarity: Tensor, real: Tensor, count: int) -> Tensor:
     """Choose the set D of places that best represents all: maximise f(D) = Σ_i max_{j ∈ D} S_ij.
 
-    The choice is greedy, which reaches at least 1 − 1/e of the largest f; of equal places the first is taken.
+    The choice is greedy, which reaches at least 1 − 1/e of the largest f. It takes the first of equal places.
     All leading dimensions run at once; the number of kernels grows with ``count``.
 
     Args:
@@ -50,8 +50,8 @@ def plan_toma(features: Tensor, grid: Sequence[int], r: int, settings: MergeSett
     weighted by these shares; unmerging gives each token the mean of its destinations, by the same shares.
     Both are products of small dense matrices, which suit a GPU. Nothing is random.
 
-    Planning is linear in n, but chooses destinations one after the other with many small kernels, so plans
-    are worth keeping (the paper keeps them for 5 to 10 steps).
+    Planning time is linear in n, but destinations are chosen one after the other with many small kernels. So
+    plans are worth keeping for several steps (the paper keeps them for 5 to 10).
 
     A tile has ``sy`` × ``sx`` tokens; where these do not divide the grid, tiles are a little larger. A larger
     tile offers more destinations to choose from, and planning time grows in proportion to its tokens.

@@ -20,7 +20,7 @@ def plan_uniform(
 ) -> Plan:
     """Merge every source into the destination of its own cell.
 
-    The values of the features are not used. All sources merge, whatever r is; with a ratio of 0 none does.
+    The values of the features are not used. All sources merge, whatever r is; with ratio 0 nothing merges.
     """
     b = features.shape[0]
     src, dst = partition(grid, settings, step, features.device)

@@ -16,7 +16,7 @@ OWN_NUMBER = True
 
 
 def uniformity(features: Tensor, windows: Tensor) -> Tensor:
-    """Mean cosine similarity of all pairs of tokens in each window; the cost is linear in their number.
+    """Mean cosine similarity of all pairs of tokens in each window; the cost is linear in the tokens.
 
     Args:
         features: ``[b, n, c]``.
@@ -40,11 +40,11 @@ def plan_windows(
     """Merge the most uniform windows of ``sy`` × ``sx`` tokens into one token each; leave the others whole.
 
     Tokens are compared within their window only, which makes it the cheapest planner that looks at tokens.
-    Windows with detail stay intact as long as enough uniform ones merge. SDTM changes to ``tome`` for the
-    later steps, which make the detail.
+    Windows with detail stay intact as long as enough uniform ones merge. SDTM switches to ``tome`` for the
+    later steps, which draw the detail.
 
-    As many windows merge as remove at most r tokens, but at least one. Tokens beyond the last whole window
-    stay. The place of the merged token is that of the window's destination.
+    As many windows merge as possible without removing more than r tokens, but at least one. Tokens beyond the
+    last whole window stay. The merged token takes the place of the window's destination.
     """
     window = cell_of(grid, settings)
     others = num_tokens(window) - 1

@@ -49,7 +49,7 @@ _BLOCK = Layout(
 )
 _DOUBLE = (Layer("attn1", "attn", _ATTENTION), Layer("ff", "ff"))
 _SINGLE = (Layer("attn1", "attn", _ATTENTION),)
-_FUSED = "blocks of a single stream project attention and MLP together; merge_mlp leaves their MLP dense"
+_FUSED = "single-stream blocks project attention and MLP together; merge_mlp leaves their MLP dense"
 
 
 def describe(root: Any) -> Host:
@@ -78,7 +78,7 @@ def describe(root: Any) -> Host:
 def packed_ids(root: Any, sizes: Sequence[tuple[int, int]], axes: int) -> Tensor:
     """Position ids ``[n, axes]`` of pictures one after another: number, row, column, zeros for each token.
 
-    ``sizes`` are the heights and widths of their latents, of which 2 × 2 make a token.
+    ``sizes`` are the heights and widths of their latents. A token is made of 2 × 2 latent positions.
     """
     pictures = []
     for number, (height, width) in enumerate(sizes):

@@ -1,4 +1,4 @@
-"""HunyuanVideo 1.0 and 1.5, and HunyuanImage: joint attention with the text behind the image.
+"""HunyuanVideo 1.0 and 1.5, and HunyuanImage: joint attention with the text after the image.
 
 Only the image has rotary positions, which the whole batch shares.
 """
@@ -32,7 +32,7 @@ _DOUBLE = (Layer("attn1", "attn", _ATTENTION), Layer("ff", "ff"))
 _SINGLE = (Layer("attn1", "attn", _ATTENTION),)
 # The mask of 1.5 covers the text only.
 _DOUBLE_15 = (Layer("attn1", "attn", Layout(text="last", token_arguments=(_POSITIONS,))), Layer("ff", "ff"))
-_FUSED = "blocks of a single stream project attention and MLP together; merge_mlp leaves their MLP dense"
+_FUSED = "single-stream blocks project attention and MLP together; merge_mlp leaves their MLP dense"
 
 
 def describe(root: Any) -> Host:

@@ -1,4 +1,4 @@
-"""JoyImage-Edit and JoyImage-Edit-Plus: joint attention with the text behind the pictures.
+"""JoyImage-Edit and JoyImage-Edit-Plus: joint attention with the text after the pictures.
 
 Only the pictures have rotary positions. Edit-Plus has pictures of any size, and positions for each sample.
 """
@@ -18,7 +18,7 @@ from tokenmerge.models.layout import Grid, Layout, TokenArgument
 from tokenmerge.models.transformer import transformer_host
 
 _PLUS = "JoyImageEditPlusTransformer3DModel"
-_WORDS = 1024  # text, and what its encoder has made of the reference pictures
+_WORDS = 1024  # text tokens, and those that the text encoder makes of the reference pictures
 CLASSES = ("JoyImageEditTransformer3DModel", _PLUS)
 
 # Positions are (those of the pictures, those of the text), or in Edit-Plus (cosine, sine) of the pictures.
@@ -82,8 +82,8 @@ def _example(
 ) -> dict[str, Any]:
     if any(size != (height, width) for size in references):
         raise UnsupportedModelError(
-            f"references: expected pictures of the size of the sample, {height} × {width}, as this model "
-            f"takes them; got {', '.join(f'{rows} × {columns}' for rows, columns in references)}"
+            f"references: this model takes pictures of the size of the sample, {height} × {width}, got "
+            f"{', '.join(f'{rows} × {columns}' for rows, columns in references)}; pass that size"
         )
     frames = patch_of(root.config)[0]
     pictures = (1 + len(references), root.config.in_channels, frames, height, width)

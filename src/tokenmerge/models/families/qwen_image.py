@@ -62,9 +62,9 @@ def _is_layered(root: Any) -> bool:
 
 
 def _pictures(root: Any, arguments: Mapping[str, Any]) -> tuple[list[GridShape], list[GridShape]]:
-    """(frames, rows, columns) of the pictures being made, and of their references, which are behind them.
+    """(frames, rows, columns) of the pictures being made, and of the references that follow them.
 
-    QwenImage-Layered makes several layers of a picture; its last picture is the one that it takes apart.
+    QwenImage-Layered splits a picture into several layers. The picture that it splits is the last one.
     """
     first = arguments["img_shapes"][0]
     pictures = [tuple(picture) for picture in (first if isinstance(first, list) else [first])]
@@ -78,7 +78,7 @@ def _example(
     config, zeros = root.config, blank(root, batch)
     made = [(height, width)]
     if _is_layered(root):
-        made, references = made * _MADE, references or made  # there is always a picture to take apart
+        made, references = made * _MADE, references or made  # there is always a picture to split
     shapes = [(1, rows // 2, columns // 2) for rows, columns in [*made, *references]]
     tokens = zeros(sum(rows * columns for _, rows, columns in shapes), config.in_channels)
     arguments: dict[str, Any] = {

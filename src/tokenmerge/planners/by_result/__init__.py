@@ -1,5 +1,5 @@
 """Planners that also look at the model's result of the last denoising step.
 
-They take ``scores`` ``[b, n]`` as their last argument, one for each token. In steps for which it is unknown,
+They take ``scores`` ``[b, n]`` as their last argument, one for each token. In steps without known scores,
 ``tome`` plans.
 """

@@ -18,13 +18,12 @@ def plan_ras(
 ) -> Plan:
     """Skip the r tokens with the largest scores, wherever they are; nothing is compared or drawn.
 
-    A skipped token merges into the token nearest to it in the order of rows. With token-wise reuse that
-    counts only where nothing of it is cached, and for ``proportional``.
+    A skipped token merges into the token nearest to it in the order of rows. With token-wise reuse this
+    matters only while nothing is cached for the token, and for ``proportional``.
 
     ``scores`` ``[b, n]`` is the standard deviation of the model's last result over its channels, averaged
     over the area of a token and lowered for tokens that were skipped often
-    (:func:`tokenmerge.runtime.last_result.scores_of`). The cells of the grid count for the highest ratio
-    alone.
+    (:func:`tokenmerge.runtime.last_result.scores_of`). The cells of the grid only limit the ratio.
     """
     b, n = scores.shape
     skipped = scores.topk(r, dim=1).indices
