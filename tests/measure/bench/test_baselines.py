@@ -73,7 +73,7 @@ def test_deep_layers_run_in_so_many_steps_of_each_generation(name, text, deep, e
 @pytest.mark.parametrize(
     ("name", "text", "words"),
     [
-        ("emoji-mmdit", "deepcache", "it needs a UNet, and StableDiffusion3Pipeline has none"),
+        ("emoji-mmdit", "deepcache", "deepcache needs a UNet, and StableDiffusion3Pipeline has none"),
         ("emoji-unet", "first-block-cache", "does not know the transformer blocks of UNet2DConditionModel"),
     ],
 )

@@ -199,7 +199,7 @@ def test_a_mask_is_refused_for_a_number_of_steps_that_has_none(pipe, steps):
 
 
 def test_a_pipeline_that_it_does_not_know_and_a_denoiser_are_refused(pipe):
-    with pytest.raises(UnsupportedModelError, match="it does not know StableDiffusionPipeline"):
+    with pytest.raises(UnsupportedModelError, match="cache-dit does not support StableDiffusionPipeline"):
         spec_of("cache-dit").apply(load("emoji-unet"), None, None).__enter__()
     with pytest.raises(ConfigError, match="use --scope pipeline"):
         spec_of("cache-dit").apply(pipe.transformer, None, None).__enter__()
