@@ -356,7 +356,7 @@ def test_options_out_of_range_are_refused_at_once(changes, message):
         ({"device": "gpu"}, "device: cannot use 'gpu'"),
         ({"device": "cpu", "dtype": "fp16"}, "fp16 is slow and partly unsupported on a CPU"),
         ({"scheduler": "quick"}, "scheduler: 'quick' is unknown"),
-        ({"model": "nothing"}, "'nothing' is no model"),
+        ({"model": "nothing"}, "'nothing' is not a model"),
     ],
 )
 def test_what_does_not_fit_is_refused_before_the_weights_are_loaded(

@@ -89,7 +89,7 @@ def test_a_file_that_says_nothing_is_refused(picture):
     with pytest.raises(ConfigError, match=r"like: cannot read .*no\.png"):
         read_picture(picture.with_name("no.png"))
     picture.write_text("no picture")
-    with pytest.raises(ConfigError, match=r"it is no picture\); give a PNG that tokenmerge generate"):
+    with pytest.raises(ConfigError, match=r"it is not a picture\); give a PNG that tokenmerge generate"):
         read_picture(picture)
     Image.new("RGB", (1, 1)).save(picture)
     with pytest.raises(ConfigError, match="does not say what it was made with; give a PNG"):
@@ -149,7 +149,7 @@ def test_what_is_given_beside_like_goes_before_it(made, folder, tmp_path, capsys
         "--no-compare",
     )
     assert read_picture(tmp_path / "merged-00.png").merging == ToMeConfig()
-    assert "no token merging is noted" in capsys.readouterr().err
+    assert "it has no settings of token merging" in capsys.readouterr().err
 
 
 def test_a_file_is_named_without_its_folders(made, folder):
@@ -161,8 +161,11 @@ def test_no_model_is_loaded_because_a_picture_says_so(picture, capsys):
     """Nor is a sampler of another program."""
     written(picture, "a\nSteps: 2, Sampler: Euler a, Model: somebody/model")
     assert main(["generate", "--like", str(picture)]) == 2
-    assert "was made with the model 'somebody/model'; give it with --model" in capsys.readouterr().err
+    assert (
+        "was made with the model 'somebody/model'; give this or another model with --model"
+        in capsys.readouterr().err
+    )
     assert main(["generate", "--like", str(picture), "--model", "nothing"]) == 2
     printed = capsys.readouterr().err
     assert "the sampler 'Euler a' is unknown" in printed
-    assert "'nothing' is no model" in printed
+    assert "'nothing' is not a model" in printed

@@ -77,9 +77,9 @@ def test_each_kind_of_model_is_recognised(folder, tmp_path):
     ("name", "message"),
     [
         ("no-such-model", r"'no-such-model'.*emoji-unet.*model_index\.json.*safetensors.*owner/name"),
-        ("./no/such/folder", r"'\./no/such/folder' is no model"),
-        ("../models", r"'\.\./models' is no model"),
-        ("", "is no model"),
+        ("./no/such/folder", r"'\./no/such/folder' is not a model"),
+        ("../models", r"'\.\./models' is not a model"),
+        ("", "is not a model"),
         ("missing.safetensors", "no file missing.safetensors"),
         ("old.ckpt", "old.ckpt is a pickle.*convert"),
     ],
@@ -434,7 +434,7 @@ def test_attention_that_the_model_does_not_offer_is_refused(pipe, flash_is_here)
     with pytest.raises(ConfigError, match=r"FluxTransformer2DModel computes attention in .*; use sdpa"):
         set_attention([flux], "default")
     with pytest.raises(
-        ConfigError, match=r"UNet2DConditionModel .* take no back-end of diffusers, got 'flash'"
+        ConfigError, match=r"UNet2DConditionModel .* support no back-end of diffusers, got 'flash'"
     ):
         set_attention([pipe.unet], "flash")
 
