@@ -2,9 +2,9 @@
 
 For each case, the search runs within its budget. Then other prompts are drawn from other seeds, in
 interleaved calls: dense, with the chosen settings, with `auto` a little slower and a little faster than
-these, and with fewer steps. A line shows the speed-up and the PSNR of each with their standard errors, and the PSNR
-of `auto` at the speed of the chosen settings, by linear interpolation. A case that is already in the file is
-skipped, and a search that was interrupted continues.
+these, and with fewer steps. A line shows the speed-up and the PSNR of each with their standard errors, and
+the PSNR of `auto` at the speed of the chosen settings, by linear interpolation. A case that is already in the
+file is skipped, and a search that was interrupted continues.
 
     python benchmarks/tune.py --out benchmarks/tune_cpu.jsonl
     python benchmarks/tune.py --case emoji-unet:4 --within 600 --prompts 6
