@@ -1,10 +1,11 @@
 """Time of a denoising step with `auto`, published methods and dense, on the geometry of well-known models.
 
-The models have random weights and run alone, with the batch that one guided picture makes. Some steps of
-`auto` are dense, some merge, and some run only a part of the model; some published methods do not plan at
-every step, or merge less at later ones. Each kind is timed, and a line shows their mean over the generation.
-Variants take turns; each line shows the median of the rounds, their quartiles, and the median of the ratios
-to dense within a round. tomesd is its package, DeepCache that of its paper; the others are presets.
+Each model has random weights and runs without its pipeline, with the batch size of one guided picture. Some
+steps of `auto` are dense, some merge, and some run only a part of the model. Some published methods do not
+plan at every step, or merge less at later steps. Each kind of step is timed, and a line shows the mean over
+the generation. Rounds are interleaved: a line shows their median, their quartiles, and the median of the
+speed-ups over dense in the same round. `tomesd` and `DeepCache` are the packages of their authors; the other
+methods are presets.
 
     python benchmarks/auto.py --model sd15 --size 512 768 --ratio 0.5 0.6
     python benchmarks/auto.py --model sd15 --size 512 --preset todo toma ca_tome ibtm sdtm sito
@@ -36,7 +37,7 @@ TIMESTEP = 500
 
 
 class Pipe:
-    """As far as merging looks at a pipeline."""
+    """The part of a pipeline that merging reads."""
 
     scheduler = SimpleNamespace(timesteps=None)
 
@@ -58,7 +59,7 @@ def with_tomesd(pipe: Pipe, call: Seconds, steps: int) -> float:
 
 def with_deepcache(interval: int) -> Callable[[Pipe, Seconds, int], float]:
     def measure(pipe: Pipe, call: Seconds, steps: int) -> float:
-        """The mean over a generation; it knows a step by the timestep's place among the scheduler's."""
+        """The mean over a generation. DeepCache finds the step from the scheduler's timesteps."""
         scheduler = SimpleNamespace(timesteps=[TIMESTEP])  # the first step
         with deepcache(SimpleNamespace(unet=pipe.model, scheduler=scheduler), None, None, interval):
             everything = call()
@@ -71,7 +72,7 @@ def with_deepcache(interval: int) -> Callable[[Pipe, Seconds, int], float]:
 
 
 def kinds_of_steps(config: ToMeConfig, steps: int) -> list[str]:
-    """What each step of a generation does."""
+    """The kind of each step of a generation."""
     runs = config.reuse.steps_of(steps)
     dense = runs.full[:: config.correction.every] if config.correction.every else ()
     kinds = dict.fromkeys(range(steps), "last layer")
@@ -81,7 +82,7 @@ def kinds_of_steps(config: ToMeConfig, steps: int) -> list[str]:
 
 def with_auto(ratio: float) -> Callable[[Pipe, Seconds, int], float]:
     def measure(pipe: Pipe, call: Seconds, steps: int) -> float:
-        """The mean over a generation, from its first steps."""
+        """The mean over a generation, from its first step of each kind."""
         config = choose(pipe, ratio)
         kinds = kinds_of_steps(config, steps)
         of_kind: dict[str, list[float]] = {kind: [] for kind in kinds}
@@ -113,14 +114,14 @@ def with_preset(name: str) -> Callable[[Pipe, Seconds, int], float]:
 
 
 def shares_of_steps(config: ToMeConfig, steps: int) -> dict[int, float]:
-    """Steps of a generation that stand for all, and how large a share of it each stands for."""
+    """The steps of a generation to time, and the share of all steps that each represents."""
     if config.schedule.changes_ratio or config.schedule.phases:
         return {steps * (2 * quarter + 1) // 8: 1 / 4 for quarter in range(4)}  # the middle of each quarter
     if config.plans.every > 1:
         planned = len(range(0, steps, config.plans.every)) / steps
         return {0: planned, 1: 1 - planned}
     if config.asks_guidance:
-        return {0: 1 / steps, 1: 1 - 1 / steps}  # the first knows nothing of one before it
+        return {0: 1 / steps, 1: 1 - 1 / steps}  # the first step has no step before it
     return {0: 1.0}
 
 
@@ -129,7 +130,7 @@ def timed(model: nn.Module, inputs: Inputs) -> Seconds:
 
     @torch.no_grad()
     def call() -> float:
-        args = tuple(value.clone() for value in inputs.args)  # a pipeline makes a new sample for each step
+        args = tuple(value.clone() for value in inputs.args)  # as in a pipeline, each step has a new sample
         return turns.seconds(lambda: model(*args, **inputs.kwargs), device)
 
     return call
@@ -146,7 +147,7 @@ def measure(name: str, size: int, options: argparse.Namespace) -> dict[str, list
     )
     variants: dict[str, Callable[[Pipe, Seconds, int], float]] = {"dense": dense}
     if "unet" in geometry.denoiser.lower():
-        # By position and one for all, as the pipelines pass it: DeepCache looks there.
+        # Pass the timestep by position and as one number, as pipelines do: DeepCache reads it there.
         other = {name: value for name, value in inputs.kwargs.items() if name != "timestep"}
         inputs = Inputs((*inputs.args, torch.tensor(TIMESTEP)), other)
         variants["tomesd 0.5"] = with_tomesd
@@ -154,7 +155,7 @@ def measure(name: str, size: int, options: argparse.Namespace) -> dict[str, list
     variants |= {name: with_preset(name) for name in options.preset}
     variants |= {f"auto {ratio:g}": with_auto(ratio) for ratio in options.ratio}
     pipe, call = Pipe(model, geometry.guided), timed(model, inputs)
-    call()  # warms up
+    call()  # warm-up
     return turns.in_turns(
         {name: functools.partial(of, pipe, call, options.steps) for name, of in variants.items()},
         options.rounds,
@@ -167,10 +168,10 @@ def main() -> None:
     parser = turns.parser(__doc__, rounds=5)
     parser.add_argument("--model", nargs="+", default=["sd15"], help="geometries of `tokenmerge bench`")
     parser.add_argument("--size", type=int, nargs="+", default=[512, 768], help="pixels (default: 512 768)")
-    parser.add_argument("--ratio", type=float, nargs="+", default=[0.5, 0.6], help="of auto")
+    parser.add_argument("--ratio", type=float, nargs="+", default=[0.5, 0.6], help="ratios of auto")
     published = [name for name in presets.__all__ if name != "tomesd"]
     parser.add_argument("--preset", nargs="+", default=[], choices=published, help="published methods")
-    parser.add_argument("--steps", type=int, default=20, help="of the generation (default: 20)")
+    parser.add_argument("--steps", type=int, default=20, help="denoising steps (default: 20)")
     options = parser.parse_args()
 
     for name in options.model:

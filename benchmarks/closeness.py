@@ -1,4 +1,4 @@
-"""What the scripts on closeness share: pictures of `emoji-unet`, their PSNR to dense, a table, a record."""
+"""Shared by the scripts on closeness: pictures of `emoji-unet`, their PSNR to dense, a table, a record."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--prompts", type=at_least_2, default=12)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--guidance", type=float, default=3.0)
-    parser.add_argument("--out", type=Path, help="append the figures to this file, a JSON line a size")
+    parser.add_argument("--out", type=Path, help="append the figures to this file, one JSON line per size")
     return parser
 
 
@@ -41,7 +41,7 @@ def load() -> StableDiffusionPipeline:
 
 
 def draw(pipe: StableDiffusionPipeline, size: int, options: argparse.Namespace) -> np.ndarray:
-    """A picture a prompt, each with a seed of its own: [prompts, size, size, 3], from 0 to 1."""
+    """One picture per prompt, each with its own seed: [prompts, size, size, 3], from 0 to 1."""
     glyphs = read_glyphs()
     prompts = [caption(glyphs[i].name, background) for i, background in choose_prompts(options.prompts)]
     return pipe(
@@ -56,19 +56,19 @@ def draw(pipe: StableDiffusionPipeline, size: int, options: argparse.Namespace) 
 
 
 def psnr(pictures: np.ndarray, dense: np.ndarray) -> list[float]:
-    """In dB, one number a picture."""
+    """PSNR in dB, one number per picture."""
     error = ((pictures - dense) ** 2).mean(axis=(1, 2, 3))
     return [float(value) for value in -10 * np.log10(error)]
 
 
 def difference(values: Sequence[float], base: Sequence[float]) -> str:
-    """By how much a setting is closer than another: mean and standard error, prompt by prompt."""
+    """The gain in closeness over another setting: mean and standard error of the differences per prompt."""
     more = [a - b for a, b in zip(values, base, strict=True)]
     return f"{statistics.mean(more):+.1f} ± {statistics.stdev(more) / len(more) ** 0.5:.1f}"
 
 
 def show(size: int, options: argparse.Namespace, found: Mapping[str, Sequence[float]], base: str) -> None:
-    """Print a line a setting, with its difference to the one named `base`."""
+    """Print a line for each setting, with its difference to the setting `base`."""
     print(f"\n{size} × {size}, ratio {options.ratio:g}, {options.prompts} prompts, {options.steps} steps")
     width = max(map(len, found)) + 2
     print(f"{'':<{width}}{'dB':>6}{f'against {base}':>24}")
@@ -77,7 +77,7 @@ def show(size: int, options: argparse.Namespace, found: Mapping[str, Sequence[fl
 
 
 def record(size: int, options: argparse.Namespace, found: Mapping[str, Sequence[float]]) -> None:
-    """Append the figures with their conditions to the file that the options name, if they name one."""
+    """Append the figures with their conditions to the file in the options, if one is given."""
     if options.out is None:
         return
     conditions = {key: getattr(options, key) for key in ("ratio", "steps", "guidance")}

@@ -1,12 +1,12 @@
-"""The node in ComfyUI beside ComfyUI's own node, and beside fewer steps: closeness and time.
+"""Closeness and time of this package's ComfyUI node, ComfyUI's own node, and fewer steps.
 
 Pictures of the bundled models are sampled by ComfyUI's own code with PyTorch's fused attention: dense, with
-Token Merging and method `auto`, with `TomePatchModel`, and dense with as few steps as take the time of each
-`auto`. The methods take turns at each prompt. A line of the record is one picture: PSNR to the dense
-picture of the same seed, wall and CPU seconds of the sampling. A second run with the same record goes on
-where the first one stopped; `--table` prints what the record holds.
+the node Token Merging and method `auto`, with `TomePatchModel`, and dense with as many steps as fit into the
+time of each `auto`. The methods are interleaved at each prompt. A line of the record is one picture: PSNR to
+the dense picture of the same seed, and wall and CPU seconds of the sampling. A second run with the same
+record continues where the first one stopped. `--table` prints the record as a table.
 
-It needs the environment of `make test-comfyui`, and a machine that does nothing else:
+Run it in the environment of `make test-comfyui`, on a machine that does nothing else:
 
     .venv-comfyui/bin/python benchmarks/comfyui.py --out benchmarks/comfyui_cpu.jsonl
     .venv-comfyui/bin/python benchmarks/comfyui.py --table --out benchmarks/comfyui_cpu.jsonl
@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests/integrations/comfyui")
 
 import comfy_code
 
-comfy_code.use("--use-pytorch-cross-attention")  # fused; on a CPU, ComfyUI itself takes a slower one
+comfy_code.use("--use-pytorch-cross-attention")  # fused; by default, ComfyUI takes a slower one on a CPU
 
 import comfy.sample  # noqa: E402
 import emoji_nodes  # noqa: E402
@@ -47,7 +47,7 @@ KEY = ("model", "guidance", "prompt", "method")
 
 
 def patched(model: Any, method: str) -> Any:
-    """The model of a method by its name."""
+    """The model, patched with the method of this name."""
     name, _, ratio = method.partition(" ")
     if name == "auto":
         return TokenMerging().merge(model, "auto", float(ratio), 0.0, 1.0)[0]
@@ -74,10 +74,10 @@ def sample(row: Mapping[str, Any], method: str, steps: int) -> tuple[torch.Tenso
 
 
 def methods(model: str, spent: Mapping[str, float]) -> Iterator[tuple[str, str, int]]:
-    """Name in the record, method, and number of steps; fewer steps come after what they are compared with."""
+    """Name in the record, method, and number of steps. Fewer steps come last: they need the times of auto."""
     for ratio in RATIOS:
         yield f"auto {ratio:g}", f"auto {ratio:g}", STEPS
-    if model == "emoji-unet":  # ComfyUI's node knows UNets alone
+    if model == "emoji-unet":  # ComfyUI's node supports only UNets
         yield OWN, OWN, STEPS
     for ratio in RATIOS:
         share = spent[f"auto {ratio:g}"] / spent[DENSE]
@@ -85,7 +85,7 @@ def methods(model: str, spent: Mapping[str, float]) -> Iterator[tuple[str, str, 
 
 
 def draw_row(row: dict[str, Any], out: Path) -> None:
-    """Draw one prompt with each method, in turns, and write a line for each."""
+    """Draw one prompt with each method, and write a line for each picture."""
     sample(row, DENSE, 2)
     dense, taken = sample(row, DENSE, STEPS)
     spent = {DENSE: taken[0]}
@@ -104,7 +104,7 @@ def draw_row(row: dict[str, Any], out: Path) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Draw what the record lacks."""
+    """Draw the pictures that are not in the record."""
     glyphs, chosen = read_glyphs(), choose_prompts(options.prompts, seed=17)
     done = {key(line) for line in read(options.out)}
     for number, (glyph, background) in enumerate(chosen):
@@ -154,8 +154,8 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--prompts", type=int, default=2)
-    parser.add_argument("--out", type=Path, required=True, help="record, a JSON line a picture")
-    parser.add_argument("--table", action="store_true", help="print what the record holds, and draw nothing")
+    parser.add_argument("--out", type=Path, required=True, help="record, one JSON line per picture")
+    parser.add_argument("--table", action="store_true", help="print the record as a table, and draw nothing")
     options = parser.parse_args()
     if not options.table:
         with torch.inference_mode():

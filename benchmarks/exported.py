@@ -1,12 +1,12 @@
 """Exported denoisers on a CPU: an LCM-like loop of few steps, dense and merged, in ONNX Runtime and OpenVINO.
 
 The denoiser has the geometry of a well-known model and random weights, so that nothing is downloaded. It is
-exported once for each ratio and program, and PyTorch runs the same loop for the reference; both stay in a
-folder. Then each program in turn, in a process of its own, loads its models, calls each once without timing,
-and runs their loops at the same time: step by step, the models take turns. Every loop adds a line to the
-record, and a run that was stopped goes on with the round where it was. `--check` runs the merged loops once
-more beside PyTorch, which takes the plans of the exported model in every step; their differences are in the
-record of every loop that is measured after it.
+exported once for each ratio and engine, and PyTorch runs the same loop for the reference. Both are kept in a
+folder. Then each engine runs in a process of its own: it loads its models, calls each once without timing,
+and runs their loops with interleaved steps. Every loop adds a line to the record, and a run that was stopped
+continues with the unfinished round. `--check` also compares each merged loop with PyTorch, which uses the
+plans of the exported model in every step. The differences are in the record of every loop that is measured
+later.
 
     python benchmarks/exported.py --only-export --check                # once, and slow
     python benchmarks/exported.py --out benchmarks/exported_cpu.jsonl  # while the machine does nothing else
@@ -54,19 +54,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", default="geometry:sd15", help="a UNet by its geometry")
+    parser.add_argument("--model", default="geometry:sd15", help="a UNet as geometry:NAME")
     parser.add_argument("--size", type=int, default=768, help="pixels (default: 768)")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--ratio", type=float, nargs="+", default=[0.0, 0.6])
     parser.add_argument("--engine", nargs="+", default=list(FORMATS), choices=list(FORMATS))
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=2, help="loops of each model (default: 2)")
-    parser.add_argument("--exports", type=Path, default=Path("outputs/exported"), help="where exports stay")
+    parser.add_argument("--exports", type=Path, default=Path("outputs/exported"), help="folder for exports")
     parser.add_argument("--out", type=Path, default=Path("outputs/exported.jsonl"))
     parser.add_argument(
         "--only-export", action="store_true", help="write the exports and references, and stop"
     )
-    parser.add_argument("--check", action="store_true", help="compare also by the plans of the exports")
+    parser.add_argument("--check", action="store_true", help="also compare with PyTorch on the same plans")
     parser.add_argument("--table", action="store_true", help="print the table of the record and stop")
     parser.add_argument("--reference", type=float, metavar="RATIO", help=argparse.SUPPRESS)
     parser.add_argument("--export-one", nargs=2, metavar=("ENGINE", "RATIO"), help=argparse.SUPPRESS)
@@ -102,7 +102,7 @@ def main() -> None:
 
 
 def child(*arguments: str) -> None:
-    """The same command for one part, in a process of its own."""
+    """Run one part of the benchmark in a process of its own."""
     subprocess.run([sys.executable, "-W", "ignore", *sys.argv, *arguments], check=True)
 
 
@@ -112,13 +112,13 @@ def folder_of(options: argparse.Namespace, engine: str, ratio: float) -> Path:
 
 
 def reference_file(options: argparse.Namespace, ratio: float) -> Path:
-    """The results of PyTorch's loop, one for each step, and the text that it was given."""
+    """The file with the results of PyTorch's loop, one for each step, and the text embedding."""
     folder = folder_of(options, PYTORCH, ratio)
     return folder.with_name(f"{folder.name}-{options.steps}-steps.npz")
 
 
 def check_file(options: argparse.Namespace, engine: str, ratio: float) -> Path:
-    """How far each step of a loop is from PyTorch with the same plans."""
+    """The file with the difference of each step of a loop from PyTorch with the same plans."""
     folder = folder_of(options, engine, ratio)
     return folder.with_name(f"{folder.name}-{options.steps}-steps-same-plans.json")
 
@@ -152,7 +152,7 @@ def export_one(options: argparse.Namespace, engine: str, ratio: float) -> None:
 
 
 def check_one(options: argparse.Namespace, engine: str, ratio: float) -> None:
-    """Run a loop of an exported model, and PyTorch on the same samples with its plans."""
+    """Run a loop of an exported model, and run PyTorch on the same samples with the model's plans."""
     torch.set_num_threads(options.threads)
     folder = folder_of(options, engine, ratio)
     names = json.loads((folder / "export.json").read_text(encoding="utf-8"))["check"]["plans"]["values"]
@@ -192,7 +192,7 @@ def check_one(options: argparse.Namespace, engine: str, ratio: float) -> None:
 def loop(
     options: argparse.Namespace, call: Callable[[np.ndarray, float], np.ndarray]
 ) -> Iterator[tuple[float, np.ndarray]]:
-    """Denoise from the noise of one seed; the time and the result of each call of the denoiser."""
+    """Denoise from the noise of one seed, and yield the time and the result of each denoiser call."""
     scheduler = LCMScheduler(beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear")
     scheduler.set_timesteps(options.steps)
     generator = torch.Generator().manual_seed(0)
@@ -206,7 +206,7 @@ def loop(
 
 
 def write_reference(options: argparse.Namespace, ratio: float) -> None:
-    """PyTorch's results."""
+    """Run PyTorch's loop, and write its results."""
     torch.set_num_threads(options.threads)
     made = make_call(options)
     text = made.arguments["encoder_hidden_states"]
@@ -223,7 +223,7 @@ def write_reference(options: argparse.Namespace, ratio: float) -> None:
 
 
 def load(options: argparse.Namespace, engine: str, ratio: float) -> Callable[[np.ndarray, float], np.ndarray]:
-    """An exported model with the text of the reference, called once."""
+    """Load an exported model with the text embedding of the reference, and call it once."""
     model = FORMATS[engine].load(folder_of(options, engine, ratio), options.threads)
     text = np.load(reference_file(options, ratio))["text"]
 
@@ -236,7 +236,7 @@ def load(options: argparse.Namespace, engine: str, ratio: float) -> Callable[[np
 
 
 def measure(options: argparse.Namespace, engine: str) -> None:
-    """Run the rounds of a program that the record lacks."""
+    """Run the rounds of an engine that are not in the record."""
     torch.set_num_threads(options.threads)
     models = {ratio: load(options, engine, ratio) for ratio in options.ratio}
     for number in range(rounds_done(options, engine) + 1, options.rounds + 1):
@@ -253,7 +253,7 @@ def measure(options: argparse.Namespace, engine: str) -> None:
 def write(
     options: argparse.Namespace, engine: str, ratio: float, steps: list[tuple[float, np.ndarray]]
 ) -> None:
-    """Append a line on a loop to the record, with how far each of its results is from PyTorch's."""
+    """Append a line for a loop to the record, with the difference of each result from PyTorch's."""
     expected = np.load(reference_file(options, ratio))["results"]
     about = json.loads((folder_of(options, engine, ratio) / "export.json").read_text(encoding="utf-8"))
     check = check_file(options, engine, ratio)
@@ -284,12 +284,12 @@ def write(
 
 
 def rounds_done(options: argparse.Namespace, engine: str) -> int:
-    """Rounds that the record has of all ratios."""
+    """The number of rounds in the record for which all ratios were measured."""
     return min(len(records(options, engine, ratio)) for ratio in options.ratio)
 
 
 def records(options: argparse.Namespace, engine: str, ratio: float) -> list[dict[str, Any]]:
-    """The lines of the record on one model, in the order in which they were measured."""
+    """The lines of one model in the record, in the order in which they were measured."""
     if not options.out.exists():
         return []
     wanted = (options.model, options.size, options.steps, engine, ratio)
@@ -298,7 +298,7 @@ def records(options: argparse.Namespace, engine: str, ratio: float) -> list[dict
 
 
 def table(options: argparse.Namespace) -> None:
-    """Print the times of loops, the speed-up of steps that took turns, and the largest difference."""
+    """Print the times of loops, the speed-up of interleaved steps, and the largest difference."""
     print(
         "| program | ratio | tokens | time of a loop | speed-up of steps | largest difference from PyTorch "
         "| with the same plans |"

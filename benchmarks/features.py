@@ -1,10 +1,9 @@
-"""Which features tell best what to merge, on both bundled models: inputs, residuals, or keys.
+"""Which features are best for planning on both bundled models: inputs, residuals, or keys.
 
 Tokens merge around self-attention of the top level of `emoji-unet`, or joint attention of `emoji-mmdit`, by
-global matching, with proportional attention and nothing that makes up for what merging loses. A line shows
-the closeness to the dense pictures of the same seeds, the mean over the prompts, and by how much it differs
-from that with the block's input: the mean and the standard error of the differences, prompt by prompt. `auto`
-is compared too, with these features in place of its own.
+global matching, with proportional attention and without correction. A line shows the closeness to the dense
+pictures of the same seeds as a mean over the prompts, and its difference to planning on the block's input, as
+mean and standard error over the prompts. `auto` is compared too, with these features in place of its own.
 
     python benchmarks/features.py --size 128 --prompts 8 --out benchmarks/features_cpu.jsonl
 """
@@ -53,7 +52,7 @@ AUTO: dict[str, Mapping[str, Any]] = {
 
 
 def measure(model: str, method: str, size: int, options: argparse.Namespace) -> None:
-    """Draw with each choice of features, and record how close the pictures are to dense."""
+    """Draw with each kind of features, and record the closeness of the pictures to dense."""
     pipe = DiffusionPipeline.from_pretrained(path(model))
     pipe.set_progress_bar_config(disable=True)
     dense, found = closeness.draw(pipe, size, options), {}

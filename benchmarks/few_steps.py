@@ -1,17 +1,17 @@
-"""What pays in generations of 1, 2, 4 and 8 steps, as LCM, Lightning, Turbo and Schnell models have them.
+"""Which methods pay in generations of 1, 2, 4 and 8 steps, as with LCM, Lightning, Turbo and Schnell models.
 
-`auto`, merging around layers, keys and whole blocks, step reuse, block caches, and dense with fewer steps, on
-both bundled models. A line of the record is one picture: PSNR to the dense picture of the same seed and
-number of steps, and the operations of the denoiser, counted while it ran. With `--time`, nothing is counted,
-and the line has the seconds of the whole pipeline instead; the methods take turns at each prompt. A second
-run with the same record goes on where the first one stopped; `--table` prints what the record holds.
+It compares `auto`, merging around layers, keys and whole blocks, step reuse, block caches, and dense with
+fewer steps, on both bundled models. A line of the record is one picture: PSNR to the dense picture of the
+same seed and number of steps, and the operations of the denoiser, counted while it ran. With `--time`, the
+line has the seconds of the whole pipeline instead, and the methods are interleaved at each prompt. A second
+run with the same record continues where the first one stopped. `--table` prints the record as a table.
 
     python benchmarks/few_steps.py --size 128 --out benchmarks/few_steps_cpu.jsonl
     python benchmarks/few_steps.py --size 256 --prompts 2 --time --out benchmarks/few_steps_cpu.jsonl
     python benchmarks/few_steps.py --table --out benchmarks/few_steps_cpu.jsonl
 
-Distilled models take no guidance in two passes, so guidance 1 stands for them. The bundled models are not
-distilled: at 1 and 2 steps their pictures are blurred, and only the closeness to dense is meant.
+Distilled models do not run twice for guidance, so guidance 1 represents them. The bundled models are not
+distilled: at 1 and 2 steps their pictures are blurred, and only the closeness to dense is meaningful.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ GUIDANCE = (1.0, 3.0)
 DENSE = "dense"
 EQUAL = 100.0  # dB of a picture that equals dense in every pixel
 _TILED = "tome:planner=tiled,proportional,max_downsample=8"
-# By their names in the record and the table: what a user would type.
+# Name in the record and the table → variant as a user would type it.
 METHODS: Mapping[str, str] = {
     **{f"auto {ratio:g}": f"auto:ratio={ratio:g}" for ratio in (0.25, 0.5, 0.75)},
     **{f"layers {ratio:g}": f"{_TILED},ratio={ratio:g}" for ratio in (0.25, 0.5, 0.75)},
@@ -58,7 +58,7 @@ METHODS: Mapping[str, str] = {
     "DeepCache 2": "deepcache:interval=2",
     "cache-dit 0.2": "cache-dit:threshold=0.2",
 }
-# Their time is measured too; the others have operations alone.
+# The time of these methods is measured too. The others have only operations.
 TIMED = ("auto 0.25", "auto 0.5", "layers 0.5", "blocks 0.5", "blocks 0.75")
 OF_ONE_MODEL = {
     **dict.fromkeys(("keys 0.5", "keys 0.75", "DeepCache 2"), "emoji-unet"),
@@ -68,7 +68,7 @@ FROM_2_STEPS = ("step reuse 2", "DeepCache 2", "cache-dit 0.2")  # at 1 step, no
 
 
 def fewer_steps(steps: int) -> list[int]:
-    """Numbers of dense steps that stand beside a generation.
+    """The numbers of dense steps that a generation is compared with.
 
     >>> fewer_steps(8), fewer_steps(1)
     ([7, 6, 5, 4], [])
@@ -94,7 +94,7 @@ def dense_name(steps: int) -> str:
 
 @contextlib.contextmanager
 def applied(pipe: DiffusionPipeline, text: str | None) -> Iterator[DiffusionPipeline]:
-    """A copy of the pipeline with a variant in force."""
+    """A copy of the pipeline with a variant applied."""
     copied = twin(pipe)
     with contextlib.ExitStack() as in_force:
         if text is not None:
@@ -130,7 +130,7 @@ def draw(
 
 
 def run(options: argparse.Namespace) -> None:
-    """Draw what the record lacks."""
+    """Draw the pictures that are not in the record."""
     glyphs, chosen = read_glyphs(), choose_prompts(options.prompts, seed=23)
     prompts = [caption(glyphs[i].name, background) for i, background in chosen]
     done = {key(line) for line in read(options.out)}
@@ -153,12 +153,12 @@ def run(options: argparse.Namespace) -> None:
 def draw_row(
     pipe: DiffusionPipeline, row: dict[str, Any], options: argparse.Namespace, done: set[Any]
 ) -> None:
-    """Draw what is missing of one prompt, in turns, and write a line for each."""
+    """Draw the missing pictures of one prompt, and write a line for each."""
     found = list(methods(row["model"], row["steps"], options.time))
     missing = [one for one in found if key({**row, "method": one[0]}) not in done]
     if not missing:
         return
-    if options.time:  # all anew, in turns
+    if options.time:  # draw all methods again, so that they are interleaved
         missing = found
         if row["steps"] == min(options.steps):  # the first calls load kernels
             for _, text, _ in found:
@@ -185,7 +185,7 @@ def read(file: Path) -> list[dict[str, Any]]:
 
 
 def table(lines: list[dict[str, Any]]) -> Iterator[str]:
-    """A Markdown table for each model and size: a row a method, a column a number of steps and guidance."""
+    """A Markdown table for each model and size: a row per method, a column per steps and guidance."""
     latest = {key(line): line for line in lines}
     for (model, size), group in groupby(sorted(latest.values(), key=_place), key=_place):
         rows: dict[str, dict[tuple[int, float], list[dict[str, Any]]]] = defaultdict(
@@ -212,7 +212,7 @@ def _place(line: Mapping[str, Any]) -> tuple[str, int]:
 
 
 def _cell(lines: list[dict[str, Any]]) -> str:
-    """Mean closeness, and the median speed-up by operations and by time, where they were measured."""
+    """Mean closeness, and the median speed-ups in operations and in time, if they were measured."""
     if not lines:
         return ""
     close = statistics.mean(line["psnr"] for line in lines)
@@ -234,8 +234,8 @@ def main() -> None:
     parser.add_argument("--guidance", type=float, nargs="+", default=GUIDANCE)
     parser.add_argument("--prompts", type=int, default=3)
     parser.add_argument("--time", action="store_true", help="measure seconds instead of operations")
-    parser.add_argument("--out", type=Path, required=True, help="record, a JSON line a picture")
-    parser.add_argument("--table", action="store_true", help="print what the record holds, and draw nothing")
+    parser.add_argument("--out", type=Path, required=True, help="record, one JSON line per picture")
+    parser.add_argument("--table", action="store_true", help="print the record as a table, and draw nothing")
     options = parser.parse_args()
     diffusers.utils.logging.set_verbosity_error()
     if not options.table:

@@ -1,8 +1,9 @@
-"""How planning, merging and unmerging grow with the number of tokens, beside a dense denoising step.
+"""How the time of planning, merging and unmerging grows with the number of tokens, against a dense step.
 
 The model is Stable Diffusion 1.5's UNet with random weights, called as for one guided picture. For each block
-of the top level, merging around self-attention plans once, merges once and unmerges once; what that takes is
-timed on tokens of that size alone, five times for the five blocks. The two parts of a line take turns.
+of the top level, merging around self-attention plans once, merges once and unmerges once. These operations
+are timed without the model, on tokens of the same size, five times for the five blocks. The two times of a
+line come from interleaved rounds.
 
     python benchmarks/growth.py --size 256 512 768 1024
 """
@@ -43,7 +44,7 @@ def measure(size: int, options: argparse.Namespace) -> dict[str, list[float]]:
 
         def around_all_blocks() -> None:
             for _ in range(BLOCKS):
-                # Guidance's halves share a plan, which is made of the tokens of both.
+                # Both halves of guidance share a plan, which is made from the tokens of both.
                 features = shared_features(tokens, 2)
                 plan = PLANNERS[planner](features, (1, side, side), config, step).repeated(2)
                 unmerge(plan, merge(plan, tokens))

@@ -1,12 +1,12 @@
-"""Measure what docs/methods compares: for each grid, speed with `bench`, then closeness with `evaluate`.
+"""Measure the results in docs/methods: for each grid, speed with `bench`, then closeness with `evaluate`.
 
-Both see the same model, size, steps, guidance and methods. Results that are there are measured again. The
-machine should do nothing else.
+Both use the same model, size, steps, guidance and methods. Existing results are measured again. The machine
+should do nothing else.
 
-    python benchmarks/measure.py                         # all, some three hours on 2 cores
-    python benchmarks/measure.py cpu-methods-20          # one
+    python benchmarks/measure.py                         # all grids, about three hours on 2 cores
+    python benchmarks/measure.py cpu-methods-20          # one grid
     python benchmarks/measure.py --only evaluate cpu-methods-20
-    python benchmarks/measure.py --only auto             # `auto` and its rivals, timed as drawn; an hour
+    python benchmarks/measure.py --only auto             # `auto` and other methods, timed as drawn; an hour
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tokenmerge.measure.bench.options import BenchOptions
 RESULTS = Path(__file__).parent / "results"
 RATIOS_OF_AUTO = (0.25, 0.4, 0.5, 0.6, 0.75)
 RIVALS = ("tomesd", "deepcache", "first-block-cache")
-# By grid: where closeness goes, and over how many prompts.
+# Name of a grid → name of its closeness results, and number of prompts.
 QUALITY = {
     "cpu-methods-20": ("cpu-quality-20", 6),
     "cpu-methods-20-256": ("cpu-quality-20-256", 3),
@@ -59,7 +59,7 @@ def tokenmerge(*arguments: object) -> None:
 
 @contextmanager
 def anew(*results: Path) -> Iterator[None]:
-    """Measure again: what is there is put aside, and comes back if that fails or was killed."""
+    """Put existing results aside, to measure them again. Restore them if measuring fails or was killed."""
     for path in results:
         if (left := path.with_name(f"{path.name}.before")).exists():
             remove(path)
@@ -95,13 +95,13 @@ def bench(name: str) -> None:
 def evaluate(name: str) -> None:
     grid = read_grid(RESULTS / f"{name}.toml")
     quality, _ = QUALITY[name]
-    # The oracle draws no picture of the prompt: it merges at no cost, and any tokens.
+    # The oracle is left out, because its pictures are wrong.
     variants = [variant for variant in grid["variants"] if variant != "oracle"]
     draw(name, variants, BenchOptions.from_dict(grid, name).ratio, RESULTS / f"{quality}.jsonl")
 
 
 def auto(name: str) -> None:
-    """Only `auto`, its rivals and fewer steps beside each, timed as they are drawn, one picture at a time."""
+    """Closeness and time of `auto`, other methods and fewer steps, timed as drawn, one picture at a time."""
     quality, _ = QUALITY[name]
     variants = [v for v in read_grid(RESULTS / f"{name}.toml")["variants"] if v.startswith(RIVALS)]
     variants = ["tomesd:ratio=0.5" if variant == "tomesd" else variant for variant in variants]
@@ -110,7 +110,7 @@ def auto(name: str) -> None:
 
 
 def draw(name: str, variants: Sequence[str], ratios: Iterable[float], out: Path, *more: str) -> None:
-    """Closeness of variants, drawn with the settings that a grid was timed with."""
+    """Measure the closeness of variants with the settings of a timed grid."""
     grid = read_grid(RESULTS / f"{name}.toml")
     settings = [f"--{key}={grid[key]}" for key in ("model", "size", "steps", "guidance", "device", "dtype")]
     settings += [f"--ratio={ratio}" for ratio in ratios]

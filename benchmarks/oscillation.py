@@ -1,10 +1,10 @@
-"""Whether what a model computes turns back from step to step, for each solver and guidance scale.
+"""Whether latents and block outputs oscillate from step to step, for each solver and guidance scale.
 
-For dense generations of the bundled UNet, the cosine between the change of the latents in one step and the
-change one step before, and two steps before. The same for the part of the model that step reuse skips. The
-mean over the steps and prompts is written. A cosine of 1 means that both go on in a straight line, which
-extrapolation follows. A negative one after a single step, with one near 1 after two, means that they swing to
-and fro in every step, which no extrapolation from the last two full steps can follow.
+For dense generations of the bundled UNet, this measures the cosine between the change of the latents in one
+step and their change one step before, and two steps before. It measures the same for the part of the model
+that step reuse skips. The record has the means over steps and prompts. A cosine of 1 means a straight line,
+which extrapolation can follow. A negative cosine after one step and a cosine near 1 after two steps mean an
+oscillation at every step, which no extrapolation from the last two full steps can follow.
 
     python benchmarks/oscillation.py --out benchmarks/oscillation_cpu.jsonl
 """
@@ -37,7 +37,7 @@ LAGS = (1, 2)
 def watched(
     pipe: DiffusionPipeline, prompt: str, scale: float, seed: int, size: int
 ) -> dict[str, list[Tensor]]:
-    """The latents that the UNet is called with in each step, and the output of what step reuse skips."""
+    """The input latents of the UNet in each step, and the output of the part that step reuse skips."""
     unet: Any = pipe.unet
     seen: dict[str, list[Tensor]] = {"latents": [], "skipped part": []}
 
@@ -48,7 +48,7 @@ def watched(
         made = result[0] if isinstance(result, tuple) else result.sample
         seen["skipped part"].append(made.detach().clone())
 
-    # The last layer of the finest level runs in all steps; what comes before it can be skipped.
+    # The last layer of the finest level runs in all steps. The part before it can be skipped.
     hooks = [
         unet.register_forward_pre_hook(before),
         unet.up_blocks[-1].attentions[-2].register_forward_hook(after),
@@ -70,7 +70,7 @@ def watched(
 
 
 def agreement(values: Sequence[Tensor], lag: int) -> float:
-    """Mean cosine between the change in a step and that ``lag`` steps before."""
+    """Mean cosine between the change in a step and the change ``lag`` steps before."""
     changes = [(after - before).flatten(1) for before, after in pairwise(values)]
     pairs = zip(changes, changes[lag:], strict=False)
     return statistics.mean(cosine_similarity(one, other).mean().item() for one, other in pairs)
@@ -82,7 +82,7 @@ def main() -> None:
     )
     parser.add_argument("--size", type=int, default=128, help="pixels (default: 128, 1024 tokens)")
     parser.add_argument("--prompts", type=int, default=3)
-    parser.add_argument("--out", type=Path, required=True, help="record, a JSON line a solver and scale")
+    parser.add_argument("--out", type=Path, required=True, help="record, one JSON line per solver and scale")
     options = parser.parse_args()
     diffusers.utils.logging.set_verbosity_error()
     pipe = DiffusionPipeline.from_pretrained(path(MODEL))

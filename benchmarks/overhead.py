@@ -1,11 +1,11 @@
-"""What merging costs per call beside the work on tokens: calls of tiny models, here and in another checkout.
+"""The overhead of merging per call, apart from work on tokens: tiny models, here and in another checkout.
 
-The models are so small that Python and the hooks are most of the time. It is CPU time, which other programs
-on the machine disturb less. The two versions run in processes of their own and take turns, so that a machine
-whose speed varies does not favour one.
+The models are so small that Python and the hooks take most of the time. CPU time is measured, because other
+programs on the machine disturb it less. The two versions run in processes of their own, in interleaved
+rounds, so that a machine whose speed varies favours neither.
 
     python benchmarks/overhead.py                              # this checkout
-    python benchmarks/overhead.py --beside ../before/src       # and the ratio to another one
+    python benchmarks/overhead.py --beside ../before/src       # and its ratio to another one
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def microseconds(calls: int) -> dict[str, float]:
 
 
 def run(source: Path, calls: int) -> dict[str, float]:
-    """The same, in a process of its own, with the package of another checkout."""
+    """:func:`microseconds` in a process of its own, with the package of another checkout."""
     environment = {**os.environ, "PYTHONPATH": str(source.resolve())}
     command = [sys.executable, "-W", "ignore", __file__, "--calls", str(calls), "--print"]
     done = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True)

@@ -1,7 +1,7 @@
-"""Peak memory of tensors while a picture is made, dense and with `auto`, beside what the report says is kept.
+"""Peak memory of tensors during a generation, dense and with `auto`, and the cache size in the report.
 
-Counted from the allocations of PyTorch, not from the process: what is alive at once beyond what was before,
-the weights. Latents are not decoded.
+The peak is counted from PyTorch's allocations, not from the process. It excludes tensors that existed before
+the call, such as the weights. Latents are not decoded.
 
     python benchmarks/peak_memory.py --model emoji-unet emoji-mmdit --size 256 --ratio 0.25 0.5 0.6
 """
@@ -26,7 +26,7 @@ from tokenmerge.report import predict
 
 
 def peak(pipe: DiffusionPipeline, size: int, options: argparse.Namespace) -> int:
-    """Bytes of tensors that are alive at once while a picture is made, beyond those before."""
+    """Peak bytes of the tensors that are allocated during a generation."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         pipe(
             "a red apple on a light blue background",
@@ -58,7 +58,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--guidance", type=float, default=3.0)
     parser.add_argument(
-        "--out", type=Path, help="append the figures to this file, a JSON line a model and size"
+        "--out", type=Path, help="append the figures to this file, one JSON line per model and size"
     )
     options = parser.parse_args()
 

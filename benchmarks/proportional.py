@@ -1,9 +1,9 @@
-r"""What proportional attention costs: with a mask, and by the two ways for kernels that take none.
+r"""What proportional attention costs, with a mask and with the two ways for kernels that take no mask.
 
 `plain` is attention without sizes. `mask` adds their logarithms to the logits. `columns` makes heads longer
 by 1 to 8 channels, and `values` calls the kernel twice (`attend_by_columns` and `attend_by_values` in
-`tokenmerge.ops`). Variants take turns. Each line shows the median of the rounds over that of plain attention,
-and the largest difference from attention in float64 over some of the queries.
+`tokenmerge.ops`). Rounds are interleaved. Each line shows the median of the rounds relative to plain
+attention, and the largest difference from attention in float64 over some of the queries.
 
     python benchmarks/proportional.py --dtype float32 --out benchmarks/proportional_cpu.jsonl
     python benchmarks/proportional.py --dtype bfloat16 --out benchmarks/proportional_cpu.jsonl
@@ -29,7 +29,7 @@ from torch import Tensor
 
 from tokenmerge.ops import attend_by_columns, attend_by_values, head_size_with_columns
 
-# Head sizes, with as many heads as models with this size have: SD 1.5, SDXL and SD3, FLUX.
+# Channels per head, and number of heads in models with such heads: SD 1.5, SDXL and SD3, FLUX.
 HEADS = {40: 8, 64: 24, 128: 24}
 CHECKED = 64  # queries whose exact result is computed
 
@@ -37,7 +37,7 @@ CHECKED = 64  # queries whose exact result is computed
 def variants(
     kernel: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, sizes: Tensor
 ) -> dict[str, Callable[[], Tensor]]:
-    """The ways to compute attention, of which some do not exist for a kernel."""
+    """The ways to compute attention. Not every kernel has all of them."""
     tensors = (query, key, value)
     mask = sizes.log().to(query.dtype)[:, None, None, :]
     return {

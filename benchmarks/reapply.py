@@ -1,8 +1,8 @@
-"""What applying token merging again costs, as web UIs do between passes with other ratios.
+"""The cost of applying token merging again with another ratio, as web UIs do between passes.
 
-The model has the geometry of Stable Diffusion 1.5 and no weights, since their values play no part. Each
-way of applying changes the ratio every time, so that nothing is the same as before. It is CPU time, which
-other programs on the machine disturb less; the ways take turns.
+The model has the geometry of Stable Diffusion 1.5 and no weights, because their values have no effect. Every
+call changes the ratio, so that nothing can be reused. CPU time is measured, because other programs on the
+machine disturb it less. The ways of applying are interleaved.
 
     python benchmarks/reapply.py
     python benchmarks/reapply.py --out benchmarks/reapply_cpu.jsonl
@@ -28,10 +28,10 @@ from tokenmerge.measure.bench.geometries import GEOMETRIES
 
 
 def ways() -> dict[str, Callable[[float], object]]:
-    """Ways of applying a ratio to a UNet that is patched already."""
+    """Ways of applying a ratio to a patched UNet."""
     with torch.device("meta"):
         unet = UNet2DConditionModel(**GEOMETRIES["sd15"].config)
-    pipe = SimpleNamespace(unet=unet, scheduler=DDIMScheduler())  # from which auto may follow the steps
+    pipe = SimpleNamespace(unet=unet, scheduler=DDIMScheduler())  # auto reads the steps from it
     return {
         "apply_patch(unet, ratio)": lambda ratio: apply_patch(unet, ratio),
         "apply_token_merging(unet, ToMeConfig(ratio=ratio))": lambda ratio: apply_token_merging(

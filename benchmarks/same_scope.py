@@ -2,9 +2,9 @@
 
 The model is a UNet with the geometry of Stable Diffusion 1.5 and random weights, called with a batch of 2 as
 in classifier-free guidance. The oracle runs self-attention on the first n − r tokens and merges nothing: no
-method that merges around self-attention can be faster. "one plan" is by tiled matching, one for all blocks on
-the way down and one for those on the way up. Variants take turns, so that a machine that becomes slower or
-faster does so for all of them; each line shows the median of the rounds and their quartiles.
+method that merges around self-attention can be faster. "one plan" uses tiled matching, with one plan for all
+down blocks and one for all up blocks. Rounds are interleaved, so that changes in the machine's speed affect
+all variants alike. Each line shows the median of the rounds and their quartiles.
 
     python benchmarks/same_scope.py --size 512 768 --rounds 7
     python benchmarks/same_scope.py --device cuda --dtype float16 --size 512 768 1024

@@ -1,9 +1,9 @@
-"""What each setting costs in closeness, alone: one is changed of a base, and the pictures are compared.
+"""The effect of each single setting on closeness, against a base configuration.
 
 The base merges around self-attention of the top level of `emoji-unet`, by global matching, with proportional
-attention and one plan for both halves of guidance. Each of the others differs from it in what its line says.
-A line shows the closeness to the dense pictures of the same seeds, the mean over the prompts, and by how much
-it differs from the base: the mean and the standard error of the differences, prompt by prompt.
+attention and one plan for both halves of guidance. Each other line changes the setting that it names. A line
+shows the closeness to the dense pictures of the same seeds as a mean over the prompts, and its difference to
+the base, as mean and standard error over the prompts.
 
     python benchmarks/settings.py --size 128 256 --ratio 0.5
 """

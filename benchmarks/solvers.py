@@ -1,17 +1,17 @@
 """Closeness and time of the default method under every solver and strength of guidance.
 
 For each solver and guidance scale, pictures of a bundled model are drawn dense, with `auto` at 0.25 and 0.5,
-with tomesd at 0.5, and dense with as few steps as take the time of each `auto`. The methods take turns at
-each prompt. A line of the record is one picture: PSNR to the dense picture of the same seed, wall and CPU
-seconds. A second run with the same record goes on where the first one
-stopped; `--table` prints what the record holds.
+with tomesd at 0.5, and dense with as many steps as fit into the CPU time of each `auto`. The methods are
+interleaved at each prompt. A line of the record is one picture: PSNR to the dense picture of the same seed,
+and wall and CPU seconds. A second run with the same record continues where the first one stopped. `--table`
+prints the record as a table.
 
     python benchmarks/solvers.py --model emoji-unet --out benchmarks/solvers_cpu.jsonl
     python benchmarks/solvers.py --model emoji-mmdit --out benchmarks/solvers_cpu.jsonl
     python benchmarks/solvers.py --table --out benchmarks/solvers_cpu.jsonl
 
-Each solver is configured as for real models: `clip_sample` off, and no betas rescaled to zero terminal SNR
-where the solver does not know them. None of these prompts and seeds was used to choose settings.
+Each solver is configured as for real models: `clip_sample` is off, and betas are rescaled to zero terminal
+SNR only with DPM++ 2M. None of these prompts and seeds was used to choose settings.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from tokenmerge import apply_token_merging
 from tokenmerge.measure.demo import path
 from tokenmerge.measure.demo.glyphs import caption, choose_prompts, read_glyphs
 
-# Scheduler of diffusers, and what its config changes. The bundled UNet was trained with betas rescaled to
-# zero terminal SNR, which only the first of these solvers knows.
+# Name → scheduler of diffusers, and changes to its config. The bundled UNet was trained with betas rescaled
+# to zero terminal SNR, which only the first of these solvers keeps.
 SOLVERS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "DPM++ 2M": ("DPMSolverMultistepScheduler", {"rescale_betas_zero_snr": True}),
     "DPM++ 2M Karras": ("DPMSolverMultistepScheduler", {"use_karras_sigmas": True}),
@@ -96,10 +96,10 @@ def draw(pipe: DiffusionPipeline, row: Mapping[str, Any], steps: int) -> Any:
 def methods(
     pipe: DiffusionPipeline, spent: Mapping[str, float], steps: int
 ) -> Iterator[tuple[str, str, int]]:
-    """Name in the record, method, and number of steps; fewer steps come after what they are compared with."""
+    """Name in the record, method, and number of steps. Fewer steps come last: they need the times of auto."""
     model = getattr(pipe, "unet", None)
     for name in METHODS:
-        if not name.startswith("tomesd") or model is not None:  # tomesd knows UNets alone
+        if not name.startswith("tomesd") or model is not None:  # tomesd supports only UNets
             yield name, name, steps
     for ratio in RATIOS:
         share = spent[f"auto {ratio:g}"] / spent[DENSE]
@@ -107,7 +107,7 @@ def methods(
 
 
 def run(options: argparse.Namespace) -> None:
-    """Draw what the record lacks."""
+    """Draw the pictures that are not in the record."""
     pipe = DiffusionPipeline.from_pretrained(path(options.model))
     pipe.set_progress_bar_config(disable=True)
     own = dict(pipe.scheduler.config)
@@ -128,7 +128,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def draw_row(pipe: DiffusionPipeline, row: dict[str, Any], options: argparse.Namespace) -> None:
-    """Draw one prompt with each method, in turns, and write a line for each."""
+    """Draw one prompt with each method, and write a line for each picture."""
     dense, *taken = draw(pipe, row, options.steps)
     spent = {DENSE: taken[1]}
     write(options.out, {**row, "method": DENSE, "used": options.steps, "psnr": None, "taken": taken})
@@ -145,7 +145,7 @@ def draw_row(pipe: DiffusionPipeline, row: dict[str, Any], options: argparse.Nam
 
 
 def apply(pipe: DiffusionPipeline, method: str) -> Any:
-    """Patch a pipeline; → what removes it again."""
+    """Patch a pipeline, and return a function that removes the patch."""
     name, _, ratio = method.partition(" ")
     if name == "auto":
         return apply_token_merging(pipe, float(ratio)).remove
@@ -173,7 +173,7 @@ def write(file: Path, line: Mapping[str, Any]) -> None:
 def table(lines: list[dict[str, Any]]) -> Iterator[str]:
     """A Markdown table for each model, size and number of steps.
 
-    A cell is the PSNR, and the dense CPU time of the same prompt over that of the method.
+    A cell has the PSNR and the speed-up, which is the dense CPU time over that of the method.
     """
     latest = {key(line): line for line in lines}
     rows: dict[tuple[Any, ...], dict[str, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
@@ -209,12 +209,12 @@ def main() -> None:
     )
     parser.add_argument("--model", choices=tuple(GUIDANCE), default="emoji-unet")
     parser.add_argument("--solver", nargs="+", choices=[*SOLVERS, *FLOW_SOLVERS], help="default: all")
-    parser.add_argument("--guidance", type=float, nargs="+", help="default: 3, and the model's strong one")
+    parser.add_argument("--guidance", type=float, nargs="+", help="default: 3, and 7.5 (unet) or 7 (mmdit)")
     parser.add_argument("--size", type=int, default=256, help="pixels (default: 256, 4096 tokens)")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--prompts", type=at_least_2, default=4)
-    parser.add_argument("--out", type=Path, required=True, help="record, a JSON line a picture")
-    parser.add_argument("--table", action="store_true", help="print what the record holds, and draw nothing")
+    parser.add_argument("--out", type=Path, required=True, help="record, one JSON line per picture")
+    parser.add_argument("--table", action="store_true", help="print the record as a table, and draw nothing")
     options = parser.parse_args()
     diffusers.utils.logging.set_verbosity_error()
     if not options.table:

@@ -1,10 +1,10 @@
-"""Token-wise reuse beside `auto`, step reuse alone, and fewer steps: closeness, and operations saved.
+"""Closeness and saved operations of token-wise reuse, `auto`, step reuse alone, and fewer steps.
 
-Pictures of `emoji-mmdit` are drawn dense and with each method, for prompts and seeds with which no setting
-was chosen. A line of the record is one picture: PSNR to the dense picture of the same seed, dense operations
-over those of the method (`counted`, for the whole generation), wall and CPU seconds. The seconds mean
-something on a quiet machine alone. A second run with the same record goes on where the first one stopped;
-`--table` prints what the record holds.
+Pictures of `emoji-mmdit` are drawn dense and with each method, for prompts and seeds that were not used to
+choose settings. A line of the record is one picture: PSNR to the dense picture of the same seed, dense
+operations over those of the method (`counted`, for the whole generation), and wall and CPU seconds. The
+seconds are meaningful only on a quiet machine. A second run with the same record continues where the first
+one stopped. `--table` prints the record as a table.
 
     python benchmarks/tokenwise.py --out benchmarks/tokenwise_cpu.jsonl
     python benchmarks/tokenwise.py --table --out benchmarks/tokenwise_cpu.jsonl
@@ -45,7 +45,7 @@ def fixed(**settings: Any) -> Method:
 
 
 def token_wise(ratio: float, every: int, **settings: Any) -> Method:
-    """In blocks, with a dense step in ``every`` full ones."""
+    """Token-wise reuse around blocks. Of ``every`` full steps, one is dense."""
     return fixed(
         **{
             **{"ratio": ratio, "scope": "block", "planner": "tiled", "proportional": True},
@@ -78,7 +78,7 @@ FEWER_STEPS = (10, 7, 5)  # of 20
 
 
 def rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """What the record has of each prompt."""
+    """The fields of the record that all pictures of a prompt share, for each prompt."""
     glyphs = read_glyphs()
     for number, (index, background) in enumerate(choose_prompts(options.prompts, seed=23)):
         yield {
@@ -89,7 +89,7 @@ def rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Draw what the record lacks; the methods take turns at each prompt."""
+    """Draw the pictures that are not in the record. The methods are interleaved at each prompt."""
     pipe = DiffusionPipeline.from_pretrained(path(MODEL))
     pipe.set_progress_bar_config(disable=True)
     side = options.size // pipe.vae_scale_factor
@@ -121,12 +121,12 @@ def run(options: argparse.Namespace) -> None:
 
 
 def fewer(steps: int) -> str:
-    """How the record calls a dense generation of fewer steps."""
+    """The name of a dense generation with fewer steps in the record."""
     return f"dense, {steps} steps"
 
 
 def table(lines: list[dict[str, Any]]) -> Iterator[str]:
-    """A Markdown table for each size and number of steps, the least saving first."""
+    """A Markdown table for each size and number of steps, ordered by the saved operations."""
     latest = {key(line): line for line in lines if line["method"] != DENSE}
     groups: dict[tuple[Any, ...], dict[str, list[dict[str, Any]]]] = defaultdict(lambda: defaultdict(list))
     for line in latest.values():
@@ -152,8 +152,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--guidance", type=float, default=3.0)
     parser.add_argument("--prompts", type=at_least_2, default=4)
-    parser.add_argument("--table", action="store_true", help="print what the record holds, and draw nothing")
-    parser.add_argument("--out", type=Path, required=True, help="the record, which grows")
+    parser.add_argument("--table", action="store_true", help="print the record as a table, and draw nothing")
+    parser.add_argument("--out", type=Path, required=True, help="record, one JSON line per picture")
     options = parser.parse_args()
     if options.table:
         print("\n".join(table(read(options.out))))

@@ -1,10 +1,10 @@
-"""What `tokenmerge tune` finds, measured again on prompts and seeds that it never saw.
+"""Measure the result of `tokenmerge tune` again on prompts and seeds that the search never saw.
 
-For each case the search runs within its budget. Then dense, the chosen settings, `auto` a little slower and a
-little faster than these, and fewer steps draw other prompts from other seeds, in turns. A line shows the
-speed-up and the PSNR of each with their standard errors, and the PSNR of `auto` at the speed of the chosen
-settings, by linear interpolation. A case that is in the file already is skipped, and a search that was
-interrupted continues.
+For each case, the search runs within its budget. Then other prompts are drawn from other seeds, in
+interleaved calls: dense, with the chosen settings, with `auto` a little slower and a little faster than
+these, and with fewer steps. A line shows the speed-up and the PSNR of each with their standard errors, and
+the PSNR of `auto` at the speed of the chosen settings, by linear interpolation. A case that is already in the
+file is skipped, and a search that was interrupted continues.
 
     python benchmarks/tune.py --out benchmarks/tune_cpu.jsonl
     python benchmarks/tune.py --case emoji-unet:4 --within 600 --prompts 6
@@ -42,7 +42,7 @@ UNSEEN, SEED = 50, 1000
 
 
 def compared(search: Search) -> list[str]:
-    """The chosen settings, auto on both sides of their speed, and the same for fewer steps."""
+    """The chosen settings, the next slower and faster ones of auto, and the same for fewer steps."""
     found = estimates(search.looks)
     assert search.decision is not None
     chosen = found[search.decision.name]
@@ -57,7 +57,7 @@ def compared(search: Search) -> list[str]:
 
 
 def measured_again(search: Search, count: int) -> list[Look]:
-    """Looks on prompts and seeds that the search never saw."""
+    """Measurements on prompts and seeds that the search never saw."""
     options = search.options
     device = torch.device("cpu")
     evaluation = plan_evaluation(options.evaluation(), device)
@@ -80,7 +80,7 @@ def measured_again(search: Search, count: int) -> list[Look]:
 
 
 def at_speed(speedup: float, found: Sequence[Estimate]) -> float | None:
-    """PSNR of a family at a speed-up, between the settings on both sides of it; None without these."""
+    """PSNR of a family at a speed-up, interpolated. None without a slower and a faster setting."""
     slower = max((one for one in found if one.speedup <= speedup), key=lambda o: o.speedup, default=None)
     faster = min((one for one in found if one.speedup >= speedup), key=lambda o: o.speedup, default=None)
     if slower is None or faster is None:
@@ -155,7 +155,7 @@ def main() -> None:
     parser.add_argument("--min-speedup", type=float, default=1.5)
     parser.add_argument("--within", type=float, default=1000.0, help="seconds (default: 1000)")
     parser.add_argument("--prompts", type=int, default=6, help="unseen prompts, 2 or more (default: 6)")
-    parser.add_argument("--folder", type=Path, default=Path("outputs"), help="of the searches")
+    parser.add_argument("--folder", type=Path, default=Path("outputs"), help="folder of the searches")
     parser.add_argument("--out", type=Path, help="append a JSON line for each case")
     options = parser.parse_args()
     quiet_libraries("benchmarks/tune.py")

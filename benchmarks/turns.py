@@ -1,4 +1,4 @@
-"""What the scripts in this folder share: timing variants in turns, their options, their records."""
+"""Shared by the scripts in this folder: interleaved timing of variants, options and records."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ def parser(description: str | None, rounds: int) -> argparse.ArgumentParser:
     )
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32", choices=["float32", "float16", "bfloat16"])
-    parser.add_argument("--out", type=Path, help="append the times to this file, a JSON line a setting")
+    parser.add_argument("--out", type=Path, help="append the times to this file, one JSON line per setting")
     return parser
 
 
 def at_least_2(text: str) -> int:
-    """Read a number that a spread can be made of."""
+    """Read a number of rounds, at least 2, so that quartiles exist."""
     if int(text) < 2:
-        raise argparse.ArgumentTypeError(f"expected 2 or more, to tell their spread, got {text}")
+        raise argparse.ArgumentTypeError(f"expected 2 or more, since quartiles are shown, got {text}")
     return int(text)
 
 
 def seconds(call: Callable[[], object], device: torch.device | str) -> float:
-    """Time a call, the device's work included."""
+    """Time a call, including its work on the device."""
     device = torch.device(device)
     start = now(device)
     call()
@@ -55,13 +55,13 @@ def now(device: torch.device) -> float:
 def in_turns(
     calls: Mapping[Name, Callable[[], float]], rounds: int, what: str, warm_up: bool = True
 ) -> dict[Name, list[float]]:
-    """Let variants take turns, so that a machine that becomes slower or faster does so for all of them.
+    """Run variants in interleaved rounds, so that changes in the machine's speed affect all of them alike.
 
     Args:
-        calls: by the variants' names; each tells the seconds that it took.
-        rounds: to time.
-        what: is measured, for the lines that show how far it is.
-        warm_up: whether a round goes before them that does not count.
+        calls: name of a variant → a function that runs it and returns the seconds that it took.
+        rounds: number of rounds.
+        what: name of the measurement, for the lines that show the progress.
+        warm_up: whether an untimed round comes first.
     """
     times: dict[Name, list[float]] = {name: [] for name in calls}
     for turn in range(0 if warm_up else 1, rounds + 1):
@@ -74,7 +74,7 @@ def in_turns(
 
 
 def record(options: argparse.Namespace, times: Mapping[Name, list[float]], **conditions: Any) -> None:
-    """Append the times with their conditions to the file that the options name, if they name one."""
+    """Append the times with their conditions to the file in the options, if one is given."""
     if options.out is None:
         return
     shared = {

@@ -6,13 +6,14 @@ HunyuanVideo a double block), called for one video without guidance. Self-attent
 frames of tokens.
 
 Operations are counted without running, for 81 frames of 832 × 480 pixels, at each ratio that the cells allow.
-Planning, merging and unmerging are timed on tokens of that size alone. The whole block is timed at
-`--block-frames`; at 81 frames a dense one takes over a minute on a CPU. Variants take turns.
+Planning, merging and unmerging are timed without the model, on tokens of that size. The whole block is timed
+at `--block-frames`, because a dense block with 81 frames takes over a minute on a CPU. Rounds are
+interleaved.
 
     python benchmarks/video.py --out benchmarks/video_cpu.jsonl
     python benchmarks/video.py --model wan --block-frames 81 --out benchmarks/video_cpu.jsonl
 
-The speed-up of a line is the median over rounds of the dense time over its time in the same round.
+A speed-up is the median over rounds of the dense time divided by the variant's time in the same round.
 """
 
 from __future__ import annotations
@@ -48,9 +49,9 @@ class Model:
     """A video transformer cut to one block.
 
     Attributes:
-        build: makes it, with random weights.
+        build: a function that makes the model, with random weights.
         block: path of the block.
-        channels: width of its tokens.
+        channels: channels of its tokens.
     """
 
     build: Callable[[], nn.Module]
@@ -179,7 +180,7 @@ def time_block(name: str, options: argparse.Namespace) -> None:
     dense = MODELS[name].build().eval().to(device)
     if options.dtype != "float32":
         dense = dense.to(getattr(torch, options.dtype))
-    dense(**arguments_of(dense, (2, 2, 2)))  # the weights, which all variants share, are in memory then
+    dense(**arguments_of(dense, (2, 2, 2)))  # loads the weights, which all variants share, into memory
     arguments = arguments_of(dense, grid)
 
     def timed(variant: str | None) -> Callable[[], float]:
@@ -208,13 +209,15 @@ def main() -> None:
     parser = turns.parser(__doc__, rounds=2)
     parser.add_argument("--model", nargs="+", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--size", type=int, nargs=2, default=[832, 480], help="width and height in pixels")
-    parser.add_argument("--frames", type=int, default=81, help="for counting and for merging alone")
     parser.add_argument(
-        "--block-frames", type=int, help="for the whole block (default: 29 for wan, 13 for hunyuan-video)"
+        "--frames", type=int, default=81, help="for counting and timing merging (default: 81)"
     )
-    parser.add_argument("--ratio", type=float, default=0.5, help="that is timed")
+    parser.add_argument(
+        "--block-frames", type=int, help="for timing the block (default: 29 for wan, 13 for hunyuan-video)"
+    )
+    parser.add_argument("--ratio", type=float, default=0.5, help="ratio that is timed (default: 0.5)")
     parser.add_argument("--count-ratio", type=float, nargs="+", default=[0.5, 0.75, 0.875])
-    parser.add_argument("--warm-up", action="store_true", help="run a round that does not count")
+    parser.add_argument("--warm-up", action="store_true", help="run an untimed round first")
     parser.add_argument("--only-count", action="store_true", help="time nothing")
     options = parser.parse_args()
     for name in options.model:

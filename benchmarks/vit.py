@@ -1,8 +1,8 @@
-"""Pictures a second of ViT-B/16 at 224 × 224, dense and with r tokens merged in each of its 12 layers.
+"""Pictures per second of ViT-B/16 at 224 × 224, dense and with r tokens merged in each of its 12 layers.
 
-The weights are random: times do not depend on them. Variants take turns, so that a machine that becomes
-slower or faster does so for all of them; each line shows the median of the rounds, their quartiles, and the
-median of the speed-ups over dense in the same round, beside what the FLOPs alone would give.
+The weights are random, because times do not depend on them. Rounds are interleaved, so that changes in the
+machine's speed affect all variants alike. Each line shows the median of the rounds, their quartiles, the
+median of the speed-ups over dense in the same round, and the speed-up expected from the FLOPs.
 
     python benchmarks/vit.py --r 8 13 16 --batch 8 --rounds 9
     python benchmarks/vit.py --device cuda --dtype bfloat16 --batch 64
@@ -25,11 +25,11 @@ from tokenmerge.vit.report import predict_vit
 
 @torch.inference_mode()
 def measure(vit: ViTModel, pictures: torch.Tensor, numbers: list[int], rounds: int) -> dict[int, list[float]]:
-    """Seconds a call for each r, 0 being the dense model without a patch."""
+    """Seconds per call for each r. For r = 0, the model is dense and not patched."""
 
     def call(r: int) -> float:
         with token_merging(vit, ViTConfig(r=r)) if r else nullcontext():
-            vit(pictures)  # after a change of its layers the first call is not like the others
+            vit(pictures)  # the first call with other layers is not representative
             return turns.seconds(lambda: vit(pictures), vit.device)
 
     return turns.in_turns({r: functools.partial(call, r) for r in numbers}, rounds, "r")
@@ -38,7 +38,7 @@ def measure(vit: ViTModel, pictures: torch.Tensor, numbers: list[int], rounds: i
 def main() -> None:
     parser = turns.parser(__doc__, rounds=9)
     parser.add_argument("--r", type=int, nargs="+", default=[8, 13, 16], help="default: 8 13 16")
-    parser.add_argument("--batch", type=int, default=8, help="pictures a call (default: 8)")
+    parser.add_argument("--batch", type=int, default=8, help="pictures per call (default: 8)")
     options = parser.parse_args()
 
     torch.manual_seed(0)

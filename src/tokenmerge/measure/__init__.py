@@ -1,5 +1,5 @@
-"""Measuring: loading pipelines, generating, timing, judging pictures, and reports from records.
+"""Measurement tools: loading pipelines, generating, timing, image quality, and reports from records.
 
-The core does not import it, and can be read without it. May import what its line in
-``tests/test_layering.py`` lists.
+The core does not import this package, and can be read without it. ``tests/test_layering.py`` lists what this
+package may import.
 """

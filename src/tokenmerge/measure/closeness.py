@@ -20,7 +20,7 @@ def psnr(images: Tensor, reference: Tensor) -> Tensor:
         reference: the same shape and range.
 
     Returns:
-        [b]; infinite where a picture equals its reference in every pixel.
+        [b]; infinite if a picture equals its reference in every pixel.
 
     Raises:
         MissingExtraError: torchmetrics is not installed.
@@ -35,14 +35,14 @@ def ssim(images: Tensor, reference: Tensor) -> Tensor:
     """Structural similarity with a Gaussian window of 11 × 11 pixels (σ = 1.5), one value per picture.
 
     The mean is over the windows that lie wholly inside the picture, as in Wang et al. (2004) and in
-    scikit-image; torchmetrics by itself averages over a mirrored border too.
+    scikit-image. By default, torchmetrics also averages over a mirrored border.
 
     Args:
         images: [b, 3, h, w], values in [0, 1]; h and w ≥ 11.
         reference: the same shape and range.
 
     Returns:
-        [b], at most 1, which means equal.
+        [b]; at most 1, the value of equal pictures.
 
     Raises:
         MissingExtraError: torchmetrics is not installed.
@@ -58,18 +58,18 @@ def ssim(images: Tensor, reference: Tensor) -> Tensor:
 
 
 def motion(frames: Tensor, reference: Tensor) -> Tensor:
-    """How much a video moves, as a share of how much its reference does: ‖Δ‖ / ‖Δ_reference‖.
+    """The motion of a video relative to that of its reference: ‖Δ‖ / ‖Δ_reference‖.
 
-    Δ are the differences of consecutive frames, over all pixels. PSNR does not show a video that froze: a
-    still picture is close to every frame where little moves.
+    Δ are the differences of consecutive frames, over all pixels. PSNR does not reveal a frozen video: if
+    little moves, a still picture is close to every frame.
 
     Args:
         frames: [f, 3, h, w].
         reference: the same shape and range.
 
     Returns:
-        One number ≥ 0: 0 is a frozen video, 1 moves as much as the reference. NaN or infinite if the
-        reference itself does not move.
+        One number ≥ 0: 0 for a frozen video, 1 for one that moves as much as the reference. NaN or infinite
+        if the reference itself does not move.
 
     Raises:
         ValueError: the shapes differ or are not [f, c, h, w].
@@ -79,13 +79,13 @@ def motion(frames: Tensor, reference: Tensor) -> Tensor:
 
 
 def motion_error(frames: Tensor, reference: Tensor) -> Tensor:
-    """How far the motion of a video is from that of its reference: ‖Δ − Δ_reference‖ / ‖Δ_reference‖.
+    """The relative error of a video's motion: ‖Δ − Δ_reference‖ / ‖Δ_reference‖.
 
     The arguments and errors are as for :func:`motion`.
 
     Returns:
-        One number ≥ 0: 0 is the same motion, 1 is the value of a frozen video. NaN or infinite if the
-        reference itself does not move.
+        One number ≥ 0: 0 for the same motion, 1 for a frozen video. NaN or infinite if the reference itself
+        does not move.
     """
     moves, reference_moves = _motions(frames, reference)
     return (moves - reference_moves).norm() / reference_moves.norm()

@@ -1,7 +1,7 @@
-"""Reading and writing files: errors in one line, results that are never half-written.
+"""Reads and writes files, with one-line errors and without half-written results.
 
 In every function, ``option`` is the command-line option that a path comes from, and ``advice`` says what
-to do next. Both are for the message of an error.
+to do next. Both appear in error messages.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def slug(text: str, longest: int = 40) -> str:
 
 
 def free_folder(parent: Path, name: str) -> Path:
-    """``parent/name``, or the first of ``parent/name-2`` … that is free: no result is written over."""
+    """``parent/name``, or the first of ``parent/name-2`` … that does not exist, so nothing is overwritten."""
     folder, number = parent / name, 1
     while folder.exists():
         number += 1
@@ -47,7 +47,7 @@ def prepare_folder(folder: Path) -> None:
     """Create ``folder`` and make sure that files can be written into it.
 
     Raises:
-        ConfigError: they cannot.
+        ConfigError: ``folder`` cannot be created or written to.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -60,7 +60,7 @@ def prepare_folder(folder: Path) -> None:
 
 
 def is_folder(path: Path) -> bool:
-    """Whether ``path`` is a folder; a path that is too long to look up is none."""
+    """Whether ``path`` is a folder. False if it is too long to look up."""
     try:
         return path.is_dir()
     except OSError:
@@ -68,7 +68,7 @@ def is_folder(path: Path) -> bool:
 
 
 def is_file(path: Path) -> bool:
-    """Whether ``path`` is a regular file; a path that is too long to look up is none."""
+    """Whether ``path`` is a regular file. False if it is too long to look up."""
     try:
         return path.is_file()
     except OSError:
@@ -76,10 +76,10 @@ def is_file(path: Path) -> bool:
 
 
 def check_regular(path: Path) -> None:
-    """Refuse devices and pipes, which have no end: ``/dev/full`` gives zeros until memory runs out.
+    """Refuse devices and pipes, which may never end: ``/dev/full`` gives zeros until memory runs out.
 
     Raises:
-        OSError: ``path`` is one of them, or cannot be looked up.
+        OSError: ``path`` is a device or a pipe, or cannot be looked up.
     """
     if path.exists() and not (path.is_file() or path.is_dir()):
         raise OSError("it is not a regular file")
@@ -89,7 +89,7 @@ def read_bytes(path: Path, option: str, advice: str) -> bytes:
     """Read a regular file.
 
     Raises:
-        ConfigError: it is not there, cannot be read or is not a regular file.
+        ConfigError: the file does not exist, cannot be read or is not a regular file.
     """
     try:
         check_regular(path)
@@ -110,14 +110,16 @@ def open_picture(path: Path, option: str, advice: str) -> Image:
     try:
         with PIL.Image.open(content) as picture:
             return picture.convert("RGB")
-    # Pillow raises the others for broken PNG chunks and for pictures that are suspiciously large.
+    # Besides OSError, Pillow raises these for broken PNG chunks and for suspiciously large pictures.
     except (OSError, SyntaxError, ValueError, PIL.Image.DecompressionBombError) as error:
-        raise ConfigError(f"{option}: cannot read the picture {path} (it is no picture); {advice}") from error
+        raise ConfigError(
+            f"{option}: cannot read the picture {path} (it is not a picture); {advice}"
+        ) from error
 
 
 @contextlib.contextmanager
 def writing(path: Path, option: str, advice: str) -> Iterator[None]:
-    """Make the folder of ``path``; turn what the file system refuses meanwhile into a ConfigError."""
+    """Create the folder of ``path``, and turn an OSError within the context into a ConfigError."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         check_regular(path)
@@ -129,10 +131,11 @@ def writing(path: Path, option: str, advice: str) -> Iterator[None]:
 def write_atomically(
     path: Path, write: Callable[[Path], object], option: str = "out", advice: str = FREE_SPACE
 ) -> None:
-    """Let ``write`` fill a file beside ``path`` with the same suffix, then move it there in one step.
+    """Let ``write`` write a temporary file beside ``path`` with the same suffix, then rename it to ``path``.
 
     Raises:
-        ConfigError: the disk is full, or refuses the file for another reason. An older file stays as it was.
+        ConfigError: the file cannot be written, for example because the disk is full. An older file does not
+            change.
     """
     with writing(path, option, advice):
         descriptor, name = tempfile.mkstemp(suffix=path.suffix, prefix=f".{path.stem}-", dir=path.parent)
@@ -140,22 +143,22 @@ def write_atomically(
         unfinished = Path(name)
         try:
             write(unfinished)
-            unfinished.chmod(0o644)  # mkstemp makes files that only their owner can read
+            unfinished.chmod(0o644)  # files of mkstemp can be read only by their owner
             unfinished.replace(path)
         finally:
             unfinished.unlink(missing_ok=True)
 
 
 def write_text(path: Path, text: str, advice: str = FREE_SPACE) -> None:
-    """Write a text as UTF-8, as :func:`write_atomically` does."""
+    """Write a text as UTF-8 with :func:`write_atomically`."""
     write_atomically(path, lambda unfinished: unfinished.write_text(text, encoding="utf-8"), advice=advice)
 
 
 def write_json(path: Path, value: Any, advice: str = FREE_SPACE) -> None:
-    """Write ``value`` as JSON that every reader accepts: no NaN, no Infinity.
+    """Write ``value`` as JSON that every reader accepts, without NaN or Infinity.
 
     Raises:
         ConfigError: as for :func:`write_atomically`.
-        ValueError: ``value`` holds a number that JSON does not know.
+        ValueError: ``value`` contains NaN or an infinite number.
     """
     write_text(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n", advice)

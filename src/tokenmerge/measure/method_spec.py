@@ -1,4 +1,4 @@
-"""Methods and settings as a user types them, and the configuration that they mean."""
+"""Methods and settings as a user types them, and their configuration."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ METHODS = (AUTO, "tome", *presets.__all__)
 
 @dataclasses.dataclass(frozen=True)
 class MethodSpec:
-    """A method, and what is changed of its settings.
+    """A method, and changes to its settings.
 
     Args:
-        method: ``"auto"`` chooses by the model and the device (:func:`tokenmerge.auto.choose`); ``"tome"`` is
-            :class:`tokenmerge.ToMeConfig` as it is; or the name of one of :mod:`tokenmerge.presets`.
-        changes: settings that replace the method's own, by name, such as ``"reuse.every"``; former names are
-            read too.
+        method: ``"auto"`` chooses settings for the model and the device (:func:`tokenmerge.auto.choose`).
+            ``"tome"`` has the defaults of :class:`tokenmerge.ToMeConfig`. The other methods are the functions
+            of :mod:`tokenmerge.presets`, by name.
+        changes: settings that replace the method's own, by name, such as ``"reuse.every"``. Former names are
+            accepted too.
 
     Raises:
-        ConfigError: there is no such method, or a value is out of its range.
+        ConfigError: the method is unknown, or a value is out of its range.
 
     >>> MethodSpec("sito", {"max_downsample": 2}).config().combine
     'keep'
@@ -41,30 +42,31 @@ class MethodSpec:
             raise ConfigError(f"method: expected one of {', '.join(METHODS)}, got {self.method!r}")
         object.__setattr__(self, "changes", flat(self.changes))
         if self.needs_model:
-            finest = self.changes.get("reuse.shallow_every", 1)  # up to what the method chooses, if that
-            ToMeConfig.from_dict({"reuse.every": finest, **self.changes})
+            # shallow_every must not exceed every, which the method may choose.
+            shallow = self.changes.get("reuse.shallow_every", 1)
+            ToMeConfig.from_dict({"reuse.every": shallow, **self.changes})
         else:
             self.config()
 
     @property
     def needs_model(self) -> bool:
-        """Whether the settings depend on the model that is to merge."""
+        """Whether the settings depend on the model."""
         return self.method == AUTO
 
     def config(self, pipe_or_model: object = None, follows_steps: bool | None = None) -> ToMeConfig:
-        """The settings.
+        """The configuration.
 
-        Only a method that :attr:`needs_model` looks at the model. ``follows_steps`` is as for
+        The model is used only if :attr:`needs_model` is true. ``follows_steps`` is as for
         :func:`tokenmerge.auto.choose`.
 
         Raises:
-            ConfigError: the changes do not go together with what the method chose.
+            ConfigError: the changes conflict with settings that the method chose.
         """
         if self.needs_model:
             chosen = choose(pipe_or_model, self.changes.get("ratio", ToMeConfig.ratio), follows_steps)
             every = self.changes.get("reuse.every", chosen.reuse.every)
-            finest = min(chosen.reuse.shallow_every, every)  # who asks for less of one means both
-            own = {**flat(vars(chosen)), "reuse.shallow_every": finest}
+            shallow = min(chosen.reuse.shallow_every, every)  # lowering one setting lowers both
+            own = {**flat(vars(chosen)), "reuse.shallow_every": shallow}
             # The ratio is the argument of `choose`, which may merge fewer tokens and skip more steps.
             changes = {name: value for name, value in self.changes.items() if name != "ratio"}
             return ToMeConfig.from_dict({**own, **changes})
@@ -74,18 +76,19 @@ class MethodSpec:
         return make(**self.changes)
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain values, for records."""
+        """The method and its changes as plain values, for records."""
         return {"method": self.method, **{name: as_plain(value) for name, value in self.changes.items()}}
 
 
 def read_setting(text: str, names: Collection[str] = SETTINGS) -> tuple[str, Any]:
-    """Read ``NAME=VALUE``; a setting that is a switch may stand without a value.
+    """Read ``NAME=VALUE``, or ``NAME`` alone to switch a setting on.
 
-    ``schedule.ratio`` is numbers with ``/`` between them, or a list in JSON; ``levels`` and
-    ``schedule.phases`` are JSON. Former names, such as ``reuse_every``, are read as those of today.
+    A list, such as ``schedule.ratio``, is written as numbers separated by ``/``, or as JSON. ``levels``,
+    ``schedule.phases`` and ``by_guidance`` are JSON. Former names, such as ``reuse_every``, are replaced by
+    the present ones.
 
     Raises:
-        ConfigError: there is no such setting, or the value is not of its type.
+        ConfigError: the setting is unknown, or the value has the wrong type.
 
     >>> read_setting("merge_mlp"), read_setting("schedule.ratio=1.4/0.6"), read_setting("reuse_every=2")
     (('merge_mlp', True), ('schedule.ratio', (1.4, 0.6)), ('reuse.every', 2))
@@ -105,7 +108,7 @@ def read_setting(text: str, names: Collection[str] = SETTINGS) -> tuple[str, Any
 
 
 def as_plain(value: Any) -> str | int | float | bool:
-    """A setting's value as one that records, names and :func:`read_setting` share.
+    """A setting's value as records and labels have it, and as :func:`read_setting` reads it.
 
     >>> as_plain((1.4, 0.6)), as_plain({2: {"ratio": 0.25}}), as_plain(0.5)
     ('1.4/0.6', '{"2": {"ratio": 0.25}}', 0.5)

@@ -1,4 +1,4 @@
-"""Errors of other libraries: which say that memory is lacking, and how the others become one line."""
+"""Recognises out-of-memory errors of other libraries, and turns their other errors into one line."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 def errors_as(error_of: Callable[[str], TokenMergingError]) -> Iterator[None]:
     """Turn any error of another library into one of this package.
 
-    ``error_of`` makes it from the reason of the other one. Errors of this package, and errors that say that
-    there is no memory left, stay as they are.
+    ``error_of`` makes the new error from the reason of the other one. Errors of this package and
+    out-of-memory errors are not changed.
     """
     try:
         yield

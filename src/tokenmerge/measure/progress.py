@@ -1,4 +1,4 @@
-"""How far a run is."""
+"""The progress of a run."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class Progress:
-    """How far one part of a run is.
+    """The progress of one part of a run.
 
-    A part is what is being done, such as ``"dense"`` or ``"drawing"``. The total includes the warm-up, but no
+    ``part`` names this part, such as ``"dense"`` or ``"drawing"``. ``total`` includes the warm-up, but no
     pictures of earlier runs.
     """
 

@@ -1,4 +1,4 @@
-"""A file of settings as a method and a variant, for the option ``--settings``."""
+"""Reads the settings file of the option ``--settings``, as changes to a method or as a variant."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from tokenmerge.measure.pipelines.sketch import load_sketch
 
 
 def changes_of_file(path: Path) -> dict[str, Any]:
-    """The settings in a file that differ from those of :class:`tokenmerge.ToMeConfig`, and the ratio.
+    """The ratio in a file, and its settings that differ from the defaults of :class:`tokenmerge.ToMeConfig`.
 
     Raises:
-        ConfigError: the file cannot be read, or is no file of settings.
+        ConfigError: the file cannot be read, or is not a settings file.
     """
     return _load(path).changed()
 
 
 def variant_of_file(path: Path) -> str:
-    """The same as a variant, such as ``"tome:ratio=0.5,proportional=True"``.
+    """The settings in a file as a variant, such as ``"tome:ratio=0.5,proportional=True"``.
 
     Raises:
         ConfigError: as for :func:`changes_of_file`.
@@ -33,11 +33,11 @@ def variant_of_file(path: Path) -> str:
 def differences(
     path: Path, model: str, size: tuple[int, int] | None = None, steps: int | None = None
 ) -> str | None:
-    """A warning if the settings in a file were found for something else.
+    """A warning if the settings in a file were found for another model, size or number of steps, else None.
 
     Args:
         path: the file.
-        model: as for ``--model``. The class in a single checkpoint is unknown, and is not compared.
+        model: as for ``--model``. The class and the size of a single checkpoint are not compared.
         size: (width, height) in pixels. None: the model's default.
         steps: denoising steps. None: unknown.
 

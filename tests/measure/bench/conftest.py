@@ -45,7 +45,7 @@ def _tiny_geometry(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def measure(tmp_path: Path) -> Callable[..., list[CellRecord]]:
-    """Run a grid on the tiny model; arguments are those of :class:`BenchOptions`, and the file's name."""
+    """Run a grid on the tiny model, with the file's name and arguments of :class:`BenchOptions`."""
 
     def run(out: str = "results.jsonl", **axes: object) -> list[CellRecord]:
         grid = BenchOptions(**{"model": ("geometry:tiny",), "rounds": 2, "device": "cpu", **axes})

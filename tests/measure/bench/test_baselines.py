@@ -1,4 +1,4 @@
-"""Block caches as variants: in force while the context lasts, new for each generation, refused in words."""
+"""Block caches as variants: active within the context, reset for each generation, refused with a message."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ from tokenmerge.measure.pipelines.loading import denoiser_name, find_model, load
 from tokenmerge.measure.pipelines.shared_weights import twin
 from tokenmerge.report import predict
 
-# DPMSolverMultistepScheduler of diffusers 0.42 hands a tensor to numpy in a way that numpy 2 deprecates.
+# DPMSolverMultistepScheduler of diffusers 0.42 passes a tensor to numpy in a way that numpy 2 deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 
 STEPS = 6
@@ -34,7 +34,7 @@ def draw(pipe):
 
 
 def calls_of(module):
-    """Count the calls of a module's layers, which a cache leaves out."""
+    """Record the calls of a module that a cache skips."""
     calls = []
     module.register_forward_hook(lambda *_: calls.append(1))
     return calls
@@ -73,7 +73,7 @@ def test_deep_layers_run_in_so_many_steps_of_each_generation(name, text, deep, e
 @pytest.mark.parametrize(
     ("name", "text", "words"),
     [
-        ("emoji-mmdit", "deepcache", "it needs a UNet, and StableDiffusion3Pipeline has none"),
+        ("emoji-mmdit", "deepcache", "deepcache needs a UNet, and StableDiffusion3Pipeline has none"),
         ("emoji-unet", "first-block-cache", "does not know the transformer blocks of UNet2DConditionModel"),
     ],
 )
@@ -119,7 +119,7 @@ def test_the_operations_of_a_cache_are_those_of_the_steps_that_it_runs(measure):
     denoiser = build_denoiser(GEOMETRIES["tiny"], torch.float32, torch.device("cpu"), 0)
     dense = predict(denoiser, ToMeConfig(), 8, 8, 2).flops_dense  # counted without a run
     assert every_2nd.facts["flops_dense"] == every_4th.facts["flops_dense"] == dense
-    # 2 whole steps of 4 tell what one of the other steps takes; 1 of 4 must then take this much:
+    # The run with 2 whole steps of 4 gives the operations of a cached step; the run with 1 of 4 must agree.
     shallow = 2 * every_2nd.facts["flops_merged"] - dense
     assert 0 < shallow < dense
     assert every_4th.facts["flops_merged"] == pytest.approx((dense + 3 * shallow) / 4, abs=2)  # rounded down

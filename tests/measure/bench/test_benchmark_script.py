@@ -24,7 +24,7 @@ _spec.loader.exec_module(measure)
 def asked_for(
     part: Callable[[str], None], name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> EvaluateOptions:
-    """What a part of the script asks `tokenmerge evaluate` for."""
+    """The arguments with which a part of the script calls `tokenmerge evaluate`."""
     shutil.copy(SCRIPT.parent / "results" / f"{name}.toml", tmp_path)
     asked: list[EvaluateOptions] = []
     monkeypatch.setattr(measure, "RESULTS", tmp_path)
@@ -65,7 +65,7 @@ def test_auto_is_drawn_beside_its_rivals(name: str, tmp_path: Path, monkeypatch:
 
 
 def test_results_come_back_after_a_measurement_that_was_killed(tmp_path):
-    """A kill leaves the old results aside, and a part of the new ones in their place."""
+    """After a kill, the old results are still put aside, and some new ones are in their place."""
     out, folder = tmp_path / "out.jsonl", tmp_path / "out"
     for path in (folder, tmp_path / "out.before"):
         path.mkdir()

@@ -11,7 +11,7 @@ from tokenmerge.errors import ConfigError
 from tokenmerge.measure.bench.options import BenchOptions
 from tokenmerge.measure.bench.results_file import read_cells
 
-# The package has a function of this name.
+# The package has a function with the name of this module.
 command = importlib.import_module("tokenmerge.cli.bench")
 app = typer.Typer()
 app.command()(command.bench)

@@ -15,7 +15,7 @@ def git(folder: Path, *arguments: str) -> None:
 
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A package in a git checkout, committed."""
+    """A package that is committed in a git checkout."""
     folder = tmp_path / "package"
     folder.mkdir()
     (folder / "a.py").write_text("a = 1\n")

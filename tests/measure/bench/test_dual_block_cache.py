@@ -1,4 +1,4 @@
-"""cache-dit as a variant: skips as told, composes with merging in any order, and leaves nothing behind."""
+"""cache-dit as a variant: skips as configured, works with merging in any order, and leaves nothing behind."""
 
 import contextlib
 import importlib.util
@@ -57,7 +57,7 @@ def with_variant(pipe, text):
 
 @contextlib.contextmanager
 def cached(pipe, threshold=1.0):
-    """cache-dit by its own calls, in a class of its own, since it changes the class."""
+    """Enable cache-dit by its own calls. The pipeline gets a class of its own, which cache-dit changes."""
     import cache_dit
 
     cls = type(pipe)
@@ -72,7 +72,7 @@ def cached(pipe, threshold=1.0):
 
 
 def state(pipe):
-    """Names of everything that the pipeline and the modules of its denoiser have, and what they are."""
+    """Names of all attributes of the pipeline and of its denoiser's modules, and their classes."""
     modules = pipe.transformer.named_modules()
     attributes = {f"{path}.{name}" for path, module in modules for name in module.__dict__}
     types = {f"{path} is a {id(type(module))}" for path, module in pipe.transformer.named_modules()}
@@ -189,7 +189,7 @@ def test_a_setting_out_of_range_names_what_is_allowed(pipe, text, words):
 
 @pytest.mark.parametrize("steps", [4, 6, 7])
 def test_a_mask_is_refused_for_a_number_of_steps_that_has_none(pipe, steps):
-    draw(pipe)  # which leaves attributes
+    draw(pipe)  # leaves attributes
     copied = twin(pipe)
     before = state(copied)
     expected = pytest.raises(ConfigError, match="got 7") if steps == 7 else contextlib.nullcontext()
@@ -199,7 +199,7 @@ def test_a_mask_is_refused_for_a_number_of_steps_that_has_none(pipe, steps):
 
 
 def test_a_pipeline_that_it_does_not_know_and_a_denoiser_are_refused(pipe):
-    with pytest.raises(UnsupportedModelError, match="it does not know StableDiffusionPipeline"):
+    with pytest.raises(UnsupportedModelError, match="cache-dit does not support StableDiffusionPipeline"):
         spec_of("cache-dit").apply(load("emoji-unet"), None, None).__enter__()
     with pytest.raises(ConfigError, match="use --scope pipeline"):
         spec_of("cache-dit").apply(pipe.transformer, None, None).__enter__()

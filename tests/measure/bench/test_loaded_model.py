@@ -187,7 +187,7 @@ def test_the_oracle_gives_the_layers_of_the_same_scope_the_first_tokens(settings
     with variant_contexts.oracle(model, config, report):
         for name, module in model.named_modules():
             if name.endswith((".attn1", ".attn2", ".ff")):
-                # A hook on a part of the layer sees what the layer itself works on.
+                # A hook on a part of the layer sees the tokens that the layer runs on.
                 part = module.to_q if "attn" in name else module.net[0]
                 part.register_forward_pre_hook(
                     lambda m, args, name=name: seen.update({name: args[0].shape[1]})
@@ -220,7 +220,7 @@ def test_the_oracle_is_for_one_size() -> None:
 def test_tomesd_that_would_do_nothing_is_refused() -> None:
     pytest.importorskip("tomesd")
     model = nn.Linear(2, 2)
-    type(model)  # no block that tomesd knows
+    type(model)  # no block that tomesd supports
 
     class ModelMixin(nn.Module):
         pass

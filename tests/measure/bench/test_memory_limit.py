@@ -11,7 +11,7 @@ KB, MB = 2**10, 2**20
 
 @pytest.fixture
 def groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A file system with 1000 MB at hand and no control groups yet."""
+    """A file system with 1000 MB of available memory and no control groups yet."""
     (tmp_path / "meminfo").write_text(f"MemTotal: 1\nMemAvailable: {1000 * KB} kB\n")
     monkeypatch.setattr(memory_limit, "_MEMINFO", tmp_path / "meminfo")
     monkeypatch.setattr(memory_limit, "_OWN_GROUPS", tmp_path / "cgroup")

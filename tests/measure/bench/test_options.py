@@ -60,7 +60,7 @@ def test_auto_is_what_the_device_does_best() -> None:
 
 
 class WanTransformer3DModel(nn.Module):
-    """Known by its name."""
+    """A video model, which is recognised by the name of its class."""
 
 
 def test_frames_can_be_chosen_wherever_the_model_comes_from(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,7 +99,7 @@ def test_methods_have_their_own_settings_and_ratio() -> None:
         variants=("todo", "toma:ratio=0.6", "sdtm:schedule=1.2/0.8", "ca_tome"), ratio=(0.3, 0.5)
     ).specs()
     assert [spec.label for spec in specs] == [
-        "todo ratio=0.75",  # its planner removes the same at any
+        "todo ratio=0.75",  # its planner ignores the ratio
         "toma ratio=0.6",
         "sdtm ratio=0.3 schedule.ratio=1.2/0.8",
         "sdtm ratio=0.5 schedule.ratio=1.2/0.8",
@@ -129,7 +129,7 @@ def test_every_setting_can_be_told() -> None:
         plans=PlanSharing(blocks=True),
     )
     assert spec.config() == config
-    # What a record holds is what was meant.
+    # Settings that are read from a record give the same configuration.
     again = Variant("tome", tuple(json.loads(json.dumps(dict(spec.settings))).items()))
     assert again.config() == config
     assert again == spec
@@ -294,7 +294,7 @@ def test_presets_cover_the_settings_of_the_published_tables() -> None:
 @pytest.mark.parametrize("path", GRIDS, ids=lambda path: path.stem)
 def test_grids_of_the_published_results_are_valid(path: Path) -> None:
     grid = BenchOptions.from_dict(read_grid(path), str(path))
-    # tomesd knows no transformers of diffusers.
+    # tomesd does not support the transformers of diffusers.
     transformer = any("mmdit" in model or "flux" in model for model in grid.model)
     baselines = {"fewer-steps"} if transformer else {"tomesd", "fewer-steps"}
     assert baselines <= {spec.name for spec in grid.specs()}

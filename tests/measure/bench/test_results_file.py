@@ -139,7 +139,7 @@ def test_a_device_or_a_pipe_is_neither_read_nor_written(tmp_path: Path) -> None:
 
 
 class FullDisk:
-    """A file that takes ``room`` bytes, then fails as a full disk does, and as a lost one with ``lost``."""
+    """A file that takes ``room`` bytes, and then fails like a full disk, or with ``lost`` like a lost one."""
 
     def __init__(self, file: object, room: int, lost: bool = False) -> None:
         self.file, self.room, self.lost = file, room, lost

@@ -80,7 +80,7 @@ def test_a_continued_run_measures_only_what_is_missing(measure: Measure) -> None
     more = measure(variants=("tome", "oracle"), attention=("default",))
     assert more[:3] == first
     assert names(more[3:]) == ["oracle ratio=0.5 default"]
-    # What it is compared with ran beside it, and is no record of its own.
+    # The dense cells of the comparison ran again, but got no records.
     assert more[3].references["dense, same attention"] != first[1].seconds
     assert set(more[3].references) == {"dense", "dense, same attention"}
 
@@ -240,7 +240,7 @@ def test_a_cell_that_fails_in_its_warm_up_is_recorded_before_the_next_cell_runs(
 def test_a_cell_that_outgrows_the_memory_at_hand_says_so(
     measure: Measure, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Plain attention over 4096 tokens holds 4 matrices of 64 MiB, fused attention none.
+    # Plain attention over 4096 tokens stores 4 matrices of 64 MiB, and fused attention none.
     monkeypatch.setattr(memory_limit, "available_memory", lambda: memory_limit.RESERVE + 200 * 2**20)
     records = measure(variants=("dense",), attention=("default",), size=("512",), rounds=1)
     assert {record.conditions["attention"]: record.status for record in records} == {
@@ -332,7 +332,7 @@ def test_a_full_disk_ends_the_run_with_the_finished_cells_in_the_file(
 def test_every_call_plans(
     measure: Measure, monkeypatch: pytest.MonkeyPatch, scope: str, per_block: int
 ) -> None:
-    """Both halves of guidance at once where a pipeline tells them; each, where the denoiser is alone."""
+    """In a pipeline, both halves of guidance share a plan. For a denoiser alone, each half has its own."""
     images: list[int] = []
     plan_tome = PLANNERS["tome"]
 

@@ -14,7 +14,7 @@ from tokenmerge.measure.demo.retrieval import Gallery
 
 diffusers = pytest.importorskip("diffusers")
 
-# DPMSolverMultistepScheduler of diffusers 0.42 hands a tensor to numpy in a way that numpy 2 deprecates.
+# DPMSolverMultistepScheduler of diffusers 0.42 passes a tensor to numpy in a way that numpy 2 deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 
 REFERENCES = sorted((Path(__file__).parent / "references").glob("*.png"))  # 32 px, named by their prompts
@@ -45,13 +45,13 @@ def generate(pipe, prompts, steps, **arguments):
 
 
 def test_unknown_name_lists_the_known_ones():
-    with pytest.raises(ValueError, match=r"'emoji-nut'; there is 'emoji-unet', 'emoji-mmdit'"):
+    with pytest.raises(ValueError, match=r"'emoji-nut'; use one of 'emoji-unet', 'emoji-mmdit'"):
         demo.path("emoji-nut")
 
 
 @pytest.mark.parametrize("name", demo.NAMES)
 def test_loads_fast(name):
-    load(name)  # pays for the imports
+    load(name)  # so that imports are not timed
     start = time.perf_counter()
     load(name)
     assert time.perf_counter() - start < SECONDS_TO_LOAD
@@ -89,7 +89,7 @@ def test_draws_what_is_asked_for(pipe):
 
 def test_second_size(pipe):
     names = [glyph.name for glyph in read_glyphs()]
-    steps = 10 if hasattr(pipe, "transformer") else 5  # Euler steps are of first order, the others of second
+    steps = 10 if hasattr(pipe, "transformer") else 5  # Euler steps are of first order, the UNet's of second
     (picture,) = generate(pipe, ["a red apple on a white background"], steps=steps, height=256, width=256)
     assert picture.size == (256, 256)
     assert Gallery().identify(picture) == (names.index("a red apple"), "white")

@@ -1,4 +1,4 @@
-"""The parts that are trained: taking over exported weights, positions of small pictures, merging."""
+"""Parts of the training: loading exported weights, positions of small pictures, merging."""
 
 from __future__ import annotations
 

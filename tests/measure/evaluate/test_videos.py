@@ -205,5 +205,5 @@ def test_lengths_are_checked_before_weights_are_loaded(run, options, model: Path
 
 def test_other_commands_say_that_they_draw_pictures(model: Path, tmp_path: Path) -> None:
     wanted = GenerateOptions(prompt="a boat", model=str(model), size=(64, 48), steps=2, out=tmp_path)
-    with pytest.raises(UnsupportedModelError, match="WanPipeline draws videos, and pictures were asked for"):
+    with pytest.raises(UnsupportedModelError, match="WanPipeline draws videos, but pictures were requested"):
         generate(wanted)

@@ -28,7 +28,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread():
-    """A model this small only loses by more, the more so beside other work."""
+    """Use one thread: for a model this small, more threads are slower, especially beside other work."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -48,7 +48,7 @@ def pipe(folder):
 
 
 class NoCompilerError(RuntimeError):
-    """Stands in for what torch.compile raises."""
+    """A stand-in for an error of torch.compile."""
 
     __module__ = "torch._inductor.exc"
 
@@ -68,7 +68,7 @@ def pixels(path):
 
 @pytest.fixture(scope="module")
 def run(folder, tmp_path_factory):
-    """One run that several tests look at."""
+    """One run that several tests share."""
     out = tmp_path_factory.mktemp("results") / "new" / "folder"
     steps = []
     result = generate(options(folder, out, batch=2, repeat=2), steps.append)
@@ -152,7 +152,7 @@ def test_ratio_zero_gives_the_dense_picture_and_says_so(folder, tmp_path):
 
 
 def test_settings_that_follow_the_steps_have_those_of_the_pipeline(folder, tmp_path):
-    """With none of the two steps merged, the picture is the dense one; with one of them, it is not."""
+    """The picture is the dense one if none of the two steps merges, and differs if one of them does."""
     for until, equal in ((0.2, True), (0.5, False)):
         out = tmp_path / str(until)
         said = pytest.warns(UserWarning, match="of 2 steps is none") if equal else contextlib.nullcontext()
@@ -356,7 +356,7 @@ def test_options_out_of_range_are_refused_at_once(changes, message):
         ({"device": "gpu"}, "device: cannot use 'gpu'"),
         ({"device": "cpu", "dtype": "fp16"}, "fp16 is slow and partly unsupported on a CPU"),
         ({"scheduler": "quick"}, "scheduler: 'quick' is unknown"),
-        ({"model": "nothing"}, "'nothing' is no model"),
+        ({"model": "nothing"}, "'nothing' is not a model"),
     ],
 )
 def test_what_does_not_fit_is_refused_before_the_weights_are_loaded(

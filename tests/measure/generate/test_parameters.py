@@ -1,4 +1,4 @@
-"""What a picture was made with stands in its file, and makes the same picture again."""
+"""The file of a picture has its parameters, from which the same picture can be made again."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,7 @@ from tokenmerge.cli import main
 from tokenmerge.config import to_metadata
 from tokenmerge.measure.generate.parameters import Parameters, read_picture, write_picture
 
-# A command line holds no null character, and a PNG file ends lines by "\n".
+# A command line cannot contain a null character, and lines in a PNG file end with "\n".
 TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0\r"))
 NAME = st.none() | TEXT
 CONFIGS = st.none() | st.builds(ToMeConfig, ratio=st.floats(0, 0.75), seed=st.integers(0, 99))
@@ -55,7 +55,7 @@ def written(path: Path, text: str) -> Path:
 
 
 def test_a_picture_of_a_web_ui_is_read(picture):
-    """The form that AUTOMATIC1111 writes, with entries that say nothing here."""
+    """The form that AUTOMATIC1111 writes, with entries that are ignored here."""
     text = (
         "a castle, (mist:1.2)\non a hill\nNegative prompt: blurry,\nlow quality\n"
         "Steps: 20, Sampler: DPM++ 2M, Schedule type: Karras, CFG scale: 7, Seed: 123, Size: 512x768, "
@@ -89,7 +89,7 @@ def test_a_file_that_says_nothing_is_refused(picture):
     with pytest.raises(ConfigError, match=r"like: cannot read .*no\.png"):
         read_picture(picture.with_name("no.png"))
     picture.write_text("no picture")
-    with pytest.raises(ConfigError, match=r"it is no picture\); give a PNG that tokenmerge generate"):
+    with pytest.raises(ConfigError, match=r"it is not a picture\); give a PNG that tokenmerge generate"):
         read_picture(picture)
     Image.new("RGB", (1, 1)).save(picture)
     with pytest.raises(ConfigError, match="does not say what it was made with; give a PNG"):
@@ -114,7 +114,7 @@ def pixels(path: Path) -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def made(folder, tmp_path_factory) -> Path:
-    """Pictures with everything but the defaults."""
+    """Pictures of a run in which many options differ from their defaults."""
     out = tmp_path_factory.mktemp("made") / "out"
     settings = "--steps 3 --seed 5 --size 32x48 --guidance 3 --negative-prompt blue --scheduler ddpm"
     merging = "--ratio 0.3 --set reuse.every=2 --set min_tokens=4 --set schedule.start=0.1"
@@ -149,7 +149,7 @@ def test_what_is_given_beside_like_goes_before_it(made, folder, tmp_path, capsys
         "--no-compare",
     )
     assert read_picture(tmp_path / "merged-00.png").merging == ToMeConfig()
-    assert "no token merging is noted" in capsys.readouterr().err
+    assert "it has no settings of token merging" in capsys.readouterr().err
 
 
 def test_a_file_is_named_without_its_folders(made, folder):
@@ -158,11 +158,14 @@ def test_a_file_is_named_without_its_folders(made, folder):
 
 
 def test_no_model_is_loaded_because_a_picture_says_so(picture, capsys):
-    """Nor is a sampler of another program."""
+    """An unknown sampler is not used either."""
     written(picture, "a\nSteps: 2, Sampler: Euler a, Model: somebody/model")
     assert main(["generate", "--like", str(picture)]) == 2
-    assert "was made with the model 'somebody/model'; give it with --model" in capsys.readouterr().err
+    assert (
+        "was made with the model 'somebody/model'; give this or another model with --model"
+        in capsys.readouterr().err
+    )
     assert main(["generate", "--like", str(picture), "--model", "nothing"]) == 2
     printed = capsys.readouterr().err
     assert "the sampler 'Euler a' is unknown" in printed
-    assert "'nothing' is no model" in printed
+    assert "'nothing' is not a model" in printed

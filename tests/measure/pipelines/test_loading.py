@@ -39,7 +39,7 @@ from tokenmerge.measure.pipelines.sketch import load_sketch
 from tokenmerge.report import predict
 
 CPU = torch.device("cpu")
-# diffusers' schedulers hand torch tensors to np.array, which numpy 2 wants done otherwise.
+# Schedulers of diffusers pass torch tensors to np.array in a way that numpy 2 deprecates.
 ignore_array_copy = "ignore:__array__ implementation doesn't accept:DeprecationWarning"
 # diffusers passes huggingface_hub an argument that it no longer reads.
 ignore_symlinks = "ignore:The `local_dir_use_symlinks` argument:UserWarning"
@@ -77,9 +77,9 @@ def test_each_kind_of_model_is_recognised(folder, tmp_path):
     ("name", "message"),
     [
         ("no-such-model", r"'no-such-model'.*emoji-unet.*model_index\.json.*safetensors.*owner/name"),
-        ("./no/such/folder", r"'\./no/such/folder' is no model"),
-        ("../models", r"'\.\./models' is no model"),
-        ("", "is no model"),
+        ("./no/such/folder", r"'\./no/such/folder' is not a model"),
+        ("../models", r"'\.\./models' is not a model"),
+        ("", "is not a model"),
         ("missing.safetensors", "no file missing.safetensors"),
         ("old.ckpt", "old.ckpt is a pickle.*convert"),
     ],
@@ -228,7 +228,7 @@ def test_a_codec_may_name_its_scale(folder, tmp_path):
     assert load_sketch(with_codec(folder, tmp_path, codec)).scale == 16
 
 
-# diffusers builds its audio codec with a function that torch is about to retire.
+# diffusers builds its audio codec with a function that torch deprecates.
 @pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated:FutureWarning")
 def test_a_codec_that_hides_its_scale_is_named(folder, tmp_path):
     codec = diffusers.AutoencoderOobleck(encoder_hidden_size=4, downsampling_ratios=[2], decoder_channels=4)
@@ -317,7 +317,7 @@ def test_a_missing_controlnet_is_named(folder, tmp_path):
 
 
 def test_a_checkpoint_is_loaded_as_the_pipeline_of_its_architecture(tmp_path, monkeypatch):
-    # Tensor names and shapes by which diffusers tells SDXL from the others.
+    # Tensor names and shapes by which diffusers recognises SDXL.
     checkpoint = tmp_path / "xl.safetensors"
     sdxl_only = "conditioner.embedders.1.model.transformer.resblocks.9.mlp.c_proj.bias"
     save_file({sdxl_only: torch.zeros(1)}, checkpoint)
@@ -434,7 +434,7 @@ def test_attention_that_the_model_does_not_offer_is_refused(pipe, flash_is_here)
     with pytest.raises(ConfigError, match=r"FluxTransformer2DModel computes attention in .*; use sdpa"):
         set_attention([flux], "default")
     with pytest.raises(
-        ConfigError, match=r"UNet2DConditionModel .* take no back-end of diffusers, got 'flash'"
+        ConfigError, match=r"UNet2DConditionModel .* support no back-end of diffusers, got 'flash'"
     ):
         set_attention([pipe.unet], "flash")
 
@@ -462,7 +462,7 @@ def test_a_back_end_of_diffusers_is_that_of_one_model_alone(flash_is_here):
     assert kernels.REGISTRY._active_backend == active
     call(other, FLUX.inputs(1, 8, 8))
     assert not flash_is_here
-    # Another order of sums.
+    # The kernels sum in different orders.
     assert_close(call(one, FLUX.inputs(1, 8, 8)), expected, rtol=1e-4, atol=1e-5)
     assert len(flash_is_here) == len(one.transformer_blocks) + len(one.single_transformer_blocks)
     set_attention([one], "sdpa")
@@ -472,7 +472,7 @@ def test_a_back_end_of_diffusers_is_that_of_one_model_alone(flash_is_here):
 
 
 def test_operations_are_counted_as_with_pytorchs_attention(flash_is_here):
-    """On the meta device, which other kernels do not know."""
+    """Operations are counted on the meta device, which other kernels do not support."""
     model = model_of(FLUX)
     expected = predict(model, ToMeConfig(ratio=0.5, max_downsample=8), 16, 16)
     set_attention([model], "flash")
@@ -496,7 +496,7 @@ def test_attention_that_is_not_here_is_refused(pipe, name, message, monkeypatch)
 
 
 def test_parts_that_were_saved_as_absent_need_not_be_named(tmp_path):
-    """Stable Diffusion 3 without T5: diffusers asks for its encoder unless it is told."""
+    """Stable Diffusion 3 without T5: diffusers requires the encoder unless it is passed as None."""
     without = {"text_encoder_3": None, "tokenizer_3": None}
     diffusers.StableDiffusion3Pipeline.from_pretrained(demo.path("emoji-mmdit"), **without).save_pretrained(
         tmp_path

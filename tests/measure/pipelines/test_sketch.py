@@ -30,7 +30,7 @@ def test_without_a_vae_beside_it_eight_pixels_are_assumed_and_told(copied):
     (copied / "vae" / "config.json").unlink()
     found = sketch(str(copied / "unet"))
     assert found.scale == 8
-    assert found.notes[0].startswith("pixels: 8 per latent position, which is usual; there is no ")
+    assert found.notes[0].startswith("pixels: assumed the usual 8 per latent position, because there is no ")
     assert str(copied / "vae" / "config.json") in found.notes[0]
 
 

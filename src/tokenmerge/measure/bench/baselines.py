@@ -1,4 +1,4 @@
-"""Baselines: block caching methods, which reuse results of one denoising step in the next ones."""
+"""Block caching baselines, which reuse results of one denoising step in the next ones."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tokenmerge.measure.pipelines.loading import denoiser_of
 
 @contextlib.contextmanager
 def deepcache(pipe: Any, config: None, report: None, interval: float) -> Iterator[None]:
-    """Run the whole UNet only at every ``interval``-th step, with the package DeepCache.
+    """Run the whole UNet only every ``interval`` steps, with the package DeepCache.
 
     The last layer of the last up block runs at every step. Source: arXiv 2312.00858.
 
@@ -27,7 +27,9 @@ def deepcache(pipe: Any, config: None, report: None, interval: float) -> Iterato
     if interval < 2 or interval != int(interval):
         raise ConfigError(f"deepcache: interval: expected an integer ≥ 2, got {interval:g}")
     if not hasattr(getattr(pipe, "unet", None), "down_blocks"):
-        raise UnsupportedModelError(f"deepcache: it needs a UNet, and {type(pipe).__name__} has none")
+        raise UnsupportedModelError(
+            f"deepcache needs a UNet, and {type(pipe).__name__} has none; leave it out"
+        )
     helper = importlib.import_module("DeepCache").DeepCacheSDHelper(pipe=pipe)
     helper.set_params(cache_interval=int(interval), cache_branch_id=0)
     before = [module for module in pipe.unet.modules() if "forward" not in module.__dict__]
@@ -48,8 +50,8 @@ def first_block_cache(pipe: Any, config: None, report: None, threshold: float) -
     not offer it. There the last block always runs, because it returns no text. Source: ParaAttention's First
     Block Cache.
 
-    ``threshold`` is the relative mean absolute difference up to which blocks are skipped. A larger one is
-    faster and less close to dense.
+    ``threshold`` is the relative mean absolute difference up to which blocks are skipped. A higher threshold
+    is faster and less close to dense.
 
     Raises:
         ConfigError: ``pipe`` is only a denoiser.
@@ -68,7 +70,8 @@ def first_block_cache(pipe: Any, config: None, report: None, threshold: float) -
         cached.enable_cache(FirstBlockCacheConfig(threshold=threshold))
     except (IndexError, ValueError) as error:  # no list of blocks, or unknown blocks
         raise UnsupportedModelError(
-            f"first-block-cache: diffusers does not know the transformer blocks of {type(model).__name__}"
+            f"first-block-cache: diffusers does not know the transformer blocks of {type(model).__name__}; "
+            "leave it out"
         ) from error
     with contextlib.ExitStack() as in_force:
         in_force.callback(cached.disable_cache)
@@ -93,6 +96,6 @@ def _blocks_with_text(model: nn.Module) -> nn.ModuleList:
 
 
 def check_pipeline(name: str, pipe: object) -> None:
-    """Raise a ConfigError if a baseline that follows the steps gets a denoiser alone."""
+    """Raise a ConfigError if a baseline that follows the denoising steps gets only a denoiser."""
     if isinstance(pipe, nn.Module):
-        raise ConfigError(f"{name}: it needs the denoising steps of a pipeline; use --scope pipeline")
+        raise ConfigError(f"{name} needs the denoising steps of a pipeline; use --scope pipeline")

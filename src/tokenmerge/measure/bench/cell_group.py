@@ -20,16 +20,16 @@ from tokenmerge.measure.bench.timing import interleaved
 from tokenmerge.measure.bench.unfinished import UnfinishedCells
 from tokenmerge.measure.bench.variants import VARIANTS
 
-# A compiled cell may compile again at its second call, because of what the first one changed.
+# A compiled cell may compile again in its second call, because its first call changed the model's state.
 _COMPILED_WARM_UP = 3
 
 
 class CellGroup:
     """Measures cells of one setting on a loaded model.
 
-    ``conditions`` returns the conditions in the record of a cell, and ``finish`` writes this record. The
-    variants stay applied until ``variants`` is closed. ``unfinished`` has the timed calls of this run, and of
-    an earlier run that was killed.
+    ``conditions`` returns the conditions of a cell, as its record has them, and ``finish`` writes the record.
+    The variants stay applied until ``variants`` is closed. ``unfinished`` has the timed calls of this run and
+    of an earlier run that was killed.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class CellGroup:
     def measure(self, cells: Sequence[Cell]) -> None:
         """Measure and record these cells, and run the dense cells that they are compared with."""
         timed = [cell for cell in cells if cell.merged is None]
-        self._in_turns({cell: self.builder.prepare(cell) for cell in _with_dense(timed)}, timed)
+        self._measure_interleaved({cell: self.builder.prepare(cell) for cell in _with_dense(timed)}, timed)
         ready: dict[Cell, CellRecord] = {}
         for cell in cells:
             if cell.merged is not None:
@@ -76,10 +76,10 @@ class CellGroup:
             for cell, record in ready.items():
                 self._compute(cell, record)
         elif ready:
-            self._fewer_steps_in_turns(ready)
+            self._measure_fewer_steps(ready)
         self.unfinished.clear()
 
-    def _in_turns(
+    def _measure_interleaved(
         self,
         prepared: Mapping[Cell, PreparedCell],
         wanted: Sequence[Cell],
@@ -98,11 +98,11 @@ class CellGroup:
     def _timed(self, cells: Mapping[str, PreparedCell], stage: str) -> Iterator[str]:
         """Warm up and time cells with interleaved calls; yield the name of a cell after each timed call.
 
-        A cell that fails in the warm-up is yielded there, and one that failed or finished before is yielded
-        first. Rounds that an earlier run timed before it was killed are not repeated. If that run was killed
-        within a round, the round continues with the remaining cells.
+        Cells that failed or finished before are yielded first. A cell that fails in the warm-up is yielded
+        right after its failure. Rounds that an earlier run timed before it was killed are not repeated. If
+        that run was killed within a round, the round continues with the remaining cells.
 
-        The dense cells come first. ``stage`` tells apart the timings of one cell within a setting.
+        ``cells`` has the dense cells first. ``stage`` distinguishes the timings of one cell within a setting.
         """
         rounds = self.setting.rounds
         keys = {
@@ -118,10 +118,10 @@ class CellGroup:
         if done >= rounds:
             return
         compiled = any(ready.cell.compile for ready in cells.values())
-        rivals = any(_decides_while_it_runs(ready.cell) for ready in cells.values())
+        has_block_caches = any(_is_block_cache(ready.cell) for ready in cells.values())
         for turn in range(max(self.setting.warmup, _COMPILED_WARM_UP if compiled else 1)):
             for name, ready in cells.items():
-                counts = rivals and turn == 0 and ready.report is None
+                counts = has_block_caches and turn == 0 and ready.report is None
                 ready.run_counted() if counts else ready.run()
                 if ready.failure is not None:
                     yield name
@@ -144,10 +144,10 @@ class CellGroup:
         if ready.failure is not None:
             self.finish(cell, ready.failure, facts=facts)
             return
-        beside = {"dense": cell.dense(FUSED), "dense, same attention": cell.dense()}
+        dense_cells = {"dense": cell.dense(FUSED), "dense, same attention": cell.dense()}
         references = {
             name: tuple(prepared[dense].seconds)
-            for name, dense in beside.items()
+            for name, dense in dense_cells.items()
             if prepared[dense].failure is None
         }
         self.finish(
@@ -160,7 +160,7 @@ class CellGroup:
 
     def _facts(self, ready: PreparedCell, dense: PreparedCell) -> dict[str, Any]:
         report, config = ready.report, ready.config
-        if ready.failure is None and _decides_while_it_runs(ready.cell) and ready.flops and dense.flops:
+        if ready.failure is None and _is_block_cache(ready.cell) and ready.flops and dense.flops:
             return {
                 **self.facts,
                 "flops_dense": dense.flops,
@@ -186,7 +186,7 @@ class CellGroup:
         return {**self.facts, "steps_used": steps, "notes": [*self.notes, note]}
 
     def _compute(self, cell: Cell, merged: CellRecord) -> None:
-        """Compute fewer steps of the denoiser alone without running them: every step takes the same time."""
+        """Compute the time of fewer steps of the denoiser alone, in which every step takes equally long."""
         total = self.setting.steps
         dense = _same_attention(merged)
         cost = StepCost(fixed=0.0, per_step=statistics.median(dense))
@@ -199,8 +199,8 @@ class CellGroup:
             facts=self._steps_facts(steps, note),
         )
 
-    def _fewer_steps_in_turns(self, merged: Mapping[Cell, CellRecord]) -> None:
-        """Find how many steps of the whole pipeline fit, then run it with that many."""
+    def _measure_fewer_steps(self, merged: Mapping[Cell, CellRecord]) -> None:
+        """Find how many dense steps of the whole pipeline take as long as each cell, then time them."""
         costs = {dense: self._step_cost(dense) for dense in dict.fromkeys(c.dense() for c in merged)}
         prepared = {cell: self.builder.prepare(cell) for cell in _with_dense(merged) if cell not in merged}
         facts = {}
@@ -209,7 +209,7 @@ class CellGroup:
             if isinstance(cost, Failure):
                 self.finish(cell, cost)
                 continue
-            # Scale today's dense time, since the machine's speed may have changed since the merged run.
+            # Scale the present dense time, because the machine's speed may have changed since the merged run.
             share = statistics.median(record.seconds) / statistics.median(_same_attention(record))
             total = self.setting.steps
             steps = steps_that_fit((cost.fixed + cost.per_step * total) * share, cost, most=total)
@@ -218,7 +218,7 @@ class CellGroup:
             if total > 1 and cost.per_step == 0:
                 note += ": fewer steps would save less time than the noise"
             facts[cell] = self._steps_facts(steps, note)
-        self._in_turns(prepared, list(facts), facts)
+        self._measure_interleaved(prepared, list(facts), facts)
 
     def _step_cost(self, dense: Cell) -> StepCost | Failure:
         """Time two dense runs with interleaved calls, one of them with half of the steps."""
@@ -235,8 +235,8 @@ class CellGroup:
         return StepCost.of_two_runs(total, whole, total // 2, half)
 
 
-def _decides_while_it_runs(cell: Cell) -> bool:
-    """Whether only a run tells which operations a cell leaves out: it is a block cache."""
+def _is_block_cache(cell: Cell) -> bool:
+    """Whether a cell is a block cache: which operations it skips is known only after a run."""
     kind = VARIANTS[cell.spec.name]
     return kind.is_faster and kind.method is None
 

@@ -22,7 +22,7 @@ FUSED = "sdpa"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What the cells with interleaved calls have in common. Width and height are in pixels."""
+    """The conditions that all cells with interleaved calls share. Width and height are in pixels."""
 
     model: str
     scope: str
@@ -43,7 +43,7 @@ class Setting:
 class Cell:
     """One measurement at a setting: a variant, and how it runs.
 
-    For fewer steps, ``merged`` is the variant that takes as long. It is None for all other cells.
+    For fewer steps, ``merged`` is the variant whose time they may take. It is None for all other cells.
     """
 
     spec: Variant
@@ -75,11 +75,11 @@ class Cell:
 def plan_cells(options: BenchOptions, device: torch.device) -> tuple[list[Setting], tuple[Cell, ...]]:
     """The settings of a benchmark, and the cells that are measured at each of them.
 
-    There is always a dense cell with each requested attention and one with fused attention. This keeps the
-    gain of fused attention apart from the gain of merging.
+    There is always a dense cell with each requested attention and one with fused attention. This separates
+    the gain of fused attention from the gain of merging.
 
-    The order of the settings loads each model once per dtype. Dense cells come first, and fewer steps last.
-    The device decides what the dtype ``"auto"`` stands for.
+    Settings are ordered so that each model is loaded once per dtype. Dense cells come first, and fewer steps
+    last. The meaning of the dtype ``"auto"`` depends on the device.
 
     Raises:
         ConfigError: a model is unknown, a size does not fit the model, or a dtype does not fit the device.

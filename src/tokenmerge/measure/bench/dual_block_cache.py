@@ -23,8 +23,8 @@ from tokenmerge.measure.pipelines.loading import denoiser_of
 _NAME = "cache-dit"
 MASKS = ("slow", "medium", "fast", "ultra")
 SCOPES = ("layers", "block")
-# By default, cache-dit computes the first 8 steps, and the first 8 blocks of each step. Its examples of 8 and
-# 4 steps compute half of them. Models of fewer blocks than its own compute fewer here.
+# By default, cache-dit computes the first 8 steps, and the first 8 blocks of each step. Its examples with 8
+# and 4 steps compute half of the steps. Here, the first blocks are at most a sixth of the model's blocks.
 _WARM_UP, _FIRST, _BLOCKS_PER_FIRST = 8, 8, 6
 _MASKED_FROM, _MASKED_TOO = 8, (4, 6)  # numbers of steps for which cache-dit has masks
 
@@ -40,31 +40,31 @@ def cache_dit(
     merge: float | None = None,
     scope: str = "layers",
 ) -> Iterator[None]:
-    """Skip all but the first blocks in steps where these add what they added before: cache-dit.
+    """Skip all but the first blocks on steps where the residual of these blocks changed little: cache-dit.
 
-    The first sixth of the blocks, at most 8, run in every step. If they add nearly what they added in the
-    last full step, the others are skipped, and what they added then is added again. The first 8 steps, or the
-    first half of a shorter generation, are full.
+    The first sixth of the blocks, at least 1 and at most 8, runs in every step. If its residual is close to
+    that of the last full step, the other blocks are skipped, and their residual of that step is added again.
+    The first 8 steps are full, or the first half of a generation of fewer than 16 steps.
 
     Args:
         pipe: the pipeline.
         config: not used.
         report: not used.
-        threshold: relative mean absolute difference below which the other blocks are skipped, > 0. Raising it
-            is faster and less close to dense. From 1 on, they are skipped whatever the difference.
-        taylor: order of the Taylor series by which the added part is extrapolated (TaylorSeer,
-            arXiv 2503.06923), 1 or more; None: it is not extrapolated.
-        mask: ``"slow"``, ``"medium"``, ``"fast"`` or ``"ultra"``: a list of steps that are full in any case,
-            in place of the first ones; the fastest has the fewest. There are lists for 4, 6, and 8 or more
-            steps. None: no list.
+        threshold: relative mean absolute difference below which the other blocks are skipped, > 0. A higher
+            threshold is faster and less close to dense. From 1 on, they are skipped whatever the difference.
+        taylor: order of the Taylor series that extrapolates the residual (TaylorSeer, arXiv 2503.06923), an
+            integer ≥ 1. None: the residual is not extrapolated.
+        mask: ``"slow"``, ``"medium"``, ``"fast"`` or ``"ultra"``: cache-dit's list of steps that are always
+            full, in place of the first ones. A faster mask has fewer of them. There are masks for 4, 6, and 8
+            or more steps. None: no mask.
         merge: fraction of tokens that :mod:`tokenmerge` merges in the blocks that run, > 0 and ≤ 0.75. None:
-            none is merged. Raising it is faster and less close to dense.
-        scope: what merges: ``"layers"``, the attention, or the whole ``"block"``.
+            no token is merged. A higher fraction is faster and less close to dense.
+        scope: ``"layers"`` merges around the attention, ``"block"`` around whole blocks.
 
     Raises:
         ConfigError: ``pipe`` is only a denoiser, a setting is out of range, or a generation has a number of
             steps for which there is no mask.
-        UnsupportedModelError: cache-dit does not know the pipeline.
+        UnsupportedModelError: cache-dit does not support the pipeline.
     """
     check_pipeline(_NAME, pipe)
     if taylor is not None and (taylor < 1 or taylor != int(taylor)):
@@ -77,13 +77,13 @@ def cache_dit(
     with _quiet():
         known = package.BlockAdapterRegister.is_supported(pipe)
     if not known or not isinstance(denoiser_of(pipe), nn.Module):
-        raise UnsupportedModelError(f"{_NAME}: it does not know {type(pipe).__name__}; leave it out")
+        raise UnsupportedModelError(f"{_NAME} does not support {type(pipe).__name__}; leave {_NAME} out")
 
     def settings(steps: int, blocks: int) -> dict[str, Any]:
         if mask is not None and steps < _MASKED_FROM and steps not in _MASKED_TOO:
             raise ConfigError(
-                f"{_NAME}: mask: expected 4, 6, or 8 or more steps, got {steps}; leave the mask out, or take "
-                "another number of steps"
+                f"{_NAME}: mask: expected 4, 6, or 8 or more steps, got {steps}; leave the mask out, or "
+                "change the number of steps"
             )
         half = math.ceil(steps / 2)
         cache = package.DBCacheConfig(
@@ -102,7 +102,7 @@ def cache_dit(
 
     with contextlib.ExitStack() as in_force:
         if merge is not None:
-            # As `auto` merges without step reuse: cache-dit decides which blocks run.
+            # Merge as `auto` does without step reuse, because cache-dit decides which blocks run.
             merging = dataclasses.replace(choose(pipe, merge, follows_steps=False), scope=scope)
             in_force.enter_context(token_merging(pipe, merging))
         in_force.enter_context(_in_each_call(pipe, package, settings))
@@ -111,10 +111,10 @@ def cache_dit(
 
 @contextlib.contextmanager
 def _in_each_call(pipe: Any, package: Any, settings: Callable[[int, int], dict[str, Any]]) -> Iterator[None]:
-    """Cache in each call of the pipeline, with settings for its number of steps and the model's blocks.
+    """Enable cache-dit in each call of the pipeline, with settings for its numbers of steps and blocks.
 
-    cache-dit changes the class of the pipeline. So each call has a class of its own, and other pipelines of
-    the class stay as they are.
+    cache-dit changes the class of the pipeline. Each call therefore has a class of its own, so that other
+    pipelines of the same class do not change.
     """
     cls: Any = type(pipe)
     parameters = inspect.signature(cls.__call__)
@@ -134,7 +134,7 @@ def _in_each_call(pipe: Any, package: Any, settings: Callable[[int, int], dict[s
                 adapter = package.get_adapter(self)
                 blocks = sum(map(len, adapter.flatten([adapter.blocks])))
                 package.enable_cache(adapter, **settings(bound.arguments["num_inference_steps"], blocks))
-            cached = adapter  # which knows the lists of blocks, where cache-dit leaves statistics
+            cached = adapter  # it has the lists of blocks, in which cache-dit leaves statistics
             added = {module: set(module.__dict__) - set(old) for module, old in before.items()}
             return self(*args, **kwargs)
         finally:

@@ -22,7 +22,7 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 def environment() -> dict[str, Any]:
     """Describe everything about this machine that a measurement depends on, in JSON-compatible values.
 
-    Versions of optional libraries come from their metadata, so that none of them is imported.
+    Versions of optional libraries are read from their metadata, without importing the libraries.
 
     >>> sorted(environment())
     ['attention', 'cpu', 'devices', 'os', 'threads', 'versions']

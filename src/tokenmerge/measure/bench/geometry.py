@@ -82,7 +82,7 @@ def build_denoiser(geometry: Geometry, dtype: torch.dtype, device: torch.device,
     Raises:
         MissingExtraError: diffusers is not installed.
     """
-    diffusers = require_diffusers("a model by its geometry")
+    diffusers = require_diffusers("a model with random weights")
     build = getattr(diffusers, geometry.denoiser)
     return _random(lambda: build(**geometry.config), dtype, device, seed)
 
@@ -96,7 +96,7 @@ def build_pipeline(
         ConfigError: the geometry has no pipeline.
         MissingExtraError: diffusers is not installed.
     """
-    diffusers = require_diffusers("a pipeline by its geometry")
+    diffusers = require_diffusers("a pipeline with random weights")
     if geometry.pipeline is None:
         raise ConfigError(f"scope: only the denoiser of {geometry.title} can be built; use --scope denoiser")
     codec = _random(lambda: diffusers.AutoencoderKL(**geometry.codec), dtype, device, seed)

@@ -95,8 +95,8 @@ def load_model(
 ) -> LoadedModel:
     """Load a model, or build it from its geometry.
 
-    The model is named as for :func:`find_info`. The seed is that of random weights and inputs. A scheduler
-    or guidance scale of None means the model's default.
+    ``model`` is as for :func:`find_info`. ``seed`` is used for random weights and inputs. A scheduler or
+    guidance scale of None means the model's default.
 
     Raises:
         ConfigError: the model cannot be loaded, or cannot be measured in this scope.
@@ -158,7 +158,7 @@ class _PipelineCall:
         parameters = inspect.signature(pipe.__call__).parameters
         if not {"prompt", "width", "height", "num_inference_steps"} <= set(parameters):
             raise ConfigError(
-                f"scope: {type(pipe).__name__} is no text-to-image pipeline; use --scope denoiser"
+                f"scope: {type(pipe).__name__} is not a text-to-image pipeline; use --scope denoiser"
             )
         images = size.samples
         arguments: dict[str, Any] = {
@@ -174,7 +174,7 @@ class _PipelineCall:
         if self.guidance is not None:
             if "guidance_scale" not in parameters:
                 raise ConfigError(
-                    f"guidance: {type(pipe).__name__} has no guidance scale; leave that option out"
+                    f"guidance: {type(pipe).__name__} has no guidance scale; leave --guidance out"
                 )
             arguments["guidance_scale"] = self.guidance
 

@@ -20,10 +20,10 @@ _GROUP_FILES_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inac
 
 @contextlib.contextmanager
 def memory_limit(device: torch.device) -> Iterator[None]:
-    """Within the context, make allocations beyond the available memory fail, on Linux and the CPU only.
+    """Make allocations beyond the available memory fail within the context. Only for the CPU, on Linux.
 
-    Linux grants more memory than it has and kills the process that uses too much. The benchmark would end
-    without a message, and end again at the same cell when it is continued.
+    Linux grants more memory than it has, and kills a process that uses too much. Without the limit, the
+    benchmark would end without a message, and end at the same cell again when it is continued.
     """
     available = available_memory() if device.type == "cpu" and sys.platform == "linux" else None
     if available is None:

@@ -22,7 +22,7 @@ def _one(check: Check, default: Any) -> Any:
 
 
 def _axis(check: Check, *default: Any) -> Any:
-    """Values of which every combination is measured."""
+    """An axis. Every combination of the values of all axes is measured."""
     return _one(check, default)
 
 
@@ -30,17 +30,17 @@ def _axis(check: Check, *default: Any) -> Any:
 class BenchOptions:
     """The axes of a benchmark, and the settings that all its cells share.
 
-    The fields that :class:`tokenmerge.measure.generate.options.GenerateOptions` has too mean the same there.
+    Fields that :class:`tokenmerge.measure.generate.options.GenerateOptions` also has mean the same there.
     Every combination of the values on these axes is measured:
 
     Args:
         model: bundled models, folders, hub ids, or ``geometry:NAME``; at least one.
         size: ``WIDTHxHEIGHT`` or one number for a square, in pixels. Empty: each model's default size.
         batch: images per call, each ≥ 1.
-        dtype: dtypes, named as there; at least one.
-        attention: attention implementations, named as there; at least one.
+        dtype: dtypes, named as in ``GenerateOptions``; at least one.
+        attention: attention implementations, named as in ``GenerateOptions``; at least one.
         compile: whether the denoiser is compiled with ``torch.compile``.
-        variants: what is compared with dense, such as ``"tome"`` or ``"tome:ratio=0.75,merge_mlp"``.
+        variants: variants to compare with dense, such as ``"tome"`` or ``"tome:ratio=0.75,merge_mlp"``.
         ratio: ratios for the variants that do not set their own.
 
     These settings hold for all cells:
@@ -54,7 +54,7 @@ class BenchOptions:
         threads: CPU threads, ≥ 1. None: torch's default.
         rounds: timed calls of each cell, ≥ 1. The calls of all cells of one setting are interleaved.
         warmup: untimed calls before them, ≥ 1. Compiled cells get at least three.
-        about: a description of the grid. It changes nothing.
+        about: a description of the grid, without effect.
 
     Raises:
         ConfigError: a value is outside these ranges.
@@ -91,7 +91,7 @@ class BenchOptions:
         self.specs()
 
     def specs(self) -> list[Variant]:
-        """The variants. One that takes a ratio and does not set it appears once for each ratio.
+        """The variants. A variant that takes a ratio but does not set one appears once for each ratio.
 
         A plain ``"oracle"`` stands for the oracle of each merging variant.
 

@@ -29,8 +29,8 @@ class PreparedCell:
 
     ``peak_bytes`` is the peak over all timed calls, None if it cannot be read. ``calls`` is the number of
     calls of the denoiser in one run; the recorded time is their mean. ``config`` and ``report`` are None for
-    a variant without settings. ``flops`` are the operations of a call of the denoiser, the mean over those of
-    one run, if they were counted while it ran.
+    a variant without settings. ``flops`` is the mean number of operations of the denoiser's calls in one run,
+    None if they were not counted in a run.
     """
 
     def __init__(self, cell: Cell, steps: int) -> None:
@@ -55,7 +55,7 @@ class PreparedCell:
         return self.failure is not None or len(self.seconds) == rounds
 
     def attempt(self, action: Callable[[], object]) -> None:
-        """Do something for this cell, unless it failed before, and keep the failure if there is one."""
+        """Run an action for this cell unless it failed before. If the action fails, keep the failure."""
         if self.failure is None:
             try:
                 action()
@@ -70,9 +70,9 @@ class PreparedCell:
         self.attempt(lambda: self.call and self.call())
 
     def run_counted(self) -> None:
-        """Run the cell once and count its operations, unless it failed before or they cannot be counted.
+        """Run the cell once, unless it failed before, and count its operations if that is possible.
 
-        PyTorch counts what it computes itself, and neither compiled models nor other attention kernels.
+        PyTorch cannot count the operations of compiled models, or of attention kernels that are not its own.
         """
         if self.denoiser is None or self.cell.compile or self.cell.attention not in ("sdpa", "default"):
             return self.run()
@@ -117,7 +117,7 @@ class CellBuilder:
             applied = cell.spec.apply(whole if variant.of_pipeline else denoiser, config, prepared.report)
             patch = self.variants.enter_context(applied)
             if cell.compile:
-                # Static shapes: otherwise torch would compile for the sizes that differ between cells.
+                # Otherwise torch would treat sizes that differ between cells as dynamic.
                 denoiser.compile(dynamic=False)
             call = self.model.bind(whole, self.size, prepared.steps)
             if self.model.alone and config is not None and config.follows_steps:
@@ -137,7 +137,7 @@ class CellBuilder:
             )
 
     def _report(self, config: ToMeConfig) -> Report:
-        """What merging does at this size, counted once."""
+        """The report of a configuration at this size, made once."""
         if config not in self._reports:
             self._reports[config] = predict(
                 self.model.denoiser, config, *self.size.latent, self.samples, self.steps
@@ -146,7 +146,7 @@ class CellBuilder:
 
 
 def _whole_generation(call: Callable[[], object], patch: Patch[Any, Any], steps: int) -> Callable[[], object]:
-    """Make all calls of a denoiser in one generation, since their cost differs."""
+    """A function that makes all calls of one generation, because their costs differ."""
 
     def generation() -> None:
         for index in range(steps):
@@ -158,9 +158,10 @@ def _whole_generation(call: Callable[[], object], patch: Patch[Any, Any], steps:
 
 @contextlib.contextmanager
 def compile_cache() -> Iterator[None]:
-    """Clear compiled code, and raise torch's limit of versions of the same code, since each cell has its own.
+    """Clear compiled code, and raise torch's limit on compiled versions of one function.
 
-    Beyond the limit, eight by default, torch runs uncompiled without a warning.
+    Each cell has a version of its own. Beyond the limit, 8 by default, torch runs uncompiled code without a
+    warning.
     """
     import torch._dynamo.config as dynamo
 

@@ -28,13 +28,13 @@ class CellRecord:
         conditions: everything that the results depend on. Cells with equal conditions are the same cell.
         status: ``"ok"``; ``"oom"``: out of memory; ``"unavailable"``: it cannot run on this machine or model;
             ``"error"``: it failed, and the next run tries it again.
-        message: the reason for any other status than ``"ok"``, for which it is empty.
+        message: the reason for the status; empty for ``"ok"``.
         seconds: wall-clock time of each timed call, in the order in which they ran.
         peak_bytes: peak memory over these calls; None if it cannot be read.
         references: seconds of dense runs in the same rounds, by name: ``"dense"`` with fused attention, and
             ``"dense, same attention"`` with the attention of this cell.
-        facts: other results, such as ``flops_dense`` or ``notes``, which are no conditions.
-        finished: date and time of its end, in ISO 8601 with the UTC offset.
+        facts: other results, such as ``flops_dense`` or ``notes``.
+        finished: date and time at which the cell was finished, in ISO 8601 with the UTC offset.
     """
 
     conditions: Mapping[str, Any]

@@ -87,9 +87,8 @@ class ResultsFile(Generic[R]):
                 rest = rest[self._file.write(rest) or 0 :]
             os.fsync(self._file.fileno())
         except OSError as error:
-            with contextlib.suppress(
-                OSError
-            ):  # if this fails too, the next run moves the incomplete line away
+            # If this fails too, the next run moves the incomplete line away.
+            with contextlib.suppress(OSError):
                 self._file.truncate(before)
             kept = _keep_elsewhere(line)
             raise RecordNotWrittenError(
@@ -149,11 +148,11 @@ def read_records(
 ) -> Iterator[Any]:
     """Read the records of some kinds in a results file, in order.
 
-    ``kinds`` has the class of each kind, by its name. Lines of other kinds are skipped, unless there may be
-    only these kinds. ``notes`` gets a message if the last line is incomplete.
+    ``kinds`` maps the name of each kind to its class. Lines of other kinds are skipped, or refused if
+    ``only`` is true. ``notes`` gets a message if the last line is incomplete.
 
     Raises:
-        ConfigError: as for :func:`read_lines`, or a line is not a valid record.
+        ConfigError: as for :func:`read_lines`, or a line is not a valid record of an allowed kind.
     """
     for number, values in read_lines(path, notes):
         name = str(values.get("kind"))

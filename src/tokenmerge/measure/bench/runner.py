@@ -1,4 +1,4 @@
-"""Measures every cell of a benchmark, and appends each to the results file when it ends."""
+"""Measures every cell of a benchmark, and appends its record to the results file when it is finished."""
 
 from __future__ import annotations
 
@@ -115,9 +115,8 @@ class _Run:
             model = self._load(setting)
         except Exception as error:
             failure = Failure.of(error)
-            if (
-                failure.status == "unavailable"
-            ):  # the hub may be down, or a folder incomplete: try again next time
+            # The hub may be down, or a folder incomplete: an error is tried again in the next run.
+            if failure.status == "unavailable":
                 failure = dataclasses.replace(failure, status="error")
             for cell in pending:
                 finish(cell, failure)

@@ -49,7 +49,7 @@ def interleaved(
     """Time every variant ``repeat`` times, with interleaved calls, and yield each measurement at once.
 
     The calls are interleaved so that changes in the machine's speed affect all variants alike. Call each
-    variant once before, so that compilation and caching are not timed.
+    variant once beforehand, so that compilation and caching are not timed.
 
     The device is synchronized before each reading of the clock.
     """

@@ -29,7 +29,7 @@ _BOUNDING = (
 
 
 def bounds(config: ToMeConfig) -> bool:
-    """Whether the oracle bounds these settings: they merge around layers, and are the same at every step."""
+    """Whether the oracle bounds these settings: they merge around layers, and do the same at every step."""
     changing = config.schedule != Schedule() or config.correction.on or config.token_reuse or config.reuse.on
     return config.scope == "layers" and not (changing or config.levels)
 
@@ -57,7 +57,7 @@ def tomesd(model: nn.Module, config: ToMeConfig, report: Report) -> Iterator[Non
     """Merge tokens with the package tomesd.
 
     Raises:
-        UnsupportedModelError: tomesd finds no block in the model, which it does not report itself.
+        UnsupportedModelError: tomesd finds no block in the model. It does not report this itself.
     """
     original: Any = importlib.import_module("tomesd")
     settings = {name: value for name, value in config.to_dict().items() if name in TOMESD_SETTINGS}
@@ -67,7 +67,8 @@ def tomesd(model: nn.Module, config: ToMeConfig, report: Report) -> Iterator[Non
         original.apply_patch(model, **settings)
         if not any(type(module).__name__ == "ToMeBlock" for module in model.modules()):
             raise UnsupportedModelError(
-                f"tomesd finds no block that it can patch in {type(model).__name__}, so it would run dense"
+                f"tomesd finds no block that it can patch in {type(model).__name__}, so it would run dense; "
+                "leave it out"
             )
         yield
     finally:
@@ -91,7 +92,7 @@ def oracle(model: nn.Module, config: ToMeConfig, report: Report) -> Iterator[Non
     """
     if not bounds(config):
         raise ConfigError(
-            "oracle: it needs scope='layers' and the same settings at every step; leave it out for others"
+            "oracle: it needs scope='layers' and the same settings at every step; leave it out otherwise"
         )
     _check_shortening(model, config)
     swapped: dict[nn.Module, type[nn.Module]] = {}

@@ -38,10 +38,11 @@ class VariantKind:
             with an oracle if it merges.
         package: name and version of the package that it needs, for pip; None: it needs none.
         takes: names of the settings that it accepts.
-        number: name and default of the setting by which it becomes faster, for a variant without a method.
+        number: name and default of the setting that makes it faster, for a variant without a method.
             ``apply`` gets it as a keyword argument.
-        options: its other settings by name, each with an example, which says whether it is a number or a
-            word. ``apply`` gets those that are given, and checks their range.
+        options: its other settings by name, each with an example value. The type of the example tells
+            whether the setting is a number or a word. ``apply`` gets those that are given, and checks their
+            ranges.
     """
 
     apply: Callable[..., AbstractContextManager[Any]]
@@ -95,7 +96,7 @@ VARIANTS = {
         options={"taylor": 1.0, "mask": "fast", "merge": 0.5, "scope": "block"},
     ),
     ORACLE: VariantKind(variant_contexts.oracle, "tome"),
-    # Dense, with as many steps as fit into the time of a merged variant. Their number is known after it ran.
+    # Dense, with as many steps as fit into the time of a merged variant, which must run first.
     FEWER_STEPS: VariantKind(variant_contexts.dense),
 }
 
@@ -128,7 +129,7 @@ class Variant:
         """Apply the variant to a model or a pipeline within the context.
 
         The target is the pipeline for a variant with ``of_pipeline``, if there is one, otherwise the
-        denoiser. Only an oracle needs the report of what merging does at the measured size.
+        denoiser. The report is for the measured size; only an oracle needs it.
         """
         variant = VARIANTS[self.name]
         own = {} if variant.number is None else dict(self.settings)
@@ -137,7 +138,7 @@ class Variant:
     def config(self, pipe_or_model: object = None, follows_steps: bool | None = None) -> ToMeConfig | None:
         """The configuration; None for a variant without settings.
 
-        A method that chooses its settings by the model needs the model, see :func:`tokenmerge.auto.choose`.
+        A method that chooses its settings by the model needs the model; see :func:`tokenmerge.auto.choose`.
         """
         return None if self.merging is None else self.merging.config(pipe_or_model, follows_steps)
 
@@ -207,7 +208,7 @@ def oracle_of(spec: Variant) -> Variant | None:
 def _read_own(
     variant: str, text: str, number: tuple[str, float], options: Mapping[str, float | str]
 ) -> tuple[tuple[str, Any], ...]:
-    """Read ``NAME=VALUE,…``: the options that are given, and the number, by default if it is not given."""
+    """Read ``NAME=VALUE,…``: the given options, and the number or its default."""
     name, default = number
     given = [item.partition("=")[::2] for item in text.split(",") if item.strip()]
     found = {key.strip(): value.strip() for key, value in given}
@@ -219,7 +220,7 @@ def _read_own(
         also = ", ".join(f"{key}={_plain(example)}" for key, example in options.items())
         raise ConfigError(
             f"variant: expected {variant}:{name}=NUMBER above 0, such as {name}={default:g}"
-            f"{also and f', and with commas between them any of {also}'}, got {text!r}"
+            f"{also and f' (optionally with any of {also}, separated by commas)'}, got {text!r}"
         )
     return *((key, own[key]) for key in options if key in own), (name, own.get(name, default))
 

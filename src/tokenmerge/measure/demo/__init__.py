@@ -21,5 +21,5 @@ def path(name: str = "emoji-unet") -> Path:
     'emoji-unet'
     """
     if name not in NAMES:
-        raise ValueError(f"no bundled model is named {name!r}; there is {', '.join(map(repr, NAMES))}")
+        raise ValueError(f"no bundled model is named {name!r}; use one of {', '.join(map(repr, NAMES))}")
     return Path(__file__).parent / name

@@ -1,4 +1,4 @@
-"""What the bundled models draw: named emoji glyphs on plain backgrounds; and the prompts for them."""
+"""The pictures that the bundled models draw, which are emoji on plain backgrounds, and their prompts."""
 
 from __future__ import annotations
 

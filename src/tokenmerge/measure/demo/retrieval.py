@@ -69,7 +69,7 @@ def background_of(picture: Image) -> str:
 
 
 class Gallery:
-    """The features of every glyph on every background, computed when first asked for."""
+    """The features of every glyph on every background, computed on first use."""
 
     def __init__(self) -> None:
         import PIL.Image

@@ -15,7 +15,7 @@ from tokenmerge.measure.pipelines.settings import DTYPE_CHOICES, check_attention
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GenerateOptions:
-    """What to generate, and how.
+    """The options of one run.
 
     Args:
         prompt: text of the picture, not empty.

@@ -34,25 +34,25 @@ Number = TypeVar("Number", int, float)
 _KEY = "parameters"
 _NEGATIVE = "Negative prompt: "
 _ADVICE = "give a PNG that tokenmerge generate or a web UI wrote, such as merged-00.png"
-# A name, a colon, and a value: a JSON string, or what stands before the next comma.
+# A name, a colon, and a value: a JSON string, or the text before the next comma.
 _ENTRY = re.compile(r'\s*(\w[\w \-/]+):\s*("(?:\\.|[^\\"])+"|[^,]*)(?:,|$)')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Parameters:
-    """What a picture was made with; None: it does not say, or had the model's own.
+    """The parameters of a picture. None: unknown, or the model's default.
 
     Args:
-        prompt: what was drawn.
-        seed: of this picture.
+        prompt: text of the picture.
+        seed: seed of this picture.
         steps: denoising steps.
         size: (width, height) in pixels.
-        negative_prompt: what was not to be drawn.
+        negative_prompt: what the picture should not show.
         guidance: scale of classifier-free guidance.
         scheduler: short name or class name.
-        model: bundled model or hub id; of a folder or a checkpoint, its name alone.
+        model: bundled model or hub id. For a folder or a checkpoint, only its name.
         controlnet: likewise.
-        merging: the settings; None: dense.
+        merging: the settings of token merging. None: dense, or unknown.
     """
 
     prompt: str
@@ -68,9 +68,9 @@ class Parameters:
 
 
 def parameters_of(options: GenerateOptions, size: tuple[int, int]) -> Parameters:
-    """What the pictures of a run are made with, apart from their seeds and token merging.
+    """The parameters of a run's pictures, apart from their seeds and token merging.
 
-    Of a folder or a file, the name alone is noted: pictures are passed on, and paths are nobody's business.
+    For a folder or a file, only its name is included: pictures are shared, and paths are private.
     """
     return Parameters(
         prompt=options.prompt,
@@ -93,10 +93,10 @@ def write_picture(picture: Image, parameters: Parameters, metadata: str | None, 
     """Write a PNG file with the parameters of its picture.
 
     Args:
-        picture: to write.
-        parameters: what the picture was made with.
+        picture: the picture.
+        parameters: its parameters, without token merging.
         metadata: the settings as :meth:`tokenmerge.Patch.metadata` returns them; None: dense.
-        path: of the file.
+        path: path of the file.
     """
     from PIL.PngImagePlugin import PngInfo
 
@@ -106,10 +106,10 @@ def write_picture(picture: Image, parameters: Parameters, metadata: str | None, 
 
 
 def read_picture(path: Path) -> Parameters:
-    """What a picture was made with, as its PNG file says.
+    """Read the parameters of a picture from its PNG file.
 
     Raises:
-        ConfigError: the file cannot be read, says nothing, or names settings that are unknown.
+        ConfigError: the file cannot be read, has no parameters, or has unknown settings or invalid numbers.
     """
     import PIL.Image
 
@@ -117,7 +117,7 @@ def read_picture(path: Path) -> Parameters:
         with PIL.Image.open(io.BytesIO(read_bytes(path, "like", _ADVICE))) as picture:
             text = getattr(picture, "text", {}).get(_KEY)
     except (OSError, SyntaxError, ValueError, PIL.Image.DecompressionBombError) as error:
-        raise ConfigError(f"like: cannot read the picture {path} (it is no picture); {_ADVICE}") from error
+        raise ConfigError(f"like: cannot read the picture {path} (it is not a picture); {_ADVICE}") from error
     if text is None:
         raise ConfigError(f"like: {path} does not say what it was made with; {_ADVICE}")
     try:
@@ -154,11 +154,11 @@ def _quoted(value: str) -> str:
 
 
 def _from_text(text: str) -> Parameters:
-    said, _, last = text.rstrip().rpartition("\n")
+    prompts, _, last = text.rstrip().rpartition("\n")
     entries = {name.strip(): _unquoted(value) for name, value in _ENTRY.findall(last)}
-    if "Steps" not in entries:  # a picture that says its prompt alone
-        said, entries = text, {}
-    prompt, negates, negative = said.partition("\n" + _NEGATIVE)
+    if "Steps" not in entries:  # the text is only a prompt
+        prompts, entries = text, {}
+    prompt, negates, negative = prompts.partition("\n" + _NEGATIVE)
     size = re.fullmatch(r"(\d+)x(\d+)", entries.get("Size", ""))
     merging = entries.get("Token merging")
     return Parameters(

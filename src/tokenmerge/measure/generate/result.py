@@ -51,8 +51,8 @@ class Result:
     """All results of a run.
 
     ``conditions`` are machine, versions and options, in JSON-compatible values. Dense comes first among the
-    variants, if it ran. ``quality`` is None without a dense run or without torchmetrics. ``steps`` is what
-    each merged step did, if it was recorded.
+    variants, if it ran. ``quality`` is None without a dense run or without torchmetrics. ``steps`` is the
+    record of the merged steps, None if they were not recorded.
     """
 
     folder: Path

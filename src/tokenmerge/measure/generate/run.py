@@ -89,14 +89,14 @@ def generate(options: GenerateOptions, on_progress: Callable[[Progress], None] |
         control = open_picture(options.control, "control", "give a PNG, JPEG or WebP picture")
     if source.kind is not SourceKind.CHECKPOINT:
         sketch = load_sketch(source)
-        # With a ControlNet, it is enough if the ControlNet merges.
+        # With a ControlNet, the denoiser may stay dense if the ControlNet merges.
         if (known_size := options.size or sketch.size) is not None and options.controlnet is None:
             check_merging(sketch, known_size, options.merging)
     folder = options.out or free_folder(Path("outputs"), slug(options.prompt))
     prepare_folder(folder)
 
     pipe = load_pipeline_for(options, source, dtype, device)
-    with _failures_said(options):
+    with _one_line_errors(options):
         return _Run(pipe, options, control, folder, on_progress).run()
 
 
@@ -259,7 +259,7 @@ def merged_groups(plans: Mapping[str, RecordedPlan], index: int, batch: int) -> 
     labels = recorded.plan.labels()
     # With guidance, the samples with the prompt are the last ones of the batch.
     row = max(0, labels.shape[0] - batch + index)
-    of_picture = labels[row, : math.prod(recorded.grid)]  # reference pictures stand behind it
+    of_picture = labels[row, : math.prod(recorded.grid)]  # tokens of reference pictures follow
     grid = of_picture.reshape(recorded.grid[1:]).cpu().numpy()
     where = path.partition(".attentions")[0]
     return grid, f"{grid.size} to {len(np.unique(grid))} tokens in {where}, last plan"
@@ -271,14 +271,14 @@ def _compile(pipe: DiffusionPipeline) -> None:
 
 
 @contextlib.contextmanager
-def _failures_said(options: GenerateOptions) -> Iterator[None]:
+def _one_line_errors(options: GenerateOptions) -> Iterator[None]:
     """Turn failures that a user can act on into one-line errors."""
     try:
         yield
     except Exception as error:
         if is_out_of_memory(error):
             raise ConfigError(
-                "there is too little memory for this; lower --size or --batch, or use --dtype fp16"
+                "there is too little memory; lower --size or --batch, or use --dtype fp16"
             ) from error
         if options.compile and type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
             raise ConfigError(

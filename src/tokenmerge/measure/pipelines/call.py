@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 class PipelineCall:
     """A repeatable call of a pipeline.
 
-    ``arguments`` are those of the pipeline's call without the generators. There is one seed per picture or
-    video. ``guided`` says whether classifier-free guidance doubles the batch.
+    ``arguments`` are the arguments of the pipeline, except for the generators. There is one seed per picture
+    or video. ``guided`` says whether classifier-free guidance doubles the batch.
     """
 
     arguments: Mapping[str, Any]
@@ -49,8 +49,8 @@ class PipelineCall:
     ) -> PipelineCall:
         """Turn the options into arguments that the pipeline accepts.
 
-        ``control`` is a picture for the ControlNet, and ``frames`` the length of a video. None: pictures are
-        expected.
+        ``control`` is a picture for the ControlNet, and ``frames`` the length of a video. If ``frames`` is
+        None, the pipeline must draw pictures.
 
         Raises:
             ConfigError: the pipeline does not accept an option.
@@ -60,8 +60,8 @@ class PipelineCall:
         parameters = inspect.signature(pipe.__call__).parameters
         if frames is None and draws_videos(type(pipe)):
             raise UnsupportedModelError(
-                f"model: {type(pipe).__name__} draws videos, and pictures were asked for; only tokenmerge "
-                "evaluate takes videos, of a diffusers folder or a hub id"
+                f"model: {type(pipe).__name__} draws videos, but pictures were requested; only tokenmerge "
+                "evaluate can draw videos, with a model from a diffusers folder or the hub"
             )
         arguments: dict[str, Any] = {
             "prompt": [options.prompt] * options.batch,
@@ -85,7 +85,7 @@ class PipelineCall:
                 f"model: {pipeline} cannot generate pictures from text alone; use a text-to-image pipeline"
             )
         if unknown:
-            raise ConfigError(f"{pipeline} does not accept {', '.join(unknown)}; leave that option out")
+            raise ConfigError(f"{pipeline} does not accept {', '.join(unknown)}; leave it out")
         seeds = tuple(range(options.seed, options.seed + options.batch))
         return cls(arguments, seeds, guides(pipe, options.guidance))
 
@@ -138,7 +138,7 @@ def load_pipeline_for(
 def draws_videos(pipeline: Any) -> bool:
     """Whether pipelines of this class draw videos whose length can be chosen."""
     length = inspect.signature(pipeline.__call__).parameters.get("num_frames")
-    return length is not None and length.default != 1  # models of video that draw pictures by default
+    return length is not None and length.default != 1  # 1: a video model that draws pictures by default
 
 
 def default_frames(pipeline: Any) -> int:

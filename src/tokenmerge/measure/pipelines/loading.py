@@ -98,7 +98,7 @@ def find_model(name: str) -> ModelSource:
         return ModelSource(SourceKind.CHECKPOINT, str(path), allows_pickles)
     if _HUB_ID.fullmatch(location) and not location.startswith("."):
         return ModelSource(SourceKind.HUB, location, allows_pickles)
-    raise ConfigError(f"model: {_short(name)!r} is no model; expected {_ACCEPTED}")
+    raise ConfigError(f"model: {_short(name)!r} is not a model; expected {_ACCEPTED}")
 
 
 def _short(name: str) -> str:
@@ -204,7 +204,7 @@ def require_diffusers(needed_by: str) -> Any:
 
 
 def no_denoiser(pipeline: str) -> str:
-    """The message about a pipeline that has nothing to merge tokens in."""
+    """The error message for a pipeline without a denoiser."""
     return f"model: {pipeline} has neither a unet nor a transformer; use a text-to-image diffusion pipeline"
 
 
@@ -252,8 +252,7 @@ def loading(what: str) -> contextlib.AbstractContextManager[None]:
     """Turn any error from loading a damaged or unknown model into one line that names the model."""
     return errors_as(
         lambda reason: ConfigError(
-            f"model: cannot load {what}: {reason}; give a folder that "
-            f"holds all its files as safetensors (pickles: {PICKLE}NAME), or a hub id while the hub can be "
-            "reached"
+            f"model: cannot load {what}: {reason}; give a folder with all files of the model as safetensors "
+            f"({PICKLE}NAME accepts pickles too), or a hub id while the hub can be reached"
         )
     )

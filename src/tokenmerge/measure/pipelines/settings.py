@@ -1,4 +1,4 @@
-"""Devices, dtypes, schedulers and attention implementations by the names that users give."""
+"""Finds devices, dtypes, schedulers and attention implementations by the names that users give."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def resolve_device(name: str) -> torch.device:
     """Turn ``"auto"`` or a torch device name into an existing device.
 
     Raises:
-        ConfigError: the name is no device name, or the device does not exist here.
+        ConfigError: the name is not a device name, or the device does not exist here.
     """
     if name == "auto":
         if torch.cuda.is_available():
@@ -152,7 +152,7 @@ def check_attention(name: str) -> None:
         from diffusers.models import attention_backend
 
         try:
-            with attention_backend(name):  # looks for its package, and sets nothing in the end
+            with attention_backend(name):  # checks that its package is installed
                 pass
         except (ImportError, OSError, RuntimeError, ValueError) as error:
             raise ConfigError(
@@ -168,7 +168,7 @@ def set_attention(models: Sequence[ModelMixin], name: str) -> None:
         name: ``"sdpa"``: torch's fused attention, the default of diffusers. ``"xformers"``: the
             memory-efficient attention of xFormers. ``"default"``: unfused attention (two matrix products and
             a softmax), which stores the whole attention matrix. ``"flash"``, ``"sage"`` and others: a
-            back-end of diffusers, which most transformers take, for these models alone.
+            back-end of diffusers, set for these models only. Most transformers support them.
 
     Raises:
         ConfigError: the name is unknown, its package is missing, or the model does not offer it.
@@ -199,9 +199,9 @@ def set_attention(models: Sequence[ModelMixin], name: str) -> None:
 
 
 def _set_backend(model: ModelMixin, name: str) -> None:
-    """Let a model compute attention by a back-end of diffusers.
+    """Make a model compute attention with a back-end of diffusers.
 
-    Its own ``set_attention_backend`` would set it for all models that leave the choice to diffusers, too.
+    ``model.set_attention_backend`` would also set it for all other models that leave the choice to diffusers.
     """
     from diffusers.models import AttentionBackendName
 
@@ -209,8 +209,8 @@ def _set_backend(model: ModelMixin, name: str) -> None:
     if not processors:
         kinds = ", ".join(sorted({type(own).__name__ for own in model.attn_processors.values()}))
         raise ConfigError(
-            f"attention: {type(model).__name__} computes attention in {kinds}, which take no back-end of "
-            f"diffusers, got {name!r}; use one of {', '.join(ATTENTION_CHOICES)}"
+            f"attention: {type(model).__name__} computes attention in {kinds}, which support no back-end "
+            f"of diffusers, got {name!r}; use one of {', '.join(ATTENTION_CHOICES)}"
         )
     for processor in processors:
         processor._attention_backend = AttentionBackendName(name)

@@ -39,8 +39,8 @@ class ModelSketch:
     Attributes:
         denoiser: on the meta device.
         scale: pixels per latent position along each side.
-        size: default (width, height) in pixels; None if nothing says it.
-        notes: what was assumed.
+        size: default (width, height) in pixels; None if unknown.
+        notes: the assumptions that were made.
     """
 
     denoiser: torch.nn.Module
@@ -53,8 +53,8 @@ def sketch(name: str) -> ModelSketch:
     """Build the denoiser that a name, a folder or a config file stands for.
 
     Args:
-        name: as for :func:`find_model`; or the path of a ``model_index.json``, or of the ``config.json`` of a
-            denoiser, or the folder that it is in.
+        name: as for :func:`find_model`, or the path of a ``model_index.json``, of a denoiser's
+            ``config.json``, or of the folder of that config.
 
     Raises:
         ConfigError, MissingExtraError, UnsupportedModelError: as for :func:`load_sketch`.
@@ -68,7 +68,7 @@ def sketch(name: str) -> ModelSketch:
 
 
 def _sketch_of_denoiser(file: Path) -> ModelSketch:
-    """Build a denoiser from its own config; a VAE in the folder beside it says how large pixels are."""
+    """Build a denoiser from its own config. The scale is that of the VAE in the folder beside it, or 8."""
     require_diffusers("reading a diffusers model")
     config = _read_config(file)
     denoiser = _from_config(config, "denoiser", file)
@@ -78,7 +78,7 @@ def _sketch_of_denoiser(file: Path) -> ModelSketch:
         scale = _codec_scale(_from_config(_read_config(codec), "vae", codec))
     else:
         scale = _USUAL_SCALE
-        notes = (f"pixels: {scale} per latent position, which is usual; there is no {codec} to say so",)
+        notes = (f"pixels: assumed the usual {scale} per latent position, because there is no {codec}",)
     return ModelSketch(denoiser, scale, _own_size(denoiser, scale), notes)
 
 
@@ -99,14 +99,14 @@ def _read_config(file: Path) -> dict[str, Any]:
         raise ConfigError(f"model: cannot read {file} as JSON: {error}"[:300]) from error
     if not isinstance(config, dict) or "_class_name" not in config:
         raise ConfigError(
-            f"model: {file} has no _class_name, so it is no config of a diffusers model; give the "
+            f"model: {file} has no _class_name, so it is not the config of a diffusers model; give the "
             "config.json of a unet or transformer, or the model_index.json of a pipeline"
         )
     return config
 
 
 def _own_size(denoiser: ModelMixin, scale: int) -> tuple[int, int] | None:
-    """The default (width, height) in pixels, from the config, or as the model's family knows it."""
+    """The default (width, height) in pixels from the config, or else from the model's family."""
     if (size := default_size(denoiser.config, scale)) is not None:
         return size
     with contextlib.suppress(UnsupportedModelError):
@@ -158,8 +158,8 @@ def _component(source: ModelSource, name: str, entry: object) -> ModelMixin:
     file = Path(source.location) / name / CONFIG
     if source.kind is not SourceKind.HUB and not file.is_file():
         raise ConfigError(
-            f"model: there is no file {file}, and {INDEX} beside it names a component {name}; give a folder "
-            "with the configs of all components"
+            f"model: there is no file {file}, but {INDEX} lists the component {name}; give a folder with the "
+            "configs of all components"
         )
     with loading(source.location):
         return _weightless(component_class, component_class.load_config(source.location, subfolder=name))
