@@ -84,7 +84,7 @@ def test_without_a_launcher_there_is_one_process() -> None:
 
 def test_one_device_is_not_for_several_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ConfigError, match="each of several processes has its own, got 'cuda:0'"):
+    with pytest.raises(ConfigError, match="each process has its own device, got 'cuda:0'"):
         processes("cuda:0").__enter__()
 
 

@@ -58,8 +58,8 @@ def test_bare_class_names_take_a_template(tmp_path: Path) -> None:
         (" \n\n", "is empty"),
         (b"\x89PNG\r\n\x1a\n\0", "is not UTF-8 text"),
         (b"abc\0def", "is binary"),
-        ("Prompt\tCategory\n", "has a header and no prompts"),
-        ("Prompt\tCategory\n\tAnimals\n", "has a header and no prompts"),
+        ("Prompt\tCategory\n", "has a header but no prompts"),
+        ("Prompt\tCategory\n\tAnimals\n", "has a header but no prompts"),
     ],
 )
 def test_a_file_without_prompts_is_named(tmp_path: Path, content: str | bytes, words: str) -> None:

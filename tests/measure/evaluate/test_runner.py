@@ -358,7 +358,7 @@ def test_fewer_steps_that_cannot_be_counted_say_what_to_run(tmp_path: Path) -> N
     conditions = {"model": "m", "width": 8, "height": 8, "steps": 25}
     with pytest.raises(
         ConfigError,
-        match=r"fewer-steps: how many steps fit into deepcache interval=3 can be neither counted.*bench",
+        match=r"fewer-steps: the number of steps that fit into the time of deepcache interval=3 can.*bench",
     ):
         plan_variants(specs, 25, conditions, tmp_path, lambda spec: None)
 
@@ -512,7 +512,7 @@ def test_a_picture_replaced_by_one_of_another_size_is_named(run: Run, tmp_path: 
     run()
     path = sorted(tmp_path.rglob("tome*/*.png"))[0]
     picture(0, side=16).save(path)
-    with pytest.raises(ConfigError, match=rf"{path} should have 32x32 pixels, and has 16x16; delete it"):
+    with pytest.raises(ConfigError, match=rf"{path} should have 32x32 pixels, but has 16x16; delete it"):
         run()
 
 

@@ -111,19 +111,17 @@ def test_a_video_comes_back_as_it_was_also_where_frames_are_equal(order, tmp_pat
 
 def test_a_video_of_another_length_or_no_video_is_refused(tmp_path: Path) -> None:
     write_video(tmp_path / "video.png", [picture(0), picture(1)], PngInfo())
-    with pytest.raises(ConfigError, match=r"should have 3 frames, and has 2; delete it"):
+    with pytest.raises(ConfigError, match=r"should have 3 frames, but has 2; delete it"):
         read_video(tmp_path / "video.png", 3, "out", "delete it")
     (tmp_path / "broken.png").write_bytes(b"nothing")
-    with pytest.raises(ConfigError, match="it is no video"):
+    with pytest.raises(ConfigError, match="it is not a video"):
         read_video(tmp_path / "broken.png", 2, "out", "delete it")
 
 
 def test_a_pipeline_that_makes_another_length_is_named(tmp_path: Path) -> None:
     conditions = {"model": "m", "width": 32, "height": 32, "steps": 2, "frames": 10}
     store = PictureStore(tmp_path / "results.jsonl", conditions)
-    with pytest.raises(
-        ConfigError, match="made a video of 9 frames where 10 were asked for; give --frames 9"
-    ):
+    with pytest.raises(ConfigError, match="made a video of 9 frames instead of 10; give --frames 9"):
         store.save(drawn(), item(), [picture(i) for i in range(9)], None)
     assert not list(tmp_path.rglob("*.png"))
 
