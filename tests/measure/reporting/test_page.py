@@ -53,7 +53,7 @@ frame.onload = async () => {{
   found.others = [...page.querySelectorAll(".pair")].filter(e => e.style.getPropertyValue("--cut")).length;
   found.overlap = [box(dense).width - box(pair).width, box(dense).height - box(pair).height];
   const head = [...page.querySelectorAll("th")].find(e => e.textContent === "speed-up" &&
-    e.closest("table").textContent.includes("not here"));
+    e.closest("table").textContent.includes("not available"));
   const column = [...head.parentElement.children].indexOf(head);
   found.sorted = [];
   for (const click of [1, 2]) {{

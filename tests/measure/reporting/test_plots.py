@@ -31,7 +31,9 @@ def crowded(lines: int, points: int) -> Chart:
         )
         for line in range(lines)
     )
-    return Chart("The price: " + "a long title, " * 12, "PSNR", "speed-up", made, ("dense", 1.0))
+    return Chart(
+        "Speed-up against closeness: " + "a long title, " * 12, "PSNR", "speed-up", made, ("dense", 1.0)
+    )
 
 
 @pytest.mark.parametrize(("lines", "points"), [(1, 1), (3, 5), (14, 6), (5, 20)])
