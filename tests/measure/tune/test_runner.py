@@ -132,7 +132,7 @@ def test_without_matplotlib_the_rest_is_written(made_up, options, monkeypatch) -
         raise plots.MissingExtraError("plots", needed_by="plots")
 
     monkeypatch.setattr(result, "draw", missing)
-    assert any(line.startswith("no price curve: plots: not installed") for line in write_result(search))
+    assert any(line.startswith("no chart: plots: not installed") for line in write_result(search))
     assert search.options.out.exists()
 
 
