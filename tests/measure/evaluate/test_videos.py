@@ -1,4 +1,4 @@
-"""Evaluating pipelines that draw videos: frames on the disk, means over them, and motion."""
+"""Evaluating pipelines that draw videos: files of frames, means over frames, and motion."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def moving(frames: int = 6, side: int = 24) -> torch.Tensor:
-    """A square that moves over a grey picture by two pixels a frame, ``[f, 3, h, w]``."""
+    """A square that moves over a grey background by two pixels per frame, ``[f, 3, h, w]``."""
     video = torch.full((frames, 3, side, side), 0.5)
     for i in range(frames):
         video[i, :, 4:10, 2 * i : 2 * i + 6] = 1.0
@@ -57,7 +57,7 @@ def test_a_frozen_video_does_not_move_and_its_error_is_1() -> None:
 
 
 def test_half_of_the_motion_lies_between() -> None:
-    """Each frame halfway to the mean of all moves half as far."""
+    """Moving each frame halfway to the mean of all frames halves the motion."""
     video = moving()
     half = (video + video.mean(dim=0)) / 2
     assert_close(motion(half, video).item(), 0.5, rtol=1e-5, atol=0)
@@ -65,16 +65,16 @@ def test_half_of_the_motion_lies_between() -> None:
 
 
 def test_a_shifted_video_moves_as_much_elsewhere() -> None:
-    """Shifted by half of its motion in a frame, the edges that change overlap in part."""
+    """With a shift by half of the motion per frame, the changing edges overlap in part."""
     shifted = moving().roll(1, dims=3)
     assert_close(motion(shifted, moving()).item(), 1.0, rtol=1e-5, atol=0)
-    # Shifted so far that no pixel changes in both, the squared errors of both add up.
+    # With a shift so far that no pixel changes in both videos, their squared errors add up.
     far = moving().roll(12, dims=2)
     assert_close(motion_error(far, moving()).item(), 2**0.5, rtol=1e-5, atol=0)
     assert 0 < motion_error(shifted, moving()).item() < 2**0.5
 
 
-def test_it_is_the_formula_and_no_brightness_matters() -> None:
+def test_motion_is_its_formula_and_ignores_brightness() -> None:
     draw = torch.Generator().manual_seed(0)
     one, two = (torch.rand(5, 3, 4, 6, generator=draw) for _ in range(2))
     mine, theirs = (np.diff(x.double().numpy(), axis=0) for x in (one, two))

@@ -44,7 +44,7 @@ def test_the_fastest_at_a_closeness() -> None:
     assert fastest_table([]) is None
 
 
-def test_what_all_sets_of_pictures_share_is_said_once() -> None:
+def test_a_note_says_once_what_all_sets_of_pictures_share() -> None:
     others = [
         dataclasses.replace(record, conditions={**record.conditions, "steps": 8}) for record in quality()
     ]
@@ -56,7 +56,7 @@ def test_what_all_sets_of_pictures_share_is_said_once() -> None:
     )
 
 
-def test_the_summary_counts_and_names_the_fastest_that_is_no_baseline() -> None:
+def test_the_summary_counts_and_names_the_fastest_method() -> None:
     text = summary(CELLS, charts(CELLS, quality()))
     timed = sum(c.speedup is not None for c in CELLS)
     assert text.startswith(f"{timed} variants timed in 3 settings; speed and closeness of 1 set of pictures.")

@@ -88,7 +88,7 @@ def test_categories_are_lines_of_the_table_and_no_points_of_the_curve() -> None:
 
 def test_fewer_steps_are_one_line_of_the_curve_and_dense_is_told_once() -> None:
     labels = ("tome ratio=0.5", "tome ratio=0.5 merge_mlp", "tome ratio=0.25", "tome ratio=0.1")
-    steps_used = (10, 5, 15, 50)  # the last as many as dense
+    steps_used = (10, 5, 15, 50)  # the last is the number of steps of dense
     fewer = [_fewer_steps(label, steps) for label, steps in zip(labels, steps_used, strict=True)]
     steps = [_timed(record, used / 5) for record, used in zip(fewer, steps_used, strict=True)]
     dense = dataclasses.replace(
@@ -138,7 +138,7 @@ def _fewer_steps(fits_into: str, steps: int) -> QualityRecord:
 
 
 def _timed(record: QualityRecord, seconds: float) -> CellRecord:
-    """Fewer steps, where dense takes 4 seconds."""
+    """A cell of fewer steps beside dense, which takes 4 seconds."""
     facts = {"steps_used": record.steps_used}
     return cell("fewer-steps", (seconds,), 4.0, settings=record.settings, facts=facts)
 
@@ -182,8 +182,8 @@ def test_pictures_drawn_otherwise_are_another_table_and_another_chart(change: di
 
 
 @pytest.mark.parametrize("finished", ["", "2026-11-23T00:00:00+00:00"])
-def test_figures_of_an_older_commit_are_left_out_and_that_is_said(finished: str) -> None:
-    """Of those that say when, the latest, whatever the names of their files; of the others, the last."""
+def test_figures_of_an_older_commit_are_left_out_with_a_note(finished: str) -> None:
+    """Of records with a date, the latest counts, in any order of files. Of the others, the last counts."""
     new = [
         dataclasses.replace(record, conditions=drawn(commit="new"), figures={"psnr": 1.0}, finished=finished)
         for record in quality()

@@ -94,10 +94,10 @@ def test_published_figures_stand_beside_ours() -> None:
     assert not any("0.25" in name for name in table.header)  # no figure was published at this ratio
     assert any("dense with xFormers attention was not published" in note for note in table.notes)
     assert not any("was not published" in note for note in paper.notes)
-    assert xformers == ["2.03"]  # without a dense column with xFormers there is no speed-up to tell
+    assert xformers == ["2.03"]  # no speed-up without a dense column with xFormers
 
 
-def test_the_denoiser_alone_is_told_as_a_step_times_the_steps() -> None:
+def test_the_denoiser_alone_is_named_as_a_step_times_the_steps() -> None:
     cells = [
         cell("dense", (0.5,), 0.5, scope="denoiser"),
         cell("tome", (0.25,), 0.5, scope="denoiser"),
@@ -169,11 +169,11 @@ def test_other_settings_are_other_tables_and_other_lines(change: dict) -> None:
         for line in chart.lines:
             assert len({x for x, _ in line.points}) == len(line.points)
     names = [table.title for table in content.measured]
-    if change.keys() != {"threads"}:  # on a GPU they are not worth a word
+    if change.keys() != {"threads"}:  # on a GPU, titles leave the threads out
         assert len(set(names)) == len(names)
 
 
-def test_of_cells_that_no_name_tells_apart_the_newest_is_shown() -> None:
+def test_of_cells_with_the_same_name_the_newest_is_shown() -> None:
     early, late = "2026-01-01T00:00:00+00:00", "2026-02-01T00:00:00+00:00"
     old = [cell("dense", (9.0,), finished=early), cell("tome", (8.0,), finished=early)]
     new = [

@@ -90,7 +90,8 @@ def parse_goal(min_speedup: float | None, bounds: Mapping[str, float | None], me
             )
         if not (math.isfinite(min_speedup) and min_speedup > 1):
             raise ConfigError(
-                f"min-speedup: expected a number above 1 (dense), such as 1.5, got {min_speedup:g}"
+                f"min-speedup: expected a number above 1, such as 1.5, got {min_speedup:g}; 1 is the speed "
+                "of dense"
             )
         return Goal(metric or "psnr", speedup=min_speedup)
     ((name, value),) = given.items()
