@@ -66,7 +66,7 @@ class TuneOptions:
         """The options of ``tokenmerge evaluate`` for drawing the same pictures.
 
         Args:
-            prompts: number of prompts in the file. If it is less than ``items``, each is drawn with several
+            prompts: number of available prompts. If it is less than ``items``, each is drawn with several
                 seeds. None: one seed.
         """
         shared = ("model", "prompts", "size", "steps", "guidance", "scheduler", "dtype", "device")
