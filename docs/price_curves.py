@@ -15,7 +15,7 @@ from tokenmerge.config import words_with_new_names
 from tokenmerge.measure.bench.match_records import cell_of_pictures
 from tokenmerge.measure.bench.records import CellRecord
 from tokenmerge.measure.bench.variants import DENSE
-from tokenmerge.measure.reporting.curves import Chart, charts
+from tokenmerge.measure.reporting.curves import AGAINST_CLOSENESS, Chart, charts
 from tokenmerge.measure.reporting.latest import newest_cells, newest_figures
 from tokenmerge.measure.reporting.plots import draw
 from tokenmerge.measure.reporting.quality import QualityRecord
@@ -60,7 +60,7 @@ def curves() -> dict[str, Chart]:
         name: chart
         for name, records in found.items()
         for chart in charts(cells, records)
-        if chart.title.startswith("The price") and chart.x.startswith("PSNR")
+        if chart.title.startswith(AGAINST_CLOSENESS) and chart.x.startswith("PSNR")
     }
 
 

@@ -39,7 +39,7 @@ def prompts(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def options(models: Path, prompts: Path, tmp_path: Path) -> Callable[..., EvaluateOptions]:
-    """Options for three prompts on the tiny pipeline, changed as asked."""
+    """Options for three prompts on the tiny pipeline, with changes."""
 
     def make(**changes: object) -> EvaluateOptions:
         values = {
@@ -59,7 +59,7 @@ def options(models: Path, prompts: Path, tmp_path: Path) -> Callable[..., Evalua
 
 @pytest.fixture
 def run(options: Callable[..., EvaluateOptions]) -> Callable[..., list[QualityRecord]]:
-    """Evaluate with these options; notes go to the list ``notes``, drawn pictures to ``drawn``."""
+    """Evaluate with these options. ``notes`` gets the notes, ``drawn`` the numbers of drawn pictures."""
 
     def execute(notes: list[str] | None = None, drawn: list[int] | None = None, **changes: object):
         def on_progress(progress):

@@ -68,7 +68,7 @@ def test_the_bundled_model_is_measured_with_its_own_prompts(tmp_path: Path) -> N
     assert "2/2" not in result.stdout  # progress is for the terminal, not for a pipe
 
 
-def test_a_table_with_categories_has_a_line_for_each(
+def test_a_table_with_categories_has_a_row_for_each(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     records = [RECORD, changed(RECORD, category="[bold]Animals", images=3, figures={"fid": 33.123456})]

@@ -20,7 +20,7 @@ def test_the_frechet_distance_is_its_formula() -> None:
     root = sqrtm(covariances[0] @ covariances[1]).real
     apart = one.mean(axis=0) - two.mean(axis=0)
     expected = apart @ apart + np.trace(covariances[0] + covariances[1] - 2 * root)
-    # Both take a square root of eigenvalues in double precision.
+    # Both take the square root of eigenvalues in double precision.
     assert frechet_distance(*sets(40, 50)) == pytest.approx(expected, rel=1e-6)
 
 

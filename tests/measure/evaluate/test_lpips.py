@@ -1,4 +1,4 @@
-"""LPIPS without torchvision, against the one of torchmetrics, which needs it for the networks alone."""
+"""LPIPS without torchvision, compared with the LPIPS of torchmetrics, which needs it for the backbones."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FILES = {"alex": "alexnet-owt-7be5be79", "vgg": "vgg16-397923af", "squeeze": "sq
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of torch.hub, which is empty, and no network."""
+    """An empty folder of torch.hub, without internet access."""
     monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path))
     (tmp_path / "checkpoints").mkdir()
 
@@ -33,7 +33,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def save_random_weights(hub: Path, name: str) -> Distance:
-    """Save a file as torchvision's: the convolutions, and a classifier that is not needed."""
+    """Save a file like torchvision's, with the convolutions and a classifier that is not used."""
     net = Distance(name)
     weights = {f"features.{key}": value for key, value in net.features.state_dict().items()}
     torch.save({**weights, "classifier.1.weight": torch.zeros(1)}, hub / f"{FILES[name]}.pth")
@@ -49,14 +49,14 @@ def test_the_networks_have_the_published_numbers_of_weights(name: str) -> None:
 
 @NETWORKS
 def test_distances_are_those_of_torchmetrics(name: str, hub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the same random networks, and with the weights of the channels that it ships."""
+    """Both have the same random backbone, and the channel weights that torchmetrics ships."""
     net = save_random_weights(hub, name)
     monkeypatch.setattr(theirs, "_get_tv_model_features", lambda *_: net.features)
     expected = theirs._LPIPS(net=name, pnet_rand=True)
     first, second = torch.rand(2, 3, 70, 81), torch.rand(2, 3, 70, 81)
     got = Lpips(name)(first, second)
     assert got.min() > 0
-    # Sums of up to 512 channels and 70 · 81 places, in another order: a few roundings of 2⁻²⁴ each.
+    # Sums over up to 512 channels and 70 · 81 positions in another order differ by a few roundings of 2⁻²⁴.
     torch.testing.assert_close(got, expected(first, second, normalize=True).flatten(), rtol=1e-5, atol=0)
 
 

@@ -59,7 +59,7 @@ def test_clip_score_is_that_of_torchmetrics(models: Path) -> None:
     clip = Clip(str(models / "clip"))
 
     class Adapted(torch.nn.Module):
-        """CLIP as torchmetrics expects it: features are tensors."""
+        """CLIP with features as tensors, as torchmetrics expects."""
 
         config = SimpleNamespace()
 
@@ -80,7 +80,7 @@ def test_clip_score_is_that_of_torchmetrics(models: Path) -> None:
     for index in (0, 1):
         pixels = (as_tensor([pictures[index]])[0] * 255).byte()
         torch.testing.assert_close(found[index], score(pixels, PROMPTS[index]).detach())
-    assert torch.isfinite(found[2])  # whose prompt is longer than the model's context
+    assert torch.isfinite(found[2])  # its prompt is longer than the model's context
 
 
 def test_a_network_without_text_has_no_clip_score(models: Path) -> None:
@@ -118,7 +118,7 @@ def test_psnr_and_ssim_come_first_and_each_once() -> None:
 
 
 def without(monkeypatch: pytest.MonkeyPatch, *modules: str) -> None:
-    """Make imports of these fail, as they do where torchvision does not fit torch."""
+    """Make these imports fail, as they do if torchvision does not match torch."""
     original = builtins.__import__
 
     def fail(name, *args, **kwargs):
@@ -143,7 +143,7 @@ def test_all_leaves_out_what_does_not_work_and_says_why(monkeypatch: pytest.Monk
     metrics = load("all", notes=notes)
     assert [metric.name for metric in metrics.of_pictures] == ["psnr", "ssim"]
     assert metrics.of_sets == ()
-    assert len(asked) == len(set(asked)) == 3  # not once for clip and once more for clip-score
+    assert len(asked) == len(set(asked)) == 3  # clip and clip-score share one
     text = "\n".join(notes)
     for name in ("lpips", "dino", "clip-score", "fid"):
         assert f"{name} needs the weights of" in text

@@ -84,7 +84,7 @@ def test_without_a_launcher_there_is_one_process() -> None:
 
 def test_one_device_is_not_for_several_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ConfigError, match="each of several processes has its own, got 'cuda:0'"):
+    with pytest.raises(ConfigError, match="each process has its own device, got 'cuda:0'"):
         processes("cuda:0").__enter__()
 
 
@@ -104,7 +104,7 @@ def test_two_processes_find_the_figures_of_one(
     alone = run(metrics=metrics, seeds=3)
     out = tmp_path / "two" / "evaluate.jsonl"
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "2"]
-    # As for GPUs: with --cpu, several processes would need MPI.
+    # With --cpu, several processes would need MPI.
     launch += ["--multi_gpu"]
     launch += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
     launch += ["--num_cpu_threads_per_process", "1", "--main_process_port", "0"]
@@ -131,9 +131,9 @@ def test_two_processes_find_the_figures_of_one(
     assert done.returncode == 0, done.stderr
     assert "2 processes share the prompts" in done.stderr
     assert done.stdout.count("tome ratio=0.5") == 1
-    assert done.stderr.count("drawing") == 1  # one of them shows its progress
+    assert done.stderr.count("drawing") == 1  # only one process shows its progress
     results = read_results([out])
-    # Equal to the last bit, but for the times: the same batches ran, each on one of the two.
+    # Except for the times, figures are bit-equal: the same batches ran, each in one of the processes.
     times = {"speedup": None, "speedup_quartiles": None}
     untimed = [[dataclasses.replace(one, **times) for one in found] for found in (results.quality, alone)]
     assert untimed[0] == untimed[1]

@@ -19,7 +19,7 @@ def texts(tmp_path: Path, content: str, template: str | None = None) -> list[str
     return [prompt.text for prompt in read_prompts(write(tmp_path, content), template)]
 
 
-def test_one_prompt_a_line_in_order_and_each_once(tmp_path: Path) -> None:
+def test_each_line_is_a_prompt_and_repeated_ones_are_read_once(tmp_path: Path) -> None:
     content = "\ufeffa castle\r\n\r\n  a boat, red \na castle\n漢字\n"
     assert texts(tmp_path, content) == ["a castle", "a boat, red", "漢字"]
 
@@ -58,8 +58,8 @@ def test_bare_class_names_take_a_template(tmp_path: Path) -> None:
         (" \n\n", "is empty"),
         (b"\x89PNG\r\n\x1a\n\0", "is not UTF-8 text"),
         (b"abc\0def", "is binary"),
-        ("Prompt\tCategory\n", "has a header and no prompts"),
-        ("Prompt\tCategory\n\tAnimals\n", "has a header and no prompts"),
+        ("Prompt\tCategory\n", "has a header but no prompts"),
+        ("Prompt\tCategory\n\tAnimals\n", "has a header but no prompts"),
     ],
 )
 def test_a_file_without_prompts_is_named(tmp_path: Path, content: str | bytes, words: str) -> None:

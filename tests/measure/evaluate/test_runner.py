@@ -84,7 +84,7 @@ def test_methods_follow_the_steps_of_the_pipeline(run: Run) -> None:
         "ibtm ratio=0.5",
         "auto ratio=0.5 min_tokens=64",
     ]
-    # Of two steps, none merges.
+    # schedule.until=0.2 merges in neither of the two steps.
     assert any(
         "equal dense in every pixel" in note for note in records["tome ratio=0.5 schedule.until=0.2"].notes
     )
@@ -103,9 +103,9 @@ def test_settings_read_from_a_record_draw_the_same_picture(run: Run, models: Pat
     run(variants=("auto:min_tokens=64", "tomesd"), steps=6, limit=1, batch=1)
     records = by_label(read_results([tmp_path / "results"]).quality)
     read = {label: record.config for label, record in records.items()}
-    assert read["dense"] is None  # it has no settings
+    assert read["dense"] is None  # dense has no settings
     settings = ToMeConfig.from_dict(read["auto ratio=0.5 min_tokens=64"])
-    assert settings.planner == "tiled"  # which auto chose
+    assert settings.planner == "tiled"  # auto chose it
     pipe = DiffusionPipeline.from_pretrained(models / "tiny")
     with token_merging(pipe, settings):
         again = pipe("red apple", num_inference_steps=6, generator=torch.Generator().manual_seed(0))
@@ -114,7 +114,7 @@ def test_settings_read_from_a_record_draw_the_same_picture(run: Run, models: Pat
     assert not np.array_equal(drawn_then["dense/red"], drawn_then["auto"])
 
 
-def test_pictures_of_different_settings_are_told(run: Run, tmp_path: Path, monkeypatch) -> None:
+def test_a_note_tells_of_pictures_with_different_settings(run: Run, tmp_path: Path, monkeypatch) -> None:
     run(variants=("auto:min_tokens=64",), limit=1)
     # Another seed is drawn later, by an auto that chooses other settings.
     chosen = dataclasses.replace(ToMeConfig(ratio=0.5), planner="tome")
@@ -131,7 +131,7 @@ def test_no_picture_depends_on_the_batch(run: Run, tmp_path: Path) -> None:
     assert list(one) == list(six)
     assert len({p.tobytes() for p in one.values()}) == len(one) == 12
     for name in one:
-        assert np.abs(one[name] - six[name]).max() <= 1  # kernels round differently for another batch
+        assert np.abs(one[name] - six[name]).max() <= 1  # kernels round differently at another batch size
 
 
 def test_records_draw_curve_and_sliders(run: Run, tmp_path: Path) -> None:
@@ -162,7 +162,7 @@ def test_a_run_that_is_cut_off_continues_and_draws_nothing_twice(
         calls.append(self.arguments["prompt"])
         return original(self, pipe, on_step)
 
-    # What is drawn before the first picture of a variant is no picture.
+    # The warm-up before the first picture of a variant is not counted.
     monkeypatch.setattr(draw, "_warm_up", lambda call, pipe: None)
     monkeypatch.setattr(PipelineCall, "__call__", counted)
     with pytest.raises(KeyboardInterrupt):
@@ -246,7 +246,7 @@ def test_sets_are_compared_with_dense_or_with_a_folder(run: Run, models: Path, t
     assert tome_to_folder.figures["fid"] != tome.figures["fid"]
     assert tome_to_folder.measured_with["fid"].endswith(f"dino, against {tmp_path / 'reference'}")
     assert list(read_results([tmp_path / "results"]).quality) == [dense_to_folder, tome_to_folder]
-    assert run(metrics=metrics)[0].figures == {}  # dense is no distance from itself
+    assert run(metrics=metrics)[0].figures == {}  # dense has no distance from itself
 
 
 def test_figures_by_category(run: Run, prompts: Path) -> None:
@@ -262,7 +262,7 @@ def test_figures_by_category(run: Run, prompts: Path) -> None:
     assert 3 * whole == pytest.approx(2 * food + things)
 
 
-def test_pictures_that_equal_dense_are_told(run: Run) -> None:
+def test_a_note_counts_pictures_that_equal_dense(run: Run) -> None:
     _, tome = run(variants=("tome:ratio=0",), limit=2)
     assert tome.figures == {"ssim": 1.0}
     assert tome.notes == (
@@ -292,7 +292,7 @@ def test_a_figure_that_is_no_number_is_left_out_and_named() -> None:
     assert figures_of("tome", measured, metrics, None).values == {}
 
 
-def test_what_is_left_out_is_told(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_notes_name_metrics_that_are_left_out(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     figures = Figures({"ssim": 1.0}, equal=0, images=3, undefined=("psnr",))
     monkeypatch.setattr("tokenmerge.measure.evaluate.records.figures_of", lambda *_: figures)
     _, tome = run()
@@ -349,7 +349,7 @@ def test_without_a_benchmark_fewer_steps_are_those_whose_operations_fit(run: Run
     assert [record.steps_used for record in (dense, tome, auto)] == [None] * 3
     by_merging, by_reuse = (record.steps_used for record in fewer)
     assert list(records)[3:] == [f"fewer-steps steps={by_merging}", f"fewer-steps steps={by_reuse}"]
-    # Half of the steps skip the levels below the finest, and those cost less than the whole.
+    # Half of the steps skip the levels below the finest, which are a part of the operations.
     assert 6 <= by_reuse < by_merging < 12
 
 
@@ -358,7 +358,7 @@ def test_fewer_steps_that_cannot_be_counted_say_what_to_run(tmp_path: Path) -> N
     conditions = {"model": "m", "width": 8, "height": 8, "steps": 25}
     with pytest.raises(
         ConfigError,
-        match=r"fewer-steps: how many steps fit into deepcache interval=3 can be neither counted.*bench",
+        match=r"fewer-steps: the number of steps that fit into the time of deepcache interval=3 can.*bench",
     ):
         plan_variants(specs, 25, conditions, tmp_path, lambda spec: None)
 
@@ -374,7 +374,7 @@ def test_a_variant_that_counts_no_saving_has_no_fewer_steps(tmp_path: Path) -> N
 
 
 def test_pictures_are_timed(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each call takes as long as a clock says: dense 6 s for two pictures and 2 s for one, merged half."""
+    """A made-up clock times the calls: dense 6 and 2 s for the two batches, merged 3 and 0.5 s."""
     taken = {("red apple", "blue boat"): (6.0, 3.0), ("green tree",): (2.0, 0.5)}
     original, now = PipelineCall.__call__, [0.0]
 
@@ -383,7 +383,7 @@ def test_pictures_are_timed(run: Run, tmp_path: Path, monkeypatch: pytest.Monkey
         if self.arguments["num_inference_steps"] == 5:
             now[0] += taken[tuple(self.arguments["prompt"])][merges]
         else:
-            now[0] += 100  # before the first picture
+            now[0] += 100  # the warm-up before the first picture
         return original(self, pipe, on_step)
 
     monkeypatch.setattr(PipelineCall, "__call__", timed)
@@ -391,7 +391,7 @@ def test_pictures_are_timed(run: Run, tmp_path: Path, monkeypatch: pytest.Monkey
     dense, tome = run(steps=5)
     assert (dense.speedup, dense.speedup_quartiles) == (None, None)
     assert (tome.speedup, tome.speedup_quartiles) == (2.0, (2.0, 3.0))
-    # The time is kept with the picture, so a run that draws nothing knows it too.
+    # The time is kept in the file of the picture, so a run that draws nothing has it too.
     assert run(steps=5)[1].speedup == 2.0
     for path in (tmp_path / "results").rglob("*-seed0.png"):
         Image.open(path).save(path)
@@ -512,7 +512,7 @@ def test_a_picture_replaced_by_one_of_another_size_is_named(run: Run, tmp_path: 
     run()
     path = sorted(tmp_path.rglob("tome*/*.png"))[0]
     picture(0, side=16).save(path)
-    with pytest.raises(ConfigError, match=rf"{path} should have 32x32 pixels, and has 16x16; delete it"):
+    with pytest.raises(ConfigError, match=rf"{path} should have 32x32 pixels, but has 16x16; delete it"):
         run()
 
 
@@ -525,7 +525,7 @@ def test_too_little_memory_is_one_line(run: Run, monkeypatch: pytest.MonkeyPatch
         run()
 
 
-def test_a_torn_results_file_is_said_and_continued(run: Run, tmp_path: Path) -> None:
+def test_a_torn_results_file_is_reported_and_continued(run: Run, tmp_path: Path) -> None:
     run()
     file = tmp_path / "results" / "evaluate.jsonl"
     file.write_text(file.read_text()[:-20])

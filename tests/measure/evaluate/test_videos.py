@@ -1,4 +1,4 @@
-"""Evaluating pipelines that draw videos: frames on the disk, means over them, and motion."""
+"""Evaluating pipelines that draw videos: files of frames, means over frames, and motion."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def moving(frames: int = 6, side: int = 24) -> torch.Tensor:
-    """A square that moves over a grey picture by two pixels a frame, ``[f, 3, h, w]``."""
+    """A square that moves over a grey background by two pixels per frame, ``[f, 3, h, w]``."""
     video = torch.full((frames, 3, side, side), 0.5)
     for i in range(frames):
         video[i, :, 4:10, 2 * i : 2 * i + 6] = 1.0
@@ -57,7 +57,7 @@ def test_a_frozen_video_does_not_move_and_its_error_is_1() -> None:
 
 
 def test_half_of_the_motion_lies_between() -> None:
-    """Each frame halfway to the mean of all moves half as far."""
+    """Moving each frame halfway to the mean of all frames halves the motion."""
     video = moving()
     half = (video + video.mean(dim=0)) / 2
     assert_close(motion(half, video).item(), 0.5, rtol=1e-5, atol=0)
@@ -65,16 +65,16 @@ def test_half_of_the_motion_lies_between() -> None:
 
 
 def test_a_shifted_video_moves_as_much_elsewhere() -> None:
-    """Shifted by half of its motion in a frame, the edges that change overlap in part."""
+    """With a shift by half of the motion per frame, the changing edges overlap in part."""
     shifted = moving().roll(1, dims=3)
     assert_close(motion(shifted, moving()).item(), 1.0, rtol=1e-5, atol=0)
-    # Shifted so far that no pixel changes in both, the squared errors of both add up.
+    # With a shift so far that no pixel changes in both videos, their squared errors add up.
     far = moving().roll(12, dims=2)
     assert_close(motion_error(far, moving()).item(), 2**0.5, rtol=1e-5, atol=0)
     assert 0 < motion_error(shifted, moving()).item() < 2**0.5
 
 
-def test_it_is_the_formula_and_no_brightness_matters() -> None:
+def test_motion_is_its_formula_and_ignores_brightness() -> None:
     draw = torch.Generator().manual_seed(0)
     one, two = (torch.rand(5, 3, 4, 6, generator=draw) for _ in range(2))
     mine, theirs = (np.diff(x.double().numpy(), axis=0) for x in (one, two))
@@ -111,19 +111,17 @@ def test_a_video_comes_back_as_it_was_also_where_frames_are_equal(order, tmp_pat
 
 def test_a_video_of_another_length_or_no_video_is_refused(tmp_path: Path) -> None:
     write_video(tmp_path / "video.png", [picture(0), picture(1)], PngInfo())
-    with pytest.raises(ConfigError, match=r"should have 3 frames, and has 2; delete it"):
+    with pytest.raises(ConfigError, match=r"should have 3 frames, but has 2; delete it"):
         read_video(tmp_path / "video.png", 3, "out", "delete it")
     (tmp_path / "broken.png").write_bytes(b"nothing")
-    with pytest.raises(ConfigError, match="it is no video"):
+    with pytest.raises(ConfigError, match="it is not a video"):
         read_video(tmp_path / "broken.png", 2, "out", "delete it")
 
 
 def test_a_pipeline_that_makes_another_length_is_named(tmp_path: Path) -> None:
     conditions = {"model": "m", "width": 32, "height": 32, "steps": 2, "frames": 10}
     store = PictureStore(tmp_path / "results.jsonl", conditions)
-    with pytest.raises(
-        ConfigError, match="made a video of 9 frames where 10 were asked for; give --frames 9"
-    ):
+    with pytest.raises(ConfigError, match="made a video of 9 frames instead of 10; give --frames 9"):
         store.save(drawn(), item(), [picture(i) for i in range(9)], None)
     assert not list(tmp_path.rglob("*.png"))
 

@@ -28,7 +28,7 @@ def cell(
     finished: str = "2026-01-02T03:04:05+00:00",
     **conditions: object,
 ) -> CellRecord:
-    """A cell; ``dense`` is the time of the dense run beside it in every round, with any attention."""
+    """A cell. ``dense`` is the time of the dense run in each round, with any attention."""
     if settings is None:
         settings = {} if variant == "dense" else {"ratio": ratio}
     values = {
@@ -71,7 +71,7 @@ def cell(
 
 
 def grid_of_cells() -> list[CellRecord]:
-    """Three sizes and ratios, three kinds of attention, a cell that does not fit, one that cannot run."""
+    """Three sizes and ratios, three kinds of attention, a cell out of memory, and one that cannot run."""
     cells = []
     for side, dense in ((512, 4.0), (768, 12.0), (1024, 40.0)):
         size = {"width": side, "height": side}
@@ -94,7 +94,7 @@ def grid_of_cells() -> list[CellRecord]:
 
 
 def drawn(**changes: object) -> dict[str, object]:
-    """Conditions of pictures that go with those of :func:`cell`."""
+    """Conditions of pictures that match those of :func:`cell`."""
     conditions = {
         "steps": 50,
         "attention": "sdpa",

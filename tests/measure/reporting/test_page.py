@@ -23,7 +23,7 @@ from tokenmerge.measure.reporting.results import read_results
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="no chromium here; apt-get install chromium")
 
-# A frame of a given width holds the page; the script around it looks inside and writes what it finds.
+# An iframe of a given width holds the page. The script around it inspects the page and writes what it finds.
 HARNESS = """<!DOCTYPE html><meta charset="utf-8"><body style="margin:0">
 <iframe id="frame" src="report.html" style="border:0;width:{width}px;height:900px"></iframe>
 <pre id="found">waiting</pre>
@@ -53,7 +53,7 @@ frame.onload = async () => {{
   found.others = [...page.querySelectorAll(".pair")].filter(e => e.style.getPropertyValue("--cut")).length;
   found.overlap = [box(dense).width - box(pair).width, box(dense).height - box(pair).height];
   const head = [...page.querySelectorAll("th")].find(e => e.textContent === "speed-up" &&
-    e.closest("table").textContent.includes("not here"));
+    e.closest("table").textContent.includes("not available"));
   const column = [...head.parentElement.children].indexOf(head);
   found.sorted = [];
   for (const click of [1, 2]) {{
@@ -114,7 +114,7 @@ def browse(address: str, *options: str) -> subprocess.CompletedProcess[str]:
 
 
 def looked_at(folder: Path, address: str, width: int, *more: str) -> tuple[dict, str]:
-    """What the script in the page found, and what the browser printed."""
+    """What the script found in the page, and what the browser printed."""
     (folder / f"harness-{width}.html").write_text(HARNESS.format(width=width), encoding="utf-8")
     options = (
         "--window-size=1500,1000",
@@ -123,7 +123,7 @@ def looked_at(folder: Path, address: str, width: int, *more: str) -> tuple[dict,
         "--dump-dom",
         *more,
     )
-    for _ in range(3):  # virtual time may run out before a browser that starts cold has loaded the page
+    for _ in range(3):  # on a cold start, virtual time may run out before the page is loaded
         result = browse(f"{address}/harness-{width}.html", *options)
         text = re.search(r'<pre id="found">(.*?)</pre>', result.stdout, re.DOTALL)[1]
         if text != "waiting":
@@ -149,7 +149,7 @@ def test_the_page_reads_well_and_its_slider_moves(folder: Path, address: str, wi
     assert found["requests"] == []
     assert found["best"] > 0
     if width == 400:
-        assert found["sticky"] < 0.45  # the first column, which stays, leaves room for the others
+        assert found["sticky"] < 0.45  # the sticky first column leaves room for the others
     assert not re.search(r"\binf\b|\bnan\b", found["text"])
 
 

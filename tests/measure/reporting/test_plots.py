@@ -1,4 +1,4 @@
-"""Charts: labels and legends that can be read, and no chart that says nothing."""
+"""Charts: their labels and legends can be read, and none is without information."""
 
 from __future__ import annotations
 
@@ -31,7 +31,9 @@ def crowded(lines: int, points: int) -> Chart:
         )
         for line in range(lines)
     )
-    return Chart("The price: " + "a long title, " * 12, "PSNR", "speed-up", made, ("dense", 1.0))
+    return Chart(
+        "Speed-up against closeness: " + "a long title, " * 12, "PSNR", "speed-up", made, ("dense", 1.0)
+    )
 
 
 @pytest.mark.parametrize(("lines", "points"), [(1, 1), (3, 5), (14, 6), (5, 20)])
@@ -68,7 +70,7 @@ def test_text_stays_text_so_that_a_picture_can_be_searched() -> None:
 
 
 def test_the_page_of_the_records_in_this_repository_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every sixth picture is drawn, and stands for those after it."""
+    """Only every sixth chart is drawn. It stands for the five after it."""
     drawn: list[str] = []
     numbers = itertools.count()
 

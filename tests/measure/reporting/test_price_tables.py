@@ -1,4 +1,4 @@
-"""Speed beside closeness, and the best of it."""
+"""The tables of speed and closeness, and the summary."""
 
 from __future__ import annotations
 
@@ -40,26 +40,26 @@ def test_the_fastest_at_a_closeness() -> None:
     (row,) = table.rows
     assert row.cells[1:] == ("tome 0.5: 1.25× (40.0)", "tome 0.75: 1.38× (37.5)", "tome 0.75: 1.38× (37.5)")
     table = fastest_table(charts(CELLS, quality()))
-    assert table.rows[0].cells[1:] == ("none above 1×",) * 3
+    assert table.rows[0].cells[1:] == ("none faster than dense",) * 3
     assert fastest_table([]) is None
 
 
-def test_what_all_sets_of_pictures_share_is_said_once() -> None:
+def test_a_note_says_once_what_all_sets_of_pictures_share() -> None:
     others = [
         dataclasses.replace(record, conditions={**record.conditions, "steps": 8}) for record in quality()
     ]
     cells = [*CELLS, *(cell("tome", (2.0,), 4.0, ratio=r, steps=8) for r in (0.25, 0.5, 0.75))]
     table = fastest_table(charts(cells, [*quality(), *others]))
     assert [row.cells[0] for row in table.rows] == ["8 steps", "50 steps"]
-    assert any(note.startswith("all: geometry:sd15, 512 × 512, fp16 on cuda") for note in table.notes)
+    assert any(
+        note.startswith("all pictures: geometry:sd15, 512 × 512, fp16 on cuda") for note in table.notes
+    )
 
 
-def test_the_summary_counts_and_names_the_fastest_that_is_no_baseline() -> None:
+def test_the_summary_counts_and_names_the_fastest_method() -> None:
     text = summary(CELLS, charts(CELLS, quality()))
     timed = sum(c.speedup is not None for c in CELLS)
-    assert text.startswith(
-        f"{timed} variants timed in 3 settings; speed beside closeness for 1 set of pictures."
-    )
+    assert text.startswith(f"{timed} variants timed in 3 settings; speed and closeness of 1 set of pictures.")
     assert "is 1.80×: tome ratio=0.5 merge_mlp on geometry:sd15, " in text
     assert summary([], []) == "Nothing was timed."
 

@@ -12,7 +12,7 @@ from tests.measure.reporting.made import cell, drawn, grid_of_cells, quality
 from tokenmerge.errors import ConfigError
 from tokenmerge.measure.bench.match_records import cell_of_pictures
 from tokenmerge.measure.bench.records import CellRecord
-from tokenmerge.measure.reporting.curves import charts
+from tokenmerge.measure.reporting.curves import AGAINST_CLOSENESS, charts
 from tokenmerge.measure.reporting.quality import QualityRecord, SampleRecord, metric_names, read_quality
 from tokenmerge.measure.reporting.report_data import content_of
 from tokenmerge.measure.reporting.results import Results, read_results
@@ -48,7 +48,7 @@ def test_records_are_read_back_and_other_lines_passed_over(tmp_path: Path) -> No
 @pytest.mark.parametrize("field", ["conditions", "measured_with", "settings"])
 def test_a_record_with_something_else_in_it_is_refused(tmp_path: Path, field: str) -> None:
     file = write(tmp_path / "a.jsonl", dataclasses.replace(TOME, **{field: "x"}))
-    with pytest.raises(ConfigError, match="line 1: not a record of quality"):
+    with pytest.raises(ConfigError, match="line 1: not a quality record"):
         list(read_quality(file))
 
 
@@ -88,7 +88,7 @@ def test_categories_are_lines_of_the_table_and_no_points_of_the_curve() -> None:
 
 def test_fewer_steps_are_one_line_of_the_curve_and_dense_is_told_once() -> None:
     labels = ("tome ratio=0.5", "tome ratio=0.5 merge_mlp", "tome ratio=0.25", "tome ratio=0.1")
-    steps_used = (10, 5, 15, 50)  # the last as many as dense
+    steps_used = (10, 5, 15, 50)  # the last is the number of steps of dense
     fewer = [_fewer_steps(label, steps) for label, steps in zip(labels, steps_used, strict=True)]
     steps = [_timed(record, used / 5) for record, used in zip(fewer, steps_used, strict=True)]
     dense = dataclasses.replace(
@@ -111,7 +111,7 @@ def test_a_number_of_steps_that_fits_into_several_methods_is_one_point_at_their_
     assert (line.points, line.labels) == (((20.0, 2.5),), ("10",))
 
 
-def test_what_was_drawn_and_timed_with_different_steps_is_on_no_curve_and_the_report_says_so() -> None:
+def test_what_was_drawn_and_timed_with_different_steps_is_in_no_chart_and_the_report_says_so() -> None:
     drawn = _fewer_steps("tome ratio=0.5", 12)
     cells = [_timed(dataclasses.replace(drawn, steps_used=13), 2.0)]
     assert not charts(cells, [drawn])
@@ -138,7 +138,7 @@ def _fewer_steps(fits_into: str, steps: int) -> QualityRecord:
 
 
 def _timed(record: QualityRecord, seconds: float) -> CellRecord:
-    """Fewer steps, where dense takes 4 seconds."""
+    """A cell of fewer steps beside dense, which takes 4 seconds."""
     facts = {"steps_used": record.steps_used}
     return cell("fewer-steps", (seconds,), 4.0, settings=record.settings, facts=facts)
 
@@ -172,14 +172,18 @@ def test_pictures_drawn_otherwise_are_another_table_and_another_chart(change: di
     assert [len(table.rows) for table in content.quality] == [len(quality())] * 2
     of_a_cell = {name: value for name, value in change.items() if name not in ("prompts", "seeds")}
     cells = [dataclasses.replace(c, conditions={**c.conditions, **of_a_cell}) for c in grid_of_cells()]
-    price = [c for c in charts([*grid_of_cells(), *cells], [*quality(), *others]) if "price" in c.title]
+    price = [
+        c
+        for c in charts([*grid_of_cells(), *cells], [*quality(), *others])
+        if c.title.startswith(AGAINST_CLOSENESS)
+    ]
     assert [len(chart.lines) for chart in price] == [2] * 4
     assert all(len(line.points) == 3 for chart in price for line in chart.lines)
 
 
 @pytest.mark.parametrize("finished", ["", "2026-11-23T00:00:00+00:00"])
-def test_figures_of_an_older_commit_are_left_out_and_that_is_said(finished: str) -> None:
-    """Of those that say when, the latest, whatever the names of their files; of the others, the last."""
+def test_figures_of_an_older_commit_are_left_out_with_a_note(finished: str) -> None:
+    """Of records with a date, the latest counts, in any order of files. Of the others, the last counts."""
     new = [
         dataclasses.replace(record, conditions=drawn(commit="new"), figures={"psnr": 1.0}, finished=finished)
         for record in quality()
@@ -188,9 +192,7 @@ def test_figures_of_an_older_commit_are_left_out_and_that_is_said(finished: str)
     content = content_of(Results((), both))
     (table,) = content.quality
     assert {row.cells[2] for row in table.rows} == {"1"}
-    assert content.notes[:-1] == (
-        "6 older quality records left out, which differ from newer ones only in commit",
-    )
+    assert content.notes[:-1] == ("6 older quality records are left out; newer ones differ only in commit",)
 
 
 @pytest.mark.parametrize(
@@ -206,9 +208,9 @@ def test_figures_of_an_older_commit_are_left_out_and_that_is_said(finished: str)
     ],
     ids=str,
 )
-def test_the_price_is_that_of_a_cell_with_the_conditions_of_the_pictures(other: dict) -> None:
+def test_the_speed_up_is_that_of_a_cell_with_the_conditions_of_the_pictures(other: dict) -> None:
     assert cell_of_pictures("tome ratio=0.5", quality()[1].drawn_with, [cell(**other)]) is None
-    assert [c for c in charts([cell(**other)], quality()) if "price" in c.title] == []
+    assert [c for c in charts([cell(**other)], quality()) if c.title.startswith(AGAINST_CLOSENESS)] == []
 
 
 def test_of_several_such_cells_the_newest_of_the_whole_pipeline_counts() -> None:
@@ -263,7 +265,7 @@ def test_pictures_that_were_timed_while_drawn_have_their_speed_in_table_and_curv
         ("0.5", "0.75"),
     )
     assert (steps.name, steps.points, steps.labels) == ("fewer-steps", ((20.0, 1.5),), ("12",))
-    assert not [note for note in content.notes if "no price curve" in note]
+    assert not [note for note in content.notes if "chart of speed-up against closeness" in note]
 
 
 def test_the_speed_of_a_benchmark_comes_before_that_of_the_pictures() -> None:
@@ -272,11 +274,11 @@ def test_the_speed_of_a_benchmark_comes_before_that_of_the_pictures() -> None:
     assert chart.lines[-1].points == ((20.0, 4.0),)
 
 
-def test_what_no_curve_has_is_told_with_what_to_do() -> None:
+def test_a_note_says_which_variants_no_chart_has_and_what_to_do() -> None:
     content = content_of(Results((), (TOME, dataclasses.replace(TOME, settings={"ratio": 0.1}))))
-    (note,) = [note for note in content.notes if "no price curve" in note]
+    (note,) = [note for note in content.notes if "chart of speed-up against closeness" in note]
     assert "has tome ratio=0.5, tome ratio=0.1: their time is unknown" in note
-    assert "run tokenmerge evaluate again" in note
+    assert "run tokenmerge evaluate with a new results file" in note
 
 
 def test_records_without_times_are_read(tmp_path: Path) -> None:

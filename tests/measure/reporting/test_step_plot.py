@@ -1,4 +1,4 @@
-"""The picture of what each step of a run did."""
+"""The plot of what each step of a run did."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STEPS = RunSteps(
 
 
 def bars(axes):
-    """Place, height and colour of each bar."""
+    """Position, height and colour of each bar."""
     from matplotlib.colors import to_hex
 
     return {

@@ -48,7 +48,7 @@ def test_cells_without_figures_say_why() -> None:
         cell("tomesd", status="error", message="RuntimeError: odd"),
     ]
     (table,) = measured_tables(cells)
-    assert {row.cells[2] for row in table.rows} == {"OOM", "not here", "failed"}
+    assert {row.cells[2] for row in table.rows} == {"OOM", "not available", "failed"}
     assert any("tome ratio=0.5, xFormers attention: no xformers" in note for note in table.notes)
 
 
@@ -94,10 +94,10 @@ def test_published_figures_stand_beside_ours() -> None:
     assert not any("0.25" in name for name in table.header)  # no figure was published at this ratio
     assert any("dense with xFormers attention was not published" in note for note in table.notes)
     assert not any("was not published" in note for note in paper.notes)
-    assert xformers == ["2.03"]  # without a dense column with xFormers there is no speed-up to tell
+    assert xformers == ["2.03"]  # no speed-up without a dense column with xFormers
 
 
-def test_the_denoiser_alone_is_told_as_a_step_times_the_steps() -> None:
+def test_the_denoiser_alone_is_named_as_a_step_times_the_steps() -> None:
     cells = [
         cell("dense", (0.5,), 0.5, scope="denoiser"),
         cell("tome", (0.25,), 0.5, scope="denoiser"),
@@ -169,11 +169,11 @@ def test_other_settings_are_other_tables_and_other_lines(change: dict) -> None:
         for line in chart.lines:
             assert len({x for x, _ in line.points}) == len(line.points)
     names = [table.title for table in content.measured]
-    if change.keys() != {"threads"}:  # on a GPU they are not worth a word
+    if change.keys() != {"threads"}:  # on a GPU, titles leave the threads out
         assert len(set(names)) == len(names)
 
 
-def test_of_cells_that_no_name_tells_apart_the_newest_is_shown() -> None:
+def test_of_cells_with_the_same_name_the_newest_is_shown() -> None:
     early, late = "2026-01-01T00:00:00+00:00", "2026-02-01T00:00:00+00:00"
     old = [cell("dense", (9.0,), finished=early), cell("tome", (8.0,), finished=early)]
     new = [
@@ -184,7 +184,7 @@ def test_of_cells_that_no_name_tells_apart_the_newest_is_shown() -> None:
         content = content_of(Results(cells))
         (table,) = content.measured
         assert [row.cells[2] for row in table.rows] == ["5", "4"]
-        assert content.notes == ("2 older cells left out, which differ from newer ones only in commit, seed",)
+        assert content.notes == ("2 older cells are left out; newer ones differ only in commit, seed",)
 
 
 @pytest.mark.parametrize(
@@ -215,7 +215,7 @@ def test_every_published_figure_is_read() -> None:
     }
 
 
-def test_charts_show_speedup_time_and_price() -> None:
+def test_charts_show_speedup_time_and_closeness() -> None:
     found = {(chart.title.split(":")[0], chart.x): chart for chart in charts(grid_of_cells(), quality())}
     resolution = found["Speed-up against resolution", "√(width × height), pixels"]
     lines = {line.name: line.points for line in resolution.lines}
@@ -227,11 +227,11 @@ def test_charts_show_speedup_time_and_price() -> None:
         0.5,
         0.75,
     ]
-    price = found["The price", "PSNR, higher is better"]
+    price = found["Speed-up against closeness", "PSNR, higher is better"]
     lines = {line.name: line for line in price.lines}
     assert lines["tome"].points[-1] == (22.5, pytest.approx(1.375))
     assert lines["tome"].labels == ("0.25", "0.5", "0.75")
-    assert ("The price", "FID, lower is better") in found
+    assert ("Speed-up against closeness", "FID, lower is better") in found
 
 
 def test_cells_with_other_attention_are_in_no_chart() -> None:
@@ -317,7 +317,7 @@ SAMPLE = SampleRecord(prompt="p", seed=0, variant="tome", settings={}, dense="a.
         ('{"kind": "sample"}\n', "prompt, seed.* missing"),
         (SAMPLE.to_line().replace("a.png", "../a.png"), "inside the results folder"),
         (SAMPLE.to_line().replace("a.png", "/etc/passwd"), "inside the results folder"),
-        (quality()[0].to_line().replace("33.25", '"high"'), "figures as numbers"),
+        (quality()[0].to_line().replace("33.25", '"high"'), "numbers in figures"),
         (cell().to_line().replace('"ok"', '"fine"'), "status"),
     ],
 )

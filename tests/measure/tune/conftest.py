@@ -21,7 +21,7 @@ def made_up(monkeypatch: pytest.MonkeyPatch, pipe: StableDiffusionPipeline) -> t
 
 @pytest.fixture
 def options(folder: Path, tmp_path: Path) -> Callable[..., TuneOptions]:
-    """Options for three prompts on the tiny pipeline, changed as asked."""
+    """Options for three prompts on the tiny pipeline, with changes."""
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("red apple\nblue boat\ngreen tree\n")
 

@@ -74,7 +74,7 @@ def test_a_machine_of_another_speed_decides_the_same(found: list[Look], goal: Go
         for look in found
     ]
     ratio = max(abs(a.log_speedup - b.log_speedup) for a, b in zip(found, other, strict=True))
-    assert ratio < 1e-12  # a product and a quotient of doubles: a few units in the last place
+    assert ratio < 1e-12  # a product and a quotient of doubles differ by a few units in the last place
     one, two = estimates(found), estimates(other)
     if all(misses(one[n], goal, e) == misses(two[n], goal, e) for n in one for e in (0, 1)):
         assert decide(found, goal).reached == decide(other, goal).reached
@@ -127,7 +127,7 @@ def test_the_goal_has_to_be_reached_by_a_standard_error() -> None:
     assert (alone.name, alone.reached, alone.sure) == ("a", True, False)
 
 
-def test_without_one_that_reaches_the_goal_the_nearest_is_told() -> None:
+def test_without_a_setting_that_reaches_the_goal_the_nearest_is_the_result() -> None:
     found = looks("a", [1.2, 1.2], [50.0, 51.0]) + looks("b", [1.3, 1.3], [20.0, 21.0])
     decision = decide(found, FAST)
     assert (decision.name, decision.reached) == ("b", False)
@@ -159,7 +159,7 @@ def test_a_setting_that_saves_nothing_reaches_no_goal() -> None:
 
 def test_the_noise_of_timing_is_pooled_over_settings() -> None:
     found = estimates(looks("a", [1.0, math.exp(0.2)], [40.0, 41.0]) + looks("b", [2.0], [30.0]))
-    # Two values 0.2 apart have a standard deviation of 0.2 / √2, and b has one of the same.
+    # Two values that differ by 0.2 have a standard deviation of 0.2 / √2. It also holds for the value of b.
     assert found["b"].speedup_error == pytest.approx(2.0 * 0.2 / math.sqrt(2))
     assert found["a"].speedup_error == pytest.approx(math.exp(0.1) * 0.1)
 
@@ -169,5 +169,5 @@ def test_the_error_of_a_difference_is_that_of_its_pairs() -> None:
     other = looks("b", [1.0] * 3, [39.0, 28.0, 17.0])
     gap, error = paired(one, other, wants_speed=True)
     assert gap == pytest.approx(2.0)
-    assert error == pytest.approx(1 / math.sqrt(3))  # of 1, 2, 3
+    assert error == pytest.approx(1 / math.sqrt(3))  # the differences are 1, 2 and 3
     assert paired(one[:1], other, wants_speed=True)[1] == math.inf

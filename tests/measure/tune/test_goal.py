@@ -27,7 +27,7 @@ def test_a_speed_is_at_the_best_closeness_by_psnr_or_another_metric() -> None:
         (None, {}, None, "expected one of --min-speedup, --min-psnr, .*got none"),
         (None, {"psnr": None}, None, "got none"),
         (1.5, {"psnr": 35.0}, None, r"got 2 of them \(min-speedup, min-psnr\)"),
-        (1.0, {}, None, "min-speedup: expected a number above 1, .*got 1"),
+        (1.0, {}, None, "min-speedup: expected a number above 1, .*got 1; 1 is the speed of dense"),
         (0.5, {}, None, "above 1"),
         (-2.0, {}, None, "above 1"),
         (math.inf, {}, None, "above 1"),
@@ -41,7 +41,7 @@ def test_a_speed_is_at_the_best_closeness_by_psnr_or_another_metric() -> None:
         (None, {"psnr": 35.0}, "dino", "--min-psnr measures psnr, got 'dino'"),
     ],
 )
-def test_nonsense_is_refused(speedup, bounds, metric, words) -> None:
+def test_wrong_goals_are_refused(speedup, bounds, metric, words) -> None:
     with pytest.raises(ConfigError, match=words):
         parse_goal(speedup, bounds, metric)
 

@@ -26,9 +26,9 @@ def entry(name: str, **changes: object) -> Entry:
 def drawn(
     names: list[str], item: int, truth: Mapping[str, tuple[float, float]], noise: float = 0.0
 ) -> list[Look]:
-    """What a round finds where the settings have this speed-up and closeness."""
+    """The looks of a round if settings have these speed-ups and closenesses."""
     random_ = random.Random(item)
-    easy = random_.gauss(0, 3)  # the same for all settings
+    easy = random_.gauss(0, 3)  # an easy prompt is easy for all settings
     return [
         Look(
             name,
@@ -61,7 +61,7 @@ def run(
     return found
 
 
-# Speed-up and closeness, of 24 settings on a curve and 6 below it.
+# (speed-up, closeness) of 24 settings on a curve, and of 6 below it.
 TRUTH = {f"s{i}": (1.1 + 0.1 * i, 60.0 - 1.5 * i) for i in range(24)} | {
     f"bad{i}": (1.2 + 0.3 * i, 25.0 - i) for i in range(6)
 }
@@ -70,7 +70,7 @@ ENTRIES = [entry(name) for name in sorted(TRUTH, key=lambda name: -TRUTH[name][0
 
 def test_the_best_setting_is_found_with_few_pictures() -> None:
     found = run(ENTRIES, TRUTH)
-    # s4 has a speed-up of 1.5, which timing noise of 2 % may hide; s5 has 1.6 and is 1.5 dB further away.
+    # s4 has a speed-up of 1.5, which timing noise of 2 % may hide. s5 has 1.6, and 1.5 dB less.
     assert decide(found, GOAL).name in ("s4", "s5")
     everything = len(ENTRIES) * 8
     assert len(found) < everything / 2.5
@@ -80,7 +80,7 @@ def test_the_best_setting_is_found_with_few_pictures() -> None:
 def test_the_fastest_setting_at_a_closeness_is_found() -> None:
     goal = Goal("psnr", value=45.0)
     decision = decide(run(ENTRIES, TRUTH, goal), goal)
-    # s10 has 45 dB; the mean of eight prompts is off by 3 / √8 = 1.06 dB, which one setting is worth 1.5 dB.
+    # s10 has 45 dB, and neighbours differ by 1.5 dB. The mean of eight prompts is off by 3 / √8 = 1.06 dB.
     assert decision.name in ("s7", "s8", "s9", "s10", "s11")
     assert decision.reached
 
@@ -153,7 +153,7 @@ def test_a_weaker_setting_of_a_family_that_is_too_slow_is_skipped() -> None:
     slow = drawn(["strong"], 0, {"strong": (1.2, 50.0)})
     assert hopeless(weak, [weak, strong, other], slow, GOAL, {})
     assert not hopeless(other, [weak, strong, other], slow, GOAL, {})
-    fast = drawn(["strong"], 0, {"strong": (1.4, 50.0)})  # 1.5 within the noise of one timing
+    fast = drawn(["strong"], 0, {"strong": (1.4, 50.0)})  # may be 1.5 within the noise of one timing
     assert not hopeless(weak, [weak, strong, other], fast, GOAL, {})
 
 
@@ -168,7 +168,7 @@ def test_for_a_closeness_slower_settings_than_two_that_reach_it_are_skipped() ->
     assert hopeless(entry("x"), family, drawn(["0.6", "0.4"], 0, truth), goal, {"x": 1.5})
 
 
-def test_what_it_is_compared_with_takes_no_place_and_is_never_dropped() -> None:
+def test_baselines_take_no_place_and_are_never_dropped() -> None:
     rivals = [entry("few", group="fewer-steps", rival=True), entry("cache", group="cache", rival=True)]
     truth = {**TRUTH, "few": (1.3, 10.0), "cache": (1.2, 9.0)}
     looks = drawn(list(truth), 0, truth)
@@ -178,7 +178,7 @@ def test_what_it_is_compared_with_takes_no_place_and_is_never_dropped() -> None:
     assert len(without) == 10  # a third of 30
 
 
-def test_what_it_is_compared_with_is_measured_even_when_time_is_short() -> None:
+def test_baselines_are_measured_even_when_time_is_short() -> None:
     rivals = [
         entry("few", group="fewer-steps", rival=True),
         entry("fewer", group="fewer-steps", rival=True),

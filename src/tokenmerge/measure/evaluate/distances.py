@@ -41,7 +41,8 @@ def kernel_distance(features: Tensor, reference: Tensor) -> float:
 
     size = min(len(features), len(reference), _LARGEST_SUBSET)
     subsets = 1 if {len(features), len(reference)} == {size} else _SUBSETS
-    with warnings.catch_warnings():  # it warns of memory for features that are in memory already
+    # torchmetrics warns that storing the features takes memory. They are in memory already.
+    with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Metric `Kernel Inception Distance` will save")
         measure = KernelInceptionDistance(
             feature=_as_they_are(features), subsets=subsets, subset_size=size, **_ALONE

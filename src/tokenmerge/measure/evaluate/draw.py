@@ -23,8 +23,8 @@ from tokenmerge.measure.pipelines.shared_weights import twin
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
 
-# Long enough for the first call to do all that the others need not: a dense step, and one that merges. With
-# fewer, cache-dit has no steps mask.
+# Enough steps for a dense one and one that merges, so that neither runs for the first time in a timed call.
+# With fewer, cache-dit has no steps mask.
 _WARM_UP_STEPS = 4
 
 CONTINUES = "the finished pictures are safe; run the same command again to continue"
@@ -39,7 +39,7 @@ class Task:
 
 
 def missing(batches: Sequence[Sequence[Item]], variants: Sequence[Drawn], store: PictureStore) -> list[Task]:
-    """Find what is left to draw, in the order of the batches: an interrupted run leaves complete ones."""
+    """List what is left to draw, batch by batch, so that an interrupted run leaves complete batches."""
     tasks = []
     for batch in batches:
         for variant in variants:
@@ -68,7 +68,7 @@ def draw(
     with contextlib.ExitStack() as in_force:
         pipes: dict[Drawn, tuple[DiffusionPipeline, ToMeConfig | None]] = {}
         for task in tasks:
-            own = _of(call, task)
+            own = _call_for(task, call)
             try:
                 if task.variant not in pipes:
                     spec = task.variant.spec
@@ -91,7 +91,7 @@ def draw(
             on_pictures(len(task.items))
 
 
-def _of(call: PipelineCall, task: Task) -> PipelineCall:
+def _call_for(task: Task, call: PipelineCall) -> PipelineCall:
     """The call that draws the pictures of a task."""
     prompts, seeds = [item.prompt.text for item in task.items], [item.seed for item in task.items]
     return call.of_pictures(prompts, seeds).with_steps(task.variant.steps)
@@ -99,7 +99,7 @@ def _of(call: PipelineCall, task: Task) -> PipelineCall:
 
 def _warm_up(call: PipelineCall, pipe: DiffusionPipeline) -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # so few steps may be too few to save anything
+        warnings.simplefilter("ignore")  # that so few steps save nothing
         steps = min(_WARM_UP_STEPS, call.arguments["num_inference_steps"])
         call.with_steps(steps)(pipe, lambda steps: None)
 
@@ -107,7 +107,7 @@ def _warm_up(call: PipelineCall, pipe: DiffusionPipeline) -> None:
 def applied(
     pipe: DiffusionPipeline, spec: Variant, config: ToMeConfig | None, in_force: contextlib.ExitStack
 ) -> DiffusionPipeline:
-    """A copy of a pipeline to which a variant is applied with these settings until ``in_force`` is closed."""
+    """Copy a pipeline, and apply a variant with these settings to the copy until ``in_force`` is closed."""
     copied = twin(pipe)
     target = copied if VARIANTS[spec.name].of_pipeline else denoiser_of(copied)
     in_force.enter_context(spec.apply(target, config, None))

@@ -31,10 +31,7 @@ _FILES = (".png", ".jpg", ".jpeg", ".webp")
 
 @dataclasses.dataclass(frozen=True)
 class Reference:
-    """Reference pictures for FID and KID.
-
-    There are at least two.
-    """
+    """At least two reference pictures for FID and KID."""
 
     folder: Path
     pictures: tuple[Path, ...]
@@ -42,10 +39,10 @@ class Reference:
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """What is drawn and where.
+    """What an evaluation draws, and where.
 
-    The size is (width, height) in pixels, and dense comes first among the variants. ``frames`` is the length
-    of videos; None: pictures are drawn. Without reference pictures, FID and KID compare with the dense ones.
+    The size is (width, height) in pixels, and dense is the first variant. ``frames`` is the length of videos;
+    None: pictures are drawn. Without reference pictures, FID and KID compare with the dense ones.
     """
 
     source: ModelSource
@@ -124,10 +121,10 @@ def plan_evaluation(options: EvaluateOptions, device: torch.device) -> Evaluatio
 
 
 def _frames(source: ModelSource, wanted: int | None) -> int | None:
-    """The length of the videos that a model draws; None: it draws pictures.
+    """Number of frames of the videos that a model draws; None: it draws pictures.
 
     Raises:
-        ConfigError: a length is asked for, and the model draws pictures; or none is, and it has no default.
+        ConfigError: a number is given but the model draws pictures, or none is given and there is no default.
     """
     import diffusers
 
@@ -141,7 +138,7 @@ def _frames(source: ModelSource, wanted: int | None) -> int | None:
 
 
 def _counted(sketch: ModelSketch | None, size: tuple[int, int], steps: int, variant: Variant) -> float | None:
-    """Dense operations over those of a variant; None if they cannot be counted."""
+    """Speed-up of a variant by counted operations; None if they cannot be counted."""
     if sketch is None or variant.merging is None:
         return None
     width, height = check_size(size, sketch.scale)

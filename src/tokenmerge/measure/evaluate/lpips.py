@@ -1,4 +1,4 @@
-"""LPIPS, the learned perceptual distance between pictures, on networks that need PyTorch alone."""
+"""LPIPS, the learned perceptual distance between pictures, with backbones in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -66,10 +66,10 @@ class _Backbone:
     """A network trained on ImageNet.
 
     Attributes:
-        build: makes its convolutional part, with the indices of the layers in the file.
+        build: makes its convolutional part. The layers have the same indices as in the file of weights.
         compared: indices of the layers whose outputs are compared.
         channels: numbers of channels of these outputs.
-        weights: address of the file of its weights, which is torchvision's.
+        weights: URL of torchvision's file of weights.
     """
 
     build: Callable[[], nn.Sequential]
@@ -103,8 +103,8 @@ _BACKBONES = {
 class Distance(nn.Module):
     """LPIPS (Zhang et al. 2018, arXiv 1801.03924, equation 1) on a network with any weights.
 
-    The features of some layers have unit length at each place. Their squared differences are weighted by
-    channel, averaged over the places, and summed over the layers.
+    The features of some layers are scaled to unit length at each position. Their squared differences are
+    weighted by channel, averaged over the positions, and summed over the layers.
 
     Args:
         name: ``"alex"``, ``"vgg"`` or ``"squeeze"``.
@@ -145,7 +145,7 @@ class Distance(nn.Module):
 class Lpips:
     """LPIPS with its published weights.
 
-    Those of the channels come with torchmetrics. Those of the network, which were trained on ImageNet, are
+    The weights of the channels come with torchmetrics. Those of the backbone, trained on ImageNet, are
     downloaded once, into the folder of ``torch.hub``.
 
     Args:
@@ -184,7 +184,8 @@ def _load_trained(features: nn.Module, address: str) -> None:
     except (OSError, RuntimeError, EOFError, KeyError, pickle.UnpicklingError) as error:
         folder = Path(torch.hub.get_dir()) / "checkpoints"
         raise ConfigError(
-            f"cannot load its weights ({reason_of(error)}); without a network, save {address} in {folder}"
+            f"cannot load its weights ({reason_of(error)}); without internet access, save {address} in "
+            f"{folder}"
         ) from error
 
 

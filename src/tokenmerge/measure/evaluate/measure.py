@@ -29,12 +29,14 @@ SECONDS = "seconds"
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """Measurements of some pictures.
+    """Measurements of n pictures or videos.
 
-    ``indices`` [n] are those of the pictures or videos. ``columns`` has values [n] or features [n, d], of
-    videos of f frames [n, f, d], by (variant, name of the metric or network), and the seconds that each one
-    took [n], NaN if unknown, by (variant, ``SECONDS``). ``configs`` has the settings that pictures were drawn
-    with, as JSON, by variant.
+    Attributes:
+        indices: [n], indices of the pictures or videos.
+        columns: by (variant, name of the metric), its values [n]. By (variant, name of the network), features
+            [n, d], or [n, f, d] for videos of f frames. By (variant, ``SECONDS``), the seconds that each one
+            took, [n], NaN if unknown.
+        configs: by variant, the settings that its pictures were drawn with, as JSON.
     """
 
     indices: Tensor
@@ -61,8 +63,8 @@ class Measured:
 class Figures:
     """Means over pictures.
 
-    The PSNR of the ``equal`` pictures, which equal dense in every pixel, is infinite and not in the mean.
-    Metrics whose value is not finite are named in ``undefined`` and left out of ``values``.
+    ``equal`` is the number of pictures that equal dense in every pixel. Their PSNR is infinite and not in the
+    mean. Metrics whose mean is not finite are named in ``undefined`` and left out of ``values``.
     """
 
     values: Mapping[str, float]
@@ -77,9 +79,9 @@ def measure(
     store: PictureStore,
     metrics: Metrics,
 ) -> Measured:
-    """Measure pictures that are drawn.
+    """Measure pictures that were drawn before.
 
-    The batches hold indices and items. Dense comes first among the variants.
+    The batches hold indices and items. Dense is the first variant.
 
     Raises:
         ConfigError: a picture cannot be read or has the wrong size.
@@ -130,7 +132,7 @@ def _add_videos(
     metrics: Metrics,
     columns: dict[tuple[str, str], list[Tensor]],
 ) -> None:
-    """Add a row for each video to the columns: means over its frames, its motion, features of its frames."""
+    """Add a row for each video to the columns: means over frames, motion, and features of all frames."""
     for item in items:
         dense: list[Image] = []
         for variant in variants:
@@ -149,7 +151,7 @@ def _add_videos(
 
 
 def _mean_of_frames(values: Tensor) -> Tensor:
-    """``[f]`` → ``[1]``. Frames that equal dense have an infinite PSNR and are left out, unless all do."""
+    """``[f]`` → ``[1]``. Frames with an infinite PSNR equal dense and are left out, unless all of them do."""
     finite = values[~values.isposinf()]
     return (finite if len(finite) else values).mean(dim=0, keepdim=True)
 
@@ -174,8 +176,8 @@ def figures_of(
 ) -> Figures:
     """Average the measurements of one variant.
 
-    ``chosen`` has the indices of the pictures of one category, for which there are no distances between sets.
-    None stands for all pictures. Without features of reference pictures, those of dense are the reference.
+    ``chosen`` has the indices of the pictures of one category; None: all pictures. Distances between sets are
+    only computed for all pictures. Without reference pictures, they compare with the dense ones.
     """
     rows = slice(None) if chosen is None else torch.tensor(chosen)
     values: dict[str, float] = {}
@@ -195,7 +197,7 @@ def figures_of(
         elif variant == DENSE:
             continue
         own = measured.columns[variant, distance.network]
-        # Of videos, all frames count as pictures.
+        # Every frame of a video counts as a picture.
         values[distance.name] = distance.distance(own.flatten(0, -2), other.flatten(0, -2))
     undefined = tuple(name for name, value in values.items() if not math.isfinite(value))
     finite = {name: value for name, value in values.items() if name not in undefined}
@@ -203,7 +205,7 @@ def figures_of(
 
 
 def speedups_of(variant: str, measured: Measured, chosen: Sequence[int] | None = None) -> list[float]:
-    """Time of each dense picture over that of the variant's, sorted; without pictures of unknown time.
+    """Speed-up t_dense / t of each picture, sorted. Pictures of unknown time are left out.
 
     The arguments are as for :func:`figures_of`.
     """

@@ -43,7 +43,7 @@ METRIC_NAMES = (*_ALWAYS, *_NETWORKS, _GLYPHS)
 
 Measure = Callable[[Sequence["Image"], Sequence["Image"], Sequence[str]], Tensor]
 
-# Of the frames of a video, and those of the dense one of the same seed: one number each.
+# Metrics of a video: (its frames, frames of the dense video with the same seed) → one number.
 MOTION: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {"motion": motion, "motion-error": motion_error}
 
 
@@ -51,8 +51,8 @@ MOTION: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {"motion": motion, "m
 class Wanted:
     """A requested metric.
 
-    The network is None for a metric without one. If the user named the metric, it is an error if it cannot
-    work here.
+    The network is None for a metric without one. A metric that the user named (``by_name``) raises an error
+    if it cannot work here. Any other is left out.
     """
 
     name: str
@@ -65,7 +65,7 @@ class PictureMetric:
     """A metric with one value for each picture. Reports show the mean.
 
     ``measure`` takes b pictures, the dense pictures of the same seeds and their prompts, and returns values
-    [b]. A metric ``beside_dense`` compares with the dense picture, so that dense itself has no value.
+    [b]. A metric ``beside_dense`` compares with the dense picture, so dense itself has no value.
     """
 
     name: str
@@ -89,8 +89,12 @@ class SetMetric:
 class Metrics:
     """All metrics of an evaluation.
 
-    ``features`` has the networks of the distances between sets, ``networks`` the name of the network of each
-    metric that has one, and ``loaded`` all networks.
+    Attributes:
+        of_pictures: metrics with a value for each picture.
+        of_sets: distances between sets of pictures.
+        features: networks of these distances, by name.
+        networks: name of the network of each metric that has one, by metric.
+        loaded: all networks.
     """
 
     of_pictures: tuple[PictureMetric, ...]
@@ -167,7 +171,7 @@ def load_metrics(wanted: Sequence[Wanted], prompts: Sequence[str], on_note: Call
 
 
 class _Loader:
-    """Makes metrics. Loads each network once, even if several metrics use it or it is missing."""
+    """Makes metrics. It tries to load each network only once, even if several metrics use it."""
 
     def __init__(self, prompts: Sequence[str]) -> None:
         self.prompts = prompts

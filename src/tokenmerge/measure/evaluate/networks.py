@@ -85,7 +85,7 @@ class Clip(Vision):
 
 
 class Inception:
-    """The Inception network that published FIDs are measured with, by torchmetrics and torch-fidelity.
+    """The Inception network of published FIDs, from torchmetrics and torch-fidelity.
 
     Raises:
         ConfigError: torch-fidelity is missing, or its weights cannot be downloaded.
@@ -118,7 +118,7 @@ def _pooled(output: Any) -> Tensor:
 
 @contextlib.contextmanager
 def _loading(what: str) -> Iterator[None]:
-    """Turn the various errors of a missing network into one line."""
+    """Turn the various errors of loading a network into a ``ConfigError`` of one line."""
     try:
         yield
     except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:

@@ -20,14 +20,15 @@ from tokenmerge.measure.pipelines.loading import DEFAULT_MODEL
 class EvaluateOptions:
     """What to draw, with what, and what to measure.
 
-    The fields that :class:`tokenmerge.measure.generate.options.GenerateOptions` has too mean the same there.
+    Fields that are not listed here are as in
+    :class:`tokenmerge.measure.generate.options.GenerateOptions`.
 
     Args:
         prompts: a file, see :func:`tokenmerge.measure.evaluate.prompts.read_prompts`. None: the built-in
             prompts of a bundled model.
         template: text around each line of the file, with ``{}`` in its place.
         limit: use only this many prompts from the start, ≥ 1. None: all.
-        seeds: pictures of each prompt, ≥ 1. Raising it reduces the noise of every metric and takes longer.
+        seeds: pictures per prompt, ≥ 1. Raising it reduces the noise of every metric and takes longer.
         variants: what is compared with dense, such as ``"tome"`` or ``"tome:ratio=0.75,merge_mlp"``.
         ratio: ratios for the variants that do not set their own.
         max_downsample: deepest level that merges, for the same variants. None: the variant's default.

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 _DRAWN_AGAIN = "delete it, and the same command draws it again"
-# Names of texts in a PNG.
+# Keys of the text chunks in a PNG.
 _SECONDS, _CONFIG = "tokenmerge seconds", "tokenmerge config"
 
 
@@ -32,10 +32,11 @@ class PictureStore:
     """Paths of pictures. Two pictures have the same path only if they are drawn in the same way.
 
     A picture whose path exists is not drawn again. Another model, size, number of steps or version gives
-    another path.
+    another path. The pictures are in a folder beside the results file, with the same name.
 
-    The pictures are in a folder of the same name beside the results file. The conditions are everything that
-    all pictures depend on, in JSON-compatible values.
+    Attributes:
+        results: the results file.
+        conditions: everything that all pictures depend on, in JSON-compatible values.
     """
 
     results: Path
@@ -55,7 +56,7 @@ class PictureStore:
         if spec.name != DENSE:
             key = key_of({"variant": spec.name, "settings": dict(spec.settings), "steps": variant.steps})
             name = f"{slug(spec.label, longest=80)}-{key}"
-        # The hash tells apart prompts with the same beginning.
+        # The key distinguishes prompts with the same beginning.
         key = key_of({"prompt": item.prompt.text})
         return self.folder / name / f"{slug(item.prompt.text)}-{key}-seed{item.seed}.png"
 
@@ -74,13 +75,13 @@ class PictureStore:
             variant: what it was drawn with.
             item: its prompt and seed.
             picture: the picture, or the frames of the video.
-            seconds: the time that drawing it took, kept in the file; None: unknown.
+            seconds: the time that it took to draw, kept in the file; None: unknown.
             config: all settings that it was drawn with, kept in the file; None: unknown, or the variant has
                 none.
             advice: what a user can do if it cannot be written.
 
         Raises:
-            ConfigError: it cannot be written, or the video has another length than was asked for.
+            ConfigError: it cannot be written, or the video has the wrong number of frames.
         """
         from PIL.PngImagePlugin import PngInfo
 
@@ -97,14 +98,14 @@ class PictureStore:
         write_atomically(self.picture(variant, item), write, advice=advice)
 
     def seconds(self, variant: Drawn, item: Item) -> float:
-        """The time that drawing a picture took; NaN if the file does not say it."""
+        """Seconds that a picture took to draw; NaN if the file does not have them."""
         import PIL.Image
 
         with PIL.Image.open(self.picture(variant, item)) as picture:
             return float(picture.info.get(_SECONDS, math.nan))
 
     def config(self, variant: Drawn, item: Item) -> str | None:
-        """All settings that a picture was drawn with, as JSON; None if the file does not say them."""
+        """All settings that a picture was drawn with, as JSON; None if the file does not have them."""
         import PIL.Image
 
         with PIL.Image.open(self.picture(variant, item)) as picture:
@@ -112,10 +113,10 @@ class PictureStore:
         return text if isinstance(text, str) else None
 
     def frames(self, variant: Drawn, item: Item) -> list[Image]:
-        """Read the frames of a video; of a picture, the picture alone.
+        """Read the frames of a video. A picture counts as a single frame.
 
         Raises:
-            ConfigError: it cannot be read, or has the wrong size or length.
+            ConfigError: the file cannot be read, or has the wrong size or number of frames.
         """
         first = self.open(variant, item)
         if self.length is None:
@@ -130,7 +131,7 @@ class PictureStore:
     def _check_length(self, frames: int) -> None:
         if frames != self.length:
             raise ConfigError(
-                f"frames: this pipeline made a video of {frames} frames where {self.length} were asked for; "
+                f"frames: this pipeline made a video of {frames} frames instead of {self.length}; "
                 f"give --frames {frames}"
             )
 
@@ -145,7 +146,7 @@ class PictureStore:
         size = self.conditions["width"], self.conditions["height"]
         if picture.size != size:
             raise ConfigError(
-                f"out: the picture {path} should have {size[0]}x{size[1]} pixels, and has "
+                f"out: the picture {path} should have {size[0]}x{size[1]} pixels, but has "
                 f"{picture.size[0]}x{picture.size[1]}; {_DRAWN_AGAIN}"
             )
         return picture

@@ -16,7 +16,7 @@ from tokenmerge.measure.pipelines.settings import resolve_device
 
 T = TypeVar("T")
 
-# The number of processes in the environment of torchrun (used by accelerate launch) and of MPI libraries.
+# Environment variables with the number of processes: torchrun's (used by accelerate launch), and MPI's.
 _WORLD_SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 
 # The first process to finish waits for the last one, which may have hours of pictures left.
@@ -37,7 +37,7 @@ class Processes:
         return self.index == 0
 
     def share(self, everything: Sequence[T]) -> Sequence[T]:
-        """This process's share: every ``count``-th element, so that all processes end at about one time."""
+        """This process's share: every ``count``-th element, so that all end at about the same time."""
         return everything[self.index :: self.count]
 
     def gather(self, mine: T) -> list[T]:
@@ -64,7 +64,7 @@ def processes(device: str) -> Iterator[Processes]:
         return
     if device not in ("auto", "cpu"):
         raise ConfigError(
-            f"device: expected auto or cpu, since each of several processes has its own, got {device!r}"
+            f"device: expected auto or cpu, since each process has its own device, got {device!r}"
         )
     from accelerate import PartialState
     from accelerate.utils import parse_flag_from_env

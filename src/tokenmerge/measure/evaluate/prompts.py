@@ -20,10 +20,7 @@ _SYNSET = re.compile(r"n\d{8}\s+")
 
 @dataclasses.dataclass(frozen=True)
 class Prompt:
-    """A prompt.
-
-    It has a category if the file has them.
-    """
+    """A prompt, with its category if the file has categories."""
 
     text: str
     category: str | None = None
@@ -54,8 +51,8 @@ def read_prompts(path: Path, template: str | None = None) -> list[Prompt]:
     Args:
         path: a UTF-8 text file. In a table separated by tabs (PartiPrompts), the column ``Prompt`` is read,
             and the column ``Category`` if there is one. If all lines start with WordNet ids (the classes of
-            ImageNet-1k, such as ``n01440764 tench, Tinca tinca``), their first names are read, with the
-            default template "a photo of a {}". In any other file, each line is a prompt.
+            ImageNet-1k, such as ``n01440764 tench, Tinca tinca``), the first name of each is read, and the
+            default template is "a photo of a {}". In any other file, each line is a prompt.
         template: text around each prompt, with ``{}`` in its place, for files of class names.
 
     Raises:
@@ -82,7 +79,7 @@ def read_prompts(path: Path, template: str | None = None) -> list[Prompt]:
         if (text := line.strip() if template is None else template.replace("{}", line.strip()))
     }
     if not prompts:
-        raise ConfigError(f"prompts: {path} has a header and no prompts; give a file with one per line")
+        raise ConfigError(f"prompts: {path} has a header but no prompts; give a file with one per line")
     return list(prompts.values())
 
 

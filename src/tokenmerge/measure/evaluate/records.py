@@ -72,10 +72,10 @@ def _with_config(record: QualityRecord, configs: frozenset[str]) -> QualityRecor
     if len(configs) == 1:
         return dataclasses.replace(record, config=json.loads(*configs))
     if configs:
-        # What is measured on a device, such as the size from which merging gains, can be another one later.
+        # A method may choose by measurements of the device, which can change from run to run.
         note = (
-            f"{record.label}: its pictures were drawn with {len(configs)} different settings, as the method "
-            "chose them at different times; delete its pictures, and the same command draws them alike"
+            f"{record.label}: its pictures were drawn with {len(configs)} different settings, which the "
+            "method chose at different times; delete the pictures, and the same command draws all alike"
         )
         return dataclasses.replace(record, notes=(*record.notes, note))
     return record

@@ -55,7 +55,7 @@ def evaluate(
     require_diffusers("tokenmerge evaluate")
     with processes(options.device) as team:
         evaluation = plan_evaluation(options, team.device)
-        # All processes use the folder of the first one: modification times of weights differ on each machine.
+        # The first process names the folder, since modification times of weights differ between machines.
         evaluation = dataclasses.replace(evaluation, store=team.gather(evaluation.store)[0])
         run = _Run(options, evaluation, team, on_progress if team.is_main else lambda progress: None)
         if team.count > 1 and team.is_main:

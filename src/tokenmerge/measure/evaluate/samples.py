@@ -1,4 +1,4 @@
-"""Sample pictures: records for the sliders of the report, and the sheet."""
+"""Sample pictures: records for the sliders of the report, and the sheet of samples."""
 
 from __future__ import annotations
 

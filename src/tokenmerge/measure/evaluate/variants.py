@@ -69,10 +69,11 @@ def plan_variants(
 
     Args:
         specs: the variants.
-        steps: of dense.
+        steps: number of steps of dense.
         conditions: what all pictures have in common.
-        folder: where records of ``tokenmerge bench`` may say how many steps fit into a variant's time.
-        counted: dense operations over those of a variant, which say it otherwise; None: not known.
+        folder: folder of results files. A record of ``tokenmerge bench`` there may have the number of dense
+            steps that fit into a variant's time.
+        counted: the speed-up of a variant by counted operations, or None. It is used if there is no record.
 
     Raises:
         ConfigError: the number of fewer steps is not known for any variant.
@@ -84,9 +85,10 @@ def plan_variants(
         found = [one for one in (_fewer_steps(spec, cells, conditions, counted) for spec in merged) if one]
         if not found:
             raise ConfigError(
-                f"variant fewer-steps: how many steps fit into {merged[0].label} can be neither counted nor "
-                f"found in {folder}; leave it out, or measure first: tokenmerge bench --scope pipeline with "
-                f"the same model, size, steps and variants, -o {folder / 'bench.jsonl'}"
+                f"variant fewer-steps: the number of steps that fit into the time of {merged[0].label} can "
+                f"be neither counted nor found in {folder}; leave fewer-steps out, or first run tokenmerge "
+                f"bench --scope pipeline -o {folder / 'bench.jsonl'} with the same model, size, steps and "
+                "variants"
             )
         drawn += dict.fromkeys(one for one in found if one.steps < steps)
     return drawn
@@ -98,7 +100,7 @@ def _fewer_steps(
     conditions: dict[str, Any],
     counted: Callable[[Variant], float | None],
 ) -> Drawn | None:
-    """Dense in about the time of a variant; None if its time is not known."""
+    """Dense with as many steps as fit into the time of a variant; None if that time is unknown."""
     timed = Variant(FEWER_STEPS, (("as", merged.label),))
     cell = cell_of_pictures(timed.label, conditions, [c for c in cells if "steps_used" in c.facts])
     if cell is not None:

@@ -1,4 +1,4 @@
-"""Videos on the disk: animated PNG files, without loss, which browsers play."""
+"""Videos as animated PNG files, which are lossless and play in browsers."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def read_video(path: Path, frames: int, option: str, advice: str) -> list[Image]
     """Read the frames of a file that :func:`write_video` wrote, as RGB.
 
     Args:
-        path: of the file.
-        frames: how many there should be.
-        option: what the file belongs to, in messages.
-        advice: what the user can do, likewise.
+        path: path of the file.
+        frames: number of frames that it should have.
+        option: name of the option that error messages begin with.
+        advice: what the user can do about an error.
 
     Raises:
-        ConfigError: the file cannot be read, or holds another number of frames.
+        ConfigError: the file cannot be read, or has another number of frames.
     """
     import PIL.Image
     from PIL import ImageSequence
@@ -49,9 +49,9 @@ def read_video(path: Path, frames: int, option: str, advice: str) -> list[Image]
                 shown = frame.info.get("duration", frames * _MILLISECONDS)
                 found += [frame.convert("RGB")] * max(1, round(shown / _MILLISECONDS))
     except (OSError, SyntaxError, ValueError, PIL.Image.DecompressionBombError) as error:
-        raise ConfigError(f"{option}: cannot read the video {path} (it is no video); {advice}") from error
+        raise ConfigError(f"{option}: cannot read the video {path} (it is not a video); {advice}") from error
     if len(found) != frames:
         raise ConfigError(
-            f"{option}: the video {path} should have {frames} frames, and has {len(found)}; {advice}"
+            f"{option}: the video {path} should have {frames} frames, but has {len(found)}; {advice}"
         )
     return found

@@ -19,7 +19,7 @@ _OF_A_RUN = ("environment", "commit", "rounds", "warmup")
 class Change:
     """One cell that is in both results.
 
-    Both times are median seconds, None if the cell was not timed. The status is that in the second results.
+    Both times are median seconds, None if the cell was not timed. ``status`` is from the second results.
     """
 
     name: str
@@ -29,7 +29,7 @@ class Change:
 
     @property
     def ratio(self) -> float | None:
-        """t_after / t_before, which is above 1 if the cell became slower; None if either is missing."""
+        """t_after / t_before, above 1 if the cell became slower; None if either is missing."""
         return None if self.before is None or self.after is None else self.after / self.before
 
     def slower(self, tolerance: float) -> bool:
@@ -40,7 +40,7 @@ class Change:
 
     def __str__(self) -> str:
         if self.before is None and self.after is None:
-            return f"{self.name}: no time in either"
+            return f"{self.name}: not timed in either"
         if self.before is None:
             return f"{self.name}: new, {self.after:.4g} s"
         if self.ratio is None:
@@ -53,10 +53,7 @@ class Change:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """Two sets of results.
-
-    Cells that are only in one of them are given by their names.
-    """
+    """The cells of two sets of results. Cells that are only in one of them are listed by name."""
 
     changes: tuple[Change, ...]
     only_before: tuple[str, ...]

@@ -15,7 +15,7 @@ from tokenmerge.measure.reporting.quality import LOWER_IS_CLOSER, QualityRecord,
 from tokenmerge.measure.reporting.quality_tables import quality_name, where_drawn
 from tokenmerge.measure.reporting.tables import SETTING, grouped, setting_name, where_of
 
-PRICE = "The price: "  # begins the title of a price curve
+AGAINST_CLOSENESS = "Speed-up against closeness: "  # begins the title of such a chart
 _FUSED = "sdpa"
 _KNOBS = ("ratio", "interval", "threshold", "as", "steps")  # settings by which a variant becomes faster
 
@@ -36,8 +36,8 @@ class Line:
 class Chart:
     """A chart.
 
-    ``level`` is the (name, y) of a horizontal line to compare with. ``metric`` is the name of the closeness
-    along x; None if x is something else.
+    ``level`` is the (name, y) of a horizontal line to compare with. ``metric`` is the closeness metric on the
+    x axis; None: x is something else.
     """
 
     title: str
@@ -50,12 +50,12 @@ class Chart:
 
 
 def charts(cells: Iterable[CellRecord], quality: Sequence[QualityRecord]) -> list[Chart]:
-    """Make charts of speed-up against resolution, time against ratio, and speed-up against quality.
+    """Make charts of speed-up against resolution, time against ratio, and speed-up against closeness.
 
     They only show cells with fused attention, so that its gain is not credited to merging.
     """
     timed = _timed(cells)
-    return [*_against_resolution(timed), *_against_ratio(timed), *_price(timed, quality)]
+    return [*_against_resolution(timed), *_against_ratio(timed), *_against_closeness(timed, quality)]
 
 
 def _against_resolution(cells: Sequence[CellRecord]) -> Iterable[Chart]:
@@ -111,17 +111,17 @@ def _against_ratio(cells: Sequence[CellRecord]) -> Iterable[Chart]:
         )
 
 
-def _price(cells: Sequence[CellRecord], quality: Sequence[QualityRecord]) -> Iterable[Chart]:
+def _against_closeness(cells: Sequence[CellRecord], quality: Sequence[QualityRecord]) -> Iterable[Chart]:
     whole = [record for record in quality if record.category is None]
     for records in grouped(whole, where_drawn):
         first, *_ = metrics = metric_names(records)
         for metric in metrics:
-            lines = tuple(_price_lines(records, metric, cells))
+            lines = tuple(_lines_of_methods(records, metric, cells))
             if lines and (metric == first or _varies(lines)):
                 with_dense = any(line.name == "dense" for line in lines)
                 closer = "lower" if metric in LOWER_IS_CLOSER else "higher"
                 yield Chart(
-                    f"{PRICE}{quality_name(records[0])}",
+                    f"{AGAINST_CLOSENESS}{quality_name(records[0])}",
                     f"{metric.upper()}, {closer} is better",
                     "speed-up, t_dense / t",
                     lines,
@@ -131,18 +131,18 @@ def _price(cells: Sequence[CellRecord], quality: Sequence[QualityRecord]) -> Ite
 
 
 def _varies(lines: Sequence[Line]) -> bool:
-    """Whether the closeness of several points is not the same number."""
+    """Whether the points differ in closeness. A single point counts too."""
     points = [x for line in lines for x, _ in line.points]
     return len(points) == 1 or len(set(points)) > 1
 
 
-def _price_lines(
+def _lines_of_methods(
     records: Sequence[QualityRecord], metric: str, cells: Sequence[CellRecord]
 ) -> Iterable[Line]:
     """One line for each method, with a point for each ratio, and one line for fewer steps.
 
-    The speed is that of the benchmark, or else that of the evaluation itself. If a number of steps fits
-    several methods, it was timed with each. The point is then the median.
+    The speed-up is from the benchmark if it has the variant, otherwise from the evaluation. A number of fewer
+    steps may be timed beside several methods. Its point is then the median.
     """
     families: dict[str, dict[float, list[tuple[float, float]]]] = {}
     for record in records:
@@ -160,17 +160,17 @@ def _price_lines(
 
 
 def _speedup(record: QualityRecord, cells: Sequence[CellRecord]) -> float | None:
-    """The speed of a variant where it is known for the pictures' number of steps."""
+    """The speed-up of a variant at the number of steps of its pictures; None if it is unknown."""
     cell = cell_of_pictures(record.label, record.drawn_with, cells)
     if cell is None or cell.speedup is None:
         return record.speedup
-    # With as many steps as dense, it is the dense run.
+    # With as many steps as dense, fewer-steps is the dense run.
     is_dense = cell.facts.get("steps_used") == cell.conditions["steps"]
     return cell.speedup if _same_steps(record, cell) and not is_dense else None
 
 
 def missing_for_curves(cells: Iterable[CellRecord], quality: Sequence[QualityRecord]) -> list[str]:
-    """Make a note for each table with variants that are on no price curve, because nothing timed them."""
+    """Make a note for each set of pictures with variants that are in no chart because they were not timed."""
     timed = _timed(cells)
     found = []
     for records in grouped([record for record in quality if record.category is None], where_drawn):
@@ -183,8 +183,9 @@ def missing_for_curves(cells: Iterable[CellRecord], quality: Sequence[QualityRec
         ]
         if untimed:
             found.append(
-                f"no price curve of {quality_name(records[0])} has {', '.join(untimed)}: their time is "
-                "unknown; run tokenmerge evaluate again into a new file, which times what it draws"
+                f"no chart of speed-up against closeness of {quality_name(records[0])} has "
+                f"{', '.join(untimed)}: their time is unknown; run tokenmerge evaluate with a new results "
+                "file to draw and time them"
             )
     return found
 
@@ -198,8 +199,9 @@ def timed_with_other_steps(cells: Iterable[CellRecord], quality: Iterable[Qualit
         if record.category is None and cell is not None and not _same_steps(record, cell):
             drawn = record.steps_used or "an unknown number of"
             found.append(
-                f"{record.label} of {quality_name(record)} is on no price curve: drawn with {drawn} steps, "
-                f"timed with {cell.facts.get('steps_used')}; run tokenmerge evaluate again"
+                f"{record.label} of {quality_name(record)} is in no chart of speed-up against closeness: "
+                f"drawn with {drawn} steps, timed with {cell.facts.get('steps_used')}; run tokenmerge "
+                "evaluate again"
             )
     return found
 
@@ -230,7 +232,7 @@ def _family(variant: str, settings: Mapping[str, Any]) -> str:
 
 
 def _knob(record: QualityRecord) -> float:
-    """The label of a point, such as its ratio or steps; NaN if it has none."""
+    """The number that labels a point, such as its ratio or number of steps; NaN if it has none."""
     if record.steps_used is not None:
         return float(record.steps_used)
     return float(next((record.settings[name] for name in _KNOBS if name in record.settings), math.nan))

@@ -11,7 +11,7 @@ from typing import Any
 
 from tokenmerge.errors import MissingExtraError
 from tokenmerge.measure.bench.records import CellRecord
-from tokenmerge.measure.reporting.curves import PRICE
+from tokenmerge.measure.reporting.curves import AGAINST_CLOSENESS
 from tokenmerge.measure.reporting.pictures import data_address, svg_address
 from tokenmerge.measure.reporting.plots import draw
 from tokenmerge.measure.reporting.quality import QualityRecord
@@ -54,7 +54,10 @@ def as_html(content: Content) -> str:
         summary=content.summary,
         fastest=content.fastest,
         prices=[
-            (table, [(c.title, a) for c, a in drawn if c.metric and c.title == PRICE + table.title])
+            (
+                table,
+                [(c.title, a) for c, a in drawn if c.metric and c.title == AGAINST_CLOSENESS + table.title],
+            )
             for table in content.prices
         ],
         charts=[(chart.title, address) for chart, address in drawn if chart.metric is None],
@@ -77,19 +80,19 @@ def _shared_notes(tables: Sequence[Table]) -> tuple[list[str], list[Table]]:
 
 
 def as_markdown(content: Content) -> str:
-    """Format headings and tables. Published numbers are in italics, the best rows in bold."""
+    """Format headings and tables. Published figures are in italics, the best rows in bold."""
     parts = [f"# {TITLE}", _escape(content.summary)]
     if content.fastest:
         parts.append(_markdown_table(content.fastest))
     parts += [
-        "The speed-up is t_dense / t. Dense runs with fused attention (SDPA) in the same rounds; in the "
-        "column “same attention” it has the attention of the row. Times are medians of one call. The oracle "
+        "The speed-up is t_dense / t. Dense is timed in the same rounds, with fused attention (SDPA). In the "
+        "column “same attention”, dense has the attention of the row. Times are medians per call. The oracle "
         "merges at no cost, so no method that merges the same layers at the same ratio can be faster. "
         "Marked rows are in bold.",
         *(f"Note: {_escape(note)}" for note in content.notes),
     ]
     for heading, tables in (
-        ("Speed beside closeness", content.prices),
+        ("Speed and closeness", content.prices),
         ("Measured", content.measured),
         ("Next to published figures (in italics)", content.beside),
         ("Closeness to dense", content.quality),

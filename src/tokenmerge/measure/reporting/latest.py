@@ -42,5 +42,5 @@ def _last(by_age: Sequence[R], name: Callable[[R], Hashable], what: str) -> tupl
             differs |= {key for key, value in record.conditions.items() if value != before.get(key)}
         found[name(record)] = record
     older = len(by_age) - len(found)
-    said = f"{older} older {what} left out, which differ from newer ones only in {', '.join(sorted(differs))}"
+    said = f"{older} older {what} are left out; newer ones differ only in {', '.join(sorted(differs))}"
     return list(found.values()), [said] if older else []

@@ -23,7 +23,7 @@ _DASHED = {"oracle": "--", "fewer-steps": ":"}
 _RATIO = re.compile(r" ratio=[\d.]+")
 _STYLE: Any = {
     "svg.hashsalt": "tokenmerge",
-    "svg.fonttype": "none",  # text stays text: a fourth of the size, and it can be searched
+    "svg.fonttype": "none",  # text stays text: a quarter of the size, and searchable
     "font.size": 9.5,
     "axes.titlesize": 9.5,
     "axes.spines.top": False,
@@ -33,11 +33,11 @@ _STYLE: Any = {
 }
 # Inches: the width, and the height without title and legend, which take as many lines as they need.
 _WIDTH, _HEIGHT = 6.4, 3.5
-_TITLE_WIDTH, _NAME_WIDTH = 75, 36  # letters in a line
+_TITLE_WIDTH, _NAME_WIDTH = 75, 36  # characters per line
 _ROOM = 0.08
 _SMALL = 8.0  # points
 _LINE_HEIGHT = 1.45 * _SMALL / 72
-# Where a label may stand beside its point, in points, and how it is aligned: the first free place is taken.
+# Places of a label beside its data point: offsets in points, and alignments. The first free place is taken.
 _PLACES = (
     *((4, 4, "left", "bottom"), (4, -4, "left", "top"), (-4, 4, "right", "bottom"), (-4, -4, "right", "top")),
     *(
@@ -61,7 +61,7 @@ def draw(chart: Chart) -> str:
 
 
 def svg_of(make_figure: Callable[[], Any], needed_by: str) -> str:
-    """A figure of matplotlib as an SVG document. Equal figures give equal bytes.
+    """Render a matplotlib figure as an SVG document. Equal figures give equal bytes.
 
     Raises:
         MissingExtraError: matplotlib is not installed.
@@ -77,7 +77,7 @@ def svg_of(make_figure: Callable[[], Any], needed_by: str) -> str:
 
 
 def figure_of(chart: Chart) -> Any:
-    """A figure of matplotlib, as high as its legend needs."""
+    """Draw a chart as a matplotlib figure, with room for its title and legend."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -92,7 +92,7 @@ def figure_of(chart: Chart) -> Any:
         _fill(axes, chart)
         axes.set_title(_plain("\n".join(title)), loc="left")
         figure.legend(loc="outside lower left", frameon=False, fontsize=_SMALL, ncols=columns)
-        figure.draw_without_rendering()  # after which the places of all points are known
+        figure.draw_without_rendering()  # this fixes the positions of all points
         figure.set_layout_engine("none")
         _label_points(axes, chart)
     return figure
@@ -100,7 +100,7 @@ def figure_of(chart: Chart) -> Any:
 
 def _legend_columns(names: Sequence[str]) -> int:
     longest = max((min(len(name), _NAME_WIDTH) for name in names), default=1)
-    # Letters are narrower than 0.65 of their size on average, and the line before each name takes 5 of them.
+    # Characters are narrower than 0.65 of the font size on average. The line before a name takes 5 of them.
     return max(1, min(4, int(_WIDTH * 72 / (0.65 * _SMALL * (longest + 5)))))
 
 

@@ -1,4 +1,4 @@
-"""Speed beside closeness: what price curves show, as tables, and the best of it in a few words."""
+"""Tables of speed-up and closeness with the points of the charts, and a summary of them."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 
 from tokenmerge.measure.bench.records import CellRecord
-from tokenmerge.measure.reporting.curves import PRICE, Chart
+from tokenmerge.measure.reporting.curves import AGAINST_CLOSENESS, Chart
 from tokenmerge.measure.reporting.quality import LOWER_IS_CLOSER
 from tokenmerge.measure.reporting.tables import BASELINES, Table, TableRow, call_name, times
 
 # Mean PSNR in dB. From 40 on, pictures are hard to tell apart; at 30, details differ.
 _CLOSENESS = (40.0, 35.0, 30.0)
 
-_Point = tuple[str, str]  # the method and its knob
+_Point = tuple[str, str]  # the method and the label of the point
 _Figures = dict[str, float]  # by metric
 
 
 def price_tables(charts: Iterable[Chart]) -> list[Table]:
-    """Make one table for each set of pictures, with a row for each point of its price curves.
+    """Make one table for each set of pictures, with a row for each point of its charts.
 
     Rows that no other row beats in both speed and closeness are marked as best.
     """
@@ -26,7 +26,7 @@ def price_tables(charts: Iterable[Chart]) -> list[Table]:
 
 
 def fastest_table(charts: Iterable[Chart]) -> Table | None:
-    """The fastest point at a closeness, for each set of pictures with a PSNR; None if there is none."""
+    """Make a table of the fastest variant at each PSNR, for each set of pictures; None if none has a PSNR."""
     known = {}
     for title, members in _by_pictures(charts).items():
         speeds, figures = _points(members)
@@ -43,15 +43,15 @@ def fastest_table(charts: Iterable[Chart]) -> Table | None:
     )
     header = ("pictures", *(f"PSNR ≥ {closeness:g} dB" for closeness in _CLOSENESS))
     notes = (
-        "each cell: the fastest variant with this mean PSNR to the dense pictures, its speed-up and its "
-        "PSNR; fewer-steps is the dense model with this number of steps",
-        *([f"all: {', '.join(shared)}"] if shared else []),
+        "each cell: the fastest variant with at least this mean PSNR to the dense pictures, its speed-up and "
+        "its PSNR; fewer-steps is the dense model with this number of steps",
+        *([f"all pictures: {', '.join(shared)}"] if shared else []),
     )
-    return Table("The fastest at a closeness", header, rows, notes, words=len(header))
+    return Table("Fastest variant by closeness", header, rows, notes, words=len(header))
 
 
 def summary(cells: Sequence[CellRecord], charts: Sequence[Chart]) -> str:
-    """What was measured, and the fastest of it, in one or two sentences."""
+    """Say in one or two sentences what was measured, and which method is the fastest."""
     timed = [cell for cell in cells if cell.speedup is not None]
     settings = len({call_name(cell.conditions) for cell in timed})
     sets = len(_by_pictures(charts))
@@ -59,7 +59,7 @@ def summary(cells: Sequence[CellRecord], charts: Sequence[Chart]) -> str:
     if timed:
         parts.append(f"{_count(len(timed), 'variant')} timed in {_count(settings, 'setting')}")
     if sets:
-        parts.append(f"speed beside closeness for {_count(sets, 'set')} of pictures")
+        parts.append(f"speed and closeness of {_count(sets, 'set')} of pictures")
     text = f"{'; '.join(parts)}." if parts else "Nothing was timed."
     methods = [cell for cell in timed if cell.conditions["variant"] not in BASELINES]
     if methods:
@@ -76,12 +76,12 @@ def _by_pictures(charts: Iterable[Chart]) -> dict[str, list[Chart]]:
     found: dict[str, list[Chart]] = {}
     for chart in charts:
         if chart.metric is not None:
-            found.setdefault(chart.title.removeprefix(PRICE), []).append(chart)
+            found.setdefault(chart.title.removeprefix(AGAINST_CLOSENESS), []).append(chart)
     return dict(sorted(found.items(), key=lambda item: _natural(item[0])))
 
 
 def _shared_parts(titles: Sequence[str]) -> tuple[list[str], list[str]]:
-    """What all titles say, and each title without it.
+    """The parts that all titles share, and each title without them.
 
     >>> _shared_parts(["a, 4 steps, fp32", "b, 4 steps, fp32"])
     (['4 steps', 'fp32'], ['a', 'b'])
@@ -92,7 +92,7 @@ def _shared_parts(titles: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _natural(text: str) -> list[tuple[bool, int, str]]:
-    """A sorting key by which numbers in a text are in the order of their values.
+    """A key that sorts texts by the values of the numbers in them.
 
     >>> sorted(["20 steps", "4 steps"], key=_natural)
     ['4 steps', '20 steps']
@@ -102,7 +102,7 @@ def _natural(text: str) -> list[tuple[bool, int, str]]:
 
 
 def _points(charts: Sequence[Chart]) -> tuple[dict[_Point, float], dict[_Point, _Figures]]:
-    """Speed-up and closeness of each point. The curves of all metrics have the same points."""
+    """Speed-up and closeness of each point. The charts of all metrics have the same points."""
     speeds: dict[_Point, float] = {}
     figures: dict[_Point, _Figures] = {}
     for chart in charts:
@@ -140,7 +140,7 @@ def _beaten(point: tuple[float, float], others: Iterable[tuple[float, float]]) -
 def _fastest(known: Sequence[tuple[float, float, _Point]], closeness: float) -> str:
     close = [one for one in known if one[1] >= closeness and one[0] > 1]
     if not close:
-        return "none above 1×"
+        return "none faster than dense"
     speed, psnr, point = max(close)
     return f"{' '.join(point).strip()}: {times(speed)} ({psnr:.1f})"
 

@@ -13,9 +13,9 @@ from tokenmerge.errors import ConfigError
 from tokenmerge.measure.bench.records import key_of, variant_label
 from tokenmerge.measure.bench.results_file import read_records
 
-# Metrics that are lower for closer pictures. All others are higher.
 _TIMES = ("speedup", "speedup_quartiles")
 
+# Metrics that are lower for closer pictures.
 LOWER_IS_CLOSER = frozenset({"lpips", "fid", "kid", "motion-error"})
 
 
@@ -34,13 +34,12 @@ class QualityRecord:
         category: category of the prompts. None: all prompts.
         conditions: everything else that the pictures depend on, in JSON-compatible values. ``steps`` is the
             number of steps of dense.
-        speedup: time of a dense picture over that of the variant's, the median over the pictures; None:
-            unknown.
-        speedup_quartiles: first and third quartile of that.
+        speedup: t_dense / t of a picture, median over the pictures; None: unknown.
+        speedup_quartiles: first and third quartiles of t_dense / t; None: unknown.
         steps_used: number of steps of ``"fewer-steps"``. None: as many as dense.
         measured_with: network and reference pictures of each metric that has them.
-        config: all settings that the pictures were drawn with, also those that the method chose, as
-            :meth:`tokenmerge.ToMeConfig.from_dict` takes them. None: unknown, or the variant has none.
+        config: all settings that the pictures were drawn with, including those that the method chose, in the
+            form that :meth:`tokenmerge.ToMeConfig.from_dict` takes. None: unknown, or the variant has none.
         notes: remarks for the reader.
         finished: date and time of the measurement, in ISO 8601 with the UTC offset; "" if unknown.
     """
@@ -74,7 +73,7 @@ class QualityRecord:
 
     @property
     def key(self) -> str:
-        """Equal for metrics of the same pictures. A later record replaces earlier ones with the same key."""
+        """A key that is equal for metrics of the same pictures. A later record replaces earlier ones."""
         values = dataclasses.asdict(self)
         for name in (*_TIMES, "figures", "measured_with", "config", "notes", "finished"):
             del values[name]
@@ -91,7 +90,7 @@ class QualityRecord:
         Raises:
             ConfigError: it is not such a record.
         """
-        # Older records have no date, no number of steps, no times and no chosen settings.
+        # Older records lack the date, the number of steps, the times and the chosen settings.
         later = {"finished": "", **dict.fromkeys(("steps_used", "config", *_TIMES))}
         record = _read(cls, {**later, **values})
         if record.speedup_quartiles is not None:
@@ -102,7 +101,7 @@ class QualityRecord:
         )
         by_name = (record.settings, record.conditions, record.measured_with, record.config or {})
         if not numbers or not all(isinstance(values, dict) for values in by_name):
-            raise ConfigError("not a record of quality: expected figures as numbers and settings by name")
+            raise ConfigError("not a quality record: expected numbers in figures, and settings by name")
         return dataclasses.replace(record, settings=with_new_names(record.settings))
 
 
@@ -116,7 +115,7 @@ class SampleRecord:
         variant: name of the variant, such as ``"tome"``.
         settings: the ratio, and the settings that differ from the variant's defaults.
         dense: path of the dense picture, relative to the folder of the file with this record.
-        image: path of the variant's picture, likewise.
+        image: path of the variant's picture, relative to the same folder.
     """
 
     prompt: str
@@ -133,7 +132,7 @@ class SampleRecord:
 
     @property
     def key(self) -> str:
-        """Equal for the same pair."""
+        """A key that is equal for the same pair."""
         return key_of(dataclasses.asdict(self))
 
     def to_line(self) -> str:
@@ -181,5 +180,5 @@ def _read(cls: Any, values: Mapping[str, Any]) -> Any:
     names = [field.name for field in dataclasses.fields(cls)]
     missing = [name for name in names if name not in values]
     if missing:
-        raise ConfigError(f"not a record of {values.get('kind')}: {', '.join(missing)} missing")
+        raise ConfigError(f"not a {values.get('kind')} record: {', '.join(missing)} missing")
     return cls(**{name: values[name] for name in names})

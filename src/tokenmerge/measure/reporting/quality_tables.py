@@ -15,10 +15,10 @@ _SHARED = ("steps", "scheduler", "guidance", "dtype", "device", "attention", "pr
 _AIMS = {"motion": " → 1"}
 
 _MOTION = (
-    "videos: metrics of pictures are means over the frames; motion: 0 is a frozen video, 1 moves as much as "
-    "dense; motion-error: 0 is the motion of dense"
+    "videos: metrics of pictures are means over the frames; motion: 0 for a frozen video, 1 for as much "
+    "motion as dense; motion-error: 0 for the same motion as dense"
 )
-_SPEEDUP = "speed-up: time of a dense picture over that of the variant's, median and quartiles"
+_SPEEDUP = "speed-up: t_dense / t per picture, median and quartiles"
 
 
 def where_drawn(record: QualityRecord) -> tuple[str, int, int, str]:
@@ -99,7 +99,7 @@ def _speedup(record: QualityRecord) -> str:
 
 
 def _figure(record: QualityRecord, name: str) -> str:
-    # The PSNR of pictures that all equal dense is no number; their SSIM is 1 but for its rounding in float32.
+    # If all pictures equal dense, their PSNR is infinite and not recorded. Their SSIM is 1 up to rounding.
     if name == "psnr" and name not in record.figures and record.figures.get("ssim", 0) > 1 - 1e-6:
         return "identical"
     return f"{record.figures[name]:.4g}" if name in record.figures else ""

@@ -26,7 +26,7 @@ TITLE = "Token merging: speed, memory and quality"
 class Content:
     """Everything that a report shows.
 
-    ``prices`` has the speed beside the closeness of each variant, and ``fastest`` the best of that.
+    ``prices`` has tables of the speed and closeness of each variant, and ``fastest`` the best of them.
     ``beside`` has published tables with our measurements. ``conditions`` has the (name, JSON) of each machine
     and configuration, and of each set of pictures.
     """
@@ -44,7 +44,7 @@ class Content:
 
 
 def content_of(results: Results) -> Content:
-    """Collect the content from the newest records with each name, and from the samples that exist."""
+    """Collect the content from the newest record of each name, and from the samples that exist."""
     cells, older_cells = newest_cells(results.cells)
     quality, older_figures = newest_figures(results.quality)
     samples, lost = _readable(results.samples)
@@ -71,7 +71,7 @@ def content_of(results: Results) -> Content:
 
 
 def _readable(samples: Sequence[Sample]) -> tuple[list[Sample], list[str]]:
-    """Select the pairs with two readable pictures, and make one note on all others."""
+    """Select the pairs with two readable pictures, and make one note about all others."""
     found, lost = [], []
     for sample in samples:
         try:

@@ -27,9 +27,10 @@ class Sample:
 
 @dataclasses.dataclass(frozen=True)
 class Results:
-    """All records of some files.
+    """The records of some files.
 
-    Of cells with equal conditions, and of quality metrics of the same pictures, it has the last one.
+    Of several cells with equal conditions, only the last is kept. The same holds for quality records of the
+    same pictures.
     """
 
     cells: tuple[CellRecord, ...]
@@ -42,7 +43,7 @@ def read_results(paths: Sequence[Path]) -> Results:
     """Read results files, and all ``*.jsonl`` files of folders.
 
     Raises:
-        ConfigError: there is no file, or a file cannot be read or holds something else.
+        ConfigError: there is no file, or a file cannot be read or has other records.
     """
     cells: dict[str, CellRecord] = {}
     quality: dict[str, QualityRecord] = {}
@@ -67,7 +68,7 @@ def _files(paths: Sequence[Path]) -> list[Path]:
         found = sorted(path.glob("*.jsonl")) if is_folder(path) else [path]
         if not found:
             raise ConfigError(
-                f"results: the folder {path} has no .jsonl file; give what tokenmerge bench wrote"
+                f"results: the folder {path} has no .jsonl file; give results of tokenmerge bench or evaluate"
             )
         files += found
     if not files:

@@ -16,7 +16,7 @@ def draw_steps(steps: RunSteps) -> str:
     """Draw seconds, removed tokens and change of each step as an SVG document. Equal steps give equal bytes.
 
     Args:
-        steps: of a run, as :attr:`tokenmerge.Patch.steps` has them.
+        steps: the steps of a run, from :attr:`tokenmerge.Patch.steps`.
 
     Raises:
         ConfigError: there is no step.
@@ -28,7 +28,7 @@ def draw_steps(steps: RunSteps) -> str:
 
 
 def figure_of_steps(steps: RunSteps) -> Any:
-    """A figure of matplotlib with three charts above each other: seconds, removed tokens, change."""
+    """Draw a matplotlib figure with three charts in a column: seconds, removed tokens, change."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 

@@ -39,7 +39,7 @@ class TableRow:
 class Table:
     """A titled table.
 
-    The first columns, ``words`` in number, hold text, the others numbers.
+    The first ``words`` columns hold text, the others numbers.
     """
 
     title: str
@@ -75,7 +75,7 @@ def attention_name(attention: str) -> str:
 
 
 def attention_rank(attention: str, order: Sequence[str]) -> tuple[int, str]:
-    """A key to sort attention implementations by: first those of an order, then others by name.
+    """A sort key for attention implementations: first those in ``order``, then the others by name.
 
     >>> sorted(["sage", "default", "flash"], key=lambda name: attention_rank(name, ["sdpa", "default"]))
     ['default', 'flash', 'sage']
@@ -136,7 +136,7 @@ def _measured(cells: Sequence[CellRecord]) -> Table:
     notes += once((note for cell in cells for note in _notes(cell)), [cell.label for cell in cells])
     meanings = dict.fromkeys(cell.facts.get("peak_memory") for cell in cells if cell.peak_bytes is not None)
     notes += [f"peak GiB: {meaning}" for meaning in meanings if meaning]
-    notes += ["marked row: the fastest that is no baseline"] if methods else []
+    notes += ["marked row: the fastest variant that is not a baseline"] if methods else []
     header = (
         *("variant", "attention", "seconds per call", "quartiles", "peak GiB", "speed-up"),
         *("same attention", "time saved", "FLOPs saved"),
@@ -145,7 +145,7 @@ def _measured(cells: Sequence[CellRecord]) -> Table:
 
 
 def once(notes: Iterable[str], labels: Sequence[str]) -> list[str]:
-    """Say once what notes say of several variants.
+    """Merge notes that say the same about several variants.
 
     >>> once(["a: slow", "b: slow", "cold", "a: large"], ["a", "b"])
     ['slow (a, b)', 'cold', 'large (a)']
@@ -184,7 +184,7 @@ def _figures(cell: CellRecord) -> tuple[str, ...]:
     compiled = ", compiled" if cell.conditions["compile"] else ""
     names = (cell.label, attention_name(cell.conditions["attention"]).removesuffix(" attention") + compiled)
     if cell.median is None or cell.iqr is None:
-        said = {"oom": "OOM", "unavailable": "not here", "error": "failed"}[cell.status]
+        said = {"oom": "OOM", "unavailable": "not available", "error": "failed"}[cell.status]
         return (*names, said, "", "", "", "", "", "")
     low, high = cell.iqr
     saved = None if cell.speedup is None else 1 - 1 / cell.speedup
@@ -215,7 +215,7 @@ def _percent(share: float | None) -> str:
 
 
 def grouped(items: Iterable[T], key: Callable[[T], Iterable[object]]) -> list[list[T]]:
-    """The items with equal keys, in the order of the keys. A key is several values, any of which may be None.
+    """Group items with equal keys, in the order of the keys. A key is several values, which may be None.
 
     >>> grouped(["b", "ab", "a"], lambda text: (len(text),))
     [['b', 'a'], ['ab']]
@@ -228,7 +228,7 @@ def grouped(items: Iterable[T], key: Callable[[T], Iterable[object]]) -> list[li
 
 
 def in_order(values: Iterable[object]) -> tuple[object, ...]:
-    """Make a sorting key from values that may be None, which comes last.
+    """Make a sort key from values that may be None. None comes last.
 
     >>> sorted([(2, None), (1, None), (1, 5)], key=in_order)
     [(1, 5), (1, None), (2, None)]

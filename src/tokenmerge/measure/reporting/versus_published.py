@@ -46,7 +46,10 @@ class _Line(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Figure:
-    """The quantity in one table, and how to get it from published rows and from suitable cells of ours."""
+    """The quantity in one table, and how to read it from published rows and from our cells.
+
+    ``takes`` says whether a cell of ours is comparable.
+    """
 
     name: str
     published: Callable[[Published], float | None]
@@ -74,7 +77,7 @@ def _memory(cell: CellRecord) -> float | None:
 _FIGURES = {
     "per call": _Figure("seconds per call", lambda row: row.seconds, _seconds, is_time=True),
     "per image": _Figure("seconds per image", lambda row: row.seconds_per_image, _per_image, is_time=True),
-    # On a CPU, the peak is the memory of the whole process.
+    # On a CPU, the peak includes the whole process, so it is not comparable.
     "memory": _Figure(
         "GB per image", lambda row: row.memory, _memory, takes=lambda cell: cell.conditions["device"] != "cpu"
     ),
@@ -85,9 +88,7 @@ def published_tables(cells: Iterable[CellRecord], quality: Iterable[QualityRecor
     """Make each published table that shares resolutions and batches with our cells of Stable Diffusion 1.5.
 
     Published rows are marked. Our rows name the machine and the number of steps. For the denoiser alone, they
-    say that the time is that of one step times the number of steps.
-
-    Quality records are for FID.
+    say that the time is that of one step times the number of steps. Our FID comes from the quality records.
     """
     ours = [cell for cell in cells if _comparable(cell)]
     drawn = [record for record in quality if "fid" in record.figures and _is_sd15(record.model)]
@@ -173,8 +174,8 @@ def _table(source: str, figure: _Figure, published: Sequence[Published], ours: S
         tuple(rows),
         (
             *(f"published: {note}" for note in notes),
-            *_told_against(figure, published),
-            *_counted(figure, ours),
+            *_notes_on_speedup(figure, published),
+            *_notes_on_memory(figure, ours),
         ),
     )
 
@@ -189,24 +190,25 @@ def _shown(cell: CellRecord, figure: _Figure) -> str:
     return f"{value:.3g} ({speedup})" if speedup else f"{value:.3g}"
 
 
-def _told_against(figure: _Figure, published: Sequence[Published]) -> list[str]:
+def _notes_on_speedup(figure: _Figure, published: Sequence[Published]) -> list[str]:
     if not figure.is_time:
         return []
     notes = [
-        "× is the speed-up t_dense / t over dense with the same attention: in the same row for published "
-        "figures, and in the same rounds for ours"
+        "× is the speed-up t_dense / t over dense with the same attention; dense is in the same row for "
+        "published figures, and was timed in the same rounds for ours"
     ]
     attentions = {row.attention for row in published}
     for attention in attentions - {row.attention for row in published if not row.merges}:
         name = attention_name(attention)
         notes.append(
-            f"dense with {name} was not published, so its gain cannot be separated from that of merging"
+            f"dense with {name} was not published, so the gain of this attention cannot be separated from "
+            "that of merging"
         )
     return notes
 
 
-def _counted(figure: _Figure, ours: Sequence[CellRecord]) -> list[str]:
-    """What our memory values count."""
+def _notes_on_memory(figure: _Figure, ours: Sequence[CellRecord]) -> list[str]:
+    """Say what our memory figures count."""
     if figure.is_time:
         return []
     meanings = dict.fromkeys(cell.facts.get("peak_memory") for cell in ours)

@@ -23,7 +23,7 @@ _RATIOS_OF_PRESETS = (0.5, 0.3)
 _SHARES_OF_STEPS = (0.3, 0.4, 0.5, 0.65, 0.8)
 
 _TILED = "tome:planner=tiled,proportional,max_downsample=8"
-# Family, and its settings with their strengths. Braces stand for the strength.
+# (family, its settings, strengths). Braces stand for the strength.
 _FAMILIES: tuple[tuple[str, str, tuple[float, ...]], ...] = (
     (AUTO_FAMILY, "auto:ratio={}", _RATIOS_OF_AUTO),
     # Step reuse alone.
@@ -38,7 +38,7 @@ _FAMILIES: tuple[tuple[str, str, tuple[float, ...]], ...] = (
         "tome:ratio=0,max_downsample=8,reuse.every={},reuse.shallow_every=2,reuse.shallow_from=0.3",
         (4, 2),
     ),
-    # Both.
+    # Merging and step reuse.
     ("auto, full every 3rd step", "auto:reuse.every=3,ratio={}", (0.5, 0.25)),
     ("auto, full every 2nd step", "auto:reuse.every=2,ratio={}", (0.75, 0.5)),
     ("auto, no correction", "auto:correction.every=0,ratio={}", (0.4, 0.25)),
@@ -65,7 +65,7 @@ class Candidate:
 
     Args:
         drawn: the variant and its number of steps.
-        entry: the same for the search.
+        entry: what the search knows of it.
     """
 
     drawn: Drawn
@@ -78,7 +78,7 @@ class Candidate:
 
 
 def candidates(goal: Goal, steps: int) -> list[Candidate]:
-    """List what a search tries, in order: ``auto``, rivals, step reuse, merging, presets.
+    """List what a search tries, in order: ``auto``, baselines, step reuse, merging, presets.
 
     Args:
         goal: what is wanted.
@@ -98,7 +98,7 @@ def candidates(goal: Goal, steps: int) -> list[Candidate]:
 
 
 def in_force(config: ToMeConfig, steps: int, merges: bool) -> ToMeConfig | None:
-    """The settings as they act in a generation of ``steps`` steps, so that equal ones are tried once.
+    """Reduce settings to what they do in a generation of ``steps`` steps, so that equal ones are tried once.
 
     Args:
         config: the settings.
@@ -106,7 +106,7 @@ def in_force(config: ToMeConfig, steps: int, merges: bool) -> ToMeConfig | None:
         merges: whether any token merges at the size of the picture.
 
     Returns:
-        None if nothing would be saved.
+        The reduced settings; None if they save nothing.
 
     >>> in_force(ToMeConfig(ratio=0.5, reuse=StepReuse(every=4, span=0.2)), steps=4, merges=False) is None
     True
@@ -132,7 +132,7 @@ def _merging() -> Iterator[tuple[str, str, float]]:
 
 
 def _candidate(text: str, steps: int, family: str, strength: float) -> Candidate:
-    # presets.tomesd is the variant "tome", since "tomesd" is the package of this name.
+    # presets.tomesd becomes the variant "tome", since the variant "tomesd" is the package of that name.
     if text.startswith("tomesd:"):
         text = text.replace("tomesd:", "tome:plans.guidance=false,", 1)
     (spec,) = parse_variant(text, [ToMeConfig.ratio], {})
@@ -161,7 +161,7 @@ def _rivals(goal: Goal, steps: int) -> list[Candidate]:
 
 def _numbers_of_steps(goal: Goal, steps: int) -> list[int]:
     if goal.speedup is not None:
-        # Prompt and picture take some time too, so that the first of them may be too slow.
+        # Encoding the prompt and decoding the picture take time too, so the larger number may be too slow.
         most = math.floor(steps / goal.speedup)
         wanted = {most, most - 1}
     else:

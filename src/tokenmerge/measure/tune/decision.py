@@ -1,4 +1,4 @@
-"""Which settings are the result: a pure function of the measurements."""
+"""Decides which settings are the result, by a pure function of the measurements."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class Decision:
     Args:
         name: the chosen setting, or the nearest one if none reaches the goal.
         reached: whether it reaches the goal.
-        sure: whether it does so by at least one standard error.
-        ties: settings that look better by less than the noise, or as good.
+        sure: whether it reaches the goal by at least one standard error.
+        ties: the other settings that are as good within the noise.
     """
 
     name: str
@@ -29,11 +29,11 @@ class Decision:
 def decide(looks: Sequence[Look], goal: Goal, preferred: Collection[str] = ()) -> Decision:
     """Choose settings by the rule of one standard error.
 
-    Settings count as reaching the goal if they do so by at least one standard error of what was measured; if
-    none does, those whose estimate reaches it. The best of them is the closest for a wanted speed, and the
-    fastest for a wanted closeness. Settings that are behind it by no more than one standard error of the
-    paired difference are ties. Of the best and its ties, a preferred one is chosen, and otherwise the one
-    that is better in what the goal asks for.
+    Settings count if they reach the goal by at least one standard error. If none does, those count whose
+    estimate reaches it and that have the most pictures. For a wanted speed, the best of them is the closest.
+    For a wanted closeness, it is the fastest. Settings that are behind the best by no more than one standard
+    error of the paired difference are ties. Among the best and its ties, a preferred setting is chosen, or
+    else the one that is better in what the goal asks for.
 
     Args:
         looks: all measurements of settings that can be chosen, at least one.
@@ -47,7 +47,7 @@ def decide(looks: Sequence[Look], goal: Goal, preferred: Collection[str] = ()) -
     if not reaching:
         nearest = max(found.values(), key=lambda one: one.objectives(wants_speed)[0])
         return Decision(nearest.name, reached=False, sure=False)
-    if not sure:  # one lucky picture says less than several
+    if not sure:  # a single picture may reach the goal by luck
         most = max(one.looks for one in reaching)
         reaching = [one for one in reaching if one.looks == most]
     best = max(reaching, key=lambda one: one.objectives(wants_speed)[2])

@@ -40,12 +40,12 @@ class Goal:
         return self.metric in LOWER_IS_CLOSER
 
     def closeness(self, value: float) -> float:
-        """A value of the metric with a sign by which larger is closer."""
+        """A value of the metric, negated if lower is closer, so that larger is closer."""
         return -value if self.lower_is_closer else value
 
     @property
     def least(self) -> float:
-        """The goal as a number that the speed-up, or the closeness with its sign, has to reach."""
+        """The number that the speed-up, or the result of :meth:`closeness`, has to reach."""
         if self.speedup is not None:
             return self.speedup
         assert self.value is not None
@@ -69,7 +69,7 @@ def parse_goal(min_speedup: float | None, bounds: Mapping[str, float | None], me
     Args:
         min_speedup: smallest speed-up.
         bounds: worst value of each metric; None for a metric without a bound.
-        metric: the metric of closeness beside a speed-up. None: PSNR.
+        metric: the metric of closeness for a wanted speed-up. None: PSNR.
 
     Raises:
         ConfigError: not exactly one goal is given, or no setting can reach it.
@@ -90,7 +90,8 @@ def parse_goal(min_speedup: float | None, bounds: Mapping[str, float | None], me
             )
         if not (math.isfinite(min_speedup) and min_speedup > 1):
             raise ConfigError(
-                f"min-speedup: expected a number above 1, which is dense, such as 1.5, got {min_speedup:g}"
+                f"min-speedup: expected a number above 1, such as 1.5, got {min_speedup:g}; 1 is the speed "
+                "of dense"
             )
         return Goal(metric or "psnr", speedup=min_speedup)
     ((name, value),) = given.items()
@@ -119,7 +120,7 @@ def parse_seconds(text: str) -> float:
     (600.0, 90.0, 5400.0)
 
     Raises:
-        ConfigError: it is no duration above 0.
+        ConfigError: it is not a duration above 0.
     """
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(s|min|h)\s*", text)
     if found is None or float(found[1]) == 0:

@@ -1,4 +1,4 @@
-"""The measurements of a run: one look is one picture of one setting, drawn beside dense and timed."""
+"""The measurements of a run. A look is one picture of one setting, drawn and timed in a round with dense."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import math
 from collections.abc import Iterable, Sequence
 from statistics import fmean, median, stdev
 
-# Relative standard deviation of one timing, before any setting was timed twice.
+# Assumed relative standard deviation of one timing, until a setting was timed twice.
 _NOISE = 0.1
-# The median of a normal sample has this much more spread than its mean.
+# The standard error of the median of a normal sample, divided by that of its mean.
 _OF_MEDIAN = math.sqrt(math.pi / 2)
 
 
@@ -23,7 +23,8 @@ class Look:
         seconds: time of the call, > 0.
         dense_seconds: time of the dense call in the same round, > 0.
         closeness: closeness to the dense picture; larger is closer.
-        cost: wall-clock seconds that the look took, with the share of the dense call, ≥ 0.
+        cost: wall-clock seconds since the previous look of the round, ≥ 0. The first look of a round includes
+            the dense call.
     """
 
     name: str
@@ -60,7 +61,7 @@ class Estimate:
     closeness_error: float
 
     def objectives(self, wants_speed: bool) -> tuple[float, float, float]:
-        """What has to reach the goal, its standard error, and what is best then.
+        """The value that has to reach the goal, its standard error, and the value that decides among those.
 
         Args:
             wants_speed: whether the goal is a speed-up.
@@ -73,8 +74,8 @@ class Estimate:
 def estimates(looks: Iterable[Look]) -> dict[str, Estimate]:
     """Summarise the looks of each setting.
 
-    The relative noise of a timing is a property of the machine. It is pooled over all settings, since single
-    ones have too few timings.
+    The relative noise of a timing is a property of the machine. It is pooled over all settings, since each of
+    them has too few timings.
     """
     by_name: dict[str, list[Look]] = {}
     for look in looks:
@@ -106,8 +107,8 @@ def paired(better: Sequence[Look], other: Sequence[Look], wants_speed: bool) -> 
     Args:
         better: looks of one setting.
         other: looks of the other.
-        wants_speed: whether the goal is a speed-up. Then closeness is compared, otherwise the logarithm of
-            the time.
+        wants_speed: whether the goal is a speed-up. If it is, closeness is compared, otherwise the logarithm
+            of the speed-up.
 
     Returns:
         (mean, standard error) of the first minus the second. The error is infinite for fewer than two common

@@ -16,18 +16,18 @@ class TuneOptions:
 
     Args:
         goal: what is wanted.
-        model: as for :class:`tokenmerge.measure.evaluate.options.EvaluateOptions`, like ``prompts``,
+        model: as for :class:`tokenmerge.measure.evaluate.options.EvaluateOptions`. The same holds for
             ``size``, ``steps``, ``guidance``, ``scheduler``, ``dtype`` and ``device``.
         prompts: a file with prompts. None: the built-in prompts of a bundled model.
-        within: seconds that the measurements may take, > 0, those of earlier runs included. Raising it tries
+        within: seconds that the measurements may take, > 0, including those of earlier runs. Raising it tries
             more settings, on more prompts.
-        items: pictures that the last settings are compared on, ≥ 2. Raising it makes the result surer.
+        items: pictures that the last settings are compared on, ≥ 2. Raising it makes the result more certain.
         metric: the metric of closeness with its network, such as ``"dino=FOLDER"``. None: that of the goal.
-        out: the settings go here; the file must end in ``.json``. Records, pictures and the price curve go
-            beside it.
+        out: file for the settings, ending in ``.json``. Records, pictures and the chart of speed-up against
+            closeness go beside it.
 
     Raises:
-        ConfigError: a value is outside these ranges, or does not fit the others.
+        ConfigError: a value is outside these ranges, or two values contradict each other.
     """
 
     goal: Goal
@@ -66,7 +66,8 @@ class TuneOptions:
         """The options of ``tokenmerge evaluate`` for drawing the same pictures.
 
         Args:
-            prompts: number of prompts that there are. Fewer than ``items`` are drawn from several seeds.
+            prompts: number of available prompts. If it is less than ``items``, each is drawn with several
+                seeds. None: one seed.
         """
         shared = ("model", "prompts", "size", "steps", "guidance", "scheduler", "dtype", "device")
         return EvaluateOptions(

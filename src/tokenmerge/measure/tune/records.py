@@ -1,4 +1,4 @@
-"""The results file of a search: settings as they were resolved, and one line for each look."""
+"""The results file of a search: the resolved settings, and one line for each look."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class TuneRecord:
     """One line of the results file.
 
     Args:
-        conditions: key of everything that the measurement depends on, but for the setting and the item.
-        about: ``"look"``: one picture; ``"settings"``: what the names of methods came to on this model and
+        conditions: key of everything that the measurement depends on, except the setting and the item.
+        about: ``"look"``: one picture; ``"settings"``: all settings that a name stands for on this model and
             device; ``"counted"``: the speed-up by counted operations.
         name: name of the setting.
-        item: number of the prompt and seed; −1 for what is no picture.
-        values: what was found.
+        item: number of the prompt and seed; −1 for a record that is not of a picture.
+        values: the results, in JSON-compatible values.
     """
 
     conditions: str
@@ -67,7 +67,7 @@ def read_tune_records(path: Path) -> Iterator[TuneRecord]:
     """Read the records of a file, in order. Lines of other kinds are skipped.
 
     Raises:
-        ConfigError: the file cannot be read, or a line is no valid record.
+        ConfigError: the file cannot be read, or a line is not a valid record.
     """
     return read_records(path, {KIND: TuneRecord})
 

@@ -1,4 +1,4 @@
-"""What a search leaves: the file of settings, a table, a price curve, and the worst prompt as a picture."""
+"""The output of a search: the file of settings, a table, a chart, and a picture of the worst prompt."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tokenmerge.errors import MissingExtraError
 from tokenmerge.measure.bench.variants import DENSE, Variant
 from tokenmerge.measure.evaluate.variants import Drawn
 from tokenmerge.measure.files import write_atomically, write_json, write_text
-from tokenmerge.measure.reporting.curves import Chart, Line
+from tokenmerge.measure.reporting.curves import AGAINST_CLOSENESS, Chart, Line
 from tokenmerge.measure.reporting.plots import draw
 from tokenmerge.measure.reporting.tables import Table, TableRow, times
 from tokenmerge.measure.tune.looks import Estimate, estimates
@@ -25,10 +25,10 @@ _SHOWN = 8
 
 
 def write_result(search: Search) -> list[str]:
-    """Write the settings, the price curve and the picture of the worst prompt.
+    """Write the settings, the chart of speed-up against closeness, and the picture of the worst prompt.
 
     Returns:
-        What was written where, and what was not and why, one line each.
+        One line for each file, with its path, or with the reason why it was not written.
 
     Raises:
         ConfigError: a file cannot be written.
@@ -39,16 +39,16 @@ def write_result(search: Search) -> list[str]:
     curve = out.with_suffix(".svg")
     try:
         write_text(curve, draw(_chart(search)))
-        lines.append(f"price curve: {curve}")
+        lines.append(f"chart: {curve}")
     except MissingExtraError as error:
-        lines.append(f"no price curve: {error}")
+        lines.append(f"no chart: {error}")
     worst = out.with_name(f"{out.stem}-worst.png")
     lines.append(f"worst prompt, dense and merged: {worst} ({_write_worst(search, worst)})")
     return lines
 
 
 def found_for(search: Search) -> FoundFor:
-    """What the settings were found for."""
+    """The model, size and number of steps that the settings were found for."""
     height, width = search.latent
     return FoundFor(search.model, height, width, search.options.steps)
 
@@ -59,7 +59,7 @@ def python_lines(search: Search) -> str:
 
 
 def tuned_table(search: Search) -> Table:
-    """The best settings, and what they are compared with."""
+    """Make a table of the best settings, and of the baselines."""
     decision, goal = search.decision, search.goal
     assert decision is not None
     found = estimates(search.looks)
@@ -94,9 +94,9 @@ def tuned_table(search: Search) -> Table:
     )
     header = ("setting", "", "speed-up", f"{goal.metric} {arrow}", "pictures")
     notes = (
-        "± is one standard error; speed-up is t_dense / t, timed in turns, and closeness is to the dense "
+        "± is one standard error; speed-up is t_dense / t, with interleaved calls; closeness is to the dense "
         "picture of the same seed",
-        f"{len(found) - len(rivals)} settings were measured with {len(search.looks)} pictures",
+        f"{len(found)} settings were measured with {len(search.looks)} pictures, baselines included",
     )
     return Table(title, header, tuple(rows), notes, words=2)
 
@@ -168,7 +168,7 @@ def _chart(search: Search) -> Chart:
     conditions = search.evaluation.store.conditions
     closer = "lower" if goal.lower_is_closer else "higher"
     return Chart(
-        f"The price: {conditions['model']}, {conditions['width']} × {conditions['height']}, "
+        f"{AGAINST_CLOSENESS}{conditions['model']}, {conditions['width']} × {conditions['height']}, "
         f"{search.options.steps} steps",
         f"{goal.metric.upper()}, {closer} is better",
         "speed-up, t_dense / t",
@@ -178,7 +178,7 @@ def _chart(search: Search) -> Chart:
 
 
 def _write_worst(search: Search, path: Any) -> str:
-    """Write the picture that is least close, beside dense, and return its prompt and closeness."""
+    """Write the picture that is least close next to dense, and return its prompt and closeness."""
     assert search.decision is not None
     own = [look for look in search.looks if look.name == search.decision.name]
     worst = min(own, key=lambda look: look.closeness)

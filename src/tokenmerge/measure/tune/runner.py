@@ -31,19 +31,19 @@ from tokenmerge.runtime.planning import merges_tokens
 
 # Operations are counted if that takes less than this share of the time of a dense picture.
 _WORTH_COUNTING = 0.1
-# Time to count the operations of one call, before it was measured.
+# Assumed time to count the operations of one call, until it is measured.
 _SECONDS_TO_COUNT = 0.5
 
 
 @dataclasses.dataclass(frozen=True)
 class TuneProgress:
-    """How far a search is.
+    """The progress of a search.
 
     Args:
-        spent: seconds that the measurements took so far, those of earlier runs included.
-        budget: seconds that they may take.
+        spent: seconds that the measurements took so far, including those of earlier runs.
+        budget: seconds that the measurements may take.
         running: what is being measured.
-        best: the best setting so far; None before the first.
+        best: the best setting so far; None if none was measured.
     """
 
     spent: float
@@ -60,7 +60,7 @@ class Search:
         options: what was searched for.
         evaluation: what was drawn, and where the pictures are.
         candidates: the settings that were tried or could have been, by name.
-        configs: settings of those that merge or reuse steps, by name.
+        configs: the resolved settings of candidates that merge or reuse steps with this package, by name.
         looks: all measurements.
         decision: the result; None if no setting was measured.
         model: class of the denoiser.
@@ -93,8 +93,8 @@ def tune(
 ) -> Search:
     """Search for settings until the budget is spent, all prompts are drawn, or the user presses Ctrl-C.
 
-    Every measurement is in the results file as soon as it is made. The same command continues there; with a
-    larger budget, it searches on.
+    Every measurement is written to the results file at once. The same command continues the search, also with
+    a larger budget.
 
     Args:
         options: what to search for.
@@ -138,7 +138,7 @@ class _Run:
         self.options, self.goal, self.studio, self.file = options, options.goal, studio, file
         self.on_progress, self.on_note = on_progress, on_note
         evaluation = studio.evaluation
-        # The metric's network matters, and the budget and the goal do not: another goal reuses all pictures.
+        # The key has the metric's network, but not the budget and the goal: another goal reuses all pictures.
         self.conditions = key_of({**evaluation.store.conditions, "metrics": dict(studio.metrics.networks)})
         self.texts = [f"{item.prompt.text}, seed {item.seed}" for item in evaluation.items]
         self.conditions = key_of({"conditions": self.conditions, "items": self.texts})
@@ -158,7 +158,7 @@ class _Run:
         return look_of(record, self.goal) if fits and record.item < len(self.texts) else None
 
     def search(self) -> None:
-        """Measure rounds until there is none to measure."""
+        """Measure rounds until the search is over."""
         self._resolve()
         while True:
             open_ = [one.entry for one in self.candidates.values() if one.name not in self.failed]
@@ -204,7 +204,7 @@ class _Run:
         )
 
     def _resolve(self) -> None:
-        """Find the settings of each candidate on this model, and leave out equal ones and impossible ones."""
+        """Resolve the settings of each candidate on this model. Leave out equal and impossible ones."""
         seen: dict[ToMeConfig, str] = {}
         hosts = find_hosts(self.studio.pipe)
         for one in candidates(self.goal, self.options.steps):
@@ -255,7 +255,7 @@ class _Run:
         return found
 
     def _count(self, names: Sequence[str]) -> bool:
-        """Count the operations of settings where that is cheap beside a picture; whether any was counted."""
+        """Count the operations of settings if that is cheap. Return whether any was counted."""
         looks, counted = self.looks, self._counted()
         if not looks:
             return False

@@ -1,4 +1,4 @@
-"""Which round comes next: a pure function of the measurements so far.
+"""Chooses the next round, by a pure function of the measurements so far.
 
 The search is successive halving (Jamieson and Talwalkar 2016, arXiv 1502.07943) with a third of the settings
 left each time. All settings draw the first prompt, cheap ones first, except those that cannot reach the goal.
@@ -16,14 +16,15 @@ from tokenmerge.measure.tune.decision import misses
 from tokenmerge.measure.tune.goal import Goal
 from tokenmerge.measure.tune.looks import Estimate, Look, estimates
 
-# Counted operations tell the time only roughly. A setting may be faster than its count by this factor.
+# Counted operations only estimate the time. A setting may be faster than its count by this factor.
 _SLACK = 1.25
 # One timing may be off by this factor.
 _TIMING = 1.15
 # Share of the budget after which no new setting is tried.
 _FIRST_LOOKS = 0.5
-# Settings between two dense calls of the first prompt.
+# Largest number of settings in a round of the first prompt.
 _TOGETHER = 6
+# Settings that go on to the next prompt, at least.
 _FEWEST = 3
 
 
@@ -36,7 +37,7 @@ class Entry:
         family: settings of one family differ only in strength.
         strength: within a family, a larger one is faster and less close.
         group: the best setting of each group always goes on.
-        rival: whether it is only shown for comparison, and takes no place from the others.
+        rival: whether it is a baseline, only shown for comparison. It takes no place from other settings.
     """
 
     name: str
@@ -75,7 +76,7 @@ def next_round(
         goal: what is wanted.
         budget: seconds that all looks together may cost.
         items: number of prompts and seeds, ≥ 1.
-        counted: speed-up by counted operations, of the settings for which it is known.
+        counted: speed-up by counted operations, by name, for settings where it is known.
 
     Returns:
         The next round; None if the search is over.
@@ -88,7 +89,7 @@ def next_round(
         for entry in entries
         if entry.name not in looked and not hopeless(entry, entries, looks, goal, counted)
     ]
-    if first >= _FIRST_LOOKS * budget:  # of what is always shown, one each
+    if first >= _FIRST_LOOKS * budget:  # only one baseline of each group that has none yet
         shown = {entry.group for entry in entries if entry.name in looked}
         rivals = {entry.group: entry for entry in untried if entry.rival and entry.group not in shown}
         untried = list(rivals.values())
@@ -113,9 +114,10 @@ def hopeless(
 ) -> bool:
     """Whether a setting that was not tried cannot be the result.
 
-    For a wanted speed: its counted operations, or a stronger setting of its family, say that it is too slow.
-    For a wanted closeness: by the same signs it is slower than two others that reach the goal. They are two,
-    because a single one may reach it only for its prompt.
+    A setting that saves no operations cannot. For a wanted speed, a setting cannot if its counted operations,
+    or a stronger setting of its family, show that it is too slow. For a wanted closeness, it cannot if they
+    show that it is slower than two others that reach the goal. There must be two, because a single one may
+    reach the goal only for this prompt.
     """
     found = estimates(looks)
     kin = [e.name for e in entries if e.family == entry.family and e.strength >= entry.strength]
@@ -148,7 +150,7 @@ def ranking(found: Sequence[Estimate], goal: Goal) -> list[str]:
 
     Those that reach the goal are ordered by closeness for a wanted speed, and by speed for a wanted
     closeness. After every two of them comes one that misses the goal, the nearest first, since few prompts
-    can mislead. Settings that miss the goal and are worse in both come last.
+    can mislead. Settings that miss the goal and are no better than another one in both come last.
     """
     wants_speed = goal.speedup is not None
     reaching = sorted(
@@ -173,7 +175,7 @@ def _dominates(one: Estimate, other: Estimate) -> bool:
 
 
 def _fitting(wanted: Round, looks: Sequence[Look], left: float) -> Round | None:
-    """As much of a round as fits into the time that is left; the very first one always has a setting."""
+    """The part of a round that fits into the time left. The first round of a search is always one setting."""
     if not looks:
         return Round(wanted.item, wanted.names[:1])
     dense = median(look.dense_seconds for look in looks)

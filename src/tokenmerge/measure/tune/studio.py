@@ -48,7 +48,7 @@ class Drawing:
         name: name of the setting.
         seconds: time of the call.
         dense_seconds: time of the dense call of the round.
-        cost: wall-clock seconds since the previous picture was finished.
+        cost: wall-clock seconds since the previous picture of the round. The first one includes dense.
         metrics: value of each metric.
     """
 
@@ -78,7 +78,7 @@ class Studio:
     Args:
         options: what to find settings for.
         evaluation: the model, the size, the items, and where the pictures go.
-        metrics: what is measured of each picture.
+        metrics: the metrics of each picture.
         device: the device of the pipeline.
     """
 
@@ -103,7 +103,7 @@ class Studio:
     def draw(
         self, item: int, chosen: Sequence[Candidate], configs: Mapping[str, ToMeConfig | None]
     ) -> Iterator[Drawing | Failed]:
-        """Draw dense, then each setting, and yield each result as soon as it is there.
+        """Draw dense, then each setting, and yield each result as soon as it is measured.
 
         Args:
             item: number of the item.
@@ -152,7 +152,7 @@ class Studio:
         def draw(steps: int) -> list[Image]:
             return of_item.with_steps(steps)(pipe, lambda steps: None)
 
-        if name not in self._warm:  # kernels are loaded and chosen at the first call
+        if name not in self._warm:  # the first call loads and chooses kernels
             self._warm.add(name)
             if name == DENSE or self.device.type != "cpu":
                 draw(min(_WARM_UP_STEPS, drawn.steps))
@@ -180,7 +180,7 @@ def _attempt(name: str, call: Callable[[], object], failures: dict[str, str]) ->
 
 
 def _reason(error: Exception) -> str:
-    """Why a setting failed; errors that are no property of the setting are raised."""
+    """The reason why a setting failed. An error that is not due to the setting is raised again."""
     if is_out_of_memory(error):
         return "out of memory"
     if isinstance(error, TokenMergingError):
