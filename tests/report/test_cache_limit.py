@@ -113,7 +113,7 @@ def test_the_default_method_takes_what_fits_and_the_handle_says_what_is_missing(
 
 
 def test_other_settings_do_not_adapt():
-    with pytest.raises(ConfigError, match="max_cache: only the default method adapts to it, got '1MB'"):
+    with pytest.raises(ConfigError, match="max_cache: only the default method takes a limit, got '1MB'"):
         apply_token_merging(hosts.unet(), EVERYTHING, max_cache="1MB")
     with pytest.raises(ConfigError, match="max_cache: only the default method"):
         apply_token_merging(hosts.unet(), "toma", max_cache="1MB")
