@@ -53,8 +53,8 @@ def ratio_for(
     found = bisect.bisect_left(_RATIOS, speedup, key=counted)
     if found == len(_RATIOS):
         raise ConfigError(
-            f"speedup: expected at most {counted(_RATIOS[-1]):.2f}×, counted for this model, size and number of "
-            f"steps at a ratio of {_RATIOS[-1]}, got {speedup:g}; take a lower value, a larger picture, or more "
-            "steps"
+            f"speedup: expected at most {counted(_RATIOS[-1]):.2f}×, counted for this model, size and number "
+            f"of steps at a ratio of {_RATIOS[-1]}, got {speedup:g}; take a lower value, a larger picture "
+            "or more steps"
         )
     return _RATIOS[found]

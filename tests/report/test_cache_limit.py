@@ -54,7 +54,7 @@ def test_parts_are_left_out_until_the_rest_fits():
         found.append((config.correction.every > 0, config.reuse.skips_finest, config.reuse.on))
     assert found == [(False, True, True), (False, False, True), (False, False, False)]
     assert config == NOTHING
-    assert "no correction and no step reuse, which would cache" in text
+    assert "no correction and no step reuse; with everything, the cache would take" in text
 
 
 def test_what_fits_stays_as_it_is():
@@ -73,7 +73,7 @@ def test_the_guidance_scale_that_caches_most_counts():
 
 def test_plans_that_are_shared_are_refused_where_they_do_not_fit():
     shared = ToMeConfig(ratio=0.5, plans=PlanSharing(every=3))
-    with pytest.raises(ConfigError, match=r"max_cache: these settings cache .* got 0.0 MB; take at least"):
+    with pytest.raises(ConfigError, match=r"max_cache: expected at least .* got 0.0 MB; raise it"):
         within(hosts.unet(), shared, 0)
 
 
@@ -91,7 +91,9 @@ def test_features_cost_nothing_beside_step_reuse_and_are_left_out_last():
     assert within(model, both, needed)[0] == compares
     config, text = within(model, both, needed - 1)
     assert config == plain
-    assert "no correction, no step reuse and no cached features, which would cache" in text
+    assert (
+        "no correction, no step reuse and no cached features; with everything, the cache would take" in text
+    )
 
 
 class Pipeline:
@@ -109,7 +111,7 @@ def test_the_default_method_takes_what_fits_and_the_handle_says_what_is_missing(
     patch = apply_token_merging(pipe, 0.5, max_cache=needed // 2)
     assert not patch.config.correction.every
     assert patch.report().kept_bytes <= needed // 2
-    assert f"auto in {needed // 2} (no correction, which would cache" in str(patch)
+    assert f"auto in {needed // 2} (no correction; with everything, the cache would take" in str(patch)
 
 
 def test_other_settings_do_not_adapt():
