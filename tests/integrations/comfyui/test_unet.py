@@ -85,7 +85,7 @@ def test_step_reuse(model, key_numbers, method, switch):
     assert len(deep) == 4 * len(full) < 40
     assert torch.equal(hosts.sample(clone, steps=10), first)
     count = len(reuse.steps_of(20).full)
-    assert f"Of 20 steps, {count} run the whole model, and the others skip their deep stages" in text
+    assert f"Of 20 steps, {count} run the whole model, and the others skip the deep stages" in text
 
 
 def test_attention_runs_on_half_of_the_tokens(model, key_numbers):
