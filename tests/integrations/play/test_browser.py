@@ -254,12 +254,12 @@ def test_stop_ends_what_runs_or_waits_and_a_visitor_who_leaves_is_not_drawn_for(
     second.begin(**SMALL)
     expect(second.page.locator("#tiles")).to_contain_text("queue: 1/1", timeout=PATIENCE)
     second.button("Stop").click()
-    second.expect_message("Nothing was kept of this trial.")
+    second.expect_message("This trial was discarded.")
     expect(second.button("Draw")).to_be_enabled(timeout=PATIENCE)
     expect(first.button("Stop")).to_be_enabled()  # of this visitor, nothing was stopped
 
     first.button("Stop").click()
-    first.expect_message("Nothing was kept of this trial.")
+    first.expect_message("This trial was discarded.")
     expect(first.button("Draw")).to_be_enabled(timeout=PATIENCE)
     expect(first.tried).to_have_count(0)
 
