@@ -45,7 +45,7 @@ def test_no_size(given):
 
 
 def test_parts_are_left_out_until_the_rest_fits():
-    """At each limit from one byte below what the settings need, one part less is cached."""
+    """One byte below what the settings need, one more part is left out each time."""
     unet = hosts.unet()
     found, config, text = [], EVERYTHING, ""
     while counted_cache(unet, config):
@@ -78,7 +78,7 @@ def test_plans_that_are_shared_are_refused_where_they_do_not_fit():
 
 
 def test_features_cost_nothing_beside_step_reuse_and_are_left_out_last():
-    """The residual of all blocks is that which step reuse caches; alone it is one tensor of the image."""
+    """Step reuse caches the residual of all blocks anyway; without it, that is one tensor of the image."""
     model = model_of(FLUX)
     plain = ToMeConfig(ratio=0.5, proportional=True, plans=PlanSharing(blocks=True))
     compares = dataclasses.replace(plain, features="model_residual")

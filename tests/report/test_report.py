@@ -38,7 +38,7 @@ HALF = ToMeConfig(ratio=0.5)
 
 
 def flops(model: torch.nn.Module, **arguments: object) -> int:
-    """Counted on a real run, with attention as plain products, which the counter knows on every device."""
+    """FLOPs of a real run, with attention by plain products, which the counter knows on every device."""
     kernel = torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)
     with FlopCounterMode(display=False) as counter, kernel:
         hosts.call(model, **arguments)
@@ -338,7 +338,7 @@ def test_levels_are_counted_with_their_own_settings():
 
 
 def test_cached_shapes_are_those_that_are_computed_anew(monkeypatch):
-    """Operations with the same inputs are run once; without that the counts are the same."""
+    """Operations with the same inputs run once; the counts are the same without this cache."""
     model = model_of(FAMILIES["FluxTransformer2DModel"])
     config = ToMeConfig(ratio=0.5, planner="tiled", proportional=True, correction=Correction(every=2))
     counting._result.cache_clear()

@@ -276,7 +276,7 @@ def test_solvers_that_call_the_model_twice_in_a_step(model):
 
 
 def test_no_attention_at_the_finest_level(key_numbers):
-    """As in SDXL: the node takes the finest level that there is, and says so."""
+    """As in SDXL: the node merges at the finest level with attention, and says so."""
     coarse = hosts.unet(transformer_depth=[0, 1], transformer_depth_output=[0, 0, 1, 1])
     clone, text = TokenMerging().merge(coarse, "tomesd", 0.5, 0.0, 1.0, LATENT)
     assert "level 2" in text
