@@ -91,5 +91,5 @@ def test_no_speed(pipe, speedup):
 
 
 def test_a_speed_out_of_reach_says_what_is_in_reach(pipe):
-    with pytest.raises(ConfigError, match=r"the highest .* is \d+\.\d\d×, at a ratio of 0\.75, got 50"):
+    with pytest.raises(ConfigError, match=r"expected at most \d+\.\d\d×, .* at a ratio of 0\.75, got 50"):
         apply_token_merging(pipe, speedup=50)
