@@ -478,7 +478,9 @@ def test_layers_laid_out_otherwise_are_refused_and_nothing_is_changed():
     model = vits.vit()
     del model.layers[2].mlp
     before = state(model)
-    with pytest.raises(UnsupportedModelError, match=r"layers\.2: this layer is unknown .*`?mlp"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"layers\.2: expected a layer of transformers .*, got: .*`?mlp"
+    ):
         apply_token_merging(model, R)
     assert state(model) == before
 
