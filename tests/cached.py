@@ -1,4 +1,4 @@
-"""What a patched model caches between calls, for tests that see that it is there, and gone."""
+"""The caches of a patched model between calls, for tests of what they hold and when it is dropped."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from tokenmerge.runtime.state import BlockState
 
 
 def memory_of(model: nn.Module) -> Memory:
-    """What the latest call of this thread caches in; an empty one before the first."""
+    """The memory of the latest call in this thread; an empty one before the first call."""
     state = state_of(model)
     return state.threads.value.memory or Memory(state.groups)
 
 
 def caches(model: nn.Module, kind: type = object) -> list[tuple[Any, Cache]]:
-    """The parts of a model of one kind, each with what it caches."""
+    """The parts of one kind in a model, each with its cache."""
     pairs = zip(state_of(model).parts, memory_of(model).caches, strict=True)
     return [(part, cache) for part, cache in pairs if isinstance(part, kind)]
 

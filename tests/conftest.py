@@ -16,7 +16,7 @@ from tokenmerge.planners import calibration
 _measure = calibration.measure_fewest_tokens
 _FEWEST = 16
 
-# Times depend on the machine; the same examples every time keep a failure repeatable.
+# No deadline, since times depend on the machine. Always the same examples, so that failures repeat.
 settings.register_profile("tokenmerge", deadline=None, derandomize=True, max_examples=60)
 settings.load_profile("tokenmerge")
 
@@ -28,7 +28,7 @@ def _seeded() -> None:
 
 @pytest.fixture(autouse=True)
 def _no_timing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`auto` takes a fixed number where it would time merging, so that a busy machine decides nothing.
+    """`auto` takes a fixed number instead of timing merging, so that a busy machine changes no test.
 
     A test that replaces the measurement gets its own number.
     """

@@ -92,7 +92,7 @@ def call(model: nn.Module, **arguments: object) -> Tensor:
 
 
 def counting(compiled: list[nn.Module]) -> Callable:
-    """A backend of torch.compile that runs graphs as they are, and leaves each that it is given in a list."""
+    """A backend of torch.compile that runs graphs as they are, and appends each to a list."""
 
     def backend(graph: nn.Module, example: list) -> Callable:
         compiled.append(graph)
@@ -102,7 +102,7 @@ def counting(compiled: list[nn.Module]) -> Callable:
 
 
 # CompVis models.
-# The names of classes, attributes and methods are those by which the repository's models are recognised.
+# The names of classes, attributes and methods matter: the repository's models are recognised by them.
 
 
 class CrossAttention(nn.Module):

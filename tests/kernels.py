@@ -13,7 +13,7 @@ REGISTRY = attention_dispatch._AttentionBackendRegistry
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
-    """By matrix products, so that nobody takes it for PyTorch's fused attention."""
+    """Attention by matrix products, so that it is not taken for PyTorch's fused attention."""
     assert query.stride(-1) == key.stride(-1) == value.stride(-1) == 1  # which kernels ask for
     query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
     scale = query.shape[-1] ** -0.5 if scale is None else scale
@@ -33,7 +33,7 @@ def flash(
     scale: float | None = None,
     _parallel_config: object = None,
 ) -> Tensor:
-    """As FlashAttention: it takes no mask."""
+    """Like FlashAttention, it takes no mask."""
     if attn_mask is not None:
         raise ValueError("`attn_mask` is not supported for flash-attn 2.")
     return attention(query, key, value, None, scale)
@@ -48,7 +48,7 @@ def flash_varlen(
     is_causal: bool = False,
     _parallel_config: object = None,
 ) -> Tensor:
-    """As FlashAttention for sequences of several lengths: a mask says which keys are padding, and no more."""
+    """Like FlashAttention for sequences of several lengths: masks only say which keys are padding."""
     if attn_mask is not None:
         attn_mask = attention_dispatch._normalize_attn_mask(attn_mask, len(query), key.shape[1])
         attn_mask = attn_mask[:, None, None]
@@ -64,7 +64,7 @@ def sage(
     scale: float | None = None,
     _parallel_config: object = None,
 ) -> Tensor:
-    """As SageAttention: no mask, and at most 128 channels for a head."""
+    """Like SageAttention: it takes no mask, and at most 128 channels per head."""
     if attn_mask is not None:
         raise ValueError("`attn_mask` is not supported for sage attention")
     if query.shape[-1] > 128:
@@ -77,7 +77,7 @@ KERNELS = {"flash": flash, "flash_varlen": flash_varlen, "sage": sage}
 
 @contextmanager
 def backend(name: str, kernel: Callable[..., Tensor] | None = None) -> Iterator[None]:
-    """While this lasts, diffusers' models compute attention by this back-end, or by ``kernel`` instead."""
+    """Within the context, diffusers' models run attention by this back-end, or by ``kernel`` in its place."""
     key, before = AttentionBackendName(name), REGISTRY._active_backend
     former = REGISTRY._backends[key], REGISTRY._constraints[key], REGISTRY._supported_arg_names[key]
     REGISTRY.register(key)(kernel or KERNELS.get(name) or former[0])

@@ -58,15 +58,15 @@ class MadeUp(Studio):
 
 
 def install(monkeypatch: pytest.MonkeyPatch, pipe: StableDiffusionPipeline) -> type[MadeUp]:
-    """Put the studio that draws nothing in place of the real one, with this pipeline as any model."""
+    """Replace the real studio by the one that draws nothing, and every model by this pipeline."""
     monkeypatch.setattr(MadeUp, "drawn", [])
     monkeypatch.setattr(MadeUp, "stop", None)
     monkeypatch.setattr(MadeUp, "failing", ())
     monkeypatch.setattr(runner, "Studio", MadeUp)
     monkeypatch.setattr(studio, "load_pipeline_for", lambda *_: pipe)
-    # A tiny model is counted in more time than it is drawn.
+    # Counting the operations of a tiny model takes longer than drawing with it.
     monkeypatch.setattr(runner, "_WORTH_COUNTING", 0.0)
-    # Somebody may change the source while the tests run.
+    # The source may change while the tests run.
     monkeypatch.setattr("tokenmerge.measure.evaluate.evaluation.source_commit", lambda: None)
     # A device on which merging saves time on every grid; here a tiny one need not.
     monkeypatch.setattr("tokenmerge.auto.fewest_tokens", lambda *_: 4)

@@ -1,4 +1,4 @@
-"""A disk that is full, as far as this process can tell."""
+"""A limit on file sizes that looks like a full disk to this process."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def small_files(size: int) -> Iterator[None]:
-    """While the context lasts, no file grows beyond ``size`` bytes."""
+    """Within the context, no file grows beyond ``size`` bytes."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:

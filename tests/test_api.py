@@ -37,7 +37,7 @@ HALF = ToMeConfig(ratio=0.5)
 
 
 class Pipeline:
-    """What the search for models looks at: attributes."""
+    """A pipeline as the search for models sees it: an object with attributes."""
 
     def __init__(self, **components: object) -> None:
         vars(self).update(components)
@@ -100,7 +100,7 @@ def test_a_controlnet_merges(make):
             "control_type_idx": [0],
             "conditioning_scale": [1.0],
         }
-    # A new ControlNet adds zeros; ones show what it would add.
+    # A new ControlNet adds zeros; weights of one make its effect visible.
     for module in (*net.controlnet_down_blocks, net.controlnet_mid_block):
         torch.nn.init.ones_(module.weight)
 
@@ -118,7 +118,7 @@ def test_a_controlnet_merges(make):
 
 
 def test_a_controlnet_with_nothing_to_merge_stays_dense_beside_a_unet_that_merges():
-    """Also when it merged with the settings before."""
+    """Also if it merged with the previous settings."""
     controlnet = hosts.controlnet(down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"))
     pipe = Pipeline(unet=hosts.unet(), controlnet=controlnet)
     apply_token_merging(pipe, ToMeConfig(ratio=0.5, max_downsample=2))
@@ -339,7 +339,7 @@ def test_the_package_says_its_version():
 
 
 def test_calls_that_people_try(monkeypatch):
-    """A ratio by name, a preset by its name, and one of them with the other."""
+    """A ratio as a keyword, the name of a preset, and both together."""
     monkeypatch.setattr(auto, "fewest_tokens", lambda *_: 16)
     unet = hosts.unet()
     for given, wanted in (

@@ -1,4 +1,4 @@
-"""The default method: what it chooses, for which pipelines, and what it was measured by."""
+"""The default method: what it chooses, for which pipelines, and its timing of attention."""
 
 from __future__ import annotations
 
@@ -62,14 +62,14 @@ def test_a_number_alone_chooses_all_else(fast):
     assert (state.config.reuse.every, state.config.reuse.span) == (2, 0.2)
     assert (state.config.scope, state.config.correction.every) == ("layers", 2)
     more = choose(pipeline(unet=unet), 0.6)
-    # Of a UNet whole blocks, and from 0.4 on corrections, lose more than they save.
+    # In UNets, whole blocks and, from 0.4 on, corrections lose more than they save.
     assert (more.scope, more.correction.every, more.reuse.every) == ("layers", 0, 3.4)
     assert [choose(pipeline(unet=unet), ratio).ratio for ratio in (0.5, 0.75)] == [0.5, 0.6]
     between = [choose(pipeline(unet=unet), ratio) for ratio in (0.25, 0.49, 0.5)]
     assert [(found.correction.every, found.reuse.every) for found in between] == [(2, 2), (0, 2.9), (0, 3)]
     assert choose(unet, 0.6).scope == "layers"
-    # On small grids merged attention costs more than leaving out steps; where there are no steps to follow
-    # there is nothing to leave out.
+    # On small grids, merging attention costs more than skipping steps. Without steps to follow, nothing can
+    # be skipped.
     assert (state.config.min_tokens, more.min_tokens, choose(unet, 0.3).min_tokens) == (2048, 2048, 16)
     with token_merging(unet, 0.2) as patch:
         assert state_of(unet).config.ratio == 0.2
@@ -101,7 +101,7 @@ def test_transformers(name, fast):
     assert (less.at_guidance(7.0).ratio, less.at_guidance(7.0).reuse.every) == (0.5, 1.38)
     assert config.at_guidance(4.9) == config.at_guidance(None)
     assert (config.min_tokens, choose(model, 0.5).min_tokens) == (2048, 16)
-    # One plan for all blocks, by what they added; without steps there is nothing to compare but the input.
+    # One plan for all blocks, by what they added. Without steps, only the input can be compared.
     assert (config.features, config.plans.blocks) == ("model_residual", True)
     assert (choose(model, 0.5).features, choose(model, 0.5).plans.blocks) == ("input", False)
     more = choose(pipeline(transformer=model), 0.6)
@@ -116,7 +116,7 @@ def test_transformers(name, fast):
 @pytest.mark.parametrize("name", ["UNet", "SD3Transformer2DModel"])
 @pytest.mark.parametrize("guidance", [1.0, 7.5])
 def test_a_higher_ratio_skips_more_steps(name, guidance, fast):
-    """Also where grids are too small to merge: there it is all that the ratio decides."""
+    """Also if grids are too small to merge; then this is all that the ratio decides."""
     pipe = pipeline(model=hosts.unet() if name == "UNet" else model_of(FAMILIES[name]))
     configs = [choose(pipe, ratio).at_guidance(guidance) for ratio in (0.1, 0.25, 0.5, 0.6, 0.75)]
     full = [len(config.reuse.steps_of(20).full) for config in configs]
@@ -126,7 +126,7 @@ def test_a_higher_ratio_skips_more_steps(name, guidance, fast):
 
 @pytest.mark.filterwarnings("ignore:__array_(_ implementation|wrap__):DeprecationWarning")
 def test_solvers_that_amplify_what_alternates_run_the_finest_level_in_all_steps(fast):
-    """By what a solver makes of the same error with alternating and with equal signs in earlier steps."""
+    """Compares the effect of one error in earlier steps with alternating and with equal signs."""
 
     def amplification(name: str) -> float:
         def step(sign: int, number: int) -> float:
@@ -173,7 +173,7 @@ def test_where_nothing_merges_and_steps_run_less_the_report_says_so(fast):
 
 @pytest.mark.parametrize(("steps", "dense"), [(4, True), (9, True), (10, False)])
 def test_a_generation_in_which_nothing_is_saved_says_so(steps, dense, fast):
-    """Too few tokens to merge, and too few steps to leave any out."""
+    """Too few tokens to merge, and too few steps to skip any."""
     unet, inputs = hosts.unet(), hosts.inputs()
     wanted = hosts.call(unet, **inputs)
     patch = apply_token_merging(pipeline(unet=unet), 0.4)
@@ -230,7 +230,7 @@ def test_a_ratio_of_0_is_dense(fast):
 
 
 def test_a_costly_finest_level_of_a_unet_does_not_run_on_every_step(fast):
-    """By its share of the work: a part of SD 1.5, next to nothing of SDXL.
+    """This depends on its share of the work: large in SD 1.5, almost nothing in SDXL.
 
     Below 0.5 it runs in all of the first steps, which lose most. Between ratios that were measured, settings
     are interpolated.
@@ -278,7 +278,7 @@ def test_attention_by_other_kernels_is_not_asked_for_sizes(fast):
 
 
 def test_attention_of_a_model_without_processors_is_looked_at(fast):
-    """CompVis repositories have one that multiplies matrices itself, and one that calls PyTorch's."""
+    """CompVis repositories have one class that multiplies matrices, and one that calls PyTorch's."""
     model = hosts.LatentDiffusion()
     assert choose(model, 0.5).proportional
 
@@ -320,7 +320,7 @@ def test_perturbed_attention_guidance_is_not_asked_for_sizes(fast):
     ],
 )
 def test_grids_are_timed_in_what_the_model_computes_in(stored, norms, timed, monkeypatch):
-    """Quantised and layerwise-cast weights are stored in another type."""
+    """Quantised and layerwise-cast weights are stored in another dtype."""
     asked = []
     monkeypatch.setattr(calibration, "measure_fewest_tokens", lambda *shape: asked.append(shape[:2]) or 64)
     unet = hosts.unet()
@@ -340,7 +340,7 @@ def test_grids_are_timed_where_an_offloaded_model_runs(monkeypatch):
 
 
 def test_a_measurement_in_which_nothing_gains_is_not_kept(monkeypatch, tmp_path):
-    """A machine that does much else for a moment does not keep models dense for ever."""
+    """A machine that is busy for a moment must not keep models dense for ever."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     found = iter([(2 * calibration.SIDES[-1]) ** 2, 256])
     monkeypatch.setattr(calibration, "measure_fewest_tokens", lambda *_: next(found))
@@ -357,7 +357,7 @@ def test_measuring_draws_nothing_from_the_global_generator(monkeypatch):
 
 @pytest.mark.parametrize(("slow", "expected"), [("merged", 128 * 128), ("dense", 64), ("small", 16 * 16)])
 def test_the_fewest_tokens_are_those_from_which_merging_is_faster(slow, expected, monkeypatch):
-    """With times that are told: of the first, second … grid, merged and dense in turn."""
+    """With given times: merged and dense in turn, of the first grid, the second one, and so on."""
     sides = iter([side for side in calibration.SIDES for _ in range(2)])
     turn = iter(range(100))
 
@@ -453,7 +453,7 @@ def test_measuring_takes_seconds():
     start = time.perf_counter()
     sides = {side**2 for side in (*calibration.SIDES, 2 * calibration.SIDES[-1])}
     assert calibration.measure_fewest_tokens(torch.device("cpu"), torch.float32) in sides
-    assert time.perf_counter() - start < 60  # on a machine that does much else at the same time
+    assert time.perf_counter() - start < 60  # on a busy machine
 
 
 def test_the_narrowest_attention_decides(monkeypatch):

@@ -134,7 +134,7 @@ def test_bad_values_are_errors_and_nothing_is_patched(settings, message):
 
 
 class Patcher:
-    """Programs hold a model in an object of their own, which is no module."""
+    """Programs keep a model in an object of their own that is not a module."""
 
     def __init__(self, module: nn.Module) -> None:
         self.model = nn.Module()
@@ -143,7 +143,7 @@ class Patcher:
 
 
 class Quantised(nn.Module):
-    """A wrapper with a class of its own around the UNet of a CompVis-style model."""
+    """A wrapper of another class around the UNet of a CompVis-style model."""
 
     def __init__(self, unet: nn.Module) -> None:
         super().__init__()
@@ -173,7 +173,7 @@ def test_whatever_has_a_model_with_a_diffusion_model_is_taken(wrap, as_module):
 
 
 def test_data_parallel_within_a_wrapper_is_refused():
-    """Its threads would run one UNet at once."""
+    """Its threads would run one UNet at the same time."""
     model = hosts.LatentDiffusion()
     model.model.diffusion_model = Quantised(nn.DataParallel(model.model.diffusion_model))
     with pytest.raises(UnsupportedModelError, match="DataParallel"):
@@ -311,7 +311,7 @@ def test_apply_tome_refuses_the_highest_ratio_as_ppdiffusers_does(ratio):
 
 
 def test_pipeline_methods_are_there_once_asked_for():
-    """In a process of its own, because it adds to classes of diffusers."""
+    """In a separate process, because it adds to classes of diffusers."""
     script = """
         import sys; sys.path.insert(0, "tests")
         import hosts, tokenmerge

@@ -1,4 +1,4 @@
-"""What the documents say runs."""
+"""The code in the documents runs, and their texts match the program."""
 
 import ast
 import json
@@ -21,7 +21,7 @@ from tokenmerge.planners import PLANNERS
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-# Documents whose Python runs with the names that the test gives, and how many snippets each has.
+# Documents whose Python runs with the names from the test, and the number of snippets in each.
 WITH_PYTHON = {
     "README.md": 1,
     "docs/quickstart.md": 5,

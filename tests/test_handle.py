@@ -72,7 +72,7 @@ def test_after_a_run_it_counts_that_run(pipe):
 
 
 def test_steps_are_full_reused_or_dense(pipe):
-    """Of 12 steps the second half does not merge, and of the first half every second step corrects."""
+    """Of 12 steps, the last 6 do not merge, and every second one of the first 6 is a correction."""
     config = ToMeConfig(ratio=0.5, schedule=Schedule(until=0.5), correction=Correction(every=2))
     patch = apply_token_merging(pipe, config)
     generate(pipe)
@@ -115,7 +115,7 @@ def test_the_seconds_are_those_from_the_first_call_to_the_last(pipe, monkeypatch
     monkeypatch.setattr("tokenmerge.runtime.run_log.time.perf_counter", lambda: next(clock))
     patch = apply_token_merging(pipe, SKIPS)
     generate(pipe, steps=4)
-    assert "4 steps in 4.0 s" in last_run(patch)  # the clock is read at the start and behind each call
+    assert "4 steps in 4.0 s" in last_run(patch)  # the clock is read at the start and after each call
 
 
 def test_another_thread_and_another_generation_do_not_mix(pipe):
@@ -176,7 +176,7 @@ def test_metadata_applies_the_same_settings_again(monkeypatch):
 
 
 def test_steps_outside_the_part_that_merges_are_full(pipe):
-    """The text before the run counts the full steps that the run then has."""
+    """The text before the run predicts the number of full steps in the run."""
     patch = apply_token_merging(pipe, SKIPS, start=0.25, until=0.75)
     generate(pipe)
     kinds = dict(part.split()[::-1] for part in last_run(patch).split("(")[1].split(")")[0].split(", "))

@@ -12,8 +12,8 @@ import tokenmerge
 
 ROOT = Path(tokenmerge.__file__).parent
 
-# What each room imports beside its own files, no more and no less. A room is a folder, or a file at the top
-# of the package. Each folder of integrations is a room too.
+# What each part imports besides its own files, no more and no less. A part is a folder or a file at the top
+# of the package, or a folder of integrations.
 MAY_IMPORT = {
     "errors": "",
     "ops": "",
@@ -46,7 +46,7 @@ TOOLS = (
     *("integrations.paddle", "integrations.portable", "integrations.play", "integrations.export"),
     *("paddle", "pictures", "pipeline_methods", "measure", "cli", "__main__"),
 )
-# The families' files, and what leads to them, are for those who have a pipeline in hand.
+# The families' files, and the module that finds them, are for code that has a pipeline.
 FAMILIES = ("tokenmerge.models.families", "tokenmerge.models.find")
 
 
@@ -62,17 +62,17 @@ def imports(file: Path) -> set[str]:
     return found
 
 
-def room_of(names: Sequence[str]) -> str:
-    """The room of a module of the package, by the names on the way to it."""
+def part_of(names: Sequence[str]) -> str:
+    """The part of the package that a module is in, from the names in its path."""
     return ".".join(names[: 2 if names[0] == "integrations" else 1])
 
 
-def room(file: Path) -> str:
-    return room_of(file.relative_to(ROOT).with_suffix("").parts)
+def part(file: Path) -> str:
+    return part_of(file.relative_to(ROOT).with_suffix("").parts)
 
 
 def files() -> list[Path]:
-    return [file for file in sorted(ROOT.rglob("*.py")) if room(file).split(".")[-1] != "__init__"]
+    return [file for file in sorted(ROOT.rglob("*.py")) if part(file).split(".")[-1] != "__init__"]
 
 
 def test_few_folders_stand_at_the_top():
@@ -80,21 +80,19 @@ def test_few_folders_stand_at_the_top():
     assert len(folders) <= 10, sorted(folders)
 
 
-def test_every_room_has_its_line():
-    assert {room(file) for file in files()} == MAY_IMPORT.keys()
+def test_every_part_has_its_line():
+    assert {part(file) for file in files()} == MAY_IMPORT.keys()
 
 
 def test_imports_go_down_only():
-    rooms = list(MAY_IMPORT)
+    parts = list(MAY_IMPORT)
     for i, (here, allowed) in enumerate(MAY_IMPORT.items()):
-        assert set(allowed.split()) <= set(rooms[:i]), (
-            f"{here} may import only rooms that stand above its line"
-        )
-    found: dict[str, set[str]] = {here: set() for here in rooms}
+        assert set(allowed.split()) <= set(parts[:i]), f"{here} may import only parts above its line"
+    found: dict[str, set[str]] = {here: set() for here in parts}
     for file in files():
-        here = room(file)
+        here = part(file)
         for name in imports(file):
-            there = room_of(name.split(".")[1:])
+            there = part_of(name.split(".")[1:])
             version = name == "tokenmerge.__version__"
             assert there in {here, *MAY_IMPORT[here].split()} or version, (
                 f"{file.relative_to(ROOT)} imports {name}"
@@ -105,20 +103,20 @@ def test_imports_go_down_only():
 
 def test_what_runs_in_a_patched_model_knows_no_family():
     for file in files():
-        if room(file) == "runtime":
+        if part(file) == "runtime":
             for name in imports(file):
                 assert not name.startswith(FAMILIES), f"{file.relative_to(ROOT)} imports {name}"
 
 
 def test_of_the_core_only_swap_swaps_classes():
     swapping = [file for file in files() if "__class__ =" in file.read_text(encoding="utf-8")]
-    core = [file.relative_to(ROOT).as_posix() for file in swapping if room(file) not in TOOLS]
+    core = [file.relative_to(ROOT).as_posix() for file in swapping if part(file) not in TOOLS]
     assert core == ["runtime/swap.py"]
 
 
 def test_the_core_needs_torch_alone():
     for file in files():
-        if room(file) not in TOOLS:
+        if part(file) not in TOOLS:
             modules = {
                 name.split(".")[0]
                 for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
@@ -134,9 +132,9 @@ def test_the_core_needs_torch_alone():
 
 
 def test_settings_need_no_torch():
-    """A file of settings can be checked where torch is not installed."""
+    """A file of settings can be checked without torch."""
     for file in files():
-        if room(file) == "config":
+        if part(file) == "config":
             text = file.read_text(encoding="utf-8")
             assert "import torch" not in text, file
             assert "from torch" not in text, file
@@ -153,7 +151,7 @@ def test_importing_touches_no_accelerator_and_no_optional_library():
 
 
 def run(script: str) -> str:
-    """What a script prints, in a process of its own."""
+    """The output of a script in a separate process."""
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     return done.stdout.strip()
 

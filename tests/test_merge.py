@@ -17,7 +17,7 @@ def metric(w: int, h: int) -> Tensor:
 
 
 def rows(x: Tensor) -> list[list[tuple[float, ...]]]:
-    """The tokens of each image in an order of their own, to five digits: sums may be in another order."""
+    """The tokens of each image, sorted and rounded to five digits, since sums may have another order."""
     return [sorted(tuple(round(v, 5) for v in token.tolist()) for token in image) for image in x]
 
 

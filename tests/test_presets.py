@@ -85,7 +85,7 @@ def test_a_preset_merges_and_leaves_nothing_behind(name, family):
 @pytest.mark.parametrize("family", MODELS[:2])
 @torch._dynamo.config.patch(recompile_limit=9)  # SD3.5 has three kinds of blocks, for three kinds of steps
 def test_a_preset_compiles_without_a_break(name, family):
-    """The whole model as one graph; where settings follow the steps, each block as one."""
+    """The whole model is one graph; if settings follow the steps, each block is one."""
     torch._dynamo.reset()
     config, inputs = getattr(presets, name)(), FAMILIES[family].inputs(2, 16, 16)
     if config.scope == "keys" and family != "UNet2DConditionModel":
@@ -117,7 +117,7 @@ def test_sdtm_merges_windows_first_and_less_and_less():
         plan = next(iter(plans.values())).plan
         merged.append(plan.keep.shape[1])
         whole_windows.append(set(plan.sizes[0].tolist()) == {1.0, 4.0})
-    # 256 tokens less 0.7, 0.6, … 0.3 of them, in windows of 4 while there are windows.
+    # 256 tokens minus 0.7, 0.6, … 0.3 of them, by windows of 4 in the phase with windows.
     assert merged == [256 - 59 * 3, 256 - 51 * 3, 128, 256 - 102, 256 - 76]
     assert whole_windows == [True, True, False, False, False]
 
@@ -136,7 +136,7 @@ def test_a_soft_plan_and_its_model_compile_into_one_graph():
 
 
 def steps_of_a_generation(model: nn.Module, config: ToMeConfig, steps: int) -> Iterator[tuple[Any, Tensor]]:
-    """Plans and result of each step, of a sample that changes from step to step."""
+    """Plans and result of each step, for a sample that changes from step to step."""
     patch, arguments = apply_token_merging(model, config), FAMILIES["SD3Transformer2DModel"].inputs(1, 8, 8)
     generator = torch.Generator().manual_seed(0)
     for step in range(steps):
@@ -220,7 +220,7 @@ def test_dito_merges_by_what_blocks_added_a_step_ago_and_what_merged_before_late
 
 
 def test_ras_needs_nothing_of_a_generation_before():
-    """The same picture after another one, and what it looks at is let go of."""
+    """The picture is the same after another one, and the cached result is dropped."""
     model = deeper(model_of(FAMILIES["SD3Transformer2DModel"]))
     first = [result for _, result in steps_of_a_generation(model, presets.ras(), 8)]
     memory = cached.memory_of(model)

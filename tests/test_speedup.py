@@ -1,4 +1,4 @@
-"""A wanted speed chooses the ratio of the default method."""
+"""A wanted speed-up determines the ratio of the default method."""
 
 from typing import Any
 
@@ -57,7 +57,7 @@ def test_it_is_what_the_report_counts(pipe):
 
 
 def test_steps_that_are_alike_are_counted_once(pipe):
-    """Each step counted by itself gives the same mean."""
+    """Counting each step separately gives the same mean."""
     from tokenmerge.report import steps as module
 
     config = choose(pipe, 0.4)
@@ -72,7 +72,7 @@ def test_the_lowest_ratio_that_promises_the_speed(pipe):
     ratio = ratio_for(pipe, 1.6)
     assert counted(pipe, ratio) >= 1.6 > counted(pipe, round(ratio - 0.05, 2))
     assert ratio_for(pipe, 1) == 0
-    # In a short generation more steps are full, which the ratio makes up for.
+    # A short generation has more full steps, and a higher ratio makes up for them.
     assert ratio_for(pipe, 1.2, steps=10) > ratio_for(pipe, 1.2)
 
 
@@ -91,5 +91,5 @@ def test_no_speed(pipe, speedup):
 
 
 def test_a_speed_out_of_reach_says_what_is_in_reach(pipe):
-    with pytest.raises(ConfigError, match=r"the highest .* is \d+\.\d\d×, at a ratio of 0\.75, got 50"):
+    with pytest.raises(ConfigError, match=r"expected at most \d+\.\d\d×, .* at a ratio of 0\.75, got 50"):
         apply_token_merging(pipe, speedup=50)

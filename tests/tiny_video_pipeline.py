@@ -18,7 +18,7 @@ TEXT, WORDS = 16, 512
 
 
 def write_video_pipeline(folder: Path) -> Path:
-    """Write a pipeline to ``folder``. Its text encoder is that of CLIP, which pipelines take too."""
+    """Write a pipeline to ``folder``. Its text encoder is CLIP's, which the pipeline accepts."""
     torch.manual_seed(0)
     transformer = WanTransformer3DModel(
         patch_size=(1, 2, 2),

@@ -67,14 +67,14 @@ def dinov2_with_registers() -> transformers.Dinov2WithRegistersModel:
 
 
 def _with_different_scales(model: nn.Module) -> nn.Module:
-    """Layer scales of one number would hide where they are applied."""
+    """Vary the layer scales, since equal ones would hide where they are applied."""
     for name, parameter in model.named_parameters():
         if "lambda1" in name:
             nn.init.uniform_(parameter, 0.5, 1.5)
     return model
 
 
-# The names of classes, attributes and methods are those by which timm's models are recognised.
+# The names of classes, attributes and methods matter: timm's models are recognised by them.
 
 
 class Attention(nn.Module):
@@ -154,7 +154,7 @@ def pictures(batch: int = 2, size: int = 4 * GRID) -> Tensor:
 
 
 def tokens(model: nn.Module, x: Tensor, **arguments: Any) -> Tensor:
-    """The sequence that a model ends with."""
+    """The tokens that a model returns."""
     result = model(x, **arguments)
     return result if isinstance(result, Tensor) else result.last_hidden_state
 
@@ -198,7 +198,7 @@ def slow_layer(layer: Any, protected: int) -> Callable[[Tensor, list[int], int],
 
 
 def slow_groups(metric: Tensor, r: int, protected: int) -> list[list[int]]:
-    """For each token that stays the tokens that it stands for, in the order in which they stay."""
+    """The tokens that each remaining token stands for, in the order of the remaining tokens."""
     if r == 0:
         return [[i] for i in range(len(metric))]
     free = range(protected, len(metric))
@@ -217,9 +217,9 @@ def slow_groups(metric: Tensor, r: int, protected: int) -> list[list[int]]:
 
 
 def slow_tokens(model: Any, x: Tensor, r: Sequence[int], protected: int) -> list[tuple[Tensor, list[int]]]:
-    """What the last layer of a model gives for each picture, and the sizes of its tokens.
+    """The result of the last layer of a model for each picture, and the sizes of its tokens.
 
-    What the first layer gets is taken from the model itself.
+    The input of the first layer is taken from the model itself.
     """
     seen = []
     handle = layers(model)[0].register_forward_pre_hook(lambda _, args: seen.append(args[0]))

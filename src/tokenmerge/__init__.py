@@ -12,8 +12,8 @@ Instead of a ratio, for which ``auto`` chooses all other settings, pass a :class
 your own, a function of :mod:`tokenmerge.presets` for a published method, a :class:`ViTConfig` for a vision
 transformer, or the path of a file that ``tokenmerge tune`` wrote.
 
-Public names are imported when they are first used, so that parts which do not need PyTorch, such as
-``tokenmerge.paddle``, can be imported where it is not installed.
+Public names are imported when they are first used, so that parts that do not need PyTorch, such as
+``tokenmerge.paddle``, can be imported without it.
 
 >>> import tokenmerge
 >>> tokenmerge.ToMeConfig(ratio=0.5).ratio
@@ -99,5 +99,5 @@ else:
         return value
 
     def __dir__() -> list[str]:
-        """Names that are imported already, and those that can be."""
+        """Names already imported, and names that can be imported."""
         return sorted({*globals(), *__all__, *_MODULES})

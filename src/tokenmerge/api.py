@@ -1,4 +1,4 @@
-"""Functions that apply and remove token merging. The type of the configuration tells the kind of model."""
+"""Functions that apply and remove token merging. The type of the config decides the kind of model."""
 
 from __future__ import annotations
 
@@ -70,34 +70,33 @@ def apply_token_merging(
             model such as ``pipe.unet``, or a CompVis-style model. For a ViTConfig, a ViT, DeiT, CLIP, SigLIP
             or DINOv2 model of transformers, a ``VisionTransformer`` of timm, or a pipeline that contains one.
             A model that is already patched gets the new settings.
-        config: what to merge and how much; or only the ratio of tokens to remove (default: 0.5), for which
-            :func:`tokenmerge.auto.choose` chooses all other settings; or the name of a preset of
-            :mod:`tokenmerge.presets`, such as ``"toma"``; or the path of a ``.json`` file that
-            :func:`tokenmerge.config.save_config` or ``tokenmerge tune`` wrote. With one of the latter, there
-            is a warning if the model's class, the size or the number of steps are not those that the settings
-            were found for.
-        ratio: the same as a number in place of ``config``; beside the name of a preset, its ratio.
-        speedup: in place of ``config``, the wanted speed, ≥ 1: the default method at the lowest ratio whose
-            counted operations promise it at the model's default size and the pipeline's default number of
-            steps; :func:`tokenmerge.speedup.ratio_for` takes others. Raising it makes the picture less like
-            the dense one.
-        start: share of the denoising steps before merging starts, 0 ≤ start < until; it replaces that of
-            ``config.schedule``, see :class:`tokenmerge.Schedule`. Steps before it are dense. Raising it gives
-            up their saving, and brings the picture a little closer to the dense one.
-        until: share of the denoising steps after which merging ends, likewise. Lowering it gives up the
-            saving of late steps, and brings the picture much closer.
+        config: what to merge and how much. A number is the ratio of tokens to remove (default: 0.5), and
+            :func:`tokenmerge.auto.choose` chooses all other settings. A string is the name of a preset of
+            :mod:`tokenmerge.presets`, such as ``"toma"``, or the path of a ``.json`` file that
+            :func:`tokenmerge.config.save_config` or ``tokenmerge tune`` wrote. If such a file says for which
+            model class, size and number of steps its settings were found, other ones give a warning.
+        ratio: the same as a number given as ``config``. With the name of a preset, it is the preset's ratio.
+        speedup: the wanted speed-up, ≥ 1, instead of ``config``. It chooses the default method with the
+            lowest ratio whose counted operations reach it, at the model's default size and the pipeline's
+            default number of steps. For others, see :func:`tokenmerge.speedup.ratio_for`. Raising it makes
+            the picture less like the dense one.
+        start: share of the denoising steps before merging starts, 0 ≤ start < until. It replaces ``start`` of
+            ``config.schedule``, see :class:`tokenmerge.Schedule`. Earlier steps are dense. Raising it saves
+            less time and brings the picture a little closer to the dense one.
+        until: share of the denoising steps after which merging ends, likewise. Lowering it saves less time
+            and brings the picture much closer.
         max_cache: highest size of what the default method caches between steps, such as ``"200MB"``, or a
-            number of bytes; it is counted at the model's default size. Where that is too little, corrections
-            are left out first, then the skipping of a UNet's finest level, then step reuse, and at last the
-            features of the step before; ``print(patch)`` says what. Lowering it makes the picture less like
-            the dense one, or saves less time. None: no limit.
+            number of bytes. The size is counted at the model's default size of the sample. If the limit is
+            too low, corrections are left out first, then the skipping of a UNet's finest level, then step
+            reuse, and at last the features of the step before; ``print(patch)`` says what was left out.
+            Lowering it makes the picture less like the dense one, or saves less time. None: no limit.
 
     Returns:
         A handle: ``print(patch)`` says what it does in a few lines, ``print(patch.report())`` shows each
         block, and ``patch.remove()`` restores the model.
 
     Raises:
-        UnsupportedModelError: it is not, and does not contain, a model that tokens can be merged in.
+        UnsupportedModelError: the object neither is nor contains a supported model.
         NothingToMergeError: no token would merge with these settings. A ControlNet may stay dense if the
             denoiser merges; the report names it.
         ConfigError: ``config`` is not a configuration, or does not fit the model.
@@ -107,34 +106,34 @@ def apply_token_merging(
         return _merge_in_encoders(pipe_or_model, config)
     if isinstance(config, ViTConfig) and ratio is speedup is max_cache is None:
         raise ConfigError("start, until: a vision transformer has no denoising steps; leave them out")
-    meant, found_for, method, hosts = _meant(pipe_or_model, config, ratio, speedup)
+    settings, found_for, method, hosts = _asked_settings(pipe_or_model, config, ratio, speedup)
     if start is not None or until is not None:
-        schedule = meant.schedule
+        schedule = settings.schedule
         schedule = dataclasses.replace(
             schedule,
             start=schedule.start if start is None else start,
             until=schedule.until if until is None else until,
         )
-        meant = dataclasses.replace(meant, schedule=schedule)
+        settings = dataclasses.replace(settings, schedule=schedule)
     if max_cache is not None:
         limit = bytes_of(max_cache)
         if not method.startswith("auto"):
             raise ConfigError(
-                f"max_cache: only the default method adapts to it, got {max_cache!r} beside other settings; "
-                "leave it out, or leave them out"
+                f"max_cache: only the default method takes a limit, got {max_cache!r} with other settings; "
+                "leave out max_cache, or the other settings"
             )
-        meant, left_out = within(pipe_or_model, meant, limit)
+        settings, left_out = within(pipe_or_model, settings, limit)
         method = f"{method} in {max_cache}" + (f" ({left_out})" if left_out else "")
-    return merge_in_hosts(pipe_or_model, meant, found_for=found_for, method=method, hosts=hosts)
+    return merge_in_hosts(pipe_or_model, settings, found_for=found_for, method=method, hosts=hosts)
 
 
-def _meant(
+def _asked_settings(
     model: object, config: object, ratio: float | None, speedup: float | None
 ) -> tuple[ToMeConfig, FoundFor | None, str, tuple[Host, ...] | None]:
-    """What the arguments of apply_token_merging stand for.
+    """The settings that the arguments of apply_token_merging ask for.
 
     Returns:
-        Settings, what they were found for, their name, and the models if they were looked at.
+        The settings, what they were found for, their name, and the models if they were already looked up.
     """
     is_file = isinstance(config, os.PathLike) or (isinstance(config, str) and config.endswith(".json"))
     is_name = isinstance(config, str) and not is_file
@@ -149,7 +148,7 @@ def _meant(
         return config, None, "", None
     if isinstance(config, str) and config != "auto":
         return _preset(config, ratio), None, config, None
-    hosts = _hosts(model)  # for a vision transformer, this error names ViTConfig
+    hosts = _hosts(model)  # raises an error that names ViTConfig for a vision transformer
     if speedup is not None:
         found = ratio_for(model, speedup)
         return choose_for(model, hosts, found), None, f"auto for a speed-up of {speedup:g}", hosts
@@ -188,11 +187,12 @@ def merge_in_hosts(
     Args:
         model: a diffusers pipeline or model, or a CompVis-style model.
         config: what to merge and how much.
-        dense_if_too_small: run a call whose sample has too few tokens to merge dense, with one warning for
-            each size. Otherwise such a call is a NothingToMergeError.
-        found_for: what the settings were found for; anything else is warned of. None: unknown.
-        method: what the settings are called, for the handle's text.
-        hosts: the models in it, if they are known. Looking for them takes a third of the time.
+        dense_if_too_small: a call whose sample has too few tokens to merge runs dense, with one warning for
+            each size. Otherwise such a call raises NothingToMergeError.
+        found_for: what the settings were found for; a model, size or number of steps that differs gives a
+            warning. None: unknown.
+        method: name of the settings, for the handle's text.
+        hosts: the models in ``model``, if they are known. Finding them takes a third of the time of patching.
     """
     hosts = hosts or _hosts(model)
     merging, _ = hosts_that_merge(hosts, config, size=None)
@@ -240,12 +240,12 @@ def remove_token_merging(pipe_or_model: object) -> None:
     """Restore a model exactly as it was. A model that is not patched stays as it is.
 
     Raises:
-        UnsupportedModelError: it is not, and does not contain, a model that tokens can be merged in.
+        UnsupportedModelError: the object neither is nor contains a supported model.
         ModelInUseError: another thread runs the model.
     """
     patchable = _patchable(pipe_or_model)
     if not patchable:
-        find_hosts(pipe_or_model)  # this error names the supported models
+        find_hosts(pipe_or_model)  # raises an error that names the supported models
     refuse_in_use([root for root, _ in patchable])
     for root, _ in patchable:
         restore(root)
@@ -269,7 +269,8 @@ def token_merging(pipe_or_model: object, config: Any = 0.5) -> Iterator[Patch[An
 
     Raises:
         UnsupportedModelError, NothingToMergeError, ConfigError, ModelInUseError: as for
-            :func:`apply_token_merging`. A model that another thread runs at the end stays patched.
+            :func:`apply_token_merging`. A model that another thread is running when the context ends stays
+            patched.
     """
     before = [(root, patch, state_of(root)) for root, patch in _patchable(pipe_or_model)]
     handle = apply_token_merging(pipe_or_model, config)

@@ -44,13 +44,13 @@ _FURTHER_TOKENS_OF_UNETS = 0.4
 # From this ratio on, UNets have no correction, since its dense steps would cost more than they gain.
 _WITHOUT_CORRECTION = 0.4
 # With few steps, extrapolation is worse, most of all for the residuals of blocks. Generations shorter than
-# these numbers of steps skip less. A UNet suffers less, because its finest level computes the details anew:
-# below 20 steps, a mean distance of up to a fifth of them is kept.
+# these numbers of steps skip less. A UNet suffers less, because its finest level computes the details anew.
+# Below 20 steps, a mean distance of up to a fifth of them is still allowed.
 _STEPS_OF_BLOCKS, _STEPS_OF_STAGES, _SPAN_OF_STAGES = 16, 20, 1 / 5
 # Beside step reuse, merging on smaller grids saves little and loses more quality than skipping more steps.
 _FEWEST_TOKENS_BESIDE_REUSE = 2048
-# From this scale on, guidance multiplies what extrapolation loses in transformers so much that merging whole
-# blocks in most steps is closer at the same speed than skipping most of them.
+# From this scale on, guidance amplifies the error of extrapolation in transformers. At the same speed,
+# merging whole blocks in most steps is then closer than skipping most steps.
 _STRONG_GUIDANCE = 5.0
 # Schedulers of diffusers that combine the results of four steps. With their weights, such as 55/24, −59/24,
 # 37/24 and −9/24, they multiply an error that alternates between steps by up to 6.7.
@@ -58,30 +58,31 @@ _AMPLIFYING = ("PNDMScheduler", "IPNDMScheduler", "LMSDiscreteScheduler")
 
 
 def choose(pipe_or_model: object, ratio: float = 0.5, follows_steps: bool | None = None) -> ToMeConfig:
-    """Choose the settings that were measured to be closest to the dense picture at their speed.
+    """Choose the settings that measured closest to the dense picture at the same speed.
 
     - **Merging**: self-attention merges at every level, with tiled matching and proportional attention. Above
       a ratio of 0.5, whole blocks merge, except in UNets. Token grids stay dense if merging would cost more
       time than it saves; the limit is measured once on each device. With step reuse, grids of fewer than 2048
       tokens stay dense too.
-    - **Plans** of models other than UNets compare what all blocks added at the step before
-      (``features="model_residual"``), and blocks share them, where blocks can merge as a whole.
+    - **Plans**: in models other than UNets whose blocks can merge as a whole, plans compare what all blocks
+      added at the step before (``features="model_residual"``), and blocks share a plan.
     - **Correction** (``correction.every``): every second full step is dense and corrects the others. UNets
       have no correction from a ratio of 0.4 on.
     - **High ratios** in UNets: above 0.5, only 0.4 of the further tokens are removed, 60 % of all at a ratio
       of 0.75. More steps are skipped instead, which loses less at the same speed.
-    - **Step reuse** (``reuse``): what can be skipped runs in every second step at a ratio of 0.25, and in
-      every third at 0.5: in one of ``1 + 4 · ratio`` steps, but UNets stay at every second one up to 0.4. In
-      UNets, these are the levels below the finest. If the finest level is a large part of the work, it skips
-      steps too: from a ratio of 0.25 to 0.5 it runs in every second one, and at 0.75 in every third. Up to
-      0.25, the first 30 % of the steps run all of it; at 0.5, it is left out from the third on. UNets skip
+    - **Step reuse** (``reuse``): the parts that can be skipped run in one of ``1 + 4 · ratio`` steps: every
+      second one at a ratio of 0.25, every third at 0.5. UNets stay at every second one up to 0.4, and skip
+      the levels below the finest. If the finest level is a large part of the work, it skips steps too: from a
+      ratio of 0.25 to 0.5 it runs in every second step, and at 0.75 in every third. Up to a ratio of 0.25,
+      the first 30 % of the steps run all of it; at 0.5, it can be skipped from the third step on. UNets skip
       less below 20 steps, and nothing below 10, or below 7 where the ratio is above 0.5; other models skip
       less below 16 steps.
     - **Solvers that combine four steps** (PNDM, LMS), in UNets from a guidance scale of 5 on: the finest
-      level runs in all steps, and the deep stages in more. The scheduler that the pipeline has now decides.
+      level runs in all steps, and the deep stages in more of them. The scheduler that the pipeline has at
+      this call decides.
     - **Strong guidance in other models** (``by_guidance``, from a scale of 5 on): whole blocks merge, with
       a correction in every fourth full step up to a ratio of 0.25 and in every sixth above, and fewer steps
-      are skipped. Guidance multiplies the difference between two results, which extrapolation follows badly.
+      are skipped. Guidance multiplies the difference between two results, which is hard to extrapolate.
 
     Correction and step reuse need to follow the denoising steps, see ``follows_steps``. The baseline to beat
     is simply using fewer steps; docs/methods/auto.md says where that is as close at the same speed.
@@ -90,13 +91,13 @@ def choose(pipe_or_model: object, ratio: float = 0.5, follows_steps: bool | None
         pipe_or_model: as for :func:`tokenmerge.apply_token_merging`. It must be on the device that it will
             run on, or be offloaded from it, because merging is timed there.
         ratio: fraction of tokens removed, 0 ≤ ratio ≤ 0.75; UNets remove fewer above 0.5. Raising it makes
-            attention, or the whole block, faster and the picture less like the dense one, as it raises how
-            many steps are skipped. At 0, every step is dense. If all grids are so small that they stay dense,
-            the ratio only decides how many steps are skipped.
+            attention or whole blocks faster, skips more steps, and makes the picture less like the dense one.
+            At 0, every step is dense. If all grids are so small that they stay dense, the ratio only decides
+            how many steps are skipped.
         follows_steps: whether settings may change over the denoising steps. None: only in a pipeline.
 
     Raises:
-        UnsupportedModelError: it is not, and does not contain, a model that tokens can be merged in.
+        UnsupportedModelError: the object neither is nor contains a supported model.
         ConfigError: the ratio is out of range.
     """
     return choose_for(pipe_or_model, find_hosts(pipe_or_model), ratio, follows_steps)
@@ -144,9 +145,9 @@ def with_skipped_stages(settings: ToMeConfig, finest: float, amplifies: bool = F
     """The settings of a UNet that skips its deep stages on some steps.
 
     Args:
-        settings: without step reuse.
+        settings: the settings without step reuse.
         finest: fraction of a call's work at the finest level.
-        amplifies: whether the solver amplifies what extrapolation loses under strong guidance.
+        amplifies: whether the solver amplifies the error of extrapolation under strong guidance.
     """
     every, shallow_every, shallow_from = _reuse_of_stages(settings.ratio)
     if finest <= _WORTHWHILE_FINEST_LEVEL:
@@ -171,7 +172,7 @@ def with_skipped_blocks(settings: ToMeConfig, whole: bool) -> ToMeConfig:
     """The settings of another model that skips its blocks on some steps.
 
     Args:
-        settings: without step reuse.
+        settings: the settings without step reuse.
         whole: whether all blocks can merge as a whole.
     """
     every = round(1 + 4 * settings.ratio, 2)
@@ -193,7 +194,7 @@ def _reuse_of_stages(ratio: float) -> tuple[float, ...]:
 
 
 def _under_strong_guidance(ratio: float) -> dict[str, Any]:
-    """What changes in transformers: more merging, corrected less often, and less step reuse."""
+    """Changed settings of transformers: more merging, fewer corrections, and less step reuse."""
     every = round(1 + 1.5 * ratio + 1.5 * max(0.0, ratio - _MODERATE), 2)
     return {
         "scope": "block",
@@ -205,12 +206,12 @@ def _under_strong_guidance(ratio: float) -> dict[str, Any]:
 
 
 def _under_amplification(every: float) -> dict[str, Any]:
-    """What changes in UNets: the finest level runs in all steps, and the deep stages in more of them."""
+    """Changed settings of UNets: the finest level runs in all steps, and the deep stages in more of them."""
     return {"reuse.every": round((1 + every) / 2, 2), "reuse.shallow_every": 1, "reuse.shallow_from": 0.0}
 
 
 def _span_of_blocks(every: float) -> float:
-    """The span that limits the distance between full steps in short generations alone."""
+    """The span that limits the distance between full steps only in short generations."""
     return math.ceil(every) / _STEPS_OF_BLOCKS
 
 

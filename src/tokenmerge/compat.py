@@ -28,15 +28,15 @@ def apply_patch(
     merge_crossattn: bool = False,
     merge_mlp: bool = False,
 ) -> Model:
-    """Speed up a diffusion model, in place: the signature and the meaning of ``tomesd.apply_patch``.
+    """Speed up a diffusion model in place, with the signature and the meaning of ``tomesd.apply_patch``.
 
-    Where nothing would merge, the model is restored as by :func:`remove_patch`, and a warning says why. Where
-    the sample of a call has too few tokens to merge, that call runs dense, with one warning for each size.
+    If nothing would merge, the model is restored as by :func:`remove_patch`, and a warning says why. If the
+    sample of a call has too few tokens to merge, that call runs dense, with one warning for each size.
 
     Args:
         model: a diffusers pipeline or model, a CompVis-style model, or any object with
             ``model.diffusion_model``.
-        ratio: fraction of tokens removed. Above 1 − 1/(sx·sy) it is lowered to that, with a warning.
+        ratio: fraction of tokens removed. More than 1 − 1/(sx·sy) is lowered to that, with a warning.
         max_downsample: deepest resolution level that merges: 1, 2, 4 or 8; 0 merges none.
         sx: width of a destination's cell, in tokens.
         sy: height of a destination's cell, in tokens.
@@ -85,12 +85,12 @@ def apply_patch(
 
 
 def _number(value: Any) -> Any:
-    """The number in a tensor, an array or a number of NumPy; other values as they are."""
+    """The Python number in a tensor or array without dimensions; other values unchanged."""
     return value.item() if getattr(value, "ndim", None) == 0 else value
 
 
 def _deepest_level(max_downsample: Any) -> int | None:
-    """The largest level within ``max_downsample``, 0 where there is none; None if it is not a number."""
+    """The largest level up to ``max_downsample``; 0 if there is none, None if it is not a number."""
     if not isinstance(max_downsample, int | float) or math.isnan(max_downsample):
         return None
     return max((level for level in (1, 2, 4, 8) if level <= max_downsample), default=0)
@@ -113,7 +113,7 @@ def apply_tome(
     merge_crossattn: bool = False,
     merge_mlp: bool = False,
 ) -> Model:
-    """Speed up a diffusion model, in place, with the meaning of ppdiffusers' ``pipe.apply_tome``.
+    """Speed up a diffusion model in place, with the meaning of ppdiffusers' ``pipe.apply_tome``.
 
     The arguments, the result and the errors are those of :func:`apply_patch`, except for the highest ratio.
 

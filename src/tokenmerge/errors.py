@@ -27,18 +27,18 @@ class UnsupportedModelError(TokenMergingError, TypeError):
 
 
 class NothingToMergeError(TokenMergingError, ValueError):
-    """The model is supported, but with these settings no block of it would merge a token."""
+    """The model is supported, but with these settings none of its blocks would merge a token."""
 
 
 class ModelInUseError(TokenMergingError, RuntimeError):
-    """Another thread is running the model, so its settings cannot change now; they can when it has ended."""
+    """Another thread is running the model, so its settings cannot change until that run has ended."""
 
 
 class MissingExtraError(TokenMergingError, ImportError):
     """An optional dependency is needed and not installed.
 
     Args:
-        extra: the extra of this package that brings it, for example ``"diffusers"``.
+        extra: the extra of this package that installs it, for example ``"diffusers"``.
         needed_by: what needs it, in words.
 
     >>> print(MissingExtraError("metrics", needed_by="PSNR and SSIM"))
@@ -50,7 +50,7 @@ class MissingExtraError(TokenMergingError, ImportError):
 
 
 def reason_of(error: BaseException) -> str:
-    r"""What another library's error says, short enough for a message: its first line, or else its class.
+    r"""The first line of another library's error, cut to fit a message; its class if it has no text.
 
     >>> reason_of(RuntimeError("no such kernel.\nThis traceback is long"))
     'no such kernel'

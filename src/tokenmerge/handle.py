@@ -57,12 +57,12 @@ class Patch(Generic[AnyReport, AnyRecord]):
     ) -> AnyReport:
         """Count what merging does to each block, and what it saves.
 
-        What is not given is that of the last run. Before the first run, it is the model's default size, the
-        batch of one picture, and the default number of steps of the pipeline.
+        Arguments left out are those of the last run. Before the first run, they are the model's default size,
+        the batch of one picture, and the default number of steps of the pipeline.
 
-        Operations are counted. Merged attention on few tokens can save operations and still take longer than
-        dense: a note names such blocks, by what :func:`tokenmerge.planners.calibration.fewest_tokens` timed
-        on this device. It times only once, for a second or two.
+        The report counts operations. On few tokens, merged attention can save operations and still take
+        longer than dense attention. A note names such blocks; it relies on timings of this device by
+        :func:`tokenmerge.planners.calibration.fewest_tokens`, which are made once and take a second or two.
 
         Args:
             height: height of the sample, ≥ 1 (for latent diffusion, of the latents; for a vision transformer,
@@ -71,7 +71,7 @@ class Patch(Generic[AnyReport, AnyRecord]):
             batch: batch size of a call of the model, ≥ 1. Guidance usually makes it 2 for one picture.
             steps: number of denoising steps to average operations over, ≥ 1.
             references: (height, width) of each reference picture that an editing model reads in the sequence
-                of the sample, measured as the sample is. Before the first run, there is none.
+                of the sample, in the unit of the sample. Before the first run, the default is none.
 
         Raises:
             ConfigError: a number is out of range, or the model has no default size and none is given.
@@ -92,9 +92,9 @@ class Patch(Generic[AnyReport, AnyRecord]):
     def metadata(self) -> str:
         """The settings as one line for the parameters of a picture.
 
-        ``Token merging: auto 0.5, {…}``: the name before the colon, and behind it all that is needed to
-        apply the same settings again, on any machine: :func:`tokenmerge.config.read_metadata` reads it, and
-        so does ``tokenmerge generate --like picture.png``.
+        The line is ``Token merging: auto 0.5, {…}``. The text after the colon is all that is needed to apply
+        the same settings again on any machine. :func:`tokenmerge.config.read_metadata` reads the line, and so
+        does ``tokenmerge generate --like picture.png``.
 
         Raises:
             ConfigError: ``schedule.ratio`` is a function, or the model is a vision transformer.
@@ -115,9 +115,9 @@ class Patch(Generic[AnyReport, AnyRecord]):
     def record_steps(self, on: bool = True) -> None:
         """Record what each denoising step does from now on, for :attr:`steps`.
 
-        A model that does not record costs nothing. Recording keeps the model's last result, compares the next
-        one with it, and waits for no device. Blocks that were compiled by themselves before are compiled
-        again. :meth:`remove` ends it.
+        Recording keeps the model's last result and compares the next one with it, without waiting for the
+        device. A model that does not record has no extra cost. Blocks that were compiled separately are
+        compiled again. :meth:`remove` ends the recording.
 
         Args:
             on: whether to record. False drops what was recorded.
@@ -132,8 +132,8 @@ class Patch(Generic[AnyReport, AnyRecord]):
     def steps(self) -> RunSteps:
         """What each step of the last generation did, after :meth:`record_steps`; ``print`` shows a table.
 
-        It is the generation that began last in this thread, or the last one of all if this thread has run
-        none. It may still run. Reading it waits for the device.
+        The last generation is the one that began last in this thread, or in any thread if this one has run
+        none. It may still be running. Reading this property waits for the device.
 
         Raises:
             ConfigError: nothing was recorded.
@@ -143,9 +143,9 @@ class Patch(Generic[AnyReport, AnyRecord]):
     def at_step(self, index: int, steps: int) -> None:
         """Set the next denoising step, in a loop of your own that does not use a diffusers pipeline.
 
-        Only settings that change over the steps need it. A new generation begins when ``index`` is 0, or is
-        neither the last index nor the one after it. The step holds for calls in this thread, and overrides
-        the scheduler there from then on.
+        Only settings that change over the steps need this call. A new generation begins when ``index`` is 0,
+        or is neither the last index nor the one after it. The step holds for calls in this thread, and
+        overrides the scheduler there from then on.
 
         Args:
             index: index of the step, 0 ≤ index < steps.
@@ -207,7 +207,7 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
         model: the pipeline or model that was patched.
         states: the state of each model in it that merges.
         denoiser: the model that the handle reports on.
-        method: what the settings are called; empty: nothing but themselves.
+        method: name of the settings; empty: they have none.
     """
 
     def __init__(

@@ -14,7 +14,7 @@ __all__ = ["bipartite_soft_matching_random2d", "do_nothing"]
 
 
 def do_nothing(x: Tensor, mode: str | None = None) -> Tensor:
-    """The tokens as they are."""
+    """Return the tokens unchanged."""
     return x
 
 
@@ -30,8 +30,8 @@ def bipartite_soft_matching_random2d(
 ) -> tuple[Callable[..., Tensor], Callable[[Tensor], Tensor]]:
     """Match tokens, and return the functions that merge and unmerge them (arXiv 2303.17604).
 
-    The signature and the result are those of tomesd 0.1.3, also for the same state of the generator. Only the
-    order of the merged tokens may differ where tokens are equally similar.
+    The signature and, for the same state of the generator, the result are those of tomesd 0.1.3. Only the
+    order of the merged tokens may differ, if tokens are equally similar.
 
     Args:
         metric: ``[b, n, c]``: what is compared, by cosine similarity.
@@ -39,22 +39,23 @@ def bipartite_soft_matching_random2d(
         h: rows of the token grid; n = w · h.
         sx: width of a destination's cell, in tokens.
         sy: height of a destination's cell, in tokens.
-        r: number of tokens to remove. More than there are sources removes all of these; 0 or less, none.
+        r: number of tokens to remove. More than the number of sources removes all sources; 0 or less removes
+            none.
         no_rand: take the first token of each cell as its destination.
         generator: draws the destinations; needed unless ``no_rand``.
 
     Returns:
         ``merge``: ``[b, n, c]`` → ``[b, n - r, c]``, each merged token the mean of its group, and
-        ``unmerge``: ``[b, n - r, c]`` → ``[b, n, c]``, each token that of its group.
+        ``unmerge``: ``[b, n - r, c]`` → ``[b, n, c]``, each token the merged one of its group.
 
     Raises:
-        ConfigError: the metric has not w · h tokens, or random destinations have no generator.
+        ConfigError: the metric does not have w · h tokens, or there is no generator for random destinations.
     """
     if r <= 0:
         return do_nothing, do_nothing
     if metric.shape[1] != w * h:
         raise ConfigError(
-            f"metric: expected w · h = {w * h} tokens, got {metric.shape[1]}; pass its own grid"
+            f"metric: expected w · h = {w * h} tokens, got {metric.shape[1]}; pass the w and h of these"
         )
     with torch.no_grad():
         inside, outside = ops.whole_cells((h, w), (sy, sx), metric.device)
@@ -72,7 +73,7 @@ def bipartite_soft_matching_random2d(
 
     def merge(x: Tensor, mode: str = "mean") -> Tensor:
         if mode != "mean":
-            raise ConfigError(f"mode: expected 'mean', got {mode!r}; other ways of merging are not offered")
+            raise ConfigError(f"mode: expected 'mean', got {mode!r}; leave the argument out")
         return ops.merge(plan, x)
 
     def unmerge(x: Tensor) -> Tensor:

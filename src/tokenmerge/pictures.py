@@ -1,4 +1,4 @@
-"""Draws pictures side by side: dense, merged, their difference and the merged groups; sheets of samples."""
+"""Draws comparisons (dense, merged, their difference and the merged groups) and sheets of samples."""
 
 from __future__ import annotations
 

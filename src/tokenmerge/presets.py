@@ -1,7 +1,8 @@
 """Published methods as settings, so that they can be compared and mixed.
 
 Each function takes a ratio, and any other setting of :class:`tokenmerge.ToMeConfig` to replace its own value.
-A part such as ``plans=PlanSharing(every=2)`` is replaced whole; ``**{"plans.every": 2}`` replaces one field.
+A part such as ``plans=PlanSharing(every=2)`` is replaced as a whole; ``**{"plans.every": 2}`` replaces one
+field.
 
 >>> sito(0.4, max_downsample=2).planner
 'sito'
@@ -26,8 +27,8 @@ def tomesd(ratio: float = 0.5, **changes: Any) -> ToMeConfig:
     Deviates: destinations are drawn by a function of seed, step and cell instead of a generator, so that
     pictures do not depend on the batch and the model compiles.
 
-    Not for SDXL with its defaults, which has no attention at the finest level (take
-    ``max_downsample=2``), nor for small pictures, where planning takes as much time as merging saves.
+    Not for SDXL with the default ``max_downsample``, since SDXL has no attention at the finest level (set it
+    to 2), nor for small pictures, where planning takes as much time as merging saves.
     """
     return _preset(changes, ratio=ratio, plans=PlanSharing(guidance=False))
 
@@ -35,15 +36,15 @@ def tomesd(ratio: float = 0.5, **changes: Any) -> ToMeConfig:
 def todo(ratio: float = 0.75, **changes: Any) -> ToMeConfig:
     """ToDo, token downsampling: E. Smith et al., arXiv 2402.13573.
 
-    Keys and values of self-attention are those of every second token in every second row; queries are
-    those of all tokens. No tokens are compared.
+    Self-attention takes its keys and values from every second token in every second row, and its queries from
+    all tokens. No tokens are compared.
 
-    Deviates: ``sx`` and ``sy`` alone set the number of tokens left out, whatever the ratio; a factor of 4
-    is ``todo(sx=4, sy=4)``. The paper has different factors for two levels of Stable Diffusion 1.5, which
-    are ``max_downsample=2`` with ``levels``.
+    Deviates: ``sx`` and ``sy`` alone set the number of tokens left out, whatever the ratio; a factor of 4 is
+    ``todo(sx=4, sy=4)``. The paper has different factors for two levels of Stable Diffusion 1.5; set these by
+    ``max_downsample=2`` with ``levels``.
 
-    Not for models that compute queries and keys from one argument, such as joint attention of image and
-    text (SD3, FLUX), for which it is an error; nor where most of the time goes into the MLP.
+    Not for models that compute queries and keys from one argument, such as joint attention of image and text
+    (SD3, FLUX): they raise an error. Nor for models that spend most of their time in the MLP.
     """
     return _preset(
         changes, ratio=ratio, scope="keys", planner="uniform", combine="keep", use_rand=False, sx=2, sy=2
@@ -53,17 +54,17 @@ def todo(ratio: float = 0.75, **changes: Any) -> ToMeConfig:
 def toma(ratio: float = 0.5, **changes: Any) -> ToMeConfig:
     """ToMA, token merge with attention: arXiv 2509.10918.
 
-    Destinations of each tile are chosen by facility location, and a softmax shares the tokens out over
-    them. Tokens are merged and unmerged by dense products, around self-attention, cross-attention and MLP
-    at all levels.
+    Destinations of each tile are chosen by facility location, and a softmax distributes the tokens over them.
+    Tokens are merged and unmerged by dense products, around self-attention, cross-attention and MLP at all
+    levels.
 
     Deviates: a tile has 8 × 8 tokens for every picture size. The paper has 64 tiles, which is the same at
     64 × 64 tokens. Grids that tiles do not divide get larger tiles. Destinations and shares are computed
     together every 5 steps; the paper computes destinations every 10 steps and shares every 5. The
     authors' script for FLUX merges only in every third step, leaves the first five joint and the first
     five single blocks dense, and merges the MLP of single blocks but not that of joint blocks. Here all
-    steps and all blocks merge, and the MLPs of joint blocks; single blocks project their MLP together
-    with attention, and it merges only with ``scope="block"``.
+    blocks merge in all steps, and joint blocks merge their MLPs. Single blocks project their MLP together
+    with attention, so it merges only with ``scope="block"``.
 
     Not for small models on a GPU with ``plans.every=1``: destinations are chosen one after the other, by
     kernels that take longer to launch than to run.
@@ -87,12 +88,12 @@ def ca_tome(ratio: float = 0.5, **changes: Any) -> ToMeConfig:
     Like :func:`tomesd`, but only tokens with a similarity of 0.7 or more count in the means, and plans
     are kept for several steps.
 
-    Deviates: the paper merges exactly the tokens above the threshold, so that its speed depends on the
-    picture. Here the ratio sets how many tokens are removed, and those below the threshold are dropped
-    instead of averaged (see :func:`tokenmerge.planners.threshold.plan_threshold`). Plans are made every 4
-    steps; the paper lists 13 of 50 steps, closer together at the end.
+    Deviates: the paper merges exactly the tokens above the threshold, so its speed depends on the picture.
+    Here the ratio sets how many tokens are removed, and those below the threshold are dropped instead of
+    averaged (see :func:`tokenmerge.planners.threshold.plan_threshold`). Plans are made every 4 steps; the
+    paper lists 13 of 50 steps, closer together at the end.
 
-    Not for a speed that adapts to the picture: shapes never depend on the content.
+    The speed does not adapt to the picture: shapes never depend on the content.
     """
     return _preset(
         changes, ratio=ratio, planner="threshold", threshold=0.7, plans=PlanSharing(every=4, guidance=False)
@@ -106,16 +107,15 @@ def ibtm(ratio: float = 0.5, **changes: Any) -> ToMeConfig:
     step, by |ε_cond − ε_uncond|, and the least important tokens merge first. Both halves of guidance
     share the plan.
 
-    Deviates: the first step, for which nothing is known yet, and ControlNets merge as :func:`tomesd`
-    does. So does a model whose result does not fit its tokens, with a warning. Destinations are drawn by
-    a function of seed, step and token instead of a generator. The pool holds 1.4 times the tokens that
-    stay, as in the paper for Stable Diffusion, on every model. The paper's variant for PixArt is not
-    implemented: a pool of 1.0 times the tokens that stay, only blocks 7 to 20, attention and
-    cross-attention, and tokens matched by coordinates instead of features. Here PixArt merges around
-    self-attention, like other models.
+    Deviates: the first step, for which nothing is known yet, and ControlNets merge as in :func:`tomesd`. So
+    does a model whose result does not fit its tokens; this gives a warning. Destinations are drawn by a
+    function of seed, step and token instead of a generator. The pool holds 1.4 times the tokens that stay, as
+    in the paper for Stable Diffusion, on every model. The paper's variant for PixArt is not implemented: a
+    pool of 1.0 times the tokens that stay, only blocks 7 to 20, attention and cross-attention, and tokens
+    matched by coordinates instead of features. Here PixArt merges around self-attention, like other models.
 
-    Not for models without classifier-free guidance: guidance-distilled ones (FLUX.1-dev) and few-step
-    ones (LCM, Turbo), where it is :func:`tomesd`.
+    Not for models without classifier-free guidance: guidance-distilled ones (FLUX.1-dev) and few-step ones
+    (LCM, Turbo), where it is the same as :func:`tomesd`.
     """
     return _preset(changes, ratio=ratio, planner="importance")
 
@@ -146,9 +146,9 @@ def sdtm(ratio: float = 0.5, **changes: Any) -> ToMeConfig:
 def sito(ratio: float = 0.5, **changes: Any) -> ToMeConfig:
     """SiTo, similarity-based token pruning: E. Zhang et al., AAAI 2025.
 
-    The base token of each cell is the one most similar to all tokens. Of the other tokens, those most
-    similar to a base token are dropped, and get the result of the most similar token that stays. It
-    merges around self-attention at the finest level.
+    The base token of each cell is the one most similar to all tokens. The other tokens that are most similar
+    to a base token are dropped, and get the result of the most similar token that stays. SiTo merges around
+    self-attention at the finest level.
 
     Deviates: the similarity of a token to all others is computed as one product with the sum of all
     directions, which is the same number as the sum over all pairs.
@@ -162,19 +162,19 @@ def ras(ratio: float = 0.5, **changes: Any) -> ToMeConfig:
     """RAS, region-adaptive sampling: Z. Liu et al., arXiv 2502.10389.
 
     A step computes the tokens at which the model's last result varied least over its channels. The others
-    keep what the model added to them when they were last computed, and with it their velocity. Tokens that
-    were skipped often are computed sooner. Steps 0 to 3, 12 and 22 of 30 are dense, and those at the same
-    places of other numbers.
+    keep what the model added to them when they were last computed, and so their velocity. Tokens that were
+    skipped often are computed sooner. Of 30 steps, 0 to 3, 12 and 22 are dense; other numbers of steps have
+    dense ones at the same relative places.
 
-    Deviates: attention sees the tokens that are computed; the authors' code keeps keys and values of the
-    others. ``proportional=True`` makes up for a part of that. The first and the last block of a transformer
-    run on all tokens, as in every stack. The samples that guidance compares share a plan, made from the mean
-    of their deviations; the paper takes the deviation of the guided result. The authors' code multiplies it
-    by exp(+0.1 · skips) and skips the largest, so that what was skipped is skipped again; here it is exp(−0.1
-    · skips), which spreads skips as their text says. Where a result is tokens of several latent pixels
-    (FLUX), the deviation is over the channels of all of them.
+    Deviates: attention sees only the tokens that are computed; the authors' code caches keys and values of
+    the others. ``proportional=True`` makes up for a part of this. The first and the last block of a
+    transformer run on all tokens, as in every stack. The samples that guidance compares share a plan, made
+    from the mean of their deviations; the paper takes the deviation of the guided result. The authors' code
+    multiplies it by exp(+0.1 · skips) and skips the largest, so that skipped tokens are skipped again. Here
+    the factor is exp(−0.1 · skips), which spreads skips over all tokens, as their text says. If a token of
+    the result stands for several latent pixels (FLUX), the deviation is over the channels of all of them.
 
-    Not for UNets, whose stacks are single transformers, nor for few steps, of which a fifth is dense.
+    Not for UNets, whose stacks are single transformers, nor for few steps, since a fifth of them is dense.
     """
     places = (0, *(step / 29 for step in (1, 2, 3, 12, 22)))
     return _preset(
@@ -190,18 +190,19 @@ def ras(ratio: float = 0.5, **changes: Any) -> ToMeConfig:
 def clusca(ratio: float = 0.5, **changes: Any) -> ToMeConfig:
     """ClusCa, cluster-driven feature caching: Z. Zheng et al., arXiv 2509.10312.
 
-    Every 6th step is dense. On the others, tokens form 16 clusters, and one token of each is computed. The
-    others extrapolate their residual linearly and take a share of 0.007 of the residual that was computed
-    for their cluster. The ratio counts only in being above 0; ``clusters`` sets how many tokens stay.
+    Every 6th step is dense. In the other steps, tokens form 16 clusters, and one token of each cluster is
+    computed. The other tokens extrapolate their residual linearly and take a share of 0.007 of the residual
+    that was computed for their cluster. The ratio only has to be above 0; ``clusters`` sets how many tokens
+    stay.
 
-    Deviates: whole blocks run on the tokens that stay, with proportional attention, in which each counts for
-    its cluster; the paper computes their MLP alone and extrapolates what attention adds. Clusters are formed
-    at each step, by Euclidean distances of the first block's input, and not at dense steps from the last
-    block's result. What is computed is cached less the trend since the last dense step, and extrapolation is
-    damped where residuals turn back (docs/methods/token-wise-reuse.md). The authors' code has the first three
-    steps dense, here it is two.
+    Deviates: whole blocks run on the tokens that stay, with proportional attention, which weighs each by the
+    size of its cluster; the paper computes only their MLP and extrapolates what attention adds. Clusters are
+    formed at each step by Euclidean distances of the first block's input; the paper forms them at dense steps
+    from the last block's result. Computed residuals are cached minus the trend since the last dense step, and
+    extrapolation is damped where residuals turn back (docs/methods/token-wise-reuse.md). In the authors'
+    code, the first three steps are dense; here, the first two are.
 
-    Not for few steps, and not for attention kernels that proportional attention does not meet.
+    Not for few steps, nor for attention kernels that do not support proportional attention.
     """
     return _preset(
         changes,
@@ -220,17 +221,17 @@ def clusca(ratio: float = 0.5, **changes: Any) -> ToMeConfig:
 def dito(ratio: float = 0.5, **changes: Any) -> ToMeConfig:
     """DiTo, output-similarity-aware token reduction: H. Lee et al., arXiv 2605.22011.
 
-    Like :func:`tomesd`, but tokens are compared by what their block made of them at the step before, plans
-    serve several steps, and a token that earlier plans merged into another one merges later:
+    Like :func:`tomesd`, but tokens are compared by their block's result for them at the step before, plans
+    serve several steps, and a token that earlier plans merged into another one is less likely to merge again:
     S'_ij = cos(y_i, y_j) − λ · count_i.
 
     Deviates: y is what a block added to a token; the paper compares outputs. Plans are made every 4 steps;
     the paper chooses their distance by how many pairs stay the same from step to step (its pair match
-    ratio). λ is 0.02. The first plan compares inputs, because no step is before it. The authors' code was not
-    found, and their λ, their distances and the layers that merge are not known to this project.
+    ratio). λ is 0.02. The first plan compares inputs, because there is no step before it. We found no code of
+    the authors, and do not know their λ, their distances and the layers that merge.
 
-    Not for UNets, where comparing residuals was not closer than comparing inputs, nor for 4 steps and fewer,
-    which all have the first plan. On the bundled transformer it was farther from dense than comparing inputs
+    Not for UNets, where comparing residuals was not closer than comparing inputs, nor for 4 steps or fewer,
+    which all use the first plan. On the bundled transformer it was farther from dense than comparing inputs
     in every step, since its plans serve several steps (docs/methods/features.md).
     """
     return _preset(

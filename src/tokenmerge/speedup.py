@@ -22,10 +22,10 @@ def ratio_for(
     width: int | None = None,
     steps: int | None = None,
 ) -> float:
-    """The lowest ratio of the default method whose counted operations promise a speed.
+    """The lowest ratio of the default method whose counted operations reach a speed-up.
 
-    The time saved can be less: operations that are not counted take time too, such as normalisations, and
-    so do the text encoder and the decoder. ``tokenmerge tune`` measures.
+    The measured speed-up can be lower: normalisations and other operations that are not counted take time
+    too, and so do the text encoder and the decoder. ``tokenmerge tune`` measures it.
 
     Args:
         pipe_or_model: as for :func:`tokenmerge.apply_token_merging`.
@@ -36,11 +36,11 @@ def ratio_for(
         steps: denoising steps of a generation, ≥ 1; None: the pipeline's default.
 
     Returns:
-        The ratio, in steps of 0.05; 0 for a speedup of 1.
+        The ratio, in steps of 0.05; 0 for a speed-up of 1.
 
     Raises:
-        ConfigError: ``speedup`` is no number ≥ 1, or no ratio reaches it.
-        UnsupportedModelError: it is not, and does not contain, a model that tokens can be merged in.
+        ConfigError: ``speedup`` is not a number ≥ 1, or no ratio reaches it.
+        UnsupportedModelError: the object neither is nor contains a supported model.
     """
     if isinstance(speedup, bool) or not isinstance(speedup, numbers.Real) or not 1 <= speedup < float("inf"):
         raise ConfigError(f"speedup: expected a number ≥ 1, such as 2.0, got {speedup!r}")
@@ -53,8 +53,8 @@ def ratio_for(
     found = bisect.bisect_left(_RATIOS, speedup, key=counted)
     if found == len(_RATIOS):
         raise ConfigError(
-            f"speedup: the highest that is counted for this model, size and number of steps is "
-            f"{counted(_RATIOS[-1]):.2f}×, at a ratio of {_RATIOS[-1]}, got {speedup:g}; take that or less, "
-            "a larger picture, or more steps"
+            f"speedup: expected at most {counted(_RATIOS[-1]):.2f}×, counted for this model, size and number "
+            f"of steps at a ratio of {_RATIOS[-1]}, got {speedup:g}; take a lower value, a larger picture "
+            "or more steps"
         )
     return _RATIOS[found]

@@ -22,8 +22,8 @@ from tokenmerge.measure.pipelines.loading import find_model
 from tokenmerge.measure.pipelines.sketch import load_sketch
 from tokenmerge.report import predict
 
-# Every import of an optional library fails, as where torch alone is installed. numpy stays, or torch
-# itself would print a warning.
+# Every import of an optional library fails, as if only torch were installed. numpy stays, since torch would
+# print a warning without it.
 TORCH_ALONE = """
 import sys
 sys.modules.update(dict.fromkeys(("typer", "rich", "click", "diffusers", "transformers", "PIL")))
@@ -33,7 +33,7 @@ RUN = "from tokenmerge.cli import main; raise SystemExit(main())"
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread():
-    """A model this small only loses by more, the more so beside other work."""
+    """More threads make a model this small slower, above all on a busy machine."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -52,7 +52,7 @@ def folder(tmp_path_factory):
 
 
 def refused(capsys, *arguments):
-    """The one line that the command leaves on stderr."""
+    """The one line that the command prints to stderr."""
     assert main(list(map(str, arguments))) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
@@ -475,7 +475,7 @@ def test_ctrl_c_ends_with_130_and_keeps_what_is_there(folder, tmp_path, capsys, 
         yield
 
     monkeypatch.setattr(tokenmerge.measure.generate.run, "interleaved", press_ctrl_c)
-    # Shells start what runs in the background with the signal ignored.
+    # Shells start background processes with this signal ignored.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         arguments = ["--out", str(tmp_path), "--steps", "1", "--method", "tome"]
@@ -490,7 +490,7 @@ def test_ctrl_c_ends_with_130_and_keeps_what_is_there(folder, tmp_path, capsys, 
 
 
 def test_a_shell_completes_commands(capsys, monkeypatch):
-    """The program answers what the script of bash asks it."""
+    """The program answers the questions of bash's completion script."""
     asked = {"COMP_WORDS": "tokenmerge ge", "COMP_CWORD": "1", "_TOKENMERGE_COMPLETE": "complete_bash"}
     for name, value in asked.items():
         monkeypatch.setenv(name, value)

@@ -5,7 +5,7 @@ for how to call it. Options:
 
     --merge-ratio R       patch with this ratio; without it the models stay as they are
     --passed FILE         write the names of the tests that passed, one a line, for a comparison
-    --compile-on-cpu      run the tests of torch.compile, which want an accelerator, on the CPU too
+    --compile-on-cpu      run the tests of torch.compile, which need an accelerator, on the CPU too
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Take the need for an accelerator from tests of compiling, if asked to."""
+    """Let tests of compiling run without an accelerator, if asked to."""
     if not config.getoption("--compile-on-cpu"):
         return
     for item in items:
@@ -53,12 +53,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 class HostTests:
-    """What the tests of a session have done.
+    """The state of a session of tests.
 
     Attributes:
-        ratio: of the tokens that merge; None: models are not patched.
-        file: for the names of the tests that pass; None: they are not written.
-        handles: of the models that the running test has built.
+        ratio: fraction of tokens removed; None: models are not patched.
+        file: file for the names of the tests that pass; None: they are not written.
+        handles: handles of the models that the running test has built.
         size: height and width of the token grid of its latest inputs.
         built: number of models that were patched.
         dense: reasons why others were not.
@@ -75,7 +75,7 @@ class HostTests:
         self.passed: list[str] = []
 
     def patch_classes(self) -> None:
-        """Patch every model of the classes behind its constructor."""
+        """Patch every model of the classes at the end of its constructor."""
         for name in CLASSES if self.ratio is not None else ():
             self._patch_class(getattr(diffusers, name))
 
@@ -101,14 +101,14 @@ class HostTests:
         self._tell_size()
 
     def _tell_size(self) -> None:
-        """The positions that diffusers' tests give to FLUX are noise, from which no grid can be read."""
+        """Set the size, because diffusers' tests give FLUX random positions, which show no grid."""
         for handle in self.handles:
             if self.size is not None:
                 handle.at_size(2 * self.size[0], 2 * self.size[1])
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_call(self, item: pytest.Item) -> None:
-        """Before a test: begin anew, and note the size of its inputs whenever it makes some."""
+        """Before a test: reset the state, and note the size of all inputs that the test makes."""
         self.handles, self.size = [], None
         case = getattr(item, "instance", None)
         inputs = getattr(case, "get_dummy_inputs", None)

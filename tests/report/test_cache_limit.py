@@ -45,7 +45,7 @@ def test_no_size(given):
 
 
 def test_parts_are_left_out_until_the_rest_fits():
-    """At each limit from one byte below what the settings need, one part less is cached."""
+    """One byte below what the settings need, one more part is left out each time."""
     unet = hosts.unet()
     found, config, text = [], EVERYTHING, ""
     while counted_cache(unet, config):
@@ -54,7 +54,7 @@ def test_parts_are_left_out_until_the_rest_fits():
         found.append((config.correction.every > 0, config.reuse.skips_finest, config.reuse.on))
     assert found == [(False, True, True), (False, False, True), (False, False, False)]
     assert config == NOTHING
-    assert "no correction and no step reuse, which would cache" in text
+    assert "no correction and no step reuse; with everything, the cache would take" in text
 
 
 def test_what_fits_stays_as_it_is():
@@ -73,12 +73,12 @@ def test_the_guidance_scale_that_caches_most_counts():
 
 def test_plans_that_are_shared_are_refused_where_they_do_not_fit():
     shared = ToMeConfig(ratio=0.5, plans=PlanSharing(every=3))
-    with pytest.raises(ConfigError, match=r"max_cache: these settings cache .* got 0.0 MB; take at least"):
+    with pytest.raises(ConfigError, match=r"max_cache: expected at least .* got 0.0 MB; raise it"):
         within(hosts.unet(), shared, 0)
 
 
 def test_features_cost_nothing_beside_step_reuse_and_are_left_out_last():
-    """The residual of all blocks is that which step reuse caches; alone it is one tensor of the image."""
+    """Step reuse caches the residual of all blocks anyway; without it, that is one tensor of the image."""
     model = model_of(FLUX)
     plain = ToMeConfig(ratio=0.5, proportional=True, plans=PlanSharing(blocks=True))
     compares = dataclasses.replace(plain, features="model_residual")
@@ -91,7 +91,9 @@ def test_features_cost_nothing_beside_step_reuse_and_are_left_out_last():
     assert within(model, both, needed)[0] == compares
     config, text = within(model, both, needed - 1)
     assert config == plain
-    assert "no correction, no step reuse and no cached features, which would cache" in text
+    assert (
+        "no correction, no step reuse and no cached features; with everything, the cache would take" in text
+    )
 
 
 class Pipeline:
@@ -109,11 +111,11 @@ def test_the_default_method_takes_what_fits_and_the_handle_says_what_is_missing(
     patch = apply_token_merging(pipe, 0.5, max_cache=needed // 2)
     assert not patch.config.correction.every
     assert patch.report().kept_bytes <= needed // 2
-    assert f"auto in {needed // 2} (no correction, which would cache" in str(patch)
+    assert f"auto in {needed // 2} (no correction; with everything, the cache would take" in str(patch)
 
 
 def test_other_settings_do_not_adapt():
-    with pytest.raises(ConfigError, match="max_cache: only the default method adapts to it, got '1MB'"):
+    with pytest.raises(ConfigError, match="max_cache: only the default method takes a limit, got '1MB'"):
         apply_token_merging(hosts.unet(), EVERYTHING, max_cache="1MB")
     with pytest.raises(ConfigError, match="max_cache: only the default method"):
         apply_token_merging(hosts.unet(), "toma", max_cache="1MB")

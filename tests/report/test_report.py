@@ -38,7 +38,7 @@ HALF = ToMeConfig(ratio=0.5)
 
 
 def flops(model: torch.nn.Module, **arguments: object) -> int:
-    """Counted on a real run, with attention as plain products, which the counter knows on every device."""
+    """FLOPs of a real run, with attention by plain products, which the counter knows on every device."""
     kernel = torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)
     with FlopCounterMode(display=False) as counter, kernel:
         hosts.call(model, **arguments)
@@ -312,7 +312,7 @@ def test_without_steps_or_where_all_are_alike_no_mean_is_told():
         ),
         (
             ToMeConfig(reuse=StepReuse(every=4, shallow_every=3, shallow_from=0.25)),
-            "; reuse.shallow_from=0.25: all of the first 25 % of the steps run it",
+            "; reuse.shallow_from=0.25: each of the first 25 % of the steps runs it",
         ),
         (ToMeConfig(reuse=StepReuse(every=2, span=0.125)), "at most 12.5 % of the steps apart"),
         (ToMeConfig(max_downsample=2, levels={2: {"ratio": 0.25}}), "level 2: ratio=0.25"),
@@ -338,7 +338,7 @@ def test_levels_are_counted_with_their_own_settings():
 
 
 def test_cached_shapes_are_those_that_are_computed_anew(monkeypatch):
-    """Operations with the same inputs are run once; without that the counts are the same."""
+    """Operations with the same inputs run once; the counts are the same without this cache."""
     model = model_of(FAMILIES["FluxTransformer2DModel"])
     config = ToMeConfig(ratio=0.5, planner="tiled", proportional=True, correction=Correction(every=2))
     counting._result.cache_clear()

@@ -9,7 +9,7 @@ from tokenmerge import ConfigError, DecreasingSchedule, ViTConfig
 
 @given(r=st.integers(0, 200), depth=st.integers(1, 60))
 def test_a_decreasing_schedule_removes_as_many_tokens_as_a_constant_one(r, depth):
-    """It starts at 2r, ends at 0, never rises, and is nowhere a whole token from the straight line."""
+    """It starts at 2r, ends at 0, never rises, and is always less than one token from a straight line."""
     schedule = DecreasingSchedule(r).per_layer(depth)
     assert len(schedule) == depth
     assert sum(schedule) == r * depth

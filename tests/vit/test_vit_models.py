@@ -1,4 +1,4 @@
-"""What a patched vision transformer does, and that nothing of it stays."""
+"""What a patched vision transformer does, and that removing the patch restores it."""
 
 import copy
 import pickle
@@ -57,7 +57,7 @@ def test_r_0_is_bit_equal(make):
 @pytest.mark.parametrize("r", [(6,) * 4, (12, 8, 4, 0), (0, 3, 0, 1), (0, 0, 18, 99)], ids=str)
 @torch.no_grad()
 def test_the_result_is_that_of_the_paper_written_out(make, r):
-    """In float64; the shares of merged tokens are float32, as are their rounding errors."""
+    """In float64, but the shares of merged tokens, and so the rounding errors, are float32."""
     model, x = make().double(), vits.pictures().double()
     expected = vits.slow_tokens(model, x, r, vits.PROTECTED[make])
     with token_merging(model, ViTConfig(r=r)) as patch, patch.record() as recorded:
@@ -206,7 +206,7 @@ def test_unmerge_gives_each_input_token_the_result_of_the_one_that_holds_it(make
     source = list(recorded.values())[-1].source
     assert full.shape[1] == 36 + vits.PROTECTED[make] == source.shape[1]
     for i in range(2):
-        assert_close(full[i], merged[i, source[i]])  # the norm behind may round otherwise for more rows
+        assert_close(full[i], merged[i, source[i]])  # the norm after it may round differently for more rows
 
 
 @families
@@ -270,7 +270,7 @@ def test_saving_a_patched_model_saves_the_plain_one(tmp_path):
 @families
 @torch.no_grad()
 def test_a_picture_does_not_depend_on_its_batch(make):
-    """Sums in a larger batch may be taken in another order; the dense model shows how much that matters."""
+    """Sums in a larger batch may have another order; the dense model shows the effect of that."""
     model, alone, three = make(), vits.pictures(1), vits.pictures(3)
     rounding = (vits.tokens(model, three)[:1] - vits.tokens(model, alone)).abs().max()
     apply_token_merging(model, R)
@@ -301,7 +301,7 @@ def gradients(model: nn.Module, call: Callable[[], torch.Tensor]) -> list[torch.
 
 
 def test_gradients_are_those_without_checkpointing_also_after_another_call():
-    """Between a call and its backward pass another one merges other tokens."""
+    """Another call merges other tokens between a call and its backward pass."""
     model = vits.vit().train()
     apply_token_merging(model, R)
 
@@ -459,7 +459,7 @@ def test_a_mask_is_refused_where_tokens_merge_and_nowhere_else():
 @pytest.mark.parametrize("make", [vits.dinov2, vits.timm])
 @torch.no_grad()
 def test_exports(make):
-    """While it is exported, transformers makes a mask by which all tokens attend to all others."""
+    """During export, transformers makes a mask that lets all tokens attend to all others."""
     model, x = make(), vits.pictures()
     apply_token_merging(model, R)
     exported = torch.export.export(model, (x,)).module()
@@ -478,7 +478,9 @@ def test_layers_laid_out_otherwise_are_refused_and_nothing_is_changed():
     model = vits.vit()
     del model.layers[2].mlp
     before = state(model)
-    with pytest.raises(UnsupportedModelError, match=r"layers\.2: this layer is unknown .*`?mlp"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"layers\.2: expected a layer of transformers .*, got: .*`?mlp"
+    ):
         apply_token_merging(model, R)
     assert state(model) == before
 
@@ -503,7 +505,7 @@ def test_layers_laid_out_otherwise_are_refused_and_nothing_is_changed():
 )  # PEFT asks transformers for it
 @torch.no_grad()
 def test_adapters_that_come_before_or_after_and_leave():
-    """PEFT replaces the linear layers that give the keys, and puts back others."""
+    """PEFT replaces the linear layers that return the keys, and later puts other ones back."""
     peft = pytest.importorskip("peft")
 
     def adapted(model: nn.Module) -> nn.Module:

@@ -17,7 +17,7 @@ def vit_b() -> transformers.ViTModel:
 
 @torch.no_grad()
 def flops(model: torch.nn.Module, x: torch.Tensor) -> int:
-    """Counted on a real run, with attention as plain products, which the counter knows on every device."""
+    """FLOPs of a real run, with attention by plain products, which the counter knows on every device."""
     kernel = torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)
     with FlopCounterMode(display=False) as counter, kernel:
         model(x)

@@ -57,7 +57,7 @@ def bench(
         list[str] | None,
         _axis(
             "variants",
-            f"{', '.join(VARIANTS)}; or one with settings of ToMeConfig, such as toma:ratio=0.6 or "
+            f"{', '.join(VARIANTS)}; or one of them with settings of ToMeConfig, such as toma:ratio=0.6 or "
             "tome:proportional,scope=block,schedule.ratio=1.4/0.6. tomesd is the package of that name.",
         ),
     ] = None,
@@ -112,7 +112,7 @@ def bench(
     quiet_libraries("tokenmerge bench")
     for file in settings or ():
         for name in options.model:
-            # A geometry and a part of a model are not what settings are found for.
+            # Settings are never found for a geometry or a part of a model.
             if not name.startswith(PREFIX) and "@" not in name:
                 for one in options.size or (None,):
                     warn_of_differences(file, name, one, options.steps)

@@ -57,7 +57,7 @@ def evaluate(
     variant: Annotated[
         list[str] | None,
         _compared(
-            f"{', '.join(CHOICES)}; or one with settings of ToMeConfig, such as toma:ratio=0.6 or "
+            f"{', '.join(CHOICES)}; or one of them with settings of ToMeConfig, such as toma:ratio=0.6 or "
             "tome:proportional,scope=block,schedule.ratio=1.4/0.6. tomesd is the package of that name. "
             f"May be repeated. Default: {', '.join(EvaluateOptions.variants)}."
         ),
@@ -116,13 +116,14 @@ def evaluate(
 ) -> None:
     """Measure closeness to dense and speed-up on many pictures, drawn dense and merged from the same seeds.
 
-    Each picture is timed, so that tokenmerge report makes the price curve from this one run. fewer-steps has
-    as many steps as fit into the time of a variant, counted or by records of tokenmerge bench.
+    Each picture is timed, so that tokenmerge report can draw the price curve from this one run. The variant
+    fewer-steps is a dense run with as many steps as fit into the time of each other variant, as counted or as
+    recorded by tokenmerge bench.
 
     All metrics are loaded before the first picture: you see which weights are downloaded, and a named metric
-    that cannot work here is an error. After Ctrl-C, finished pictures are kept; run the same command again to
-    continue. Of videos, metrics of pictures are means over the frames, and the motion is compared with dense.
-    Under accelerate launch, the prompts are split over the processes.
+    that cannot work here raises an error. After Ctrl-C, finished pictures are kept; run the same command
+    again to continue. For videos, picture metrics are means over the frames, and the motion is compared with
+    dense. Under accelerate launch, the prompts are split over the processes.
     """
     given = dict(locals())  # every option by its name
     del given["variant"], given["metric"], given["save_grid"], given["settings"]

@@ -40,7 +40,7 @@ def export(
     The exported model plans and merges by itself in each call. It is one graph for every step, so it cannot
     reuse steps: with the method auto, which is the default at a ratio of 0.5, only its token merging is
     exported. Settings that follow the denoising steps are refused. A ratio of 0 exports the dense model.
-    The result is checked against PyTorch, and export.json in the folder says what it is.
+    The result is checked against PyTorch, and export.json in the folder describes it.
     """
     options = ExportOptions(
         model=model,
@@ -66,4 +66,4 @@ def export(
         f"largest difference from PyTorch{by}: {found.check.relative:.1e} of its largest output "
         f"({found.check.engine})"
     )
-    print(f"what it is, and its inputs: {out / FILE}")
+    print(f"description and inputs: {out / FILE}")

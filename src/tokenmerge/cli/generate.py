@@ -35,14 +35,14 @@ from tokenmerge.measure.pipelines.sizes import parse_size
 def generate(
     context: typer.Context,
     prompt: Annotated[
-        str | None, typer.Argument(help="What to draw. With --like, that of the picture.")
+        str | None, typer.Argument(help="What to draw. Default with --like: the prompt of the picture.")
     ] = None,
     *,
     like: Annotated[
         Path | None,
         typer.Option(
             help="PNG file that this command or a web UI wrote. Prompt, seed, size, steps, guidance, "
-            "scheduler, bundled model and token merging are those of the picture, except for what is given."
+            "scheduler, bundled model and token merging are those of the picture, except for options given."
         ),
     ] = None,
     model: Model = GenerateOptions.model,
@@ -101,6 +101,6 @@ def generate(
 
 
 def _named(context: typer.Context) -> set[str]:
-    """The options that stand on the command line."""
+    """The options given on the command line."""
     sources = {name: context.get_parameter_source(name) for name in context.params}
     return {name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"}

@@ -91,12 +91,12 @@ def merging(
     if settings_file is None:
         return MethodSpec(method, changes)
     if method != MethodSpec.method:
-        raise ConfigError(f"settings: {settings_file} holds all settings; leave --method {method} out")
+        raise ConfigError(f"settings: {settings_file} sets everything; leave out --method {method}")
     return MethodSpec("tome", {**changes_of_file(settings_file), **changes})
 
 
 def with_merging_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Replace a command's argument ``merging`` by the options of :func:`merging`."""
+    """Replace a command's argument ``merging`` with the options of :func:`merging`."""
     options = inspect.signature(merging, eval_str=True).parameters
 
     @functools.wraps(command)

@@ -20,7 +20,7 @@ def play(
     dtype: Dtype = GenerateOptions.dtype,
     device: Device = GenerateOptions.device,
     host: Annotated[
-        str, _server("Address to listen on. With 0.0.0.0, everyone who reaches this machine can draw on it.")
+        str, _server("Address to listen on. With 0.0.0.0, everyone who can reach this machine can use it.")
     ] = LOCAL,
     port: Annotated[
         int | None, _server("Port. Default: the first free one from 7860 on.", parser=integer)
@@ -31,8 +31,8 @@ def play(
 ) -> None:
     """Open a page in the browser that draws pictures dense and merged, and compares them.
 
-    It shows times, closeness and what merges, and keeps what was tried. Nothing is sent to, or loaded from,
-    anywhere else, except for a model that is given by its hub id. Ctrl-C ends it.
+    The page shows times, closeness and what merges, and keeps a list of the trials. It sends nothing to other
+    services, and loads nothing from them except a model given by its hub id. Ctrl-C ends it.
     """
     require_gradio()
     find_model(model)

@@ -10,7 +10,7 @@ from tokenmerge.measure.pipelines.loading import require_diffusers
 def quiet_libraries(command: str) -> None:
     """Turn off progress bars of other libraries, and their warnings about parts that no command uses.
 
-    The name of the command is for the error if diffusers is missing.
+    If diffusers is missing, the error names the command.
     """
     # diffusers imports torchao if it is installed, and torchao warns about kernels that cannot run here.
     for name in ("torchao", "torch.utils._pytree", "diffusers.quantizers.torchao.torchao_quantizer"):

@@ -32,7 +32,7 @@ _NO_EDGE = 10_000
 
 
 def show(table: Table, *lines: str) -> None:
-    """Print a table and lines below it. Lines are not wrapped if the output is no terminal."""
+    """Print a table and lines below it. Lines are not wrapped if the output is not a terminal."""
     console = Console(width=None if sys.stdout.isatty() else _NO_EDGE)
     console.print(table)
     for line in lines:
@@ -71,7 +71,7 @@ def progress_bars(unit: str) -> Iterator[Callable[[Progress], None]]:
 
 @contextlib.contextmanager
 def working(what: str) -> Iterator[None]:
-    """Show on stderr, in a terminal, that something takes its time."""
+    """Show on stderr, if it is a terminal, what is running."""
     with Console(stderr=True).status(f"{what} …"):
         yield
 

@@ -54,12 +54,18 @@ def tune(
     min_psnr: Annotated[
         float | None, _goal("Find the fastest settings with at least this mean PSNR, in dB.")
     ] = None,
-    min_ssim: Annotated[float | None, _goal("The same for SSIM.")] = None,
-    max_lpips: Annotated[float | None, _goal("The same for LPIPS, at most.")] = None,
-    min_dino: Annotated[float | None, _goal("The same for the similarity of DINOv2 features.")] = None,
-    min_clip: Annotated[float | None, _goal("The same for the similarity of CLIP features.")] = None,
-    min_clip_score: Annotated[float | None, _goal("The same for the CLIP score of the prompt.")] = None,
-    min_glyphs: Annotated[float | None, _goal("The same for the share of glyphs that are found.")] = None,
+    min_ssim: Annotated[float | None, _goal("The same with at least this mean SSIM.")] = None,
+    max_lpips: Annotated[float | None, _goal("The same with at most this mean LPIPS.")] = None,
+    min_dino: Annotated[
+        float | None, _goal("The same with at least this similarity of DINOv2 features.")
+    ] = None,
+    min_clip: Annotated[
+        float | None, _goal("The same with at least this similarity of CLIP features.")
+    ] = None,
+    min_clip_score: Annotated[
+        float | None, _goal("The same with at least this CLIP score of the prompt.")
+    ] = None,
+    min_glyphs: Annotated[float | None, _goal("The same with at least this share of glyphs found.")] = None,
     metric: Annotated[
         str | None,
         option(
@@ -73,7 +79,7 @@ def tune(
     guidance: Guidance = None,
     scheduler: Scheduler = None,
     within: Annotated[
-        str, _search("How long to measure, such as 90s, 10min or 1h. Runs that are continued count too.")
+        str, _search("How long to measure, such as 90s, 10min or 1h. Continued runs count too.")
     ] = "10min",
     items: Annotated[
         int, _search("Largest number of pictures to compare settings on.", parser=integer)
@@ -92,9 +98,9 @@ def tune(
     """Find the closest settings at a wanted speed, or the fastest at a wanted closeness.
 
     Every setting draws the same prompts from the same seeds as dense, and is timed interleaved with it. Bad
-    ones are dropped after few prompts. Fewer steps and the block caches that are installed are shown beside
-    them. Ctrl-C stops early and reports what was found; the same command continues. The exit code is 3 if no
-    setting reaches the goal.
+    settings are dropped after a few prompts. Fewer steps and the installed block caches are measured for
+    comparison. Ctrl-C stops early and reports what was found; run the same command again to continue. The
+    exit code is 3 if no setting reaches the goal.
     """
     bounds = {
         "psnr": min_psnr,

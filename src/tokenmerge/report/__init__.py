@@ -1,7 +1,7 @@
 """What merging does at one size and number of steps: tokens, operations and cache, counted before a run.
 
-Also what each step of a run did. May import ``runtime`` and everything below it. Nothing of a model is timed
-here; ``slower`` compares with what ``planners.calibration`` timed once for the device.
+Also what each step of a run did. May import ``runtime`` and everything below it. No model is timed here;
+``slower`` uses the timings that ``planners.calibration`` makes once for each device.
 """
 
 from tokenmerge.report.cache_limit import bytes_of, within

@@ -21,7 +21,7 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMG]?B)?\s*", re.IGNORECASE)
 
 
 def bytes_of(text: object) -> int:
-    """The number of bytes that a text such as ``"200MB"`` or ``"1.5 GB"``, or a number, stands for.
+    """The number of bytes that a number, or a text such as ``"200MB"`` or ``"1.5 GB"``, stands for.
 
     Units are powers of 1000.
 
@@ -29,7 +29,7 @@ def bytes_of(text: object) -> int:
     1500000000
 
     Raises:
-        ConfigError: it is neither.
+        ConfigError: the value is neither.
     """
     if isinstance(text, int | float) and not isinstance(text, bool) and 0 <= text < float("inf"):
         return int(text)
@@ -40,7 +40,7 @@ def bytes_of(text: object) -> int:
 
 
 def in_words(size: int) -> str:
-    """A number of bytes for people.
+    """A number of bytes as text.
 
     >>> in_words(1_503_238_553), in_words(61_800_000)
     ('1.50 GB', '61.8 MB')
@@ -51,9 +51,9 @@ def in_words(size: int) -> str:
 def within(pipe_or_model: object, config: ToMeConfig, limit: int) -> tuple[ToMeConfig, str]:
     """The settings with as much of their correction and step reuse as fits into a cache.
 
-    First the correction is left out, which brings the picture less close. Then steps run all of a UNet's
-    finest level, and at last no step reuses anything, which saves less time. The cache is counted at the
-    model's default size for one picture with guidance.
+    Parts are left out in this order: the correction, which makes the picture less close; skipping a UNet's
+    finest level, and then all step reuse, which saves less time; at last, cached features. The cache is
+    counted at the model's default size for one picture with guidance.
 
     Args:
         pipe_or_model: as for :func:`tokenmerge.apply_token_merging`.
@@ -73,10 +73,11 @@ def within(pipe_or_model: object, config: ToMeConfig, limit: int) -> tuple[ToMeC
     for fewer, what in _with_less(config):
         least = counted_cache(pipe_or_model, fewer)
         if least <= limit:
-            return fewer, f"{what}, which would cache {in_words(needed)}"
+            return fewer, f"{what}; with everything, the cache would take {in_words(needed)}"
     raise ConfigError(
-        f"max_cache: these settings cache {in_words(needed)} between steps, and {in_words(least)} without "
-        f"correction and step reuse, got {in_words(limit)}; take at least that"
+        f"max_cache: expected at least {in_words(least)}, which these settings cache between steps without "
+        f"correction, step reuse and cached features ({in_words(needed)} with them), got {in_words(limit)}; "
+        "raise it"
     )
 
 
@@ -97,7 +98,7 @@ def counted_cache(pipe_or_model: object, config: ToMeConfig) -> int:
 
 
 def _with_less(config: ToMeConfig) -> Iterator[tuple[ToMeConfig, str]]:
-    """The settings with less and less to cache, and what they lack."""
+    """Settings that cache less and less, each with what it leaves out."""
     if any(one.correction.on for one in config.variants()):
         config = _without(config, "correction", Correction())
         yield config, "no correction"
@@ -116,7 +117,7 @@ def _with_less(config: ToMeConfig) -> Iterator[tuple[ToMeConfig, str]]:
 
 
 def _without(config: ToMeConfig, part: str, value: Any) -> ToMeConfig:
-    """The settings with another part, at every guidance scale."""
+    """The settings with one part replaced, at every guidance scale."""
 
     def other(changes: Mapping[str, Any]) -> dict[str, Any]:
         return {name: one for name, one in changes.items() if not name.startswith(f"{part}.")}

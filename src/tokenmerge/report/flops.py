@@ -25,8 +25,8 @@ _WRAPPERS = ("forward", "_old_forward", "_hf_hook", "_diffusers_hook", "_compile
 def weightless(root: nn.Module, on_cpu: Collection[str] = ()) -> nn.Module:
     """An unpatched copy of a model on the meta device: its parameters and buffers have no values.
 
-    The parameters named in ``on_cpu`` become zeros on the CPU instead. A copy of a model that is split
-    between devices has all tokens to itself.
+    The parameters named in ``on_cpu`` become zeros on the CPU instead. The copy of a model that splits tokens
+    between devices runs on all of them.
     """
     memo: dict[int, Any] = {}
     for tensor in chain(root.parameters(), root.buffers()):
@@ -73,7 +73,7 @@ def _attention_flops(
     return count
 
 
-# PyTorch 2.13 knows the operations of fused attention on every device but a CPU.
+# PyTorch 2.13 counts fused attention on every device but a CPU.
 _ON_A_CPU = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops}
 
 
@@ -81,8 +81,8 @@ class Counted:
     """The operations that a model ran.
 
     Attributes:
-        flops: of all its calls within :func:`counting` so far.
-        calls: their number.
+        flops: operations of all its calls within :func:`counting` so far.
+        calls: number of these calls.
     """
 
     flops: int = 0
@@ -93,8 +93,8 @@ class Counted:
 def counting(root: nn.Module) -> Iterator[Counted]:
     """Count the FLOPs of all calls of a model within the context, on its real inputs.
 
-    For what decides while it runs what it skips, such as a block cache. Other modules that run beside the
-    model, such as a text encoder, are not counted. Of a compiled model, the operations of its graphs are not.
+    Use it for a model that decides at run time what to skip, for example by a block cache. Other modules,
+    such as a text encoder, are not counted. Neither are operations in the graphs of a compiled model.
 
     >>> with counting(nn.Linear(2, 3)) as counted:
     ...     pass
@@ -110,7 +110,7 @@ def counting(root: nn.Module) -> Iterator[Counted]:
     def end(*_: Any) -> None:
         counted.flops += counter.get_total_flops()
 
-    # Not by the counter's names of modules: a cache that holds the model as its part changes them.
+    # The counter's module names are no help: a cache that contains the model changes them.
     with contextlib.ExitStack() as in_force:
         counter = in_force.enter_context(FlopCounterMode(display=False, custom_mapping=_ON_A_CPU))
         in_force.callback(root.register_forward_pre_hook(begin).remove)
@@ -121,8 +121,8 @@ def counting(root: nn.Module) -> Iterator[Counted]:
 class _ShapesAlone(TorchDispatchMode):
     """Runs operations on the meta device.
 
-    If only some inputs of an operation are there, it moves the others. Operations are repeated in most blocks
-    and cost a millisecond of Python each, so the shapes of their results are cached.
+    If only some inputs of an operation are on it, the others are moved there. Operations are repeated in most
+    blocks and cost a millisecond of Python each, so the shapes of their results are cached.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:

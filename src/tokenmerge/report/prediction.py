@@ -1,4 +1,4 @@
-"""What merging does to a model at one size: tokens and FLOPs of each block, counted and not estimated."""
+"""What merging does to a model at one size: tokens and FLOPs of each block, counted, not estimated."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Row:
         path: qualified name of the block. For several blocks, their numbers are a range, such as ``0-9``.
         level: resolution level: 1, 2, 4 …
         grid: height and width in tokens; for a video, the number of frames before them.
-        tokens: number of tokens before merging, with those of reference pictures in the same sequence.
+        tokens: number of tokens before merging, including reference pictures in the same sequence.
         merged_tokens: number of tokens after merging.
         merged: the sub-layers that run on merged tokens, such as ``"attn1+ff"``.
         flops_dense: floating-point operations of the block without merging.
@@ -168,12 +168,12 @@ def predict(
         batch: batch size of the call, ≥ 1.
         steps: number of denoising steps to average operations over, ≥ 1, for settings that change over the
             steps. Counting takes up to half a second for each step. None: operations are not averaged.
-        references: (height, width) of each reference picture in the sequence of the sample, measured as the
-            sample is.
+        references: (height, width) of each reference picture in the sequence of the sample, in the unit of
+            the sample.
 
     Raises:
         NothingToMergeError: no token would merge at this size.
-        UnsupportedModelError: it is not, and does not contain, a model that tokens can be merged in.
+        UnsupportedModelError: the object neither is nor contains a supported model.
         ConfigError: no size is given and the model has no default size, a number is out of range, or the
             model takes no reference pictures.
     """
@@ -285,7 +285,7 @@ def _predict_host(
     (copied,) = find_hosts(weightless(host.root, host.on_cpu))
     arguments = partial(copied.example, *size, *([] if host.references is None else [tuple(references)]))
     dense = count_flops(copied.root, arguments())
-    # Keep step reuse, because it alone is allowed where no token merges.
+    # Keep step reuse, because step reuse alone is allowed if no token merges.
     most = config.most()
     counted_config = dataclasses.replace(most, reuse=config.reuse)
     state = new_state(copied, counted_config, Pipeline())
@@ -359,7 +359,7 @@ def _notes(blocks: tuple[Block, ...], rows: list[Row], config: ToMeConfig) -> tu
         why = {
             "layers": f"{has} no {' or '.join(KINDS[kind] for kind in kinds)}",
             "block": f"{'it' if one else 'they'} cannot run on merged tokens as a whole",
-            "stack": f"{'it is' if one else 'they are'} in no stack, as a transformer's first and last",
+            "stack": f"{'it is' if one else 'they are'} in no stack, like a transformer's first and last one",
             "keys": f"{has} no self-attention that takes keys separately from queries",
         }
         stay = "block stays dense" if one else "blocks stay dense"
@@ -382,7 +382,7 @@ def _notes(blocks: tuple[Block, ...], rows: list[Row], config: ToMeConfig) -> tu
         )
     else:
         notes += [
-            f"{block.path} stays dense: its token grid has no cell of sy={config.sy} × sx={config.sx} "
+            f"{block.path} stays dense: its token grid has no cell of sy={config.sy} × sx={config.sx}, "
             f"or ratio={config.ratio:g} removes no token of it"
             for block in too_small
         ]

@@ -1,4 +1,4 @@
-"""Which blocks of a report take longer merged than dense, by what was timed on the device."""
+"""Which blocks of a report take longer merged than dense, by timings on the device."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ _MOST_TIMED = SIDES[-1] ** 2
 
 
 def slower_than_dense(report: Report, fewest_tokens: Callable[[], int]) -> str | None:
-    """Say where merging saves operations and yet takes longer than dense; None: nowhere.
+    """Say where merging saves operations but takes longer than dense; None: nowhere.
 
-    Only attention that merges by itself is compared. Whole blocks and MLPs save more than attention does, and
-    how many tokens they need was not timed.
+    Only blocks that merge attention are compared. Whole blocks and MLPs save more than attention does, and
+    were not timed.
 
     Args:
-        report: what is counted.
-        fewest_tokens: → the fewest tokens for which merged attention is faster on the device. It is called
-            only for a report with grids that are small enough to doubt, since it may measure.
+        report: the counted operations.
+        fewest_tokens: returns the fewest tokens for which merged attention is faster on the device. It may
+            run measurements, so it is called only if the report has grids small enough to be in doubt.
     """
     attention = [
         row for row in report.rows if "attn1" in row.merged and row.merged_tokens < row.tokens <= _MOST_TIMED

@@ -50,7 +50,7 @@ def mean_flops(host: Host, config: ToMeConfig, steps: int, arguments: Arguments)
 
 
 class _Known(Exception):
-    """A call whose operations have been counted."""
+    """Raised to stop a call whose operations have been counted before."""
 
 
 def _kind_of_call(state: ModelState) -> tuple[object, ...]:
@@ -59,7 +59,7 @@ def _kind_of_call(state: ModelState) -> tuple[object, ...]:
     tracker = None if memory is None else memory.tracker
     plans = tracker is None or tracker.planned.get(tracker.call, (tracker.index,))[0] == tracker.index
     return (
-        # The first call has nothing to add a correction from, and no step before it to look at.
+        # The first call has no correction to add, and no step before it.
         tracker is None or tracker.index == 0,
         plans,
         tuple(context.settings.items()),
@@ -128,7 +128,7 @@ def notes_on_steps(config: ToMeConfig, averaged: bool = False) -> list[str]:
 
     Args:
         config: the settings.
-        averaged: whether the operations are averaged over the steps too.
+        averaged: whether operations averaged over the steps are reported too.
     """
     notes = [f"level {level}: {_in_words(changes)}" for level, changes in config.levels.items()]
     notes += [
@@ -160,7 +160,7 @@ def notes_on_steps(config: ToMeConfig, averaged: bool = False) -> list[str]:
             "first step compares the inputs of blocks"
         )
     if config.penalises_repeats:
-        notes.append("repeat_penalty: tokens that merged in earlier steps merge later than others")
+        notes.append("repeat_penalty: tokens that merged in earlier steps are less likely to merge again")
     if config.asks_guidance:
         notes.append(
             f"planner={config.guided_planner!r}: the planner 'tome' runs until the first guided step is done"
@@ -217,7 +217,7 @@ def _notes_on_reuse(reuse: StepReuse) -> list[str]:
             f"reuse.shallow_every={reuse.shallow_every:g}: 1 of {reuse.shallow_every:g} steps runs the "
             "finest level of a UNet, the others only its last layer"
             + (
-                f"; reuse.shallow_from={start:g}: all of the first {_percent(start)} of the steps run it"
+                f"; reuse.shallow_from={start:g}: each of the first {_percent(start)} of the steps runs it"
                 if start
                 else ""
             )

@@ -12,15 +12,15 @@ from tokenmerge.runtime.run_log import RunLog, in_kinds
 
 @dataclasses.dataclass(frozen=True)
 class Conditions:
-    """What the summary says beside settings, counts and the last run.
+    """Facts for the summary, besides settings, counts and the last run.
 
     Attributes:
         models: classes of the models that merge.
-        method: what the settings are called; empty: nothing but themselves.
+        method: name of the settings; empty: they have none.
         blocks: number of transformer blocks of the denoiser.
-        dtype: of its weights.
+        dtype: dtype of its weights.
         scale: pixels per side of a latent position; None: sizes are given in latents.
-        slower: which blocks take longer merged than dense; None: none is known to.
+        slower: text about blocks that take longer merged than dense; None: none are known.
     """
 
     models: tuple[str, ...]
@@ -38,8 +38,8 @@ def summary(
 
     Args:
         config: the settings.
-        conditions: what else is said.
-        report: what is counted at the size and steps of the last run, or the default ones; None: nothing.
+        conditions: further facts.
+        report: the counts at the size and steps of the last run, or the default ones; None: unknown.
         run: what happened in the last run; None: there was none.
     """
     models = " + ".join(conditions.models)
@@ -79,7 +79,7 @@ def _reuse(config: ToMeConfig, report: Report | None) -> str:
     others = "the others skip parts of the model and extrapolate their outputs"
     if report is None or report.steps is None:
         return f"1 of {config.reuse.every:g} steps is full; {others}"
-    # No step outside the part of the generation that merges skips anything, nor do the first two within it.
+    # Steps outside the merging part of the generation skip nothing, and neither do its first two.
     merging = [i for i in range(report.steps) if config.schedule.merges(i, report.steps)]
     full = report.steps - len(set(merging[2:]) - set(config.reuse.steps_of(report.steps).full))
     if full == report.steps:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 
 class Tabled:
-    """What prints as a table, and shows as one in a notebook."""
+    """Base class of results that are shown as a table, in a terminal or a notebook."""
 
     def _table(self) -> TextTable:
         raise NotImplementedError
@@ -18,7 +18,7 @@ class Tabled:
         return str(self._table())
 
     def _repr_html_(self) -> str:
-        """The same for a notebook."""
+        """The table for a notebook, followed by the notes."""
         return self._table().as_html()
 
 
@@ -28,8 +28,8 @@ class TextTable:
 
     Attributes:
         title: the line above it.
-        lines: its rows of cells, of which the first is the header.
-        notes: what is said below it.
+        lines: its rows of cells. The first is the header.
+        notes: the lines below it.
     """
 
     title: str

@@ -15,14 +15,14 @@ from tokenmerge.errors import ConfigError
 class DecreasingSchedule:
     """Remove 2r tokens in the first layer, then fewer and fewer, and none in the last (arXiv 2210.09461).
 
-    The total is that of r tokens in every layer. Because tokens go earlier, the model is faster than with the
-    constant schedule, and its quality is lower.
+    The total is that of r tokens in every layer. Because tokens are removed earlier, the model is faster and
+    its quality lower than with the constant schedule.
 
     Args:
         r: the mean number of tokens removed in a layer, ≥ 0.
 
     Raises:
-        ConfigError: r is not such a number.
+        ConfigError: r is not an integer ≥ 0.
 
     >>> DecreasingSchedule(8).per_layer(5)
     (16, 12, 8, 4, 0)

@@ -70,7 +70,7 @@ FAMILIES = (
         "CLIPEncoderLayer",
         **_CLIP,
     ),
-    # Its own head pools the patches by attention, in which each of them has to count once.
+    # Its own head pools the patches by attention, where each patch has to count once.
     Family(
         "SiglipVisionModel",
         ("SiglipModel",),
@@ -200,7 +200,7 @@ def _layer(path: str, module: Any, family: Family) -> Layer:
         head_dim = None if keys == "k_norm" else getattr(module, attention).head_dim
     except AttributeError as error:
         raise UnsupportedModelError(
-            f"{path}: this layer is unknown to tokenmerge, which knows those of transformers 5.23 and timm "
-            f"1.0: {error}; install one of these versions"
+            f"{path}: expected a layer of transformers 5.23 or timm 1.0, got: {error}; install one of these "
+            "versions"
         ) from error
     return Layer(path, module, family.keys, family.norm, "mlp", head_dim)

@@ -1,4 +1,4 @@
-"""Patches a vision transformer: the checks before, then the methods that change."""
+"""Patches a vision transformer: checks it first, then swaps its methods."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def checked_encoders(model: object, config: ViTConfig) -> tuple[Encoder, ...]:
         names = ", ".join(name for f in FAMILIES for name in (f.model, *f.around, *f.averaging))
         raise UnsupportedModelError(
             f"no vision transformer to merge tokens in: found {seen}; pass a model of one of the classes "
-            f"{names} (the last is that of timm), or for a diffusion model a ToMeConfig"
+            f"{names} (the last one is timm's), or a ToMeConfig for a diffusion model"
         )
     for encoder in encoders:
         name = type(encoder.model).__name__
         if not encoder.layers:
-            raise NothingToMergeError(f"nothing to merge: {name} has no layers; pass a model that has")
+            raise NothingToMergeError(f"nothing to merge: {name} has no layers; pass a model with layers")
         check_attention(encoder.model, config)
         for layer in encoder.layers:
             check_swappable(layer.module, layer.path, "forward")

@@ -22,8 +22,8 @@ def plan_tome_vit(keys: Tensor, r: int, protected: int) -> IndexPlan:
     """Plan one merge: split the tokens alternately, match one half to the other, merge the r best edges.
 
     Args:
-        keys: ``[b, n, d]`` mean over the heads of the keys of attention. At least two of the n tokens are
-            not protected.
+        keys: ``[b, n, d]`` keys of attention, averaged over the heads. At least two of the n tokens are not
+            protected.
         r: number of tokens to remove, 0 ≤ r ≤ :func:`most_removed`.
         protected: number of tokens at the beginning that never merge, such as the class token.
 

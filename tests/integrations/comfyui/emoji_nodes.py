@@ -1,4 +1,4 @@
-"""Nodes of ComfyUI for the bundled models, which its own loaders do not know: they are far too small."""
+"""Nodes of ComfyUI that load the bundled models, which are too small for ComfyUI's own loaders."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def pair():
 def test_the_result_is_that_of_the_diffusers_path(pair, settings):
     """Planner "uniform" makes the same plan from any features.
 
-    The others compare the normalised tokens here, since ComfyUI's patches see no others.
+    Other planners compare normalised tokens here, since ComfyUI's patches get only these.
     """
     model, theirs = pair
     settings = Settings(ToMeConfig(**settings), find_target(model))

@@ -1,4 +1,4 @@
-"""The folder for ``custom_nodes``: what is written, and that ComfyUI's own loader takes it."""
+"""The folder for ``custom_nodes``: its files, and that ComfyUI's own loader accepts it."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_what_is_no_folder_of_comfyui_is_refused(folder, tmp_path_factory):
 
 
 def test_what_the_registry_asks_for():
-    """By docs.comfy.org/registry/specifications. Whoever publishes adds a repository, which it needs too."""
+    """By docs.comfy.org/registry/specifications. Publishers add the required repository."""
     facts = tomllib.loads((SOURCE / "pyproject.toml").read_text())
     project, name = facts["project"], facts["project"]["name"]
     assert re.fullmatch(r"[A-Za-z]+([-_.]?[A-Za-z0-9]+)*", name)

@@ -87,14 +87,14 @@ def reusing(model, **settings):
 
 
 def counted(module, monkeypatch):
-    """Calls of a module, one for each."""
+    """A list with one entry for each call of a module."""
     calls, forward = [], module.forward
     monkeypatch.setattr(module, "forward", lambda *a, **k: calls.append(1) or forward(*a, **k))
     return calls
 
 
 def control_of(network, x, time, text):
-    """What a ControlNet would add to each block of a UNet, random. ComfyUI has the first at the end."""
+    """Random additions of a ControlNet to each block of a UNet. ComfyUI has the first block's at the end."""
     shapes, draw = [], torch.Generator().manual_seed(4)
     note = {"patches": {"input_block_patch": [lambda h, options: shapes.append(h.shape) or h]}}
     network(x, time, context=text, transformer_options=note)
@@ -105,7 +105,7 @@ def control_of(network, x, time, text):
 @pytest.mark.parametrize("shallow", [1, 2])
 @pytest.mark.parametrize("controlled", [False, True])
 def test_where_nothing_changes_between_steps_nothing_is_lost(unet, shallow, controlled, caplog):
-    """The line through equal outputs is level, so a skipped step is a full one; with a ControlNet too."""
+    """Extrapolating equal outputs changes nothing: skipped steps equal full ones, also with a ControlNet."""
     config = ToMeConfig(ratio=0.0, reuse=StepReuse(every=4, shallow_every=shallow))
     clone, settings = patched(unet, given := Settings(config, find_target(unet))), given
     network, sampling = unet.model.diffusion_model, Sampling(settings, [1 - i / 10 for i in range(11)])
@@ -114,7 +114,7 @@ def test_where_nothing_changes_between_steps_nothing_is_lost(unet, shallow, cont
     time, skipped, seen = torch.full((2,), 500.0), 0, []
 
     def note(h, skip, options):
-        """Another node's patch, which no block that is skipped may reach."""
+        """Another node's patch, which must not run for skipped blocks."""
         seen.append((options["block"], h.shape[1], options["transformer_index"]))
         return h, skip
 
@@ -138,7 +138,7 @@ def test_where_nothing_changes_between_steps_nothing_is_lost(unet, shallow, cont
             assert seen == whole[cut.output if cut else 0 :]
             skipped += cut is not None
     assert skipped == 10 - len(config.reuse.steps_of(10).full)
-    assert not caplog.records  # ComfyUI warns where what a ControlNet adds does not fit
+    assert not caplog.records  # ComfyUI warns if a ControlNet's output does not fit
 
 
 def test_deep_stages_run_in_full_steps_alone(unet, monkeypatch):
@@ -202,12 +202,12 @@ def test_start_and_end_percent(unet, monkeypatch):
     settings = ToMeConfig(ratio=0.0, reuse=StepReuse(every=8))
     hosts.sample(patched(unet, Settings(settings, find_target(unet), 0.0, 0.5)), steps=10)
     until_half = len(deep)
-    # 5 steps from the middle on run everything, and of the 5 before them the first two.
+    # The last 5 steps run everything, and so do the first two of the 5 before them.
     assert until_half == 7
 
 
 def test_a_window_or_a_prompt_of_its_own_is_not_extrapolated_from_another(unet):
-    """What residuals are for must be the same: another window, at the same place in the step, runs anew."""
+    """Residuals are reused only for the same prompts and window: another window runs in full."""
     settings = Settings(ToMeConfig(ratio=0.0, reuse=StepReuse(every=8)), find_target(unet))
     sampling, latent = Sampling(settings, [1 - i / 10 for i in range(11)]), (1, 4, 16, 16)
 

@@ -19,7 +19,7 @@ from PIL import Image
 from tokenmerge.integrations.comfyui.install import SOURCE, install
 
 HERE = Path(__file__).parent
-# A free machine of two cores needs a quarter of these.
+# An idle machine with two cores needs a quarter of these.
 START, PICTURE = 240.0, 400.0
 
 
@@ -58,7 +58,7 @@ class Server:
             return error.code, json.load(error)
 
     def run(self, prompt):
-        """What the server says of a workflow when it is done."""
+        """The server's record of a finished workflow."""
         status, answer = self.post(prompt)
         assert status == 200, answer
         until = time.monotonic() + PICTURE
@@ -159,7 +159,7 @@ def test_bad_input_is_a_sentence_in_the_server_too(server):
     "file", sorted((SOURCE / "example_workflows").glob("*.json")), ids=lambda file: file.stem
 )
 def test_the_server_takes_the_workflows_that_come_along(server, file):
-    """It knows all nodes, links and values in them, but for the files of models, which are not there."""
+    """It accepts all their nodes, links and values, except for the missing model files."""
     known = server.get("/object_info")
     status, answer = server.post(in_api_form(json.loads(file.read_text()), known))
     assert status == 400
@@ -171,7 +171,7 @@ def test_the_server_takes_the_workflows_that_come_along(server, file):
 
 
 def in_api_form(workflow, known):
-    """A workflow as its file has it, in the form of the server's API."""
+    """A workflow from a file, converted to the form of the server's API."""
     links = {number: [str(source), out] for number, source, out, *_ in workflow["links"]}
     prompt = {}
     for node in workflow["nodes"]:

@@ -147,7 +147,7 @@ def test_blocks_run_on_half_of_the_tokens(case):
 
 
 def numbers(args, kwargs):
-    """Tokens in the longest sequence that a block is called with."""
+    """Number of tokens in the longest sequence that a block gets."""
     values = [*args, *(kwargs[key] for key in ("img", "hidden_states", "x") if key in kwargs)]
     return max(value.shape[1] for value in values if isinstance(value, torch.Tensor) and value.ndim == 3)
 
@@ -189,7 +189,7 @@ def test_a_block_changes_its_tokens_by_what_it_changes_of_the_merged_ones():
 
 @pytest.mark.parametrize("controlled", [False, True])
 def test_where_nothing_changes_between_steps_nothing_is_lost(case, controlled, monkeypatch):
-    """A skipped step is a full one then: with equal residuals, and what a ControlNet adds between blocks."""
+    """With equal residuals, skipped steps equal full ones, also if a ControlNet adds between blocks."""
     name, model, shape, more = case
     network, places = model.model.diffusion_model, {"flux": ("input", "output"), "sd3": ("output",)}
     if controlled and name not in places:
@@ -234,7 +234,7 @@ def merging(model, start=0.0, end=1.0, **settings):
 
 
 def sizes_of_blocks(model, monkeypatch):
-    """Numbers of image tokens that the first block is called with, in order."""
+    """Number of image tokens that the first block gets in each call, in order."""
     block, seen = find_target(model).blocks[0].module, []
     forward = block.forward
     monkeypatch.setattr(block, "forward", lambda *a, **k: seen.append(numbers(a, k)) or forward(*a, **k))
@@ -332,7 +332,7 @@ def test_a_cancelled_sampling_leaves_nothing(sampled):
 
 
 def test_auto_skips_blocks_and_follows_guidance(sampled, monkeypatch):
-    """Weak guidance: one full step in 3. From 5 on, as at the same setting in diffusers: one in 1.75."""
+    """Weak guidance: one full step in 3. From 5 on, one in 1.75, as with the same setting in diffusers."""
     monkeypatch.setattr(node_settings, "fewest_tokens", lambda *_: 4)
     seen, steps = sizes_of_blocks(sampled, monkeypatch), 20
     latent = {"samples": torch.zeros(1, 4, 16, 16)}
@@ -382,7 +382,7 @@ def test_a_block_that_another_node_replaces_is_called_with_merged_tokens():
 def test_methods(case):
     _, model, _, _ = case
     target = find_target(model)
-    # Nodes know no features of a step before, so a method that compares them would plan by something else.
+    # Nodes have no features of the step before, so a method that compares them would use other features.
     auto = settings_for(target, Asked("auto", 0.5), hosts.CPU, torch.float32).config
     assert (auto.features, auto.plans.blocks) == ("input", False)
     assert "dito" not in METHODS

@@ -85,7 +85,7 @@ def test_step_reuse(model, key_numbers, method, switch):
     assert len(deep) == 4 * len(full) < 40
     assert torch.equal(hosts.sample(clone, steps=10), first)
     count = len(reuse.steps_of(20).full)
-    assert f"Of 20 steps, {count} run the whole model, and the others skip their deep stages" in text
+    assert f"Of 20 steps, {count} run the whole model, and the others skip the deep stages" in text
 
 
 def test_attention_runs_on_half_of_the_tokens(model, key_numbers):
@@ -276,7 +276,7 @@ def test_solvers_that_call_the_model_twice_in_a_step(model):
 
 
 def test_no_attention_at_the_finest_level(key_numbers):
-    """As in SDXL: the node takes the finest level that there is, and says so."""
+    """As in SDXL: the node merges at the finest level with attention, and says so."""
     coarse = hosts.unet(transformer_depth=[0, 1], transformer_depth_output=[0, 0, 1, 1])
     clone, text = TokenMerging().merge(coarse, "tomesd", 0.5, 0.0, 1.0, LATENT)
     assert "level 2" in text

@@ -1,4 +1,4 @@
-"""Exported denoisers: what they compute, what their files say, what is refused, and what a stop leaves."""
+"""Exported denoisers: what they compute, their records, refused options, and interrupted exports."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def distance(found, expected):
 
 
 class Guided:
-    """What says that the batch holds each sample twice, as a pipeline does."""
+    """Says that the batch holds each sample twice, as a pipeline does."""
 
     do_classifier_free_guidance = True
 
@@ -117,7 +117,7 @@ def test_a_dense_export_is_the_unpatched_model(exported, pipe, inputs):
 @FORMAT
 @torch.no_grad()
 def test_a_merged_export_is_the_patched_model(exported, pipe, inputs, to):
-    """At a timestep and a sample that the export has not seen, with destinations drawn anew."""
+    """At a new timestep and a new sample, with newly drawn destinations."""
     dense = pipe.unet(**inputs).sample
     found = RUN[to](exported(to, "merged"), inputs)
     guided = Guided(pipe.unet)
@@ -176,7 +176,7 @@ def test_an_exported_file_names_no_path_of_the_machine(exported):
 
 
 def test_auto_is_its_merging_part(folder, tmp_path, monkeypatch):
-    """Tiled matching at every level, and nothing that follows the steps; the ratio is 0.5."""
+    """Tiled matching at every level at a ratio of 0.5, and no setting that follows the steps."""
     monkeypatch.setattr("tokenmerge.auto.fewest_tokens", lambda *_: 4)
     seen, settings_of = {}, run.settings_of
 
@@ -288,7 +288,7 @@ def test_the_record_says_that_the_plans_were_the_same(exported, to):
 
 
 def change_first_plan(monkeypatch, change):
-    """Exported models of a format seem to make another first plan than they do."""
+    """Make exported models of a format report a changed first plan."""
     look_inside = formats.FORMATS["onnx"].look_inside
 
     def changed(*given):

@@ -1,4 +1,4 @@
-"""The plans of an exported model: which are accepted, and what PyTorch does with them."""
+"""The plans of an exported model: which ones are accepted, and that PyTorch merges by them."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_a_plan_of_another_length_is_found(features):
 
 
 def test_the_gap_is_what_the_best_edge_loses_to_another(features):
-    """Three tokens in a plane, whose angles say the similarities."""
+    """Three tokens in a plane, whose angles give the similarities."""
     angles = torch.tensor([0.0, 0.3, 1.0])  # a source between two destinations
     plane = torch.stack([angles.cos(), angles.sin()], dim=-1).unsqueeze(0)
     src, dst, order = torch.tensor([1]), torch.tensor([0, 2]), torch.tensor([[0]])
@@ -87,7 +87,7 @@ def test_features_turned_by_rounding_leave_the_derived_gap(features):
 
 @torch.no_grad()
 def test_pytorch_merges_by_the_plans_that_it_takes():
-    """With the plans of another seed, the output is that of this seed."""
+    """With the plans of another seed, the output is that of the other seed."""
     unet, inputs = hosts.unet(), hosts.inputs()
     with token_merging(unet, ToMeConfig(ratio=0.5, seed=1)), made_plans(unet) as plans:
         other = hosts.call(unet, **inputs)

@@ -1,4 +1,4 @@
-"""These tests need the extra ``paddle``; the main suite, which runs without it, leaves them out."""
+"""These tests need the extra ``paddle``; the main suite, which runs without it, skips them."""
 
 from importlib.util import find_spec
 

@@ -7,7 +7,7 @@ import paddle
 from ppdiffusers import ControlNetModel, UNet2DConditionModel
 
 TEXT = 16
-# ppdiffusers' own methods, whatever a test puts in their place.
+# ppdiffusers' own methods, saved before a test replaces them.
 OWN_APPLY, OWN_REMOVE = paddle.nn.Layer.apply_tome, paddle.nn.Layer.remove_tome
 SMALL = {
     "block_out_channels": (32, 64),

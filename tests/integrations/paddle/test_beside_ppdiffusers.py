@@ -1,4 +1,4 @@
-"""Without randomness the results are those of ppdiffusers' own apply_tome."""
+"""Without randomness, the results equal those of ppdiffusers' own apply_tome."""
 
 import numpy as np
 import paddle

@@ -28,7 +28,7 @@ def pipe():
 
 @pytest.fixture(scope="module")
 def torch():
-    """What the PyTorch pipeline computes."""
+    """The results of the PyTorch pipeline."""
     with np.load(ROOT / "tests" / "integrations" / "portable" / "emoji.npz") as written:
         return dict(written)
 
@@ -157,7 +157,7 @@ CHECK = """
     ids=["text", "canny"],
 )
 def test_the_examples_of_ppdiffusers_run_as_written(example, picture, folders):
-    """But for the import, the model's path and fp32. In a process of its own, as it changes classes."""
+    """Except for the import, the model's path and fp32. In a separate process, as it changes classes."""
     script = textwrap.dedent(example) + textwrap.dedent(CHECK)
     subprocess.run([sys.executable, "-c", script], cwd=folders, check=True, capture_output=True, text=True)
     assert np.asarray(Image.open(folders / picture)).std() > 10  # a picture, and not one colour

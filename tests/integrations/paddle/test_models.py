@@ -86,7 +86,7 @@ def math_attention(query, key, value, attn_mask=None, scale=None, **options):
     ],
 )
 def test_any_attention_processor_gives_the_same_result(settings, monkeypatch):
-    """Memory-efficient attention of ppdiffusers has kernels for a GPU alone; its processor is the same."""
+    """ppdiffusers' memory-efficient attention has kernels only for GPUs; its processor is the same."""
     monkeypatch.setattr(F, "scaled_dot_product_attention_", math_attention, raising=False)
     unet = hosts.unet()
     apply_token_merging(unet, ToMeConfig(ratio=0.5, max_downsample=2, **settings))
@@ -98,7 +98,7 @@ def test_any_attention_processor_gives_the_same_result(settings, monkeypatch):
 
 @pytest.mark.parametrize("scope", ["layers", "keys"])
 def test_proportional_attention_counts_a_merged_token_as_often_as_it_stands_for_tokens(scope):
-    """Where each group holds equal tokens, attention to groups by size is attention to all tokens."""
+    """If the tokens of each group are equal, attention to groups by size equals attention to all tokens."""
     unet = hosts.unet()
     attention = hosts.blocks(unet)[0].attn1
     cells = hosts.tensor(2, 8, 1, 8, 1, 32)
@@ -123,7 +123,7 @@ def test_proportional_attention_refuses_a_processor_that_may_ignore_the_mask():
     unet = hosts.unet()
     unet.set_attn_processor(Mine())
     apply_token_merging(unet, ToMeConfig(ratio=0.5, proportional=True))
-    with pytest.raises(UnsupportedModelError, match="Mine is none of ppdiffusers' own"):
+    with pytest.raises(UnsupportedModelError, match="expected one of ppdiffusers' own, got Mine"):
         hosts.run(unet)
 
 

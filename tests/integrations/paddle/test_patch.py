@@ -1,4 +1,4 @@
-"""What always holds of a patched model: identity at 0, nothing left, one seed one picture, typed errors."""
+"""What always holds for a patched model: identity at 0, exact removal, same seed, typed errors."""
 
 import copy
 import inspect
@@ -144,7 +144,7 @@ def test_prompts_of_one_picture_share_a_plan():
 
 
 def test_a_pictures_channels_may_differ_between_prompts_that_share_a_plan():
-    """As in InstructPix2Pix, where the picture is left out for one of three prompts."""
+    """As in InstructPix2Pix, which leaves the picture out for one of three prompts."""
     from tokenmerge.integrations.paddle.runtime import _parts
 
     unet = hosts.unet(in_channels=8)
@@ -357,7 +357,7 @@ def test_the_report_says_what_merges_where():
 
 
 def test_the_operations_of_the_report_are_those_of_the_layers():
-    """Of attention as in the docs: four projections and two products; counted by Paddle's own counter."""
+    """Attention as in the docs: four projections and two products; compared with Paddle's counter."""
     unet = hosts.unet()
     row = tokenmerge_paddle.predict(unet, ToMeConfig(ratio=0.5), batch=1).rows[0]
     c, n, m = 32, 256, 128

@@ -1,4 +1,4 @@
-"""On Paddle's tensors the plans are those of NumPy, and those of PyTorch in golden.npz."""
+"""Plans on Paddle's tensors equal those on NumPy, and those of PyTorch in golden.npz."""
 
 from pathlib import Path
 

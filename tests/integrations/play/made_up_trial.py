@@ -1,4 +1,4 @@
-"""A trial that nothing was drawn for."""
+"""A made-up trial, without drawing."""
 
 from __future__ import annotations
 

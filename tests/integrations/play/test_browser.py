@@ -25,7 +25,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:__array_(_ implementation|wrap__):DeprecationWarning"),
 ]
 
-PATIENCE = 240_000  # milliseconds: ends only a test that fails, also on a machine that does much else
+PATIENCE = 240_000  # milliseconds: long enough that only failing tests reach it, even on a busy machine
 ENDLESS = {"size": 256, "steps": 900}  # several minutes
 SMALL = {"size": 64, "steps": 2}
 READABLE = 4.5  # least contrast of text, WCAG 2.2, 1.4.3
@@ -141,7 +141,7 @@ class Visit:
         return self.page.locator(".tiles dd")
 
     def copied(self, block: str) -> str:
-        """What the button of a block puts on the clipboard."""
+        """The text that the button of a block copies."""
         self.page.locator(f"#{block}").get_by_role("button", name="Copy").click()
         return self.page.evaluate("navigator.clipboard.readText()")
 
@@ -151,7 +151,7 @@ class Visit:
         return Image.open(io.BytesIO(answer.body())).convert("RGB")
 
     def slide(self, place: float) -> np.ndarray:
-        """Move the slider to a share of the picture's width, and return what is then seen."""
+        """Move the slider to a share of the picture's width, and return the picture that is shown."""
         pair = self.page.locator("#pair")
         box, bar = pair.locator("img").last.bounding_box(), pair.locator(".inner").bounding_box()
         assert box is not None
@@ -167,7 +167,7 @@ class Visit:
 
 @pytest.fixture
 def visits(browser: Browser, address: str) -> Iterator[Any]:
-    """Opens pages, and sees afterwards that nothing failed in them, and nothing came from elsewhere."""
+    """Opens pages, and then checks that nothing failed and nothing was loaded from elsewhere."""
     opened: list[Visit] = []
 
     def visit(**settings: Any) -> Visit:
@@ -200,7 +200,7 @@ def test_a_picture_is_drawn_compared_and_drawn_again_by_its_lines(visits: Any) -
     error = (np.asarray(dense, float) - np.asarray(merged, float)) / 255
     assert closeness == f"{-10 * np.log10((error**2).mean()):.1f} dB"
 
-    # Where the slider has passed it is dense, and beyond it merged.
+    # The picture is dense before the slider, and merged after it.
     for place, seen, other in ((0.05, merged, dense), (0.95, dense, merged)):
         shot = visit.slide(place)
         height, width = shot.shape[:2]
@@ -254,12 +254,12 @@ def test_stop_ends_what_runs_or_waits_and_a_visitor_who_leaves_is_not_drawn_for(
     second.begin(**SMALL)
     expect(second.page.locator("#tiles")).to_contain_text("queue: 1/1", timeout=PATIENCE)
     second.button("Stop").click()
-    second.expect_message("Nothing was kept of this trial.")
+    second.expect_message("This trial was discarded.")
     expect(second.button("Draw")).to_be_enabled(timeout=PATIENCE)
     expect(first.button("Stop")).to_be_enabled()  # of this visitor, nothing was stopped
 
     first.button("Stop").click()
-    first.expect_message("Nothing was kept of this trial.")
+    first.expect_message("This trial was discarded.")
     expect(first.button("Draw")).to_be_enabled(timeout=PATIENCE)
     expect(first.tried).to_have_count(0)
 

@@ -72,7 +72,7 @@ def test_a_trial_says_what_was_measured(studio, folder):
 
 
 def test_at_ratio_zero_the_pictures_are_identical(studio, folder):
-    draw(studio, options(folder))  # nothing is left of it
+    draw(studio, options(folder))  # nothing of this patch may stay
     assert draw(studio, options(folder, ratio=0)).identical
 
 
@@ -142,7 +142,7 @@ def test_one_trial_at_a_time(studio, folder):
 
 
 def test_what_the_model_warns_of_is_kept_with_the_trial(studio, folder):
-    # Two steps leave none out, and 256 tokens are too few for auto to merge.
+    # With two steps none is skipped, and 256 tokens are too few for auto to merge.
     trial = draw(studio, options(folder, "auto", steps=2))
     assert any("dense" in warning for warning in trial.warnings)
     assert trial.identical

@@ -31,9 +31,9 @@ def test_the_caption_has_all_settings():
         (torch.OutOfMemoryError("CUDA out of memory"), "There is too little memory"),
         (
             RuntimeError("shapes differ.\nmore <i>"),
-            "The model failed: shapes differ. The terminal says where.",
+            "The model failed: shapes differ. See the terminal for details.",
         ),
-        (KeyError(), "The model failed: KeyError. The terminal says where."),
+        (KeyError(), "The model failed: KeyError. See the terminal for details."),
     ],
 )
 def test_errors_are_sentences(error, text):

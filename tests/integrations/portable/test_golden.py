@@ -14,7 +14,8 @@ def test_golden_plans_are_those_of_torch():
         assert set(written) == set(made)
         for name, array in made.items():
             if name.endswith("merged"):
-                # Sums of a few float32 numbers near 1, which another version may add in another order.
+                # Sums of a few float32 numbers near 1, which another version of PyTorch may add in another
+                # order.
                 np.testing.assert_allclose(written[name], array, atol=1e-6, rtol=0)
             else:
                 np.testing.assert_array_equal(written[name], array)

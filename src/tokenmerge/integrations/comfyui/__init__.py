@@ -1,6 +1,6 @@
-"""The node "Token Merging" for ComfyUI, and the folder that brings it there.
+"""The node "Token Merging" for ComfyUI, and the folder that installs it there.
 
-This room patches a clone of a model by ComfyUI's own means: attention patches, block replacements and
-wrappers. It changes no module. It imports neither ComfyUI nor diffusers, and of this package only what runs
-without them. What knows ComfyUI's models stays here.
+The node patches a clone of a model by ComfyUI's own means: attention patches, block replacements and
+wrappers. It changes no module. This folder imports neither ComfyUI nor diffusers, nor any part of tokenmerge
+that needs them. All facts about ComfyUI's models are in it.
 """

@@ -1,9 +1,9 @@
 """Step reuse in transformers: runs of blocks that are skipped together.
 
-A step that skips a run adds the sum of what its blocks added in a full step, extrapolated, in its first
-block; the others return what they get. What a ControlNet adds between two blocks is no part of the sum, since
-ComfyUI adds it in the steps that skip the blocks too. Where anything else stands between two blocks, a new
-run begins.
+In a step that skips a run, its first block adds the extrapolated sum of what the blocks of the run added in
+full steps; the other blocks return their input. The sum does not include what a ControlNet adds between two
+blocks, since ComfyUI also adds it in steps that skip the blocks. Anything else between two blocks begins a
+new run.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class Place:
     """The place of a block in a run, from the last step that ran it.
 
     Attributes:
-        residual: of the whole run, image and text, in its first block; None in the others.
-        blocks: of the run, in its first block.
+        residual: residual of the whole run, image and text, in its first block; None in the others.
+        blocks: number of blocks of the run, in its first block.
     """
 
     residual: Residual | None = None
@@ -33,15 +33,17 @@ class Place:
 
 @dataclasses.dataclass(eq=False)
 class Running:
-    """Blocks that have run in the running call, each on the very tensors that the one before it returned.
+    """Consecutive blocks that have run in this call.
+
+    Each got the very tensors that the previous one returned.
 
     Attributes:
         first: ComfyUI's name and number of the first block.
-        image: that the last block returned.
-        text: that the last block returned; None: it returned none.
+        image: the image tokens that the last block returned.
+        text: the text tokens that the last block returned; None: it returned none.
         added: sums of what the blocks added to image and text, in float32, since half precision would lose
-            some of it; None for a text that no block after them gets.
-        blocks: their number.
+            some of it; None for a text that the last block does not return.
+        blocks: number of blocks.
     """
 
     first: Hashable
@@ -55,7 +57,7 @@ class BlockRuns:
     """The runs of one sampling.
 
     Args:
-        residuals: of the sampling, which know what is due.
+        residuals: cached residuals of the sampling, and what is due.
     """
 
     def __init__(self, residuals: Residuals) -> None:
@@ -69,9 +71,9 @@ class BlockRuns:
         """The result of a block that is skipped on some steps.
 
         Args:
-            block: ComfyUI's name and number of it.
-            arguments: ComfyUI's arguments of it.
-            run: makes the result of a full step from arguments, whose image and text it may change.
+            block: ComfyUI's name and number for the block.
+            arguments: ComfyUI's arguments for the block.
+            run: computes the result of a full step from arguments. It may change their image and text.
         """
         due, image, text = self._residuals.due, arguments["img"], arguments.get("txt")
         known = self._places.get((due.number, block))
@@ -80,7 +82,7 @@ class BlockRuns:
                 return {"img": image, "txt": text}
             image, changed = extrapolated(known.residual, (image, text), due.deep)  # type: ignore[arg-type]
             return {"img": image, "txt": text if changed is None else changed}
-        # ComfyUI's blocks add to their input in place, and what they added is wanted.
+        # ComfyUI's blocks add to their input in place. The copies keep the input for the difference.
         copies = {name: arguments[name].clone() for name in ("img", "txt") if arguments.get(name) is not None}
         result = run({**arguments, **copies})
         self._ran(block, image, text, result)

@@ -1,4 +1,4 @@
-"""Writes the folder that ComfyUI loads into its ``custom_nodes``."""
+"""Writes the folder with the node into ComfyUI's ``custom_nodes``."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ def install(path: str | Path) -> list[Path]:
         The files that were written.
 
     Raises:
-        ConfigError: it is neither, or a link stands where the folder would be.
+        ConfigError: the path is neither, or a link is in the place of the folder.
     """
     given = Path(path).expanduser()
     folder = given if given.name == "custom_nodes" else given / "custom_nodes"
     if not folder.is_dir():
         raise ConfigError(
-            f"path: expected ComfyUI's folder, which has a folder custom_nodes, or that folder, got {given}; "
-            "give the folder with ComfyUI's main.py"
+            f"path: expected ComfyUI's folder or its folder custom_nodes, got {given}; give the folder that "
+            "contains ComfyUI's main.py"
         )
     target = folder / NAME
     if target.is_symlink():
-        raise ConfigError(f"path: {target} is a link; remove it to have the folder written instead")
+        raise ConfigError(f"path: {target} is a link; remove it, then run this command again")
     files = sorted(file for file in SOURCE.rglob("*") if file.is_file() and "__pycache__" not in file.parts)
     written = []
     for file in files:

@@ -1,4 +1,4 @@
-"""What can merge in each of ComfyUI's models: UNets by their attention, transformers by whole blocks."""
+"""What can merge in each of ComfyUI's models: attention in UNets, whole blocks in transformers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Block:
         key: ComfyUI's name and number for it.
         module: the block.
         level: resolution level; 1 in transformers.
-        layout: of the call of a transformer's block; None for the blocks of a UNet.
+        layout: layout of the block's call in a transformer; None in a UNet.
     """
 
     key: tuple[Any, ...]
@@ -57,13 +57,13 @@ class Block:
 
 @dataclasses.dataclass(frozen=True)
 class Cut:
-    """Where a UNet is cut, to run what lies above alone.
+    """Where a UNet is cut, so that only the part above runs.
 
     Attributes:
         inputs: number of ``input_blocks`` that run.
         output: index of the first of the ``output_blocks`` that run; it gets the result of what is skipped.
         transformers: number of transformers up to there.
-        finest: whether the finest level is skipped too, but for its last layer.
+        finest: whether the finest level is skipped too, except for its last layer.
     """
 
     inputs: int
@@ -77,11 +77,11 @@ class Target:
     """A model in which tokens can merge.
 
     Attributes:
-        name: of its class.
-        blocks: that can merge, in the order in which they run.
+        name: name of its class.
+        blocks: blocks that can merge, in the order in which they run.
         patch: frames, rows and columns of latent positions that make one token at level 1.
-        cuts: of a UNet, for steps that skip its deep stages, and for steps that skip its finest level too.
-        finest_share: of a UNet, fraction of a call's work at its finest level.
+        cuts: in a UNet, for steps that skip its deep stages, and for steps that also skip its finest level.
+        finest_share: fraction of a call's work at the finest level of a UNet.
     """
 
     name: str
@@ -132,7 +132,7 @@ _FAMILIES = (
         (("double_blocks", "double_block", _HUNYUAN), ("single_blocks", "single_block", _HUNYUAN)),
     ),
 )
-# Of UNets, the first part of a block's path, as ComfyUI calls it.
+# ComfyUI's names for the first part of the path of a UNet's block.
 _WAYS: Mapping[str, str] = {"input_blocks": "input", "middle_block": "middle", "output_blocks": "output"}
 
 
@@ -158,7 +158,7 @@ def find_target(model: Any) -> Target:
     known = ", ".join(name for family in _FAMILIES for name in family.classes)
     raise UnsupportedModelError(
         f"model: expected a UNet with attention, or one of {known}, got {name}; ComfyUI lets a node "
-        "replace the blocks of these alone, so leave Token Merging out of this workflow"
+        "replace blocks only in these, so leave Token Merging out of this workflow"
     )
 
 
@@ -175,7 +175,7 @@ def _patch(root: Any) -> tuple[int, int, int]:
 
 
 def _cuts(unet: Any) -> tuple[Cut, ...]:
-    """Above the deep stages, and before the last layer of the finest level."""
+    """The cut above the deep stages, and the one before the last layer of the finest level."""
     inputs, outputs = unet.input_blocks, unet.output_blocks
     down = next((i for i, block in enumerate(inputs) if _has(block, "Downsample")), 0)
     up = max((i for i, block in enumerate(outputs) if _has(block, "Upsample")), default=-1)

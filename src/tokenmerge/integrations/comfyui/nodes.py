@@ -33,7 +33,7 @@ class TokenMerging:
     DESCRIPTION = (
         "Merges redundant tokens before attention (UNets) or before whole blocks (FLUX, SD3, Wan, "
         "Qwen-Image, HunyuanVideo), and restores them after it. Method auto also skips parts of the model on "
-        "some steps, and extrapolates what they returned on the steps before."
+        "some steps, and extrapolates their outputs from earlier steps."
     )
     FUNCTION = "merge"
     RETURN_TYPES = ("MODEL", "STRING")
@@ -49,7 +49,7 @@ class TokenMerging:
         seed = {"default": 0, "min": 0, "max": 2**31 - 1, "advanced": True, "control_after_generate": False}
         return {
             "required": {
-                "model": ("MODEL", {"tooltip": "The model. It stays as it is; a clone merges tokens."}),
+                "model": ("MODEL", {"tooltip": "The model. It is not changed; a clone merges tokens."}),
                 "method": _choice(
                     METHODS,
                     "auto merges where that saves time, and skips parts of the model on some steps. The "
@@ -57,25 +57,30 @@ class TokenMerging:
                 ),
                 "ratio": _share(
                     0.5,
-                    "Share of the tokens that is removed. Raising it is faster and less close; with auto it "
-                    "also raises how many steps skip parts of the model.",
+                    "Share of the tokens that is removed. Raising it is faster, and the picture less close "
+                    "to the dense one. With auto, more steps also skip parts of the model.",
                     0.75,
                 ),
                 "start_percent": _share(
                     0.0, "Nothing merges and nothing is skipped before this share of the sampling."
                 ),
-                "end_percent": _share(1.0, "Nothing merges after it. Lowering it keeps fine detail."),
+                "end_percent": _share(
+                    1.0,
+                    "Nothing merges and nothing is skipped after this share. Lowering it keeps fine detail.",
+                ),
             },
             "optional": {
-                "latent": ("LATENT", {"tooltip": "Only its size is read, for the text."}),
+                "latent": ("LATENT", {"tooltip": "Only its size is read, for the text output."}),
                 "scope": _choice(
                     SCOPES, "Where tokens merge: UNets take layers or keys, transformers block."
                 ),
-                "proportional": _choice(SWITCH, "Merged tokens count for as many as they stand for."),
-                "levels": _choice(LEVELS, "Deepest level of a UNet that merges; 1 is the latent's own."),
+                "proportional": _choice(
+                    SWITCH, "Weigh a merged token in attention by the number of tokens it stands for."
+                ),
+                "levels": _choice(LEVELS, "Deepest level of a UNet that merges; 1 is the latent's size."),
                 "seed": (
                     "INT",
-                    {**seed, "tooltip": "Seed of the draw of the tokens that others merge into."},
+                    {**seed, "tooltip": "Seed for drawing the destinations, which other tokens merge into."},
                 ),
                 "step_reuse": _choice(
                     SWITCH,

@@ -1,4 +1,4 @@
-"""Puts token merging and step reuse on a clone of a model, by wrappers and patches alone."""
+"""Adds token merging and step reuse to a clone of a model, only by wrappers and patches."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class WeighedAttention:
     """Proportional attention: a merged token counts for as many keys as it stands for (arXiv 2210.09461).
 
     Attributes:
-        before: what another node computes attention by; None: the function that ComfyUI has chosen.
+        before: the attention function of another node; None: the function that ComfyUI has chosen.
     """
 
     before: Callable[..., Any] | None = None
@@ -85,7 +85,7 @@ class WeighedAttention:
         mask: Tensor | None = None,
         **more: Any,
     ) -> Tensor:
-        """Attention with the logarithm of the sizes added to the logits, where the keys are merged tokens."""
+        """Attention with log(size) added to the logits, if the keys are merged tokens."""
         step = step_in(more.get("transformer_options"))
         tokens = k.shape[2] if more.get("skip_reshape") else k.shape[1]
         running = None if step is None else step.running
@@ -99,13 +99,13 @@ class WeighedAttention:
 
 
 def _joined(mask: Tensor, bias: Tensor) -> Tensor:
-    """A mask with a bias ``[b, 1, n]``; the mask may have no batch axis, or an axis for heads."""
+    """A mask plus a bias ``[b, 1, n]``. The mask may lack a batch axis or have an axis for heads."""
     bias = bias.unsqueeze(1) if mask.ndim == 4 else bias
     return bias.masked_fill(~mask, float("-inf")) if mask.dtype.is_floating_point is False else mask + bias
 
 
 def _taking_masks(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Attention that takes a mask: SageAttention takes none, and ignores it."""
+    """The function, or PyTorch's attention in place of SageAttention, which ignores masks."""
     if "sage" not in getattr(function, "__name__", ""):
         return function
     return getattr(function, "__globals__", {}).get("attention_pytorch", function)
@@ -113,14 +113,14 @@ def _taking_masks(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 @dataclasses.dataclass(frozen=True)
 class _Wrappers:
-    """What runs around ComfyUI's functions of these names."""
+    """Wrappers of ComfyUI's functions of these names."""
 
     settings: Settings
 
     def sampler_sample(
         self, executor: Any, model: Any, sigmas: Tensor, extra: dict[str, Any], *more: Any, **named: Any
     ) -> Any:
-        """One sampling: what is kept between its steps ends with it, also when it is cancelled."""
+        """One sampling. What it caches is dropped when it ends or is cancelled."""
         options = extra["model_options"]["transformer_options"]
         options[KEY] = sampling = Sampling(
             self.settings, sigmas.tolist(), getattr(model, "cfg", None), adds_noise(executor.class_obj)
@@ -139,7 +139,7 @@ class _Wrappers:
         sigma: Tensor,
         model_options: dict[str, Any],
     ) -> Any:
-        """One evaluation of all prompts: what is known of the step goes along in its own options."""
+        """One evaluation of all prompts. Its options carry the running step."""
         options = model_options["transformer_options"]
         known = options.get(KEY)
         sampling = known if isinstance(known, Sampling) else Sampling(self.settings)
@@ -164,7 +164,7 @@ class _Wrappers:
         return result
 
     def diffusion_model(self, executor: Any, *arguments: Any, **named: Any) -> Any:
-        """One call of the network in the model, which skips the deep stages of a UNet on some steps."""
+        """One call of the model's network. On some steps it skips the deep stages of a UNet."""
         step = step_in(arguments[-1]) if self.settings.target.cuts else None
         if step is None or not step.sampling.residuals.due.caches:
             return executor(*arguments, **named)

@@ -1,4 +1,4 @@
-"""What merges, what that saves and what steps skip, as text beside the node."""
+"""The text of the node: what merges, what that saves, and what steps skip."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tokenmerge.integrations.comfyui.settings import Settings
 from tokenmerge.ops import num_tokens
 from tokenmerge.planners import num_removed
 
-_STEPS = 20  # the text's example
+_STEPS = 20  # of the example in the text
 _WHERE = {"layers": "attention", "keys": "keys and values of attention", "block": "whole blocks"}
 
 
@@ -39,8 +39,8 @@ def describe(settings: Settings, latent: Sequence[int]) -> str:
     head = f"{target.name}, latents {side}: {where} merge, ratio {config.ratio:g}, planner {config.planner}"
     if dense:
         lines.append(
-            f"Operations of what merges, on the picture's tokens: {1 - merged / dense:.0%} fewer in a step "
-            "that merges, matching not counted. Everything else stays as it is."
+            f"Merged parts take {1 - merged / dense:.0%} fewer operations on the picture's tokens in a step "
+            "that merges, without counting the matching. The rest of the model is unchanged."
         )
     elif not config.reuse.on:
         lines.append("Nothing merges at this size; take a larger picture or a higher ratio.")
@@ -62,11 +62,11 @@ def _step_reuse(settings: Settings) -> list[str]:
     if not config.reuse.on:
         return ["All steps run the whole model; method auto skips parts of some."]
     steps = config.reuse.steps_of(_STEPS)
-    what = "their deep stages" if target.is_unet else "their blocks"
+    what = "the deep stages" if target.is_unet else "the blocks"
     lines = [f"Of {_STEPS} steps, {len(steps.full)} run the whole model, and the others skip {what}."]
     if len(target.cuts) > 1 and len(steps.shallow) < _STEPS:
         lines.append(
-            f"{_STEPS - len(steps.shallow)} of them skip the finest level too, but for its last layer."
+            f"{_STEPS - len(steps.shallow)} of them skip the finest level too, except for its last layer."
         )
     for scale in settings.config.by_guidance:
         strong = settings.config.at_guidance(scale)
@@ -83,7 +83,7 @@ def _blocks(blocks: Sequence[Block]) -> str:
 
 
 def _operations(blocks: Sequence[Block], settings: MergeSettings, n: int, m: int) -> tuple[float, float]:
-    """Multiply-accumulates of what merges in these blocks, on the tokens of one image, dense and merged."""
+    """Multiply-accumulates of the merged parts of blocks, on the tokens of one image, dense and merged."""
     dense = merged = 0.0
     for block in blocks:
         weights, pairs = _work(block, settings)
@@ -95,7 +95,7 @@ def _operations(blocks: Sequence[Block], settings: MergeSettings, n: int, m: int
 
 
 def _work(block: Block, settings: MergeSettings) -> tuple[int, int]:
-    """What merges in a block: weights that multiply each token, and operations for each pair of tokens."""
+    """In the merged parts of a block: weights that multiply each token, and operations per pair of tokens."""
     module = block.module
     if block.layout is not None:
         return _weights(module), 2 * block.channels

@@ -19,11 +19,11 @@ class Due:
     """What is due in one call of the model.
 
     Attributes:
-        number: of the call in its step.
+        number: number of the call within its step.
         deep: how far blocks or deep stages are extrapolated; None: they run.
         shallow: how far the finest level of a UNet is extrapolated; None: it runs.
-        caches: whether residuals are cached, for calls that skip something.
-        corrects: whether it runs dense and caches what merging loses on others.
+        caches: whether residuals are cached for calls that skip something.
+        corrects: whether the call runs dense and caches what merging loses in others.
     """
 
     number: int = 0
@@ -54,10 +54,10 @@ class Residuals:
         """Decide what is due in a call.
 
         Args:
-            config: of the sampling.
-            step: that the call belongs to.
-            same: what residuals are for: prompts, and shape and place of the latents. Residuals that are for
-                something else are not reused.
+            config: settings of the sampling.
+            step: step of the call.
+            same: what the residuals depend on: prompts, and shape and place of the latents. Residuals of a
+                call with another value are not reused.
         """
         tracker = self._tracker
         tracker.begin_call(step)

@@ -1,4 +1,4 @@
-"""What holds in one sampling and in one of its steps: settings, draws, plans and what is reused."""
+"""The state of one sampling and of one of its steps: settings, random draws, plans and residuals."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from tokenmerge.planners import PLANNERS, num_removed
 from tokenmerge.runtime.guidance import importance_of_tokens
 from tokenmerge.runtime.scheduler import DenoisingStep, Generation
 
-# Name in ComfyUI's ``transformer_options`` of what this package keeps there, and of its wrappers.
+# Key of this package's entry in ComfyUI's ``transformer_options``, and of its wrappers.
 KEY = "tokenmerge"
 Grid = tuple[int, int, int]
 
 
 class Sampling:
-    """What outlives a step. Each sampling has its own, also on the same clone of a model.
+    """State that outlives a step. Each sampling has its own, even on the same clone of a model.
 
     Args:
-        settings: of the model.
-        sigmas: noise levels of the steps; empty where they are unknown.
+        settings: settings of the model.
+        sigmas: noise levels of the steps; empty: unknown.
         guidance: scale of classifier-free guidance; None: unknown.
         adds_noise: whether the solver adds noise in each step.
 
     Attributes:
-        settings: at this guidance.
-        plans: by block, made for the images of one prompt.
+        settings: the settings at this guidance scale.
+        plans: plans by block, made for the images of one prompt.
         guidance_change: what guidance changed in the last step; None: unknown.
-        residuals: of parts of the model, cached for steps that skip them.
-        runs: of blocks that are skipped together.
+        residuals: residuals of parts of the model, cached for steps that skip them.
+        runs: runs of blocks that are skipped together.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Sampling:
         return DenoisingStep(self._generation, index, steps, adds_noise=self.adds_noise)
 
     def begin_step(self, index: int, purpose: object) -> None:
-        """Drop plans that are over: after ``plans.every`` steps, or where they are for something else."""
+        """Drop plans that are older than ``plans.every`` steps or have another purpose."""
         if index < self.residuals.index:
             self.forget()  # the solver begins anew
         due = self._planned is None or self._planned[1] != purpose
@@ -83,9 +83,9 @@ class Step:
     """One evaluation of all prompts on one latent: ComfyUI's ``calc_cond_batch``.
 
     Args:
-        sampling: that it belongs to.
+        sampling: the sampling that it belongs to.
         sigma: noise level.
-        timestep: that the model is called with; draws depend on it.
+        timestep: the timestep that the model is called with; random draws depend on it.
         latent: shape of the latents.
         whole: whether every prompt is for the whole picture, so that all prompts get the same latents.
         replaced: UNet blocks whose self-attention another node replaces; they stay dense.
@@ -93,7 +93,7 @@ class Step:
     Attributes:
         latent: shape of the latents of the running call.
         has_references: whether reference pictures stand beside the tokens of the running call.
-        running: what the block that runs merges; None: it is dense.
+        running: what the running block merges; None: it is dense.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class Step:
         sampling.begin_step(self._index, (tuple(latent), phase))
 
     def begin_call(self, latent: Sequence[int], options: Mapping[str, Any] | None = None) -> None:
-        """Before the model, which ComfyUI may call once for each prompt, on a part of the picture.
+        """Prepare a call of the model. ComfyUI may call it for each prompt, and for parts of the picture.
 
         Args:
             latent: shape of the latents.
@@ -135,7 +135,7 @@ class Step:
         self.sampling.residuals.begin_call(self.settings.config, step, same)
 
     def at(self, level: int) -> MergeSettings:
-        """What holds at a level in this step."""
+        """The settings of a level in this step."""
         if level not in self._at:
             self._at[level] = self.settings.config.at(level, self._index, self._steps)
         return self._at[level]
@@ -154,11 +154,11 @@ class Step:
         """The plan of a block in which tokens merge.
 
         Args:
-            place: of the plan: of the block, or of blocks that share one.
+            place: key of the block, or of the blocks that share a plan.
             features: ``[b, n, c]``, with the images of each prompt in a row.
             grid: (frames, rows, columns) of the n tokens.
-            level: of the block.
-            prompts: how many prompts the batch is for.
+            level: level of the block.
+            prompts: number of prompts in the batch.
         """
         copies = prompts if self._whole and len(features) % prompts == 0 else 1
         images = len(features) // copies
@@ -175,7 +175,7 @@ class Step:
             change = self.sampling.guidance_change
             importance = None if change is None else importance_of_tokens(change, grid)
             if importance is None or importance.shape != features.shape[:2]:
-                name = "tome"  # as in the first step, where nothing is known of guidance
+                name = "tome"  # as in the first step, before guidance has changed anything
             else:
                 more = [importance.to(features.device)]
         found = PLANNERS[name](features, grid, settings, seed, *more)
@@ -184,17 +184,17 @@ class Step:
 
 
 class Running:
-    """What the block that runs merges.
+    """What the running block merges.
 
     Args:
-        plan: which tokens merge; None: the block corrects others, and runs dense.
-        settings: that hold at its level.
-        text_first: whether text stands before the image where they share a sequence.
-        block: of a UNet, ComfyUI's name and numbers of it.
+        plan: which tokens merge; None: this is a correction, and the block runs dense.
+        settings: settings of its level.
+        text_first: whether text comes before the image if they share a sequence.
+        block: ComfyUI's name and numbers for a block of a UNet.
 
     Attributes:
         merged: name of the running layer, if its tokens are merged or would be; None otherwise.
-        weighs: whether the next attention weighs its keys by the tokens that they stand for.
+        weighs: whether the next attention weighs each key by the number of tokens that it stands for.
     """
 
     def __init__(
@@ -209,9 +209,9 @@ class Running:
         self.weighs = False
 
     def bias(self, keys: Tensor, tokens: int) -> Tensor | None:
-        """``[b, 1, tokens]``: what is added to the logits of ``tokens`` keys; None: these are other keys.
+        """``[b, 1, tokens]`` bias for the logits of ``tokens`` keys; None: these are not the merged keys.
 
-        It is asked for once: an adapter may attend to other keys after the block's own attention.
+        Each layer gets it once, since an adapter may attend to other keys after the block's own attention.
         """
         if self.plan is None or not self.weighs:
             return None
@@ -231,5 +231,5 @@ def step_in(options: Any) -> Step | None:
 
 
 def prompts_in(options: dict[str, Any]) -> int:
-    """How many prompts the running batch is for."""
+    """Number of prompts in the running batch."""
     return len(options.get("cond_or_uncond") or [0])

@@ -1,4 +1,4 @@
-"""From what a user sets on the node to the settings of a model."""
+"""The settings of a model from the inputs of the node."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tokenmerge.integrations.comfyui.models import Target
 from tokenmerge.planners.calibration import fewest_tokens
 
 # Methods with token-wise reuse or with features of the step before are left out, since the patches here do
-# not know them.
+# not support them.
 METHODS = (
     "auto",
     *(
@@ -32,7 +32,7 @@ LEVELS = (OF_METHOD, "1", "2", "4", "8")
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
-    """What a user sets on the node.
+    """The inputs of the node.
 
     Attributes:
         method: ``"auto"`` or the name of a preset.
@@ -40,7 +40,7 @@ class Asked:
         start: share of the sampling, by noise, before which nothing merges.
         end: share of the sampling after which nothing merges.
         scope, proportional, levels: settings that replace those of the method.
-        seed: of the random draws.
+        seed: seed of the random draws.
         step_reuse: whether method ``"auto"`` skips parts of the model on some steps.
     """
 
@@ -57,14 +57,14 @@ class Asked:
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What holds while a model samples.
+    """The settings while a model samples.
 
     Attributes:
         config: which tokens merge, where and how.
         target: the model.
         start: share of the sampling, by noise, before which nothing merges.
         end: share of the sampling after which nothing merges.
-        notes: what of the method is done otherwise in ComfyUI, as sentences.
+        notes: how the method differs in ComfyUI, as sentences.
     """
 
     config: ToMeConfig
@@ -78,11 +78,11 @@ class Settings:
 
 
 def settings_for(target: Target, asked: Asked, device: torch.device, dtype: torch.dtype) -> Settings:
-    """The settings of a model from what a user set.
+    """The settings of a model from the inputs of the node.
 
     Raises:
-        ConfigError: a value is out of range, or ComfyUI has no way to do what is asked of this model.
-        NothingToMergeError: no attention of the model is at the levels that merge.
+        ConfigError: a value is out of range, or ComfyUI has no way to do this with the model.
+        NothingToMergeError: the model has no attention at the levels that merge.
     """
     if not 0 <= asked.start < asked.end <= 1:
         raise ConfigError(
@@ -116,7 +116,7 @@ def settings_for(target: Target, asked: Asked, device: torch.device, dtype: torc
 
 
 def _auto(target: Target, ratio: float, device: torch.device, dtype: torch.dtype) -> ToMeConfig:
-    """What :func:`tokenmerge.auto.choose` takes without step reuse, as far as ComfyUI lets a node do it."""
+    """The settings of :func:`tokenmerge.auto.choose` without step reuse, as far as a node can apply them."""
     checked = ToMeConfig(ratio=ratio, max_downsample=min(8, target.levels[-1]))
     if ratio == 0:
         return checked
@@ -132,7 +132,7 @@ def _auto(target: Target, ratio: float, device: torch.device, dtype: torch.dtype
 
 
 def _with_step_reuse(config: ToMeConfig, target: Target) -> ToMeConfig:
-    """The settings of :func:`tokenmerge.auto.choose` with step reuse, where a part can be skipped."""
+    """The settings of :func:`tokenmerge.auto.choose` with step reuse, if a part can be skipped."""
     if not target.is_unet:
         return with_skipped_blocks(config, whole=True)
     return with_skipped_stages(config, target.finest_share) if target.cuts else config
@@ -146,7 +146,7 @@ def _for_unet(config: ToMeConfig, target: Target, asked: Asked, notes: list[str]
         )
     if config.merge_mlp and config.scope == "layers":
         config = dataclasses.replace(config, merge_mlp=False)
-        notes.append("MLPs stay dense: ComfyUI lets a node change the attention of a UNet alone.")
+        notes.append("MLPs stay dense: ComfyUI lets a node change only the attention of a UNet.")
     finest = target.levels[0]
     if finest > config.max_downsample and asked.levels == OF_METHOD:
         config = dataclasses.replace(config, max_downsample=finest)
@@ -168,5 +168,7 @@ def _for_transformer(config: ToMeConfig, asked: Asked, notes: list[str]) -> ToMe
             f"{config.scope!r}, by method {asked.method!r}; take scope 'block', or leave it to the method"
             + (", and another method" if config.scope == "keys" else "")
         )
-    notes.append("Whole blocks merge: ComfyUI lets a node replace those of this model, and not their layers.")
+    notes.append(
+        "Whole blocks merge: ComfyUI lets a node replace the blocks of this model, not their layers."
+    )
     return dataclasses.replace(config, scope="block")

@@ -1,4 +1,4 @@
-"""Step reuse in UNets: steps that run the finest level alone, or its last layer alone.
+"""Step reuse in UNets: steps that run only the finest level, or only its last layer.
 
 A step that skips the deep stages calls ComfyUI's own forward on a view of the UNet, in which the skipped
 blocks do nothing; no module changes. What the skipped blocks would have returned is extrapolated from the
@@ -29,12 +29,12 @@ def call(
     arguments: Sequence[Any],
     named: Mapping[str, Any],
 ) -> Any:
-    """A call of the UNet, in ComfyUI's wrapper ``diffusion_model``, that skips what is due.
+    """A call of the UNet in ComfyUI's wrapper ``diffusion_model``. It skips the stages that are due.
 
     Args:
-        executor: of the wrapper.
-        cuts: above the deep stages, and before the last layer of the finest level.
-        residuals: of the sampling.
+        executor: the wrapper's executor.
+        cuts: the cut above the deep stages, and the one before the last layer of the finest level.
+        residuals: cached residuals of the sampling.
         arguments: (x, timesteps, context, y, control, transformer_options) of the call.
         named: further arguments of the call.
     """
@@ -67,7 +67,7 @@ def _distance(cut: Cut, due: Due) -> Tensor | None:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _AtCuts:
-    """An ``output_block_patch`` that caches what skipped blocks would return, or takes it from the cache."""
+    """An ``output_block_patch`` that caches the input of the blocks after a cut, or extrapolates it."""
 
     cuts: Sequence[Cut]
     cut: Cut | None
@@ -89,9 +89,9 @@ class _AtCuts:
 
 
 class _View:
-    """A UNet as its forward sees it, in which skipped blocks return no channels."""
+    """A view of a UNet for its forward. Skipped blocks return no channels."""
 
-    middle_block = None  # ComfyUI's forward leaves out what is None
+    middle_block = None  # ComfyUI's forward skips it if it is None
 
     def __init__(self, unet: Any, cut: Cut) -> None:
         self._unet = unet
@@ -112,7 +112,7 @@ def _no_channels(x: Tensor) -> Tensor:
 
 
 def _where_blocks_run(patch: Callable[..., Any], cut: Cut) -> Callable[..., Any]:
-    """A patch that leaves alone what skipped blocks return."""
+    """A patch that does nothing after skipped blocks."""
 
     def patched(*values: Any) -> Any:
         *tensors, options = values
@@ -125,7 +125,7 @@ def _where_blocks_run(patch: Callable[..., Any], cut: Cut) -> Callable[..., Any]
 
 
 def _control(control: dict[str, Any] | None, cut: Cut) -> dict[str, Any] | None:
-    """What a ControlNet adds where blocks run. ComfyUI takes the value for the first block from the end."""
+    """What a ControlNet adds to the blocks that run. ComfyUI takes the first block's value from the end."""
     if control is None:
         return None
 

@@ -1,4 +1,4 @@
-"""Replacements of the blocks of transformers: merge, call the block, unmerge what it changed."""
+"""Replacements of the blocks of transformers: merge, call the block, unmerge what it added."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class ReplacedBlock:
 
     Attributes:
         key: ComfyUI's name and number of the block.
-        layout: of its call.
-        inner: what another node replaced the block by; None: nothing.
+        layout: layout of its call.
+        inner: the replacement by another node; None: there is none.
     """
 
     key: tuple[Any, ...]
@@ -33,7 +33,7 @@ class ReplacedBlock:
     inner: Callable[..., Any] | None = None
 
     def __call__(self, arguments: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
-        """The result of the block, with its tokens merged meanwhile."""
+        """The result of the block, which runs on merged tokens."""
         step = step_in(arguments.get("transformer_options"))
 
         def block(given: dict[str, Any]) -> dict[str, Any]:
@@ -48,10 +48,10 @@ class ReplacedBlock:
     def _full(
         self, step: Step, arguments: dict[str, Any], block: Callable[[dict[str, Any]], dict[str, Any]]
     ) -> dict[str, Any]:
-        """The result of the block where it is not skipped."""
+        """The result of the block if it is not skipped."""
 
         def run(**given: Any) -> tuple[Tensor, Tensor | None]:
-            # Blocks of ComfyUI add to their input in place, and what they added is wanted here.
+            # ComfyUI's blocks add to their input in place. The copy keeps the input for the difference.
             result = block({**given, "img": given["img"].clone()})
             return result["img"], result.get("txt")
 
@@ -77,13 +77,13 @@ class ReplacedBlock:
         if lost is not None:
             image = add_lost(self.layout, plan, image, lost.latest, combine)
             self._keep(residuals, image - tokens, n)
-        return {"img": image, "txt": text}  # None where a block has no text, as the last one of SD 3
+        return {"img": image, "txt": text}  # None if a block returns no text, like the last one of SD 3
 
     def _can_merge(self, step: Step, call: HostCall, grid: Grid) -> bool:
-        """Whether what the block is called with can be merged."""
+        """Whether the tokens of this call can merge."""
         tokens = self.layout.tokens_of(call)
         if self.key[0] == "double_block" and tokens.shape[1] != num_tokens(grid):
-            step.has_references = True  # blocks of one stream, which run later, cannot tell them from text
+            step.has_references = True  # single-stream blocks, which run later, cannot tell them from text
         return not (
             step.has_references or call.has(self.layout.dense_if) or _differs_by_frame(call.argument("vec"))
         )

@@ -1,4 +1,4 @@
-"""Patches of the attention of UNets. They keep nothing: what they need is in the running step."""
+"""Patches of the attention of UNets. They have no state: all of it is in the running step."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def before_attention(n: Tensor, context: Any, value: Any, options: dict[str, Any
     if running.plan is None:
         return n, context, value
     merged = COMBINE[settings.combine](running.plan, n)
-    own = context is n  # otherwise another node has changed what they attend to
+    own = context is n  # otherwise another node has changed the keys
     running.weighs = own and settings.proportional
     if settings.scope == "keys":
         return (n, merged, merged) if own else (n, context, value)
@@ -86,7 +86,7 @@ def _running(step: Step, n: Tensor, options: dict[str, Any]) -> Running | None:
 
 
 def level_of(finest: int, rows: int) -> int:
-    """The level with this number of rows, where the latents have ``finest``; each level halves, rounding up.
+    """The level with this number of rows, if the latents have ``finest``. Levels halve rows, rounding up.
 
     >>> [level_of(9, rows) for rows in (9, 5, 3, 2)]
     [1, 2, 4, 8]

@@ -1,7 +1,6 @@
 """Exports merged denoisers for programs that run without PyTorch: ONNX Runtime and OpenVINO.
 
-It is a room of its own beside :mod:`tokenmerge.measure`, because it measures nothing. It takes from there how
-pipelines are found, loaded and called.
+It finds, loads and calls pipelines by functions of :mod:`tokenmerge.measure`.
 """
 
 from tokenmerge.integrations.export.run import export_denoiser

@@ -29,11 +29,12 @@ _LATER = 0.37  # of the timestep, in the call that is checked
 class DenoiserCall:
     """A denoiser with the arguments of one call.
 
-    Token merging takes it for a pipeline, and reads from it whether guidance doubles the batch.
+    Token merging treats it as a pipeline, and reads from it whether guidance doubles the batch.
 
     Args:
         denoiser: the model.
-        arguments: by name. Tensors become inputs of the exported model, and all else becomes a part of it.
+        arguments: arguments by name. Tensors become inputs of the exported model; all other values become
+            constants in it.
         size: (width, height) of the picture in pixels.
         latent: (height, width) of the latents.
         do_classifier_free_guidance: whether the batch holds each sample twice.
@@ -57,7 +58,7 @@ class DenoiserCall:
 
     @property
     def batch(self) -> int:
-        """Samples in the call."""
+        """Number of samples in the call."""
         return len(self.arguments[self.host.sample])
 
     def other_arguments(self) -> dict[str, Any]:
@@ -70,7 +71,7 @@ class DenoiserCall:
 
 
 class _Reached(Exception):
-    """The denoiser was called."""
+    """Raised when the denoiser is called, to stop the pipeline."""
 
 
 def first_call(
@@ -107,7 +108,7 @@ def first_call(
     except ValueError as error:  # the pipeline's own checks
         raise ConfigError(
             f"size: {type(pipe).__name__} cannot be called at {size[0]}x{size[1]} ({reason_of(error)}); take "
-            "another with --size"
+            "another size with --size"
         ) from error
     finally:
         hook.remove()

@@ -1,4 +1,4 @@
-"""A new folder that is there with all its files, or not at all."""
+"""A new folder that appears with all its files or not at all."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from tokenmerge.errors import ConfigError
 
 
 def check_new(folder: Path) -> None:
-    """See that a folder does not exist yet, or is empty.
+    """Check that a folder does not exist yet, or is empty.
 
     Raises:
-        ConfigError: something is there.
+        ConfigError: it is a file, or a folder with files.
     """
     try:
         taken = folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
@@ -23,16 +23,16 @@ def check_new(folder: Path) -> None:
         raise _refused(folder, error) from error
     if taken:
         raise ConfigError(
-            f"out: {folder} exists already, and nothing is written over; remove it, or choose another folder "
-            "with --out"
+            f"out: {folder} exists already, and is not overwritten; remove it, or choose another folder with "
+            "--out"
         )
 
 
 @contextlib.contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """A folder to fill, which gets its name when the context ends, and is removed after an exception.
+    """A folder to fill. It gets its name when the context ends, and is removed after an exception.
 
-    Only a process that is killed at once leaves something: ``.NAME-unfinished-…`` beside the folder.
+    If the process is killed, ``.NAME-unfinished-…`` is left beside the folder.
 
     Raises:
         ConfigError: it exists already, or cannot be written.

@@ -1,4 +1,4 @@
-"""The formats: how a model is written in each, and how such a file is run."""
+"""The formats: how each writes a model, and how it runs the written files."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class Format:
 
     Attributes:
         title: the program that runs it.
-        opset: version of ONNX's operators through which the model goes.
-        packages: that must be installed, those that run the model first.
-        file: name of the file that is to be opened.
+        opset: version of ONNX's operators that the model is converted to.
+        packages: packages that must be installed; the first one runs the model.
+        file: name of the file to open.
         write: (ONNX program of PyTorch, folder) → files in the folder.
         load: (folder, number of threads, None for all) → a function that runs the model in it.
-        look_inside: (folder, names of values in the graph, inputs) → the output and these values, from the
-            same file.
+        look_inside: (folder, names of values in the graph, inputs) → the output and these values, from one
+            run.
     """
 
     title: str
@@ -58,7 +58,7 @@ def _look_inside_onnx(folder: Path, names: Sequence[str], arrays: Arrays) -> lis
 
     model = onnx.load(folder / "model.onnx", load_external_data=False)
     model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names)
-    file = folder / "inside.onnx"  # beside the file of the weights, which it shares
+    file = folder / "inside.onnx"  # in the folder of the weights, which it shares
     try:
         file.write_bytes(model.SerializeToString())
         return _onnx_session(file, None)(arrays)
@@ -105,7 +105,7 @@ def _look_inside_openvino(folder: Path, names: Sequence[str], arrays: Arrays) ->
 def _openvino_model(folder: Path, threads: int | None, inner: Sequence[str]) -> Callable[[Arrays], list[Any]]:
     import openvino
 
-    # bfloat16 is the default on CPUs that have it, and matches other tokens than float32.
+    # bfloat16 is the default on CPUs that have it, but matching then finds other tokens than in float32.
     settings: dict[str, Any] = {"INFERENCE_PRECISION_HINT": "f32"}
     if threads:
         settings["INFERENCE_NUM_THREADS"] = threads

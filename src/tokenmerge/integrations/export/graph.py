@@ -1,4 +1,4 @@
-"""From a patched denoiser to an ONNX program, and from its arguments to the program's inputs."""
+"""Converts a patched denoiser to an ONNX program, and its arguments to the program's inputs."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ Plans = tuple[tuple[str | None, ...], ...]
 
 
 class Graph(NamedTuple):
-    """An ONNX program with what its check needs.
+    """An ONNX program, and the names that its check needs.
 
     Attributes:
         program: ONNX program of PyTorch.
-        inputs: their names in the order of :func:`tensors`.
+        inputs: names of the inputs in the order of :func:`tensors`.
         plans: for each plan in the order in which they are made, the names of its tensors in the graph; None
             for a tensor on which the output does not depend.
     """
@@ -45,7 +45,7 @@ def onnx_graph(model: nn.Module, arguments: dict[str, Any], opset: int) -> Graph
         UnsupportedModelError: PyTorch cannot export the model with these settings.
     """
     with _quiet(), _exporting(type(model).__name__), made_plans(model) as plans:
-        # They become outputs, so that their names can be found, and are outputs no longer afterwards.
+        # The plans become outputs, so that their names can be found. Below, they are removed again.
         hook = model.register_forward_hook(
             lambda module, args, result: (*result, *(x for plan in plans for x in plan_tensors(plan)))
         )
@@ -80,7 +80,7 @@ def tensors(arguments: dict[str, Any]) -> list[Tensor]:
 
 
 def _clean(model: Any) -> None:
-    """Compute what is constant, and drop what is not used and where each operation comes from in the source.
+    """Fold constants, and drop unused nodes and the source location of each operation.
 
     PyTorch's own optimisation also rewrites patterns, which takes most of the time of an export; the programs
     that run the model do that themselves.
@@ -102,7 +102,7 @@ def _drop_unused(model: Any) -> None:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without PyTorch's remarks on packages that it does not find, and on its own code."""
+    """Silence PyTorch's messages about missing packages and about its own code."""
     loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "onnx_ir")]
     before = [logger.level for logger in loggers]
     for logger in loggers:

@@ -1,8 +1,8 @@
-"""The plans of an exported model, and PyTorch with these plans in place of its own.
+"""The plans of an exported model, and PyTorch runs that take these plans instead of their own.
 
 Which destination is the most similar one, and which edges are the best, can depend on the last bit. Two
-programs that round differently then make other plans, and their outputs differ by what merging does to a
-token. So PyTorch takes over the plans of the exported model, which are checked one by one.
+programs that round differently then make different plans, and merging makes their outputs differ. To compare
+the outputs, PyTorch takes the plans of the exported model, after checking each of them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tokenmerge.runtime.patch import state_of
 
 @contextlib.contextmanager
 def made_plans(model: nn.Module) -> Iterator[list[Plan]]:
-    """Within the context, the plans that a patched model makes, in order; an unpatched one makes none."""
+    """Within the context, collect the plans of a patched model in order; an unpatched one makes none."""
     plans: list[Plan] = []
 
     def note(_: Tensor, plan: Plan) -> Plan:
@@ -35,22 +35,22 @@ def made_plans(model: nn.Module) -> Iterator[list[Plan]]:
 
 
 def plan_tensors(plan: Plan) -> tuple[Tensor, ...]:
-    """The tensors of a plan that consists of choices; a soft plan has none of these."""
+    """The tensors of a plan that consists of indices; empty for a soft plan."""
     return tuple(x for x in plan if x is not None) if isinstance(plan, IndexPlan) else ()
 
 
 @dataclasses.dataclass
 class TakenPlans:
-    """PyTorch takes these plans in place of its own, and compares them first.
+    """Plans that PyTorch takes in place of its own, after comparing the two.
 
     Args:
-        given: for each plan its tensors, as :func:`plan_tensors` has them; None: PyTorch's own is taken.
-        largest_gap: that is accepted, of the similarities between merged tokens.
+        given: the tensors of each plan, as from :func:`plan_tensors`; None: PyTorch's own one is taken.
+        largest_gap: largest gap that is accepted; see :func:`gap`.
 
     Attributes:
         done: number of plans that were taken.
         other_choices: number of tokens that these plans put into other merged tokens than PyTorch does.
-        gap: the largest that was found; see :func:`gap`.
+        gap: largest gap that was found.
     """
 
     given: Sequence[Sequence[Any | None]]
@@ -72,16 +72,16 @@ class TakenPlans:
         """Within the context, the patched model takes these plans.
 
         Raises:
-            ConfigError: one of them is no plan for its tokens, or merges less similar tokens.
+            ConfigError: one of them is not a valid plan for its tokens, or merges less similar tokens.
         """
         with _revising(model, self._take):
             yield
         if self.done != len(self.given):
-            raise _wrong(f"has {len(self.given)} plans, where PyTorch makes {self.done}")
+            raise _wrong(f"has {len(self.given)} plans, but PyTorch makes {self.done}")
 
     def _take(self, features: Tensor, own: Plan) -> Plan:
         if self.done == len(self.given):
-            raise _wrong(f"has {len(self.given)} plans, where PyTorch makes more")
+            raise _wrong(f"has {len(self.given)} plans, but PyTorch makes more")
         given, self.done = self.given[self.done], self.done + 1
         if not isinstance(own, IndexPlan):
             return own
@@ -102,12 +102,12 @@ class TakenPlans:
 
 
 def flaw_of(plan: IndexPlan, own: IndexPlan) -> str | None:
-    """What is wrong with a plan by its own, given one of the same shape; None: nothing.
+    """What is wrong with a plan that should have the shape of PyTorch's ``own``; None: nothing.
 
-    Every token must be in one merged token, which also its indices for merging and its sizes say.
+    Every token must be in exactly one merged token, and indices and sizes must agree on which.
     """
     if [(x.shape, x.dtype) for x in plan_tensors(plan)] != [(x.shape, x.dtype) for x in plan_tensors(own)]:
-        return "the number of tokens is another one"
+        return "the number of tokens is different"
     (b, n), m = plan.inverse.shape, plan.keep.shape[1]
     image = torch.arange(b).unsqueeze(1)
     for index, rows in ((plan.keep, n), (plan.sources, n), (plan.targets, m), (plan.inverse, m)):
@@ -130,12 +130,12 @@ def flaw_of(plan: IndexPlan, own: IndexPlan) -> str | None:
 
 
 def representatives(plan: IndexPlan) -> Tensor:
-    """``[b, n]``: index of the token whose place the merged token of each token takes."""
+    """``[b, n]``: for each token, the index of the token whose place its merged token takes."""
     return plan.kept().gather(1, plan.labels())
 
 
 def gap(features: Tensor, plan: IndexPlan, own: IndexPlan) -> float:
-    """By how much the similarity of merged tokens is lower than in PyTorch's own plan, at most.
+    """Largest amount by which similarities of merged tokens are lower than in PyTorch's own plan.
 
     The similarities of all tokens to the tokens that they merge into are compared in order, the lowest of one
     plan with the lowest of the other. PyTorch's plan has the best edges, so no other plan has higher ones.
@@ -143,8 +143,8 @@ def gap(features: Tensor, plan: IndexPlan, own: IndexPlan) -> float:
 
     Args:
         features: ``[b, n, c]`` in PyTorch.
-        plan: of the exported model.
-        own: PyTorch's.
+        plan: plan of the exported model.
+        own: PyTorch's plan.
     """
     unit = F.normalize(features.double(), dim=-1)
     _, group = own.labels().unique(dim=0, return_inverse=True)
@@ -166,4 +166,4 @@ def _revising(model: nn.Module, revise: Any) -> Iterator[None]:
 
 
 def _wrong(what: str) -> ConfigError:
-    return ConfigError(f"to: the exported model {what}, so nothing was kept; take another format or method")
+    return ConfigError(f"to: the exported model {what}, so no files were kept; take another format or method")

@@ -1,4 +1,4 @@
-"""What an exported model is, in values that JSON can hold."""
+"""The description of an exported model, as values for JSON."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PACKAGES = ("torch", "diffusers", "onnx", "onnxscript", "onnxruntime", "openvin
 
 @dataclasses.dataclass(frozen=True)
 class PlansCheck:
-    """How far the plans of the exported model are from PyTorch's; they differ where rounding decides.
+    """How far the plans of the exported model are from PyTorch's. They differ where rounding decides.
 
     Attributes:
         plans: number of plans that PyTorch took from the exported model.
@@ -43,9 +43,9 @@ class Check:
 
     Attributes:
         engine: the program that ran the exported model.
-        largest_difference: of any value of the output.
+        largest_difference: largest difference of a value of the output.
         largest_output: the largest absolute value of PyTorch's output.
-        plans: on the plans by which both merged; None: nothing merged.
+        plans: comparison of the plans; None: nothing merged.
     """
 
     engine: str
@@ -61,13 +61,13 @@ class Check:
 
 @dataclasses.dataclass(frozen=True)
 class ExportRecord:
-    """What an exported model is.
+    """The description of an exported model.
 
     Attributes:
         model: name of the model, as it was given.
         denoiser: class of the denoiser.
         to: the format.
-        file: to open.
+        file: name of the file to open.
         opset: version of ONNX's operators.
         size: (width, height) in pixels.
         latent: (height, width) of the latents.
@@ -75,7 +75,7 @@ class ExportRecord:
         guided: whether the batch holds each sample twice, for guidance.
         inputs: name → (shape, dtype).
         output: (shape, dtype).
-        method: the method and what was changed of it.
+        method: the method and its changed settings.
         settings: all settings.
         merging: what merges in one call.
         check: how far it is from PyTorch.
@@ -98,7 +98,7 @@ class ExportRecord:
     check: Check
 
     def to_dict(self, folder: Path) -> dict[str, Any]:
-        """The record with the names and sizes of the files in a folder."""
+        """The record for JSON, with the names and sizes of the files in a folder."""
         rows = self.merging.rows
         return {
             "kind": "tokenmerge export",

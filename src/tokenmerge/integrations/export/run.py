@@ -1,4 +1,4 @@
-"""Exports a denoiser, checks the result against PyTorch, and says in a file what it is."""
+"""Exports a denoiser, checks the result against PyTorch, and describes it in a file."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tokenmerge.measure.pipelines.sizes import check_size
 from tokenmerge.measure.pipelines.sketch import load_sketch
 from tokenmerge.report import predict
 
-# As a fraction of the largest output.
+# Largest accepted difference, as a fraction of the largest output.
 LARGEST_DIFFERENCE = 1e-3
 # Features that differ by this fraction of their length turn by as much. A cosine similarity of two of them
 # then differs by twice as much, and the gap between two similarities by four times as much.
@@ -131,17 +131,17 @@ def export_denoiser(
 
 
 def settings_of(merging: MethodSpec, call: DenoiserCall) -> ToMeConfig:
-    """The settings, the same at every step.
+    """The settings, which must be the same at every step.
 
     Raises:
-        ConfigError: they follow the denoising steps.
+        ConfigError: they change over the denoising steps, or need the step before.
     """
     config = merging.config(call.denoiser, follows_steps=False)
     if config.follows_steps:
         raise ConfigError(
             f"{' and '.join(config.over_steps)}: an exported model is the same at every denoising step, and "
-            "keeps nothing for the next; leave these settings out, or take --method auto, of which only the "
-            "merging is exported"
+            "caches nothing for the next; leave these settings out, or take --method auto, which then "
+            "exports only its token merging"
         )
     return config
 
@@ -166,15 +166,15 @@ def _with_the_same_plans(
     names: Plans,
     inner: list[Any],
 ) -> Check:
-    """Compare the exported model with PyTorch that takes its plans, which are compared themselves first.
+    """Compare the exported model with PyTorch on the same plans, after comparing the plans.
 
     Args:
         plain: the comparison with PyTorch's own plans.
-        call: whose denoiser is used.
+        call: holds the denoiser that PyTorch runs.
         config: the settings.
-        arguments: of the call that is compared.
-        names: of the tensors of each plan; None where the graph has none.
-        inner: the output of the exported model, then the tensors that have names.
+        arguments: arguments of the compared call.
+        names: names of the tensors of each plan; None for a tensor that the graph lacks.
+        inner: the output of the exported model, then the named tensors.
     """
     found, *values = inner
     taken = TakenPlans.read(names, values, LARGEST_GAP)
@@ -202,7 +202,7 @@ def _refuse_different(check: Check) -> None:
         where = " with the same plans" if check.plans else ""
         raise ConfigError(
             f"to: in {check.engine} the exported model differs from PyTorch{where} by {check.relative:.1e} "
-            f"of its largest output, more than {LARGEST_DIFFERENCE:g}, so nothing was kept; take another "
+            f"of its largest output, more than {LARGEST_DIFFERENCE:g}, so no files were kept; take another "
             "format or method"
         )
 

@@ -2,13 +2,13 @@
 
 Needs the extra ``paddle`` and neither PyTorch nor diffusers::
 
-    import tokenmerge.integrations.paddle
+    import tokenmerge.paddle
 
     tokenmerge.paddle.apply_patch(pipe, ratio=0.5)
     tokenmerge.paddle.remove_patch(pipe)
 
-``import tokenmerge.paddle.pipeline_methods`` puts ``apply_tome`` and ``remove_tome`` on pipelines and models,
-in place of ppdiffusers' own.
+``import tokenmerge.paddle.pipeline_methods`` replaces the methods ``apply_tome`` and ``remove_tome`` of
+ppdiffusers' pipelines and models.
 """
 
 from tokenmerge.errors import MissingExtraError

@@ -14,7 +14,7 @@ from tokenmerge.integrations.paddle.report import Report, predict
 from tokenmerge.integrations.paddle.runtime import Run, blocks_to_merge
 from tokenmerge.integrations.portable.planners import PLANNERS
 
-# Settings of which some values are offered, and settings of which all are; the others keep their defaults.
+# Settings with some supported values, and settings with all values supported. The others keep their defaults.
 _OFFERED = {"scope": ("layers", "keys"), "planner": PLANNERS, "combine": ("mean", "keep")}
 _FREE = (
     *("ratio", "max_downsample", "min_tokens", "sx", "sy", "use_rand", "seed", "levels"),
@@ -24,7 +24,7 @@ _DEFAULTS = flat(vars(ToMeConfig()))
 
 
 class Patch:
-    """What :func:`apply_token_merging` did to a model, and the way to undo it."""
+    """A handle on a patched model, which :func:`apply_token_merging` returns."""
 
     def __init__(self, pipe_or_layer: Any, config: ToMeConfig, runs: dict[Any, Run]) -> None:
         self._model = pipe_or_layer
@@ -36,7 +36,7 @@ class Patch:
         return predict(self._model, self._config, height, width, batch)
 
     def remove(self) -> None:
-        """Restore the models; one that has been patched anew or restored since then stays as it is."""
+        """Restore the models. One that was patched again or restored in the meantime stays as it is."""
         for root, run in self._runs.items():
             if run_of(root) is run:
                 restore(root)
@@ -46,26 +46,26 @@ class Patch:
 
 
 def apply_token_merging(pipe_or_layer: Any, config: ToMeConfig) -> Patch:
-    """Merge tokens in a model of ppdiffusers from its next call on, in place.
+    """Patch a model of ppdiffusers in place, so that it merges tokens from its next call on.
+
+    If an error is raised, the model stays as it was.
 
     Args:
-        pipe_or_layer: a pipeline (its ControlNets are patched too), or a model such as ``pipe.unet``. One
-            that is patched already gets the new settings.
-        config: what to merge and how much. Offered are the planners ``"tome"``, ``"tiled"`` and
+        pipe_or_layer: a pipeline (its ControlNets are patched too), or a model such as ``pipe.unet``. A model
+            that is already patched gets the new settings.
+        config: what to merge and how much. Supported are the planners ``"tome"``, ``"tiled"`` and
             ``"uniform"``, the scopes ``"layers"`` and ``"keys"``, ``combine`` by ``"mean"`` and ``"keep"``,
             ``levels``, ``min_tokens``, ``proportional``, ``plans.guidance``, and the arguments of
             :func:`tokenmerge.paddle.apply_patch`.
 
     Returns:
-        A handle: ``patch.report()`` says what happens where, ``patch.remove()`` undoes it.
+        A handle: ``patch.report()`` says what merges where, ``patch.remove()`` restores the model.
 
     Raises:
-        UnsupportedModelError: it is not, and does not contain, a model that tokens can be merged in.
-        NothingToMergeError: with these settings no token of it would merge. Only a ControlNet may stay dense,
-            beside a denoiser that merges; the report names it.
-        ConfigError: ``config`` is not a configuration, or asks for what is not offered on Paddle.
-
-        Whatever is raised, the model is as it was before.
+        UnsupportedModelError: the object neither is nor contains a supported model.
+        NothingToMergeError: no token would merge with these settings. A ControlNet may stay dense if the
+            denoiser merges; the report names it.
+        ConfigError: ``config`` is not a configuration, or has a setting that is not supported on Paddle.
     """
     _check_offered(config)
     hosts = find_hosts(pipe_or_layer)
@@ -85,10 +85,10 @@ def apply_token_merging(pipe_or_layer: Any, config: ToMeConfig) -> Patch:
 
 
 def remove_token_merging(pipe_or_layer: Any) -> None:
-    """Restore a model exactly as it was; does nothing to one that is not patched.
+    """Restore a model exactly as it was. A model that is not patched stays as it is.
 
     Raises:
-        UnsupportedModelError: it is not, and does not contain, a model that tokens can be merged in.
+        UnsupportedModelError: the object neither is nor contains a supported model.
     """
     for host in find_hosts(pipe_or_layer):
         restore(host.root)
@@ -96,7 +96,7 @@ def remove_token_merging(pipe_or_layer: Any) -> None:
 
 @contextlib.contextmanager
 def token_merging(pipe_or_layer: Any, config: ToMeConfig) -> Iterator[Patch]:
-    """Merge tokens while the context lasts; then put back what was there, also after an exception.
+    """Merge tokens within the context, then restore the earlier state, also after an exception.
 
     The arguments and errors are those of :func:`apply_token_merging`.
     """
@@ -114,8 +114,8 @@ def token_merging(pipe_or_layer: Any, config: ToMeConfig) -> Iterator[Patch]:
 def _check_offered(config: Any) -> None:
     if not isinstance(config, ToMeConfig):
         raise ConfigError(
-            f"config: expected a ToMeConfig such as ToMeConfig(ratio=0.5), got {config!r}; what chooses the "
-            "other settings for a ratio is offered for PyTorch alone"
+            f"config: expected a ToMeConfig such as ToMeConfig(ratio=0.5), got {config!r}; choosing "
+            "the other settings for a ratio is supported only on PyTorch"
         )
     for settings in (config, *(config.at(level, 0, 1) for level in config.levels)):
         for name, value in flat(vars(settings)).items():
@@ -124,7 +124,7 @@ def _check_offered(config: Any) -> None:
                 raise ConfigError(f"{name}: on Paddle expected one of {wanted}, got {value!r}")
             if name not in (*_FREE, *_OFFERED) and value != _DEFAULTS[name]:
                 raise ConfigError(
-                    f"{name}: not offered on Paddle, got {value!r}; leave it out, or use a pipeline of "
+                    f"{name}: not supported on Paddle, got {value!r}; leave it out, or use a pipeline of "
                     "diffusers"
                 )
 

@@ -14,7 +14,7 @@ _HALF = (paddle.float16, paddle.bfloat16)
 class PaddleArrays:
     """:class:`~tokenmerge.integrations.portable.arrays.Arrays` for Paddle.
 
-    Gradients flow through what is not an index.
+    Gradients flow through everything but indices.
     """
 
     def index(self, values: np.ndarray, like: Tensor) -> Tensor:

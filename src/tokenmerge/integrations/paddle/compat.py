@@ -25,7 +25,7 @@ def apply_patch(
     merge_crossattn: bool = False,
     merge_mlp: bool = False,
 ) -> Model:
-    """Speed up a diffusion model of ppdiffusers, in place: tomesd's arguments with ppdiffusers' meaning.
+    """Speed up a diffusion model of ppdiffusers in place, with tomesd's arguments and ppdiffusers' meaning.
 
     Args:
         pipe_or_layer: a pipeline (its ControlNets are patched too) or a model of ppdiffusers.
@@ -33,8 +33,8 @@ def apply_patch(
         max_downsample: deepest resolution level that merges: 1, 2, 4 or 8. SDXL has attention from 2 on.
         sx: width of a destination's cell, in tokens.
         sy: height of a destination's cell, in tokens.
-        use_rand: draw the destination of each cell at random: by the timestep and the cell, so that the same
-            seed gives the same picture and the global generator is not used.
+        use_rand: draw the destination of each cell at random. The draw depends on the timestep and the cell,
+            so the same seed gives the same picture and the global generator is not used.
         merge_attn: merge around self-attention (recommended).
         merge_crossattn: merge around cross-attention (not recommended).
         merge_mlp: merge around the feed-forward layer (not recommended at all).
@@ -43,7 +43,8 @@ def apply_patch(
         The model itself.
 
     Raises:
-        ConfigError: a ``ValueError``; the ratio is 1 − 1/(sx·sy) or more, or another value is not valid.
+        ConfigError: the ratio is 1 − 1/(sx·sy) or more, or another value is not valid. It is a
+            ``ValueError``.
         UnsupportedModelError, NothingToMergeError: as :func:`tokenmerge.paddle.apply_token_merging`.
     """
     check_below_highest_ratio(ratio, sx, sy)
@@ -71,11 +72,12 @@ def remove_patch(pipe_or_layer: Model) -> Model:
 
 
 def remove_tome(pipe_or_layer: Model, only_return_self: bool = True) -> Model | tuple[Model, list[nn.Layer]]:
-    """As :func:`remove_patch`, with ppdiffusers' signature.
+    """The same as :func:`remove_patch`, with ppdiffusers' signature.
 
     Args:
         pipe_or_layer: a pipeline or model of ppdiffusers.
-        only_return_self: whether to return it alone, and not the models that can be patched with it.
+        only_return_self: whether to return only the pipeline or model. False: also return the models in it
+            that can be patched.
     """
     remove_patch(pipe_or_layer)
     if only_return_self:

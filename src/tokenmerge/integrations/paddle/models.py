@@ -35,7 +35,7 @@ class Block:
 
     @property
     def sub_layers(self) -> tuple[str, ...]:
-        """Which of ``attn1``, ``attn2`` and ``ff`` can merge. In chunks, ``ff`` sees parts of the tokens."""
+        """Which of ``attn1``, ``attn2`` and ``ff`` can merge; not ``ff`` if it runs in chunks of tokens."""
         there = [name for name in ("attn1", "attn2", "ff") if getattr(self.layer, name, None) is not None]
         return tuple(name for name in there if name != "ff" or not self.layer._chunk_size)
 
@@ -79,13 +79,13 @@ class Host:
 
     @property
     def sample_size(self) -> tuple[int, int] | None:
-        """Height and width of the sample that it was made for, if it says so."""
+        """Default height and width of the sample, if it has one."""
         size = getattr(self.root.config, "sample_size", None)
         return (size, size) if isinstance(size, int) else size and (int(size[0]), int(size[1]))
 
 
 def find_hosts(pipe_or_layer: Any) -> tuple[Host, ...]:
-    """The models of a pipeline, or of a layer, that tokens can be merged in, each once.
+    """The models in a pipeline or a layer in which tokens can merge, each once.
 
     Raises:
         UnsupportedModelError: there is none.
@@ -107,7 +107,7 @@ def grid_of(transformer: Any, size: tuple[int, int]) -> tuple[int, int]:
 
 
 def size_of(layer: Any, shape: Sequence[int]) -> tuple[int, int]:
-    """Height and width of an input of a layer: its last axes, unless its channels are there."""
+    """Height and width of an input of a layer: its last axes, unless the layer has its channels last."""
     rows, columns = shape[1:3] if getattr(layer, "data_format", None) == "NHWC" else shape[-2:]
     return int(rows), int(columns)
 
@@ -123,7 +123,7 @@ def _layers(pipe_or_layer: Any) -> Iterator[nn.Layer]:
 
 
 def _hosts(layer: nn.Layer) -> Iterator[Host]:
-    """The layer itself, or the models in it, such as each of several ControlNets."""
+    """The layer itself if it is a model, or else the models in it, such as each of several ControlNets."""
     names = tuple(inspect.signature(type(layer).forward).parameters)[1:]
     transformers = {path: part for path, part in layer.named_sublayers(include_self=True) if _has_grid(part)}
     if isinstance(layer, ConfigMixin) and "timestep" in names and transformers:

@@ -1,9 +1,8 @@
-"""The only file that changes a layer of Paddle, and puts back what was there.
+"""The only file that changes layers of Paddle, and restores them.
 
-A block or a sub-layer of it is changed by swapping its class for a subclass of the same name, whose
-``forward`` calls that of the original class, looked up at each call. Its parameters keep their names;
-hooks, adapters and attention processors stay where they are. Models and transformers keep their classes and
-get hooks.
+The class of a block or of its sub-layer is swapped for a subclass of the same name. Its ``forward`` looks up
+and calls that of the original class at each call. Parameters keep their names; hooks, adapters and attention
+processors stay where they are. Models and transformers keep their classes and get hooks.
 """
 
 from __future__ import annotations
@@ -40,11 +39,11 @@ def patch_host(host: Host, run: Run) -> None:
 
 
 def restore(root: nn.Layer) -> None:
-    """Give every layer of a model back what it had; a model that is not patched stays as it is."""
+    """Restore every layer of a model. A model that is not patched stays as it is."""
     for layer in root.sublayers(include_self=True):
         if layer.__dict__.pop(STATE, None) is not None:
             layer.__class__ = getattr(type(layer), "_tokenmerge_base", type(layer))
-            # By the function itself: on a copied layer the handle of the hook would not be the copy's.
+            # Find the hook by its function, because the handle of a hook does not work on a copied layer.
             for key, hook in list(layer._forward_pre_hooks.items()):
                 if hook in (note_call, note_grid):
                     del layer._forward_pre_hooks[key]
@@ -52,13 +51,13 @@ def restore(root: nn.Layer) -> None:
 
 
 def run_of(root: nn.Layer) -> Run | None:
-    """What the layers of a patched model share; None for a model that is not patched."""
+    """The state that the layers of a patched model share; None for a model that is not patched."""
     state: State | None = root.__dict__.get(STATE)
     return None if state is None else state.run
 
 
 def check_swappable(host: Host) -> None:
-    """Refuse a model that other software has changed in a way that merging cannot work beside.
+    """Refuse a model that other software has changed in a way that is not compatible with merging.
 
     Raises:
         UnsupportedModelError: ppdiffusers' own ``apply_tome`` is on, or a layer has a ``forward`` of its own.
@@ -81,12 +80,12 @@ def check_swappable(host: Host) -> None:
 
 @functools.cache
 def _swapped_class(base: Any, call: Callable) -> Any:
-    """The subclass of ``base`` whose ``forward`` is ``call`` around that of ``base``: one for each pair."""
+    """The subclass of ``base`` whose ``forward`` runs ``call`` around that of ``base``; one for each pair."""
 
     @functools.wraps(base.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         original = functools.partial(base.forward, self)
-        # Whoever holds a reference to this method may call it after the layer was restored.
+        # Other code may keep a reference to this method, and call it after the layer was restored.
         return call(self, original, args, kwargs) if STATE in self.__dict__ else original(*args, **kwargs)
 
     return type(

@@ -2,7 +2,7 @@
 
 Opt-in, because it changes classes of another library::
 
-    import tokenmerge.integrations.paddle.pipeline_methods
+    import tokenmerge.paddle.pipeline_methods
 
     pipe.apply_tome(ratio=0.5)
     pipe.remove_tome()

@@ -14,7 +14,7 @@ from tokenmerge.integrations.paddle.runtime import blocks_to_merge, merged_layer
 from tokenmerge.integrations.portable.planners import num_removed
 
 _TEXT_TOKENS = 77
-# Cells that a source of the planner "tiled" is compared with, at most.
+# Largest number of cells that the planner "tiled" compares a source with.
 _TILE = 32 * 32
 
 
@@ -28,10 +28,10 @@ class Row:
         level: resolution level: 1, 2, 4 …
         grid: rows and columns in tokens.
         tokens: number of tokens before merging.
-        merged_tokens: number after it.
-        merged: sub-layers that see the merged tokens, such as ``"attn1+ff"``.
+        merged_tokens: number of tokens after merging.
+        merged: sub-layers that run on merged tokens, such as ``"attn1+ff"``.
         flops_dense: floating-point operations of these sub-layers without merging, two for a multiply-add.
-        flops_merged: with it, the matching included.
+        flops_merged: the same with merging, including the matching.
     """
 
     model: str
@@ -53,7 +53,7 @@ class Report:
         height: height of the sample, in the model's own pixels (latents).
         width: width of the sample.
         batch: images in the call; classifier-free guidance makes it 2 for one picture.
-        rows: a row for each block that merges.
+        rows: one row for each block that merges.
         notes: which blocks stay dense and why.
     """
 
@@ -93,19 +93,18 @@ def predict(
     width: int | None = None,
     batch: int = 2,
 ) -> Report:
-    """Say what merging does, without running the model, which may be patched.
+    """Count what merging does, without running the model. The model may be patched.
 
     Args:
         pipe_or_layer: as for :func:`tokenmerge.paddle.apply_token_merging`.
         config: what to merge and how much.
-        height: height of the sample (for latent diffusion, of the latents); None: the size that the model was
-            made for.
+        height: height of the sample (for latent diffusion, of the latents); None: the model's default size.
         width: width of the sample.
         batch: number of samples in the call.
 
     Raises:
-        UnsupportedModelError: it is not, and does not contain, a model that tokens can be merged in.
-        ConfigError: the size is missing and the model does not say what it was made for, or it is not valid.
+        UnsupportedModelError: the object neither is nor contains a supported model.
+        ConfigError: no size is given and the model has no default size, or a number is out of range.
     """
     for argument, value in (("height", height), ("width", width), ("batch", batch)):
         optional(integer(1))(argument, value)
@@ -114,7 +113,7 @@ def predict(
         size = next((host.sample_size for host in hosts if host.sample_size), None)
         if size is None:
             names = ", ".join(host.name for host in hosts)
-            raise ConfigError(f"height, width: {names} does not say what size it was made for; pass both")
+            raise ConfigError(f"height, width: {names} has no default size; pass both")
         height, width = size
     rows = tuple(row for host in hosts for row in _rows(host, config, height, width, batch))
     notes = tuple(note for host in hosts for note in _notes(host, config, rows))

@@ -1,4 +1,4 @@
-"""What hooks and swapped classes of a patched model do: note the step and the grid, merge, unmerge."""
+"""The hooks and methods of a patched model: they note the step and the grid, merge, and unmerge."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from tokenmerge.integrations.portable.planners import num_removed, plan_tokens
 
 # The method of the original class, bound to the layer.
 Forward: TypeAlias = functools.partial[Any]
-# Name in the ``__dict__`` of a patched layer of what it knows.
+# Key of the state of a patched layer in its ``__dict__``.
 STATE = "_tokenmerge"
-# The attention processors of this module add the mask that they are given to their logits.
+# The attention processors of this module add the given mask to their logits.
 _MASKED = "ppdiffusers.models.attention_processor"
 _XP = PaddleArrays()
 _COMBINE: dict[str, Callable[..., Tensor]] = {"mean": merge, "keep": keep_destinations}
@@ -33,10 +33,10 @@ class Merge(NamedTuple):
     """The merge of the block that is running.
 
     Attributes:
-        path: of the block.
+        path: path of the block.
         plan: which tokens merge.
-        size: images and tokens that the plan is for.
-        settings: that hold at its level.
+        size: number of images and of tokens that the plan is for.
+        settings: settings of its level.
     """
 
     path: str
@@ -46,13 +46,13 @@ class Merge(NamedTuple):
 
 
 class _Now(threading.local):
-    """What holds in the running call of the model, for each thread.
+    """State of the running call of the model, for each thread.
 
     Attributes:
         step: number of the denoising step.
-        parts: how many images of the batch share a plan.
+        parts: number of images of the batch that share a plan.
         grids: rows and columns of the tokens, by qualified name of the transformer around them.
-        merge: of the block that is running; None: it is dense, or no block is.
+        merge: the merge of the running block; None: it is dense, or no block runs.
     """
 
     def __init__(self) -> None:
@@ -63,14 +63,14 @@ class _Now(threading.local):
 
 
 class Run:
-    """What the layers of a patched model share. A copy of the model gets its own.
+    """State that the layers of a patched model share. A copy of the model gets its own.
 
     Attributes:
-        config: what was asked for.
-        settings: what holds at each level at which blocks merge.
+        config: the settings.
+        settings: the settings of each level at which blocks merge.
         host: the model.
-        blocks: those that merge.
-        now: what holds in the running call.
+        blocks: the blocks that merge.
+        now: state of the running call.
     """
 
     def __init__(self, config: ToMeConfig, host: Host, blocks: tuple[Block, ...]) -> None:
@@ -88,13 +88,13 @@ class Run:
 
 
 class State(NamedTuple):
-    """What a patched layer knows.
+    """State of a patched layer.
 
     Attributes:
-        run: what it shares with the others.
-        path: of the block, or of the transformer.
-        block: that it is, or is in; None for others.
-        name: of a sub-layer in its block.
+        run: state that it shares with the other layers.
+        path: path of the block or the transformer.
+        block: the block that it is or belongs to; None for a transformer or a model.
+        name: name of a sub-layer in its block.
     """
 
     run: Run
@@ -117,7 +117,7 @@ def blocks_to_merge(host: Host, config: ToMeConfig) -> tuple[Block, ...]:
 
 
 def note_call(root: Any, args: tuple, kwargs: dict[str, Any]) -> None:
-    """Before a model runs: note its step, and which images are the same but for their prompts.
+    """Hook before a model runs: note its step, and which images differ only in their prompts.
 
     Raises:
         NothingToMergeError: the sample is so small that no block would merge a token.
@@ -133,7 +133,7 @@ def note_call(root: Any, args: tuple, kwargs: dict[str, Any]) -> None:
 
 
 def note_grid(transformer: Any, args: tuple, kwargs: dict[str, Any]) -> None:
-    """Before a transformer runs: note the token grid of its blocks."""
+    """Hook before a transformer runs: note the token grid of its blocks."""
     state: State = transformer.__dict__[STATE]
     x = args[0] if args else kwargs["hidden_states"]
     state.run.now.grids[state.path] = grid_of(transformer, size_of(transformer, x.shape))
@@ -169,7 +169,7 @@ def layer_call(layer: Any, forward: Forward, args: tuple, kwargs: dict[str, Any]
     arguments = _arguments(forward, args, kwargs)
     x = arguments["hidden_states"]
     own_keys = state.name == "attn1" and state.block.own_keys
-    # Chunks do not fit the plan; nor do merged keys a mask for all keys.
+    # Chunks do not fit the plan, and a mask for all keys does not fit merged keys.
     masked = own_keys and arguments.get("attention_mask") is not None
     if active is None or active.path != state.path or tuple(x.shape[:2]) != active.size or masked:
         return forward(*args, **kwargs)
@@ -177,7 +177,7 @@ def layer_call(layer: Any, forward: Forward, args: tuple, kwargs: dict[str, Any]
     merged = _COMBINE[settings.combine](_XP, plan, x)
     if own_keys and settings.proportional:
         _check_masked(state, layer)
-        # An additive mask [b, 1, m]: each key counts for as many as it stands for (arXiv 2210.09461).
+        # An additive mask [b, 1, m] weighs each key by the tokens that it stands for (arXiv 2210.09461).
         arguments["attention_mask"] = paddle.log(plan.sizes).cast(x.dtype).unsqueeze(1)
     if settings.scope == "keys":
         return forward(**{**arguments, "encoder_hidden_states": merged})
@@ -197,7 +197,7 @@ def _names(method: Callable) -> tuple[str, ...]:
 
 def _parts(root: Any, sample: Tensor) -> int:
     """How many times the batch holds the same images, one for each prompt of guidance."""
-    # Behind the channels that are denoised may stand those of a picture that is given.
+    # The channels that are denoised may be followed by those of a given picture.
     axis = sample.ndim - 1 if getattr(root, "data_format", None) == "NHWC" else 1
     channels = getattr(root.config, "out_channels", None) or sample.shape[axis]
     latents = sample.slice([axis], [0], [min(channels, sample.shape[axis])])
@@ -210,7 +210,7 @@ def _parts(root: Any, sample: Tensor) -> int:
 
 
 def _check_size(run: Run, height: int, width: int) -> None:
-    """See that some block has tokens to merge in a sample of this size."""
+    """Check that some block has tokens to merge in a sample of this size."""
     asked = [block for block in run.blocks if run.settings[block.level].ratio]
     grids = {block.path: run.host.grid(block, height, width) for block in asked}
     if asked and not any(num_removed(grids[b.path], run.settings[b.level]) for b in asked):
@@ -228,6 +228,6 @@ def _check_masked(state: State, attention: Any) -> None:
     processor = type(attention.processor)
     if processor.__module__ != _MASKED:
         raise UnsupportedModelError(
-            f"{state.path}: proportional=True needs an attention processor that takes a mask, and "
-            f"{processor.__name__} is none of ppdiffusers' own; take one of these, or proportional=False"
+            f"{state.path}: proportional=True needs an attention processor that takes a mask; expected one "
+            f"of ppdiffusers' own, got {processor.__name__}; take one of these, or proportional=False"
         )

@@ -1,4 +1,4 @@
-"""The fields of the page, and the options that they mean."""
+"""The fields of the page, and the options that they stand for."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _BUNDLED_SIZE = "256x256"  # 4096 tokens, on which merging has something to save
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """The values of the fields, in the order in which they stand on the page.
+    """The values of the fields, in the order of the page.
 
     Args:
         model: one of the models that the page offers.
@@ -40,7 +40,7 @@ class Form:
 
     @classmethod
     def first(cls, model: str) -> Form:
-        """What the page shows before anything was drawn."""
+        """The fields before the first trial."""
         return cls(model) if model in demo.NAMES else cls(model, size="")
 
     @classmethod
@@ -60,7 +60,7 @@ class Form:
     def options(self, **machine: Any) -> GenerateOptions:
         """Check the fields.
 
-        ``machine`` is what the command line chose for all trials, such as ``device``.
+        ``machine`` has the options that the command line sets for all trials, such as ``device``.
 
         Raises:
             ConfigError: a value is missing or outside its range.
@@ -80,7 +80,7 @@ class Form:
 
 
 def _number(name: str, text: str) -> float | None:
-    """A number that may be left out."""
+    """A number; None if the field is empty."""
     try:
         return float(text) if (text or "").strip() else None
     except ValueError:

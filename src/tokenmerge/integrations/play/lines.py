@@ -1,4 +1,4 @@
-"""Lines to copy: the Python that draws a trial again, and the search that begins with its settings."""
+"""Lines to copy: Python code that draws a trial again, and the command that finds closer settings."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from tokenmerge.measure import demo
 from tokenmerge.measure.generate.options import GenerateOptions
 from tokenmerge.measure.method_spec import AUTO
 
-_LEAST_SPEEDUP = 1.05  # a single call each does not show less
+_LEAST_SPEEDUP = 1.05  # one call of each does not show a smaller one
 
 
 def python_lines(options: GenerateOptions) -> str:
-    """The Python that merges in a pipeline ``pipe`` and draws the picture with it.
+    """Python code that merges in a pipeline ``pipe`` and draws the picture with it.
 
     >>> print(python_lines(GenerateOptions(prompt="a red apple", steps=20)).splitlines()[3])
     patch = tokenmerge.apply_token_merging(pipe, 0.5)

@@ -1,6 +1,6 @@
 """The page: Gradio's components, and what happens when they are used."""
 
-# Without postponed annotations: Gradio reads those of the functions that it calls.
+# No postponed annotations here: Gradio reads the annotations of the functions that it calls.
 import dataclasses
 import html
 import traceback
@@ -26,7 +26,7 @@ def build(model: str, **machine: Any) -> Any:
     """Build the page.
 
     Args:
-        model: the model that it begins with. The bundled ones are offered beside it.
+        model: the model that is chosen at first. The bundled ones can be chosen too.
         machine: ``device`` and ``dtype`` of all trials, as for ``GenerateOptions``.
 
     Returns:
@@ -72,7 +72,7 @@ def build(model: str, **machine: Any) -> Any:
             try:
                 trial = studio.draw(Form(*values).options(**machine), on_progress, stop)
             except StoppedError:
-                return [gr.skip()] * (len(shown) + 2)  # nobody waits for it
+                return [gr.skip()] * (len(shown) + 2)  # nobody waits for the result
             except Exception as error:
                 if not isinstance(error, TokenMergingError):
                     traceback.print_exc()
@@ -93,7 +93,7 @@ def build(model: str, **machine: Any) -> Any:
 
         def halted(visitor: gr.Request) -> None:
             leave(visitor)
-            gr.Info("Nothing was kept of this trial.", title="Stopped")
+            gr.Info("This trial was discarded.", title="Stopped")
 
         def again(trials: list[Trial], chosen: gr.SelectData) -> list[Any]:
             trial = trials[chosen.index]
@@ -111,7 +111,7 @@ def build(model: str, **machine: Any) -> Any:
         )
         drawing.success(end, None, [draw, halt], **quick)
         drawing.failure(end, None, [draw, halt], **quick)
-        # Where it waits for its turn, it leaves the queue; where it runs, it ends after the step.
+        # A waiting trial leaves the queue; a running one ends after its step.
         halt.click(halted, None, None, cancels=drawing, **quick).then(end, None, [draw, halt], **quick)
         page.unload(leave)
         gallery.select(again, trials, [*shown, *fields], **quick)

@@ -1,4 +1,4 @@
-"""Serves the page on this machine. Nothing is sent to, or loaded from, anywhere else."""
+"""Serves the page on this machine, without any other service."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 from tokenmerge.errors import ConfigError, MissingExtraError
 
 LOCAL = "127.0.0.1"
-# Gradio's own are too pale to read.
+# Gradio's own colours are too pale to read.
 _READABLE = {
     "body_text_color_subdued": "*neutral_500",
     "input_placeholder_color": "*neutral_500",
@@ -41,7 +41,7 @@ def serve(
 
     Args:
         build: makes Gradio's ``Blocks``.
-        host: address to listen on. Any other than 127.0.0.1 lets other machines draw here.
+        host: address to listen on. Any other than 127.0.0.1 lets other machines use the page.
         port: the port. None: the first free one from 7860 on.
         browser: whether to open the page in a browser.
         on_ready: is called with the address of the page.

@@ -39,13 +39,13 @@ class StoppedError(Exception):
 
 
 class Stop:
-    """Asks the trials of one visitor to stop. They look at it after each denoising step."""
+    """Asks the trials of one visitor to stop. They check it after each denoising step."""
 
     def __init__(self) -> None:
         self.asked = False
 
     def check(self) -> None:
-        """Raise a StoppedError if it was asked."""
+        """Raise a StoppedError if a stop was asked for."""
         if self.asked:
             raise StoppedError
 
@@ -74,12 +74,12 @@ class Studio:
         Args:
             options: what to draw. ``batch``, ``compare``, ``compile``, ``repeat`` and ``out`` are not read.
             on_progress: is called after each denoising step.
-            stop: ends the trial after the step in which it is asked.
+            stop: ends the trial after the step in which a stop is asked for.
 
         Raises:
             TokenMergingError: the options do not fit the model or the machine. This is found before
                 anything is drawn.
-            StoppedError: it was asked to stop.
+            StoppedError: a stop was asked for.
         """
         with self._lock:
             stop.check()
@@ -150,7 +150,7 @@ def _timed(
     short = {**call.arguments, "num_inference_steps": min(steps, _WARM_UP_STEPS)}
     on_progress(Progress(f"{variant}: warming up", 0, steps))
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about so few steps
+        warnings.simplefilter("ignore")  # about the few steps
         dataclasses.replace(call, arguments=short)(pipe, lambda _: stop.check())
     done = 0
 

@@ -1,4 +1,4 @@
-"""What the page says about trials and errors. HTML is escaped here."""
+"""The page's texts about trials and errors. HTML is escaped here."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def tiles(trial: Trial) -> str:
 
 
 def nothing_yet() -> str:
-    """What stands there before the first trial, as HTML."""
+    """The hint before the first trial, as HTML."""
     return '<p class="hint">Press Draw. The picture is drawn dense and merged from the same seed.</p>'
 
 
@@ -44,7 +44,7 @@ def caption(trial: Trial) -> str:
 
 
 def groups_caption(trial: Trial) -> str:
-    """What stands below the picture with the merged groups, as HTML."""
+    """The text below the picture with the merged groups, as HTML."""
     return f'<p class="caption">One border, one merged token: {html.escape(trial.groups_text)}.</p>'
 
 
@@ -59,4 +59,4 @@ def sentence(error: Exception) -> str:
         return html.escape(str(error))
     if is_out_of_memory(error):
         return "There is too little memory for this; take a smaller size or model, or close other programs."
-    return html.escape(f"The model failed: {reason_of(error)}. The terminal says where.")
+    return html.escape(f"The model failed: {reason_of(error)}. See the terminal for details.")

@@ -1,4 +1,4 @@
-"""One trial of the playground: settings, both pictures, and what was measured."""
+"""One trial of the playground: settings, both pictures and measurements."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ class Trial:
     """One picture drawn dense and merged.
 
     Args:
-        options: what was asked for; the size is the one that was drawn.
+        options: the options; the size is the one that was drawn.
         dense: the picture without merging.
         merged: the picture with merging, from the same seed.
         groups: the merged picture with the groups of merged tokens drawn over it.
-        groups_text: which tokens these are.
+        groups_text: description of these groups.
         dense_seconds: wall-clock time of the dense pipeline call.
         merged_seconds: wall-clock time of the merged pipeline call.
         psnr: closeness of merged to dense in dB; infinite if they are identical.
         summary: what merged and what that saves, in several lines.
-        notes: what the report says beside that, one sentence each.
-        warnings: what was warned of while merged was drawn.
+        notes: notes of the report, one sentence each.
+        warnings: warnings given while the merged picture was drawn.
     """
 
     options: GenerateOptions

@@ -33,13 +33,13 @@ class Arrays(Protocol):
         """``x`` ``[n, …]`` plus ``values`` ``[k, …]`` at rows ``index`` ``[k]``, which may repeat."""
 
     def largest(self, x: Array) -> tuple[Array, Array]:
-        """Maximum along the last axis and the first place where it is."""
+        """Maximum along the last axis, and the index of its first occurrence."""
 
     def descending(self, x: Array) -> Array:
-        """Places along the last axis from the largest value to the smallest; equal ones stay in order."""
+        """Indices along the last axis from the largest value to the smallest; equal ones stay in order."""
 
     def length(self, x: Array) -> Array:
-        """Euclidean norm along the last axis, which stays with size 1; the smallest normal number for 0."""
+        """Euclidean norm along the last axis, which keeps size 1. 0 becomes the smallest normal number."""
 
     def transpose(self, x: Array) -> Array:
         """The last two axes of ``[b, n, c]`` swapped."""
@@ -51,7 +51,7 @@ class Arrays(Protocol):
         """``[times, …]`` copies of ``x``."""
 
     def exact(self, x: Array) -> Array:
-        """``x`` in float32 if it has half precision, or as it is."""
+        """``x`` in float32 if it has half precision, or unchanged."""
 
     def as_type(self, x: Array, like: Array) -> Array:
         """``x`` with the number type of ``like``."""

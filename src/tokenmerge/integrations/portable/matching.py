@@ -45,8 +45,8 @@ def tiled_matching(
 ) -> tuple[Array, Array]:
     """Connect each source to its most similar destination in the tile around it.
 
-    The cells are cut into squares; the sources of one are compared with the destinations of a square twice as
-    wide around it.
+    The cells are divided into square tiles. The sources of a tile are compared with the destinations of a
+    square around it that is twice as wide.
 
     Args:
         xp: operations for ``features``.
@@ -55,15 +55,15 @@ def tiled_matching(
         cell: (height, width) of a cell in tokens.
         src: ``[s]`` indices of the sources.
         dst: ``[d]`` indices of the destinations, one for each cell in row order.
-        side: of the inner squares, in cells, even.
+        side: side of a tile in cells, an even number.
 
     Returns:
         As :func:`bipartite_soft_matching`.
     """
     sources, destinations = _select(xp, features, src), _unit(xp, _select(xp, features, dst))
     rows, columns = grid[0] // cell[0], grid[1] // cell[1]
-    # The partition lists one source of each cell, then the next of each. Those beyond the last whole cell
-    # follow: few, whose destination is that of the nearest cell.
+    # The partition lists the first source of each cell, then the second of each, and so on. Those beyond the
+    # last whole cell follow. They are few, and take the destination of the nearest cell.
     inside = len(dst) * (cell[0] * cell[1] - 1)
     by_cell = np.arange(inside).reshape(-1, len(dst))
     places, products, nearest = [], [], []
@@ -87,8 +87,8 @@ def tiled_matching(
 def shared_features(xp: Arrays, features: Array, parts: int) -> Array:
     """Features by which ``parts`` images get one plan: ``[parts * b, n, c]`` → ``[b, n, parts * c]``.
 
-    Their cosine similarity is the mean of the images' own. Those b apart share a plan, as the two halves of
-    a batch with classifier-free guidance.
+    Their cosine similarity is the mean of the images' similarities. Images b apart share a plan, such as the
+    two halves of a batch with classifier-free guidance.
     """
     unit, b = _unit(xp, features), features.shape[0] // parts
     return xp.concat([unit[i * b : (i + 1) * b] for i in range(parts)], 2)
@@ -106,7 +106,7 @@ def _unit(xp: Arrays, x: Array) -> Array:
 
 
 def _best(xp: Arrays, sources: Array, destinations: Array) -> tuple[Array, Array]:
-    """Largest product of each source with the destinations, and whose it is: ``[b, s]`` each."""
+    """Largest product of each source with a destination, and the index of that one: ``[b, s]`` each."""
     b, d, _ = destinations.shape
     columns = xp.transpose(destinations)
     step = max(1, _SIMILARITIES_AT_ONCE // (b * d))
@@ -119,7 +119,7 @@ def _best(xp: Arrays, sources: Array, destinations: Array) -> tuple[Array, Array
 
 
 def _tiles(rows: int, columns: int, side: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """The cells of each square, and of the one around it: half a side more on each side, within the grid."""
+    """The cells of each tile, and of the square around it: half a side more on each side, within the grid."""
     index = np.arange(rows * columns).reshape(rows, columns)
     for top in range(0, rows, side):
         for left in range(0, columns, side):

@@ -54,7 +54,7 @@ def partition(
 
 
 def own_cell(grid: tuple[int, int], cell: tuple[int, int], tokens: np.ndarray) -> np.ndarray:
-    """For each token the cell that it lies in, in row order; beyond the last whole cell, the nearest one.
+    """The cell of each token, numbered in row order; beyond the last whole cell, the nearest one.
 
     >>> own_cell((3, 4), (2, 2), np.array([0, 3, 6, 11])).tolist()
     [0, 1, 1, 1]

@@ -11,12 +11,12 @@ from tokenmerge.integrations.portable.partition import own_cell, partition
 from tokenmerge.integrations.portable.plan import Plan, make_plan, repeated
 
 PLANNERS = ("tome", "tiled", "uniform")
-# In cells: with "tiled", each source sees the destinations of up to 32 × 32 of them.
+# Side of a tile in cells. "tiled" compares each source with the destinations of up to 32 × 32 cells.
 _SIDE = 16
 
 
 def num_removed(grid: tuple[int, int], settings: MergeSettings) -> int:
-    """Number r of tokens removed from a grid of (rows, columns): 0 where nothing merges.
+    """Number r of tokens removed from a grid of (rows, columns); 0 if nothing merges.
 
     ratio · n, rounded down; ``"uniform"`` removes every source, whatever the ratio.
     """
@@ -36,10 +36,11 @@ def plan_tokens(
         grid: (rows, columns) of its n tokens, the columns fastest.
         settings: planner, ratio, strides and the seed of the partition.
         step: number of the denoising step, as :func:`partition.step_number` makes it.
-        parts: how many images, b / ``parts`` apart, share a plan: the two prompts of guidance.
+        parts: number of images, b / ``parts`` apart, that share a plan, such as those of the two prompts of
+            guidance.
 
     Returns:
-        The plan, or None where no token would be removed.
+        The plan, or None if no token would be removed.
     """
     r, cell = num_removed(grid, settings), (settings.sy, settings.sx)
     if r == 0:

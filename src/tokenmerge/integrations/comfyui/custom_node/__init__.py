@@ -1,10 +1,11 @@
-"""What ComfyUI loads from ``custom_nodes``: this folder is written there, or linked."""
+"""The module that ComfyUI loads. Its folder is copied or linked into ``custom_nodes``."""
 
 try:
     from tokenmerge.integrations.comfyui.nodes import NODE_CLASS_MAPPINGS, NODE_DISPLAY_NAME_MAPPINGS
 except ModuleNotFoundError as error:
     raise ImportError(
-        "Token Merging: ComfyUI's Python has no tokenmerge; run it with -m pip install tokenmerge"
+        "Token Merging: tokenmerge is not installed in ComfyUI's Python; run that Python with -m pip install "
+        "tokenmerge"
     ) from error
 
 __all__ = ["NODE_CLASS_MAPPINGS", "NODE_DISPLAY_NAME_MAPPINGS"]
