@@ -9,7 +9,7 @@ PADDLE := .venv-paddle
 # ComfyUI's code comes in a wheel under the AGPL, so it has an environment of its own too.
 COMFYUI := .venv-comfyui
 
-.PHONY: demo test test-paddle test-comfyui docs format clean
+.PHONY: demo test test-paddle test-comfyui environments docs format clean
 
 demo: $(VENV)/ready
 	$(BIN)/tokenmerge generate "a grinning face on a light blue background" --size 256 --steps 20 --out outputs/demo
@@ -18,13 +18,18 @@ test: $(VENV)/tested
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest --numprocesses auto
+	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest --numprocesses auto --dist worksteal
 
 test-paddle: $(PADDLE)/ready
-	OMP_NUM_THREADS=1 $(PADDLE)/bin/python -m pytest -c tests/integrations/paddle/pytest.ini tests/integrations/paddle src/tokenmerge/integrations/paddle src/tokenmerge/integrations/portable
+	OMP_NUM_THREADS=1 $(PADDLE)/bin/python -m pytest -c tests/integrations/paddle/pytest.ini --numprocesses auto --dist worksteal \
+		tests/integrations/paddle src/tokenmerge/integrations/paddle src/tokenmerge/integrations/portable
 
 test-comfyui: $(COMFYUI)/ready
-	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(COMFYUI)/bin/python -m pytest -c tests/integrations/comfyui/pytest.ini tests/integrations/comfyui
+	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(COMFYUI)/bin/python -m pytest -c tests/integrations/comfyui/pytest.ini --numprocesses auto --dist worksteal \
+		tests/integrations/comfyui
+
+# What `make test-paddle` and `make test-comfyui` build first.
+environments: $(PADDLE)/ready $(COMFYUI)/ready
 
 # The site, in docs/_build/html: open index.html. A warning, such as a broken link, is an error.
 docs: $(VENV)/documented
