@@ -63,6 +63,6 @@ def refuse(part: Any) -> None:
     for cls in type(part).__mro__:
         if reason := REASONS.get(cls.__name__):
             raise UnsupportedModelError(
-                f"tokens cannot be merged in {cls.__name__} yet: {reason}; run it without token merging, or take "
-                "a model that docs/supported-models.md lists"
+                f"tokens cannot be merged in {cls.__name__} yet: {reason}; run it without token merging, or "
+                "take a model that docs/supported-models.md lists"
             )

@@ -78,11 +78,11 @@ def within(pipe_or_model: object, config: ToMeConfig, limit: int) -> tuple[ToMeC
         least = counted_cache(pipe_or_model, fewer)
         if least <= limit:
             return fewer, f"{what}; with everything, the cache would take {in_words(needed, math.ceil)}"
-    # The needed sizes are rounded up, so that they are accepted as limits, and the refused limit is rounded down.
+    # Needed sizes are rounded up, so that they are accepted as limits. The refused limit is rounded down.
     raise ConfigError(
-        f"max_cache: expected at least {in_words(least, math.ceil)}, which these settings cache between steps "
-        f"without correction, step reuse and cached features ({in_words(needed, math.ceil)} with them), got "
-        f"{in_words(limit, math.floor)}; raise it"
+        f"max_cache: expected at least {in_words(least, math.ceil)}, which these settings cache between "
+        f"steps without correction, step reuse and cached features ({in_words(needed, math.ceil)} with "
+        f"them), got {in_words(limit, math.floor)}; raise it"
     )
 
 

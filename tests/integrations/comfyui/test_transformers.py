@@ -336,7 +336,10 @@ def test_auto_skips_blocks_and_follows_guidance(sampled, monkeypatch):
     monkeypatch.setattr(node_settings, "fewest_tokens", lambda *_: 4)
     seen, steps = sizes_of_blocks(sampled, monkeypatch), 20
     latent = {"samples": torch.zeros(1, 4, 16, 16)}
-    said = {3.0: "Of 20 steps, {} run the whole model", 6.0: "With cfg 5 or more, {} of 20 steps run the whole model"}
+    said = {
+        3.0: "Of 20 steps, {} run the whole model",
+        6.0: "With cfg 5 or more, {} of 20 steps run the whole model",
+    }
     for cfg, every, spans in ((3.0, 3, 3), (6.0, 1.75, 2)):
         clone, text = TokenMerging().merge(sampled, "auto", 0.5, 0.0, 1.0, latent)
         seen.clear()
