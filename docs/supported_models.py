@@ -24,7 +24,7 @@ Diffusion models; [vision transformers](vision-transformers.md) have a page of t
 
 | family | classes |
 |---|---|
-| Stable Diffusion 1.x, 2.x, SDXL and what is derived from them (inpainting, LCM, GLIGEN, IP-Adapter …) | `UNet2DConditionModel` |
+| Stable Diffusion 1.x, 2.x, SDXL and models derived from them (inpainting, LCM, GLIGEN, IP-Adapter …) | `UNet2DConditionModel` |
 | their ControlNets: one, several, Union | `ControlNetModel`, `MultiControlNetModel`, `ControlNetUnionModel` |
 | CompVis and Stability AI repositories | `model.model.diffusion_model` |
 | UNets of AnimateDiff, SparseCtrl, Stable Video Diffusion, I2VGen-XL, ModelScope, AudioLDM 2, ControlNet-XS | `UNetMotionModel`, `UNetSpatioTemporalConditionModel` … |
@@ -32,22 +32,22 @@ Diffusion models; [vision transformers](vision-transformers.md) have a page of t
 | of [video](video.md): Wan, HunyuanVideo, CogVideoX, Mochi, LTX, Latte, Cosmos, Kandinsky 5 … | `WanTransformer3DModel`, `HunyuanVideoTransformer3DModel` … |
 | of pictures to edit, with [reference pictures](choosing-settings.md#reference-pictures) in the sequence: FLUX.1 Kontext, FLUX.2, Qwen-Image-Edit and Layered, JoyImage-Edit, LongCat-Image-Edit, FIBO Edit | `FluxTransformer2DModel`, `JoyImageEditTransformer3DModel` … |
 
-A model in which nothing would merge is an error, never a silent no-op. [Choosing settings](choosing-settings.md) says what
-merging composes with, and [adding a model](adding-a-model.md) how to add one.
+If nothing would merge in a model, you get an error instead of a silent no-op. [Choosing settings](choosing-settings.md)
+says which other tools merging works with, and [adding a model](adding-a-model.md) says how to add one.
 
-Written by `python docs/supported_models.py` from the records in `src/tokenmerge/models/families/` and from a run of
-`tests/models/`, on tiny random models of diffusers' own classes. Change those and run it again.
+`python docs/supported_models.py` writes this page from the records in `src/tokenmerge/models/families/` and from a run of
+`tests/models/`, on tiny random models of diffusers' own classes. To change the page, change these and run it again.
 
-- **merges**: the parts of a transformer block that can run on merged tokens, on their own (`scope="layers"`, chosen by
-  `merge_attn`, `merge_crossattn`, `merge_mlp`) and, for a *whole block*, all at once (`scope="block"`); *stacks* are runs of
-  such blocks that can merge once (`scope="stack"`). *Keys* says that what attention looks at can merge alone
-  (`scope="keys"`).
-- **plan**: where the position tables of a model have no batch axis, all images of a batch have to merge alike. The
-  picture that such a model makes from a seed depends on the batch that it is in; everywhere else it does not.
-- **checks**: with ratio 0 the output is bit-equal; with tokens reordered and none removed it is equal up to rounding
-  (so that every position, mask and condition follows its token); attention receives fewer tokens; nothing stays after
-  removal, also in the middle of a step; odd and oblong sizes, any batch, arguments by name and by position; an image
-  does not depend on its batch; copies, pickles and gradients with checkpointing; the report.
+- **merges**: the parts of a transformer block that can run on merged tokens. Each part can merge on its own
+  (`scope="layers"`, chosen by `merge_attn`, `merge_crossattn`, `merge_mlp`). *Whole block* means that all parts can merge
+  at once (`scope="block"`). *Stacks* are runs of such blocks that can merge once (`scope="stack"`). *Keys* means that keys
+  and values of attention can merge alone (`scope="keys"`).
+- **plan**: if the position tables of a model have no batch axis, all images of a batch merge alike. The picture that such
+  a model makes from a seed depends on the batch that it is in. In all other models it does not.
+- **checks**: with ratio 0 the output is bit-equal. With tokens reordered and none removed it is equal up to rounding, so
+  every position, mask and condition follows its token. Attention receives fewer tokens. Nothing stays after removal, also
+  in the middle of a step. Odd and oblong sizes, any batch, and arguments by name and by position work. An image does not
+  depend on its batch. Copies, pickles, gradients with checkpointing, and the report are checked too.
 """
 
 REFUSED = """

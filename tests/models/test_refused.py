@@ -59,7 +59,10 @@ def test_every_denoiser_of_diffusers_is_supported_or_refused_with_a_reason():
 @pytest.mark.parametrize("name", ["LTX2VideoTransformer3DModel", "ZImageControlNetModel"])
 def test_a_pipeline_with_a_model_that_cannot_be_merged_is_refused_by_name(name):
     pipe = SimpleNamespace(transformer=of(name), unet=of("UNet2DConditionModel"))
-    with pytest.raises(UnsupportedModelError, match=f"{name} yet: {REASONS[name]}"):
+    with pytest.raises(
+        UnsupportedModelError,
+        match=f"{name} yet: {REASONS[name]}; run it without token merging, or take a model",
+    ):
         apply_token_merging(pipe, ToMeConfig())
 
 

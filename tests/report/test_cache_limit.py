@@ -1,6 +1,8 @@
 """A limit on what is cached between steps."""
 
 import dataclasses
+import math
+import re
 
 import hosts
 import pytest
@@ -11,7 +13,7 @@ from tests.models.tiny import FAMILIES
 from tokenmerge import ConfigError, Correction, PlanSharing, StepReuse, ToMeConfig, apply_token_merging
 from tokenmerge.planners import calibration
 from tokenmerge.report import bytes_of, predict
-from tokenmerge.report.cache_limit import counted_cache, within
+from tokenmerge.report.cache_limit import counted_cache, in_words, within
 
 FLUX = FAMILIES["FluxTransformer2DModel"]
 EVERYTHING = ToMeConfig(
@@ -32,6 +34,7 @@ NOTHING = ToMeConfig(ratio=0.5, max_downsample=8)
         ("12", 12),
         (12, 12),
         (2.5e6, 2_500_000),
+        ("8.2 MB", 8_200_000),  # 8.2 · 10⁶ is less than that in floating point
     ],
 )
 def test_sizes(given, size):
@@ -75,6 +78,20 @@ def test_plans_that_are_shared_are_refused_where_they_do_not_fit():
     shared = ToMeConfig(ratio=0.5, plans=PlanSharing(every=3))
     with pytest.raises(ConfigError, match=r"max_cache: expected at least .* got 0.0 MB; raise it"):
         within(hosts.unet(), shared, 0)
+
+
+def test_the_least_size_in_the_error_is_accepted():
+    shared, unet = ToMeConfig(ratio=0.5, plans=PlanSharing(every=3)), hosts.unet()
+    with pytest.raises(ConfigError) as caught:
+        within(unet, shared, counted_cache(unet, shared) - 1)
+    named = re.search(r"expected at least (.*?),", str(caught.value))
+    assert within(unet, shared, bytes_of(named[1])) == (shared, "")
+
+
+@pytest.mark.parametrize("size", [1, 61_840_001, 8_200_000, 999_999_999, 1_503_238_553, 1_110_000_000])
+def test_a_size_that_is_rounded_up_is_enough(size):
+    assert 0 <= bytes_of(in_words(size, math.ceil)) - size < 10**7
+    assert bytes_of(in_words(size, math.floor)) <= size
 
 
 def test_features_cost_nothing_beside_step_reuse_and_are_left_out_last():

@@ -86,6 +86,6 @@ def test_looking_changes_nothing_on_a_patched_model():
         assert torch.equal(vits.tokens(model, x), merged)
 
 
-def test_a_size_that_is_none_is_refused():
+def test_a_height_of_zero_is_refused():
     with pytest.raises(ConfigError, match="height: expected an integer ≥ 1, got 0"):
         predict_vit(vits.vit(), ViTConfig(), 0)

@@ -1,6 +1,6 @@
 """The command line: parse options, call the library, print results. Each command has its own file.
 
-May import what its line in ``tests/test_layering.py`` lists.
+``tests/test_layering.py`` lists what this package may import.
 """
 
 from tokenmerge.cli.entry import main

@@ -5,6 +5,6 @@
 - ``paddle``: the models of ppdiffusers, without PyTorch. It is public as :mod:`tokenmerge.paddle`. Its tensor
   functions are in ``portable``, for any array library.
 
-Their lines in ``tests/test_layering.py`` list what they may import. Only the command line and
+``tests/test_layering.py`` lists what each of them may import. Only the command line and
 :mod:`tokenmerge.paddle` import them.
 """

@@ -150,7 +150,8 @@ def _refuse_other_attention(root: Any) -> None:
     if found:
         raise UnsupportedModelError(
             f"tokens cannot be merged in {type(root).__name__} yet: its attention is in {', '.join(found)}, "
-            "and takes pictures [b, c, h, w] instead of tokens, as in DeepFloyd IF and Kandinsky 2"
+            "and takes pictures [b, c, h, w] instead of tokens, as in DeepFloyd IF and Kandinsky 2; run it "
+            "without token merging, or take a model that docs/supported-models.md lists"
         )
 
 

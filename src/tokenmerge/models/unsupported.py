@@ -62,4 +62,7 @@ def refuse(part: Any) -> None:
     """Raise UnsupportedModelError for a model in which tokens cannot be merged as it is set up."""
     for cls in type(part).__mro__:
         if reason := REASONS.get(cls.__name__):
-            raise UnsupportedModelError(f"tokens cannot be merged in {cls.__name__} yet: {reason}")
+            raise UnsupportedModelError(
+                f"tokens cannot be merged in {cls.__name__} yet: {reason}; run it without token merging, or "
+                "take a model that docs/supported-models.md lists"
+            )

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from decimal import Decimal
 from functools import partial
 from typing import Any
 
@@ -36,16 +38,18 @@ def bytes_of(text: object) -> int:
     found = _SIZE.fullmatch(text) if isinstance(text, str) else None
     if found is None:
         raise ConfigError(f"max_cache: expected a size such as '200MB' or a number of bytes, got {text!r}")
-    return int(float(found[1]) * _UNITS[(found[2] or "").upper()])
+    return int(Decimal(found[1]) * _UNITS[(found[2] or "").upper()])
 
 
-def in_words(size: int) -> str:
-    """A number of bytes as text.
+def in_words(size: int, rounding: Callable[[float], int] = round) -> str:
+    """A number of bytes as text. ``rounding`` is applied to the number of shown units.
 
-    >>> in_words(1_503_238_553), in_words(61_800_000)
-    ('1.50 GB', '61.8 MB')
+    >>> in_words(1_503_238_553), in_words(61_800_000), in_words(61_800_001, math.ceil)
+    ('1.50 GB', '61.8 MB', '61.9 MB')
     """
-    return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
+    if size >= 1e9:
+        return f"{rounding(size / 1e7) / 100:.2f} GB"
+    return f"{rounding(size / 1e5) / 10:.1f} MB"
 
 
 def within(pipe_or_model: object, config: ToMeConfig, limit: int) -> tuple[ToMeConfig, str]:
@@ -73,11 +77,12 @@ def within(pipe_or_model: object, config: ToMeConfig, limit: int) -> tuple[ToMeC
     for fewer, what in _with_less(config):
         least = counted_cache(pipe_or_model, fewer)
         if least <= limit:
-            return fewer, f"{what}; with everything, the cache would take {in_words(needed)}"
+            return fewer, f"{what}; with everything, the cache would take {in_words(needed, math.ceil)}"
+    # Needed sizes are rounded up, so that they are accepted as limits. The refused limit is rounded down.
     raise ConfigError(
-        f"max_cache: expected at least {in_words(least)}, which these settings cache between steps without "
-        f"correction, step reuse and cached features ({in_words(needed)} with them), got {in_words(limit)}; "
-        "raise it"
+        f"max_cache: expected at least {in_words(least, math.ceil)}, which these settings cache between "
+        f"steps without correction, step reuse and cached features ({in_words(needed, math.ceil)} with "
+        f"them), got {in_words(limit, math.floor)}; raise it"
     )
 
 

@@ -1,4 +1,4 @@
 """Token merging for vision transformers (D. Bolya et al., arXiv 2210.09461), from settings to report.
 
-May import what its line in ``tests/test_layering.py`` lists. The code for diffusion models does not need it.
+``tests/test_layering.py`` lists what this package may import. The code for diffusion models does not need it.
 """
