@@ -27,15 +27,27 @@ _FUSED = {"scaled_dot_product_attention", "dispatch_attention_fn", "memory_effic
 # Above this ratio, whole blocks merge, which loses more detail. UNets are excluded: their finest level would
 # lose too much.
 _MODERATE = 0.5
-# Step reuse of UNets, as measured: the ratio, then StepReuse's every, shallow_every and shallow_from. Values
-# between two ratios are interpolated.
+# Step reuse of UNets, as measured: the ratio, then StepReuse's every, shallow_every, shallow_from and
+# shallow_until. Values between two ratios are interpolated.
 _REUSE_OF_STAGES = (
-    (0.0, 1.0, 1.0, 0.3),
-    (0.25, 2.0, 2.0, 0.3),
-    (0.4, 2.0, 2.0, 0.15),
-    (0.5, 3.0, 2.0, 0.0),
-    (0.75, 4.0, 3.0, 0.0),
+    (0.0, 1.0, 1.0, 0.3, 0.9),
+    (0.25, 2.0, 2.0, 0.3, 0.9),
+    (0.4, 2.0, 2.0, 0.15, 0.9),
+    (0.5, 3.0, 2.0, 0.0, 1.0),
+    (0.75, 4.0, 3.0, 0.0, 1.0),
 )
+# The same under strong guidance: the ratio, the fraction of tokens that is removed, every, shallow_from and
+# shallow_until. Every step runs the finest level if the last two are equal; between them, every second does.
+_STAGES_UNDER_STRONG_GUIDANCE = (
+    (0.0, 0.0, 1.0, 0.5, 0.5),
+    (0.25, 0.5, 2.0, 0.5, 0.5),
+    (0.4, 0.6, 2.7, 0.5, 0.5),
+    (0.5, 0.6, 3.0, 0.4, 0.65),
+    (0.6, 0.7, 3.4, 0.3, 0.8),
+    (0.75, 0.75, 4.0, 0.0, 1.0),
+)
+# More tokens than usual are removed there, and fewer destinations leave more sources to choose them from.
+_STRIDE_UNDER_STRONG_GUIDANCE = 4
 # The finest level of a UNet skips steps if it is a larger share of the work than this.
 _WORTHWHILE_FINEST_LEVEL = 0.2
 # Above _MODERATE, UNets merge this share of the further tokens. Skipping more steps is closer at the same
@@ -149,22 +161,30 @@ def with_skipped_stages(settings: ToMeConfig, finest: float, amplifies: bool = F
         finest: fraction of a call's work at the finest level.
         amplifies: whether the solver amplifies the error of extrapolation under strong guidance.
     """
-    every, shallow_every, shallow_from = _reuse_of_stages(settings.ratio)
+    every, shallow_every, shallow_from, shallow_until = _between(_REUSE_OF_STAGES, settings.ratio)
     if finest <= _WORTHWHILE_FINEST_LEVEL:
-        shallow_every = 1.0
+        shallow_every, shallow_from, shallow_until = 1.0, 0.0, 1.0
+    if amplifies:
+        strong = _under_amplification(every)
+    elif shallow_every > 1:
+        strong = _stages_under_strong_guidance(settings.ratio)
+    else:
+        strong = {}
     further = max(0.0, settings.ratio - _MODERATE) * (1 - _FURTHER_TOKENS_OF_UNETS)
     return dataclasses.replace(
         settings,
         ratio=round(settings.ratio - further, 3),
         min_tokens=max(settings.min_tokens, _FEWEST_TOKENS_BESIDE_REUSE),
+        plans=PlanSharing(blocks=True),
         correction=Correction(every=0 if settings.ratio >= _WITHOUT_CORRECTION else 2),
         reuse=StepReuse(
             every=every,
             shallow_every=shallow_every,
-            shallow_from=shallow_from if shallow_every > 1 else 0.0,
+            shallow_from=shallow_from,
+            shallow_until=shallow_until,
             span=max(_SPAN_OF_STAGES, 2 * math.ceil(shallow_every) / _STEPS_OF_STAGES),
         ),
-        by_guidance={_STRONG_GUIDANCE: _under_amplification(every)} if amplifies else {},
+        by_guidance={_STRONG_GUIDANCE: strong} if strong else {},
     )
 
 
@@ -184,9 +204,9 @@ def with_skipped_blocks(settings: ToMeConfig, whole: bool) -> ToMeConfig:
     )
 
 
-def _reuse_of_stages(ratio: float) -> tuple[float, ...]:
-    """``every``, ``shallow_every`` and ``shallow_from`` of step reuse in UNets at a ratio."""
-    for (low, *start), (high, *end) in pairwise(_REUSE_OF_STAGES):
+def _between(rows: Sequence[tuple[float, ...]], ratio: float) -> tuple[float, ...]:
+    """The values at a ratio, interpolated linearly between the rows, which begin with their ratio."""
+    for (low, *start), (high, *end) in pairwise(rows):
         if ratio <= high:
             share = (ratio - low) / (high - low)
             return tuple(round(a + share * (b - a), 2) for a, b in zip(start, end, strict=True))
@@ -202,6 +222,20 @@ def _under_strong_guidance(ratio: float) -> dict[str, Any]:
         "correction.every": 4 if ratio <= _MODERATE / 2 else 6,
         "reuse.every": every,
         "reuse.span": _span_of_blocks(every),
+    }
+
+
+def _stages_under_strong_guidance(ratio: float) -> dict[str, Any]:
+    """Changed settings of UNets: more merging without correction, and more steps that run the finest level."""
+    removed, every, start, until = _between(_STAGES_UNDER_STRONG_GUIDANCE, ratio)
+    return {
+        "ratio": removed,
+        "sx": _STRIDE_UNDER_STRONG_GUIDANCE,
+        "correction.every": 0,
+        "reuse.every": every,
+        "reuse.shallow_every": 2 if start < until else 1,
+        "reuse.shallow_from": start,
+        "reuse.shallow_until": until,
     }
 
 

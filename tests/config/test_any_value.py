@@ -96,6 +96,7 @@ VALID = {
     "reuse.spacing": st.none() | st.floats(0.01, 1),
     "reuse.shallow_every": st.integers(1, 5) | st.floats(1, 5),
     "reuse.shallow_from": st.floats(0, 0.99),
+    "reuse.shallow_until": st.floats(0, 1),
     "reuse.span": st.floats(0.01, 1),
     "reuse.full_steps": st.lists(st.floats(0, 1), max_size=5, unique=True).map(sorted),
     "reuse.shallow_steps": st.lists(st.floats(0, 1), max_size=5, unique=True).map(sorted),

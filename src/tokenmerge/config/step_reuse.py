@@ -45,6 +45,9 @@ class StepReuse(Value):
             above all under strong guidance.
         shallow_from: share of the steps, 0 ≤ shallow_from < 1, that run all of the finest level before any
             step skips it. Raising it gives up the saving of these steps and brings the picture closer.
+        shallow_until: share of the steps, 0 ≤ shallow_until ≤ 1, from which on all steps run all of the finest
+            level again. Lowering it gives up the saving of these steps and brings the picture closer, because
+            the last steps draw its details. 1: they skip it like the others.
         span: highest mean distance between full steps, as a share of all steps, 0 < span ≤ 1, rounded down to
             whole steps; for the finest level, half of it. It limits the loss in short generations, whose
             steps differ more from each other. Raising it saves more there, and loses more.
@@ -52,7 +55,7 @@ class StepReuse(Value):
             ``spacing`` and ``span``: ``(0, 0.05, 0.5, 0.8, 1)``. More places save less and bring the picture
             closer. Empty: ``every`` decides.
         shallow_steps: places of the steps that run all of the finest level, besides the full steps, in place
-            of ``shallow_every`` and ``shallow_from``. It can only be given with ``full_steps``.
+            of the other settings of that level. It can only be given with ``full_steps``.
 
     Raises:
         ConfigError: a value is outside these ranges.
@@ -67,6 +70,7 @@ class StepReuse(Value):
     spacing: float | None = None
     shallow_every: float = 1
     shallow_from: float = 0.0
+    shallow_until: float = 1.0
     span: float = 1.0
     full_steps: tuple[float, ...] = ()
     shallow_steps: tuple[float, ...] = ()
@@ -77,6 +81,7 @@ class StepReuse(Value):
             "spacing": _check_spacing,
             "shallow_every": _check_distance,
             "shallow_from": number("a share of the steps, from 0 to below 1", lambda value: 0 <= value < 1),
+            "shallow_until": number("a share of the steps, from 0 to 1", lambda value: 0 <= value <= 1),
             "span": share,
             "full_steps": check_places,
             "shallow_steps": check_places,
@@ -121,6 +126,7 @@ class StepReuse(Value):
             spacing = _SPACING_WITH_NOISE if adds_noise else _SPACING
         shallow = set(_spread(steps, min(self.shallow_every, int(span / 2)), 1.0))
         shallow.update(range(round(self.shallow_from * steps)))
+        shallow.update(range(round(self.shallow_until * steps), steps))
         full = _spread(steps, min(self.every, int(span)), spacing)
         return StepsOfReuse(_nearest(full, sorted(shallow)), tuple(sorted(shallow)))
 

@@ -212,13 +212,18 @@ def _notes_on_reuse(reuse: StepReuse) -> list[str]:
             "the end"
         )
     if reuse.shallow_every > 1:
-        start = reuse.shallow_from
+        start, until = reuse.shallow_from, reuse.shallow_until
         notes.append(
             f"reuse.shallow_every={reuse.shallow_every:g}: 1 of {reuse.shallow_every:g} steps runs the "
             "finest level of a UNet, the others only its last layer"
             + (
                 f"; reuse.shallow_from={start:g}: each of the first {_percent(start)} of the steps runs it"
                 if start
+                else ""
+            )
+            + (
+                f"; reuse.shallow_until={until:g}: each of the last {_percent(1 - until)} of the steps runs it"
+                if until < 1
                 else ""
             )
         )
