@@ -124,6 +124,25 @@ def test_a_higher_ratio_skips_more_steps(name, guidance, fast):
     assert full[0] < 20
 
 
+def test_strong_guidance_in_unets_merges_more_and_skips_the_finest_level_less(fast):
+    """Only where that level is a large part of the work, as in Stable Diffusion 1.5 but not in SDXL."""
+    pipe = pipeline(unet=hosts.unet(block_out_channels=(32, 64)))
+    for ratio in (0.1, 0.25, 0.4, 0.5, 0.6, 0.75):
+        plain, strong = (choose(pipe, ratio).at_guidance(scale) for scale in (4.9, 5.0))
+        assert plain == choose(pipe, ratio).at_guidance(None)
+        assert strong.ratio >= plain.ratio
+        assert strong.sx > plain.sx
+        assert not strong.correction.on
+        for steps in (20, 28, 50):
+            finest = (c.reuse.steps_of(steps).shallow for c in (strong, plain))
+            skipped, more = (set(range(steps)) - set(shallow) for shallow in finest)
+            assert len(skipped) < len(more)
+            assert skipped <= set(range(round(0.3 * steps), round(0.8 * steps))) or ratio > 0.6
+    removed = [choose(pipe, ratio).at_guidance(7.5).ratio for ratio in (0.1, 0.25, 0.4, 0.6, 0.75)]
+    assert removed == [0.16, 0.4, 0.6, 0.7, 0.75]
+    assert not choose(pipeline(unet=hosts.unet(block_out_channels=(32, 160))), 0.5).by_guidance
+
+
 @pytest.mark.filterwarnings("ignore:__array_(_ implementation|wrap__):DeprecationWarning")
 def test_solvers_that_amplify_what_alternates_run_the_finest_level_in_all_steps(fast):
     """Compares the effect of one error in earlier steps with alternating and with equal signs."""

@@ -40,9 +40,9 @@ _REUSE_OF_STAGES = (
 # shallow_until. Every step runs the finest level if the last two are equal; between them, every second does.
 _STAGES_UNDER_STRONG_GUIDANCE = (
     (0.0, 0.0, 1.0, 0.5, 0.5),
-    (0.25, 0.5, 2.0, 0.5, 0.5),
+    (0.25, 0.4, 2.0, 0.5, 0.5),
     (0.4, 0.6, 2.7, 0.5, 0.5),
-    (0.5, 0.6, 3.0, 0.4, 0.65),
+    (0.5, 0.65, 3.0, 0.4, 0.65),
     (0.6, 0.7, 3.4, 0.3, 0.8),
     (0.75, 0.75, 4.0, 0.0, 1.0),
 )
@@ -226,7 +226,7 @@ def _under_strong_guidance(ratio: float) -> dict[str, Any]:
 
 
 def _stages_under_strong_guidance(ratio: float) -> dict[str, Any]:
-    """Changed settings of UNets: more merging without correction, and more steps that run the finest level."""
+    """Changed settings of UNets: more merging, no correction, and more steps that run the finest level."""
     removed, every, start, until = _between(_STAGES_UNDER_STRONG_GUIDANCE, ratio)
     return {
         "ratio": removed,

@@ -185,7 +185,7 @@ def test_valid_settings_are_refused_only_where_they_do_not_go_together(given_set
     config, _ = attempt(lambda: ToMeConfig.from_dict(given_settings))
     if config is None:
         together = {"ratio", "sx", "sy", "st", "planner", "merge_attn", "reuse.shallow_every"}
-        together |= {"reuse.shallow_steps", "schedule.start", "combine", "correction.steps"}
+        together |= {"reuse.shallow_steps", "schedule.start", "combine", "correction.steps", "features"}
         assert given_settings.keys() & {*together, "plans.guidance", "correction.every"}
     else:
         check_result(config, tmp_path_factory.getbasetemp())

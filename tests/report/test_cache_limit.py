@@ -74,6 +74,14 @@ def test_the_guidance_scale_that_caches_most_counts():
     assert config.at_guidance(7).correction.every == 0
 
 
+def test_a_finest_level_that_is_skipped_only_under_strong_guidance_is_left_out_too():
+    unet = hosts.unet()
+    config = ToMeConfig(ratio=0.5, reuse=StepReuse(every=2), by_guidance={5: {"reuse.shallow_every": 2}})
+    less, text = within(unet, config, counted_cache(unet, config) - 1)
+    assert [(one.reuse.every, one.reuse.skips_finest) for one in less.variants()] == [(2, False)] * 2
+    assert "every step runs the finest level" in text
+
+
 def test_plans_that_are_shared_are_refused_where_they_do_not_fit():
     shared = ToMeConfig(ratio=0.5, plans=PlanSharing(every=3))
     with pytest.raises(ConfigError, match=r"max_cache: expected at least .* got 0.0 MB; raise it"):

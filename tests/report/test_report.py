@@ -314,6 +314,10 @@ def test_without_steps_or_where_all_are_alike_no_mean_is_told():
             ToMeConfig(reuse=StepReuse(every=4, shallow_every=3, shallow_from=0.25)),
             "; reuse.shallow_from=0.25: each of the first 25 % of the steps runs it",
         ),
+        (
+            ToMeConfig(reuse=StepReuse(every=4, shallow_every=3, shallow_until=0.9)),
+            "; reuse.shallow_until=0.9: the last 10 % of the steps run it",
+        ),
         (ToMeConfig(reuse=StepReuse(every=2, span=0.125)), "at most 12.5 % of the steps apart"),
         (ToMeConfig(max_downsample=2, levels={2: {"ratio": 0.25}}), "level 2: ratio=0.25"),
     ],

@@ -392,22 +392,28 @@ def test_a_solver_that_adds_noise_has_its_own_spacing(name, noise):
 def test_full_steps_are_some_of_those_that_run_the_finest_level(spacing, adds_noise):
     """So that level runs only where its own setting says so, and no setting changes the other's number."""
     for steps in range(3, 60):
-        for every, shallow_every, shallow_from in (
-            (3, 2, 0),
-            (4, 1.6, 0.3),
-            (8, 3, 0),
-            (2.4, 2.4, 0.1),
-            (5, 1, 0),
+        for every, shallow_every, shallow_from, shallow_until in (
+            (3, 2, 0, 1),
+            (4, 1.6, 0.3, 1),
+            (8, 3, 0, 0.9),
+            (2.4, 2.4, 0.1, 0.6),
+            (3, 2, 0.5, 0.4),
+            (5, 1, 0, 1),
         ):
             reuse = StepReuse(
-                every=every, shallow_every=shallow_every, shallow_from=shallow_from, spacing=spacing
+                every=every,
+                shallow_every=shallow_every,
+                shallow_from=shallow_from,
+                shallow_until=shallow_until,
+                spacing=spacing,
             )
             runs = reuse.steps_of(steps, adds_noise)
             assert {0, 1, steps - 1} <= set(runs.full) <= set(runs.shallow)
             assert runs.full == tuple(sorted(set(runs.full)))
             assert len(runs.full) == len(StepReuse(every=every).steps_of(steps).full)
             finest = StepReuse(every=shallow_every, spacing=1).steps_of(steps).full
-            assert set(runs.shallow) == {*finest, *range(round(shallow_from * steps))}
+            early, late = range(round(shallow_from * steps)), range(round(shallow_until * steps), steps)
+            assert set(runs.shallow) == {*finest, *early, *late}
 
 
 class GuidedPipeline:

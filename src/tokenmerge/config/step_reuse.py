@@ -45,7 +45,7 @@ class StepReuse(Value):
             above all under strong guidance.
         shallow_from: share of the steps, 0 ≤ shallow_from < 1, that run all of the finest level before any
             step skips it. Raising it gives up the saving of these steps and brings the picture closer.
-        shallow_until: share of the steps, 0 ≤ shallow_until ≤ 1, from which on all steps run all of the finest
+        shallow_until: share of the steps, 0 ≤ shallow_until ≤ 1, after which all steps run all of the finest
             level again. Lowering it gives up the saving of these steps and brings the picture closer, because
             the last steps draw its details. 1: they skip it like the others.
         span: highest mean distance between full steps, as a share of all steps, 0 < span ≤ 1, rounded down to

@@ -107,9 +107,11 @@ def _with_less(config: ToMeConfig) -> Iterator[tuple[ToMeConfig, str]]:
     if any(one.correction.on for one in config.variants()):
         config = _without(config, "correction", Correction())
         yield config, "no correction"
-    if config.reuse.skips_finest:
-        coarse = dataclasses.replace(config.reuse, shallow_every=1, shallow_from=0.0, shallow_steps=())
-        config = dataclasses.replace(config, reuse=coarse)
+    if any(one.reuse.skips_finest for one in config.variants()):
+        coarse = dataclasses.replace(
+            config.reuse, shallow_every=1, shallow_from=0.0, shallow_until=1.0, shallow_steps=()
+        )
+        config = _without(config, "reuse", coarse, "reuse.shallow_")
         yield config, "no correction and every step runs the finest level"
     if any(one.reuse.on for one in config.variants()):
         config = _without(config, "reuse", StepReuse())
@@ -121,11 +123,18 @@ def _with_less(config: ToMeConfig) -> Iterator[tuple[ToMeConfig, str]]:
         )
 
 
-def _without(config: ToMeConfig, part: str, value: Any) -> ToMeConfig:
-    """The settings with one part replaced, at every guidance scale."""
+def _without(config: ToMeConfig, part: str, value: Any, names: str = "") -> ToMeConfig:
+    """The settings with one part replaced, at every guidance scale.
+
+    Args:
+        config: the settings.
+        part: name of the part.
+        value: takes its place.
+        names: strong guidance changes no setting whose name begins so; empty: none of the part.
+    """
 
     def other(changes: Mapping[str, Any]) -> dict[str, Any]:
-        return {name: one for name, one in changes.items() if not name.startswith(f"{part}.")}
+        return {name: one for name, one in changes.items() if not name.startswith(names or f"{part}.")}
 
     strong = {scale: other(changes) for scale, changes in config.by_guidance.items()}
     return dataclasses.replace(config, **{part: value, "by_guidance": strong})

@@ -222,7 +222,7 @@ def _notes_on_reuse(reuse: StepReuse) -> list[str]:
                 else ""
             )
             + (
-                f"; reuse.shallow_until={until:g}: each of the last {_percent(1 - until)} of the steps runs it"
+                f"; reuse.shallow_until={until:g}: the last {_percent(1 - until)} of the steps run it"
                 if until < 1
                 else ""
             )
