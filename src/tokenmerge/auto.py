@@ -76,8 +76,8 @@ def choose(pipe_or_model: object, ratio: float = 0.5, follows_steps: bool | None
       a ratio of 0.5, whole blocks merge, except in UNets. Token grids stay dense if merging would cost more
       time than it saves; the limit is measured once on each device. With step reuse, grids of fewer than 2048
       tokens stay dense too.
-    - **Plans**: in models other than UNets whose blocks can merge as a whole, plans compare what all blocks
-      added at the step before (``features="model_residual"``), and blocks share a plan.
+    - **Plans**: beside step reuse, blocks share a plan. In models other than UNets whose blocks can merge as
+      a whole, plans compare what all blocks added at the step before (``features="model_residual"``).
     - **Correction** (``correction.every``): every second full step is dense and corrects the others. UNets
       have no correction from a ratio of 0.4 on.
     - **High ratios** in UNets: above 0.5, only 0.4 of the further tokens are removed, 60 % of all at a ratio
@@ -86,12 +86,16 @@ def choose(pipe_or_model: object, ratio: float = 0.5, follows_steps: bool | None
       second one at a ratio of 0.25, every third at 0.5. UNets stay at every second one up to 0.4, and skip
       the levels below the finest. If the finest level is a large part of the work, it skips steps too: from a
       ratio of 0.25 to 0.5 it runs in every second step, and at 0.75 in every third. Up to a ratio of 0.25,
-      the first 30 % of the steps run all of it; at 0.5, it can be skipped from the third step on. UNets skip
+      the first 30 % of the steps run all of it; at 0.5, it can be skipped from the third step on. Up to a
+      ratio of 0.4, the last 10 % of the steps run all of it too. UNets skip
       less below 20 steps, and nothing below 10, or below 7 where the ratio is above 0.5; other models skip
       less below 16 steps.
     - **Solvers that combine four steps** (PNDM, LMS), in UNets from a guidance scale of 5 on: the finest
       level runs in all steps, and the deep stages in more of them. The scheduler that the pipeline has at
       this call decides.
+    - **Strong guidance in UNets** (``by_guidance``, from a scale of 5 on), if the finest level is a large
+      part of the work: more tokens merge, 40 % at a ratio of 0.25 and 65 % at 0.5, and no step corrects them.
+      Up to a ratio of 0.4, every step runs the finest level; at 0.5, single steps in the middle skip it.
     - **Strong guidance in other models** (``by_guidance``, from a scale of 5 on): whole blocks merge, with
       a correction in every fourth full step up to a ratio of 0.25 and in every sixth above, and fewer steps
       are skipped. Guidance multiplies the difference between two results, which is hard to extrapolate.
