@@ -24,6 +24,7 @@ def ratio_for(
 ) -> float:
     """The lowest ratio of the default method whose counted operations reach a speed-up.
 
+    The speed-up is reached at every guidance scale, so it is higher at some.
     The measured speed-up can be lower: normalisations and other operations that are not counted take time
     too, and so do the text encoder and the decoder. ``tokenmerge tune`` measures it.
 
@@ -47,8 +48,10 @@ def ratio_for(
     steps = steps or default_steps(pipe_or_model)
 
     def counted(ratio: float) -> float:
-        config = choose(pipe_or_model, ratio)
-        return 1.0 if ratio == 0 else counted_speedup(pipe_or_model, config, height, width, steps=steps)
+        """The lowest speed-up among the guidance scales at which the settings change."""
+        variants = choose(pipe_or_model, ratio).variants() if ratio else ()
+        speeds = (counted_speedup(pipe_or_model, one, height, width, steps=steps) for one in variants)
+        return min(speeds, default=1.0)
 
     found = bisect.bisect_left(_RATIOS, speedup, key=counted)
     if found == len(_RATIOS):

@@ -130,7 +130,7 @@ def _without(config: ToMeConfig, part: str, value: Any, names: str = "") -> ToMe
         config: the settings.
         part: name of the part.
         value: takes its place.
-        names: strong guidance changes no setting whose name begins so; empty: none of the part.
+        names: strong guidance no longer changes settings whose names begin with this; empty: all of the part.
     """
 
     def other(changes: Mapping[str, Any]) -> dict[str, Any]:

@@ -68,13 +68,17 @@ def _step_reuse(settings: Settings) -> list[str]:
         lines.append(
             f"{_STEPS - len(steps.shallow)} of them skip the finest level too, except for its last layer."
         )
+    merging = "attention merges" if target.is_unet else "blocks merge"
     for scale in settings.config.by_guidance:
         strong = settings.config.at_guidance(scale)
-        full = len(strong.reuse.steps_of(_STEPS).full)
-        lines.append(
-            f"With cfg {scale:g} or more, {full} of {_STEPS} steps run the whole model, and blocks merge at "
-            f"ratio {strong.ratio:g}, corrected by every {strong.correction.every}th of these steps."
-        )
+        steps = strong.reuse.steps_of(_STEPS)
+        line = f"With cfg {scale:g} or more, {len(steps.full)} of {_STEPS} steps run the whole model"
+        if len(steps.shallow) < _STEPS:
+            line += f", {_STEPS - len(steps.shallow)} skip the finest level too"
+        line += f", and {merging} at ratio {strong.ratio:g}"
+        if strong.correction.on:
+            line += f", corrected by every {strong.correction.every}th of these steps"
+        lines.append(f"{line}.")
     return lines
 
 
