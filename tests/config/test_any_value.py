@@ -93,6 +93,7 @@ VALID = {
     "correction.every": st.sampled_from([0, 2, 3]),
     "correction.steps": st.lists(st.floats(0, 1), max_size=5, unique=True).map(sorted),
     "reuse.every": st.integers(1, 5) | st.floats(1, 5),
+    "reuse.ends": st.sampled_from(["full", "free"]),
     "reuse.spacing": st.none() | st.floats(0.01, 1),
     "reuse.shallow_every": st.integers(1, 5) | st.floats(1, 5),
     "reuse.shallow_from": st.floats(0, 0.99),

@@ -179,12 +179,20 @@ def test_how_far_steps_without_blocks_go_on():
     found = []
     for index in range(8):
         tracker.begin_call(step(index, 8))
-        found.append(tracker.extrapolation("blocks", index in (0, 4, 7), shape))
+        found.append(tracker.extrapolation("blocks", index in (0, 1, 4, 7), shape))
     assert found == [None, None, 1.0, 2.0, None, 1 / 3, 2 / 3, None]
     # Guidance is over, and with it half of the batch.
     tracker.begin_call(step(8, 12))
     assert tracker.extrapolation("blocks", False, (1, 4)) is None
     tracker.begin_call(step(9, 12))
-    assert tracker.extrapolation("blocks", False, (1, 4)) is None
+    assert tracker.extrapolation("blocks", False, (1, 4), holds=False) is None
     tracker.begin_call(step(10, 12))
     assert tracker.extrapolation("blocks", False, (1, 4)) == 1.0
+
+
+def test_after_a_single_run_a_part_stays_as_it_was():
+    tracker, shape, found = StepTracker(), (2, 4), []
+    for index in range(5):
+        tracker.begin_call(step(index, 5))
+        found.append(tracker.extrapolation("blocks", index in (0, 3), shape))
+    assert found == [None, 0.0, 0.0, None, 1 / 3]

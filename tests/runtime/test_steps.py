@@ -355,7 +355,7 @@ def test_in_short_generations_more_steps_run_everything():
 
 
 def test_full_steps_lie_where_the_settings_say():
-    """k of them in any generation, the first two and the last among them; or at places that are given."""
+    """k of them in any generation, with the first two and the last or without; or at places that are given."""
     assert StepReuse(every=4, spacing=1).steps_of(20).full == (0, 1, 5, 10, 15, 19)
     assert StepReuse(every=4, spacing=0.6).steps_of(20).full == (0, 1, 9, 13, 16, 19)
     assert StepReuse(every=1.2, spacing=0.6).steps_of(8).full == (0, 1, 3, 4, 5, 6, 7)
@@ -363,6 +363,10 @@ def test_full_steps_lie_where_the_settings_say():
     assert StepReuse(every=4).steps_of(20, adds_noise=True) == StepReuse(every=4, spacing=0.65).steps_of(20)
     assert StepReuse(every=4, spacing=0.8).steps_of(20) == StepReuse(every=4).steps_of(20)
     assert StepReuse(every=4, spacing=1).steps_of(20, adds_noise=True).full == (0, 1, 5, 10, 15, 19)
+    free = [StepReuse(every=every, ends="free").steps_of(20).full for every in (4, 2)]
+    assert free == [(0, 3, 7, 10, 14, 17), (0, 2, 4, 5, 7, 9, 11, 13, 14, 16, 18)]
+    assert StepReuse(every=4, ends="free", spacing=0.6).steps_of(20).full == (0, 6, 10, 13, 15, 17)
+    assert StepReuse(every=4, ends="free").steps_of(20, adds_noise=True).full == free[0]
     given = StepReuse(full_steps=(0, 0.05, 0.5, 1), shallow_steps=(0.25, 0.75)).steps_of(21)
     assert given.full == (0, 1, 10, 20)
     assert given.shallow == (0, 1, 5, 10, 15, 20)
@@ -373,6 +377,32 @@ def test_full_steps_lie_where_the_settings_say():
         patch.at_step(index, 6)
         hosts.call(unet, **hosts.inputs(1, seed=index))
     assert ran == [0, 1, 3, 5]
+
+
+def test_free_ends_move_full_steps_and_change_their_number_never():
+    for steps in range(1, 60):
+        for every in (1, 1.1, 1.5, 2, 3, 7, 100):
+            for spacing in (0.01, 0.3, None):
+                full = StepReuse(every=every, ends="free", spacing=spacing).steps_of(steps).full
+                assert len(full) == len(StepReuse(every=every).steps_of(steps).full)
+                assert full[0] == 0
+                assert full == tuple(sorted(set(full)))
+                assert full[-1] < steps
+
+
+def test_what_ran_once_stays_as_it_was_until_it_runs_again():
+    """The deep stages are skipped in the second step: their result is then that of the first."""
+    sample = hosts.inputs(1, seed=0)
+    unet, ran = hosts.unet(), []
+    patch = apply_token_merging(unet, ToMeConfig(ratio=0, reuse=StepReuse(full_steps=(0, 0.5, 1))))
+    unet.mid_block.resnets[0].register_forward_hook(lambda *_: ran.append(index))
+    results = []
+    for index in range(5):
+        patch.at_step(index, 5)
+        results.append(hosts.call(unet, **sample))
+    assert ran == [0, 2, 4]
+    for held in results[1:]:  # on the same input nothing changes, so extrapolating changes nothing either
+        torch.testing.assert_close(held, results[0])
 
 
 @pytest.mark.filterwarnings("ignore:__array_(_ implementation|wrap__):DeprecationWarning")

@@ -6,11 +6,12 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from tokenmerge.config.checks import check_fields, number, refuse, share
+from tokenmerge.config.checks import check_fields, number, one_of, refuse, share
 from tokenmerge.config.places import at_places, check_places
 from tokenmerge.config.value import Value
 
 _SPACING, _SPACING_WITH_NOISE = 0.8, 0.65
+_TAIL = 0.6  # with ends="free", the steps after the last full one, as a share of the mean distance
 _EXACT = 2**53  # floats represent every integer up to here
 _above_0 = number("a number above 0 and up to 1, or None", lambda value: 0 < value <= 1)
 
@@ -25,19 +26,25 @@ class StepReuse(Value):
     extrapolation is damped if the output did not keep changing in the same direction. The cache holds two
     outputs of each skipped part.
 
-    The first two steps and the last one are full: the first two show how the outputs change, and no step
-    after the last one can repair it. ``every`` decides how many of the others are full, and ``spacing`` where
-    they lie.
+    ``every`` decides how many steps are full, and ``ends`` and ``spacing`` where they lie. The first step is
+    always full. What is skipped before the second full step stays as it was, because it takes two to know how
+    it changes.
 
     diffusers' own caches cannot run beside it.
 
     Args:
         every: mean distance between full steps, which run everything, ≥ 1; it may be a fraction. Raising it
             saves more, and the picture follows the dense one less closely. 1: no step reuses anything.
-        spacing: 0 < spacing ≤ 1. 1: the same distance between all full steps. Lower: a long distance after
-            the first two, and shorter ones towards the end. It changes neither the number of full steps nor
-            the speed. None: 0.65 for solvers that add noise in each step, since this noise undoes much of the
-            loss of early steps, and 0.8 for the others.
+        ends: ``"full"``: the first two steps and the last one are full, since no step after the last one can
+            repair it. This is closest in most UNets. ``"free"``: the second step can be skipped, and so can
+            the last, or the last two or more if distances are long. The other full steps are closer together
+            then, which is closest in the transformers that were measured. It changes neither the number of
+            full steps nor the speed.
+        spacing: 0 < spacing ≤ 1. 1: the same distance between all full steps, but for the first two with
+            ``ends="full"``. Lower: long distances first, and shorter ones towards the end. It changes neither
+            the number of full steps nor the speed. None: 1 with ``ends="free"``; otherwise 0.65 for solvers
+            that add noise in each step, since this noise undoes much of the loss of early steps, and 0.8 for
+            the others.
         shallow_every: in a UNet, mean distance between the steps that run all of the finest level, 1 ≤
             shallow_every ≤ every. These are evenly spaced, and full steps are moved to the nearest of them.
             The other steps run only the last layer of that level. Raising it saves most in narrow models and
@@ -52,7 +59,7 @@ class StepReuse(Value):
             whole steps; for the finest level, half of it. It limits the loss in short generations, whose
             steps differ more from each other. Raising it saves more there, and loses more.
         full_steps: places of the full steps, 0 (the first step) to 1 (the last), in place of ``every``,
-            ``spacing`` and ``span``: ``(0, 0.05, 0.5, 0.8, 1)``. More places save less and bring the picture
+            ``ends``, ``spacing`` and ``span``: ``(0, 0.05, 0.5, 0.8, 1)``. More places save less and bring the picture
             closer. Empty: ``every`` decides.
         shallow_steps: places of the steps that run all of the finest level, besides the full steps, in place
             of the other settings of that level. It can only be given with ``full_steps``.
@@ -64,9 +71,12 @@ class StepReuse(Value):
     (0, 1, 5, 10, 15, 19)
     >>> StepReuse(every=4, spacing=0.6).steps_of(20).full
     (0, 1, 9, 13, 16, 19)
+    >>> StepReuse(every=4, ends="free").steps_of(20).full
+    (0, 3, 7, 10, 14, 17)
     """
 
     every: float = 1
+    ends: str = "full"
     spacing: float | None = None
     shallow_every: float = 1
     shallow_from: float = 0.0
@@ -78,6 +88,7 @@ class StepReuse(Value):
     def __post_init__(self) -> None:
         checks = {
             "every": _check_distance,
+            "ends": one_of(("full", "free")),
             "spacing": _check_spacing,
             "shallow_every": _check_distance,
             "shallow_from": number("a share of the steps, from 0 to below 1", lambda value: 0 <= value < 1),
@@ -122,12 +133,13 @@ class StepReuse(Value):
             full = at_places(self.full_steps, steps)
             return StepsOfReuse(full, tuple(sorted({*full, *at_places(self.shallow_steps, steps)})))
         span, spacing = self.span * steps, self.spacing
-        if spacing is None:
+        if spacing is None and self.ends == "full":
             spacing = _SPACING_WITH_NOISE if adds_noise else _SPACING
         shallow = set(_spread(steps, min(self.shallow_every, int(span / 2)), 1.0))
         shallow.update(range(round(self.shallow_from * steps)))
         shallow.update(range(round(self.shallow_until * steps), steps))
-        full = _spread(steps, min(self.every, int(span)), spacing)
+        every = min(self.every, int(span))
+        full = _spread(steps, every, spacing) if self.ends == "full" else _spread_freely(steps, every, spacing)
         return StepsOfReuse(_nearest(full, sorted(shallow)), tuple(sorted(shallow)))
 
 
@@ -154,6 +166,20 @@ def _spread(steps: int, every: float, spacing: float) -> tuple[int, ...]:
         return tuple(range(steps))
     count = max(1, int(between / every + 1e-9))
     return 0, 1, *_once([1 + round(between * (j / count) ** spacing) for j in range(1, count + 1)], first=2)
+
+
+def _spread_freely(steps: int, every: float, spacing: float | None) -> tuple[int, ...]:
+    """As many steps as :func:`_spread` has, of which only the first has its place.
+
+    Place j of k, counted from 0, lies at the share (j / k)^spacing of the way from the first step to the last
+    of them.
+    """
+    gaps = len(_spread(steps, every, 1.0)) - 1
+    if gaps + 1 >= steps:
+        return tuple(range(steps))
+    end = steps - 1 - round(_TAIL * (steps - 1) / gaps)
+    places = [round(end * (j / gaps) ** (spacing or 1.0)) for j in range(1, gaps + 1)]
+    return 0, *_once(places, first=1)
 
 
 def _nearest(places: tuple[int, ...], among: list[int]) -> tuple[int, ...]:

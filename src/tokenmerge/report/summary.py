@@ -79,9 +79,9 @@ def _reuse(config: ToMeConfig, report: Report | None) -> str:
     others = "the others skip parts of the model and extrapolate their outputs"
     if report is None or report.steps is None:
         return f"1 of {config.reuse.every:g} steps is full; {others}"
-    # Steps outside the merging part of the generation skip nothing, and neither do its first two.
+    # Steps outside the merging part of the generation skip nothing, and neither does its first.
     merging = [i for i in range(report.steps) if config.schedule.merges(i, report.steps)]
-    full = report.steps - len(set(merging[2:]) - set(config.reuse.steps_of(report.steps).full))
+    full = report.steps - len(set(merging[1:]) - set(config.reuse.steps_of(report.steps).full))
     if full == report.steps:
         return f"all {full} steps are full, as there are too few to skip any"
     return f"{full} of {report.steps} steps are full; {others}"

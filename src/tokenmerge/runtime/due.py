@@ -181,8 +181,10 @@ def features_to_cache(
     )
 
 
-def _extrapolation(tracker: StepTracker, part: str, runs: bool, shape: tuple[object, ...]) -> Tensor | None:
-    distance = tracker.extrapolation(part, runs, shape)
+def _extrapolation(
+    tracker: StepTracker, part: str, runs: bool, shape: tuple[object, ...], holds: bool = True
+) -> Tensor | None:
+    distance = tracker.extrapolation(part, runs, shape, holds)
     return None if distance is None else torch.tensor(distance)
 
 
@@ -202,7 +204,7 @@ def correction_due(
         due = tracker.corrects(correction.every, shape, is_at)
     if not config.extrapolates_tokens:
         return due, None
-    distance = _extrapolation(tracker, "tokens", due, shape)
+    distance = _extrapolation(tracker, "tokens", due, shape, holds=False)
     return distance is None, distance
 
 

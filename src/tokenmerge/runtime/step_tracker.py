@@ -108,20 +108,27 @@ class StepTracker:
         self.compared[self.call] = question, times, found
         return found
 
-    def extrapolation(self, part: str, runs: bool, shape: tuple[object, ...]) -> float | None:
+    def extrapolation(
+        self, part: str, runs: bool, shape: tuple[object, ...], holds: bool = True
+    ) -> float | None:
         """How far the running call extrapolates a part of the model.
 
         Args:
             part: of the model.
             runs: whether it is one of the steps that run the part.
             shape: of the sample, and what else must be as it was.
+            holds: whether the part can be skipped after a single run. Its residual then stays as it is,
+                because it takes two runs to know how it changes.
 
         Returns:
-            Steps since the part ran, divided by the interval between its last two runs. None: the part runs
-            now, and this is noted. It takes two runs to know how its residual changes.
+            Steps since the part ran, divided by the interval between its last two runs; 0 after a single
+            run. None: the part runs now, and this is noted.
         """
         before, last, seen = self.ran.get((self.call, part), (None, -1, None))
-        if seen == shape and before is not None and not runs:
-            return (self.index - last) / (last - before)
+        if seen == shape and not runs:
+            if before is not None:
+                return (self.index - last) / (last - before)
+            if holds:
+                return 0.0
         self.ran[self.call, part] = last if seen == shape else None, self.index, shape
         return None
