@@ -23,7 +23,7 @@ from tokenmerge.measure.bench.grid_files import read_grid
 from tokenmerge.measure.bench.options import BenchOptions
 
 RESULTS = Path(__file__).parent / "results"
-RATIOS_OF_AUTO = (0.25, 0.4, 0.5, 0.6, 0.75)
+RATIOS_OF_AUTO = (0.1, 0.25, 0.4, 0.5, 0.6, 0.75)
 RIVALS = ("tomesd", "deepcache", "first-block-cache")
 # Name of a grid → name of its closeness results, and number of prompts.
 QUALITY = {
