@@ -203,7 +203,7 @@ def with_skipped_blocks(settings: ToMeConfig, whole: bool) -> ToMeConfig:
     return dataclasses.replace(
         settings,
         min_tokens=max(settings.min_tokens, _FEWEST_TOKENS_BESIDE_REUSE),
-        reuse=StepReuse(every=every, ends="free", span=_span_of_blocks(every)),
+        reuse=StepReuse(every=every, span=_span_of_blocks(every)),
         by_guidance={_STRONG_GUIDANCE: _under_strong_guidance(settings.ratio)} if whole else {},
     )
 

@@ -93,7 +93,7 @@ VALID = {
     "correction.every": st.sampled_from([0, 2, 3]),
     "correction.steps": st.lists(st.floats(0, 1), max_size=5, unique=True).map(sorted),
     "reuse.every": st.integers(1, 5) | st.floats(1, 5),
-    "reuse.ends": st.sampled_from(["full", "free"]),
+    "reuse.ends": st.sampled_from([None, "full", "free"]),
     "reuse.spacing": st.none() | st.floats(0.01, 1),
     "reuse.shallow_every": st.integers(1, 5) | st.floats(1, 5),
     "reuse.shallow_from": st.floats(0, 0.99),
@@ -150,11 +150,13 @@ def check_result(config: ToMeConfig, folder) -> None:
             assert type(found) is MergeSettings
             assert 0 <= found.ratio <= max(stage.ratio for stage in phases)
     for steps in (1, 2, 3, 10):
-        for adds_noise in (False, True):
-            runs = config.reuse.steps_of(steps, adds_noise)
+        for known in ((False, False), (True, False), (False, True)):
+            runs = config.reuse.steps_of(steps, *known)
             assert set(runs.full) <= set(runs.shallow) <= set(range(steps))
             assert list(runs.full) == sorted(set(runs.full))
-            assert config.reuse.full_steps or {0, min(1, steps - 1), steps - 1} <= set(runs.full)
+            free = config.reuse.ends == "free" or (config.reuse.ends is None and known[1])
+            ends = {0} if free else {0, min(1, steps - 1), steps - 1}
+            assert config.reuse.full_steps or ends <= set(runs.full)
     assert not any(own.by_guidance for own in config.variants())
     if not callable(config.schedule.ratio):
         save_config(config, folder / "settings.json")

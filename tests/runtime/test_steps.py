@@ -10,6 +10,7 @@ from typing import Any
 import cached
 import diffusers
 import hosts
+import numpy as np
 import pytest
 import torch
 from diffusers import (
@@ -355,7 +356,7 @@ def test_in_short_generations_more_steps_run_everything():
 
 
 def test_full_steps_lie_where_the_settings_say():
-    """k of them in any generation, with the first two and the last or without; or at places that are given."""
+    """A number of them in any generation, with the first two and the last or without; or at given places."""
     assert StepReuse(every=4, spacing=1).steps_of(20).full == (0, 1, 5, 10, 15, 19)
     assert StepReuse(every=4, spacing=0.6).steps_of(20).full == (0, 1, 9, 13, 16, 19)
     assert StepReuse(every=1.2, spacing=0.6).steps_of(8).full == (0, 1, 3, 4, 5, 6, 7)
@@ -367,6 +368,8 @@ def test_full_steps_lie_where_the_settings_say():
     assert free == [(0, 3, 7, 10, 14, 17), (0, 2, 4, 5, 7, 9, 11, 13, 14, 16, 18)]
     assert StepReuse(every=4, ends="free", spacing=0.6).steps_of(20).full == (0, 6, 10, 13, 15, 17)
     assert StepReuse(every=4, ends="free").steps_of(20, adds_noise=True).full == free[0]
+    assert StepReuse(every=4).steps_of(20, ends_clean=True).full == free[0]
+    assert StepReuse(every=4, ends="full").steps_of(20, ends_clean=True) == StepReuse(every=4).steps_of(20)
     given = StepReuse(full_steps=(0, 0.05, 0.5, 1), shallow_steps=(0.25, 0.75)).steps_of(21)
     assert given.full == (0, 1, 10, 20)
     assert given.shallow == (0, 1, 5, 10, 15, 20)
@@ -415,6 +418,28 @@ def test_a_solver_that_adds_noise_has_its_own_spacing(name, noise):
     step = step_of(scheduler, scheduler.timesteps[0])
     assert step is not None
     assert step.adds_noise is noise
+
+
+@pytest.mark.filterwarnings("ignore:__array_(_ implementation|wrap__):DeprecationWarning")
+@pytest.mark.parametrize(
+    ("name", "sigmas", "clean"),
+    [
+        ("FlowMatchEulerDiscrete", None, True),  # as Stable Diffusion 3 has them
+        ("FlowMatchEulerDiscrete", np.linspace(1, 1 / 20, 20).tolist(), False),  # as FLUX.1
+        ("EulerDiscrete", None, False),
+        ("DPMSolverMultistep", None, False),
+        ("DDIM", None, False),
+    ],
+)
+def test_a_schedule_that_ends_almost_without_noise_lets_the_last_step_go(name, sigmas, clean):
+    scheduler = getattr(diffusers, f"{name}Scheduler")()
+    scheduler.set_timesteps(20, **({} if sigmas is None else {"sigmas": sigmas}))
+    for timestep in scheduler.timesteps[:2]:
+        step = step_of(scheduler, timestep)
+        assert step is not None
+        assert step.generation.ends_clean is clean
+    assert copy.deepcopy(step.generation).ends_clean is clean
+    assert pickle.loads(pickle.dumps(step.generation)).ends_clean is clean
 
 
 @pytest.mark.parametrize("spacing", [None, 0.3, 1.0])

@@ -11,7 +11,7 @@ from tokenmerge.config.places import at_places, check_places
 from tokenmerge.config.value import Value
 
 _SPACING, _SPACING_WITH_NOISE = 0.8, 0.65
-_TAIL = 0.6  # with ends="free", the steps after the last full one, as a share of the mean distance
+_TAIL = 0.6  # with free ends, the steps after the last full one, as a share of the mean distance
 _EXACT = 2**53  # floats represent every integer up to here
 _above_0 = number("a number above 0 and up to 1, or None", lambda value: 0 < value <= 1)
 
@@ -36,14 +36,15 @@ class StepReuse(Value):
         every: mean distance between full steps, which run everything, ≥ 1; it may be a fraction. Raising it
             saves more, and the picture follows the dense one less closely. 1: no step reuses anything.
         ends: ``"full"``: the first two steps and the last one are full, since no step after the last one can
-            repair it. This is closest in most UNets. ``"free"``: the second step can be skipped, and so can
-            the last, or the last two or more if distances are long. The other full steps are closer together
-            then, which is closest in the transformers that were measured. It changes neither the number of
-            full steps nor the speed.
+            repair it. ``"free"``: the second step can be skipped, and so can the last, or the last two or
+            more if distances are long; the other full steps are closer together then. It changes neither the
+            number of full steps nor the speed. None: ``"free"`` in flow matching if at most 2 % of the noise
+            is left before the last step, as in Stable Diffusion 3. That step changes little then. Otherwise
+            ``"full"``.
         spacing: 0 < spacing ≤ 1. 1: the same distance between all full steps, but for the first two with
             ``ends="full"``. Lower: long distances first, and shorter ones towards the end. It changes neither
-            the number of full steps nor the speed. None: 1 with ``ends="free"``; otherwise 0.65 for solvers
-            that add noise in each step, since this noise undoes much of the loss of early steps, and 0.8 for
+            the number of full steps nor the speed. None: 1 with free ends; otherwise 0.65 for solvers that
+            add noise in each step, since this noise undoes much of the loss of early steps, and 0.8 for
             the others.
         shallow_every: in a UNet, mean distance between the steps that run all of the finest level, 1 ≤
             shallow_every ≤ every. These are evenly spaced, and full steps are moved to the nearest of them.
@@ -59,8 +60,8 @@ class StepReuse(Value):
             whole steps; for the finest level, half of it. It limits the loss in short generations, whose
             steps differ more from each other. Raising it saves more there, and loses more.
         full_steps: places of the full steps, 0 (the first step) to 1 (the last), in place of ``every``,
-            ``ends``, ``spacing`` and ``span``: ``(0, 0.05, 0.5, 0.8, 1)``. More places save less and bring the picture
-            closer. Empty: ``every`` decides.
+            ``ends``, ``spacing`` and ``span``: ``(0, 0.05, 0.5, 0.8, 1)``. More places save less and bring the
+            picture closer. Empty: ``every`` decides.
         shallow_steps: places of the steps that run all of the finest level, besides the full steps, in place
             of the other settings of that level. It can only be given with ``full_steps``.
 
@@ -76,7 +77,7 @@ class StepReuse(Value):
     """
 
     every: float = 1
-    ends: str = "full"
+    ends: str | None = None
     spacing: float | None = None
     shallow_every: float = 1
     shallow_from: float = 0.0
@@ -88,7 +89,7 @@ class StepReuse(Value):
     def __post_init__(self) -> None:
         checks = {
             "every": _check_distance,
-            "ends": one_of(("full", "free")),
+            "ends": _check_ends,
             "spacing": _check_spacing,
             "shallow_every": _check_distance,
             "shallow_from": number("a share of the steps, from 0 to below 1", lambda value: 0 <= value < 1),
@@ -119,12 +120,13 @@ class StepReuse(Value):
         """Whether any step may skip the finest level of a UNet."""
         return self.shallow_every > 1 or bool(self.full_steps)
 
-    def steps_of(self, steps: int, adds_noise: bool = False) -> StepsOfReuse:
+    def steps_of(self, steps: int, adds_noise: bool = False, ends_clean: bool = False) -> StepsOfReuse:
         """Which steps of a generation run which part.
 
         Args:
             steps: number of steps of the generation, ≥ 1.
             adds_noise: whether the solver adds noise in each step.
+            ends_clean: whether almost no noise is left before the last step.
 
         >>> StepReuse(every=4, shallow_every=2, span=0.25).steps_of(8)
         StepsOfReuse(full=(0, 1, 3, 5, 7), shallow=(0, 1, 2, 3, 4, 5, 6, 7))
@@ -133,13 +135,14 @@ class StepReuse(Value):
             full = at_places(self.full_steps, steps)
             return StepsOfReuse(full, tuple(sorted({*full, *at_places(self.shallow_steps, steps)})))
         span, spacing = self.span * steps, self.spacing
-        if spacing is None and self.ends == "full":
+        free = ends_clean if self.ends is None else self.ends == "free"
+        if spacing is None and not free:
             spacing = _SPACING_WITH_NOISE if adds_noise else _SPACING
         shallow = set(_spread(steps, min(self.shallow_every, int(span / 2)), 1.0))
         shallow.update(range(round(self.shallow_from * steps)))
         shallow.update(range(round(self.shallow_until * steps), steps))
         every = min(self.every, int(span))
-        full = _spread(steps, every, spacing) if self.ends == "full" else _spread_freely(steps, every, spacing)
+        full = _spread_freely(steps, every, spacing) if free else _spread(steps, every, spacing)
         return StepsOfReuse(_nearest(full, sorted(shallow)), tuple(sorted(shallow)))
 
 
@@ -200,6 +203,10 @@ def _once(places: list[int], first: int) -> Iterator[int]:
 def _check_distance(name: str, value: Any) -> float:
     plain = number("a number ≥ 1", lambda value: value >= 1)(name, value)
     return int(plain) if plain.is_integer() and plain < _EXACT else plain
+
+
+def _check_ends(name: str, value: Any) -> str | None:
+    return None if value is None else one_of(("full", "free"))(name, value)
 
 
 def _check_spacing(name: str, value: Any) -> float | None:

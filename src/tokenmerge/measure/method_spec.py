@@ -153,6 +153,7 @@ _READERS = {
     "by_guidance": (_changes_by(float), 'JSON such as {"5": {"reuse.every": 1}}'),
     **dict.fromkeys(("reuse.every", "reuse.shallow_every"), (_number, "NUMBER")),
     **dict.fromkeys(("reference_ratio", "reuse.spacing"), (float, "NUMBER")),
+    "reuse.ends": (str, "full or free"),
     "reuse.full_steps": (_numbers, "NUMBER/NUMBER…, such as 0/0.05/0.5/1"),
     "reuse.shallow_steps": (_numbers, "NUMBER/NUMBER…, such as 0/0.05/0.25/0.5/1"),
 }

@@ -158,7 +158,7 @@ def reuse_of(
         refuse_training(config.reuse.given, "reuse.every=1")
     if step is None or not config.reuse.on:
         return None, None, False
-    runs = config.reuse.steps_of(step.steps, step.adds_noise)
+    runs = config.reuse.steps_of(step.steps, step.adds_noise, step.generation.ends_clean)
     if len(runs.full) == step.steps or not config.schedule.merges(step.done, step.steps):
         return None, None, False
     extrapolation = _extrapolation(tracker, "blocks", step.done in runs.full, shape)

@@ -14,6 +14,8 @@ from torch import Tensor
 _GENERATION = "_tokenmerge_generation"
 
 
+# Flow matching mixes the picture and noise. At most this share of noise is left before a clean last step.
+_ALMOST_NO_NOISE = 0.02
 # Schedulers that add noise in each step and whose name does not say so.
 _NOISY = ("DDPMScheduler", "LCMScheduler", "TCDScheduler", "RePaintScheduler")
 
@@ -25,12 +27,14 @@ class Generation:
 
     Attributes:
         first: index of its first step; image-to-image does not begin at 0.
+        ends_clean: whether almost no noise is left before its last step.
         index: of its latest step.
         thread: identifier of the thread in which it began.
     """
 
-    def __init__(self, first: int) -> None:
+    def __init__(self, first: int, ends_clean: bool = False) -> None:
         self.first = self.index = first
+        self.ends_clean = ends_clean
         self.thread = threading.get_ident()
 
     @property
@@ -43,7 +47,7 @@ class Generation:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Generation, (self.first,)
+        return Generation, (self.first, self.ends_clean)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,7 +118,7 @@ def step_of(scheduler: Any, timestep: Tensor | float, runs_here: bool = True) ->
             index = 0
     if index is None or index >= len(timesteps):  # a generation that is over
         return None
-    generation = _generation_of(timesteps, int(index), runs_here)
+    generation = _generation_of(scheduler, timesteps, int(index), runs_here)
     return (
         None
         if generation is None
@@ -134,18 +138,31 @@ def _adds_noise(scheduler: Any) -> bool:
     )
 
 
+def ends_clean(sigmas: Any) -> bool:
+    """Whether flow matching has almost no noise left before its last step, which then changes little.
+
+    So it is with Stable Diffusion 3's schedule, and not with that of FLUX.1.
+
+    Args:
+        sigmas: noise levels of the steps and, at the end, that of the picture. One of them is read, once in a
+            generation. Levels of other models begin above 1.
+    """
+    return len(sigmas) > 2 and float(sigmas[0]) <= 1 and float(sigmas[-2]) <= _ALMOST_NO_NOISE
+
+
 def needs_sync(value: Tensor) -> bool:
     """Whether reading a tensor's value would break a graph or synchronise the device."""
     return torch.compiler.is_compiling() or value.device.type != "cpu"
 
 
-def _generation_of(timesteps: Any, index: int, runs_here: bool) -> Generation | None:
+def _generation_of(scheduler: Any, timesteps: Any, index: int, runs_here: bool) -> Generation | None:
     """The generation of a scheduler's timesteps; a new one where they are new or the index goes back."""
     generation: Generation | None = getattr(timesteps, _GENERATION, None)
     if generation is not None and not (runs_here or generation.is_of_this_thread):
         return generation
     if generation is None or index < generation.index:
-        generation = Generation(index)
+        sigmas = getattr(scheduler, "sigmas", None)
+        generation = Generation(index, sigmas is not None and ends_clean(sigmas))
         try:
             setattr(timesteps, _GENERATION, generation)
         except AttributeError:  # no tensor

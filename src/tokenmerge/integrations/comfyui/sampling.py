@@ -16,7 +16,7 @@ from tokenmerge.integrations.comfyui.settings import Settings
 from tokenmerge.ops import Plan, bits, shared_features
 from tokenmerge.planners import PLANNERS, num_removed
 from tokenmerge.runtime.guidance import importance_of_tokens
-from tokenmerge.runtime.scheduler import DenoisingStep, Generation
+from tokenmerge.runtime.scheduler import DenoisingStep, Generation, ends_clean
 
 # Key of this package's entry in ComfyUI's ``transformer_options``, and of its wrappers.
 KEY = "tokenmerge"
@@ -50,7 +50,7 @@ class Sampling:
         self.settings = dataclasses.replace(settings, config=settings.config.at_guidance(guidance))
         self.sigmas = sigmas
         self.adds_noise = adds_noise
-        self._generation = Generation(0)
+        self._generation = Generation(0, ends_clean(sigmas))
         self.forget()
 
     def forget(self) -> None:
