@@ -6,16 +6,18 @@ python docs/price_curves.py          # writes docs/price-MODEL-SIZE-STEPS-GUIDAN
 from __future__ import annotations
 
 import json
+import math
 import re
 import statistics
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 from tokenmerge.config import words_with_new_names
 from tokenmerge.measure.bench.match_records import cell_of_pictures
 from tokenmerge.measure.bench.records import CellRecord
 from tokenmerge.measure.bench.variants import DENSE
-from tokenmerge.measure.reporting.curves import AGAINST_CLOSENESS, Chart, charts
+from tokenmerge.measure.reporting.curves import AGAINST_CLOSENESS, Chart, Line, charts
 from tokenmerge.measure.reporting.latest import newest_cells, newest_figures
 from tokenmerge.measure.reporting.plots import draw
 from tokenmerge.measure.reporting.quality import QualityRecord
@@ -41,7 +43,7 @@ IN_README = (
 )
 CURVE_IN_README, MODEL_IN_README = "emoji-unet-256-20-3", "sd15, 512 px, 20 steps"
 TABLE = re.compile(
-    r"(<!-- (closeness|settings|speeds|points of [\w, -]+):.*?-->\n).*?(<!-- end -->)",
+    r"(<!-- (closeness|settings|speeds|leads|points of [\w, -]+):.*?-->\n).*?(<!-- end -->)",
     flags=re.DOTALL,
 )
 AS_FAST = 1.1  # fewer steps are shown beside a method whose speed differs by less than this factor
@@ -120,6 +122,44 @@ def points_table(drawn: Mapping[str, Chart], methods: Sequence[str]) -> str:
                     figures = f"{speed:.2f}× | {closeness:.1f} dB | {beside}"
                     lines.append(f"| {pictures} | {line.name} | {label} | {figures} |")
     return "\n".join(lines) + "\n"
+
+
+def leads_table(drawn: Mapping[str, Chart]) -> str:
+    """How many dB `auto` is closer than the closest rival that is at least as fast, in Markdown: a row a curve.
+
+    Fewer steps are interpolated between two numbers of steps, linearly in the logarithm of the speed-up.
+    """
+    leads: dict[str, dict[str, str]] = {}
+    for name, chart in drawn.items():
+        own = [line for line in chart.lines if line.name == "auto"]
+        rivals = [line for line in chart.lines if line.name != "auto"]
+        model, size, steps, guidance = name.rsplit("-", 3)
+        row = leads.setdefault(f"{model}, {size} px, {steps} steps, guidance {guidance}", {})
+        points = [point for line in own for point in zip(line.points, line.labels, strict=True)]
+        for (closeness, speed), label in points:
+            rival = max((_at_speed(line, speed) for line in rivals), default=-math.inf)
+            lead = "no rival" if math.isinf(rival) else f"{closeness - rival:+.1f}".replace("-", "−")
+            row[label] = f"{lead} at {speed:.2f}×"
+    labels = sorted({label for row in leads.values() for label in row}, key=float)
+    lines = [f"| | {' | '.join(labels)} |", f"|---|{'---:|' * len(labels)}"]
+    lines += [
+        f"| {name} | {' | '.join(row.get(label, '') for label in labels)} |"
+        for name, row in leads.items()
+        if row
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _at_speed(line: Line, speed: float) -> float:
+    """The highest closeness of a method at this speed-up or above; −∞: it is nowhere as fast."""
+    points = sorted((own, closeness) for closeness, own in line.points)
+    found = [closeness for own, closeness in points if own >= speed]
+    if line.name == "fewer-steps":
+        for (slow, closer), (fast, farther) in pairwise(points):
+            if slow < speed <= fast:
+                share = math.log(speed / slow) / math.log(fast / slow)
+                found.append(closer + share * (farther - closer))
+    return max(found, default=-math.inf)
 
 
 def joint_table() -> str:
@@ -241,7 +281,11 @@ def with_tables(drawn: Mapping[str, Chart]) -> dict[str, str]:
     made = {
         "docs/methods/price-curves.md": {"closeness": tables(drawn)},
         "docs/methods/each-setting.md": {"settings": settings_table()},
-        "docs/results.md": {"closeness": tables(shown, IN_RESULTS), "speeds": speeds_table()},
+        "docs/results.md": {
+            "closeness": tables(shown, IN_RESULTS),
+            "speeds": speeds_table(),
+            "leads": leads_table(drawn),
+        },
         "README.md": {"closeness": readme_table(drawn)},
     }
     for page in sorted((ROOT / "docs" / "methods").glob("*.md")):

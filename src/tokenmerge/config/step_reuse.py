@@ -60,8 +60,8 @@ class StepReuse(Value):
             whole steps; for the finest level, half of it. It limits the loss in short generations, whose
             steps differ more from each other. Raising it saves more there, and loses more.
         full_steps: places of the full steps, 0 (the first step) to 1 (the last), in place of ``every``,
-            ``ends``, ``spacing`` and ``span``: ``(0, 0.05, 0.5, 0.8, 1)``. More places save less and bring the
-            picture closer. Empty: ``every`` decides.
+            ``ends``, ``spacing`` and ``span``: ``(0, 0.05, 0.5, 0.8, 1)``. More places save less and bring
+            the picture closer. Empty: ``every`` decides.
         shallow_steps: places of the steps that run all of the finest level, besides the full steps, in place
             of the other settings of that level. It can only be given with ``full_steps``.
 
