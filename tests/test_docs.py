@@ -17,6 +17,7 @@ from tests.models.test_every_family import model_of
 from tests.models.tiny import FAMILIES
 from tokenmerge import ToMeConfig, presets
 from tokenmerge.config import save_config
+from tokenmerge.measure.reporting.curves import Chart, Line
 from tokenmerge.planners import PLANNERS
 
 ROOT = Path(__file__).parents[1]
@@ -147,6 +148,19 @@ def test_the_tables_of_closeness_say_what_the_records_say():
     for path, text in documents.items():
         assert text.count("<!-- closeness") + text.count("<!-- settings") + text.count("<!-- points of") == 1
         assert text == (ROOT / path).read_text(encoding="utf-8")
+
+
+def test_a_lead_is_over_the_closest_rival_that_is_as_fast():
+    written = runpy.run_path(str(ROOT / "docs" / "price_curves.py"))
+    lines = (
+        Line("auto", ((40.0, 2.0), (30.0, 4.0), (20.0, 9.0)), ("0.25", "0.5", "0.75")),
+        Line("fewer-steps", ((44.0, 1.0), (34.0, 4.0)), ("20", "5")),  # 39 dB at 2×
+        Line("deepcache", ((39.5, 1.9), (36.0, 4.5)), ("2", "3")),
+    )
+    chart = Chart("closeness", "PSNR", "speed-up", lines)
+    table = written["leads_table"]({"emoji-unet-256-20-3": chart})
+    row = "| +1.0 at 2.00× | −6.0 at 4.00× | no rival at 9.00× |"
+    assert table.splitlines()[-1] == "| emoji-unet, 256 px, 20 steps, guidance 3 " + row
 
 
 def test_the_page_of_the_command_line_says_what_its_help_says():
