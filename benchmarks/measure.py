@@ -24,7 +24,12 @@ from tokenmerge.measure.bench.options import BenchOptions
 
 RESULTS = Path(__file__).parent / "results"
 RATIOS_OF_AUTO = (0.1, 0.25, 0.4, 0.5, 0.6, 0.75)
-RIVALS = ("tomesd", "deepcache", "first-block-cache")
+RIVALS = ("tomesd", "tome:proportional", "todo", "deepcache", "first-block-cache")
+# Methods whose ratio is not one of those of `auto`.
+WITH_RATIO = {
+    "tomesd": "tomesd:ratio=0.5",
+    "tome:proportional": "tome:proportional,ratio=0.5",
+}
 # Name of a grid → name of its closeness results, and number of prompts.
 QUALITY = {
     "cpu-methods-20": ("cpu-quality-20", 6),
@@ -104,7 +109,7 @@ def auto(name: str) -> None:
     """Closeness and time of `auto`, other methods and fewer steps, timed as drawn, one picture at a time."""
     quality, _ = QUALITY[name]
     variants = [v for v in read_grid(RESULTS / f"{name}.toml")["variants"] if v.startswith(RIVALS)]
-    variants = ["tomesd:ratio=0.5" if variant == "tomesd" else variant for variant in variants]
+    variants = [WITH_RATIO.get(variant, variant) for variant in variants]
     out = RESULTS / f"{quality}-of-auto.jsonl"
     draw(name, ["auto", *variants, "fewer-steps"], RATIOS_OF_AUTO, out, "--batch=1")
 
