@@ -136,8 +136,8 @@ class StepReuse(Value):
             return StepsOfReuse(full, tuple(sorted({*full, *at_places(self.shallow_steps, steps)})))
         span, spacing = self.span * steps, self.spacing
         free = ends_clean if self.ends is None else self.ends == "free"
-        if spacing is None and not free:
-            spacing = _SPACING_WITH_NOISE if adds_noise else _SPACING
+        if spacing is None:
+            spacing = 1.0 if free else _SPACING_WITH_NOISE if adds_noise else _SPACING
         shallow = set(_spread(steps, min(self.shallow_every, int(span / 2)), 1.0))
         shallow.update(range(round(self.shallow_from * steps)))
         shallow.update(range(round(self.shallow_until * steps), steps))
@@ -171,7 +171,7 @@ def _spread(steps: int, every: float, spacing: float) -> tuple[int, ...]:
     return 0, 1, *_once([1 + round(between * (j / count) ** spacing) for j in range(1, count + 1)], first=2)
 
 
-def _spread_freely(steps: int, every: float, spacing: float | None) -> tuple[int, ...]:
+def _spread_freely(steps: int, every: float, spacing: float) -> tuple[int, ...]:
     """As many steps as :func:`_spread` has, of which only the first has its place.
 
     Place j of k, counted from 0, lies at the share (j / k)^spacing of the way from the first step to the last
@@ -181,7 +181,7 @@ def _spread_freely(steps: int, every: float, spacing: float | None) -> tuple[int
     if gaps + 1 >= steps:
         return tuple(range(steps))
     end = steps - 1 - round(_TAIL * (steps - 1) / gaps)
-    places = [round(end * (j / gaps) ** (spacing or 1.0)) for j in range(1, gaps + 1)]
+    places = [round(end * (j / gaps) ** spacing) for j in range(1, gaps + 1)]
     return 0, *_once(places, first=1)
 
 

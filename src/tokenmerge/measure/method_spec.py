@@ -145,7 +145,7 @@ _OF_TYPE: dict[type, tuple[Callable[[str], Any], str]] = {
     float: (float, "NUMBER"),
     str: (str, "WORD"),
 }
-_READERS = {
+_READERS: dict[str, tuple[Callable[[str], Any], str]] = {
     **{name: _OF_TYPE[type(value)] for name, value in _DEFAULTS.items() if type(value) in _OF_TYPE},
     "schedule.ratio": (_numbers, "NUMBER/NUMBER…, such as 1.4/0.6"),
     "levels": (_changes_by(int), 'JSON such as {"2": {"ratio": 0.25}}'),
