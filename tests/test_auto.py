@@ -13,8 +13,10 @@ from typing import Any
 
 import diffusers
 import hosts
+import numpy as np
 import pytest
 import torch
+from diffusers import FlowMatchEulerDiscreteScheduler
 from torch import nn
 
 from tests.kernels import backend
@@ -86,6 +88,29 @@ def test_a_model_alone_has_no_steps_to_follow(fast):
     assert not choose(unet, 0.5).follows_steps
     apply_token_merging(unet, 0.5)
     assert torch.isfinite(hosts.call(unet, **hosts.inputs())).all()
+
+
+@pytest.mark.parametrize(
+    ("sigmas", "full"),
+    [
+        (None, [0, 2, 5, 7, 10, 12, 15, 17]),  # as Stable Diffusion 3 has them, with no noise before the last
+        (np.linspace(1, 1 / 20, 20).tolist(), [0, 1, 5, 8, 11, 14, 17, 19]),  # as FLUX.1
+    ],
+)
+def test_the_schedule_says_where_the_full_steps_of_a_transformer_lie(sigmas, full, fast):
+    class Pipeline(SimpleNamespace):  # unlike a namespace, it can be referenced weakly
+        pass
+
+    model, scheduler = model_of(FAMILIES["SD3Transformer2DModel"]), FlowMatchEulerDiscreteScheduler()
+    pipe, ran = Pipeline(transformer=model, scheduler=scheduler), []
+    apply_token_merging(pipe, 0.5)
+    model.transformer_blocks[0].attn.register_forward_hook(lambda *_: ran.append(index))
+    scheduler.set_timesteps(20, **({} if sigmas is None else {"sigmas": sigmas}))
+    arguments = FAMILIES["SD3Transformer2DModel"].inputs(1, 8, 8)
+    for index, timestep in enumerate(scheduler.timesteps):  # noqa: B007
+        call(model, {**arguments, "timestep": timestep.expand(1)})
+        scheduler.step(torch.zeros(1), timestep, torch.zeros(1))
+    assert ran == full
 
 
 @pytest.mark.parametrize("name", ["SD3Transformer2DModel", "FluxTransformer2DModel", "WanTransformer3DModel"])
