@@ -161,10 +161,12 @@ def reuse_of(
     runs = config.reuse.steps_of(step.steps, step.adds_noise, step.generation.ends_clean)
     if len(runs.full) == step.steps or not config.schedule.merges(step.done, step.steps):
         return None, None, False
-    extrapolation = _extrapolation(tracker, "blocks", step.done in runs.full, shape)
+    # Where the second step is full, two runs come first, also in a model that begins with a later step.
+    extrapolation = _extrapolation(tracker, "blocks", step.done in runs.full, shape, 1 not in runs.full)
     # A step that runs everything runs the finest level of a UNet too.
     runs_shallow = extrapolation is None or step.done in runs.shallow
-    return extrapolation, _extrapolation(tracker, "shallow", runs_shallow, shape), True
+    shallow = _extrapolation(tracker, "shallow", runs_shallow, shape, 1 not in runs.shallow)
+    return extrapolation, shallow, True
 
 
 def features_to_cache(
@@ -182,7 +184,7 @@ def features_to_cache(
 
 
 def _extrapolation(
-    tracker: StepTracker, part: str, runs: bool, shape: tuple[object, ...], holds: bool = True
+    tracker: StepTracker, part: str, runs: bool, shape: tuple[object, ...], holds: bool
 ) -> Tensor | None:
     distance = tracker.extrapolation(part, runs, shape, holds)
     return None if distance is None else torch.tensor(distance)

@@ -144,10 +144,16 @@ def ends_clean(sigmas: Any) -> bool:
     So it is with Stable Diffusion 3's schedule, and not with that of FLUX.1.
 
     Args:
-        sigmas: noise levels of the steps and, at the end, that of the picture. One of them is read, once in a
-            generation. Levels of other models begin above 1.
+        sigmas: noise levels of the steps and, at the end, that of the picture. Two of them are read at most,
+            once in a generation. Levels of other models begin above 1.
     """
-    return len(sigmas) > 2 and float(sigmas[0]) <= 1 and float(sigmas[-2]) <= _ALMOST_NO_NOISE
+    return len(sigmas) > 2 and float(sigmas[-2]) <= _ALMOST_NO_NOISE and float(sigmas[0]) <= 1
+
+
+def _matches_flow(scheduler: Any) -> bool:
+    """Whether a scheduler is one of flow matching."""
+    config = getattr(scheduler, "config", {})
+    return "FlowMatch" in type(scheduler).__name__ or bool(config.get("use_flow_sigmas", False))
 
 
 def needs_sync(value: Tensor) -> bool:
@@ -161,8 +167,7 @@ def _generation_of(scheduler: Any, timesteps: Any, index: int, runs_here: bool) 
     if generation is not None and not (runs_here or generation.is_of_this_thread):
         return generation
     if generation is None or index < generation.index:
-        sigmas = getattr(scheduler, "sigmas", None)
-        generation = Generation(index, sigmas is not None and ends_clean(sigmas))
+        generation = Generation(index, _matches_flow(scheduler) and ends_clean(scheduler.sigmas))
         try:
             setattr(timesteps, _GENERATION, generation)
         except AttributeError:  # no tensor
