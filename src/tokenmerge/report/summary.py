@@ -79,9 +79,11 @@ def _reuse(config: ToMeConfig, report: Report | None) -> str:
     others = "the others skip parts of the model and extrapolate their outputs"
     if report is None or report.steps is None:
         return f"1 of {config.reuse.every:g} steps is full; {others}"
-    # Steps outside the merging part of the generation skip nothing, and neither does its first.
+    # Steps outside the merging part of the generation skip nothing. Neither does its first one, nor its
+    # second one if the second step of a whole generation is full.
     merging = [i for i in range(report.steps) if config.schedule.merges(i, report.steps)]
-    full = report.steps - len(set(merging[1:]) - set(config.reuse.steps_of(report.steps).full))
+    runs = config.reuse.steps_of(report.steps).full
+    full = report.steps - len(set(merging[2 if 1 in runs else 1 :]) - set(runs))
     if full == report.steps:
         return f"all {full} steps are full, as there are too few to skip any"
     return f"{full} of {report.steps} steps are full; {others}"
