@@ -31,6 +31,7 @@ from tokenmerge import (
     token_merging,
 )
 from tokenmerge.auto import choose
+from tokenmerge.config import flat
 from tokenmerge.measure.method_spec import MethodSpec
 from tokenmerge.models.find import find_hosts
 from tokenmerge.models.unet_stages import shallow_share
@@ -162,9 +163,9 @@ def test_strong_guidance_in_unets_merges_more_and_skips_the_finest_level_less(fa
             finest = (c.reuse.steps_of(steps).shallow for c in (strong, plain))
             skipped, more = (set(range(steps)) - set(shallow) for shallow in finest)
             assert len(skipped) < len(more)
-            assert skipped <= set(range(round(0.3 * steps), round(0.8 * steps))) or ratio > 0.6
+            assert skipped <= set(range(round(0.5 * steps), round(0.9 * steps))) or ratio > 0.6
     removed = [choose(pipe, ratio).at_guidance(7.5).ratio for ratio in (0.1, 0.25, 0.4, 0.6, 0.75)]
-    assert removed == [0.16, 0.4, 0.6, 0.7, 0.75]
+    assert removed == [0.16, 0.4, 0.5, 0.7, 0.75]
     assert not choose(pipeline(unet=hosts.unet(block_out_channels=(32, 160))), 0.5).by_guidance
 
 
@@ -260,6 +261,37 @@ def test_a_ratio_asks_auto_and_does_not_replace_what_it_chooses(fast):
     pipe = pipeline(unet=hosts.unet())
     assert MethodSpec("auto", {"ratio": 0.75}).config(pipe) == choose(pipe, 0.75)
     assert choose(pipe, 0.75).ratio < 0.75
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"reuse.every": 1},
+        {"reuse.every": 1.5},
+        {"reuse.full_steps": (0, 0.5, 1)},
+        {"reuse.shallow_from": 0.5, "reuse.shallow_until": 0.9},
+        {"correction.every": 3, "sx": 2},
+        {"scope": "layers"},
+        {"by_guidance": {6.0: {"ratio": 0.1}}},
+    ],
+)
+@pytest.mark.parametrize("name", ["UNet", "SD3Transformer2DModel"])
+def test_a_changed_setting_of_auto_holds_at_every_guidance(name, changes, fast):
+    """What auto sets by guidance is left out where the user has set it, and stays elsewhere."""
+    unet = hosts.unet(block_out_channels=(32, 64))
+    pipe = pipeline(model=unet if name == "UNet" else model_of(FAMILIES[name]))
+    own, changed = choose(pipe, 0.5), MethodSpec("auto", changes).config(pipe)
+    assert own.by_guidance
+    for scale in (None, 3.0, 7.5):
+        found = flat(vars(changed.at_guidance(scale)))
+        if "by_guidance" in changes:
+            assert found["ratio"] == (0.1 if scale == 7.5 else own.ratio)
+            continue
+        assert {key: found[key] for key in changes} == changes
+        follows = "reuse.shallow_every"  # what a lower reuse.every lowers too
+        expected = flat(vars(own.at_guidance(scale))) | changes
+        assert {**found, follows: 0} == {**expected, follows: 0}
+        assert found[follows] == min(expected[follows], found["reuse.every"])
 
 
 def test_a_ratio_of_0_is_dense(fast):

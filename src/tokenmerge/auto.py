@@ -38,12 +38,13 @@ _REUSE_OF_STAGES = (
 )
 # The same under strong guidance: the ratio, the fraction of tokens that is removed, every, shallow_from and
 # shallow_until. Every step runs the finest level if the last two are equal; between them, every second does.
+# Skipping it loses most in the first half of the steps and in the last ones.
 _STAGES_UNDER_STRONG_GUIDANCE = (
     (0.0, 0.0, 1.0, 0.5, 0.5),
     (0.25, 0.4, 2.0, 0.5, 0.5),
-    (0.4, 0.6, 2.7, 0.5, 0.5),
-    (0.5, 0.65, 3.0, 0.4, 0.65),
-    (0.6, 0.7, 3.4, 0.3, 0.8),
+    (0.4, 0.5, 2.5, 0.55, 0.85),
+    (0.5, 0.6, 3.0, 0.55, 0.85),
+    (0.6, 0.7, 3.2, 0.5, 0.9),
     (0.75, 0.75, 4.0, 0.0, 1.0),
 )
 # More tokens than usual are removed there, and fewer destinations leave more sources to choose them from.
@@ -94,8 +95,9 @@ def choose(pipe_or_model: object, ratio: float = 0.5, follows_steps: bool | None
       level runs in all steps, and the deep stages in more of them. The scheduler that the pipeline has at
       this call decides.
     - **Strong guidance in UNets** (``by_guidance``, from a scale of 5 on), if the finest level is a large
-      part of the work: more tokens merge, 40 % at a ratio of 0.25 and 65 % at 0.5, and no step corrects them.
-      Up to a ratio of 0.4, every step runs the finest level; at 0.5, single steps in the middle skip it.
+      part of the work: more tokens merge, 40 % at a ratio of 0.25 and 60 % at 0.5, and no step corrects them.
+      Up to a ratio of 0.25, every step runs the finest level; above, every second step in the later half
+      skips it, but not the last ones.
     - **Strong guidance in other models** (``by_guidance``, from a scale of 5 on): whole blocks merge, with
       a correction in every fourth full step up to a ratio of 0.25 and in every sixth above, and fewer steps
       are skipped. Guidance multiplies the difference between two results, which is hard to extrapolate.

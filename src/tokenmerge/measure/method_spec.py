@@ -24,8 +24,8 @@ class MethodSpec:
         method: ``"auto"`` chooses settings for the model and the device (:func:`tokenmerge.auto.choose`).
             ``"tome"`` has the defaults of :class:`tokenmerge.ToMeConfig`. The other methods are the functions
             of :mod:`tokenmerge.presets`, by name.
-        changes: settings that replace the method's own, by name, such as ``"reuse.every"``. Former names are
-            accepted too.
+        changes: settings that replace the method's own at every guidance scale, by name, such as
+            ``"reuse.every"``. Former names are accepted too.
 
     Raises:
         ConfigError: the method is unknown, or a value is out of its range.
@@ -69,6 +69,7 @@ class MethodSpec:
             own = {**flat(vars(chosen)), "reuse.shallow_every": shallow}
             # The ratio is the argument of `choose`, which may merge fewer tokens and skip more steps.
             changes = {name: value for name, value in self.changes.items() if name != "ratio"}
+            own["by_guidance"] = _without(chosen.by_guidance, changes)
             return ToMeConfig.from_dict({**own, **changes})
         if self.method == "tome":
             return ToMeConfig.from_dict(self.changes)
@@ -78,6 +79,25 @@ class MethodSpec:
     def to_dict(self) -> dict[str, Any]:
         """The method and its changes as plain values, for records."""
         return {"method": self.method, **{name: as_plain(value) for name, value in self.changes.items()}}
+
+
+def _without(
+    by_guidance: Mapping[float, Mapping[str, Any]], changes: Mapping[str, Any]
+) -> dict[float, dict[str, Any]]:
+    """What a method sets by guidance, without the settings that are changed: a change holds at every scale.
+
+    >>> _without({5.0: {"ratio": 0.6, "reuse.every": 3, "reuse.shallow_every": 2}}, {"reuse.every": 1})
+    {5.0: {'ratio': 0.6, 'reuse.shallow_every': 1}}
+    """
+    found = {}
+    for scale, own in by_guidance.items():
+        left = {name: value for name, value in own.items() if name not in changes}
+        every = {**own, **changes}.get("reuse.every")
+        if every is not None and "reuse.shallow_every" in left:
+            left["reuse.shallow_every"] = min(left["reuse.shallow_every"], every)
+        if left:
+            found[scale] = left
+    return found
 
 
 def read_setting(text: str, names: Collection[str] = SETTINGS) -> tuple[str, Any]:
