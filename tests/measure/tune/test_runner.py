@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tokenmerge.config import PlanSharing, ToMeConfig, load_config, load_settings
+from tokenmerge.config import PlanSharing, StepReuse, ToMeConfig, load_config, load_settings
 from tokenmerge.errors import ConfigError
 from tokenmerge.measure.reporting import plots
 from tokenmerge.measure.tune import result, runner
@@ -246,6 +246,28 @@ def test_residuals_of_the_model_are_tried_with_one_plan_for_all_blocks() -> None
     assert configs == [
         ToMeConfig(ratio=ratio, plans=PlanSharing(blocks=True), **wanted) for ratio in (0.5, 0.25)
     ]
+
+
+def test_other_places_of_the_full_steps_are_tried() -> None:
+    tried = [
+        dict(one.drawn.spec.settings)
+        for one in candidates(Goal("psnr", speedup=1.5), 20)
+        if one.drawn.spec.name == "auto"
+    ]
+    wanted = [
+        {"reuse.ends": "full", "reuse.spacing": 1},
+        {"reuse.ends": "full", "reuse.spacing": 0.5},
+        {"reuse.ends": "free"},
+        {"reuse.shallow_from": 0.5, "reuse.shallow_until": 0.9},
+    ]
+    assert all(any(places.items() <= changes.items() for changes in tried) for places in wanted)
+
+
+def test_where_no_step_skips_the_finest_level_its_places_do_not_matter() -> None:
+    late, plain = (StepReuse(every=3, shallow_every=every, shallow_from=0.5) for every in (2, 1))
+    always = StepReuse(every=3)
+    reduced = [in_force(ToMeConfig(ratio=0.5, reuse=reuse), 20, True) for reuse in (late, plain, always)]
+    assert reduced[0] != reduced[1] == reduced[2]
 
 
 def test_settings_that_act_alike_are_tried_once() -> None:

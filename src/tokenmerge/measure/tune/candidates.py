@@ -42,6 +42,15 @@ _FAMILIES: tuple[tuple[str, str, tuple[float, ...]], ...] = (
     ("auto, full every 3rd step", "auto:reuse.every=3,ratio={}", (0.5, 0.25)),
     ("auto, full every 2nd step", "auto:reuse.every=2,ratio={}", (0.75, 0.5)),
     ("auto, no correction", "auto:correction.every=0,ratio={}", (0.4, 0.25)),
+    # Other places of the full steps, and of those that skip the finest level.
+    ("auto, full steps evenly spaced", "auto:reuse.ends=full,reuse.spacing=1,ratio={}", (0.5, 0.25)),
+    ("auto, full steps late", "auto:reuse.ends=full,reuse.spacing=0.5,ratio={}", (0.5, 0.25)),
+    ("auto, free ends", "auto:reuse.ends=free,ratio={}", (0.5, 0.25)),
+    (
+        "auto, finest level skipped late",
+        "auto:reuse.shallow_from=0.5,reuse.shallow_until=0.9,ratio={}",
+        (0.5, 0.4),
+    ),
     # Merging alone.
     ("auto, no step reuse", "auto:reuse.every=1,ratio={}", _RATIOS),
     ("tiled", _TILED + ",ratio={}", _RATIOS),
@@ -121,8 +130,10 @@ def _reuse_in_force(reuse: StepReuse, steps: int) -> StepReuse:
     if len(reuse.steps_of(steps).full) == steps:
         return StepReuse()
     span = reuse.span * steps
-    every, shallow_every = min(reuse.every, int(span)), min(reuse.shallow_every, int(span / 2))
-    return dataclasses.replace(reuse, every=max(1, every), shallow_every=max(1, shallow_every), span=1.0)
+    every = max(1, min(reuse.every, int(span)))
+    shallow_every = max(1, min(reuse.shallow_every, int(span / 2)))
+    window = {} if shallow_every > 1 else {"shallow_from": 0.0, "shallow_until": 1.0}
+    return dataclasses.replace(reuse, every=every, shallow_every=shallow_every, span=1.0, **window)
 
 
 def _merging() -> Iterator[tuple[str, str, float]]:
