@@ -5,9 +5,9 @@ steps of `auto` are dense, some merge, and some run only a part of the model. So
 plan at every step, or merge less at later steps. Each kind of step is timed, and a line shows the mean over
 the generation. Rounds are interleaved: a line shows their median, their quartiles, and the median of the
 speed-ups over dense in the same round. `tomesd` and `DeepCache` are the packages of their authors; the other
-methods are presets.
+methods are presets. `auto` is timed at weak guidance, and with `--strong` also at a guidance scale of 7.5.
 
-    python benchmarks/auto.py --model sd15 --size 512 768 --ratio 0.5 0.6
+    python benchmarks/auto.py --model sd15 --size 512 768 --ratio 0.5 0.6 --strong
     python benchmarks/auto.py --model sd15 --size 512 --preset todo toma ca_tome ibtm sdtm sito
     python benchmarks/auto.py --model sd3@0.13 flux@0.03 --size 1024 --steps 28 --preset toma sito
 """
@@ -34,6 +34,7 @@ from tokenmerge.measure.bench.inputs import Inputs, InputSize, example_inputs
 
 Seconds = Callable[[], float]  # of one call
 TIMESTEP = 500
+STRONG_GUIDANCE = 7.5
 
 
 class Pipe:
@@ -80,10 +81,10 @@ def kinds_of_steps(config: ToMeConfig, steps: int) -> list[str]:
     return list((kinds | dict.fromkeys(dense, "dense")).values())
 
 
-def with_auto(ratio: float) -> Callable[[Pipe, Seconds, int], float]:
+def with_auto(ratio: float, guidance: float | None = None) -> Callable[[Pipe, Seconds, int], float]:
     def measure(pipe: Pipe, call: Seconds, steps: int) -> float:
         """The mean over a generation, from its first step of each kind."""
-        config = choose(pipe, ratio)
+        config = choose(pipe, ratio).at_guidance(guidance)
         kinds = kinds_of_steps(config, steps)
         of_kind: dict[str, list[float]] = {kind: [] for kind in kinds}
         with tokenmerge.token_merging(pipe, config) as patch:
@@ -154,6 +155,9 @@ def measure(name: str, size: int, options: argparse.Namespace) -> dict[str, list
         variants |= {f"DeepCache {interval}": with_deepcache(interval) for interval in (2, 3)}
     variants |= {name: with_preset(name) for name in options.preset}
     variants |= {f"auto {ratio:g}": with_auto(ratio) for ratio in options.ratio}
+    if options.strong and geometry.guided:
+        strong = f"at guidance {STRONG_GUIDANCE:g}"
+        variants |= {f"auto {ratio:g} {strong}": with_auto(ratio, STRONG_GUIDANCE) for ratio in options.ratio}
     pipe, call = Pipe(model, geometry.guided), timed(model, inputs)
     call()  # warm-up
     return turns.in_turns(
@@ -172,6 +176,8 @@ def main() -> None:
     published = [name for name in presets.__all__ if name != "tomesd"]
     parser.add_argument("--preset", nargs="+", default=[], choices=published, help="published methods")
     parser.add_argument("--steps", type=int, default=20, help="denoising steps (default: 20)")
+    strong = f"time auto at a guidance scale of {STRONG_GUIDANCE:g} too, in models with guidance"
+    parser.add_argument("--strong", action="store_true", help=strong)
     options = parser.parse_args()
 
     for name in options.model:
@@ -180,12 +186,12 @@ def main() -> None:
             turns.record(options, times, model=name, size=size, steps=options.steps)
             print(f"\n{name}, {size} × {size}, {options.steps} steps, {options.dtype}, ", end="")
             print(f"{options.device}, {torch.get_num_threads()} threads")
-            print(f"{'variant':<12}{'s a step':>10}{'quartiles':>18}{'speed-up':>10}")
+            print(f"{'variant':<28}{'s a step':>10}{'quartiles':>18}{'speed-up':>10}")
             for variant, values in times.items():
                 low, _, high = statistics.quantiles(values, n=4)
                 gain = statistics.median(a / b for a, b in zip(times["dense"], values, strict=True))
                 median = statistics.median(values)
-                print(f"{variant:<12}{median:>10.3f}{f'{low:.3f} to {high:.3f}':>18}{gain:>9.2f}x")
+                print(f"{variant:<28}{median:>10.3f}{f'{low:.3f} to {high:.3f}':>18}{gain:>9.2f}x")
 
 
 if __name__ == "__main__":
