@@ -35,13 +35,15 @@ IN_RESULTS = {
 # The rows of README: the method and setting of a curve, their name in speeds_table's records, and what they are.
 IN_README = (
     ("auto", "0.25", "auto 0.25", "`auto`, ratio 0.25"),
-    ("fewer-steps", "14", None, "dense, 14 of the 20 steps"),
+    ("auto", "0.4", "auto 0.4", "`auto`, ratio 0.4"),
     ("auto", "0.5", "auto 0.5", "`auto`, ratio 0.5"),
-    ("fewer-steps", "9", None, "dense, 9 of the 20 steps"),
+    ("auto", "0.6", "auto 0.6", "`auto`, ratio 0.6"),
     ("deepcache", "2", "DeepCache 2", "DeepCache, every second step"),
     ("tomesd", "0.5", "tomesd 0.5", "tomesd, ratio 0.5"),
 )
-CURVE_IN_README, MODEL_IN_README = "emoji-unet-256-20-3", "sd15, 512 px, 20 steps"
+# Its columns: two curves, and a model of speeds_table. A record of strong guidance has a name of its own.
+CURVES_IN_README = {"guidance 3": "emoji-unet-256-20-3", "guidance 7.5": "emoji-unet-256-20-7.5"}
+MODEL_IN_README, AT_STRONG_GUIDANCE = "sd15, 512 px, 20 steps", " at guidance 7.5"
 TABLE = re.compile(
     r"(<!-- (closeness|settings|speeds|leads|points of [\w, -]+):.*?-->\n).*?(<!-- end -->)",
     flags=re.DOTALL,
@@ -224,18 +226,29 @@ def settings_table() -> str:
 
 
 def readme_table(drawn: Mapping[str, Chart]) -> str:
-    """Closeness and speed-up of a few settings side by side, in Markdown: a row a setting."""
-    points = {
-        (line.name, label): point
-        for line in drawn[CURVE_IN_README].lines
-        for point, label in zip(line.points, line.labels, strict=True)
-    }
+    """Closeness and speed-up of a few settings side by side, in Markdown: a row a setting.
+
+    Beside each curve stands the closeness of fewer steps at the same speed.
+    """
+    points: dict[tuple[str, str, str], tuple[float, float]] = {}
+    fewer: dict[str, Line] = {}
+    for guidance, name in CURVES_IN_README.items():
+        for line in drawn[name].lines:
+            if line.name == "fewer-steps":
+                fewer[guidance] = line
+            for point, label in zip(line.points, line.labels, strict=True):
+                points[guidance, line.name, label] = point
     _, speeds = _speeds()
-    lines = ["| | PSNR to dense | speed-up | on SD 1.5's geometry |", "|---|---:|---:|---:|"]
+    heads = [cell for guidance in CURVES_IN_README for cell in (guidance, "fewer steps at that speed")]
+    lines = [f"| | {' | '.join(heads)} | SD 1.5's geometry |", f"|---|{'---:|' * (len(heads) + 1)}"]
     for method, label, name, words in IN_README:
-        closeness, speed = points[method, label]
-        there = f"{statistics.median(speeds[name][MODEL_IN_README]):.2f}×" if name else ""
-        lines.append(f"| {words} | {closeness:.1f} dB | {speed:.2f}× | {there} |")
+        cells = []
+        for guidance in CURVES_IN_README:
+            closeness, speed = points[guidance, method, label]
+            cells += [f"{closeness:.1f} dB at {speed:.2f}×", f"{_at_speed(fewer[guidance], speed):.1f} dB"]
+        there = (speeds[own][MODEL_IN_README] for own in (name, name + AT_STRONG_GUIDANCE) if own in speeds)
+        cells.append(", ".join(f"{statistics.median(found):.2f}×" for found in there))
+        lines.append(f"| {words} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
