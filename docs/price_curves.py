@@ -257,8 +257,11 @@ def speeds_table() -> str:
     dense, rows = _speeds()
     first = " | ".join(f"{statistics.median(taken):.1f} s" for taken in dense.values())
     lines = [f"| | {' | '.join(dense)} |", f"|---|{'---:|' * len(dense)}", f"| dense | {first} |"]
-    order = sorted(rows.items(), key=lambda row: statistics.median(next(iter(row[1].values()))))
-    for variant, found in order:
+
+    def on_first_model(row: tuple[str, dict[str, list[float]]]) -> float:
+        return next(statistics.median(row[1][name]) for name in dense if name in row[1])
+
+    for variant, found in sorted(rows.items(), key=on_first_model):
         cells = (_speed(found.get(name, [])) for name in dense)
         lines.append(f"| {variant} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"

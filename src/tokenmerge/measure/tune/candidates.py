@@ -132,8 +132,9 @@ def _reuse_in_force(reuse: StepReuse, steps: int) -> StepReuse:
     span = reuse.span * steps
     every = max(1, min(reuse.every, int(span)))
     shallow_every = max(1, min(reuse.shallow_every, int(span / 2)))
-    window = {} if shallow_every > 1 else {"shallow_from": 0.0, "shallow_until": 1.0}
-    return dataclasses.replace(reuse, every=every, shallow_every=shallow_every, span=1.0, **window)
+    if shallow_every == 1:  # then it does not matter from where to where
+        reuse = dataclasses.replace(reuse, shallow_every=1, shallow_from=0.0, shallow_until=1.0)
+    return dataclasses.replace(reuse, every=every, shallow_every=shallow_every, span=1.0)
 
 
 def _merging() -> Iterator[tuple[str, str, float]]:
