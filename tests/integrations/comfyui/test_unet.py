@@ -89,12 +89,12 @@ def test_step_reuse(model, key_numbers, method, switch):
 
 
 def test_auto_merges_more_tokens_under_strong_guidance(model, key_numbers):
-    """At a ratio of 0.5, 65 % of the 2048 tokens from a guidance scale of 5 on. The text says so."""
+    """At a ratio of 0.5, 60 % of the 2048 tokens from a guidance scale of 5 on. The text says so."""
     latent = {"samples": torch.zeros(1, 4, 64, 32)}
     clone, text = TokenMerging().merge(model, "auto", 0.5, 0.0, 1.0, latent)
     (line,) = (line for line in text.splitlines() if line.startswith("With cfg 5 or more, "))
-    assert line.endswith(", and attention merges at ratio 0.65.")
-    for cfg, ratio in ((4.9, 0.5), (5.0, 0.65)):
+    assert line.endswith(", and attention merges at ratio 0.6.")
+    for cfg, ratio in ((4.9, 0.5), (5.0, 0.6)):
         key_numbers.clear()
         hosts.sample(clone, size=(64, 32), cfg=cfg)
         merged = {keys for n, keys in key_numbers if n == keys and keys not in (2048, 512)}
