@@ -163,6 +163,7 @@ def test_strong_guidance_in_unets_merges_more_and_skips_the_finest_level_less(fa
             finest = (c.reuse.steps_of(steps).shallow for c in (strong, plain))
             skipped, more = (set(range(steps)) - set(shallow) for shallow in finest)
             assert len(skipped) < len(more)
+            assert bool(skipped) is (ratio > 0.25)
             assert skipped <= set(range(round(0.5 * steps), round(0.9 * steps))) or ratio > 0.6
     removed = [choose(pipe, ratio).at_guidance(7.5).ratio for ratio in (0.1, 0.25, 0.4, 0.6, 0.75)]
     assert removed == [0.16, 0.4, 0.5, 0.7, 0.75]
