@@ -34,7 +34,7 @@ from tokenmerge.auto import choose
 from tokenmerge.config import flat
 from tokenmerge.measure.method_spec import MethodSpec
 from tokenmerge.models.find import find_hosts
-from tokenmerge.models.unet_stages import shallow_share
+from tokenmerge.models.unet_stages import work_of
 from tokenmerge.planners import PLANNERS, calibration
 from tokenmerge.runtime.patch import state_of
 
@@ -150,8 +150,7 @@ def test_a_higher_ratio_skips_more_steps(name, guidance, fast):
     assert full[0] < 20
 
 
-def test_strong_guidance_in_unets_merges_more_and_skips_the_finest_level_less(fast):
-    """Only where that level is a large part of the work, as in Stable Diffusion 1.5 but not in SDXL."""
+def test_strong_guidance_in_unets_with_much_attention_merges_more_and_skips_the_finest_level_less(fast):
     pipe = pipeline(unet=hosts.unet(block_out_channels=(32, 64)))
     for ratio in (0.1, 0.25, 0.4, 0.5, 0.6, 0.75):
         plain, strong = (choose(pipe, ratio).at_guidance(scale) for scale in (4.9, 5.0))
@@ -167,7 +166,29 @@ def test_strong_guidance_in_unets_merges_more_and_skips_the_finest_level_less(fa
             assert skipped <= set(range(round(0.5 * steps), round(0.9 * steps))) or ratio > 0.6
     removed = [choose(pipe, ratio).at_guidance(7.5).ratio for ratio in (0.1, 0.25, 0.4, 0.6, 0.75)]
     assert removed == [0.16, 0.4, 0.5, 0.7, 0.75]
-    assert not choose(pipeline(unet=hosts.unet(block_out_channels=(32, 160))), 0.5).by_guidance
+
+
+@pytest.mark.parametrize("channels", [(320, 384), (128, 512)])
+def test_strong_guidance_in_unets_with_little_attention_merges_less(channels, fast):
+    """As in Stable Diffusion 1.5 and SDXL. Where the finest level is little work too, steps skip the same."""
+    pipe = pipeline(unet=hosts.unet(block_out_channels=channels))
+    finest = work_of(find_hosts(pipe)[0]).finest_share
+    assert work_of(find_hosts(pipe)[0]).attention_share < 0.3
+    assert (finest > 0.2) is (channels == (320, 384))
+    ratios = (0.1, 0.25, 0.4, 0.5, 0.6, 0.75)
+    for ratio in ratios:
+        plain, strong = (choose(pipe, ratio).at_guidance(scale) for scale in (4.9, 5.0))
+        assert strong.ratio <= plain.ratio
+        assert not strong.correction.on
+        if finest > 0.2:
+            runs = strong.reuse.steps_of(20)
+            assert bool(set(range(20)) - set(runs.shallow)) is (ratio > 0.25)
+        else:
+            assert strong.reuse == plain.reuse
+    strong = [choose(pipe, ratio).at_guidance(7.5) for ratio in ratios]
+    assert [config.ratio for config in strong] == [0.1, 0.25, 0.35, 0.45, 0.45, 0.6]
+    if finest > 0.2:
+        assert [config.reuse.every for config in strong] == [1.52, 2.3, 2.5, 3, 4, 4]
 
 
 @pytest.mark.filterwarnings("ignore:__array_(_ implementation|wrap__):DeprecationWarning")
@@ -316,7 +337,7 @@ def test_a_costly_finest_level_of_a_unet_does_not_run_on_every_step(fast):
     def finest_every(channels: tuple[int, int]) -> list[tuple[int, float]]:
         pipe = pipeline(unet=hosts.unet(block_out_channels=channels))
         (host,) = find_hosts(pipe)
-        shares.append(shallow_share(host.root))
+        shares.append(work_of(host).finest_share)
         found = [choose(pipe, ratio) for ratio in (0.125, 0.25, 0.5)]
         return [(config.reuse.shallow_every, config.reuse.shallow_from) for config in found]
 

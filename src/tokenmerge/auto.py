@@ -15,7 +15,8 @@ from tokenmerge.config import Correction, PlanSharing, StepReuse, ToMeConfig
 from tokenmerge.models.base import Host
 from tokenmerge.models.find import find_hosts
 from tokenmerge.models.placement import device_of, dtype_of, narrowest_attention
-from tokenmerge.models.unet_stages import shallow_share
+from tokenmerge.models.unet_stages import work_of
+from tokenmerge.models.unet_work import UNetWork
 from tokenmerge.planners.calibration import fewest_tokens
 
 __all__ = ["choose"]
@@ -38,8 +39,10 @@ _REUSE_OF_STAGES = (
 )
 # The same under strong guidance: the ratio, the fraction of tokens that is removed, every, shallow_from and
 # shallow_until. Every step runs the finest level if the last two are equal; between them, every second does.
-# Skipping it loses most in the first half of the steps and in the last ones.
-_STAGES_UNDER_STRONG_GUIDANCE = (
+# Skipping it loses most in the first half of the steps and in the last ones. Strong guidance multiplies the
+# error of merging too. Where attention is a small part of the work, merging saves little, and skipping more
+# steps instead is closer at the same speed.
+_STRONG_WITH_MUCH_ATTENTION = (
     (0.0, 0.0, 1.0, 0.5, 0.5),
     (0.25, 0.4, 2.0, 0.5, 0.5),
     (0.4, 0.5, 2.5, 0.55, 0.85),
@@ -47,6 +50,16 @@ _STAGES_UNDER_STRONG_GUIDANCE = (
     (0.6, 0.7, 3.2, 0.5, 0.9),
     (0.75, 0.75, 4.0, 0.0, 1.0),
 )
+_STRONG_WITH_LITTLE_ATTENTION = (
+    (0.0, 0.0, 1.0, 0.5, 0.5),
+    (0.25, 0.25, 2.3, 0.5, 0.5),
+    (0.4, 0.35, 2.5, 0.55, 0.85),
+    (0.5, 0.45, 3.0, 0.55, 0.85),
+    (0.6, 0.45, 4.0, 0.5, 0.9),
+    (0.75, 0.6, 4.0, 0.0, 1.0),
+)
+# It is much attention from this share of the work on. Stable Diffusion 1.5 has 0.15, SDXL 0.03.
+_MUCH_ATTENTION = 0.3
 # More tokens than usual are removed there, and fewer destinations leave more sources to choose them from.
 _STRIDE_UNDER_STRONG_GUIDANCE = 4
 # The finest level of a UNet skips steps if it is a larger share of the work than this.
@@ -94,10 +107,10 @@ def choose(pipe_or_model: object, ratio: float = 0.5, follows_steps: bool | None
     - **Solvers that combine four steps** (PNDM, LMS), in UNets from a guidance scale of 5 on: the finest
       level runs in all steps, and the deep stages in more of them. The scheduler that the pipeline has at
       this call decides.
-    - **Strong guidance in UNets** (``by_guidance``, from a scale of 5 on), if the finest level is a large
-      part of the work: more tokens merge, 40 % at a ratio of 0.25 and 60 % at 0.5, and no step corrects them.
-      Up to a ratio of 0.25, every step runs the finest level; above, every second step in the later half
-      skips it, but not the last ones.
+    - **Strong guidance in UNets** (``by_guidance``, from a scale of 5 on): no step corrects what merges. If
+      attention is a large part of the work, more tokens merge, 40 % at a ratio of 0.25 and 60 % at 0.5.
+      Otherwise fewer do, 25 % and 45 %, as in Stable Diffusion 1.5. Up to a ratio of 0.25, every step runs
+      the finest level; above, every second step in the later half skips it, but not the last ones.
     - **Strong guidance in other models** (``by_guidance``, from a scale of 5 on): whole blocks merge, with
       a correction in every fourth full step up to a ratio of 0.25 and in every sixth above, and fewer steps
       are skipped. Guidance multiplies the difference between two results, which is hard to extrapolate.
@@ -150,7 +163,7 @@ def choose_for(
         return settings
     if denoiser.deep_stages:
         amplifies = type(getattr(pipe_or_model, "scheduler", None)).__name__ in _AMPLIFYING
-        return with_skipped_stages(settings, shallow_share(denoiser.root), amplifies)
+        return with_skipped_stages(settings, work_of(denoiser), amplifies)
     if not denoiser.can_skip:
         return settings
     if whole:
@@ -159,23 +172,18 @@ def choose_for(
     return with_skipped_blocks(settings, whole)
 
 
-def with_skipped_stages(settings: ToMeConfig, finest: float, amplifies: bool = False) -> ToMeConfig:
+def with_skipped_stages(settings: ToMeConfig, work: UNetWork, amplifies: bool = False) -> ToMeConfig:
     """The settings of a UNet that skips its deep stages on some steps.
 
     Args:
         settings: the settings without step reuse.
-        finest: fraction of a call's work at the finest level.
+        work: how the work of a call is distributed.
         amplifies: whether the solver amplifies the error of extrapolation under strong guidance.
     """
     every, shallow_every, shallow_from, shallow_until = _between(_REUSE_OF_STAGES, settings.ratio)
-    if finest <= _WORTHWHILE_FINEST_LEVEL:
+    if work.finest_share <= _WORTHWHILE_FINEST_LEVEL:
         shallow_every, shallow_from, shallow_until = 1.0, 0.0, 1.0
-    if amplifies:
-        strong = _under_amplification(every)
-    elif shallow_every > 1:
-        strong = _stages_under_strong_guidance(settings.ratio)
-    else:
-        strong = {}
+    strong = _under_amplification(every) if amplifies else _stages_under_strong_guidance(settings.ratio, work)
     further = max(0.0, settings.ratio - _MODERATE) * (1 - _FURTHER_TOKENS_OF_UNETS)
     return dataclasses.replace(
         settings,
@@ -190,7 +198,7 @@ def with_skipped_stages(settings: ToMeConfig, finest: float, amplifies: bool = F
             shallow_until=shallow_until,
             span=max(_SPAN_OF_STAGES, 2 * math.ceil(shallow_every) / _STEPS_OF_STAGES),
         ),
-        by_guidance={_STRONG_GUIDANCE: strong} if strong else {},
+        by_guidance={_STRONG_GUIDANCE: strong},
     )
 
 
@@ -231,13 +239,16 @@ def _under_strong_guidance(ratio: float) -> dict[str, Any]:
     }
 
 
-def _stages_under_strong_guidance(ratio: float) -> dict[str, Any]:
-    """Changed settings of UNets: more merging, no correction, and more steps that run the finest level."""
-    removed, every, start, until = _between(_STAGES_UNDER_STRONG_GUIDANCE, ratio)
+def _stages_under_strong_guidance(ratio: float, work: UNetWork) -> dict[str, Any]:
+    """Changed settings of UNets: no correction, and steps skip the finest level late, if at all."""
+    much = work.attention_share >= _MUCH_ATTENTION
+    rows = _STRONG_WITH_MUCH_ATTENTION if much else _STRONG_WITH_LITTLE_ATTENTION
+    removed, every, start, until = _between(rows, ratio)
+    merging = {"ratio": removed, "sx": _STRIDE_UNDER_STRONG_GUIDANCE, "correction.every": 0}
+    if work.finest_share <= _WORTHWHILE_FINEST_LEVEL:
+        return merging
     return {
-        "ratio": removed,
-        "sx": _STRIDE_UNDER_STRONG_GUIDANCE,
-        "correction.every": 0,
+        **merging,
         "reuse.every": every,
         "reuse.shallow_every": 2 if start < until else 1,
         "reuse.shallow_from": start,

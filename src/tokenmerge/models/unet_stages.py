@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from tokenmerge.errors import UnsupportedModelError
 from tokenmerge.models.base import Block, GridShape, Host, is_a, modules_in
 from tokenmerge.models.basic_block import basic_block
 from tokenmerge.models.layout import Grid
+from tokenmerge.models.unet_work import UNetWork
 
 # The lists of modules in a layer of a stage, in the order in which they run.
 _IN_LAYERS = ("resnets", "temp_convs", "attentions", "temp_attentions", "motion_modules")
@@ -67,10 +69,19 @@ def _stages(root: Any) -> Iterator[tuple[str, Any, int]]:
             level //= 2
 
 
-def shallow_share(root: Any) -> float:
-    """Fraction of a call's work at the finest level, if each weight works once per position of its level."""
-    work = [(level, _weights(stage) / level**2) for _, stage, level in _stages(root)]
-    return sum(own for level, own in work if level == 1) / sum(own for _, own in work)
+def work_of(host: Host) -> UNetWork:
+    """How the work of a UNet's call is distributed."""
+    weights: Counter[int] = Counter()
+    for _, stage, level in _stages(host.root):
+        weights[level] += _weights(stage)
+    projections = (
+        (block.level, getattr(getattr(block.module, layer.name), "to_q", None))
+        for block in host.blocks
+        for layer in block.layers
+        if layer.kind == "attn1"
+    )
+    widths = ((level, module.out_features) for level, module in projections if isinstance(module, nn.Linear))
+    return UNetWork(weights, tuple(widths))
 
 
 def _weights(stage: Any) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ from tokenmerge.errors import UnsupportedModelError
 from tokenmerge.models.base import is_a
 from tokenmerge.models.families import compvis
 from tokenmerge.models.layout import Layout, TokenArgument
+from tokenmerge.models.unet_work import UNetWork
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,14 +83,14 @@ class Target:
         blocks: blocks that can merge, in the order in which they run.
         patch: frames, rows and columns of latent positions that make one token at level 1.
         cuts: in a UNet, for steps that skip its deep stages, and for steps that also skip its finest level.
-        finest_share: fraction of a call's work at the finest level of a UNet.
+        work: how the work of a UNet's call is distributed; None for other models.
     """
 
     name: str
     blocks: tuple[Block, ...]
     patch: tuple[int, int, int] = (1, 1, 1)
     cuts: tuple[Cut, ...] = ()
-    finest_share: float = 1.0
+    work: UNetWork | None = None
 
     @property
     def is_unet(self) -> bool:
@@ -151,7 +153,7 @@ def find_target(model: Any) -> Target:
             if not getattr(block.module, "disable_self_attn", False)
         ]
         if blocks:
-            return Target(name, tuple(blocks), cuts=_cuts(root), finest_share=_finest_share(root))
+            return Target(name, tuple(blocks), cuts=_cuts(root), work=_work(root, blocks))
     for family in _FAMILIES:
         if is_a(root, *family.classes):
             return Target(name, tuple(_blocks(root, family)), _patch(root))
@@ -196,17 +198,18 @@ def _transformers(unet: Any, output: int) -> int:
     return sum(is_a(part, "SpatialTransformer") for stage in stages for part in stage.modules())
 
 
-def _finest_share(unet: Any) -> float:
-    """Fraction of a call's work at the finest level, if each weight is used once for each position there."""
-    work, level = {1: 0.0}, 1
+def _work(unet: Any, blocks: Sequence[Block]) -> UNetWork:
+    """How the work of a UNet's call is distributed."""
+    weights: Counter[int] = Counter()
+    level = 1
     for block in unet.input_blocks:
         level *= 1 + _has(block, "Downsample")
-        work[level] = work.get(level, 0.0) + _weights(block) / level**2
-    work[level] += _weights(unet.middle_block) / level**2
+        weights[level] += _weights(block)
+    weights[level] += _weights(unet.middle_block)
     for block in unet.output_blocks:
-        work[level] += _weights(block) / level**2
+        weights[level] += _weights(block)
         level //= 1 + _has(block, "Upsample")
-    return work[1] / sum(work.values())
+    return UNetWork(weights, tuple((block.level, block.channels) for block in blocks))
 
 
 def _weights(module: Any) -> int:

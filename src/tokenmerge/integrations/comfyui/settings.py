@@ -135,7 +135,7 @@ def _with_step_reuse(config: ToMeConfig, target: Target) -> ToMeConfig:
     """The settings of :func:`tokenmerge.auto.choose` with step reuse, if a part can be skipped."""
     if not target.is_unet:
         return with_skipped_blocks(config, whole=True)
-    return with_skipped_stages(config, target.finest_share) if target.cuts else config
+    return with_skipped_stages(config, target.work) if target.work and target.cuts else config
 
 
 def _for_unet(config: ToMeConfig, target: Target, asked: Asked, notes: list[str]) -> ToMeConfig:
