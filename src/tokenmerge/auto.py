@@ -37,26 +37,26 @@ _REUSE_OF_STAGES = (
     (0.5, 3.0, 2.0, 0.0, 1.0),
     (0.75, 4.0, 3.0, 0.0, 1.0),
 )
-# The same under strong guidance: the ratio, the fraction of tokens that is removed, every, shallow_from and
-# shallow_until. Every step runs the finest level if the last two are equal; between them, every second does.
-# Skipping it loses most in the first half of the steps and in the last ones. Strong guidance multiplies the
-# error of merging too. Where attention is a small part of the work, merging saves little, and skipping more
-# steps instead is closer at the same speed.
+# The same under strong guidance: the ratio, the fraction of tokens that is removed, every, start,
+# shallow_from and shallow_until. Between the last two, every second step runs the finest level; if they are
+# equal, every step does. Skipping it loses most in the first half of the steps and in the last ones. Strong
+# guidance multiplies the error of merging too. Where attention is a small part of the work, merging saves
+# little, and skipping more steps instead is closer at the same speed.
 _STRONG_WITH_MUCH_ATTENTION = (
-    (0.0, 0.0, 1.0, 0.5, 0.5),
-    (0.25, 0.4, 2.0, 0.5, 0.5),
-    (0.4, 0.5, 2.5, 0.55, 0.85),
-    (0.5, 0.6, 3.0, 0.55, 0.85),
-    (0.6, 0.7, 3.2, 0.5, 0.9),
-    (0.75, 0.75, 4.0, 0.0, 1.0),
+    (0.0, 0.0, 1.0, 0.6, 0.7, 0.7),
+    (0.25, 0.45, 2.0, 0.6, 0.7, 0.7),
+    (0.4, 0.5, 2.5, 0.0, 0.55, 0.85),
+    (0.5, 0.6, 3.0, 0.0, 0.55, 0.85),
+    (0.6, 0.7, 3.2, 0.0, 0.5, 0.9),
+    (0.75, 0.75, 4.0, 0.0, 0.0, 1.0),
 )
 _STRONG_WITH_LITTLE_ATTENTION = (
-    (0.0, 0.0, 1.0, 0.5, 0.5),
-    (0.25, 0.25, 2.3, 0.5, 0.5),
-    (0.4, 0.35, 2.5, 0.55, 0.85),
-    (0.5, 0.45, 3.0, 0.55, 0.85),
-    (0.6, 0.45, 4.0, 0.5, 0.9),
-    (0.75, 0.6, 4.0, 0.0, 1.0),
+    (0.0, 0.0, 1.0, 0.0, 0.5, 0.5),
+    (0.25, 0.25, 2.3, 0.0, 0.5, 0.5),
+    (0.4, 0.35, 2.5, 0.0, 0.55, 0.85),
+    (0.5, 0.45, 3.0, 0.0, 0.55, 0.85),
+    (0.6, 0.45, 4.0, 0.0, 0.5, 0.9),
+    (0.75, 0.6, 4.0, 0.0, 0.0, 1.0),
 )
 # It is much attention from this share of the work on. Stable Diffusion 1.5 has 0.15, SDXL 0.03.
 _MUCH_ATTENTION = 0.3
@@ -108,9 +108,10 @@ def choose(pipe_or_model: object, ratio: float = 0.5, follows_steps: bool | None
       level runs in all steps, and the deep stages in more of them. The scheduler that the pipeline has at
       this call decides.
     - **Strong guidance in UNets** (``by_guidance``, from a scale of 5 on): no step corrects what merges. If
-      attention is a large part of the work, more tokens merge, 40 % at a ratio of 0.25 and 60 % at 0.5.
-      Otherwise fewer do, 25 % and 45 %, as in Stable Diffusion 1.5. Up to a ratio of 0.25, every step runs
-      the finest level; above, every second step in the later half skips it, but not the last ones.
+      attention is a large part of the work, more tokens merge, 45 % at a ratio of 0.25 and 60 % at 0.5, and
+      up to 0.25 the first 60 % of the steps skip nothing. Otherwise fewer merge, 25 % and 45 %, as in Stable
+      Diffusion 1.5. Up to a ratio of 0.25, every step runs the finest level; above, every second step in the
+      later half skips it, but not the last ones.
     - **Strong guidance in other models** (``by_guidance``, from a scale of 5 on): whole blocks merge, with
       a correction in every fourth full step up to a ratio of 0.25 and in every sixth above, and fewer steps
       are skipped. Guidance multiplies the difference between two results, which is hard to extrapolate.
@@ -243,16 +244,17 @@ def _stages_under_strong_guidance(ratio: float, work: UNetWork) -> dict[str, Any
     """Changed settings of UNets: no correction, and steps skip the finest level late, if at all."""
     much = work.attention_share >= _MUCH_ATTENTION
     rows = _STRONG_WITH_MUCH_ATTENTION if much else _STRONG_WITH_LITTLE_ATTENTION
-    removed, every, start, until = _between(rows, ratio)
+    removed, every, start, shallow_from, shallow_until = _between(rows, ratio)
     merging = {"ratio": removed, "sx": _STRIDE_UNDER_STRONG_GUIDANCE, "correction.every": 0}
     if work.finest_share <= _WORTHWHILE_FINEST_LEVEL:
         return merging
     return {
         **merging,
         "reuse.every": every,
-        "reuse.shallow_every": 2 if start < until else 1,
-        "reuse.shallow_from": start,
-        "reuse.shallow_until": until,
+        "reuse.start": start,
+        "reuse.shallow_every": 2 if shallow_from < shallow_until else 1,
+        "reuse.shallow_from": shallow_from,
+        "reuse.shallow_until": shallow_until,
     }
 
 

@@ -95,6 +95,7 @@ VALID = {
     "reuse.every": st.integers(1, 5) | st.floats(1, 5),
     "reuse.ends": st.sampled_from([None, "full", "free"]),
     "reuse.spacing": st.none() | st.floats(0.01, 1),
+    "reuse.start": st.floats(0, 0.99),
     "reuse.shallow_every": st.integers(1, 5) | st.floats(1, 5),
     "reuse.shallow_from": st.floats(0, 0.99),
     "reuse.shallow_until": st.floats(0, 1),

@@ -311,6 +311,10 @@ def test_without_steps_or_where_all_are_alike_no_mean_is_told():
             "1 of 3 steps runs the finest level of a UNet",
         ),
         (
+            ToMeConfig(reuse=StepReuse(every=4, start=0.25)),
+            "reuse.start=0.25: each of the first 25 % of the steps runs all blocks",
+        ),
+        (
             ToMeConfig(reuse=StepReuse(every=4, shallow_every=3, shallow_from=0.25)),
             "; reuse.shallow_from=0.25: each of the first 25 % of the steps runs it",
         ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import gc
 import pickle
 from typing import Any
@@ -469,6 +470,21 @@ def test_full_steps_are_some_of_those_that_run_the_finest_level(spacing, adds_no
             finest = StepReuse(every=shallow_every, spacing=1).steps_of(steps).full
             early, late = range(round(shallow_from * steps)), range(round(shallow_until * steps), steps)
             assert set(runs.shallow) == {*finest, *early, *late}
+
+
+@pytest.mark.parametrize("start", [0.05, 0.35, 0.6, 0.99])
+@pytest.mark.parametrize("ends", ["full", "free"])
+@pytest.mark.parametrize("shallow_every", [1, 2])
+def test_the_first_share_of_the_steps_is_full_and_the_others_stay(start, ends, shallow_every):
+    for steps in range(1, 60):
+        for every in (1, 2, 3.5):
+            reuse = StepReuse(every=every, ends=ends, shallow_every=min(shallow_every, every))
+            plain, runs = reuse.steps_of(steps), dataclasses.replace(reuse, start=start).steps_of(steps)
+            first = range(round(start * steps))
+            assert set(runs.full) == {*first, *plain.full}
+            assert set(runs.shallow) == {*first, *plain.shallow}
+            assert list(runs.full) == sorted(runs.full)
+            assert list(runs.shallow) == sorted(runs.shallow)
 
 
 class GuidedPipeline:

@@ -13,6 +13,7 @@ from tokenmerge.config.value import Value
 _SPACING, _SPACING_WITH_NOISE = 0.8, 0.65
 _TAIL = 0.6  # with free ends, the steps after the last full one, as a share of the mean distance
 _EXACT = 2**53  # floats represent every integer up to here
+_share_below_1 = number("a share of the steps, from 0 to below 1", lambda value: 0 <= value < 1)
 _above_0 = number("a number above 0 and up to 1, or None", lambda value: 0 < value <= 1)
 
 
@@ -46,6 +47,9 @@ class StepReuse(Value):
             the number of full steps nor the speed. None: 1 with free ends; otherwise 0.65 for solvers that
             add noise in each step, since this noise undoes much of the loss of early steps, and 0.8 for
             the others.
+        start: share of the steps, 0 ≤ start < 1, that are full before any step skips something. The later
+            full steps stay where the settings above put them. Raising it gives up the saving of these steps
+            and brings the picture closer, most of all under strong guidance.
         shallow_every: in a UNet, mean distance between the steps that run all of the finest level, 1 ≤
             shallow_every ≤ every. These are evenly spaced, and full steps are moved to the nearest of them.
             The other steps run only the last layer of that level. Raising it saves most in narrow models and
@@ -60,8 +64,8 @@ class StepReuse(Value):
             whole steps; for the finest level, half of it. It limits the loss in short generations, whose
             steps differ more from each other. Raising it saves more there, and loses more.
         full_steps: places of the full steps, 0 (the first step) to 1 (the last), in place of ``every``,
-            ``ends``, ``spacing`` and ``span``: ``(0, 0.05, 0.5, 0.8, 1)``. More places save less and bring
-            the picture closer. Empty: ``every`` decides.
+            ``ends``, ``spacing``, ``start`` and ``span``: ``(0, 0.05, 0.5, 0.8, 1)``. More places save less
+            and bring the picture closer. Empty: ``every`` decides.
         shallow_steps: places of the steps that run all of the finest level, besides the full steps, in place
             of the other settings of that level. It can only be given with ``full_steps``.
 
@@ -74,11 +78,14 @@ class StepReuse(Value):
     (0, 1, 9, 13, 16, 19)
     >>> StepReuse(every=4, ends="free").steps_of(20).full
     (0, 3, 7, 10, 14, 17)
+    >>> StepReuse(every=4, spacing=1, start=0.4).steps_of(20).full
+    (0, 1, 2, 3, 4, 5, 6, 7, 10, 15, 19)
     """
 
     every: float = 1
     ends: str | None = None
     spacing: float | None = None
+    start: float = 0.0
     shallow_every: float = 1
     shallow_from: float = 0.0
     shallow_until: float = 1.0
@@ -92,7 +99,8 @@ class StepReuse(Value):
             "ends": _check_ends,
             "spacing": _check_spacing,
             "shallow_every": _check_distance,
-            "shallow_from": number("a share of the steps, from 0 to below 1", lambda value: 0 <= value < 1),
+            "start": _share_below_1,
+            "shallow_from": _share_below_1,
             "shallow_until": number("a share of the steps, from 0 to 1", lambda value: 0 <= value <= 1),
             "span": share,
             "full_steps": check_places,
@@ -143,7 +151,8 @@ class StepReuse(Value):
         shallow.update(range(round(self.shallow_until * steps), steps))
         every = min(self.every, int(span))
         full = _spread_freely(steps, every, spacing) if free else _spread(steps, every, spacing)
-        return StepsOfReuse(_nearest(full, sorted(shallow)), tuple(sorted(shallow)))
+        full = sorted({*_nearest(full, sorted(shallow)), *range(round(self.start * steps))})
+        return StepsOfReuse(tuple(full), tuple(sorted(shallow.union(full))))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -211,6 +211,11 @@ def _notes_on_reuse(reuse: StepReuse) -> list[str]:
             f"reuse.spacing={reuse.spacing:g}: the steps that run all blocks lie closer together towards "
             "the end"
         )
+    if reuse.start > 0:
+        notes.append(
+            f"reuse.start={reuse.start:g}: each of the first {_percent(reuse.start)} of the steps runs all "
+            "blocks"
+        )
     if reuse.shallow_every > 1:
         start, until = reuse.shallow_from, reuse.shallow_until
         notes.append(

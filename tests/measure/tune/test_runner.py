@@ -257,6 +257,7 @@ def test_other_places_of_the_full_steps_are_tried() -> None:
     wanted = [
         {"reuse.ends": "full", "reuse.spacing": 1},
         {"reuse.ends": "full", "reuse.spacing": 0.5},
+        {"reuse.start": 0.5},
         {"reuse.ends": "free"},
         {"reuse.shallow_from": 0.5, "reuse.shallow_until": 0.9},
     ]

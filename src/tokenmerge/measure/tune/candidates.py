@@ -45,6 +45,7 @@ _FAMILIES: tuple[tuple[str, str, tuple[float, ...]], ...] = (
     # Other places of the full steps, and of those that skip the finest level.
     ("auto, full steps evenly spaced", "auto:reuse.ends=full,reuse.spacing=1,ratio={}", (0.5, 0.25)),
     ("auto, full steps late", "auto:reuse.ends=full,reuse.spacing=0.5,ratio={}", (0.5, 0.25)),
+    ("auto, first half full", "auto:reuse.start=0.5,ratio={}", (0.5, 0.25)),
     ("auto, free ends", "auto:reuse.ends=free,ratio={}", (0.5, 0.25)),
     (
         "auto, finest level skipped late",
