@@ -151,8 +151,9 @@ class StepReuse(Value):
         shallow.update(range(round(self.shallow_until * steps), steps))
         every = min(self.every, int(span))
         full = _spread_freely(steps, every, spacing) if free else _spread(steps, every, spacing)
-        full = sorted({*_nearest(full, sorted(shallow)), *range(round(self.start * steps))})
-        return StepsOfReuse(tuple(full), tuple(sorted(shallow.union(full))))
+        first = range(round(self.start * steps))
+        full = tuple(sorted({*_nearest(full, sorted(shallow)), *first}))
+        return StepsOfReuse(full, tuple(sorted(shallow.union(full))))
 
 
 @dataclasses.dataclass(frozen=True)
