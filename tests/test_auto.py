@@ -193,6 +193,28 @@ def test_strong_guidance_in_unets_with_little_attention_merges_less(channels, fa
 
 
 @pytest.mark.filterwarnings("ignore:__array_(_ implementation|wrap__):DeprecationWarning")
+@pytest.mark.parametrize("name", ["EulerAncestralDiscrete", "DDPM", "DPMSolverMultistep"])
+def test_solvers_that_add_noise_run_the_finest_level_in_all_steps_and_merge_more(name, fast):
+    """Under strong guidance, up to a ratio of 0.6."""
+    sde = {"algorithm_type": "sde-dpmsolver++"} if name == "DPMSolverMultistep" else {}
+    unet = hosts.unet(block_out_channels=(32, 64))
+    found = {}
+    for noise, scheduler in (
+        (True, getattr(diffusers, f"{name}Scheduler")(**sde)),
+        (False, diffusers.DDIMScheduler()),
+    ):
+        pipe = SimpleNamespace(unet=unet, scheduler=scheduler)
+        found[noise] = [choose(pipe, ratio) for ratio in (0.25, 0.4, 0.5, 0.6, 0.75)]
+    assert [config.at_guidance(3) for config in found[True]] == [c.at_guidance(3) for c in found[False]]
+    strong, others = ([config.at_guidance(7.5) for config in found[noise]] for noise in (True, False))
+    assert (strong[0], strong[-1]) == (others[0], others[-1])
+    for config, other in zip(strong[1:-1], others[1:-1], strict=True):
+        assert config.reuse.steps_of(20, True).shallow == tuple(range(20))
+        assert len(other.reuse.steps_of(20, True).shallow) < 20
+        assert config.ratio == pytest.approx(other.ratio + 0.05)
+
+
+@pytest.mark.filterwarnings("ignore:__array_(_ implementation|wrap__):DeprecationWarning")
 def test_solvers_that_amplify_what_alternates_run_the_finest_level_in_all_steps(fast):
     """Compares the effect of one error in earlier steps with alternating and with equal signs."""
 

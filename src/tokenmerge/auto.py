@@ -15,6 +15,7 @@ from tokenmerge.config import Correction, PlanSharing, StepReuse, ToMeConfig
 from tokenmerge.models.base import Host
 from tokenmerge.models.find import find_hosts
 from tokenmerge.models.placement import device_of, dtype_of, narrowest_attention
+from tokenmerge.models.solver import adds_noise, amplifies
 from tokenmerge.models.unet_stages import work_of
 from tokenmerge.models.unet_work import UNetWork
 from tokenmerge.planners.calibration import fewest_tokens
@@ -60,6 +61,9 @@ _STRONG_WITH_LITTLE_ATTENTION = (
 )
 # It is much attention from this share of the work on. Stable Diffusion 1.5 has 0.15, SDXL 0.03.
 _MUCH_ATTENTION = 0.3
+# Skipping the finest level loses more with solvers that add noise in each step. With these, every step runs
+# it up to this ratio, and more tokens merge instead.
+_FINEST_LEVEL_WITH_NOISE, _FURTHER_TOKENS_WITH_NOISE = 0.6, 0.05
 # More tokens than usual are removed there, and fewer destinations leave more sources to choose them from.
 _STRIDE_UNDER_STRONG_GUIDANCE = 4
 # The finest level of a UNet skips steps if it is a larger share of the work than this.
@@ -78,9 +82,6 @@ _FEWEST_TOKENS_BESIDE_REUSE = 2048
 # From this scale on, guidance amplifies the error of extrapolation in transformers. At the same speed,
 # merging whole blocks in most steps is then closer than skipping most steps.
 _STRONG_GUIDANCE = 5.0
-# Schedulers of diffusers that combine the results of four steps. With their weights, such as 55/24, −59/24,
-# 37/24 and −9/24, they multiply an error that alternates between steps by up to 6.7.
-_AMPLIFYING = ("PNDMScheduler", "IPNDMScheduler", "LMSDiscreteScheduler")
 
 
 def choose(pipe_or_model: object, ratio: float = 0.5, follows_steps: bool | None = None) -> ToMeConfig:
@@ -104,9 +105,11 @@ def choose(pipe_or_model: object, ratio: float = 0.5, follows_steps: bool | None
       ratio of 0.4, the last 10 % of the steps run all of it too. UNets skip
       less below 20 steps, and nothing below 10, or below 7 where the ratio is above 0.5; other models skip
       less below 16 steps.
+    - **Solvers that add noise in each step** (Euler ancestral, DPM++ SDE, DDPM), in UNets from a guidance
+      scale of 5 on: up to a ratio of 0.6, every step runs the finest level, and 5 % more of the tokens merge.
     - **Solvers that combine four steps** (PNDM, LMS), in UNets from a guidance scale of 5 on: the finest
-      level runs in all steps, and the deep stages in more of them. The scheduler that the pipeline has at
-      this call decides.
+      level runs in all steps, and the deep stages in more of them. For both kinds of solver, the scheduler
+      that the pipeline has at this call decides.
     - **Strong guidance in UNets** (``by_guidance``, from a scale of 5 on): no step corrects what merges. If
       attention is a large part of the work, more tokens merge, 45 % at a ratio of 0.25 and 60 % at 0.5, and
       up to 0.25 the first 60 % of the steps skip nothing. Otherwise fewer merge, 25 % and 45 %, as in Stable
@@ -163,8 +166,8 @@ def choose_for(
     if not follows_steps:
         return settings
     if denoiser.deep_stages:
-        amplifies = type(getattr(pipe_or_model, "scheduler", None)).__name__ in _AMPLIFYING
-        return with_skipped_stages(settings, work_of(denoiser), amplifies)
+        scheduler = getattr(pipe_or_model, "scheduler", None)
+        return with_skipped_stages(settings, work_of(denoiser), scheduler)
     if not denoiser.can_skip:
         return settings
     if whole:
@@ -173,18 +176,21 @@ def choose_for(
     return with_skipped_blocks(settings, whole)
 
 
-def with_skipped_stages(settings: ToMeConfig, work: UNetWork, amplifies: bool = False) -> ToMeConfig:
+def with_skipped_stages(settings: ToMeConfig, work: UNetWork, scheduler: object = None) -> ToMeConfig:
     """The settings of a UNet that skips its deep stages on some steps.
 
     Args:
         settings: the settings without step reuse.
         work: how the work of a call is distributed.
-        amplifies: whether the solver amplifies the error of extrapolation under strong guidance.
+        scheduler: of the pipeline; None: unknown.
     """
     every, shallow_every, shallow_from, shallow_until = _between(_REUSE_OF_STAGES, settings.ratio)
     if work.finest_share <= _WORTHWHILE_FINEST_LEVEL:
         shallow_every, shallow_from, shallow_until = 1.0, 0.0, 1.0
-    strong = _under_amplification(every) if amplifies else _stages_under_strong_guidance(settings.ratio, work)
+    if amplifies(scheduler):
+        strong = _under_amplification(every)
+    else:
+        strong = _stages_under_strong_guidance(settings.ratio, work, adds_noise(scheduler))
     further = max(0.0, settings.ratio - _MODERATE) * (1 - _FURTHER_TOKENS_OF_UNETS)
     return dataclasses.replace(
         settings,
@@ -240,11 +246,19 @@ def _under_strong_guidance(ratio: float) -> dict[str, Any]:
     }
 
 
-def _stages_under_strong_guidance(ratio: float, work: UNetWork) -> dict[str, Any]:
-    """Changed settings of UNets: no correction, and steps skip the finest level late, if at all."""
+def _stages_under_strong_guidance(ratio: float, work: UNetWork, noise: bool) -> dict[str, Any]:
+    """Changed settings of UNets: no correction, and steps skip the finest level late, if at all.
+
+    Args:
+        ratio: that the user gave.
+        work: how the work of a call is distributed.
+        noise: whether the solver adds noise in each step.
+    """
     much = work.attention_share >= _MUCH_ATTENTION
     rows = _STRONG_WITH_MUCH_ATTENTION if much else _STRONG_WITH_LITTLE_ATTENTION
     removed, every, start, shallow_from, shallow_until = _between(rows, ratio)
+    if noise and shallow_from < shallow_until and ratio <= _FINEST_LEVEL_WITH_NOISE:
+        removed, shallow_until = round(removed + _FURTHER_TOKENS_WITH_NOISE, 2), shallow_from
     merging = {"ratio": removed, "sx": _STRIDE_UNDER_STRONG_GUIDANCE, "correction.every": 0}
     if work.finest_share <= _WORTHWHILE_FINEST_LEVEL:
         return merging

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tokenmerge.models.solver import adds_noise
+
 # The attribute by which a scheduler's tensor of timesteps holds its generation. ``set_timesteps`` makes a new
 # tensor for each generation, and a deep copy of the tensor takes the attribute along.
 _GENERATION = "_tokenmerge_generation"
@@ -16,8 +18,6 @@ _GENERATION = "_tokenmerge_generation"
 
 # Flow matching mixes the picture and noise. At most this share of noise is left before a clean last step.
 _ALMOST_NO_NOISE = 0.02
-# Schedulers that add noise in each step and whose name does not say so.
-_NOISY = ("DDPMScheduler", "LCMScheduler", "TCDScheduler", "RePaintScheduler")
 
 
 class Generation:
@@ -122,19 +122,7 @@ def step_of(scheduler: Any, timestep: Tensor | float, runs_here: bool = True) ->
     return (
         None
         if generation is None
-        else DenoisingStep(generation, int(index), len(timesteps), generation.first, _adds_noise(scheduler))
-    )
-
-
-def _adds_noise(scheduler: Any) -> bool:
-    """Whether a solver adds noise in each step."""
-    name, config = type(scheduler).__name__, getattr(scheduler, "config", {})
-    return (
-        name in _NOISY
-        or "Ancestral" in name
-        or "SDE" in name
-        or str(config.get("algorithm_type", "")).startswith("sde")
-        or bool(config.get("stochastic_sampling", False))
+        else DenoisingStep(generation, int(index), len(timesteps), generation.first, adds_noise(scheduler))
     )
 
 
