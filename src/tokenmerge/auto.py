@@ -64,7 +64,7 @@ _MUCH_ATTENTION = 0.3
 # Skipping the finest level loses more with solvers that add noise in each step. With these, every step runs
 # it up to this ratio, and more tokens merge instead.
 _FINEST_LEVEL_WITH_NOISE, _FURTHER_TOKENS_WITH_NOISE = 0.6, 0.05
-# More tokens than usual are removed there, and fewer destinations leave more sources to choose them from.
+# Under strong guidance, fewer destinations leave more sources to choose the removed tokens from.
 _STRIDE_UNDER_STRONG_GUIDANCE = 4
 # The finest level of a UNet skips steps if it is a larger share of the work than this.
 _WORTHWHILE_FINEST_LEVEL = 0.2
