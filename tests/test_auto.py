@@ -584,3 +584,10 @@ def test_the_narrowest_attention_decides(monkeypatch):
     choose(pipeline(unet=unet))
     attention = unet.down_blocks[0].attentions[0].transformer_blocks[0].attn1
     assert asked == [(attention.to_q.out_features, attention.heads)]
+
+
+def test_a_cache_limit_below_step_reuse_is_named_where_nothing_merges(fast):
+    """Without step reuse nothing would be left, so the error is about the limit and not about merging."""
+    pipe = pipeline(transformer=model_of(FAMILIES["SD3Transformer2DModel"]))
+    with pytest.raises(ConfigError, match="max_cache: expected at least"):
+        apply_token_merging(pipe, 0.5, max_cache=1)

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from tokenmerge.config import Correction, StepReuse, ToMeConfig
-from tokenmerge.errors import ConfigError
+from tokenmerge.errors import ConfigError, NothingToMergeError
 from tokenmerge.models.find import find_hosts
 from tokenmerge.report.flops import weightless
 from tokenmerge.report.prediction import default_or_given
@@ -75,7 +75,14 @@ def within(pipe_or_model: object, config: ToMeConfig, limit: int) -> tuple[ToMeC
         return config, ""
     least = needed
     for fewer, what in _with_less(config):
-        least = counted_cache(pipe_or_model, fewer)
+        try:
+            least = counted_cache(pipe_or_model, fewer)
+        except NothingToMergeError as error:
+            raise ConfigError(
+                f"max_cache: expected at least {in_words(least, math.ceil)}, got "
+                f"{in_words(limit, math.floor)}; with less, no step could skip anything, and at the model's "
+                "default size nothing merges; raise it"
+            ) from error
         if least <= limit:
             return fewer, f"{what}; with everything, the cache would take {in_words(needed, math.ceil)}"
     # Needed sizes are rounded up, so that they are accepted as limits. The refused limit is rounded down.
