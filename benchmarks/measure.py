@@ -59,7 +59,9 @@ QUALITY = {
 
 def tokenmerge(*arguments: object) -> None:
     print("tokenmerge", *arguments, flush=True)
-    subprocess.run([sys.executable, "-m", "tokenmerge", *map(str, arguments)], check=True)
+    done = subprocess.run([sys.executable, "-m", "tokenmerge", *map(str, arguments)])
+    if done.returncode:  # it has said why
+        raise SystemExit(done.returncode)
 
 
 @contextmanager

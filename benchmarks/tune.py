@@ -42,17 +42,20 @@ UNSEEN, SEED = 50, 1000
 
 
 def compared(search: Search) -> list[str]:
-    """The chosen settings, the next slower and faster ones of auto, and the same for fewer steps."""
+    """The chosen settings, the next slower and faster ones of auto, and the same for fewer steps.
+
+    There are two on each side, because the search timed most of them only once.
+    """
     found = estimates(search.looks)
     assert search.decision is not None
     chosen = found[search.decision.name]
     names = [chosen.name]
     for family in (AUTO_FAMILY, "fewer-steps"):
         own = [one for name, one in found.items() if search.candidates[name].entry.family == family]
-        slower = [one for one in own if one.speedup <= chosen.speedup]
-        faster = [one for one in own if one.speedup > chosen.speedup]
-        names += [max(slower, key=lambda one: one.speedup).name] if slower else []
-        names += [min(faster, key=lambda one: one.speedup).name] if faster else []
+        own.sort(key=lambda one: one.speedup)
+        slower = [one.name for one in own if one.speedup <= chosen.speedup]
+        faster = [one.name for one in own if one.speedup > chosen.speedup]
+        names += slower[-2:] + faster[:2]
     return list(dict.fromkeys(names))
 
 

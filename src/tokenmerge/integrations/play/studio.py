@@ -110,7 +110,8 @@ def _draw(loaded: _Loaded, options: GenerateOptions, on_progress: OnProgress, st
     call = PipelineCall.prepare(loaded.dense, options, size)
     config = options.merging.config(loaded.dense)
     batch = 2 if call.guided else 1
-    report = predict(loaded.dense, config, height, width, batch=batch, steps=options.steps)
+    in_force = config.at_guidance(call.guidance)
+    report = predict(loaded.dense, in_force, height, width, batch=batch, steps=options.steps)
 
     dense, dense_seconds = _timed("dense", call, loaded.dense, on_progress, stop)
     patch = apply_token_merging(loaded.merged, config)

@@ -21,7 +21,14 @@ from tokenmerge.measure.bench.geometry import (
     find_geometry,
 )
 from tokenmerge.measure.bench.inputs import InputSize, example_inputs
-from tokenmerge.measure.pipelines.loading import denoiser_name, denoiser_of, find_model, guides, load_pipeline
+from tokenmerge.measure.pipelines.loading import (
+    denoiser_name,
+    denoiser_of,
+    find_model,
+    guidance_in_force,
+    guides,
+    load_pipeline,
+)
 from tokenmerge.measure.pipelines.settings import set_scheduler
 from tokenmerge.measure.pipelines.sketch import load_sketch
 from tokenmerge.models.base import is_a
@@ -66,6 +73,7 @@ class LoadedModel:
     bind: Callable[[Any, InputSize, int], Callable[[], object]]
     scale: int
     guided: bool
+    guidance: float | None
     notes: tuple[str, ...]
 
 
@@ -123,7 +131,8 @@ def load_model(
         set_scheduler(pipe, scheduler)
     pipe.set_progress_bar_config(disable=True)
     call = _PipelineCall(pipe, guidance, seed)
-    return LoadedModel(denoiser, False, call.whole, call, scale, guided, tuple(notes))
+    in_force = guidance_in_force(pipe, guidance)
+    return LoadedModel(denoiser, False, call.whole, call, scale, guided, in_force, tuple(notes))
 
 
 def _denoiser_alone(
@@ -140,7 +149,7 @@ def _denoiser_alone(
 
         return call
 
-    return LoadedModel(denoiser, True, lambda model: model, bind, scale, guided, tuple(notes))
+    return LoadedModel(denoiser, True, lambda model: model, bind, scale, guided, None, tuple(notes))
 
 
 class _PipelineCall:

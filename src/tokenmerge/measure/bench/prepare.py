@@ -137,10 +137,11 @@ class CellBuilder:
             )
 
     def _report(self, config: ToMeConfig) -> Report:
-        """The report of a configuration at this size, made once."""
+        """The report of a configuration at this size and guidance, made once."""
         if config not in self._reports:
+            in_force = config.at_guidance(self.model.guidance)
             self._reports[config] = predict(
-                self.model.denoiser, config, *self.size.latent, self.samples, self.steps
+                self.model.denoiser, in_force, *self.size.latent, self.samples, self.steps
             )
         return self._reports[config]
 

@@ -119,9 +119,9 @@ class _Run:
         self.config = options.merging.config(pipe, follows_steps=False if options.compile else None)
         if options.compile:
             check_compile(self.config)
-        self.report = predict(
-            pipe, self.config, height, width, batch=options.batch * (2 if self.call.guided else 1)
-        )
+        samples = options.batch * (2 if self.call.guided else 1)
+        in_force = self.config.at_guidance(self.call.guidance)
+        self.report = predict(pipe, in_force, height, width, samples, options.steps)
         self.conditions = {
             "options": options.to_dict(),
             "config": self.config.to_dict(),

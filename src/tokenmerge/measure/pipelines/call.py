@@ -14,6 +14,7 @@ from tokenmerge.measure.generate.options import GenerateOptions
 from tokenmerge.measure.pipelines.loading import (
     ModelSource,
     denoiser_of,
+    guidance_in_force,
     guides,
     load_pipeline,
 )
@@ -31,12 +32,14 @@ class PipelineCall:
     """A repeatable call of a pipeline.
 
     ``arguments`` are the arguments of the pipeline, except for the generators. There is one seed per picture
-    or video. ``guided`` says whether classifier-free guidance doubles the batch.
+    or video. ``guided`` says whether classifier-free guidance doubles the batch. ``guidance`` is its scale: 1
+    without guidance, None if the pipeline hides it.
     """
 
     arguments: Mapping[str, Any]
     seeds: tuple[int, ...]
     guided: bool
+    guidance: float | None
 
     @classmethod
     def prepare(
@@ -87,7 +90,8 @@ class PipelineCall:
         if unknown:
             raise ConfigError(f"{pipeline} does not accept {', '.join(unknown)}; leave it out")
         seeds = tuple(range(options.seed, options.seed + options.batch))
-        return cls(arguments, seeds, guides(pipe, options.guidance))
+        scale = options.guidance
+        return cls(arguments, seeds, guides(pipe, scale), guidance_in_force(pipe, scale))
 
     def of_pictures(self, prompts: Sequence[str], seeds: Sequence[int]) -> PipelineCall:
         """The same call with other prompts and seeds, one of each for every picture."""

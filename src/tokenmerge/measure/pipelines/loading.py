@@ -188,10 +188,29 @@ def guides(pipe: DiffusionPipeline, scale: float | None) -> bool:
     """
     if denoiser_of(pipe).config.get("guidance_embeds"):
         return False
-    if scale is None:
-        parameter = inspect.signature(pipe.__call__).parameters.get("guidance_scale")
-        scale = None if parameter is None else parameter.default
+    scale = _given_or_default(pipe, scale)
     return scale is not None and scale > 1
+
+
+def guidance_in_force(pipe: DiffusionPipeline, scale: float | None) -> float | None:
+    """The scale that decides which settings are in force (``by_guidance``). None: the pipeline hides it.
+
+    It is 1 where a pipeline applies no classifier-free guidance.
+
+    Args:
+        pipe: the pipeline.
+        scale: that the pipeline is given; None: its default.
+    """
+    if not hasattr(type(pipe), "do_classifier_free_guidance"):
+        return None
+    return _given_or_default(pipe, scale) if guides(pipe, scale) else 1.0
+
+
+def _given_or_default(pipe: DiffusionPipeline, scale: float | None) -> float | None:
+    if scale is not None:
+        return scale
+    parameter = inspect.signature(pipe.__call__).parameters.get("guidance_scale")
+    return None if parameter is None else parameter.default
 
 
 def require_diffusers(needed_by: str) -> Any:

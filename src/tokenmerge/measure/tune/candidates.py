@@ -111,7 +111,7 @@ def in_force(config: ToMeConfig, steps: int, merges: bool) -> ToMeConfig | None:
     """Reduce settings to what they do in a generation of ``steps`` steps, so that equal ones are tried once.
 
     Args:
-        config: the settings.
+        config: the settings, at the scale of guidance of the generation.
         steps: denoising steps.
         merges: whether any token merges at the size of the picture.
 

@@ -24,7 +24,8 @@ class TuneRecord:
     Args:
         conditions: key of everything that the measurement depends on, except the setting and the item.
         about: ``"look"``: one picture; ``"settings"``: all settings that a name stands for on this model and
-            device; ``"counted"``: the speed-up by counted operations.
+            device; ``"counted"``: the speed-up by counted operations, and the seconds that
+            counting took.
         name: name of the setting.
         item: number of the prompt and seed; −1 for a record that is not of a picture.
         values: the results, in JSON-compatible values.

@@ -30,8 +30,8 @@ from tokenmerge.runtime.patch import check_host, stages_of
 from tokenmerge.runtime.planning import merges_tokens
 
 # Operations are counted if that takes less than this share of the time of a dense picture.
-_WORTH_COUNTING = 0.1
-# Assumed time to count the operations of one call, until it is measured.
+_WORTH_COUNTING = 0.15
+# Assumed time to count the operations of a setting, until it is measured.
 _SECONDS_TO_COUNT = 0.5
 
 
@@ -162,9 +162,8 @@ class _Run:
         self._resolve()
         while True:
             open_ = [one.entry for one in self.candidates.values() if one.name not in self.failed]
-            following = next_round(
-                open_, self.looks, self.goal, self.options.within, len(self.texts), self._counted()
-            )
+            budget = self.options.within - self._seconds_of_counting()
+            following = next_round(open_, self.looks, self.goal, budget, len(self.texts), self._counted())
             if following is None:
                 return
             if following.item == 0 and self._count(following.names):
@@ -219,7 +218,8 @@ class _Run:
                     continue
                 for host in hosts:
                     check_host(host, config, self.studio.latent)
-                acting = in_force(config, self.options.steps, self._merges(hosts, config))
+                guided = self._guided(config)
+                acting = in_force(guided, self.options.steps, self._merges(hosts, guided))
                 if acting is None or acting in seen:
                     continue
             except TokenMergingError:
@@ -234,6 +234,10 @@ class _Run:
                 "steps; raise --size or --steps"
             )
 
+    def _guided(self, config: ToMeConfig) -> ToMeConfig:
+        """The settings at the scale of guidance that the pictures are drawn with."""
+        return config.at_guidance(self.studio.call.guidance)
+
     def _merges(self, hosts: Sequence[Host], config: ToMeConfig) -> bool:
         """Whether any token merges at this size."""
         rows, columns = self.studio.latent
@@ -243,12 +247,15 @@ class _Run:
     def _all_configs(self) -> dict[str, ToMeConfig | None]:
         return {name: self.configs.get(name) for name in self.candidates}
 
+    def _counts(self) -> list[TuneRecord]:
+        found = self.file.records.values()
+        return [one for one in found if one.about == "counted" and one.conditions == self.conditions]
+
+    def _seconds_of_counting(self) -> float:
+        return sum(float(record.values.get("seconds", 0.0)) for record in self._counts())
+
     def _counted(self) -> dict[str, float]:
-        found = {
-            record.name: float(record.values["speedup"])
-            for record in self.file.records.values()
-            if record.about == "counted" and record.conditions == self.conditions
-        }
+        found = {record.name: float(record.values["speedup"]) for record in self._counts()}
         for one in self.candidates.values():
             if one.drawn.steps < self.options.steps:
                 found[one.name] = self.options.steps / one.drawn.steps
@@ -265,14 +272,15 @@ class _Run:
             config = self.configs.get(name)
             if config is None or name in counted:
                 continue
-            steps = self.options.steps if config.follows_steps else 1
-            if self.seconds_to_count * (steps + 1) > _WORTH_COUNTING * dense:
+            if self.seconds_to_count > _WORTH_COUNTING * dense:
                 continue
+            steps = self.options.steps if config.follows_steps else 1
             began = time.perf_counter()
-            report = predict(self.studio.denoiser, config, *self.studio.latent, 2, steps)
-            self.seconds_to_count = (time.perf_counter() - began) / (steps + 1)
+            report = predict(self.studio.denoiser, self._guided(config), *self.studio.latent, 2, steps)
+            self.seconds_to_count = time.perf_counter() - began
             merged = report.flops_merged if report.flops_mean is None else report.flops_mean
-            self._append("counted", name, -1, {"speedup": report.flops_dense / merged})
+            values = {"speedup": report.flops_dense / merged, "seconds": self.seconds_to_count}
+            self._append("counted", name, -1, values)
             any_counted = True
         return any_counted
 
@@ -284,7 +292,7 @@ class _Run:
     def _say(self, running: str) -> None:
         looks, decision = self.looks, self._decide()
         best = None if decision is None else estimates(looks)[decision.name]
-        spent = sum(look.cost for look in looks)
+        spent = sum(look.cost for look in looks) + self._seconds_of_counting()
         self.on_progress(TuneProgress(spent, self.options.within, running, best))
 
     def _append(self, about: str, name: str, item: int, values: Mapping[str, object]) -> None:

@@ -149,8 +149,9 @@ def ranking(found: Sequence[Estimate], goal: Goal) -> list[str]:
     """Names of settings, the most promising first.
 
     Those that reach the goal are ordered by closeness for a wanted speed, and by speed for a wanted
-    closeness. After every two of them comes one that misses the goal, the nearest first, since few prompts
-    can mislead. Settings that miss the goal and are no better than another one in both come last.
+    closeness. After every two of them comes one that misses the goal, since few prompts and timings can
+    mislead: first those that miss it by at most one standard error and would be the best if they reached it,
+    then the nearest ones. Settings that miss the goal and are no better than another one in both come last.
     """
     wants_speed = goal.speedup is not None
     reaching = sorted(
@@ -159,7 +160,11 @@ def ranking(found: Sequence[Estimate], goal: Goal) -> list[str]:
     missing = sorted(
         (one for one in found if misses(one, goal)), key=lambda one: -one.objectives(wants_speed)[0]
     )
-    hopeful = [one for one in missing if not any(_dominates(other, one) for other in found)]
+    best = reaching[0].objectives(wants_speed)[2] if reaching else -math.inf if wants_speed else 1.0
+    close_calls = [one for one in missing if _may_be_better(one, goal, best)]
+    close_calls.sort(key=lambda one: -one.objectives(wants_speed)[2])
+    near = [one for one in missing if one not in close_calls]
+    hopeful = close_calls + [one for one in near if not any(_dominates(other, one) for other in found)]
     order: list[Estimate] = []
     ahead, behind = list(reaching), list(hopeful)
     while ahead or behind:
@@ -167,6 +172,12 @@ def ranking(found: Sequence[Estimate], goal: Goal) -> list[str]:
         ahead, behind = ahead[2:], behind[1:]
     order += [one for one in missing if one not in hopeful]
     return [one.name for one in order]
+
+
+def _may_be_better(one: Estimate, goal: Goal, best: float) -> bool:
+    """Whether a setting that misses the goal may reach it, and would then be better than the best one."""
+    value, error, other = one.objectives(goal.speedup is not None)
+    return math.isfinite(error) and value + error >= goal.least and other > best
 
 
 def _dominates(one: Estimate, other: Estimate) -> bool:
