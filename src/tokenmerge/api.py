@@ -124,7 +124,14 @@ def apply_token_merging(
             )
         settings, left_out = within(pipe_or_model, settings, limit)
         method = f"{method} in {max_cache}" + (f" ({left_out})" if left_out else "")
-    return merge_in_hosts(pipe_or_model, settings, found_for=found_for, method=method, hosts=hosts)
+    return merge_in_hosts(
+        pipe_or_model,
+        settings,
+        found_for=found_for,
+        method=method,
+        hosts=hosts,
+        check_size=found_for is None,  # settings of a file need not be for the default size
+    )
 
 
 def _asked_settings(
@@ -181,6 +188,7 @@ def merge_in_hosts(
     found_for: FoundFor | None = None,
     method: str = "",
     hosts: tuple[Host, ...] | None = None,
+    check_size: bool = True,
 ) -> Patch[Report, RecordedPlan]:
     """Patch a diffusion model as :func:`apply_token_merging` does.
 
@@ -193,9 +201,11 @@ def merge_in_hosts(
             warning. None: unknown.
         method: name of the settings, for the handle's text.
         hosts: the models in ``model``, if they are known. Finding them takes a third of the time of patching.
+        check_size: whether settings are refused that merge nothing at the model's default size. A call whose
+            sample is too small raises NothingToMergeError in any case.
     """
     hosts = hosts or _hosts(model)
-    merging, _ = hosts_that_merge(hosts, config, size=None)
+    merging, _ = hosts_that_merge(hosts, config, size=None, check_size=check_size)
     refuse_in_use([host.root for host in hosts])
     for host in hosts:
         restore(host.root)

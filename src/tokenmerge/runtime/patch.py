@@ -43,12 +43,13 @@ from tokenmerge.runtime.swap import add_hook, check_swappable, remove_hook, swap
 
 
 def hosts_that_merge(
-    hosts: Sequence[Host], config: ToMeConfig, size: tuple[int, int] | None
+    hosts: Sequence[Host], config: ToMeConfig, size: tuple[int, int] | None, check_size: bool = True
 ) -> tuple[list[Host], list[NothingToMergeError]]:
     """Check all models of a pipeline before any is changed.
 
-    The size is the height and width of the sample; None stands for what each model was made for. The second
-    result says why ControlNets stay dense beside a denoiser that merges.
+    The size is the height and width of the sample; None stands for what each model was made for. It is not
+    checked if ``check_size`` is False. The second result says why ControlNets stay dense beside a denoiser
+    that merges.
 
     Raises:
         NothingToMergeError: the denoiser, or a ControlNet without a denoiser, would merge nothing.
@@ -63,7 +64,7 @@ def hosts_that_merge(
                 "the ControlNet adds to them there; take scope='block', with plans.blocks=True for one plan"
             )
         try:
-            check_host(host, config, size or host.sample_size)
+            check_host(host, config, (size or host.sample_size) if check_size else None)
             merging.append(host)
         except NothingToMergeError as error:
             if not host.controlnet:

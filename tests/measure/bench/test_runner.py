@@ -378,6 +378,20 @@ def test_a_pipeline_tells_its_steps_and_its_guidance(measure: Measure, variant: 
     assert (merged.facts["kept_bytes"] > 0) == (variant != "ibtm")
 
 
+def test_operations_are_counted_at_the_guidance_of_the_pipeline(measure: Measure) -> None:
+    def counted(guidance: float, variant: str) -> float:
+        merged = measure(
+            variants=(variant,), scope="pipeline", guidance=guidance, steps=2, rounds=1, ratio=(0.5,)
+        )[-1]
+        assert (merged.status, merged.message) == ("ok", "")
+        flops: float = merged.facts["flops_merged"]
+        return flops
+
+    weaker = 'tome:by_guidance={"5": {"ratio": 0.25}}'
+    assert counted(3.0, weaker) == counted(3.0, "tome")
+    assert counted(7.5, weaker) > counted(7.5, "tome")
+
+
 @pytest.mark.parametrize("compiled", [False, True])
 def test_auto_follows_the_steps_unless_it_is_compiled(
     measure: Measure, monkeypatch: pytest.MonkeyPatch, compiled: bool

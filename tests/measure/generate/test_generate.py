@@ -20,7 +20,7 @@ from tokenmerge.measure.generate.options import GenerateOptions
 from tokenmerge.measure.generate.run import generate
 from tokenmerge.measure.method_spec import MethodSpec
 from tokenmerge.measure.pipelines.call import PipelineCall
-from tokenmerge.measure.pipelines.loading import find_model, guides, load_pipeline
+from tokenmerge.measure.pipelines.loading import find_model, guidance_in_force, guides, load_pipeline
 from tokenmerge.measure.pipelines.shared_weights import twin
 
 CPU = torch.device("cpu")
@@ -151,6 +151,15 @@ def test_ratio_zero_gives_the_dense_picture_and_says_so(folder, tmp_path):
     assert json.loads((tmp_path / "run.json").read_text())["quality"]["psnr_db"] == ["inf"]
 
 
+@pytest.mark.parametrize(("guidance", "ratio"), [(None, 0.25), (7.5, 0.25), (3.0, 0.5), (1.0, 0.5)])
+def test_the_report_is_that_of_the_guidance_of_the_run(folder, tmp_path, guidance, ratio):
+    merging = MethodSpec("tome", {"ratio": 0.5, "by_guidance": {5.0: {"ratio": 0.25}}})
+    result = generate(options(folder, tmp_path, steps=1, compare=False, merging=merging, guidance=guidance))
+    row = result.report.rows[0]
+    assert 1 - row.merged_tokens / row.tokens == ratio
+    assert not any("--steps" in note for note in result.notes)
+
+
 def test_settings_that_follow_the_steps_have_those_of_the_pipeline(folder, tmp_path):
     """The picture is the dense one if none of the two steps merges, and differs if one of them does."""
     for until, equal in ((0.2, True), (0.5, False)):
@@ -217,6 +226,27 @@ def test_pipelines_whose_model_takes_the_scale_denoise_once(embeds, default, sca
         def __call__(self, prompt: str, guidance_scale: float | None = default) -> None: ...
 
     assert guides(Pipe(), scale) == expected
+
+
+@pytest.mark.parametrize(
+    ("scale", "embeds", "hidden", "expected"),
+    [
+        (None, False, False, 7.5),
+        (3.0, False, False, 3.0),
+        (0.5, False, False, 1.0),
+        (7.0, True, False, 1.0),
+        (7.0, False, True, None),
+    ],
+)
+def test_the_guidance_in_force_is_that_which_settings_see(scale, embeds, hidden, expected):
+    class Pipe:
+        transformer = SimpleNamespace(config={"guidance_embeds": embeds})
+
+        def __call__(self, prompt: str, guidance_scale: float = 7.5) -> None: ...
+
+    if not hidden:
+        Pipe.do_classifier_free_guidance = True
+    assert guidance_in_force(Pipe(), scale) == expected
 
 
 def test_a_controlnet_merges_too_and_its_picture_matters(folder, tmp_path):
@@ -404,6 +434,14 @@ def test_a_size_at_which_nothing_merges_is_refused_before_running(folder, tmp_pa
     Image.new("RGB", (8, 8)).save(picture)
     with pytest.raises(NothingToMergeError, match="larger image"):
         generate(options(folder, tmp_path, size=(2, 2), control=picture, controlnet=str(controlnet)))
+
+
+def test_settings_that_merge_only_at_a_larger_size_than_the_model_s_own_run_at_that_size(folder, tmp_path):
+    tokens = (tiny_pipeline.SIDE // 2) ** 2  # at its own size
+    merging = MethodSpec("tome", {"min_tokens": tokens + 1})
+    size = (2 * tiny_pipeline.SIDE, 2 * tiny_pipeline.SIDE)
+    result = generate(options(folder, tmp_path, steps=1, merging=merging, size=size))
+    assert math.isfinite(result.quality.psnr[0])  # infinite if nothing merged
 
 
 def test_options_that_the_pipeline_does_not_know_are_refused(pipe, folder, tmp_path):

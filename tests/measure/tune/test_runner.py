@@ -1,13 +1,27 @@
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import json
 from collections import Counter
 from types import SimpleNamespace
 
 import pytest
+import tiny_pipeline
 
-from tokenmerge.config import PlanSharing, StepReuse, ToMeConfig, load_config, load_settings
-from tokenmerge.errors import ConfigError
+from tokenmerge import apply_token_merging
+from tokenmerge.config import (
+    FoundFor,
+    PlanSharing,
+    StepReuse,
+    ToMeConfig,
+    load_config,
+    load_settings,
+    save_config,
+)
+from tokenmerge.errors import ConfigError, NothingToMergeError
+from tokenmerge.measure.bench.variants import parse_variant
+from tokenmerge.measure.evaluate.draw import applied
 from tokenmerge.measure.reporting import plots
 from tokenmerge.measure.tune import result, runner
 from tokenmerge.measure.tune.candidates import candidates, in_force
@@ -125,6 +139,34 @@ def test_the_file_has_the_result_what_it_was_found_for_and_its_errors(made_up, o
     assert python_lines(search) == f"tokenmerge.apply_token_merging(pipe, {str(out)!r})"
 
 
+def test_settings_that_merge_only_at_the_size_that_they_were_found_for_are_applied(pipe, tmp_path) -> None:
+    latent = pipe.unet.config.sample_size
+    config = ToMeConfig(ratio=0.5, min_tokens=latent**2 + 1)
+    with pytest.raises(NothingToMergeError, match="larger image"):
+        apply_token_merging(pipe, config)
+    file = tmp_path / "tuned.json"
+    save_config(config, file)
+    found_for = FoundFor("UNet2DConditionModel", 2 * latent, 2 * latent, 20)
+    tuned = {**json.loads(file.read_text()), "tuned": {"found_for": dataclasses.asdict(found_for)}}
+    file.write_text(json.dumps(tuned))
+    patch = apply_token_merging(pipe, str(file))
+    side = 2 * tiny_pipeline.SIDE
+    pipe("a red apple", side, side, num_inference_steps=20)
+    assert patch.report().flops_merged < patch.report().flops_dense
+    with pytest.raises(NothingToMergeError, match="larger image"):
+        pipe("a red apple", num_inference_steps=20)
+    patch.remove()
+
+
+def test_a_variant_that_merges_only_at_a_larger_size_than_the_model_s_own_can_be_drawn(pipe) -> None:
+    config = ToMeConfig(ratio=0.5, min_tokens=pipe.unet.config.sample_size**2 + 1)
+    (spec,) = parse_variant(f"tome:min_tokens={config.min_tokens}", (0.5,), {})
+    side = 2 * tiny_pipeline.SIDE
+    with contextlib.ExitStack() as in_force:
+        merged = applied(pipe, spec, config, in_force)
+        merged("a red apple", side, side, num_inference_steps=1)
+
+
 def test_without_matplotlib_the_rest_is_written(made_up, options, monkeypatch) -> None:
     search = tune(options())
 
@@ -200,6 +242,17 @@ def test_a_bad_record_is_named(made_up, options) -> None:
         tune(options())
 
 
+def test_settings_that_only_differ_at_another_guidance_are_tried_once(made_up, options, monkeypatch) -> None:
+    monkeypatch.setattr("tokenmerge.auto._FEWEST_TOKENS_BESIDE_REUSE", 4)  # the grids of a tiny model merge
+
+    def names(guidance: float) -> set[str]:
+        return set(tune(options(guidance=guidance, within=1e-9)).candidates)
+
+    # From a guidance of 5 on, auto has no correction.
+    assert "auto ratio=0.25 correction.every=0" in names(3.0)
+    assert "auto ratio=0.25 correction.every=0" not in names(7.5)
+
+
 def test_counting_is_left_out_where_it_takes_longer_than_it_saves(made_up, options) -> None:
     search = tune(options(items=2))
     lines = [json.loads(line) for line in search.options.records.read_text().splitlines()]
@@ -209,6 +262,7 @@ def test_counting_is_left_out_where_it_takes_longer_than_it_saves(made_up, optio
 def test_counted_operations_are_recorded_and_decide_what_is_skipped(made_up, options, monkeypatch) -> None:
     def count(model, config, height, width, batch, steps):
         assert (height, width, batch) == (16, 16, 2)
+        assert not config.by_guidance  # it is that of the pictures
         assert steps == (20 if config.follows_steps else 1)
         mean = 50 if config.follows_steps else None
         return SimpleNamespace(flops_dense=200, flops_merged=199, flops_mean=mean)

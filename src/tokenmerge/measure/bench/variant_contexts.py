@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, cat, nn
 
-from tokenmerge.api import Patch, token_merging
+from tokenmerge.api import Patch, merge_in_hosts
 from tokenmerge.config import OWN_NUMBER, Schedule, ToMeConfig
 from tokenmerge.errors import ConfigError, UnsupportedModelError
 from tokenmerge.models.find import find_hosts
@@ -47,9 +47,12 @@ def dense(model: nn.Module, config: None, report: None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def tokenmerge(model: object, config: ToMeConfig, report: Report) -> Iterator[Patch[Report, RecordedPlan]]:
-    """Merge tokens with this package."""
-    with token_merging(model, config) as patch:
+    """Merge tokens with this package, at any size of the sample."""
+    patch = merge_in_hosts(model, config, check_size=False)
+    try:
         yield patch
+    finally:
+        patch.remove()
 
 
 @contextlib.contextmanager

@@ -157,7 +157,7 @@ class _Run:
 
         merging = options.merging
         method = merging.method if merging.needs_model and set(merging.changes) <= {"ratio"} else ""
-        patch = merge_in_hosts(merged_pipe, self.config, method=method)
+        patch = merge_in_hosts(merged_pipe, self.config, method=method, check_size=False)
         self.metadata = patch.metadata()
         patch.record_steps(options.record_steps)
         with patch.record() as plans:
