@@ -5,6 +5,7 @@ import json
 import signal
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -497,3 +498,34 @@ def test_a_shell_completes_commands(capsys, monkeypatch):
     with pytest.raises(SystemExit):
         main([])
     assert capsys.readouterr().out.split() == ["generate"]
+
+
+def test_a_warning_is_one_line_and_is_shown_once(folder, tmp_path, capsys):
+    """The untimed call and both timed ones could warn."""
+    before = warnings.showwarning
+    arguments = ["generate", "a red apple", "--model", folder, "--steps", 2, "--repeat", 2, "--out", tmp_path]
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = before
+        assert main([*map(str, arguments), "--method", "tome", "--set", "schedule.until=0.1"]) == 0
+    lines = [line for line in capsys.readouterr().err.splitlines() if "warning" in line.lower()]
+    assert lines == [
+        "tokenmerge: warning: nothing merges in this generation: schedule.until=0.1 of 2 steps is none; "
+        "raise it, or take more steps"
+    ]
+    assert warnings.showwarning is before
+
+
+def test_a_warning_of_another_package_is_shown_as_usual(monkeypatch):
+    shown = []
+
+    def warn(arguments):
+        warnings.warn_explicit("soon", UserWarning, "other.py", 1)
+        return 0
+
+    monkeypatch.setattr("tokenmerge.cli.entry._commands", warn)
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = lambda message, *rest, **named: shown.append(str(message))
+        assert main([]) == 0
+    assert shown == ["soon"]

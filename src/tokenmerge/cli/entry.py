@@ -1,16 +1,23 @@
-"""The entry point of the ``tokenmerge`` command. Errors become one line on stderr and an exit code."""
+"""The entry point of the ``tokenmerge`` command.
+
+Errors become one line on stderr and an exit code, and warnings one line each.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import io
 import os
 import sys
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from tokenmerge.errors import MissingExtraError, TokenMergingError, reason_of
 
+_PACKAGE = Path(__file__).parent.parent
 _BAD_INPUT = 2
 _INTERRUPTED = 130
 
@@ -29,7 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):  # replace characters that the terminal cannot show
             stream.reconfigure(errors="replace")
     try:
-        code = _commands(sys.argv[1:] if arguments is None else arguments)
+        with _warnings_in_one_line():
+            code = _commands(sys.argv[1:] if arguments is None else arguments)
         sys.stdout.flush()
         return code
     except TokenMergingError as error:
@@ -54,6 +62,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return _BAD_INPUT
+
+
+@contextlib.contextmanager
+def _warnings_in_one_line() -> Iterator[None]:
+    """Show each warning of this package once, without a place in the code."""
+    shown: set[str] = set()
+    usual = warnings.showwarning
+
+    def show(message: Any, category: Any, filename: str, *rest: Any, **named: Any) -> None:
+        text = f"tokenmerge: warning: {message}"
+        if not Path(filename).is_relative_to(_PACKAGE):
+            usual(message, category, filename, *rest, **named)
+        elif text not in shown:
+            shown.add(text)
+            print(text, file=sys.stderr)
+
+    warnings.showwarning = show
+    try:
+        yield
+    finally:
+        warnings.showwarning = usual
 
 
 def _commands(arguments: Sequence[str]) -> int:
