@@ -2,7 +2,8 @@
 
 The search is successive halving (Jamieson and Talwalkar 2016, arXiv 1502.07943) with a third of the settings
 left each time. All settings draw the first prompt, cheap ones first, except those that cannot reach the goal.
-The best third goes on to the second prompt, a third of these to the third and fourth, and so on.
+The best third goes on to the second prompt, a third of these to the third and fourth, and so on. Settings
+that may be the best within the noise go on too.
 """
 
 from __future__ import annotations
@@ -134,12 +135,14 @@ def hopeless(
 
 
 def survivors(entries: Sequence[Entry], looks: Sequence[Look], goal: Goal) -> list[Entry]:
-    """The best third of the settings, at least three, and the best of each group."""
-    found = estimates(looks)
-    order = ranking([found[entry.name] for entry in entries if entry.name in found], goal)
+    """The best third of the settings, at least three, the best of each group, and close calls."""
+    measured = estimates(looks)
+    found = [measured[entry.name] for entry in entries if entry.name in measured]
+    order = ranking(found, goal)
     by_name = {entry.name: entry for entry in entries}
     own = [name for name in order if not by_name[name].rival]
     kept = set(own[: max(_FEWEST, math.ceil(len(own) / 3))])
+    kept |= _close_calls([one for one in found if not by_name[one.name].rival], goal)
     for group in {by_name[name].group for name in order}:
         kept.add(next(name for name in order if by_name[name].group == group))
     return [by_name[name] for name in order if name in kept]
@@ -149,9 +152,8 @@ def ranking(found: Sequence[Estimate], goal: Goal) -> list[str]:
     """Names of settings, the most promising first.
 
     Those that reach the goal are ordered by closeness for a wanted speed, and by speed for a wanted
-    closeness. After every two of them comes one that misses the goal, since few prompts and timings can
-    mislead: first those that miss it by at most one standard error and would be the best if they reached it,
-    then the nearest ones. Settings that miss the goal and are no better than another one in both come last.
+    closeness. After every two of them comes one that misses the goal, the nearest first, since few prompts
+    can mislead. Settings that miss the goal and are no better than another one in both come last.
     """
     wants_speed = goal.speedup is not None
     reaching = sorted(
@@ -160,11 +162,7 @@ def ranking(found: Sequence[Estimate], goal: Goal) -> list[str]:
     missing = sorted(
         (one for one in found if misses(one, goal)), key=lambda one: -one.objectives(wants_speed)[0]
     )
-    best = reaching[0].objectives(wants_speed)[2] if reaching else -math.inf if wants_speed else 1.0
-    close_calls = [one for one in missing if _may_be_better(one, goal, best)]
-    close_calls.sort(key=lambda one: -one.objectives(wants_speed)[2])
-    near = [one for one in missing if one not in close_calls]
-    hopeful = close_calls + [one for one in near if not any(_dominates(other, one) for other in found)]
+    hopeful = [one for one in missing if not any(_dominates(other, one) for other in found)]
     order: list[Estimate] = []
     ahead, behind = list(reaching), list(hopeful)
     while ahead or behind:
@@ -174,10 +172,19 @@ def ranking(found: Sequence[Estimate], goal: Goal) -> list[str]:
     return [one.name for one in order]
 
 
-def _may_be_better(one: Estimate, goal: Goal, best: float) -> bool:
-    """Whether a setting that misses the goal may reach it, and would then be better than the best one."""
-    value, error, other = one.objectives(goal.speedup is not None)
-    return math.isfinite(error) and value + error >= goal.least and other > best
+def _close_calls(found: Sequence[Estimate], goal: Goal) -> set[str]:
+    """Names of settings that miss the goal by at most one standard error, and may be the best ones.
+
+    They are better than those that surely reach it: closer for a wanted speed, faster for a wanted closeness.
+    """
+    values = {one.name: one.objectives(goal.speedup is not None) for one in found}
+    sure = [other for value, error, other in values.values() if value - error >= goal.least]
+    best = max(sure, default=-math.inf)
+    return {
+        name
+        for name, (value, error, other) in values.items()
+        if value < goal.least <= value + error < math.inf and other > best
+    }
 
 
 def _dominates(one: Estimate, other: Estimate) -> bool:
