@@ -71,6 +71,13 @@ def test_a_trial_says_what_was_measured(studio, folder):
     assert trial.groups.size[0] % trial.merged.size[0] == 0
 
 
+@pytest.mark.parametrize(("guidance", "corrects"), [(2.5, True), (1.5, False)])
+def test_the_notes_are_of_the_guidance_of_the_trial(studio, folder, guidance, corrects):
+    merging = MethodSpec("tome", {"by_guidance": {2.0: {"correction.every": 2}}})
+    trial = draw(studio, options(folder, merging=merging, guidance=guidance))
+    assert any("correction.every=2" in note for note in trial.notes) == corrects
+
+
 def test_at_ratio_zero_the_pictures_are_identical(studio, folder):
     draw(studio, options(folder))  # nothing of this patch may stay
     assert draw(studio, options(folder, ratio=0)).identical

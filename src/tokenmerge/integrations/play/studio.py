@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from tokenmerge.api import merge_in_hosts
+from tokenmerge.api import apply_token_merging
 from tokenmerge.integrations.play.trial import Trial
 from tokenmerge.measure.closeness import psnr
 from tokenmerge.measure.generate.options import GenerateOptions
@@ -114,7 +114,7 @@ def _draw(loaded: _Loaded, options: GenerateOptions, on_progress: OnProgress, st
     report = predict(loaded.dense, in_force, height, width, batch=batch, steps=options.steps)
 
     dense, dense_seconds = _timed("dense", call, loaded.dense, on_progress, stop)
-    patch = merge_in_hosts(loaded.merged, config, check_size=False)
+    patch = apply_token_merging(loaded.merged, config)
     try:
         with patch.record() as plans, warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always", UserWarning)
