@@ -34,8 +34,6 @@ def everything(memory: Memory) -> list[Any]:
         *(value for cache in memory.caches for kept in vars(cache).values() for value in kept.values()),
         *memory.tracker.ran,
         *memory.guidance_differences.values(),
-        *memory.deviations.values(),
-        *memory.skips.values(),
         *memory.model_residuals.values(),
         *([] if memory.sample.result is None else [memory.sample.result]),
     ]

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 import inspect
-import math
-import statistics
 from collections.abc import Iterator
 from typing import Any
 
-import cached
 import hosts
 import pytest
 import reference
 import torch
 from torch import Tensor, nn
 
-from tests.models.family import deeper
 from tests.models.test_every_family import call, model_of
 from tests.models.tiny import FAMILIES
 from tokenmerge import ConfigError, NothingToMergeError, PlanSharing, ToMeConfig, apply_token_merging, presets
@@ -25,12 +20,6 @@ from tokenmerge.runtime.patch import state_of
 
 EVERY = pytest.mark.parametrize("name", presets.__all__)
 MODELS = ("UNet2DConditionModel", "SD3Transformer2DModel", "FluxTransformer2DModel")
-
-
-def model_for(config: ToMeConfig, family: str) -> nn.Module:
-    """A model of a family with the stacks that the settings need."""
-    model = model_of(FAMILIES[family])
-    return deeper(model) if config.scope == "stack" and family != "UNet2DConditionModel" else model
 
 
 def test_every_preset_is_a_method_by_its_name():
@@ -55,7 +44,7 @@ def test_tomesd_is_what_the_paper_says():
 @pytest.mark.parametrize("family", MODELS)
 def test_a_preset_merges_and_leaves_nothing_behind(name, family):
     config = getattr(presets, name)()
-    model, arguments = model_for(config, family), FAMILIES[family].inputs(2, 16, 16)
+    model, arguments = model_of(FAMILIES[family]), FAMILIES[family].inputs(2, 16, 16)
     if config.scope == "keys" and family != "UNet2DConditionModel":
         with pytest.raises(NothingToMergeError, match="scope='keys'"):
             apply_token_merging(model, config)
@@ -63,13 +52,11 @@ def test_a_preset_merges_and_leaves_nothing_behind(name, family):
     dense = call(model, arguments)
     patch = apply_token_merging(model, config)
     results = []
-    for step in (0, 1, 2) if config.token_reuse else (0, 5):
+    for step in (0, 5):
         with patch.record() as plans:
             if config.follows_steps:
                 patch.at_step(step, 10)
             results.append(call(model, arguments))
-        if config.token_reuse and step < 2:
-            continue  # dense
         removed = [
             recorded.plan.inverse.shape[1] - recorded.plan.keep.shape[1] for recorded in plans.values()
         ]
@@ -83,14 +70,13 @@ def test_a_preset_merges_and_leaves_nothing_behind(name, family):
 
 @EVERY
 @pytest.mark.parametrize("family", MODELS[:2])
-@torch._dynamo.config.patch(recompile_limit=9)  # SD3.5 has three kinds of blocks, for three kinds of steps
 def test_a_preset_compiles_without_a_break(name, family):
     """The whole model is one graph; if settings follow the steps, each block is one."""
     torch._dynamo.reset()
     config, inputs = getattr(presets, name)(), FAMILIES[family].inputs(2, 16, 16)
     if config.scope == "keys" and family != "UNet2DConditionModel":
         pytest.skip("refused: see above")
-    eager, compiled = model_for(config, family), model_for(config, family)
+    eager, compiled = model_of(FAMILIES[family]), model_of(FAMILIES[family])
     patches = [apply_token_merging(model, config) for model in (eager, compiled)]
     if config.follows_steps:
         blocks = [state.path for state in state_of(compiled).blocks]
@@ -152,42 +138,6 @@ def steps_of_a_generation(model: nn.Module, config: ToMeConfig, steps: int) -> I
         yield plans, result
 
 
-def test_ras_skips_what_varied_most_in_the_last_result_unless_it_was_skipped_often():
-    """m_i exp(-0.1 skips_i), with m_i the mean deviation over the channels in a patch, in loops."""
-    model, steps = deeper(model_of(FAMILIES["SD3Transformer2DModel"])), 30
-    skips, scores, dense = [0] * 64, [], []
-    for step, (plans, result) in enumerate(steps_of_a_generation(model, presets.ras(0.4), steps)):
-        if plans:
-            kept = {tuple(record.plan.kept()[0].tolist()) for record in plans.values()}
-            assert len(kept) == 1
-            skipped = sorted(range(64), key=scores.__getitem__, reverse=True)[: int(0.4 * 64)]
-            assert sorted(next(iter(kept))) == [i for i in range(64) if i not in skipped]
-            for i in skipped:
-                skips[i] += 1
-        else:
-            dense.append(step)
-        scores = []
-        for i in range(64):
-            row, column = 2 * (i // 8), 2 * (i % 8)
-            pixels = [result[0, :, row + y, column + x] for y in (0, 1) for x in (0, 1)]
-            deviations = [statistics.stdev(pixel.tolist()) for pixel in pixels]
-            scores.append(statistics.mean(deviations) * math.exp(-0.1 * skips[i]))
-    assert dense == [0, 1, 2, 3, 12, 22]
-    assert max(skips) > min(skips)
-
-
-def test_clusca_computes_16_tokens_and_all_of_them_in_every_6th_step():
-    """What each token gets is compared with loops in tests/runtime/test_token_reuse.py."""
-    model, kept, dense = model_of(FAMILIES["SD3Transformer2DModel"]), [], []
-    for step, (plans, _) in enumerate(steps_of_a_generation(model, presets.clusca(), 20)):
-        if not plans:
-            dense.append(step)
-        kept += [sorted(record.plan.kept()[0].tolist()) for record in list(plans.values())[:1]]
-    assert dense == [0, 1, 6, 12, 18]
-    assert {len(tokens) for tokens in kept} == {16}
-    assert len(set(map(tuple, kept))) == len(kept)  # drawn anew
-
-
 def test_dito_merges_by_what_blocks_added_a_step_ago_and_what_merged_before_later():
     """cos(y_i, y_j) − λ · count_i for plans at steps 0, 4 and 8, in loops over the tokens of each block."""
     model, seen = model_of(FAMILIES["SD3Transformer2DModel"]), {}
@@ -217,13 +167,3 @@ def test_dito_merges_by_what_blocks_added_a_step_ago_and_what_merged_before_late
             assert {i: kept[label] for i, label in enumerate(labels)} == planned[path]
         before = dict(seen)
     assert penalised
-
-
-def test_ras_needs_nothing_of_a_generation_before():
-    """The picture is the same after another one, and the cached result is dropped."""
-    model = deeper(model_of(FAMILIES["SD3Transformer2DModel"]))
-    first = [result for _, result in steps_of_a_generation(model, presets.ras(), 8)]
-    memory = cached.memory_of(model)
-    gc.collect()
-    assert not cached.everything(memory)
-    assert all(map(torch.equal, first, [r for _, r in steps_of_a_generation(model, presets.ras(), 8)]))

@@ -213,24 +213,6 @@ def test_dense_steps_leave_the_references_dense(settings):
     assert equal == [True, False, True]
 
 
-@EVERY
-def test_tokens_of_the_references_take_their_own_residuals(name):
-    """With the same input as on the dense step before, the only loss is attention to fewer tokens."""
-    model, arguments = model_of(FAMILIES[name]), FAMILIES[name].inputs(2, 8, 8)
-    dense, errors = call(model, arguments), {}
-    for combine, correction in (("keep", Correction()), ("reuse", Correction(every=2))):
-        settings = ToMeConfig(combine=combine, correction=correction, **DENSE_TARGET)
-        patch = apply_token_merging(model, settings)
-        results = []
-        for step in range(2):
-            patch.at_step(step, 4)
-            results.append(call(model, arguments))
-        assert torch.equal(results[0], dense) == (combine == "reuse")
-        errors[combine] = (results[1] - dense).norm().item()
-        patch.remove()
-    assert 0 < errors["reuse"] < errors["keep"]
-
-
 def test_a_model_that_takes_no_references_is_refused_at_once():
     model = model_of(FAMILIES["SD3Transformer2DModel"])
     with pytest.raises(NothingToMergeError, match=r"reference_ratio=0.75 merges reference pictures"):

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import tokenmerge.config
-from tokenmerge.config import GUIDED_PLANNERS, OWN_NUMBER, RESULT_PLANNERS, ToMeConfig, highest_ratio
+from tokenmerge.config import GUIDED_PLANNERS, OWN_NUMBER, ToMeConfig, highest_ratio
 from tokenmerge.config.planner_names import texts_in
 from tokenmerge.ops import Plan, SoftPlan, keep_destinations, merge, merge_with_norm, unmerge
 from tokenmerge.planners import (
@@ -26,9 +26,7 @@ from tokenmerge.planners import (
 
 EVERY = pytest.mark.parametrize("name", PLANNERS)
 # Planners that draw nothing at random, whatever ``use_rand`` says.
-NOT_DRAWN = ("ras", "toma")
-# Planners that take a number for each token.
-TOLD_PLANNERS = (*GUIDED_PLANNERS, *RESULT_PLANNERS)
+NOT_DRAWN = ("toma",)
 
 seeds = st.integers(0, 2**40)
 
@@ -38,7 +36,7 @@ def settings_of(name: str, **changes) -> ToMeConfig:
 
 
 def plan(name: str, x: Tensor, grid, config: ToMeConfig, step: int = 3) -> Plan | None:
-    extra = (x.detach().double().sin().sum(dim=2).abs(),) if name in TOLD_PLANNERS else ()
+    extra = (x.detach().double().sin().sum(dim=2).abs(),) if name in GUIDED_PLANNERS else ()
     return PLANNERS[name](x, grid, config, torch.tensor(step, device=x.device), *extra)
 
 
@@ -63,8 +61,6 @@ def removed(name: str, grid, config: ToMeConfig) -> int:
         return frames * (n - cells)
     if r and name == "windows":
         return frames * min(cells, max(1, r // frames // (k - 1))) * (k - 1)
-    if r and name == "clusters":
-        return frames * (n - min(config.clusters, n - 1))
     return r
 
 
@@ -210,7 +206,7 @@ def test_pictures_of_a_sequence_merge_each_by_its_own_plan(name, case, others, r
         for own, its_grid, ratio in zip(pictures, grids, ratios, strict=True)
     ]
     sequence = torch.cat(pictures, dim=1)
-    extra = (sequence.double().sin().sum(dim=2).abs(),) if name in TOLD_PLANNERS else ()
+    extra = (sequence.double().sin().sum(dim=2).abs(),) if name in GUIDED_PLANNERS else ()
     whole = sequence_of(grids, config)
     joined = plan_pictures(PLANNERS[name], sequence, whole.pictures, torch.tensor(3), *extra)
     assert whole.tokens == sequence.shape[1]
@@ -316,7 +312,7 @@ def test_planning_compiles_into_one_graph(name):
     x = tokens(2, grid)
 
     def step(x: Tensor, importance: Tensor, at: Tensor) -> Tensor:
-        extra = (importance,) if name in TOLD_PLANNERS else ()
+        extra = (importance,) if name in GUIDED_PLANNERS else ()
         planned = PLANNERS[name](x, grid, config, at, *extra)
         return unmerge(planned, merge(planned, x))
 

@@ -97,7 +97,6 @@ _EVERYWHERE = {
     "uniform": {"planner": "uniform"},
 }
 _ALONE = {"plans": PlanSharing(guidance=False)}
-_TOKENS = {"combine": "extrapolate", "correction": Correction(every=2)}
 _OF_A_STEP_BEFORE = {
     "residuals": {"features": "residual"},
     "residuals of the model": {"features": "model_residual"},
@@ -124,10 +123,6 @@ CASES = {
     f"{WAN}, toma": _of(WAN, changes={"planner": "toma", "sx": 4, "sy": 4}),
     **{f"{name}, patched first": _of(name, patched_first=True) for name in (FLUX, WAN)},
     **{f"{name}, steps": _of(name, changes=_STEPS, steps=8) for name in (FLUX, WAN)},
-    **{
-        f"token-wise reuse, {scope}": _of(FLUX, changes={**_TOKENS, "scope": scope}, steps=8)
-        for scope in ("layers", "block", "stack")
-    },
     "plans for steps": _of(FLUX, changes={"plans": PlanSharing(every=2, blocks=True)}, steps=3),
     **{
         f"{name}, {what}": _of(name, changes=changes, steps=3)

@@ -50,7 +50,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "merging": {},
     "shared plans": {"plans": PlanSharing(blocks=True)},
     "corrected": {"correction": Correction(every=3)},
-    "tokens reused": {"combine": "extrapolate", "blend": 0.1, "correction": Correction(every=3)},
     "reused": {"reuse": StepReuse(every=2)},
     "plans kept": {"plans": PlanSharing(every=3)},
     "importance": {"planner": "importance"},

@@ -616,7 +616,6 @@ KEEPING = pytest.mark.parametrize(
     "every",
     [
         {"correction": Correction(every=2)},
-        {"combine": "reuse"},
         {"reuse": StepReuse(every=2)},
         {"reuse": StepReuse(every=2, shallow_every=2)},
         {"planner": "importance", "plans": PlanSharing(every=2)},

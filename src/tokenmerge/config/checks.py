@@ -12,6 +12,7 @@ import numbers
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from typing import Any, NoReturn
 
+from tokenmerge.config.removed import REMOVED_VALUES, refuse_removed
 from tokenmerge.errors import ConfigError
 
 Check = Callable[[str, Any], Any]
@@ -80,6 +81,8 @@ def one_of(choices: Sequence[Any]) -> Check:
 
     def check(name: str, value: Any) -> Any:
         if isinstance(value, bool) or not isinstance(value, kind) or value not in choices:
+            if isinstance(value, str) and value in REMOVED_VALUES.get(name.rpartition(".")[2], ()):
+                refuse_removed(name, value, f"take {wanted}")
             refuse(name, wanted, value)
         return choices[choices.index(value)]
 

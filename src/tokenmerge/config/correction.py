@@ -18,12 +18,9 @@ class Correction(Value):
     steps in between, the tokens of a group share one residual. Each token then gets back the difference, on
     the dense step, between its own residual and that of its group.
 
-    With ``combine="reuse"`` or ``"extrapolate"`` every token has its own residual on all steps, and nothing
-    is added back. A dense step then computes the residuals of all tokens anew.
-
     It needs memory for one residual of each layer or block that merges. It cannot be used with
-    ``scope="keys"``, where each token has its own residual anyway. With ``scope="stack"`` no block has all
-    tokens, so it can only be used with token-wise reuse.
+    ``scope="keys"``, where each token has its own residual anyway, nor with ``scope="stack"``, where no block
+    has all tokens.
 
     Args:
         every: distance between dense steps, counted in steps that run all blocks, ≥ 2; 0: no step is dense.

@@ -26,11 +26,9 @@ def _that_say(line: str) -> tuple[str, ...]:
     return tuple(sorted(name for name, text in _TEXTS.items() if f"\n{line}\n" in text))
 
 
-_TEXTS = {**texts_in(_FOLDER), **texts_in(_FOLDER / "guided"), **texts_in(_FOLDER / "by_result")}
+_TEXTS = {**texts_in(_FOLDER), **texts_in(_FOLDER / "guided")}
 # Planners that look at what guidance changed in the last step; they plan as "tome" until that is known.
 GUIDED_PLANNERS = tuple(texts_in(_FOLDER / "guided"))
-# Planners that look at the model's result of the last step, likewise.
-RESULT_PLANNERS = tuple(texts_in(_FOLDER / "by_result"))
 PLANNERS = tuple(_TEXTS)
 OWN_NUMBER = _that_say("OWN_NUMBER = True")
 OVER_TIME = _that_say("OVER_TIME = True")

@@ -8,12 +8,12 @@ from typing import Any
 
 from tokenmerge.config.checks import Check, as_number, integer, number, one_of, optional, refuse, switch
 from tokenmerge.config.planner_names import COMPARES_NOTHING, OVER_TIME, PLANNERS, TAKES_PENALTY
+from tokenmerge.config.removed import without_removed
 from tokenmerge.config.value import Value
 from tokenmerge.errors import ConfigError
 
 SCOPES = ("layers", "block", "stack", "keys")
-TOKEN_REUSE = ("reuse", "extrapolate")
-COMBINATIONS = ("mean", "keep", "norm", *TOKEN_REUSE)
+COMBINATIONS = ("mean", "keep", "norm")
 # Features from the step before: what each block added, or what all blocks of a level added together.
 CACHED_FEATURES = ("residual", "model_residual")
 FEATURES = ("input", *CACHED_FEATURES, "keys")
@@ -38,9 +38,7 @@ CHECKS: Mapping[str, Check] = {
     "features": one_of(FEATURES),
     "repeat_penalty": number("a number from 0 to 2", lambda penalty: 0 <= penalty <= 2),
     "combine": one_of(COMBINATIONS),
-    "blend": number("a number from 0 to 1", lambda blend: 0 <= blend <= 1),
     "threshold": number("a number from -1 to 1", lambda threshold: -1 <= threshold <= 1),
-    "clusters": integer(1),
     "proportional": switch,
 }
 
@@ -125,10 +123,6 @@ class MergeSettings(Value):
               2411.16720).
             - ``"toma"``: each token is shared out over several destinations of its cell (arXiv 2509.10918).
               It needs large cells and takes long to plan, so keep plans for several steps (``plans.every``).
-            - ``"clusters"``: all tokens of a cluster merge into one of them (arXiv 2509.10312). Few tokens
-              stay, so it is for token-wise reuse.
-            - ``"ras"``: skips the tokens at which the last result varies most over its channels (arXiv
-              2502.10389). Use it with token-wise reuse, since it does not look for similar tokens.
         features: what the planner compares; docs/methods/features.md says which is closest on which model.
 
             - ``"input"``: the tokens that the block is called with. It costs nothing.
@@ -149,8 +143,6 @@ class MergeSettings(Value):
             or threshold.
         threshold: for ``planner="threshold"``: the cosine similarity, −1 ≤ threshold ≤ 1, from which a token
             is averaged with its destination. Raising it drops more tokens instead; the speed stays the same.
-        clusters: for ``planner="clusters"``: number of clusters, ≥ 1. In every picture or frame one token of
-            each stays, whatever the ratio. Raising it is slower and closer to the dense picture.
 
     How tokens combine:
 
@@ -158,15 +150,6 @@ class MergeSettings(Value):
         combine: ``"mean"`` averages the tokens of a group. ``"keep"`` keeps the destination and drops the
             others: slightly faster and slightly worse. ``"norm"`` is the mean, stretched to the length of the
             longest token (arXiv 2312.01026): slower, and farther from the dense picture where measured.
-            The last two are token-wise reuse: destinations are computed on their own values, and every other
-            token takes its own residual, cached from the step that last computed it. ``"reuse"`` takes it as
-            it was. ``"extrapolate"`` extrapolates it linearly from the last two dense steps; the first
-            two steps are dense then. ``"reuse"`` caches one residual for each layer, block or stack that
-            merges, ``"extrapolate"`` two. Both can be used with every scope but ``"keys"``.
-        blend: for token-wise reuse: share of its destination's residual in the residual that a token takes,
-            0 ≤ blend ≤ 1; the rest is its own (γ in arXiv 2509.10312). Raising it follows the computed tokens
-            more closely and loses what distinguishes the tokens of a group; it costs next to no time. At 1
-            tokens are copies of their destinations, as with ``"keep"``.
         proportional: let a merged token count in self- or joint attention as often as the number of tokens it
             stands for (arXiv 2210.09461, equation 1). The picture gets several dB closer for a little time.
             A kernel that takes a mask gets one. Others get longer heads, or are called twice if they cannot
@@ -203,9 +186,7 @@ class MergeSettings(Value):
     features: str = "input"
     repeat_penalty: float = 0.0
     combine: str = "mean"
-    blend: float = 0.0
     threshold: float = 0.9
-    clusters: int = 16
     proportional: bool = False
 
     @property
@@ -222,11 +203,6 @@ class MergeSettings(Value):
     def whole_blocks(self) -> bool:
         """Whether all of a block runs on merged tokens."""
         return self.scope in ("block", "stack")
-
-    @property
-    def reuses_tokens(self) -> bool:
-        """Whether tokens that are not computed take residuals of their own from earlier steps."""
-        return self.combine in TOKEN_REUSE
 
     @property
     def merged_layers(self) -> tuple[str, ...]:
@@ -256,6 +232,7 @@ def check_changes(name: str, key_is: str, key: Check, value: Any) -> dict[Any, d
     checked = {}
     for at, own in value.items():
         plain = key(name, at)
+        own = without_removed(own, f"{name}[{plain}].")
         if fixed := [str(setting) for setting in own if setting not in CHECKS]:
             raise ConfigError(
                 f"{name}: cannot change {', '.join(fixed)}; what can be changed is {', '.join(CHECKS)}"
@@ -293,11 +270,6 @@ def check_together(settings: MergeSettings, where: str = "", factor: float = 1.0
                 f"sx={settings.sx}, sy={settings.sy}{over_time}, got {ratio:g}{scaled}; take a "
                 f"lower {name} or larger strides"
             )
-    if settings.scope == "keys" and settings.reuses_tokens:
-        raise ConfigError(
-            f"{where}combine: {settings.combine!r} takes cached residuals for tokens that are not computed, "
-            "and with scope='keys' every token is; take another scope, or combine='mean'"
-        )
     if settings.scope == "layers" and not settings.merged_layers:
         raise ConfigError(
             f"{where}merge_attn, merge_crossattn, merge_mlp: all are False, so nothing would merge; set one"

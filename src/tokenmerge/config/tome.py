@@ -11,12 +11,11 @@ from tokenmerge.config.checks import Check, check_fields, integer, number, one_o
 from tokenmerge.config.correction import Correction
 from tokenmerge.config.names import PARTS, flat, nested
 from tokenmerge.config.plan_sharing import PlanSharing
-from tokenmerge.config.planner_names import GUIDED_PLANNERS, RESULT_PLANNERS
+from tokenmerge.config.planner_names import GUIDED_PLANNERS
 from tokenmerge.config.schedule import Schedule
 from tokenmerge.config.settings import (
     CACHED_FEATURES,
     CHECKS,
-    TOKEN_REUSE,
     MergeSettings,
     check_changes,
     check_together,
@@ -84,12 +83,10 @@ class ToMeConfig(MergeSettings):
                 f"{self.correction.given}: with scope='keys' every token has a residual of its own, so there "
                 "is nothing to correct; take another scope, or correction.every=0"
             )
-        if self.correction.on and any(
-            own.scope == "stack" and not own.reuses_tokens for own in self._all_stages()
-        ):
+        if self.correction.on and self.merges_stacks:
             raise ConfigError(
                 f"{self.correction.given}: with scope='stack' no block alone has all tokens to correct; take "
-                "scope='block', combine='reuse', or correction.every=0"
+                "scope='block', or correction.every=0"
             )
 
     def _check_by_guidance(self, name: str, value: Any) -> dict[float, dict[str, Any]]:
@@ -118,11 +115,6 @@ class ToMeConfig(MergeSettings):
             for phase, settings in zip(phases, self.stages(level), strict=False):
                 changed = [f"levels[{level}]"] * (level > 0) + [f"schedule.phases[{phase}]"] * (phase > 0)
                 check_together(settings, "".join(f"{name}: " for name in changed), factor)
-
-    def _all_stages(self) -> Iterator[MergeSettings]:
-        """The settings of every level and phase."""
-        for level in (0, *self.levels):
-            yield from self.stages(level)
 
     def at_guidance(self, scale: float | None) -> ToMeConfig:
         """The settings at a scale of classifier-free guidance; None: unknown.
@@ -210,9 +202,7 @@ class ToMeConfig(MergeSettings):
 
     def _over_steps(self) -> tuple[tuple[str, Any, bool], ...]:
         """Name and value of each setting that may depend on the step, and whether it does."""
-        schedule, planner, reused = self.schedule, self.guided_planner, self.token_reuse
-        by_result = self.result_planner
-        features = self.cached_features
+        schedule, planner, features = self.schedule, self.guided_planner, self.cached_features
         return (
             ("schedule.start", schedule.start, schedule.start > 0),
             ("schedule.until", schedule.until, schedule.until < 1),
@@ -221,11 +211,9 @@ class ToMeConfig(MergeSettings):
             ("plans.every", self.plans.every, self.plans.every > 1),
             ("correction.every", self.correction.every, self.correction.every > 0),
             ("correction.steps", self.correction.steps, bool(self.correction.steps)),
-            ("combine", reused, reused is not None),
             ("reuse.full_steps", self.reuse.full_steps, bool(self.reuse.full_steps)),
             ("reuse.every", self.reuse.every, self.reuse.on and not self.reuse.full_steps),
             ("planner", planner, planner is not None),
-            ("planner", by_result, by_result is not None),
             ("features", features, features is not None),
             ("repeat_penalty", max(self._all("repeat_penalty")), self.penalises_repeats),
         )
@@ -249,21 +237,6 @@ class ToMeConfig(MergeSettings):
     def guided_planner(self) -> str | None:
         """The first planner, of any level and any step, that looks at what guidance changed."""
         return next((name for name in self._all("planner") if name in GUIDED_PLANNERS), None)
-
-    @property
-    def result_planner(self) -> str | None:
-        """The first planner, of any level and any step, that looks at the result of the last step."""
-        return next((name for name in self._all("planner") if name in RESULT_PLANNERS), None)
-
-    @property
-    def token_reuse(self) -> str | None:
-        """The first way, of any level or step, in which tokens reuse their residuals; None: none does."""
-        return next((name for name in self._all("combine") if name in TOKEN_REUSE), None)
-
-    @property
-    def extrapolates_tokens(self) -> bool:
-        """Whether tokens extrapolate their residuals at any level and any step."""
-        return "extrapolate" in self._all("combine")
 
     @property
     def merges_stacks(self) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 
 from tokenmerge import presets
 from tokenmerge.auto import choose
-from tokenmerge.config import NEW_NAMES, SETTINGS, ToMeConfig, flat
+from tokenmerge.config import NEW_NAMES, SETTINGS, ToMeConfig, flat, without_removed
 from tokenmerge.errors import ConfigError
 
 AUTO = "auto"
@@ -117,6 +117,7 @@ def read_setting(text: str, names: Collection[str] = SETTINGS) -> tuple[str, Any
     """
     name, equals, value = (part.strip() for part in text.partition("="))
     name = NEW_NAMES.get(name, name)
+    without_removed({name: value})
     if name not in names:
         raise ConfigError(f"expected settings out of {', '.join(names)}, got {name!r}")
     switch = isinstance(_DEFAULTS[name], bool)

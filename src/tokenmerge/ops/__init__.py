@@ -30,7 +30,6 @@ from tokenmerge.ops.plan import (
     merge,
     merge_with_norm,
     unmerge,
-    unmerge_onto,
 )
 from tokenmerge.ops.sized_attention import attend_by_columns, attend_by_values, head_size_with_columns
 from tokenmerge.ops.soft import SoftPlan, Tiles, make_soft_plan, tile
@@ -70,6 +69,5 @@ __all__ = [
     "tiled_matching",
     "uniform_noise",
     "unmerge",
-    "unmerge_onto",
     "whole_cells",
 ]

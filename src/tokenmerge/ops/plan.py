@@ -203,24 +203,6 @@ def unmerge(plan: Plan, y: Tensor) -> Tensor:
     return plan.unmerge(y)
 
 
-def unmerge_onto(plan: Plan, y: Tensor, own: Tensor, blend: float = 0.0) -> Tensor:
-    """Give the tokens that stay the values of their merged tokens, and the others mostly their own values.
-
-    Args:
-        plan: n tokens, of which m stay.
-        y: ``[b, m, c]`` merged tokens.
-        own: ``[b, n, c]`` a value of each token.
-        blend: for a token that does not stay, how much of its value comes from :func:`unmerge`,
-            0 ≤ blend ≤ 1; the rest is its own value.
-
-    Returns:
-        ``[b, n, c]``.
-    """
-    mixed = own if blend == 0 else torch.lerp(own, plan.unmerge(y), blend)
-    rows = mixed.flatten(0, 1).index_copy(0, plan.keep.flatten(), y.flatten(0, 1))
-    return rows.view(own.shape)
-
-
 def add_rows(total: Tensor, index: Tensor, rows: Tensor) -> Tensor:
     """Add each of the rows ``[r, …]`` to the row of ``total`` ``[m, …]`` at its index ``[r]``, in place.
 

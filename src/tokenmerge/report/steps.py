@@ -75,7 +75,7 @@ def kept_bytes(host: Host, config: ToMeConfig, arguments: Arguments) -> int:
 
     The arguments are as for :func:`mean_flops`.
     """
-    follows = config.correction.on or config.token_reuse or config.reuse.on or config.plans.every > 1
+    follows = config.correction.on or config.reuse.on or config.plans.every > 1
     if not (follows or config.cached_features or config.penalises_repeats):
         return 0
     keeping = dataclasses.replace(
@@ -90,9 +90,7 @@ def kept_bytes(host: Host, config: ToMeConfig, arguments: Arguments) -> int:
             count_flops(host.root, arguments())
         memory = state.threads.value.memory
         caches = () if memory is None else memory.caches
-        residuals = [
-            residual for cache in caches for residual in (*cache.residuals.values(), *cache.tokens.values())
-        ]
+        residuals = [residual for cache in caches for residual in cache.residuals.values()]
         residuals += [run.residual for cache in caches for run in cache.runs.values() if run.residual]
         of_model = () if memory is None else tuple(memory.model_residuals.values())
         repeats = [counts for cache in caches for counts in cache.repeats.values()]
@@ -166,7 +164,7 @@ def notes_on_steps(config: ToMeConfig, averaged: bool = False) -> list[str]:
             f"planner={config.guided_planner!r}: the planner 'tome' runs until the first guided step is done"
         )
     changes = config.schedule.changes_ratio or config.schedule.phases
-    if changes or config.correction.on or config.extrapolates_tokens or config.reuse.on:
+    if changes or config.correction.on or config.reuse.on:
         which = "tokens and operations are those of the step that merges most"
         more = "; pass a number of steps (--steps) to count the mean operations too"
         notes.append(which if averaged else which + more)
@@ -182,18 +180,8 @@ def _notes_on_dense_steps(config: ToMeConfig) -> list[str]:
             if correction.steps
             else f"1 of {correction.every} full steps is dense"
         )
-        others = (
-            "reuse what it computed" if config.token_reuse else "add back the detail that merging lost there"
-        )
-        notes.append(f"{correction.given}: {which}; the others {others}")
-    if config.token_reuse:
-        how = {
-            "reuse": "take their own residual of the step that last computed them",
-            "extrapolate": "extrapolate their own residual linearly; the first two steps are dense",
-        }
-        notes.append(
-            f"combine={config.token_reuse!r}: tokens that are not computed {how[config.token_reuse]}"
-        )
+        others = "the others add back the detail that merging lost there"
+        notes.append(f"{correction.given}: {which}; {others}")
     return notes
 
 

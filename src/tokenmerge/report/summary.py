@@ -66,13 +66,11 @@ def _merging(config: ToMeConfig, conditions: Conditions, report: Report) -> str:
     merged = ", ".join(dict.fromkeys(row.merged for row in rows))
     where = f"{merged} of {len(rows)} of {conditions.blocks} blocks"
     what = f"{most.tokens} → {most.merged_tokens} tokens in {where}"
-    if config.token_reuse:
-        what += "; the others reuse residuals of their own"
     if not config.correction.on:
         return what
     which = "steps at given places are" if config.correction.steps else None
     which = which or f"1 of {config.correction.every} full steps is"
-    return f"{what}; {which} dense" + ("" if config.token_reuse else " and corrects the others")
+    return f"{what}; {which} dense and corrects the others"
 
 
 def _reuse(config: ToMeConfig, report: Report | None) -> str:

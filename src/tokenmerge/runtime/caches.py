@@ -57,8 +57,6 @@ class Cache:
         plans: of a block; blocks that share plans share this dictionary.
         runs: of a block that is skipped on some steps.
         residuals: of the last steps in which it ran.
-        tokens: residuals of the image's tokens, each from the step that last computed it; of a stack, in its
-            last block.
         repeats: of a block with ``repeat_penalty``, ``[b, n]``: how many plans have merged each token into
             another one.
         placeholders: tensors without memory, in the shapes of a stage's result that no running module reads.
@@ -67,7 +65,6 @@ class Cache:
     plans: dict[Call, Plan] = dataclasses.field(default_factory=dict)
     runs: dict[Call, BlockRun] = dataclasses.field(default_factory=dict)
     residuals: dict[Call, Residual] = dataclasses.field(default_factory=dict)
-    tokens: dict[Call, Residual] = dataclasses.field(default_factory=dict)
     repeats: dict[Call, Tensor] = dataclasses.field(default_factory=dict)
     placeholders: dict[Call, Any] = dataclasses.field(default_factory=dict)
 
@@ -85,8 +82,6 @@ class Memory:
         tracker: the calls of the generation.
         sample: whether a call is on the sample of the one before it.
         guidance_differences: what guidance changed in the results of the last step, by the call that planned.
-        deviations: ``[b, n]``, of the last step's result over its channels, by the call that planned.
-        skips: ``[b, n]``, in how many steps each token was not computed, likewise.
         seed: number of the running step that draws depend on.
         config: settings at the guidance scale of the generation; None before its first call.
         log: what happened in the generation; None before its first call.
@@ -102,8 +97,6 @@ class Memory:
         self.config: ToMeConfig | None = None
         self.log: RunLog | None = None
         self.guidance_differences: dict[int, Tensor] = {}
-        self.deviations: dict[int, Tensor] = {}
-        self.skips: dict[int, Tensor] = {}
         self.model_residuals: dict[tuple[int, int, int], Tensor] = {}
         plans: dict[int, dict[Call, Plan]] = {group: {} for group in groups}
         self.caches = tuple(Cache(plans[group]) for group in groups)
@@ -117,8 +110,6 @@ class Memory:
             tracker.compared,
             tracker.shapes,
             self.guidance_differences,
-            self.deviations,
-            self.skips,
         )
         for noted in filter(None, by_number):
             for number in [number for number in noted if first <= number <= last]:
@@ -146,7 +137,7 @@ class Memory:
         if self.model_residuals:
             yield self.model_residuals
         for cache in self.caches:
-            for cached in (cache.runs, cache.residuals, cache.tokens, cache.repeats, cache.placeholders):
+            for cached in (cache.runs, cache.residuals, cache.repeats, cache.placeholders):
                 if cached:
                     yield cached
 

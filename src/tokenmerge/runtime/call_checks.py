@@ -64,14 +64,9 @@ def check_part(
         grids: (frames, rows, columns) of the whole pictures.
 
     Raises:
-        UnsupportedModelError: no token of some part can merge, a planner would not remove equally many
-            tokens from each, or it looks at the result for all tokens.
+        UnsupportedModelError: no token of some part can merge, or a planner would not remove equally many
+            tokens from each.
     """
-    if state.config.result_planner is not None:
-        raise UnsupportedModelError(
-            f"{type(root).__name__}: planner={state.config.result_planner!r} looks at the result for all "
-            "tokens, of which context parallelism gives each device a part; take another planner"
-        )
     for _, settings in state.stages:
         whole = sequence_of(grids, settings)
         every = [sequence_of_part(whole.pictures, index, part.parts) for index in range(part.parts)]

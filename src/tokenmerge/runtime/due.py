@@ -20,28 +20,21 @@ from tokenmerge.runtime.step_tracker import StepTracker
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Due:
-    """What is due in a call; most fields are those of :class:`tokenmerge.runtime.context.CallContext`.
-
-    ``has_token_residuals`` says whether tokens that are not computed have cached residuals of their own.
-    """
+    """What is due in a call; its fields are those of :class:`tokenmerge.runtime.context.CallContext`."""
 
     settings: Mapping[int, MergeSettings]
     caches_residuals: bool
     corrects: bool
-    token_distance: Tensor | None
     extrapolation: Tensor | None
     shallow_extrapolation: Tensor | None
-    has_token_residuals: bool
 
     @property
     def kind(self) -> StepKind:
         """What the call does, in a word."""
         if self.extrapolation is not None or self.shallow_extrapolation is not None:
             return "reused"
-        merging = () if self.corrects else [own for own in self.settings.values() if own.merges]
-        if self.has_token_residuals and any(own.reuses_tokens for own in merging):
-            return "token-wise"
-        return "full" if merging else "dense"
+        merges = not self.corrects and any(own.merges for own in self.settings.values())
+        return "full" if merges else "dense"
 
 
 def due_of(
@@ -61,13 +54,11 @@ def due_of(
     tracker = memory.tracker
     step = tracker.step
     extrapolation, shallow, caches_residuals = reuse_of(config, tracker, shape)
-    corrects, token_distance = False, None
-    if extrapolation is None and (step is None or config.schedule.merges(step.done, step.steps)):
-        dense, token_distance = correction_due(config, tracker, shape)
-        if dense:
-            corrects, settings = _correction_of(config, tracker, settings)
-    known = any(number == tracker.call for cache in memory.caches for number, _ in cache.tokens)
-    return Due(settings, caches_residuals, corrects, token_distance, extrapolation, shallow, known)
+    corrects = False
+    merges = step is None or config.schedule.merges(step.done, step.steps)
+    if extrapolation is None and merges and correction_due(config, tracker, shape):
+        corrects, settings = _correction_of(config, tracker, settings)
+    return Due(settings, caches_residuals, corrects, extrapolation, shallow)
 
 
 def settings_of(
@@ -190,24 +181,13 @@ def _extrapolation(
     return None if distance is None else torch.tensor(distance)
 
 
-def correction_due(
-    config: ToMeConfig, tracker: StepTracker, shape: tuple[object, ...]
-) -> tuple[bool, Tensor | None]:
-    """Decide whether a call that runs all blocks is dense.
-
-    Returns:
-        Whether it is dense, and how far tokens extrapolate their own residuals (None if they do not).
-    """
-    if torch.is_grad_enabled() and config.token_reuse is not None:
-        refuse_training(f"combine={config.token_reuse!r}", "combine='mean'")
-    step, correction, due = tracker.step, config.correction, False
-    if correction.on:
-        is_at = None if step is None else correction.is_at(step.done, step.steps)
-        due = tracker.corrects(correction.every, shape, is_at)
-    if not config.extrapolates_tokens:
-        return due, None
-    distance = _extrapolation(tracker, "tokens", due, shape, holds=False)
-    return distance is None, distance
+def correction_due(config: ToMeConfig, tracker: StepTracker, shape: tuple[object, ...]) -> bool:
+    """Decide whether a call that runs all blocks is dense."""
+    step, correction = tracker.step, config.correction
+    if not correction.on:
+        return False
+    is_at = None if step is None else correction.is_at(step.done, step.steps)
+    return tracker.corrects(correction.every, shape, is_at)
 
 
 def _correction_of(

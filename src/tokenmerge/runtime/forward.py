@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from tokenmerge.config import CACHED_FEATURES, TOKEN_REUSE, MergeSettings
+from tokenmerge.config import CACHED_FEATURES, MergeSettings
 from tokenmerge.errors import UnsupportedModelError
 from tokenmerge.models.call import HostCall
 from tokenmerge.models.layout import Layout
@@ -22,28 +22,17 @@ from tokenmerge.runtime.caches import RecordedCall
 from tokenmerge.runtime.context import ActiveMerge, CallContext
 from tokenmerge.runtime.features import caches_features, keys_of, with_cached_features
 from tokenmerge.runtime.host_method import HostMethod
-from tokenmerge.runtime.merged_call import (
-    add_lost,
-    call_on,
-    keyed_call,
-    merged_call,
-    merged_tokens,
-    of_image,
-)
+from tokenmerge.runtime.merged_call import add_lost, keyed_call, merged_call, of_image
 from tokenmerge.runtime.planning import pictures_to_merge, plan_by, plan_of, sequence_in
 from tokenmerge.runtime.proportional_attention import ProportionalAttention
 from tokenmerge.runtime.reuse import Residual, extrapolated, residual_of, updated
 from tokenmerge.runtime.stack import call_in_stack
 from tokenmerge.runtime.state import STATE, BlockState, LayerState, StageState
-from tokenmerge.runtime.token_reuse import cached_anew, refilled_result
 
 # Where ``nn.Module.compile`` leaves what a module runs instead of its ``forward``.
 COMPILED = "_compiled_call_impl"
 
-COMBINE = {
-    **{"mean": merge, "keep": keep_destinations, "norm": merge_with_norm},
-    **dict.fromkeys(TOKEN_REUSE, keep_destinations),
-}
+COMBINE = {"mean": merge, "keep": keep_destinations, "norm": merge_with_norm}
 
 # These functions make the method of a swapped class from that of the original class. A module that is called
 # through a reference to this method after it was restored has no state, and does what its class does.
@@ -169,8 +158,6 @@ def layer_call(original: HostMethod) -> Callable:
                     return keyed_call(call, state.layout, plan, state.keys, combine)
                 return merged_call(call, state.layout, plan, combine)
 
-        if settings.reuses_tokens:
-            return _with_cached_tokens(state.block, state, call, active, change_only=False)
         residuals, number = state.threads.value.cache.residuals, state.block.call
         before = residuals.get(number)
         result = _corrected(settings, plan, before, state.layout, call.result, merged)
@@ -277,8 +264,6 @@ def _block(state: BlockState, call: HostCall) -> Any:
                 # Gradient checkpointing takes the plan that the attention has made.
                 state.calls[state.layout.tokens_of(call)] = known._replace(merge=block.merge)
             return result
-        if settings.reuses_tokens:
-            return _with_cached_tokens(state, state, call, active, change_only=True)
 
         def merged(plan: Plan) -> Any:
             return merged_call(call, block_layout, plan, combine, change_only=True)
@@ -293,33 +278,6 @@ def _block(state: BlockState, call: HostCall) -> Any:
         return result
     finally:
         block.merge = None
-
-
-def _with_cached_tokens(
-    block: BlockState, state: BlockState | LayerState, call: HostCall, active: ActiveMerge, change_only: bool
-) -> Any:
-    """The result of a block, or of a layer in it, where tokens that are not computed have residuals cached.
-
-    What is cached of a block is its residual, with ``change_only``, and of a layer its result.
-    """
-    layout = block.block_layout if change_only else state.layout
-    assert layout is not None
-    tokens, settings, number = state.threads.value.cache.tokens, block.settings, block.call
-    before, plan = tokens.get(number), active.plan
-    if plan is None:
-        result = call.result()
-        count = 1 if isinstance(result, Tensor) else len(result)
-        bases = _bases(block, call, count) if change_only else [0.0] * count
-        residual = of_image(layout, residual_of(result, bases), active.tokens)
-        tokens[number] = cached_anew(before, residual, settings, block.model.threads.value.part)
-        return result
-    given = layout.tokens_of(call)
-    merged = merged_tokens(layout, plan, given, COMBINE[settings.combine])
-    with nullcontext() if isinstance(state, BlockState) else _proportional(state, settings, plan):
-        result = call_on(call, layout, plan, merged)
-    change, distance = (given, merged) if change_only else None, block.model.context.token_distance
-    result, tokens[number] = refilled_result(layout, plan, result, change, before, settings, distance)
-    return result
 
 
 def _active_call(

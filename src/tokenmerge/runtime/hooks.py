@@ -34,7 +34,6 @@ from tokenmerge.runtime.due import (
     shape_of,
 )
 from tokenmerge.runtime.guidance import copies_are_equal
-from tokenmerge.runtime.last_result import scores_of
 from tokenmerge.runtime.per_thread import PerThread
 from tokenmerge.runtime.pipeline import guidance_copies, guidance_scale
 from tokenmerge.runtime.run_log import RunLog, StepKind
@@ -90,13 +89,11 @@ def before_model(root: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         caches_residuals=due.caches_residuals,
         caches_features=features_to_cache(config, tracker, due.settings),
         corrects=due.corrects,
-        token_distance=due.token_distance,
         extrapolation=due.extrapolation,
         shallow_extrapolation=due.shallow_extrapolation,
         guidance_copies=copies,
         copies_equal=equal,
         guidance_difference=memory.guidance_differences.get(tracker.plan_call),
-        skip_scores=scores_of(memory, tracker.plan_call),
         step_log=log,
     )
 

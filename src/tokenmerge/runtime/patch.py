@@ -23,7 +23,6 @@ from tokenmerge.runtime.attention_kernels import leave_kernels, reach_kernels
 from tokenmerge.runtime.context import CallContext, ThreadState
 from tokenmerge.runtime.forward import block_call, layer_call, stage_call
 from tokenmerge.runtime.hooks import after_model, before_blocks, before_model, compare_guidance, record_result
-from tokenmerge.runtime.last_result import note_result
 from tokenmerge.runtime.per_thread import PerThread
 from tokenmerge.runtime.pipeline import Pipeline
 from tokenmerge.runtime.planning import check_grid
@@ -173,7 +172,6 @@ def new_state(
         follows_steps=config.follows_steps,
         reuses_steps=config.reuses_steps,
         merges_stacks=config.merges_stacks,
-        result_planner=config.result_planner,
         caches_results=config.reuses_steps or config.cached_features is not None,
         merges=config.reuses_steps or any(own.merges for _, own in stages),
     )
@@ -245,8 +243,6 @@ def patch_host(host: Host, state: ModelState) -> None:
         host.root.register_forward_hook(after_model)
     if state.config.asks_guidance:
         host.root.register_forward_hook(compare_guidance)
-    if state.facts.result_planner is not None:
-        host.root.register_forward_hook(note_result)
     if state.recorder is not None:
         host.root.register_forward_hook(record_result)
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from tokenmerge.config import CACHED_FEATURES, GUIDED_PLANNERS, RESULT_PLANNERS, MergeSettings
+from tokenmerge.config import CACHED_FEATURES, GUIDED_PLANNERS, MergeSettings
 from tokenmerge.errors import NothingToMergeError, UnsupportedModelError
 from tokenmerge.ops import IndexPlan, Plan, features_if_shared, shared_features
 from tokenmerge.planners import (
@@ -151,12 +151,10 @@ def plan_by(
 
 
 def record_plan(state: BlockState, context: CallContext, plan: Plan) -> None:
-    """Record the plan that a block runs with, for ``Patch.record``, result planners and the step log."""
+    """Record the plan that a block runs with, for ``Patch.record`` and the step log."""
     if state.model.record is not None:
         first, *others = (grid for grid, _ in sequence_in(state).pictures)
         state.model.record[state.path] = RecordedPlan(plan, first, tuple(others))
-    if state.model.facts.result_planner is not None:
-        state.model.threads.value.plan = plan
     log = context.step_log
     if log is not None and not torch.compiler.is_compiling():
         log.note_plan(plan.inverse.shape[1], plan.keep.shape[1])
@@ -188,9 +186,6 @@ def _planner_for(
     """
     settings = state.settings
     planner, tome = PLANNERS[settings.planner], PLANNERS["tome"]
-    if settings.planner in RESULT_PLANNERS:
-        scores = _of_images(context.skip_scores, features)
-        return (tome, ()) if scores is None else (planner, (scores,))
     if settings.planner not in GUIDED_PLANNERS:
         penalty = penalty_of(state, len(features)) if settings.repeat_penalty else None
         return planner, () if penalty is None else (penalty.to(features.device),)
@@ -207,16 +202,6 @@ def _planner_for(
             _warn_of_other_tokens(state, change, features)
         return tome, ()
     return planner, (importance.to(features.device),)
-
-
-def _of_images(scores: Tensor | None, features: Tensor) -> Tensor | None:
-    """Scores of tokens for each image that is planned, the mean over samples that share its plan.
-
-    None where they are unknown, or are those of other tokens.
-    """
-    if scores is None or scores.shape[1] != features.shape[1] or len(scores) % len(features):
-        return None
-    return scores.unflatten(0, (-1, len(features))).mean(dim=0).to(features.device)
 
 
 def _warn_of_other_tokens(state: BlockState, change: Tensor, features: Tensor) -> None:

@@ -62,7 +62,6 @@ class ConfigFacts:
         follows_steps: whether it has to be known which denoising step it is.
         reuses_steps: whether any step may skip something.
         merges_stacks: whether tokens stay merged between blocks at some level and step.
-        result_planner: the first planner that looks at the result of the last step; None: none does.
         caches_results: whether what blocks add is cached at some step, to skip them or to plan by it.
         merges: whether anything merges or is skipped at some step; with a ratio of 0 no token grid is needed.
     """
@@ -70,7 +69,6 @@ class ConfigFacts:
     follows_steps: bool
     reuses_steps: bool
     merges_stacks: bool
-    result_planner: str | None
     caches_results: bool
     merges: bool
 
@@ -164,7 +162,6 @@ class ModelState:
     def begin_call(self) -> None:
         """Before a call of the model: blocks count theirs from 0, and no stack has merged."""
         self.threads.value.running_blocks = None  # of a call that was interrupted
-        self.threads.value.plan = None
         self.threads.value.spans.clear()
         for part in self.parts:
             if isinstance(part, BlockState):
@@ -205,11 +202,10 @@ class ModelState:
 class StackInput(NamedTuple):
     """What the blocks of a stack run with, from its first block to its last.
 
-    ``tokens`` are those that the first block was called with. The plan is None on a dense correction step,
-    where all of them stay.
+    ``tokens`` are those that the first block was called with.
     """
 
-    plan: Plan | None
+    plan: Plan
     tokens: Tensor
     merged: Tensor
 

@@ -14,15 +14,10 @@ from tokenmerge.errors import ConfigError, NothingToMergeError
 from tokenmerge.integrations.comfyui.models import Target
 from tokenmerge.planners.calibration import fewest_tokens
 
-# Methods with token-wise reuse or with features of the step before are left out, since the patches here do
-# not support them.
+# Methods with features of the step before are left out, since the patches here do not support them.
 METHODS = (
     "auto",
-    *(
-        name
-        for name in presets.__all__
-        if getattr(presets, name)().token_reuse is None and getattr(presets, name)().cached_features is None
-    ),
+    *(name for name in presets.__all__ if getattr(presets, name)().cached_features is None),
 )
 OF_METHOD = "as the method says"
 SCOPES = (OF_METHOD, "layers", "keys", "block")
