@@ -158,7 +158,7 @@ def test_a_schedule_multiplies_the_ratio_of_reference_pictures_too():
     assert next(config.stages(2)).of_references.ratio == pytest.approx(0.3)
 
 
-@pytest.mark.parametrize("scope", ["keys", "block", "stack"])
+@pytest.mark.parametrize("scope", ["keys", "block"])
 def test_what_layers_merge_does_not_count_for_other_scopes(scope):
     assert ToMeConfig(scope=scope, merge_attn=False).scope == scope
 

@@ -309,7 +309,6 @@ def test_residuals_that_are_cached_anyway_cost_no_memory(features, others):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"features": "residual", "scope": "stack"}, "features: with scope='stack'"),
         ({"features": "keys", "scope": "block"}, "features: 'keys' are known where attention begins"),
         ({"features": "keys", "merge_attn": False, "merge_mlp": True}, "features: 'keys'.*merge_attn=False"),
         ({"features": "residual", "planner": "uniform"}, "features: planner='uniform' compares no tokens"),

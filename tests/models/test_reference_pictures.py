@@ -110,17 +110,16 @@ def test_merging_the_references_alone_leaves_every_token_of_the_picture_in_the_a
 
 
 @pytest.mark.parametrize("name", [KONTEXT, JOY, "JoyImageEditPlusTransformer3DModel"])
-@pytest.mark.parametrize("scope", ["block", "stack"])
-def test_whole_blocks_and_stacks_follow_the_pictures(name, scope, monkeypatch):
+def test_whole_blocks_follow_the_pictures(name, monkeypatch):
     """Reordered tokens give the same result up to rounding, and merged tokens another one."""
     family = FAMILIES[name]
     model, arguments = model_of(family), family.inputs(2, 7, 5)
     dense = call(model, arguments)
-    merged = apply_token_merging(model, ToMeConfig(scope=scope, **DENSE_TARGET))
+    merged = apply_token_merging(model, ToMeConfig(scope="block", **DENSE_TARGET))
     assert not torch.allclose(call(model, arguments), dense)
     merged.remove()
     monkeypatch.setitem(PLANNERS, "tome", reordering)
-    apply_token_merging(model, ToMeConfig(scope=scope, ratio=0.5))
+    apply_token_merging(model, ToMeConfig(scope="block", ratio=0.5))
     reordered = call(model, arguments)
     assert_close(reordered, dense, rtol=1e-5, atol=1e-5 * dense.abs().max().item())
 

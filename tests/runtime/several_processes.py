@@ -24,7 +24,6 @@ from diffusers.models import attention_dispatch
 from torch import Tensor, nn
 
 from tests.kernels import backend
-from tests.models.family import deeper
 from tests.models.test_every_family import model_of, settings
 from tests.models.tiny import FAMILIES
 from tokenmerge import Correction, PlanSharing, StepReuse, apply_token_merging
@@ -92,7 +91,6 @@ _EVERYWHERE = {
     "cross-attention and MLP": {"merge_crossattn": True, "merge_mlp": True},
     "proportional": {"proportional": True},
     "block": {"scope": "block", "proportional": True},
-    "stack": {"scope": "stack"},
     "local": {"planner": "local"},
     "uniform": {"planner": "uniform"},
 }
@@ -181,12 +179,11 @@ CASES = {
 }
 
 
-REPORTED = (f"{FLUX}, stack", f"{WAN}, layers", "parts of different lengths", "tensor parallel, layers")
+REPORTED = (f"{FLUX}, block", f"{WAN}, layers", "parts of different lengths", "tensor parallel, layers")
 
 
 def model_of_case(case: Case) -> nn.Module:
-    model = model_of(FAMILIES[case.family])
-    return deeper(model) if case.changes.get("scope") == "stack" else model
+    return model_of(FAMILIES[case.family])
 
 
 def in_one_process(case: Case) -> Tensor:

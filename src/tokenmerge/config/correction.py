@@ -19,8 +19,7 @@ class Correction(Value):
     the dense step, between its own residual and that of its group.
 
     It needs memory for one residual of each layer or block that merges. It cannot be used with
-    ``scope="keys"``, where each token has its own residual anyway, nor with ``scope="stack"``, where no block
-    has all tokens.
+    ``scope="keys"``, where each token has its own residual anyway.
 
     Args:
         every: distance between dense steps, counted in steps that run all blocks, ≥ 2; 0: no step is dense.

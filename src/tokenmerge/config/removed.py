@@ -17,6 +17,7 @@ REMOVED: Mapping[str, tuple[Any, ...]] = {
 REMOVED_VALUES: Mapping[str, tuple[str, ...]] = {
     "combine": ("reuse", "extrapolate"),
     "planner": ("clusters", "ras"),
+    "scope": ("stack",),
 }
 
 

@@ -12,7 +12,7 @@ from tokenmerge.config.removed import without_removed
 from tokenmerge.config.value import Value
 from tokenmerge.errors import ConfigError
 
-SCOPES = ("layers", "block", "stack", "keys")
+SCOPES = ("layers", "block", "keys")
 COMBINATIONS = ("mean", "keep", "norm")
 # Features from the step before: what each block added, or what all blocks of a level added together.
 CACHED_FEATURES = ("residual", "model_residual")
@@ -160,10 +160,9 @@ class MergeSettings(Value):
     Args:
         scope: ``"layers"`` merges before and unmerges after each layer that the next three fields name.
             ``"block"`` merges once around a whole transformer block and adds the block's change to each
-            token: the largest saving, and a large loss. ``"stack"`` does so around a run of blocks with one
-            plan: slightly faster than ``"block"``, but hooks between the blocks then see merged tokens.
-            ``"keys"`` merges only the keys and values of self-attention: the smallest saving and the
-            smallest loss. Only ``"layers"`` looks at the next three fields.
+            token: the largest saving, and a large loss. ``"keys"`` merges only the keys and values of
+            self-attention: the smallest saving and the smallest loss. Only ``"layers"`` looks at the next
+            three fields.
         merge_attn: merge around self-attention, or the joint attention of image and text: a large saving for
             a small loss.
         merge_crossattn: merge the queries of cross-attention: a small saving, a small loss.
@@ -198,11 +197,6 @@ class MergeSettings(Value):
     def of_references(self) -> MergeSettings:
         """The settings of the reference pictures of a sequence."""
         return self if self.reference_ratio is None else dataclasses.replace(self, ratio=self.reference_ratio)
-
-    @property
-    def whole_blocks(self) -> bool:
-        """Whether all of a block runs on merged tokens."""
-        return self.scope in ("block", "stack")
 
     @property
     def merged_layers(self) -> tuple[str, ...]:
@@ -290,12 +284,7 @@ def _check_features(settings: MergeSettings, where: str) -> None:
             f"{where}features: planner={settings.planner!r} compares no tokens, got "
             f"features={settings.features!r}; take another planner, or features='input'"
         )
-    if settings.features in CACHED_FEATURES and settings.scope == "stack":
-        raise ConfigError(
-            f"{where}features: with scope='stack' no block alone has all tokens, so none has a residual to "
-            f"compare, got features={settings.features!r}; take scope='block', or features='input'"
-        )
-    if settings.features == "keys" and (settings.whole_blocks or not _merges_attention(settings)):
+    if settings.features == "keys" and (settings.scope == "block" or not _merges_attention(settings)):
         given = "merge_attn=False" if settings.scope == "layers" else f"scope={settings.scope!r}"
         raise ConfigError(
             f"{where}features: 'keys' are known where attention begins, and with {given} tokens merge "

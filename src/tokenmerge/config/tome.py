@@ -83,11 +83,6 @@ class ToMeConfig(MergeSettings):
                 f"{self.correction.given}: with scope='keys' every token has a residual of its own, so there "
                 "is nothing to correct; take another scope, or correction.every=0"
             )
-        if self.correction.on and self.merges_stacks:
-            raise ConfigError(
-                f"{self.correction.given}: with scope='stack' no block alone has all tokens to correct; take "
-                "scope='block', or correction.every=0"
-            )
 
     def _check_by_guidance(self, name: str, value: Any) -> dict[float, dict[str, Any]]:
         """Check settings by the scale of guidance, and sort them by it."""
@@ -237,11 +232,6 @@ class ToMeConfig(MergeSettings):
     def guided_planner(self) -> str | None:
         """The first planner, of any level and any step, that looks at what guidance changed."""
         return next((name for name in self._all("planner") if name in GUIDED_PLANNERS), None)
-
-    @property
-    def merges_stacks(self) -> bool:
-        """Whether some level, at some step, leaves tokens merged between blocks."""
-        return "stack" in self._all("scope")
 
     def _all(self, name: str) -> list[Any]:
         """The values of a setting: its own, and those of any level, phase or scale of guidance."""

@@ -332,8 +332,8 @@ def _predict_host(
 def _merged(block: Block, config: ToMeConfig) -> str:
     """Name the parts of a block that run on merged tokens."""
     settings = next(config.stages(block.level))
-    if settings.whole_blocks:
-        return {"block": "whole block", "stack": "stack"}[settings.scope]
+    if settings.scope == "block":
+        return "whole block"
     names = "+".join(layer.name for layer in layers_to_merge(block, config))
     return f"keys of {names}" if settings.scope == "keys" else names
 
@@ -359,7 +359,6 @@ def _notes(blocks: tuple[Block, ...], rows: list[Row], config: ToMeConfig) -> tu
         why = {
             "layers": f"{has} no {' or '.join(KINDS[kind] for kind in kinds)}",
             "block": f"{'it' if one else 'they'} cannot run on merged tokens as a whole",
-            "stack": f"{'it is' if one else 'they are'} in no stack, like a transformer's first and last one",
             "keys": f"{has} no self-attention that takes keys separately from queries",
         }
         stay = "block stays dense" if one else "blocks stay dense"

@@ -91,18 +91,6 @@ def _warn(message: str) -> None:
     warnings.warn(message, stacklevel=2)
 
 
-def check_stacks(state: ModelState, root: nn.Module, arguments: Mapping[str, Any]) -> None:
-    """Refuse a call in which something between the blocks of a stack needs all tokens."""
-    between = [name for name in state.call.between if arguments.get(name) is not None]
-    if torch.is_grad_enabled() and getattr(root, "is_gradient_checkpointing", False):
-        between = ["gradient checkpointing"]
-    if between:
-        raise UnsupportedModelError(
-            f"scope='stack' leaves tokens merged from block to block, and {' and '.join(between)} needs each "
-            "block on its own; take scope='block', with plans.blocks=True for one plan"
-        )
-
-
 def refuse_caches(state: ModelState, root: nn.Module) -> None:
     """Refuse diffusers' caches, which count the calls of blocks, where blocks are skipped on some steps."""
     if not state.config.reuses_steps:

@@ -26,7 +26,6 @@ from tokenmerge.runtime.merged_call import add_lost, keyed_call, merged_call, of
 from tokenmerge.runtime.planning import pictures_to_merge, plan_by, plan_of, sequence_in
 from tokenmerge.runtime.proportional_attention import ProportionalAttention
 from tokenmerge.runtime.reuse import Residual, extrapolated, residual_of, updated
-from tokenmerge.runtime.stack import call_in_stack
 from tokenmerge.runtime.state import STATE, BlockState, LayerState, StageState
 
 # Where ``nn.Module.compile`` leaves what a module runs instead of its ``forward``.
@@ -146,7 +145,7 @@ def layer_call(original: HostMethod) -> Callable:
         if active.awaits_keys:
             active = _planned_by_keys(self, state, active, call)
         plan = active.plan
-        if settings.whole_blocks:
+        if settings.scope == "block":
             with _proportional(state, settings, plan):
                 return call.result()
 
@@ -187,7 +186,7 @@ def _planned_by_keys(
 def _merges_here(state: LayerState, settings: MergeSettings, active: ActiveMerge, call: HostCall) -> bool:
     """Whether a layer's call takes part in what its block merges."""
     tokens, images, n = call.argument(call.names[0]), active.images, active.tokens
-    if settings.whole_blocks:
+    if settings.scope == "block":
         takes_part = True
         if active.plan is not None:
             images, n = active.plan.keep.shape
@@ -241,11 +240,8 @@ def _skippable_block(state: BlockState, call: HostCall, run: Callable[[], Any]) 
 
 
 def _block(state: BlockState, call: HostCall) -> Any:
-    """Run a block: as a whole, by its layers, or inside a stack."""
+    """Run a block: as a whole, or by its layers."""
     settings, context = state.settings, state.model.context
-    combine = COMBINE[settings.combine]
-    if settings.scope == "stack":
-        return call_in_stack(call, state, combine)
     block_layout = state.block_layout if settings.scope == "block" else None
     if settings.scope == "block" and (block_layout is None or call.has(block_layout.dense_if)):
         return call.result()
@@ -266,7 +262,7 @@ def _block(state: BlockState, call: HostCall) -> Any:
             return result
 
         def merged(plan: Plan) -> Any:
-            return merged_call(call, block_layout, plan, combine, change_only=True)
+            return merged_call(call, block_layout, plan, COMBINE[settings.combine], change_only=True)
 
         residuals = block.cache.residuals
         # What is cached for other purposes is not read here, because that would take another graph.
@@ -301,11 +297,10 @@ def _plans_outside(state: BlockState) -> bool:
     """Whether the next call of a compiled block takes its plan as an input of the graph.
 
     A plan that serves one call is better made in the graph, where its operations are fused. A plan that the
-    step log counts has to be made outside. In a stack the first block plans, in its graph. With
-    ``features="keys"`` the attention plans.
+    step log counts has to be made outside. With ``features="keys"`` the attention plans.
     """
     settings = state.settings
-    if settings.scope == "stack" or settings.features == "keys":
+    if settings.features == "keys":
         return False
     context = state.model.context
     # What is cached between steps is read outside the graph.

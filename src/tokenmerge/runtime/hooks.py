@@ -19,7 +19,6 @@ from tokenmerge.runtime.call_checks import (
     check_given,
     check_part,
     check_size,
-    check_stacks,
     refuse_caches,
     warn_of_other_conditions,
     warn_where_nothing_is_saved,
@@ -153,8 +152,6 @@ def _check_call(state: ModelState, root: nn.Module, arguments: dict[str, Any]) -
     if not compiling:
         reach_kernels(state)  # this model may be a copy, and kernels may have been loaded since
     thread.part = part_of(root)
-    if state.facts.merges_stacks:
-        check_stacks(state, root, arguments)
     if state.facts.merges:
         grids = _grids(state, root, arguments, state.given_grid or thread.grid)
         if compiling or grids != thread.grid.shapes:  # those of the last call have been checked

@@ -28,47 +28,25 @@ def merged_call(
     added to the merged token that holds it, and not the result of that token.
     """
     tokens = layout.tokens_of(call)
-    merged = merged_tokens(layout, plan, tokens, combine)
-    result = call_on(call, layout, plan, merged)
-    return unmerged_result(layout, plan, result, (tokens, merged) if change_only else None)
-
-
-def merged_tokens(
-    layout: Layout, plan: Plan, tokens: Tensor, combine: Callable[[Plan, Tensor], Tensor]
-) -> Tensor:
-    """First part of :func:`merged_call`: the tokens, with those of the image merged."""
-    return replace_image(layout, tokens, plan.inverse.shape[1], partial(combine, plan))
-
-
-def call_on(call: HostCall, layout: Layout, plan: Plan, merged: Tensor) -> Any:
-    """Second part: the result of the call with merged tokens, and with the arguments that follow them."""
+    n, m = plan.inverse.shape[1], plan.keep.shape[1]
+    merged = _replace_image(layout, tokens, n, partial(combine, plan))
     name = layout.tokens or call.names[0]
     now = _following(call, layout, plan).replaced(name, merged)
     if layout.same_as_tokens and call.argument(layout.same_as_tokens) is call.argument(name):
         now = now.replaced(layout.same_as_tokens, merged)
-    return now.result()
-
-
-def unmerged_result(layout: Layout, plan: Plan, result: Any, change: tuple[Tensor, Tensor] | None) -> Any:
-    """Last part: the result, one tensor or several, for all tokens.
-
-    ``change`` is (all tokens, merged tokens). Each token then gets what the call added to the merged token
-    that holds it. Without it, each token gets the result itself.
-    """
-    n, m = plan.inverse.shape[1], plan.keep.shape[1]
+    result = now.result()
 
     def back(image: Tensor) -> Tensor:
-        if change is None:
+        if not change_only:
             return unmerge(plan, image)
-        tokens, merged = change
         return layout.image(tokens, n) + unmerge(plan, image - layout.image(merged, m))
 
     if isinstance(result, Tensor):
-        return replace_image(layout, result, m, back)
+        return _replace_image(layout, result, m, back)
     results = list(result)
     for i, value in enumerate(results):
         if i in layout.outputs and value is not None:
-            results[i] = replace_image(layout, value, m, back)
+            results[i] = _replace_image(layout, value, m, back)
     return tuple(results)
 
 
@@ -90,7 +68,7 @@ def add_lost(
     def add(value: Tensor, residual: Tensor) -> Tensor:
         image = layout.image(residual, n)
         lost = image - unmerge(plan, combine(plan, image))
-        return replace_image(layout, value, n, lambda tokens: tokens + lost)
+        return _replace_image(layout, value, n, lambda tokens: tokens + lost)
 
     alone = isinstance(result, Tensor)
     added = tuple(
@@ -135,7 +113,7 @@ def _following(call: HostCall, layout: Layout, plan: Plan) -> HostCall:
     return call
 
 
-def replace_image(layout: Layout, x: Tensor, n: int, change: Callable[[Tensor], Tensor]) -> Tensor:
+def _replace_image(layout: Layout, x: Tensor, n: int, change: Callable[[Tensor], Tensor]) -> Tensor:
     """Change the n image tokens of a sequence and leave its text as it is."""
     text = x.shape[1] - n
     if text == 0:

@@ -7,10 +7,8 @@ compare, and get hooks that read the denoising step and the token grid.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 from torch import nn
 
@@ -33,8 +31,6 @@ from tokenmerge.runtime.state import (
     ConfigFacts,
     LayerState,
     ModelState,
-    Stack,
-    StackRole,
     StageState,
 )
 from tokenmerge.runtime.step_log import StepRecorder
@@ -56,12 +52,6 @@ def hosts_that_merge(
     """
     merging, left_dense = [], []
     for host in hosts:
-        beside = not host.controlnet and any(other.controlnet for other in hosts)
-        if config.merges_stacks and host.between and beside:
-            raise UnsupportedModelError(
-                f"scope='stack' leaves tokens merged from block to block of {type(host.root).__name__}, and "
-                "the ControlNet adds to them there; take scope='block', with plans.blocks=True for one plan"
-            )
         try:
             check_host(host, config, (size or host.sample_size) if check_size else None)
             merging.append(host)
@@ -171,7 +161,6 @@ def new_state(
     facts = ConfigFacts(
         follows_steps=config.follows_steps,
         reuses_steps=config.reuses_steps,
-        merges_stacks=config.merges_stacks,
         caches_results=config.reuses_steps or config.cached_features is not None,
         merges=config.reuses_steps or any(own.merges for _, own in stages),
     )
@@ -188,7 +177,6 @@ def new_state(
         found_for=found_for,
     )
 
-    roles = _stack_roles(blocks) if facts.merges_stacks else [None] * len(blocks)
     grids = {block.grid: PerThread(Grid) for block in blocks if block.grid is not None}
     levels = [block.level for block in blocks]
     skips_blocks = facts.reuses_steps and not host.deep_stages
@@ -206,9 +194,8 @@ def new_state(
             is_first=block.level not in levels[:place],
             is_last=block.level not in levels[place + 1 :],
             is_read_between=host.controlnet,
-            stack=role,
         )
-        for place, (block, group, role) in enumerate(zip(blocks, groups, roles, strict=False))
+        for place, (block, group) in enumerate(zip(blocks, groups, strict=False))
     ]
     parts += [
         LayerState(block, f"{block.path}.{layer.name}", layer.kind, layer.layout, layer.own_keys, layer.keys)
@@ -265,19 +252,6 @@ def _plan_group(block: Block, config: ToMeConfig, shared: dict[object, int]) -> 
     way = block.path.partition(".")[0]
     key = (block.level, block.batched, way) if config.plans.blocks else block.path
     return shared.setdefault(key, len(shared))
-
-
-def _stack_roles(blocks: Sequence[Block]) -> Iterator[StackRole | None]:
-    """The place of each block in its stack; each device that a model is spread over has stacks of its own."""
-
-    def where(block: Block) -> tuple[str | None, Any]:
-        weight = next(block.module.parameters(), None)
-        return block.stack if block.block_layout else None, None if weight is None else weight.device
-
-    for (name, _), joined in itertools.groupby(blocks, where):
-        count, threads = len(list(joined)), PerThread(Stack)
-        for i in range(count):
-            yield None if name is None else StackRole(threads, is_first=i == 0, is_last=i == count - 1)
 
 
 def state_of(root: nn.Module) -> ModelState | None:

@@ -146,11 +146,11 @@ def plan_by(
             count_repeats(state, plan)
         if context.caches_plans:
             state.threads.value.cache.plans[state.plan_call] = plan
-    record_plan(state, context, plan)
+    _record(state, context, plan)
     return plan
 
 
-def record_plan(state: BlockState, context: CallContext, plan: Plan) -> None:
+def _record(state: BlockState, context: CallContext, plan: Plan) -> None:
     """Record the plan that a block runs with, for ``Patch.record`` and the step log."""
     if state.model.record is not None:
         first, *others = (grid for grid, _ in sequence_in(state).pictures)

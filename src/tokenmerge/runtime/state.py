@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
@@ -61,14 +61,12 @@ class ConfigFacts:
     Attributes:
         follows_steps: whether it has to be known which denoising step it is.
         reuses_steps: whether any step may skip something.
-        merges_stacks: whether tokens stay merged between blocks at some level and step.
         caches_results: whether what blocks add is cached at some step, to skip them or to plan by it.
         merges: whether anything merges or is skipped at some step; with a ratio of 0 no token grid is needed.
     """
 
     follows_steps: bool
     reuses_steps: bool
-    merges_stacks: bool
     caches_results: bool
     merges: bool
 
@@ -160,14 +158,12 @@ class ModelState:
         self.threads.value.memory = memory
 
     def begin_call(self) -> None:
-        """Before a call of the model: blocks count theirs from 0, and no stack has merged."""
+        """Prepare for a call of the model, in which blocks count theirs from 0."""
         self.threads.value.running_blocks = None  # of a call that was interrupted
         self.threads.value.spans.clear()
         for part in self.parts:
             if isinstance(part, BlockState):
                 part.threads.value.number = -1
-                if part.stack is not None:
-                    part.stack.threads.value.input = None
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[dict[str, RecordedPlan]]:
@@ -197,37 +193,6 @@ class ModelState:
         if self.recorder is not None:
             self.recorder.forget_results()
         self.begin_call()
-
-
-class StackInput(NamedTuple):
-    """What the blocks of a stack run with, from its first block to its last.
-
-    ``tokens`` are those that the first block was called with.
-    """
-
-    plan: Plan
-    tokens: Tensor
-    merged: Tensor
-
-
-class Stack:
-    """What a thread has merged in a run of blocks: its input, None where nothing is merged."""
-
-    def __init__(self) -> None:
-        self.input: StackInput | None = None
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class StackRole:
-    """The place of a block in its stack.
-
-    Of a stack, the first block merges and the last one unmerges. All blocks share what each thread has
-    merged.
-    """
-
-    threads: PerThread[Stack]
-    is_first: bool
-    is_last: bool
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -260,7 +225,6 @@ class BlockState:
     is_first: bool = False
     is_last: bool = False
     is_read_between: bool = False
-    stack: StackRole | None = None
     threads: PerThread[PartState] = dataclasses.field(default_factory=lambda: PerThread(PartState))
     calls: RecordedCalls = dataclasses.field(default_factory=RecordedCalls)
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokenmerge.models.base import Host, Layer, is_a, listed, stacked
+from tokenmerge.models.base import Host, Layer, is_a, listed
 from tokenmerge.models.dummy_inputs import blank, device_of_values, full_mask
 from tokenmerge.models.grids import grid_of_ids, references_of_ids
 from tokenmerge.models.layout import Layout, TokenArgument
@@ -60,18 +60,15 @@ def describe(root: Any) -> Host:
         *listed(root, "transformer_blocks", _DOUBLE, layout=Layout(outputs=(1,)), block_layout=block_layout),
         *listed(root, "single_transformer_blocks", _SINGLE, block_layout=block_layout, dense={"ff": _FUSED}),
     )
-    # A ControlNet returns the result of every block, so no stack may stay merged.
-    controlnet = is_a(root, _CONTROLNET)
     return transformer_host(
         root,
         _example,
-        blocks if controlnet else stacked(blocks),
+        blocks,
         grid=grid_of_ids,
         references=references_of_ids,
         sample_size=(128, 128),
-        controlnet=controlnet,
+        controlnet=is_a(root, _CONTROLNET),
         patch=2,
-        between=("controlnet_block_samples", "controlnet_single_block_samples"),
     )
 
 
