@@ -1,4 +1,4 @@
-"""Which features are best for planning on both bundled models: inputs, residuals, or keys.
+"""Which features are best for planning on both bundled models: inputs or residuals.
 
 Tokens merge around self-attention of the top level of `emoji-unet`, or joint attention of `emoji-mmdit`, by
 global matching, with proportional attention and without correction. A line shows the closeness to the dense
@@ -34,7 +34,6 @@ CHOICES: dict[str, Mapping[str, Any]] = {
     "residual": {"features": "residual"},
     "model_residual": {"features": "model_residual"},
     "model_residual, plans.blocks": {"features": "model_residual", **SHARED},
-    "keys": {"features": "keys"},
     **{
         f"model_residual, plans.blocks, repeat_penalty={penalty}": {
             "features": "model_residual",

@@ -829,7 +829,6 @@ def _again_with(timestep: float, side: int = 16) -> dict[str, Any]:
         {"plans": PlanSharing(blocks=True)},
         {"schedule": Schedule(ratio=(1.4, 0.6))},
         {"ratio": 0.25},
-        {"features": "keys"},
         {"features": "model_residual"},
     ],
 )

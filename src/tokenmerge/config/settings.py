@@ -16,7 +16,7 @@ SCOPES = ("layers", "block", "keys")
 COMBINATIONS = ("mean", "keep", "norm")
 # Features from the step before: what each block added, or what all blocks of a level added together.
 CACHED_FEATURES = ("residual", "model_residual")
-FEATURES = ("input", *CACHED_FEATURES, "keys")
+FEATURES = ("input", *CACHED_FEATURES)
 
 _RATIO = number("a number from 0 to 1 − 1/(sx·sy), 0.75 for 2 × 2 cells", lambda ratio: ratio >= 0)
 
@@ -131,8 +131,6 @@ class MergeSettings(Value):
             - ``"model_residual"``: what all blocks of the level together added at the step before, one
               residual for all. Use it in transformers, with ``plans.blocks``, so that they have one plan too.
               Do not use it in UNets: their pictures get farther from the dense ones.
-            - ``"keys"``: the keys of the block's attention (arXiv 2210.09461), which are projected once
-              more, so that planning takes longer. It needs ``scope="layers"`` or ``"keys"``.
 
             Residuals belong to a generation. The first step, the first step after a change of shape, and
             calls with gradients compare the input instead.
@@ -284,13 +282,3 @@ def _check_features(settings: MergeSettings, where: str) -> None:
             f"{where}features: planner={settings.planner!r} compares no tokens, got "
             f"features={settings.features!r}; take another planner, or features='input'"
         )
-    if settings.features == "keys" and (settings.scope == "block" or not _merges_attention(settings)):
-        given = "merge_attn=False" if settings.scope == "layers" else f"scope={settings.scope!r}"
-        raise ConfigError(
-            f"{where}features: 'keys' are known where attention begins, and with {given} tokens merge "
-            "elsewhere; take scope='layers' with merge_attn=True or scope='keys', or features='input'"
-        )
-
-
-def _merges_attention(settings: MergeSettings) -> bool:
-    return settings.scope == "keys" or settings.merge_attn

@@ -134,13 +134,11 @@ class ActiveMerge:
         images: number of images in its input.
         tokens: number of tokens of each, padding included.
         plan: which tokens merge; None on a dense correction step, which measures what merging would lose.
-        awaits_keys: whether the attention of the block will plan, by its keys; the plan is None until then.
     """
 
     images: int
     tokens: int
     plan: Plan | None
-    awaits_keys: bool = False
 
 
 class PartState:

@@ -1,4 +1,4 @@
-"""What planners compare beside a block's input: its residual, and the keys of its attention."""
+"""Features of the step before, which planners compare: what a block, or all blocks of a level, added."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tokenmerge.models.call import HostCall
 from tokenmerge.ops import IndexPlan
@@ -97,15 +97,6 @@ def _cached(state: BlockState) -> Tensor | None:
         return memory.model_residuals.get((*state.call, state.level))
     kept = state.threads.value.cache.residuals.get(state.call)
     return None if kept is None else kept.latest[0 if kept.single else state.image_place]
-
-
-def keys_of(attention: nn.Module, image: Tensor) -> Tensor:
-    """The keys of the image tokens ``[b, n, c]``, with the heads side by side.
-
-    The cosine of two tokens' keys is then the mean over the heads, weighted by the lengths of the keys.
-    """
-    keys: Tensor = attention.get_submodule("to_k")(image)
-    return keys
 
 
 def penalty_of(state: BlockState, images: int) -> Tensor | None:

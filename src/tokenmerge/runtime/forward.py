@@ -20,10 +20,10 @@ from tokenmerge.ops import Plan, keep_destinations, merge, merge_with_norm
 from tokenmerge.runtime.block_runs import block_in_run
 from tokenmerge.runtime.caches import RecordedCall
 from tokenmerge.runtime.context import ActiveMerge, CallContext
-from tokenmerge.runtime.features import caches_features, keys_of, with_cached_features
+from tokenmerge.runtime.features import caches_features, with_cached_features
 from tokenmerge.runtime.host_method import HostMethod
 from tokenmerge.runtime.merged_call import add_lost, keyed_call, merged_call, of_image
-from tokenmerge.runtime.planning import pictures_to_merge, plan_by, plan_of, sequence_in
+from tokenmerge.runtime.planning import pictures_to_merge, plan_of, sequence_in
 from tokenmerge.runtime.proportional_attention import ProportionalAttention
 from tokenmerge.runtime.reuse import Residual, extrapolated, residual_of, updated
 from tokenmerge.runtime.state import STATE, BlockState, LayerState, StageState
@@ -142,8 +142,6 @@ def layer_call(original: HostMethod) -> Callable:
         settings = state.block.settings
         if not _merges_here(state, settings, active, call):
             return call.result()
-        if active.awaits_keys:
-            active = _planned_by_keys(self, state, active, call)
         plan = active.plan
         if settings.scope == "block":
             with _proportional(state, settings, plan):
@@ -166,21 +164,6 @@ def layer_call(original: HostMethod) -> Callable:
         return result
 
     return forward
-
-
-def _planned_by_keys(
-    attention: nn.Module, state: LayerState, active: ActiveMerge, call: HostCall
-) -> ActiveMerge:
-    """What a block merges from this attention on. The attention plans by its keys."""
-    if state.kind != "attn1" or not state.own_keys:
-        return active
-    image = state.layout.image(call.argument(call.names[0]), active.tokens)
-    block, shape = state.block, (active.images, active.tokens)
-    plan = plan_by(
-        block, block.model.context, sequence_in(block).pictures, shape, lambda: keys_of(attention, image)
-    )
-    known = block.threads.value.merge = ActiveMerge(*shape, plan)
-    return known
 
 
 def _merges_here(state: LayerState, settings: MergeSettings, active: ActiveMerge, call: HostCall) -> bool:
@@ -255,11 +238,7 @@ def _block(state: BlockState, call: HostCall) -> Any:
                 state.calls[state.layout.tokens_of(call)] = known
         block.merge = active = known.merge
         if block_layout is None or active is None:
-            result = call.result()
-            if records and active is not None and active.awaits_keys:
-                # Gradient checkpointing takes the plan that the attention has made.
-                state.calls[state.layout.tokens_of(call)] = known._replace(merge=block.merge)
-            return result
+            return call.result()
 
         def merged(plan: Plan) -> Any:
             return merged_call(call, block_layout, plan, COMBINE[settings.combine], change_only=True)
@@ -286,10 +265,9 @@ def _active_call(
     found = pictures_to_merge(state, settings, tokens)
     if found is not None:
         pictures, n = found
-        awaits_keys = settings.features == "keys" and not context.corrects
-        plan = None if context.corrects or awaits_keys else plan_of(state, context, pictures, n, tokens, mask)
+        plan = None if context.corrects else plan_of(state, context, pictures, n, tokens, mask)
         padded = n if mask is None else tokens.shape[1]
-        merge = ActiveMerge(tokens.shape[0], padded, plan, awaits_keys)
+        merge = ActiveMerge(tokens.shape[0], padded, plan)
     return RecordedCall(settings, merge)
 
 
@@ -297,12 +275,9 @@ def _plans_outside(state: BlockState) -> bool:
     """Whether the next call of a compiled block takes its plan as an input of the graph.
 
     A plan that serves one call is better made in the graph, where its operations are fused. A plan that the
-    step log counts has to be made outside. With ``features="keys"`` the attention plans.
+    step log counts has to be made outside.
     """
-    settings = state.settings
-    if settings.features == "keys":
-        return False
-    context = state.model.context
+    settings, context = state.settings, state.model.context
     # What is cached between steps is read outside the graph.
     reads_cache = settings.features in CACHED_FEATURES or settings.repeat_penalty > 0
     return context.caches_plans or context.step_log is not None or reads_cache

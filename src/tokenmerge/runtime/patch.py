@@ -88,7 +88,6 @@ def check_host(host: Host, config: ToMeConfig, size: tuple[int, int] | None) -> 
         # Settings for reference pictures are for calls that have some.
         grids = (grid,) if host.references is None else (grid, grid)
         check_grid(_stages([block for block, _ in parts], config), *grids)
-    _check_features(host, [block for block, _ in parts], config)
     for block, layers in parts:
         check_swappable(block.module, block.path, block.method)
         for layer in layers:
@@ -96,33 +95,6 @@ def check_host(host: Host, config: ToMeConfig, size: tuple[int, int] | None) -> 
             check_swappable(module, f"{block.path}.{layer.name}", "forward")
     for path, _, _ in skipped_parts(host, config):
         check_swappable(host.root.get_submodule(path), path, "forward")
-
-
-def _check_features(host: Host, blocks: Sequence[Block], config: ToMeConfig) -> None:
-    """Refuse to plan by keys in a block whose attention does not say what its keys are."""
-    name = type(host.root).__name__
-    by_keys = {level for level, own in _stages(blocks, config) if own.features == "keys" and own.merges}
-    for block in blocks:
-        if block.level not in by_keys:
-            continue
-        attention = [layer for layer in block.layers if layer.kind == "attn1" and layer.own_keys]
-        projected = [
-            isinstance(getattr(getattr(block.module, layer.name), "to_k", None), nn.Module)
-            for layer in attention
-        ]
-        why = (
-            "has no self-attention that can merge"
-            if not attention
-            else "projects keys together with something else, or under another name than 'to_k'"
-            if not all(projected)
-            else "has padding between its tokens"
-            if block.layout.padding
-            else ""
-        )
-        if why:
-            raise UnsupportedModelError(
-                f"features='keys': {block.path} of {name} {why}; take features='input' or 'residual'"
-            )
 
 
 def stages_of(host: Host, config: ToMeConfig) -> tuple[tuple[int, MergeSettings], ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -97,7 +97,7 @@ def pictures_to_merge(state: BlockState, settings: MergeSettings, x: Tensor) -> 
 def plan_of(
     state: BlockState, context: CallContext, pictures: Pictures, n: int, x: Tensor, mask: Tensor | None
 ) -> Plan:
-    """The plan for a block's tokens, of which some merge.
+    """The plan for a block's tokens, of which some merge: a cached one, or a new one.
 
     Args:
         state: of the block.
@@ -108,46 +108,22 @@ def plan_of(
         mask: tells the tokens from padding behind them; None: there is no padding.
     """
     start = None if mask is None else mask.sum(dim=1) - n
-    shape = x.shape[0], n
-
-    def features() -> Tensor:
-        image = state.layout.image(x, n, start)
-        cached = state.settings.features in CACHED_FEATURES
-        return compared(state, x, image, start) if cached else image
-
-    plan = plan_by(state, context, pictures, shape, features)
-    return plan if start is None else plan.within(start, x.shape[1])
-
-
-def plan_by(
-    state: BlockState,
-    context: CallContext,
-    pictures: Pictures,
-    shape: tuple[int, int],
-    features: Callable[[], Tensor],
-) -> Plan:
-    """The plan for the pictures in a block's input: a cached one, or a new one.
-
-    Args:
-        state: of the block.
-        context: of the running call.
-        pictures: in its input.
-        shape: (b, n), number of images and of their tokens.
-        features: → ``[b, n, c]``, what a new plan compares.
-    """
-    plan = state.threads.value.cache.plans.get(state.plan_call) if context.caches_plans else None
-    if plan is None or plan.inverse.shape != shape:
+    plans, settings = state.threads.value.cache.plans, state.settings
+    plan = plans.get(state.plan_call) if context.caches_plans else None
+    if plan is None or plan.inverse.shape != (x.shape[0], n):
         with torch.no_grad():  # gradient checkpointing does not plan again, and must save as many tensors
-            seen = features()
-            plan = _new_plan(state, context, pictures, seen)
+            features = state.layout.image(x, n, start)
+            if settings.features in CACHED_FEATURES:
+                features = compared(state, x, features, start)
+            plan = _new_plan(state, context, pictures, features)
             if state.model.revise_plan is not None:
-                plan = state.model.revise_plan(seen, plan)
-        if state.settings.repeat_penalty and isinstance(plan, IndexPlan):
+                plan = state.model.revise_plan(features, plan)
+        if settings.repeat_penalty and isinstance(plan, IndexPlan):
             count_repeats(state, plan)
         if context.caches_plans:
-            state.threads.value.cache.plans[state.plan_call] = plan
+            plans[state.plan_call] = plan
     _record(state, context, plan)
-    return plan
+    return plan if start is None else plan.within(start, x.shape[1])
 
 
 def _record(state: BlockState, context: CallContext, plan: Plan) -> None:
