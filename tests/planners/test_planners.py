@@ -16,7 +16,7 @@ from torch.testing import assert_close
 import tokenmerge.config
 from tokenmerge.config import GUIDED_PLANNERS, OWN_NUMBER, ToMeConfig, highest_ratio
 from tokenmerge.config.planner_names import texts_in
-from tokenmerge.ops import Plan, SoftPlan, keep_destinations, merge, merge_with_norm, unmerge
+from tokenmerge.ops import Plan, SoftPlan, keep_destinations, merge, unmerge
 from tokenmerge.planners import (
     PLANNERS,
     num_removed,
@@ -144,24 +144,7 @@ def test_what_is_equal_everywhere_stays_so(name, case):
     merged = merge(planned, same)
     close(merged, same[:, : merged.shape[1]])
     close(unmerge(planned, merged), same)
-    close(merge_with_norm(planned, same), same[:, : merged.shape[1]])
     assert torch.equal(keep_destinations(planned, x), x.take_along_dim(planned.kept().unsqueeze(-1), dim=1))
-
-
-@EVERY
-@settings(max_examples=25)
-@given(case=cases())
-def test_the_norm_of_a_merged_token_is_that_of_the_longest_in_it(name, case):
-    changes, grid, x = case
-    planned = plan(name, x, grid, settings_of(name, **changes, threshold=-1))
-    if planned is None:
-        return
-    lengths = merge_with_norm(planned, x).norm(dim=-1)
-    for image, labels in enumerate(planned.labels()):
-        for token, own in enumerate(planned.kept()[image]):
-            held = labels == token
-            held[own] = True  # of equal tokens, a soft plan may see one in the place of another
-            assert_close(lengths[image, token], x[image, held].norm(dim=-1).max(), rtol=1e-5, atol=0)
 
 
 @EVERY
@@ -178,8 +161,6 @@ def test_a_repeated_plan_merges_each_repetition_alike(name, case, times):
     assert torch.equal(merge(again, values), torch.cat([merge(planned, part) for part in parts]))
     whole = unmerge(again, merge(again, values))
     assert torch.equal(whole, torch.cat([unmerge(planned, merge(planned, part)) for part in parts]))
-    norms = torch.cat([merge_with_norm(planned, part) for part in parts])
-    assert torch.equal(merge_with_norm(again, values), norms)
     assert torch.equal(again.kept(), planned.kept().repeat(times, 1))
     assert torch.equal(again.labels(), planned.labels().repeat(times, 1))
     assert torch.equal(again.sizes, planned.sizes.repeat(times, 1))
@@ -231,8 +212,6 @@ def test_pictures_of_a_sequence_merge_each_by_its_own_plan(name, case, others, r
     close(unmerge(joined, merged), each(lambda its, own: unmerge(its, merge(its, own)), lambda own: own))
     close(joined.sizes, each(lambda its, own: its.sizes, lambda own: torch.ones(own.shape[:2])))
     assert torch.equal(keep_destinations(joined, sequence), each(keep_destinations, lambda own: own))
-    if not isinstance(joined, SoftPlan):  # of equal tokens, a soft plan may see one in the place of another
-        close(merge_with_norm(joined, sequence), each(merge_with_norm, lambda own: own))
 
 
 @EVERY

@@ -15,7 +15,7 @@ REMOVED: Mapping[str, tuple[Any, ...]] = {
 }
 # Removed values of settings that still exist.
 REMOVED_VALUES: Mapping[str, tuple[str, ...]] = {
-    "combine": ("reuse", "extrapolate"),
+    "combine": ("norm", "reuse", "extrapolate"),
     "features": ("keys",),
     "planner": ("clusters", "ras"),
     "scope": ("stack",),

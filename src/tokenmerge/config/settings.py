@@ -13,7 +13,7 @@ from tokenmerge.config.value import Value
 from tokenmerge.errors import ConfigError
 
 SCOPES = ("layers", "block", "keys")
-COMBINATIONS = ("mean", "keep", "norm")
+COMBINATIONS = ("mean", "keep")
 # Features from the step before: what each block added, or what all blocks of a level added together.
 CACHED_FEATURES = ("residual", "model_residual")
 FEATURES = ("input", *CACHED_FEATURES)
@@ -146,8 +146,7 @@ class MergeSettings(Value):
 
     Args:
         combine: ``"mean"`` averages the tokens of a group. ``"keep"`` keeps the destination and drops the
-            others: slightly faster and slightly worse. ``"norm"`` is the mean, stretched to the length of the
-            longest token (arXiv 2312.01026): slower, and farther from the dense picture where measured.
+            others: slightly faster and slightly worse.
         proportional: let a merged token count in self- or joint attention as often as the number of tokens it
             stands for (arXiv 2210.09461, equation 1). The picture gets several dB closer for a little time.
             A kernel that takes a mask gets one. Others get longer heads, or are called twice if they cannot

@@ -28,7 +28,6 @@ from tokenmerge.ops.plan import (
     keep_destinations,
     make_plan,
     merge,
-    merge_with_norm,
     unmerge,
 )
 from tokenmerge.ops.sized_attention import attend_by_columns, attend_by_values, head_size_with_columns
@@ -56,7 +55,6 @@ __all__ = [
     "make_plan",
     "make_soft_plan",
     "merge",
-    "merge_with_norm",
     "most_similar",
     "num_destinations",
     "num_tokens",

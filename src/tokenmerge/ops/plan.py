@@ -59,15 +59,6 @@ class IndexPlan(NamedTuple):
         b, m, c = y.shape
         return y.reshape(b * m, c).index_select(0, self.inverse.flatten()).view(b, -1, c)
 
-    def longest(self, norms: Tensor) -> Tensor:
-        """Largest norm of the tokens that count in each merged token: ``[b, n]`` → ``[b, m]``."""
-        rows = norms.flatten()
-        moved = rows.index_select(0, self.sources.flatten())
-        if self.weights is not None:
-            moved = moved * self.weights.flatten()
-        own = rows.index_select(0, self.keep.flatten())
-        return own.scatter_reduce(0, self.targets.flatten(), moved, "amax").view(self.keep.shape)
-
     def in_batch(self) -> IndexPlan:
         """This plan with rows of the whole batch, if its indices start at 0 in each image."""
         (b, m), n = self.keep.shape, self.inverse.shape[1]
@@ -183,19 +174,6 @@ def keep_destinations(plan: Plan, x: Tensor) -> Tensor:
     """Keep the destinations and unmerged tokens, drop the others: ``[b, n, c]`` → ``[b, m, c]``."""
     b, n, c = x.shape
     return x.reshape(b * n, c).index_select(0, plan.keep.flatten()).view(b, -1, c)
-
-
-def merge_with_norm(plan: Plan, x: Tensor) -> Tensor:
-    """Merge as :func:`merge`, then scale to the norm of the longest merged token (arXiv 2312.01026).
-
-    The less similar the tokens are, the shorter is their mean.
-    """
-    mean = merge(plan, x).to(torch.promote_types(x.dtype, torch.float32))
-    longest = plan.longest(x.to(mean.dtype).norm(dim=-1))
-    length = mean.norm(dim=-1)
-    # A mean of zero has no direction and stays zero.
-    scale = torch.where(length > 0, longest / length, 0)
-    return (mean * scale.unsqueeze(-1)).to(x.dtype)
 
 
 def unmerge(plan: Plan, y: Tensor) -> Tensor:

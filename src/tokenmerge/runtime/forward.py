@@ -16,7 +16,7 @@ from tokenmerge.errors import UnsupportedModelError
 from tokenmerge.models.call import HostCall
 from tokenmerge.models.layout import Layout
 from tokenmerge.models.parallel import splits_tokens
-from tokenmerge.ops import Plan, keep_destinations, merge, merge_with_norm
+from tokenmerge.ops import Plan, keep_destinations, merge
 from tokenmerge.runtime.block_runs import block_in_run
 from tokenmerge.runtime.caches import RecordedCall
 from tokenmerge.runtime.context import ActiveMerge, CallContext
@@ -31,7 +31,7 @@ from tokenmerge.runtime.state import STATE, BlockState, LayerState, StageState
 # Where ``nn.Module.compile`` leaves what a module runs instead of its ``forward``.
 COMPILED = "_compiled_call_impl"
 
-COMBINE = {"mean": merge, "keep": keep_destinations, "norm": merge_with_norm}
+COMBINE = {"mean": merge, "keep": keep_destinations}
 
 # These functions make the method of a swapped class from that of the original class. A module that is called
 # through a reference to this method after it was restored has no state, and does what its class does.
