@@ -26,24 +26,13 @@ from tokenmerge.auto import choose
 from tokenmerge.measure.demo import NAMES, path
 
 BASE = "input"
-PENALTIES = (0.02, 0.1)
 SHARED = {"plans": PlanSharing(blocks=True)}
-RARE = {"features": "residual", "plans": PlanSharing(every=4, guidance=False)}
 CHOICES: dict[str, Mapping[str, Any]] = {
     BASE: {},
     "residual": {"features": "residual"},
     "model_residual": {"features": "model_residual"},
     "model_residual, plans.blocks": {"features": "model_residual", **SHARED},
-    **{
-        f"model_residual, plans.blocks, repeat_penalty={penalty}": {
-            "features": "model_residual",
-            "repeat_penalty": penalty,
-            **SHARED,
-        }
-        for penalty in PENALTIES
-    },
-    "residual, plans.every=4": RARE,
-    "dito": {**RARE, "repeat_penalty": 0.02},  # the preset, with proportional attention
+    "residual, plans.every=4": {"features": "residual", "plans": PlanSharing(every=4, guidance=False)},
 }
 AUTO: dict[str, Mapping[str, Any]] = {
     name: CHOICES[name] for name in (BASE, "model_residual", "model_residual, plans.blocks")

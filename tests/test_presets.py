@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Iterator
-from typing import Any
 
 import hosts
 import pytest
-import reference
 import torch
-from torch import Tensor, nn
 
 from tests.models.test_every_family import call, model_of
 from tests.models.tiny import FAMILIES
@@ -119,51 +115,3 @@ def test_a_soft_plan_and_its_model_compile_into_one_graph():
     merged = hosts.call(unet, **hosts.inputs())
     compiled = torch.compile(unet, fullgraph=True, backend="eager")
     assert torch.equal(hosts.call(compiled, **hosts.inputs()), merged)
-
-
-def steps_of_a_generation(model: nn.Module, config: ToMeConfig, steps: int) -> Iterator[tuple[Any, Tensor]]:
-    """Plans and result of each step, for a sample that changes from step to step."""
-    patch, arguments = apply_token_merging(model, config), FAMILIES["SD3Transformer2DModel"].inputs(1, 8, 8)
-    generator = torch.Generator().manual_seed(0)
-    for step in range(steps):
-        patch.at_step(step, steps)
-        change = torch.randn(arguments["hidden_states"].shape, generator=generator)
-        now = {
-            **arguments,
-            "hidden_states": arguments["hidden_states"] + 0.3 * change,
-            "timestep": torch.full((1,), 900.0 - step),
-        }
-        with patch.record() as plans:
-            result = call(model, now)
-        yield plans, result
-
-
-def test_dito_merges_by_what_blocks_added_a_step_ago_and_what_merged_before_later():
-    """cos(y_i, y_j) − λ · count_i for plans at steps 0, 4 and 8, in loops over the tokens of each block."""
-    model, seen = model_of(FAMILIES["SD3Transformer2DModel"]), {}
-
-    def note(module: Any, args: Any, given: Any, result: Any) -> None:
-        tokens = given["hidden_states"][0].double()
-        seen[module] = tokens, result[1][0].double() - tokens
-
-    blocks = {f"transformer_blocks.{i}": block for i, block in enumerate(model.transformer_blocks)}
-    for block in blocks.values():
-        block.register_forward_hook(note, with_kwargs=True)
-    destinations = reference.destinations(8, 8, 2, 2)
-    counts, planned, before, penalised = {path: [0] * 64 for path in blocks}, {}, {}, False
-    for step, (plans, _) in enumerate(steps_of_a_generation(model, presets.dito(use_rand=False), 10)):
-        assert plans.keys() == blocks.keys()
-        for path, block in blocks.items():
-            count = counts[path]
-            if step % 4 == 0:
-                y = (before[block][1] if step else seen[block][0]).tolist()
-                groups = reference.groups(y, destinations, 32, [0.02 * times for times in count])
-                penalised |= groups != reference.groups(y, destinations, 32)
-                planned[path] = {i: kept for kept, members in groups.items() for i in members}
-                for i, kept in planned[path].items():
-                    count[i] += i != kept
-            plan = plans[path].plan
-            kept, labels = plan.kept()[0].tolist(), plan.labels()[0].tolist()
-            assert {i: kept[label] for i, label in enumerate(labels)} == planned[path]
-        before = dict(seen)
-    assert penalised

@@ -14,7 +14,7 @@ from typing import Any
 
 from tokenmerge.config import PlanSharing, Schedule, ToMeConfig, names
 
-__all__ = ["ca_tome", "dito", "ibtm", "sdtm", "sito", "todo", "toma", "tomesd"]
+__all__ = ["ca_tome", "ibtm", "sdtm", "sito", "todo", "toma", "tomesd"]
 
 
 def tomesd(ratio: float = 0.5, **changes: Any) -> ToMeConfig:
@@ -156,31 +156,6 @@ def sito(ratio: float = 0.5, **changes: Any) -> ToMeConfig:
     Not for MLPs: the paper advises strongly against dropping tokens there.
     """
     return _preset(changes, ratio=ratio, planner="sito", combine="keep", plans=PlanSharing(guidance=False))
-
-
-def dito(ratio: float = 0.5, **changes: Any) -> ToMeConfig:
-    """DiTo, output-similarity-aware token reduction: H. Lee et al., arXiv 2605.22011.
-
-    Like :func:`tomesd`, but tokens are compared by their block's result for them at the step before, plans
-    serve several steps, and a token that earlier plans merged into another one is less likely to merge again:
-    S'_ij = cos(y_i, y_j) − λ · count_i.
-
-    Deviates: y is what a block added to a token; the paper compares outputs. Plans are made every 4 steps;
-    the paper chooses their distance by how many pairs stay the same from step to step (its pair match
-    ratio). λ is 0.02. The first plan compares inputs, because there is no step before it. We found no code of
-    the authors, and do not know their λ, their distances and the layers that merge.
-
-    Not for UNets, where comparing residuals was not closer than comparing inputs, nor for 4 steps or fewer,
-    which all use the first plan. On the bundled transformer it was farther from dense than comparing inputs
-    in every step, since its plans serve several steps (docs/methods/features.md).
-    """
-    return _preset(
-        changes,
-        ratio=ratio,
-        features="residual",
-        repeat_penalty=0.02,
-        plans=PlanSharing(every=4, guidance=False),
-    )
 
 
 def _preset(changes: dict[str, Any], **own: Any) -> ToMeConfig:

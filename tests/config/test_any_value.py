@@ -78,7 +78,6 @@ VALID = {
     "scope": st.sampled_from(SCOPES),
     "planner": st.sampled_from(PLANNERS),
     "features": st.sampled_from(FEATURES),
-    "repeat_penalty": st.floats(0, 2),
     "combine": st.sampled_from(COMBINATIONS),
     "threshold": st.floats(-1, 1),
     "proportional": st.booleans(),

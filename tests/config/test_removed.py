@@ -14,6 +14,7 @@ PAGE = r"docs/tried-and-removed\.md"
 EXAMPLES = [
     {"blend": 0.5},
     {"clusters": 8},
+    {"repeat_penalty": 0.02},
     *({name: value} for name, values in REMOVED_VALUES.items() for value in values),
 ]
 EACH = pytest.mark.parametrize("settings", EXAMPLES, ids=str)

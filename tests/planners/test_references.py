@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import math
 
-import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
@@ -14,9 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.testing import assert_close
 
-from tokenmerge import planners
 from tokenmerge.config import ToMeConfig, highest_ratio
-from tokenmerge.config.planner_names import TAKES_PENALTY
 from tokenmerge.ops import Plan, merge, strided_partition, unmerge
 from tokenmerge.planners import PLANNERS, num_removed
 from tokenmerge.planners.sito import similarity_scores
@@ -258,41 +254,3 @@ def test_without_noise_the_destinations_of_windows_are_the_first_of_each():
     plan = PLANNERS["windows"](x, (1, 4, 6), ToMeConfig(ratio=0.75, use_rand=False), STEP)
     _, dst = strided_partition((4, 6), (2, 2))
     assert plan.kept()[0].tolist() == dst.tolist()
-
-
-@pytest.mark.parametrize("planner", TAKES_PENALTY)
-@given(case=cases(), factor=st.floats(0, 2))
-def test_a_penalty_changes_which_sources_merge_first_and_not_where_they_go(planner, case, factor):
-    """DiTo, arXiv 2605.22011: S'_ij = cos(y_i, y_j) − λ · count_i, the same for all edges of i."""
-    grid, changes, x = case
-    config = ToMeConfig(**changes, planner=planner, threshold=-1, use_rand=False)
-    r = num_removed((1, *grid), config)
-    if r == 0:
-        return
-    counts = x[:, 0].abs().mul(3).round()
-    dst = [cell[0] for cell in cells(grid, config)]
-    # A source merges first if the penalty of all others is far larger; this shows its edge.
-    own = {}
-    for i in (i for i in range(len(x)) if i not in dst):
-        alone = torch.full((1, len(x)), 10.0)
-        alone[0, i] = 0
-        plan = PLANNERS[planner](x.unsqueeze(0), (1, *grid), config, STEP, alone)
-        own[i] = next(at for at, group in groups(plan).items() if i in group and i != at)
-    s = cosines(x)
-    order = sorted(own, key=lambda i: s[i][own[i]] - factor * counts[i].item(), reverse=True)
-    expected = {i: {i} for i in range(len(x)) if i not in order[:r]}
-    for i in order[:r]:
-        expected[own[i]].add(i)
-    plan = PLANNERS[planner](x.unsqueeze(0), (1, *grid), config, STEP, (factor * counts).unsqueeze(0))
-    assert groups(plan) == expected
-    if planner == "tome":
-        assert own == {i: nearest(s, i, dst) for i in own}
-
-
-def test_planners_that_take_a_penalty_are_listed():
-    takes = [
-        name
-        for name, module in planners._MODULES.items()
-        if "penalty" in inspect.signature(vars(module)[f"plan_{name}"]).parameters
-    ]
-    assert sorted(takes) == sorted(TAKES_PENALTY)

@@ -105,7 +105,6 @@ _OF_A_STEP_BEFORE = {
         **{"features": "model_residual", "scope": "block", "proportional": True},
         **{"plans": PlanSharing(blocks=True), "correction": Correction(every=3)},
     },
-    "repeats": {"repeat_penalty": 0.5},
 }
 _IN_ITS_GRAPH = "splits tokens inside the graph of this block"
 _STEPS = {"scope": "block", "reuse": StepReuse(every=2), "correction": Correction(every=3)}

@@ -53,7 +53,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "reused": {"reuse": StepReuse(every=2)},
     "plans kept": {"plans": PlanSharing(every=3)},
     "importance": {"planner": "importance"},
-    "residuals": {"features": "residual", "repeat_penalty": 0.1},
+    "residuals": {"features": "residual"},
     "residuals of the model": {"features": "model_residual", "plans": PlanSharing(blocks=True)},
 }
 WITHOUT_STEPS = ("merging", "shared plans")

@@ -621,7 +621,6 @@ KEEPING = pytest.mark.parametrize(
         {"planner": "importance", "plans": PlanSharing(every=2)},
         {"features": "residual"},
         {"features": "model_residual"},
-        {"repeat_penalty": 0.1},
     ],
 )
 
@@ -880,7 +879,7 @@ WAN = "WanTransformer3DModel"
         # Residuals are cached and read outside the graph, which gets a plan.
         ("UNet", {"features": "residual"}, 1),
         (WAN, {"features": "model_residual", "plans": PlanSharing(blocks=True)}, 1),
-        (WAN, {"features": "residual", "repeat_penalty": 0.1, "reuse": StepReuse(every=2)}, 1),
+        (WAN, {"features": "residual", "reuse": StepReuse(every=2)}, 1),
         ("UNet", {"features": "keys", "scope": "layers", "schedule": Schedule(ratio=(1.0, 1.0))}, 1),
     ],
 )

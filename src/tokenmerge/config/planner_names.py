@@ -4,7 +4,6 @@ A planner's file has those of the following lines that are true of the planner:
 
 - ``OWN_NUMBER = True``: it may remove another number of tokens than it is asked to.
 - ``OVER_TIME = True``: its cells may reach over several frames of a video.
-- ``TAKES_PENALTY = True``: it sorts single tokens by their similarity, and subtracts a penalty from that.
 - ``COMPARES_NOTHING = True``: the values of the tokens are not used.
 """
 
@@ -32,5 +31,4 @@ GUIDED_PLANNERS = tuple(texts_in(_FOLDER / "guided"))
 PLANNERS = tuple(_TEXTS)
 OWN_NUMBER = _that_say("OWN_NUMBER = True")
 OVER_TIME = _that_say("OVER_TIME = True")
-TAKES_PENALTY = _that_say("TAKES_PENALTY = True")
 COMPARES_NOTHING = _that_say("COMPARES_NOTHING = True")

@@ -12,6 +12,7 @@ PAGE = "docs/tried-and-removed.md"
 REMOVED: Mapping[str, tuple[Any, ...]] = {
     "blend": (0,),
     "clusters": (16,),
+    "repeat_penalty": (0,),
 }
 # Removed values of settings that still exist.
 REMOVED_VALUES: Mapping[str, tuple[str, ...]] = {

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tokenmerge.config.checks import Check, as_number, integer, number, one_of, optional, refuse, switch
-from tokenmerge.config.planner_names import COMPARES_NOTHING, OVER_TIME, PLANNERS, TAKES_PENALTY
+from tokenmerge.config.planner_names import COMPARES_NOTHING, OVER_TIME, PLANNERS
 from tokenmerge.config.removed import without_removed
 from tokenmerge.config.value import Value
 from tokenmerge.errors import ConfigError
@@ -36,7 +36,6 @@ CHECKS: Mapping[str, Check] = {
     "scope": one_of(SCOPES),
     "planner": one_of(PLANNERS),
     "features": one_of(FEATURES),
-    "repeat_penalty": number("a number from 0 to 2", lambda penalty: 0 <= penalty <= 2),
     "combine": one_of(COMBINATIONS),
     "threshold": number("a number from -1 to 1", lambda threshold: -1 <= threshold <= 1),
     "proportional": switch,
@@ -134,11 +133,6 @@ class MergeSettings(Value):
 
             Residuals belong to a generation. The first step, the first step after a change of shape, and
             calls with gradients compare the input instead.
-        repeat_penalty: is subtracted from the similarity of a token once for each earlier plan of the
-            generation that merged it into another one (the λ of arXiv 2605.22011), 0 ≤ repeat_penalty ≤ 2.
-            Raising it spreads the loss over more tokens, and makes plans fit the single step less; the speed
-            stays the same. 0: no penalty. It needs a planner that compares single tokens: tome, tiled, local
-            or threshold.
         threshold: for ``planner="threshold"``: the cosine similarity, −1 ≤ threshold ≤ 1, from which a token
             is averaged with its destination. Raising it drops more tokens instead; the speed stays the same.
 
@@ -180,7 +174,6 @@ class MergeSettings(Value):
     scope: str = "layers"
     planner: str = "tome"
     features: str = "input"
-    repeat_penalty: float = 0.0
     combine: str = "mean"
     threshold: float = 0.9
     proportional: bool = False
@@ -241,10 +234,14 @@ def check_together(settings: MergeSettings, where: str = "", factor: float = 1.0
         factor: the factor that ``ratio`` was multiplied by.
 
     Raises:
-        ConfigError: the ratio is too high for the strides, the planner cannot reach over time or cannot do
-            what ``features`` and ``repeat_penalty`` ask for, or no layer would merge.
+        ConfigError: the ratio is too high for the strides, the planner cannot reach over time or compares
+            nothing, or no layer would merge.
     """
-    _check_features(settings, where)
+    if settings.features != "input" and settings.planner in COMPARES_NOTHING:
+        raise ConfigError(
+            f"{where}features: planner={settings.planner!r} compares no tokens, got "
+            f"features={settings.features!r}; take another planner, or features='input'"
+        )
     if settings.st > 1 and settings.planner not in OVER_TIME:
         others = " or ".join(f"planner={name!r}" for name in OVER_TIME)
         raise ConfigError(
@@ -264,20 +261,4 @@ def check_together(settings: MergeSettings, where: str = "", factor: float = 1.0
     if settings.scope == "layers" and not settings.merged_layers:
         raise ConfigError(
             f"{where}merge_attn, merge_crossattn, merge_mlp: all are False, so nothing would merge; set one"
-        )
-
-
-def _check_features(settings: MergeSettings, where: str) -> None:
-    """Check that ``features`` and ``repeat_penalty`` fit the planner and the scope."""
-    if settings.repeat_penalty and settings.planner not in TAKES_PENALTY:
-        names = ", ".join(map(repr, TAKES_PENALTY))
-        raise ConfigError(
-            f"{where}repeat_penalty: planner={settings.planner!r} does not sort single tokens by their "
-            f"similarity, got repeat_penalty={settings.repeat_penalty:g}; take one of {names}, or "
-            "repeat_penalty=0"
-        )
-    if settings.features != "input" and settings.planner in COMPARES_NOTHING:
-        raise ConfigError(
-            f"{where}features: planner={settings.planner!r} compares no tokens, got "
-            f"features={settings.features!r}; take another planner, or features='input'"
         )

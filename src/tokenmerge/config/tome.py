@@ -210,18 +210,12 @@ class ToMeConfig(MergeSettings):
             ("reuse.every", self.reuse.every, self.reuse.on and not self.reuse.full_steps),
             ("planner", planner, planner is not None),
             ("features", features, features is not None),
-            ("repeat_penalty", max(self._all("repeat_penalty")), self.penalises_repeats),
         )
 
     @property
     def cached_features(self) -> str | None:
         """The first features, of any level and any step, that are cached from the step before."""
         return next((name for name in self._all("features") if name in CACHED_FEATURES), None)
-
-    @property
-    def penalises_repeats(self) -> bool:
-        """Whether some plans, of any level and any step, depend on how often tokens have merged."""
-        return any(self._all("repeat_penalty"))
 
     @property
     def asks_guidance(self) -> bool:

@@ -6,7 +6,6 @@ They know neither models nor settings, and import nothing else of the package.
 from tokenmerge.ops.bits import bits
 from tokenmerge.ops.join import join_plans
 from tokenmerge.ops.matching import (
-    best_first,
     bipartite_soft_matching,
     features_if_shared,
     local_matching,
@@ -44,7 +43,6 @@ __all__ = [
     "Tokens",
     "attend_by_columns",
     "attend_by_values",
-    "best_first",
     "bipartite_soft_matching",
     "bits",
     "features_if_shared",

@@ -71,12 +71,12 @@ def _kind_of_call(state: ModelState) -> tuple[object, ...]:
 
 
 def kept_bytes(host: Host, config: ToMeConfig, arguments: Arguments) -> int:
-    """Count the bytes cached between steps: corrections, residuals, plans and how often tokens merged.
+    """Count the bytes cached between steps: corrections, residuals and plans.
 
     The arguments are as for :func:`mean_flops`.
     """
     follows = config.correction.on or config.reuse.on or config.plans.every > 1
-    if not (follows or config.cached_features or config.penalises_repeats):
+    if not (follows or config.cached_features):
         return 0
     keeping = dataclasses.replace(
         config.most(),
@@ -93,10 +93,8 @@ def kept_bytes(host: Host, config: ToMeConfig, arguments: Arguments) -> int:
         residuals = [residual for cache in caches for residual in cache.residuals.values()]
         residuals += [run.residual for cache in caches for run in cache.runs.values() if run.residual]
         of_model = () if memory is None else tuple(memory.model_residuals.values())
-        repeats = [counts for cache in caches for counts in cache.repeats.values()]
         plans = {id(plan): plan for cache in caches for plan in cache.plans.values()}.values()
     kept: list[Any] = [
-        *repeats,
         *of_model,
         *(tensor for residual in residuals for tensor in (*residual.latest, *(residual.delta or ()))),
     ]
@@ -157,8 +155,6 @@ def notes_on_steps(config: ToMeConfig, averaged: bool = False) -> list[str]:
             f"features={config.cached_features!r}: plans compare what {what} added at the step before; the "
             "first step compares the inputs of blocks"
         )
-    if config.penalises_repeats:
-        notes.append("repeat_penalty: tokens that merged in earlier steps are less likely to merge again")
     if config.asks_guidance:
         notes.append(
             f"planner={config.guided_planner!r}: the planner 'tome' runs until the first guided step is done"

@@ -57,15 +57,12 @@ class Cache:
         plans: of a block; blocks that share plans share this dictionary.
         runs: of a block that is skipped on some steps.
         residuals: of the last steps in which it ran.
-        repeats: of a block with ``repeat_penalty``, ``[b, n]``: how many plans have merged each token into
-            another one.
         placeholders: tensors without memory, in the shapes of a stage's result that no running module reads.
     """
 
     plans: dict[Call, Plan] = dataclasses.field(default_factory=dict)
     runs: dict[Call, BlockRun] = dataclasses.field(default_factory=dict)
     residuals: dict[Call, Residual] = dataclasses.field(default_factory=dict)
-    repeats: dict[Call, Tensor] = dataclasses.field(default_factory=dict)
     placeholders: dict[Call, Any] = dataclasses.field(default_factory=dict)
 
 
@@ -137,7 +134,7 @@ class Memory:
         if self.model_residuals:
             yield self.model_residuals
         for cache in self.caches:
-            for cached in (cache.runs, cache.residuals, cache.repeats, cache.placeholders):
+            for cached in (cache.runs, cache.residuals, cache.placeholders):
                 if cached:
                     yield cached
 

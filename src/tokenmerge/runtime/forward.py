@@ -79,7 +79,7 @@ def compiled_block(names: Callable[[], Sequence[str]]) -> property:
                 f"{state.path}: context parallelism splits tokens inside the graph of this block, and "
                 "what is cached between calls is for the part of each device; leave the model uncompiled, or "
                 "take reuse.every=1, plans.every=1, plans.blocks=False, plans.guidance=False, "
-                "features='input', repeat_penalty=0, and no patch.record_steps()"
+                "features='input', and no patch.record_steps()"
             )
         _count_call(state)
         block, call = state.threads.value, HostCall(graph, names(), args, kwargs)
@@ -278,8 +278,7 @@ def _plans_outside(state: BlockState) -> bool:
     step log counts has to be made outside.
     """
     settings, context = state.settings, state.model.context
-    # What is cached between steps is read outside the graph.
-    reads_cache = settings.features in CACHED_FEATURES or settings.repeat_penalty > 0
+    reads_cache = settings.features in CACHED_FEATURES  # what is cached is read outside the graph
     return context.caches_plans or context.step_log is not None or reads_cache
 
 

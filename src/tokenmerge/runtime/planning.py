@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tokenmerge.config import CACHED_FEATURES, GUIDED_PLANNERS, MergeSettings
 from tokenmerge.errors import NothingToMergeError, UnsupportedModelError
-from tokenmerge.ops import IndexPlan, Plan, features_if_shared, shared_features
+from tokenmerge.ops import Plan, features_if_shared, shared_features
 from tokenmerge.planners import (
     PLANNERS,
     GridShape,
@@ -23,7 +23,7 @@ from tokenmerge.planners import (
     sequence_of_part,
 )
 from tokenmerge.runtime.context import CallContext
-from tokenmerge.runtime.features import compared, count_repeats, penalty_of
+from tokenmerge.runtime.features import compared
 from tokenmerge.runtime.guidance import importance_of_tokens
 from tokenmerge.runtime.state import BlockState, RecordedPlan
 
@@ -118,8 +118,6 @@ def plan_of(
             plan = _new_plan(state, context, pictures, features)
             if state.model.revise_plan is not None:
                 plan = state.model.revise_plan(features, plan)
-        if settings.repeat_penalty and isinstance(plan, IndexPlan):
-            count_repeats(state, plan)
         if context.caches_plans:
             plans[state.plan_call] = plan
     _record(state, context, plan)
@@ -163,8 +161,7 @@ def _planner_for(
     settings = state.settings
     planner, tome = PLANNERS[settings.planner], PLANNERS["tome"]
     if settings.planner not in GUIDED_PLANNERS:
-        penalty = penalty_of(state, len(features)) if settings.repeat_penalty else None
-        return planner, () if penalty is None else (penalty.to(features.device),)
+        return planner, ()
     change = context.guidance_difference
     importance = None if change is None else importance_of_tokens(change, *state.grids)
     part = state.model.threads.value.part

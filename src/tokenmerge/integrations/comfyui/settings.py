@@ -14,11 +14,7 @@ from tokenmerge.errors import ConfigError, NothingToMergeError
 from tokenmerge.integrations.comfyui.models import Target
 from tokenmerge.planners.calibration import fewest_tokens
 
-# Methods with features of the step before are left out, since the patches here do not support them.
-METHODS = (
-    "auto",
-    *(name for name in presets.__all__ if getattr(presets, name)().cached_features is None),
-)
+METHODS = ("auto", *presets.__all__)
 OF_METHOD = "as the method says"
 SCOPES = (OF_METHOD, "layers", "keys", "block")
 SWITCH = (OF_METHOD, "on", "off")
