@@ -97,7 +97,7 @@ class Patch(Generic[AnyReport, AnyRecord]):
         does ``tokenmerge generate --like picture.png``.
 
         Raises:
-            ConfigError: ``schedule.ratio`` is a function, or the model is a vision transformer.
+            ConfigError: the model is a vision transformer.
         """
         raise ConfigError("metadata: a vision transformer draws no pictures; leave the call out")
 

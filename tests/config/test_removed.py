@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tokenmerge import ConfigError, ToMeConfig, apply_token_merging
+from tokenmerge import ConfigError, Schedule, ToMeConfig, apply_token_merging
 from tokenmerge.config import REMOVED, REMOVED_VALUES, SETTINGS, load_config
 from tokenmerge.measure.bench.variants import parse_variant
 from tokenmerge.measure.method_spec import read_setting
@@ -48,6 +48,11 @@ def test_so_are_presets_levels_phases_scales_of_guidance_and_the_command_line(se
         ToMeConfig.from_dict(dict([read_setting(f"{name}={value}")]))
     with pytest.raises(ConfigError, match=PAGE):
         parse_variant(f"tome:{name}={value}", [0.5], {})
+
+
+def test_so_is_a_function_as_the_factor_of_the_ratio():
+    with pytest.raises(ConfigError, match=rf"schedule\.ratio: .* was removed \({PAGE}.*take numbers"):
+        Schedule(ratio=lambda done: 1.4 - 0.8 * done)
 
 
 def test_a_file_in_which_it_does_nothing_is_read(tmp_path):

@@ -82,7 +82,7 @@ def one_of(choices: Sequence[Any]) -> Check:
     def check(name: str, value: Any) -> Any:
         if isinstance(value, bool) or not isinstance(value, kind) or value not in choices:
             if isinstance(value, str) and value in REMOVED_VALUES.get(name.rpartition(".")[2], ()):
-                refuse_removed(name, value, f"take {wanted}")
+                refuse_removed(name, repr(value), f"take {wanted}")
             refuse(name, wanted, value)
         return choices[choices.index(value)]
 

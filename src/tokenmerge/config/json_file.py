@@ -40,9 +40,8 @@ def save_config(config: ToMeConfig, path: str | Path) -> None:
         path: of the file; one that exists is replaced.
 
     Raises:
-        ConfigError: the file cannot be written, or ``schedule.ratio`` is a function, which JSON cannot hold.
+        ConfigError: the file cannot be written.
     """
-    refuse_function(config, str(path))
     text = json.dumps({"version": VERSION, "settings": config.to_dict()}, indent=2) + "\n"
     try:
         if Path(path).exists() and not Path(path).is_file():
@@ -85,13 +84,6 @@ def load_settings(path: str | Path) -> SavedSettings:
         raise ConfigError(
             f"{path}: cannot read settings ({error}); pass a JSON file that save_config wrote"
         ) from error
-
-
-def refuse_function(config: ToMeConfig, where: str) -> None:
-    """Refuse settings that JSON cannot hold. The message begins with ``where``, the name of the target."""
-    if callable(config.schedule.ratio):
-        wanted = "numbers, such as (1.4, 0.6): a function cannot be saved"
-        refuse(f"{where}: schedule.ratio", wanted, config.schedule.ratio)
 
 
 def content(found: Any) -> SavedSettings:

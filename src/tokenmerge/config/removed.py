@@ -37,11 +37,12 @@ def without_removed(settings: Mapping[str, Any], where: str = "") -> dict[str, A
     {'ratio': 0.5}
     """
     for name, value in settings.items():
-        if name in REMOVED and value not in REMOVED[name]:
-            refuse_removed(f"{where}{name}", value, "leave it out")
+        idle = isinstance(value, int | float | list | tuple) and value in REMOVED.get(name, ())
+        if name in REMOVED and not idle:
+            refuse_removed(f"{where}{name}", repr(value), "leave it out")
     return {name: value for name, value in settings.items() if name not in REMOVED}
 
 
-def refuse_removed(name: str, value: object, instead: str) -> NoReturn:
+def refuse_removed(name: str, what: str, instead: str) -> NoReturn:
     """Raise the error for something that was removed, with what to do instead."""
-    raise ConfigError(f"{name}: {value!r} was removed ({PAGE} says why); {instead}")
+    raise ConfigError(f"{name}: {what} was removed ({PAGE} says why); {instead}")

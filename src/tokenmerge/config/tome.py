@@ -134,19 +134,13 @@ class ToMeConfig(MergeSettings):
     def at(self, level: int, index: int, steps: int) -> MergeSettings:
         """The settings of a level at step ``index`` of ``steps``.
 
-        Raises:
-            ConfigError: the schedule is a function, and its value at this step makes the ratio too high.
-
         >>> config = ToMeConfig(ratio=0.5, schedule=Schedule(ratio=(1.0, 0.0)), levels={2: {"ratio": 0.2}})
         >>> [config.at(1, i, 3).ratio for i in range(3)], config.at(2, 0, 3).ratio
         ([0.5, 0.25, 0.0], 0.2)
         """
         changes = list(self.schedule.changes())[self.schedule.phase(index, steps)]
         factor = self.schedule.factor(index, steps)
-        settings = self._settings({**changes, **self.levels.get(level, {})}, factor)
-        if callable(self.schedule.ratio):  # between the places where it was checked, it may be higher
-            check_together(settings, factor=factor)
-        return settings
+        return self._settings({**changes, **self.levels.get(level, {})}, factor)
 
     def stages(self, level: int) -> Iterator[MergeSettings]:
         """The settings of a level at the beginning and in each phase, at the step that merges most.
@@ -233,15 +227,12 @@ class ToMeConfig(MergeSettings):
         return [getattr(self, name), *(change[name] for change in changes if name in change)]
 
     def to_dict(self) -> dict[str, Any]:
-        """The settings as plain values, with the parts nested; a function is given by its name."""
-        factors = self.schedule.ratio
-        named = getattr(factors, "__qualname__", repr(factors)) if callable(factors) else list(factors)
+        """The settings as plain values, with the parts nested."""
         values = dataclasses.asdict(self)
-        lists = {
-            part: {name: list(own) if isinstance(own, tuple) else own for name, own in values[part].items()}
-            for part in ("correction", "reuse")
-        }
-        return {**values, "schedule": {**values["schedule"], "ratio": named}, **lists}
+        for part in PARTS:
+            for name, own in values[part].items():
+                values[part][name] = list(own) if isinstance(own, tuple) else own
+        return values
 
     def changed(self) -> dict[str, Any]:
         """The ratio, and the settings that differ from the defaults, by dotted name.

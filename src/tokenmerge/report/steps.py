@@ -131,9 +131,7 @@ def notes_on_steps(config: ToMeConfig, averaged: bool = False) -> list[str]:
         f"from {_percent(start)} of the steps on: {_in_words(changes)}"
         for start, changes in config.schedule.phases.items()
     ]
-    if callable(config.schedule.ratio):
-        notes.append(f"the ratio follows a function over the steps, {config.most().ratio:g} at most")
-    elif config.schedule.changes_ratio:
+    if config.schedule.changes_ratio:
         ratios = " to ".join(f"{config.ratio * factor:g}" for factor in config.schedule.ratio)
         notes.append(f"the ratio goes from {ratios} over the steps")
     if config.schedule.start > 0:
