@@ -77,7 +77,6 @@ VALID = {
     "plans.blocks": st.booleans(),
     "plans.guidance": st.booleans(),
     "correction.every": st.sampled_from([0, 2, 3]),
-    "correction.steps": st.lists(st.floats(0, 1), max_size=5, unique=True).map(sorted),
     "reuse.every": st.integers(1, 5) | st.floats(1, 5),
     "reuse.ends": st.sampled_from([None, "full", "free"]),
     "reuse.spacing": st.none() | st.floats(0.01, 1),
@@ -174,7 +173,7 @@ def test_valid_settings_are_refused_only_where_they_do_not_go_together(given_set
     config, _ = attempt(lambda: ToMeConfig.from_dict(given_settings))
     if config is None:
         together = {"ratio", "sx", "sy", "st", "planner", "merge_attn", "reuse.shallow_every"}
-        together |= {"reuse.shallow_steps", "schedule.start", "combine", "correction.steps", "features"}
+        together |= {"reuse.shallow_steps", "schedule.start", "features"}
         assert given_settings.keys() & {*together, "plans.guidance", "correction.every"}
     else:
         check_result(config, tmp_path_factory.getbasetemp())

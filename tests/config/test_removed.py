@@ -15,6 +15,7 @@ EXAMPLES = [
     {"blend": 0.5},
     {"clusters": 8},
     {"repeat_penalty": 0.02},
+    {"correction.steps": (0.0, 0.5)},
     *({name: value} for name, values in REMOVED_VALUES.items() for value in values),
 ]
 EACH = pytest.mark.parametrize("settings", EXAMPLES, ids=str)

@@ -34,7 +34,7 @@ def flat(settings: Mapping[str, Any]) -> dict[str, Any]:
         ConfigError: one setting is given twice, under two names, or it was removed.
 
     >>> flat({"ratio": 0.4, "correction": Correction(every=2), "share_plan": True})
-    {'ratio': 0.4, 'correction.every': 2, 'correction.steps': (), 'plans.blocks': True}
+    {'ratio': 0.4, 'correction.every': 2, 'plans.blocks': True}
     """
     found: dict[str, Any] = {}
     for name, value in settings.items():

@@ -13,6 +13,7 @@ REMOVED: Mapping[str, tuple[Any, ...]] = {
     "blend": (0,),
     "clusters": (16,),
     "repeat_penalty": (0,),
+    "correction.steps": ((), []),
 }
 # Removed values of settings that still exist.
 REMOVED_VALUES: Mapping[str, tuple[str, ...]] = {

@@ -80,8 +80,8 @@ class ToMeConfig(MergeSettings):
             )
         if self.correction.on and "keys" in self._all("scope"):
             raise ConfigError(
-                f"{self.correction.given}: with scope='keys' every token has a residual of its own, so there "
-                "is nothing to correct; take another scope, or correction.every=0"
+                f"correction.every={self.correction.every}: with scope='keys' every token has a residual of "
+                "its own, so there is nothing to correct; take another scope, or correction.every=0"
             )
 
     def _check_by_guidance(self, name: str, value: Any) -> dict[float, dict[str, Any]]:
@@ -199,7 +199,6 @@ class ToMeConfig(MergeSettings):
             ("schedule.phases", schedule.phases, bool(schedule.phases)),
             ("plans.every", self.plans.every, self.plans.every > 1),
             ("correction.every", self.correction.every, self.correction.every > 0),
-            ("correction.steps", self.correction.steps, bool(self.correction.steps)),
             ("reuse.full_steps", self.reuse.full_steps, bool(self.reuse.full_steps)),
             ("reuse.every", self.reuse.every, self.reuse.on and not self.reuse.full_steps),
             ("planner", planner, planner is not None),

@@ -140,7 +140,12 @@ def notes_on_steps(config: ToMeConfig, averaged: bool = False) -> list[str]:
     if config.schedule.until < 1:
         until = config.schedule.until
         notes.append(f"schedule.until={until:g}: the last {_percent(1 - until)} of the steps are dense")
-    notes += _notes_on_dense_steps(config)
+    if config.correction.on:
+        every = config.correction.every
+        notes.append(
+            f"correction.every={every}: 1 of {every} full steps is dense; the others add back the detail "
+            "that merging lost there"
+        )
     if config.reuse.on:
         notes += _notes_on_reuse(config.reuse)
     if config.plans.every > 1:
@@ -162,20 +167,6 @@ def notes_on_steps(config: ToMeConfig, averaged: bool = False) -> list[str]:
         which = "tokens and operations are those of the step that merges most"
         more = "; pass a number of steps (--steps) to count the mean operations too"
         notes.append(which if averaged else which + more)
-    return notes
-
-
-def _notes_on_dense_steps(config: ToMeConfig) -> list[str]:
-    correction, notes = config.correction, []
-    if correction.on:
-        places = ", ".join(f"{place:g}" for place in correction.steps)
-        which = (
-            f"steps at {places} of the way are dense"
-            if correction.steps
-            else f"1 of {correction.every} full steps is dense"
-        )
-        others = "the others add back the detail that merging lost there"
-        notes.append(f"{correction.given}: {which}; {others}")
     return notes
 
 

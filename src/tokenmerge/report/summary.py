@@ -68,9 +68,7 @@ def _merging(config: ToMeConfig, conditions: Conditions, report: Report) -> str:
     what = f"{most.tokens} → {most.merged_tokens} tokens in {where}"
     if not config.correction.on:
         return what
-    which = "steps at given places are" if config.correction.steps else None
-    which = which or f"1 of {config.correction.every} full steps is"
-    return f"{what}; {which} dense and corrects the others"
+    return f"{what}; 1 of {config.correction.every} full steps is dense and corrects the others"
 
 
 def _reuse(config: ToMeConfig, report: Report | None) -> str:

@@ -183,11 +183,7 @@ def _extrapolation(
 
 def correction_due(config: ToMeConfig, tracker: StepTracker, shape: tuple[object, ...]) -> bool:
     """Decide whether a call that runs all blocks is dense."""
-    step, correction = tracker.step, config.correction
-    if not correction.on:
-        return False
-    is_at = None if step is None else correction.is_at(step.done, step.steps)
-    return tracker.corrects(correction.every, shape, is_at)
+    return config.correction.on and tracker.corrects(config.correction.every, shape)
 
 
 def _correction_of(
@@ -199,7 +195,7 @@ def _correction_of(
         Whether it measures corrections for a later step, and its settings.
     """
     if torch.is_grad_enabled():
-        refuse_training(config.correction.given, "correction.every=0")
+        refuse_training(f"correction.every={config.correction.every}", "correction.every=0")
     step = tracker.step
     if step is None or step.steps == 1:  # there is no step to correct
         return False, settings

@@ -78,16 +78,15 @@ class StepTracker:
             self.planned[self.call] = self.index, purpose
         return due
 
-    def corrects(self, every: int, shape: tuple[object, ...], is_at: bool | None = None) -> bool:
+    def corrects(self, every: int, shape: tuple[object, ...]) -> bool:
         """Whether the running call is a dense correction step; notes that it is.
 
         Args:
             every: distance between these steps, counted in full steps.
             shape: of the sample; another shape needs a correction of its own.
-            is_at: whether it is at a given place, which counts instead of the distance; None: none is given.
         """
         since, seen = self.corrected.get(self.call, (every, None))
-        due = seen != shape or (since + 1 >= every if is_at is None else is_at)
+        due = seen != shape or since + 1 >= every
         self.corrected[self.call] = 0 if due else since + 1, shape
         return due
 
