@@ -201,25 +201,12 @@ def _with_caches(state: BlockState, call: HostCall, run: Callable[[], Any]) -> A
     context = state.model.context
     if caches_features(state, context):
         run = functools.partial(with_cached_features, state, call, sequence_in(state).tokens, run)
-    return _skippable_block(state, call, run) if _is_skipped(state, context) else run()
+    return block_in_run(state, call, run) if _is_skipped(state, context) else run()
 
 
 def _is_skipped(state: BlockState, context: CallContext) -> bool:
     """Whether a block is one of those that are skipped on some steps of the running generation."""
     return state.caches_residuals and context.caches_residuals
-
-
-def _skippable_block(state: BlockState, call: HostCall, run: Callable[[], Any]) -> Any:
-    """The result of a block that is skipped on some steps; ``run`` returns that of a full step."""
-    if not state.is_read_between:
-        return block_in_run(state, call, run)
-    residuals, distance = state.threads.value.cache.residuals, state.model.context.extrapolation
-    before = residuals.get(state.call)
-    if distance is not None and before is not None:
-        return extrapolated(before, _bases(state, call, len(before.latest)), distance)
-    result = run()
-    residuals[state.call] = updated(before, _residual(state, call, result), state.model.threads.value.part)
-    return result
 
 
 def _block(state: BlockState, call: HostCall) -> Any:
@@ -247,9 +234,9 @@ def _block(state: BlockState, call: HostCall) -> Any:
         # What is cached for other purposes is not read here, because that would take another graph.
         before = residuals.get(state.call) if context.config.correction.on else None
         result = _corrected(settings, active.plan, before, block_layout, call.result, merged)
-        cached = before is not None or context.corrects  # from a correction step on
-        if cached and not (state.is_read_between and _is_skipped(state, context)):
-            residuals[state.call] = of_image(block_layout, _residual(state, call, result), active.tokens)
+        if before is not None or context.corrects:  # from a correction step on
+            bases = _bases(state, call, 1 if isinstance(result, Tensor) else len(result))
+            residuals[state.call] = of_image(block_layout, residual_of(result, bases), active.tokens)
         return result
     finally:
         block.merge = None
@@ -286,11 +273,6 @@ def _count_call(state: BlockState) -> None:
     """Number the running call of a block. With gradients the number is 0, since the call may run again."""
     block = state.threads.value
     block.number = 0 if torch.is_grad_enabled() else block.number + 1
-
-
-def _residual(state: BlockState, call: HostCall, result: Any) -> Residual:
-    """What a block has added to what it was called with."""
-    return residual_of(result, _bases(state, call, 1 if isinstance(result, Tensor) else len(result)))
 
 
 def _corrected(
