@@ -80,7 +80,7 @@ HUGE = 10**400
         ({"seed": 10**5000}, "seed: expected .* got a value of type int that cannot be printed"),
         (
             {"planner": np.array(["tome", "tiled"])},
-            "planner: expected one of 'local', .* got array",
+            "planner: expected one of 'importance', .* got array",
         ),
         ({"share_plan": "no"}, r"plans\.blocks: expected True or False, got 'no'"),
         ({"max_downsample": 3}, "max_downsample: expected one of 1, 2, 4, 8, got 3"),
