@@ -339,11 +339,15 @@ class EncoderPatch(Patch[ViTReport, RecordedTokens]):
         return predict_vit(self._model, self.config, height, width, 1 if batch is None else batch)
 
     def __repr__(self) -> str:
-        report = self.report()
         models = " + ".join(type(model).__name__ for model in self._states)
+        title = f"Token merging in {models}: {self.config}"
+        try:
+            report = self.report()
+        except Exception as error:  # printing a handle never fails, whatever became of the model
+            return f"{title}\n  not counted: {error}"
         first, last = report.rows[0], report.rows[-1]
         lines = [
-            f"Token merging in {models}: {self.config}",
+            title,
             f"  merging: {first.tokens} tokens in the first layer, {last.merged_tokens} after the last",
             f"  counted at {report.width} × {report.height} px, batch {report.batch}: "
             f"{saved(report.flops_dense, report.flops_merged)} of the operations saved",

@@ -1,9 +1,12 @@
 """The methods of a patched vision transformer.
 
-The paper merges between attention and MLP, in the middle of a layer's forward. Here the norm before the MLP
-receives merged tokens, the result of the MLP is unmerged so that the host can add it, and the result of the
-layer is merged. This is the same: the mean of equal tokens is that token, so merge(x +
-unmerge(mlp(norm(merge(x))))) equals merge(x) + mlp(norm(merge(x))).
+The paper merges between attention and MLP, in the middle of a layer's forward. Here the MLP and its norm run
+on merged tokens, their result is unmerged so that the host can add it, and the result of the layer is merged.
+This is the same: the mean of equal tokens is that token, so merge(x + unmerge(mlp(norm(merge(x))))) equals
+merge(x) + mlp(norm(merge(x))).
+
+A call may collect the tokens of its layers. Then each layer unmerges its result, so that every token of the
+input has its place in what is collected, and takes one of the equal tokens of each group as its own input.
 """
 
 from __future__ import annotations
@@ -31,6 +34,10 @@ from tokenmerge.vit.planner import most_removed, plan_tome_vit
 # recomputes a layer with its arguments, possibly after other calls; an attribute would have changed by then.
 _TOKENS = "_tokenmerge_tokens"
 
+# The keyword arguments by which a model of transformers collects something of each layer; its configuration
+# has the defaults. The model passes them on to its layers.
+_COLLECTED = _HIDDEN_STATES, _ATTENTIONS = "output_hidden_states", "output_attentions"
+
 
 @dataclasses.dataclass(frozen=True)
 class RecordedTokens:
@@ -45,6 +52,25 @@ class RecordedTokens:
     source: Tensor
     sizes: Tensor
     protected: int
+
+    def unmerge(self, y: Tensor) -> Tensor:
+        """Give each token of the model's input the value of the token that stands for it.
+
+        Args:
+            y: ``[b, m, c]`` the tokens after the layer, as a forward hook on it gets them.
+
+        Returns:
+            ``[b, n, c]``.
+
+        Raises:
+            ValueError: ``y`` has another number of tokens, as in a call that collects them from its layers.
+        """
+        if y.shape[1] != self.sizes.shape[1]:
+            raise ValueError(
+                f"y: expected the {self.sizes.shape[1]} tokens after the layer, got {y.shape[1]}; a call "
+                "with output_hidden_states, or of forward_intermediates, unmerges them itself"
+            )
+        return Tokens(self.sizes, self.source).unmerge(y)
 
     def labels(self, height: int | None = None, width: int | None = None) -> Tensor:
         """The groups of merged patches, for :func:`tokenmerge.pictures.draw_groups`.
@@ -82,6 +108,7 @@ class EncoderState:
         mask: name of the layers' argument that is added to the attention logits.
         by_keyword: whether the model passes keyword arguments on to its layers.
         unmerge: whether the last layer gives each input token a result.
+        collects: whether a method runs that collects the tokens of its layers, if ``by_keyword`` is False.
         tokens: token sizes at the input of each layer in the running call, if ``by_keyword`` is False.
         record: what the tokens after each layer stand for, by path, while :meth:`Patch.record` collects it.
     """
@@ -92,6 +119,7 @@ class EncoderState:
     mask: str
     by_keyword: bool
     unmerge: bool
+    collects: bool = False
     tokens: list[Tokens | None] | None = None
     record: dict[str, RecordedTokens] | None = None
 
@@ -114,7 +142,7 @@ class LayerState:
         encoder: state of the encoder.
         index: number of the layer, from 0.
         path: qualified name of the layer in the encoder.
-        parts: paths of the module that returns the keys, of the norm before the MLP, and of the MLP.
+        parts: paths of the module that returns the keys, and of the first and last one of the MLP's branch.
         head_dim: d for keys ``[b, n, heads * d]``; None for ``[b, heads, n, d]``.
         r: number of tokens to remove in the running call; 0 outside a call.
         tokens: what the tokens of its input stand for.
@@ -140,7 +168,8 @@ def begin(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple,
         raise _mask_error(encoder, mask)
     if not encoder.by_keyword:
         return None  # the first layer starts the call, as when only a part of the model is called
-    return args, {**kwargs, _TOKENS: [None] * (len(encoder.r) + 1)}
+    asked = {name: value for name in _COLLECTED if (value := getattr(model.config, name, False))}
+    return args, {**asked, **kwargs, _TOKENS: [None] * (len(encoder.r) + 1)}
 
 
 def check_attention(model: nn.Module, config: ViTConfig) -> None:
@@ -158,7 +187,7 @@ def check_attention(model: nn.Module, config: ViTConfig) -> None:
         )
 
 
-# These four functions make the method of a swapped class from the original one, as in runtime.forward.
+# These functions make the method of a swapped class from the original one, as in runtime.forward.
 
 
 def layer_call(original: HostMethod) -> Callable:
@@ -173,12 +202,18 @@ def layer_call(original: HostMethod) -> Callable:
         swap_parts(self, state)
         call = HostCall(original.of(self), original.names(), args, kwargs)
         x, mask = call.argument(call.names[0]), call.argument(encoder.mask)
-        # In a call of the whole model, a mask at this point is the host's own, which hides nothing.
-        if mask is not None and given is None and any(encoder.r):
-            raise _mask_error(encoder, mask)
-        tokens, r = tokens_of_layers[state.index], _num_removed(state, x)
+        if any(encoder.r):
+            # In a call of the whole model, a mask at this point is the host's own, which hides nothing.
+            if mask is not None and given is None:
+                raise _mask_error(encoder, mask)
+            _check_what_is_asked(call)
+        tokens, collects = tokens_of_layers[state.index], encoder.collects or kwargs.get(_HIDDEN_STATES)
         if tokens is not None:
+            if collects:
+                x = tokens.remerge(x)
+                call = call.replaced(call.names[0], x)
             call = call.replaced(encoder.mask, _log_sizes(tokens, encoder, x.dtype))
+        r = _num_removed(state, x)
         state.r, state.tokens = r, tokens
         try:
             y = call.result()
@@ -190,7 +225,7 @@ def layer_call(original: HostMethod) -> Callable:
         if tokens is not None:
             if encoder.record is not None:
                 encoder.record[state.path] = RecordedTokens(tokens.source, tokens.sizes, encoder.protected)
-            if encoder.unmerge and state.index + 1 == len(encoder.r):
+            if collects or (encoder.unmerge and state.index + 1 == len(encoder.r)):
                 y = tokens.unmerge(_one_tensor(y, state))
         return y
 
@@ -216,8 +251,8 @@ def keys_call(original: HostMethod) -> Callable:
     return forward
 
 
-def norm_call(original: HostMethod) -> Callable:
-    """Method of the norm before the MLP: both run on merged tokens."""
+def first_call(original: HostMethod) -> Callable:
+    """Method of the first module of the MLP's branch: the branch runs on merged tokens."""
 
     def forward(self: nn.Module, x: Tensor) -> Any:
         state: LayerState | None = self.__dict__.get(STATE)
@@ -227,8 +262,8 @@ def norm_call(original: HostMethod) -> Callable:
     return forward
 
 
-def mlp_call(original: HostMethod) -> Callable:
-    """Method of the MLP: its result is unmerged, so that the host can add it to the tokens before."""
+def last_call(original: HostMethod) -> Callable:
+    """Method of the last module of the branch: its result is unmerged, so that the host can add it."""
 
     def forward(self: nn.Module, x: Tensor) -> Any:
         state: LayerState | None = self.__dict__.get(STATE)
@@ -239,9 +274,25 @@ def mlp_call(original: HostMethod) -> Callable:
     return forward
 
 
+def collecting_call(original: HostMethod) -> Callable:
+    """Method of the model that collects the tokens of its layers: each input token gets its place in them."""
+
+    def collect(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        state: EncoderState | None = self.__dict__.get(STATE)
+        if state is None:
+            return original.of(self)(*args, **kwargs)
+        state.collects = True
+        try:
+            return original.of(self)(*args, **kwargs)
+        finally:
+            state.collects = False
+
+    return collect
+
+
 def swap_parts(layer: nn.Module, state: LayerState) -> None:
     """Swap the parts of a layer; swap a part again if other software, such as PEFT, has replaced it."""
-    for name, call in zip(state.parts, (keys_call, norm_call, mlp_call), strict=True):
+    for name, call in zip(state.parts, (keys_call, first_call, last_call), strict=True):
         part = layer.get_submodule(name)
         if part.__dict__.get(STATE) is not state:
             restore(part)  # the former part may be inside the new one
@@ -287,6 +338,20 @@ def _mask_error(encoder: EncoderState, mask: Tensor) -> UnsupportedModelError:
         f"{encoder.mask}: a mask of shape {tuple(mask.shape)} is for all tokens and does not fit merged "
         f"ones; call the model without {encoder.mask}, or remove_token_merging(model) first"
     )
+
+
+def _check_what_is_asked(call: HostCall) -> None:
+    """Refuse what a layer cannot give where tokens merge."""
+    if call.argument(_ATTENTIONS):
+        raise UnsupportedModelError(
+            f"{_ATTENTIONS}: attention is between merged tokens, so its weights have no place in the "
+            f"picture; call the model without {_ATTENTIONS}, or remove_token_merging(model) first"
+        )
+    if call.argument("is_causal"):
+        raise UnsupportedModelError(
+            "is_causal: a merged token stands for tokens at several places of the sequence, so none of them "
+            "is before the others; call the model without is_causal, or remove_token_merging(model) first"
+        )
 
 
 def _one_tensor(y: Any, state: LayerState) -> Tensor:
