@@ -44,7 +44,7 @@ def test_only_the_models_of_the_page_are_drawn_with():
 
 
 def test_the_largest_trial_is_allowed():
-    form = Form(prompt="x" * 2_000, steps=1_000, size="1024x1024", seed=2**63 - 1)
+    form = Form(prompt="x" * 10_000, steps=1_000, size="1024x1024", seed=2**63 - 1)
     assert form.options().size == (1024, 1024)
 
 
@@ -65,7 +65,7 @@ def test_the_largest_trial_is_allowed():
         ({"method": "none"}, "method: expected one of auto"),
         ({"method": ["tome"]}, "method: expected a string"),
         ({"prompt": None}, "prompt: it is empty"),
-        ({"prompt": "x" * 2_001}, "prompt: expected at most 2,000 characters, got 2,001; shorten it"),
+        ({"prompt": "x" * 10_001}, "prompt: expected at most 10,000 characters, got 10,001; shorten it"),
         ({"steps": 1_001}, "steps: expected an integer from 1 to 1,000, got 1001"),
         ({"steps": True}, "steps: expected a whole number, got True"),
         ({"seed": 1e300}, "seed: expected an integer ≥ 0 that fits into 64 bits"),

@@ -9,11 +9,10 @@ from typing import Any
 from tokenmerge.config.checks import as_number, integer, one_of, refuse, text
 from tokenmerge.errors import ConfigError
 from tokenmerge.measure import demo
-from tokenmerge.measure.generate.options import GenerateOptions
+from tokenmerge.measure.generate.options import LONGEST_PROMPT, GenerateOptions
 from tokenmerge.measure.method_spec import METHODS, MethodSpec
 from tokenmerge.measure.pipelines.sizes import parse_size
 
-LONGEST_PROMPT = 2_000  # characters; the longest text encoders read about as many
 _LONGEST_WORD = 40
 _MOST_STEPS = 1_000  # those that models are trained with
 _LARGEST_SIDE = 2_048  # of a square, in pixels; half for the bundled models, whose latents are finer

@@ -22,7 +22,7 @@ _API = "/gradio_api"
 # The page's requests with a body: a call, and the end of one that waits. None of them uploads a file.
 _POSTS = (f"{_API}/queue/join", f"{_API}/cancel")
 _WRITES = f"{_API}/deep_link"  # a GET that keeps a file for each state of the fields
-_LARGEST_BODY = 64 * 1024  # bytes; a prompt of the longest length takes at most 48,000 in JSON
+_LARGEST_BODY = 2**18  # bytes; the longest prompt takes at most 120,000 in JSON
 _HEARTBEAT, _EVENTS = f"{_API}/heartbeat/", f"{_API}/queue/data"
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 

@@ -10,12 +10,13 @@ from typing import Any
 
 from tokenmerge.errors import TokenMergingError
 from tokenmerge.integrations.play import texts
-from tokenmerge.integrations.play.form import LONGEST_PROMPT, Form
+from tokenmerge.integrations.play.form import Form
 from tokenmerge.integrations.play.gate import Visitors
 from tokenmerge.integrations.play.lines import python_lines, tune_command
 from tokenmerge.integrations.play.studio import Stop, StoppedError, Studio
 from tokenmerge.integrations.play.trial import Trial
 from tokenmerge.measure import demo
+from tokenmerge.measure.generate.options import LONGEST_PROMPT
 from tokenmerge.measure.method_spec import METHODS
 from tokenmerge.measure.progress import Progress
 
