@@ -102,6 +102,15 @@ def test_a_setting_that_cannot_run_is_noted_and_left_out(made_up, options) -> No
     }
 
 
+def test_a_run_without_time_measures_a_setting_that_can_be_the_result(made_up, options) -> None:
+    search = tune(options(within=1e-9))
+    made_up.failing = tuple(look.name for look in search.looks)
+    again = tune(options(within=1e-9, out=search.options.out.with_name("again.json")))
+    for one in (search, again):
+        assert one.complete
+        assert one.decision.name in one.configs
+
+
 def test_a_goal_that_nothing_reaches_has_a_nearest_setting(made_up, options) -> None:
     search = tune(options(goal=Goal("psnr", speedup=50.0)))
     assert not search.decision.reached
