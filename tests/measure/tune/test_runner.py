@@ -251,6 +251,20 @@ def test_a_bad_record_is_named(made_up, options) -> None:
         tune(options())
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("cost", None), ("cost", "NaN"), ("dense_seconds", "NaN"), ("metrics", 3), ("metrics", {"psnr": "x"})],
+)
+def test_a_record_with_a_strange_value_is_named(made_up, options, name: str, value: object) -> None:
+    made_up.stop = 1, KeyboardInterrupt()
+    records = tune(options()).options.records
+    lines = [json.loads(line) for line in records.read_text().splitlines()]
+    lines[-1]["values"][name] = value
+    records.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(ConfigError, match=rf"line {len(lines)}: not a record of tokenmerge tune"):
+        tune(options())
+
+
 def test_settings_that_only_differ_at_another_guidance_are_tried_once(made_up, options, monkeypatch) -> None:
     monkeypatch.setattr("tokenmerge.auto._FEWEST_TOKENS_BESIDE_REUSE", 4)  # the grids of a tiny model merge
 
