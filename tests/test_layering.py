@@ -37,7 +37,7 @@ MAY_IMPORT = {
     "compat": "errors config presets api",
     "pipeline_methods": "errors compat",
     "measure": "errors config presets models runtime pictures report auto api",
-    "integrations.play": "errors pictures report api measure",
+    "integrations.play": "errors config pictures report api measure",
     "integrations.export": "errors ops config models runtime report api measure",
     "cli": "errors report integrations.comfyui measure integrations.play integrations.export",
     "__main__": "cli",

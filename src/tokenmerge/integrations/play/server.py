@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tokenmerge.errors import ConfigError, MissingExtraError
+from tokenmerge.integrations.play.gate import Gate, Visitors
 
 LOCAL = "127.0.0.1"
 # Gradio's own colours are too pale to read.
@@ -31,7 +32,7 @@ def require_gradio() -> None:
 
 
 def serve(
-    build: Callable[[], Any],
+    build: Callable[[Visitors], Any],
     host: str = LOCAL,
     port: int | None = None,
     browser: bool = False,
@@ -40,7 +41,7 @@ def serve(
     """Serve a page until Ctrl-C.
 
     Args:
-        build: makes Gradio's ``Blocks``.
+        build: makes Gradio's ``Blocks``, and is given the visitors who are there.
         host: address to listen on. Any other than 127.0.0.1 lets other machines use the page.
         port: the port. None: the first free one from 7860 on.
         browser: whether to open the page in a browser.
@@ -52,11 +53,20 @@ def serve(
     os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
     with tempfile.TemporaryDirectory(prefix="tokenmerge-play-") as pictures:
         os.environ["GRADIO_TEMP_DIR"] = pictures
-        _serve(build(), host, port, browser, on_ready)
+        visitors = Visitors()
+        _serve(build(visitors), visitors, host, port, browser, on_ready)
 
 
-def _serve(page: Any, host: str, port: int | None, browser: bool, on_ready: Callable[[str], None]) -> None:
+def _serve(
+    page: Any,
+    visitors: Visitors,
+    host: str,
+    port: int | None,
+    browser: bool,
+    on_ready: Callable[[str], None],
+) -> None:
     import gradio as gr
+    from starlette.middleware import Middleware
 
     from tokenmerge.integrations.play.page import STYLE
 
@@ -77,6 +87,8 @@ def _serve(page: Any, host: str, port: int | None, browser: bool, on_ready: Call
             ssr_mode=False,
             pwa=False,
             mcp_server=False,
+            show_error=True,
+            app_kwargs={"middleware": [Middleware(Gate, host=host, visitors=visitors)]},
             theme=theme,
             css_paths=STYLE,
         )

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 OnProgress = Callable[[Progress], None]
 _WARM_UP_STEPS = 2
+_PATIENCE = 10.0  # seconds from the request for a trial to the connection that waits for it
 _SMALLEST_SIDE = 512  # pixels of the picture with groups, so that their borders are thin
 
 
@@ -39,13 +40,23 @@ class StoppedError(Exception):
 
 
 class Stop:
-    """Asks the trials of one visitor to stop. They check it after each denoising step."""
+    """Asks a trial to stop. It checks this before it begins and after each denoising step.
 
-    def __init__(self) -> None:
+    Args:
+        present: whether the visitor is there. The trial stops when the visitor leaves, or does not come
+            within some seconds.
+    """
+
+    def __init__(self, present: Callable[[], bool] = lambda: True) -> None:
         self.asked = False
+        self._present, self._came, self._began = present, False, time.monotonic()
 
     def check(self) -> None:
-        """Raise a StoppedError if a stop was asked for."""
+        """Raise a StoppedError if a stop was asked for, or the visitor is not there."""
+        if self._present():
+            self._came = True
+        elif self._came or time.monotonic() - self._began > _PATIENCE:
+            self.asked = True
         if self.asked:
             raise StoppedError
 
@@ -74,7 +85,7 @@ class Studio:
         Args:
             options: what to draw. ``batch``, ``compare``, ``compile``, ``repeat`` and ``out`` are not read.
             on_progress: is called after each denoising step.
-            stop: ends the trial after the step in which a stop is asked for.
+            stop: ends the trial after the step in which a stop is asked for or the visitor leaves.
 
         Raises:
             TokenMergingError: the options do not fit the model or the machine. This is found before
@@ -113,6 +124,7 @@ def _draw(loaded: _Loaded, options: GenerateOptions, on_progress: OnProgress, st
     in_force = config.at_guidance(call.guidance)
     report = predict(loaded.dense, in_force, height, width, batch=batch, steps=options.steps)
 
+    stop.check()
     dense, dense_seconds = _timed("dense", call, loaded.dense, on_progress, stop)
     patch = apply_token_merging(loaded.merged, config)
     try:

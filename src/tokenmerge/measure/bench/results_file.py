@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Generic, Protocol, TypeVar
 
-from tokenmerge.errors import ConfigError, TokenMergingError
+from tokenmerge.errors import ConfigError, TokenMergingError, reason_of
 from tokenmerge.measure.bench.records import KIND, CellRecord
 from tokenmerge.measure.files import check_regular, read_bytes, writing
 
@@ -158,11 +158,18 @@ def read_records(
         name = str(values.get("kind"))
         try:
             if name in kinds:
-                yield kinds[name].from_dict(values)
+                record = kinds[name].from_dict(values)
+                _ = record.key  # conditions without a key, such as NaN, are found here
+                yield record
             elif only:
                 raise ConfigError(f"kind: expected one of {', '.join(kinds)}, got {values.get('kind')!r}")
         except ConfigError as error:
             raise ConfigError(f"{path}, line {number}: {error}") from error
+        except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"{path}, line {number}: not a record of tokenmerge ({type(error).__name__}: "
+                f"{reason_of(error)}); remove that line"
+            ) from error
 
 
 def read_lines(path: Path, notes: list[str] | None = None) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -208,6 +215,8 @@ def _torn_note(path: Path, what_was_done: str) -> str:
 def _parse(line: bytes) -> dict[str, Any] | None:
     try:
         values = json.loads(line)
+        if b"\\ud" in line.lower():  # half of a character, which cannot be written again
+            json.dumps(values, ensure_ascii=False).encode()
     except (ValueError, RecursionError):
         return None
     return values if isinstance(values, dict) else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 import re
 from collections.abc import Sequence
@@ -11,10 +10,12 @@ from pathlib import Path
 from tokenmerge.errors import ConfigError
 from tokenmerge.measure.demo.glyphs import caption, choose_prompts, read_glyphs
 from tokenmerge.measure.files import read_bytes
+from tokenmerge.measure.generate.options import check_prompt
 
 IMAGENET_TEMPLATE = "a photo of a {}"
 
 _BUILT_IN = 100
+_LARGEST = 64 * 2**20  # bytes; a million prompts
 _SYNSET = re.compile(r"n\d{8}\s+")
 
 
@@ -56,14 +57,14 @@ def read_prompts(path: Path, template: str | None = None) -> list[Prompt]:
         template: text around each prompt, with ``{}`` in its place, for files of class names.
 
     Raises:
-        ConfigError: the file is missing, binary or empty, or the template has no ``{}``.
+        ConfigError: the file is missing, binary, empty or too large, a prompt is too long, or the template
+            has no ``{}``.
     """
     lines = _lines(path)
     if "Prompt" in lines[0].split("\t"):
-        found = [
-            (row["Prompt"] or "", row.get("Category") or None)
-            for row in csv.DictReader(lines, delimiter="\t", quoting=csv.QUOTE_NONE)
-        ]
+        names, *rows = (line.split("\t") for line in lines)
+        columns = [dict(zip(names, row, strict=False)) for row in rows]
+        found = [(row.get("Prompt", ""), row.get("Category") or None) for row in columns]
     elif all(map(_SYNSET.match, lines)):
         found = [(_SYNSET.sub("", line).partition(",")[0], None) for line in lines]
         template = template or IMAGENET_TEMPLATE
@@ -78,6 +79,8 @@ def read_prompts(path: Path, template: str | None = None) -> list[Prompt]:
         for line, category in found
         if (text := line.strip() if template is None else template.replace("{}", line.strip()))
     }
+    for text in prompts:
+        check_prompt(f"prompts: {path}: {text[:20]!r}…", text)
     if not prompts:
         raise ConfigError(f"prompts: {path} has a header but no prompts; give a file with one per line")
     return list(prompts.values())
@@ -85,7 +88,7 @@ def read_prompts(path: Path, template: str | None = None) -> list[Prompt]:
 
 def _lines(path: Path) -> list[str]:
     """The lines that are not blank."""
-    content = read_bytes(path, "prompts", "give a file with one prompt per line")
+    content = read_bytes(path, "prompts", "give a file with one prompt per line", _LARGEST)
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:

@@ -12,13 +12,27 @@ from tokenmerge.measure.method_spec import MethodSpec
 from tokenmerge.measure.pipelines.loading import DEFAULT_MODEL
 from tokenmerge.measure.pipelines.settings import DTYPE_CHOICES, check_attention, check_guidance
 
+LONGEST_PROMPT = 10_000  # characters; text encoders read a few thousand at most
+
+
+def check_prompt(name: str, prompt: str) -> None:
+    """Refuse a prompt that is longer than any text encoder reads: the tokenizer would take minutes.
+
+    Raises:
+        ConfigError: it has more than ``LONGEST_PROMPT`` characters.
+    """
+    if len(prompt) > LONGEST_PROMPT:
+        raise ConfigError(
+            f"{name}: expected at most {LONGEST_PROMPT:,} characters, got {len(prompt):,}; shorten it"
+        )
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GenerateOptions:
     """The options of one run.
 
     Args:
-        prompt: text of the picture, not empty.
+        prompt: text of the picture, not empty and of at most ``LONGEST_PROMPT`` characters.
         model: a bundled model, a diffusers folder, a ``.safetensors`` checkpoint or a hub id.
         merging: the method and its settings.
         size: (width, height) in pixels. None: the model's default.
@@ -67,6 +81,8 @@ class GenerateOptions:
     def __post_init__(self) -> None:
         if not self.prompt.strip():
             raise ConfigError('prompt: it is empty; say what to draw, such as "a red apple"')
+        check_prompt("prompt", self.prompt)
+        check_prompt("negative-prompt", self.negative_prompt or "")
         for name, lowest in (("steps", 1), ("batch", 1), ("repeat", 1), ("seed", 0)):
             integer(lowest)(name, getattr(self, name))
         check_guidance("guidance", self.guidance)

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from tokenmerge import __version__
 from tokenmerge.config import ToMeConfig, read_metadata
+from tokenmerge.config.checks import refuse
 from tokenmerge.errors import ConfigError
 from tokenmerge.measure.files import read_bytes
 from tokenmerge.measure.generate.options import GenerateOptions
@@ -34,8 +35,10 @@ Number = TypeVar("Number", int, float)
 _KEY = "parameters"
 _NEGATIVE = "Negative prompt: "
 _ADVICE = "give a PNG that tokenmerge generate or a web UI wrote, such as merged-00.png"
-# A name, a colon, and a value: a JSON string, or the text before the next comma.
-_ENTRY = re.compile(r'\s*(\w[\w \-/]+):\s*("(?:\\.|[^\\"])+"|[^,]*)(?:,|$)')
+_LONGEST = 100_000  # characters; web UIs write some thousands
+# A name, a colon, and a value: a JSON string, or the text before the next comma. The length of a name is
+# bounded, so that the time is linear in the length of the text.
+_ENTRY = re.compile(r'(\w[\w \-/]{1,60}):\s*("(?:\\.|[^\\"])+"|[^,]*)(?:,|$)')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -154,12 +157,16 @@ def _quoted(value: str) -> str:
 
 
 def _from_text(text: str) -> Parameters:
+    if len(text) > _LONGEST:
+        raise ConfigError(
+            f"parameters: expected at most {_LONGEST:,} characters, got {len(text):,}; give another picture"
+        )
     prompts, _, last = text.rstrip().rpartition("\n")
     entries = {name.strip(): _unquoted(value) for name, value in _ENTRY.findall(last)}
     if "Steps" not in entries:  # the text is only a prompt
         prompts, entries = text, {}
     prompt, negates, negative = prompts.partition("\n" + _NEGATIVE)
-    size = re.fullmatch(r"(\d+)x(\d+)", entries.get("Size", ""))
+    size = re.fullmatch(r"(\d{1,9})x(\d{1,9})", entries.get("Size", ""))
     merging = entries.get("Token merging")
     return Parameters(
         prompt=prompt,
@@ -188,4 +195,4 @@ def _number(entries: dict[str, str], name: str, read: Callable[[str], Number], w
     try:
         return read(entries[name]) if name in entries else None
     except ValueError:
-        raise ConfigError(f"{name}: expected {wanted}, got {entries[name]!r}") from None
+        refuse(name, wanted, entries[name])

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from tokenmerge.config.checks import integer
 from tokenmerge.errors import ConfigError
 from tokenmerge.measure.bench.records import key_of
 from tokenmerge.measure.bench.results_file import read_records
@@ -55,11 +57,21 @@ class TuneRecord:
         """
         try:
             record = cls(**{field.name: values[field.name] for field in dataclasses.fields(cls)})
+            values = record.values
+            integer()("item", record.item)
             if record.about == "look":
-                numbers = [float(record.values[name]) for name in ("seconds", "dense_seconds")]
-                if not min(numbers) > 0:
-                    raise ValueError(f"expected seconds above 0, got {min(numbers)}")
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+                numbers = [float(values[name]) for name in ("seconds", "dense_seconds", "cost")]
+                if not all(0 < one < math.inf for one in numbers):
+                    raise ValueError(f"expected seconds above 0, got {numbers}")
+                numbers = [float(value) for value in dict(values["metrics"]).values()]
+                if not all(map(math.isfinite, numbers)):
+                    raise ValueError(f"expected finite metrics, got {numbers}")
+            elif record.about == "counted":
+                float(values["speedup"])
+                float(values.get("seconds", 0.0))
+            elif record.about == "settings":
+                dict(values["config"])
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise ConfigError(f"not a record of tokenmerge tune ({error!r}); remove that line") from error
         return record
 

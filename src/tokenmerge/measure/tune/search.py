@@ -80,8 +80,12 @@ def next_round(
         counted: speed-up by counted operations, by name, for settings where it is known.
 
     Returns:
-        The next round; None if the search is over.
+        The next round; None if the search is over. The first one has a setting that can be the
+        result, whatever it costs.
     """
+    own = [entry.name for entry in entries if not entry.rival]
+    if own and not {look.name for look in looks} & set(own):
+        return Round(0, (own[0],))
     left = budget - sum(look.cost for look in looks)
     looked = {look.name for look in looks}
     first = sum(look.cost for look in looks if look.item == 0)
