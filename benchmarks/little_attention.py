@@ -19,7 +19,7 @@ from torch import nn
 
 from tokenmerge import ToMeConfig, token_merging
 from tokenmerge.auto import with_skipped_stages
-from tokenmerge.measure.bench.geometries import GEOMETRIES
+from tokenmerge_tools.bench.geometries import GEOMETRIES
 from tokenmerge.models.find import find_hosts
 from tokenmerge.models.unet_stages import work_of
 from tokenmerge.report import counted_speedup

@@ -21,7 +21,7 @@ from torch.profiler import ProfilerActivity, profile
 import tokenmerge
 from tokenmerge import token_merging
 from tokenmerge.auto import choose
-from tokenmerge.measure.demo import path
+from tokenmerge_tools.demo import path
 from tokenmerge.report import predict
 
 

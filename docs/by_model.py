@@ -15,7 +15,7 @@ import diffusers
 import torch
 
 from tokenmerge.auto import choose
-from tokenmerge.measure.bench.geometries import GEOMETRIES
+from tokenmerge_tools.bench.geometries import GEOMETRIES
 from tokenmerge.report import predict
 from tokenmerge.report.cache_limit import in_words
 

@@ -32,7 +32,7 @@ from tokenmerge import (
 )
 from tokenmerge.auto import choose
 from tokenmerge.config import flat
-from tokenmerge.measure.method_spec import MethodSpec
+from tokenmerge_tools.method_spec import MethodSpec
 from tokenmerge.models.find import find_hosts
 from tokenmerge.models.unet_stages import work_of
 from tokenmerge.planners import PLANNERS, calibration

@@ -17,7 +17,7 @@ from tests.models.test_every_family import model_of
 from tests.models.tiny import FAMILIES
 from tokenmerge import ToMeConfig, presets
 from tokenmerge.config import save_config
-from tokenmerge.measure.reporting.curves import Chart, Line
+from tokenmerge_tools.reporting.curves import Chart, Line
 from tokenmerge.planners import PLANNERS
 
 ROOT = Path(__file__).parents[1]
@@ -110,7 +110,7 @@ def commands() -> list[str]:
 def test_the_commands_of_the_documents_have_the_options_they_use(line):
     from typer.main import get_command
 
-    from tokenmerge.cli.app import app
+    from tokenmerge_tools.cli.app import app
 
     name = line.split()[1]
     known = {option for parameter in get_command(app).commands[name].params for option in parameter.opts}

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tokenmerge import ToMeConfig, apply_token_merging, token_merging
-from tokenmerge.measure.pipelines.loading import find_model, load_pipeline
+from tokenmerge_tools.pipelines.loading import find_model, load_pipeline
 
 # DPMSolverMultistepScheduler of diffusers 0.42 passes a tensor to numpy in a way that numpy 2 deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
