@@ -28,9 +28,9 @@ from turns import at_least_2
 
 from tokenmerge import Correction, StepReuse, ToMeConfig, presets, token_merging
 from tokenmerge.auto import choose
+from tokenmerge.report import counted_speedup
 from tokenmerge_tools.demo import path
 from tokenmerge_tools.demo.glyphs import caption, choose_prompts, read_glyphs
-from tokenmerge.report import counted_speedup
 
 MODEL, DENSE = "emoji-mmdit", "dense"
 Method = Callable[[DiffusionPipeline], ToMeConfig]

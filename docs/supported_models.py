@@ -63,6 +63,7 @@ REFUSED = """
 def families() -> list[tuple[str, str, list[str]]]:
     """(title, what it says, keys of its tiny models) for each file of a family."""
     from tests.models.tiny import FAMILIES
+
     from tokenmerge.models.find import FAMILIES as RECORDS
     from tokenmerge.models.find import knows
 
@@ -80,6 +81,7 @@ def row(key: str, checks: dict[str, tuple[int, int]] | None) -> str:
     """One line of a table."""
     from tests.models.family import deeper
     from tests.models.tiny import FAMILIES
+
     from tokenmerge.models.base import KINDS
     from tokenmerge.models.find import find_hosts
 

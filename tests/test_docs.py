@@ -11,14 +11,14 @@ import tiny_pipeline
 import vits
 from diffusers import StableDiffusionPipeline
 from PIL import Image
-
-import tokenmerge
 from tests.models.test_every_family import model_of
 from tests.models.tiny import FAMILIES
+
+import tokenmerge
 from tokenmerge import ToMeConfig, presets
 from tokenmerge.config import save_config
-from tokenmerge_tools.reporting.curves import Chart, Line
 from tokenmerge.planners import PLANNERS
+from tokenmerge_tools.reporting.curves import Chart, Line
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -15,11 +15,11 @@ import hosts
 import pytest
 import reference
 import torch
-from torch import Tensor, nn
-
 from tests.models.family import deeper
 from tests.models.test_every_family import call, model_of
 from tests.models.tiny import FAMILIES
+from torch import Tensor, nn
+
 from tokenmerge import ConfigError, NothingToMergeError, PlanSharing, ToMeConfig, apply_token_merging, presets
 from tokenmerge.runtime.patch import state_of
 

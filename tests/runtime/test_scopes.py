@@ -8,11 +8,11 @@ from types import SimpleNamespace
 import hosts
 import pytest
 import torch
+from tests.models.family import deeper
+from tests.models.test_every_family import EVERY, call, model_of, reordering, settings
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from tests.models.family import deeper
-from tests.models.test_every_family import EVERY, call, model_of, reordering, settings
 from tokenmerge import (
     ConfigError,
     Correction,

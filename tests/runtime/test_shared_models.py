@@ -24,8 +24,8 @@ from diffusers import (
     StableDiffusionXLImg2ImgPipeline,
     StableDiffusionXLPipeline,
 )
-
 from tests.runtime.test_steps_in_pipelines import draw
+
 from tokenmerge import (
     ConfigError,
     Correction,

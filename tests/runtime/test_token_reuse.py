@@ -9,13 +9,13 @@ import cached
 import hosts
 import pytest
 import torch
+from tests.models.dits import SD3
+from tests.models.test_every_family import call
+from tests.models.tiny import FAMILIES
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 from torch.testing import assert_close
 
-from tests.models.dits import SD3
-from tests.models.test_every_family import call
-from tests.models.tiny import FAMILIES
 from tokenmerge import (
     ConfigError,
     Correction,
@@ -39,7 +39,6 @@ HALF: dict[str, Any] = {"ratio": 0.5, "max_downsample": 8}
 
 def sd3(layers: int = 4) -> nn.Module:
     from diffusers import SD3Transformer2DModel
-
     from tests.models.family import TEXT, seeded
 
     torch.manual_seed(0)

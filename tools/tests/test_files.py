@@ -4,8 +4,8 @@ import math
 import os
 
 import pytest
-
 from tools.tests.small_files import small_files
+
 from tokenmerge.errors import ConfigError
 from tokenmerge_tools.files import (
     free_folder,

@@ -18,12 +18,12 @@ import torch.nn.functional as F
 import typer
 from diffusers import AutoencoderTiny
 from rich.progress import track
+from tools.training import checkpoint
+from tools.training.glyphs import compose, draw
 from torch import Tensor
 
 import tokenmerge_tools.demo
 from tokenmerge_tools.demo.glyphs import BACKGROUNDS, read_glyphs
-from tools.training import checkpoint
-from tools.training.glyphs import compose, draw
 
 RUN = Path("runs/codec")
 FACTOR = 4  # pixels per latent position, each way

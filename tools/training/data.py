@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from diffusers import AutoencoderTiny
+from tools.training.codec import FACTOR, LATENT_CHANNELS, to_tensor
+from tools.training.glyphs import compose, draw
 from torch import Tensor
 
 from tokenmerge_tools.demo.glyphs import BACKGROUNDS, Glyph, caption
-from tools.training.codec import FACTOR, LATENT_CHANNELS, to_tensor
-from tools.training.glyphs import compose, draw
 
 EMPTY = 0.1  # share of captions left empty, which is what classifier-free guidance needs
 BARE = 0.3  # share of pictures on white whose caption does not speak of the background

@@ -11,10 +11,9 @@ from typing import Annotated
 
 import torch
 import typer
-from transformers import CLIPTokenizer
-
 from tools.training.codec import load_codec
 from tools.training.train import load_trained
+from transformers import CLIPTokenizer
 
 
 def edit_config(path: Path, **entries: str | None) -> None:

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import typer
 from PIL import Image
+from tools.training.glyphs import draw
 
 from tokenmerge_tools.demo.glyphs import read_glyphs
 from tokenmerge_tools.demo.retrieval import COLUMNS, GRID, SHEET
-from tools.training.glyphs import draw
 
 
 def main() -> None:

@@ -14,12 +14,11 @@ from diffusers import (
     SD3Transformer2DModel,
     StableDiffusion3Pipeline,
 )
-from torch import Tensor, nn
-from transformers import CLIPTextModelWithProjection, T5Config, T5EncoderModel, T5Tokenizer
-
 from tools.training.codec import FACTOR, LATENT_CHANNELS
 from tools.training.schedule import Phase
 from tools.training.text import build_tokenizer, load_exported_encoder, text_config
+from torch import Tensor, nn
+from transformers import CLIPTextModelWithProjection, T5Config, T5EncoderModel, T5Tokenizer
 
 NATIVE_SIZE, SECOND_SIZE = 128, 256
 WIDTHS = (128, 32)  # of the two text encoders; the pipeline joins them, as that of Stable Diffusion 3 does

@@ -16,9 +16,6 @@ import torch
 import typer
 from PIL import Image
 from rich.progress import Progress, TextColumn
-
-from tokenmerge import ToMeConfig, apply_token_merging, remove_token_merging
-from tokenmerge_tools.demo.glyphs import BACKGROUNDS, caption, read_glyphs
 from tools.training import checkpoint, parallel
 from tools.training.codec import load_codec
 from tools.training.data import Latents
@@ -26,6 +23,9 @@ from tools.training.mmdit import EmojiMMDiT
 from tools.training.muon import build_optimisers
 from tools.training.schedule import at_step, stretch, total_steps
 from tools.training.unet import EmojiUNet
+
+from tokenmerge import ToMeConfig, apply_token_merging, remove_token_merging
+from tokenmerge_tools.demo.glyphs import BACKGROUNDS, caption, read_glyphs
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt

@@ -12,13 +12,13 @@ from diffusers import (
     StableDiffusionPipeline,
     UNet2DConditionModel,
 )
+from tools.training.codec import FACTOR, LATENT_CHANNELS
+from tools.training.schedule import Phase
+from tools.training.text import WIDTH, build_tokenizer, encode, load_exported_encoder, text_config
 from torch import Tensor, nn
 from transformers import CLIPTextModel
 
 from tokenmerge import presets
-from tools.training.codec import FACTOR, LATENT_CHANNELS
-from tools.training.schedule import Phase
-from tools.training.text import WIDTH, build_tokenizer, encode, load_exported_encoder, text_config
 
 NATIVE_SIZE = 128
 # With a quarter of the keys in self-attention, a step at 256 × 256 takes half the time.

@@ -1,5 +1,6 @@
-"""Measurement tools: loading pipelines, generating, timing, image quality, and reports from records.
+"""The tools of tokenmerge: the command line, and what it loads, draws, times, judges and reports with.
 
-The core does not import this package, and can be read without it. ``tests/test_layering.py`` lists what this
-package may import.
+They use the library only by its public modules; ``tools/tests/test_layering.py`` lists them.
 """
+
+__version__ = "0.1.0"

@@ -100,7 +100,7 @@ def _torchmetric(name: str) -> Callable[..., Any]:
     try:
         import torchmetrics.functional.image
     except ImportError as error:
-        raise MissingExtraError("metrics", needed_by="PSNR and SSIM") from error
+        raise MissingExtraError("tokenmerge-tools[metrics]", needed_by="PSNR and SSIM") from error
     measure: Callable[..., Any] = getattr(torchmetrics.functional.image, name)
     return measure
 

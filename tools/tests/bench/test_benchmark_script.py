@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tokenmerge_tools.cli import main
 from tokenmerge_tools.bench.grid_files import read_grid
 from tokenmerge_tools.bench.options import BenchOptions
+from tokenmerge_tools.cli import main
 from tokenmerge_tools.evaluate.options import EvaluateOptions
 
 SCRIPT = Path(__file__).parents[3] / "benchmarks" / "measure.py"

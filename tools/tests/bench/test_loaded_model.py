@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from tokenmerge import ToMeConfig
 from tokenmerge.errors import ConfigError, UnsupportedModelError
+from tokenmerge.report import predict
 from tokenmerge_tools.bench import memory_limit, variant_contexts
 from tokenmerge_tools.bench.failures import Failure
 from tokenmerge_tools.bench.fewer_steps import StepCost, steps_that_fit
@@ -18,7 +19,6 @@ from tokenmerge_tools.bench.inputs import InputSize, example_inputs
 from tokenmerge_tools.bench.loaded_model import load_model
 from tokenmerge_tools.out_of_memory import is_out_of_memory
 from tokenmerge_tools.pipelines.shared_weights import shared_copy
-from tokenmerge.report import predict
 
 CPU = torch.device("cpu")
 SIZE = InputSize(height=64, width=128, scale=8, samples=2, frames=5)

@@ -14,6 +14,8 @@ from torch import nn
 from tokenmerge import ToMeConfig
 from tokenmerge.api import Patch
 from tokenmerge.errors import ConfigError
+from tokenmerge.planners import PLANNERS
+from tokenmerge.report import predict
 from tokenmerge_tools.bench import cell_group, memory_limit, runner, variant_contexts
 from tokenmerge_tools.bench import prepare as prepare_module
 from tokenmerge_tools.bench.geometries import GEOMETRIES
@@ -21,8 +23,6 @@ from tokenmerge_tools.bench.geometry import build_denoiser
 from tokenmerge_tools.bench.records import CellRecord
 from tokenmerge_tools.bench.results_file import RecordNotWrittenError, ResultsFile, read_cells
 from tokenmerge_tools.bench.timing import interleaved
-from tokenmerge.planners import PLANNERS
-from tokenmerge.report import predict
 
 CPU = torch.device("cpu")
 Measure = Callable[..., list[CellRecord]]

@@ -11,17 +11,18 @@ from pathlib import Path
 import pytest
 import tiny_pipeline
 import torch
+from tools.tests.small_files import small_files
 
+import tokenmerge
 import tokenmerge_tools.bench.loaded_model
 import tokenmerge_tools.generate.run
 import tokenmerge_tools.pipelines.call
-from tools.tests.small_files import small_files
 from tokenmerge import PlanSharing, Schedule, presets
-from tokenmerge_tools.cli import main
 from tokenmerge.config import ToMeConfig
+from tokenmerge.report import predict
+from tokenmerge_tools.cli import main
 from tokenmerge_tools.pipelines.loading import find_model
 from tokenmerge_tools.pipelines.sketch import load_sketch
-from tokenmerge.report import predict
 
 # Every import of an optional library fails, as if only torch were installed. numpy stays, since torch would
 # print a warning without it.
@@ -379,7 +380,7 @@ def test_a_stride_larger_than_the_grid_is_one_line(folder, capsys):
 
 def test_a_missing_extra_is_one_line(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "diffusers", None)
-    assert 'pip install "tokenmerge[diffusers]"' in refused(capsys, "inspect")
+    assert 'pip install "diffusers"' in refused(capsys, "inspect")
 
 
 @pytest.fixture(
@@ -458,7 +459,7 @@ def test_with_torch_alone_the_extra_is_named():
     )
     assert ran.returncode == 2
     assert ran.stderr == (
-        'tokenmerge: the tokenmerge command: not installed; run: pip install "tokenmerge[diffusers]"\n'
+        'tokenmerge: the tokenmerge command: not installed; run: pip install "tokenmerge-tools"\n'
     )
 
 

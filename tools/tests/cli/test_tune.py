@@ -13,9 +13,9 @@ import torch
 from typer.testing import CliRunner
 
 from tokenmerge import ConfigError, ToMeConfig, apply_token_merging
+from tokenmerge.config import save_config
 from tokenmerge_tools.cli import main
 from tokenmerge_tools.cli.app import app
-from tokenmerge.config import save_config
 
 command = importlib.import_module("tokenmerge_tools.cli.tune")
 

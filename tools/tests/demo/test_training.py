@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 from diffusers import StableDiffusionPipeline
-
-from tokenmerge import presets
-from tokenmerge_tools import demo
-from tokenmerge.runtime.patch import state_of
 from tools.training.mmdit import EmojiMMDiT
 from tools.training.text import encode
 from tools.training.train import set_merging
 from tools.training.unet import EmojiUNet
+
+from tokenmerge import presets
+from tokenmerge.runtime.patch import state_of
+from tokenmerge_tools import demo
 
 CAPTION = "a red apple on a light blue background"
 

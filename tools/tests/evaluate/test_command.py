@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
+from tools.tests.evaluate.conftest import changed
 from typer.testing import CliRunner
 
-from tools.tests.evaluate.conftest import changed
-from tokenmerge_tools.cli.app import app
 from tokenmerge.errors import ConfigError
+from tokenmerge_tools.cli.app import app
 from tokenmerge_tools.reporting.quality import QualityRecord
 from tokenmerge_tools.reporting.results import read_results
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from tools.tests.evaluate.conftest import drawn, item
+
 from tokenmerge_tools.evaluate.picture_store import PictureStore
 
 CONDITIONS = {"model": "owner/name", "width": 64, "height": 32, "steps": 4}

@@ -12,11 +12,12 @@ import pytest
 import torch
 from diffusers import DiffusionPipeline
 from PIL import Image
-
 from tools.tests.evaluate.conftest import drawn, item, picture
 from tools.tests.reporting.made import cell
+
 from tokenmerge import ToMeConfig, token_merging
 from tokenmerge.errors import ConfigError, NothingToMergeError
+from tokenmerge.pictures import as_tensor
 from tokenmerge_tools.bench.results_file import RecordNotWrittenError, ResultsFile
 from tokenmerge_tools.bench.variants import Variant
 from tokenmerge_tools.closeness import psnr
@@ -30,7 +31,6 @@ from tokenmerge_tools.pipelines.call import PipelineCall
 from tokenmerge_tools.pipelines.loading import ModelSource, SourceKind
 from tokenmerge_tools.reporting.quality import QualityRecord, SampleRecord
 from tokenmerge_tools.reporting.results import read_results
-from tokenmerge.pictures import as_tensor
 
 Run = Callable[..., list[QualityRecord]]
 

@@ -15,9 +15,9 @@ import onnxruntime
 import pytest
 import tiny_pipeline
 import torch
-
 from tests.models.test_every_family import model_of, settings
 from tests.models.tiny import FAMILIES
+
 from tokenmerge import ToMeConfig, token_merging
 from tokenmerge_tools.cli import main
 from tokenmerge_tools.export import export_denoiser, formats, run
@@ -250,7 +250,7 @@ def test_a_missing_package(folder, tmp_path, capsys, monkeypatch):
     stop(monkeypatch, "openvino", packages=("openvino_is_not_here", "onnx"))
     line = refused(capsys, folder, tmp_path / "out", "--to", "openvino")
     assert "OpenVINO needs openvino_is_not_here: not installed; run: pip install" in line
-    assert '"tokenmerge[export]"' in line
+    assert '"tokenmerge-tools[export]"' in line
 
 
 def stop(monkeypatch, to, **changes):

@@ -10,8 +10,8 @@ import torch
 from torch.nn import functional as F
 
 from tokenmerge import ToMeConfig, token_merging
-from tokenmerge_tools.export.plans import TakenPlans, flaw_of, gap, made_plans, plan_tensors
 from tokenmerge.ops import bipartite_soft_matching, make_plan, strided_partition
+from tokenmerge_tools.export.plans import TakenPlans, flaw_of, gap, made_plans, plan_tensors
 
 GRID, R = (4, 6), 9
 

@@ -13,14 +13,15 @@ import tiny_pipeline
 import torch
 from PIL import Image
 
+import tokenmerge
 import tokenmerge_tools.generate.run
 from tokenmerge.config import ToMeConfig
 from tokenmerge.errors import ConfigError, MissingExtraError, NothingToMergeError
-from tokenmerge_tools.generate.options import GenerateOptions
 from tokenmerge_tools.generate.run import generate
 from tokenmerge_tools.method_spec import MethodSpec
 from tokenmerge_tools.pipelines.call import PipelineCall
 from tokenmerge_tools.pipelines.loading import find_model, guidance_in_force, guides, load_pipeline
+from tokenmerge_tools.pipelines.options import GenerateOptions
 from tokenmerge_tools.pipelines.shared_weights import twin
 
 CPU = torch.device("cpu")
@@ -331,7 +332,7 @@ def test_without_torchmetrics_the_run_goes_on_and_says_what_to_install(folder, t
     monkeypatch.setitem(sys.modules, "torchmetrics.functional.image", None)
     result = generate(options(folder, tmp_path))
     assert result.quality is None
-    assert any('pip install "tokenmerge[metrics]"' in note for note in result.notes)
+    assert any('pip install "tokenmerge-tools[metrics]"' in note for note in result.notes)
     assert (tmp_path / "comparison.png").is_file()
 
 

@@ -12,8 +12,8 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 from tokenmerge import ConfigError, ToMeConfig
-from tokenmerge_tools.cli import main
 from tokenmerge.config import to_metadata
+from tokenmerge_tools.cli import main
 from tokenmerge_tools.generate.parameters import Parameters, read_picture, write_picture
 
 # A command line cannot contain a null character, and lines in a PNG file end with "\n".

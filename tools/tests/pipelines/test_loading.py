@@ -13,12 +13,13 @@ import torch
 from diffusers.models import AttentionBackendName, attention_dispatch
 from diffusers.models.attention_processor import AttnProcessor, AttnProcessor2_0
 from safetensors.torch import load_file, save_file
-from torch.testing import assert_close
-
 from tests.models.test_every_family import call, model_of
 from tests.models.tiny import FAMILIES
+from torch.testing import assert_close
+
 from tokenmerge import ToMeConfig
 from tokenmerge.errors import ConfigError, MissingExtraError, UnsupportedModelError
+from tokenmerge.report import predict
 from tokenmerge_tools import demo
 from tokenmerge_tools.pipelines.loading import (
     ModelSource,
@@ -36,7 +37,6 @@ from tokenmerge_tools.pipelines.settings import (
     set_scheduler,
 )
 from tokenmerge_tools.pipelines.sketch import load_sketch
-from tokenmerge.report import predict
 
 CPU = torch.device("cpu")
 # Schedulers of diffusers pass torch tensors to np.array in a way that numpy 2 deprecates.

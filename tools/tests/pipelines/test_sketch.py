@@ -5,8 +5,8 @@ import shutil
 
 import pytest
 from diffusers import FluxTransformer2DModel
-
 from tests import tiny_pipeline
+
 from tokenmerge import ConfigError, UnsupportedModelError
 from tokenmerge_tools.pipelines.loading import find_model
 from tokenmerge_tools.pipelines.sketch import load_sketch, sketch

@@ -6,9 +6,9 @@ from typing import Any
 
 from PIL import Image
 
-from tokenmerge_tools.play.trial import Trial
-from tokenmerge_tools.generate.options import GenerateOptions
 from tokenmerge_tools.method_spec import MethodSpec
+from tokenmerge_tools.pipelines.options import GenerateOptions
+from tokenmerge_tools.play.trial import Trial
 
 
 def trial(

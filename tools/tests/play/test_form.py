@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 
 from tokenmerge.errors import ConfigError
-from tokenmerge_tools.play.form import Form
 from tokenmerge_tools.method_spec import MethodSpec
+from tokenmerge_tools.play.form import Form
 
 
 def test_the_fields_become_options():

@@ -4,8 +4,8 @@ import importlib
 import shlex
 
 import pytest
-
 from tools.tests.play.made_up_trial import trial
+
 from tokenmerge_tools.cli import main
 from tokenmerge_tools.play.lines import python_lines, tune_command
 

@@ -9,11 +9,11 @@ import tiny_pipeline
 from diffusers import DiffusionPipeline
 
 from tokenmerge.errors import ConfigError
+from tokenmerge_tools.method_spec import MethodSpec
+from tokenmerge_tools.pipelines.options import GenerateOptions
 from tokenmerge_tools.play.lines import python_lines
 from tokenmerge_tools.play.studio import Stop, StoppedError, Studio
 from tokenmerge_tools.play.texts import details, groups_caption
-from tokenmerge_tools.generate.options import GenerateOptions
-from tokenmerge_tools.method_spec import MethodSpec
 
 STEPS = 4
 

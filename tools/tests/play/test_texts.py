@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-
 from tools.tests.play.made_up_trial import trial
+
 from tokenmerge.errors import ConfigError
 from tokenmerge_tools.play import texts
 

@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 import typer
+from tools.tests.reporting.made import EVIL, cell, write_all
 from typer.testing import CliRunner
 
-from tools.tests.reporting.made import EVIL, cell, write_all
-from tokenmerge_tools.cli.report import report
 from tokenmerge.errors import ConfigError
 from tokenmerge_tools.bench.records import CellRecord
 from tokenmerge_tools.bench.unfinished import UnfinishedCells
+from tokenmerge_tools.cli.report import report
 
 app = typer.Typer()
 app.command()(report)

@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
 from tools.tests.reporting.made import EVIL, write_all
+
 from tokenmerge_tools.reporting.formats import as_html
 from tokenmerge_tools.reporting.report_data import TITLE, content_of
 from tokenmerge_tools.reporting.results import read_results

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
-
 from tools.tests.reporting.made import grid_of_cells, quality
+
 from tokenmerge_tools.reporting import formats
 from tokenmerge_tools.reporting.curves import Chart, Line, charts
 from tokenmerge_tools.reporting.plots import draw, figure_of

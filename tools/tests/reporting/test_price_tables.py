@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from tools.tests.reporting.made import cell, grid_of_cells, quality
+
 from tokenmerge_tools.reporting.curves import charts
 from tokenmerge_tools.reporting.formats import as_markdown
 from tokenmerge_tools.reporting.price_tables import fastest_table, price_tables, summary

@@ -7,8 +7,8 @@ import json
 from pathlib import Path
 
 import pytest
-
 from tools.tests.reporting.made import cell, drawn, grid_of_cells, quality
+
 from tokenmerge.errors import ConfigError
 from tokenmerge_tools.bench.match_records import cell_of_pictures
 from tokenmerge_tools.bench.records import CellRecord

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from tokenmerge.errors import ConfigError
-from tokenmerge_tools.reporting.plots import COLOURS
-from tokenmerge_tools.reporting.step_plot import draw_steps, figure_of_steps
 from tokenmerge.report import RunSteps
 from tokenmerge.runtime.step_log import StepRow
+from tokenmerge_tools.reporting.plots import COLOURS
+from tokenmerge_tools.reporting.step_plot import draw_steps, figure_of_steps
 
 STEPS = RunSteps(
     (

@@ -5,8 +5,8 @@ import dataclasses
 from pathlib import Path
 
 import pytest
-
 from tools.tests.reporting.made import EVIL, cell, grid_of_cells, quality, write_all
+
 from tokenmerge.errors import ConfigError
 from tokenmerge_tools.bench.records import CellRecord
 from tokenmerge_tools.reporting.curves import charts

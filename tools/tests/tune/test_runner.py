@@ -171,7 +171,7 @@ def test_without_matplotlib_the_rest_is_written(made_up, options, monkeypatch) -
     search = tune(options())
 
     def missing(chart: object) -> str:
-        raise plots.MissingExtraError("plots", needed_by="plots")
+        raise plots.MissingExtraError("tokenmerge-tools[plots]", needed_by="plots")
 
     monkeypatch.setattr(result, "draw", missing)
     assert any(line.startswith("no chart: plots: not installed") for line in write_result(search))

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from tokenmerge.errors import ConfigError
+from tokenmerge.models.base import is_a
 from tokenmerge_tools.bench.geometry import (
     PREFIX,
     build_denoiser,
@@ -31,7 +32,6 @@ from tokenmerge_tools.pipelines.loading import (
 )
 from tokenmerge_tools.pipelines.settings import set_scheduler
 from tokenmerge_tools.pipelines.sketch import load_sketch
-from tokenmerge.models.base import is_a
 
 _WITH_FRAMES = "WanTransformer3DModel"
 _PROMPT = "a red apple"

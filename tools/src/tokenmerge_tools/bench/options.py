@@ -30,7 +30,7 @@ def _axis(check: Check, *default: Any) -> Any:
 class BenchOptions:
     """The axes of a benchmark, and the settings that all its cells share.
 
-    Fields that :class:`tokenmerge_tools.generate.options.GenerateOptions` also has mean the same there.
+    Fields that :class:`tokenmerge_tools.pipelines.options.GenerateOptions` also has mean the same there.
     Every combination of the values on these axes is measured:
 
     Args:

@@ -13,6 +13,7 @@ from torch import nn
 from tokenmerge.api import Patch
 from tokenmerge.config import ToMeConfig
 from tokenmerge.errors import ConfigError
+from tokenmerge.report import Report, counting, predict
 from tokenmerge_tools.bench.cells import Cell
 from tokenmerge_tools.bench.failures import Failure
 from tokenmerge_tools.bench.inputs import InputSize
@@ -21,7 +22,6 @@ from tokenmerge_tools.bench.variants import VARIANTS
 from tokenmerge_tools.pipelines.checks import check_compile
 from tokenmerge_tools.pipelines.settings import set_attention
 from tokenmerge_tools.pipelines.shared_weights import shared_copy
-from tokenmerge.report import Report, counting, predict
 
 
 class PreparedCell:

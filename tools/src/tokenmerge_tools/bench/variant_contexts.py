@@ -12,9 +12,9 @@ from torch import Tensor, cat, nn
 from tokenmerge.api import Patch, merge_in_hosts
 from tokenmerge.config import OWN_NUMBER, Schedule, ToMeConfig
 from tokenmerge.errors import ConfigError, UnsupportedModelError
+from tokenmerge.handle import RecordedPlan
 from tokenmerge.models.find import find_hosts
 from tokenmerge.report import Report
-from tokenmerge.runtime.state import RecordedPlan
 
 TOMESD_SETTINGS = (
     *("ratio", "max_downsample", "sx", "sy"),

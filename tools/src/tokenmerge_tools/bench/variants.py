@@ -12,10 +12,10 @@ from typing import Any
 
 from tokenmerge.config import SETTINGS, ToMeConfig, flat
 from tokenmerge.errors import ConfigError
+from tokenmerge.report import Report
 from tokenmerge_tools.bench import baselines, dual_block_cache, variant_contexts
 from tokenmerge_tools.bench.records import variant_label
 from tokenmerge_tools.method_spec import METHODS, MethodSpec, as_plain, read_setting
-from tokenmerge.report import Report
 
 DENSE, ORACLE, FEWER_STEPS, TOMESD = "dense", "oracle", "fewer-steps", "tomesd"
 

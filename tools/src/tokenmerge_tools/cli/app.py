@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 import tokenmerge
+from tokenmerge.errors import ConfigError
 from tokenmerge_tools.cli.bench import bench
 from tokenmerge_tools.cli.comfyui import commands as comfyui
 from tokenmerge_tools.cli.env import env
@@ -18,7 +19,6 @@ from tokenmerge_tools.cli.inspect import inspect
 from tokenmerge_tools.cli.play import play
 from tokenmerge_tools.cli.report import report
 from tokenmerge_tools.cli.tune import tune
-from tokenmerge.errors import ConfigError
 
 # typer makes this class public only through its subclass.
 _UsageError: Any = typer.BadParameter.__bases__[0]

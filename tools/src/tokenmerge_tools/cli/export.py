@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from tokenmerge.report import saved
 from tokenmerge_tools.cli import tables
 from tokenmerge_tools.cli.arguments import Guidance, Size, integer, picture
 from tokenmerge_tools.cli.merging import with_merging_options
@@ -17,7 +18,6 @@ from tokenmerge_tools.export.record import FILE
 from tokenmerge_tools.export.run import export as run_export
 from tokenmerge_tools.method_spec import MethodSpec
 from tokenmerge_tools.pipelines.sizes import parse_size
-from tokenmerge.report import saved
 
 
 @with_merging_options

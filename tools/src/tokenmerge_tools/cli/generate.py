@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from tokenmerge.errors import ConfigError
 from tokenmerge_tools.cli import tables
 from tokenmerge_tools.cli.arguments import (
     Attention,
@@ -23,11 +24,10 @@ from tokenmerge_tools.cli.arguments import (
 )
 from tokenmerge_tools.cli.merging import with_merging_options
 from tokenmerge_tools.cli.quiet import quiet_libraries
-from tokenmerge.errors import ConfigError
 from tokenmerge_tools.generate.like import options_like
-from tokenmerge_tools.generate.options import GenerateOptions
 from tokenmerge_tools.generate.run import generate as run_generate
 from tokenmerge_tools.method_spec import MethodSpec
+from tokenmerge_tools.pipelines.options import GenerateOptions
 from tokenmerge_tools.pipelines.sizes import parse_size
 
 

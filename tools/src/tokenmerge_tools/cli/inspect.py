@@ -7,16 +7,16 @@ from typing import Annotated
 
 import typer
 
+from tokenmerge.errors import ConfigError
+from tokenmerge.report import predict
 from tokenmerge_tools.cli import tables
 from tokenmerge_tools.cli.arguments import AsJson, Size, integer, picture
 from tokenmerge_tools.cli.merging import with_merging_options
 from tokenmerge_tools.cli.quiet import quiet_libraries
-from tokenmerge.errors import ConfigError
 from tokenmerge_tools.method_spec import MethodSpec
 from tokenmerge_tools.pipelines.loading import DEFAULT_MODEL
 from tokenmerge_tools.pipelines.sizes import check_size, parse_size
 from tokenmerge_tools.pipelines.sketch import sketch
-from tokenmerge.report import predict
 
 
 @with_merging_options

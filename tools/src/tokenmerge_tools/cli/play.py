@@ -7,10 +7,10 @@ from typing import Annotated
 
 from tokenmerge_tools.cli.arguments import Device, Dtype, Model, integer, option
 from tokenmerge_tools.cli.quiet import quiet_libraries
-from tokenmerge_tools.play.server import LOCAL, require_gradio, serve
-from tokenmerge_tools.generate.options import GenerateOptions
 from tokenmerge_tools.pipelines.loading import find_model
+from tokenmerge_tools.pipelines.options import GenerateOptions
 from tokenmerge_tools.pipelines.settings import resolve_device, resolve_dtype
+from tokenmerge_tools.play.server import LOCAL, require_gradio, serve
 
 _server = partial(option, "Server")
 

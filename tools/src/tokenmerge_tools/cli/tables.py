@@ -21,11 +21,11 @@ from rich.progress import Progress as Bars
 from rich.table import Table
 from rich.text import Text
 
+from tokenmerge.report import Report, saved
 from tokenmerge_tools.bench.records import variant_label
 from tokenmerge_tools.generate.result import Result, VariantResult
 from tokenmerge_tools.progress import Progress
 from tokenmerge_tools.reporting.tables import Table as PlainTable
-from tokenmerge.report import Report, saved
 
 # Pipes and files have no width, so tables are as wide as their content.
 _NO_EDGE = 10_000

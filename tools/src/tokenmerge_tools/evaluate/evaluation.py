@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from tokenmerge.errors import ConfigError
+from tokenmerge.report import counted_speedup
 from tokenmerge_tools.bench.commit import source_commit
 from tokenmerge_tools.bench.env import versions
 from tokenmerge_tools.bench.variants import Variant
@@ -23,7 +24,6 @@ from tokenmerge_tools.pipelines.loading import ModelSource, SourceKind, find_mod
 from tokenmerge_tools.pipelines.settings import dtype_name, resolve_dtype, scheduler_class_name
 from tokenmerge_tools.pipelines.sizes import check_size
 from tokenmerge_tools.pipelines.sketch import ModelSketch, load_sketch
-from tokenmerge.report import counted_speedup
 
 _SMALLEST_SIDE = 11  # pixels, the window of SSIM
 _FILES = (".png", ".jpg", ".jpeg", ".webp")

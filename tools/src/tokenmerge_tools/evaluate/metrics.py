@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tokenmerge.errors import ConfigError, MissingExtraError
+from tokenmerge.pictures import as_tensor
 from tokenmerge_tools.closeness import motion, motion_error, psnr, ssim
 from tokenmerge_tools.demo.glyphs import asked_for
 from tokenmerge_tools.demo.retrieval import Gallery
@@ -19,7 +20,6 @@ from tokenmerge_tools.evaluate.distances import frechet_distance, kernel_distanc
 from tokenmerge_tools.evaluate.lpips import Lpips
 from tokenmerge_tools.evaluate.networks import INCEPTION, Clip, Inception, Network, Vision
 from tokenmerge_tools.files import is_folder
-from tokenmerge.pictures import as_tensor
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -145,7 +145,7 @@ def load_metrics(wanted: Sequence[Wanted], prompts: Sequence[str], on_note: Call
         ConfigError: a metric that the user named cannot work here.
     """
     if importlib.util.find_spec("torchmetrics") is None:
-        raise MissingExtraError("metrics", needed_by="tokenmerge evaluate")
+        raise MissingExtraError("tokenmerge-tools[metrics]", needed_by="tokenmerge evaluate")
     loader = _Loader(prompts)
     of_pictures, of_sets, networks = [], [], {}
     for one in wanted:

@@ -12,8 +12,8 @@ from tokenmerge_tools.bench.variants import Variant
 from tokenmerge_tools.evaluate.metrics import ALL, Wanted, parse_metrics
 from tokenmerge_tools.evaluate.prompts import Prompt, built_in_prompts, read_prompts
 from tokenmerge_tools.evaluate.variants import parse_variants
-from tokenmerge_tools.generate.options import GenerateOptions
 from tokenmerge_tools.pipelines.loading import DEFAULT_MODEL
+from tokenmerge_tools.pipelines.options import GenerateOptions
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -21,7 +21,7 @@ class EvaluateOptions:
     """What to draw, with what, and what to measure.
 
     Fields that are not listed here are as in
-    :class:`tokenmerge_tools.generate.options.GenerateOptions`.
+    :class:`tokenmerge_tools.pipelines.options.GenerateOptions`.
 
     Args:
         prompts: a file, see :func:`tokenmerge_tools.evaluate.prompts.read_prompts`. None: the built-in

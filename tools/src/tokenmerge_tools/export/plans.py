@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from tokenmerge.api import revise_plans
 from tokenmerge.errors import ConfigError
 from tokenmerge.ops import IndexPlan, Plan
-from tokenmerge.runtime.patch import state_of
 
 
 @contextlib.contextmanager
@@ -30,7 +30,7 @@ def made_plans(model: nn.Module) -> Iterator[list[Plan]]:
         plans.append(plan)
         return plan
 
-    with _revising(model, note):
+    with revise_plans(model, note):
         yield plans
 
 
@@ -74,7 +74,7 @@ class TakenPlans:
         Raises:
             ConfigError: one of them is not a valid plan for its tokens, or merges less similar tokens.
         """
-        with _revising(model, self._take):
+        with revise_plans(model, self._take):
             yield
         if self.done != len(self.given):
             raise _wrong(f"has {len(self.given)} plans, but PyTorch makes {self.done}")
@@ -156,13 +156,6 @@ def gap(features: Tensor, plan: IndexPlan, own: IndexPlan) -> float:
         return (total / group.bincount().unsqueeze(1)).sort(dim=1).values
 
     return float((ordered(own) - ordered(plan)).max())
-
-
-@contextlib.contextmanager
-def _revising(model: nn.Module, revise: Any) -> Iterator[None]:
-    state = state_of(model)
-    with contextlib.nullcontext() if state is None else state.revising(revise):
-        yield
 
 
 def _wrong(what: str) -> ConfigError:

@@ -14,6 +14,7 @@ import torch
 from tokenmerge.api import token_merging
 from tokenmerge.config import ToMeConfig
 from tokenmerge.errors import ConfigError, UnsupportedModelError
+from tokenmerge.report import predict
 from tokenmerge_tools.export import record
 from tokenmerge_tools.export.call import DenoiserCall, first_call
 from tokenmerge_tools.export.folder import check_new, new_folder
@@ -29,7 +30,6 @@ from tokenmerge_tools.pipelines.checks import check_merging
 from tokenmerge_tools.pipelines.loading import SourceKind, find_model, load_pipeline
 from tokenmerge_tools.pipelines.sizes import check_size
 from tokenmerge_tools.pipelines.sketch import load_sketch
-from tokenmerge.report import predict
 
 # Largest accepted difference, as a fraction of the largest output.
 LARGEST_DIFFERENCE = 1e-3

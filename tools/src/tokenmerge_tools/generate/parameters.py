@@ -23,8 +23,8 @@ from tokenmerge import __version__
 from tokenmerge.config import ToMeConfig, read_metadata
 from tokenmerge.errors import ConfigError
 from tokenmerge_tools.files import read_bytes
-from tokenmerge_tools.generate.options import GenerateOptions
 from tokenmerge_tools.pipelines.loading import PICKLE
+from tokenmerge_tools.pipelines.options import GenerateOptions
 
 if TYPE_CHECKING:
     from PIL.Image import Image

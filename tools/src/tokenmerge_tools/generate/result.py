@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from tokenmerge_tools.bench.timing import Measurement, Times
 from tokenmerge.report import Report, RunSteps
+from tokenmerge_tools.bench.timing import Measurement, Times
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,6 +16,9 @@ from numpy.typing import NDArray
 
 from tokenmerge.api import merge_in_hosts
 from tokenmerge.errors import ConfigError, MissingExtraError, reason_of
+from tokenmerge.handle import RecordedPlan
+from tokenmerge.pictures import Row, as_tensor, comparison
+from tokenmerge.report import RunSteps, predict
 from tokenmerge_tools.bench.env import environment
 from tokenmerge_tools.bench.memory import peak_memory_meaning
 from tokenmerge_tools.bench.timing import Measurement, interleaved
@@ -29,7 +32,6 @@ from tokenmerge_tools.files import (
     write_json,
     write_text,
 )
-from tokenmerge_tools.generate.options import GenerateOptions
 from tokenmerge_tools.generate.parameters import parameters_of, write_picture
 from tokenmerge_tools.generate.result import Quality, Result, VariantResult
 from tokenmerge_tools.out_of_memory import is_out_of_memory
@@ -40,6 +42,7 @@ from tokenmerge_tools.pipelines.loading import (
     find_model,
     require_diffusers,
 )
+from tokenmerge_tools.pipelines.options import GenerateOptions
 from tokenmerge_tools.pipelines.settings import (
     resolve_device,
     resolve_dtype,
@@ -50,9 +53,6 @@ from tokenmerge_tools.pipelines.sizes import check_size
 from tokenmerge_tools.pipelines.sketch import load_sketch
 from tokenmerge_tools.progress import Progress
 from tokenmerge_tools.reporting.step_plot import draw_steps
-from tokenmerge.pictures import Row, as_tensor, comparison
-from tokenmerge.report import RunSteps, predict
-from tokenmerge.runtime.state import RecordedPlan
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
@@ -76,7 +76,7 @@ def generate(options: GenerateOptions, on_progress: Callable[[Progress], None] |
     """
     require_diffusers("tokenmerge generate")
     if options.record_steps and importlib.util.find_spec("matplotlib") is None:
-        raise MissingExtraError("plots", needed_by="--record-steps")
+        raise MissingExtraError("tokenmerge-tools[plots]", needed_by="--record-steps")
     if options.compile and not options.merging.needs_model:
         check_compile(options.merging.config())
     source = find_model(options.model)

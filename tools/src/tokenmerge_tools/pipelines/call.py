@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tokenmerge.errors import ConfigError, UnsupportedModelError
-from tokenmerge_tools.generate.options import GenerateOptions
 from tokenmerge_tools.pipelines.loading import (
     ModelSource,
     denoiser_of,
@@ -18,6 +17,7 @@ from tokenmerge_tools.pipelines.loading import (
     guides,
     load_pipeline,
 )
+from tokenmerge_tools.pipelines.options import GenerateOptions
 from tokenmerge_tools.pipelines.settings import set_attention, set_scheduler
 from tokenmerge_tools.pipelines.shared_weights import denoising_models
 from tokenmerge_tools.pipelines.sketch import default_size

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from tokenmerge.config import ToMeConfig
 from tokenmerge.errors import ConfigError
+from tokenmerge.models.find import find_hosts
+from tokenmerge.report import check_merging as check_hosts
 from tokenmerge_tools.method_spec import MethodSpec
 from tokenmerge_tools.pipelines.sizes import check_size
 from tokenmerge_tools.pipelines.sketch import ModelSketch
-from tokenmerge.models.find import find_hosts
-from tokenmerge.runtime.patch import check_host
 
 
 def check_merging(sketch: ModelSketch, size: tuple[int, int], method: MethodSpec) -> None:
@@ -22,8 +22,7 @@ def check_merging(sketch: ModelSketch, size: tuple[int, int], method: MethodSpec
     """
     width, height = check_size(size, sketch.scale)
     if not method.needs_model:
-        for host in find_hosts(sketch.denoiser):
-            check_host(host, method.config(), (height, width))
+        check_hosts(find_hosts(sketch.denoiser), method.config(), (height, width))
 
 
 def check_compile(config: ToMeConfig) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tokenmerge.errors import ConfigError, UnsupportedModelError
+from tokenmerge.models.find import find_hosts
 from tokenmerge_tools.pipelines.loading import (
     ABSENT,
     DENOISERS,
@@ -22,7 +23,6 @@ from tokenmerge_tools.pipelines.loading import (
     read_index,
     require_diffusers,
 )
-from tokenmerge.models.find import find_hosts
 
 if TYPE_CHECKING:
     from diffusers import ModelMixin

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 import shlex
 
-from tokenmerge_tools.play.trial import Trial
 from tokenmerge_tools import demo
-from tokenmerge_tools.generate.options import GenerateOptions
 from tokenmerge_tools.method_spec import AUTO
+from tokenmerge_tools.pipelines.options import GenerateOptions
+from tokenmerge_tools.play.trial import Trial
 
 _LEAST_SPEEDUP = 1.05  # one call of each does not show a smaller one
 

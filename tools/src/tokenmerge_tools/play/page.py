@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from tokenmerge.errors import TokenMergingError
+from tokenmerge_tools import demo
+from tokenmerge_tools.method_spec import METHODS
 from tokenmerge_tools.play import texts
 from tokenmerge_tools.play.form import Form
 from tokenmerge_tools.play.lines import python_lines, tune_command
 from tokenmerge_tools.play.studio import Stop, StoppedError, Studio
 from tokenmerge_tools.play.trial import Trial
-from tokenmerge_tools import demo
-from tokenmerge_tools.method_spec import METHODS
 from tokenmerge_tools.progress import Progress
 
 STYLE = Path(__file__).with_name("page.css")

@@ -27,7 +27,7 @@ _NEEDED = ("gradio", "torchmetrics", "diffusers")
 def require_gradio() -> None:
     """Raise a MissingExtraError unless everything that the playground needs is installed."""
     if not all(importlib.util.find_spec(package) for package in _NEEDED):
-        raise MissingExtraError("play", needed_by="tokenmerge play")
+        raise MissingExtraError("tokenmerge-tools[play]", needed_by="tokenmerge play")
 
 
 def serve(

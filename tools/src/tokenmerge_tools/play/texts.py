@@ -5,8 +5,8 @@ from __future__ import annotations
 import html
 
 from tokenmerge.errors import TokenMergingError, reason_of
-from tokenmerge_tools.play.trial import Trial
 from tokenmerge_tools.out_of_memory import is_out_of_memory
+from tokenmerge_tools.play.trial import Trial
 
 
 def closeness(trial: Trial) -> str:

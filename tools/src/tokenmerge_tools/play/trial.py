@@ -7,7 +7,7 @@ import math
 
 from PIL.Image import Image
 
-from tokenmerge_tools.generate.options import GenerateOptions
+from tokenmerge_tools.pipelines.options import GenerateOptions
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -39,7 +39,9 @@ def as_html(content: Content) -> str:
     try:
         import jinja2
     except ImportError as error:
-        raise MissingExtraError("plots", needed_by="the page of tokenmerge report") from error
+        raise MissingExtraError(
+            "tokenmerge-tools[plots]", needed_by="the page of tokenmerge report"
+        ) from error
     # autoescape, because prompts and names can contain any text.
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
     text = (resources.files("tokenmerge_tools.reporting") / "page.html.j2").read_text(encoding="utf-8")

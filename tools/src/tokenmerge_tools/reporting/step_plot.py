@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from tokenmerge.errors import ConfigError
-from tokenmerge_tools.reporting.plots import COLOURS, svg_of
 from tokenmerge.report import RunSteps
+from tokenmerge_tools.reporting.plots import COLOURS, svg_of
 
 _KINDS = dict(zip(("full", "reused", "dense", "token-wise"), COLOURS, strict=False))
 _WIDTH, _HEIGHT = 6.4, 4.4  # inches

@@ -10,6 +10,7 @@ from typing import Any
 from tokenmerge.config import FoundFor
 from tokenmerge.config.json_file import VERSION
 from tokenmerge.errors import MissingExtraError
+from tokenmerge.pictures import difference, difference_gain, sample_sheet
 from tokenmerge_tools.bench.variants import DENSE, Variant
 from tokenmerge_tools.evaluate.variants import Drawn
 from tokenmerge_tools.files import write_atomically, write_json, write_text
@@ -19,7 +20,6 @@ from tokenmerge_tools.reporting.tables import Table, TableRow, times
 from tokenmerge_tools.tune.looks import Estimate, estimates
 from tokenmerge_tools.tune.runner import Search
 from tokenmerge_tools.tune.search import ranking
-from tokenmerge.pictures import difference, difference_gain, sample_sheet
 
 _SHOWN = 8
 

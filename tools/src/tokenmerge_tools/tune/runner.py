@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 from tokenmerge.config import ToMeConfig
 from tokenmerge.errors import ConfigError, TokenMergingError
+from tokenmerge.models.find import find_hosts
+from tokenmerge.report import check_merging, merges_tokens, predict
 from tokenmerge_tools.bench.records import key_of
 from tokenmerge_tools.bench.results_file import ResultsFile
 from tokenmerge_tools.evaluate.evaluation import Evaluation, plan_evaluation
@@ -23,11 +25,6 @@ from tokenmerge_tools.tune.options import TuneOptions
 from tokenmerge_tools.tune.records import TuneRecord, look_of, read_tune_records
 from tokenmerge_tools.tune.search import next_round
 from tokenmerge_tools.tune.studio import Drawing, Failed, Studio
-from tokenmerge.models.base import Host
-from tokenmerge.models.find import find_hosts
-from tokenmerge.report import predict
-from tokenmerge.runtime.patch import check_host, stages_of
-from tokenmerge.runtime.planning import merges_tokens
 
 # Operations are counted if that takes less than this share of the time of a dense picture.
 _WORTH_COUNTING = 0.15
@@ -216,10 +213,11 @@ class _Run:
                 if config is None:
                     self.candidates[one.name] = one
                     continue
-                for host in hosts:
-                    check_host(host, config, self.studio.latent)
+                check_merging(hosts, config, self.studio.latent)
                 guided = self._guided(config)
-                acting = in_force(guided, self.options.steps, self._merges(hosts, guided))
+                acting = in_force(
+                    guided, self.options.steps, merges_tokens(hosts, guided, self.studio.latent)
+                )
                 if acting is None or acting in seen:
                     continue
             except TokenMergingError:
@@ -237,12 +235,6 @@ class _Run:
     def _guided(self, config: ToMeConfig) -> ToMeConfig:
         """The settings at the scale of guidance that the pictures are drawn with."""
         return config.at_guidance(self.studio.call.guidance)
-
-    def _merges(self, hosts: Sequence[Host], config: ToMeConfig) -> bool:
-        """Whether any token merges at this size."""
-        rows, columns = self.studio.latent
-        grids = ((host, (host.frames, -(-rows // host.patch), -(-columns // host.patch))) for host in hosts)
-        return config.ratio > 0 and any(merges_tokens(stages_of(host, config), grid) for host, grid in grids)
 
     def _all_configs(self) -> dict[str, ToMeConfig | None]:
         return {name: self.configs.get(name) for name in self.candidates}
