@@ -7,9 +7,9 @@ import json
 import warnings
 from pathlib import Path
 
-import made_up_studio
 import pytest
 import torch
+from tools.tests import made_up_studio
 from typer.testing import CliRunner
 
 from tokenmerge import ConfigError, ToMeConfig, apply_token_merging

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import tiny_networks
 import tiny_pipeline
 from PIL import Image
+from tools.tests import tiny_networks
 
 from tokenmerge_tools.bench.variants import Variant
 from tokenmerge_tools.evaluate.options import EvaluateOptions

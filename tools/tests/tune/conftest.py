@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-import made_up_studio
 import pytest
 from diffusers import StableDiffusionPipeline
+from tools.tests import made_up_studio
 
 from tokenmerge_tools.tune.goal import Goal
 from tokenmerge_tools.tune.options import TuneOptions

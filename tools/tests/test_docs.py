@@ -20,7 +20,7 @@ from tokenmerge.config import save_config
 from tokenmerge.planners import PLANNERS
 from tokenmerge_tools.reporting.curves import Chart, Line
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 # Documents whose Python runs with the names from the test, and the number of snippets in each.
 WITH_PYTHON = {
