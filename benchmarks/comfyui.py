@@ -37,7 +37,7 @@ import emoji_nodes  # noqa: E402
 from comfy_extras.nodes_tomesd import TomePatchModel  # noqa: E402
 
 from tokenmerge.integrations.comfyui.nodes import TokenMerging  # noqa: E402
-from tokenmerge.measure.demo.glyphs import caption, choose_prompts, read_glyphs  # noqa: E402
+from tokenmerge_tools.demo.glyphs import caption, choose_prompts, read_glyphs  # noqa: E402
 
 MODELS = {"emoji-unet": (3.0, 7.5), "emoji-mmdit": (3.0, 7.0)}
 SCHEDULER, STEPS, SIZE = "simple", 20, 256

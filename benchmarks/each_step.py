@@ -25,7 +25,7 @@ from closeness import load
 from diffusers import StableDiffusionPipeline
 
 from tokenmerge import PlanSharing, Schedule, StepReuse, ToMeConfig, token_merging
-from tokenmerge.measure.demo.glyphs import caption, choose_prompts, read_glyphs
+from tokenmerge_tools.demo.glyphs import caption, choose_prompts, read_glyphs
 
 SEED = 7000
 FIRST = 2  # an extrapolation needs two steps before it

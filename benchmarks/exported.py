@@ -33,17 +33,17 @@ from diffusers import LCMScheduler
 
 import tokenmerge
 from tokenmerge.api import token_merging
-from tokenmerge.integrations.export import export_denoiser
-from tokenmerge.integrations.export.call import DenoiserCall
-from tokenmerge.integrations.export.formats import FORMATS
-from tokenmerge.integrations.export.plans import TakenPlans
-from tokenmerge.integrations.export.run import LARGEST_GAP, settings_of
-from tokenmerge.measure.bench.commit import source_commit
-from tokenmerge.measure.bench.env import environment
-from tokenmerge.measure.bench.geometry import PREFIX, build_denoiser, find_geometry
-from tokenmerge.measure.bench.inputs import InputSize, example_inputs
-from tokenmerge.measure.method_spec import MethodSpec
 from tokenmerge.models.find import find_hosts
+from tokenmerge_tools.bench.commit import source_commit
+from tokenmerge_tools.bench.env import environment
+from tokenmerge_tools.bench.geometry import PREFIX, build_denoiser, find_geometry
+from tokenmerge_tools.bench.inputs import InputSize, example_inputs
+from tokenmerge_tools.export import export_denoiser
+from tokenmerge_tools.export.call import DenoiserCall
+from tokenmerge_tools.export.formats import FORMATS
+from tokenmerge_tools.export.plans import TakenPlans
+from tokenmerge_tools.export.run import LARGEST_GAP, settings_of
+from tokenmerge_tools.method_spec import MethodSpec
 
 PYTORCH = "pytorch"
 SCALE = 8  # pixels per latent position

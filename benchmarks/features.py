@@ -23,7 +23,7 @@ from diffusers import DiffusionPipeline
 import tokenmerge
 from tokenmerge import PlanSharing, ToMeConfig, token_merging
 from tokenmerge.auto import choose
-from tokenmerge.measure.demo import NAMES, path
+from tokenmerge_tools.demo import NAMES, path
 
 BASE = "input"
 SHARED = {"plans": PlanSharing(blocks=True)}

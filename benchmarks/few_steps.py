@@ -32,12 +32,12 @@ import torch
 from closeness import psnr
 from diffusers import DiffusionPipeline
 
-from tokenmerge.measure.bench.variants import VARIANTS, parse_variant
-from tokenmerge.measure.demo import path
-from tokenmerge.measure.demo.glyphs import caption, choose_prompts, read_glyphs
-from tokenmerge.measure.pipelines.loading import denoiser_name
-from tokenmerge.measure.pipelines.shared_weights import twin
 from tokenmerge.report import counting
+from tokenmerge_tools.bench.variants import VARIANTS, parse_variant
+from tokenmerge_tools.demo import path
+from tokenmerge_tools.demo.glyphs import caption, choose_prompts, read_glyphs
+from tokenmerge_tools.pipelines.loading import denoiser_name
+from tokenmerge_tools.pipelines.shared_weights import twin
 
 MODELS = ("emoji-unet", "emoji-mmdit")
 STEPS = (1, 2, 4, 8)

@@ -20,10 +20,10 @@ import turns
 
 from tokenmerge import ToMeConfig
 from tokenmerge.config import GUIDED_PLANNERS
-from tokenmerge.measure.bench.geometry import build_denoiser, find_geometry
-from tokenmerge.measure.bench.inputs import InputSize, example_inputs
 from tokenmerge.ops import merge, shared_features, unmerge
 from tokenmerge.planners import PLANNERS
+from tokenmerge_tools.bench.geometry import build_denoiser, find_geometry
+from tokenmerge_tools.bench.inputs import InputSize, example_inputs
 
 BLOCKS, CHANNELS, FACTOR = 5, 320, 8  # of the top level; pixels per latent
 

@@ -19,8 +19,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from tokenmerge.measure.bench.grid_files import read_grid
-from tokenmerge.measure.bench.options import BenchOptions
+from tokenmerge_tools.bench.grid_files import read_grid
+from tokenmerge_tools.bench.options import BenchOptions
 
 RESULTS = Path(__file__).parent / "results"
 RATIOS_OF_AUTO = (0.1, 0.25, 0.4, 0.5, 0.6, 0.75)

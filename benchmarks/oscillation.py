@@ -26,8 +26,8 @@ from solvers import SOLVERS, scheduler
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
-from tokenmerge.measure.demo import path
-from tokenmerge.measure.demo.glyphs import caption, choose_prompts, read_glyphs
+from tokenmerge_tools.demo import path
+from tokenmerge_tools.demo.glyphs import caption, choose_prompts, read_glyphs
 
 MODEL, STEPS, SEED = "emoji-unet", 20, 700
 GUIDANCE = (3.0, 7.5)

@@ -21,8 +21,8 @@ from torch.profiler import ProfilerActivity, profile
 import tokenmerge
 from tokenmerge import token_merging
 from tokenmerge.auto import choose
-from tokenmerge.measure.demo import path
 from tokenmerge.report import predict
+from tokenmerge_tools.demo import path
 
 
 def peak(pipe: DiffusionPipeline, size: int, options: argparse.Namespace) -> int:

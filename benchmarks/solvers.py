@@ -35,8 +35,8 @@ from diffusers import DiffusionPipeline
 from turns import at_least_2
 
 from tokenmerge import apply_token_merging
-from tokenmerge.measure.demo import path
-from tokenmerge.measure.demo.glyphs import caption, choose_prompts, read_glyphs
+from tokenmerge_tools.demo import path
+from tokenmerge_tools.demo.glyphs import caption, choose_prompts, read_glyphs
 
 # Name → scheduler of diffusers, and changes to its config. The bundled UNet was trained with betas rescaled
 # to zero terminal SNR, which only the first of these solvers keeps.

@@ -24,17 +24,17 @@ from typing import Any
 import torch
 
 import tokenmerge
-from tokenmerge.cli.quiet import quiet_libraries
-from tokenmerge.measure.evaluate.evaluation import plan_evaluation
-from tokenmerge.measure.evaluate.metrics import load_metrics
-from tokenmerge.measure.evaluate.prompts import Item, built_in_prompts
-from tokenmerge.measure.files import prepare_folder
-from tokenmerge.measure.tune.candidates import AUTO_FAMILY
-from tokenmerge.measure.tune.goal import Goal
-from tokenmerge.measure.tune.looks import Estimate, Look, estimates
-from tokenmerge.measure.tune.options import TuneOptions
-from tokenmerge.measure.tune.runner import Search, tune
-from tokenmerge.measure.tune.studio import Drawing, Studio
+from tokenmerge_tools.cli.quiet import quiet_libraries
+from tokenmerge_tools.evaluate.evaluation import plan_evaluation
+from tokenmerge_tools.evaluate.metrics import load_metrics
+from tokenmerge_tools.evaluate.prompts import Item, built_in_prompts
+from tokenmerge_tools.files import prepare_folder
+from tokenmerge_tools.tune.candidates import AUTO_FAMILY
+from tokenmerge_tools.tune.goal import Goal
+from tokenmerge_tools.tune.looks import Estimate, Look, estimates
+from tokenmerge_tools.tune.options import TuneOptions
+from tokenmerge_tools.tune.runner import Search, tune
+from tokenmerge_tools.tune.studio import Drawing, Studio
 
 CASES = ("emoji-unet:20", "emoji-unet:4", "emoji-mmdit:20", "emoji-mmdit:4")
 # The search draws the first prompts with seed 0.

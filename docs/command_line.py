@@ -11,7 +11,7 @@ from pathlib import Path
 import typer
 from typer.cli import get_docs_for_click
 
-from tokenmerge.cli.app import app
+from tokenmerge_tools.cli.app import app
 
 PAGE = Path(__file__).parent / "command-line.md"
 COMMANDS = re.compile(r"(<!-- commands:.*?-->\n).*?(<!-- end -->)", flags=re.DOTALL)

@@ -25,14 +25,14 @@ from diffusers import DiffusionPipeline, StableDiffusionImg2ImgPipeline
 from PIL import Image
 
 from tokenmerge import ToMeConfig, apply_token_merging, presets, token_merging
-from tokenmerge.integrations.export.options import ExportOptions
-from tokenmerge.integrations.export.run import export
-from tokenmerge.measure import demo
-from tokenmerge.measure.closeness import psnr
-from tokenmerge.measure.method_spec import MethodSpec
-from tokenmerge.measure.pipelines.call import latent_scale
-from tokenmerge.measure.pipelines.shared_weights import twin
 from tokenmerge.pictures import as_tensor, difference, difference_gain, sample_sheet
+from tokenmerge_tools import demo
+from tokenmerge_tools.closeness import psnr
+from tokenmerge_tools.export.options import ExportOptions
+from tokenmerge_tools.export.run import export
+from tokenmerge_tools.method_spec import MethodSpec
+from tokenmerge_tools.pipelines.call import latent_scale
+from tokenmerge_tools.pipelines.shared_weights import twin
 
 DOCS = Path(__file__).parent
 MODEL = "emoji-unet"

@@ -62,6 +62,7 @@ REFUSED = """
 def families() -> list[tuple[str, str, list[str]]]:
     """(title, what it says, keys of its tiny models) for each file of a family."""
     from tests.models.tiny import FAMILIES
+
     from tokenmerge.models.find import FAMILIES as RECORDS
     from tokenmerge.models.find import knows
 
@@ -78,6 +79,7 @@ def families() -> list[tuple[str, str, list[str]]]:
 def row(key: str, checks: dict[str, tuple[int, int]] | None) -> str:
     """One line of a table."""
     from tests.models.tiny import FAMILIES
+
     from tokenmerge.models.base import KINDS
     from tokenmerge.models.find import find_hosts
 

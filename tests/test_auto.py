@@ -17,11 +17,11 @@ import numpy as np
 import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
-from torch import nn
-
 from tests.kernels import backend
 from tests.models.test_every_family import call, model_of
 from tests.models.tiny import FAMILIES
+from torch import nn
+
 from tokenmerge import (
     ConfigError,
     NothingToMergeError,
@@ -32,11 +32,11 @@ from tokenmerge import (
 )
 from tokenmerge.auto import choose
 from tokenmerge.config import flat
-from tokenmerge.measure.method_spec import MethodSpec
 from tokenmerge.models.find import find_hosts
 from tokenmerge.models.unet_stages import work_of
 from tokenmerge.planners import PLANNERS, calibration
 from tokenmerge.runtime.patch import state_of
+from tokenmerge_tools.method_spec import MethodSpec
 
 
 @pytest.fixture(autouse=True)

@@ -8,9 +8,9 @@ import pytest
 import torch
 import vits
 from diffusers import StableDiffusionPipeline
-
 from tests.models.test_every_family import model_of
 from tests.models.tiny import FAMILIES
+
 from tokenmerge import (
     ConfigError,
     Correction,

@@ -33,19 +33,11 @@ MAY_IMPORT = {
     "integrations.comfyui": "errors ops config presets planners models runtime auto",
     "speedup": "errors runtime report auto",
     "handle": "errors config planners models runtime report vit",
-    "api": "errors config presets models runtime report vit auto speedup handle",
+    "api": "errors ops config presets models runtime report vit auto speedup handle",
     "compat": "errors config presets api",
     "pipeline_methods": "errors compat",
-    "measure": "errors config presets models runtime pictures report auto api",
-    "integrations.play": "errors config pictures report api measure",
-    "integrations.export": "errors ops config models runtime report api measure",
-    "cli": "errors report integrations.comfyui measure integrations.play integrations.export",
-    "__main__": "cli",
 }
-TOOLS = (
-    *("integrations.paddle", "integrations.portable", "integrations.play", "integrations.export"),
-    *("paddle", "pictures", "pipeline_methods", "measure", "cli", "__main__"),
-)
+OPTIONAL = ("integrations.paddle", "integrations.portable", "paddle", "pictures", "pipeline_methods")
 # The families' files, and the module that finds them, are for code that has a pipeline.
 FAMILIES = ("tokenmerge.models.families", "tokenmerge.models.find")
 
@@ -110,13 +102,13 @@ def test_what_runs_in_a_patched_model_knows_no_family():
 
 def test_of_the_core_only_swap_swaps_classes():
     swapping = [file for file in files() if "__class__ =" in file.read_text(encoding="utf-8")]
-    core = [file.relative_to(ROOT).as_posix() for file in swapping if part(file) not in TOOLS]
+    core = [file.relative_to(ROOT).as_posix() for file in swapping if part(file) not in OPTIONAL]
     assert core == ["runtime/swap.py"]
 
 
 def test_the_core_needs_torch_alone():
     for file in files():
-        if part(file) not in TOOLS:
+        if part(file) not in OPTIONAL:
             modules = {
                 name.split(".")[0]
                 for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))

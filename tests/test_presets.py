@@ -8,9 +8,9 @@ import inspect
 import hosts
 import pytest
 import torch
-
 from tests.models.test_every_family import call, model_of
 from tests.models.tiny import FAMILIES
+
 from tokenmerge import ConfigError, NothingToMergeError, PlanSharing, ToMeConfig, apply_token_merging, presets
 from tokenmerge.runtime.patch import state_of
 

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, overload
 
-from torch import nn
+from torch import Tensor, nn
 
 from tokenmerge import presets
 from tokenmerge.auto import choose_for
@@ -21,6 +21,7 @@ from tokenmerge.errors import ConfigError, UnsupportedModelError
 from tokenmerge.handle import DiffusionPatch, EncoderPatch, Patch
 from tokenmerge.models.base import Host
 from tokenmerge.models.find import find_hosts
+from tokenmerge.ops import Plan
 from tokenmerge.report import Report, bytes_of, within
 from tokenmerge.runtime.in_use import refuse_in_use
 from tokenmerge.runtime.patch import hosts_that_merge, new_state, patch_host, restore, state_of
@@ -292,6 +293,19 @@ def token_merging(pipe_or_model: object, config: Any = 0.5) -> Iterator[Patch[An
             restore(root)
             if state is not None:
                 patch(state)
+
+
+@contextlib.contextmanager
+def revise_plans(model: nn.Module, revise: Callable[[Tensor, Plan], Plan]) -> Iterator[None]:
+    """Within the context, let a function replace each new plan of a patched model.
+
+    Args:
+        model: the patched model; one that is not patched makes no plan.
+        revise: is called with the features ``[b, n, c]`` and the new plan, and returns the plan to use.
+    """
+    state = state_of(model)
+    with contextlib.nullcontext() if state is None else state.revising(revise):
+        yield
 
 
 def _patchable(model: object) -> list[tuple[nn.Module, Callable[[Any], None]]]:

@@ -38,15 +38,15 @@ class MissingExtraError(TokenMergingError, ImportError):
     """An optional dependency is needed and not installed.
 
     Args:
-        extra: the extra of this package that installs it, for example ``"diffusers"``.
+        requirement: what to install, for example ``"tokenmerge-tools[metrics]"``.
         needed_by: what needs it, in words.
 
-    >>> print(MissingExtraError("metrics", needed_by="PSNR and SSIM"))
-    PSNR and SSIM: not installed; run: pip install "tokenmerge[metrics]"
+    >>> print(MissingExtraError("tokenmerge-tools[metrics]", needed_by="PSNR and SSIM"))
+    PSNR and SSIM: not installed; run: pip install "tokenmerge-tools[metrics]"
     """
 
-    def __init__(self, extra: str, needed_by: str) -> None:
-        super().__init__(f'{needed_by}: not installed; run: pip install "tokenmerge[{extra}]"')
+    def __init__(self, requirement: str, needed_by: str) -> None:
+        super().__init__(f'{needed_by}: not installed; run: pip install "{requirement}"')
 
 
 def reason_of(error: BaseException) -> str:

@@ -25,6 +25,8 @@ from tokenmerge.runtime.step_log import StepRecorder
 from tokenmerge.vit.report import ViTReport, predict_vit
 from tokenmerge.vit.runtime import RecordedTokens
 
+__all__ = ["DiffusionPatch", "EncoderPatch", "Patch", "RecordedPlan"]
+
 AnyReport = TypeVar("AnyReport")
 AnyRecord = TypeVar("AnyRecord")
 

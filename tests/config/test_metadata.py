@@ -3,8 +3,8 @@
 import json
 
 import pytest
-
 from tests.config.test_json_file import CONFIG
+
 from tokenmerge import ConfigError, Schedule, StepReuse, ToMeConfig, presets
 from tokenmerge.config import read_metadata, to_metadata
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-
 from tests.models.family import TEXT, WORDS, Family, noise
 
 FRAMES = 3

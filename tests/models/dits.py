@@ -6,9 +6,8 @@ import warnings
 from typing import Any
 
 import torch
-from torch import Tensor
-
 from tests.models.family import TEXT, WORDS, Family, noise
+from torch import Tensor
 
 # Four heads of eight channels, rotary positions of three axes.
 HEADS = {"attention_head_dim": 8, "num_attention_heads": 4}

@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from tests.models.test_every_family import call, model_of, settings
+from tests.models.tiny import FAMILIES
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from tests.models.test_every_family import call, model_of, settings
-from tests.models.tiny import FAMILIES
 from tokenmerge import ToMeConfig, UnsupportedModelError, apply_token_merging
 
 HALF = ToMeConfig(ratio=0.5)

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from tests.models.test_every_family import EVERY, as_tensor, call, model_of, settings, state
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from tests.models.test_every_family import EVERY, as_tensor, call, model_of, settings, state
 from tokenmerge import apply_token_merging, remove_token_merging
 
 

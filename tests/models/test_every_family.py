@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from tests.models.family import Family, seeded
+from tests.models.tiny import FAMILIES
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from tests.models.family import Family, seeded
-from tests.models.tiny import FAMILIES
 from tokenmerge import NothingToMergeError, ToMeConfig, apply_token_merging, remove_token_merging
 from tokenmerge.models.find import find_hosts
 from tokenmerge.ops import Plan, make_plan

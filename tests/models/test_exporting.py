@@ -7,10 +7,10 @@ import dataclasses
 import onnxruntime
 import pytest
 import torch
-from torch.testing import assert_close
-
 from tests.models.test_every_family import call, model_of, settings
 from tests.models.tiny import FAMILIES
+from torch.testing import assert_close
+
 from tokenmerge import ToMeConfig, apply_token_merging
 
 HALF = ToMeConfig(ratio=0.5)

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-
 from tests.models.family import Family
 from tests.models.test_every_family import EVERY, call, model_of, settings
 from tests.models.tiny import FAMILIES
+from torch import Tensor, nn
+
 from tokenmerge import (
     Correction,
     PlanSharing,

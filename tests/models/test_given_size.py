@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-
 from tests.models.test_every_family import call, model_of
 from tests.models.tiny import FAMILIES
 from tests.vits import vit
+
 from tokenmerge import ConfigError, ToMeConfig, UnsupportedModelError, ViTConfig, apply_token_merging
 
 HALF = ToMeConfig(ratio=0.5)

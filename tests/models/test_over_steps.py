@@ -7,12 +7,12 @@ from typing import Any
 import cached
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.testing import assert_close
-
 from tests.models.family import Family
 from tests.models.test_every_family import EVERY, call, model_of, settings
 from tests.models.tiny import FAMILIES
+from torch import Tensor, nn
+from torch.testing import assert_close
+
 from tokenmerge import Correction, NothingToMergeError, StepReuse, apply_token_merging
 from tokenmerge.models.find import find_hosts
 from tokenmerge.planners import PLANNERS

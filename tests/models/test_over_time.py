@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import reference
 import torch
+from tests.models.test_every_family import call, model_of
+from tests.models.tiny import FAMILIES
 from torch import Tensor
 from torch.testing import assert_close
 
-from tests.models.test_every_family import call, model_of
-from tests.models.tiny import FAMILIES
 from tokenmerge import ToMeConfig, apply_token_merging
 from tokenmerge.ops import Plan, bipartite_soft_matching, make_plan, strided_partition
 from tokenmerge.planners import PLANNERS

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tests.models.tiny import FAMILIES, noise, seeded
 from torch import Tensor
 
-from tests.models.tiny import FAMILIES, noise, seeded
 from tokenmerge import StepReuse, ToMeConfig, apply_token_merging, remove_token_merging
 from tokenmerge.models.find import find_hosts
 from tokenmerge.models.grids import grid_of_ids, references_of_ids

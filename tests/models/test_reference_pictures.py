@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from tests.models.test_every_family import call, model_of, reordering
+from tests.models.tiny import FAMILIES
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from tests.models.test_every_family import call, model_of, reordering
-from tests.models.tiny import FAMILIES
 from tokenmerge import (
     ConfigError,
     NothingToMergeError,

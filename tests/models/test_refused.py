@@ -6,9 +6,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.models.tiny import FAMILIES as TINY
 from torch import nn
 
-from tests.models.tiny import FAMILIES as TINY
 from tokenmerge import ToMeConfig, UnsupportedModelError, apply_token_merging, remove_token_merging
 from tokenmerge.models.find import FAMILIES
 from tokenmerge.models.unsupported import REASONS

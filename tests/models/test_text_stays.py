@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-
 from tests.models.family import TEXT, WORDS, noise
 from tests.models.test_every_family import call, model_of
 from tests.models.tiny import FAMILIES
+from torch import Tensor
+
 from tokenmerge import ToMeConfig, apply_token_merging
 
 ROWS, COLUMNS = 7, 9

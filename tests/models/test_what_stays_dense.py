@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-
 from tests.models.basic_dits import FAMILIES as DITS
 from tests.models.family import seeded
 from tests.models.test_every_family import call
 from tests.models.unets import FAMILIES as UNETS
+
 from tokenmerge import NothingToMergeError, ToMeConfig, UnsupportedModelError, apply_token_merging
 from tokenmerge.report import predict
 from tokenmerge.runtime.patch import state_of

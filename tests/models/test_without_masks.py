@@ -10,8 +10,6 @@ from unittest import mock
 
 import pytest
 import torch
-from torch.testing import assert_close
-
 from tests import kernels
 from tests.kernels import backend
 from tests.models import test_copies_and_gradients as gradients
@@ -19,6 +17,8 @@ from tests.models import test_every_family as laws
 from tests.models import test_over_steps as over_steps
 from tests.models.test_every_family import call, model_of
 from tests.models.tiny import FAMILIES, Family
+from torch.testing import assert_close
+
 from tokenmerge import ToMeConfig, apply_token_merging
 
 # Models with linear attention, which has no weights that a size could multiply.

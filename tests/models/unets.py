@@ -7,7 +7,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-
 from tests.models.family import TEXT, WORDS, Family, noise
 
 FRAMES = 3

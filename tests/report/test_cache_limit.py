@@ -7,9 +7,9 @@ import re
 import hosts
 import pytest
 import torch
-
 from tests.models.test_every_family import model_of
 from tests.models.tiny import FAMILIES
+
 from tokenmerge import ConfigError, Correction, PlanSharing, StepReuse, ToMeConfig, apply_token_merging
 from tokenmerge.planners import calibration
 from tokenmerge.report import bytes_of, predict

@@ -12,10 +12,10 @@ import torch
 from diffusers import UNet2DConditionModel
 from diffusers.models.attention_processor import IPAdapterAttnProcessor2_0
 from diffusers.models.embeddings import ImageProjection, MultiIPAdapterImageProjection
-from torch.utils.flop_counter import FlopCounterMode
-
 from tests.models.test_every_family import model_of
 from tests.models.tiny import FAMILIES
+from torch.utils.flop_counter import FlopCounterMode
+
 from tokenmerge import (
     ConfigError,
     Correction,

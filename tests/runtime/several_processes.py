@@ -21,11 +21,11 @@ import torch.distributed
 from diffusers import ContextParallelConfig, TensorParallelConfig
 from diffusers.hooks import context_parallel, tensor_parallel
 from diffusers.models import attention_dispatch
-from torch import Tensor, nn
-
 from tests.kernels import backend
 from tests.models.test_every_family import model_of, settings
 from tests.models.tiny import FAMILIES
+from torch import Tensor, nn
+
 from tokenmerge import Correction, PlanSharing, StepReuse, apply_token_merging
 from tokenmerge.ops import Plan, join_plans, num_tokens
 from tokenmerge.runtime import planning

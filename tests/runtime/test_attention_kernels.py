@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 import torch
 from diffusers.models import attention_processor
-from torch import Tensor, nn
-from torch.testing import assert_close
-
 from tests import hosts
 from tests.kernels import REGISTRY, attention, backend, flash
 from tests.models.family import seeded
 from tests.models.test_every_family import call, model_of, settings
 from tests.models.tiny import FAMILIES
+from torch import Tensor, nn
+from torch.testing import assert_close
+
 from tokenmerge import ToMeConfig, apply_token_merging
 from tokenmerge.errors import UnsupportedModelError
 

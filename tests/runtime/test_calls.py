@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-
-import tokenmerge
 from tests.models.test_every_family import call, model_of, settings
 from tests.models.tiny import FAMILIES
+
+import tokenmerge
 from tokenmerge import apply_token_merging
 
 PACKAGE = str(Path(tokenmerge.__file__).parent)

@@ -9,10 +9,10 @@ import cached
 import hosts
 import pytest
 import torch
-from torch import nn
-
 from tests.models.test_every_family import call, model_of
 from tests.models.tiny import FAMILIES
+from torch import nn
+
 from tokenmerge import PlanSharing, Schedule, ToMeConfig, apply_token_merging
 from tokenmerge.config import settings, tome
 from tokenmerge.config.checks import one_of

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 from diffusers import StableDiffusionPipeline
+from tests.runtime.test_steps_in_pipelines import SCHEDULERS, draw
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tokenmerge
-from tests.runtime.test_steps_in_pipelines import SCHEDULERS, draw
 from tokenmerge import Correction, StepReuse, ToMeConfig, apply_token_merging, presets
 from tokenmerge.runtime import hooks, step_seed
 from tokenmerge.runtime.step_seed import StepSeed

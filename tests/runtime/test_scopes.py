@@ -5,10 +5,10 @@ from __future__ import annotations
 import hosts
 import pytest
 import torch
+from tests.models.test_every_family import EVERY, call, model_of, reordering, settings
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from tests.models.test_every_family import EVERY, call, model_of, reordering, settings
 from tokenmerge import (
     ConfigError,
     NothingToMergeError,

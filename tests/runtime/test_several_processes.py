@@ -10,9 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
-from torch.testing import assert_close
-
 from tests.models.test_every_family import call, model_of, settings
 from tests.models.tiny import FAMILIES
 from tests.runtime.several_processes import (
@@ -24,6 +21,9 @@ from tests.runtime.several_processes import (
     model_of_case,
     report,
 )
+from torch import nn
+from torch.testing import assert_close
+
 from tokenmerge import UnsupportedModelError, apply_token_merging
 from tokenmerge.models.parallel import Part, part_of
 from tokenmerge.runtime import hooks

@@ -24,8 +24,8 @@ from diffusers import (
     StableDiffusionXLImg2ImgPipeline,
     StableDiffusionXLPipeline,
 )
-
 from tests.runtime.test_steps_in_pipelines import draw
+
 from tokenmerge import (
     ConfigError,
     Correction,
@@ -38,7 +38,7 @@ from tokenmerge import (
     remove_token_merging,
     token_merging,
 )
-from tokenmerge.measure.pipelines.shared_weights import shared_copy
+from tokenmerge_tools.pipelines.shared_weights import shared_copy
 
 # The arithmetic of some schedulers of diffusers.
 pytestmark = pytest.mark.filterwarnings("ignore:__array_(_ implementation|wrap__):DeprecationWarning")

@@ -13,12 +13,12 @@ import pytest
 import torch
 import vits
 from diffusers import StableDiffusionPipeline
-from torch import Tensor
-
 from tests.models.test_every_family import call, model_of
 from tests.models.tiny import FAMILIES
 from tests.runtime.test_host_syncs import Waits
 from tests.runtime.test_steps_in_pipelines import draw
+from torch import Tensor
+
 from tokenmerge import (
     ConfigError,
     Correction,

@@ -20,12 +20,12 @@ from diffusers import (
     PyramidAttentionBroadcastConfig,
     TaylorSeerCacheConfig,
 )
+from tests.models.test_every_family import call, model_of
+from tests.models.tiny import FAMILIES
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 from torch.testing import assert_close
 
-from tests.models.test_every_family import call, model_of
-from tests.models.tiny import FAMILIES
 from tokenmerge import (
     ConfigError,
     Correction,

@@ -22,12 +22,12 @@ from diffusers import (
     WanPipeline,
 )
 from PIL import Image
-from tiny_pipeline import SIDE
-from torch import nn
-
 from tests.models.family import TEXT, WORDS
 from tests.models.test_every_family import model_of
 from tests.models.tiny import FAMILIES
+from tiny_pipeline import SIDE
+from torch import nn
+
 from tokenmerge import Correction, Schedule, StepReuse, ToMeConfig, apply_token_merging
 from tokenmerge.runtime.patch import state_of
 from tokenmerge.runtime.state import BlockState, LayerState

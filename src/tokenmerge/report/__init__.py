@@ -5,6 +5,7 @@ Also what each step of a run did. May import ``runtime`` and everything below it
 """
 
 from tokenmerge.report.cache_limit import bytes_of, within
+from tokenmerge.report.checks import check_merging, merges_tokens
 from tokenmerge.report.flops import counting
 from tokenmerge.report.prediction import Report, Row, counted_speedup, predict, saved
 from tokenmerge.report.run_steps import RunSteps
@@ -20,8 +21,10 @@ __all__ = [
     "Tabled",
     "TextTable",
     "bytes_of",
+    "check_merging",
     "counted_speedup",
     "counting",
+    "merges_tokens",
     "predict",
     "saved",
     "slower_than_dense",

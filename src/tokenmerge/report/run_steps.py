@@ -22,7 +22,7 @@ class RunSteps(Tabled):
     """What each denoising step of a run did: what ran, what merged, how much the result changed, how long.
 
     Iterate over it for the rows. ``print`` shows them as a table, and
-    :func:`tokenmerge.measure.reporting.step_plot.draw_steps` draws them.
+    :func:`tokenmerge_tools.reporting.step_plot.draw_steps` draws them.
     """
 
     rows: tuple[StepRow, ...]

@@ -8,7 +8,7 @@ import comfy_hosts as hosts
 import torch
 from diffusers import StableDiffusion3Pipeline, StableDiffusionPipeline
 
-from tokenmerge.measure import demo
+from tokenmerge_tools import demo
 
 
 @functools.cache

@@ -13,7 +13,7 @@ from tokenmerge.integrations.comfyui.models import find_target
 from tokenmerge.integrations.comfyui.patch import patched
 from tokenmerge.integrations.comfyui.sampling import KEY, Sampling, Step
 from tokenmerge.integrations.comfyui.settings import Settings
-from tokenmerge.measure import demo
+from tokenmerge_tools import demo
 
 
 @pytest.fixture(scope="module")

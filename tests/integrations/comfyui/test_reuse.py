@@ -14,7 +14,7 @@ from tokenmerge.integrations.comfyui.models import find_target
 from tokenmerge.integrations.comfyui.patch import adds_noise, patched
 from tokenmerge.integrations.comfyui.sampling import KEY, Sampling, Step
 from tokenmerge.integrations.comfyui.settings import Settings
-from tokenmerge.measure import demo
+from tokenmerge_tools import demo
 
 CLASSES = {"emoji-unet": UNet2DConditionModel, "emoji-mmdit": SD3Transformer2DModel}
 FOLDERS = {"emoji-unet": "unet", "emoji-mmdit": "transformer"}

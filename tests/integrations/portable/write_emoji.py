@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from diffusers import StableDiffusionPipeline
 
-from tokenmerge.measure import demo
+from tokenmerge_tools import demo
 
 EMOJI = Path(__file__).parent / "emoji.npz"
 PROMPT = "a grinning face on a light blue background"

@@ -10,11 +10,11 @@ from typing import Any
 import hosts
 import pytest
 import torch
+from tests.models.tiny import FAMILIES, seeded
+from tests.runtime.combinations import features
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from tests.models.tiny import FAMILIES, seeded
-from tests.runtime.combinations import features
 from tokenmerge import ToMeConfig, apply_token_merging
 
 UNET, FLUX, WAN = HOSTS = ("UNet2DConditionModel", "FluxTransformer2DModel", "WanTransformer3DModel")

@@ -18,7 +18,8 @@ try:
     import ppdiffusers
 except ImportError as error:
     raise MissingExtraError(
-        "paddle", needed_by="tokenmerge.paddle (tested with paddlepaddle 3.3.1 and ppdiffusers 0.29.0)"
+        "tokenmerge[paddle]",
+        needed_by="tokenmerge.paddle (tested with paddlepaddle 3.3.1 and ppdiffusers 0.29.0)",
     ) from error
 
 from tokenmerge.integrations.paddle.api import Patch, apply_token_merging, remove_token_merging, token_merging

@@ -1,8 +1,0 @@
-"""Exports merged denoisers for programs that run without PyTorch: ONNX Runtime and OpenVINO.
-
-It finds, loads and calls pipelines by functions of :mod:`tokenmerge.measure`.
-"""
-
-from tokenmerge.integrations.export.run import export_denoiser
-
-__all__ = ["export_denoiser"]

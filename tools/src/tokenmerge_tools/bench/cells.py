@@ -1,0 +1,137 @@
+"""Turns the axes of a benchmark into settings, and into the cells that are measured at each setting."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from itertools import product
+from typing import Any
+
+import torch
+
+from tokenmerge.errors import ConfigError
+from tokenmerge_tools.bench.loaded_model import ModelInfo, find_info
+from tokenmerge_tools.bench.options import BenchOptions
+from tokenmerge_tools.bench.variants import DENSE, FEWER_STEPS, VARIANTS, Variant
+from tokenmerge_tools.pipelines.settings import dtype_name, resolve_dtype, scheduler_class_name
+from tokenmerge_tools.pipelines.sizes import check_size, parse_size
+
+# The attention of the dense run that all speed-ups are relative to.
+FUSED = "sdpa"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Setting:
+    """The conditions that all cells with interleaved calls share. Width and height are in pixels."""
+
+    model: str
+    scope: str
+    width: int
+    height: int
+    frames: int | None
+    batch: int
+    dtype: str
+    steps: int
+    scheduler: str | None
+    guidance: float | None
+    seed: int
+    rounds: int
+    warmup: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """One measurement at a setting: a variant, and how it runs.
+
+    For fewer steps, ``merged`` is the variant whose time they may take. It is None for all other cells.
+    """
+
+    spec: Variant
+    attention: str
+    compile: bool
+    merged: Variant | None = None
+
+    def dense(self, attention: str | None = None) -> Cell:
+        """The dense cell to compare with. By default, it has the same attention."""
+        return Cell(Variant(DENSE), attention or self.attention, self.compile)
+
+    def of(self, spec: Variant) -> Cell:
+        """The cell of another variant that runs in the same way."""
+        return Cell(spec, self.attention, self.compile)
+
+    def conditions(self) -> dict[str, Any]:
+        """The conditions of a record that this cell determines."""
+        return {
+            "variant": self.spec.name,
+            "settings": dict(self.spec.settings),
+            "attention": self.attention,
+            "compile": self.compile,
+        }
+
+    def __str__(self) -> str:
+        return f"{self.spec.label}, {self.attention}{', compiled' if self.compile else ''}"
+
+
+def plan_cells(options: BenchOptions, device: torch.device) -> tuple[list[Setting], tuple[Cell, ...]]:
+    """The settings of a benchmark, and the cells that are measured at each of them.
+
+    There is always a dense cell with each requested attention and one with fused attention. This separates
+    the gain of fused attention from the gain of merging.
+
+    Settings are ordered so that each model is loaded once per dtype. Dense cells come first, and fewer steps
+    last. The meaning of the dtype ``"auto"`` depends on the device.
+
+    Raises:
+        ConfigError: a model is unknown, a size does not fit the model, or a dtype does not fit the device.
+    """
+    if options.scheduler is not None:
+        scheduler_class_name(options.scheduler)
+    dtypes = dict.fromkeys(dtype_name(resolve_dtype(dtype, device)) for dtype in options.dtype)
+    settings = []
+    for model in dict.fromkeys(options.model):
+        info = find_info(model)
+        sizes = [_size(text, model, info) for text in options.size or ("",)]
+        for dtype, (width, height), batch in product(dtypes, sizes, options.batch):
+            settings.append(
+                Setting(
+                    model=model,
+                    scope=options.scope,
+                    width=width,
+                    height=height,
+                    frames=options.frames if info.video else None,
+                    batch=batch,
+                    dtype=dtype,
+                    steps=options.steps,
+                    scheduler=options.scheduler,
+                    guidance=options.guidance,
+                    seed=options.seed,
+                    rounds=options.rounds,
+                    warmup=options.warmup,
+                )
+            )
+    return settings, tuple(_cells(options))
+
+
+def _size(text: str, model: str, info: ModelInfo) -> tuple[int, int]:
+    size = parse_size(text) if text else info.size
+    if size is None:
+        raise ConfigError(f"size: {model} has no default size; give --size")
+    check_size(size, info.multiple)
+    return size
+
+
+def _cells(options: BenchOptions) -> Iterable[Cell]:
+    specs = options.specs()
+    fewer_steps = [spec for spec in specs if spec.name == FEWER_STEPS]
+    applied = [spec for spec in specs if spec.name not in (DENSE, FEWER_STEPS)]
+    for compiled in dict.fromkeys(options.compile):
+        for attention in dict.fromkeys((FUSED, *options.attention)):
+            yield Cell(Variant(DENSE), attention, compiled)
+        for attention, spec in product(dict.fromkeys(options.attention), applied):
+            yield Cell(spec, attention, compiled)
+    for compiled, attention, spec in product(
+        dict.fromkeys(options.compile), dict.fromkeys(options.attention), applied if fewer_steps else ()
+    ):
+        if VARIANTS[spec.name].is_faster:
+            fewer = Variant(FEWER_STEPS, (("as", spec.label),))
+            yield Cell(fewer, attention, compiled, merged=spec)

@@ -1,0 +1,194 @@
+"""Measures every cell of a benchmark, and appends its record to the results file when it is finished."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import functools
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tokenmerge_tools.bench.cell_group import CellGroup
+from tokenmerge_tools.bench.cells import Cell, Setting, plan_cells
+from tokenmerge_tools.bench.commit import source_commit
+from tokenmerge_tools.bench.env import environment
+from tokenmerge_tools.bench.failures import Failure
+from tokenmerge_tools.bench.loaded_model import LoadedModel, load_model
+from tokenmerge_tools.bench.memory import peak_memory_meaning
+from tokenmerge_tools.bench.memory_limit import memory_limit
+from tokenmerge_tools.bench.options import BenchOptions
+from tokenmerge_tools.bench.prepare import compile_cache, free_memory
+from tokenmerge_tools.bench.records import CellRecord, key_of
+from tokenmerge_tools.bench.results_file import ResultsFile, read_cells
+from tokenmerge_tools.bench.unfinished import UnfinishedCells
+from tokenmerge_tools.pipelines.settings import resolve_device, resolve_dtype
+
+
+@dataclasses.dataclass(frozen=True)
+class CellProgress:
+    """The progress after one more cell is done.
+
+    ``number`` counts the cells that are done, including this one. ``resumed`` says that an earlier run
+    measured it.
+    """
+
+    record: CellRecord
+    number: int
+    total: int
+    resumed: bool
+
+
+def run_grid(
+    options: BenchOptions,
+    out: Path,
+    on_cell: Callable[[CellProgress], None] = lambda progress: None,
+    on_note: Callable[[str], None] = lambda note: None,
+) -> list[CellRecord]:
+    """Measure the cells that are not yet in the results file.
+
+    The calls of all cells of one setting are interleaved, so that changes in the machine's speed affect all
+    alike. Each cell runs on its own copy of the model; the copies share their weights. A cell that runs out
+    of memory or cannot run gets a record with that status, and the benchmark continues.
+
+    If the results file ``out`` exists, its cells are not measured again unless they failed. ``on_note`` is
+    called with messages for the user.
+
+    Returns:
+        The records of all cells, in the order of the axes.
+
+    Raises:
+        ConfigError: the options do not fit the models or the machine. Raised before anything is measured.
+        RecordNotWrittenError: the disk is full.
+    """
+    device = resolve_device(options.device)
+    settings, cells = plan_cells(options, device)
+    with ResultsFile(out, read_cells) as file, _threads(options.threads):
+        for note in file.notes:
+            on_note(note)
+        run = _Run(device, file, on_cell, total=len(settings) * len(cells))
+        for setting in settings:
+            run.measure(setting, cells)
+        return run.records
+
+
+class _Run:
+    """One run of a benchmark, and its records so far."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        file: ResultsFile[CellRecord],
+        on_cell: Callable[[CellProgress], None],
+        total: int,
+    ) -> None:
+        self.device, self.file, self.on_cell, self.total = device, file, on_cell, total
+        self.records: list[CellRecord] = []
+        found = environment()
+        self.machine = {
+            "device": str(device),
+            "device_name": _device_name(device, found),
+            "threads": torch.get_num_threads(),
+            "environment": found,
+            "commit": source_commit(),
+        }
+        self.unfinished = UnfinishedCells(file.path)
+        self._loaded: tuple[object, LoadedModel] | None = None
+
+    def measure(self, setting: Setting, cells: Sequence[Cell]) -> None:
+        """Measure the cells of a setting that are not in the file yet."""
+        pending = []
+        for cell in cells:
+            known = self.file.records.get(key_of(self.conditions(setting, cell)))
+            if known is None or known.status == "error":
+                pending.append(cell)
+            else:
+                self._tell(known, resumed=True)
+        if not pending:
+            return
+        finish = functools.partial(self._finish, setting)
+        try:
+            model = self._load(setting)
+        except Exception as error:
+            failure = Failure.of(error)
+            # The hub may be down, or a folder incomplete: an error is tried again in the next run.
+            if failure.status == "unavailable":
+                failure = dataclasses.replace(failure, status="error")
+            for cell in pending:
+                finish(cell, failure)
+            return
+        with memory_limit(self.device), contextlib.ExitStack() as variants:
+            if any(cell.compile for cell in pending):
+                variants.enter_context(compile_cache())
+            CellGroup(
+                setting,
+                model,
+                self.device,
+                variants,
+                self.file.records,
+                self.unfinished,
+                functools.partial(self.conditions, setting),
+                finish,
+            ).measure(pending)
+        free_memory()
+
+    def conditions(self, setting: Setting, cell: Cell) -> dict[str, Any]:
+        """Everything that the results of a cell depend on."""
+        return {**dataclasses.asdict(setting), **cell.conditions(), **self.machine}
+
+    def _finish(
+        self,
+        setting: Setting,
+        cell: Cell,
+        failure: Failure | None = None,
+        facts: Mapping[str, Any] = types.MappingProxyType({}),
+        **figures: Any,
+    ) -> None:
+        """Append the record of one cell to the file."""
+        record = CellRecord(
+            conditions=self.conditions(setting, cell),
+            status="ok" if failure is None else failure.status,
+            message="" if failure is None else failure.message,
+            facts={"peak_memory": peak_memory_meaning(self.device), **facts},
+            finished=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+            **figures,
+        )
+        self.file.append(record)
+        self._tell(record, resumed=False)
+
+    def _tell(self, record: CellRecord, resumed: bool) -> None:
+        self.records.append(record)
+        self.on_cell(CellProgress(record, len(self.records), self.total, resumed))
+
+    def _load(self, setting: Setting) -> LoadedModel:
+        names = ("model", "scope", "scheduler", "guidance", "seed")
+        arguments = {name: getattr(setting, name) for name in names}
+        wanted = (setting.dtype, *arguments.values())
+        if self._loaded is None or self._loaded[0] != wanted:
+            self._loaded = None
+            free_memory()
+            dtype = resolve_dtype(setting.dtype, self.device)
+            with memory_limit(self.device):
+                self._loaded = wanted, load_model(dtype=dtype, device=self.device, **arguments)
+        return self._loaded[1]
+
+
+def _device_name(device: torch.device, found: Mapping[str, Any]) -> str:
+    index = device.index or 0
+    name = f"{device.type}:{index}" if device.type == "cuda" else device.type
+    names = {entry["device"]: str(entry["name"]) for entry in found["devices"]}
+    return names.get(name, device.type)
+
+
+@contextlib.contextmanager
+def _threads(count: int | None) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,242 @@
+"""The variants that a benchmark compares."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import math
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+from tokenmerge.config import SETTINGS, ToMeConfig, flat
+from tokenmerge.errors import ConfigError
+from tokenmerge.report import Report
+from tokenmerge_tools.bench import baselines, dual_block_cache, variant_contexts
+from tokenmerge_tools.bench.records import variant_label
+from tokenmerge_tools.method_spec import METHODS, MethodSpec, as_plain, read_setting
+
+DENSE, ORACLE, FEWER_STEPS, TOMESD = "dense", "oracle", "fewer-steps", "tomesd"
+
+# A comma between settings. A comma within JSON does not match, because a quote follows it.
+_COMMA = re.compile(r",(?=\s*[A-Za-z_])")
+
+
+@dataclasses.dataclass(frozen=True)
+class VariantKind:
+    """One kind of variant.
+
+    Args:
+        apply: (model, configuration, report) → a context manager that applies the variant. Configuration and
+            report are None for a variant without settings. The context yields the patch, if the variant is a
+            method of this package.
+        method: the method in :data:`tokenmerge_tools.method_spec.METHODS` whose settings it has. None: it
+            has no settings.
+        of_pipeline: whether it is applied to the whole pipeline, if there is one, instead of its denoiser.
+        is_faster: whether it makes usable images in less time. Then it is compared with fewer steps, and
+            with an oracle if it merges.
+        package: name and version of the package that it needs, for pip; None: it needs none.
+        takes: names of the settings that it accepts.
+        number: name and default of the setting that makes it faster, for a variant without a method.
+            ``apply`` gets it as a keyword argument.
+        options: its other settings by name, each with an example value. The type of the example tells
+            whether the setting is a number or a word. ``apply`` gets those that are given, and checks their
+            ranges.
+    """
+
+    apply: Callable[..., AbstractContextManager[Any]]
+    method: str | None = None
+    of_pipeline: bool = False
+    is_faster: bool = False
+    package: str | None = None
+    takes: Collection[str] = SETTINGS
+    number: tuple[str, float] | None = None
+    options: Mapping[str, float | str] = dataclasses.field(default_factory=dict)
+
+    def missing(self) -> str | None:
+        """The reason why it cannot run here; None if it can."""
+        name = self.package and self.package.partition("==")[0]
+        if not name or importlib.util.find_spec(name.replace("-", "_")) is not None:
+            return None
+        return f"{name} is not installed; run: pip install {self.package}"
+
+
+VARIANTS = {
+    DENSE: VariantKind(variant_contexts.dense),
+    **{
+        method: VariantKind(variant_contexts.tokenmerge, method, of_pipeline=True, is_faster=True)
+        for method in METHODS
+        if method != TOMESD
+    },
+    # The package tomesd. With tome:plans.guidance=false, this package does the same.
+    TOMESD: VariantKind(
+        variant_contexts.tomesd,
+        "tome",
+        is_faster=True,
+        package="tomesd==0.1.3",
+        takes=variant_contexts.TOMESD_SETTINGS,
+    ),
+    "deepcache": VariantKind(
+        baselines.deepcache,
+        of_pipeline=True,
+        is_faster=True,
+        package="DeepCache==0.1.1",
+        number=("interval", 3),
+    ),
+    "first-block-cache": VariantKind(
+        baselines.first_block_cache, of_pipeline=True, is_faster=True, number=("threshold", 0.1)
+    ),
+    "cache-dit": VariantKind(
+        dual_block_cache.cache_dit,
+        of_pipeline=True,
+        is_faster=True,
+        package="cache-dit==1.5.3",
+        number=("threshold", 0.08),
+        options={"taylor": 1.0, "mask": "fast", "merge": 0.5, "scope": "block"},
+    ),
+    ORACLE: VariantKind(variant_contexts.oracle, "tome"),
+    # Dense, with as many steps as fit into the time of a merged variant, which must run first.
+    FEWER_STEPS: VariantKind(variant_contexts.dense),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """A variant with its settings.
+
+    The settings are the ratio and those that differ from the method's defaults, with plain values as
+    :func:`tokenmerge_tools.method_spec.as_plain` makes them.
+    """
+
+    name: str
+    settings: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def label(self) -> str:
+        """The variant with its settings, such as ``"tome ratio=0.5"``."""
+        return variant_label(self.name, dict(self.settings))
+
+    @property
+    def merging(self) -> MethodSpec | None:
+        """The method and its changed settings; None for a variant without settings."""
+        method = VARIANTS[self.name].method
+        return None if method is None else MethodSpec(method, dict(map(_read, self.settings)))
+
+    def apply(
+        self, target: object, config: ToMeConfig | None, report: Report | None
+    ) -> AbstractContextManager[Any]:
+        """Apply the variant to a model or a pipeline within the context.
+
+        The target is the pipeline for a variant with ``of_pipeline``, if there is one, otherwise the
+        denoiser. The report is for the measured size; only an oracle needs it.
+        """
+        variant = VARIANTS[self.name]
+        own = {} if variant.number is None else dict(self.settings)
+        return variant.apply(target, config, report, **own)
+
+    def config(self, pipe_or_model: object = None, follows_steps: bool | None = None) -> ToMeConfig | None:
+        """The configuration; None for a variant without settings.
+
+        A method that chooses its settings by the model needs the model; see :func:`tokenmerge.auto.choose`.
+        """
+        return None if self.merging is None else self.merging.config(pipe_or_model, follows_steps)
+
+
+def parse_variant(text: str, ratios: Sequence[float], defaults: Mapping[str, Any]) -> list[Variant]:
+    """Read ``NAME`` or ``NAME:SETTING=VALUE,…``, with settings as :func:`read_setting` reads them.
+
+    There is one variant for each ratio, unless the text sets a ratio or the planner ignores it. ``defaults``
+    has values of settings that the text does not set.
+
+    Raises:
+        ConfigError: the name or a setting is unknown, or a value is out of range.
+
+    >>> [spec.label for spec in parse_variant("tome:merge_mlp", [0.25, 0.5], {})]
+    ['tome ratio=0.25 merge_mlp', 'tome ratio=0.5 merge_mlp']
+    """
+    name, _, rest = text.partition(":")
+    if name not in VARIANTS:
+        raise ConfigError(f"variant: expected one of {', '.join(VARIANTS)}, got {name!r}")
+    variant = VARIANTS[name]
+    if variant.number is not None:
+        return [Variant(name, _read_own(name, rest, variant.number, variant.options))]
+    if variant.method is None:
+        if rest:
+            raise ConfigError(f"variant: {name} takes no settings, got {rest!r}")
+        return [Variant(name)]
+    try:
+        items = [read_setting(item, variant.takes) for item in _COMMA.split(rest.rstrip(", ")) if item]
+        given = {**defaults, **dict(items)}
+        method = MethodSpec(variant.method)
+        own = flat(vars(ToMeConfig() if method.needs_model else method.config()))
+        if given.get("planner", own["planner"]) == "uniform":
+            ratios = [own["ratio"]]
+        specs = []
+        for ratio in [given["ratio"]] if "ratio" in given else ratios:
+            changes = {**given, "ratio": float(ratio)}
+            MethodSpec(variant.method, changes)
+            # Leave out the method's defaults, so that equal variants have equal names.
+            shown = [
+                (setting, as_plain(changes[setting]))
+                for setting in SETTINGS
+                if setting in changes
+                and (setting == "ratio" or method.needs_model or changes[setting] != own[setting])
+            ]
+            specs.append(Variant(name, tuple(shown)))
+    except ConfigError as error:
+        raise ConfigError(f"variant {text}: {error}") from error
+    return specs
+
+
+def oracle_of(spec: Variant) -> Variant | None:
+    """The oracle that bounds a merging variant; None if there is none."""
+    config = None if spec.merging is None or spec.merging.needs_model else spec.config()
+    if config is None or not variant_contexts.bounds(config):
+        return None
+    plain = ToMeConfig()
+    return Variant(
+        ORACLE,
+        tuple(
+            (name, getattr(config, name))
+            for name in variant_contexts.bounding_settings(config)
+            if name == "ratio" or getattr(config, name) != getattr(plain, name)
+        ),
+    )
+
+
+def _read_own(
+    variant: str, text: str, number: tuple[str, float], options: Mapping[str, float | str]
+) -> tuple[tuple[str, Any], ...]:
+    """Read ``NAME=VALUE,…``: the given options, and the number or its default."""
+    name, default = number
+    given = [item.partition("=")[::2] for item in text.split(",") if item.strip()]
+    found = {key.strip(): value.strip() for key, value in given}
+    own: dict[str, Any] = {}
+    for key, example in {**options, name: default}.items():
+        if key in found:
+            own[key] = found[key] if isinstance(example, str) else _above_0(found[key])
+    if set(found) - set(own) or None in own.values():
+        also = ", ".join(f"{key}={_plain(example)}" for key, example in options.items())
+        raise ConfigError(
+            f"variant: expected {variant}:{name}=NUMBER above 0, such as {name}={default:g}"
+            f"{also and f' (optionally with any of {also}, separated by commas)'}, got {text!r}"
+        )
+    return *((key, own[key]) for key in options if key in own), (name, own.get(name, default))
+
+
+def _above_0(text: str) -> float | None:
+    try:
+        number = float(text)
+    except ValueError:
+        return None
+    return number if 0 < number < math.inf else None
+
+
+def _plain(example: float | str) -> str:
+    return example if isinstance(example, str) else f"{example:g}"
+
+
+def _read(item: tuple[str, Any]) -> tuple[str, Any]:
+    name, value = item
+    return read_setting(f"{name}={value}") if isinstance(value, str) else item

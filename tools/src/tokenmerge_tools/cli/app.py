@@ -1,0 +1,135 @@
+"""The typer application with all commands of ``tokenmerge``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+
+import tokenmerge
+from tokenmerge.errors import ConfigError
+from tokenmerge_tools.cli.bench import bench
+from tokenmerge_tools.cli.comfyui import commands as comfyui
+from tokenmerge_tools.cli.env import env
+from tokenmerge_tools.cli.evaluate import evaluate
+from tokenmerge_tools.cli.export import export
+from tokenmerge_tools.cli.generate import generate
+from tokenmerge_tools.cli.inspect import inspect
+from tokenmerge_tools.cli.play import play
+from tokenmerge_tools.cli.report import report
+from tokenmerge_tools.cli.tune import tune
+
+# typer makes this class public only through its subclass.
+_UsageError: Any = typer.BadParameter.__bases__[0]
+
+# The exit code that typer gives for Ctrl-C.
+_INTERRUPTED = 130
+
+
+def _examples(*lines: str) -> str:
+    """Format examples for the end of ``--help``."""
+    return "Examples:\n\n" + "\n\n".join(f"- `tokenmerge {line}`" for line in lines)
+
+
+app = typer.Typer(
+    help="Faster diffusion models without training: merge redundant tokens.",
+    epilog=_examples("generate 'a red apple'", "inspect --size 256", "env"),
+    rich_markup_mode="markdown",
+)
+app.command(
+    epilog=_examples(
+        "generate 'a red apple'",
+        "generate 'a castle' --model owner/name --size 768x512",
+        "generate 'a castle' --model ./sdxl --ratio 0.5",
+        "generate 'a castle' --method toma --ratio 0.6",
+        "generate 'a castle' --set scope=block --set reuse.every=2 --set schedule.until=0.75",
+        "generate 'a castle' --control edges.png --controlnet ./canny",
+    )
+)(generate)
+app.command(
+    epilog=_examples(
+        "inspect",
+        "inspect owner/name --size 768x512 --ratio 0.5",
+        "inspect ./sdxl --json",
+        "inspect --method sdtm --steps 25",
+    )
+)(inspect)
+app.command(
+    epilog=_examples(
+        "bench --size 512 --size 768 --ratio 0.5",
+        "bench --model owner/name --scope pipeline --variant tome",
+        "bench --variant todo --variant toma:ratio=0.6 --variant tome:scope=block,reuse.every=2",
+        "bench --preset paper --dtype fp32",
+        "bench --grid my-grid.toml -o results.jsonl",
+    )
+)(bench)
+app.command(
+    epilog=_examples(
+        "evaluate --limit 20 --ratio 0.25 --ratio 0.5 --save-grid grid.png",
+        "evaluate --model owner/name --prompts PartiPrompts.tsv --metric dino --metric clip-score",
+        "evaluate --model owner/name --prompts classes.txt --metric fid --reference ./imagenet-val",
+        "evaluate --metric fid=facebook/dinov2-base --metric kid=facebook/dinov2-base",
+    )
+)(evaluate)
+app.command(
+    epilog=_examples(
+        "tune --min-speedup 1.5 --size 256 --steps 20",
+        "tune --model owner/name --prompts prompts.txt --min-psnr 35 --within 30min",
+        "generate 'a castle' --settings outputs/tuned.json",
+    )
+)(tune)
+app.command(
+    epilog=_examples(
+        "export emoji-unet --to onnx -o exported",
+        "export owner/name --to openvino --size 768 --ratio 0.6 -o exported",
+        "export ./sdxl --to onnx --method tome --max-downsample 2 -o exported",
+        "export ./lcm --to openvino --guidance 1 --ratio 0 -o exported",
+    )
+)(export)
+app.command(
+    epilog=_examples(
+        "report outputs/bench.jsonl -o report.html",
+        "report --compare old.jsonl new.jsonl --fail-if-slower 5%",
+    )
+)(report)
+app.command(epilog=_examples("play", "play --model owner/name --device cuda"))(play)
+app.command(epilog=_examples("env", "env --json"))(env)
+app.add_typer(comfyui, name="comfyui", epilog=_examples("comfyui install ~/ComfyUI"))
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(tokenmerge.__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _tokenmerge(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", is_eager=True, callback=_print_version)
+    ] = False,
+) -> None:
+    pass
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run the command line and return its exit code.
+
+    Raises:
+        ConfigError: an option is unknown, missing or of the wrong type.
+        KeyboardInterrupt: the user pressed Ctrl-C.
+    """
+    command = typer.main.get_command(app)
+    try:
+        code: int | None = command.main(
+            list(arguments) or ["--help"], prog_name="tokenmerge", standalone_mode=False
+        )
+    except _UsageError as error:
+        place = error.ctx.command_path if error.ctx else "tokenmerge"
+        raise ConfigError(f"{error.format_message()} See: {place} --help") from error
+    except typer.Abort as error:
+        raise KeyboardInterrupt from error
+    if code == _INTERRUPTED:
+        raise KeyboardInterrupt
+    return code or 0

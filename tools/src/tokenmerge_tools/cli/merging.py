@@ -1,0 +1,120 @@
+"""The options for token merging, which all commands that merge share."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from itertools import chain
+from pathlib import Path
+from typing import Annotated, Any
+
+from tokenmerge.errors import ConfigError
+from tokenmerge_tools.cli import tables
+from tokenmerge_tools.cli.arguments import integer, number, option
+from tokenmerge_tools.cli.quiet import quiet_libraries
+from tokenmerge_tools.method_spec import METHODS, MethodSpec, read_setting
+from tokenmerge_tools.pipelines.sizes import parse_size
+from tokenmerge_tools.settings_file import changes_of_file, differences
+
+_merging = functools.partial(option, "Merging")
+
+
+SettingsFile = Annotated[
+    Path | None,
+    _merging("File of settings, such as the one that tokenmerge tune wrote.", "--settings"),
+]
+
+
+def warn_of_differences(file: Path, model: str, size: str | None, steps: int | None) -> None:
+    """Say if the settings in a file were found for another model, size or number of steps."""
+    quiet_libraries("--settings")
+    if warning := differences(file, model, None if size is None else parse_size(size), steps):
+        tables.say(f"note: {warning}")
+
+
+def merging(
+    method: Annotated[
+        str, _merging(f"{', '.join(METHODS)}. The options below override the method's settings.")
+    ] = MethodSpec.method,
+    ratio: Annotated[
+        float | None, _merging("Fraction of tokens removed, from 0 to 1 - 1/(sx*sy).", parser=number)
+    ] = None,
+    max_downsample: Annotated[
+        int | None,
+        _merging("Deepest level that merges: 1, 2, 4 or 8. Default: the method's own.", parser=integer),
+    ] = None,
+    sx: Annotated[
+        int | None,
+        _merging("Width in tokens of the cells with one destination each.", "--sx", parser=integer),
+    ] = None,
+    sy: Annotated[int | None, _merging("Height in tokens of these cells.", "--sy", parser=integer)] = None,
+    use_rand: Annotated[
+        bool | None, _merging("Draw the destination of each cell at random.", "--rand/--no-rand")
+    ] = None,
+    merge_attn: Annotated[
+        bool | None, _merging("Merge around self-attention.", "--merge-attn/--no-merge-attn")
+    ] = None,
+    merge_crossattn: Annotated[
+        bool | None, _merging("Merge around cross-attention too.", "--merge-crossattn/--no-merge-crossattn")
+    ] = None,
+    merge_mlp: Annotated[
+        bool | None, _merging("Merge around the feed-forward layer too.", "--merge-mlp/--no-merge-mlp")
+    ] = None,
+    settings: Annotated[
+        list[str] | None,
+        _merging(
+            "NAME=VALUE: any setting of ToMeConfig, such as scope=block, reuse.every=2 or "
+            'schedule.ratio=1.4/0.6; levels and schedule.phases are JSON: levels={"2": {"ratio": 0.25}}. '
+            "May be repeated.",
+            "--set",
+        ),
+    ] = None,
+    settings_file: SettingsFile = None,
+) -> MethodSpec:
+    """Make a method with changed settings from the options.
+
+    Raises:
+        ConfigError: a method or a setting is unknown, given twice, or out of range, or a file cannot be read.
+    """
+    given = dict(locals())  # every option by its name
+    del given["method"], given["settings"], given["settings_file"]
+    changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    for text in settings or ():
+        try:
+            name, value = read_setting(text)
+        except ConfigError as error:
+            raise ConfigError(f"set: {error}") from error
+        if name in changes:
+            raise ConfigError(f"set: {name} is given twice, as {changes[name]!r} and as {value!r}")
+        changes[name] = value
+    if settings_file is None:
+        return MethodSpec(method, changes)
+    if method != MethodSpec.method:
+        raise ConfigError(f"settings: {settings_file} sets everything; leave out --method {method}")
+    return MethodSpec("tome", {**changes_of_file(settings_file), **changes})
+
+
+def with_merging_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Replace a command's argument ``merging`` with the options of :func:`merging`."""
+    options = inspect.signature(merging, eval_str=True).parameters
+
+    @functools.wraps(command)
+    def with_options(**values: Any) -> None:
+        given = {name: values.pop(name) for name in options}
+        method = merging(**given)
+        if (file := given["settings_file"]) is not None:
+            warn_of_differences(file, values["model"], values["size"], values.get("steps"))
+        command(**values, merging=method)
+
+    own = inspect.signature(command, eval_str=True).parameters
+    parameters = [
+        parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+        for parameter in chain.from_iterable(
+            options.values() if name == "merging" else (parameter,) for name, parameter in own.items()
+        )
+    ]
+    # typer reads the signature and the annotations.
+    with_options.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    with_options.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return with_options

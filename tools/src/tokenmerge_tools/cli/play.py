@@ -1,0 +1,49 @@
+"""``tokenmerge play``."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Annotated
+
+from tokenmerge_tools.cli.arguments import Device, Dtype, Model, integer, option
+from tokenmerge_tools.cli.quiet import quiet_libraries
+from tokenmerge_tools.pipelines.loading import find_model
+from tokenmerge_tools.pipelines.options import GenerateOptions
+from tokenmerge_tools.pipelines.settings import resolve_device, resolve_dtype
+from tokenmerge_tools.play.server import LOCAL, require_gradio, serve
+
+_server = partial(option, "Server")
+
+
+def play(
+    model: Model = GenerateOptions.model,
+    dtype: Dtype = GenerateOptions.dtype,
+    device: Device = GenerateOptions.device,
+    host: Annotated[
+        str, _server("Address to listen on. With 0.0.0.0, everyone who can reach this machine can use it.")
+    ] = LOCAL,
+    port: Annotated[
+        int | None, _server("Port. Default: the first free one from 7860 on.", parser=integer)
+    ] = None,
+    browser: Annotated[
+        bool, _server("Open the page in the default browser.", "--browser/--no-browser")
+    ] = True,
+) -> None:
+    """Open a page in the browser that draws pictures dense and merged, and compares them.
+
+    The page shows times, closeness and what merges, and keeps a list of the trials. It sends nothing to other
+    services, and loads nothing from them except a model given by its hub id. Ctrl-C ends it.
+    """
+    require_gradio()
+    find_model(model)
+    resolve_dtype(dtype, resolve_device(device))
+    quiet_libraries("tokenmerge play")
+    from tokenmerge_tools.play.page import build
+
+    serve(
+        partial(build, model, dtype=dtype, device=device),
+        host,
+        port,
+        browser,
+        on_ready=lambda address: print(f"{address} (Ctrl-C ends it)", flush=True),
+    )

@@ -1,0 +1,228 @@
+"""Tables, progress bars and messages of the commands."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.progress import Progress as Bars
+from rich.table import Table
+from rich.text import Text
+
+from tokenmerge.report import Report, saved
+from tokenmerge_tools.bench.records import variant_label
+from tokenmerge_tools.generate.result import Result, VariantResult
+from tokenmerge_tools.progress import Progress
+from tokenmerge_tools.reporting.tables import Table as PlainTable
+
+# Pipes and files have no width, so tables are as wide as their content.
+_NO_EDGE = 10_000
+
+
+def show(table: Table, *lines: str) -> None:
+    """Print a table and lines below it. Lines are not wrapped if the output is not a terminal."""
+    console = Console(width=None if sys.stdout.isatty() else _NO_EDGE)
+    console.print(table)
+    for line in lines:
+        console.print(Text(line))
+
+
+@contextlib.contextmanager
+def progress_bars(unit: str) -> Iterator[Callable[[Progress], None]]:
+    """Show a bar on stderr for each part of a run. Yields the function that updates the bars.
+
+    The unit is the name of the counted things, in the plural.
+    """
+    columns = (
+        TextColumn("{task.description:>7}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn(unit),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    bars = Bars(*columns, console=Console(stderr=True))
+    tasks: dict[str, TaskID] = {}
+
+    def move(progress: Progress) -> None:
+        bars.start()
+        if progress.part not in tasks:
+            tasks[progress.part] = bars.add_task(progress.part)
+        bars.update(tasks[progress.part], completed=progress.done, total=progress.total)
+
+    try:
+        yield move
+    finally:
+        if tasks:
+            bars.stop()
+
+
+@contextlib.contextmanager
+def working(what: str) -> Iterator[None]:
+    """Show on stderr, if it is a terminal, what is running."""
+    with Console(stderr=True).status(f"{what} …"):
+        yield
+
+
+def say(text: str) -> None:
+    """Print a line to stderr immediately."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def as_rich(plain: PlainTable) -> Table:
+    """Turn a table of a report into one for the terminal."""
+    table = Table(title=Text(plain.title), title_justify="left")
+    for number, name in enumerate(plain.header):
+        words = number < plain.words
+        table.add_column(name, justify="left" if words else "right", overflow="fold")
+    for row in plain.rows:
+        table.add_row(*map(Text, row.cells))
+    return table
+
+
+def result_table(result: Result) -> Table:
+    """Time, speed-up, memory and closeness of each variant."""
+    conditions = result.conditions
+    table = Table(
+        title=f"{conditions['pipeline']}, {conditions['width']} x {conditions['height']}, "
+        f"{conditions['options']['steps']} steps, batch {result.batch}, {conditions['dtype']} on "
+        f"{conditions['device']}",
+        title_justify="left",
+    )
+    compared = len(result.variants) > 1
+    table.add_column("variant", overflow="fold")
+    for column in (
+        "time per image (fastest to slowest)",
+        *(["speed-up"] if compared else []),
+        "peak memory",
+        *(["PSNR", "SSIM"] if compared else []),
+    ):
+        table.add_column(column, justify="right", overflow="fold")
+    for variant in result.variants:
+        times = variant.per_image(result.batch)
+        speedup = result.speedup(variant)
+        table.add_row(
+            variant.name,
+            f"{_seconds(times.median)} ({_seconds(times.fastest)} to {_seconds(times.slowest)})",
+            *([] if speedup is None else [f"{speedup:.2f}x"]),
+            "n/a" if variant.peak_bytes is None else f"{variant.peak_bytes / 2**20:,.0f} MiB",
+            *(_closeness(result, variant) if compared else ()),
+        )
+    return table
+
+
+def result_notes(result: Result) -> list[str]:
+    """The lines below a result table: what its numbers mean, and where the pictures are."""
+    runs = len(result.variants[-1].seconds)
+    settings = dict(result.conditions["options"]["merging"])
+    merged = variant_label(settings.pop("method"), settings)
+    compared = "PSNR and SSIM: merged against dense, means over the pictures"
+    return [
+        f"merged: {merged}",
+        f"times: median of {runs} pipeline call{'s' if runs > 1 else ''} after an untimed warm-up",
+        f"memory: {result.conditions['peak_memory']}",
+        *([compared] if result.quality else []),
+        *(f"note: {note}" for note in result.notes),
+        f"written to {result.folder}",
+    ]
+
+
+def report_table(report: Report, pixels: tuple[int, int]) -> Table:
+    """What merging does to each block and to the whole model."""
+    table = Table(
+        title=f"{report.model}: {pixels[0]} x {pixels[1]} pixels, {report.batch} samples per step",
+        title_justify="left",
+        show_footer=True,
+    )
+    totals = [("whole model", report.flops_merged)]
+    if report.flops_mean is not None:
+        totals.append((f"mean over {report.steps} steps", report.flops_mean))
+    for name, justify, footer in (
+        ("block", "left", _lines(name for name, _ in totals)),
+        ("level", "right", ""),
+        ("grid", "right", ""),
+        ("tokens", "right", ""),
+        ("merged", "left", ""),
+        ("GFLOPs dense", "right", _lines(_gflops(report.flops_dense) for _ in totals)),
+        ("GFLOPs merged", "right", _lines(_gflops(flops) for _, flops in totals)),
+        ("saved", "right", _lines(saved(report.flops_dense, flops) for _, flops in totals)),
+    ):
+        table.add_column(name, justify=justify, footer=footer, overflow="fold")  # type: ignore[arg-type]
+    for row in report.joined_rows():
+        table.add_row(
+            row.path,
+            str(row.level),
+            row.grids(" x "),
+            f"{row.tokens} → {row.merged_tokens}",
+            row.merged,
+            _gflops(row.flops_dense),
+            _gflops(row.flops_merged),
+            saved(row.flops_dense, row.flops_merged),
+        )
+    return table
+
+
+def environment_table(environment: dict[str, Any]) -> Table:
+    """The result of :func:`tokenmerge_tools.bench.env.environment`, one fact per row."""
+    table = Table(show_header=False)
+    table.add_column("what", overflow="fold")
+    table.add_column("value", overflow="fold")
+    cpu = environment["cpu"]
+    sections = (
+        list(environment["versions"].items()),
+        [
+            ("system", environment["os"]),
+            ("CPU", f"{cpu['model']}, {cpu['cores']} cores, {cpu['instructions']}"),
+            ("threads", str(environment["threads"])),
+        ],
+        [(device["device"], _device(device)) for device in environment["devices"]],
+        [(f"attention: {name}", found) for name, found in environment["attention"].items()],
+    )
+    for section in sections:
+        for name, value in section:
+            table.add_row(Text(name), Text(value or "not installed", style="" if value else "dim"))
+        table.add_section()
+    return table
+
+
+def _device(device: dict[str, Any]) -> str:
+    memory = device["memory_bytes"]
+    size = "" if memory is None else f", {memory / 2**30:.0f} GiB"
+    return f"{device['name']}{size}, {', '.join(device['dtypes'])}"
+
+
+def _closeness(result: Result, variant: VariantResult) -> tuple[str, str]:
+    """PSNR and SSIM against dense."""
+    if variant.name == "dense":
+        return "reference", "reference"
+    if result.quality is None:
+        return "n/a", "n/a"
+    ssim = result.quality.ssim
+    psnr = [value for value in result.quality.psnr if math.isfinite(value)]  # infinite for equal pictures
+    same = len(ssim) - len(psnr)
+    closeness = f"{sum(psnr) / len(psnr):.2f} dB" if psnr else "identical"
+    return f"{closeness}, {same} identical" if psnr and same else closeness, f"{sum(ssim) / len(ssim):.4f}"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds * 1000:.0f} ms" if seconds < 1 else f"{seconds:.2f} s"
+
+
+def _lines(cells: Iterable[str]) -> str:
+    return "\n".join(cells)
+
+
+def _gflops(operations: int) -> str:
+    return f"{operations / 1e9:,.2f}" if operations >= 1e9 else f"{operations / 1e9:.3g}"

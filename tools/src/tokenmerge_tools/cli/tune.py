@@ -1,0 +1,192 @@
+"""``tokenmerge tune``."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from tokenmerge_tools.cli import tables
+from tokenmerge_tools.cli.arguments import (
+    Device,
+    Dtype,
+    Guidance,
+    Model,
+    Scheduler,
+    Size,
+    Steps,
+    integer,
+    number,
+    option,
+)
+from tokenmerge_tools.cli.quiet import quiet_libraries
+from tokenmerge_tools.pipelines.sizes import parse_size
+from tokenmerge_tools.tune.goal import GOAL_METRICS, Goal, parse_goal, parse_seconds
+from tokenmerge_tools.tune.options import TuneOptions
+from tokenmerge_tools.tune.result import python_lines, tuned_table, write_result
+from tokenmerge_tools.tune.runner import Search, TuneProgress
+from tokenmerge_tools.tune.runner import tune as run_tune
+
+GOAL_NOT_REACHED = 3
+
+_goal = partial(option, "Goal", parser=number)
+_search = partial(option, "Search")
+
+
+def tune(
+    model: Model = TuneOptions.model,
+    prompts: Annotated[
+        Path | None,
+        _search(
+            "File with one prompt per line, PartiPrompts' TSV, or ImageNet's classes with WordNet ids. "
+            "Default: the prompts of the bundled model."
+        ),
+    ] = None,
+    min_speedup: Annotated[
+        float | None, _goal("Find the closest settings that are at least this many times faster.")
+    ] = None,
+    min_psnr: Annotated[
+        float | None, _goal("Find the fastest settings with at least this mean PSNR, in dB.")
+    ] = None,
+    min_ssim: Annotated[float | None, _goal("The same with at least this mean SSIM.")] = None,
+    max_lpips: Annotated[float | None, _goal("The same with at most this mean LPIPS.")] = None,
+    min_dino: Annotated[
+        float | None, _goal("The same with at least this similarity of DINOv2 features.")
+    ] = None,
+    min_clip: Annotated[
+        float | None, _goal("The same with at least this similarity of CLIP features.")
+    ] = None,
+    min_clip_score: Annotated[
+        float | None, _goal("The same with at least this CLIP score of the prompt.")
+    ] = None,
+    min_glyphs: Annotated[float | None, _goal("The same with at least this share of glyphs found.")] = None,
+    metric: Annotated[
+        str | None,
+        option(
+            "Goal",
+            f"Closeness metric used with --min-speedup: {', '.join(GOAL_METRICS)}. NAME=NETWORK uses the "
+            "network in a folder or with a hub id. Default: psnr.",
+        ),
+    ] = None,
+    size: Size = None,
+    steps: Steps = TuneOptions.steps,
+    guidance: Guidance = None,
+    scheduler: Scheduler = None,
+    within: Annotated[
+        str, _search("How long to measure, such as 90s, 10min or 1h. Continued runs count too.")
+    ] = "10min",
+    items: Annotated[
+        int, _search("Largest number of pictures to compare settings on.", parser=integer)
+    ] = TuneOptions.items,
+    out: Annotated[
+        Path,
+        typer.Option(
+            "--out",
+            "-o",
+            help="File for the settings. Records, pictures and the price curve go beside it.",
+        ),
+    ] = TuneOptions.out,
+    dtype: Dtype = TuneOptions.dtype,
+    device: Device = TuneOptions.device,
+) -> None:
+    """Find the closest settings at a wanted speed, or the fastest at a wanted closeness.
+
+    Every setting draws the same prompts from the same seeds as dense, and is timed interleaved with it. Bad
+    settings are dropped after a few prompts. Fewer steps and the installed block caches are measured for
+    comparison. Ctrl-C stops early and reports what was found; run the same command again to continue. The
+    exit code is 3 if no setting reaches the goal.
+    """
+    bounds = {
+        "psnr": min_psnr,
+        "ssim": min_ssim,
+        "lpips": max_lpips,
+        "dino": min_dino,
+        "clip": min_clip,
+        "clip-score": min_clip_score,
+        "glyphs": min_glyphs,
+    }
+    options = TuneOptions(
+        goal=parse_goal(min_speedup, bounds, None if metric is None else metric.partition("=")[0]),
+        model=model,
+        prompts=prompts,
+        size=None if size is None else parse_size(size),
+        steps=steps,
+        guidance=guidance,
+        scheduler=scheduler,
+        dtype=dtype,
+        device=device,
+        within=parse_seconds(within),
+        items=items,
+        metric=metric,
+        out=out,
+    )
+    quiet_libraries("tokenmerge tune")
+    with _progress(options.goal) as on_progress:
+        search = run_tune(options, on_progress, on_note=lambda note: tables.say(f"note: {note}"))
+    if search.decision is not None:
+        _report(search)
+    elif search.complete:
+        tables.say("no setting can be measured here, as the notes say; change --size, --steps or --model")
+    elif search.looks:
+        tables.say("only settings for comparison were measured; run the same command again to continue")
+    else:
+        tables.say(
+            "no setting was measured, and the same command begins again; let it run until one picture is "
+            "drawn dense and with a setting"
+        )
+    if not search.complete:
+        raise KeyboardInterrupt
+    if search.decision is None or not search.decision.reached:
+        raise typer.Exit(GOAL_NOT_REACHED)
+
+
+def _report(search: Search) -> None:
+    decision = search.decision
+    assert decision is not None
+    written = write_result(search)
+    table = tuned_table(search)
+    if not decision.reached:
+        verdict = f"no setting reaches {search.goal}; the nearest is {decision.name}"
+    else:
+        verdict = f"{decision.name} reaches {search.goal}"
+        verdict += "" if decision.sure else ", but only within the noise; raise --within to be surer"
+    spent = [look.cost for look in search.looks if look.name in search.configs]
+    if len(spent) == 1 < len(search.configs):
+        verdict += (
+            f"; it is the only one of {len(search.configs)} settings that was measured, in {spent[0]:.1f} s; "
+            "raise --within to compare more"
+        )
+    tables.show(
+        tables.as_rich(table),
+        *(f"note: {note}" for note in table.notes),
+        verdict,
+        *written,
+        f"records: {search.options.records}",
+        f"in Python: {python_lines(search)}",
+    )
+
+
+@contextlib.contextmanager
+def _progress(goal: Goal) -> Iterator[Callable[[TuneProgress], None]]:
+    """Show a bar on stderr with the time that is spent and the best setting so far."""
+    columns = (BarColumn(bar_width=20), TimeElapsedColumn(), TextColumn("{task.description}"))
+    bar = Progress(*columns, console=Console(stderr=True))
+    task = bar.add_task("preparing", total=None)
+
+    def move(progress: TuneProgress) -> None:
+        best = progress.best
+        so_far = "nothing measured yet"
+        if best is not None:
+            closeness = f"{goal.metric} {goal.closeness(best.closeness):.4g}"
+            so_far = f"best so far: {best.name}, {best.speedup:.2f}×, {closeness}"
+        text = f"{so_far} · now: {progress.running}".replace("[", r"\[")
+        bar.update(task, description=text, completed=progress.spent, total=progress.budget)
+
+    with bar:
+        yield move

@@ -1,0 +1,263 @@
+"""The metrics of an evaluation: their names, their networks, and how they are computed."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from tokenmerge.errors import ConfigError, MissingExtraError
+from tokenmerge.pictures import as_tensor
+from tokenmerge_tools.closeness import motion, motion_error, psnr, ssim
+from tokenmerge_tools.demo.glyphs import asked_for
+from tokenmerge_tools.demo.retrieval import Gallery
+from tokenmerge_tools.evaluate.distances import frechet_distance, kernel_distance
+from tokenmerge_tools.evaluate.lpips import Lpips
+from tokenmerge_tools.evaluate.networks import INCEPTION, Clip, Inception, Network, Vision
+from tokenmerge_tools.files import is_folder
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+ALL = "all"
+
+_ALWAYS = ("psnr", "ssim")
+_GLYPHS = "glyphs"
+_CLIP = "openai/clip-vit-large-patch14"
+# The default network of each metric.
+_NETWORKS = {
+    "lpips": "alex",
+    "dino": "facebook/dinov2-base",
+    "clip": _CLIP,
+    "clip-score": _CLIP,
+    "fid": INCEPTION,
+    "kid": INCEPTION,
+}
+
+METRIC_NAMES = (*_ALWAYS, *_NETWORKS, _GLYPHS)
+
+Measure = Callable[[Sequence["Image"], Sequence["Image"], Sequence[str]], Tensor]
+
+# Metrics of a video: (its frames, frames of the dense video with the same seed) → one number.
+MOTION: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {"motion": motion, "motion-error": motion_error}
+
+
+@dataclasses.dataclass(frozen=True)
+class Wanted:
+    """A requested metric.
+
+    The network is None for a metric without one. A metric that the user named (``by_name``) raises an error
+    if it cannot work here. Any other is left out.
+    """
+
+    name: str
+    network: str | None
+    by_name: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class PictureMetric:
+    """A metric with one value for each picture. Reports show the mean.
+
+    ``measure`` takes b pictures, the dense pictures of the same seeds and their prompts, and returns values
+    [b]. A metric ``beside_dense`` compares with the dense picture, so dense itself has no value.
+    """
+
+    name: str
+    measure: Measure
+    beside_dense: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class SetMetric:
+    """A distance between two sets of pictures.
+
+    It compares features [n, d] and [m, d] of one network.
+    """
+
+    name: str
+    network: str
+    distance: Callable[[Tensor, Tensor], float]
+
+
+@dataclasses.dataclass(frozen=True)
+class Metrics:
+    """All metrics of an evaluation.
+
+    Attributes:
+        of_pictures: metrics with a value for each picture.
+        of_sets: distances between sets of pictures.
+        features: networks of these distances, by name.
+        networks: name of the network of each metric that has one, by metric.
+        loaded: all networks.
+    """
+
+    of_pictures: tuple[PictureMetric, ...]
+    of_sets: tuple[SetMetric, ...]
+    features: dict[str, Network]
+    networks: dict[str, str]
+    loaded: tuple[Any, ...]
+
+    def to(self, device: torch.device) -> None:
+        """Move the weights of all networks."""
+        for network in self.loaded:
+            network.to(device)
+
+
+def parse_metrics(texts: Sequence[str]) -> list[Wanted]:
+    """Read ``NAME``, ``NAME=NETWORK`` or ``"all"``. PSNR and SSIM are always included.
+
+    Raises:
+        ConfigError: a name is unknown, or a network is given for a metric without one.
+
+    >>> [wanted.name for wanted in parse_metrics(["kid"])]
+    ['psnr', 'ssim', 'kid']
+    """
+    found = {name: Wanted(name, None, by_name=False) for name in _ALWAYS}
+    for text in texts:
+        name, equals, network = text.partition("=")
+        if text == ALL:
+            every = (*_NETWORKS, _GLYPHS)
+            found |= {n: Wanted(n, _NETWORKS.get(n), by_name=False) for n in every if n not in found}
+            continue
+        if name not in METRIC_NAMES:
+            raise ConfigError(f"metric: expected some of {', '.join(METRIC_NAMES)}, {ALL}, got {text!r}")
+        if equals and (name not in _NETWORKS or not network):
+            raise ConfigError(
+                f"metric: expected NAME=NETWORK for one of {', '.join(_NETWORKS)}, got {text!r}"
+            )
+        found[name] = Wanted(name, network or _NETWORKS.get(name), by_name=True)
+    return list(found.values())
+
+
+def load_metrics(wanted: Sequence[Wanted], prompts: Sequence[str], on_note: Callable[[str], None]) -> Metrics:
+    """Load all networks on the CPU.
+
+    ``on_note`` is called with messages about weights to download, and about metrics that are left out.
+
+    Raises:
+        MissingExtraError: torchmetrics is not installed.
+        ConfigError: a metric that the user named cannot work here.
+    """
+    if importlib.util.find_spec("torchmetrics") is None:
+        raise MissingExtraError("tokenmerge-tools[metrics]", needed_by="tokenmerge evaluate")
+    loader = _Loader(prompts)
+    of_pictures, of_sets, networks = [], [], {}
+    for one in wanted:
+        if one.network is not None and not is_folder(Path(one.network)):
+            on_note(f"{one.name} needs the weights of {one.network}, which are downloaded if missing")
+        try:
+            metric = loader.load(one)
+        except ConfigError as error:
+            if one.by_name:
+                raise ConfigError(
+                    f"metric {one.name}: {error}; leave it out, or use {ALL} for every metric that works here"
+                ) from error
+            on_note(f"{one.name} is left out: {error}")
+            continue
+        if one.network is not None:
+            networks[one.name] = one.network
+        if isinstance(metric, SetMetric):
+            of_sets.append(metric)
+        else:
+            of_pictures.append(metric)
+    features = {metric.network: loader.features(metric.network) for metric in of_sets}
+    return Metrics(tuple(of_pictures), tuple(of_sets), features, networks, tuple(loader.loaded.values()))
+
+
+class _Loader:
+    """Makes metrics. It tries to load each network only once, even if several metrics use it."""
+
+    def __init__(self, prompts: Sequence[str]) -> None:
+        self.prompts = prompts
+        self.loaded: dict[tuple[str, str], Any] = {}
+        self.failed: dict[tuple[str, str], ConfigError] = {}
+
+    def load(self, wanted: Wanted) -> PictureMetric | SetMetric:
+        name, network = wanted.name, wanted.network or ""
+        if name in _DISTANCES:
+            self.features(network)
+            return SetMetric(name, network, _DISTANCES[name])
+        if name == "clip-score":
+            return PictureMetric(name, _clip_score(self._network(Clip, network)), beside_dense=False)
+        if name == _GLYPHS:
+            return PictureMetric(name, _glyphs(self.prompts), beside_dense=False)
+        return PictureMetric(name, self._closeness(name, network), beside_dense=True)
+
+    def features(self, network: str) -> Network:
+        """The network for distances between sets."""
+        loaded: Network = self._network(Inception if network == INCEPTION else Vision, network)
+        return loaded
+
+    def _closeness(self, name: str, network: str) -> Measure:
+        if name in _PIXELWISE:
+            return _of_tensors(_PIXELWISE[name])
+        if name == "lpips":
+            return _of_tensors(self._network(Lpips, network))
+        return _Similarity(self._network(Clip if name == "clip" else Vision, network))
+
+    def _network(self, kind: Callable[[str], Any], name: str) -> Any:
+        key = (kind.__name__, name)
+        if key in self.failed:
+            raise self.failed[key]
+        if key not in self.loaded:
+            try:
+                self.loaded[key] = kind(name)
+            except ConfigError as error:
+                self.failed[key] = error
+                raise
+        return self.loaded[key]
+
+
+_PIXELWISE = {"psnr": psnr, "ssim": ssim}
+_DISTANCES = {"fid": frechet_distance, "kid": kernel_distance}
+
+
+def _of_tensors(measure: Callable[[Tensor, Tensor], Tensor]) -> Measure:
+    return lambda pictures, dense, prompts: measure(as_tensor(pictures), as_tensor(dense))
+
+
+class _Similarity:
+    """Cosine similarity between the features of a picture and of the dense picture."""
+
+    def __init__(self, network: Network) -> None:
+        self.network = network
+        self._dense: tuple[Sequence[Image], Tensor] | None = None
+
+    def __call__(self, pictures: Sequence[Image], dense: Sequence[Image], prompts: Sequence[str]) -> Tensor:
+        # All variants of a batch are compared with the same dense pictures.
+        if self._dense is None or self._dense[0] is not dense:
+            self._dense = dense, self.network(dense)
+        return torch.cosine_similarity(self.network(pictures), self._dense[1])
+
+
+def _clip_score(network: Clip) -> Measure:
+    """CLIP score (Hessel et al. 2021, arXiv 2104.08718) of picture and prompt, from 0 to 100.
+
+    The one in torchmetrics does not accept the outputs of transformers 5.
+    """
+
+    def measure(pictures: Sequence[Image], dense: Sequence[Image], prompts: Sequence[str]) -> Tensor:
+        return 100 * torch.cosine_similarity(network(pictures), network.texts(prompts)).clamp(min=0)
+
+    return measure
+
+
+def _glyphs(prompts: Sequence[str]) -> Measure:
+    """1 for a picture that shows the glyph in its prompt, otherwise 0."""
+    other = next((prompt for prompt in prompts if asked_for(prompt) is None), None)
+    if other is not None:
+        raise ConfigError(f"the prompt {other!r} names no glyph of the bundled models")
+    gallery = Gallery()
+
+    def measure(pictures: Sequence[Image], dense: Sequence[Image], prompts: Sequence[str]) -> Tensor:
+        asked = [meant[0] for prompt in prompts if (meant := asked_for(prompt))]
+        found = [gallery.identify(picture)[0] for picture in pictures]
+        return torch.tensor([a == f for a, f in zip(asked, found, strict=True)]).float()
+
+    return measure

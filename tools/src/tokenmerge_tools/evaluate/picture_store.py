@@ -1,0 +1,156 @@
+"""The folder with the pictures of an evaluation."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tokenmerge.config import ToMeConfig
+from tokenmerge.errors import ConfigError
+from tokenmerge_tools.bench.records import key_of
+from tokenmerge_tools.bench.variants import DENSE
+from tokenmerge_tools.evaluate.prompts import Item
+from tokenmerge_tools.evaluate.variants import Drawn
+from tokenmerge_tools.evaluate.videos import read_video, write_video
+from tokenmerge_tools.files import FREE_SPACE, open_picture, slug, write_atomically
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+_DRAWN_AGAIN = "delete it, and the same command draws it again"
+# Keys of the text chunks in a PNG.
+_SECONDS, _CONFIG = "tokenmerge seconds", "tokenmerge config"
+
+
+@dataclasses.dataclass(frozen=True)
+class PictureStore:
+    """Paths of pictures. Two pictures have the same path only if they are drawn in the same way.
+
+    A picture whose path exists is not drawn again. Another model, size, number of steps or version gives
+    another path. The pictures are in a folder beside the results file, with the same name.
+
+    Attributes:
+        results: the results file.
+        conditions: everything that all pictures depend on, in JSON-compatible values.
+    """
+
+    results: Path
+    conditions: Mapping[str, Any]
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the pictures under these conditions."""
+        c = self.conditions
+        name = f"{slug(Path(c['model']).name)}-{c['width']}x{c['height']}-{c['steps']}-steps-{key_of(c)}"
+        return self.results.with_suffix("") / name
+
+    def picture(self, variant: Drawn, item: Item) -> Path:
+        """Path of a picture, ``FOLDER/VARIANT/PROMPT-SEED.png``."""
+        spec = variant.spec
+        name = DENSE
+        if spec.name != DENSE:
+            key = key_of({"variant": spec.name, "settings": dict(spec.settings), "steps": variant.steps})
+            name = f"{slug(spec.label, longest=80)}-{key}"
+        # The key distinguishes prompts with the same beginning.
+        key = key_of({"prompt": item.prompt.text})
+        return self.folder / name / f"{slug(item.prompt.text)}-{key}-seed{item.seed}.png"
+
+    def save(
+        self,
+        variant: Drawn,
+        item: Item,
+        picture: Image | Sequence[Image],
+        seconds: float | None,
+        config: ToMeConfig | None = None,
+        advice: str = FREE_SPACE,
+    ) -> None:
+        """Write a picture or a video. It appears on the disk only when it is complete.
+
+        Args:
+            variant: what it was drawn with.
+            item: its prompt and seed.
+            picture: the picture, or the frames of the video.
+            seconds: the time that it took to draw, kept in the file; None: unknown.
+            config: all settings that it was drawn with, kept in the file; None: unknown, or the variant has
+                none.
+            advice: what a user can do if it cannot be written.
+
+        Raises:
+            ConfigError: it cannot be written, or the video has the wrong number of frames.
+        """
+        from PIL.PngImagePlugin import PngInfo
+
+        about = PngInfo()
+        if seconds is not None:
+            about.add_text(_SECONDS, f"{seconds:.6g}")
+        if config is not None:
+            about.add_text(_CONFIG, json.dumps(config.to_dict(), sort_keys=True))
+        if isinstance(picture, Sequence):
+            self._check_length(len(picture))
+            write = partial(write_video, frames=picture, about=about)
+        else:
+            write = partial(picture.save, pnginfo=about)
+        write_atomically(self.picture(variant, item), write, advice=advice)
+
+    def seconds(self, variant: Drawn, item: Item) -> float:
+        """Seconds that a picture took to draw; NaN if the file does not have them."""
+        import PIL.Image
+
+        with PIL.Image.open(self.picture(variant, item)) as picture:
+            return float(picture.info.get(_SECONDS, math.nan))
+
+    def config(self, variant: Drawn, item: Item) -> str | None:
+        """All settings that a picture was drawn with, as JSON; None if the file does not have them."""
+        import PIL.Image
+
+        with PIL.Image.open(self.picture(variant, item)) as picture:
+            text = picture.info.get(_CONFIG)
+        return text if isinstance(text, str) else None
+
+    def frames(self, variant: Drawn, item: Item) -> list[Image]:
+        """Read the frames of a video. A picture counts as a single frame.
+
+        Raises:
+            ConfigError: the file cannot be read, or has the wrong size or number of frames.
+        """
+        first = self.open(variant, item)
+        if self.length is None:
+            return [first]
+        return read_video(self.picture(variant, item), self.length, "out", _DRAWN_AGAIN)
+
+    @property
+    def length(self) -> int | None:
+        """Number of frames of each video; None: pictures are drawn."""
+        return self.conditions.get("frames")
+
+    def _check_length(self, frames: int) -> None:
+        if frames != self.length:
+            raise ConfigError(
+                f"frames: this pipeline made a video of {frames} frames instead of {self.length}; "
+                f"give --frames {frames}"
+            )
+
+    def open(self, variant: Drawn, item: Item) -> Image:
+        """Read a picture, or the first frame of a video.
+
+        Raises:
+            ConfigError: the picture cannot be read or has the wrong size.
+        """
+        path = self.picture(variant, item)
+        picture = open_picture(path, "out", _DRAWN_AGAIN)
+        size = self.conditions["width"], self.conditions["height"]
+        if picture.size != size:
+            raise ConfigError(
+                f"out: the picture {path} should have {size[0]}x{size[1]} pixels, but has "
+                f"{picture.size[0]}x{picture.size[1]}; {_DRAWN_AGAIN}"
+            )
+        return picture
+
+    def relative(self, path: Path) -> str:
+        """The path in a record, which is relative to the folder of the results file."""
+        return path.relative_to(self.results.parent).as_posix()

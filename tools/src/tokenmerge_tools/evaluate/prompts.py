@@ -1,0 +1,103 @@
+"""Prompts from a file, or those of a bundled model."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from tokenmerge.errors import ConfigError
+from tokenmerge_tools.demo.glyphs import caption, choose_prompts, read_glyphs
+from tokenmerge_tools.files import read_bytes
+from tokenmerge_tools.pipelines.options import check_prompt
+
+IMAGENET_TEMPLATE = "a photo of a {}"
+
+_BUILT_IN = 100
+_LARGEST = 64 * 2**20  # bytes; a million prompts
+_SYNSET = re.compile(r"n\d{8}\s+")
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompt:
+    """A prompt, with its category if the file has categories."""
+
+    text: str
+    category: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Item:
+    """One picture to draw with each variant."""
+
+    prompt: Prompt
+    seed: int
+
+
+def items_of(prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[Item]:
+    """Combine every prompt with every seed. The seeds of one prompt are consecutive."""
+    return [Item(prompt, seed) for prompt in prompts for seed in seeds]
+
+
+def built_in_prompts() -> list[Prompt]:
+    """The prompts of the bundled models: 100 glyphs, on each background in turn."""
+    glyphs = read_glyphs()
+    return [Prompt(caption(glyphs[glyph].name, ground)) for glyph, ground in choose_prompts(_BUILT_IN)]
+
+
+def read_prompts(path: Path, template: str | None = None) -> list[Prompt]:
+    """Read a file of prompts. Repeated prompts are read once.
+
+    Args:
+        path: a UTF-8 text file. In a table separated by tabs (PartiPrompts), the column ``Prompt`` is read,
+            and the column ``Category`` if there is one. If all lines start with WordNet ids (the classes of
+            ImageNet-1k, such as ``n01440764 tench, Tinca tinca``), the first name of each is read, and the
+            default template is "a photo of a {}". In any other file, each line is a prompt.
+        template: text around each prompt, with ``{}`` in its place, for files of class names.
+
+    Raises:
+        ConfigError: the file is missing, binary, empty or too large, a prompt is too long, or the template
+            has no ``{}``.
+    """
+    lines = _lines(path)
+    if "Prompt" in lines[0].split("\t"):
+        names, *rows = (line.split("\t") for line in lines)
+        columns = [dict(zip(names, row, strict=False)) for row in rows]
+        found = [(row.get("Prompt", ""), row.get("Category") or None) for row in columns]
+    elif all(map(_SYNSET.match, lines)):
+        found = [(_SYNSET.sub("", line).partition(",")[0], None) for line in lines]
+        template = template or IMAGENET_TEMPLATE
+    else:
+        found = [(line, None) for line in lines]
+    if template is not None and "{}" not in template:
+        raise ConfigError(
+            f"template: expected {{}} where the text goes, such as {IMAGENET_TEMPLATE!r}, got {template!r}"
+        )
+    prompts = {
+        text: Prompt(text, category)
+        for line, category in found
+        if (text := line.strip() if template is None else template.replace("{}", line.strip()))
+    }
+    for text in prompts:
+        check_prompt(f"prompts: {path}: {text[:20]!r}…", text)
+    if not prompts:
+        raise ConfigError(f"prompts: {path} has a header but no prompts; give a file with one per line")
+    return list(prompts.values())
+
+
+def _lines(path: Path) -> list[str]:
+    """The lines that are not blank."""
+    content = read_bytes(path, "prompts", "give a file with one prompt per line", _LARGEST)
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"prompts: {path} is not UTF-8 text; give a file with one prompt per line"
+        ) from error
+    if "\0" in text:
+        raise ConfigError(f"prompts: {path} is binary; give a text file with one prompt per line")
+    lines = [line.strip("\r ") for line in text.split("\n") if line.strip()]
+    if not lines:
+        raise ConfigError(f"prompts: {path} is empty; give a file with one prompt per line")
+    return lines

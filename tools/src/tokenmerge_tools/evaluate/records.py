@@ -1,0 +1,115 @@
+"""Makes quality records from measurements."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from tokenmerge_tools.bench.records import key_of
+from tokenmerge_tools.bench.variants import DENSE, FEWER_STEPS
+from tokenmerge_tools.evaluate.evaluation import Evaluation
+from tokenmerge_tools.evaluate.measure import Figures, Measured, figures_of, speedups_of
+from tokenmerge_tools.evaluate.metrics import Metrics
+from tokenmerge_tools.evaluate.variants import Drawn
+from tokenmerge_tools.reporting.quality import QualityRecord, SampleRecord
+
+
+def quality_records(
+    evaluation: Evaluation,
+    metrics: Metrics,
+    measured: Measured,
+    reference: Measured | None,
+    known: Mapping[str, QualityRecord | SampleRecord],
+) -> list[QualityRecord]:
+    """Make the records of each variant, for all pictures and then for each category.
+
+    Values in known records of earlier runs are kept unless they were measured again.
+    """
+    categories = dict.fromkeys([None, *(item.prompt.category for item in evaluation.items)])
+    measured_with = dict(metrics.networks)
+    for metric in metrics.of_sets:
+        if evaluation.reference is not None:
+            measured_with[metric.name] += f", against {evaluation.reference.folder}"
+    records = []
+    for variant in evaluation.variants:
+        for category in categories:
+            chosen = [
+                i for i, item in enumerate(evaluation.items) if category in (None, item.prompt.category)
+            ]
+            rows = None if category is None else chosen
+            figures = figures_of(variant.label, measured, metrics, reference, rows)
+            record = _record(evaluation, variant, category, figures)
+            record = _with_config(record, measured.configs.get(variant.label, frozenset()))
+            if variant.spec.name != DENSE:
+                record = _with_speedup(record, speedups_of(variant.label, measured, rows))
+            now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+            record = dataclasses.replace(record, measured_with=measured_with, finished=now)
+            earlier = known.get(record.key)
+            if isinstance(earlier, QualityRecord):
+                again = metrics.networks
+                kept = {name: value for name, value in earlier.figures.items() if name not in again}
+                record = dataclasses.replace(
+                    record,
+                    figures={**kept, **record.figures},
+                    measured_with={**earlier.measured_with, **measured_with},
+                )
+            records.append(record)
+    return records
+
+
+def _with_speedup(record: QualityRecord, speedups: Sequence[float]) -> QualityRecord:
+    if not speedups:
+        return record
+    quarter, half, three_quarters = np.quantile(speedups, (0.25, 0.5, 0.75)).tolist()
+    return dataclasses.replace(record, speedup=half, speedup_quartiles=(quarter, three_quarters))
+
+
+def _with_config(record: QualityRecord, configs: frozenset[str]) -> QualityRecord:
+    if len(configs) == 1:
+        return dataclasses.replace(record, config=json.loads(*configs))
+    if configs:
+        # A method may choose by measurements of the device, which can change from run to run.
+        note = (
+            f"{record.label}: its pictures were drawn with {len(configs)} different settings, which the "
+            "method chose at different times; delete the pictures, and the same command draws all alike"
+        )
+        return dataclasses.replace(record, notes=(*record.notes, note))
+    return record
+
+
+def _record(evaluation: Evaluation, variant: Drawn, category: str | None, figures: Figures) -> QualityRecord:
+    conditions = dict(evaluation.store.conditions)
+    notes = []
+    if variant.steps != conditions["steps"]:
+        notes.append(f"{variant.label}: {variant.steps} of {conditions['steps']} steps")
+    if figures.equal:
+        notes.append(
+            f"{variant.label}: {figures.equal} of {figures.images} pictures equal dense in every pixel; "
+            "their PSNR is infinite and not in the mean"
+        )
+    notes += [
+        f"{variant.label}: {name} is left out, because it is not a finite number for some pictures"
+        for name in figures.undefined
+    ]
+    texts = [prompt.text for prompt in evaluation.prompts]
+    return QualityRecord(
+        model=conditions.pop("model"),
+        width=conditions.pop("width"),
+        height=conditions.pop("height"),
+        variant=variant.spec.name,
+        settings=dict(variant.spec.settings),
+        figures=figures.values,
+        images=figures.images,
+        category=category,
+        steps_used=variant.steps if variant.spec.name == FEWER_STEPS else None,
+        conditions={
+            **conditions,
+            "prompts": {"count": len(texts), "key": key_of({"prompts": texts})},
+            "seeds": sorted({item.seed for item in evaluation.items}),
+        },
+        notes=tuple(notes),
+    )

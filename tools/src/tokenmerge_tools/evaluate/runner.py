@@ -1,0 +1,160 @@
+"""Draws dense and all variants with the same prompts and seeds, measures them, and writes the records."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from tokenmerge.errors import ConfigError
+from tokenmerge_tools.bench.prepare import free_memory
+from tokenmerge_tools.bench.results_file import ResultsFile
+from tokenmerge_tools.evaluate.draw import CONTINUES, Task, draw, missing
+from tokenmerge_tools.evaluate.evaluation import Evaluation, plan_evaluation
+from tokenmerge_tools.evaluate.measure import Measured, describe, measure
+from tokenmerge_tools.evaluate.metrics import Metrics, load_metrics
+from tokenmerge_tools.evaluate.options import EvaluateOptions
+from tokenmerge_tools.evaluate.processes import Processes, processes
+from tokenmerge_tools.evaluate.records import quality_records
+from tokenmerge_tools.evaluate.samples import pack, sample_records, unpack, write_sheet
+from tokenmerge_tools.files import prepare_folder, write_json
+from tokenmerge_tools.pipelines.call import PipelineCall, latent_scale, load_pipeline_for
+from tokenmerge_tools.pipelines.loading import require_diffusers
+from tokenmerge_tools.pipelines.sizes import check_size
+from tokenmerge_tools.progress import Progress
+from tokenmerge_tools.reporting.quality import QualityRecord, SampleRecord, read_quality
+
+T = TypeVar("T")
+
+# With fewer pictures, FID depends more on their number than on their content.
+_ENOUGH_FOR_FID = 2048
+
+
+def evaluate(
+    options: EvaluateOptions,
+    on_progress: Callable[[Progress], None] = lambda progress: None,
+    on_note: Callable[[str], None] = lambda note: None,
+) -> list[QualityRecord] | None:
+    """Draw the missing pictures, measure all pictures, and append the records to the results file.
+
+    Pictures of earlier runs under the same conditions are reused. So an interrupted run continues, and a run
+    with more prompts, variants or metrics only does what is new. Under ``accelerate launch``, the batches are
+    split over the processes, and the results are the same as with one process.
+
+    Only the first process calls ``on_progress``, when pictures are written, and ``on_note``, with messages
+    for the user.
+
+    Returns:
+        The records, dense first. The record of all pictures of a variant precedes those of its categories.
+        None in all processes but the first.
+
+    Raises:
+        TokenMergingError: an option does not fit the model or the machine. Cheap checks run before the
+            weights are loaded, and all metrics are loaded before the first picture.
+    """
+    require_diffusers("tokenmerge evaluate")
+    with processes(options.device) as team:
+        evaluation = plan_evaluation(options, team.device)
+        # The first process names the folder, since modification times of weights differ between machines.
+        evaluation = dataclasses.replace(evaluation, store=team.gather(evaluation.store)[0])
+        run = _Run(options, evaluation, team, on_progress if team.is_main else lambda progress: None)
+        if team.count > 1 and team.is_main:
+            on_note(f"{team.count} processes share the prompts")
+        if not team.is_main:
+            run.load_metrics(lambda note: None)
+            run.draw_and_measure()
+            return None
+        with ResultsFile(options.out, read_quality) as file:
+            for note in file.notes:
+                on_note(note)
+            run.load_metrics(on_note)
+            run.draw_and_measure()
+            return run.write(file)
+
+
+class _Run:
+    """One run, and its measurements so far."""
+
+    metrics: Metrics
+    measured: Measured
+    reference: Measured | None
+
+    def __init__(
+        self,
+        options: EvaluateOptions,
+        evaluation: Evaluation,
+        team: Processes,
+        on_progress: Callable[[Progress], None],
+    ) -> None:
+        self.options, self.evaluation, self.team, self.on_progress = options, evaluation, team, on_progress
+        # Batches are formed before they are split over processes. Otherwise pictures would depend on the
+        # number of processes, since kernels round differently for another batch size.
+        self.batches = team.share(_batches(list(enumerate(evaluation.items)), options.batch))
+        self.shown = [item for item in evaluation.items if item.seed == options.seed][: options.samples]
+
+    def load_metrics(self, on_note: Callable[[str], None]) -> None:
+        """Load all metrics before any picture is drawn."""
+        self.metrics = load_metrics(self.options.wanted(), [p.text for p in self.evaluation.prompts], on_note)
+        names = [metric.name for metric in self.metrics.of_sets]
+        count = len(self.evaluation.items)
+        if names and count < 2:
+            raise ConfigError(f"{', '.join(names)}: expected at least 2 pictures, got {count}; add --seeds 2")
+        if "fid" in names and count < _ENOUGH_FOR_FID:
+            on_note(f"fid of only {count} pictures is biased upwards; kid is unbiased")
+
+    def draw_and_measure(self) -> None:
+        """Draw the missing pictures of this process's share, measure the share, and gather all shares."""
+        evaluation, team = self.evaluation, self.team
+        prepare_folder(evaluation.store.folder)
+        if team.is_main:
+            write_json(evaluation.store.folder / "conditions.json", evaluation.store.conditions, CONTINUES)
+        items = [[item for _, item in batch] for batch in self.batches]
+        tasks = missing(items, evaluation.variants, evaluation.store)
+        if tasks:
+            self._draw(tasks)
+            free_memory()
+        self.metrics.to(team.device)
+        mine = measure(self.batches, evaluation.variants, evaluation.store, self.metrics)
+        self.measured = Measured.merge(team.gather(mine))
+        self.reference = None
+        if evaluation.reference is not None and self.metrics.features:
+            paths = _batches(list(enumerate(evaluation.reference.pictures)), self.options.batch)
+            self.reference = Measured.merge(team.gather(describe(team.share(paths), self.metrics)))
+        packed = team.gather(
+            pack(self.shown, evaluation.variants, evaluation.store) if team.count > 1 else {}
+        )
+        if team.is_main:
+            unpack(packed)
+
+    def _draw(self, tasks: Sequence[Task]) -> None:
+        evaluation = self.evaluation
+        drawing = self.options.drawing(evaluation.prompts[0].text)
+        pipe = load_pipeline_for(drawing, evaluation.source, evaluation.dtype, self.team.device)
+        check_size(evaluation.size, latent_scale(pipe))
+        call = PipelineCall.prepare(pipe, drawing, evaluation.size, frames=evaluation.frames)
+        total, done = sum(len(task.items) for task in tasks), 0
+
+        def drawn(count: int) -> None:
+            nonlocal done
+            done += count
+            self.on_progress(Progress("drawing", done, total))
+
+        self.on_progress(Progress("drawing", 0, total))
+        draw(pipe, call, tasks, evaluation.store, drawn)
+
+    def write(self, file: ResultsFile[QualityRecord | SampleRecord]) -> list[QualityRecord]:
+        """Append new records and samples to the file, and write the sheet."""
+        evaluation = self.evaluation
+        records = quality_records(evaluation, self.metrics, self.measured, self.reference, file.records)
+        samples = sample_records(self.shown, evaluation.variants, evaluation.store)
+        everything: list[QualityRecord | SampleRecord] = [*records, *samples]
+        for record in everything:
+            if file.records.get(record.key) != record:
+                file.append(record)
+        if self.options.grid is not None:
+            write_sheet(self.options.grid, self.shown, evaluation.variants, evaluation.store)
+        return records
+
+
+def _batches(everything: Sequence[T], size: int) -> list[Sequence[T]]:
+    return [everything[start : start + size] for start in range(0, len(everything), size)]

@@ -1,0 +1,124 @@
+"""The call of a denoiser that is exported: the first one that its pipeline makes."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from tokenmerge.errors import ConfigError, reason_of
+from tokenmerge.models.base import Host
+from tokenmerge.models.find import find_hosts
+from tokenmerge_tools.export.options import ExportOptions
+from tokenmerge_tools.pipelines.call import PipelineCall
+from tokenmerge_tools.pipelines.loading import denoiser_of
+from tokenmerge_tools.pipelines.options import GenerateOptions
+
+if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline
+
+_PROMPT = "a red apple on a table"
+_LATER = 0.37  # of the timestep, in the call that is checked
+
+
+@dataclasses.dataclass(eq=False)
+class DenoiserCall:
+    """A denoiser with the arguments of one call.
+
+    Token merging treats it as a pipeline, and reads from it whether guidance doubles the batch.
+
+    Args:
+        denoiser: the model.
+        arguments: arguments by name. Tensors become inputs of the exported model; all other values become
+            constants in it.
+        size: (width, height) of the picture in pixels.
+        latent: (height, width) of the latents.
+        do_classifier_free_guidance: whether the batch holds each sample twice.
+    """
+
+    denoiser: nn.Module
+    arguments: dict[str, Any]
+    size: tuple[int, int]
+    latent: tuple[int, int]
+    do_classifier_free_guidance: bool = False
+
+    def __post_init__(self) -> None:
+        order = inspect.signature(type(self.denoiser).forward).parameters
+        self.arguments = {name: self.arguments[name] for name in order if name in self.arguments}
+
+    @property
+    def host(self) -> Host:
+        """The facts about the denoiser."""
+        (host,) = find_hosts(self.denoiser)
+        return host
+
+    @property
+    def batch(self) -> int:
+        """Number of samples in the call."""
+        return len(self.arguments[self.host.sample])
+
+    def other_arguments(self) -> dict[str, Any]:
+        """Arguments of another call: the sample mirrored, at the timestep of a later step."""
+        host, other = self.host, dict(self.arguments)
+        other[host.sample] = tree_map_only(Tensor, lambda x: x.flip(-1), other[host.sample])
+        if isinstance(by := host.timestep, str) and isinstance(now := other.get(by), Tensor):
+            other[by] = (now * _LATER).to(now.dtype)
+        return other
+
+
+class _Reached(Exception):
+    """Raised when the denoiser is called, to stop the pipeline."""
+
+
+def first_call(
+    pipe: DiffusionPipeline, options: ExportOptions, size: tuple[int, int], latent: tuple[int, int]
+) -> DenoiserCall:
+    """Run a pipeline up to the first call of its denoiser.
+
+    Args:
+        pipe: a text-to-image pipeline with its weights.
+        options: what to export.
+        size: (width, height) in pixels.
+        latent: (width, height) of the latents.
+
+    Raises:
+        ConfigError: the pipeline does not accept an option or the size.
+        UnsupportedModelError: the pipeline cannot generate pictures from text alone.
+    """
+    request = GenerateOptions(prompt=_PROMPT, steps=2, batch=options.batch, guidance=options.guidance)
+    call = PipelineCall.prepare(pipe, request, size)
+    denoiser: Any = denoiser_of(pipe)
+    found: dict[str, Any] = {}
+
+    def stop(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        signature = inspect.signature(type(module).forward)
+        found.update(signature.bind_partial(module, *args, **kwargs).arguments)
+        raise _Reached
+
+    hook = denoiser.register_forward_pre_hook(stop, with_kwargs=True)
+    try:
+        with torch.no_grad():
+            call(pipe, lambda _: None)
+    except _Reached:
+        pass
+    except ValueError as error:  # the pipeline's own checks
+        raise ConfigError(
+            f"size: {type(pipe).__name__} cannot be called at {size[0]}x{size[1]} ({reason_of(error)}); take "
+            "another size with --size"
+        ) from error
+    finally:
+        hook.remove()
+    arguments = {name: value for name, value in found.items() if value is not None}
+    for name in ("self", "return_dict"):
+        arguments.pop(name, None)
+    return DenoiserCall(
+        denoiser=denoiser,
+        arguments=tree_map_only(Tensor, torch.clone, arguments),
+        size=size,
+        latent=(latent[1], latent[0]),
+        do_classifier_free_guidance=call.guided,
+    )

@@ -1,0 +1,149 @@
+"""The formats: how each writes a model, and how it runs the written files."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenmerge.errors import MissingExtraError
+
+Arrays = Mapping[str, Any]  # by the names of a model's inputs
+Run = Callable[[Arrays], Any]  # inputs → the output
+
+
+@dataclasses.dataclass(frozen=True)
+class Format:
+    """A format of exported models.
+
+    Attributes:
+        title: the program that runs it.
+        opset: version of ONNX's operators that the model is converted to.
+        packages: packages that must be installed; the first one runs the model.
+        file: name of the file to open.
+        write: (ONNX program of PyTorch, folder) → files in the folder.
+        load: (folder, number of threads, None for all) → a function that runs the model in it.
+        look_inside: (folder, names of values in the graph, inputs) → the output and these values, from one
+            run.
+    """
+
+    title: str
+    opset: int
+    packages: tuple[str, ...]
+    file: str
+    write: Callable[[Any, Path], None]
+    load: Callable[[Path, int | None], Run]
+    look_inside: Callable[[Path, Sequence[str], Arrays], list[Any]]
+
+    def require(self) -> None:
+        """Raise a MissingExtraError if a package is not installed."""
+        missing = [package for package in self.packages if importlib.util.find_spec(package) is None]
+        if missing:
+            raise MissingExtraError(
+                "tokenmerge-tools[export]", needed_by=f"to: {self.title} needs {', '.join(missing)}"
+            )
+
+
+def _write_onnx(program: Any, folder: Path) -> None:
+    program.save(folder / "model.onnx", external_data=True)
+
+
+def _load_onnx(folder: Path, threads: int | None) -> Run:
+    run = _onnx_session(folder / "model.onnx", threads)
+    return lambda arrays: run(arrays)[0]
+
+
+def _look_inside_onnx(folder: Path, names: Sequence[str], arrays: Arrays) -> list[Any]:
+    import onnx
+
+    model = onnx.load(folder / "model.onnx", load_external_data=False)
+    model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names)
+    file = folder / "inside.onnx"  # in the folder of the weights, which it shares
+    try:
+        file.write_bytes(model.SerializeToString())
+        return _onnx_session(file, None)(arrays)
+    finally:
+        file.unlink(missing_ok=True)
+
+
+def _onnx_session(file: Path, threads: int | None) -> Callable[[Arrays], list[Any]]:
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads or 0
+    session = onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
+    names = {one.name for one in session.get_inputs()}
+    return lambda arrays: list(
+        session.run(None, {name: value for name, value in arrays.items() if name in names})
+    )
+
+
+def _write_openvino(program: Any, folder: Path) -> None:
+    import openvino
+
+    onnx = folder / "onnx"
+    onnx.mkdir()
+    _write_onnx(program, onnx)
+    # Not convert_model, which reports its use over the network.
+    model = openvino.Core().read_model(onnx / "model.onnx")
+    openvino.save_model(model, folder / "model.xml", compress_to_fp16=False)
+    del model  # it holds the file of the weights
+    for file in onnx.iterdir():
+        file.unlink()
+    onnx.rmdir()
+
+
+def _load_openvino(folder: Path, threads: int | None) -> Run:
+    run = _openvino_model(folder, threads, ())
+    return lambda arrays: run(arrays)[0]
+
+
+def _look_inside_openvino(folder: Path, names: Sequence[str], arrays: Arrays) -> list[Any]:
+    return _openvino_model(folder, None, names)(arrays)
+
+
+def _openvino_model(folder: Path, threads: int | None, inner: Sequence[str]) -> Callable[[Arrays], list[Any]]:
+    import openvino
+
+    # bfloat16 is the default on CPUs that have it, but matching then finds other tokens than in float32.
+    settings: dict[str, Any] = {"INFERENCE_PRECISION_HINT": "f32"}
+    if threads:
+        settings["INFERENCE_NUM_THREADS"] = threads
+    core = openvino.Core()
+    read = core.read_model(folder / "model.xml")
+    if inner:
+        read.add_outputs(list(inner))
+    model = core.compile_model(read, "CPU", settings)
+    names = {name for one in model.inputs for name in one.get_names()}
+
+    def run(arrays: Arrays) -> list[Any]:
+        found = model({name: value for name, value in arrays.items() if name in names})
+        return [found[0], *(found[name] for name in inner)]
+
+    return run
+
+
+FORMATS = {
+    # From opset 23 on, attention is one operator, but ONNX Runtime 1.32 refuses masks of one row there.
+    "onnx": Format(
+        "ONNX Runtime",
+        20,
+        ("onnxruntime", "onnx", "onnxscript"),
+        "model.onnx",
+        _write_onnx,
+        _load_onnx,
+        _look_inside_onnx,
+    ),
+    # With this operator OpenVINO always finds its fused attention.
+    "openvino": Format(
+        "OpenVINO",
+        23,
+        ("openvino", "onnx", "onnxscript"),
+        "model.xml",
+        _write_openvino,
+        _load_openvino,
+        _look_inside_openvino,
+    ),
+}

@@ -1,0 +1,125 @@
+"""Converts a patched denoiser to an ONNX program, and its arguments to the program's inputs."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import warnings
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.export.graph_signature import InputKind, TensorArgument
+from torch.utils._pytree import tree_leaves
+
+from tokenmerge.errors import UnsupportedModelError
+from tokenmerge_tools.export.plans import made_plans, plan_tensors
+from tokenmerge_tools.out_of_memory import errors_as
+
+OUTPUT = "out"
+Plans = tuple[tuple[str | None, ...], ...]
+
+
+class Graph(NamedTuple):
+    """An ONNX program, and the names that its check needs.
+
+    Attributes:
+        program: ONNX program of PyTorch.
+        inputs: names of the inputs in the order of :func:`tensors`.
+        plans: for each plan in the order in which they are made, the names of its tensors in the graph; None
+            for a tensor on which the output does not depend.
+    """
+
+    program: Any
+    inputs: tuple[str, ...]
+    plans: Plans
+
+
+@torch.no_grad()
+def onnx_graph(model: nn.Module, arguments: dict[str, Any], opset: int) -> Graph:
+    """The ONNX program of one call of a model that may be patched.
+
+    Raises:
+        UnsupportedModelError: PyTorch cannot export the model with these settings.
+    """
+    with _quiet(), _exporting(type(model).__name__), made_plans(model) as plans:
+        # The plans become outputs, so that their names can be found. Below, they are removed again.
+        hook = model.register_forward_hook(
+            lambda module, args, result: (*result, *(x for plan in plans for x in plan_tensors(plan)))
+        )
+        try:
+            traced = torch.export.export(model, (), {**arguments, "return_dict": False}, strict=False)
+        finally:
+            hook.remove()
+        counts = [len(plan_tensors(plan)) for plan in plans]
+        specs = [spec for spec in traced.graph_signature.input_specs if spec.kind is InputKind.USER_INPUT]
+        names = tuple(spec.arg.name for spec in specs if isinstance(spec.arg, TensorArgument))
+        program: Any = torch.onnx.export(
+            traced,
+            dynamo=True,
+            verbose=False,
+            opset_version=opset,
+            output_names=[OUTPUT, *(f"plan_{i}" for i in range(sum(counts)))],
+            optimize=False,
+        )
+        _clean(program.model)
+        graph = program.model.graph
+        values = [value.name for value in graph.outputs[1:]]
+        del graph.outputs[1:]
+        _drop_unused(program.model)
+        left = {value.name for node in graph for value in node.outputs} | set(graph.initializers)
+        found = iter(name if name in left else None for name in values)
+    return Graph(program, names, tuple(tuple(itertools.islice(found, count)) for count in counts))
+
+
+def tensors(arguments: dict[str, Any]) -> list[Tensor]:
+    """The tensors in the arguments of a call, also within lists and dictionaries."""
+    return [value for value in tree_leaves(arguments) if isinstance(value, Tensor)]
+
+
+def _clean(model: Any) -> None:
+    """Fold constants, and drop unused nodes and the source location of each operation.
+
+    PyTorch's own optimisation also rewrites patterns, which takes most of the time of an export; the programs
+    that run the model do that themselves.
+    """
+    from onnx_ir.passes.common import ClearMetadataAndDocStringPass, CommonSubexpressionEliminationPass
+    from onnxscript.optimizer import fold_constants
+
+    fold_constants(model)
+    CommonSubexpressionEliminationPass()(model)
+    _drop_unused(model)
+    ClearMetadataAndDocStringPass()(model)
+
+
+def _drop_unused(model: Any) -> None:
+    from onnxscript.optimizer import remove_unused_nodes
+
+    remove_unused_nodes(model)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence PyTorch's messages about missing packages and about its own code."""
+    loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "onnx_ir")]
+    before = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger, level in zip(loggers, before, strict=True):
+            logger.setLevel(level)
+
+
+def _exporting(name: str) -> contextlib.AbstractContextManager[None]:
+    return errors_as(
+        lambda reason: UnsupportedModelError(
+            f"model: PyTorch cannot export {name} with these settings ({reason}); take "
+            "--method tome, or try --ratio 0 to see whether the dense model exports"
+        )
+    )

@@ -1,0 +1,277 @@
+"""Turns the value of ``--model`` into a diffusers pipeline, or into its denoiser without weights."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import enum
+import inspect
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tokenmerge.errors import (
+    ConfigError,
+    MissingExtraError,
+    UnsupportedModelError,
+)
+from tokenmerge_tools import demo
+from tokenmerge_tools.files import is_file, is_folder
+from tokenmerge_tools.out_of_memory import errors_as
+
+if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline
+
+DEFAULT_MODEL = demo.NAMES[0]
+PICKLE = "pickle:"
+
+DENOISERS = ("unet", "transformer")
+ABSENT = [None, None]  # the entry in model_index.json of a component that the pipeline does not have
+_PICKLES = (".ckpt", ".pt", ".pth", ".bin")
+_LONGEST_NAME = 200
+_HUB_ID = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}")  # with the longest names that the hub allows
+_ACCEPTED = (
+    f"a bundled model ({', '.join(demo.NAMES)}), a diffusers folder (with model_index.json), "
+    "a .safetensors checkpoint or a hub id such as owner/name"
+)
+
+
+class SourceKind(enum.Enum):
+    """Where a model comes from."""
+
+    DEMO = "bundled model"
+    FOLDER = "diffusers folder"
+    CHECKPOINT = "single checkpoint"
+    HUB = "hub id"
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelSource:
+    """Where to load a model from.
+
+    By default only safetensors are read, because a pickle can run code when it is loaded.
+    """
+
+    kind: SourceKind
+    location: str
+    allows_pickles: bool = False
+
+    def weights_arguments(self) -> dict[str, bool]:
+        """Arguments of diffusers' ``from_pretrained`` that enforce this choice."""
+        return {} if self.allows_pickles else {"use_safetensors": True}
+
+
+def find_model(name: str) -> ModelSource:
+    """Find the model with this name. This reads directories, but no weights.
+
+    Args:
+        name: a bundled model, a diffusers folder, a ``.safetensors`` file or a hub id. After the prefix
+            ``pickle:``, weights in pickles (``.ckpt``, ``.pt``, ``.pth``, ``.bin``) are accepted too.
+
+    Raises:
+        ConfigError: ``name`` is none of these, or its weights are pickles and the prefix is missing.
+    """
+    location = name.removeprefix(PICKLE)
+    allows_pickles = location != name
+    path = Path(location)
+    with contextlib.suppress(RuntimeError):  # "~name" of a user that does not exist
+        path = path.expanduser()
+    if location in demo.NAMES:
+        return ModelSource(SourceKind.DEMO, str(demo.path(location)))
+    if location and is_folder(path):
+        if not (path / "model_index.json").is_file():
+            raise ConfigError(
+                f"model: the folder {location} has no model_index.json; give the folder that "
+                "pipe.save_pretrained() wrote, not one of its subfolders"
+            )
+        if not allows_pickles:
+            _refuse_pickles(path, [component for component in path.iterdir() if component.is_dir()])
+        return ModelSource(SourceKind.FOLDER, str(path), allows_pickles)
+    if path.suffix in _PICKLES and not allows_pickles:
+        raise _pickle_error(f"{_short(location)} is a pickle", _short(location))
+    if path.suffix in (".safetensors", *_PICKLES):
+        if not is_file(path):
+            raise ConfigError(f"model: there is no file {_short(location)}")
+        return ModelSource(SourceKind.CHECKPOINT, str(path), allows_pickles)
+    if _HUB_ID.fullmatch(location) and not location.startswith("."):
+        return ModelSource(SourceKind.HUB, location, allows_pickles)
+    raise ConfigError(f"model: {_short(name)!r} is not a model; expected {_ACCEPTED}")
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= _LONGEST_NAME else f"{name[:_LONGEST_NAME]}…"
+
+
+def _refuse_pickles(folder: Path, components: Iterable[Path]) -> None:
+    """Raise a ConfigError if one of these folders has weights only as pickles."""
+    for component in sorted(components):
+        files = sorted(component.iterdir())
+        pickles = [file for file in files if file.suffix in _PICKLES]
+        if pickles and not any(file.suffix == ".safetensors" for file in files):
+            raise _pickle_error(f"{pickles[0].relative_to(folder)} in {folder} is a pickle", str(folder))
+
+
+def _pickle_error(what: str, location: str) -> ConfigError:
+    return ConfigError(
+        f"model: {what}, which can run code when it is loaded; convert it to .safetensors, or give "
+        f"{PICKLE}{location} if you trust where it comes from"
+    )
+
+
+def load_pipeline(
+    source: ModelSource, dtype: torch.dtype, device: torch.device, controlnet: str | None = None
+) -> DiffusionPipeline:
+    """Load a text-to-image pipeline with its weights.
+
+    ``controlnet`` is the folder or hub id of a ControlNet to add.
+
+    Raises:
+        ConfigError: the pipeline cannot be loaded. The message says why.
+        MissingExtraError: diffusers is not installed.
+        UnsupportedModelError: the pipeline has no denoiser.
+    """
+    diffusers = require_diffusers("loading a diffusers model")
+    arguments: dict[str, Any] = _dtype_argument(dtype)
+    with loading(source.location):
+        if source.kind is SourceKind.CHECKPOINT:
+            pipeline_class = _checkpoint_pipeline(source)
+            pipe = pipeline_class.from_single_file(source.location, **arguments)
+        else:
+            # A component saved as absent, such as T5 in Stable Diffusion 3, must still be passed as None.
+            absent = {part: None for part, found in read_index(source).items() if found == ABSENT}
+            arguments |= source.weights_arguments()
+            pipe = diffusers.DiffusionPipeline.from_pretrained(source.location, **absent, **arguments)
+    denoiser_name(pipe)
+    if controlnet is not None:
+        location = controlnet.removeprefix(PICKLE)
+        kind = SourceKind.FOLDER if is_folder(Path(location)) else SourceKind.HUB
+        extra_source = ModelSource(kind, location, allows_pickles=location != controlnet)
+        if kind is SourceKind.FOLDER and not extra_source.allows_pickles:
+            _refuse_pickles(Path(location), [Path(location)])
+        with loading(location):
+            config = diffusers.ControlNetModel.load_config(location)
+            controlnet_class = getattr(diffusers, config["_class_name"])
+            arguments = {**_dtype_argument(dtype), **extra_source.weights_arguments()}
+            extra = controlnet_class.from_pretrained(location, **arguments)
+            pipe = diffusers.AutoPipelineForText2Image.from_pipe(pipe, controlnet=extra)
+    return pipe.to(device)
+
+
+def denoiser_name(pipe: DiffusionPipeline) -> str:
+    """Name of the pipeline's denoiser: ``"unet"`` or ``"transformer"``.
+
+    Raises:
+        UnsupportedModelError: the pipeline has neither.
+    """
+    for name in DENOISERS:
+        if getattr(pipe, name, None) is not None:
+            return name
+    raise UnsupportedModelError(no_denoiser(type(pipe).__name__))
+
+
+def denoiser_of(pipe: DiffusionPipeline) -> Any:
+    """The pipeline's denoiser.
+
+    Raises:
+        UnsupportedModelError: it has none.
+    """
+    return getattr(pipe, denoiser_name(pipe))
+
+
+def guides(pipe: DiffusionPipeline, scale: float | None) -> bool:
+    """Whether a pipeline applies classifier-free guidance at this scale. None: at its default scale.
+
+    Models distilled from guided ones take the scale as an input, and do not double the batch.
+    """
+    if denoiser_of(pipe).config.get("guidance_embeds"):
+        return False
+    scale = _given_or_default(pipe, scale)
+    return scale is not None and scale > 1
+
+
+def guidance_in_force(pipe: DiffusionPipeline, scale: float | None) -> float | None:
+    """The scale that decides which settings are in force (``by_guidance``). None: the pipeline hides it.
+
+    It is 1 where a pipeline applies no classifier-free guidance.
+
+    Args:
+        pipe: the pipeline.
+        scale: that the pipeline is given; None: its default.
+    """
+    if not hasattr(type(pipe), "do_classifier_free_guidance"):
+        return None
+    return _given_or_default(pipe, scale) if guides(pipe, scale) else 1.0
+
+
+def _given_or_default(pipe: DiffusionPipeline, scale: float | None) -> float | None:
+    if scale is not None:
+        return scale
+    parameter = inspect.signature(pipe.__call__).parameters.get("guidance_scale")
+    return None if parameter is None else parameter.default
+
+
+def require_diffusers(needed_by: str) -> Any:
+    """Import diffusers, or raise a MissingExtraError that says how to install it."""
+    try:
+        import diffusers
+    except ImportError as error:
+        raise MissingExtraError("diffusers", needed_by) from error
+    return diffusers
+
+
+def no_denoiser(pipeline: str) -> str:
+    """The error message for a pipeline without a denoiser."""
+    return f"model: {pipeline} has neither a unet nor a transformer; use a text-to-image diffusion pipeline"
+
+
+def read_index(source: ModelSource) -> dict[str, Any]:
+    """Read ``model_index.json``: [library, class] of each component, by its name."""
+    import diffusers
+
+    with loading(source.location):
+        index = diffusers.DiffusionPipeline.load_config(source.location)
+    if not isinstance(index, dict):
+        raise ConfigError(
+            f"model: model_index.json of {source.location} is not an object with the pipeline's components; "
+            "give a folder that pipe.save_pretrained() wrote"
+        )
+    return index
+
+
+def _checkpoint_pipeline(source: ModelSource) -> Any:
+    """Find the pipeline class of a checkpoint from the names and shapes of its tensors, as diffusers does."""
+    import diffusers
+    from diffusers.loaders.single_file_utils import fetch_diffusers_config
+    from safetensors import safe_open
+
+    if source.location.endswith(".safetensors"):
+        with safe_open(source.location, framework="pt") as weights:
+            shapes = {key: weights.get_slice(key).get_shape() for key in weights.keys()}  # noqa: SIM118
+        tensors = {key: torch.empty(shape, device="meta") for key, shape in shapes.items()}
+    else:
+        # weights_only, as in diffusers: only tensors and plain containers, no code.
+        content = torch.load(source.location, map_location="meta", weights_only=True)
+        tensors = content.get("state_dict", content)
+    index = diffusers.DiffusionPipeline.load_config(**fetch_diffusers_config(tensors))
+    return getattr(diffusers, index["_class_name"])
+
+
+def _dtype_argument(dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """The argument for the dtype, which diffusers 0.40 renamed."""
+    import diffusers
+
+    major, minor = (int(number) for number in diffusers.__version__.split(".")[:2])
+    return {"dtype" if (major, minor) >= (0, 40) else "torch_dtype": dtype}
+
+
+def loading(what: str) -> contextlib.AbstractContextManager[None]:
+    """Turn any error from loading a damaged or unknown model into one line that names the model."""
+    return errors_as(
+        lambda reason: ConfigError(
+            f"model: cannot load {what}: {reason}; give a folder with all files of the model as safetensors "
+            f"({PICKLE}NAME accepts pickles too), or a hub id while the hub can be reached"
+        )
+    )

@@ -1,0 +1,127 @@
+"""The fields of the page, and the options that they stand for."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from tokenmerge.config.checks import as_number, integer, one_of, refuse, text
+from tokenmerge.errors import ConfigError
+from tokenmerge_tools import demo
+from tokenmerge_tools.method_spec import METHODS, MethodSpec
+from tokenmerge_tools.pipelines.options import LONGEST_PROMPT, GenerateOptions
+from tokenmerge_tools.pipelines.sizes import parse_size
+
+_LONGEST_WORD = 40
+_MOST_STEPS = 1_000  # those that models are trained with
+_LARGEST_SIDE = 2_048  # of a square, in pixels; half for the bundled models, whose latents are finer
+_BUNDLED_SIZE = "256x256"  # 4096 tokens, on which merging has something to save
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """The values of the fields, in the order of the page.
+
+    Args:
+        model: one of the models that the page offers.
+        prompt: what to draw.
+        seed: seed of the noise, ≥ 0.
+        size: ``"WIDTHxHEIGHT"`` or one number, in pixels. Empty: the model's default.
+        steps: denoising steps, ≥ 1. Raising it takes longer, and lets step reuse skip more.
+        guidance: scale of classifier-free guidance, ≥ 0. Empty: the pipeline's default.
+        method: one of ``METHODS``.
+        ratio: fraction of tokens removed. Raising it draws faster and less like dense.
+    """
+
+    model: str = GenerateOptions.model
+    prompt: str = "a red apple on a light blue background"
+    seed: float | None = 0
+    size: str = _BUNDLED_SIZE
+    steps: float | None = 20
+    guidance: str = ""
+    method: str = METHODS[0]
+    ratio: float | None = 0.5
+
+    @classmethod
+    def first(cls, model: str) -> Form:
+        """The fields before the first trial."""
+        return cls(model) if model in demo.NAMES else cls(model, size="")
+
+    @classmethod
+    def of(cls, options: GenerateOptions) -> Form:
+        """The fields that stand for these options."""
+        return cls(
+            model=options.model,
+            prompt=options.prompt,
+            seed=options.seed,
+            size="" if options.size is None else "x".join(map(str, options.size)),
+            steps=options.steps,
+            guidance="" if options.guidance is None else f"{options.guidance:g}",
+            method=options.merging.method,
+            ratio=options.merging.changes["ratio"],
+        )
+
+    def options(self, models: Sequence[str] | None = None, **machine: Any) -> GenerateOptions:
+        """Check the fields. They come from visitors, and may have values of any type.
+
+        Args:
+            models: those that can be chosen. None: that of the form.
+            machine: the options that the command line sets for all trials, such as ``device``.
+
+        Raises:
+            ConfigError: a value is missing, of another type, or outside its range or the limits of the page.
+        """
+        if self.ratio is None:
+            raise ConfigError("ratio: it is empty; give a number from 0 to 1, such as 0.5")
+        one_of(models or (self.model,))("model", self.model)
+        size = _text("size", self.size, _LONGEST_WORD)
+        return GenerateOptions(
+            prompt=_text("prompt", self.prompt, LONGEST_PROMPT),
+            model=self.model,
+            size=self._limited(parse_size(size)) if size else None,
+            steps=_whole("steps", self.steps, 1, _MOST_STEPS),
+            seed=_whole("seed", self.seed, 0),
+            guidance=_number("guidance", _text("guidance", self.guidance, _LONGEST_WORD)),
+            merging=MethodSpec(text("method", self.method), {"ratio": self.ratio}),
+            **machine,
+        )
+
+    def _limited(self, size: tuple[int, int]) -> tuple[int, int]:
+        most = _LARGEST_SIDE // 2 if self.model in demo.NAMES else _LARGEST_SIDE
+        width, height = size
+        if width * height > most**2:
+            raise ConfigError(
+                f"size: expected at most {most**2:,} pixels, such as {most}x{most}, got {width}x{height}; "
+                "tokenmerge generate draws larger ones"
+            )
+        return size
+
+
+def _text(name: str, value: Any, longest: int) -> str:
+    """A text without the blanks around it; an empty one for None."""
+    found = "" if value is None else text(name, value)
+    if len(found) > longest:
+        raise ConfigError(f"{name}: expected at most {longest:,} characters, got {len(found):,}; shorten it")
+    return found.strip()
+
+
+def _number(name: str, written: str) -> float | None:
+    """A number; None if the field is empty."""
+    try:
+        return float(written) if written else None
+    except ValueError:
+        raise ConfigError(f"{name}: expected a number such as 3, or nothing, got {written!r}") from None
+
+
+def _whole(name: str, value: Any, lowest: int, most: int | None = None) -> int:
+    """A number of the page as an integer; browsers send 20 and 20.0 alike."""
+    if value is None:
+        raise ConfigError(f"{name}: expected a whole number, got nothing")
+    plain = as_number(value)
+    if plain is None or plain != int(plain):
+        refuse(name, "a whole number", value)
+    found = integer(lowest)(name, int(value))
+    if most is not None and found > most:
+        refuse(name, f"an integer from {lowest} to {most:,}", found)
+    return found

@@ -1,0 +1,103 @@
+"""Serves the page on this machine, without any other service."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import tempfile
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from tokenmerge.errors import ConfigError, MissingExtraError
+from tokenmerge_tools.play.gate import Gate, Visitors
+
+LOCAL = "127.0.0.1"
+# Gradio's own colours are too pale to read.
+_READABLE = {
+    "body_text_color_subdued": "*neutral_500",
+    "input_placeholder_color": "*neutral_500",
+    "input_placeholder_color_dark": "*neutral_400",
+    "button_primary_background_fill": "*primary_600",
+    "button_primary_background_fill_hover": "*primary_700",
+}
+_NEEDED = ("gradio", "torchmetrics", "diffusers")
+
+
+def require_gradio() -> None:
+    """Raise a MissingExtraError unless everything that the playground needs is installed."""
+    if not all(importlib.util.find_spec(package) for package in _NEEDED):
+        raise MissingExtraError("tokenmerge-tools[play]", needed_by="tokenmerge play")
+
+
+def serve(
+    build: Callable[[Visitors], Any],
+    host: str = LOCAL,
+    port: int | None = None,
+    browser: bool = False,
+    on_ready: Callable[[str], None] = print,
+) -> None:
+    """Serve a page until Ctrl-C.
+
+    Args:
+        build: makes Gradio's ``Blocks``, and is given the visitors who are there.
+        host: address to listen on. Any other than 127.0.0.1 lets other machines use the page.
+        port: the port. None: the first free one from 7860 on.
+        browser: whether to open the page in a browser.
+        on_ready: is called with the address of the page.
+
+    Raises:
+        ConfigError: the address or the port cannot be used.
+    """
+    os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
+    with tempfile.TemporaryDirectory(prefix="tokenmerge-play-") as pictures:
+        os.environ["GRADIO_TEMP_DIR"] = pictures
+        visitors = Visitors()
+        _serve(build(visitors), visitors, host, port, browser, on_ready)
+
+
+def _serve(
+    page: Any,
+    visitors: Visitors,
+    host: str,
+    port: int | None,
+    browser: bool,
+    on_ready: Callable[[str], None],
+) -> None:
+    import gradio as gr
+    from starlette.middleware import Middleware
+
+    from tokenmerge_tools.play.page import STYLE
+
+    fonts = ("system-ui", "sans-serif")
+    theme = gr.themes.Default(font=fonts, font_mono=("ui-monospace", "monospace"), primary_hue="blue")
+    theme.set(**_READABLE)
+    try:
+        _, address, _ = page.queue(max_size=32).launch(
+            server_name=host,
+            server_port=port,
+            inbrowser=browser,
+            share=False,
+            prevent_thread_lock=True,
+            quiet=True,
+            footer_links=[],
+            run_history=False,
+            enable_monitoring=False,
+            ssr_mode=False,
+            pwa=False,
+            mcp_server=False,
+            show_error=True,
+            app_kwargs={"middleware": [Middleware(Gate, host=host, visitors=visitors)]},
+            theme=theme,
+            css_paths=STYLE,
+        )
+    except OSError as error:
+        taken = "all ports from 7860 on are" if port is None else f"{port} is"
+        raise ConfigError(
+            f"port: cannot listen on {host} ({taken} in use, or not allowed); give another --port"
+        ) from error
+    on_ready(address)
+    with contextlib.suppress(KeyboardInterrupt):
+        threading.Event().wait()
+    page.close(verbose=False)

@@ -1,0 +1,183 @@
+"""Draws charts as SVG with matplotlib."""
+
+from __future__ import annotations
+
+import io
+import re
+import textwrap
+from collections.abc import Callable, Sequence
+from itertools import cycle
+from typing import Any
+
+from tokenmerge.errors import MissingExtraError
+from tokenmerge_tools.reporting.curves import Chart
+
+# Colours that the colour-blind can tell apart (Okabe and Ito, then Tol), and markers for print in black.
+COLOURS = (
+    *("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000"),
+    *("#882255", "#999933", "#332288", "#44aa99", "#aa4499"),
+)
+_MARKERS = "osD^vPX"
+_GREY = "#767676"
+_DASHED = {"oracle": "--", "fewer-steps": ":"}
+_RATIO = re.compile(r" ratio=[\d.]+")
+_STYLE: Any = {
+    "svg.hashsalt": "tokenmerge",
+    "svg.fonttype": "none",  # text stays text: a quarter of the size, and searchable
+    "font.size": 9.5,
+    "axes.titlesize": 9.5,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.color": "#e4e4e4",
+}
+# Inches: the width, and the height without title and legend, which take as many lines as they need.
+_WIDTH, _HEIGHT = 6.4, 3.5
+_TITLE_WIDTH, _NAME_WIDTH = 75, 36  # characters per line
+_ROOM = 0.08
+_SMALL = 8.0  # points
+_LINE_HEIGHT = 1.45 * _SMALL / 72
+# Places of a label beside its data point: offsets in points, and alignments. The first free place is taken.
+_PLACES = (
+    *((4, 4, "left", "bottom"), (4, -4, "left", "top"), (-4, 4, "right", "bottom"), (-4, -4, "right", "top")),
+    *(
+        (0, 6, "center", "bottom"),
+        (0, -6, "center", "top"),
+        (7, 0, "left", "center"),
+        (-7, 0, "right", "center"),
+    ),
+)
+# Methods that have the same colour in every chart.
+_FIXED = {"tome": 0, "tomesd": 1}
+
+
+def draw(chart: Chart) -> str:
+    """Draw a chart as an SVG document. Equal charts give equal bytes.
+
+    Raises:
+        MissingExtraError: matplotlib is not installed.
+    """
+    return svg_of(lambda: figure_of(chart), needed_by="the plots of tokenmerge report")
+
+
+def svg_of(make_figure: Callable[[], Any], needed_by: str) -> str:
+    """Render a matplotlib figure as an SVG document. Equal figures give equal bytes.
+
+    Raises:
+        MissingExtraError: matplotlib is not installed.
+    """
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise MissingExtraError("tokenmerge-tools[plots]", needed_by) from error
+    with matplotlib.rc_context(_STYLE):
+        text = io.StringIO()
+        make_figure().savefig(text, format="svg", metadata={"Date": None})
+    return text.getvalue()
+
+
+def figure_of(chart: Chart) -> Any:
+    """Draw a chart as a matplotlib figure, with room for its title and legend."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    names = [line.name for line in chart.lines] + ([] if chart.level is None else [chart.level[0]])
+    columns = _legend_columns(names)
+    title = textwrap.wrap(chart.title, _TITLE_WIDTH)
+    wrapped = sum(_in_legend(name).count("\n") for name in names)
+    lines = len(title) + -(-len(names) // columns) + wrapped + 1
+    with matplotlib.rc_context(_STYLE):
+        figure = Figure(figsize=(_WIDTH, _HEIGHT + lines * _LINE_HEIGHT), layout="constrained")
+        axes = figure.subplots()
+        _fill(axes, chart)
+        axes.set_title(_plain("\n".join(title)), loc="left")
+        figure.legend(loc="outside lower left", frameon=False, fontsize=_SMALL, ncols=columns)
+        figure.draw_without_rendering()  # this fixes the positions of all points
+        figure.set_layout_engine("none")
+        _label_points(axes, chart)
+    return figure
+
+
+def _legend_columns(names: Sequence[str]) -> int:
+    longest = max((min(len(name), _NAME_WIDTH) for name in names), default=1)
+    # Characters are narrower than 0.65 of the font size on average. The line before a name takes 5 of them.
+    return max(1, min(4, int(_WIDTH * 72 / (0.65 * _SMALL * (longest + 5)))))
+
+
+def _in_legend(name: str) -> str:
+    return _plain(textwrap.fill(name, _NAME_WIDTH))
+
+
+def _fill(axes: Any, chart: Chart) -> None:
+    colours = _colours(chart)
+    for number, line in enumerate(chart.lines):
+        axes.plot(
+            [x for x, _ in line.points],
+            [y for _, y in line.points],
+            label=_in_legend(line.name),
+            color=colours[line.name],
+            marker=_MARKERS[number % len(_MARKERS)],
+            linestyle=next((style for start, style in _DASHED.items() if line.name.startswith(start)), "-"),
+            markersize=4.5,
+        )
+    if chart.level is not None:
+        name, y = chart.level
+        axes.axhline(y, color="black", linewidth=1, label=_in_legend(name))
+    axes.set_xlabel(chart.x)
+    axes.set_ylabel(chart.y)
+    axes.margins(x=_ROOM, y=_ROOM)
+    if chart.from_zero:
+        axes.set_ylim(bottom=0)
+
+
+def _label_points(axes: Any, chart: Chart) -> None:
+    """Label the points that have room beside them. No label covers another one or a point."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.transforms import Bbox
+
+    figure = axes.figure
+    renderer = FigureCanvasAgg(figure).get_renderer()
+    size = 3 * figure.dpi / 72  # half a marker, with some room
+    points = [axes.transData.transform(point) for line in chart.lines for point in line.points]
+    taken = [Bbox.from_extents(x - size, y - size, x + size, y + size) for x, y in points]
+    for line in chart.lines:
+        for point, label in zip(line.points, line.labels, strict=False):
+            for dx, dy, horizontal, vertical in _PLACES if label else ():
+                text = axes.annotate(
+                    _plain(label),
+                    point,
+                    xytext=(dx, dy),
+                    textcoords="offset points",
+                    fontsize=_SMALL,
+                    ha=horizontal,
+                    va=vertical,
+                )
+                box = text.get_window_extent(renderer)
+                if not any(box.overlaps(other) for other in taken) and _inside(box, figure.bbox):
+                    taken.append(box)
+                    break
+                text.remove()
+
+
+def _inside(box: Any, whole: Any) -> bool:
+    return whole.x0 <= box.x0 and box.x1 <= whole.x1 and whole.y0 <= box.y0 and box.y1 <= whole.y1
+
+
+def _colours(chart: Chart) -> dict[str, str]:
+    """One colour for each method, and grey for the oracle and fewer steps."""
+    families: dict[str, str] = {}
+    free = cycle(colour for number, colour in enumerate(COLOURS) if number not in _FIXED.values())
+    found = {}
+    for line in chart.lines:
+        family = _RATIO.sub("", line.name)
+        if family not in families:
+            bound = family.startswith(tuple(_DASHED))
+            fixed = COLOURS[_FIXED[family]] if family in _FIXED else None
+            families[family] = _GREY if bound else fixed or next(free)
+        found[line.name] = families[family]
+    return found
+
+
+def _plain(text: str) -> str:
+    """Escape text so that matplotlib does not read it as a formula."""
+    return text.replace("$", r"\$")

@@ -1,0 +1,153 @@
+"""Tables of speed-up and closeness with the points of the charts, and a summary of them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+
+from tokenmerge_tools.bench.records import CellRecord
+from tokenmerge_tools.reporting.curves import AGAINST_CLOSENESS, Chart
+from tokenmerge_tools.reporting.quality import LOWER_IS_CLOSER
+from tokenmerge_tools.reporting.tables import BASELINES, Table, TableRow, call_name, times
+
+# Mean PSNR in dB. From 40 on, pictures are hard to tell apart; at 30, details differ.
+_CLOSENESS = (40.0, 35.0, 30.0)
+
+_Point = tuple[str, str]  # the method and the label of the point
+_Figures = dict[str, float]  # by metric
+
+
+def price_tables(charts: Iterable[Chart]) -> list[Table]:
+    """Make one table for each set of pictures, with a row for each point of its charts.
+
+    Rows that no other row beats in both speed and closeness are marked as best.
+    """
+    return [_table(title, charts) for title, charts in _by_pictures(charts).items()]
+
+
+def fastest_table(charts: Iterable[Chart]) -> Table | None:
+    """Make a table of the fastest variant at each PSNR, for each set of pictures; None if none has a PSNR."""
+    known = {}
+    for title, members in _by_pictures(charts).items():
+        speeds, figures = _points(members)
+        known[title] = [
+            (speeds[point], one["psnr"], point) for point, one in figures.items() if "psnr" in one
+        ]
+    known = {title: points for title, points in known.items() if points}
+    if not known:
+        return None
+    shared, names = _shared_parts(list(known))
+    rows = tuple(
+        TableRow((name, *(_fastest(points, closeness) for closeness in _CLOSENESS)))
+        for name, points in zip(names, known.values(), strict=True)
+    )
+    header = ("pictures", *(f"PSNR ≥ {closeness:g} dB" for closeness in _CLOSENESS))
+    notes = (
+        "each cell: the fastest variant with at least this mean PSNR to the dense pictures, its speed-up and "
+        "its PSNR; fewer-steps is the dense model with this number of steps",
+        *([f"all pictures: {', '.join(shared)}"] if shared else []),
+    )
+    return Table("Fastest variant by closeness", header, rows, notes, words=len(header))
+
+
+def summary(cells: Sequence[CellRecord], charts: Sequence[Chart]) -> str:
+    """Say in one or two sentences what was measured, and which method is the fastest."""
+    timed = [cell for cell in cells if cell.speedup is not None]
+    settings = len({call_name(cell.conditions) for cell in timed})
+    sets = len(_by_pictures(charts))
+    parts = []
+    if timed:
+        parts.append(f"{_count(len(timed), 'variant')} timed in {_count(settings, 'setting')}")
+    if sets:
+        parts.append(f"speed and closeness of {_count(sets, 'set')} of pictures")
+    text = f"{'; '.join(parts)}." if parts else "Nothing was timed."
+    methods = [cell for cell in timed if cell.conditions["variant"] not in BASELINES]
+    if methods:
+        best = max(methods, key=lambda cell: cell.speedup or 0.0)
+        text += (
+            f" The largest speed-up of a method is {times(best.speedup)}: {best.label} on "
+            f"{call_name(best.conditions)}"
+        )
+        text += "; what it costs in closeness is below." if sets else "."
+    return text
+
+
+def _by_pictures(charts: Iterable[Chart]) -> dict[str, list[Chart]]:
+    found: dict[str, list[Chart]] = {}
+    for chart in charts:
+        if chart.metric is not None:
+            found.setdefault(chart.title.removeprefix(AGAINST_CLOSENESS), []).append(chart)
+    return dict(sorted(found.items(), key=lambda item: _natural(item[0])))
+
+
+def _shared_parts(titles: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The parts that all titles share, and each title without them.
+
+    >>> _shared_parts(["a, 4 steps, fp32", "b, 4 steps, fp32"])
+    (['4 steps', 'fp32'], ['a', 'b'])
+    """
+    parts = [title.split(", ") for title in titles]
+    shared = [part for part in parts[0] if len(parts) > 1 and all(part in other for other in parts)]
+    return shared, [", ".join(part for part in own if part not in shared) for own in parts]
+
+
+def _natural(text: str) -> list[tuple[bool, int, str]]:
+    """A key that sorts texts by the values of the numbers in them.
+
+    >>> sorted(["20 steps", "4 steps"], key=_natural)
+    ['4 steps', '20 steps']
+    """
+    parts = re.split(r"(\d+)", text)
+    return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in parts]
+
+
+def _points(charts: Sequence[Chart]) -> tuple[dict[_Point, float], dict[_Point, _Figures]]:
+    """Speed-up and closeness of each point. The charts of all metrics have the same points."""
+    speeds: dict[_Point, float] = {}
+    figures: dict[_Point, _Figures] = {}
+    for chart in charts:
+        for line in chart.lines:
+            for (x, y), label in zip(line.points, line.labels, strict=True):
+                speeds[line.name, label] = y
+                figures.setdefault((line.name, label), {})[chart.metric or ""] = x
+    return speeds, figures
+
+
+def _table(title: str, charts: Sequence[Chart]) -> Table:
+    speeds, figures = _points(charts)
+    metrics = [chart.metric or "" for chart in charts]
+    first = metrics[0]
+    sign = -1.0 if first in LOWER_IS_CLOSER else 1.0
+    known = {
+        point: (speeds[point], sign * found[first]) for point, found in figures.items() if first in found
+    }
+    rows = tuple(
+        TableRow(
+            (*point, times(speeds[point]), *(_figure(figures[point], metric) for metric in metrics)),
+            best=point in known and not _beaten(known[point], known.values()),
+        )
+        for point in sorted(figures, key=lambda point: -speeds[point])
+    )
+    arrows = tuple(f"{metric} {'↓' if metric in LOWER_IS_CLOSER else '↑'}" for metric in metrics)
+    notes = (f"marked rows: no other row is both faster and closer in {first}",)
+    return Table(title, ("method", "setting", "speed-up", *arrows), rows, notes, words=1)
+
+
+def _beaten(point: tuple[float, float], others: Iterable[tuple[float, float]]) -> bool:
+    return any(speed >= point[0] and close >= point[1] and (speed, close) != point for speed, close in others)
+
+
+def _fastest(known: Sequence[tuple[float, float, _Point]], closeness: float) -> str:
+    close = [one for one in known if one[1] >= closeness and one[0] > 1]
+    if not close:
+        return "none faster than dense"
+    speed, psnr, point = max(close)
+    return f"{' '.join(point).strip()}: {times(speed)} ({psnr:.1f})"
+
+
+def _figure(figures: Mapping[str, float], metric: str) -> str:
+    return f"{figures[metric]:.4g}" if metric in figures else ""
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"

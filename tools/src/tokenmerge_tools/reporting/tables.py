@@ -1,0 +1,236 @@
+"""Tables in plain text, and the tables of measured cells."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import groupby
+from typing import Any, TypeVar
+
+from tokenmerge_tools.bench.records import CellRecord
+
+T = TypeVar("T")
+
+OURS, PUBLISHED = "ours", "published"
+
+# Conditions that the cells of one table have in common.
+SETTING = (
+    *("model", "scope", "width", "height", "frames", "batch", "dtype", "steps", "scheduler"),
+    *("guidance", "device_name", "threads"),
+)
+BASELINES = ("dense", "oracle", "fewer-steps")
+_ATTENTION = {"sdpa": "SDPA", "xformers": "xFormers", "default": "plain"}
+
+
+@dataclasses.dataclass(frozen=True)
+class TableRow:
+    """One row of a table.
+
+    The origin is :data:`OURS` or :data:`PUBLISHED`. The ``best`` rows are marked.
+    """
+
+    cells: tuple[str, ...]
+    origin: str = OURS
+    best: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """A titled table.
+
+    The first ``words`` columns hold text, the others numbers.
+    """
+
+    title: str
+    header: tuple[str, ...]
+    rows: tuple[TableRow, ...]
+    notes: tuple[str, ...] = ()
+    words: int = 1
+
+
+def measured_tables(cells: Iterable[CellRecord]) -> list[Table]:
+    """Make one table for each setting."""
+    return [_measured(group) for group in grouped(cells, where_of)]
+
+
+def where_of(cell: CellRecord) -> tuple[Any, ...]:
+    """What the cells of one table have in common."""
+    return tuple(cell.conditions[name] for name in SETTING)
+
+
+def what_of(cell: CellRecord) -> str:
+    """What differs between the cells of one table: variant, attention and compilation."""
+    compiled = ", compiled" if cell.conditions["compile"] else ""
+    return f"{cell.label}, {attention_name(cell.conditions['attention'])}{compiled}"
+
+
+def attention_name(attention: str) -> str:
+    """The name of an attention implementation in a report.
+
+    >>> attention_name("default")
+    'plain attention'
+    """
+    return f"{_ATTENTION.get(attention, attention)} attention"
+
+
+def attention_rank(attention: str, order: Sequence[str]) -> tuple[int, str]:
+    """A sort key for attention implementations: first those in ``order``, then the others by name.
+
+    >>> sorted(["sage", "default", "flash"], key=lambda name: attention_rank(name, ["sdpa", "default"]))
+    ['default', 'flash', 'sage']
+    """
+    return (order.index(attention) if attention in order else len(order)), attention
+
+
+def setting_name(conditions: Mapping[str, Any]) -> str:
+    """The title of a setting."""
+    return f"{call_name(conditions)}, {machine_name(conditions)}"
+
+
+def call_name(conditions: Mapping[str, Any]) -> str:
+    """Describe the timed call, without the machine."""
+    frames = f" × {conditions['frames']} frames" if conditions["frames"] else ""
+    whole = conditions["scope"] == "pipeline"
+    parts = (
+        conditions["model"],
+        f"{conditions['width']} × {conditions['height']}{frames}",
+        f"batch {conditions['batch']}",
+        conditions["dtype"],
+        f"{'whole pipeline,' if whole else 'denoiser alone, one of'} {sampling_name(conditions)}",
+    )
+    return ", ".join(parts)
+
+
+def sampling_name(conditions: Mapping[str, Any]) -> str:
+    """The number of steps, and the scheduler and guidance scale unless they are the model's defaults.
+
+    >>> sampling_name({"steps": 50, "scheduler": "plms", "guidance": 7.5})
+    '50 steps, plms, guidance 7.5'
+    """
+    steps, scheduler, guidance = (conditions[name] for name in ("steps", "scheduler", "guidance"))
+    parts = [f"{steps} step{'s' if steps > 1 else ''}"]
+    if scheduler is not None:
+        parts.append(scheduler)
+    if guidance is not None:
+        parts.append(f"guidance {guidance:g}")
+    return ", ".join(parts)
+
+
+def machine_name(conditions: Mapping[str, Any]) -> str:
+    """The name of the device, with the number of threads for a CPU."""
+    name: str = conditions["device_name"]
+    if conditions["device"] == "cpu":
+        name += f", {conditions['threads']} thread{'s' if conditions['threads'] > 1 else ''}"
+    return name
+
+
+def _measured(cells: Sequence[CellRecord]) -> Table:
+    methods = [cell.speedup for cell in cells if cell.speedup and cell.conditions["variant"] not in BASELINES]
+    fastest = max(methods, default=math.inf)
+    rows = tuple(
+        TableRow(_figures(cell), best=bool(cell.speedup) and cell.speedup == fastest)
+        for cell in sorted(cells, key=_rank)
+    )
+    notes = [f"{what_of(cell)}: {cell.message}" for cell in cells if cell.status != "ok"]
+    notes += once((note for cell in cells for note in _notes(cell)), [cell.label for cell in cells])
+    meanings = dict.fromkeys(cell.facts.get("peak_memory") for cell in cells if cell.peak_bytes is not None)
+    notes += [f"peak GiB: {meaning}" for meaning in meanings if meaning]
+    notes += ["marked row: the fastest variant that is not a baseline"] if methods else []
+    header = (
+        *("variant", "attention", "seconds per call", "quartiles", "peak GiB", "speed-up"),
+        *("same attention", "time saved", "FLOPs saved"),
+    )
+    return Table(setting_name(cells[0].conditions), header, rows, tuple(notes), words=2)
+
+
+def once(notes: Iterable[str], labels: Sequence[str]) -> list[str]:
+    """Merge notes that say the same about several variants.
+
+    >>> once(["a: slow", "b: slow", "cold", "a: large"], ["a", "b"])
+    ['slow (a, b)', 'cold', 'large (a)']
+    """
+    found: dict[str, list[str]] = {}
+    for note in notes:
+        label = next((label for label in labels if note.startswith(f"{label}: ")), None)
+        said = found.setdefault(note if label is None else note.removeprefix(f"{label}: "), [])
+        if label is not None and label not in said:
+            said.append(label)
+    return [f"{note} ({', '.join(said)})" if said else note for note, said in found.items()]
+
+
+def _notes(cell: CellRecord) -> list[str]:
+    notes: list[str] = list(cell.facts.get("notes", []))
+    own = cell.facts.get("steps_used") is not None or "flops_dense" in cell.facts
+    shared = ("random weights", "cut to", "without the text encoders")
+    return [note if note.startswith(shared) or not own else f"{cell.label}: {note}" for note in notes]
+
+
+def _rank(cell: CellRecord) -> tuple[Any, ...]:
+    conditions = cell.conditions
+    order = {"dense": 0, "oracle": 8, "fewer-steps": 9}
+    settings = conditions["settings"]
+    return (
+        conditions["compile"],
+        attention_rank(conditions["attention"], tuple(_ATTENTION)),
+        order.get(conditions["variant"], 1),
+        conditions["variant"],
+        settings.get("ratio", 0),
+        cell.label,
+    )
+
+
+def _figures(cell: CellRecord) -> tuple[str, ...]:
+    compiled = ", compiled" if cell.conditions["compile"] else ""
+    names = (cell.label, attention_name(cell.conditions["attention"]).removesuffix(" attention") + compiled)
+    if cell.median is None or cell.iqr is None:
+        said = {"oom": "OOM", "unavailable": "not available", "error": "failed"}[cell.status]
+        return (*names, said, "", "", "", "", "", "")
+    low, high = cell.iqr
+    saved = None if cell.speedup is None else 1 - 1 / cell.speedup
+    dense, merged = (cell.facts.get(name) for name in ("flops_dense", "flops_merged"))
+    return (
+        *names,
+        f"{cell.median:.3g}",
+        f"{low:.3g} to {high:.3g}",
+        "" if cell.peak_bytes is None else f"{cell.peak_bytes / 2**30:.2f}",
+        times(cell.speedup),
+        times(cell.speedup_same_attention),
+        _percent(saved),
+        _percent(None if not dense or merged is None else 1 - merged / dense),
+    )
+
+
+def times(ratio: float | None) -> str:
+    """Format a speed-up.
+
+    >>> times(1.5)
+    '1.50×'
+    """
+    return "" if ratio is None else f"{ratio:.2f}×"
+
+
+def _percent(share: float | None) -> str:
+    return "" if share is None else f"{100 * share:.1f} %"
+
+
+def grouped(items: Iterable[T], key: Callable[[T], Iterable[object]]) -> list[list[T]]:
+    """Group items with equal keys, in the order of the keys. A key is several values, which may be None.
+
+    >>> grouped(["b", "ab", "a"], lambda text: (len(text),))
+    [['b', 'a'], ['ab']]
+    """
+
+    def order(item: T) -> tuple[object, ...]:
+        return in_order(key(item))
+
+    return [list(group) for _, group in groupby(sorted(items, key=order), key=order)]
+
+
+def in_order(values: Iterable[object]) -> tuple[object, ...]:
+    """Make a sort key from values that may be None. None comes last.
+
+    >>> sorted([(2, None), (1, None), (1, 5)], key=in_order)
+    [(1, 5), (1, None), (2, None)]
+    """
+    return tuple((value is None, 0 if value is None else value) for value in values)

@@ -1,0 +1,128 @@
+"""What ``tokenmerge tune`` is asked to reach."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Mapping
+
+from tokenmerge.errors import ConfigError
+from tokenmerge_tools.evaluate.metrics import METRIC_NAMES
+from tokenmerge_tools.reporting.quality import LOWER_IS_CLOSER
+
+# FID and KID compare sets of thousands of pictures, and have no value for a single one.
+GOAL_METRICS = tuple(name for name in METRIC_NAMES if name not in ("fid", "kid"))
+
+_AT_MOST = {"ssim": 1.0, "dino": 1.0, "clip": 1.0, "clip-score": 100.0, "glyphs": 1.0}
+_UNITS = {"s": 1, "min": 60, "h": 3600}
+
+
+@dataclasses.dataclass(frozen=True)
+class Goal:
+    """A wanted speed-up or a wanted closeness.
+
+    Args:
+        metric: the metric of closeness, one of :data:`GOAL_METRICS`.
+        speedup: smallest speed-up t_dense / t, > 1; the closest settings that reach it are wanted. None:
+            the goal is a closeness.
+        value: worst mean value of the metric; the fastest settings that reach it are wanted. None: the goal
+            is a speed-up.
+    """
+
+    metric: str
+    speedup: float | None = None
+    value: float | None = None
+
+    @property
+    def lower_is_closer(self) -> bool:
+        """Whether smaller values of the metric are closer."""
+        return self.metric in LOWER_IS_CLOSER
+
+    def closeness(self, value: float) -> float:
+        """A value of the metric, negated if lower is closer, so that larger is closer."""
+        return -value if self.lower_is_closer else value
+
+    @property
+    def least(self) -> float:
+        """The number that the speed-up, or the result of :meth:`closeness`, has to reach."""
+        if self.speedup is not None:
+            return self.speedup
+        assert self.value is not None
+        return self.closeness(self.value)
+
+    def __str__(self) -> str:
+        """The goal in words.
+
+        >>> str(Goal("psnr", speedup=1.5)), str(Goal("lpips", value=0.1))
+        ('a speed-up of at least 1.5', 'LPIPS of at most 0.1')
+        """
+        if self.speedup is not None:
+            return f"a speed-up of at least {self.speedup:g}"
+        bound = "at most" if self.lower_is_closer else "at least"
+        return f"{self.metric.upper()} of {bound} {self.value:g}"
+
+
+def parse_goal(min_speedup: float | None, bounds: Mapping[str, float | None], metric: str | None) -> Goal:
+    """Make the goal from the options of the command line.
+
+    Args:
+        min_speedup: smallest speed-up.
+        bounds: worst value of each metric; None for a metric without a bound.
+        metric: the metric of closeness for a wanted speed-up. None: PSNR.
+
+    Raises:
+        ConfigError: not exactly one goal is given, or no setting can reach it.
+    """
+    given = {name: value for name, value in bounds.items() if value is not None}
+    flags = [*(["min-speedup"] if min_speedup is not None else []), *map(flag_of, given)]
+    if len(flags) != 1:
+        found = f"{len(flags)} of them ({', '.join(flags)})" if flags else "none"
+        raise ConfigError(
+            f"goal: expected one of --min-speedup, {', '.join(f'--{flag_of(m)}' for m in GOAL_METRICS)}, got "
+            f"{found}; give the one that matters most, such as --min-speedup 1.5"
+        )
+    if min_speedup is not None:
+        if metric is not None and metric not in GOAL_METRICS:
+            raise ConfigError(
+                f"metric: expected one of {', '.join(GOAL_METRICS)}, which have a value for each picture, "
+                f"got {metric!r}"
+            )
+        if not (math.isfinite(min_speedup) and min_speedup > 1):
+            raise ConfigError(
+                f"min-speedup: expected a number above 1, such as 1.5, got {min_speedup:g}; 1 is the speed "
+                "of dense"
+            )
+        return Goal(metric or "psnr", speedup=min_speedup)
+    ((name, value),) = given.items()
+    if metric is not None and metric != name:
+        raise ConfigError(f"metric: --{flag_of(name)} measures {name}, got {metric!r}; leave --metric out")
+    most = _AT_MOST.get(name, math.inf)
+    if not (math.isfinite(value) and 0 < value <= most):
+        upto = "" if math.isinf(most) else f" and at most {most:g}"
+        raise ConfigError(f"{flag_of(name)}: expected a number above 0{upto}, got {value:g}")
+    return Goal(name, value=value)
+
+
+def flag_of(metric: str) -> str:
+    """The option for a metric.
+
+    >>> flag_of("lpips"), flag_of("psnr")
+    ('max-lpips', 'min-psnr')
+    """
+    return f"{'max' if metric in LOWER_IS_CLOSER else 'min'}-{metric}"
+
+
+def parse_seconds(text: str) -> float:
+    """Read a duration.
+
+    >>> parse_seconds("10min"), parse_seconds("90s"), parse_seconds("1.5h")
+    (600.0, 90.0, 5400.0)
+
+    Raises:
+        ConfigError: it is not a duration above 0.
+    """
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(s|min|h)\s*", text)
+    if found is None or float(found[1]) == 0:
+        raise ConfigError(f"within: expected a duration such as 90s, 10min or 1h, got {text!r}")
+    return float(found[1]) * _UNITS[found[2]]

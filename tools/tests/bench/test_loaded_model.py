@@ -1,0 +1,268 @@
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tokenmerge import ToMeConfig
+from tokenmerge.errors import ConfigError, UnsupportedModelError
+from tokenmerge.report import predict
+from tokenmerge_tools.bench import memory_limit, variant_contexts
+from tokenmerge_tools.bench.failures import Failure
+from tokenmerge_tools.bench.fewer_steps import StepCost, steps_that_fit
+from tokenmerge_tools.bench.geometries import GEOMETRIES
+from tokenmerge_tools.bench.geometry import build_denoiser, depth_note, find_geometry
+from tokenmerge_tools.bench.inputs import InputSize, example_inputs
+from tokenmerge_tools.bench.loaded_model import load_model
+from tokenmerge_tools.out_of_memory import is_out_of_memory
+from tokenmerge_tools.pipelines.shared_weights import shared_copy
+
+CPU = torch.device("cpu")
+SIZE = InputSize(height=64, width=128, scale=8, samples=2, frames=5)
+# Millions of parameters of the published models.
+PARAMETERS = {"sd15": 860, "sd21": 866, "sdxl": 2567, "sd3": 2028, "flux": 11901, "wan": 1419}
+
+
+def tiny() -> nn.Module:
+    return build_denoiser(GEOMETRIES["tiny"], torch.float32, CPU, seed=0)
+
+
+def call(model: Any) -> Tensor:
+    inputs = example_inputs(getattr(model, "_orig_mod", model), SIZE, seed=0, guided=False)
+    with torch.no_grad():
+        return model(*inputs.args, **inputs.kwargs)[0]
+
+
+def state_of(model: nn.Module) -> dict[str, object]:
+    return {name: (type(module), set(module.__dict__)) for name, module in model.named_modules()}
+
+
+@pytest.mark.parametrize("name", sorted(PARAMETERS))
+def test_geometries_are_those_of_the_published_models(name: str) -> None:
+    with torch.device("meta"):
+        import diffusers
+
+        geometry = GEOMETRIES[name]
+        model = getattr(diffusers, geometry.denoiser)(**geometry.config)
+    assert round(sum(p.numel() for p in model.parameters()) / 1e6) == PARAMETERS[name]
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        (
+            "sd3",
+            {
+                "num_layers": 1,
+                "num_attention_heads": 2,
+                "attention_head_dim": 8,
+                "caption_projection_dim": 16,
+            },
+        ),
+        (
+            "flux",
+            {"num_layers": 1, "num_single_layers": 1, "num_attention_heads": 2, "attention_head_dim": 16},
+        ),
+        ("wan", {"num_layers": 1, "num_attention_heads": 2, "attention_head_dim": 12, "ffn_dim": 16}),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_transformers_run_dense_and_merged(
+    monkeypatch: pytest.MonkeyPatch, name: str, change: dict, dtype: torch.dtype
+) -> None:
+    import dataclasses
+
+    geometry = GEOMETRIES[name]
+    more = {"axes_dims_rope": (4, 6, 6)} if name == "flux" else {}
+    small = dataclasses.replace(geometry, config={**geometry.config, **change, **more})
+    monkeypatch.setitem(GEOMETRIES, name, small)
+    subject = load_model(f"geometry:{name}", "denoiser", dtype, CPU, None, None, seed=0)
+    output = subject.bind(subject.denoiser, SIZE, 1)()[0]
+    assert output.dtype == dtype
+    assert torch.isfinite(output).all()
+    assert subject.guided == (name != "flux")
+    config = ToMeConfig(ratio=0.5, scope="block")
+    model = shared_copy(subject.denoiser)
+    with variant_contexts.tokenmerge(model, config, None):
+        merged = subject.bind(model, SIZE, 1)()[0]
+    assert torch.isfinite(merged).all()
+    assert not torch.equal(merged, output)
+    with (
+        pytest.raises(ConfigError, match="oracle: it needs scope='layers' and the same"),
+        variant_contexts.oracle(model, config, None),
+    ):
+        pass
+
+
+def test_a_guided_call_has_the_same_samples_twice() -> None:
+    subject = load_model("geometry:tiny", "denoiser", torch.float32, CPU, None, None, seed=0)
+    sample = example_inputs(subject.denoiser, SIZE, seed=0, guided=True).args[0]
+    assert torch.equal(sample[: len(sample) // 2], sample[len(sample) // 2 :])
+
+
+def test_a_pipeline_runs_the_steps_it_is_asked_for() -> None:
+    subject = load_model("geometry:tiny", "pipeline", torch.float32, CPU, "ddim", 5.0, seed=0)
+    rows: list[int] = []
+    subject.denoiser.register_forward_pre_hook(lambda module, args: rows.append(len(args[0])))
+    size = InputSize(height=64, width=128, scale=8, samples=3, frames=1)
+    pictures = subject.bind(subject.whole(subject.denoiser), size, 4)().images
+    assert rows == [2 * 3] * 4
+    assert pictures.shape == (3, 3, 64, 128)
+
+
+def test_inputs_depend_on_the_seed_alone() -> None:
+    model = tiny()
+    first, again, other = (example_inputs(model, SIZE, seed, guided=False).args[0] for seed in (1, 1, 2))
+    assert first.shape == (2, 4, 8, 16)
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+    assert first.std() > 0.5
+
+
+def test_random_weights_depend_on_the_seed_alone_and_leave_the_generator() -> None:
+    before = torch.random.get_rng_state()
+    first, again = (next(tiny().parameters()) for _ in range(2))
+    assert torch.equal(first, again)
+    assert torch.equal(before, torch.random.get_rng_state())
+
+
+def test_a_copy_shares_weights_and_nothing_else() -> None:
+    model = tiny()
+    copied = shared_copy(model)
+    assert [id(p) for p in copied.parameters()] == [id(p) for p in model.parameters()]
+    assert not set(map(id, copied.modules())) & set(map(id, model.modules()))
+
+
+def test_depth_is_cut_and_said() -> None:
+    assert find_geometry("geometry:flux@0.01").config["num_single_layers"] == 1
+    assert depth_note("geometry:sdxl@0.5") == (
+        "cut to layers_per_block 1 of 2, transformer_layers_per_block (1, 1, 5) of (1, 2, 10)"
+    )
+    assert depth_note("geometry:sd15") == depth_note("geometry:sd15@1") == ""
+
+
+@pytest.mark.parametrize(
+    "name", ["geometry:sd9", "geometry:", "geometry:flux@0", "geometry:flux@2", "geometry:flux@x"]
+)
+def test_a_geometry_that_does_not_exist_is_named(name: str) -> None:
+    with pytest.raises(ConfigError, match="model: expected"):
+        find_geometry(name)
+
+
+def test_the_pipeline_of_a_transformer_is_refused_in_words() -> None:
+    with pytest.raises(ConfigError, match="--scope denoiser"):
+        load_model("geometry:flux", "pipeline", torch.float32, CPU, None, None, seed=0)
+
+
+@pytest.mark.parametrize("name", ["tokenmerge", "tomesd", "oracle"])
+@pytest.mark.parametrize("settings", [{}, {"merge_mlp": True, "merge_crossattn": True, "max_downsample": 2}])
+def test_variants_act_and_leave_no_trace(name: str, settings: dict) -> None:
+    if name == "tomesd":
+        pytest.importorskip("tomesd")
+    model, config = tiny(), ToMeConfig(ratio=0.5, **settings)
+    before, dense = state_of(model), call(model)
+    with getattr(variant_contexts, name)(model, config, predict(model, config, *SIZE.latent, 2)):
+        assert not torch.equal(call(model), dense)
+    assert state_of(model) == before
+    assert all(not module._forward_pre_hooks for module in model.modules())
+    assert torch.equal(call(model), dense)
+    with (
+        pytest.raises(KeyError),
+        getattr(variant_contexts, name)(model, config, predict(model, config, *SIZE.latent, 2)),
+    ):
+        raise KeyError
+    assert state_of(model) == before
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"merge_crossattn": True}, {"merge_mlp": True, "merge_attn": False}]
+)
+def test_the_oracle_gives_the_layers_of_the_same_scope_the_first_tokens(settings: dict) -> None:
+    model, config = tiny(), ToMeConfig(ratio=0.25, max_downsample=2, **settings)
+    report = predict(model, config, *SIZE.latent, 2)
+    seen: dict[str, int] = {}
+    with variant_contexts.oracle(model, config, report):
+        for name, module in model.named_modules():
+            if name.endswith((".attn1", ".attn2", ".ff")):
+                # A hook on a part of the layer sees the tokens that the layer runs on.
+                part = module.to_q if "attn" in name else module.net[0]
+                part.register_forward_pre_hook(
+                    lambda m, args, name=name: seen.update({name: args[0].shape[1]})
+                )
+        call(model)
+    merged = {f"{row.path}.{layer}": row for row in report.rows for layer in row.merged.split("+")}
+    assert set(merged) <= set(seen)
+    tokens = {row.path: row.tokens for row in report.rows}
+    for name, count in seen.items():
+        path = name.rpartition(".")[0]
+        assert count == (merged[name].merged_tokens if name in merged else tokens[path])
+
+
+def test_the_oracle_compiles_whole() -> None:
+    model, config = tiny(), ToMeConfig(max_downsample=2, merge_mlp=True)
+    torch.compiler.reset()
+    with variant_contexts.oracle(model, config, predict(model, config, *SIZE.latent, 2)):
+        torch.testing.assert_close(call(torch.compile(model, backend="eager", fullgraph=True)), call(model))
+
+
+def test_the_oracle_is_for_one_size() -> None:
+    model, config = tiny(), ToMeConfig()
+    with (
+        variant_contexts.oracle(model, config, predict(model, config, 16, 16, 2)),
+        pytest.raises(ConfigError, match="256"),
+    ):
+        call(model)
+
+
+def test_tomesd_that_would_do_nothing_is_refused() -> None:
+    pytest.importorskip("tomesd")
+    model = nn.Linear(2, 2)
+    type(model)  # no block that tomesd supports
+
+    class ModelMixin(nn.Module):
+        pass
+
+    with (
+        pytest.raises(UnsupportedModelError, match="so it would run dense"),
+        variant_contexts.tomesd(ModelMixin(), ToMeConfig(), None),
+    ):
+        pass
+
+
+def test_fewer_steps_fit_into_the_time() -> None:
+    cost = StepCost.of_two_runs(50, 26.0, 25, 13.5)
+    assert cost == StepCost(fixed=1.0, per_step=0.5)
+    assert steps_that_fit(16.2, cost, most=50) == 30
+    assert steps_that_fit(100.0, cost, most=50) == 50
+    assert steps_that_fit(0.1, cost, most=50) == 1
+    assert steps_that_fit(3.0, StepCost.of_two_runs(2, 1.0, 1, 2.0), most=2) == 2
+
+
+def test_failures_are_told_apart() -> None:
+    assert Failure.of(UnsupportedModelError("no  such\nthing")) == Failure("unavailable", "no such thing")
+    assert Failure.of(ValueError("odd")) == Failure("error", "ValueError: odd")
+    again = "to measure it again, delete its line from the results"
+    assert Failure.of(MemoryError()) == Failure("oom", f"out of memory; {again}")
+    assert not is_out_of_memory(RuntimeError("shape mismatch"))
+    assert not is_out_of_memory(OSError("out of memory"))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux kills what outgrows memory")
+def test_more_memory_than_there_is_is_an_error_and_not_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    import resource
+
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    monkeypatch.setattr(memory_limit, "available_memory", lambda: 2**29)
+    with memory_limit.memory_limit(CPU), pytest.raises(RuntimeError) as error:
+        torch.empty(2**30, dtype=torch.uint8)
+    assert is_out_of_memory(error.value)
+    assert resource.getrlimit(resource.RLIMIT_DATA) == before
+    torch.empty(2**30, dtype=torch.uint8)
+
+
+def test_memory_at_hand_is_known_on_linux() -> None:
+    available = memory_limit.available_memory()
+    assert available is None if sys.platform != "linux" else available > 2**20

@@ -1,0 +1,305 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import hosts
+import pytest
+import torch
+from torch import nn
+
+from tokenmerge import PlanSharing, Schedule, StepReuse, ToMeConfig, presets
+from tokenmerge.errors import ConfigError
+from tokenmerge_tools.bench import loaded_model
+from tokenmerge_tools.bench.cells import plan_cells
+from tokenmerge_tools.bench.grid_files import preset_names, read_grid, read_preset
+from tokenmerge_tools.bench.inputs import InputSize
+from tokenmerge_tools.bench.options import BenchOptions
+from tokenmerge_tools.bench.variants import FEWER_STEPS, VARIANTS, Variant, parse_variant
+from tokenmerge_tools.pipelines.sketch import ModelSketch
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+GRIDS = sorted((Path(__file__).parents[3] / "benchmarks" / "results").glob("*.toml"))
+
+
+def columns(**axes: object) -> list[str]:
+    _, cells = plan_cells(BenchOptions(model=("geometry:tiny",), **axes), CPU)
+    return [str(cell) for cell in cells]
+
+
+def test_dense_with_fused_attention_is_always_measured() -> None:
+    assert columns(variants=("tome",), attention=("default",)) == [
+        "dense, sdpa",
+        "dense, default",
+        "tome ratio=0.5, default",
+    ]
+
+
+def test_every_axis_is_crossed_with_every_other() -> None:
+    grid = BenchOptions(
+        model=("geometry:tiny", "geometry:sd15"),
+        size=("64", "128x64"),
+        batch=(1, 2),
+        dtype=("fp32", "bf16"),
+        compile=(False, True),
+        attention=("sdpa", "default"),
+        variants=("tome",),
+        ratio=(0.25, 0.5),
+    )
+    settings, cells = plan_cells(grid, CPU)
+    assert len(set(settings)) == len(settings) == 16
+    assert len(set(cells)) == len(cells) == 2 * 2 * 3
+    sizes = [(setting.width, setting.height) for setting in settings]
+    assert set(sizes) == {(64, 64), (128, 64)}
+
+
+def test_auto_is_what_the_device_does_best() -> None:
+    grid = BenchOptions(model=("geometry:tiny",), variants=("dense",))
+    assert plan_cells(grid, CPU)[0][0].dtype == "fp32"
+    assert plan_cells(grid, torch.device("cuda"))[0][0].dtype == "fp16"
+
+
+class WanTransformer3DModel(nn.Module):
+    """A video model, which is recognised by the name of its class."""
+
+
+def test_frames_can_be_chosen_wherever_the_model_comes_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loaded_model, "find_model", lambda name: name)
+    sketches = {"owner/video": WanTransformer3DModel(), "owner/picture": nn.Identity()}
+    monkeypatch.setattr(loaded_model, "load_sketch", lambda name: ModelSketch(sketches[name], 8, (64, 64)))
+    settings, _ = plan_cells(BenchOptions(model=tuple(sketches), frames=9, variants=("dense",)), CPU)
+    assert [setting.frames for setting in settings] == [9, None]
+
+
+class VideoPipeline:
+    def __init__(self) -> None:
+        self.transformer, self.tokenizer = WanTransformer3DModel(), object()
+
+    def __call__(
+        self,
+        prompt: list[str],
+        width: int,
+        height: int,
+        num_inference_steps: int,
+        num_frames: int = 81,
+        output_type: str = "np",
+        generator: object = None,
+    ) -> int:
+        return num_frames
+
+
+def test_a_video_pipeline_is_asked_for_the_frames_of_its_record() -> None:
+    pipe = VideoPipeline()
+    call = loaded_model._PipelineCall(pipe, None, 0)
+    assert call(call.whole(pipe.transformer), InputSize(64, 64, 8, 1, frames=9), 2)() == 9
+
+
+def test_methods_have_their_own_settings_and_ratio() -> None:
+    specs = BenchOptions(
+        variants=("todo", "toma:ratio=0.6", "sdtm:schedule=1.2/0.8", "ca_tome"), ratio=(0.3, 0.5)
+    ).specs()
+    assert [spec.label for spec in specs] == [
+        "todo ratio=0.75",  # its planner ignores the ratio
+        "toma ratio=0.6",
+        "sdtm ratio=0.3 schedule.ratio=1.2/0.8",
+        "sdtm ratio=0.5 schedule.ratio=1.2/0.8",
+        "ca_tome ratio=0.3",
+        "ca_tome ratio=0.5",
+    ]
+    assert [spec.config() for spec in specs[:3]] == [
+        presets.todo(),
+        presets.toma(0.6),
+        presets.sdtm(0.3, **{"schedule.ratio": (1.2, 0.8)}),
+    ]
+    assert parse_variant("toma:max_downsample=8", [0.5], {}) == parse_variant("toma", [0.5], {})
+
+
+def test_every_setting_can_be_told() -> None:
+    text = (
+        'tome:proportional,scope=block,reuse.every=2,until=0.75,levels={"2": {"ratio": 0.25, "sx": 4}, "4": '
+        '{"ratio": 0.0}},phases={"0.5": {"planner": "local"}},plans.blocks'
+    )
+    (spec,) = parse_variant(text, [0.5], {})
+    config = ToMeConfig(
+        proportional=True,
+        scope="block",
+        reuse=StepReuse(every=2),
+        schedule=Schedule(until=0.75, phases={0.5: {"planner": "local"}}),
+        levels={2: {"ratio": 0.25, "sx": 4}, 4: {"ratio": 0.0}},
+        plans=PlanSharing(blocks=True),
+    )
+    assert spec.config() == config
+    # Settings that are read from a record give the same configuration.
+    again = Variant("tome", tuple(json.loads(json.dumps(dict(spec.settings))).items()))
+    assert again.config() == config
+    assert again == spec
+
+
+def test_auto_is_chosen_when_the_model_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tokenmerge.auto.fewest_tokens", lambda *_: 7)
+    (spec,) = parse_variant("auto:sx=4", [0.25], {})
+    assert spec.label == "auto ratio=0.25 sx=4"
+    config = spec.config(hosts.unet())
+    assert (config.ratio, config.sx, config.min_tokens) == (0.25, 4, 7)
+
+
+def test_the_oracle_bounds_what_merges_around_layers_and_is_alike_at_every_step() -> None:
+    changing = (
+        "until=0.5",
+        "schedule=1/0",
+        "correction.every=2",
+        "reuse.every=2",
+        'levels={"2": {"ratio": 0.1}}',
+    )
+    unbound = ("sdtm", "todo", "auto", *(f"tome:sx=4,{setting}" for setting in changing))
+    variants = (*unbound, "ca_tome", "sito", "toma", "tome:planner=windows", "oracle")
+    oracles = [spec.label for spec in BenchOptions(variants=variants).specs() if spec.name == "oracle"]
+    assert oracles == [
+        "oracle ratio=0.5",
+        "oracle ratio=0.5 max_downsample=8 sx=8 sy=8 merge_crossattn merge_mlp",
+        "oracle ratio=0.5 planner=windows",
+    ]
+
+
+def test_the_oracle_is_the_bound_of_the_variants_beside_it() -> None:
+    specs = BenchOptions(variants=("tome:ratio=0.75,merge_mlp", "tomesd", "oracle")).specs()
+    assert [spec.label for spec in specs] == [
+        "tome ratio=0.75 merge_mlp",
+        "tomesd ratio=0.5",
+        "oracle ratio=0.75 merge_mlp",
+        "oracle ratio=0.5",
+    ]
+    assert [spec.label for spec in BenchOptions(variants=("oracle",)).specs()] == ["oracle ratio=0.5"]
+
+
+def test_fewer_steps_come_last_one_for_each_merging_variant() -> None:
+    found = columns(variants=("fewer-steps", "oracle", "tome", "tomesd"))
+    assert [name for name in found if "fewer" in name] == found[-2:]
+    assert found[-1] == "fewer-steps (tomesd ratio=0.5), sdpa"
+
+
+def test_settings_equal_to_the_defaults_do_not_make_another_variant() -> None:
+    (plain,) = parse_variant("tome", [0.5], {})
+    (spelled,) = parse_variant("tome: max_downsample = 1, merge_mlp=false, ratio=.5", [0.1], {})
+    assert plain == spelled
+    (deeper,) = parse_variant("tome", [0.5], {"max_downsample": 2})
+    assert deeper.config().max_downsample == 2
+
+
+@pytest.mark.parametrize("name", sorted(set(VARIANTS) - {FEWER_STEPS, "auto"}))
+def test_each_variant_has_the_settings_it_is_applied_with(name: str) -> None:
+    (spec,) = parse_variant(f"{name}:ratio=0.5" if VARIANTS[name].method else name, [0.3], {})
+    config = spec.config()
+    assert (config is None) == (VARIANTS[name].method is None)
+    assert config is None or config.ratio == 0.5
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("tomy", "expected one of dense, auto, tome"),
+        ("tome:speed=2", "expected settings out of ratio, max_downsample"),
+        ("tomesd:seed=1", "got 'seed'"),
+        ("tome:ratio=much", "expected ratio=NUMBER, got 'ratio=much'"),
+        ("tome:scope=all", "scope: expected one of 'layers', 'block', 'keys', got 'all'"),
+        ("tome:schedule.ratio=1/", "schedule.ratio=NUMBER/NUMBER"),
+        ("tome:scope=keys,correction.every=3", "every token has a residual of its own"),
+        ("sdtm:ratio=0.6", "ratio"),
+        ("auto:ratio=1", "0.75"),
+        ('tome:levels={"x": {}}', "levels=JSON"),
+        ("tome:ratio=0.8", "0.75"),
+        ("tome:merge_mlp=maybe", "true or false"),
+        ("dense:ratio=0.5", "takes no settings"),
+    ],
+)
+def test_an_unknown_variant_or_setting_is_named(text: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        parse_variant(text, [0.5], {})
+
+
+@pytest.mark.parametrize(
+    ("axes", "words"),
+    [
+        ({"batch": (0,)}, "batch: expected an integer ≥ 1, got 0"),
+        ({"model": ()}, "at least one"),
+        ({"dtype": ("fp8",)}, "dtype"),
+        ({"attention": ("flush",)}, "attention"),
+        ({"size": ("wide",)}, "wide"),
+        ({"rounds": 0}, "rounds"),
+        ({"warmup": 0}, "warmup"),
+        ({"guidance": float("nan")}, "guidance"),
+        ({"threads": -1}, "threads"),
+    ],
+)
+def test_values_out_of_range_are_named(axes: dict, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        BenchOptions(**axes)
+
+
+def test_a_file_says_the_same_in_toml_and_in_yaml(tmp_path: Path) -> None:
+    toml, yaml = tmp_path / "grid.toml", tmp_path / "grid.yaml"
+    toml.write_text('size = [512, "768x512"]\nratio = [0.25, 0.5]\nsteps = 20\nmodel = "geometry:sdxl"\n')
+    yaml.write_text("size: [512, 768x512]\nratio: [0.25, 0.5]\nsteps: 20\nmodel: geometry:sdxl\n")
+    grid = BenchOptions.from_dict(read_grid(toml), "file")
+    assert grid == BenchOptions.from_dict(read_grid(yaml), "file")
+    assert (grid.size, grid.model, grid.steps) == (("512", "768x512"), ("geometry:sdxl",), 20)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("grid.toml", "column = 1", "unknown setting 'column'; use some of model, size"),
+        ("grid.toml", "steps = 'many'", "steps: expected an integer ≥ 1, got 'many'"),
+        ("grid.toml", "compile = 1", "compile: expected True or False, got 1"),
+        ("grid.toml", "batch = [true]", "batch: expected an integer ≥ 1, got True"),
+        ("grid.toml", "steps =", "not valid TOML"),
+        ("grid.yaml", "a: [", "not valid YAML"),
+        ("grid.yaml", "- 1", "settings by name"),
+        ("grid.csv", "", "expected a file ending in .toml"),
+        ("grid.toml", b"\xff\xfe", "cannot read"),
+    ],
+)
+def test_a_file_that_is_no_grid_is_refused(tmp_path: Path, name: str, text: str | bytes, words: str) -> None:
+    path = tmp_path / name
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(ConfigError, match=words):
+        read_grid(path)
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_presets_have_the_columns_that_the_published_tables_leave_out(name: str) -> None:
+    grid = BenchOptions.from_dict(read_preset(name), name)
+    _, columns = plan_cells(grid, GPU)
+    found = {str(column) for column in columns}
+    assert {"dense, default", "dense, sdpa", "dense, xformers"} <= found
+    for ratio in grid.ratio:
+        assert {
+            f"tome ratio={ratio:g}, {attention}" for attention in ("default", "sdpa", "xformers")
+        } <= found
+    assert grid.scope == "pipeline"
+    assert grid.about
+
+
+def test_presets_cover_the_settings_of_the_published_tables() -> None:
+    docs, _ = plan_cells(BenchOptions.from_dict(read_preset("diffusers-docs"), "docs"), GPU)
+    assert {(setting.height, setting.batch) for setting in docs} == {
+        (side, batch) for side in (512, 768, 1024) for batch in (10, 8, 4, 2, 1)
+    }
+    paper = BenchOptions.from_dict(read_preset("paper"), "paper")
+    assert (paper.scheduler, paper.steps, paper.ratio) == ("plms", 50, (0.1, 0.2, 0.3, 0.4, 0.5, 0.6))
+    paddle = BenchOptions.from_dict(read_preset("ppdiffusers"), "ppdiffusers")
+    assert (paddle.batch, paddle.ratio, paddle.scheduler) == ((1, 10, 16, 32, 64), (0.5, 0.749), "dpm++")
+
+
+@pytest.mark.parametrize("path", GRIDS, ids=lambda path: path.stem)
+def test_grids_of_the_published_results_are_valid(path: Path) -> None:
+    grid = BenchOptions.from_dict(read_grid(path), str(path))
+    # tomesd does not support the transformers of diffusers.
+    transformer = any("mmdit" in model or "flux" in model for model in grid.model)
+    baselines = {"fewer-steps"} if transformer else {"tomesd", "fewer-steps"}
+    assert baselines <= {spec.name for spec in grid.specs()}
+
+
+def test_there_are_grids_of_the_published_results() -> None:
+    published = {"cpu-sd15", "cpu-methods-20", "cpu-methods-8", "cpu-mmdit-20", "gpu-sd15", "gpu-sdxl"}
+    assert published <= {path.stem for path in GRIDS}

@@ -1,0 +1,545 @@
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from tokenmerge import ToMeConfig
+from tokenmerge.api import Patch
+from tokenmerge.errors import ConfigError
+from tokenmerge.planners import PLANNERS
+from tokenmerge.report import predict
+from tokenmerge_tools.bench import cell_group, memory_limit, runner, variant_contexts
+from tokenmerge_tools.bench import prepare as prepare_module
+from tokenmerge_tools.bench.geometries import GEOMETRIES
+from tokenmerge_tools.bench.geometry import build_denoiser
+from tokenmerge_tools.bench.records import CellRecord
+from tokenmerge_tools.bench.results_file import RecordNotWrittenError, ResultsFile, read_cells
+from tokenmerge_tools.bench.timing import interleaved
+
+CPU = torch.device("cpu")
+Measure = Callable[..., list[CellRecord]]
+
+
+def names(records: list[CellRecord]) -> list[str]:
+    return [f"{record.label} {record.conditions['attention']}" for record in records]
+
+
+def test_every_cell_becomes_a_record_with_all_its_conditions(measure: Measure, tmp_path: Path) -> None:
+    records = measure(variants=("tome",), ratio=(0.25, 0.5), batch=(1, 2), threads=1)
+    assert names(records) == ["dense sdpa", "tome ratio=0.25 sdpa", "tome ratio=0.5 sdpa"] * 2
+    assert [record.conditions["batch"] for record in records] == [1] * 3 + [2] * 3
+    assert list(read_cells(tmp_path / "results.jsonl")) == records
+    for record in records:
+        assert record.status == "ok"
+        assert len(record.seconds) == 2
+        assert record.speedup == pytest.approx(
+            sum(record.references["dense"]) / sum(record.seconds)
+        )  # of two figures the median is the mean
+        assert record.facts["samples"] == 2 * record.conditions["batch"]
+        assert "random weights" in record.facts["notes"]
+    conditions = records[1].conditions
+    assert conditions["threads"] == 1
+    assert conditions["dtype"] == "fp32"
+    assert conditions["device"] == "cpu"
+    assert conditions["environment"]["versions"]["torch"] == torch.__version__
+    assert {"seed", "commit", "rounds", "warmup", "steps", "scheduler", "guidance"} <= set(conditions)
+    assert records[1].facts["flops_merged"] < records[1].facts["flops_dense"]
+    assert records[1].facts["config"]["sx"] == 2
+
+
+def test_cells_take_turns_after_their_warm_up(measure: Measure, monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+
+    def spy(calls: dict, repeat: int, device: torch.device) -> object:
+        for measured in interleaved(calls, repeat, device):
+            order.append(measured.variant)
+            yield measured
+
+    monkeypatch.setattr(cell_group, "interleaved", spy)
+    runs: list[prepare_module.PreparedCell] = []
+    original = prepare_module.PreparedCell.run
+    monkeypatch.setattr(prepare_module.PreparedCell, "run", lambda self: (runs.append(self), original(self)))
+    measure(variants=("tome", "oracle"), rounds=3, warmup=2)
+    assert order == ["dense, sdpa", "tome ratio=0.5, sdpa", "oracle ratio=0.5, sdpa"] * 3
+    assert runs == runs[:3] * 5
+    assert len(runs) == 3 * (2 + 3)
+
+
+def test_a_continued_run_measures_only_what_is_missing(measure: Measure) -> None:
+    first = measure(variants=("tome",), attention=("default",))
+    again = measure(variants=("tome",), attention=("default",))
+    assert again == first
+    more = measure(variants=("tome", "oracle"), attention=("default",))
+    assert more[:3] == first
+    assert names(more[3:]) == ["oracle ratio=0.5 default"]
+    # The dense cells of the comparison ran again, but got no records.
+    assert more[3].references["dense, same attention"] != first[1].seconds
+    assert set(more[3].references) == {"dense", "dense, same attention"}
+
+
+def test_other_conditions_are_other_cells(measure: Measure) -> None:
+    first = measure(variants=("dense",))
+    threads = {"threads": torch.get_num_threads() + 1}
+    for change in ({"seed": 1}, {"rounds": 3}, threads, {"warmup": 2}, {"size": ("128x64",)}):
+        (record,) = measure(variants=("dense",), **change)
+        assert record.key != first[0].key, change
+
+
+def test_a_run_that_is_killed_keeps_its_finished_cells(
+    measure: Measure, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def interrupted(progress: runner.CellProgress) -> None:
+        if progress.number == 2:
+            raise KeyboardInterrupt
+
+    grid = {"model": ("geometry:tiny",), "rounds": 1, "device": "cpu", "variants": ("tome", "oracle")}
+    with pytest.raises(KeyboardInterrupt):
+        runner.run_grid(runner.BenchOptions(**grid), tmp_path / "results.jsonl", interrupted)
+    kept = list(read_cells(tmp_path / "results.jsonl"))
+    assert names(kept) == ["dense sdpa", "tome ratio=0.5 sdpa"]
+    records = measure(rounds=1, variants=("tome", "oracle"))
+    assert records[:2] == kept
+    assert names(records[2:]) == ["oracle ratio=0.5 sdpa"]
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+sys.path[:0] = {path!r}
+from tools.tests.bench import conftest
+from tokenmerge_tools.bench import cell_group, runner
+from tokenmerge_tools.bench.options import BenchOptions
+
+conftest.GEOMETRIES["tiny"] = conftest.tiny_geometry()
+interleaved, calls = cell_group.interleaved, []
+
+def until_killed(*arguments):
+    for measured in interleaved(*arguments):
+        yield measured
+        calls.append(measured.variant)
+        if len(calls) == {calls}:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+cell_group.interleaved = until_killed
+runner.run_grid(BenchOptions(**{axes!r}), Path({out!r}))
+"""
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="no such signal")
+@pytest.mark.parametrize(
+    ("axes", "calls", "left"),
+    [
+        # Three cells of three rounds; killed after the seventh call.
+        ({"variants": ("tome", "oracle"), "rounds": 3}, 7, 9 - 7),
+        # In a pipeline: dense and merged, 4; dense with 4 and with 2 steps, 4; dense and fewer steps, 4.
+        ({"scope": "pipeline", "variants": ("tome", "fewer-steps"), "steps": 4, "rounds": 2}, 7, 12 - 7),
+        ({"scope": "pipeline", "variants": ("tome", "fewer-steps"), "steps": 4, "rounds": 2}, 10, 12 - 10),
+    ],
+)
+def test_a_kill_loses_no_timed_call(
+    measure: Measure, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, axes: dict, calls: int, left: int
+) -> None:
+    out = tmp_path / "results.jsonl"
+    # The child imports the same package and tests.
+    grid = {"model": ("geometry:tiny",), "device": "cpu", **axes}
+    script = KILLED.format(path=sys.path, calls=calls, axes=grid, out=str(out))
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    before = [json.loads(line) for line in (tmp_path / "results.jsonl.unfinished").read_text().splitlines()]
+
+    again: list[str] = []
+
+    def counted(*arguments: object) -> object:
+        for measured in interleaved(*arguments):
+            again.append(measured.variant)
+            yield measured
+
+    monkeypatch.setattr(cell_group, "interleaved", counted)
+    records = measure(**axes)
+    assert len(again) == left
+    assert {record.status for record in records} == {"ok"}
+    assert {len(record.seconds) for record in records} == {axes["rounds"]}
+    kept = {seconds for record in records for times in record.references.values() for seconds in times}
+    kept |= {seconds for record in records for seconds in record.seconds}
+    assert {seconds for name, seconds, _ in before if "cost of a step" not in name} <= kept
+    assert [path.name for path in tmp_path.iterdir()] == ["results.jsonl"]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB"),
+        MemoryError(),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:121] DefaultCPUAllocator: not enough memory"),
+        RuntimeError("[enforce fail] . DefaultCPUAllocator: can't allocate memory: you tried to allocate"),
+    ],
+)
+def test_out_of_memory_is_a_cell_that_says_so(
+    measure: Measure, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    calls = 0
+
+    def fails_in_the_second_round(self: object) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 3:  # one warm-up, two rounds
+            raise error
+
+    monkeypatch.setattr(variant_contexts, "_shortened", lambda base, tokens, kept: base)
+    original = prepare_module.CellBuilder.prepare
+
+    def prepare(
+        self: prepare_module.CellBuilder, column: object, steps: int | None = None
+    ) -> prepare_module.PreparedCell:
+        cell = original(self, column, steps)
+        if column.spec.name == "oracle":
+            cell.call = lambda: fails_in_the_second_round(None)
+        return cell
+
+    monkeypatch.setattr(prepare_module.CellBuilder, "prepare", prepare)
+    dense, oracle, tome = sorted(
+        measure(variants=("oracle:ratio=0.5", "tome")), key=lambda record: record.conditions["variant"]
+    )
+    assert (oracle.status, oracle.seconds, oracle.speedup) == ("oom", (), None)
+    assert oracle.message
+    assert dense.status == tome.status == "ok"
+    assert len(tome.seconds) == 2
+
+
+def test_a_cell_that_fails_in_its_warm_up_is_recorded_before_the_next_cell_runs(
+    measure: Measure, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    original = prepare_module.CellBuilder.prepare
+    recorded: list[list[str]] = []
+
+    def prepare(
+        self: prepare_module.CellBuilder, column: object, steps: int | None = None
+    ) -> prepare_module.PreparedCell:
+        cell = original(self, column, steps)
+        if column.spec.name == "tome":
+            cell.call = lambda: [][0]
+        if column.spec.name == "oracle":
+            cell.call = lambda: recorded.append(names(list(read_cells(tmp_path / "results.jsonl"))))
+        return cell
+
+    monkeypatch.setattr(prepare_module.CellBuilder, "prepare", prepare)
+    records = measure(variants=("tome", "oracle"), rounds=1)
+    assert recorded[0] == ["tome ratio=0.5 sdpa"]
+    assert [record.status for record in records] == ["error", "ok", "ok"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux kills what outgrows memory")
+def test_a_cell_that_outgrows_the_memory_at_hand_says_so(
+    measure: Measure, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Plain attention over 4096 tokens stores 4 matrices of 64 MiB, and fused attention none.
+    monkeypatch.setattr(memory_limit, "available_memory", lambda: memory_limit.RESERVE + 200 * 2**20)
+    records = measure(variants=("dense",), attention=("default",), size=("512",), rounds=1)
+    assert {record.conditions["attention"]: record.status for record in records} == {
+        "sdpa": "ok",
+        "default": "oom",
+    }
+
+
+def test_a_dense_cell_that_failed_half_way_is_no_reference(
+    measure: Measure, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = prepare_module.CellBuilder.prepare
+
+    def prepare(
+        self: prepare_module.CellBuilder, column: object, steps: int | None = None
+    ) -> prepare_module.PreparedCell:
+        cell = original(self, column, steps)
+        if str(column) == "dense, default":
+            turns = iter([None, None])  # the warm-up and the first round
+            cell.call = lambda: next(turns)
+        return cell
+
+    monkeypatch.setattr(prepare_module.CellBuilder, "prepare", prepare)
+    records = measure(variants=("tome",), attention=("default",))
+    (merged,) = [record for record in records if record.conditions["variant"] == "tome"]
+    assert set(merged.references) == {"dense"}
+    assert merged.speedup_same_attention is None
+
+
+def test_an_unexpected_failure_is_a_cell_and_is_tried_again(
+    measure: Measure, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*args: object, **kwargs: object) -> None:
+        raise RuntimeError("no kernel\nfor this")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(prepare_module, "predict", broken)
+        records = measure(variants=("tome",))
+    assert [record.status for record in records] == ["error", "ok"]  # a cell that fails ends first
+    assert records[0].message == "RuntimeError: no kernel for this"
+    again = measure(variants=("tome",))
+    assert sorted((record.label, record.status) for record in again) == [
+        ("dense", "ok"),
+        ("tome ratio=0.5", "ok"),
+    ]
+    assert len(measure(variants=("tome",))) == 2
+
+
+def test_a_model_that_cannot_be_loaded_is_rows_that_say_why(
+    measure: Measure, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(**arguments: object) -> None:
+        raise ConfigError("model: cannot load it: the hub is down")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(runner, "load_model", load)
+        records = measure(variants=("tome",))
+    assert [record.status for record in records] == ["error"] * 2
+    assert "the hub is down" in records[0].message
+    assert [record.status for record in measure(variants=("tome",))] == ["ok"] * 2  # it is tried again
+
+
+def test_what_is_not_installed_is_rows_that_say_so(measure: Measure, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    records = measure(variants=("tomesd",), attention=("xformers",))
+    by_name = dict(zip(names(records), records, strict=True))
+    assert "pip install tomesd" in by_name["tomesd ratio=0.5 xformers"].message
+    assert "pip install xformers" in by_name["dense xformers"].message
+    assert by_name["dense sdpa"].status == "ok"
+
+
+def test_a_full_disk_ends_the_run_with_the_finished_cells_in_the_file(
+    measure: Measure, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    original = ResultsFile.append
+
+    def append(self: ResultsFile, record: CellRecord) -> None:
+        if record.conditions["variant"] == "oracle":
+            raise RecordNotWrittenError("the disk is full")
+        original(self, record)
+
+    monkeypatch.setattr(ResultsFile, "append", append)
+    with pytest.raises(RecordNotWrittenError):
+        measure(variants=("tome", "oracle"))
+    assert names(list(read_cells(tmp_path / "results.jsonl"))) == ["dense sdpa", "tome ratio=0.5 sdpa"]
+
+
+@pytest.mark.parametrize(("scope", "per_block"), [("denoiser", 2), ("pipeline", 1)])
+def test_every_call_plans(
+    measure: Measure, monkeypatch: pytest.MonkeyPatch, scope: str, per_block: int
+) -> None:
+    """In a pipeline, both halves of guidance share a plan. For a denoiser alone, each half has its own."""
+    images: list[int] = []
+    plan_tome = PLANNERS["tome"]
+
+    def counted(features: torch.Tensor, *args: object) -> object:
+        if not features.is_meta:  # as it is for the report
+            images.append(len(features))
+        return plan_tome(features, *args)
+
+    monkeypatch.setitem(PLANNERS, "tome", counted)
+    measure(variants=("tome",), scope=scope, steps=1, warmup=1, rounds=2)
+    assert images == [per_block] * 3 * 3  # a warm-up and two rounds of three blocks
+
+
+def test_settings_that_follow_the_steps_are_timed_over_a_generation(
+    measure: Measure, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[tuple[int, int]] = []
+    at_step = Patch.at_step
+    monkeypatch.setattr(
+        Patch, "at_step", lambda self, i, steps: (told.append((i, steps)), at_step(self, i, steps))
+    )
+
+    def paced(calls: dict, repeat: int, device: torch.device) -> object:
+        for measured in interleaved(calls, repeat, device):
+            yield type(measured)(measured.variant, {"dense, sdpa": 1.0}.get(measured.variant, 3.0), None)
+
+    monkeypatch.setattr(cell_group, "interleaved", paced)
+    _, merged = measure(variants=("tome:until=0.5",), steps=4, rounds=2)
+    assert told == [(i, 4) for i in range(4)] * 3  # a warm-up, two rounds
+    assert merged.seconds == (3.0 / 4,) * 2
+    assert merged.speedup == pytest.approx(4 / 3)
+    assert any("mean over the 4 calls of a generation" in note for note in merged.facts["notes"])
+    report = predict(build_denoiser(GEOMETRIES["tiny"], torch.float32, CPU, 0), ToMeConfig(), 8, 8, 2)
+    assert merged.facts["flops_merged"] == (report.flops_merged + report.flops_dense) / 2
+
+
+@pytest.mark.parametrize(
+    "variant", ["tome:reuse.every=2,max_downsample=2", "tome:correction.every=2,scope=block", "ibtm", "toma"]
+)
+def test_a_pipeline_tells_its_steps_and_its_guidance(measure: Measure, variant: str) -> None:
+    _, merged = measure(variants=(variant,), scope="pipeline", steps=4, rounds=1, ratio=(0.25,))
+    assert (merged.status, merged.message) == ("ok", "")
+    assert (merged.facts["kept_bytes"] > 0) == (variant != "ibtm")
+
+
+def test_operations_are_counted_at_the_guidance_of_the_pipeline(measure: Measure) -> None:
+    def counted(guidance: float, variant: str) -> float:
+        merged = measure(
+            variants=(variant,), scope="pipeline", guidance=guidance, steps=2, rounds=1, ratio=(0.5,)
+        )[-1]
+        assert (merged.status, merged.message) == ("ok", "")
+        flops: float = merged.facts["flops_merged"]
+        return flops
+
+    weaker = 'tome:by_guidance={"5": {"ratio": 0.25}}'
+    assert counted(3.0, weaker) == counted(3.0, "tome")
+    assert counted(7.5, weaker) > counted(7.5, "tome")
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_auto_follows_the_steps_unless_it_is_compiled(
+    measure: Measure, monkeypatch: pytest.MonkeyPatch, compiled: bool
+) -> None:
+    monkeypatch.setattr("tokenmerge.auto.fewest_tokens", lambda *_: 64)
+    monkeypatch.setattr(nn.Module, "compile", lambda self, dynamic: None)
+    records = measure(variants=("auto",), steps=10, rounds=1, warmup=1, compile=(compiled,))
+    (auto,) = [record for record in records if record.conditions["variant"] == "auto"]
+    assert (auto.status, auto.message) == ("ok", "")
+    assert auto.facts["config"]["reuse"]["every"] == (1 if compiled else 3)
+    assert any("calls of a generation" in note for note in auto.facts["notes"]) != compiled
+
+
+@pytest.mark.parametrize(
+    ("axes", "words"),
+    [
+        ({"variants": ("ibtm",)}, "use --scope pipeline"),
+        ({"variants": ("ca_tome",), "compile": (True,)}, "cannot be compiled"),
+    ],
+)
+def test_what_cannot_be_timed_honestly_is_a_row_that_says_why(
+    measure: Measure, axes: dict, words: str
+) -> None:
+    cells = [record for record in measure(**axes) if record.conditions["variant"] != "dense"]
+    assert [(cell.status, words in cell.message) for cell in cells] == [("unavailable", True)]
+
+
+def test_fewer_steps_of_the_denoiser_are_computed_and_say_so(
+    measure: Measure, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pace = {"dense, sdpa": 1.0, "tome ratio=0.5, sdpa": 0.77}
+
+    def paced(calls: dict, repeat: int, device: torch.device) -> object:
+        for measured in interleaved(calls, repeat, device):
+            yield type(measured)(measured.variant, pace[measured.variant], None)
+
+    monkeypatch.setattr(cell_group, "interleaved", paced)
+    fewer = measure(variants=("tome", "fewer-steps"), steps=10)[-1]
+    assert fewer.label == "fewer-steps (tome ratio=0.5)"
+    assert fewer.facts["steps_used"] == 7
+    assert fewer.speedup == pytest.approx(10 / 7)
+    assert "computed" in fewer.facts["notes"][-1]
+
+
+def test_fewer_steps_of_a_pipeline_are_run(measure: Measure, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps_seen: list[int] = []
+    original = prepare_module.CellBuilder.prepare
+
+    def prepare(
+        self: prepare_module.CellBuilder, column: object, steps: int | None = None
+    ) -> prepare_module.PreparedCell:
+        cell = original(self, column, steps)
+        cell.call, run = (lambda: (steps_seen.append(steps or 0), run())), cell.call
+        return cell
+
+    def paced(calls: dict, repeat: int, device: torch.device) -> object:
+        pace = {"dense, sdpa": 11.0, "10": 11.0, "5": 6.0, "tome ratio=0.5, sdpa": 8.1}
+        for number, measured in enumerate(interleaved(calls, repeat, device)):
+            slow = 99.0 if "5" in calls and number < 2 else 0.0  # the machine, in the first round
+            yield type(measured)(measured.variant, pace.get(measured.variant, 8.0) + slow, None)
+
+    monkeypatch.setattr(prepare_module.CellBuilder, "prepare", prepare)
+    monkeypatch.setattr(cell_group, "interleaved", paced)
+    records = measure(scope="pipeline", variants=("tome", "fewer-steps"), steps=10, rounds=3)
+    assert [record.status for record in records] == ["ok"] * 3
+    assert records[-1].facts["steps_used"] == 7
+    assert steps_seen.count(7) == 1 + 3  # a warm-up, three rounds
+    assert steps_seen.count(5) == 1 + 3
+    assert records[-1].seconds == (8.0,) * 3
+    assert records[-1].references["dense"] == (11.0,) * 3
+    assert records[-1].facts["notes"][-1] == "7 of 10 steps"
+
+
+def test_steps_that_cost_nothing_measurable_are_told(
+    measure: Measure, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def paced(calls: dict, repeat: int, device: torch.device) -> object:
+        for measured in interleaved(calls, repeat, device):
+            yield type(measured)(measured.variant, 1.0, None)
+
+    monkeypatch.setattr(cell_group, "interleaved", paced)
+    fewer = measure(scope="pipeline", variants=("tome", "fewer-steps"), steps=2)[-1]
+    assert fewer.facts["notes"][-1] == "2 of 2 steps: fewer steps would save less time than the noise"
+
+
+def test_fewer_steps_of_what_failed_are_tried_again_with_it(
+    measure: Measure, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*args: object, **kwargs: object) -> None:
+        raise RuntimeError("no kernel")
+
+    def statuses() -> dict[str, str]:
+        return {record.label: record.status for record in measure(variants=("tome", "fewer-steps"))}
+
+    with monkeypatch.context() as patched:
+        patched.setattr(prepare_module, "predict", broken)
+        assert statuses()["fewer-steps (tome ratio=0.5)"] == "error"
+    assert set(statuses().values()) == {"ok"}
+
+
+def test_fewer_steps_without_a_merged_time_say_so(measure: Measure) -> None:
+    records = measure(variants=("tome:max_downsample=1", "fewer-steps"), size=("8",))
+    assert {record.label: record.status for record in records} == {
+        "dense": "ok",
+        "tome ratio=0.5": "unavailable",
+        "fewer-steps (tome ratio=0.5)": "unavailable",
+    }
+
+
+def test_compiled_cells_are_compared_with_compiled_dense(
+    measure: Measure, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled: list[nn.Module] = []
+
+    def compile(model: nn.Module, dynamic: bool) -> nn.Module:
+        assert not dynamic
+        compiled.append(model)
+        return model
+
+    monkeypatch.setattr(torch, "compile", compile)
+    calls: list[prepare_module.PreparedCell] = []
+    original = prepare_module.PreparedCell.run
+    monkeypatch.setattr(prepare_module.PreparedCell, "run", lambda self: (calls.append(self), original(self)))
+    records = measure(variants=("tome",), compile=(False, True), warmup=1)
+    assert len(calls) == 4 * (3 + 2)
+    assert [(record.label, record.conditions["compile"]) for record in records] == [
+        ("dense", False),
+        ("dense", True),
+        ("tome ratio=0.5", False),
+        ("tome ratio=0.5", True),
+    ]
+    assert len(compiled) == 2
+    assert records[3].references["dense"] == records[1].seconds
+
+
+@pytest.mark.parametrize(
+    "axes",
+    [{"model": ("geometry:none",)}, {"size": ("65x64",)}, {"device": "cuda:99"}, {"dtype": ("fp32", "fp16")}],
+)
+def test_what_does_not_fit_is_refused_before_anything_is_measured(
+    measure: Measure, tmp_path: Path, axes: dict
+) -> None:
+    with pytest.raises(ConfigError):
+        measure(**axes)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_records_are_lines_of_plain_json(measure: Measure, tmp_path: Path) -> None:
+    measure(variants=("tome",))
+    for line in (tmp_path / "results.jsonl").read_text(encoding="utf-8").splitlines():
+        assert json.loads(line)["kind"] == "bench"

@@ -1,0 +1,532 @@
+from __future__ import annotations
+
+import io
+import json
+import signal
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import tiny_pipeline
+import torch
+from tools.tests.small_files import small_files
+
+import tokenmerge
+import tokenmerge_tools.bench.loaded_model
+import tokenmerge_tools.generate.run
+import tokenmerge_tools.pipelines.call
+from tokenmerge import PlanSharing, Schedule, presets
+from tokenmerge.config import ToMeConfig
+from tokenmerge.report import predict
+from tokenmerge_tools.cli import main
+from tokenmerge_tools.pipelines.loading import find_model
+from tokenmerge_tools.pipelines.sketch import load_sketch
+
+# Every import of an optional library fails, as if only torch were installed. numpy stays, since torch would
+# print a warning without it.
+TORCH_ALONE = """
+import sys
+sys.modules.update(dict.fromkeys(("typer", "rich", "click", "diffusers", "transformers", "PIL")))
+"""
+RUN = "from tokenmerge_tools.cli import main; raise SystemExit(main())"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """More threads make a model this small slower, above all on a busy machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def fast(monkeypatch):
+    """A device on which merging saves time on every grid; here a tiny one need not."""
+    monkeypatch.setattr("tokenmerge.auto.fewest_tokens", lambda *_: 4)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny_pipeline.write_pipeline(tmp_path_factory.mktemp("models") / "tiny")
+
+
+def refused(capsys, *arguments):
+    """The one line that the command prints to stderr."""
+    assert main(list(map(str, arguments))) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    lines = printed.err.splitlines()
+    assert len(lines) == 1, printed.err
+    return lines[0].removeprefix("tokenmerge: ")
+
+
+# --- the commands ---------------------------------------------------------------------------------
+
+
+def test_generate_prints_a_table_and_writes_a_folder(folder, tmp_path, capsys):
+    out = tmp_path / "out"
+    arguments = ["generate", "a red apple", "--model", folder, "--steps", 2, "--repeat", 1, "--out", out]
+    arguments += ["--method", "tome"]
+    assert (
+        main([*map(str, arguments), "--ratio", "0.25", "--seed", "7", "--no-rand", "--max-downsample", "2"])
+        == 0
+    )
+    printed = capsys.readouterr()
+    table = printed.out.splitlines()
+    assert [cell.strip() for cell in table[2].split("┃")[1:-1]] == [
+        "variant",
+        "time per image (fastest to slowest)",
+        "speed-up",
+        "peak memory",
+        "PSNR",
+        "SSIM",
+    ]
+    assert [line.split()[1] for line in table[4:6]] == ["dense", "merged"]
+    assert "1.00x" in table[4]
+    assert table[-1] == f"written to {out}"
+    assert "dense" in printed.err  # the progress bars
+    assert (out / "comparison.png").is_file()
+    conditions = json.loads((out / "run.json").read_text())["conditions"]
+    chosen = conditions["options"]
+    changes = {"ratio": 0.25, "use_rand": False, "max_downsample": 2}
+    assert chosen["merging"] == {"method": "tome", **changes}
+    assert conditions["config"] == json.loads(json.dumps(ToMeConfig(**changes).to_dict()))
+    assert "merged: tome ratio=0.25 max_downsample=2 use_rand=False" in table
+    assert (chosen["prompt"], chosen["steps"], chosen["seed"], chosen["repeat"]) == ("a red apple", 2, 7, 1)
+
+
+def test_every_option_of_generate_reaches_the_options(monkeypatch, folder):
+    seen = []
+
+    def stop(options, on_progress):
+        seen.append(options)
+        raise KeyboardInterrupt
+
+    # `tokenmerge_tools.cli.generate` names the command, not its module.
+    monkeypatch.setattr(sys.modules["tokenmerge_tools.cli.generate"], "run_generate", stop)
+    arguments = (
+        "generate x --model m --out o --method tomesd --ratio 0.1 --max-downsample 4 --sx 3 --sy 4 --no-rand "
+        "--no-merge-attn --merge-crossattn --merge-mlp --set scope=block --set schedule=1.4/0.6 --size 64x32 "
+        "--steps 3 --seed 4 --batch 5 --scheduler ddim "
+        "--negative-prompt n --guidance 2.5 --control c.png --controlnet cn --dtype bf16 --device cpu "
+        "--attention default --compile --no-compare --repeat 6"
+    )
+    assert main(arguments.split()) == 130
+    (options,) = seen
+    assert options.to_dict() == {
+        "prompt": "x",
+        "model": "m",
+        "out": "o",
+        "merging": {
+            "method": "tomesd",
+            "ratio": 0.1,
+            "max_downsample": 4,
+            "sx": 3,
+            "sy": 4,
+            "use_rand": False,
+            "merge_attn": False,
+            "merge_crossattn": True,
+            "merge_mlp": True,
+            "scope": "block",
+            "schedule.ratio": "1.4/0.6",
+        },
+        "size": (64, 32),
+        "steps": 3,
+        "seed": 4,
+        "batch": 5,
+        "scheduler": "ddim",
+        "negative_prompt": "n",
+        "guidance": 2.5,
+        "control": "c.png",
+        "controlnet": "cn",
+        "dtype": "bf16",
+        "device": "cpu",
+        "attention": "default",
+        "compile": True,
+        "compare": False,
+        "repeat": 6,
+        "record_steps": False,
+    }
+
+
+def test_generate_prints_and_draws_the_steps_that_it_recorded(folder, tmp_path, capsys):
+    arguments = ["generate", "a red apple", "--model", folder, "--steps", 2, "--repeat", 1, "--out", tmp_path]
+    assert main([*map(str, arguments), "--method", "tome", "--record-steps", "--no-compare"]) == 0
+    table = capsys.readouterr().out.splitlines()
+    assert table[0].startswith("2 steps (2 full, 0 reused, 0 dense)")
+    assert [line.split()[0] for line in table[1:4]] == ["step", "0", "1"]
+
+
+def test_inspect_prints_the_report_and_cuts_nothing(folder, capsys):
+    assert main(["inspect", str(folder), "--method", "tome", "--size", "64x32", "--ratio", "0.5"]) == 0
+    printed = capsys.readouterr().out
+    for cell in (
+        "up_blocks.1.attentions.1.transformer_blocks.0",
+        "16 x 32",
+        "512 → 256",
+        "attn1",
+        "whole model",
+        "note: 4 blocks stay dense at level 2",
+    ):
+        assert cell in printed
+    assert "…" not in printed
+
+
+def test_without_a_method_it_is_auto(folder, capsys):
+    assert main(["inspect", str(folder), "--ratio", "0.4", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["method"], found["merging"]["ratio"], found["merging"]["reuse"]["every"]) == (
+        "auto",
+        0.4,
+        2,
+    )
+    assert found["kept_bytes"] > 0
+
+
+def test_inspect_as_json_is_the_report(folder, capsys):
+    assert main(["inspect", str(folder), "--method", "tome", "--merge-mlp", "--batch", "4", "--json"]) == 0
+    config = ToMeConfig(merge_mlp=True)
+    report = predict(load_sketch(find_model(str(folder))).denoiser, config, 16, 16, batch=4)
+    told = {"method": "tome", "merging": config.to_dict(), **report.to_dict()}
+    assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(told))
+
+
+@pytest.mark.parametrize(
+    ("options", "config"),
+    [
+        ((), presets.toma()),
+        (("--ratio", "0.25", "--max-downsample", "2"), presets.toma(0.25, max_downsample=2)),
+        (
+            ("--no-merge-mlp", "--set", "merge_crossattn=false"),
+            presets.toma(merge_mlp=False, merge_crossattn=False),
+        ),
+        (
+            ("--set", "plans.every=2", "--set", "plans.blocks=false"),
+            presets.toma(plans=PlanSharing(every=2, blocks=False)),
+        ),
+        (
+            ("--set", 'levels={"2": {"ratio": 0.25}}', "--set", 'phases={"0.5": {"combine": "keep"}}'),
+            presets.toma(levels={2: {"ratio": 0.25}}, schedule=Schedule(phases={0.5: {"combine": "keep"}})),
+        ),
+        (
+            ("--set", "schedule=[1.2, 0.8]", "--set", "until=0.75"),
+            presets.toma(schedule=Schedule(ratio=(1.2, 0.8), until=0.75)),
+        ),
+    ],
+)
+def test_a_method_keeps_what_the_options_leave_out(options, config, folder, capsys):
+    assert main(["inspect", str(folder), "--method", "toma", *options, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["method"] == "toma"
+    assert found["merging"] == json.loads(json.dumps(config.to_dict()))
+
+
+def test_inspect_counts_the_mean_over_steps(folder, capsys):
+    arguments = ["inspect", str(folder), "--set", "until=0.5"]
+    assert main([*arguments, "--steps", "4"]) == 0
+    assert "mean over 4 steps" in capsys.readouterr().out
+    assert main(arguments) == 0
+    assert "mean over" not in capsys.readouterr().out
+
+
+def test_env_prints_versions_and_back_ends(capsys):
+    assert main(["env"]) == 0
+    printed = capsys.readouterr().out
+    for word in ("tokenmerge", torch.__version__, "threads", "cpu", "sdpa", "xformers"):
+        assert word in printed
+    assert main(["env", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["versions"]["torch"] == torch.__version__
+
+
+def test_version(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.strip() == tokenmerge.__version__
+
+
+@pytest.mark.parametrize("command", ["generate", "inspect", "env"])
+def test_help_has_examples(command, capsys):
+    assert main([command, "--help"]) == 0
+    printed = capsys.readouterr().out
+    assert "Examples:" in printed
+    assert f"• tokenmerge {command}" in printed
+
+
+def test_without_arguments_the_commands_are_listed(capsys):
+    assert main([]) == 0
+    printed = capsys.readouterr().out
+    assert all(command in printed for command in ("generate", "inspect", "env"))
+
+
+# --- errors: one line, exit code 2 ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["generate"], "prompt: say what to draw"),
+        (["generate", ""], "prompt: it is empty"),
+        (["generate", "x", "--ratio", "abc"], "'--ratio': expected a number, got 'abc'"),
+        (
+            ["generate", "x", "--ratio", "nan"],
+            "ratio: expected a number from 0 to 1 − 1/(sx·sy), 0.75 for 2 × 2 cells, got nan",
+        ),
+        (["generate", "x", "--ratio", "0.9"], "got 0.9"),
+        (["generate", "x", "--steps", "2.5"], "'--steps': expected an integer, got '2.5'"),
+        (["generate", "x", "--size", "nan"], "size: expected WIDTHxHEIGHT or one number"),
+        (["generate", "x", "--model", "nothing"], "model: 'nothing' is not a model"),
+        (["generate", "x", "--record-steps", "--compile"], "records no steps; leave --compile out"),
+        (["generate", "x", "--speed"], "No such option: --speed"),
+        (["inspect", "--size", "0"], "size: expected WIDTHxHEIGHT or one number"),
+        (["inspect", "nothing"], "model: 'nothing' is not a model"),
+        (["inspect", "--steps", "0"], "steps: expected an integer ≥ 1, got 0"),
+        (["inspect", "--method", "tomato"], "method: expected one of auto, tome, "),
+        (["inspect", "--set", "speed=2"], "set: expected settings out of ratio, max_downsample"),
+        (["inspect", "--set", "sx=wide"], "set: sx: expected sx=INTEGER, got 'sx=wide'"),
+        (["inspect", "--set", "until"], "schedule.until: expected schedule.until=NUMBER"),
+        (["inspect", "--set", "proportional=maybe"], "expected proportional=true or false"),
+        (["inspect", "--set", "schedule=1/x"], "schedule.ratio=NUMBER/NUMBER"),
+        (["inspect", "--set", "levels=[2]"], "levels=JSON such as"),
+        (["inspect", "--set", 'phases={"0.5": 2}'], "schedule.phases=JSON such as"),
+        (["inspect", "--set", 'levels={"2": {"until": 0.5}}'], "levels: cannot change until"),
+        (["inspect", "--set", "plans.every=0"], "plans.every: expected an integer ≥ 1, got 0"),
+        (
+            ["inspect", "--method", "tome", "--set", "reuse.shallow_every=2"],
+            "reuse.shallow_every: expected 1 to reuse.every=1",
+        ),
+        (
+            ["inspect", "--set", "reuse.span=0"],
+            "reuse.span: expected a share of the steps, above 0 and up to 1",
+        ),
+        (
+            ["inspect", "--set", "reuse.shallow_from=1"],
+            "reuse.shallow_from: expected a share of the steps, from 0 to below 1",
+        ),
+        (["inspect", "--sx", "3", "--set", "sx=4"], "set: sx is given twice, as 3 and as 4"),
+        (["generate", "x", "--method", "ca_tome", "--compile"], "leave --compile out"),
+        (["paint"], "No such command 'paint'"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(arguments, message, capsys):
+    assert message in refused(capsys, *arguments)
+
+
+def test_usage_errors_point_to_the_help(capsys):
+    assert refused(capsys, "inspect", "--speed").endswith("See: tokenmerge inspect --help")
+
+
+def test_a_folder_without_an_index_is_one_line(tmp_path, capsys):
+    for command in (["generate", "x", "--model", tmp_path], ["inspect", tmp_path]):
+        assert "no model_index.json" in refused(capsys, *command)
+
+
+def test_an_output_folder_that_cannot_be_written_is_one_line(folder, tmp_path, capsys):
+    (tmp_path / "file").touch()
+    line = refused(capsys, "generate", "x", "--model", folder, "--out", tmp_path / "file" / "out")
+    assert "out: cannot write to" in line
+
+
+def test_a_full_disk_is_one_line(folder, tmp_path, capsys):
+    arguments = ("--out", tmp_path, "--steps", 1, "--method", "tome")
+    with small_files(200):
+        line = refused(capsys, "generate", "x", "--model", folder, *arguments)
+    assert f"out: cannot write {tmp_path}" in line
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no such device")
+def test_output_that_cannot_be_printed_is_one_line():
+    for command in ("env", "inspect"):
+        with Path("/dev/full").open("w") as full:
+            ran = subprocess.run(
+                [sys.executable, "-c", RUN, command],
+                stdout=full,
+                stderr=subprocess.PIPE,
+                text=True,
+                check=False,
+            )
+        assert ran.returncode == 2
+        assert "No space left on device" in ran.stderr
+        assert len(ran.stderr.splitlines()) == 1
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no such device")
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("bench", "--model", "geometry:sd15", "--device", "cpu", "-o", "/dev/full"),
+        ("evaluate", "--prompts", "/dev/zero"),
+        ("generate", "x", "--out", "/dev/full"),
+        ("generate", "x", "--control", "/dev/zero", "--controlnet", "x/y"),
+        ("report", "/dev/zero"),
+    ],
+)
+def test_devices_are_neither_read_nor_written(arguments, capsys):
+    assert "/dev/" in refused(capsys, *arguments)
+
+
+def test_where_nothing_merges_the_line_says_what_to_set(folder, tmp_path, capsys):
+    tiny = ("--size", 2, "--method", "tome")
+    assert "larger image" in refused(capsys, "inspect", folder, *tiny)
+    line = refused(capsys, "generate", "x", "--model", folder, "--out", tmp_path, *tiny)
+    assert "larger image" in line
+
+
+def test_a_stride_larger_than_the_grid_is_one_line(folder, capsys):
+    assert "sx" in refused(capsys, "inspect", folder, "--sx", 99, "--method", "tome")
+
+
+def test_a_missing_extra_is_one_line(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "diffusers", None)
+    assert 'pip install "diffusers"' in refused(capsys, "inspect")
+
+
+@pytest.fixture(
+    params=[
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB\nMore lines"),
+        MemoryError(),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory: you …"),
+    ],
+    ids=["device", "Python", "CPU"],
+)
+def no_memory(request):
+    def fail(*args, **kwargs):
+        raise request.param
+
+    return fail
+
+
+@pytest.mark.parametrize(
+    ("command", "loader"),
+    [
+        (("generate", "x", "--out", "{tmp}"), "tokenmerge_tools.pipelines.call.load_pipeline"),
+        (("evaluate", "--out", "{tmp}/a.jsonl"), "tokenmerge_tools.pipelines.call.load_pipeline"),
+        (
+            ("bench", "--model", "{folder}", "--out", "{tmp}/a.jsonl"),
+            "tokenmerge_tools.bench.loaded_model.load_sketch",
+        ),
+        (("inspect",), "tokenmerge_tools.cli.inspect:sketch"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, tuple) else "",
+)
+def test_too_little_memory_for_the_weights_is_one_line(
+    command, loader, no_memory, folder, tmp_path, capsys, monkeypatch
+):
+    module, _, name = loader.replace(":", ".").rpartition(".")
+    monkeypatch.setattr(sys.modules[module], name, no_memory)
+    line = refused(capsys, *(word.format(tmp=tmp_path, folder=folder) for word in command))
+    assert line.startswith("out of memory")
+    assert "smaller size, batch or model" in line
+
+
+def test_too_little_memory_for_the_weights_is_a_cell_of_bench(
+    no_memory, folder, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(tokenmerge_tools.bench.loaded_model, "load_pipeline", no_memory)
+    out = tmp_path / "a.jsonl"
+    arguments = ["--model", str(folder), "--scope", "pipeline", "--device", "cpu", "--out", str(out)]
+    assert main(["bench", *arguments]) == 0
+    records = [json.loads(line) for line in out.read_text().splitlines()]
+    assert {record["status"] for record in records} == {"oom"}
+    progress = capsys.readouterr().err.splitlines()
+    assert len(progress) == len(records) + 1  # a line for each cell, and where the results are
+    assert all(": oom: " in line for line in progress[:-1])
+
+
+@pytest.mark.parametrize("command", [("generate", "x", "--method", "tome"), ("evaluate", "--limit", 1)])
+def test_too_little_memory_for_a_picture_is_one_line(
+    command, no_memory, folder, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(tokenmerge_tools.pipelines.call.PipelineCall, "__call__", no_memory)
+    (tmp_path / "prompts.txt").write_text("a boat\n")
+    prompts = ("--prompts", tmp_path / "prompts.txt") if command[0] == "evaluate" else ()
+    out = tmp_path / ("a.jsonl" if prompts else "pictures")
+    arguments = [*command, "--model", folder, *prompts, "--out", out, "--steps", 1]
+    assert main(list(map(str, arguments))) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    *progress, line = printed.err.splitlines()
+    assert [shown.split()[0] for shown in progress] == ["drawing"] * bool(prompts)
+    assert "memory" in line
+    assert "lower --" in line
+
+
+def test_with_torch_alone_the_extra_is_named():
+    ran = subprocess.run(
+        [sys.executable, "-c", TORCH_ALONE + RUN, "env"], capture_output=True, text=True, check=False
+    )
+    assert ran.returncode == 2
+    assert ran.stderr == (
+        'tokenmerge: the tokenmerge command: not installed; run: pip install "tokenmerge-tools"\n'
+    )
+
+
+def test_a_terminal_without_the_characters_still_gets_the_table(folder, monkeypatch):
+    terminal = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", terminal)
+    assert main(["inspect", str(folder), "--method", "tome"]) == 0
+    terminal.flush()
+    assert b"256 ? 128" in terminal.buffer.getvalue()
+
+
+def test_ctrl_c_ends_with_130_and_keeps_what_is_there(folder, tmp_path, capsys, monkeypatch):
+    def press_ctrl_c(*args):
+        signal.raise_signal(signal.SIGINT)
+        yield
+
+    monkeypatch.setattr(tokenmerge_tools.generate.run, "interleaved", press_ctrl_c)
+    # Shells start background processes with this signal ignored.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        arguments = ["--out", str(tmp_path), "--steps", "1", "--method", "tome"]
+        assert main(["generate", "x", "--model", str(folder), *arguments]) == 130
+    finally:
+        signal.signal(signal.SIGINT, before)
+    printed = capsys.readouterr()
+    assert printed.err.splitlines()[-1] == "tokenmerge: interrupted; finished results are kept"
+    assert printed.out == ""
+    assert (tmp_path / "comparison.png").is_file()
+    assert json.loads((tmp_path / "run.json").read_text())["complete"] is False
+
+
+def test_a_shell_completes_commands(capsys, monkeypatch):
+    """The program answers the questions of bash's completion script."""
+    asked = {"COMP_WORDS": "tokenmerge ge", "COMP_CWORD": "1", "_TOKENMERGE_COMPLETE": "complete_bash"}
+    for name, value in asked.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit):
+        main([])
+    assert capsys.readouterr().out.split() == ["generate"]
+
+
+def test_a_warning_is_one_line_and_is_shown_once(folder, tmp_path, capsys):
+    """The untimed call and both timed ones could warn."""
+    before = warnings.showwarning
+    arguments = ["generate", "a red apple", "--model", folder, "--steps", 2, "--repeat", 2, "--out", tmp_path]
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = before
+        assert main([*map(str, arguments), "--method", "tome", "--set", "schedule.until=0.1"]) == 0
+    lines = [line for line in capsys.readouterr().err.splitlines() if "warning" in line.lower()]
+    assert lines == [
+        "tokenmerge: warning: nothing merges in this generation: schedule.until=0.1 of 2 steps is none; "
+        "raise it, or take more steps"
+    ]
+    assert warnings.showwarning is before
+
+
+def test_a_warning_of_another_package_is_shown_as_usual(monkeypatch):
+    shown = []
+
+    def warn(arguments):
+        warnings.warn_explicit("soon", UserWarning, "other.py", 1)
+        return 0
+
+    monkeypatch.setattr("tokenmerge_tools.cli.entry._commands", warn)
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = lambda message, *rest, **named: shown.append(str(message))
+        assert main([]) == 0
+    assert shown == ["soon"]

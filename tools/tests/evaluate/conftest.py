@@ -1,0 +1,89 @@
+"""A tiny pipeline, tiny networks, and a run of both."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiny_pipeline
+from PIL import Image
+from tools.tests import tiny_networks
+
+from tokenmerge_tools.bench.variants import Variant
+from tokenmerge_tools.evaluate.options import EvaluateOptions
+from tokenmerge_tools.evaluate.prompts import Item, Prompt
+from tokenmerge_tools.evaluate.runner import evaluate
+from tokenmerge_tools.evaluate.variants import Drawn
+from tokenmerge_tools.reporting.quality import QualityRecord
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with ``tiny``, ``dino`` and ``clip``."""
+    folder = tmp_path_factory.mktemp("models")
+    tiny_pipeline.write_pipeline(folder / "tiny")
+    tiny_networks.write_dino(folder / "dino")
+    tiny_networks.write_clip(folder / "clip")
+    return folder
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    path = tmp_path / "prompts.txt"
+    path.write_text("red apple\nblue boat\ngreen tree\n")
+    return path
+
+
+@pytest.fixture
+def options(models: Path, prompts: Path, tmp_path: Path) -> Callable[..., EvaluateOptions]:
+    """Options for three prompts on the tiny pipeline, with changes."""
+
+    def make(**changes: object) -> EvaluateOptions:
+        values = {
+            "model": str(models / "tiny"),
+            "prompts": prompts,
+            "steps": 2,
+            "variants": ("tome",),
+            "ratio": (0.5,),
+            "batch": 2,
+            "device": "cpu",
+            "out": tmp_path / "results" / "evaluate.jsonl",
+        }
+        return EvaluateOptions(**{**values, **changes})
+
+    return make
+
+
+@pytest.fixture
+def run(options: Callable[..., EvaluateOptions]) -> Callable[..., list[QualityRecord]]:
+    """Evaluate with these options. ``notes`` gets the notes, ``drawn`` the numbers of drawn pictures."""
+
+    def execute(notes: list[str] | None = None, drawn: list[int] | None = None, **changes: object):
+        def on_progress(progress):
+            if drawn is not None:
+                drawn.append(progress.done)
+
+        made = options(**changes)
+        return evaluate(made, on_progress, (notes if notes is not None else []).append)
+
+    return execute
+
+
+def picture(seed: int, side: int = 32) -> Image.Image:
+    pixels = np.random.default_rng(seed).integers(0, 256, (side // 4, side // 4, 3), dtype=np.uint8)
+    return Image.fromarray(pixels).resize((side, side))
+
+
+def drawn(name: str = "dense", steps: int = 4, **settings: object) -> Drawn:
+    return Drawn(Variant(name, tuple(settings.items())), steps)
+
+
+def item(text: str = "red apple", seed: int = 0, category: str | None = None) -> Item:
+    return Item(Prompt(text, category), seed)
+
+
+def changed(record: QualityRecord, **changes: object) -> QualityRecord:
+    return dataclasses.replace(record, **changes)

@@ -1,0 +1,227 @@
+from __future__ import annotations
+
+import builtins
+import importlib.util
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import transformers
+from tools.tests.evaluate.conftest import drawn, item, picture
+from torchmetrics.multimodal import CLIPScore
+
+from tokenmerge.errors import ConfigError, MissingExtraError
+from tokenmerge.pictures import as_tensor
+from tokenmerge_tools.demo.retrieval import GRID
+from tokenmerge_tools.evaluate.measure import Measured, figures_of, measure
+from tokenmerge_tools.evaluate.metrics import METRIC_NAMES, load_metrics, parse_metrics
+from tokenmerge_tools.evaluate.networks import Clip, Inception, Vision
+from tokenmerge_tools.evaluate.picture_store import PictureStore
+
+PROMPTS = ["red apple", "blue boat", "a very long prompt " * 9]
+
+
+def load(*texts: str, prompts: list[str] = PROMPTS, notes: list[str] | None = None):
+    return load_metrics(parse_metrics(texts), prompts, (notes if notes is not None else []).append)
+
+
+def values(metric: str, *texts: str) -> torch.Tensor:
+    (found,) = [one for one in load(*texts).of_pictures if one.name == metric]
+    dense = [picture(seed) for seed in range(3)]
+    return found.measure([dense[0], picture(8), picture(9)], dense, PROMPTS)
+
+
+def test_similarity_is_one_for_equal_pictures_and_less_for_others(models: Path) -> None:
+    for name, folder in (("dino", "dino"), ("clip", "clip")):
+        found = values(name, f"{name}={models / folder}")
+        torch.testing.assert_close(found[0], torch.tensor(1.0))
+        assert (found[1:] < 0.999).all()
+
+
+def test_similarity_compares_with_the_dense_pictures_of_the_call(models: Path) -> None:
+    (dino,) = [m for m in load(f"dino={models / 'dino'}").of_pictures if m.name == "dino"]
+    first, second = [picture(0)], [picture(1)]
+    assert dino.measure(first, first, PROMPTS[:1]) == pytest.approx(1)
+    assert dino.measure(first, second, PROMPTS[:1]) < 0.999
+    assert dino.measure(second, second, PROMPTS[:1]) == pytest.approx(1)
+
+
+def test_features_do_not_depend_on_the_batch(models: Path) -> None:
+    network = Vision(str(models / "dino"))
+    pictures = [picture(seed) for seed in range(3)]
+    together = network(pictures)
+    assert together.shape == (3, 16)
+    torch.testing.assert_close(torch.cat([network([one]) for one in pictures]), together)
+
+
+def test_clip_score_is_that_of_torchmetrics(models: Path) -> None:
+    clip = Clip(str(models / "clip"))
+
+    class Adapted(torch.nn.Module):
+        """CLIP with features as tensors, as torchmetrics expects."""
+
+        config = SimpleNamespace()
+
+        def get_image_features(self, pixels):
+            return clip.model.get_image_features(pixels).pooler_output
+
+        def get_text_features(self, ids, mask):
+            return clip.model.get_text_features(ids, mask).pooler_output
+
+    def processor(images=None, text=None, **kwargs):
+        if images is not None:
+            return clip.processor(images=images, return_tensors="pt")
+        return clip.tokenizer(text, return_tensors="pt", padding=True)
+
+    score = CLIPScore(model_name_or_path=lambda: (Adapted(), processor))
+    found = values("clip-score", f"clip-score={models / 'clip'}")
+    pictures = [picture(0), picture(8)]
+    for index in (0, 1):
+        pixels = (as_tensor([pictures[index]])[0] * 255).byte()
+        torch.testing.assert_close(found[index], score(pixels, PROMPTS[index]).detach())
+    assert torch.isfinite(found[2])  # its prompt is longer than the model's context
+
+
+def test_a_network_without_text_has_no_clip_score(models: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"metric clip-score: Dinov2Model in .* has no text encoder; use a CLIP"
+    ):
+        load(f"clip-score={models / 'dino'}")
+
+
+def test_metrics_that_take_the_same_network_share_it(models: Path) -> None:
+    metrics = load(*(f"{name}={models / 'dino'}" for name in ("dino", "fid", "kid")))
+    assert len(metrics.loaded) == 1
+    assert metrics.networks == dict.fromkeys(("dino", "fid", "kid"), str(models / "dino"))
+    assert list(metrics.features) == [str(models / "dino")]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("none", "expected some of psnr, ssim, lpips, dino.*got 'none'"),
+        ("psnr=x", "expected NAME=NETWORK for one of lpips, dino.*got 'psnr=x'"),
+        ("fid=", "expected NAME=NETWORK"),
+    ],
+)
+def test_an_unknown_metric_is_named(text: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        parse_metrics([text])
+
+
+def test_psnr_and_ssim_come_first_and_each_once() -> None:
+    assert [w.name for w in parse_metrics(["kid", "ssim", "kid"])] == ["psnr", "ssim", "kid"]
+    assert {w.name for w in parse_metrics(["all"])} == set(METRIC_NAMES)
+    network = next(w for w in parse_metrics(["fid=./mine", "all"]) if w.name == "fid")
+    assert (network.network, network.by_name) == ("./mine", True)
+
+
+def without(monkeypatch: pytest.MonkeyPatch, *modules: str) -> None:
+    """Make these imports fail, as they do if torchvision does not match torch."""
+    original = builtins.__import__
+
+    def fail(name, *args, **kwargs):
+        if name.startswith(modules):
+            raise RuntimeError(f"operator of {name} does not exist")
+        return original(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", fail)
+
+
+def test_all_leaves_out_what_does_not_work_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def unreachable(name, **options):
+        asked.append(name)
+        raise OSError(f"no connection to fetch {name}")
+
+    without(monkeypatch, "torchmetrics.image")
+    monkeypatch.setattr(torch.hub, "load_state_dict_from_url", unreachable)
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", unreachable)
+    notes: list[str] = []
+    metrics = load("all", notes=notes)
+    assert [metric.name for metric in metrics.of_pictures] == ["psnr", "ssim"]
+    assert metrics.of_sets == ()
+    assert len(asked) == len(set(asked)) == 3  # clip and clip-score share one
+    text = "\n".join(notes)
+    for name in ("lpips", "dino", "clip-score", "fid"):
+        assert f"{name} needs the weights of" in text
+        assert f"{name} is left out: cannot load " in text
+    assert "glyphs is left out: the prompt 'red apple' names no glyph" in text
+
+
+def test_a_metric_that_is_named_has_to_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    without(monkeypatch, "torchmetrics.image")
+    with pytest.raises(
+        ConfigError, match=r"metric fid: cannot load inception-v3 \(operator .*leave it out, or use all"
+    ):
+        load("fid")
+
+
+def test_without_torchmetrics_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(MissingExtraError, match=r"tokenmerge\[metrics\]"):
+        load()
+
+
+def test_inception_runs_where_its_libraries_import() -> None:
+    try:
+        network = Inception("inception-v3")
+    except ConfigError as error:
+        pytest.skip(f"not here: {error}")
+    assert network([picture(0)]).shape == (1, 2048)
+
+
+def test_glyphs_counts_pictures_that_show_what_was_asked_for() -> None:
+    from PIL import Image
+
+    from tokenmerge_tools.demo.retrieval import SHEET
+
+    first = Image.open(SHEET).crop((0, 0, GRID, GRID))  # a watch
+    page = Image.new("RGBA", first.size, "white")
+    page.alpha_composite(first)
+    prompts = ["a watch on a white background", "an hourglass on a white background"]
+    metrics = load("glyphs", prompts=prompts)
+    found = metrics.of_pictures[-1].measure([page] * 2, [page] * 2, prompts)
+    assert found.tolist() == [1, 0]
+
+
+def test_figures_are_means_over_all_and_over_a_category(tmp_path: Path) -> None:
+    store = PictureStore(tmp_path / "evaluate.jsonl", {"model": "m", "width": 32, "height": 32, "steps": 4})
+    variants = [drawn(), drawn("tome", ratio=0.5)]
+    items = [item("a"), item("b"), item("c")]
+    for seed, one in enumerate(items):
+        for variant, shown in zip(
+            variants, (picture(seed), picture(seed if one.prompt.text == "a" else 9)), strict=True
+        ):
+            path = store.picture(variant, one)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            shown.save(path)
+    metrics = load()
+    parts = [measure([[(2, items[2])]], variants, store, metrics)]
+    parts += [measure([], variants, store, metrics)]
+    parts += [measure([[(0, items[0]), (1, items[1])]], variants, store, metrics)]
+    measured = Measured.merge(parts)
+    assert measured.indices.tolist() == [0, 1, 2]
+    psnr = measured.columns["tome ratio=0.5", "psnr"]
+    assert psnr[0] == float("inf")
+    whole = figures_of("tome ratio=0.5", measured, metrics, None)
+    assert (whole.images, whole.equal) == (3, 1)
+    assert whole.values["psnr"] == pytest.approx(float(psnr[1:].double().mean()))
+    one = figures_of("tome ratio=0.5", measured, metrics, None, chosen=[2])
+    assert (one.images, one.equal, one.values["psnr"]) == (1, 0, pytest.approx(float(psnr[2])))
+    assert figures_of("dense", measured, metrics, None).values == {}
+    same = figures_of("tome ratio=0.5", measured, metrics, None, chosen=[0])
+    assert (same.equal, list(same.values)) == (1, ["ssim"])
+
+
+def test_a_picture_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    store = PictureStore(tmp_path / "evaluate.jsonl", {"model": "m", "width": 32, "height": 32, "steps": 4})
+    path = store.picture(drawn(), item())
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"nonsense")
+    with pytest.raises(
+        ConfigError, match=r"cannot read the picture .*seed0\.png .it is not a picture.; delete"
+    ):
+        measure([[(0, item())]], [drawn()], store, load())

@@ -1,0 +1,555 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from diffusers import DiffusionPipeline
+from PIL import Image
+from tools.tests.evaluate.conftest import drawn, item, picture
+from tools.tests.reporting.made import cell
+
+from tokenmerge import ToMeConfig, token_merging
+from tokenmerge.errors import ConfigError, NothingToMergeError
+from tokenmerge.pictures import as_tensor
+from tokenmerge_tools.bench.results_file import RecordNotWrittenError, ResultsFile
+from tokenmerge_tools.bench.variants import Variant
+from tokenmerge_tools.closeness import psnr
+from tokenmerge_tools.evaluate import draw
+from tokenmerge_tools.evaluate.measure import Figures, Measured, figures_of
+from tokenmerge_tools.evaluate.picture_store import PictureStore
+from tokenmerge_tools.evaluate.samples import pack, unpack
+from tokenmerge_tools.evaluate.variants import parse_variants, plan_variants
+from tokenmerge_tools.evaluate.weights import weights_key
+from tokenmerge_tools.pipelines.call import PipelineCall
+from tokenmerge_tools.pipelines.loading import ModelSource, SourceKind
+from tokenmerge_tools.reporting.quality import QualityRecord, SampleRecord
+from tokenmerge_tools.reporting.results import read_results
+
+Run = Callable[..., list[QualityRecord]]
+
+
+def pictures(folder: Path) -> dict[str, np.ndarray]:
+    """Every picture by variant and name."""
+    return {
+        f"{path.parent.name}/{path.name}": np.asarray(Image.open(path), dtype=int)
+        for path in sorted(folder.rglob("*.png"))
+    }
+
+
+def by_label(records: list[QualityRecord]) -> dict[str, QualityRecord]:
+    return {record.label: record for record in records}
+
+
+def test_figures_are_those_of_the_pictures_on_disk(run: Run, tmp_path: Path) -> None:
+    records = by_label(run(ratio=(0.25, 0.5), seeds=2))
+    assert list(records) == ["dense", "tome ratio=0.25", "tome ratio=0.5"]
+    found = pictures(tmp_path / "results")
+    assert len(found) == 3 * 3 * 2
+    for label, record in records.items():
+        assert record.images == 6
+        if label == "dense":
+            assert record.figures == {}
+            continue
+        own = {
+            name.partition("/")[2]: p
+            for name, p in found.items()
+            if name.startswith(label.replace(" ", "-").replace("=", "-").replace(".", "-") + "-")
+        }
+        assert len(own) == 6
+        one, two = (
+            as_tensor([Image.fromarray(p.astype(np.uint8)) for p in batch])
+            for batch in (list(own.values()), [found[f"dense/{name}"] for name in own])
+        )
+        assert record.figures["psnr"] == pytest.approx(float(psnr(one, two).double().mean()))
+        assert 0 < record.figures["ssim"] < 1
+    assert records["tome ratio=0.25"].figures["psnr"] > records["tome ratio=0.5"].figures["psnr"]
+
+
+def test_methods_follow_the_steps_of_the_pipeline(run: Run) -> None:
+    variants = ("tome:until=0.2", "tome:correction.every=2,scope=block", "ibtm", "auto:min_tokens=64")
+    with pytest.warns(
+        UserWarning, match=r"nothing merges in this generation: schedule\.until=0\.2 of 2 steps is none"
+    ):
+        records = by_label(run(variants=variants, limit=1))
+    assert list(records)[1:] == [
+        "tome ratio=0.5 schedule.until=0.2",
+        "tome ratio=0.5 scope=block correction.every=2",
+        "ibtm ratio=0.5",
+        "auto ratio=0.5 min_tokens=64",
+    ]
+    # schedule.until=0.2 merges in neither of the two steps.
+    assert any(
+        "equal dense in every pixel" in note for note in records["tome ratio=0.5 schedule.until=0.2"].notes
+    )
+    for label in list(records)[2:]:
+        assert 0 < records[label].figures["psnr"] < 100
+
+
+def test_a_steps_mask_of_cache_dit_is_warmed_up_and_drawn(run: Run) -> None:
+    pytest.importorskip("cache_dit")
+    changes = {"model": "emoji-mmdit", "size": (64, 64), "steps": 6, "batch": 1, "limit": 1}
+    masked = by_label(run(**changes, variants=("cache-dit:mask=fast,threshold=1",)))
+    assert masked["cache-dit mask=fast threshold=1"].images == 1
+
+
+def test_settings_read_from_a_record_draw_the_same_picture(run: Run, models: Path, tmp_path: Path) -> None:
+    run(variants=("auto:min_tokens=64", "tomesd"), steps=6, limit=1, batch=1)
+    records = by_label(read_results([tmp_path / "results"]).quality)
+    read = {label: record.config for label, record in records.items()}
+    assert read["dense"] is None  # dense has no settings
+    settings = ToMeConfig.from_dict(read["auto ratio=0.5 min_tokens=64"])
+    assert settings.planner == "tiled"  # auto chose it
+    pipe = DiffusionPipeline.from_pretrained(models / "tiny")
+    with token_merging(pipe, settings):
+        again = pipe("red apple", num_inference_steps=6, generator=torch.Generator().manual_seed(0))
+    drawn_then = {name.partition("-")[0]: picture for name, picture in pictures(tmp_path / "results").items()}
+    assert np.array_equal(np.asarray(again.images[0], dtype=int), drawn_then["auto"])
+    assert not np.array_equal(drawn_then["dense/red"], drawn_then["auto"])
+
+
+def test_a_note_tells_of_pictures_with_different_settings(run: Run, tmp_path: Path, monkeypatch) -> None:
+    run(variants=("auto:min_tokens=64",), limit=1)
+    # Another seed is drawn later, by an auto that chooses other settings.
+    chosen = dataclasses.replace(ToMeConfig(ratio=0.5), planner="tome")
+    monkeypatch.setattr(Variant, "config", lambda *_: chosen)
+    record = by_label(run(variants=("auto:min_tokens=64",), limit=1, seeds=2))["auto ratio=0.5 min_tokens=64"]
+    assert record.config is None
+    assert any("drawn with 2 different settings" in note for note in record.notes)
+
+
+def test_no_picture_depends_on_the_batch(run: Run, tmp_path: Path) -> None:
+    run(batch=1, out=tmp_path / "one" / "evaluate.jsonl", seeds=2)
+    run(batch=6, out=tmp_path / "six" / "evaluate.jsonl", seeds=2)
+    one, six = pictures(tmp_path / "one"), pictures(tmp_path / "six")
+    assert list(one) == list(six)
+    assert len({p.tobytes() for p in one.values()}) == len(one) == 12
+    for name in one:
+        assert np.abs(one[name] - six[name]).max() <= 1  # kernels round differently at another batch size
+
+
+def test_records_draw_curve_and_sliders(run: Run, tmp_path: Path) -> None:
+    records = run(samples=2)
+    results = read_results([tmp_path / "results"])
+    assert list(results.quality) == records
+    assert [(s.record.prompt, s.record.label) for s in results.samples] == [
+        ("red apple", "tome ratio=0.5"),
+        ("blue boat", "tome ratio=0.5"),
+    ]
+    for sample in results.samples:
+        assert sample.dense.is_file()
+        assert sample.image.is_file()
+    (folder,) = (tmp_path / "results" / "evaluate").iterdir()
+    conditions = json.loads((folder / "conditions.json").read_text())
+    assert conditions["steps"] == records[0].conditions["steps"] == 2
+    assert conditions["versions"]["torch"] == torch.__version__
+
+
+def test_a_run_that_is_cut_off_continues_and_draws_nothing_twice(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original, calls = PipelineCall.__call__, []
+
+    def counted(self, pipe, on_step):
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        calls.append(self.arguments["prompt"])
+        return original(self, pipe, on_step)
+
+    # The warm-up before the first picture of a variant is not counted.
+    monkeypatch.setattr(draw, "_warm_up", lambda call, pipe: None)
+    monkeypatch.setattr(PipelineCall, "__call__", counted)
+    with pytest.raises(KeyboardInterrupt):
+        run()
+    assert calls == [["red apple", "blue boat"]] * 2 + [["green tree"]]
+    times = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.png")}
+    assert len(times) == 5
+    monkeypatch.setattr(PipelineCall, "__call__", original)
+    drawn: list[int] = []
+    records = run(drawn=drawn)
+    assert drawn == [0, 1]
+    assert {path: path.stat().st_mtime_ns for path in times} == times
+    monkeypatch.setattr(
+        "tokenmerge_tools.evaluate.runner.load_pipeline_for", lambda *_: pytest.fail("it was loaded")
+    )
+    content = (tmp_path / "results" / "evaluate.jsonl").read_bytes()
+    assert run() == records
+    assert (tmp_path / "results" / "evaluate.jsonl").read_bytes() == content
+
+
+def test_only_what_is_new_is_drawn_and_other_conditions_share_nothing(
+    run: Run, prompts: Path, tmp_path: Path
+) -> None:
+    def new(**changes: object) -> int:
+        drawn: list[int] = []
+        run(drawn=drawn, **changes)
+        return drawn[-1] if drawn else 0
+
+    assert new(limit=2) == 4
+    assert new() == 2
+    assert new(variants=("tome", "tome:merge_mlp")) == 3
+    assert new(seeds=2, limit=1) == 2
+    assert new(guidance=2.0, limit=1) == 2
+    assert new(steps=1, limit=1) == 2
+
+
+def test_other_weights_under_the_same_name_are_drawn_anew(run: Run, models: Path, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(models / "tiny", model)
+
+    def new() -> int:
+        drawn: list[int] = []
+        run(model=str(model), limit=1, drawn=drawn)
+        return drawn[-1] if drawn else 0
+
+    assert (new(), new()) == (2, 0)
+    (weights, *_) = (model / "unet").glob("*.safetensors")
+    weights.write_bytes(weights.read_bytes())
+    assert (new(), new()) == (2, 0)
+    (model / "README.md").write_text("about")
+    assert new() == 0
+
+
+def test_a_hub_model_is_known_by_its_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    cached = "/cache/models--owner--name/snapshots/0123abc/model_index.json"
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_: cached)
+    assert weights_key(ModelSource(SourceKind.HUB, "owner/name")) == "0123abc"
+
+
+def test_figures_of_an_earlier_run_stay(run: Run, models: Path, tmp_path: Path) -> None:
+    network = str(models / "dino")
+    run(metrics=(f"kid={network}",))
+    records = run(metrics=(f"dino={network}",))
+    assert list(by_label(records)["tome ratio=0.5"].figures) == ["psnr", "ssim", "kid", "dino"]
+    assert records[1].measured_with == {"kid": network, "dino": network}
+    assert list(read_results([tmp_path / "results"]).quality) == records
+
+
+def test_sets_are_compared_with_dense_or_with_a_folder(run: Run, models: Path, tmp_path: Path) -> None:
+    metrics = tuple(f"{name}={models / 'dino'}" for name in ("fid", "kid"))
+    notes: list[str] = []
+    dense, tome = run(metrics=metrics, notes=notes)
+    assert dense.figures == {}
+    assert tome.figures["fid"] > 0
+    assert "fid of only 3 pictures is biased upwards" in "\n".join(notes)
+    (tmp_path / "reference" / "below").mkdir(parents=True)
+    for seed in range(5):
+        picture(seed, side=20 + 4 * seed).save(tmp_path / "reference" / "below" / f"{seed}.PNG")
+    dense_to_folder, tome_to_folder = run(metrics=metrics, reference=tmp_path / "reference")
+    assert dense_to_folder.figures["fid"] > tome.figures["fid"]
+    assert tome_to_folder.figures["fid"] != tome.figures["fid"]
+    assert tome_to_folder.measured_with["fid"].endswith(f"dino, against {tmp_path / 'reference'}")
+    assert list(read_results([tmp_path / "results"]).quality) == [dense_to_folder, tome_to_folder]
+    assert run(metrics=metrics)[0].figures == {}  # dense has no distance from itself
+
+
+def test_figures_by_category(run: Run, prompts: Path) -> None:
+    prompts.write_text("Prompt\tCategory\nred apple\tFood\nblue boat\tThings\ngreen pear\tFood\n")
+    records = run()
+    rows = [(record.label, record.category, record.images) for record in records]
+    assert rows == [
+        (label, *rest)
+        for label in ("dense", "tome ratio=0.5")
+        for rest in ((None, 3), ("Food", 2), ("Things", 1))
+    ]
+    whole, food, things = (record.figures["psnr"] for record in records[3:])
+    assert 3 * whole == pytest.approx(2 * food + things)
+
+
+def test_a_note_counts_pictures_that_equal_dense(run: Run) -> None:
+    _, tome = run(variants=("tome:ratio=0",), limit=2)
+    assert tome.figures == {"ssim": 1.0}
+    assert tome.notes == (
+        "tome ratio=0: 2 of 2 pictures equal dense in every pixel; "
+        "their PSNR is infinite and not in the mean",
+    )
+
+
+def test_a_figure_that_is_no_number_is_left_out_and_named() -> None:
+    infinite, nan = float("inf"), float("nan")
+    columns = {
+        ("tome", "psnr"): torch.tensor([20.0, infinite, 30.0]),
+        ("tome", "ssim"): torch.tensor([0.5, nan, 0.5]),
+        ("tome", "dino"): torch.tensor([0.5, infinite, 0.5]),
+        ("tome", "net"): torch.zeros(3, 1),
+        ("dense", "net"): torch.zeros(3, 1),
+    }
+    metrics = SimpleNamespace(
+        of_pictures=[SimpleNamespace(name=name) for name in ("psnr", "ssim", "dino")],
+        of_sets=[SimpleNamespace(name="fid", network="net", distance=lambda one, two: nan)],
+    )
+    measured = Measured(torch.arange(3), columns)
+    assert figures_of("tome", measured, metrics, None) == Figures(
+        {"psnr": 25.0}, equal=1, images=3, undefined=("ssim", "dino", "fid")
+    )
+    columns["tome", "psnr"][0] = nan
+    assert figures_of("tome", measured, metrics, None).values == {}
+
+
+def test_notes_name_metrics_that_are_left_out(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    figures = Figures({"ssim": 1.0}, equal=0, images=3, undefined=("psnr",))
+    monkeypatch.setattr("tokenmerge_tools.evaluate.records.figures_of", lambda *_: figures)
+    _, tome = run()
+    assert tome.figures == {"ssim": 1.0}
+    assert any("psnr is left out" in note for note in tome.notes)
+
+
+def test_the_sheet_has_a_row_for_each_prompt_and_a_column_for_each_variant(run: Run, tmp_path: Path) -> None:
+    sheet = tmp_path / "new" / "grid.png"
+    run(grid=sheet, ratio=(0.25, 0.5), samples=2)
+    rows, columns = np.asarray(Image.open(sheet)).shape[:2]
+    run(grid=sheet, ratio=(0.5,), samples=3)
+    more_rows, fewer_columns = np.asarray(Image.open(sheet)).shape[:2]
+    assert more_rows > rows
+    assert fewer_columns < columns
+
+
+def test_fewer_steps_are_those_that_the_benchmark_found(run: Run, models: Path, tmp_path: Path) -> None:
+    conditions = {"model": str(models / "tiny"), "width": 32, "height": 32, "steps": 4}
+    conditions |= {"dtype": "fp32", "device": "cpu"}
+
+    def record(scope: str, fit: int, batch: int = 1, **changes: object) -> str:
+        fewer = {"settings": {"as": "tome ratio=0.5"}, "facts": {"steps_used": fit}}
+        return cell("fewer-steps", **fewer, **{**conditions, **changes}, scope=scope, batch=batch).to_line()
+
+    late = "2026-02-01T00:00:00+00:00"
+    lines = [
+        record("denoiser", 1),
+        record("pipeline", 2, batch=8),
+        record("pipeline", 1, width=64),
+        record("pipeline", 2, steps=25),
+        record("pipeline", 2, dtype="fp16", finished=late),
+        record("pipeline", 2, device="cuda", finished=late),
+        record("pipeline", 2, scheduler="plms", finished=late),
+        record("pipeline", 2, guidance=3.0, finished=late),
+        record("pipeline", 2, commit="old"),
+        record("pipeline", 3, finished=late),
+        cell("tome", **conditions).to_line(),
+    ]
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / "bench.jsonl").write_text("".join(lines))
+    records = by_label(run(variants=("fewer-steps", "tome"), steps=4))
+    assert list(records) == ["dense", "tome ratio=0.5", "fewer-steps (tome ratio=0.5)"]
+    fewer = records["fewer-steps (tome ratio=0.5)"]
+    assert fewer.notes == ("fewer-steps (tome ratio=0.5): 3 of 4 steps",)
+    assert fewer.settings == {"as": "tome ratio=0.5"}
+    assert [record.steps_used for record in records.values()] == [None, None, 3]
+
+
+def test_without_a_benchmark_fewer_steps_are_those_whose_operations_fit(run: Run) -> None:
+    variants = ("tome", "auto:reuse.every=2,reuse.span=1,min_tokens=0", "fewer-steps")
+    records = by_label(run(variants=variants, steps=12, limit=1))
+    dense, tome, auto, *fewer = records.values()
+    assert [record.steps_used for record in (dense, tome, auto)] == [None] * 3
+    by_merging, by_reuse = (record.steps_used for record in fewer)
+    assert list(records)[3:] == [f"fewer-steps steps={by_merging}", f"fewer-steps steps={by_reuse}"]
+    # Half of the steps skip the levels below the finest, which are a part of the operations.
+    assert 6 <= by_reuse < by_merging < 12
+
+
+def test_fewer_steps_that_cannot_be_counted_say_what_to_run(tmp_path: Path) -> None:
+    specs = parse_variants(["deepcache", "fewer-steps"], [0.5], None)
+    conditions = {"model": "m", "width": 8, "height": 8, "steps": 25}
+    with pytest.raises(
+        ConfigError,
+        match=r"fewer-steps: the number of steps that fit into the time of deepcache interval=3 can.*bench",
+    ):
+        plan_variants(specs, 25, conditions, tmp_path, lambda spec: None)
+
+
+def test_a_variant_that_counts_no_saving_has_no_fewer_steps(tmp_path: Path) -> None:
+    specs = parse_variants(["tome", "fewer-steps"], [0.25, 0.5], None)
+    conditions = {"model": "m", "width": 8, "height": 8, "steps": 25}
+    speedups = {0.25: 1.01, 0.5: 2.0}
+    *_, fewer = plan_variants(
+        specs, 25, conditions, tmp_path, lambda spec: speedups[dict(spec.settings)["ratio"]]
+    )
+    assert (fewer.label, fewer.steps) == ("fewer-steps steps=12", 12)
+
+
+def test_pictures_are_timed(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A made-up clock times the calls: dense 6 and 2 s for the two batches, merged 3 and 0.5 s."""
+    taken = {("red apple", "blue boat"): (6.0, 3.0), ("green tree",): (2.0, 0.5)}
+    original, now = PipelineCall.__call__, [0.0]
+
+    def timed(self, pipe, on_step):
+        merges = "_tokenmerge" in pipe.unet.__dict__
+        if self.arguments["num_inference_steps"] == 5:
+            now[0] += taken[tuple(self.arguments["prompt"])][merges]
+        else:
+            now[0] += 100  # the warm-up before the first picture
+        return original(self, pipe, on_step)
+
+    monkeypatch.setattr(PipelineCall, "__call__", timed)
+    monkeypatch.setattr(draw.time, "perf_counter", lambda: now[0])
+    dense, tome = run(steps=5)
+    assert (dense.speedup, dense.speedup_quartiles) == (None, None)
+    assert (tome.speedup, tome.speedup_quartiles) == (2.0, (2.0, 3.0))
+    # The time is kept in the file of the picture, so a run that draws nothing has it too.
+    assert run(steps=5)[1].speedup == 2.0
+    for path in (tmp_path / "results").rglob("*-seed0.png"):
+        Image.open(path).save(path)
+    assert run(steps=5)[1].speedup is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "words"),
+    [
+        ({"variants": ("oracle",)}, ConfigError, "got 'oracle'; the pictures of an oracle are wrong"),
+        ({"variants": ("none",)}, ConfigError, "expected some of auto, tome, .*, fewer-steps, got 'none'"),
+        ({"variants": ("fewer-steps",)}, ConfigError, "give one too"),
+        ({"ratio": (0.9,)}, ConfigError, "0.75"),
+        ({"limit": 0}, ConfigError, "limit: expected an integer ≥ 1, got 0"),
+        ({"seeds": 0}, ConfigError, "seeds: expected an integer ≥ 1, got 0"),
+        ({"batch": 0}, ConfigError, "batch: expected an integer ≥ 1, got 0"),
+        ({"metrics": ("none",)}, ConfigError, "got 'none'"),
+        ({"metrics": ("glyphs",)}, ConfigError, "'red apple' names no glyph"),
+        ({"reference": Path()}, ConfigError, "only fid and kid compare with it"),
+        ({"prompts": None}, ConfigError, "only bundled models .emoji-unet, emoji-mmdit. have their own"),
+        ({"prompts": None, "model": "emoji-unet", "template": "a {}"}, ConfigError, "give --prompts too"),
+        ({"out": Path("results")}, ConfigError, "expected a file ending in .jsonl, got results"),
+        ({"grid": Path("grid")}, ConfigError, "save-grid: expected a file ending in .png"),
+        ({"grid": Path("grid.png"), "samples": 0}, ConfigError, "raise --samples"),
+        ({"size": (30, 31)}, ConfigError, "multiples of 2"),
+        ({"size": (8, 8)}, ConfigError, "SSIM needs at least 11 pixels, got 8x8"),
+        ({"max_downsample": 1, "size": (12, 2)}, NothingToMergeError, "merge"),
+        ({"model": "./none"}, ConfigError, "is not a model"),
+        ({"scheduler": "none"}, ConfigError, "scheduler: 'none' is unknown"),
+        ({"device": "none"}, ConfigError, "device: cannot use 'none'"),
+    ],
+)
+def test_bad_input_is_named_before_anything_is_loaded(
+    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, changes: dict, error: type, words: str
+) -> None:
+    monkeypatch.setattr(
+        "tokenmerge_tools.evaluate.runner.load_pipeline_for", lambda *_: pytest.fail("it was loaded")
+    )
+    with pytest.raises(error, match=words):
+        run(**changes)
+    assert not list(tmp_path.rglob("*.png"))
+
+
+def test_distances_between_sets_need_two_pictures(run: Run, models: Path, tmp_path: Path) -> None:
+    fid = f"fid={models / 'dino'}"
+    with pytest.raises(ConfigError, match=r"fid: expected at least 2 pictures, got 1; add --seeds 2"):
+        run(metrics=(fid,), limit=1)
+    (tmp_path / "empty").mkdir()
+    for name in (".a-unfinished.png", ".b.png"):
+        picture(0).save(tmp_path / "empty" / name)
+    with pytest.raises(ConfigError, match=r"reference: expected a folder with at least 2 pictures.*with 0"):
+        run(metrics=(fid,), reference=tmp_path / "empty")
+
+
+def test_a_missing_tomesd_is_named(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tokenmerge_tools.bench import variants
+
+    without = dataclasses.replace(variants.VARIANTS["tomesd"], package="nobody==1")
+    monkeypatch.setitem(variants.VARIANTS, "tomesd", without)
+    with pytest.raises(
+        ConfigError,
+        match="variant tomesd: nobody is not installed; run: pip install nobody==1; or leave it out",
+    ):
+        run(variants=("tome", "tomesd"))
+
+
+def test_a_full_disk_keeps_what_is_finished(
+    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    original, saved = Image.Image.save, []
+
+    def save(self, path, **about):
+        if len(saved) == 3:
+            Path(path).write_bytes(b"half of a picture")
+            raise OSError(28, "No space left on device")
+        saved.append(path)
+        original(self, path, **about)
+
+    monkeypatch.setattr(Image.Image, "save", save)
+    with pytest.raises(ConfigError, match=r"out: cannot write .*No space left.*finished pictures are safe"):
+        run()
+    assert len(pictures(tmp_path)) == len(list(tmp_path.rglob("*.png"))) == 3
+    monkeypatch.setattr(Image.Image, "save", original)
+    append = ResultsFile.append
+
+    def full(self, record):
+        if isinstance(record, SampleRecord):
+            raise RecordNotWrittenError("full")
+        append(self, record)
+
+    monkeypatch.setattr(ResultsFile, "append", full)
+    with pytest.raises(RecordNotWrittenError):
+        run()
+    monkeypatch.setattr(ResultsFile, "append", append)
+    records = run()
+    assert list(read_results([tmp_path / "results"]).quality) == records
+
+
+def full(*_: object, **named: object) -> None:
+    raise OSError(28, "No space left on device")
+
+
+def test_a_disk_without_room_for_the_conditions_is_named(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(ConfigError, match=r"out: cannot write .*conditions.json .No space left"):
+        run()
+
+
+def test_a_disk_without_room_for_samples_of_another_machine_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(ConfigError, match=r"out: cannot write .*a.png .No space left"):
+        unpack([{tmp_path / "a.png": b"content"}])
+
+
+def test_a_picture_replaced_by_one_of_another_size_is_named(run: Run, tmp_path: Path) -> None:
+    run()
+    path = sorted(tmp_path.rglob("tome*/*.png"))[0]
+    picture(0, side=16).save(path)
+    with pytest.raises(ConfigError, match=rf"{path} should have 32x32 pixels, but has 16x16; delete it"):
+        run()
+
+
+def test_too_little_memory_is_one_line(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(PipelineCall, "__call__", fail)
+    with pytest.raises(ConfigError, match="batch: 2 pictures at once do not fit into memory; lower --batch"):
+        run()
+
+
+def test_a_torn_results_file_is_reported_and_continued(run: Run, tmp_path: Path) -> None:
+    run()
+    file = tmp_path / "results" / "evaluate.jsonl"
+    file.write_text(file.read_text()[:-20])
+    notes: list[str] = []
+    records = run(notes=notes)
+    assert "torn" in notes[0]
+    assert list(read_results([tmp_path / "results"]).quality) == records
+    assert len(read_results([tmp_path / "results"]).samples) == 3
+
+
+def test_samples_travel_to_a_machine_that_does_not_have_them(tmp_path: Path) -> None:
+    stores = [
+        PictureStore(tmp_path / "evaluate.jsonl", {"model": name, "width": 8, "height": 8, "steps": 1})
+        for name in ("here", "there")
+    ]
+    path = stores[0].picture(drawn(), item())
+    path.parent.mkdir(parents=True)
+    picture(0).save(path)
+    packed = pack([item(), item("boat")], [drawn(), drawn("tome", ratio=0.5)], stores[0])
+    assert list(packed) == [path]
+    path.unlink()
+    path.parent.rmdir()
+    unpack([{}, packed])
+    assert np.array_equal(np.asarray(Image.open(path)), np.asarray(picture(0)))
+    path.write_bytes(b"own")
+    unpack([packed])
+    assert path.read_bytes() == b"own"

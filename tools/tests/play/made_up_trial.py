@@ -1,0 +1,25 @@
+"""A made-up trial, without drawing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from PIL import Image
+
+from tokenmerge_tools.method_spec import MethodSpec
+from tokenmerge_tools.pipelines.options import GenerateOptions
+from tokenmerge_tools.play.trial import Trial
+
+
+def trial(
+    method: str = "tome",
+    ratio: float = 0.5,
+    seconds: tuple[float, float] = (2, 1),
+    psnr: float = 30.0,
+    **changes: Any,
+) -> Trial:
+    picture = Image.new("RGB", (4, 4))
+    options = GenerateOptions(
+        **{"prompt": "a red apple", "merging": MethodSpec(method, {"ratio": ratio}), **changes}
+    )
+    return Trial(options, picture, picture, picture, "groups", *seconds, psnr, "summary")

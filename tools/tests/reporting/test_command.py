@@ -1,0 +1,190 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import typer
+from tools.tests.reporting.made import EVIL, cell, grid_of_cells, write_all
+from typer.testing import CliRunner
+
+from tokenmerge.errors import ConfigError
+from tokenmerge_tools.bench.records import CellRecord
+from tokenmerge_tools.bench.unfinished import UnfinishedCells
+from tokenmerge_tools.cli.report import report
+
+app = typer.Typer()
+app.command()(report)
+
+
+def run(*arguments: object) -> object:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def write(path: Path, *cells: CellRecord) -> Path:
+    path.write_text("".join(record.to_line() for record in cells), encoding="utf-8")
+    return path
+
+
+def test_a_page_comes_with_markdown_and_csv(tmp_path: Path) -> None:
+    out = tmp_path / "new" / "report.html"
+    result = run(write_all(tmp_path / "results"), "-o", out)
+    assert result.exit_code == 0, result.output
+    names = ["report-quality.csv", "report.csv", "report.html", "report.md"]
+    assert sorted(file.name for file in out.parent.iterdir()) == names
+    page = out.read_text(encoding="utf-8")
+    assert EVIL not in page
+    assert page.count("<script>") == 1
+    assert "http://" not in page.replace("http://www.w3.org", "")
+    assert "https://" not in page
+    assert 'tr class="published"' in page
+    assert page.count('type="range"') == 6
+
+
+@pytest.mark.parametrize("suffix", [".md", ".csv"])
+def test_one_format_alone(tmp_path: Path, suffix: str) -> None:
+    out = tmp_path / "out" / f"report{suffix}"
+    assert run(write(tmp_path / "results.jsonl", cell()), "-o", out).exit_code == 0
+    assert [file.name for file in out.parent.iterdir()] == [out.name]
+
+
+def test_a_report_of_a_torn_file_says_so(tmp_path: Path) -> None:
+    file = write(tmp_path / "results.jsonl", cell())
+    file.write_text(file.read_text(encoding="utf-8") + '{"kind"', encoding="utf-8")
+    result = run(file, "-o", tmp_path / "report.html")
+    assert result.exit_code == 0
+    assert "is incomplete" in result.stderr
+    assert "is incomplete" in (tmp_path / "report.html").read_text(encoding="utf-8")
+
+
+def test_timed_calls_of_unfinished_cells_are_no_results(tmp_path: Path) -> None:
+    folder = tmp_path / "results"
+    folder.mkdir()
+    file = write(folder / "bench.jsonl", cell())
+    UnfinishedCells(file).add("a cell of a run that was killed", (1.0, None))
+    result = run(folder, "-o", tmp_path / "with.csv")
+    assert result.exit_code == 0, result.output
+    assert "note:" not in result.stderr
+    assert run(file, "-o", tmp_path / "without.csv").exit_code == 0
+    assert (tmp_path / "with.csv").read_bytes() == (tmp_path / "without.csv").read_bytes()
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> tuple[Path, Path]:
+    before = write(
+        tmp_path / "before.jsonl",
+        cell("dense", (4.0,)),
+        cell("tome", (2.0,)),
+        cell("oracle", (1.0,)),
+        cell("tomesd", (1.0,), commit="old"),
+    )
+    after = write(
+        tmp_path / "after.jsonl",
+        cell("dense", (4.1,)),
+        cell("tome", (2.12,)),
+        cell("tomesd", (0.9,), commit="new", rounds=7),
+        cell("tome", (2.0,), ratio=0.75),
+    )
+    return before, after
+
+
+def test_two_results_are_compared_cell_by_cell(two: tuple[Path, Path]) -> None:
+    result = run("--compare", *two)
+    assert result.exit_code == 0, result.output
+    assert "2 s → 2.12 s, ratio 1.060 (6.0 % slower)" in result.stdout
+    assert "ratio 0.900 (10.0 % faster)" in result.stdout
+    assert "oracle ratio=0.5, SDPA attention: only in" in result.stdout
+    assert "tome ratio=0.75, SDPA attention: only in" in result.stdout
+
+
+@pytest.mark.parametrize(("tolerance", "code"), [("5%", 1), ("6.5 %", 0), ("2%", 1), ("0%", 1)])
+def test_a_cell_that_became_slower_fails(two: tuple[Path, Path], tolerance: str, code: int) -> None:
+    assert run("--compare", *two, "--fail-if-slower", tolerance).exit_code == code
+
+
+def test_a_cell_that_no_longer_runs_fails(tmp_path: Path) -> None:
+    before = write(tmp_path / "before.jsonl", cell("tome"))
+    after = write(tmp_path / "after.jsonl", cell("tome", status="oom"))
+    result = run("--compare", before, after, "--fail-if-slower", "50%")
+    assert result.exit_code == 1
+    assert "→ oom" in result.stdout
+    assert run("--compare", after, before, "--fail-if-slower", "0%").exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["a.jsonl", "-o", "report.pdf"], "expected a file ending in .html, .md, .csv, got report.pdf"),
+        (["missing.jsonl"], "cannot read missing.jsonl"),
+        ([], "none given"),
+        (["--compare", "a.jsonl", "a.jsonl", "b.jsonl"], "expected only two results"),
+        (["--compare", "a.jsonl", "a.jsonl", "--fail-if-slower", "fast"], "such as 5%, got 'fast'"),
+        (["--compare", "a.jsonl", "b.jsonl"], "no cell is in both"),
+        (["a.jsonl", "--fail-if-slower", "5%"], "needs --compare"),
+    ],
+)
+def test_bad_input_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], words: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(Path("a.jsonl"), cell())
+    write(Path("b.jsonl"), cell(device_name="Other GPU"))
+    error = run(*arguments).exception
+    assert isinstance(error, ConfigError)
+    assert words in str(error)
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        (("peak_bytes",), "x"),
+        (("conditions", "frames"), [[]]),
+        (("conditions", "device_name"), 3),
+        (("conditions", "threads"), "two"),
+        (("conditions", "batch"), float("nan")),
+        (("conditions", "steps"), "\ud800"),
+        (("facts", "notes"), ["\udfff"]),
+        (("conditions", "model"), json.loads("[" * 900 + "]" * 900)),
+        (("conditions", "environment"), {}),
+    ],
+)
+def test_a_record_with_a_strange_value_is_one_line(
+    tmp_path: Path, place: tuple[str, ...], value: object
+) -> None:
+    cells = grid_of_cells()[:2]
+    strange = json.loads(cells[0].to_line())
+    inner = strange
+    for name in place[:-1]:
+        inner = inner[name]
+    inner[place[-1]] = value
+    file = tmp_path / "results.jsonl"
+    file.write_text(json.dumps(strange) + "\n" + cells[1].to_line())
+    error = run(file, "--out", tmp_path / "report.html").exception
+    assert isinstance(error, ConfigError), repr(error)
+    assert "results" in str(error)
+    assert len(str(error)) < 1_000
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_a_picture_that_is_missing_or_no_picture_costs_its_pairs_alone(tmp_path: Path) -> None:
+    folder, out = write_all(tmp_path / "results"), tmp_path / "report.html"
+    picture = folder / "dense" / "0.png"
+    for spoil in (lambda: picture.write_text("<svg onload='x'>"), picture.unlink):
+        spoil()
+        result = run(folder, "-o", out)
+        assert result.exit_code == 0, result.output
+        page = out.read_text(encoding="utf-8")
+        assert page.count('type="range"') == 3  # the other prompt's
+        for text in (result.stderr, page):
+            assert text.count(str(picture)) == 1
+        assert (
+            "3 pairs of sample pictures are not shown; the first is tome ratio=0.25, seed 0" in result.stderr
+        )
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    file = write(tmp_path / "results.jsonl", cell())
+    error = run(file, "-o", tmp_path / "file" / "report.html").exception
+    assert isinstance(error, ConfigError)
+    assert "--out" in str(error)

@@ -1,0 +1,349 @@
+from __future__ import annotations
+
+import csv
+import dataclasses
+from pathlib import Path
+
+import pytest
+from tools.tests.reporting.made import EVIL, cell, grid_of_cells, quality, write_all
+
+from tokenmerge.errors import ConfigError
+from tokenmerge_tools.bench.records import CellRecord
+from tokenmerge_tools.reporting.curves import charts
+from tokenmerge_tools.reporting.formats import as_csv, as_markdown, quality_as_csv
+from tokenmerge_tools.reporting.plots import draw
+from tokenmerge_tools.reporting.published import published_rows
+from tokenmerge_tools.reporting.quality import QualityRecord, SampleRecord
+from tokenmerge_tools.reporting.report_data import content_of
+from tokenmerge_tools.reporting.results import Results, read_results
+from tokenmerge_tools.reporting.tables import OURS, PUBLISHED, Table, measured_tables
+from tokenmerge_tools.reporting.versus_published import published_tables
+
+
+def row_of(table: Table, *starts: str) -> dict[str, str]:
+    (found,) = [row for row in table.rows if row.cells[: len(starts)] == starts]
+    return dict(zip(table.header, found.cells, strict=True))
+
+
+def test_figures_of_a_cell() -> None:
+    facts = {"flops_dense": 200, "flops_merged": 150}
+    (table,) = measured_tables([cell("tome", (2.0, 3.0, 2.5), 5.0, facts=facts, peak_bytes=3 * 2**29)])
+    assert row_of(table, "tome ratio=0.5") == {
+        "variant": "tome ratio=0.5",
+        "attention": "SDPA",
+        "seconds per call": "2.5",
+        "quartiles": "2.25 to 2.75",
+        "peak GiB": "1.50",
+        "speed-up": "2.00×",
+        "same attention": "2.00×",
+        "time saved": "50.0 %",
+        "FLOPs saved": "25.0 %",
+    }
+
+
+def test_cells_without_figures_say_why() -> None:
+    cells = [
+        cell("dense", status="oom", message="20 GiB asked"),
+        cell("tome", status="unavailable", message="no xformers", attention="xformers"),
+        cell("tomesd", status="error", message="RuntimeError: odd"),
+    ]
+    (table,) = measured_tables(cells)
+    assert {row.cells[2] for row in table.rows} == {"OOM", "not available", "failed"}
+    assert any("tome ratio=0.5, xFormers attention: no xformers" in note for note in table.notes)
+
+
+def test_back_ends_of_diffusers_follow_by_name() -> None:
+    given = ("sage", "default", "flash", "sdpa", "xformers")
+    (table,) = measured_tables(cell("dense", attention=name) for name in given)
+    assert [row.cells[1] for row in table.rows] == ["SDPA", "xFormers", "plain", "flash", "sage"]
+    others = [cell("tome", (2.0,) * 3, 4.0, ratio=0.5, attention=name) for name in ("sage", "flash")]
+    published = {table.title: table for table in published_tables([*grid_of_cells(), *others], quality())}
+    header = published["tomesd paper (2303.17604): seconds per image"].header
+    assert header[-2:] == ("ToMe 0.5, flash", "ToMe 0.5, sage")
+
+
+def test_one_table_for_each_setting_with_dense_first() -> None:
+    tables = measured_tables(reversed(grid_of_cells()))
+    assert len(tables) == 4
+    assert [table.rows[0].cells[:2] for table in tables] == [("dense", "SDPA")] * 4
+    assert "512 × 512" in tables[0].title
+
+
+def test_published_figures_stand_beside_ours() -> None:
+    docs = {table.title: table for table in published_tables(grid_of_cells(), quality())}
+    assert list(docs) == [
+        "tomesd paper (2303.17604): seconds per image",
+        "tomesd paper (2303.17604): GB per image",
+        "tomesd paper (2303.17604): FID",
+        "ppdiffusers README: seconds per call",
+        "diffusers docs: seconds per call",
+    ]
+    paper = docs["tomesd paper (2303.17604): seconds per image"]
+    published = row_of(paper, "published, RTX 4090")
+    assert published["dense, plain"] == "3.09"
+    assert published["ToMe 0.5, plain"] == "1.65 (1.87×)"
+    ours = row_of(paper, "tokenmerge, Made GPU, fp16, 50 steps")
+    assert ours["dense, plain"] == "8"
+    assert ours["ToMe 0.5, SDPA"] == "3.2 (1.25×)"
+    assert ours["ToMe 0.5, xFormers"] == "–"
+    assert row_of(paper, "tomesd, Made GPU, fp16, 50 steps")["ToMe 0.5, SDPA"] == "3.52 (1.14×)"
+    assert [row.origin for row in paper.rows] == [PUBLISHED, OURS, OURS]
+    assert row_of(docs["tomesd paper (2303.17604): FID"], "published")["ToMe 0.6"] == "33.37"
+    table = docs["diffusers docs: seconds per call"]
+    xformers = [row_of(table, "published, A100", "768²", "1")["ToMe 0.5, xFormers"]]
+    assert not any("0.25" in name for name in table.header)  # no figure was published at this ratio
+    assert any("dense with xFormers attention was not published" in note for note in table.notes)
+    assert not any("was not published" in note for note in paper.notes)
+    assert xformers == ["2.03"]  # no speed-up without a dense column with xFormers
+
+
+def test_the_denoiser_alone_is_named_as_a_step_times_the_steps() -> None:
+    cells = [
+        cell("dense", (0.5,), 0.5, scope="denoiser"),
+        cell("tome", (0.25,), 0.5, scope="denoiser"),
+    ]
+    paper = published_tables(cells)[0]
+    ours = row_of(paper, "tokenmerge, Made GPU, fp16, denoiser × 50 steps")
+    assert ours["ToMe 0.5, SDPA"] == "12.5 (2.00×)"
+
+
+def test_rows_beside_published_figures_say_how_their_pictures_are_drawn() -> None:
+    other = [cell("tome", scheduler="plms"), cell("tome", steps=25, guidance=3.0), cell("tome")]
+    names = [row.cells[0] for row in published_tables(other)[0].rows if row.origin == OURS]
+    here = "tokenmerge, Made GPU, fp16"
+    assert names == [f"{here}, 25 steps, guidance 3", f"{here}, 50 steps", f"{here}, 50 steps, plms"]
+
+
+def test_a_speedup_beside_published_figures_is_that_of_its_own_rounds() -> None:
+    cells = [
+        cell("dense", (8.0,), attention="default"),
+        cell("tome", (2.0,), dense=3.0, same_attention=5.0, attention="default"),
+    ]
+    ours = row_of(published_tables(cells)[0], "tokenmerge, Made GPU, fp16, 50 steps")
+    assert ours["dense, plain"] == "8"
+    assert ours["ToMe 0.5, plain"] == "2 (2.50×)"
+
+
+def test_memory_of_a_whole_process_does_not_stand_beside_that_of_a_gpu() -> None:
+    facts = {"peak_memory": "peak of tensors"}
+    gpu, cpu = cell("tome", facts=facts), cell("tome", device="cpu", device_name="Made CPU", facts=facts)
+
+    def memory(*cells: CellRecord) -> list[Table]:
+        return [table for table in published_tables(cells) if "GB per image" in table.title]
+
+    assert memory(cpu) == []
+    (table,) = memory(cpu, gpu)
+    assert [row.cells[0] for row in table.rows if row.origin == OURS] == [
+        "tokenmerge, Made GPU, fp16, 50 steps"
+    ]
+    assert "our memory: peak of tensors, divided by the batch" in table.notes
+    assert "peak GiB: peak of tensors" in measured_tables([gpu])[0].notes
+
+
+def test_fid_of_another_model_does_not_stand_beside_published_figures() -> None:
+    def rows(**changes: object) -> list[str]:
+        records = [dataclasses.replace(record, **changes) for record in quality()[:3]]
+        (table,) = [t for t in published_tables([cell()], records) if t.title.endswith("FID")]
+        return [row.cells[0] for row in table.rows]
+
+    conditions = "512 × 512, 50 steps, fp16 on cuda, SDPA attention, 100 prompts, seed 0"
+    assert rows() == ["published", f"tokenmerge, geometry:sd15, {conditions}"]
+    assert rows(model="emoji-unet") == ["published"]
+    assert rows(width=768) == ["published"]
+
+
+@pytest.mark.parametrize(
+    "change", [{"steps": 25}, {"scheduler": "plms"}, {"guidance": 3.0}, {"threads": 2}], ids=str
+)
+def test_other_settings_are_other_tables_and_other_lines(change: dict) -> None:
+    both = [
+        *grid_of_cells(),
+        *(dataclasses.replace(c, conditions={**c.conditions, **change}) for c in grid_of_cells()),
+    ]
+    content = content_of(Results(tuple(both)))
+    assert content.notes == ()
+    assert len(content.measured) == 2 * len(measured_tables(grid_of_cells()))
+    for table in content.measured:
+        assert len({row.cells[:2] for row in table.rows}) == len(table.rows)
+    for chart in content.charts:
+        for line in chart.lines:
+            assert len({x for x, _ in line.points}) == len(line.points)
+    names = [table.title for table in content.measured]
+    if change.keys() != {"threads"}:  # on a GPU, titles leave the threads out
+        assert len(set(names)) == len(names)
+
+
+def test_of_cells_with_the_same_name_the_newest_is_shown() -> None:
+    early, late = "2026-01-01T00:00:00+00:00", "2026-02-01T00:00:00+00:00"
+    old = [cell("dense", (9.0,), finished=early), cell("tome", (8.0,), finished=early)]
+    new = [
+        cell("dense", (5.0,), finished=late, commit="new"),
+        cell("tome", (4.0,), finished=late, commit="new", seed=1),
+    ]
+    for cells in ((*old, *new), (*new, *old)):
+        content = content_of(Results(cells))
+        (table,) = content.measured
+        assert [row.cells[2] for row in table.rows] == ["5", "4"]
+        assert content.notes == ("2 older cells are left out; newer ones differ only in commit, seed",)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"model": "geometry:sdxl"},
+        {"width": 768},
+        {"width": 640, "height": 640},
+        {"compile": True},
+        {"settings": {"ratio": 0.5, "merge_mlp": True}},
+        {"variant": "oracle"},
+    ],
+)
+def test_what_was_measured_otherwise_does_not_stand_beside_published_figures(other: dict) -> None:
+    assert published_tables([cell(**other)]) == []
+
+
+def test_every_published_figure_is_read() -> None:
+    rows = published_rows()
+    assert len(rows) == 110
+    assert sum(row.out_of_memory for row in rows) == sum(
+        1 for row in rows if row.seconds is None and row.seconds_per_image is None
+    )
+    assert {row.source for row in rows} == {
+        "tomesd paper (2303.17604)",
+        "ppdiffusers README",
+        "diffusers docs",
+    }
+
+
+def test_charts_show_speedup_time_and_closeness() -> None:
+    found = {(chart.title.split(":")[0], chart.x): chart for chart in charts(grid_of_cells(), quality())}
+    resolution = found["Speed-up against resolution", "√(width × height), pixels"]
+    lines = {line.name: line.points for line in resolution.lines}
+    assert lines["tome ratio=0.5"] == ((512, 1.25), (768, 1.375), (1024, pytest.approx(1.5)))
+    time = found["Time against ratio", "ratio of tokens removed"]
+    assert {line.name for line in time.lines} == {"tome", "tomesd", "oracle", "tome merge_mlp"}
+    assert [x for x, _ in next(line.points for line in time.lines if line.name == "tome")] == [
+        0.25,
+        0.5,
+        0.75,
+    ]
+    price = found["Speed-up against closeness", "PSNR, higher is better"]
+    lines = {line.name: line for line in price.lines}
+    assert lines["tome"].points[-1] == (22.5, pytest.approx(1.375))
+    assert lines["tome"].labels == ("0.25", "0.5", "0.75")
+    assert ("Speed-up against closeness", "FID, lower is better") in found
+
+
+def test_cells_with_other_attention_are_in_no_chart() -> None:
+    cells = [
+        cell("tome", ratio=ratio, attention="default", width=side, height=side)
+        for side in (512, 768)
+        for ratio in (0.25, 0.5)
+    ]
+    assert charts(cells, []) == []
+
+
+def test_a_chart_is_the_same_bytes_each_time_and_takes_any_text() -> None:
+    chart = charts([cell(ratio=r, model=f"a $x^$ {EVIL}") for r in (0.25, 0.5)], [])[0]
+    assert draw(chart) == draw(chart)
+    assert "<script>" not in draw(chart)
+
+
+def test_markdown_shows_text_as_it_is() -> None:
+    text = as_markdown(content_of(Results(tuple(grid_of_cells()), tuple(quality()), (), (EVIL,))))
+    assert "<script>" not in text.replace("\\<script\\>", "")
+    assert "| *published, RTX 4090* |" in text
+    for line in text.splitlines():
+        if line.startswith("|"):
+            assert line.replace("\\|", "").endswith("|")
+
+
+def test_csv_has_every_cell_with_its_figures() -> None:
+    rows = list(csv.DictReader(as_csv(grid_of_cells()).splitlines()))
+    assert len(rows) == len(grid_of_cells())
+    merged = next(row for row in rows if row["variant"] == "tome" and row["settings"] == "ratio=0.5")
+    assert float(merged["speedup"]) == pytest.approx(1.25)
+    assert merged["commit"] == "abc1234"
+    assert rows[-1]["status"] == "oom"
+
+
+def test_csv_of_quality_has_every_figure_with_its_conditions() -> None:
+    rows = list(csv.DictReader(quality_as_csv(quality()).splitlines()))
+    assert len(rows) == 2 * len(quality())
+    fid = next(row for row in rows if row["metric"] == "fid" and row["settings"] == "ratio=0.5")
+    assert (fid["variant"], float(fid["value"]), fid["pictures"]) == ("tome", 33.5, "100")
+    assert (fid["steps"], fid["dtype"], fid["commit"], fid["seeds"]) == ("50", "fp16", "abc1234", "0")
+
+
+def test_conditions_are_given_once_for_each_machine() -> None:
+    cells = (*grid_of_cells(), cell(device_name="Other GPU"))
+    names = [name for name, _ in content_of(Results(cells)).conditions]
+    assert len(names) == 2
+    assert "abc1234" in content_of(Results(cells)).conditions[0][1]
+
+
+def test_a_folder_gives_all_its_records(tmp_path: Path) -> None:
+    results = read_results([write_all(tmp_path / "results")])
+    assert list(results.cells) == grid_of_cells()
+    assert list(results.quality) == quality()
+    assert all(sample.dense.is_file() and sample.image.is_file() for sample in results.samples)
+    assert len(results.samples) == 6
+
+
+def test_of_equal_cells_the_last_counts(tmp_path: Path) -> None:
+    old, new = cell(seconds=(9.0,)), cell(seconds=(1.0,))
+    for name, record in (("a.jsonl", old), ("b.jsonl", new)):
+        (tmp_path / name).write_text(record.to_line(), encoding="utf-8")
+    assert read_results([tmp_path]).cells == (new,)
+
+
+def test_a_torn_last_line_is_reported_and_left_out(tmp_path: Path) -> None:
+    file = tmp_path / "results.jsonl"
+    file.write_text(cell().to_line() + cell("dense").to_line()[:50], encoding="utf-8")
+    before = file.read_bytes()
+    results = read_results([file])
+    assert results.cells == (cell(),)
+    assert "is incomplete" in results.notes[0]
+    assert file.read_bytes() == before
+
+
+SAMPLE = SampleRecord(prompt="p", seed=0, variant="tome", settings={}, dense="a.png", image="b.png")
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ('{"kind": "odd"}\n', "expected one of bench, quality, sample, got 'odd'"),
+        ('{"kind": "sample"}\n', "prompt, seed.* missing"),
+        (SAMPLE.to_line().replace("a.png", "../a.png"), "inside the results folder"),
+        (SAMPLE.to_line().replace("a.png", "/etc/passwd"), "inside the results folder"),
+        (quality()[0].to_line().replace("33.25", '"high"'), "numbers in figures"),
+        (cell().to_line().replace('"ok"', '"fine"'), "status"),
+    ],
+)
+def test_a_line_that_is_no_record_is_named(tmp_path: Path, line: str, words: str) -> None:
+    file = tmp_path / "results.jsonl"
+    file.write_text(cell("dense").to_line() + line, encoding="utf-8")
+    with pytest.raises(ConfigError, match=f"line 2: .*{words}"):
+        read_results([file])
+
+
+def test_nothing_to_report_is_an_error(tmp_path: Path) -> None:
+    for paths in ([], [tmp_path], [tmp_path / "missing.jsonl"]):
+        with pytest.raises(ConfigError, match="results:"):
+            read_results(paths)
+
+
+def test_records_of_an_evaluation_are_read_back(tmp_path: Path) -> None:
+    file = tmp_path / "evaluate.jsonl"
+    file.write_text(SAMPLE.to_line() + quality()[0].to_line(), encoding="utf-8")
+    results = read_results([file])
+    assert results.samples[0].record == SAMPLE
+    assert results.samples[0].dense == tmp_path / "a.png"
+    assert results.quality == (quality()[0],)
+    with pytest.raises(ValueError, match="JSON"):
+        QualityRecord(**{**vars(quality()[0]), "figures": {"psnr": float("inf")}}).to_line()
+
+
+def test_a_cell_knows_its_kind() -> None:
+    assert isinstance(CellRecord.from_dict({"status": "ok", **vars(cell())}), CellRecord)

@@ -1,0 +1,177 @@
+"""The code in the documents runs, and their texts match the program."""
+
+import ast
+import json
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+import tiny_pipeline
+import vits
+from diffusers import StableDiffusionPipeline
+from PIL import Image
+from tests.models.test_every_family import model_of
+from tests.models.tiny import FAMILIES
+
+import tokenmerge
+from tokenmerge import ToMeConfig, presets
+from tokenmerge.config import save_config
+from tokenmerge.planners import PLANNERS
+from tokenmerge_tools.reporting.curves import Chart, Line
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+# Documents whose Python runs with the names from the test, and the number of snippets in each.
+WITH_PYTHON = {
+    "README.md": 1,
+    "docs/quickstart.md": 5,
+    "docs/index.md": 1,
+    "docs/serving.md": 2,
+    "docs/tune.md": 1,
+    "docs/video.md": 1,
+    "docs/vision-transformers.md": 2,
+    "docs/web-uis.md": 4,
+}
+DOCUMENTS = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("docs/methods/*.md")]
+
+
+@pytest.fixture(scope="module")
+def pipe(tmp_path_factory):
+    folder = tiny_pipeline.write_pipeline(tmp_path_factory.mktemp("models") / "tiny")
+    loaded = StableDiffusionPipeline.from_pretrained(folder)
+    loaded.set_progress_bar_config(disable=True)
+    return loaded
+
+
+def code(language: str, document: Path) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", document.read_text(encoding="utf-8"), flags=re.DOTALL)
+
+
+@pytest.mark.filterwarnings("ignore:__array_(_ implementation|wrap__):DeprecationWarning")  # diffusers
+@pytest.mark.parametrize(
+    ("document", "snippet"),
+    [(name, snippet) for name in WITH_PYTHON for snippet in code("python", ROOT / name)],
+)
+def test_the_python_of_the_documents_runs(document, snippet, pipe, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "outputs").mkdir()
+    save_config(ToMeConfig(ratio=0.5), tmp_path / "outputs" / "tuned.json")  # what tune writes
+    names = {
+        "tokenmerge": tokenmerge,
+        "pipe": pipe if document != "README.md" else None,  # README loads one itself
+        "vit": vits.vit(num_hidden_layers=12, image_size=224, patch_size=16),
+        "video_pipe": model_of(FAMILIES["WanTransformer3DModel"]),
+        "pixel_values": vits.pictures(size=224),
+        "picture": Image.new("RGB", (224, 224)),
+    }
+    exec(compile(snippet, document, "exec"), names)
+
+
+def test_the_documents_show_python():
+    assert {name: len(code("python", ROOT / name)) for name in WITH_PYTHON} == WITH_PYTHON
+
+
+def notebook_cells() -> list[dict]:
+    notebook = json.loads((ROOT / "docs" / "notebook.ipynb").read_text(encoding="utf-8"))
+    return [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+
+
+@pytest.mark.filterwarnings("ignore:__array_(_ implementation|wrap__):DeprecationWarning")  # diffusers
+def test_the_notebook_runs_from_top_to_bottom(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names: dict = {}
+    shown = []
+    for cell in notebook_cells():
+        *statements, last = ast.parse("".join(cell["source"])).body
+        exec(compile(ast.Module(statements, []), "notebook", "exec"), names)
+        if isinstance(last, ast.Expr):
+            shown.append(eval(compile(ast.Expression(last.value), "notebook", "eval"), names))
+        else:
+            exec(compile(ast.Module([last], []), "notebook", "exec"), names)
+    assert shown[-1] is True  # the last picture is the first one again
+    assert sum(hasattr(value, "_repr_html_") for value in shown) == 2  # the handle and the report
+
+
+def test_the_notebook_stores_its_outputs_and_no_warnings():
+    cells = notebook_cells()
+    assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1))
+    outputs = [output for cell in cells for output in cell["outputs"]]
+    assert not any(output["output_type"] == "error" or output.get("name") == "stderr" for output in outputs)
+    assert (ROOT / "docs" / "notebook.ipynb").stat().st_size < 400_000
+
+
+def commands() -> list[str]:
+    lines = "".join(text for document in DOCUMENTS for text in code("sh", document)).splitlines()
+    return [line.partition("#")[0].strip() for line in lines if line.startswith("tokenmerge")]
+
+
+@pytest.mark.parametrize("line", commands())
+def test_the_commands_of_the_documents_have_the_options_they_use(line):
+    from typer.main import get_command
+
+    from tokenmerge_tools.cli.app import app
+
+    name = line.split()[1]
+    known = {option for parameter in get_command(app).commands[name].params for option in parameter.opts}
+    known.add("--help")  # which Click answers itself
+    assert set(re.findall(r"--[\w-]+", line)) <= known
+
+
+def test_the_files_that_the_documents_link_to_are_there():
+    for document in [*DOCUMENTS, *ROOT.glob("benchmarks/**/*.md")]:
+        for target in re.findall(r"\]\((?!http)([^)#]+)", document.read_text(encoding="utf-8")):
+            assert (document.parent / target).exists(), f"{document.name} links to {target}"
+
+
+def test_every_method_is_described():
+    methods = ROOT / "docs" / "methods"
+    listed = (methods / "planners.md").read_text(encoding="utf-8")
+    for planner in PLANNERS:
+        assert (methods / f"{planner}.md").read_text(encoding="utf-8").startswith(f"# {planner}\n")
+        assert f"[{planner}]({planner}.md)" in listed
+    pages = "".join(page.read_text(encoding="utf-8") for page in methods.glob("*.md"))
+    index = methods.with_suffix(".md").read_text(encoding="utf-8")
+    for preset in presets.__all__:
+        assert f"`presets.{preset}`" in pages
+        assert f"\n| `{preset}` |" in index
+
+
+def test_the_readme_is_short():
+    assert len(README.splitlines()) <= 150
+
+
+def test_the_tables_of_closeness_say_what_the_records_say():
+    written = runpy.run_path(str(ROOT / "docs" / "price_curves.py"))
+    documents = written["with_tables"](written["curves"]())
+    assert {"docs/methods/price-curves.md", "docs/results.md", "README.md"} <= set(documents)
+    for path, text in documents.items():
+        assert text.count("<!-- closeness") + text.count("<!-- settings") + text.count("<!-- points of") == 1
+        assert text == (ROOT / path).read_text(encoding="utf-8")
+
+
+def test_a_lead_is_over_the_closest_rival_that_is_as_fast():
+    written = runpy.run_path(str(ROOT / "docs" / "price_curves.py"))
+    lines = (
+        Line("auto", ((40.0, 2.0), (30.0, 4.0), (20.0, 9.0)), ("0.25", "0.5", "0.75")),
+        Line("fewer-steps", ((44.0, 1.0), (34.0, 4.0)), ("20", "5")),  # 39 dB at 2×
+        Line("deepcache", ((39.5, 1.9), (36.0, 4.5)), ("2", "3")),
+    )
+    chart = Chart("closeness", "PSNR", "speed-up", lines)
+    table = written["leads_table"]({"emoji-unet-256-20-3": chart})
+    row = "| +1.0 at 2.00× | −6.0 at 4.00× | no rival at 9.00× |"
+    assert table.splitlines()[-1] == "| emoji-unet, 256 px, 20 steps, guidance 3 " + row
+
+
+def test_the_page_of_the_command_line_says_what_its_help_says():
+    written = runpy.run_path(str(ROOT / "docs" / "command_line.py"))
+    assert written["page"]() == written["PAGE"].read_text(encoding="utf-8")
+
+
+def test_the_two_commands_are_named_early_and_exist():
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    first = "\n".join(README.splitlines()[:40])
+    for command in ("demo", "test"):
+        assert f"make {command}" in first
+        assert re.search(rf"^{command}:", makefile, flags=re.MULTILINE)
+    assert "make test" in (ROOT / ".ci/run").read_text(encoding="utf-8")

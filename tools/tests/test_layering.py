@@ -1,0 +1,86 @@
+"""The tools use the library by its public modules, and their own imports go down only."""
+
+import ast
+from pathlib import Path
+
+import tokenmerge
+import tokenmerge_tools
+
+ROOT = Path(tokenmerge_tools.__file__).parent
+
+# What tools may import of the library: the modules of its public face, and the facts about models.
+PUBLIC = (
+    *("api", "auto", "config", "errors", "handle", "models", "ops", "pictures", "presets", "report"),
+    "integrations.comfyui.install",
+)
+# What each part imports of the parts above it, no more and no less.
+MAY_IMPORT = {
+    "files": "",
+    "progress": "",
+    "out_of_memory": "",
+    "method_spec": "",
+    "closeness": "",
+    "demo": "",
+    "pipelines": "files out_of_memory method_spec demo",
+    "settings_file": "method_spec pipelines",
+    "bench": "files out_of_memory method_spec pipelines",
+    "reporting": "files bench",
+    "generate": "files progress out_of_memory method_spec closeness demo pipelines bench reporting",
+    "evaluate": "files progress out_of_memory closeness demo pipelines bench reporting",
+    "tune": "files out_of_memory pipelines bench reporting evaluate",
+    "play": "progress out_of_memory method_spec closeness demo pipelines generate",
+    "export": "files out_of_memory method_spec pipelines",
+    "cli": (
+        "files progress out_of_memory method_spec pipelines settings_file bench reporting generate evaluate "
+        "tune play export"
+    ),
+    "__main__": "cli",
+}
+
+
+def imports(file: Path, package: str) -> set[str]:
+    """Return the modules of a package that a file imports, at its top level or inside a function."""
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file}: imports are absolute"
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        found |= {name.removeprefix(f"{package}.") for name in names if name.startswith(f"{package}.")}
+    return found
+
+
+def part(file: Path) -> str:
+    return file.relative_to(ROOT).with_suffix("").parts[0]
+
+
+def files() -> list[Path]:
+    return [file for file in sorted(ROOT.rglob("*.py")) if part(file) != "__init__"]
+
+
+def test_tools_use_public_modules_only():
+    for file in files():
+        for name in imports(file, "tokenmerge"):
+            assert name == "__version__" or name.startswith(PUBLIC), (
+                f"{file.relative_to(ROOT)} imports {name}"
+            )
+
+
+def test_the_library_knows_no_tools():
+    for file in Path(tokenmerge.__file__).parent.rglob("*.py"):
+        assert not imports(file, "tokenmerge_tools"), file
+
+
+def test_imports_go_down_only():
+    parts = list(MAY_IMPORT)
+    assert {part(file) for file in files()} == set(parts)
+    for i, (here, allowed) in enumerate(MAY_IMPORT.items()):
+        assert set(allowed.split()) <= set(parts[:i]), f"{here} may import only parts above its line"
+    found: dict[str, set[str]] = {here: set() for here in parts}
+    for file in files():
+        found[part(file)] |= {name.split(".")[0] for name in imports(file, "tokenmerge_tools")} - {part(file)}
+    assert {here: set(allowed.split()) for here, allowed in MAY_IMPORT.items()} == found
+
+
+def test_both_distributions_have_the_same_version():
+    assert tokenmerge_tools.__version__ == tokenmerge.__version__
