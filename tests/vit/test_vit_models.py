@@ -3,6 +3,7 @@
 import copy
 import pickle
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import hosts
 import pytest
@@ -236,8 +237,8 @@ def test_an_exception_in_the_middle_leaves_nothing_behind(make):
         with pytest.raises(ZeroDivisionError):
             model(x)
         handle.remove()
-        left = [m.__dict__["_tokenmerge"] for m in vits.layers(model)]
-        assert {(s.r, s.plan, s.tokens) for s in left} == {(0, None, None)}
+        left = vits.layers(model)[2].__dict__["_tokenmerge"].encoder.running
+        assert (left.r, left.plan, left.tokens) == (0, None, None)
         assert torch.equal(vits.tokens(model, x), merged)
     assert state(model) == before
 
@@ -398,6 +399,23 @@ def test_every_way_to_ask_for_hidden_states_gives_all_tokens():
     with token_merging(around, R):
         features = around.get_image_features(x, output_hidden_states=True)
         assert {h.shape[1] for h in features.hidden_states} == {37}
+
+
+@families
+def test_threads_that_share_a_model_do_not_disturb_each_other(make):
+    model = make()
+    apply_token_merging(model, R)
+
+    @torch.no_grad()
+    def call(i: int) -> list[torch.Tensor]:
+        x = vits.pictures(i % 3 + 1)
+        return tokens_of_layers(model, x) if i % 2 else [vits.tokens(model, x)]
+
+    expected = [call(i) for i in range(6)]
+    with ThreadPoolExecutor(4) as threads:
+        results = list(threads.map(call, range(24)))
+    for i, result in enumerate(results):
+        assert all(map(torch.equal, result, expected[i % 6])), i
 
 
 @torch.no_grad()

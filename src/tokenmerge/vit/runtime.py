@@ -24,6 +24,7 @@ from tokenmerge.models.call import HostCall
 from tokenmerge.ops import SizedPlan, Tokens, plan_by_size
 from tokenmerge.runtime.host_method import HostMethod, parameters
 from tokenmerge.runtime.patch import restore
+from tokenmerge.runtime.per_thread import PerThread
 from tokenmerge.runtime.state import STATE
 from tokenmerge.runtime.swap import swap
 from tokenmerge.vit.config import ViTConfig
@@ -31,7 +32,7 @@ from tokenmerge.vit.planner import most_removed, plan_tome_vit
 
 # The keyword argument that carries the token sizes of a call through its layers: a list with an entry for the
 # input of each layer, None where nothing has merged. It is an argument because gradient checkpointing
-# recomputes a layer with its arguments, possibly after other calls; an attribute would have changed by then.
+# recomputes a layer with its arguments, possibly after other calls; Running would have changed by then.
 _TOKENS = "_tokenmerge_tokens"
 
 # The keyword arguments by which a model of transformers collects something of each layer; its configuration
@@ -98,6 +99,25 @@ class RecordedTokens:
 
 
 @dataclasses.dataclass(eq=False)
+class Running:
+    """A call of the model that one thread runs.
+
+    Attributes:
+        collects: whether it is a method that collects the tokens of its layers, if ``by_keyword`` is False.
+        sizes: token sizes at the input of each layer, if ``by_keyword`` is False.
+        r: number of tokens to remove in the running layer; 0 outside a layer.
+        tokens: what the tokens at the input of the running layer stand for.
+        plan: plan of the running layer, once the keys are known.
+    """
+
+    collects: bool = False
+    sizes: list[Tokens | None] | None = None
+    r: int = 0
+    tokens: Tokens | None = None
+    plan: SizedPlan | None = None
+
+
+@dataclasses.dataclass(eq=False)
 class EncoderState:
     """State that all layers of a patched model share.
 
@@ -108,9 +128,8 @@ class EncoderState:
         mask: name of the layers' argument that is added to the attention logits.
         by_keyword: whether the model passes keyword arguments on to its layers.
         unmerge: whether the last layer gives each input token a result.
-        collects: whether a method runs that collects the tokens of its layers, if ``by_keyword`` is False.
-        tokens: token sizes at the input of each layer in the running call, if ``by_keyword`` is False.
         record: what the tokens after each layer stand for, by path, while :meth:`Patch.record` collects it.
+        threads: the running call of each thread.
     """
 
     config: ViTConfig
@@ -119,9 +138,13 @@ class EncoderState:
     mask: str
     by_keyword: bool
     unmerge: bool
-    collects: bool = False
-    tokens: list[Tokens | None] | None = None
     record: dict[str, RecordedTokens] | None = None
+    threads: PerThread[Running] = dataclasses.field(default_factory=lambda: PerThread(Running))
+
+    @property
+    def running(self) -> Running:
+        """The running call of this thread."""
+        return self.threads.value
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[dict[str, RecordedTokens]]:
@@ -134,9 +157,9 @@ class EncoderState:
             self.record = before
 
 
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(frozen=True, eq=False)
 class LayerState:
-    """State that a layer shares with its parts while it runs.
+    """What a layer and its parts know about it.
 
     Attributes:
         encoder: state of the encoder.
@@ -144,9 +167,6 @@ class LayerState:
         path: qualified name of the layer in the encoder.
         parts: paths of the module that returns the keys, and of the first and last one of the MLP's branch.
         head_dim: d for keys ``[b, n, heads * d]``; None for ``[b, heads, n, d]``.
-        r: number of tokens to remove in the running call; 0 outside a call.
-        tokens: what the tokens of its input stand for.
-        plan: plan of the running call, once the keys are known.
     """
 
     encoder: EncoderState
@@ -154,9 +174,6 @@ class LayerState:
     path: str
     parts: tuple[str, str, str]
     head_dim: int | None
-    r: int = 0
-    tokens: Tokens | None = None
-    plan: SizedPlan | None = None
 
 
 def begin(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
@@ -198,6 +215,7 @@ def layer_call(original: HostMethod) -> Callable:
         if state is None:
             return original.of(self)(*args, **kwargs)
         encoder, given = state.encoder, kwargs.pop(_TOKENS, None)
+        running = encoder.running
         tokens_of_layers = _tokens_of_call(state) if given is None else given
         swap_parts(self, state)
         call = HostCall(original.of(self), original.names(), args, kwargs)
@@ -207,20 +225,19 @@ def layer_call(original: HostMethod) -> Callable:
             if mask is not None and given is None:
                 raise _mask_error(encoder, mask)
             _check_what_is_asked(call)
-        tokens, collects = tokens_of_layers[state.index], encoder.collects or kwargs.get(_HIDDEN_STATES)
+        tokens, collects = tokens_of_layers[state.index], running.collects or kwargs.get(_HIDDEN_STATES)
         if tokens is not None:
             if collects:
                 x = tokens.remerge(x)
                 call = call.replaced(call.names[0], x)
             call = call.replaced(encoder.mask, _log_sizes(tokens, encoder, x.dtype))
-        r = _num_removed(state, x)
-        state.r, state.tokens = r, tokens
+        running.r, running.tokens = _num_removed(state, x), tokens
         try:
             y = call.result()
-            if state.plan is not None:
-                y, tokens = state.plan.merge(_one_tensor(y, state)), state.plan.after
+            if running.plan is not None:
+                y, tokens = running.plan.merge(_one_tensor(y, state)), running.plan.after
         finally:
-            state.r, state.tokens, state.plan = 0, None, None
+            running.r, running.tokens, running.plan = 0, None, None
         tokens_of_layers[state.index + 1] = tokens
         if tokens is not None:
             if encoder.record is not None:
@@ -238,14 +255,14 @@ def keys_call(original: HostMethod) -> Callable:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         keys = original.of(self)(*args, **kwargs)
         state: LayerState | None = self.__dict__.get(STATE)
-        if state is not None and state.r:
+        if state is not None and (running := state.encoder.running).r:
             by_head = (
                 keys if state.head_dim is None else keys.unflatten(-1, (-1, state.head_dim)).transpose(1, 2)
             )
             # At least float32: half precision would make different similarities equal.
             metric = by_head.detach().mean(dim=1, dtype=torch.promote_types(keys.dtype, torch.float32))
-            plan = plan_tome_vit(metric, state.r, state.encoder.protected)
-            state.plan = plan_by_size(plan, state.tokens)
+            plan = plan_tome_vit(metric, running.r, state.encoder.protected)
+            running.plan = plan_by_size(plan, running.tokens)
         return keys
 
     return forward
@@ -256,7 +273,7 @@ def first_call(original: HostMethod) -> Callable:
 
     def forward(self: nn.Module, x: Tensor) -> Any:
         state: LayerState | None = self.__dict__.get(STATE)
-        plan = None if state is None else state.plan
+        plan = None if state is None else state.encoder.running.plan
         return original.of(self)(x if plan is None else plan.merge(x))
 
     return forward
@@ -267,7 +284,7 @@ def last_call(original: HostMethod) -> Callable:
 
     def forward(self: nn.Module, x: Tensor) -> Any:
         state: LayerState | None = self.__dict__.get(STATE)
-        plan = None if state is None else state.plan
+        plan = None if state is None else state.encoder.running.plan
         y = original.of(self)(x)
         return y if plan is None else plan.unmerge(y)
 
@@ -281,11 +298,11 @@ def collecting_call(original: HostMethod) -> Callable:
         state: EncoderState | None = self.__dict__.get(STATE)
         if state is None:
             return original.of(self)(*args, **kwargs)
-        state.collects = True
+        state.running.collects = True
         try:
             return original.of(self)(*args, **kwargs)
         finally:
-            state.collects = False
+            state.running.collects = False
 
     return collect
 
@@ -301,19 +318,19 @@ def swap_parts(layer: nn.Module, state: LayerState) -> None:
 
 def _tokens_of_call(state: LayerState) -> list[Tokens | None]:
     """Token sizes of the running call, for a layer that does not get them as an argument."""
-    encoder = state.encoder
+    encoder, running = state.encoder, state.encoder.running
     if state.index == 0:
-        encoder.tokens = [None] * (len(encoder.r) + 1)
-    if encoder.tokens is None:
+        running.sizes = [None] * (len(encoder.r) + 1)
+    if running.sizes is None:
         raise UnsupportedModelError(
             f"{state.path}: called without the layers before it, so the sizes of its tokens are unknown; "
             "switch off the feature that calls it alone, such as gradient checkpointing of timm: "
             "model.set_grad_checkpointing(False)"
         )
-    call = encoder.tokens
+    sizes = running.sizes
     if state.index + 1 == len(encoder.r):
-        encoder.tokens = None
-    return call
+        running.sizes = None
+    return sizes
 
 
 def _num_removed(state: LayerState, x: Tensor) -> int:
