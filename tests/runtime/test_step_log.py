@@ -306,7 +306,7 @@ def test_blocks_that_are_compiled_record_as_others_do_in_as_many_graphs(shared):
 def test_the_change_of_results_of_any_form(first, second, change):
     log, generation = StepLog(), Generation(0)
     for index, result in enumerate((first, second)):
-        log.begin_call(DenoisingStep(generation, index, 2), "full", torch.device("cpu"))
+        log.begin_call(DenoisingStep(index, 2, generation=generation), "full", torch.device("cpu"))
         log.end_call(result)
     assert log.rows()[1].change == change
 
@@ -315,13 +315,13 @@ def test_each_call_of_a_step_is_compared_with_the_same_call_of_the_step_before()
     log, generation = StepLog(), Generation(0)
     for index, values in enumerate([(1.0, 10.0), (2.0, 10.0)]):
         for value in values:
-            log.begin_call(DenoisingStep(generation, index, 2), "full", torch.device("cpu"))
+            log.begin_call(DenoisingStep(index, 2, generation=generation), "full", torch.device("cpu"))
             log.end_call((torch.full((2,), value),))
     assert log.rows()[1].change == pytest.approx((2 / 202) ** 0.5)
 
 
 def test_of_several_calls_in_a_step_the_last_says_its_kind():
-    log, step = StepLog(), DenoisingStep(Generation(0), 0, 2)
+    log, step = StepLog(), DenoisingStep(0, 2, generation=Generation(0))
     for kind in ("dense", "full"):
         log.begin_call(step, kind, torch.device("cpu"))
         log.end_call((torch.ones(2),))

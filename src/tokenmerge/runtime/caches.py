@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -15,6 +16,7 @@ from tokenmerge.ops import Plan
 from tokenmerge.runtime.guidance import SampleTracker
 from tokenmerge.runtime.reuse import Residual
 from tokenmerge.runtime.run_log import RunLog
+from tokenmerge.runtime.scheduler import Generation
 from tokenmerge.runtime.step_tracker import StepTracker
 
 # A call of a block, as two numbers. The first is that of the model's call in its step: pipelines make several
@@ -66,6 +68,10 @@ class Cache:
     placeholders: dict[Call, Any] = dataclasses.field(default_factory=dict)
 
 
+def _no_generation() -> None:
+    """Stand for a reference to a generation where there is none."""
+
+
 class Memory:
     """All that one model caches between calls.
 
@@ -76,6 +82,8 @@ class Memory:
             their plans.
 
     Attributes:
+        generation: returns the generation, or None where there is none, or it is over. It holds no reference:
+            this object is dropped when its generation is.
         tracker: the calls of the generation.
         sample: whether a call is on the sample of the one before it.
         guidance_differences: what guidance changed in the results of the last step, by the call that planned.
@@ -87,7 +95,10 @@ class Memory:
         caches: one for each part of the model.
     """
 
-    def __init__(self, groups: Sequence[int]) -> None:
+    def __init__(self, groups: Sequence[int], generation: Generation | None = None) -> None:
+        self.generation: Callable[[], Generation | None] = (
+            _no_generation if generation is None else weakref.ref(generation)
+        )
         self.tracker = StepTracker()
         self.sample = SampleTracker()
         self.seed: Tensor | None = None

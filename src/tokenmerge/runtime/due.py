@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -96,7 +97,8 @@ def begin_plans(
         repeated = False
     else:
         first = sample[0] if isinstance(sample, list) else sample
-        memory.sample.begin_call(first, seed, lambda: _sample_gone(state, memory))
+        held = weakref.ref(memory)  # the tracker is a part of it
+        memory.sample.begin_call(first, seed, lambda: _sample_gone(state, held()))
         # It is a second call of one step, and not the first call of the next step.
         repeated = (
             config.plans.guidance and memory.sample.repeated and (tracker.call > 0 or tracker.step is None)
@@ -122,15 +124,17 @@ def caches_plans(config: ToMeConfig, memory: Memory) -> bool:
     )
 
 
-def _sample_gone(state: ModelState, memory: Memory) -> None:
-    """Drop what the next step will not use, after all calls on one sample."""
-    tracker = memory.tracker
+def _sample_gone(state: ModelState, memory: Memory | None) -> None:
+    """Drop what the next step will not use, after all calls on one sample; None: it is gone too."""
+    if memory is None:
+        return
+    tracker, generation = memory.tracker, memory.generation()
     if tracker.step is None:
         memory.forget()
     elif tracker.is_last:
         memory.forget(tracker.plan_call, tracker.call)
         for other in state.pipeline.states:
-            unfinished = other.memories.get(tracker.step.generation)
+            unfinished = None if generation is None else other.memories.get(generation)
             if unfinished is not None and not unfinished.tracker.is_last:
                 unfinished.forget()  # a model that only runs the first steps
 
@@ -149,7 +153,7 @@ def reuse_of(
         refuse_training(config.reuse.given, "reuse.every=1")
     if step is None or not config.reuse.on:
         return None, None, False
-    runs = config.reuse.steps_of(step.steps, step.adds_noise, step.generation.ends_clean)
+    runs = config.reuse.steps_of(step.steps, step.adds_noise, step.ends_clean)
     if len(runs.full) == step.steps or not config.schedule.merges(step.done, step.steps):
         return None, None, False
     # Where the second step is full, two runs come first, also in a model that begins with a later step.

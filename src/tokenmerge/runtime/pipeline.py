@@ -66,7 +66,7 @@ class Pipeline:
         before = self._explicit.value.step
         goes_on = before is not None and index > 0 and index - before.index in (0, 1)
         generation = before.generation if before is not None and goes_on else Generation(index)
-        self._explicit.value.step = DenoisingStep(generation, index, total, generation.first)
+        self._explicit.value.step = DenoisingStep(index, total, generation.first, generation=generation)
 
     def step(self, pipe: Any, timestep: Tensor | float) -> DenoisingStep | None:
         """The denoising step of a call of the model with this timestep; None: nothing says which it is.

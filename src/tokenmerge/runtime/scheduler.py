@@ -51,22 +51,22 @@ class Generation:
 
 
 @dataclasses.dataclass(frozen=True)
-class DenoisingStep:
-    """A denoising step of a generation.
+class StepFacts:
+    """What is known of a denoising step, whichever generation it belongs to.
 
     Attributes:
-        generation: that it belongs to.
         index: of the step among those of its scheduler, from 0.
         total: number of these steps.
         first: index of the first step of the generation.
         adds_noise: whether the solver adds noise in each step.
+        ends_clean: whether almost no noise is left before the last step.
     """
 
-    generation: Generation
     index: int
     total: int
     first: int = 0
     adds_noise: bool = False
+    ends_clean: bool = False
 
     @property
     def done(self) -> int:
@@ -77,6 +77,21 @@ class DenoisingStep:
     def steps(self) -> int:
         """Number of steps of the generation."""
         return self.total - self.first
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DenoisingStep(StepFacts):
+    """A denoising step and the generation that it belongs to.
+
+    What is cached for a generation keeps only the facts, because it lives as long as the generation itself.
+    """
+
+    generation: Generation
+
+    @property
+    def facts(self) -> StepFacts:
+        """The step without its generation."""
+        return StepFacts(self.index, self.total, self.first, self.adds_noise, self.ends_clean)
 
 
 def number_of_steps(pipe: Any, step: DenoisingStep | None) -> int | None:
@@ -122,7 +137,14 @@ def step_of(scheduler: Any, timestep: Tensor | float, runs_here: bool = True) ->
     return (
         None
         if generation is None
-        else DenoisingStep(generation, int(index), len(timesteps), generation.first, adds_noise(scheduler))
+        else DenoisingStep(
+            int(index),
+            len(timesteps),
+            generation.first,
+            adds_noise(scheduler),
+            generation.ends_clean,
+            generation=generation,
+        )
     )
 
 

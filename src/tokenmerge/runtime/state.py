@@ -148,7 +148,7 @@ class ModelState:
         """What is cached in a generation."""
         memory = self.memories.get(generation)
         if memory is None:
-            memory = self.memories[generation] = Memory(self.groups)
+            memory = self.memories[generation] = Memory(self.groups, generation)
         return memory
 
     def use(self, memory: Memory) -> None:

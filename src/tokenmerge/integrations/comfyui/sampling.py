@@ -72,7 +72,10 @@ class Sampling:
 
     def denoising(self, index: int, steps: int) -> DenoisingStep:
         """A step, as the rest of the package describes it."""
-        return DenoisingStep(self._generation, index, steps, adds_noise=self.adds_noise)
+        generation = self._generation
+        return DenoisingStep(
+            index, steps, adds_noise=self.adds_noise, ends_clean=generation.ends_clean, generation=generation
+        )
 
     def begin_step(self, index: int, purpose: object) -> None:
         """Drop plans that are older than ``plans.every`` steps or have another purpose."""
