@@ -86,7 +86,7 @@ def compiled_block(names: Callable[[], Sequence[str]]) -> property:
 
         def run_graph() -> Any:
             outside = _plans_outside(state)
-            block.known = _active_call(state, state.settings, context, call) if outside else None
+            block.known = _active_call(state, call) if outside else None
             block.counted = True
             try:
                 return graph(*args, **kwargs)
@@ -220,7 +220,7 @@ def _block(state: BlockState, call: HostCall) -> Any:
     try:
         known = block.known
         if known is None:
-            known = _active_call(state, settings, context, call)
+            known = _active_call(state, call)
             if records:
                 state.calls[state.layout.tokens_of(call)] = known
         block.merge = active = known.merge
@@ -242,20 +242,18 @@ def _block(state: BlockState, call: HostCall) -> Any:
         block.merge = None
 
 
-def _active_call(
-    state: BlockState, settings: MergeSettings, context: CallContext, call: HostCall
-) -> RecordedCall:
-    """What the running call of a block merges."""
-    layout, merge = state.layout, None
+def _active_call(state: BlockState, call: HostCall) -> RecordedCall:
+    """Find out what the running call of a block merges."""
+    layout, context = state.layout, state.model.context
     tokens = layout.tokens_of(call)
     mask = call.argument(layout.padding) if layout.padding else None
-    found = pictures_to_merge(state, settings, tokens)
-    if found is not None:
-        pictures, n = found
-        plan = None if context.corrects else plan_of(state, context, pictures, n, tokens, mask)
-        padded = n if mask is None else tokens.shape[1]
-        merge = ActiveMerge(tokens.shape[0], padded, plan)
-    return RecordedCall(settings, merge)
+    found = pictures_to_merge(state, tokens)
+    if found is None:
+        return RecordedCall(state.settings, None)
+    pictures, n = found
+    plan = None if context.corrects else plan_of(state, context, pictures, n, tokens, mask)
+    padded = n if mask is None else tokens.shape[1]
+    return RecordedCall(state.settings, ActiveMerge(tokens.shape[0], padded, plan))
 
 
 def _plans_outside(state: BlockState) -> bool:

@@ -77,7 +77,7 @@ def sequence_in(state: BlockState) -> TokenSequence:
     return sequence if part is None else sequence_of_part(sequence.pictures, part.index, part.parts)
 
 
-def pictures_to_merge(state: BlockState, settings: MergeSettings, x: Tensor) -> tuple[Pictures, int] | None:
+def pictures_to_merge(state: BlockState, x: Tensor) -> tuple[Pictures, int] | None:
     """The pictures in a block's input, and the number of their tokens; None: nothing would merge.
 
     Raises:
@@ -91,7 +91,7 @@ def pictures_to_merge(state: BlockState, settings: MergeSettings, x: Tensor) -> 
             f"input of shape {tuple(x.shape)}; this model calls its blocks in a way that tokenmerge does not "
             "know: remove_token_merging(model) restores it"
         )
-    return (pictures, n) if settings.merges and removed else None
+    return (pictures, n) if state.settings.merges and removed else None
 
 
 def plan_of(
