@@ -229,6 +229,6 @@ def add_rows(total: Tensor, index: Tensor, rows: Tensor) -> Tensor:
     threads, which lose summands (microsoft/onnxruntime#18048), and PyTorch's older ONNX export keeps one of
     the rows with the same index.
     """
-    if not (torch.compiler.is_exporting() or torch.jit.is_tracing()):
+    if not (torch.compiler.is_exporting() or torch.jit.is_tracing()):  # type: ignore[attr-defined]
         return total.index_add_(0, index, rows)
     return total.scatter_add(0, index.view(-1, *[1] * (rows.dim() - 1)).expand_as(rows), rows)

@@ -33,7 +33,7 @@ def check_given(state: ModelState, root: nn.Module, arguments: Mapping[str, Any]
 
 def refuse_tracing(root: nn.Module) -> None:
     """Refuse a call under ``torch.jit.trace``, which freezes what differs between steps."""
-    if torch.jit.is_tracing():
+    if torch.jit.is_tracing():  # type: ignore[attr-defined]
         raise UnsupportedModelError(
             f"{type(root).__name__}: torch.jit.trace, which torch.onnx.export(dynamo=False) and "
             "openvino.convert_model(example_input=…) call too, would draw the same tokens in every step and "
