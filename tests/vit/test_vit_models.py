@@ -496,8 +496,17 @@ def _by_openvino(model: nn.Module, x: torch.Tensor, path: Path) -> Callable:
 
 
 @pytest.mark.filterwarnings("ignore")  # of PyTorch about tracing, of transformers about its own names
-@pytest.mark.parametrize("how", [_by_trace, _by_older_onnx, _by_openvino])
-@pytest.mark.parametrize("make", [vits.vit, vits.timm])
+@pytest.mark.parametrize(
+    ("make", "how"),
+    # ONNX Runtime does not load what PyTorch's older export writes of timm's model.
+    [
+        (vits.vit, _by_trace),
+        (vits.vit, _by_older_onnx),
+        (vits.vit, _by_openvino),
+        (vits.timm, _by_trace),
+        (vits.timm, _by_openvino),
+    ],
+)
 @torch.no_grad()
 def test_a_traced_model_merges_the_tokens_of_each_picture(make, how, tmp_path):
     """Nothing is drawn and nothing is kept between calls, so a trace has all that the model does.
