@@ -131,6 +131,39 @@ def test_images_and_frames_merge_within_themselves_whatever_is_beside_them(name,
 
 
 @EVERY
+@pytest.mark.parametrize("cell", [2, 3])
+def test_features_that_differ_by_rounding_are_planned_alike(name, cell):
+    """So a picture does not depend on the number of pictures beside it, with which sums are rounded.
+
+    The cosines differ by 2⁻²² at most, and so the logarithms of shares by 1000 times as much.
+    """
+    grid, config = (2, 18, 18), settings_of(name, sx=cell, sy=cell)
+    x = tokens(2, grid)
+    rounded = x * (1 + (tokens(2, grid, seed=1) / 4).clamp(-1, 1) * 2**-23)
+    planned, again = plan(name, x, grid, config), plan(name, rounded, grid, config)
+    assert torch.equal(planned.kept(), again.kept())
+    assert torch.equal(planned.labels(), again.labels())
+    assert_close(planned.sizes, again.sizes, rtol=1000 * 2**-22, atol=0)
+
+
+@EVERY
+@pytest.mark.parametrize("broken", [slice(5, 6), slice(None)])
+def test_what_is_no_number_in_one_picture_stays_there(name, broken):
+    """Also where pictures of a batch share a plan, made from the mean of their features."""
+    grid, config = (2, 7, 9), settings_of(name)
+    x = tokens(3, grid)
+    beside = x.clone()
+    beside[1, broken] = math.nan
+    planned, others = plan(name, x, grid, config), plan(name, beside, grid, config)
+    for i in (0, 2):
+        assert torch.equal(planned.labels()[i], others.labels()[i])
+        assert torch.equal(planned.sizes[i], others.sizes[i])
+    shared = plan(name, beside.mean(dim=0, keepdim=True), grid, config)
+    for combine in (merge, merge_with_norm, keep_destinations):
+        assert unmerge(shared, combine(shared, x[:1])).isfinite().all()
+
+
+@EVERY
 @settings(max_examples=25)
 @given(case=cases())
 def test_what_is_equal_everywhere_stays_so(name, case):

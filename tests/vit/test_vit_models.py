@@ -4,8 +4,10 @@ import copy
 import pickle
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import hosts
+import onnxruntime
 import pytest
 import torch
 import transformers
@@ -605,6 +607,58 @@ def test_exports(make):
     apply_token_merging(model, R)
     exported = torch.export.export(model, (x,)).module()
     assert_close(vits.tokens(exported, x), vits.tokens(model, x))
+
+
+class Tokens(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return vits.tokens(self.model, x)
+
+
+def _by_trace(model: nn.Module, x: torch.Tensor, path: Path) -> Callable:
+    return torch.jit.trace(model, x, check_trace=False)
+
+
+def _by_older_onnx(model: nn.Module, x: torch.Tensor, path: Path) -> Callable:
+    torch.onnx.export(model, (x,), path / "vit.onnx", dynamo=False)
+    session = onnxruntime.InferenceSession(path / "vit.onnx", providers=["CPUExecutionProvider"])
+    name = session.get_inputs()[0].name
+    return lambda x: torch.from_numpy(session.run(None, {name: x.numpy()})[0])
+
+
+def _by_openvino(model: nn.Module, x: torch.Tensor, path: Path) -> Callable:
+    openvino = pytest.importorskip("openvino")
+    converted = openvino.convert_model(model, example_input=x)
+    run = openvino.Core().compile_model(converted, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
+    return lambda x: torch.from_numpy(run([x.numpy()])[0])
+
+
+@pytest.mark.filterwarnings("ignore")  # of PyTorch about tracing, of transformers about its own names
+@pytest.mark.parametrize(
+    ("make", "how"),
+    # ONNX Runtime does not load what PyTorch's older export writes of timm's model.
+    [
+        (vits.vit, _by_trace),
+        (vits.vit, _by_older_onnx),
+        (vits.vit, _by_openvino),
+        (vits.timm, _by_trace),
+        (vits.timm, _by_openvino),
+    ],
+)
+@torch.no_grad()
+def test_a_traced_model_merges_the_tokens_of_each_picture(make, how, tmp_path):
+    """Nothing is drawn and nothing is kept between calls, so a trace has all that the model does.
+
+    The three programs round differently. A picture whose tokens merge otherwise would differ by more.
+    """
+    model, x = make(), vits.pictures()
+    apply_token_merging(model, R)
+    traced = how(Tokens(model).eval(), x, tmp_path)
+    other = x.flip(0, 2)
+    assert_close(traced(other), vits.tokens(model, other), rtol=1e-4, atol=1e-5)
 
 
 @torch.no_grad()

@@ -31,6 +31,18 @@ def check_given(state: ModelState, root: nn.Module, arguments: Mapping[str, Any]
         )
 
 
+def refuse_tracing(root: nn.Module) -> None:
+    """Refuse a call under ``torch.jit.trace``, which freezes what differs between steps."""
+    if torch.jit.is_tracing():  # type: ignore[attr-defined]
+        raise UnsupportedModelError(
+            f"{type(root).__name__}: torch.jit.trace, which torch.onnx.export(dynamo=False) and "
+            "openvino.convert_model(example_input=…) call too, would draw the same tokens in every step and "
+            "freeze what is cached between steps; write the model for ONNX Runtime or OpenVINO with "
+            "`tokenmerge export`, take torch.export.export or torch.onnx.export(dynamo=True), or call "
+            "remove_token_merging(model) first to trace the dense model"
+        )
+
+
 def check_size(state: ModelState, *grids: tuple[int, int, int]) -> None:
     """Check that a call with these finest grids has tokens to merge, or may run dense.
 

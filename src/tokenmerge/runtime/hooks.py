@@ -20,6 +20,7 @@ from tokenmerge.runtime.call_checks import (
     check_part,
     check_size,
     refuse_caches,
+    refuse_tracing,
     warn_of_other_conditions,
     warn_where_nothing_is_saved,
 )
@@ -49,6 +50,7 @@ def before_model(root: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
     Raises:
         UnsupportedModelError, NothingToMergeError, ConfigError: the call does not fit the settings.
     """
+    refuse_tracing(root)
     state: ModelState = root.__dict__[STATE]
     thread = state.threads.value
     arguments = {**dict(zip(state.call.parameters, args, strict=False)), **kwargs}

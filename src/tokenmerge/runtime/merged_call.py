@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tokenmerge.errors import UnsupportedModelError
 from tokenmerge.models.call import HostCall
 from tokenmerge.models.layout import Layout, TokenArgument
 from tokenmerge.ops import Plan, unmerge
@@ -127,6 +128,9 @@ def _follow(value: Any, argument: TokenArgument, layout: Layout, plan: Plan) -> 
     """The entries of an argument for the merged tokens, in their order."""
     if argument.element is None:
         return _followed(value, argument, layout, plan)
+    if isinstance(value, dict):
+        part = value.get(argument.element)
+        return value if part is None else {**value, argument.element: _followed(part, argument, layout, plan)}
     return type(value)(
         _followed(part, argument, layout, plan) if i == argument.element else part
         for i, part in enumerate(value)
@@ -139,12 +143,13 @@ def _followed(value: Any, argument: TokenArgument, layout: Layout, plan: Plan) -
     if value is None or argument.ndim not in (None, value.ndim):
         return value
     b, n = plan.inverse.shape
-    if argument.expand:
-        value = value.unsqueeze(0)
+    if argument.broadcasts_to is not None:
+        value = value[(None,) * (argument.broadcasts_to - value.ndim)]
     if argument.batched and value.shape[0] == 1:
         value = value.expand(b, *value.shape[1:])
     for axis in argument.axes:
         if value.shape[axis] > 1:
+            _check_entries(argument, value, value.shape[axis], n)
             index = _entries(plan, value.shape[axis] - n, layout)
             if argument.batched:
                 along, shape = [1] * value.ndim, list(value.shape)
@@ -154,6 +159,16 @@ def _followed(value: Any, argument: TokenArgument, layout: Layout, plan: Plan) -
             else:
                 value = value.index_select(axis, index[0])
     return value
+
+
+def _check_entries(argument: TokenArgument, value: Tensor, length: int, n: int) -> None:
+    if length < n:
+        name = argument.element if isinstance(argument.element, str) else argument.name
+        raise UnsupportedModelError(
+            f"{name}: expected an entry for each of the {n} tokens of the image, got {length} in a tensor of "
+            f"shape {tuple(value.shape)}; pass it for all tokens of text and image, or call "
+            "remove_token_merging(model) first"
+        )
 
 
 def _entries(plan: Plan, text: int, layout: Layout) -> Tensor:

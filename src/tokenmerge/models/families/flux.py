@@ -6,6 +6,7 @@ Blocks with two streams are followed by blocks with one. The whole batch shares 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from inspect import signature
 from typing import Any
 
@@ -31,19 +32,17 @@ CLASSES = (
 
 # In both kinds of block, position tables and masks cover text and image. An IP-Adapter adds a third result,
 # which belongs to the image.
-_ATTENTION = Layout(
-    text="first",
-    token_arguments=(
-        TokenArgument("image_rotary_emb", axes=(0,)),
-        TokenArgument("attention_mask", axes=(-2, -1), batched=True),
-    ),
-    outputs=(0, 2),
-)
-# Blocks get the mask as [b, n] and return (text, image); single blocks of Chroma return one sequence.
+_POSITIONS = TokenArgument("image_rotary_emb", axes=(0,))
+MASK = TokenArgument("attention_mask", axes=(-2, -1), batched=True, broadcasts_to=4)
+_ATTENTION = Layout(text="first", token_arguments=(_POSITIONS, MASK), outputs=(0, 2))
+# Users pass a mask to all attention in a dictionary. Blocks of Chroma get another mask as [b, n]. Blocks
+# return (text, image); single blocks of Chroma return one sequence.
 _BLOCK = Layout(
     token_arguments=(
-        TokenArgument("image_rotary_emb", axes=(0,)),
+        _POSITIONS,
         TokenArgument("attention_mask", axes=(1,), batched=True),
+        replace(MASK, name="joint_attention_kwargs", element=MASK.name),
+        replace(MASK, name="attention_kwargs", element=MASK.name),
     ),
     outputs=(1,),
 )
