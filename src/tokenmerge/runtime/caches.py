@@ -62,6 +62,7 @@ class Cache:
         repeats: of a block with ``repeat_penalty``, ``[b, n]``: how many plans have merged each token into
             another one.
         placeholders: tensors without memory, in the shapes of a stage's result that no running module reads.
+        dense: whether a block or layer does not merge, since other people's code looks at it.
     """
 
     plans: dict[Call, Plan] = dataclasses.field(default_factory=dict)
@@ -70,6 +71,7 @@ class Cache:
     tokens: dict[Call, Residual] = dataclasses.field(default_factory=dict)
     repeats: dict[Call, Tensor] = dataclasses.field(default_factory=dict)
     placeholders: dict[Call, Any] = dataclasses.field(default_factory=dict)
+    dense: bool = False
 
 
 class Memory:
@@ -89,6 +91,7 @@ class Memory:
         skips: ``[b, n]``, in how many steps each token was not computed, likewise.
         seed: number of the running step that draws depend on.
         config: settings at the guidance scale of the generation; None before its first call.
+        timesteps: of the scheduler, where settings do not follow the steps; others begin a generation.
         log: what happened in the generation; None before its first call.
         model_residuals: by the call of the first block and its level, what all blocks of the level added to
             each token of the image.
@@ -100,6 +103,7 @@ class Memory:
         self.sample = SampleTracker()
         self.seed: Tensor | None = None
         self.config: ToMeConfig | None = None
+        self.timesteps: Any = None
         self.log: RunLog | None = None
         self.guidance_differences: dict[int, Tensor] = {}
         self.deviations: dict[int, Tensor] = {}

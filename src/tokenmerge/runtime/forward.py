@@ -152,7 +152,7 @@ def layer_call(original: HostMethod) -> Callable:
             return original.of(self)(*args, **kwargs)
         call = HostCall(original.of(self), original.names(), args, kwargs)
         settings = state.block.settings
-        if not _merges_here(state, settings, active, call):
+        if state.threads.value.cache.dense or not _merges_here(state, settings, active, call):
             return call.result()
         if active.awaits_keys:
             active = _planned_by_keys(self, state, active, call)
@@ -330,7 +330,7 @@ def _active_call(
     tokens = layout.tokens_of(call)
     mask = call.argument(layout.padding) if layout.padding else None
     found = pictures_to_merge(state, settings, tokens)
-    if found is not None:
+    if found is not None and not state.threads.value.cache.dense:
         pictures, n = found
         awaits_keys = settings.features == "keys" and not context.corrects
         plan = None if context.corrects or awaits_keys else plan_of(state, context, pictures, n, tokens, mask)
