@@ -228,7 +228,7 @@ def merge_in_hosts(
         for host in merging
     }
     for root, state in states.items():
-        state.kept = look(state, root)
+        state.kept = look(state, root, pipeline.given)
         state.keep_dense(state.threads.value.own_memory)
     for host in hosts:
         restore(host.root)

@@ -18,6 +18,7 @@ from diffusers import DDIMScheduler, StableDiffusionPAGPipeline, StableDiffusion
 from diffusers.models import attention_processor
 from diffusers.models.attention_processor import AttnProcessor2_0
 from PIL import Image
+from tiny_pipeline import UNET
 from torch import nn
 
 import tokenmerge.auto
@@ -79,7 +80,7 @@ def merging(root: nn.Module) -> set[str]:
     return {part.path for part, cache in cached.caches(root, BlockState | LayerState) if not cache.dense}
 
 
-def left_alone(**more: str) -> Any:
+def left_alone() -> Any:
     return pytest.warns(UserWarning, match="runs in every step, on all tokens, so .* time is saved")
 
 
@@ -221,16 +222,13 @@ def test_self_attention_guidance_runs(pipe, ratio):
     assert f"{LAST}.attn1" in merging(pipe.unet)
 
 
-@pytest.mark.parametrize(
-    ("config", "what"),
-    [(REUSED, "skip"), (ToMeConfig(ratio=0.5, max_downsample=2), "merge tokens")],
-)
-def test_what_self_attention_guidance_reads_is_not_left_out(pipe, config, what):
+@pytest.mark.parametrize("config", [REUSED, ToMeConfig(ratio=0.5, max_downsample=2)])
+def test_what_self_attention_guidance_reads_is_not_left_out(pipe, config):
     guided = guided_by_attention(pipe)
     patch = apply_token_merging(guided, config)
     for _ in range(2):
         with pytest.raises(
-            UnsupportedModelError, match=f"CrossAttnStoreProcessor keeps .* these settings {what} there"
+            UnsupportedModelError, match="reads what CrossAttnStoreProcessor keeps of each token of mid_block"
         ):
             draw(guided, sag_scale=0.75)
     patch.remove()
@@ -247,9 +245,10 @@ def test_settings_that_cannot_work_leave_the_earlier_ones(pipe):
 
     apply_token_merging(pipe, ToMeConfig(ratio=0.5))
     before = state_of(pipe.unet)
-    pipe.unet.get_submodule(MID).attn1.processor = CrossAttnStoreProcessor()
+    guided = guided_by_attention(pipe)
+    guided.unet.get_submodule(MID).attn1.processor = CrossAttnStoreProcessor()
     with pytest.raises(UnsupportedModelError, match="CrossAttnStoreProcessor keeps"):
-        apply_token_merging(pipe, REUSED)
+        apply_token_merging(guided, REUSED)
     assert state_of(pipe.unet) is before
 
 
@@ -260,6 +259,10 @@ def test_ledits_reads_its_maps(pipe):
         pipe.scheduler.config, algorithm_type="sde-dpmsolver++", solver_order=2
     )
     parts = {name: part for name, part in pipe.components.items() if name != "image_encoder"}
+    torch.manual_seed(0)
+    three = {"block_out_channels": (16, 32, 32), "up_block_types": ("CrossAttnUpBlock2D",) * 3}
+    three |= {"down_block_types": ("CrossAttnDownBlock2D",) * 3}  # it reads maps at level 4
+    parts["unet"] = diffusers.UNet2DConditionModel(**{**UNET, **three})
     editing = LEditsPPPipelineStableDiffusion(
         **{**parts, "scheduler": scheduler}, requires_safety_checker=False
     )
@@ -273,23 +276,22 @@ def test_ledits_reads_its_maps(pipe):
             editing_prompt=["dog"], edit_threshold=0.75, use_cross_attn_mask=True, output_type="latent"
         ).images
 
-    dense = edit()
     apply_token_merging(editing, REUSED)
-    with pytest.raises(UnsupportedModelError, match="LEDITSCrossAttnProcessor"):
+    with pytest.raises(UnsupportedModelError, match="reads what LEDITSCrossAttnProcessor keeps"):
         edit()
-    apply_token_merging(editing, 0.5)
+    with pytest.raises(UnsupportedModelError, match="reads what LEDITSCrossAttnProcessor keeps"):
+        apply_token_merging(editing, REUSED)  # the pipeline leaves its processors where they are
+    with pytest.warns(UserWarning, match="LEDITSCrossAttnProcessor at .* may not see every step"):
+        apply_token_merging(editing.unet, REUSED)  # others do not read them
     with pytest.warns(UserWarning, match="what LEDITSCrossAttnProcessor at .* looks at runs in every step"):
-        edited = edit()
-    assert edited.shape == dense.shape
-    assert torch.isfinite(edited).all()
+        apply_token_merging(editing, 0.5)
+    assert torch.isfinite(edit()).all()
 
 
 def test_settings_of_ones_own_warn_once(pipe):
     controller = control(pipe.unet)
     config = ToMeConfig(ratio=0.5, max_downsample=2, reuse=StepReuse(every=2))
-    told = (
-        r"Controller at .* and 13 other modules may see merged tokens, and not every step \(reuse.every=2\)"
-    )
+    told = r"Controller at .* and 13 other modules may not see every token and every step \(reuse.every=2\)"
     with pytest.warns(UserWarning, match=told):
         apply_token_merging(pipe, config)
     with warnings.catch_warnings():
@@ -315,7 +317,7 @@ def test_settings_that_follow_no_steps_notice_it_as_a_generation_begins(pipe):
     apply_token_merging(pipe, ToMeConfig(ratio=0.5))
     draw(pipe)
     control(pipe.unet)
-    with pytest.warns(UserWarning, match="Controller at .* may see merged tokens;"):
+    with pytest.warns(UserWarning, match="Controller at .* may not see every token;"):
         draw(pipe)
 
 
@@ -341,7 +343,7 @@ def hosts_copy(unet: Any) -> Any:
     return copied
 
 
-@pytest.mark.parametrize("where", ["attn", ""])
+@pytest.mark.parametrize("where", ["attn", "", "all"])
 @pytest.mark.parametrize("ratio", [0.5, 0.75])
 def test_blocks_of_a_transformer(where, ratio):
     """A controller on attention, and a hook on whole blocks, as ControlNets of users read them."""
@@ -352,7 +354,9 @@ def test_blocks_of_a_transformer(where, ratio):
     patch = apply_token_merging(pipe, ratio)
     seen = []
     block = model.transformer_blocks[-1]
-    (block.attn if where else block).register_forward_hook(lambda *given: seen.append(given[-1]))
+    (block.attn if where == "attn" else block).register_forward_hook(lambda *given: seen.append(given[-1]))
+    for other in [*model.transformer_blocks[:-1], *model.single_transformer_blocks] if where == "all" else ():
+        other.register_forward_hook(lambda *_: None)
     results = []
     with left_alone():
         for index in range(8):
@@ -362,9 +366,9 @@ def test_blocks_of_a_transformer(where, ratio):
     assert all(result[1].shape[1] == 64 or result[0].shape[1] == 64 for result in seen)
     assert state_of(model).last_run.kinds["reused"] == 0
     others = [row.path for row in patch.report(8, 8, batch=1).rows]
-    assert others
     assert "transformer_blocks.1" not in others
-    assert results[0].shape == dense.shape
+    assert bool(others) == (where != "all")
+    assert all(torch.equal(result, dense) for result in results) == (where == "all")
 
 
 def test_processors_and_hooks_that_only_compute(pipe):

@@ -9,6 +9,8 @@ from functools import partial
 from itertools import chain, groupby
 from typing import Any
 
+from torch import nn
+
 from tokenmerge.config import Correction, ToMeConfig
 from tokenmerge.config.checks import integer, optional
 from tokenmerge.errors import ConfigError
@@ -155,7 +157,7 @@ def predict(
     batch: int = 2,
     steps: int | None = None,
     references: Sequence[tuple[int, int]] = (),
-    dense: Mapping[object, Collection[str]] | None = None,
+    dense: Mapping[nn.Module, Collection[str]] | None = None,
 ) -> Report:
     """Count what merging saves, by running a copy of the model on the meta device.
 
@@ -322,8 +324,8 @@ def _predict_host(
                 references=tuple(others),
             )
             rows.append(row)
-    others = tuple(block for block in copied.blocks if block.path not in kept_dense)
-    notes = (*_notes(others, rows, config), *host.limits)
+    free = tuple(block for block in copied.blocks if block.path not in kept_dense)
+    notes = (*_notes(free, rows, config), *host.limits)
     return Report(
         model=name,
         height=height,

@@ -234,11 +234,12 @@ def _config_of(
     if on_meta:
         state.keep_dense(memory)
     elif not torch.compiler.is_compiling():
-        scheduler = None if step is not None else scheduler_of(pipe or running_pipeline(), timestep)
+        pipe = pipe or running_pipeline()
+        scheduler = None if step is not None else scheduler_of(pipe, timestep)
         timesteps = getattr(scheduler, "timesteps", None)
         if memory.config is None or memory.timesteps is not timesteps:  # a generation begins
             grids = state.threads.value.grid.shapes if state.facts.merges else None
-            state.kept = look(state, root, scale, grids)
+            state.kept = look(state, root, pipe, scale, grids)
             state.keep_dense(memory)
             memory.timesteps = timesteps
             config = config if step is None else state.kept.config or config

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import warnings
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -32,44 +32,46 @@ _STORES = {
 }
 
 
-def watchers_in(root: nn.Module) -> dict[str, str]:
-    """Return the name of the code that looks at a module, by the path of the module in its model."""
-    found = {module: name for module in modules_in(root)[1:] if (name := watcher_of(module))}
+def watchers_in(root: nn.Module) -> dict[str, Any]:
+    """Return the class or function that looks at a module, by the path of the module in its model."""
+    found = {module: code for module in modules_in(root)[1:] if (code := _watcher_of(module)) is not None}
     if not found:
         return {}
     by_path = {path: found[module] for path, module in root.named_modules() if module in found}
+    stores = {path: _STORES.get(code.__qualname__) for path, code in by_path.items()}
     return {
-        path: name
-        for path, name in by_path.items()
-        if name not in _STORES or path.rpartition(".")[2] in _STORES[name]
+        path: code
+        for path, code in by_path.items()
+        if (read := stores[path]) is None or path.rpartition(".")[2] in read
     }
 
 
-def watcher_of(module: nn.Module) -> str | None:
-    """Return the name of the code that looks at a module; None: there is none."""
+def _watcher_of(module: nn.Module) -> Any:
+    """The class or function that looks at a module; None: there is none."""
     for hooks in (module._forward_pre_hooks, module._forward_hooks):
         for hook in hooks.values():
             if getattr(hook, "__self__", None) is not module and not _only_computes(hook):
-                return _name(hook)
+                return _function(hook)
     processor: Any = getattr(module, "processor", None)
     if processor is not None and is_watching(processor):
-        return _name(processor)
+        return _function(processor)
     if processor is not None or STATE in module.__dict__:  # attention, or something that merges
         for method in ("forward", "_forward"):
             replaced = module.__dict__.get(method)
             if replaced is not None and not (_only_computes(replaced) or _is_own(module, method, replaced)):
-                return _name(replaced)
+                return _function(replaced)
     return None
 
 
 def is_watching(processor: Any) -> bool:
     """Whether an attention processor may keep something of what it sees."""
-    return not _only_computes(processor) or _name(processor) in _STORES
+    return not _only_computes(processor) or _function(processor).__qualname__ in _STORES
 
 
 def look(
     state: ModelState,
     root: nn.Module,
+    pipe: Any,
     scale: float | None = None,
     grids: tuple[GridShape, ...] | None = None,
 ) -> Kept:
@@ -78,6 +80,7 @@ def look(
     Args:
         state: of the model.
         root: the model.
+        pipe: the pipeline that runs, or that was patched; None: unknown.
         scale: of classifier-free guidance; None: unknown.
         grids: the finest token grids of the next call; None: unknown.
 
@@ -96,20 +99,17 @@ def look(
     if not seen:
         return Kept(config)
     more = f" and {len(found) - 1} other modules" if len(found) > 1 else ""
-    who = f"{', '.join(dict.fromkeys(found.values()))} at {next(iter(found))}{more}"
-    name, skips = type(root).__name__, any(_meets(path, skipped) for path in seen)
+    names = dict.fromkeys(code.__qualname__ for code in found.values())
+    who = f"{', '.join(names)} at {next(iter(found))}{more}"
+    name = type(root).__name__
     if not state.is_default:
-        if stores := [path for path in seen if found[path] in _STORES]:
-            raise UnsupportedModelError(
-                f"{name}: the pipeline reads what {found[stores[0]]} keeps of every token of {stores[0]} in "
-                f"every step, and these settings {'skip' if skips else 'merge tokens'} there; take the "
-                "default method, which leaves it alone: apply_token_merging(pipe, 0.5)"
-            )
-        steps = f", and not every step ({config.reuse.given})" if skips else ""
+        _refuse_what_a_pipeline_reads(found, seen, root, pipe)
+        kinds = ["token"] * any(_meets(path, merged) for path in seen)
+        kinds += [f"step ({config.reuse.given})"] * any(_meets(path, skipped) for path in seen)
         _say(
             state,
-            f"{name}: {who} may see merged tokens{steps}; the default method leaves alone what such code "
-            "looks at: apply_token_merging(pipe, 0.5)",
+            f"{name}: {who} may not see every {' and every '.join(kinds)}; the default method leaves alone "
+            "what such code looks at: apply_token_merging(pipe, 0.5)",
         )
         return Kept(config)
     dense = {path for path in merged if _meets(path, found)}
@@ -120,8 +120,25 @@ def look(
     if merged and not left:
         config = dataclasses.replace(config, ratio=0.0, reference_ratio=None)
     saves = "less" if left or config.reuse.on else "no"
-    _say(state, f"{name}: {note}, so {saves} time is saved; settings of your own, a ToMeConfig, ignore it")
+    _say(state, f"{name}: {note}, so {saves} time is saved; a ToMeConfig would merge there too")
     return Kept(config, frozenset(dense), note)
+
+
+def _refuse_what_a_pipeline_reads(
+    found: Mapping[str, Any], seen: Collection[str], root: nn.Module, pipe: Any
+) -> None:
+    """Refuse settings that leave out what a pipeline of diffusers reads from its own processors."""
+    for path in seen:
+        code = found[path]
+        # A pipeline and its processors are in one file; others only have them left over from it.
+        if code.__qualname__ in _STORES and any(
+            cls.__module__ == code.__module__ for cls in type(pipe).__mro__
+        ):
+            raise UnsupportedModelError(
+                f"{type(root).__name__}: in every step, {type(pipe).__name__} reads what {code.__qualname__} "
+                f"keeps of each token of {path}, and these settings merge or skip there; take the default "
+                "method, which leaves it alone: apply_token_merging(pipe, 0.5)"
+            )
 
 
 def _merged_parts(
@@ -181,10 +198,6 @@ def _is_own(module: nn.Module, method: str, function: Any) -> bool:
     """Whether a method on a module is that of its class, as hooks leave it there when they are removed."""
     plain = getattr(function, "__func__", None)
     return plain is not None and any(vars(cls).get(method) is plain for cls in type(module).__mro__)
-
-
-def _name(code: Any) -> str:
-    return _function(code).__qualname__
 
 
 def _function(code: Any) -> Any:
