@@ -27,6 +27,7 @@ from tokenmerge.runtime.in_use import refuse_in_use
 from tokenmerge.runtime.patch import hosts_that_merge, new_state, patch_host, restore, state_of
 from tokenmerge.runtime.pipeline import Pipeline
 from tokenmerge.runtime.state import RecordedPlan
+from tokenmerge.runtime.watched import look
 from tokenmerge.speedup import ratio_for
 from tokenmerge.vit.config import ViTConfig
 from tokenmerge.vit.hosts import find_encoders
@@ -118,7 +119,7 @@ def apply_token_merging(
         settings = dataclasses.replace(settings, schedule=schedule)
     if max_cache is not None:
         limit = bytes_of(max_cache)
-        if not method.startswith("auto"):
+        if not _is_default(method):
             raise ConfigError(
                 f"max_cache: only the default method takes a limit, got {max_cache!r} with other settings; "
                 "leave out max_cache, or the other settings"
@@ -171,6 +172,11 @@ def _asked_settings(
     return choose_for(model, hosts, float(wanted)), None, "auto", hosts
 
 
+def _is_default(method: str) -> bool:
+    """Whether settings with this name are those of the default method."""
+    return method.split(" ")[0] == "auto"
+
+
 def _preset(name: str, ratio: float | None) -> ToMeConfig:
     """The settings of a published method."""
     if name not in presets.__all__:
@@ -208,15 +214,25 @@ def merge_in_hosts(
     hosts = hosts or _hosts(model)
     merging, _ = hosts_that_merge(hosts, config, size=None, check_size=check_size)
     refuse_in_use([host.root for host in hosts])
-    for host in hosts:
-        restore(host.root)
     pipeline = Pipeline(None if isinstance(model, nn.Module) else model)
     warned: set[str] | None = set() if dense_if_too_small else None
     denoiser = next((host for host in merging if not host.controlnet), merging[0])
     states = {
-        host.root: new_state(host, config, pipeline, warned, found_for if host is denoiser else None)
+        host.root: new_state(
+            host,
+            config,
+            pipeline,
+            warned,
+            found_for if host is denoiser else None,
+            is_default=_is_default(method),
+        )
         for host in merging
     }
+    for root, state in states.items():
+        state.kept = look(state, root, pipeline.given)
+        state.keep_dense(state.threads.value.own_memory)
+    for host in hosts:
+        restore(host.root)
     for host in merging:
         patch_host(host, states[host.root])
     if found_for is not None and (differences := found_for.differences(model=type(denoiser.root).__name__)):

@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 
 from torch import nn
 
-from tokenmerge.config import to_metadata
+from tokenmerge.config import ToMeConfig, to_metadata
 from tokenmerge.errors import ConfigError, TokenMergingError
 from tokenmerge.models.base import Host
 from tokenmerge.models.placement import device_of, dtype_of, narrowest_attention
@@ -20,7 +20,7 @@ from tokenmerge.runtime.in_use import refuse_in_use
 from tokenmerge.runtime.patch import record_steps, restore, state_of
 from tokenmerge.runtime.pipeline import default_steps
 from tokenmerge.runtime.run_log import RunLog
-from tokenmerge.runtime.state import ModelState, RecordedPlan
+from tokenmerge.runtime.state import Kept, ModelState, RecordedPlan
 from tokenmerge.runtime.step_log import StepRecorder
 from tokenmerge.vit.report import ViTReport, predict_vit
 from tokenmerge.vit.runtime import RecordedTokens
@@ -269,10 +269,10 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
             batch = self._denoiser.usual_batch if run is None else run.batch
         if steps is None:
             steps = default_steps(self._model) if run is None or run.steps is None else run.steps
-        config = self.config if run is None else run.config
-        key = height, width, batch, steps, config, tuple(references)
+        config, dense = self._in_force, {root: state.kept.dense for root, state in self._states.items()}
+        key = height, width, batch, steps, config, tuple(references), tuple(dense.values())
         if self._counted is None or self._counted[0] != key:
-            counted = predict(self._model, config, height, width, batch, steps, references)
+            counted = predict(self._model, config, height, width, batch, steps, references, dense)
             slower = slower_than_dense(counted, self._fewest_tokens)
             notes = counted.notes if slower is None else (*counted.notes, slower)
             self._counted = key, dataclasses.replace(counted, notes=notes)
@@ -299,10 +299,18 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
             dtype=_dtype(self._denoiser.root),
             scale=getattr(pipe, "vae_scale_factor", None),
             slower=None if report is None else slower_than_dense(report, self._fewest_tokens),
+            watched=self._states[self._denoiser.root].kept.note,
         )
-        run = self._last_run
-        lines = summary(self.config if run is None else run.config, conditions, report, run)
+        lines = summary(self._in_force, conditions, report, self._last_run)
         return "\n".join([*lines, *([f"  not counted: {problem}"] if problem else [])])
+
+    @property
+    def _in_force(self) -> ToMeConfig:
+        """The settings of the last run; before the first, those of the next one as far as it is known."""
+        kept: Kept = self._states[self._denoiser.root].kept
+        if self._last_run is not None:
+            return self._last_run.config
+        return kept.config if kept.note and kept.config is not None else self.config
 
     @property
     def _last_run(self) -> RunLog | None:

@@ -159,7 +159,7 @@ def test_what_is_no_number_in_one_picture_stays_there(name, broken):
         assert torch.equal(planned.labels()[i], others.labels()[i])
         assert torch.equal(planned.sizes[i], others.sizes[i])
     shared = plan(name, beside.mean(dim=0, keepdim=True), grid, config)
-    for combine in (merge, merge_with_norm, keep_destinations):
+    for combine in (merge, keep_destinations):
         assert unmerge(shared, combine(shared, x[:1])).isfinite().all()
 
 

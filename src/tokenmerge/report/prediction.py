@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain, groupby
 from typing import Any
+
+from torch import nn
 
 from tokenmerge.config import Correction, ToMeConfig
 from tokenmerge.config.checks import integer, optional
@@ -20,6 +22,7 @@ from tokenmerge.report.text_table import Tabled, TextTable
 from tokenmerge.runtime.patch import hosts_that_merge, new_state, patch_host, restore
 from tokenmerge.runtime.pipeline import Pipeline
 from tokenmerge.runtime.select import layers_to_merge, merges
+from tokenmerge.runtime.state import Kept
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,6 +157,7 @@ def predict(
     batch: int = 2,
     steps: int | None = None,
     references: Sequence[tuple[int, int]] = (),
+    dense: Mapping[nn.Module, Collection[str]] | None = None,
 ) -> Report:
     """Count what merging saves, by running a copy of the model on the meta device.
 
@@ -170,6 +174,8 @@ def predict(
             steps. Counting takes up to half a second for each step. None: operations are not averaged.
         references: (height, width) of each reference picture in the sequence of the sample, in the unit of
             the sample.
+        dense: by model, paths of the blocks and layers that do not merge although the settings say so. None:
+            there are none.
 
     Raises:
         NothingToMergeError: no token would merge at this size.
@@ -185,7 +191,9 @@ def predict(
     merging, left_dense = hosts_that_merge(hosts, config, (height, width))
     labels = _labels(merging)
     reports = [
-        _predict_host(host, name, config, (height, width, batch), steps, references)
+        _predict_host(
+            host, name, config, (height, width, batch), steps, references, (dense or {}).get(host.root, ())
+        )
         for host, name in zip(merging, labels, strict=True)
     ]
     flops_dense = sum(report.flops_dense for report in reports)
@@ -280,6 +288,7 @@ def _predict_host(
     size: tuple[int, int, int],
     steps: int | None,
     references: Sequence[tuple[int, int]],
+    kept_dense: Collection[str],
 ) -> Report:
     height, width, batch = size
     (copied,) = find_hosts(weightless(host.root, host.on_cpu))
@@ -289,6 +298,7 @@ def _predict_host(
     most = config.most()
     counted_config = dataclasses.replace(most, reuse=config.reuse)
     state = new_state(copied, counted_config, Pipeline())
+    state.kept = Kept(dense=frozenset(kept_dense))
     patch_host(copied, state)
     state.pipeline.set_step(0, 1)  # for planners that read the previous step
     with state.recording() as recorded:
@@ -314,7 +324,8 @@ def _predict_host(
                 references=tuple(others),
             )
             rows.append(row)
-    notes = (*_notes(copied.blocks, rows, config), *host.limits)
+    free = tuple(block for block in copied.blocks if block.path not in kept_dense)
+    notes = (*_notes(free, rows, config), *host.limits)
     return Report(
         model=name,
         height=height,
@@ -324,8 +335,10 @@ def _predict_host(
         flops_dense=dense[counted],
         flops_merged=merged[counted],
         notes=notes,
-        kept_bytes=kept_bytes(copied, config, arguments),
-        flops_mean=mean_flops(copied, config, steps, arguments) if steps and config.follows_steps else None,
+        kept_bytes=kept_bytes(copied, config, arguments, state.kept),
+        flops_mean=mean_flops(copied, config, steps, arguments, state.kept)
+        if steps and config.follows_steps
+        else None,
     )
 
 

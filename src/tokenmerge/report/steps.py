@@ -14,24 +14,27 @@ from tokenmerge.models.base import Host
 from tokenmerge.report.flops import count_flops
 from tokenmerge.runtime.patch import new_state, patch_host, restore
 from tokenmerge.runtime.pipeline import Pipeline
-from tokenmerge.runtime.state import ModelState
+from tokenmerge.runtime.state import Kept, ModelState
 
 # After two full steps the cache of step reuse is largest. The second must not be one of the last steps.
 _STEPS_TO_KEEP_MOST = 4
 
 Arguments = Callable[[], dict[str, Any]]
+_NOTHING = Kept()
 
 
-def mean_flops(host: Host, config: ToMeConfig, steps: int, arguments: Arguments) -> int:
+def mean_flops(
+    host: Host, config: ToMeConfig, steps: int, arguments: Arguments, kept: Kept = _NOTHING
+) -> int:
     """Count the operations of a call, averaged over the steps of a generation.
 
     The model is not patched, and may be on the meta device. ``arguments`` returns new arguments of a call, by
-    name, for each step.
+    name, for each step. ``kept`` says which blocks and layers do not merge.
     """
     name = type(host.root).__name__
     counts: dict[tuple[object, ...], int] = {}
     total = 0
-    with _patched(host, config) as state:
+    with _patched(host, config, kept) as state:
 
         def stop_if_known(root: nn.Module, args: tuple) -> None:
             kind.append(_kind_of_call(state))
@@ -70,7 +73,7 @@ def _kind_of_call(state: ModelState) -> tuple[object, ...]:
     )
 
 
-def kept_bytes(host: Host, config: ToMeConfig, arguments: Arguments) -> int:
+def kept_bytes(host: Host, config: ToMeConfig, arguments: Arguments, kept: Kept = _NOTHING) -> int:
     """Count the bytes cached between steps: corrections, residuals and plans.
 
     The arguments are as for :func:`mean_flops`.
@@ -84,7 +87,7 @@ def kept_bytes(host: Host, config: ToMeConfig, arguments: Arguments) -> int:
         correction=config.correction,
         reuse=_with_long_distances(config.reuse),
     )
-    with _patched(host, keeping) as state:
+    with _patched(host, keeping, kept) as state:
         for index in range(2):
             state.pipeline.set_step(index, _STEPS_TO_KEEP_MOST)
             count_flops(host.root, arguments())
@@ -94,12 +97,12 @@ def kept_bytes(host: Host, config: ToMeConfig, arguments: Arguments) -> int:
         residuals += [run.residual for cache in caches for run in cache.runs.values() if run.residual]
         of_model = () if memory is None else tuple(memory.model_residuals.values())
         plans = {id(plan): plan for cache in caches for plan in cache.plans.values()}.values()
-    kept: list[Any] = [
+    cached: list[Any] = [
         *of_model,
         *(tensor for residual in residuals for tensor in (*residual.latest, *(residual.delta or ()))),
     ]
-    kept += [tensor for plan in plans for tensor in plan]
-    once = {id(tensor): tensor for tensor in kept if isinstance(tensor, Tensor)}
+    cached += [tensor for plan in plans for tensor in plan]
+    once = {id(tensor): tensor for tensor in cached if isinstance(tensor, Tensor)}
     return sum(tensor.nbytes for tensor in once.values())
 
 
@@ -110,8 +113,9 @@ def _with_long_distances(reuse: StepReuse) -> StepReuse:
 
 
 @contextlib.contextmanager
-def _patched(host: Host, config: ToMeConfig) -> Iterator[ModelState]:
+def _patched(host: Host, config: ToMeConfig, kept: Kept) -> Iterator[ModelState]:
     state = new_state(host, config, Pipeline())
+    state.kept = kept
     patch_host(host, state)
     try:
         yield state

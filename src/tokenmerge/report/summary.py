@@ -21,6 +21,7 @@ class Conditions:
         dtype: dtype of its weights.
         scale: pixels per side of a latent position; None: sizes are given in latents.
         slower: text about blocks that take longer merged than dense; None: none are known.
+        watched: text about other people's code that looks into the model; empty: there is none.
     """
 
     models: tuple[str, ...]
@@ -29,6 +30,7 @@ class Conditions:
     dtype: str
     scale: int | None = None
     slower: str | None = None
+    watched: str = ""
 
 
 def summary(
@@ -53,6 +55,8 @@ def summary(
         lines += [f"  {_counted(conditions, report)}", f"  {_kept(conditions, report)}"]
     if conditions.slower is not None:
         lines.append(f"  slower than dense: {conditions.slower}")
+    if conditions.watched:
+        lines.append(f"  left alone: {conditions.watched}")
     if run is not None:
         lines.append(f"  last run: {_happened(run)}")
     return lines

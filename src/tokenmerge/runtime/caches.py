@@ -60,12 +60,14 @@ class Cache:
         runs: of a block that is skipped on some steps.
         residuals: of the last steps in which it ran.
         placeholders: tensors without memory, in the shapes of a stage's result that no running module reads.
+        dense: whether a block or layer does not merge, since other people's code looks at it.
     """
 
     plans: dict[Call, Plan] = dataclasses.field(default_factory=dict)
     runs: dict[Call, BlockRun] = dataclasses.field(default_factory=dict)
     residuals: dict[Call, Residual] = dataclasses.field(default_factory=dict)
     placeholders: dict[Call, Any] = dataclasses.field(default_factory=dict)
+    dense: bool = False
 
 
 def _no_generation() -> None:
@@ -89,6 +91,7 @@ class Memory:
         guidance_differences: what guidance changed in the results of the last step, by the call that planned.
         seed: number of the running step that draws depend on.
         config: settings at the guidance scale of the generation; None before its first call.
+        timesteps: of the scheduler, where settings do not follow the steps; others begin a generation.
         log: what happened in the generation; None before its first call.
         model_residuals: by the call of the first block and its level, what all blocks of the level added to
             each token of the image.
@@ -103,6 +106,7 @@ class Memory:
         self.sample = SampleTracker()
         self.seed: Tensor | None = None
         self.config: ToMeConfig | None = None
+        self.timesteps: Any = None
         self.log: RunLog | None = None
         self.guidance_differences: dict[int, Tensor] = {}
         self.model_residuals: dict[tuple[int, int, int], Tensor] = {}

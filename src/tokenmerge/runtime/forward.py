@@ -140,7 +140,7 @@ def layer_call(original: HostMethod) -> Callable:
             return original.of(self)(*args, **kwargs)
         call = HostCall(original.of(self), original.names(), args, kwargs)
         settings = state.block.settings
-        if not _merges_here(state, settings, active, call):
+        if state.threads.value.cache.dense or not _merges_here(state, settings, active, call):
             return call.result()
         plan = active.plan
         if settings.scope == "block":
@@ -248,7 +248,7 @@ def _active_call(state: BlockState, call: HostCall) -> RecordedCall:
     tokens = layout.tokens_of(call)
     mask = call.argument(layout.padding) if layout.padding else None
     found = pictures_to_merge(state, tokens)
-    if found is None:
+    if found is None or state.threads.value.cache.dense:
         return RecordedCall(state.settings, None)
     pictures, n = found
     plan = None if context.corrects else plan_of(state, context, pictures, n, tokens, mask)

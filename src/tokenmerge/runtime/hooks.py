@@ -35,13 +35,14 @@ from tokenmerge.runtime.due import (
 )
 from tokenmerge.runtime.guidance import copies_are_equal
 from tokenmerge.runtime.per_thread import PerThread
-from tokenmerge.runtime.pipeline import guidance_copies, guidance_scale
+from tokenmerge.runtime.pipeline import guidance_copies, guidance_scale, running_pipeline
 from tokenmerge.runtime.run_log import RunLog, StepKind
-from tokenmerge.runtime.scheduler import DenoisingStep, needs_sync, number_of_steps
+from tokenmerge.runtime.scheduler import DenoisingStep, needs_sync, number_of_steps, scheduler_of
 from tokenmerge.runtime.state import STATE, ModelState, StageState
 from tokenmerge.runtime.step_log import StepLog
 from tokenmerge.runtime.step_seed import same_step
 from tokenmerge.runtime.step_tracker import StepTracker
+from tokenmerge.runtime.watched import look
 
 
 def before_model(root: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -63,9 +64,9 @@ def before_model(root: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
     pipe = state.pipeline.running()
     step = _step(state, root, pipe, timestep, seed) if state.facts.follows_steps else None
     if state.found_for is not None:
-        warn_of_other_conditions(state, number_of_steps(pipe, step))
+        warn_of_other_conditions(state, number_of_steps(scheduler_of(pipe, timestep), step))
     memory = _begin_in_memory(state, step, seed)
-    config, tracker = _config_of(state, memory, pipe, step), memory.tracker
+    config, tracker = _config_of(state, root, memory, pipe, step, timestep), memory.tracker
     copies, equal = 1, None
     if config.plans.guidance:
         copies, equal = _guidance_copies(state, tracker, root, sample, guidance_copies(pipe))
@@ -77,7 +78,8 @@ def before_model(root: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
     due = due_of(config, memory, shape, settings_of(state, config, step))
     log = None
     if not torch.compiler.is_compiling():
-        _note_run(state, memory, config, step, number_of_steps(pipe, None), len(sample), due.kind)
+        steps = number_of_steps(scheduler_of(pipe, timestep), step) if step is None else step.steps
+        _note_run(state, memory, config, step, steps, len(sample), due.kind)
         if state.recorder is not None:
             log = _begin_step_log(state, step, pipe, timestep, due.kind, device)
     thread.context = CallContext(
@@ -211,15 +213,36 @@ def _begin_in_memory(state: ModelState, step: DenoisingStep | None, seed: Tensor
     return memory
 
 
-def _config_of(state: ModelState, memory: Memory, pipe: Any, step: DenoisingStep | None) -> ToMeConfig:
+def _config_of(
+    state: ModelState,
+    root: nn.Module,
+    memory: Memory,
+    pipe: Any,
+    step: DenoisingStep | None,
+    timestep: Any,
+) -> ToMeConfig:
     """The settings at the guidance scale of the generation, which is read in its first call."""
-    if step is None or memory.config is None:
-        memory.config = config = state.config.at_guidance(guidance_scale(pipe))
-        # On the meta device, the operations of single steps are counted.
-        if step is not None and memory.seed is not None and not memory.seed.is_meta:
-            warn_where_nothing_is_saved(state, config, step)
-        return config
-    return memory.config
+    if step is not None and memory.config is not None:
+        return memory.config
+    scale = guidance_scale(pipe)
+    config = state.config.at_guidance(scale)
+    on_meta = memory.seed is not None and memory.seed.is_meta  # the operations of single steps are counted
+    if on_meta:
+        state.keep_dense(memory)
+    elif not torch.compiler.is_compiling():
+        pipe = pipe or running_pipeline()
+        scheduler = None if step is not None else scheduler_of(pipe, timestep)
+        timesteps = getattr(scheduler, "timesteps", None)
+        if memory.config is None or memory.timesteps is not timesteps:  # a generation begins
+            grids = state.threads.value.grid.shapes if state.facts.merges else None
+            state.kept = look(state, root, pipe, scale, grids)
+            state.keep_dense(memory)
+            memory.timesteps = timesteps
+            config = config if step is None else state.kept.config or config
+    memory.config = config
+    if step is not None and not on_meta:
+        warn_where_nothing_is_saved(state, config, step)
+    return config
 
 
 def _note_run(
@@ -234,7 +257,6 @@ def _note_run(
     """Note what a call does, for the handle of the patch."""
     if memory.log is None or step is None:
         grids = state.threads.value.grid.shapes if state.facts.merges else ()
-        steps = steps if step is None else step.steps
         memory.log = RunLog(config, batch, grids, state.call.patch, steps)
     state.last_run = memory.log
     if step is not None:

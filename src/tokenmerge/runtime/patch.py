@@ -113,10 +113,11 @@ def new_state(
     pipeline: Pipeline,
     warned: set[str] | None = None,
     found_for: FoundFor | None = None,
+    is_default: bool = False,
 ) -> ModelState:
     """The state of a host that :func:`check_host` accepts; nothing of the host is changed.
 
-    ``warned`` and ``found_for`` are those of :class:`tokenmerge.runtime.state.ModelState`.
+    ``warned``, ``found_for`` and ``is_default`` are those of :class:`tokenmerge.runtime.state.ModelState`.
     """
     layers = {block.path: layers for block, layers in parts_to_merge(host, config)}
     blocks = [block for block in host.blocks if block.path in layers]
@@ -147,6 +148,7 @@ def new_state(
         threads,
         warned=warned,
         found_for=found_for,
+        is_default=is_default,
     )
 
     grids = {block.grid: PerThread(Grid) for block in blocks if block.grid is not None}

@@ -94,14 +94,26 @@ class DenoisingStep(StepFacts):
         return StepFacts(self.index, self.total, self.first, self.adds_noise, self.ends_clean)
 
 
-def number_of_steps(pipe: Any, step: DenoisingStep | None) -> int | None:
+def scheduler_of(pipe: Any, timestep: Tensor | float) -> Any:
+    """The scheduler of a pipeline that a timestep is from; None: it has none.
+
+    Some pipelines have an ``inverse_scheduler`` too, which turns a picture into noise.
+    """
+    others = (value for name, value in getattr(pipe, "__dict__", {}).items() if name.endswith("_scheduler"))
+    first = getattr(pipe, "scheduler", None)
+    return next(
+        (one for one in others if _offset(timestep, getattr(one, "timesteps", None)) is not None), first
+    )
+
+
+def number_of_steps(scheduler: Any, step: DenoisingStep | None) -> int | None:
     """Denoising steps as a user counts them; None: unknown.
 
     Args:
-        pipe: the running pipeline, or None. Its scheduler may call the model several times in a step.
+        scheduler: of the running pipeline, or None. It may call the model several times in a step.
         step: the running step, where no scheduler counts them.
     """
-    number = getattr(getattr(pipe, "scheduler", None), "num_inference_steps", None)
+    number = getattr(scheduler, "num_inference_steps", None)
     if isinstance(number, int):
         return number
     return None if step is None else step.total

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -71,6 +71,20 @@ class ConfigFacts:
     merges: bool
 
 
+class Kept(NamedTuple):
+    """What other people's code that looks into a model changes in a generation.
+
+    Attributes:
+        config: the settings of the generation; None: unknown.
+        dense: paths of the blocks and layers that do not merge in it.
+        note: says so in a line; empty: nothing changes.
+    """
+
+    config: ToMeConfig | None = None
+    dense: frozenset[str] = frozenset()
+    note: str = ""
+
+
 @dataclasses.dataclass(eq=False)
 class ModelState:
     """A patched model.
@@ -96,6 +110,9 @@ class ModelState:
         compared_with: the token grid and number of steps that were last compared with ``found_for``.
         last_run: what happened in the generation that began last; None before the first.
         recorder: records what each step does; None: nobody asked for it.
+        is_default: whether the settings are the default method's, which leaves alone what others look at.
+        kept: what others looked at when a generation last began; before the first, when it was patched.
+        told: warnings already given about code that looks into the model.
     """
 
     config: ToMeConfig
@@ -116,6 +133,9 @@ class ModelState:
     compared_with: tuple[object, ...] = ()
     last_run: RunLog | None = None
     recorder: StepRecorder | None = None
+    is_default: bool = False
+    kept: Kept = dataclasses.field(default_factory=Kept)
+    told: set[str] = dataclasses.field(default_factory=set)
 
     def set_size(self, height: int, width: int) -> None:
         """Give the size of the latents, for calls whose token grid cannot be read.
@@ -156,6 +176,11 @@ class ModelState:
         for part, cache in zip(self.parts, memory.caches, strict=True):
             part.threads.value.cache = cache
         self.threads.value.memory = memory
+
+    def keep_dense(self, memory: Memory) -> None:
+        """Leave the blocks and layers dense in a generation that ``kept`` names."""
+        for part, cache in zip(self.parts, memory.caches, strict=True):
+            cache.dense = part.path in self.kept.dense
 
     def begin_call(self) -> None:
         """Prepare for a call of the model, in which blocks count theirs from 0."""
