@@ -7,12 +7,14 @@ from typing import Annotated
 
 from tokenmerge.cli.arguments import Device, Dtype, Model, integer, option
 from tokenmerge.cli.quiet import quiet_libraries
+from tokenmerge.errors import ConfigError, shown
 from tokenmerge.integrations.play.server import LOCAL, require_gradio, serve
 from tokenmerge.measure.generate.options import GenerateOptions
 from tokenmerge.measure.pipelines.loading import find_model
 from tokenmerge.measure.pipelines.settings import resolve_device, resolve_dtype
 
 _server = partial(option, "Server")
+_HIGHEST_PORT = 65_535
 
 
 def play(
@@ -35,6 +37,8 @@ def play(
     services, and loads nothing from them except a model given by its hub id. Ctrl-C ends it.
     """
     require_gradio()
+    if port is not None and not 1 <= port <= _HIGHEST_PORT:
+        raise ConfigError(f"port: expected an integer from 1 to {_HIGHEST_PORT}, got {shown(port)}")
     find_model(model)
     resolve_dtype(dtype, resolve_device(device))
     quiet_libraries("tokenmerge play")

@@ -19,6 +19,7 @@ from tokenmerge.errors import UnsupportedModelError
 from tokenmerge.models.call import HostCall
 from tokenmerge.runtime.caches import BlockRun
 from tokenmerge.runtime.context import RunningBlocks, ThreadState
+from tokenmerge.runtime.origin import instead, named
 from tokenmerge.runtime.reuse import Residual, extrapolated, updated
 from tokenmerge.runtime.state import BlockState
 
@@ -65,8 +66,8 @@ def _check_begins_outside_a_stack(state: BlockState) -> None:
     if stack is not None and not stack.is_first and stack.threads.value.input is not None:
         raise UnsupportedModelError(
             f"{state.path}: something changes tokens between the blocks of its stack, and "
-            f"{state.model.config.given_reuse} needs what all of them add; take scope='block', or "
-            "reuse.every=1"
+            f"{named(state.model.method, state.model.config.given_reuse)} needs what all of them add; "
+            f"{instead(state.model.method, 'take reuse.every=1')}"
         )
 
 

@@ -49,6 +49,7 @@ def due_of(
     memory: Memory,
     shape: tuple[object, ...],
     settings: Mapping[int, MergeSettings],
+    method: str,
 ) -> Due:
     """Decide what is skipped in a call that has begun, and whether it is dense.
 
@@ -57,15 +58,16 @@ def due_of(
         memory: of the generation.
         shape: of the call's inputs.
         settings: those of each level at the step, if it is not dense.
+        method: name of the settings, for messages.
     """
     tracker = memory.tracker
     step = tracker.step
-    extrapolation, shallow, caches_residuals = reuse_of(config, tracker, shape)
+    extrapolation, shallow, caches_residuals = reuse_of(config, tracker, shape, method)
     corrects, token_distance = False, None
     if extrapolation is None and (step is None or config.schedule.merges(step.done, step.steps)):
-        dense, token_distance = correction_due(config, tracker, shape)
+        dense, token_distance = correction_due(config, tracker, shape, method)
         if dense:
-            corrects, settings = _correction_of(config, tracker, settings)
+            corrects, settings = _correction_of(config, tracker, settings, method)
     known = any(number == tracker.call for cache in memory.caches for number, _ in cache.tokens)
     return Due(settings, caches_residuals, corrects, token_distance, extrapolation, shallow, known)
 
@@ -145,7 +147,7 @@ def _sample_gone(state: ModelState, memory: Memory) -> None:
 
 
 def reuse_of(
-    config: ToMeConfig, tracker: StepTracker, shape: tuple[object, ...]
+    config: ToMeConfig, tracker: StepTracker, shape: tuple[object, ...], method: str = ""
 ) -> tuple[Tensor | None, Tensor | None, bool]:
     """Decide which parts are skipped and whether residuals are cached.
 
@@ -155,7 +157,7 @@ def reuse_of(
     """
     step = tracker.step
     if config.reuse.on and torch.is_grad_enabled():
-        refuse_training(config.reuse.given, "reuse.every=1")
+        refuse_training(config.reuse.given, "reuse.every=1", method)
     if step is None or not config.reuse.on:
         return None, None, False
     runs = config.reuse.steps_of(step.steps, step.adds_noise, step.generation.ends_clean)
@@ -191,7 +193,7 @@ def _extrapolation(
 
 
 def correction_due(
-    config: ToMeConfig, tracker: StepTracker, shape: tuple[object, ...]
+    config: ToMeConfig, tracker: StepTracker, shape: tuple[object, ...], method: str = ""
 ) -> tuple[bool, Tensor | None]:
     """Decide whether a call that runs all blocks is dense.
 
@@ -199,7 +201,7 @@ def correction_due(
         Whether it is dense, and how far tokens extrapolate their own residuals (None if they do not).
     """
     if torch.is_grad_enabled() and config.token_reuse is not None:
-        refuse_training(f"combine={config.token_reuse!r}", "combine='mean'")
+        refuse_training(f"combine={config.token_reuse!r}", "combine='mean'", method)
     step, correction, due = tracker.step, config.correction, False
     if correction.on:
         is_at = None if step is None else correction.is_at(step.done, step.steps)
@@ -211,7 +213,7 @@ def correction_due(
 
 
 def _correction_of(
-    config: ToMeConfig, tracker: StepTracker, settings: Mapping[int, MergeSettings]
+    config: ToMeConfig, tracker: StepTracker, settings: Mapping[int, MergeSettings], method: str
 ) -> tuple[bool, Mapping[int, MergeSettings]]:
     """Make the running call dense.
 
@@ -219,7 +221,7 @@ def _correction_of(
         Whether it measures corrections for a later step, and its settings.
     """
     if torch.is_grad_enabled():
-        refuse_training(config.correction.given, "correction.every=0")
+        refuse_training(config.correction.given, "correction.every=0", method)
     step = tracker.step
     if step is None or step.steps == 1:  # there is no step to correct
         return False, settings

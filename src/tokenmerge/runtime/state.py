@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from tokenmerge.config import FoundFor, MergeSettings, ToMeConfig
-from tokenmerge.errors import ConfigError
+from tokenmerge.errors import ConfigError, shown
 from tokenmerge.models.base import ModelCall
 from tokenmerge.models.layout import Grid, Layout
 from tokenmerge.ops import Plan
@@ -96,6 +96,7 @@ class ModelState:
             instead; None: new plans are used as they are.
         warned: warnings already given for samples with too few tokens, which then run dense. None: such
             samples raise an error.
+        method: name of the settings, for messages; empty: the user gave them all.
         found_for: what the settings were found for by ``tokenmerge tune``; None: unknown.
         compared_with: the token grid and number of steps that were last compared with ``found_for``.
         last_run: what happened in the generation that began last; None before the first.
@@ -116,6 +117,7 @@ class ModelState:
     record: dict[str, RecordedPlan] | None = None
     revise_plan: Callable[[Tensor, Plan], Plan] | None = None
     warned: set[str] | None = None
+    method: str = ""
     found_for: FoundFor | None = None
     compared_with: tuple[object, ...] = ()
     last_run: RunLog | None = None
@@ -132,7 +134,7 @@ class ModelState:
             if isinstance(side, bool) or not isinstance(side, int) or side < 1 or side % patch:
                 raise ConfigError(
                     f"{name}: expected a height and width of the latents, integers ≥ 1 and multiples of "
-                    f"{patch}, got {side!r}"
+                    f"{patch}, got {shown(side)}"
                 )
         grid = Grid(given=True)
         grid.shape = 1, height // patch, width // patch

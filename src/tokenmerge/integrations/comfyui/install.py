@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from pathlib import Path
 
@@ -23,7 +24,9 @@ def install(path: str | Path) -> list[Path]:
     Raises:
         ConfigError: the path is neither, or a link is in the place of the folder.
     """
-    given = Path(path).expanduser()
+    given = Path(path)
+    with contextlib.suppress(RuntimeError):  # "~name" of a user that does not exist
+        given = given.expanduser()
     folder = given if given.name == "custom_nodes" else given / "custom_nodes"
     if not folder.is_dir():
         raise ConfigError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from tokenmerge.errors import ConfigError
+from tokenmerge.errors import ConfigError, shown
 from tokenmerge.measure import demo
 from tokenmerge.measure.generate.options import GenerateOptions
 from tokenmerge.measure.method_spec import METHODS, MethodSpec
@@ -84,7 +84,7 @@ def _number(name: str, text: str) -> float | None:
     try:
         return float(text) if (text or "").strip() else None
     except ValueError:
-        raise ConfigError(f"{name}: expected a number such as 3, or nothing, got {text!r}") from None
+        raise ConfigError(f"{name}: expected a number such as 3, or nothing, got {shown(text)}") from None
 
 
 def _whole(name: str, value: float | None) -> int:

@@ -21,10 +21,11 @@ from typing import TYPE_CHECKING, TypeVar
 
 from tokenmerge import __version__
 from tokenmerge.config import ToMeConfig, read_metadata
-from tokenmerge.errors import ConfigError
+from tokenmerge.errors import ConfigError, shown
 from tokenmerge.measure.files import read_bytes
 from tokenmerge.measure.generate.options import GenerateOptions
 from tokenmerge.measure.pipelines.loading import PICKLE
+from tokenmerge.measure.pipelines.sizes import parse_size
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -159,13 +160,13 @@ def _from_text(text: str) -> Parameters:
     if "Steps" not in entries:  # the text is only a prompt
         prompts, entries = text, {}
     prompt, negates, negative = prompts.partition("\n" + _NEGATIVE)
-    size = re.fullmatch(r"(\d+)x(\d+)", entries.get("Size", ""))
+    size = re.fullmatch(r"\d+x\d+", entries.get("Size", ""))
     merging = entries.get("Token merging")
     return Parameters(
         prompt=prompt,
         seed=_number(entries, "Seed", int, "an integer"),
         steps=_number(entries, "Steps", int, "an integer"),
-        size=None if size is None else (int(size[1]), int(size[2])),
+        size=None if size is None else parse_size(size[0]),
         negative_prompt=negative if negates else None,
         guidance=_number(entries, "CFG scale", float, "a number"),
         scheduler=entries.get("Sampler"),
@@ -188,4 +189,4 @@ def _number(entries: dict[str, str], name: str, read: Callable[[str], Number], w
     try:
         return read(entries[name]) if name in entries else None
     except ValueError:
-        raise ConfigError(f"{name}: expected {wanted}, got {entries[name]!r}") from None
+        raise ConfigError(f"{name}: expected {wanted}, got {shown(entries[name])}") from None
