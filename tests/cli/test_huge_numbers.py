@@ -21,8 +21,8 @@ OPTIONS = [
     (name, option.opts[0])
     for name, command in COMMANDS.commands.items()
     for option in command.params
-    if option.param_type_name == "option" and option.human_readable_name != "help"
-    if "int" in str(option.type).lower() or option.name in ("size", "within")
+    if option.opts[0].startswith("-")
+    and (option.name in ("size", "within") or "int" in f"{option.type} {option.metavar}".lower())
 ]
 
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from tokenmerge.config import FoundFor, MergeSettings, ToMeConfig
+from tokenmerge.config.checks import integer
 from tokenmerge.errors import ConfigError, shown
 from tokenmerge.models.base import ModelCall
 from tokenmerge.models.layout import Grid, Layout
@@ -136,6 +137,7 @@ class ModelState:
                     f"{name}: expected a height and width of the latents, integers ≥ 1 and multiples of "
                     f"{patch}, got {shown(side)}"
                 )
+            integer()(name, side)  # refuses numbers that are too large to count with
         grid = Grid(given=True)
         grid.shape = 1, height // patch, width // patch
         self.given_grid = grid
