@@ -161,7 +161,8 @@ def _asked_settings(
         return choose_for(model, hosts, found), None, f"auto for a speed-up of {speedup:g}", hosts
     wanted: Any = config if ratio is None and not is_name else ratio
     wanted = _DEFAULT_RATIO if wanted is None else wanted
-    if isinstance(wanted, bool) or not isinstance(wanted, numbers.Real):
+    is_number = isinstance(wanted, numbers.Real) and not isinstance(wanted, bool)
+    if not is_number:
         raise ConfigError(
             "config: expected a ratio such as 0.5, a ToMeConfig such as ToMeConfig(ratio=0.5), a ViTConfig "
             "such as ViTConfig(r=8), the name of a preset such as 'toma', or a file of settings such as "
