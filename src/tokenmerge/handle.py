@@ -11,7 +11,8 @@ from typing import Any, Generic, TypeVar
 from torch import nn
 
 from tokenmerge.config import ToMeConfig, to_metadata
-from tokenmerge.errors import ConfigError, TokenMergingError
+from tokenmerge.config.checks import integer
+from tokenmerge.errors import ConfigError, shown, why
 from tokenmerge.models.base import Host
 from tokenmerge.models.placement import device_of, dtype_of, narrowest_attention
 from tokenmerge.planners.calibration import fewest_tokens
@@ -157,7 +158,10 @@ class Patch(Generic[AnyReport, AnyRecord]):
             ConfigError: the values are not integers in this range.
         """
         if not (isinstance(index, int) and isinstance(steps, int) and 0 <= index < steps):
-            raise ConfigError(f"index, steps: expected integers, 0 ≤ index < steps, got {index!r}, {steps!r}")
+            raise ConfigError(
+                f"index, steps: expected integers, 0 ≤ index < steps, got {shown(index)}, {shown(steps)}"
+            )
+        integer(1)("steps", steps)  # refuses numbers that are too large to count with
         for pipeline in {state.pipeline for state in self._states.values()}:
             pipeline.set_step(index, steps)
 
@@ -285,12 +289,12 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
         return fewest_tokens(device_of(self._model, root), dtype_of(root), *widths)
 
     def __repr__(self) -> str:
+        report, slower, problem = None, None, ""
         try:
             report = self.report()
-        except TokenMergingError as error:
-            report, problem = None, str(error)
-        else:
-            problem = ""
+            slower = slower_than_dense(report, self._fewest_tokens)
+        except Exception as error:  # a handle can always be printed
+            problem = why(error)
         pipe = self._model if getattr(self._model, "scheduler", None) is not None else None
         conditions = Conditions(
             models=tuple(type(model).__name__ for model in self._states),
@@ -298,7 +302,7 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
             blocks=len(self._denoiser.blocks),
             dtype=_dtype(self._denoiser.root),
             scale=getattr(pipe, "vae_scale_factor", None),
-            slower=None if report is None else slower_than_dense(report, self._fewest_tokens),
+            slower=slower,
             watched=self._states[self._denoiser.root].kept.note,
         )
         lines = summary(self._in_force, conditions, report, self._last_run)
@@ -340,11 +344,11 @@ class EncoderPatch(Patch[ViTReport, RecordedTokens]):
     ) -> ViTReport:
         if steps is not None:
             raise ConfigError(
-                f"steps: a vision transformer has no denoising steps, got {steps!r}; leave it out"
+                f"steps: a vision transformer has no denoising steps, got {shown(steps)}; leave it out"
             )
         if references:
             raise ConfigError(
-                f"references: a vision transformer reads one picture, got {references!r}; leave it out"
+                f"references: a vision transformer reads one picture, got {shown(references)}; leave it out"
             )
         return predict_vit(self._model, self.config, height, width, 1 if batch is None else batch)
 
@@ -354,7 +358,7 @@ class EncoderPatch(Patch[ViTReport, RecordedTokens]):
         try:
             report = self.report()
         except Exception as error:  # printing a handle never fails, whatever became of the model
-            return f"{title}\n  not counted: {error}"
+            return f"{title}\n  not counted: {why(error)}"
         first, last = report.rows[0], report.rows[-1]
         lines = [
             title,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -13,7 +14,7 @@ from torch import nn
 
 from tokenmerge.config import Correction, ToMeConfig
 from tokenmerge.config.checks import integer, optional
-from tokenmerge.errors import ConfigError
+from tokenmerge.errors import ConfigError, TokenMergingError, reason_of, shown
 from tokenmerge.models.base import KINDS, Block, Host
 from tokenmerge.models.find import find_hosts
 from tokenmerge.report.flops import count_flops, weightless
@@ -183,19 +184,25 @@ def predict(
         ConfigError: no size is given and the model has no default size, a number is out of range, or the
             model takes no reference pictures.
     """
-    for argument, value in (("height", height), ("width", width), ("batch", batch), ("steps", steps)):
-        optional(integer(1))(argument, value)
+    _check_numbers(height=height, width=width, batch=batch, steps=steps)
     hosts = find_hosts(pipe_or_model)
     _check_references(hosts, references)
     height, width = default_or_given(hosts, height, width)
     merging, left_dense = hosts_that_merge(hosts, config, (height, width))
     labels = _labels(merging)
-    reports = [
-        _predict_host(
-            host, name, config, (height, width, batch), steps, references, (dense or {}).get(host.root, ())
-        )
-        for host, name in zip(merging, labels, strict=True)
-    ]
+    with _counting_at(hosts, height, width):
+        reports = [
+            _predict_host(
+                host,
+                name,
+                config,
+                (height, width, batch),
+                steps,
+                references,
+                (dense or {}).get(host.root, ()),
+            )
+            for host, name in zip(merging, labels, strict=True)
+        ]
     flops_dense = sum(report.flops_dense for report in reports)
     rows = tuple(chain.from_iterable(report.rows for report in reports))
     kept = sum(report.kept_bytes for report in reports)
@@ -237,16 +244,33 @@ def counted_speedup(
     It counts less than :func:`predict`, and is faster. The arguments and errors are the same; without
     ``steps``, one step is counted.
     """
+    _check_numbers(height=height, width=width, batch=batch, steps=steps)
     hosts = find_hosts(pipe_or_model)
     height, width = default_or_given(hosts, height, width)
     merging, _ = hosts_that_merge(hosts, config, (height, width))
     dense = merged = 0
-    for host in merging:
-        (copied,) = find_hosts(weightless(host.root, host.on_cpu))
-        arguments = partial(copied.example, height, width, batch)
-        dense += count_flops(copied.root, arguments())[type(host.root).__name__]
-        merged += mean_flops(copied, config, steps or 1, arguments)
+    with _counting_at(hosts, height, width):
+        for host in merging:
+            (copied,) = find_hosts(weightless(host.root, host.on_cpu))
+            arguments = partial(copied.example, height, width, batch)
+            dense += count_flops(copied.root, arguments())[type(host.root).__name__]
+            merged += mean_flops(copied, config, steps or 1, arguments)
     return dense / merged
+
+
+@contextlib.contextmanager
+def _counting_at(hosts: Sequence[Host], height: int, width: int) -> Iterator[None]:
+    """Turn an error of a model that cannot be called with a sample of this size into a ConfigError."""
+    try:
+        yield
+    except TokenMergingError:
+        raise
+    except Exception as error:
+        names = ", ".join(type(host.root).__name__ for host in hosts)
+        raise ConfigError(
+            f"height, width: operations of {names} cannot be counted for a sample of {height} × {width} "
+            f"({reason_of(error)}); pass the height and width that it is called with"
+        ) from error
 
 
 def default_or_given(hosts: Sequence[Host], height: int | None, width: int | None) -> tuple[int, int]:
@@ -260,15 +284,20 @@ def default_or_given(hosts: Sequence[Host], height: int | None, width: int | Non
     return size
 
 
+def _check_numbers(**numbers: int | None) -> None:
+    for argument, value in numbers.items():
+        optional(integer(1))(argument, value)
+
+
 def _check_references(hosts: Sequence[Host], references: Sequence[tuple[int, int]]) -> None:
     for size in references:
         if len(size) != 2 or not all(isinstance(side, int) and side >= 1 for side in size):
-            raise ConfigError(f"references: expected (height, width), integers ≥ 1, got {size!r}")
+            raise ConfigError(f"references: expected (height, width), integers ≥ 1, got {shown(size)}")
     if references and all(host.references is None for host in hosts):
         names = ", ".join(type(host.root).__name__ for host in hosts)
         raise ConfigError(
             f"references: {names} takes no reference pictures in the sequence of the sample, got "
-            f"{list(references)!r}; leave it out"
+            f"{shown(list(references))}; leave it out"
         )
 
 

@@ -14,6 +14,7 @@ from tokenmerge.errors import ConfigError, NothingToMergeError, UnsupportedModel
 from tokenmerge.models.parallel import Part
 from tokenmerge.ops import num_tokens
 from tokenmerge.planners import sequence_of, sequence_of_part
+from tokenmerge.runtime.origin import instead, named
 from tokenmerge.runtime.planning import check_grid, merges_tokens
 from tokenmerge.runtime.scheduler import DenoisingStep
 from tokenmerge.runtime.state import ModelState
@@ -54,7 +55,7 @@ def check_size(state: ModelState, *grids: tuple[int, int, int]) -> None:
     if state.facts.reuses_steps:  # it saves time without merging
         return
     try:
-        check_grid(state.stages, *grids)
+        check_grid(state.stages, *grids, method=state.method)
     except NothingToMergeError as error:
         if state.warned is None:
             raise
@@ -112,22 +113,23 @@ def refuse_caches(state: ModelState, root: nn.Module) -> None:
         for hook in hooks.values():
             if hook._is_stateful:
                 raise UnsupportedModelError(
-                    f"{path}: {state.config.given_reuse} leaves blocks out on some steps, and "
-                    f"{type(hook).__name__} keeps results from call to call; take reuse.every=1, or remove "
-                    "that cache first: model.disable_cache()"
+                    f"{path}: {named(state.method, state.config.given_reuse)} leaves blocks out on some "
+                    f"steps, and {type(hook).__name__} keeps results from call to call; remove that cache "
+                    f"first: model.disable_cache(), or {instead(state.method, 'take reuse.every=1')}"
                 )
 
 
-def refuse_training(given: str, off: str) -> None:
+def refuse_training(given: str, off: str, method: str) -> None:
     """Refuse a setting that caches results between steps, in a call under gradients.
 
     Args:
         given: the setting with its value.
         off: the same setting with the value that turns it off.
+        method: name of the settings, for the message.
     """
     raise ConfigError(
-        f"{given} caches results of one step for the next and is for generation: call the model under "
-        f"torch.no_grad(), or take {off}"
+        f"{named(method, given)} caches results of one step for the next and is for generation: call the "
+        f"model under torch.no_grad(), or {instead(method, f'take {off}')}"
     )
 
 
@@ -148,12 +150,13 @@ def warn_where_nothing_is_saved(state: ModelState, config: ToMeConfig, step: Den
         and len(config.reuse.steps_of(steps, step.adds_noise).full) == steps
         and not merges_tokens(state.stages, *grids)
     ):
-        tokens = sum(map(num_tokens, grids))
+        tokens, by_method = sum(map(num_tokens, grids)), bool(state.method)
         counted = f"{steps} step{'s' if steps > 1 else ''}"
         warnings.warn(
-            f"this generation is dense: of {counted} {_limit(config.reuse)} leaves none out, and on {tokens} "
-            f"tokens, with min_tokens={config.min_tokens}, nothing merges; "
-            "lower min_tokens, generate a larger image, or take more steps",
+            f"this generation is dense: of {counted} {named(state.method, _limit(config.reuse))} leaves none "
+            f"out, and on {tokens} tokens{'' if by_method else f', with min_tokens={config.min_tokens},'} "
+            f"nothing merges; {'' if by_method else 'lower min_tokens, '}generate a larger image, or take "
+            "more steps",
             stacklevel=2,
         )
 

@@ -43,6 +43,7 @@ def due_of(
     memory: Memory,
     shape: tuple[object, ...],
     settings: Mapping[int, MergeSettings],
+    method: str,
 ) -> Due:
     """Decide what is skipped in a call that has begun, and whether it is dense.
 
@@ -51,14 +52,15 @@ def due_of(
         memory: of the generation.
         shape: of the call's inputs.
         settings: those of each level at the step, if it is not dense.
+        method: name of the settings, for messages.
     """
     tracker = memory.tracker
     step = tracker.step
-    extrapolation, shallow, caches_residuals = reuse_of(config, tracker, shape)
+    extrapolation, shallow, caches_residuals = reuse_of(config, tracker, shape, method)
     corrects = False
     merges = step is None or config.schedule.merges(step.done, step.steps)
     if extrapolation is None and merges and correction_due(config, tracker, shape):
-        corrects, settings = _correction_of(config, tracker, settings)
+        corrects, settings = _correction_of(config, tracker, settings, method)
     return Due(settings, caches_residuals, corrects, extrapolation, shallow)
 
 
@@ -140,7 +142,7 @@ def _sample_gone(state: ModelState, memory: Memory | None) -> None:
 
 
 def reuse_of(
-    config: ToMeConfig, tracker: StepTracker, shape: tuple[object, ...]
+    config: ToMeConfig, tracker: StepTracker, shape: tuple[object, ...], method: str = ""
 ) -> tuple[Tensor | None, Tensor | None, bool]:
     """Decide which parts are skipped and whether residuals are cached.
 
@@ -150,7 +152,7 @@ def reuse_of(
     """
     step = tracker.step
     if config.reuse.on and torch.is_grad_enabled():
-        refuse_training(config.reuse.given, "reuse.every=1")
+        refuse_training(config.reuse.given, "reuse.every=1", method)
     if step is None or not config.reuse.on:
         return None, None, False
     runs = config.reuse.steps_of(step.steps, step.adds_noise, step.ends_clean)
@@ -191,7 +193,7 @@ def correction_due(config: ToMeConfig, tracker: StepTracker, shape: tuple[object
 
 
 def _correction_of(
-    config: ToMeConfig, tracker: StepTracker, settings: Mapping[int, MergeSettings]
+    config: ToMeConfig, tracker: StepTracker, settings: Mapping[int, MergeSettings], method: str
 ) -> tuple[bool, Mapping[int, MergeSettings]]:
     """Make the running call dense.
 
@@ -199,7 +201,7 @@ def _correction_of(
         Whether it measures corrections for a later step, and its settings.
     """
     if torch.is_grad_enabled():
-        refuse_training(f"correction.every={config.correction.every}", "correction.every=0")
+        refuse_training(f"correction.every={config.correction.every}", "correction.every=0", method)
     step = tracker.step
     if step is None or step.steps == 1:  # there is no step to correct
         return False, settings

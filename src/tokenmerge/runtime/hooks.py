@@ -34,6 +34,7 @@ from tokenmerge.runtime.due import (
     shape_of,
 )
 from tokenmerge.runtime.guidance import copies_are_equal
+from tokenmerge.runtime.origin import instead, named
 from tokenmerge.runtime.per_thread import PerThread
 from tokenmerge.runtime.pipeline import guidance_copies, guidance_scale, running_pipeline
 from tokenmerge.runtime.run_log import RunLog, StepKind
@@ -75,7 +76,7 @@ def before_model(root: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         memory.forget_results(tracker.call)
     if begin_plans(state, config, memory, sample, seed, shape):
         memory.forget_plans(tracker.plan_call)
-    due = due_of(config, memory, shape, settings_of(state, config, step))
+    due = due_of(config, memory, shape, settings_of(state, config, step), state.method)
     log = None
     if not torch.compiler.is_compiling():
         steps = number_of_steps(scheduler_of(pipe, timestep), step) if step is None else step.steps
@@ -176,17 +177,18 @@ def _grids(
 
 def _step(state: ModelState, root: nn.Module, pipe: Any, timestep: Any, seed: Tensor) -> DenoisingStep:
     """The denoising step of a call."""
+    given = named(state.method, " and ".join(state.config.over_steps))
     if torch.compiler.is_compiling():
         raise UnsupportedModelError(
-            f"{' and '.join(state.config.over_steps)}: what follows the denoising steps cannot be compiled "
-            "into one graph with the whole model; compile its blocks: model.compile_repeated_blocks()"
+            f"{given}: what follows the denoising steps cannot be compiled into one graph with the whole "
+            "model; compile its blocks: model.compile_repeated_blocks()"
         )
     step = state.pipeline.step(pipe, timestep)
     if step is None:
         raise ConfigError(
-            f"{' and '.join(state.config.over_steps)}: it has to be known which denoising step it is, and no "
-            "scheduler says so: apply token merging to the pipeline that runs instead of its model, call "
-            "patch.at_step(i, steps) before each step of a loop of your own, or leave that setting out"
+            f"{given}: it has to be known which denoising step it is, and no scheduler says so: apply token "
+            "merging to the pipeline that runs instead of its model, call patch.at_step(i, steps) before "
+            f"each step of a loop of your own, or {instead(state.method, 'leave that setting out')}"
         )
     known = state.memories.get(step.generation)
     if known is None:

@@ -21,6 +21,7 @@ from tokenmerge.runtime.attention_kernels import leave_kernels, reach_kernels
 from tokenmerge.runtime.context import CallContext, ThreadState
 from tokenmerge.runtime.forward import block_call, layer_call, stage_call
 from tokenmerge.runtime.hooks import after_model, before_blocks, before_model, compare_guidance, record_result
+from tokenmerge.runtime.origin import instead, named
 from tokenmerge.runtime.per_thread import PerThread
 from tokenmerge.runtime.pipeline import Pipeline
 from tokenmerge.runtime.planning import check_grid
@@ -38,13 +39,17 @@ from tokenmerge.runtime.swap import add_hook, check_swappable, remove_hook, swap
 
 
 def hosts_that_merge(
-    hosts: Sequence[Host], config: ToMeConfig, size: tuple[int, int] | None, check_size: bool = True
+    hosts: Sequence[Host],
+    config: ToMeConfig,
+    size: tuple[int, int] | None,
+    check_size: bool = True,
+    method: str = "",
 ) -> tuple[list[Host], list[NothingToMergeError]]:
     """Check all models of a pipeline before any is changed.
 
     The size is the height and width of the sample; None stands for what each model was made for. It is not
-    checked if ``check_size`` is False. The second result says why ControlNets stay dense beside a denoiser
-    that merges.
+    checked if ``check_size`` is False. ``method`` is the name of the settings, for messages. The second
+    result says why ControlNets stay dense beside a denoiser that merges.
 
     Raises:
         NothingToMergeError: the denoiser, or a ControlNet without a denoiser, would merge nothing.
@@ -53,7 +58,7 @@ def hosts_that_merge(
     merging, left_dense = [], []
     for host in hosts:
         try:
-            check_host(host, config, (size or host.sample_size) if check_size else None)
+            check_host(host, config, (size or host.sample_size) if check_size else None, method)
             merging.append(host)
         except NothingToMergeError as error:
             if not host.controlnet:
@@ -64,7 +69,7 @@ def hosts_that_merge(
     return merging, left_dense
 
 
-def check_host(host: Host, config: ToMeConfig, size: tuple[int, int] | None) -> None:
+def check_host(host: Host, config: ToMeConfig, size: tuple[int, int] | None, method: str = "") -> None:
     """Find out, before anything is changed, whether the host would merge.
 
     The size is the height and width of the sample, if known.
@@ -79,15 +84,15 @@ def check_host(host: Host, config: ToMeConfig, size: tuple[int, int] | None) -> 
     part_of(host.root)  # raises where merging does not fit how its tokens are split between devices
     if config.reuses_steps and not (host.can_skip or host.controlnet):
         raise UnsupportedModelError(
-            f"{config.given_reuse}: no part of {type(host.root).__name__} can be left out of a "
-            "step; take reuse.every=1"
+            f"{named(method, config.given_reuse)}: no part of {type(host.root).__name__} can be left out of "
+            f"a step; {instead(method, 'take reuse.every=1')}"
         )
     if size is not None and not config.reuses_steps:
         rows, columns = (-(-side // host.patch) for side in size)
         grid = host.frames, rows, columns
         # Settings for reference pictures are for calls that have some.
         grids = (grid,) if host.references is None else (grid, grid)
-        check_grid(_stages([block for block, _ in parts], config), *grids)
+        check_grid(_stages([block for block, _ in parts], config), *grids, method=method)
     for block, layers in parts:
         check_swappable(block.module, block.path, block.method)
         for layer in layers:
@@ -113,11 +118,11 @@ def new_state(
     pipeline: Pipeline,
     warned: set[str] | None = None,
     found_for: FoundFor | None = None,
-    is_default: bool = False,
+    method: str = "",
 ) -> ModelState:
     """The state of a host that :func:`check_host` accepts; nothing of the host is changed.
 
-    ``warned``, ``found_for`` and ``is_default`` are those of :class:`tokenmerge.runtime.state.ModelState`.
+    ``warned``, ``found_for`` and ``method`` are those of :class:`tokenmerge.runtime.state.ModelState`.
     """
     layers = {block.path: layers for block, layers in parts_to_merge(host, config)}
     blocks = [block for block in host.blocks if block.path in layers]
@@ -148,7 +153,7 @@ def new_state(
         threads,
         warned=warned,
         found_for=found_for,
-        is_default=is_default,
+        method=method,
     )
 
     grids = {block.grid: PerThread(Grid) for block in blocks if block.grid is not None}

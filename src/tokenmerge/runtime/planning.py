@@ -25,6 +25,7 @@ from tokenmerge.planners import (
 from tokenmerge.runtime.context import CallContext
 from tokenmerge.runtime.features import compared
 from tokenmerge.runtime.guidance import importance_of_tokens
+from tokenmerge.runtime.origin import instead, named
 from tokenmerge.runtime.state import BlockState, RecordedPlan
 
 Stages = Sequence[tuple[int, MergeSettings]]
@@ -38,10 +39,11 @@ def merges_tokens(stages: Stages, *grids: GridShape) -> bool:
     )
 
 
-def check_grid(stages: Stages, *grids: GridShape) -> None:
+def check_grid(stages: Stages, *grids: GridShape, method: str = "") -> None:
     """Check that a call with these finest grids of (frames, rows, columns) has tokens to merge.
 
-    The first is that of the picture being made, the others are those of reference pictures.
+    The first is that of the picture being made, the others are those of reference pictures. ``method`` is the
+    name of the settings, for messages.
 
     Raises:
         NothingToMergeError: it has none.
@@ -64,10 +66,12 @@ def check_grid(stages: Stages, *grids: GridShape) -> None:
         cells = f"cells of sy={settings.sy} × sx={settings.sx}{over_time}"
         fewest = f" and min_tokens={settings.min_tokens}" if settings.min_tokens else ""
         lower = [*(["min_tokens"] if fewest else []), "sx, sy and st" if over_time else "sx and sy"]
+        given = named(method, f"ratio={settings.ratio:g} with {cells}{fewest}")
+        own = f"lower {', '.join(lower)}, or raise ratio"
         raise NothingToMergeError(
             f"nothing to merge: the sample gives {' × '.join(map(str, sides))} tokens at level {level}, of "
-            f"which ratio={settings.ratio:g} with {cells}{fewest} removes none; generate a larger image, "
-            f"lower {', '.join(lower)}, or raise ratio"
+            f"which {given} removes none; generate a larger image, "
+            f"{'or ' if method else ''}{instead(method, own)}"
         )
 
 

@@ -11,12 +11,14 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from tokenmerge.config import FoundFor, MergeSettings, ToMeConfig
-from tokenmerge.errors import ConfigError
+from tokenmerge.config.checks import integer
+from tokenmerge.errors import ConfigError, shown
 from tokenmerge.models.base import ModelCall
 from tokenmerge.models.layout import Grid, Layout
 from tokenmerge.ops import Plan
 from tokenmerge.runtime.caches import Call, Memory, RecordedCalls
 from tokenmerge.runtime.context import CallContext, PartState, ThreadState
+from tokenmerge.runtime.origin import is_default
 from tokenmerge.runtime.per_thread import PerThread
 from tokenmerge.runtime.pipeline import Pipeline
 from tokenmerge.runtime.run_log import RunLog
@@ -106,11 +108,11 @@ class ModelState:
             instead; None: new plans are used as they are.
         warned: warnings already given for samples with too few tokens, which then run dense. None: such
             samples raise an error.
+        method: name of the settings, for messages; empty: the user gave them all.
         found_for: what the settings were found for by ``tokenmerge tune``; None: unknown.
         compared_with: the token grid and number of steps that were last compared with ``found_for``.
         last_run: what happened in the generation that began last; None before the first.
         recorder: records what each step does; None: nobody asked for it.
-        is_default: whether the settings are the default method's, which leaves alone what others look at.
         kept: what others looked at when a generation last began; before the first, when it was patched.
         told: warnings already given about code that looks into the model.
     """
@@ -129,11 +131,11 @@ class ModelState:
     record: dict[str, RecordedPlan] | None = None
     revise_plan: Callable[[Tensor, Plan], Plan] | None = None
     warned: set[str] | None = None
+    method: str = ""
     found_for: FoundFor | None = None
     compared_with: tuple[object, ...] = ()
     last_run: RunLog | None = None
     recorder: StepRecorder | None = None
-    is_default: bool = False
     kept: Kept = dataclasses.field(default_factory=Kept)
     told: set[str] = dataclasses.field(default_factory=set)
 
@@ -148,11 +150,17 @@ class ModelState:
             if isinstance(side, bool) or not isinstance(side, int) or side < 1 or side % patch:
                 raise ConfigError(
                     f"{name}: expected a height and width of the latents, integers ≥ 1 and multiples of "
-                    f"{patch}, got {side!r}"
+                    f"{patch}, got {shown(side)}"
                 )
+            integer()(name, side)  # refuses numbers that are too large to count with
         grid = Grid(given=True)
         grid.shape = 1, height // patch, width // patch
         self.given_grid = grid
+
+    @property
+    def is_default(self) -> bool:
+        """Whether the settings are the default method's, which leaves alone what others look at."""
+        return is_default(self.method)
 
     @property
     def context(self) -> CallContext:

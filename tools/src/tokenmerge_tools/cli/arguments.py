@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from tokenmerge.errors import shown
 from tokenmerge_tools.pipelines.settings import ATTENTION_HELP, DTYPE_CHOICES, SCHEDULER_NAMES
 
 
@@ -15,7 +16,7 @@ def number(text: str) -> float:
     try:
         return float(text)
     except ValueError:
-        raise typer.BadParameter(f"expected a number, got {text!r}.") from None
+        raise typer.BadParameter(f"expected a number, got {shown(text)}.") from None
 
 
 def integer(text: str) -> int:
@@ -23,7 +24,7 @@ def integer(text: str) -> int:
     try:
         return int(text)
     except ValueError:
-        raise typer.BadParameter(f"expected an integer, got {text!r}.") from None
+        raise typer.BadParameter(f"expected an integer, got {shown(text)}.") from None
 
 
 def picture(help: str, *names: str, parser: Callable[[str], Any] | None = None) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Annotated
 
+from tokenmerge.errors import ConfigError, shown
 from tokenmerge_tools.cli.arguments import Device, Dtype, Model, integer, option
 from tokenmerge_tools.cli.quiet import quiet_libraries
 from tokenmerge_tools.pipelines.loading import find_model
@@ -13,6 +14,7 @@ from tokenmerge_tools.pipelines.settings import resolve_device, resolve_dtype
 from tokenmerge_tools.play.server import LOCAL, require_gradio, serve
 
 _server = partial(option, "Server")
+_HIGHEST_PORT = 65_535
 
 
 def play(
@@ -35,6 +37,8 @@ def play(
     services, and loads nothing from them except a model given by its hub id. Ctrl-C ends it.
     """
     require_gradio()
+    if port is not None and not 1 <= port <= _HIGHEST_PORT:
+        raise ConfigError(f"port: expected an integer from 1 to {_HIGHEST_PORT}, got {shown(port)}")
     find_model(model)
     resolve_dtype(dtype, resolve_device(device))
     quiet_libraries("tokenmerge play")

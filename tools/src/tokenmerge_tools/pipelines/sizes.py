@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from tokenmerge.errors import ConfigError
+from tokenmerge.errors import ConfigError, shown
 
 
 def parse_size(text: str) -> tuple[int, int]:
@@ -16,9 +16,11 @@ def parse_size(text: str) -> tuple[int, int]:
     Raises:
         ConfigError: the text is neither.
     """
-    found = re.fullmatch(r"\s*(\d+)\s*(?:[x×X*]\s*(\d+)\s*)?", text)
+    found = re.fullmatch(r"\s*(\d{1,9})\s*(?:[x×X*]\s*(\d{1,9})\s*)?", text)
     if found is None or 0 in (sides := (int(found[1]), int(found[2] or found[1]))):
-        raise ConfigError(f"size: expected WIDTHxHEIGHT or one number, such as 768x512 or 512, got {text!r}")
+        raise ConfigError(
+            f"size: expected WIDTHxHEIGHT or one number, such as 768x512 or 512, got {shown(text)}"
+        )
     return sides
 
 

@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Mapping
 
-from tokenmerge.errors import ConfigError
+from tokenmerge.errors import ConfigError, shown
 from tokenmerge_tools.evaluate.metrics import METRIC_NAMES
 from tokenmerge_tools.reporting.quality import LOWER_IS_CLOSER
 
@@ -124,5 +124,5 @@ def parse_seconds(text: str) -> float:
     """
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(s|min|h)\s*", text)
     if found is None or float(found[1]) == 0:
-        raise ConfigError(f"within: expected a duration such as 90s, 10min or 1h, got {text!r}")
+        raise ConfigError(f"within: expected a duration such as 90s, 10min or 1h, got {shown(text)}")
     return float(found[1]) * _UNITS[found[2]]
