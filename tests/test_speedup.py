@@ -68,6 +68,7 @@ def test_steps_that_are_alike_are_counted_once(pipe):
         assert counted_speedup(pipe, config, steps=12) == pytest.approx(wanted, rel=1e-9)
 
 
+@pytest.mark.slow
 def test_the_lowest_ratio_that_promises_the_speed(pipe):
     ratio = ratio_for(pipe, 1.6)
 

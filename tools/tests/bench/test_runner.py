@@ -133,6 +133,7 @@ runner.run_grid(BenchOptions(**{axes!r}), Path({out!r}))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="no such signal")
 @pytest.mark.parametrize(
     ("axes", "calls", "left"),
@@ -378,6 +379,7 @@ def test_a_pipeline_tells_its_steps_and_its_guidance(measure: Measure, variant: 
     assert (merged.facts["kept_bytes"] > 0) == (variant != "ibtm")
 
 
+@pytest.mark.slow
 def test_operations_are_counted_at_the_guidance_of_the_pipeline(measure: Measure) -> None:
     def counted(guidance: float, variant: str) -> float:
         merged = measure(
