@@ -97,6 +97,7 @@ def test_no_speed(pipe, speedup):
         apply_token_merging(pipe, speedup=speedup)
 
 
+@pytest.mark.slow
 def test_a_speed_out_of_reach_says_what_is_in_reach(pipe):
     with pytest.raises(ConfigError, match=r"expected at most \d+\.\d\d×, .* at a ratio of 0\.75, got 50"):
         apply_token_merging(pipe, speedup=50)

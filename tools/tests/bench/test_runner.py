@@ -85,6 +85,7 @@ def test_a_continued_run_measures_only_what_is_missing(measure: Measure) -> None
     assert set(more[3].references) == {"dense", "dense, same attention"}
 
 
+@pytest.mark.slow
 def test_other_conditions_are_other_cells(measure: Measure) -> None:
     first = measure(variants=("dense",))
     threads = {"threads": torch.get_num_threads() + 1}
@@ -438,6 +439,7 @@ def test_fewer_steps_of_the_denoiser_are_computed_and_say_so(
     assert "computed" in fewer.facts["notes"][-1]
 
 
+@pytest.mark.slow
 def test_fewer_steps_of_a_pipeline_are_run(measure: Measure, monkeypatch: pytest.MonkeyPatch) -> None:
     steps_seen: list[int] = []
     original = prepare_module.CellBuilder.prepare
