@@ -9,16 +9,26 @@ PADDLE := .venv-paddle
 # ComfyUI's code comes in a wheel under the AGPL, so it has an environment of its own too.
 COMFYUI := .venv-comfyui
 
-.PHONY: demo test test-paddle test-comfyui environments docs format clean
+# A module's tests run on one worker, so that its fixtures are made once. A thread for each worker.
+PYTEST = OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest --numprocesses auto --dist loadscope
+
+.PHONY: demo test test-slow test-all test-paddle test-comfyui environments docs format clean
 
 demo: $(VENV)/ready
 	$(BIN)/tokenmerge generate "a grinning face on a light blue background" --size 256 --steps 20 --out outputs/demo
 
+# The library and the tools, without the tests that are marked as slow.
 test: $(VENV)/tested
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest --numprocesses auto --dist worksteal
+	$(PYTEST) -m "not slow"
+
+test-slow: $(VENV)/tested
+	$(PYTEST) -m slow
+
+# Every test that there is.
+test-all: test test-slow test-paddle test-comfyui
 
 test-paddle: $(PADDLE)/ready
 	OMP_NUM_THREADS=1 $(PADDLE)/bin/python -m pytest -c tests/integrations/paddle/pytest.ini --numprocesses auto --dist worksteal \

@@ -575,10 +575,10 @@ def test_a_ratio_is_checked_before_anything_is_measured(ratio, monkeypatch):
 
 
 def test_measuring_takes_seconds():
-    start = time.perf_counter()
+    start = time.process_time()
     sides = {side**2 for side in (*calibration.SIDES, 2 * calibration.SIDES[-1])}
     assert calibration.measure_fewest_tokens(torch.device("cpu"), torch.float32) in sides
-    assert time.perf_counter() - start < 60  # on a busy machine
+    assert time.process_time() - start < 60  # also on a busy machine, since its waiting is not counted
 
 
 def test_the_narrowest_attention_decides(monkeypatch):

@@ -23,6 +23,7 @@ from tokenmerge import (
     remove_patch,
 )
 from tokenmerge.compat import apply_tome
+from tokenmerge.runtime.patch import state_of
 
 SCOPES = {
     "attn": {},
@@ -91,9 +92,18 @@ def test_a_ratio_that_is_too_high_is_clipped_as_in_tomesd_and_said():
 
 
 def test_the_highest_ratio_is_not_clipped_and_not_warned_about():
+    """Three of the four tokens of each cell merge, as in tomesd."""
+    unet = hosts.unet()
+    sample, timestep, text = hosts.inputs().values()
+    tomesd.apply_patch(unet, ratio=0.75, use_rand=False)
+    with torch.no_grad():
+        theirs = unet(sample, timestep, encoder_hidden_states=text).sample
+    tomesd.remove_patch(unet)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        apply_patch(hosts.unet(), ratio=0.75)
+        apply_patch(unet, ratio=0.75, use_rand=False)
+    assert state_of(unet).config.ratio == 0.75
+    assert relative(hosts.call(unet, **hosts.inputs()), theirs) < 1e-5
 
 
 def test_numbers_of_numpy_and_truth_values_are_taken_as_tomesd_takes_them():
@@ -249,6 +259,7 @@ def test_a_deep_level_that_is_too_small_runs_dense_without_a_word(size):
     assert torch.equal(*both)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_a_graph_of_the_whole_model_runs_such_a_sample_dense_too(dynamic):
     torch._dynamo.reset()

@@ -120,6 +120,7 @@ def test_the_seconds_are_those_from_the_first_call_to_the_last(pipe, monkeypatch
     assert "4 steps in 4.0 s" in last_run(patch)  # the clock is read at the start and after each call
 
 
+@pytest.mark.slow
 def test_another_thread_and_another_generation_do_not_mix(pipe):
     patch = apply_token_merging(pipe, SKIPS)
     generate(pipe)

@@ -64,6 +64,7 @@ def test_a_preset_merges_and_leaves_nothing_behind(name, family):
     assert torch.equal(call(model, arguments), dense)
 
 
+@pytest.mark.slow
 @EVERY
 @pytest.mark.parametrize("family", MODELS[:2])
 def test_a_preset_compiles_without_a_break(name, family):
@@ -104,6 +105,7 @@ def test_sdtm_merges_windows_first_and_less_and_less():
     assert whole_windows == [True, True, False, False, False]
 
 
+@pytest.mark.slow
 def test_a_soft_plan_and_its_model_compile_into_one_graph():
     torch._dynamo.reset()
     unet = hosts.unet(

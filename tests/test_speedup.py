@@ -68,6 +68,7 @@ def test_steps_that_are_alike_are_counted_once(pipe):
         assert counted_speedup(pipe, config, steps=12) == pytest.approx(wanted, rel=1e-9)
 
 
+@pytest.mark.slow
 def test_the_lowest_ratio_that_promises_the_speed(pipe):
     ratio = ratio_for(pipe, 1.6)
 
@@ -96,6 +97,7 @@ def test_no_speed(pipe, speedup):
         apply_token_merging(pipe, speedup=speedup)
 
 
+@pytest.mark.slow
 def test_a_speed_out_of_reach_says_what_is_in_reach(pipe):
     with pytest.raises(ConfigError, match=r"expected at most \d+\.\d\d×, .* at a ratio of 0\.75, got 50"):
         apply_token_merging(pipe, speedup=50)

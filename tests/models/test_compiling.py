@@ -40,6 +40,7 @@ def test_compiling_by_block_takes_as_many_graphs_as_the_plain_model(name):
     assert graphs(merging=True) == graphs(merging=False) > 0
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # inductor
 @pytest.mark.filterwarnings("ignore:Torchinductor does not support code generation for complex:UserWarning")
 @pytest.mark.parametrize(
@@ -84,6 +85,7 @@ def test_guidance_in_two_calls_takes_as_many_graphs_as_the_plain_model(name, bac
     assert graphs == compiled_steps(merging=False, backend="eager")[0] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", REGIONAL)
 def test_a_whole_model_compiles_into_one_graph(name):
     family = FAMILIES[name]
@@ -108,6 +110,7 @@ def test_a_whole_flux_that_was_never_called_says_what_to_do():
 READS_POSITIONS = ("FluxTransformer2DModel", "Flux2Transformer2DModel", "ChromaTransformer2DModel")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", READS_POSITIONS)
 @torch.no_grad()
 def test_a_whole_model_that_is_told_its_size_compiles_before_its_first_call(name):
@@ -126,6 +129,7 @@ def test_a_whole_model_that_is_told_its_size_compiles_before_its_first_call(name
 SIZES = [(4, 4), (4, 8), (8, 8)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", REGIONAL)
 @torch.no_grad()
 def test_a_whole_model_compiled_for_all_sizes_has_one_graph(name):

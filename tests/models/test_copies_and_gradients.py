@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from tests.models.test_every_family import EVERY, as_tensor, call, model_of, settings, state
+from tests.models.test_every_family import DISTINCT, as_tensor, call, model_of, settings, state
 from torch import Tensor, nn
 from torch.testing import assert_close
 
 from tokenmerge import apply_token_merging, remove_token_merging
 
 
-@EVERY
+@DISTINCT
 @pytest.mark.parametrize(
     "make_copy", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["copy", "pickle"]
 )
@@ -52,7 +52,7 @@ def _checkpointing_works(model: nn.Module, arguments: dict[str, Any]) -> bool:
     )
 
 
-@EVERY
+@DISTINCT
 @pytest.mark.filterwarnings("ignore:`Transformer2DModelOutput` is deprecated:FutureWarning")
 def test_gradients_are_those_without_checkpointing(family):
     """Up to rounding: some hosts compute their position tables anew."""

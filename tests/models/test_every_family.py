@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tests.models.family import Family, seeded
-from tests.models.tiny import FAMILIES
+from tests.models.tiny import FAMILIES, distinct, structure
 from torch import Tensor, nn
 from torch.testing import assert_close
 
@@ -19,7 +19,9 @@ from tokenmerge.ops import Plan, make_plan
 from tokenmerge.planners import PLANNERS
 from tokenmerge.report import predict
 
+# For laws that depend on facts about a family, and for those that follow from its structure alone.
 EVERY = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES.keys())
+DISTINCT = pytest.mark.parametrize("family", [FAMILIES[name] for name in distinct()], ids=distinct())
 
 
 def call(model: nn.Module, arguments: dict[str, Any] | list[Any]) -> Tensor:
@@ -56,6 +58,19 @@ def state(model: nn.Module) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def test_every_family_has_the_structure_of_exactly_one_distinct_one():
+    known = {structure(FAMILIES[name]) for name in distinct()}
+    assert len(known) == len(distinct()) < len(FAMILIES)
+    assert known == {structure(family) for family in FAMILIES.values()}
+
+
+def test_families_of_one_class_may_differ_and_of_two_classes_may_not():
+    same, other = "SD3ControlNetModel of SD 3.5", "UVit2DModel, downsampling"
+    assert same not in distinct()
+    assert {"SD3ControlNetModel", "UVit2DModel", other} <= {*distinct()}
+    assert structure(FAMILIES["ChromaTransformer2DModel"]) == structure(FAMILIES["FluxTransformer2DModel"])
+
+
 @EVERY
 def test_ratio_0_is_bit_equal(family):
     model, arguments = model_of(family), family.inputs(2, 8, 8)
@@ -85,7 +100,7 @@ def test_reordering_tokens_changes_nothing(family, grid, monkeypatch):
     assert_close(reordered, dense, rtol=1e-5, atol=1e-5 * dense.abs().max().item())
 
 
-@EVERY
+@DISTINCT
 def test_half_of_the_tokens_never_reach_the_attention(family):
     model, arguments = model_of(family), family.inputs(2, 8, 8)
     lengths: dict[str, list[int]] = {}
@@ -147,7 +162,7 @@ class Interrupted(Exception):
     pass
 
 
-@EVERY
+@DISTINCT
 def test_removal_after_an_exception_in_the_middle_of_a_step(family):
     model, arguments = model_of(family), family.inputs(2, 8, 8)
     before, dense = state(model), call(model, arguments)
@@ -167,9 +182,8 @@ def test_removal_after_an_exception_in_the_middle_of_a_step(family):
     assert torch.equal(call(model, arguments), dense)
 
 
-@EVERY
-@pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("grid", [(7, 9), (4, 10)])
+@DISTINCT
+@pytest.mark.parametrize(("grid", "batch"), [((7, 9), 1), ((4, 10), 3)])
 def test_odd_and_oblong_sizes_and_any_batch(family, grid, batch):
     model, arguments = model_of(family), family.inputs(batch, *family.fitting(grid))
     dense = call(model, arguments)
@@ -180,7 +194,7 @@ def test_odd_and_oblong_sizes_and_any_batch(family, grid, batch):
     assert not torch.equal(merged, dense)
 
 
-@EVERY
+@DISTINCT
 def test_tokens_merge_on_the_grid_that_they_have(family):
     """If rows were taken for columns, tokens would merge too, but not neighbours."""
     rows, columns = family.fitting((4, 10))
@@ -195,7 +209,7 @@ def test_tokens_merge_on_the_grid_that_they_have(family):
         assert recorded[block.path].grid == expected
 
 
-@EVERY
+@DISTINCT
 def test_a_sample_in_which_nothing_would_merge_is_refused(family):
     """One column of tokens has no cell of 2 × 2."""
     rows, columns = family.fitting((4, 1))
@@ -207,7 +221,7 @@ def test_a_sample_in_which_nothing_would_merge_is_refused(family):
         call(model, family.inputs(1, rows, columns))
 
 
-@EVERY
+@DISTINCT
 def test_arguments_by_position(family):
     model, arguments = model_of(family), family.inputs(2, 8, 8)
     apply_token_merging(model, settings(family))
@@ -219,7 +233,7 @@ def test_arguments_by_position(family):
     assert torch.equal(call(model, values), by_name)
 
 
-@EVERY
+@DISTINCT
 def test_an_image_does_not_depend_on_its_batch(family):
     """Up to the host's own rounding, as its sums have another order: 1e-5 of the largest value."""
     if family.pool:

@@ -30,6 +30,7 @@ def test_an_exported_program_merges(name):
     assert not torch.allclose(result, dense)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning")  # torch
 @pytest.mark.parametrize(
     ("grid", "use_rand"),

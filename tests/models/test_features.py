@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tests.models.family import Family
-from tests.models.test_every_family import EVERY, call, model_of, settings
+from tests.models.test_every_family import DISTINCT, call, model_of, settings
 from tests.models.tiny import FAMILIES
 from torch import Tensor, nn
 
@@ -63,7 +63,7 @@ def is_part(features: Tensor, sequence: Tensor) -> bool:
     return any(torch.equal(features, sequence[:, i : i + n]) for i in range(sequence.shape[1] - n + 1))
 
 
-@EVERY
+@DISTINCT
 def test_the_residual_is_what_the_block_added_at_the_step_before(family, monkeypatch):
     """With one image, since prompts that share a plan are compared as one. The first step compares inputs."""
     model, arguments = model_of(family), family.inputs(1, 8, 8)
@@ -86,7 +86,7 @@ def test_the_residual_is_what_the_block_added_at_the_step_before(family, monkeyp
         assert any(is_part(x, change) for change in changes)
 
 
-@EVERY
+@DISTINCT
 def test_the_residual_of_the_model_is_what_all_blocks_of_the_level_added(family, monkeypatch):
     """It is a tensor that the last block of a level returned minus one that its first block got."""
     model, arguments = model_of(family), family.inputs(1, 8, 8)

@@ -8,7 +8,7 @@ import cached
 import pytest
 import torch
 from tests.models.family import Family
-from tests.models.test_every_family import EVERY, call, model_of, settings
+from tests.models.test_every_family import DISTINCT, call, model_of, settings
 from tests.models.tiny import FAMILIES
 from torch import Tensor, nn
 from torch.testing import assert_close
@@ -35,7 +35,7 @@ def at_each_step(model: nn.Module, family: Family, steps: int, **changes: Any) -
     return results
 
 
-@EVERY
+@DISTINCT
 def test_what_a_block_changed_is_added_to_what_it_is_called_with(family):
     """A skipped block gives the same result for the same call, whether it returns text or not."""
     model = model_of(family)
@@ -51,7 +51,7 @@ def test_what_a_block_changed_is_added_to_what_it_is_called_with(family):
         assert_close(gone_on, ran, rtol=1e-4, atol=1e-4 * ran.abs().max().item())
 
 
-@EVERY
+@DISTINCT
 def test_what_merging_a_block_loses_is_given_back(family):
     model = model_of(family)
     if not whole(model):

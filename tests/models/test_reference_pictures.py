@@ -135,17 +135,31 @@ def test_every_planner_plans_each_picture(planner, settings):
     assert not torch.equal(call(model, arguments), dense)
 
 
-def test_guidance_says_which_tokens_of_the_sequence_matter():
+def test_guidance_says_which_tokens_of_the_sequence_matter(monkeypatch):
     """The second step knows, for every token of the sequence, what guidance changed in the first."""
     family = FAMILIES[KONTEXT]
     model, arguments = model_of(family), family.inputs(2, 8, 8)
+    plan, known = PLANNERS["importance"], []
+
+    def watched(features: Tensor, grid: Any, settings: Any, step: Tensor, importance: Tensor) -> Any:
+        known.append(importance)
+        return plan(features, grid, settings, step, importance)
+
+    monkeypatch.setitem(PLANNERS, "importance", watched)
     handle = apply_token_merging(model, ToMeConfig(ratio=0.5, planner="importance"))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for step in range(2):
             handle.at_step(step, 2)
-            for words in (arguments["encoder_hidden_states"], -arguments["encoder_hidden_states"]):
-                call(model, {**arguments, "encoder_hidden_states": words})
+            text = arguments["encoder_hidden_states"]
+            results = [call(model, {**arguments, "encoder_hidden_states": words}) for words in (text, -text)]
+            if step == 0:
+                assert not known
+                change = (results[0] - results[1]).abs().mean(dim=(0, 2))
+    assert known
+    pictures = [64, *(rows * columns for _, rows, columns in REFERENCES[KONTEXT])]
+    for found, expected in zip(known, change.split(pictures) * (len(known) // len(pictures)), strict=True):
+        assert_close(found[0], expected)
 
 
 def kontext_of_pairs() -> tuple[nn.Module, dict[str, Any]]:
@@ -265,6 +279,7 @@ def test_references_that_a_model_does_not_take_are_no_part_of_a_report():
         predict(model_of(FAMILIES[JOY]), ToMeConfig(), 16, 16, references=[(16, 8)])
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_a_model_compiled_as_a_whole_knows_the_pictures_of_its_last_call():
     torch._dynamo.reset()

@@ -63,8 +63,9 @@ NEVER_REACHED = {
     "UVit2DModel",
     "UVit2DModel, downsampling",
 }
-EVERY = pytest.mark.parametrize("family", [own for name, own in FAMILIES.items() if name not in LINEAR],
-                                ids=[name for name in FAMILIES if name not in LINEAR])  # fmt: skip
+# The others would be compared with themselves.
+REACHED = [name for name in FAMILIES if name not in LINEAR and name not in NEVER_REACHED]
+EVERY = pytest.mark.parametrize("family", [FAMILIES[name] for name in REACHED], ids=REACHED)
 
 
 def name_of(family: Family) -> str:
@@ -114,13 +115,7 @@ def kernel(family: Family) -> Iterator[str]:
         yield name
 
 
-@pytest.fixture
-def reached(kernel: str, family: Family) -> None:
-    """Leave out families that no back-end reaches: they would be compared with themselves."""
-    if name_of(family) in NEVER_REACHED:
-        pytest.skip("the model calls PyTorch's attention itself, which takes the mask")
-
-
+@pytest.mark.slow
 def test_the_families_that_no_back_end_reaches_are_these():
     never = {name for name in FAMILIES if strictest(name) == "flash" and not calls_kernels(name)} - {*LINEAR}
     assert never == NEVER_REACHED
@@ -138,14 +133,9 @@ def proportional(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "settings", with_sizes)
 
 
-# Laws that compute no attention.
-WITHOUT_ATTENTION = (
-    laws.test_images_that_share_a_plan_are_those_documented,
-    laws.test_the_report_counts_a_call_of_the_model_and_names_every_block_that_merges,
-)
+# Where a mask would be missed: in a call of merged tokens, in a whole block, and in gradients.
 LAWS = [
-    *(law for name, law in vars(laws).items() if name.startswith("test_") and law not in WITHOUT_ATTENTION),
-    over_steps.test_what_a_block_changed_is_added_to_what_it_is_called_with,
+    laws.test_reordering_tokens_changes_nothing,
     over_steps.test_what_merging_a_block_loses_is_given_back,
     gradients.test_gradients_are_those_without_checkpointing,
 ]
@@ -155,12 +145,12 @@ LAWS = [
 @pytest.mark.filterwarnings("ignore:`Transformer2DModelOutput` is deprecated:FutureWarning")
 @pytest.mark.parametrize("law", LAWS, ids=lambda law: law.__name__)
 def test_the_laws_of_every_family(law, family, proportional, monkeypatch):
-    given = {"family": family, "monkeypatch": monkeypatch, "grid": (7, 5), "batch": 3}
+    given = {"family": family, "monkeypatch": monkeypatch, "grid": (7, 5)}
     law(**{name: given[name] for name in inspect.signature(law).parameters})
 
 
 @EVERY
-def test_sizes_act_as_by_a_mask(family, reached):
+def test_sizes_act_as_by_a_mask(family, kernel):
     """The result equals that of PyTorch's attention with a mask, up to rounding.
 
     As in :func:`tests.models.test_every_family.test_reordering_tokens_changes_nothing`, all that differs is

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Hashable
 from typing import Any
 
 import torch
 from tests.models import basic_dits, dits, unets, videos
 from tests.models.family import TEXT, WORDS, Family, noise, seeded
 
-__all__ = ["FAMILIES", "Family", "noise", "seeded"]
+from tokenmerge.models.find import find_hosts
+
+__all__ = ["FAMILIES", "Family", "distinct", "noise", "seeded"]
 
 
 def _sd3() -> Any:
@@ -94,11 +98,39 @@ def _wan_inputs(batch: int, rows: int, columns: int) -> dict[str, Any]:
 
 
 FAMILIES: dict[str, Family] = {
+    "SD3Transformer2DModel": Family(_sd3, _sd3_inputs, attention=("attn", "attn2")),
+    "FluxTransformer2DModel": Family(_flux, _flux_inputs, pool=True, attention=("attn",)),
+    "WanTransformer3DModel": Family(_wan, _wan_inputs, frames=3),
     **unets.FAMILIES,
     **basic_dits.FAMILIES,
     **dits.FAMILIES,
     **videos.FAMILIES,
-    "SD3Transformer2DModel": Family(_sd3, _sd3_inputs, attention=("attn", "attn2")),
-    "FluxTransformer2DModel": Family(_flux, _flux_inputs, pool=True, attention=("attn",)),
-    "WanTransformer3DModel": Family(_wan, _wan_inputs, frames=3),
 }
+
+
+@functools.cache
+def distinct() -> tuple[str, ...]:
+    """Return the names of families that differ in what token merging knows of them, the first of each kind.
+
+    Families of one kind have blocks of the same layouts and levels, and are called in the same way.
+    """
+    kinds: dict[Hashable, str] = {}
+    for name, family in FAMILIES.items():
+        kinds.setdefault(structure(family), name)
+    return tuple(kinds.values())
+
+
+def structure(family: Family) -> Hashable:
+    """Return the facts about a family's model that its merging depends on."""
+    host = find_hosts(family.build())[0]
+    blocks = frozenset(
+        (b.layers, b.layout, b.block_layout, b.method, b.grid is None, b.level, frozenset(b.dense))
+        for b in host.blocks
+    )
+    functions = tuple(
+        f if f is None or isinstance(f, str) else f.__qualname__
+        for f in (host.timestep, host.grid, host.latents, host.references)
+    )
+    stages = bool(host.deep_stages), bool(host.shallow_stages)
+    called = host.sample, host.patch, host.frames > 1, host.controlnet
+    return blocks, functions, stages, called, family.pool, family.mixes, family.square

@@ -47,6 +47,7 @@ def test_no_size(given):
         bytes_of(given)
 
 
+@pytest.mark.slow
 def test_parts_are_left_out_until_the_rest_fits():
     """One byte below what the settings need, one more part is left out each time."""
     unet = hosts.unet()

@@ -257,6 +257,7 @@ REGIONAL = ("FluxTransformer2DModel", "QwenImageTransformer2DModel", "WanTransfo
 BACKENDS = pytest.mark.parametrize("by", ["native", "flash"])
 
 
+@pytest.mark.slow
 @BACKENDS
 @pytest.mark.parametrize("name", REGIONAL)
 @torch.no_grad()
@@ -279,6 +280,7 @@ def test_compiled_by_block_there_is_one_graph_for_each_kind(name, by):
         assert graphs(merging=True) == graphs(merging=False) > 0
 
 
+@pytest.mark.slow
 @BACKENDS
 @pytest.mark.parametrize("name", REGIONAL)
 @torch.no_grad()

@@ -93,6 +93,7 @@ def test_a_picture_that_is_given_to_one_half_only_changes_nothing():
     assert torch.equal(one, other)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("equal", [True, False])
 def test_in_a_graph_as_without(equal):
     torch._dynamo.reset()

@@ -505,6 +505,7 @@ def one_level() -> nn.Module:
     )
 
 
+@pytest.mark.slow
 def test_compiles_into_one_graph_and_new_settings_are_noticed():
     """``fullgraph=True`` fails at any graph break. Eager execution of the graph: no compiler is needed."""
     torch._dynamo.reset()
@@ -521,6 +522,7 @@ def test_compiles_into_one_graph_and_new_settings_are_noticed():
     assert torch.equal(hosts.call(compiled, **hosts.inputs()), dense)
 
 
+@pytest.mark.slow
 def test_compiling_by_block_takes_as_many_graphs_as_the_plain_model_and_for_dynamic_sizes_one_more():
     """The one more, whatever the number of sizes: torch compiles the hook of a model's call by itself."""
 

@@ -136,6 +136,7 @@ def test_a_wrapper_that_passes_on_whatever_it_gets_takes_the_names_of_what_was_t
     assert torch.equal(hosts.call(unet, **hosts.inputs()), merged)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("by_block", [True, False])
 def test_compiled_it_is_one_graph_for_all_blocks_and_another_for_the_replaced_method(replace, by_block):
     torch._dynamo.reset()

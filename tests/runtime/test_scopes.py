@@ -189,6 +189,7 @@ def test_proportional_attention_needs_pytorch_s_own():
         hosts.call(unet, **hosts.inputs())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{"scope": "block"}, {"proportional": True}, {"planner": "local"}])
 def test_settings_beyond_the_paper_compile_into_one_graph(settings):
     torch._dynamo.reset()

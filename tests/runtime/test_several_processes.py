@@ -56,6 +56,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return [torch.load(folder / f"{rank}.pt") for rank in range(PROCESSES)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if not case.refused])
 def test_several_processes_compute_what_one_does_where_plans_are_equal(name, results):
     """All that differs is the order of sums, 1e-5 of the largest value, which a few steps add up."""
@@ -69,6 +70,7 @@ def test_several_processes_compute_what_one_does_where_plans_are_equal(name, res
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.refused])
 def test_what_does_not_fit_is_refused_in_every_process(name, results):
     for result in results:
@@ -76,6 +78,7 @@ def test_what_does_not_fit_is_refused_in_every_process(name, results):
         assert CASES[name].refused in result[name]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", REPORTED)
 def test_a_report_is_that_of_the_whole_model_and_one_process_can_ask_for_it_alone(name, results):
     assert results[0]["reports"][name] == report(CASES[name], model_of_case(CASES[name]))

@@ -420,6 +420,7 @@ def test_threads_that_share_a_model_do_not_disturb_each_other(make):
         assert all(map(torch.equal, result, expected[i % 6])), i
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_a_compiled_model_collects_too():
     torch._dynamo.reset()

@@ -77,6 +77,7 @@ def notebook_cells() -> list[dict]:
     return [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:__array_(_ implementation|wrap__):DeprecationWarning")  # diffusers
 def test_the_notebook_runs_from_top_to_bottom(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -106,16 +107,18 @@ def commands() -> list[str]:
     return [line.partition("#")[0].strip() for line in lines if line.startswith("tokenmerge")]
 
 
-@pytest.mark.parametrize("line", commands())
-def test_the_commands_of_the_documents_have_the_options_they_use(line):
+def test_the_commands_of_the_documents_have_the_options_they_use():
     from typer.main import get_command
 
     from tokenmerge_tools.cli.app import app
 
-    name = line.split()[1]
-    known = {option for parameter in get_command(app).commands[name].params for option in parameter.opts}
-    known.add("--help")  # which Click answers itself
-    assert set(re.findall(r"--[\w-]+", line)) <= known
+    parsers = get_command(app).commands
+    assert commands()
+    for line in commands():
+        parameters = parsers[line.split()[1]].params
+        known = {option for parameter in parameters for option in parameter.opts}
+        known.add("--help")  # which Click answers itself
+        assert set(re.findall(r"--[\w-]+", line)) <= known, line
 
 
 def test_the_files_that_the_documents_link_to_are_there():

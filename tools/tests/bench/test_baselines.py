@@ -45,6 +45,7 @@ def spec_of(text):
     return spec
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "text", "deep", "expected"),
     [

@@ -79,6 +79,7 @@ def state(pipe):
     return attributes | types | set(pipe.__dict__) | {f"pipe is a {id(type(pipe))}"}
 
 
+@pytest.mark.slow
 def test_blocks_are_skipped_as_often_as_the_settings_say_and_nothing_is_left(pipe):
     cache_dit = pytest.importorskip("cache_dit")
     dense = draw(pipe)
@@ -131,6 +132,7 @@ def test_where_no_step_is_skipped_merging_beside_the_cache_is_merging_alone(pipe
     assert skipped == STEPS // 2
 
 
+@pytest.mark.slow
 def test_merging_composes_with_the_cache_in_both_orders_and_either_can_go_first(pipe):
     dense, pictures = draw(pipe), []
     merged = twin(pipe)

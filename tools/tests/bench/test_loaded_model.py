@@ -201,6 +201,7 @@ def test_the_oracle_gives_the_layers_of_the_same_scope_the_first_tokens(settings
         assert count == (merged[name].merged_tokens if name in merged else tokens[path])
 
 
+@pytest.mark.slow
 def test_the_oracle_compiles_whole() -> None:
     model, config = tiny(), ToMeConfig(max_downsample=2, merge_mlp=True)
     torch.compiler.reset()

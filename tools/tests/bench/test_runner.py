@@ -85,6 +85,7 @@ def test_a_continued_run_measures_only_what_is_missing(measure: Measure) -> None
     assert set(more[3].references) == {"dense", "dense, same attention"}
 
 
+@pytest.mark.slow
 def test_other_conditions_are_other_cells(measure: Measure) -> None:
     first = measure(variants=("dense",))
     threads = {"threads": torch.get_num_threads() + 1}
@@ -133,6 +134,7 @@ runner.run_grid(BenchOptions(**{axes!r}), Path({out!r}))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="no such signal")
 @pytest.mark.parametrize(
     ("axes", "calls", "left"),
@@ -378,6 +380,7 @@ def test_a_pipeline_tells_its_steps_and_its_guidance(measure: Measure, variant: 
     assert (merged.facts["kept_bytes"] > 0) == (variant != "ibtm")
 
 
+@pytest.mark.slow
 def test_operations_are_counted_at_the_guidance_of_the_pipeline(measure: Measure) -> None:
     def counted(guidance: float, variant: str) -> float:
         merged = measure(
@@ -436,6 +439,7 @@ def test_fewer_steps_of_the_denoiser_are_computed_and_say_so(
     assert "computed" in fewer.facts["notes"][-1]
 
 
+@pytest.mark.slow
 def test_fewer_steps_of_a_pipeline_are_run(measure: Measure, monkeypatch: pytest.MonkeyPatch) -> None:
     steps_seen: list[int] = []
     original = prepare_module.CellBuilder.prepare

@@ -336,6 +336,7 @@ def test_a_full_disk_is_one_line(folder, tmp_path, capsys):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no such device")
 def test_output_that_cannot_be_printed_is_one_line():
     for command in ("env", "inspect"):
@@ -398,6 +399,7 @@ def no_memory(request):
     return fail
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "loader"),
     [
@@ -435,6 +437,7 @@ def test_too_little_memory_for_the_weights_is_a_cell_of_bench(
     assert all(": oom: " in line for line in progress[:-1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", [("generate", "x", "--method", "tome"), ("evaluate", "--limit", 1)])
 def test_too_little_memory_for_a_picture_is_one_line(
     command, no_memory, folder, tmp_path, capsys, monkeypatch

@@ -3,6 +3,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 from tokenmerge_tools.cli import main
 
 
@@ -23,6 +25,7 @@ def test_a_folder_of_something_else_is_one_line(tmp_path, capsys):
     assert len(printed.err.splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_the_node_loads_without_diffusers_and_comfyui():
     script = (
         "import sys; sys.modules.update(dict.fromkeys(('diffusers', 'transformers', 'comfy', 'typer')))\n"

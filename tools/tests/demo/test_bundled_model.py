@@ -52,9 +52,9 @@ def test_unknown_name_lists_the_known_ones():
 @pytest.mark.parametrize("name", demo.NAMES)
 def test_loads_fast(name):
     load(name)  # so that imports are not timed
-    start = time.perf_counter()
+    start = time.process_time()  # a busy machine takes longer, and does not work more
     load(name)
-    assert time.perf_counter() - start < SECONDS_TO_LOAD
+    assert time.process_time() - start < SECONDS_TO_LOAD
 
 
 @pytest.mark.parametrize("name", demo.NAMES)
@@ -74,6 +74,7 @@ def test_words_are_whole_and_any_text_is_accepted(pipe):
     assert pipe.tokenizer.unk_token_id not in pipe.tokenizer("zyzzyva 漢字").input_ids[1:-1]
 
 
+@pytest.mark.slow
 def test_draws_what_is_asked_for(pipe):
     """For most pictures, the nearest of the references is the one the prompt describes."""
     references = np.stack([np.asarray(Image.open(file), dtype=float) for file in REFERENCES])
@@ -87,6 +88,7 @@ def test_draws_what_is_asked_for(pipe):
     assert right.mean() >= SHARE_RIGHT
 
 
+@pytest.mark.slow
 def test_second_size(pipe):
     names = [glyph.name for glyph in read_glyphs()]
     steps = 10 if hasattr(pipe, "transformer") else 5  # Euler steps are of first order, the UNet's of second

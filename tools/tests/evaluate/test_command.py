@@ -32,6 +32,7 @@ def run(*arguments: object):
     return CliRunner().invoke(app, ["evaluate", *map(str, arguments)])
 
 
+@pytest.mark.slow
 # DPMSolverMultistepScheduler of diffusers 0.42 hands a tensor to numpy in a way that numpy 2 deprecates.
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 def test_the_bundled_model_is_measured_with_its_own_prompts(tmp_path: Path) -> None:

@@ -96,6 +96,7 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_thread")
 def test_two_processes_find_the_figures_of_one(
     run: Callable[..., list[QualityRecord]], models: Path, prompts: Path, tmp_path: Path

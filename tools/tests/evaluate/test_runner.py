@@ -183,6 +183,7 @@ def test_a_run_that_is_cut_off_continues_and_draws_nothing_twice(
     assert (tmp_path / "results" / "evaluate.jsonl").read_bytes() == content
 
 
+@pytest.mark.slow
 def test_only_what_is_new_is_drawn_and_other_conditions_share_nothing(
     run: Run, prompts: Path, tmp_path: Path
 ) -> None:

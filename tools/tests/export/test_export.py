@@ -29,9 +29,12 @@ from tokenmerge_tools.method_spec import MethodSpec
 # far above.
 CLOSE = 1e-4
 RATIOS = {"dense": 0.0, "merged": 0.5}
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning"
-)  # torch
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings(
+        "ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning"
+    ),  # torch
+]
 needs_openvino = pytest.mark.skipif(importlib.util.find_spec("openvino") is None, reason="needs openvino")
 
 

@@ -20,6 +20,7 @@ from tokenmerge_tools import demo
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.skipif(BROWSER is None, reason="no chromium here; apt-get install chromium"),
     # The arithmetic of some schedulers of diffusers.
     pytest.mark.filterwarnings("ignore:__array_(_ implementation|wrap__):DeprecationWarning"),

@@ -43,6 +43,7 @@ def same(one, other):
     return np.array_equal(np.asarray(one), np.asarray(other))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["auto", "tome", "tomesd", "sito"])
 def test_the_python_lines_draw_the_merged_picture(studio, folder, method):
     trial = draw(studio, options(folder, method, size=(48, 32), steps=12))  # auto reuses steps from 10 on

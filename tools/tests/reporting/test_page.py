@@ -21,7 +21,10 @@ from tokenmerge_tools.reporting.report_data import TITLE, content_of
 from tokenmerge_tools.reporting.results import read_results
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-pytestmark = pytest.mark.skipif(BROWSER is None, reason="no chromium here; apt-get install chromium")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(BROWSER is None, reason="no chromium here; apt-get install chromium"),
+]
 
 # An iframe of a given width holds the page. The script around it inspects the page and writes what it finds.
 HARNESS = """<!DOCTYPE html><meta charset="utf-8"><body style="margin:0">
