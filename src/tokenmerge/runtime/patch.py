@@ -104,7 +104,7 @@ def stages_of(host: Host, config: ToMeConfig) -> tuple[tuple[int, MergeSettings]
 
 def _stages(blocks: Sequence[Block], config: ToMeConfig) -> tuple[tuple[int, MergeSettings], ...]:
     levels = sorted({block.level for block in blocks})
-    return tuple((level, settings) for level in levels for settings in config.stages(level))
+    return tuple((level, stage.at_level(level)) for level in levels for stage in config.stages())
 
 
 def new_state(

@@ -209,7 +209,7 @@ def test_inspect_as_json_is_the_report(folder, capsys):
         ),
         (
             ("--set", 'levels={"2": {"ratio": 0.25}}', "--set", 'phases={"0.5": {"combine": "keep"}}'),
-            presets.toma(levels={2: {"ratio": 0.25}}, schedule=Schedule(phases={0.5: {"combine": "keep"}})),
+            presets.toma(rules=[{"level": 2, "ratio": 0.25}], rules=[{"start": 0.5, "combine": "keep"}]),
         ),
         (
             ("--set", "schedule=[1.2, 0.8]", "--set", "until=0.75"),
