@@ -293,7 +293,7 @@ def test_without_steps_or_where_all_are_alike_no_mean_is_told():
     ("config", "words"),
     [
         (ToMeConfig(rules=dense_outside(0, 0.75)), "from 75 % of the steps on: all is dense"),
-        (presets.sdtm(), "the ratio goes from 0.7 to 0.3 over the steps"),
+        (presets.sdtm(), "from 80 % of the steps on: ratio=0.34"),
         (presets.sdtm(), "from 40 % of the steps on: planner=tome"),
         (presets.sdtm(), "tokens and operations are those of the step that merges most"),
         (presets.toma(), "a plan is used for 5 steps"),

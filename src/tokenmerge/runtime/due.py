@@ -66,6 +66,8 @@ def settings_of(
     state: ModelState, config: ToMeConfig, step: DenoisingStep | None
 ) -> Mapping[int, MergeSettings]:
     """What holds for each level at a step."""
+    if step is None and config is state.config:
+        return state.settings
     own = config if step is None else config.at_step(step.done, step.steps)
     return {level: own.at_level(level) for level in state.settings}
 

@@ -174,13 +174,13 @@ def _step(state: ModelState, root: nn.Module, pipe: Any, timestep: Any, seed: Te
     """The denoising step of a call."""
     if torch.compiler.is_compiling():
         raise UnsupportedModelError(
-            f"{' and '.join(state.config.over_steps)}: what follows the denoising steps cannot be compiled "
+            f"{' and '.join(state.facts.over_steps)}: what follows the denoising steps cannot be compiled "
             "into one graph with the whole model; compile its blocks: model.compile_repeated_blocks()"
         )
     step = state.pipeline.step(pipe, timestep)
     if step is None:
         raise ConfigError(
-            f"{' and '.join(state.config.over_steps)}: it has to be known which denoising step it is, and no "
+            f"{' and '.join(state.facts.over_steps)}: it has to be known which denoising step it is, and no "
             "scheduler says so: apply token merging to the pipeline that runs instead of its model, call "
             "patch.at_step(i, steps) before each step of a loop of your own, or leave that setting out"
         )

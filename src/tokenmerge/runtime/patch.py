@@ -131,6 +131,7 @@ def new_state(
     groups += range(len(shared), len(shared) + alone)
     threads = PerThread(partial(ThreadState, CallContext(config.at_guidance(None), settings), tuple(groups)))
     facts = ConfigFacts(
+        over_steps=config.over_steps,
         follows_steps=config.follows_steps,
         reuses_steps=config.reuses_steps,
         caches_results=config.reuses_steps or config.cached_features is not None,

@@ -55,7 +55,8 @@ def apply_token_merging(pipe_or_layer: Any, config: ToMeConfig) -> Patch:
             that is already patched gets the new settings.
         config: what to merge and how much. Supported are the planners ``"tome"``, ``"tiled"`` and
             ``"uniform"``, the scopes ``"layers"`` and ``"keys"``, ``combine``, ``rules`` by level,
-            ``min_tokens``, ``proportional``, ``plans.guidance``, and the arguments of :func:`tokenmerge.paddle.apply_patch`.
+            ``min_tokens``, ``proportional``, ``plans.guidance``, and the arguments of
+            :func:`tokenmerge.paddle.apply_patch`.
 
     Returns:
         A handle: ``patch.report()`` says what merges where, ``patch.remove()`` restores the model.
