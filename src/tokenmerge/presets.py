@@ -129,9 +129,9 @@ def sdtm(ratio: float = 0.5, **changes: Any) -> ToMeConfig:
 
     Deviates: the paper's ratio falls linearly, and this one in five parts of the steps, each of which has the
     mean of its part of a line from 1.4 to 0.6 times ``ratio``. Merges once around each block and unmerges
-    only the change (``scope="block"``). The paper's weights for parts of the prompt, its list of dense blocks and
-    steps, and its rounding to multiples of 16 tokens are left out. Plans are made at every step; the paper
-    keeps them for several (``plans.every``).
+    only the change (``scope="block"``). The paper's weights for parts of the prompt, its list of dense blocks
+    and steps, and its rounding to multiples of 16 tokens are left out. Plans are made at every step; the
+    paper keeps them for several (``plans.every``).
 
     Not for ratios above 0.56 with 2 × 2 windows: the first steps would remove more than 3 of 4 tokens.
     """

@@ -880,7 +880,6 @@ WAN = "WanTransformer3DModel"
         ("UNet", {"features": "residual"}, 1),
         (WAN, {"features": "model_residual", "plans": PlanSharing(blocks=True)}, 1),
         (WAN, {"features": "residual", "reuse": StepReuse(every=2)}, 1),
-        ("UNet", {"features": "keys", "scope": "layers", "rules": [{"start": 0.5, "ratio": 0.5}]}, 1),
     ],
 )
 def test_blocks_compile_in_as_many_graphs_as_kinds_of_steps(name, settings, graphs):
