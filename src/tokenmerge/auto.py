@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from tokenmerge.config import Correction, PlanSharing, StepReuse, ToMeConfig
+from tokenmerge.config import Correction, PlanSharing, Rule, StepReuse, ToMeConfig
 from tokenmerge.models.base import Host
 from tokenmerge.models.find import find_hosts
 from tokenmerge.models.placement import device_of, dtype_of, narrowest_attention
@@ -205,7 +205,7 @@ def with_skipped_stages(settings: ToMeConfig, work: UNetWork, scheduler: object 
             shallow_until=shallow_until,
             span=max(_SPAN_OF_STAGES, 2 * math.ceil(shallow_every) / _STEPS_OF_STAGES),
         ),
-        rules=({"guidance": _STRONG_GUIDANCE, **strong},),
+        rules=(Rule(guidance=_STRONG_GUIDANCE, changes=strong),),
     )
 
 
@@ -216,12 +216,12 @@ def with_skipped_blocks(settings: ToMeConfig, whole: bool) -> ToMeConfig:
         settings: the settings without step reuse.
         whole: whether all blocks can merge as a whole.
     """
-    every = round(1 + 4 * settings.ratio, 2)
+    every, strong = round(1 + 4 * settings.ratio, 2), _under_strong_guidance(settings.ratio)
     return dataclasses.replace(
         settings,
         min_tokens=max(settings.min_tokens, _FEWEST_TOKENS_BESIDE_REUSE),
         reuse=StepReuse(every=every, span=_span_of_blocks(every)),
-        rules=({"guidance": _STRONG_GUIDANCE, **_under_strong_guidance(settings.ratio)},) if whole else (),
+        rules=(Rule(guidance=_STRONG_GUIDANCE, changes=strong),) if whole else (),
     )
 
 

@@ -226,7 +226,7 @@ def _stages(config: ToMeConfig) -> tuple[ToMeConfig, ...]:
     found = []
     for own in config.variants():
         for done in sorted({0.0, *(share for rule in own.rules for share in (rule.start, rule.until))} - {1}):
-            found.append(_with(own, *resolved(own.rules, lambda rule, done=done: rule.at_share(done))))
+            found.append(_with(own, *resolved(own.rules, functools.partial(Rule.at_share, done=done))))
     return tuple(dict.fromkeys(found))
 
 
