@@ -13,7 +13,7 @@ from tokenmerge.config.names import PARTS, flat, nested
 from tokenmerge.config.old_rules import with_rules
 from tokenmerge.config.plan_sharing import PlanSharing
 from tokenmerge.config.planner_names import GUIDED_PLANNERS
-from tokenmerge.config.rules import Rules, check_rules, resolved
+from tokenmerge.config.rules import Rule, Rules, check_rules, resolved
 from tokenmerge.config.settings import CACHED_FEATURES, CHECKS, MergeSettings, check_together
 from tokenmerge.config.step_reuse import StepReuse
 from tokenmerge.config.value import unchecked
