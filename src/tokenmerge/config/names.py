@@ -22,7 +22,7 @@ PARTS: Mapping[str, type] = {
 
 
 def flat(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings by dotted name.
+    """Return settings by dotted name.
 
     Args:
         settings: by dotted name, by a former name, or nested. A nested part is an object, which gives all its
@@ -53,7 +53,7 @@ def _spread(name: str, value: Any) -> dict[str, Any]:
 
 
 def nested(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a ToMeConfig from settings by dotted name, all of them known.
+    """Return the arguments of a ToMeConfig from settings by dotted name, all of them known.
 
     Raises:
         ConfigError: a value of a part is out of range.

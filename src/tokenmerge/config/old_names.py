@@ -21,7 +21,7 @@ _OLD_WORD = re.compile(rf"(?<![\w.])({'|'.join(NEW_NAMES)})(?![\w.])")
 
 
 def with_new_names(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a recorded variant under their current names.
+    """Return the settings of a recorded variant under their current names.
 
     Args:
         settings: by name. Other names than former ones stay. The label of another variant, which is recorded
@@ -39,7 +39,7 @@ def with_new_names(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def words_with_new_names(label: str) -> str:
-    """The label of a variant, with the current names.
+    """Return the label of a variant, with the current names.
 
     >>> words_with_new_names("tome ratio=0.5 share_plan")
     'tome ratio=0.5 plans.blocks'

@@ -177,7 +177,7 @@ class StepsOfReuse:
 
 
 def _spread(steps: int, every: float, spacing: float) -> tuple[int, ...]:
-    """The first two steps, and after them one step in ``every``, ending with the last step.
+    """Return the first two steps, and after them one step in ``every``, ending with the last step.
 
     Place j of k lies at the share (j / k)^spacing of the way from the second step to the last.
     """
@@ -203,7 +203,7 @@ def _spread_freely(steps: int, every: float, spacing: float) -> tuple[int, ...]:
 
 
 def _nearest(places: tuple[int, ...], among: list[int]) -> tuple[int, ...]:
-    """The steps of ``among`` that are nearest to ``places``, one for each place if there are enough."""
+    """Return the steps of ``among`` that are nearest to ``places``, one for each place if there are enough."""
     if len(places) >= len(among):
         return tuple(among)
     nearest = [min(range(len(among)), key=lambda i: abs(among[i] - place)) for place in places]

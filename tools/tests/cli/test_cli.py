@@ -513,8 +513,9 @@ def test_a_warning_is_one_line_and_is_shown_once(folder, tmp_path, capsys):
         )
     lines = [line for line in capsys.readouterr().err.splitlines() if "warning" in line.lower()]
     assert lines == [
-        "tokenmerge: warning: this generation is dense: by the rules {'start': 0.1, 'ratio': 0.0}, nothing merges "
-        "in any of 2 steps; leave more steps between their start and until, or take more steps"
+        "tokenmerge: warning: this generation is dense: by the rules {'start': 0.1, 'ratio': 0.0}, "
+        "nothing merges in any of 2 steps; leave more steps between their start and until, "
+        "or take more steps"
     ]
     assert warnings.showwarning is before
 
