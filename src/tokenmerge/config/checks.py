@@ -109,7 +109,7 @@ def optional(check: Check) -> Check:
 
 
 def as_number(value: object) -> float | None:
-    """Return a finite real number as a float; None for anything else, and for numbers too large for a float."""
+    """Return a finite real number as a float; None for anything else, and if it is too large."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         return None
     with contextlib.suppress(OverflowError, TypeError, ValueError):

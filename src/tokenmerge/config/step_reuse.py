@@ -203,7 +203,7 @@ def _spread_freely(steps: int, every: float, spacing: float) -> tuple[int, ...]:
 
 
 def _nearest(places: tuple[int, ...], among: list[int]) -> tuple[int, ...]:
-    """Return the steps of ``among`` that are nearest to ``places``, one for each place if there are enough."""
+    """Return the steps of ``among`` that are nearest to ``places``, one for each if there are enough."""
     if len(places) >= len(among):
         return tuple(among)
     nearest = [min(range(len(among)), key=lambda i: abs(among[i] - place)) for place in places]
