@@ -116,7 +116,7 @@ def with_preset(name: str) -> Callable[[Pipe, Seconds, int], float]:
 
 def shares_of_steps(config: ToMeConfig, steps: int) -> dict[int, float]:
     """The steps of a generation to time, and the share of all steps that each represents."""
-    if config.schedule.changes_ratio or config.schedule.phases:
+    if any(rule.of_steps for rule in config.rules):
         return {steps * (2 * quarter + 1) // 8: 1 / 4 for quarter in range(4)}  # the middle of each quarter
     if config.plans.every > 1:
         planned = len(range(0, steps, config.plans.every)) / steps

@@ -24,7 +24,8 @@ import torch
 from closeness import load
 from diffusers import StableDiffusionPipeline
 
-from tokenmerge import PlanSharing, Schedule, StepReuse, ToMeConfig, token_merging
+from tokenmerge import PlanSharing, StepReuse, ToMeConfig, token_merging
+from tokenmerge.config import dense_outside
 from tokenmerge_tools.demo.glyphs import caption, choose_prompts, read_glyphs
 
 SEED = 7000
@@ -45,7 +46,7 @@ def configs(step: int, steps: int) -> Iterator[tuple[str, ToMeConfig]]:
             planner="tiled",
             proportional=True,
             plans=PlanSharing(blocks=True),
-            schedule=Schedule(start=step / steps, until=(step + 1) / steps),
+            rules=dense_outside(step / steps, (step + 1) / steps),
         ),
     )
     for what, shallow in ((DEEP, (places[step],)), (BOTH, ())):

@@ -17,7 +17,8 @@ from typing import Any
 
 import closeness
 
-from tokenmerge import Correction, PlanSharing, Schedule, StepReuse, ToMeConfig, token_merging
+from tokenmerge import Correction, PlanSharing, StepReuse, ToMeConfig, token_merging
+from tokenmerge.config import dense_outside
 
 BASE = "base"
 BLOCKS = {"scope": "block"}
@@ -34,9 +35,9 @@ SETTINGS: dict[str, Mapping[str, Any]] = {
     "plans.blocks": {"plans": PlanSharing(blocks=True)},
     "plans.every=4": {"plans": PlanSharing(every=4)},
     # At the same mean ratio over the steps.
-    "schedule.ratio=1.4 to 0.6": {"schedule": Schedule(ratio=(1.4, 0.6))},
-    "schedule.ratio=0.6 to 1.4": {"schedule": Schedule(ratio=(0.6, 1.4))},
-    "schedule.until=0.5": {"schedule": Schedule(until=0.5)},
+    "schedule.ratio=1.4 to 0.6": {"rules": [{"until": 0.5, "ratio": 0.6}, {"start": 0.5, "ratio": 0.4}]},
+    "schedule.ratio=0.6 to 1.4": {"rules": [{"until": 0.5, "ratio": 0.4}, {"start": 0.5, "ratio": 0.6}]},
+    "schedule.until=0.5": {"rules": dense_outside(0, 0.5)},
     "correction.every=2": {"correction": Correction(every=2)},
     "scope=keys": {"scope": "keys"},
     "scope=block": BLOCKS,

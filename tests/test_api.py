@@ -20,7 +20,6 @@ import tokenmerge
 from tokenmerge import (
     ConfigError,
     NothingToMergeError,
-    Schedule,
     ToMeConfig,
     UnsupportedModelError,
     ViTConfig,
@@ -31,6 +30,7 @@ from tokenmerge import (
     token_merging,
 )
 from tokenmerge.auto import choose
+from tokenmerge.config import dense_outside
 from tokenmerge.runtime.patch import state_of
 
 HALF = ToMeConfig(ratio=0.5)
@@ -371,19 +371,17 @@ def test_calls_that_cannot_be_meant(given, message):
         apply_token_merging(hosts.unet(), **given)
 
 
-def test_start_and_until_replace_those_of_the_schedule():
+def test_start_and_until_add_rules():
     unet = hosts.unet()
-    falling = ToMeConfig(ratio=0.5, schedule=Schedule(ratio=(1.4, 0.6), until=0.5))
+    falling = ToMeConfig(ratio=0.5, rules=[{"start": 0.4, "ratio": 0.3}])
     for given, wanted in (
-        ({"start": 0.2}, Schedule(ratio=(1.4, 0.6), start=0.2, until=0.5)),
-        ({"start": 0.6, "until": 0.9}, Schedule(ratio=(1.4, 0.6), start=0.6, until=0.9)),
-        ({"until": 0.8}, Schedule(ratio=(1.4, 0.6), until=0.8)),
-        ({"start": 0.0, "until": 1.0}, Schedule(ratio=(1.4, 0.6))),
+        ({"start": 0.2}, dense_outside(0.2, 1)),
+        ({"start": 0.6, "until": 0.9}, dense_outside(0.6, 0.9)),
+        ({"until": 0.8}, dense_outside(0, 0.8)),
+        ({"start": 0.0, "until": 1.0}, ()),
     ):
-        assert apply_token_merging(unet, falling, **given).config.schedule == wanted
-    with pytest.raises(
-        ConfigError, match=r"schedule\.start: expected less than schedule\.until=0\.5, got 0\.5"
-    ):
-        apply_token_merging(unet, falling, start=0.5)
+        assert apply_token_merging(unet, falling, **given).config.rules == (*falling.rules, *wanted)
+    with pytest.raises(ConfigError, match=r"start: expected less than until=0\.5, got 0\.5"):
+        apply_token_merging(unet, falling, start=0.5, until=0.5)
     with pytest.raises(ConfigError, match="start, until: a vision transformer has no denoising steps"):
         apply_token_merging(vits.vit(), ViTConfig(r=1), until=0.5)

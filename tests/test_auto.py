@@ -25,13 +25,12 @@ from torch import nn
 from tokenmerge import (
     ConfigError,
     NothingToMergeError,
-    Schedule,
     ToMeConfig,
     apply_token_merging,
     token_merging,
 )
 from tokenmerge.auto import choose
-from tokenmerge.config import flat
+from tokenmerge.config import dense_outside, flat
 from tokenmerge.models.find import find_hosts
 from tokenmerge.models.unet_stages import work_of
 from tokenmerge.planners import PLANNERS, calibration
@@ -285,14 +284,15 @@ def test_a_generation_in_which_nothing_is_saved_says_so(steps, dense, fast):
 @pytest.mark.parametrize(("steps", "dense"), [(1, True), (2, False)])
 def test_a_generation_that_is_over_before_anything_merges_says_so(steps, dense):
     unet = hosts.unet()
-    patch = apply_token_merging(pipeline(unet=unet), ToMeConfig(ratio=0.5, schedule=Schedule(until=0.5)))
+    patch = apply_token_merging(pipeline(unet=unet), ToMeConfig(ratio=0.5, rules=dense_outside(0, 0.5)))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         patch.at_step(0, steps)
         hosts.call(unet, **hosts.inputs())
     told = [
-        "nothing merges in this generation: schedule.until=0.5 of 1 step is none; "
-        "raise it, or take more steps"
+        "this generation is dense: by the rules {'start': 0.5, 'ratio': 0.0, 'reference_ratio': None, "
+        "'reuse.every': 1}, nothing merges in any of 1 step; leave more steps between their start and until, "
+        "or take more steps"
     ]
     assert [str(warning.message) for warning in caught] == (told if dense else [])
 
@@ -321,7 +321,7 @@ def test_a_ratio_asks_auto_and_does_not_replace_what_it_chooses(fast):
         {"reuse.shallow_from": 0.5, "reuse.shallow_until": 0.9},
         {"correction.every": 3, "sx": 2},
         {"scope": "layers"},
-        {"by_guidance": {6.0: {"ratio": 0.1}}},
+        {"rules": [{"guidance": 6.0, "ratio": 0.1}]},
     ],
 )
 @pytest.mark.parametrize("name", ["UNet", "SD3Transformer2DModel"])
@@ -330,10 +330,10 @@ def test_a_changed_setting_of_auto_holds_at_every_guidance(name, changes, fast):
     unet = hosts.unet(block_out_channels=(32, 64))
     pipe = pipeline(model=unet if name == "UNet" else model_of(FAMILIES[name]))
     own, changed = choose(pipe, 0.5), MethodSpec("auto", changes).config(pipe)
-    assert own.by_guidance
+    assert own.rules
     for scale in (None, 3.0, 7.5):
         found = flat(vars(changed.at_guidance(scale)))
-        if "by_guidance" in changes:
+        if "rules" in changes:
             assert found["ratio"] == (0.1 if scale == 7.5 else own.ratio)
             continue
         assert {key: found[key] for key in changes} == changes

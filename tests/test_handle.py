@@ -15,14 +15,13 @@ from tests.models.tiny import FAMILIES
 from tokenmerge import (
     ConfigError,
     Correction,
-    Schedule,
     StepReuse,
     ToMeConfig,
     ViTConfig,
     apply_token_merging,
 )
 from tokenmerge.api import merge_in_hosts
-from tokenmerge.config import read_metadata
+from tokenmerge.config import dense_outside, read_metadata
 from tokenmerge.report import predict
 
 SKIPS = ToMeConfig(ratio=0.5, reuse=StepReuse(every=3))
@@ -75,7 +74,7 @@ def test_after_a_run_it_counts_that_run(pipe):
 
 def test_steps_are_full_reused_or_dense(pipe):
     """Of 12 steps, the last 6 do not merge, and every second one of the first 6 is a correction."""
-    config = ToMeConfig(ratio=0.5, schedule=Schedule(until=0.5), correction=Correction(every=2))
+    config = ToMeConfig(ratio=0.5, rules=dense_outside(0, 0.5), correction=Correction(every=2))
     patch = apply_token_merging(pipe, config)
     generate(pipe)
     assert "12 steps in" in last_run(patch)
@@ -103,7 +102,7 @@ def test_settings_that_do_not_follow_the_steps_tell_the_number_of_steps(pipe):
 
 
 def test_settings_of_strong_guidance_are_those_that_are_counted(pipe):
-    config = dataclasses.replace(SKIPS, by_guidance={5.0: {"reuse.every": 1}})
+    config = dataclasses.replace(SKIPS, rules=[{"guidance": 5.0, "reuse.every": 1}])
     patch = apply_token_merging(pipe, config)
     generate(pipe, guidance_scale=3.0)
     assert f"({FULL} full" in last_run(patch)
@@ -150,7 +149,7 @@ def test_where_no_size_is_known_it_says_what_to_do():
 
 
 def test_html_shows_the_same_text():
-    patch = apply_token_merging(hosts.unet(), ToMeConfig(ratio=0.5, levels={2: {"ratio": 0.25}}))
+    patch = apply_token_merging(hosts.unet(), ToMeConfig(ratio=0.5, rules=[{"level": 2, "ratio": 0.25}]))
     shown = patch._repr_html_()
     assert shown.startswith("<pre>Token merging in UNet2DConditionModel")
     assert "&#x27;" in shown

@@ -36,7 +36,7 @@ __all__ = [
     "NothingToMergeError",
     "Patch",
     "PlanSharing",
-    "Schedule",
+    "Rule",
     "StepReuse",
     "ToMeConfig",
     "TokenMergingError",
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from tokenmerge import merge, presets
     from tokenmerge.api import Patch, apply_token_merging, remove_token_merging, token_merging
     from tokenmerge.compat import apply_patch, remove_patch
-    from tokenmerge.config import Correction, PlanSharing, Schedule, StepReuse, ToMeConfig
+    from tokenmerge.config import Correction, PlanSharing, Rule, StepReuse, ToMeConfig
     from tokenmerge.errors import (
         ConfigError,
         MissingExtraError,
@@ -72,7 +72,7 @@ else:
         **dict.fromkeys(("Patch", "apply_token_merging", "remove_token_merging", "token_merging"), "api"),
         **dict.fromkeys(("apply_patch", "remove_patch"), "compat"),
         **dict.fromkeys(("DecreasingSchedule", "ViTConfig"), "vit.config"),
-        **dict.fromkeys(("Correction", "PlanSharing", "Schedule", "StepReuse", "ToMeConfig"), "config"),
+        **dict.fromkeys(("Correction", "PlanSharing", "Rule", "StepReuse", "ToMeConfig"), "config"),
         "ConfigError": "errors",
         "MissingExtraError": "errors",
         "ModelInUseError": "errors",

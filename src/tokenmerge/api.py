@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from tokenmerge import presets
 from tokenmerge.auto import choose_for
-from tokenmerge.config import FoundFor, ToMeConfig, load_settings
+from tokenmerge.config import FoundFor, ToMeConfig, dense_outside, load_settings
 from tokenmerge.errors import ConfigError, UnsupportedModelError, shown
 from tokenmerge.handle import DiffusionPatch, EncoderPatch, Patch
 from tokenmerge.models.base import Host
@@ -83,9 +83,10 @@ def apply_token_merging(
             lowest ratio whose counted operations reach it, at the model's default size and the pipeline's
             default number of steps. For others, see :func:`tokenmerge.speedup.ratio_for`. Raising it makes
             the picture less like the dense one.
-        start: share of the denoising steps before merging starts, 0 ≤ start < until. It replaces ``start`` of
-            ``config.schedule``, see :class:`tokenmerge.Schedule`. Earlier steps are dense. Raising it saves
-            less time and brings the picture a little closer to the dense one.
+        start: share of the denoising steps before merging starts, 0 ≤ start < until. Earlier steps
+            are dense: a rule is added that sets ``ratio=0`` and ``reuse.every=1`` for them, see
+            :class:`tokenmerge.Rule`. Raising it saves less time and brings the picture a little closer to the
+            dense one.
         until: share of the denoising steps after which merging ends, likewise. Lowering it saves less time
             and brings the picture much closer.
         max_cache: highest size of what the default method caches between steps, such as ``"200MB"``, or a
@@ -111,13 +112,8 @@ def apply_token_merging(
         raise ConfigError("start, until: a vision transformer has no denoising steps; leave them out")
     settings, found_for, method, hosts = _asked_settings(pipe_or_model, config, ratio, speedup)
     if start is not None or until is not None:
-        schedule = settings.schedule
-        schedule = dataclasses.replace(
-            schedule,
-            start=schedule.start if start is None else start,
-            until=schedule.until if until is None else until,
-        )
-        settings = dataclasses.replace(settings, schedule=schedule)
+        dense = dense_outside(0.0 if start is None else start, 1.0 if until is None else until)
+        settings = dataclasses.replace(settings, rules=(*settings.rules, *dense))
     if max_cache is not None:
         limit = bytes_of(max_cache)
         if not is_default(method):

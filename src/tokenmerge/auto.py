@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from tokenmerge.config import Correction, PlanSharing, StepReuse, ToMeConfig
+from tokenmerge.config import Correction, PlanSharing, Rule, StepReuse, ToMeConfig
 from tokenmerge.models.base import Host
 from tokenmerge.models.find import find_hosts
 from tokenmerge.models.placement import device_of, dtype_of, narrowest_attention
@@ -110,12 +110,12 @@ def choose(pipe_or_model: object, ratio: float = 0.5, follows_steps: bool | None
     - **Solvers that combine four steps** (PNDM, LMS), in UNets from a guidance scale of 5 on: the finest
       level runs in all steps, and the deep stages in more of them. For both kinds of solver, the scheduler
       that the pipeline has at this call decides.
-    - **Strong guidance in UNets** (``by_guidance``, from a scale of 5 on): no step corrects what merges. If
+    - **Strong guidance in UNets** (``rules``, from a scale of 5 on): no step corrects what merges. If
       attention is a large part of the work, more tokens merge, 45 % at a ratio of 0.25 and 60 % at 0.5, and
       up to 0.25 the first 60 % of the steps skip nothing. Otherwise fewer merge, 25 % and 45 %, as in Stable
       Diffusion 1.5. Up to a ratio of 0.25, every step runs the finest level; above, every second step in the
       later half skips it, but not the last ones.
-    - **Strong guidance in other models** (``by_guidance``, from a scale of 5 on): whole blocks merge, with
+    - **Strong guidance in other models** (``rules``, from a scale of 5 on): whole blocks merge, with
       a correction in every fourth full step up to a ratio of 0.25 and in every sixth above, and fewer steps
       are skipped. Guidance multiplies the difference between two results, which is hard to extrapolate.
 
@@ -205,7 +205,7 @@ def with_skipped_stages(settings: ToMeConfig, work: UNetWork, scheduler: object 
             shallow_until=shallow_until,
             span=max(_SPAN_OF_STAGES, 2 * math.ceil(shallow_every) / _STEPS_OF_STAGES),
         ),
-        by_guidance={_STRONG_GUIDANCE: strong},
+        rules=(Rule(guidance=_STRONG_GUIDANCE, changes=strong),),
     )
 
 
@@ -216,12 +216,12 @@ def with_skipped_blocks(settings: ToMeConfig, whole: bool) -> ToMeConfig:
         settings: the settings without step reuse.
         whole: whether all blocks can merge as a whole.
     """
-    every = round(1 + 4 * settings.ratio, 2)
+    every, strong = round(1 + 4 * settings.ratio, 2), _under_strong_guidance(settings.ratio)
     return dataclasses.replace(
         settings,
         min_tokens=max(settings.min_tokens, _FEWEST_TOKENS_BESIDE_REUSE),
         reuse=StepReuse(every=every, span=_span_of_blocks(every)),
-        by_guidance={_STRONG_GUIDANCE: _under_strong_guidance(settings.ratio)} if whole else {},
+        rules=(Rule(guidance=_STRONG_GUIDANCE, changes=strong),) if whole else (),
     )
 
 

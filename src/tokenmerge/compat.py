@@ -66,7 +66,7 @@ def apply_patch(
         max_downsample=max_downsample if level is None else max(level, 1),
         sx=sx,
         sy=sy,
-        use_rand=bool(use_rand),
+        seed=0 if use_rand else None,
         merge_attn=bool(merge_attn),
         merge_crossattn=bool(merge_crossattn),
         merge_mlp=bool(merge_mlp),

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tokenmerge.config import PlanSharing, Schedule, ToMeConfig, names
+from tokenmerge.config import PlanSharing, ToMeConfig, names
 
 __all__ = ["ca_tome", "ibtm", "sdtm", "sito", "todo", "toma", "tomesd"]
 
@@ -41,13 +41,13 @@ def todo(ratio: float = 0.75, **changes: Any) -> ToMeConfig:
 
     Deviates: ``sx`` and ``sy`` alone set the number of tokens left out, whatever the ratio; a factor of 4 is
     ``todo(sx=4, sy=4)``. The paper has different factors for two levels of Stable Diffusion 1.5; set these by
-    ``max_downsample=2`` with ``levels``.
+    ``max_downsample=2`` and ``rules=[{"level": 2, "sx": 2, "sy": 1}]``.
 
     Not for models that compute queries and keys from one argument, such as joint attention of image and text
     (SD3, FLUX): they raise an error. Nor for models that spend most of their time in the MLP.
     """
     return _preset(
-        changes, ratio=ratio, scope="keys", planner="uniform", combine="keep", use_rand=False, sx=2, sy=2
+        changes, ratio=ratio, scope="keys", planner="uniform", combine="keep", seed=None, sx=2, sy=2
     )
 
 
@@ -125,22 +125,19 @@ def sdtm(ratio: float = 0.5, **changes: Any) -> ToMeConfig:
 
     In the first 40 % of the steps, which make the structure, the most uniform 2 × 2 windows merge as a
     whole. After that, each token merges with its most similar destination, as in :func:`tomesd`. The
-    ratio falls linearly from 1.4 to 0.6 times ``ratio``, by default from 0.7 to 0.3.
+    ratio falls from 1.32 to 0.68 times ``ratio``, by default from 0.66 to 0.34.
 
-    Deviates: merges once around each block and unmerges only the change (``scope="block"``). The paper's
-    weights for parts of the prompt, its list of dense blocks and steps, and its rounding to multiples of
-    16 tokens are left out. Plans are made at every step; the paper keeps them for several
-    (``plans.every``).
+    Deviates: the paper's ratio falls linearly, and this one in five parts of the steps, each of which has the
+    mean of its part of a line from 1.4 to 0.6 times ``ratio``. Merges once around each block and unmerges
+    only the change (``scope="block"``). The paper's weights for parts of the prompt, its list of dense blocks
+    and steps, and its rounding to multiples of 16 tokens are left out. Plans are made at every step; the
+    paper keeps them for several (``plans.every``).
 
-    Not for ratios above 0.53 with 2 × 2 windows: the first steps would remove more than 3 of 4 tokens.
+    Not for ratios above 0.56 with 2 × 2 windows: the first steps would remove more than 3 of 4 tokens.
     """
-    return _preset(
-        changes,
-        ratio=ratio,
-        scope="block",
-        planner="windows",
-        schedule=Schedule(ratio=(1.4, 0.6), phases={0.4: {"planner": "tome"}}),
-    )
+    falling = [{"start": part / 5, "ratio": round((1.32 - 0.16 * part) * ratio, 4)} for part in range(5)]
+    rules = [*falling, {"start": 0.4, "planner": "tome"}]
+    return _preset(changes, ratio=ratio, scope="block", planner="windows", rules=rules)
 
 
 def sito(ratio: float = 0.5, **changes: Any) -> ToMeConfig:

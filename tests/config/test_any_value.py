@@ -15,7 +15,6 @@ from tokenmerge import (
     Correction,
     DecreasingSchedule,
     PlanSharing,
-    Schedule,
     StepReuse,
     TokenMergingError,
     ToMeConfig,
@@ -59,8 +58,7 @@ VALID = {
     "sx": st.integers(1, 8),
     "sy": st.integers(1, 8),
     "st": st.integers(1, 4),
-    "use_rand": st.booleans(),
-    "seed": st.integers(-10, 10),
+    "seed": st.none() | st.integers(-10, 10),
     "merge_attn": st.booleans(),
     "merge_crossattn": st.booleans(),
     "merge_mlp": st.booleans(),
@@ -70,9 +68,6 @@ VALID = {
     "combine": st.sampled_from(COMBINATIONS),
     "threshold": st.floats(-1, 1),
     "proportional": st.booleans(),
-    "schedule.ratio": st.lists(st.floats(0, 1.5), min_size=1, max_size=4),
-    "schedule.start": st.floats(0, 0.99),
-    "schedule.until": st.floats(0.01, 1),
     "plans.every": st.integers(1, 9),
     "plans.blocks": st.booleans(),
     "plans.guidance": st.booleans(),
@@ -90,23 +85,25 @@ VALID = {
 }
 
 
-def changed_by(keys, names=tuple(name for name in VALID if "." not in name)):
-    """Values of ``levels`` and ``phases``: some changes under some keys, valid and invalid."""
-    names = list(names)
-    valid = st.sampled_from(names).flatmap(
-        lambda name: st.dictionaries(st.just(name), VALID[name] | ANYTHING)
-    )
-    odd = st.dictionaries(st.sampled_from(["ratio", "seed", "until", 1, None]), ODD, max_size=2)
-    return st.dictionaries(
-        keys | st.sampled_from([0, -1, 1.5, "a", None, True]), valid | odd | ODD, max_size=3
-    )
-
+CONDITIONS = {
+    "level": st.sampled_from([1, 2, 4]) | ANYTHING,
+    "start": st.floats(0, 0.99) | ANYTHING,
+    "until": st.floats(0.01, 1) | ANYTHING,
+    "guidance": st.floats(0, 20) | ANYTHING,
+}
+RULE = st.tuples(
+    st.sampled_from(sorted(CONDITIONS)).flatmap(
+        lambda name: st.dictionaries(st.just(name), CONDITIONS[name], max_size=1)
+    ),
+    st.sampled_from(sorted(VALID)).flatmap(
+        lambda name: st.dictionaries(st.just(name), VALID[name] | ANYTHING, max_size=1)
+    ),
+    st.dictionaries(st.sampled_from(["ratio", "seed", "until", 1, None]), ODD, max_size=1),
+).map(lambda parts: {**parts[0], **parts[1], **parts[2]})
 
 VALUES = {
     **{name: valid | ANYTHING for name, valid in VALID.items()},
-    "levels": changed_by(st.sampled_from([1, 2, 4, "2"])) | ANYTHING,
-    "schedule.phases": changed_by(st.floats(0.01, 1) | st.just("0.5")) | ANYTHING,
-    "by_guidance": changed_by(st.floats(0, 20) | st.just("5"), VALID) | ANYTHING,
+    "rules": st.lists(RULE | ANYTHING, max_size=3) | ANYTHING,
 }
 
 
@@ -126,15 +123,12 @@ def check_result(config: ToMeConfig, folder) -> None:
     assert isinstance(hash(config), int)
     assert repr(config).startswith("ToMeConfig(")
     assert all(isinstance(text, str) for text in config.over_steps)
-    most = config.most()
-    assert not most.schedule.changes_ratio
-    for level in (1, 2):
-        phases = list(config.stages(level))
-        assert len(phases) == sum(1 + len(own.schedule.phases) for own in config.variants())
+    assert not any(rule.conditions.keys() - {"level"} for stage in config.stages() for rule in stage.rules)
+    for own in config.variants():
         for index in range(3):
-            found = config.at(level, index, 3)
-            assert type(found) is MergeSettings
-            assert 0 <= found.ratio <= max(stage.ratio for stage in phases)
+            step = own.at_step(index, 3)
+            assert step in config.stages()
+            assert type(step.at_level(2)) is MergeSettings
     for steps in (1, 2, 3, 10):
         for known in ((False, False), (True, False), (False, True)):
             runs = config.reuse.steps_of(steps, *known)
@@ -143,7 +137,7 @@ def check_result(config: ToMeConfig, folder) -> None:
             free = config.reuse.ends == "free" or (config.reuse.ends is None and known[1])
             ends = {0} if free else {0, min(1, steps - 1), steps - 1}
             assert config.reuse.full_steps or ends <= set(runs.full)
-    assert not any(own.by_guidance for own in config.variants())
+    assert not any(rule.guidance for own in config.variants() for rule in own.rules)
     save_config(config, folder / "settings.json")
     assert load_config(folder / "settings.json") == config
 
@@ -173,20 +167,20 @@ def test_valid_settings_are_refused_only_where_they_do_not_go_together(given_set
     config, _ = attempt(lambda: ToMeConfig.from_dict(given_settings))
     if config is None:
         together = {"ratio", "sx", "sy", "st", "planner", "merge_attn", "reuse.shallow_every"}
-        together |= {"reuse.shallow_steps", "schedule.start", "features"}
+        together |= {"reuse.shallow_steps", "features"}
         assert given_settings.keys() & {*together, "plans.guidance", "correction.every"}
     else:
         check_result(config, tmp_path_factory.getbasetemp())
 
 
-@given(name=st.sampled_from(["schedule", "plans", "correction", "reuse"]), value=ANYTHING)
+@given(name=st.sampled_from(["plans", "correction", "reuse"]), value=ANYTHING)
 def test_a_part_is_of_its_class(name, value):
     with pytest.raises(ConfigError, match=f"{name}: expected a "):
         ToMeConfig(**{name: value})
 
 
 @MANY
-@given(data=st.data(), part=st.sampled_from([Schedule, PlanSharing, Correction, StepReuse]), value=ANYTHING)
+@given(data=st.data(), part=st.sampled_from([PlanSharing, Correction, StepReuse]), value=ANYTHING)
 def test_a_part_works_or_the_error_names_its_field(data, part, value):
     field = data.draw(st.sampled_from(sorted(vars(part()))))
     made, message = attempt(lambda: part(**{field: value}))

@@ -1,12 +1,13 @@
 """Every setting that is out of range raises an error that names it."""
 
+import itertools
 import math
 
 import numpy as np
 import pytest
 
-from tokenmerge import ConfigError, Schedule, StepReuse, ToMeConfig
-from tokenmerge.config import MergeSettings
+from tokenmerge import ConfigError, StepReuse, ToMeConfig
+from tokenmerge.config import MergeSettings, dense_outside
 
 
 @pytest.mark.parametrize(
@@ -40,11 +41,12 @@ from tokenmerge.config import MergeSettings
         ({"levels": None}, r"levels: expected \{level: \{setting: value\}\}, got None"),
         ({"levels": [2]}, r"levels: expected .*, got \[2\]"),
         ({"schedule.phases": {0.5: None}}, r"schedule.phases: expected .*, got \{0\.5: None\}"),
-        ({"use_rand": 1}, "use_rand: expected True or False, got 1"),
+        ({"rules": {"level": 2}}, r"rules: expected a list of rules, .* got \{'level': 2\}"),
+        ({"rules": [2]}, r"rules\[0\]: rule: expected conditions and settings by name, .* got 2"),
         ({"merge_attn": False}, "merge_attn, merge_crossattn, merge_mlp: all are False"),
         ({"planner": "importance", "plans.guidance": False}, "plans.guidance: planner='importance' compares"),
         (
-            {"schedule.phases": {0.5: {"planner": "importance"}}, "plans.guidance": False},
+            {"rules": [{"start": 0.5, "planner": "importance"}], "plans.guidance": False},
             "plans.guidance: planner='importance' compares",
         ),
     ],
@@ -60,22 +62,32 @@ HUGE = 10**400
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"levels": {1: {"ratio": "0.2"}}}, r"levels\[1\]\.ratio: expected a number .* got '0\.2'"),
-        ({"levels": {1: {1: 2}}}, "levels: cannot change 1; what can be changed is ratio"),
-        ({"levels": {1.5: {}}}, r"levels: expected an integer ≥ 1, got 1\.5"),
+        ({"rules": [{"level": 1, "ratio": "0.2"}]}, r"rules\[0\]: ratio: expected a number .* got '0\.2'"),
+        ({"rules": [{"level": 1, 1: 2}]}, r"rules\[0\]: cannot change 1; what can be changed .* is ratio"),
+        ({"rules": [{"level": 1.5}]}, r"rules\[0\]: level: expected an integer ≥ 1, got 1\.5"),
+        ({"rules": [{"level": 2}, {"start": 0.5, "ratio": None}]}, r"rules\[1\]: ratio: expected a number"),
+        ({"rules": [{"level": 2, "reuse.every": 1}]}, r"rules\[0\]: cannot change reuse\.every"),
+        ({"rules": [{"start": 0.5, "correction.every": 0}]}, r"rules\[0\]: cannot change correction\.every"),
+        ({"rules": [{"start": 0.5, "reuse.every": 2}]}, r"rules\[0\]: reuse\.every: expected 1 .* got 2"),
+        ({"rules": [{"guidance": 5, "max_downsample": 2}]}, r"rules\[0\]: cannot change max_downsample"),
+        ({"rules": [{"guidance": -1}]}, r"rules\[0\]: guidance: expected a guidance scale ≥ 0, got -1"),
         (
-            {"phases": {0.5: {"ratio": None}}},
-            r"schedule\.phases\[0\.5\]\.ratio: expected a number .* got None",
+            {"rules": [{"guidance": 5, "reuse.shallow_every": 2}]},
+            r"rules\[0\]: reuse\.shallow_every: expected 1 to reuse\.every=1",
         ),
-        ({"schedule": lambda done: 1.0}, r"schedule\.ratio: a function .* was removed .*take numbers"),
+        (
+            {"rules": [{"level": 2, "sx": 4}, {"level": 2, "sx": 1, "sy": 1}]},
+            r"rules\[1\]: ratio: expected .* = 0 for sx=1, sy=1, got 0\.5",
+        ),
+        ({"schedule": lambda done: 1.0}, r"schedule\.ratio: a function .* was removed .*write rules"),
         ({"schedule": "a"}, r"schedule\.ratio: expected factors ≥ 0, .* got 'a'"),
         ({"ratio": HUGE}, "ratio: expected a number from 0"),
-        ({"until": HUGE}, r"schedule\.until: expected a share of the steps"),
+        ({"rules": [{"until": HUGE}]}, r"rules\[0\]: until: expected a share of the steps"),
         (
-            {"schedule.start": 1.0},
-            r"schedule\.start: expected a share of the steps, from 0 to below 1, got 1",
+            {"rules": [{"start": 1.0}]},
+            r"rules\[0\]: start: expected a share of the steps, from 0 to below 1, got 1",
         ),
-        ({"schedule.start": 0.8, "until": 0.8}, r"schedule\.start: expected less than schedule\.until=0\.8"),
+        ({"rules": [{"start": 0.8, "until": 0.8}]}, r"rules\[0\]: start: expected less than until=0\.8"),
         ({"seed": HUGE}, "seed: expected an integer that fits into 64 bits, got 1000"),
         ({"seed": 10**5000}, "seed: expected .* got a value of type int that cannot be printed"),
         (
@@ -84,17 +96,8 @@ HUGE = 10**400
         ),
         ({"share_plan": "no"}, r"plans\.blocks: expected True or False, got 'no'"),
         ({"max_downsample": 3}, "max_downsample: expected one of 1, 2, 4, 8, got 3"),
-        ({"ratio": 0.7, "schedule": (1.4, 0.6)}, r"ratio: .* got 0\.98 \(0\.7 × 1\.4 of schedule\.ratio\)"),
         ({"reference_ratio": 0.8}, r"reference_ratio: expected 0 ≤ reference_ratio ≤ .* = 0\.75 .* got 0\.8"),
         ({"reference_ratio": -0.1}, r"reference_ratio: expected a number from 0 .* got -0\.1"),
-        (
-            {"ratio": 0.3, "reference_ratio": 0.7, "schedule": (1.4, 0.6)},
-            r"reference_ratio: .* got 0\.98 \(0\.7 × 1\.4 of schedule\.ratio\)",
-        ),
-        (
-            {"levels": {2: {"sx": 1, "sy": 1}}},
-            r"levels\[2\]: ratio: expected .* = 0 for sx=1, sy=1, got 0\.5",
-        ),
         ({"reuse": {"often": 2}}, r"expected settings out of ratio, .* got reuse\.often"),
     ],
 )
@@ -104,47 +107,66 @@ def test_the_error_names_the_setting(given, message):
 
 
 def test_numbers_of_other_types_become_plain():
-    config = ToMeConfig(ratio=np.float32(0.25), sx=np.int64(4), levels={np.int64(2): {"sy": np.int8(1)}})
-    assert [type(value) for value in (config.ratio, config.sx, config.levels[2]["sy"])] == [float, int, int]
-    assert repr(config) == "ToMeConfig(ratio=0.25, sx=4, levels={2: {'sy': 1}})"
+    config = ToMeConfig(
+        ratio=np.float32(0.25), sx=np.int64(4), rules=[{"level": np.int64(2), "sy": np.int8(1)}]
+    )
+    plain = config.ratio, config.sx, config.rules[0].level, config.rules[0].changes["sy"]
+    assert [type(value) for value in plain] == [float, int, int, int]
+    assert repr(config) == "ToMeConfig(ratio=0.25, sx=4, rules=({'level': 2, 'sy': 1},))"
 
 
 def test_a_config_does_not_follow_what_it_was_made_from():
-    levels = {2: {"ratio": 0.25}}
-    config = ToMeConfig(levels=levels)
-    levels[2]["ratio"] = 2.0
-    assert config.at(2, 0, 1).ratio == 0.25
+    rule = {"level": 2, "ratio": 0.25}
+    config = ToMeConfig(rules=[rule])
+    rule["ratio"] = 2.0
+    assert config.at_level(2).ratio == 0.25
 
 
 def test_a_config_shows_what_differs_from_the_defaults():
     assert repr(ToMeConfig()) == "ToMeConfig()"
-    config = ToMeConfig(ratio=0.4, reuse=StepReuse(every=2), schedule=Schedule(ratio=[1, 0.5]))
+    config = ToMeConfig(ratio=0.4, reuse=StepReuse(every=2), rules=[{"start": 0.5, "ratio": 0.2}])
     assert repr(config) == (
-        "ToMeConfig(ratio=0.4, schedule=Schedule(ratio=(1.0, 0.5)), reuse=StepReuse(every=2))"
+        "ToMeConfig(ratio=0.4, reuse=StepReuse(every=2), rules=({'start': 0.5, 'ratio': 0.2},))"
     )
+    assert eval(repr(config)) == config
 
 
 def test_what_holds_at_a_step_is_small_and_not_checked_again(monkeypatch):
-    config = ToMeConfig(schedule=Schedule(ratio=(1.0, 0.0)), levels={2: {"ratio": 0.2}})
+    rules = [{"start": 0.5, "ratio": 0.25}, {"level": 2, "ratio": 0.1}, {"guidance": 5, "sx": 4}]
+    config = ToMeConfig(rules=rules)
     monkeypatch.setattr(ToMeConfig, "__post_init__", lambda self: pytest.fail("checked again"))
-    assert config.at(2, 1, 3) == MergeSettings(ratio=0.1)
-    assert list(config.stages(1)) == [MergeSettings(ratio=0.5)]
+    assert config.at_guidance(7).at_step(1, 3).at_level(1) == MergeSettings(sx=4)
+    assert config.at_guidance(7).at_step(2, 3).at_level(1) == MergeSettings(ratio=0.25, sx=4)
+    assert config.at_guidance(3).at_step(2, 3).at_level(2) == MergeSettings(ratio=0.1)
+    assert [stage.at_level(1).ratio for stage in config.stages()] == [0.5, 0.25, 0.5, 0.25]
+    assert config.at_guidance(7) is config.at_guidance(7)
 
 
-def test_a_schedule_multiplies_the_ratio_of_reference_pictures_too():
+def test_later_rules_win_whatever_their_conditions():
+    by_level, by_step = {"level": 2, "ratio": 0.1}, {"start": 0.5, "ratio": 0.2}
+    by_guidance = {"guidance": 5, "ratio": 0.3}
+    for rules in itertools.permutations((by_level, by_step, by_guidance)):
+        config = ToMeConfig(rules=rules).at_guidance(5)
+        assert config.at_step(1, 2).at_level(2).ratio == rules[-1]["ratio"]
+        assert config.at_step(0, 2).at_level(1).ratio == 0.3
+
+
+def test_a_rule_for_some_steps_makes_them_full():
+    config = ToMeConfig(
+        reuse=StepReuse(every=3, shallow_every=2), rules=[{"until": 0.2, "ratio": 0, "reuse.every": 1}]
+    )
+    assert [config.at_step(i, 10).reuse.on for i in range(4)] == [False, False, True, True]
+    assert [config.at_step(i, 10).merges for i in range(4)] == [False, False, True, True]
+
+
+def test_rules_hold_for_reference_pictures_too():
     config = ToMeConfig(
         ratio=0.4,
         reference_ratio=0.5,
-        schedule=Schedule(ratio=(1.2, 0.6), until=0.9),
-        levels={2: {"reference_ratio": 0.25}},
+        rules=[{"level": 2, "reference_ratio": 0.25}, *dense_outside(0, 0.9)],
     )
-    assert config.at(1, 8, 9).merges is False
-    middle = config.at(1, 5, 11)
-    assert (middle.ratio, middle.reference_ratio) == pytest.approx((0.36, 0.45))
-    assert (config.most().reference_ratio, config.most().levels[2]["reference_ratio"]) == pytest.approx(
-        (0.6, 0.3)
-    )
-    assert next(config.stages(2)).of_references.ratio == pytest.approx(0.3)
+    assert config.at_step(8, 9).at_level(1).merges is False
+    assert config.at_step(5, 11).at_level(2).of_references.ratio == 0.25
 
 
 @pytest.mark.parametrize("scope", ["keys", "block"])

@@ -5,18 +5,22 @@ import time
 
 import pytest
 
-from tokenmerge import ConfigError, Correction, PlanSharing, Schedule, StepReuse, ToMeConfig
+from tokenmerge import ConfigError, Correction, PlanSharing, StepReuse, ToMeConfig
 from tokenmerge.config import load_config, save_config
 
 CONFIG = ToMeConfig(
     ratio=0.4,
     max_downsample=2,
     scope="block",
-    schedule=Schedule(ratio=(1.4, 0.6), until=0.8, phases={0.5: {"planner": "tiled"}}),
     plans=PlanSharing(every=2, blocks=True),
     correction=Correction(every=3),
     reuse=StepReuse(every=4, shallow_every=2, shallow_from=0.25, span=0.5),
-    levels={2: {"ratio": 0.25, "seed": 5}},
+    rules=[
+        {"level": 2, "ratio": 0.25, "seed": None},
+        {"start": 0.5, "until": 0.8, "planner": "tiled"},
+        {"guidance": 5, "reuse.every": 2.5},
+        {"until": 0.2, "ratio": 0, "reuse.every": 1},
+    ],
 )
 
 
@@ -31,7 +35,7 @@ def test_a_config_is_read_as_it_was_saved(config, tmp_path):
 def test_a_file_may_name_a_few_settings(tmp_path):
     file = tmp_path / "settings.json"
     file.write_text('{"version": 1, "settings": {"reuse": {"every": 2}, "levels": {"2": {"ratio": 0.25}}}}')
-    assert load_config(file) == ToMeConfig(reuse=StepReuse(every=2), levels={2: {"ratio": 0.25}})
+    assert load_config(file) == ToMeConfig(reuse=StepReuse(every=2), rules=[{"level": 2, "ratio": 0.25}])
 
 
 @pytest.mark.parametrize(
@@ -54,10 +58,13 @@ def test_a_file_may_name_a_few_settings(tmp_path):
             r"reuse\.every: expected a number ≥ 1, got 0",
         ),
         ('{"version": 1, "settings": {"reuse": 2}}', "expected settings out of ratio, .* got reuse"),
-        ('{"version": 1, "settings": {"levels": {"a": {}}}}', "levels: expected an integer ≥ 1, got 'a'"),
+        (
+            '{"version": 1, "settings": {"levels": {"a": {}}}}',
+            "levels: expected a number as the level, got 'a'",
+        ),
         (
             '{"version": 1, "settings": {"schedule": {"phases": {"0.5": {"sx": 0}}}}}',
-            r"schedule\.phases\[0\.5\]\.sx: expected an integer ≥ 1, got 0",
+            r"rules\[0\]: sx: expected an integer ≥ 1, got 0",
         ),
     ],
 )

@@ -5,15 +5,15 @@ import json
 import pytest
 from tests.config.test_json_file import CONFIG
 
-from tokenmerge import ConfigError, Schedule, StepReuse, ToMeConfig, presets
-from tokenmerge.config import read_metadata, to_metadata
+from tokenmerge import ConfigError, StepReuse, ToMeConfig, presets
+from tokenmerge.config import dense_outside, read_metadata, to_metadata
 
 CONFIGS = [
     ToMeConfig(),
     CONFIG,
     presets.sdtm(),
-    ToMeConfig(reuse=StepReuse(full_steps=(0, 0.5, 1)), schedule=Schedule(start=0.1)),
-    ToMeConfig(ratio=0.25, by_guidance={5: {"scope": "block", "reuse.every": 1.5}}),
+    ToMeConfig(reuse=StepReuse(full_steps=(0, 0.5, 1)), rules=dense_outside(0.1, 1)),
+    ToMeConfig(ratio=0.25, rules=[{"guidance": 5, "scope": "block", "reuse.every": 1.5}]),
 ]
 
 

@@ -41,7 +41,7 @@ def test_what_a_block_changed_is_added_to_what_it_is_called_with(family):
     model = model_of(family)
     if not whole(model):
         pytest.skip("no block of it can run as a whole")
-    reuse = {"reuse": StepReuse(every=3, shallow_every=2), "use_rand": False}
+    reuse = {"reuse": StepReuse(every=3, shallow_every=2), "seed": None}
     _, ran, last_layer, finest_level = at_each_step(model, family, 4, **reuse)
     stages = [(stage, cache) for stage, cache in cached.caches(model, StageState) if stage.is_last]
     blocks = [(b, cache) for b, cache in cached.caches(model, BlockState) if b.block_layout is not None]

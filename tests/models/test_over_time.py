@@ -75,7 +75,7 @@ def test_tokens_of_two_frames_merge_by_what_blocks_added_a_step_ago(features):
 
     for block in model.blocks:
         block.register_forward_hook(note, with_kwargs=True)
-    config = ToMeConfig(ratio=0.5, st=2, features=features, use_rand=False)
+    config = ToMeConfig(ratio=0.5, st=2, features=features, seed=None)
     patch = apply_token_merging(model, config)
     patch.at_step(0, 3)
     call(model, family.inputs(1, 8, 8))

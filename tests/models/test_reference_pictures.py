@@ -22,7 +22,7 @@ from tokenmerge import (
     UnsupportedModelError,
     apply_token_merging,
 )
-from tokenmerge.config import Correction, Schedule
+from tokenmerge.config import Correction
 from tokenmerge.planners import PLANNERS
 from tokenmerge.report import predict
 from tokenmerge.runtime.state import RecordedPlan
@@ -63,7 +63,7 @@ def of_pictures(name: str) -> list[int]:
 @EVERY
 def test_tokens_merge_within_their_picture_on_its_own_grid(name):
     """``uniform`` makes one token of each 2 × 2 cell with a drawn destination: rows and columns matter."""
-    found, _ = planned(name, ratio=0.75, planner="uniform", use_rand=False)
+    found, _ = planned(name, ratio=0.75, planner="uniform", seed=None)
     assert (found.grid, list(found.references)) == ((FAMILIES[name].frames, 8, 8), REFERENCES[name])
     start, made = 0, []
     for frames, rows, columns in [found.grid, *found.references]:
@@ -211,7 +211,11 @@ def test_a_call_without_references_has_nothing_to_merge_where_only_they_would():
 
 
 @pytest.mark.parametrize(
-    "settings", [{"correction": Correction(every=2)}, {"schedule": Schedule(ratio=(0, 1, 0))}]
+    "settings",
+    [
+        {"correction": Correction(every=2)},
+        {"rules": [{"until": 0.34, "ratio": 0}, {"start": 0.67, "ratio": 0}]},
+    ],
 )
 def test_dense_steps_leave_the_references_dense(settings):
     """The first and the last of three steps are dense, by correction or by a factor of 0."""

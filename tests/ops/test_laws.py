@@ -30,7 +30,7 @@ def cases(draw):
     sx, sy, time = draw(strides), draw(strides), draw(st.integers(1, 2))
     grid = draw(st.integers(time, 3)), draw(st.integers(sy, 9)), draw(st.integers(sx, 9))
     ratio = draw(st.floats(0, 1 - 1 / (sx * sy * time)))
-    config = ToMeConfig(ratio=ratio, sx=sx, sy=sy, st=time, use_rand=draw(st.booleans()), seed=draw(seeds))
+    config = ToMeConfig(ratio=ratio, sx=sx, sy=sy, st=time, seed=draw(st.none() | seeds))
     generator = torch.Generator().manual_seed(draw(seeds))
     x = torch.randn(draw(st.integers(1, 3)), math.prod(grid), 5, generator=generator)
     return config, grid, x, torch.tensor(draw(seeds))
@@ -191,7 +191,7 @@ def test_the_plan_is_that_of_the_slow_reference(case):
     _, height, width = grid
     x = x[:, : height * width]  # one frame
     ratio = config.ratio * highest_ratio(config.sx, config.sy)
-    config = ToMeConfig(ratio=ratio, sx=config.sx, sy=config.sy, use_rand=False)
+    config = ToMeConfig(ratio=ratio, sx=config.sx, sy=config.sy, seed=None)
     plan = PLANNERS["tome"](x, (1, height, width), config, torch.tensor(0))
     if plan is None:
         return

@@ -61,7 +61,7 @@ def test_a_token_lies_in_its_cell_or_beyond_the_last_one(case):
 @given(grids(), st.integers(1, 2), st.integers(1, 3))
 def test_the_uniform_planner_means_each_cell(case, b, frames):
     (height, width), (sy, sx) = case
-    config = ToMeConfig(ratio=1 - 1 / (sx * sy), sx=sx, sy=sy, planner="uniform", use_rand=False)
+    config = ToMeConfig(ratio=1 - 1 / (sx * sy), sx=sx, sy=sy, planner="uniform", seed=None)
     x = torch.randn(b, frames * height * width, 4)
     plan = PLANNERS["uniform"](x, (frames, height, width), config, torch.tensor(0))
     if plan is None:

@@ -79,7 +79,7 @@ def test_half_precision_merging_only_rounds_its_result(dtype):
     """Sums are exact enough in float32, so the error is that of rounding the mean once: half an ulp."""
     x = (random_tokens(1, 4096, 8) + 3).to(dtype)
     x[:, ::2] = x[:, :1]  # one large group, in which a half-precision sum would stop growing
-    plan = PLANNERS["tome"](x, (1, 64, 64), ToMeConfig(ratio=0.75, use_rand=False), torch.tensor(0))
+    plan = PLANNERS["tome"](x, (1, 64, 64), ToMeConfig(ratio=0.75, seed=None), torch.tensor(0))
     exact = merge(plan, x.double())
     error = (merge(plan, x).double() - exact).abs()
     assert (error <= exact.abs() * torch.finfo(dtype).eps / 2 + 1e-5).all()

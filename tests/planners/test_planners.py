@@ -25,7 +25,7 @@ from tokenmerge.planners import (
 )
 
 EVERY = pytest.mark.parametrize("name", PLANNERS)
-# Planners that draw nothing at random, whatever ``use_rand`` says.
+# Planners that draw nothing at random, with or without a seed.
 NOT_DRAWN = ("toma",)
 
 seeds = st.integers(0, 2**40)
@@ -49,7 +49,7 @@ def cases(draw):
     sx, sy = draw(st.integers(1, 3)), draw(st.integers(1, 3))
     grid = draw(st.integers(1, 3)), draw(st.integers(sy, 9)), draw(st.integers(sx, 9))
     ratio = draw(st.floats(0, 1)) * highest_ratio(sx, sy)
-    changes = {"ratio": ratio, "sx": sx, "sy": sy, "use_rand": draw(st.booleans()), "seed": draw(seeds)}
+    changes = {"ratio": ratio, "sx": sx, "sy": sy, "seed": draw(st.none() | seeds)}
     return changes, grid, tokens(draw(st.integers(1, 3)), grid, seed=draw(seeds))
 
 
@@ -313,8 +313,8 @@ def test_nothing_is_drawn_from_the_global_generator_and_steps_differ(name):
     first = plan(name, x, grid, config)
     assert differs(config, 4) == (name not in NOT_DRAWN)
     assert differs(dataclasses.replace(config, seed=1), 3) == (name not in NOT_DRAWN)
-    first = plan(name, x, grid, dataclasses.replace(config, use_rand=False))
-    assert not differs(dataclasses.replace(config, use_rand=False), 4)
+    first = plan(name, x, grid, dataclasses.replace(config, seed=None))
+    assert not differs(dataclasses.replace(config, seed=None), 4)
 
 
 @EVERY

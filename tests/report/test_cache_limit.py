@@ -68,7 +68,7 @@ def test_what_fits_stays_as_it_is():
 
 def test_the_guidance_scale_that_caches_most_counts():
     unet = hosts.unet()
-    strong = ToMeConfig(ratio=0.5, by_guidance={5: {"correction.every": 2}})
+    strong = ToMeConfig(ratio=0.5, rules=[{"guidance": 5, "correction.every": 2}])
     needed = counted_cache(unet, ToMeConfig(ratio=0.5, correction=Correction(every=2)))
     assert counted_cache(unet, strong) == needed > 0
     config, _ = within(unet, strong, needed - 1)
@@ -77,7 +77,9 @@ def test_the_guidance_scale_that_caches_most_counts():
 
 def test_a_finest_level_that_is_skipped_only_under_strong_guidance_is_left_out_too():
     unet = hosts.unet()
-    config = ToMeConfig(ratio=0.5, reuse=StepReuse(every=2), by_guidance={5: {"reuse.shallow_every": 2}})
+    config = ToMeConfig(
+        ratio=0.5, reuse=StepReuse(every=2), rules=[{"guidance": 5, "reuse.shallow_every": 2}]
+    )
     less, text = within(unet, config, counted_cache(unet, config) - 1)
     assert [(one.reuse.every, one.reuse.skips_finest) for one in less.variants()] == [(2, False)] * 2
     assert "every step runs the finest level" in text

@@ -21,13 +21,13 @@ from tokenmerge import (
     Correction,
     NothingToMergeError,
     PlanSharing,
-    Schedule,
     StepReuse,
     ToMeConfig,
     apply_token_merging,
     presets,
     token_merging,
 )
+from tokenmerge.config import dense_outside
 from tokenmerge.models.find import find_hosts
 from tokenmerge.report import Report, predict
 from tokenmerge.report import flops as counting
@@ -218,7 +218,7 @@ PLAN = TOKENS * 5 // 2 * 8 + TOKENS // 2 * FLOAT32
         ({"correction": Correction(every=3), "scope": "block"}, BLOCKS),
         ({"reuse": StepReuse(every=2)}, 2 * BELOW),
         (
-            {"reuse": StepReuse(every=3, span=0.1), "scope": "block", "schedule": Schedule(until=0.1)},
+            {"reuse": StepReuse(every=3, span=0.1), "scope": "block", "rules": dense_outside(0, 0.1)},
             2 * BELOW,
         ),
         ({"reuse": StepReuse(every=2, shallow_every=2)}, 2 * BELOW + 2),
@@ -248,7 +248,7 @@ def over_steps(steps: int, **settings: object) -> Report:
 
 
 def test_the_mean_over_steps_is_that_of_dense_and_merged_ones():
-    report = over_steps(4, schedule=Schedule(until=0.25))
+    report = over_steps(4, rules=dense_outside(0, 0.25))
     assert report.steps == 4
     assert report.flops_mean == (report.flops_merged + 3 * report.flops_dense) / 4
     assert report.flops_merged == predict(hosts.unet(), HALF).flops_merged
@@ -282,7 +282,7 @@ def test_stages_that_do_not_run_cost_nothing():
 
 def test_without_steps_or_where_all_are_alike_no_mean_is_told():
     for report in (
-        predict(hosts.unet(), ToMeConfig(schedule=Schedule(until=0.5))),
+        predict(hosts.unet(), ToMeConfig(rules=dense_outside(0, 0.5))),
         predict(hosts.unet(), HALF, steps=3),
     ):
         assert (report.steps, report.flops_mean) == (None, None)
@@ -292,8 +292,8 @@ def test_without_steps_or_where_all_are_alike_no_mean_is_told():
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        (ToMeConfig(schedule=Schedule(until=0.75)), "the last 25 % of the steps are dense"),
-        (presets.sdtm(), "the ratio goes from 0.7 to 0.3 over the steps"),
+        (ToMeConfig(rules=dense_outside(0, 0.75)), "from 75 % of the steps on: all is dense"),
+        (presets.sdtm(), "from 80 % of the steps on: ratio=0.34"),
         (presets.sdtm(), "from 40 % of the steps on: planner=tome"),
         (presets.sdtm(), "tokens and operations are those of the step that merges most"),
         (presets.toma(), "a plan is used for 5 steps"),
@@ -319,7 +319,7 @@ def test_without_steps_or_where_all_are_alike_no_mean_is_told():
             "; reuse.shallow_until=0.9: the last 10 % of the steps run it",
         ),
         (ToMeConfig(reuse=StepReuse(every=2, span=0.125)), "at most 12.5 % of the steps apart"),
-        (ToMeConfig(max_downsample=2, levels={2: {"ratio": 0.25}}), "level 2: ratio=0.25"),
+        (ToMeConfig(max_downsample=2, rules=[{"level": 2, "ratio": 0.25}]), "level 2: ratio=0.25"),
     ],
 )
 def test_notes_say_what_follows_the_steps(config, words):
@@ -337,7 +337,7 @@ def test_the_report_has_these_notes_and_those_on_small_grids(config):
 
 
 def test_levels_are_counted_with_their_own_settings():
-    report = predict(hosts.unet(), ToMeConfig(max_downsample=2, levels={2: {"ratio": 0.25}}))
+    report = predict(hosts.unet(), ToMeConfig(max_downsample=2, rules=[{"level": 2, "ratio": 0.25}]))
     assert {(row.level, row.tokens - row.merged_tokens) for row in report.rows} == {(1, 128), (2, 16)}
 
 
@@ -354,7 +354,7 @@ def test_cached_shapes_are_those_that_are_computed_anew(monkeypatch):
 
 
 def test_html_has_the_cells_and_notes_of_the_text():
-    with token_merging(hosts.unet(), ToMeConfig(ratio=0.5, levels={2: {"ratio": 0.25}})) as patch:
+    with token_merging(hosts.unet(), ToMeConfig(ratio=0.5, rules=[{"level": 2, "ratio": 0.25}])) as patch:
         report = patch.report()
     shown = report._repr_html_()
     cells = [html.unescape(cell) for cell in re.findall(r"<t[hd]>(.*?)</t[hd]>", shown)]

@@ -13,8 +13,8 @@ from tests.models.test_every_family import call, model_of
 from tests.models.tiny import FAMILIES
 from torch import nn
 
-from tokenmerge import PlanSharing, Schedule, ToMeConfig, apply_token_merging
-from tokenmerge.config import settings, tome
+from tokenmerge import PlanSharing, ToMeConfig, apply_token_merging
+from tokenmerge.config import dense_outside, settings, tome
 from tokenmerge.config.checks import one_of
 from tokenmerge.planners import PLANNERS
 from tokenmerge.runtime import planning
@@ -222,8 +222,8 @@ def guided_batch(seed: int = 0) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("settings", "held"),
     [
-        ({"schedule": Schedule(until=0.5), "plans": PlanSharing(guidance=False)}, False),
-        ({"schedule": Schedule(until=0.5)}, True),  # for another call on the same sample
+        ({"rules": dense_outside(0, 0.5), "plans": PlanSharing(guidance=False)}, False),
+        ({"rules": dense_outside(0, 0.5)}, True),  # for another call on the same sample
         ({"plans": PlanSharing(every=2, guidance=False)}, True),
         ({"plans": PlanSharing(blocks=True, guidance=False)}, True),
     ],
@@ -236,7 +236,7 @@ def test_plans_are_held_only_where_they_are_used_again(settings, held):
     assert any(cached.plans(unet)) == held
 
 
-@pytest.mark.parametrize("settings", [{}, {"schedule": Schedule(until=0.5)}])
+@pytest.mark.parametrize("settings", [{}, {"rules": dense_outside(0, 0.5)}])
 def test_batches_that_are_twice_the_same_share_the_plan_of_the_first_call(settings):
     """Two pictures of one seed, for each prompt in a call of its own."""
     unet = hosts.unet()

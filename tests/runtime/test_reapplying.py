@@ -11,13 +11,13 @@ from torch import nn
 
 from tokenmerge import (
     Correction,
-    Schedule,
     StepReuse,
     ToMeConfig,
     apply_patch,
     apply_token_merging,
     remove_token_merging,
 )
+from tokenmerge.config import dense_outside
 from tokenmerge.runtime.patch import state_of
 
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_forward_pre_hooks_with_kwargs")
@@ -26,7 +26,7 @@ SETTINGS = {
     "blocks": ToMeConfig(ratio=0.4, scope="block", proportional=True),
     "over steps": ToMeConfig(
         ratio=0.25,
-        schedule=Schedule(until=0.8),
+        rules=dense_outside(0, 0.8),
         correction=Correction(every=2),
         reuse=StepReuse(every=2, shallow_every=2),
     ),

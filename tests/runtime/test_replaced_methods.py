@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from tokenmerge import ToMeConfig, apply_patch, apply_token_merging, remove_patch, token_merging
 
-CONFIG = ToMeConfig(ratio=0.5, use_rand=False)
+CONFIG = ToMeConfig(ratio=0.5, seed=None)
 # All attention merges, so that no layer that stays dense shows the replaced method.
-EVERYWHERE = {"use_rand": False, "max_downsample": 2, "merge_crossattn": True}
+EVERYWHERE = {"seed": None, "max_downsample": 2, "merge_crossattn": True}
 
 
 def tenth(attention: nn.Module, x: Tensor, *args: object, **kwargs: object) -> Tensor:

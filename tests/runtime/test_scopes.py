@@ -13,7 +13,6 @@ from tokenmerge import (
     ConfigError,
     NothingToMergeError,
     PlanSharing,
-    Schedule,
     ToMeConfig,
     UnsupportedModelError,
     apply_token_merging,
@@ -73,7 +72,7 @@ def test_proportional_attention_is_exact_where_merged_tokens_are_equal(scope):
         errors = {}
         for proportional in (False, True):
             config = ToMeConfig(
-                ratio=0.6, planner="uniform", scope=scope, proportional=proportional, use_rand=False
+                ratio=0.6, planner="uniform", scope=scope, proportional=proportional, seed=None
             )
             patch = apply_token_merging(unet, config)
             state = first.module.__dict__["_tokenmerge"]
@@ -130,8 +129,8 @@ def test_scopes_take_turns_over_the_steps():
     for scope in ("layers", "block"):
         with token_merging(unet, ToMeConfig(**HALF, max_downsample=2, scope=scope)):
             alone[scope] = hosts.call(unet, **hosts.sdxl_inputs())
-    phases = {0.34: {"scope": "block"}, 0.67: {"scope": "layers"}}
-    with token_merging(unet, ToMeConfig(**HALF, max_downsample=2, schedule=Schedule(phases=phases))) as patch:
+    rules = [{"start": 0.34, "scope": "block"}, {"start": 0.67, "scope": "layers"}]
+    with token_merging(unet, ToMeConfig(**HALF, max_downsample=2, rules=rules)) as patch:
         for step, scope in enumerate(("layers", "block", "layers")):
             patch.at_step(step, 3)
             assert torch.equal(hosts.call(unet, **hosts.sdxl_inputs()), alone[scope])

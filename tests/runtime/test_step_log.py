@@ -24,13 +24,13 @@ from tokenmerge import (
     Correction,
     Patch,
     PlanSharing,
-    Schedule,
     StepReuse,
     ToMeConfig,
     ViTConfig,
     apply_token_merging,
     token_merging,
 )
+from tokenmerge.config import dense_outside
 from tokenmerge.runtime.scheduler import DenoisingStep, Generation
 from tokenmerge.runtime.step_log import StepLog, start_stopwatch
 
@@ -40,7 +40,7 @@ STEPS = 8
 SETTINGS = {
     "every step": ToMeConfig(ratio=0.5, max_downsample=2),
     "reused": ToMeConfig(ratio=0.5, max_downsample=2, reuse=StepReuse(every=2)),
-    "until": ToMeConfig(ratio=0.5, max_downsample=2, schedule=Schedule(until=0.5)),
+    "until": ToMeConfig(ratio=0.5, max_downsample=2, rules=dense_outside(0, 0.5)),
     "corrected": ToMeConfig(ratio=0.5, max_downsample=2, correction=Correction(every=3)),
 }
 ALL = pytest.mark.parametrize("name", SETTINGS)

@@ -30,12 +30,12 @@ from tokenmerge import (
     ConfigError,
     Correction,
     PlanSharing,
-    Schedule,
     StepReuse,
     ToMeConfig,
     UnsupportedModelError,
     apply_token_merging,
 )
+from tokenmerge.config import dense_outside
 from tokenmerge.ops import Plan, merge, unmerge
 from tokenmerge.runtime.patch import state_of
 from tokenmerge.runtime.reuse import Residual, extrapolated, residual_of, updated
@@ -82,29 +82,29 @@ def equal(results: list[Tensor], others: list[Tensor]) -> list[bool]:
 @pytest.mark.parametrize(
     ("settings", "dense"),
     [
-        ({"schedule": Schedule(until=0.5)}, [3, 4, 5]),
-        ({"schedule": Schedule(ratio=(1.0, 0.0))}, [5]),
-        ({"schedule": Schedule(ratio=(0, 0, 0, 1, 1, 1))}, [0, 1, 2]),
-        ({"schedule": Schedule(phases={0.5: {"ratio": 0.0}})}, [3, 4, 5]),
+        ({"rules": dense_outside(0, 0.5)}, [3, 4, 5]),
+        ({"rules": [{"start": 0.8, "ratio": 0}]}, [5]),
+        ({"rules": [{"until": 0.5, "ratio": 0}]}, [0, 1, 2]),
+        ({"rules": [{"start": 0.5, "ratio": 0.0}]}, [3, 4, 5]),
         (
-            {"levels": {1: {"ratio": 0.0}, 2: {"ratio": 0.0}}, "schedule": Schedule(until=0.99)},
+            {"rules": [{"level": 1, "ratio": 0}, {"level": 2, "ratio": 0}, *dense_outside(0, 0.99)]},
             [0, 1, 2, 3, 4, 5],
         ),
         ({"correction": Correction(every=3)}, [0, 3]),
         (
-            {"correction": Correction(every=3), "schedule": Schedule(until=0.6)},
+            {"correction": Correction(every=3), "rules": dense_outside(0, 0.6)},
             [0, 3, 4, 5],
         ),  # no merged step follows the second
         # A plan that is still held, and its corrections, are not for a step that does not merge.
-        ({"plans": PlanSharing(every=6), "schedule": Schedule(until=0.5)}, [3, 4, 5]),
-        ({"correction": Correction(every=6), "schedule": Schedule(until=0.5)}, [0, 3, 4, 5]),
-        ({"plans": PlanSharing(every=6), "schedule": Schedule(ratio=(1, 1, 0, 1, 1, 1))}, [2]),
-        ({"schedule": Schedule(start=0.5)}, [0, 1, 2]),
-        ({"schedule": Schedule(start=0.3, until=0.8)}, [0, 1, 5]),
-        ({"plans": PlanSharing(every=6), "schedule": Schedule(start=0.5)}, [0, 1, 2]),
-        ({"reuse": StepReuse(every=2), "schedule": Schedule(start=0.5)}, [0, 1, 2]),
+        ({"plans": PlanSharing(every=6), "rules": dense_outside(0, 0.5)}, [3, 4, 5]),
+        ({"correction": Correction(every=6), "rules": dense_outside(0, 0.5)}, [0, 3, 4, 5]),
+        ({"plans": PlanSharing(every=6), "rules": [{"start": 0.34, "until": 0.5, "ratio": 0}]}, [2]),
+        ({"rules": dense_outside(0.5, 1)}, [0, 1, 2]),
+        ({"rules": dense_outside(0.3, 0.8)}, [0, 1, 5]),
+        ({"plans": PlanSharing(every=6), "rules": dense_outside(0.5, 1)}, [0, 1, 2]),
+        ({"reuse": StepReuse(every=2), "rules": dense_outside(0.5, 1)}, [0, 1, 2]),
         # The first step that may merge corrects, however long ago a correction was due.
-        ({"correction": Correction(every=3), "schedule": Schedule(start=0.3)}, [0, 1, 2, 5]),
+        ({"correction": Correction(every=3), "rules": dense_outside(0.3, 1)}, [0, 1, 2, 5]),
     ],
 )
 def test_which_steps_are_dense(settings, dense):
@@ -114,10 +114,10 @@ def test_which_steps_are_dense(settings, dense):
     assert [i for i, same in enumerate(equal(results, expected)) if same] == dense
 
 
-def test_ratios_follow_the_schedule():
-    _, plans = Loop(hosts.unet(), hosts.inputs(1), schedule=Schedule(ratio=(1.0, 0.5))).run()
+def test_ratios_follow_the_rules():
+    _, plans = Loop(hosts.unet(), hosts.inputs(1), rules=[{"start": 0.5, "ratio": 0.25}]).run()
     kept = [len(last) for _, last in plans]
-    assert kept == [256 - int(256 * 0.5 * (1 - 0.1 * i)) for i in range(STEPS)]
+    assert kept == [256 - int(256 * ratio) for ratio in (0.5, 0.5, 0.5, 0.25, 0.25, 0.25)]
 
 
 def test_phases_have_plans_of_their_own():
@@ -125,7 +125,7 @@ def test_phases_have_plans_of_their_own():
         hosts.unet(),
         hosts.inputs(1),
         plans=PlanSharing(every=6),
-        schedule=Schedule(phases={0.5: {"ratio": 0.25}}),
+        rules=[{"start": 0.5, "ratio": 0.25}],
     ).run()
     assert [len(last) for _, last in plans] == [128, 128, 128, 192, 192, 192]
 
@@ -243,7 +243,7 @@ def test_another_text_in_the_middle_may_be_longer(name, settings):
     longer = {**arguments, "encoder_hidden_states": torch.cat([text, text], dim=1)}
     if "txt_ids" in arguments:
         longer["txt_ids"] = torch.cat([arguments["txt_ids"]] * 2)
-    patch = apply_token_merging(model, ToMeConfig(**HALF, **settings, use_rand=False))
+    patch = apply_token_merging(model, ToMeConfig(**HALF, **settings, seed=None))
     patch.at_step(0, 8)
     alone = call(model, longer)
     for index in range(3):  # the last would go on with what blocks changed, or merge with corrections
@@ -272,9 +272,7 @@ def test_blocks_that_do_not_run_go_on_in_a_straight_line(name, scope):
     In a UNet, those of the finest level do.
     """
     model, arguments, of_sample = host_of(name)
-    patch = apply_token_merging(
-        model, ToMeConfig(**HALF, scope=scope, reuse=StepReuse(every=2), use_rand=False)
-    )
+    patch = apply_token_merging(model, ToMeConfig(**HALF, scope=scope, reuse=StepReuse(every=2), seed=None))
     ran: list[int] = []
     states = [block for block in state_of(model).blocks if block.level > 1 or block.caches_residuals]
     blocks = [module for module in model.modules() if module.__dict__.get(STATE) in states]
@@ -501,7 +499,9 @@ class GuidedPipeline:
 def test_strong_guidance_has_settings_of_its_own():
     """They hold from the first call of a generation on, by the scale that the pipeline says."""
     reuse, strong = StepReuse(every=3), {"scope": "block", "correction.every": 3, "reuse.every": 1}
-    config = ToMeConfig(ratio=0.4, reuse=reuse, by_guidance={5: strong, 9: {"ratio": 0.2}})
+    config = ToMeConfig(
+        ratio=0.4, reuse=reuse, rules=[{"guidance": 5, **strong}, {"guidance": 9, "ratio": 0.2}]
+    )
     unet, found = hosts.unet(), []
     pipe = GuidedPipeline(unet)
     patch = apply_token_merging(pipe, config)
@@ -694,7 +694,7 @@ def test_reuse_is_refused_where_nothing_can_be_left_out():
 def test_a_step_that_is_over_is_an_error():
     """Of a loop that does not say so; of a pipeline that shares the model with the one it was applied to."""
     unet, arguments = hosts.unet(), hosts.inputs()
-    patch = apply_token_merging(unet, ToMeConfig(**HALF, schedule=Schedule(until=0.5)))
+    patch = apply_token_merging(unet, ToMeConfig(**HALF, rules=dense_outside(0, 0.5)))
     patch.at_step(0, 4)
     hosts.call(unet, **arguments)
     hosts.call(unet, **arguments)
@@ -784,10 +784,10 @@ def test_copies_take_nothing_of_what_guidance_changed():
 def test_a_model_alone_has_to_be_told_the_step():
     unet = hosts.unet()
     patch = apply_token_merging(
-        unet, ToMeConfig(**HALF, schedule=Schedule(until=0.5), plans=PlanSharing(every=2))
+        unet, ToMeConfig(**HALF, rules=dense_outside(0, 0.5), plans=PlanSharing(every=2))
     )
     with pytest.raises(
-        ConfigError, match=r"schedule\.until=0\.5 and plans\.every=2: .* patch\.at_step\(i, steps\)"
+        ConfigError, match=r"rules\[0\]=\{'start': 0\.5, .* and plans\.every=2: .* patch\.at_step\(i, steps\)"
     ):
         hosts.call(unet, **hosts.inputs())
     with pytest.raises(ConfigError, match="0 ≤ index < steps, got 3, 3"):
@@ -826,7 +826,7 @@ def _again_with(timestep: float, side: int = 16) -> dict[str, Any]:
         {},
         {"scope": "block"},
         {"plans": PlanSharing(blocks=True)},
-        {"schedule": Schedule(ratio=(1.4, 0.6))},
+        {"rules": [{"until": 0.5, "ratio": 0.6}, {"start": 0.5, "ratio": 0.4}]},
         {"ratio": 0.25},
         {"features": "model_residual"},
     ],
@@ -880,7 +880,6 @@ WAN = "WanTransformer3DModel"
         ("UNet", {"features": "residual"}, 1),
         (WAN, {"features": "model_residual", "plans": PlanSharing(blocks=True)}, 1),
         (WAN, {"features": "residual", "reuse": StepReuse(every=2)}, 1),
-        ("UNet", {"features": "keys", "scope": "layers", "schedule": Schedule(ratio=(1.0, 1.0))}, 1),
     ],
 )
 def test_blocks_compile_in_as_many_graphs_as_kinds_of_steps(name, settings, graphs):
@@ -908,7 +907,7 @@ def test_blocks_compile_in_as_many_graphs_as_kinds_of_steps(name, settings, grap
 def test_steps_are_not_for_one_graph():
     torch._dynamo.reset()
     whole = torch.compile(hosts.unet(), fullgraph=True, backend="eager")
-    patch = apply_token_merging(whole, ToMeConfig(**HALF, schedule=Schedule(until=0.5)))
+    patch = apply_token_merging(whole, ToMeConfig(**HALF, rules=dense_outside(0, 0.5)))
     patch.at_step(0, 2)
     with pytest.raises((UnsupportedModelError, torch._dynamo.exc.TorchDynamoException), match="one graph"):
         hosts.call(whole, **hosts.inputs(1))

@@ -29,7 +29,8 @@ from tests.models.tiny import FAMILIES
 from tiny_pipeline import SIDE
 from torch import nn
 
-from tokenmerge import Correction, Schedule, StepReuse, ToMeConfig, apply_token_merging
+from tokenmerge import Correction, StepReuse, ToMeConfig, apply_token_merging
+from tokenmerge.config import dense_outside
 from tokenmerge.runtime.patch import state_of
 from tokenmerge.runtime.state import BlockState, LayerState
 
@@ -94,7 +95,7 @@ SCHEDULERS = pytest.mark.parametrize(
 @SCHEDULERS
 def test_a_generation(pipe, scheduler):
     """Also with a scheduler that is swapped after the pipeline was patched."""
-    apply_token_merging(pipe, ToMeConfig(**CORRECTED, schedule=Schedule(until=0.8)))
+    apply_token_merging(pipe, ToMeConfig(**CORRECTED, rules=dense_outside(0, 0.8)))
     pipe.scheduler = scheduler
     seen = calls(pipe.unet)
     steps = 8 if isinstance(scheduler, PNDMScheduler) else 9
@@ -114,7 +115,7 @@ def test_from_a_picture(pipe, scheduler):
     pipe.scheduler = scheduler
     pipe = StableDiffusionImg2ImgPipeline(**pipe.components, requires_safety_checker=False)
     pipe.set_progress_bar_config(disable=True)
-    apply_token_merging(pipe, ToMeConfig(**REUSED, schedule=Schedule(until=0.75)))
+    apply_token_merging(pipe, ToMeConfig(**REUSED, rules=dense_outside(0, 0.75)))
     seen = calls(pipe.unet)
     picture = Image.new("RGB", (SIDE, SIDE), (200, 30, 60))
     draw(pipe, 16, image=picture, strength=0.5)
@@ -240,7 +241,7 @@ def test_another_pipeline_with_the_same_model_follows_its_own_scheduler(pipe):
     [
         # The second transformer has nothing of the first; a share of the steps is one of both's.
         (
-            {"scope": "block", "correction": Correction(every=3), "schedule": Schedule(until=0.75)},
+            {"scope": "block", "correction": Correction(every=3), "rules": dense_outside(0, 0.75)},
             "ccmmmmccmm",
             "dddddd",
         ),

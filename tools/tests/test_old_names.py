@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tokenmerge import ConfigError, Correction, PlanSharing, Schedule, StepReuse, ToMeConfig, presets
-from tokenmerge.config import NEW_NAMES, SETTINGS
+from tokenmerge import ConfigError, Correction, PlanSharing, StepReuse, ToMeConfig, presets
+from tokenmerge.config import NEW_NAMES, SETTINGS, dense_outside
 from tokenmerge_tools.bench.records import CellRecord
 from tokenmerge_tools.bench.variants import parse_variant
 from tokenmerge_tools.method_spec import MethodSpec, read_setting
@@ -25,13 +25,38 @@ def test_old_and_new_spelling_are_one_config():
         **{"reuse_every": 4, "reuse_finest_every": 2, "reuse_finest_from": 0.25, "reuse_span": 0.5},
     }
     new = ToMeConfig(
-        schedule=Schedule(ratio=(1.4, 0.6), until=0.8, phases={0.5: {"planner": "tiled"}}),
         plans=PlanSharing(every=2, blocks=True, guidance=False),
         correction=Correction(every=3),
         reuse=StepReuse(every=4, shallow_every=2, shallow_from=0.25, span=0.5),
+        rules=[{"start": 0.5, "planner": "tiled"}, *dense_outside(0, 0.8)],
     )
+    read = ToMeConfig.from_dict(old)
+    assert ToMeConfig.from_dict(json.loads(json.dumps(read.to_dict()))) == read
+    # The ratio that changed from step to step is read as ten constant ones.
+    assert [round(read.at_step(i, 10).ratio, 2) for i in range(8)] == [
+        *(0.68, 0.64, 0.6, 0.56, 0.52, 0.48, 0.44, 0.4)
+    ]
+    del old["schedule"]
     assert ToMeConfig.from_dict(old) == new == ToMeConfig.from_dict(json.loads(json.dumps(new.to_dict())))
     assert ToMeConfig.from_dict({"schedule": None}) == ToMeConfig()
+
+
+def test_former_levels_phases_and_scales_of_guidance_are_rules():
+    old = {
+        "use_rand": False,
+        "schedule": {"ratio": [1.0], "start": 0.1, "until": 1.0, "phases": {"0.5": {"ratio": 0.3}}},
+        "levels": {"2": {"ratio": 0.2, "use_rand": True}},
+        "by_guidance": {"5.0": {"reuse.every": 2, "ratio": 0.4}},
+    }
+    assert ToMeConfig.from_dict(old) == ToMeConfig(
+        seed=None,
+        rules=[
+            {"guidance": 5, "reuse.every": 2, "ratio": 0.4},
+            {"start": 0.5, "ratio": 0.3},
+            {"level": 2, "ratio": 0.2},
+            *dense_outside(0.1, 1),
+        ],
+    )
 
 
 def test_a_setting_is_given_once():
@@ -41,18 +66,10 @@ def test_a_setting_is_given_once():
 
 def test_old_names_on_the_command_line():
     assert read_setting("reuse_every=2") == read_setting("reuse.every=2") == ("reuse.every", 2)
-    assert read_setting("schedule=1.4/0.6") == ("schedule.ratio", (1.4, 0.6))
     assert MethodSpec("toma", {"plan_every": 2}).config() == presets.toma(**{"plans.every": 2})
-    (old,) = parse_variant("tome:share_plan,until=0.75", [0.5], {})
-    assert old.label == "tome ratio=0.5 schedule.until=0.75 plans.blocks"
-    assert [old] == parse_variant("tome:plans.blocks,schedule.until=0.75", [0.5], {})
-
-
-def test_a_preset_keeps_the_rest_of_a_part():
-    assert presets.sdtm(**{"schedule.until": 0.75}).schedule == Schedule(
-        ratio=(1.4, 0.6), phases={0.4: {"planner": "tome"}}, until=0.75
-    )
-    assert presets.sdtm(schedule=Schedule(until=0.75)).schedule == Schedule(until=0.75)
+    (old,) = parse_variant("tome:share_plan", [0.5], {})
+    assert old.label == "tome ratio=0.5 plans.blocks"
+    assert [old] == parse_variant("tome:plans.blocks", [0.5], {})
 
 
 def test_every_recorded_config_can_be_read():

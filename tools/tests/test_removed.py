@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tokenmerge import ConfigError, Schedule, ToMeConfig, apply_token_merging
+from tokenmerge import ConfigError, ToMeConfig, apply_token_merging
 from tokenmerge.config import REMOVED, REMOVED_VALUES, SETTINGS, load_config
 from tokenmerge_tools.bench.variants import parse_variant
 from tokenmerge_tools.method_spec import read_setting
@@ -52,8 +52,8 @@ def test_so_are_presets_levels_phases_scales_of_guidance_and_the_command_line(se
 
 
 def test_so_is_a_function_as_the_factor_of_the_ratio():
-    with pytest.raises(ConfigError, match=rf"schedule\.ratio: .* was removed \({PAGE}.*take numbers"):
-        Schedule(ratio=lambda done: 1.4 - 0.8 * done)
+    with pytest.raises(ConfigError, match=rf"schedule\.ratio: .* was removed \({PAGE}.*write rules"):
+        ToMeConfig.from_dict({"schedule.ratio": lambda done: 1.4 - 0.8 * done})
 
 
 def test_a_file_in_which_it_does_nothing_is_read(tmp_path):

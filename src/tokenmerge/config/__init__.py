@@ -1,7 +1,8 @@
 """What a user asks for: settings as frozen values, checked when they are made.
 
-``ToMeConfig`` has the fields of ``MergeSettings``, and further ones that say at which levels and steps these
-hold. ``ToMeConfig.at`` makes the ``MergeSettings`` of one level and step, which planners and blocks get.
+``ToMeConfig`` has the fields of ``MergeSettings``, and further ones. Its rules say what else holds at which
+levels, steps and guidance scales. ``at_guidance``, ``at_step`` and ``at_level`` apply them one after the
+other; the last returns the ``MergeSettings`` that planners and blocks get.
 
 Imports only ``errors``, and no torch.
 """
@@ -12,10 +13,11 @@ from tokenmerge.config.json_file import SavedSettings, load_config, load_setting
 from tokenmerge.config.metadata import read_metadata, to_metadata
 from tokenmerge.config.names import flat
 from tokenmerge.config.old_names import NEW_NAMES, with_new_names, words_with_new_names
+from tokenmerge.config.old_rules import with_rules
 from tokenmerge.config.plan_sharing import PlanSharing
 from tokenmerge.config.planner_names import GUIDED_PLANNERS, OWN_NUMBER, PLANNERS
 from tokenmerge.config.removed import REMOVED, REMOVED_VALUES, without_removed
-from tokenmerge.config.schedule import Schedule
+from tokenmerge.config.rules import Rule, dense_outside
 from tokenmerge.config.settings import (
     CACHED_FEATURES,
     COMBINATIONS,
@@ -42,11 +44,12 @@ __all__ = [
     "FoundFor",
     "MergeSettings",
     "PlanSharing",
+    "Rule",
     "SavedSettings",
-    "Schedule",
     "StepReuse",
     "ToMeConfig",
     "check_below_highest_ratio",
+    "dense_outside",
     "flat",
     "highest_ratio",
     "load_config",
@@ -55,6 +58,7 @@ __all__ = [
     "save_config",
     "to_metadata",
     "with_new_names",
+    "with_rules",
     "without_removed",
     "words_with_new_names",
 ]

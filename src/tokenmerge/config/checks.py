@@ -108,7 +108,7 @@ def optional(check: Check) -> Check:
 
 
 def as_number(value: object) -> float | None:
-    """A finite real number as a float; None for anything else, and for numbers too large for a float."""
+    """Return a finite real number as a float; None for anything else, and if it is too large."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         return None
     with contextlib.suppress(OverflowError, TypeError, ValueError):
@@ -118,7 +118,7 @@ def as_number(value: object) -> float | None:
 
 
 def as_items(value: object) -> tuple[Any, ...] | None:
-    """The items of something ordered, such as a list or a NumPy array; None for anything else."""
+    """Return the items of something ordered, such as a list or a NumPy array; None for anything else."""
     if isinstance(value, (str, bytes, Mapping, Set)) or not isinstance(value, Collection):
         return None
     with contextlib.suppress(TypeError):

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
-from tokenmerge.config.checks import check_fields, integer
+from tokenmerge.config.checks import Check, check_fields, integer
 from tokenmerge.config.value import Value
 from tokenmerge.errors import ConfigError
+
+# Checks of single fields.
+CHECKS: Mapping[str, Check] = {"every": integer(0)}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
@@ -32,7 +36,7 @@ class Correction(Value):
     every: int = 0
 
     def __post_init__(self) -> None:
-        check_fields(self, "correction.", {"every": integer(0)})
+        check_fields(self, "correction.", CHECKS)
         if self.every == 1:
             raise ConfigError(
                 "correction.every: with 1 every step would be dense; take 2 or more, or 0 for none"

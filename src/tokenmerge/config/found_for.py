@@ -34,7 +34,7 @@ class FoundFor:
     def differences(
         self, model: str | None = None, size: tuple[int, int] | None = None, steps: int | None = None
     ) -> list[str]:
-        """The differences, each as a part of a sentence. Arguments that are None are not compared.
+        """Return the differences, each as a part of a sentence. Arguments that are None are not compared.
 
         Args:
             model: class of the denoiser.
@@ -56,7 +56,7 @@ class FoundFor:
 
     @staticmethod
     def warning(differences: list[str]) -> str:
-        """The warning about differences, at least one."""
+        """Return the warning about differences, at least one."""
         return (
             f"these settings were found for {' and for '.join(differences)}; speed and closeness may "
             "differ from what was measured: run tokenmerge tune again"

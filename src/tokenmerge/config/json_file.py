@@ -94,7 +94,7 @@ def load_settings(path: str | Path) -> SavedSettings:
 
 
 def content(found: Any) -> SavedSettings:
-    """The settings in the content of a JSON file.
+    """Return the settings in the content of a JSON file.
 
     Raises:
         ConfigError: the content has another form, or a setting is unknown or out of range.
@@ -119,7 +119,7 @@ def _found_for(tuned: Any) -> FoundFor:
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object from its pairs; a repeated key is an error."""
+    """Return a JSON object from its pairs; a repeated key is an error."""
     found = dict(pairs)
     if len(found) < len(pairs):
         ((twice, times),) = collections.Counter(name for name, _ in pairs).most_common(1)

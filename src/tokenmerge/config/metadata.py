@@ -18,7 +18,7 @@ NAME = "Token merging"
 
 
 def to_metadata(config: ToMeConfig, method: str = "") -> str:
-    """The line for some settings.
+    """Return the line for some settings.
 
     Args:
         config: the settings.
@@ -33,7 +33,7 @@ def to_metadata(config: ToMeConfig, method: str = "") -> str:
 
 
 def read_metadata(text: str) -> ToMeConfig:
-    """The settings in the parameters of a picture.
+    """Return the settings in the parameters of a picture.
 
     Args:
         text: a line of :meth:`tokenmerge.Patch.metadata`, or a text that contains one. Its value may be in

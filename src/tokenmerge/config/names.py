@@ -10,13 +10,11 @@ from tokenmerge.config.correction import Correction
 from tokenmerge.config.old_names import NEW_NAMES
 from tokenmerge.config.plan_sharing import PlanSharing
 from tokenmerge.config.removed import without_removed
-from tokenmerge.config.schedule import Schedule
 from tokenmerge.config.step_reuse import StepReuse
 from tokenmerge.errors import ConfigError
 
 # The classes that a ToMeConfig nests, by the name of their field.
 PARTS: Mapping[str, type] = {
-    "schedule": Schedule,
     "plans": PlanSharing,
     "correction": Correction,
     "reuse": StepReuse,
@@ -24,7 +22,7 @@ PARTS: Mapping[str, type] = {
 
 
 def flat(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings by dotted name.
+    """Return settings by dotted name.
 
     Args:
         settings: by dotted name, by a former name, or nested. A nested part is an object, which gives all its
@@ -51,13 +49,11 @@ def _spread(name: str, value: Any) -> dict[str, Any]:
         return {f"{name}.{field.name}": getattr(value, field.name) for field in dataclasses.fields(part)}
     if part is not None and isinstance(value, Mapping):
         return {f"{name}.{field}": own for field, own in value.items()}
-    if name == "schedule" and value is None:  # former spelling of a constant ratio
-        value = (1.0,)
     return {NEW_NAMES.get(name, name): value}
 
 
 def nested(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a ToMeConfig from settings by dotted name, all of them known.
+    """Return the arguments of a ToMeConfig from settings by dotted name, all of them known.
 
     Raises:
         ConfigError: a value of a part is out of range.

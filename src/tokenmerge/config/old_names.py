@@ -8,9 +8,6 @@ from typing import Any
 
 # Current names by former names.
 NEW_NAMES: Mapping[str, str] = {
-    "schedule": "schedule.ratio",
-    "until": "schedule.until",
-    "phases": "schedule.phases",
     "plan_every": "plans.every",
     "share_plan": "plans.blocks",
     "share_guidance": "plans.guidance",
@@ -24,7 +21,7 @@ _OLD_WORD = re.compile(rf"(?<![\w.])({'|'.join(NEW_NAMES)})(?![\w.])")
 
 
 def with_new_names(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a recorded variant under their current names.
+    """Return the settings of a recorded variant under their current names.
 
     Args:
         settings: by name. Other names than former ones stay. The label of another variant, which is recorded
@@ -42,9 +39,9 @@ def with_new_names(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def words_with_new_names(label: str) -> str:
-    """The label of a variant, with the current names.
+    """Return the label of a variant, with the current names.
 
-    >>> words_with_new_names("tome ratio=0.5 schedule=1.4/0.6 share_plan")
-    'tome ratio=0.5 schedule.ratio=1.4/0.6 plans.blocks'
+    >>> words_with_new_names("tome ratio=0.5 share_plan")
+    'tome ratio=0.5 plans.blocks'
     """
     return _OLD_WORD.sub(lambda found: NEW_NAMES[found[0]], label)

@@ -20,7 +20,7 @@ def check_places(name: str, value: Any) -> tuple[float, ...]:
 
 
 def at_places(places: tuple[float, ...], steps: int) -> tuple[int, ...]:
-    """The indices of the steps at these places of a generation.
+    """Return the indices of the steps at these places of a generation.
 
     >>> at_places((0, 0.5, 1), 20)
     (0, 10, 19)

@@ -6,9 +6,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from tokenmerge.config.checks import Check, as_number, integer, number, one_of, optional, refuse, switch
+from tokenmerge.config.checks import Check, as_number, integer, number, one_of, optional, switch
 from tokenmerge.config.planner_names import COMPARES_NOTHING, OVER_TIME, PLANNERS
-from tokenmerge.config.removed import without_removed
 from tokenmerge.config.value import Value
 from tokenmerge.errors import ConfigError
 
@@ -28,8 +27,7 @@ CHECKS: Mapping[str, Check] = {
     "sx": integer(1),
     "sy": integer(1),
     "st": integer(1),
-    "use_rand": switch,
-    "seed": integer(),
+    "seed": optional(integer()),
     "merge_attn": switch,
     "merge_crossattn": switch,
     "merge_mlp": switch,
@@ -70,8 +68,8 @@ def check_below_highest_ratio(ratio: Any, sx: Any, sy: Any) -> None:
 class MergeSettings(Value):
     """Which tokens merge, where, and how: everything that may differ between levels and between steps.
 
-    Users set these fields on a :class:`tokenmerge.ToMeConfig`, which checks them; :meth:`ToMeConfig.at` makes
-    the settings of one level and step from it. This class itself checks nothing.
+    Users set these fields on a :class:`tokenmerge.ToMeConfig`, which checks them, and whose method
+    ``at_level`` returns the settings of one level. This class itself checks nothing.
 
     How many tokens merge:
 
@@ -81,8 +79,7 @@ class MergeSettings(Value):
         reference_ratio: the same for reference pictures, which editing models read in one sequence with the
             picture that they make: FLUX.1 Kontext, FLUX.2, Qwen-Image-Edit, JoyImage-Edit. Raising it makes
             every layer faster and lets fewer details of the references through. None: the value of ``ratio``.
-            With ``ratio=0`` only the references merge. A ``schedule.ratio`` multiplies both. References of
-            fewer frames than ``st`` stay dense.
+            With ``ratio=0`` only the references merge. References of fewer frames than ``st`` stay dense.
         min_tokens: token grids with fewer tokens than this stay dense, ≥ 0. Raising it brings the picture
             closer to the dense one. On small grids merging saves little, so a moderate value costs no time.
 
@@ -98,10 +95,10 @@ class MergeSettings(Value):
             parts blur. Only ``"tiled"`` and ``"tome"`` take more than 1. Planning time of ``"tome"`` then
             grows with the square of the number of frames, that of ``"tiled"`` with their number. Pictures
             have one frame and need 1.
-        use_rand: draw the destination of each cell at random, anew at each step. It costs no time. Without
-            it, a regular pattern becomes visible at high ratios.
-        seed: the random draw depends on this integer, the timestep and the cell. No seed is faster or better
-            than another. If each sample of a batch has its own timestep, the highest one counts for all.
+        seed: the destination of each cell is drawn at random in each step. The draw depends on this integer,
+            the timestep and the cell. No seed is faster or better than another. If each sample of a batch
+            has its own timestep, the highest one counts for all. None: nothing is drawn, which costs the same
+            time, and a regular pattern becomes visible at high ratios.
         planner: how merging tokens are chosen; docs/methods/planners.md compares the planners.
 
             - ``"tome"``: each source merges into the most similar destination of the whole picture (arXiv
@@ -166,8 +163,7 @@ class MergeSettings(Value):
     sx: int = 2
     sy: int = 2
     st: int = 1
-    use_rand: bool = True
-    seed: int = 0
+    seed: int | None = 0
     merge_attn: bool = True
     merge_crossattn: bool = False
     merge_mlp: bool = False
@@ -199,39 +195,11 @@ class MergeSettings(Value):
         return tuple(name for name, on in wanted.items() if on)
 
 
-def check_changes(name: str, key_is: str, key: Check, value: Any) -> dict[Any, dict[str, Any]]:
-    """Check settings that hold for single keys, ``{key: {setting: value}}``, and return them sorted by key.
-
-    Args:
-        name: name of the field that holds them.
-        key_is: what a key stands for, in words.
-        key: check of a key.
-        value: the value to check.
-
-    Raises:
-        ConfigError: it has another form, a key or a value is out of range, or a setting cannot change.
-    """
-    if not isinstance(value, Mapping) or not all(isinstance(own, Mapping) for own in value.values()):
-        refuse(name, f"{{{key_is}: {{setting: value}}}}", value)
-    checked = {}
-    for at, own in value.items():
-        plain = key(name, at)
-        own = without_removed(own, f"{name}[{plain}].")
-        if fixed := [str(setting) for setting in own if setting not in CHECKS]:
-            raise ConfigError(
-                f"{name}: cannot change {', '.join(fixed)}; what can be changed is {', '.join(CHECKS)}"
-            )
-        checked[plain] = {s: CHECKS[s](f"{name}[{plain}].{s}", changed) for s, changed in own.items()}
-    return dict(sorted(checked.items()))
-
-
-def check_together(settings: MergeSettings, where: str = "", factor: float = 1.0) -> None:
+def check_together(settings: MergeSettings) -> None:
     """Check what must fit together in settings whose fields are valid one by one.
 
     Args:
         settings: of one level and step.
-        where: stands before the name of a field in messages.
-        factor: the factor that ``ratio`` was multiplied by.
 
     Raises:
         ConfigError: the ratio is too high for the strides, the planner cannot reach over time or compares
@@ -239,26 +207,25 @@ def check_together(settings: MergeSettings, where: str = "", factor: float = 1.0
     """
     if settings.features != "input" and settings.planner in COMPARES_NOTHING:
         raise ConfigError(
-            f"{where}features: planner={settings.planner!r} compares no tokens, got "
+            f"features: planner={settings.planner!r} compares no tokens, got "
             f"features={settings.features!r}; take another planner, or features='input'"
         )
     if settings.st > 1 and settings.planner not in OVER_TIME:
         others = " or ".join(f"planner={name!r}" for name in OVER_TIME)
         raise ConfigError(
-            f"{where}planner: {settings.planner!r} stays within a frame, and st={settings.st} reaches over "
+            f"planner: {settings.planner!r} stays within a frame, and st={settings.st} reaches over "
             f"time; take {others}, or st=1"
         )
     highest = highest_ratio(settings.sx, settings.sy, settings.st)
     for name, ratio in (("ratio", settings.ratio), ("reference_ratio", settings.reference_ratio)):
         if ratio is not None and ratio > highest:
             over_time = f", st={settings.st}" if settings.st > 1 else ""
-            scaled = "" if factor == 1 else f" ({ratio / factor:g} × {factor:g} of schedule.ratio)"
             raise ConfigError(
-                f"{where}{name}: expected 0 ≤ {name} ≤ 1 − 1/(sx·sy{over_time and '·st'}) = {highest:g} for "
-                f"sx={settings.sx}, sy={settings.sy}{over_time}, got {ratio:g}{scaled}; take a "
+                f"{name}: expected 0 ≤ {name} ≤ 1 − 1/(sx·sy{over_time and '·st'}) = {highest:g} for "
+                f"sx={settings.sx}, sy={settings.sy}{over_time}, got {ratio:g}; take a "
                 f"lower {name} or larger strides"
             )
     if settings.scope == "layers" and not settings.merged_layers:
         raise ConfigError(
-            f"{where}merge_attn, merge_crossattn, merge_mlp: all are False, so nothing would merge; set one"
+            "merge_attn, merge_crossattn, merge_mlp: all are False, so nothing would merge; set one"
         )

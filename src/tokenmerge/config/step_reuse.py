@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from tokenmerge.config.checks import check_fields, number, one_of, refuse, share
+from tokenmerge.config.checks import Check, check_fields, number, one_of, optional, refuse, share
 from tokenmerge.config.places import at_places, check_places
 from tokenmerge.config.value import Value
 
@@ -14,7 +14,26 @@ _SPACING, _SPACING_WITH_NOISE = 0.8, 0.65
 _TAIL = 0.6  # with free ends, the steps after the last full one, as a share of the mean distance
 _EXACT = 2**53  # floats represent every integer up to here
 _share_below_1 = number("a share of the steps, from 0 to below 1", lambda value: 0 <= value < 1)
-_above_0 = number("a number above 0 and up to 1, or None", lambda value: 0 < value <= 1)
+
+
+def _check_distance(name: str, value: Any) -> float:
+    plain = number("a number ≥ 1", lambda value: value >= 1)(name, value)
+    return int(plain) if plain.is_integer() and plain < _EXACT else plain
+
+
+# Checks of single fields.
+CHECKS: Mapping[str, Check] = {
+    "every": _check_distance,
+    "ends": optional(one_of(("full", "free"))),
+    "spacing": optional(number("a number above 0 and up to 1, or None", lambda value: 0 < value <= 1)),
+    "start": _share_below_1,
+    "shallow_every": _check_distance,
+    "shallow_from": _share_below_1,
+    "shallow_until": number("a share of the steps, from 0 to 1", lambda value: 0 <= value <= 1),
+    "span": share,
+    "full_steps": check_places,
+    "shallow_steps": check_places,
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
@@ -94,19 +113,7 @@ class StepReuse(Value):
     shallow_steps: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        checks = {
-            "every": _check_distance,
-            "ends": _check_ends,
-            "spacing": _check_spacing,
-            "shallow_every": _check_distance,
-            "start": _share_below_1,
-            "shallow_from": _share_below_1,
-            "shallow_until": number("a share of the steps, from 0 to 1", lambda value: 0 <= value <= 1),
-            "span": share,
-            "full_steps": check_places,
-            "shallow_steps": check_places,
-        }
-        check_fields(self, "reuse.", checks)
+        check_fields(self, "reuse.", CHECKS)
         if self.shallow_every > self.every and not self.full_steps:
             wanted = f"1 to reuse.every={self.every:g}, as a full step runs the finest level too"
             refuse("reuse.shallow_every", wanted, self.shallow_every)
@@ -126,7 +133,7 @@ class StepReuse(Value):
     @property
     def skips_finest(self) -> bool:
         """Whether any step may skip the finest level of a UNet."""
-        return self.shallow_every > 1 or bool(self.full_steps)
+        return self.on and (self.shallow_every > 1 or bool(self.full_steps))
 
     def steps_of(self, steps: int, adds_noise: bool = False, ends_clean: bool = False) -> StepsOfReuse:
         """Which steps of a generation run which part.
@@ -170,7 +177,7 @@ class StepsOfReuse:
 
 
 def _spread(steps: int, every: float, spacing: float) -> tuple[int, ...]:
-    """The first two steps, and after them one step in ``every``, ending with the last step.
+    """Return the first two steps, and after them one step in ``every``, ending with the last step.
 
     Place j of k lies at the share (j / k)^spacing of the way from the second step to the last.
     """
@@ -196,7 +203,7 @@ def _spread_freely(steps: int, every: float, spacing: float) -> tuple[int, ...]:
 
 
 def _nearest(places: tuple[int, ...], among: list[int]) -> tuple[int, ...]:
-    """The steps of ``among`` that are nearest to ``places``, one for each place if there are enough."""
+    """Return the steps of ``among`` that are nearest to ``places``, one for each if there are enough."""
     if len(places) >= len(among):
         return tuple(among)
     nearest = [min(range(len(among)), key=lambda i: abs(among[i] - place)) for place in places]
@@ -208,16 +215,3 @@ def _once(places: list[int], first: int) -> Iterator[int]:
     for j in reversed(range(len(places) - 1)):
         places[j] = min(places[j], places[j + 1] - 1)
     return (max(place, first + j) for j, place in enumerate(places))
-
-
-def _check_distance(name: str, value: Any) -> float:
-    plain = number("a number ≥ 1", lambda value: value >= 1)(name, value)
-    return int(plain) if plain.is_integer() and plain < _EXACT else plain
-
-
-def _check_ends(name: str, value: Any) -> str | None:
-    return None if value is None else one_of(("full", "free"))(name, value)
-
-
-def _check_spacing(name: str, value: Any) -> float | None:
-    return None if value is None else _above_0(name, value)

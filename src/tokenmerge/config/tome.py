@@ -1,26 +1,22 @@
-"""The settings that a user asks for, and those that hold at one level and step."""
+"""The settings that a user asks for, and what holds at one guidance scale, step and level."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from tokenmerge.config.checks import Check, check_fields, integer, number, one_of, refuse
+from tokenmerge.config.checks import Check, check_fields, one_of, refuse
 from tokenmerge.config.correction import Correction
 from tokenmerge.config.names import PARTS, flat, nested
+from tokenmerge.config.old_rules import with_rules
 from tokenmerge.config.plan_sharing import PlanSharing
 from tokenmerge.config.planner_names import GUIDED_PLANNERS
-from tokenmerge.config.schedule import Schedule
-from tokenmerge.config.settings import (
-    CACHED_FEATURES,
-    CHECKS,
-    MergeSettings,
-    check_changes,
-    check_together,
-)
+from tokenmerge.config.rules import Rule, Rules, check_rules, resolved
+from tokenmerge.config.settings import CACHED_FEATURES, CHECKS, MergeSettings, check_together
 from tokenmerge.config.step_reuse import StepReuse
+from tokenmerge.config.value import unchecked
 from tokenmerge.errors import ConfigError
 
 
@@ -29,25 +25,20 @@ class ToMeConfig(MergeSettings):
     """Token merging and step reuse for a diffusion model (arXiv 2303.17604 and later papers).
 
     ``ratio`` is the main setting. It and the other fields of :class:`tokenmerge.config.MergeSettings` say
-    which tokens merge, where and how. The fields below say at which levels and steps. A config is checked
-    when it is made and does not change afterwards.
+    which tokens merge, where and how. A config is checked when it is made and does not change afterwards.
 
     Args:
         max_downsample: deepest resolution level that merges: 1 is the full latent resolution, 2 half of it,
             then 4 and 8. Raising it saves a little more, because deeper levels hold few tokens, and costs
             quality, because each of those tokens stands for more of the picture. SDXL has no attention at
             level 1 and needs 2 or more.
-        schedule: how merging changes over the denoising steps.
         plans: how long a plan is used, and which blocks and prompts share it.
         correction: dense steps that measure what merging loses, so that the others can add it back.
         reuse: step reuse, which skips a part of the model on some steps.
-        levels: fields of MergeSettings for single levels: ``{2: {"ratio": 0.25}}``. Merging less at deep
-            levels brings the picture closer for little time; merging less at level 1 gives up most of the
-            saving.
-        by_guidance: settings by name that hold from a scale of classifier-free guidance on: ``{5: {"scope":
-            "block", "reuse.every": 1.5}}``. Guidance multiplies the difference between two results, and so
-            the errors in it. Under strong guidance, merging loses less than step reuse. This needs a pipeline
-            that reports its scale; elsewhere the config's own settings hold.
+        rules: settings that hold at a level, in some steps, or from a guidance scale on, see
+            :class:`tokenmerge.config.Rule`: ``[{"level": 2, "ratio": 0.25}, {"start": 0.4, "planner":
+            "tome"}, {"guidance": 5, "reuse.every": 1.5}]``. Later rules win. Merging less in late steps is
+            closer to the dense picture than merging less in early ones, and saves the same.
 
     Settings that depend on the denoising step need a pipeline, whose scheduler tells the step. In your own
     loop, call ``patch.at_step(i, steps)``. With such settings the blocks of a model can be compiled, but not
@@ -61,115 +52,64 @@ class ToMeConfig(MergeSettings):
     """
 
     max_downsample: int = 1
-    schedule: Schedule = dataclasses.field(default_factory=Schedule)
     plans: PlanSharing = dataclasses.field(default_factory=PlanSharing)
     correction: Correction = dataclasses.field(default_factory=Correction)
     reuse: StepReuse = dataclasses.field(default_factory=StepReuse)
-    levels: Mapping[int, Mapping[str, Any]] = dataclasses.field(default_factory=dict, hash=False)
-    by_guidance: Mapping[float, Mapping[str, Any]] = dataclasses.field(default_factory=dict, hash=False)
+    rules: Rules = ()
 
     def __post_init__(self) -> None:
         check_fields(self, "", {**CHECKS, "max_downsample": one_of((1, 2, 4, 8))})
         check_fields(self, "", {name: _is_part(part) for name, part in PARTS.items()})
-        check_fields(self, "", {"levels": _check_levels, "by_guidance": self._check_by_guidance})
-        self._check_stages()
-        if self.asks_guidance and not self.plans.guidance:
-            raise ConfigError(
-                f"plans.guidance: planner={self.guided_planner!r} compares the guided and the unguided "
-                "result, which plans.guidance=False does not allow; leave it out, or take another planner"
-            )
-        if self.correction.on and "keys" in self._all("scope"):
-            raise ConfigError(
-                f"correction.every={self.correction.every}: with scope='keys' every token has a residual of "
-                "its own, so there is nothing to correct; take another scope, or correction.every=0"
-            )
-
-    def _check_by_guidance(self, name: str, value: Any) -> dict[float, dict[str, Any]]:
-        """Check settings by the scale of guidance, and sort them by it."""
-        if not isinstance(value, Mapping) or not all(isinstance(own, Mapping) for own in value.values()):
-            refuse(name, "{guidance scale: {setting: value}}", value)
-        scales = {_scale(name, scale): flat(own) for scale, own in value.items()}
-        for scale, own in scales.items():
-            if fixed := [str(setting) for setting in own if setting not in _BY_GUIDANCE]:
-                raise ConfigError(
-                    f"{name}: cannot change {', '.join(fixed)}; what can be changed is "
-                    f"{', '.join(_BY_GUIDANCE)}"
-                )
-            try:
-                self._changed(own)
-            except ConfigError as error:
-                raise ConfigError(f"{name}[{scale:g}]: {error}") from error
-        return dict(sorted(scales.items()))
-
-    def _check_stages(self) -> None:
-        """Check that settings fit together on every level and in every phase, where the ratio is highest."""
-        factor = self.schedule.highest_factor
-        for level in (0, *self.levels):
-            phases = (0.0, *self.schedule.phases)
-            # The settings for stronger guidance come after these, and have been checked already.
-            for phase, settings in zip(phases, self.stages(level), strict=False):
-                changed = [f"levels[{level}]"] * (level > 0) + [f"schedule.phases[{phase}]"] * (phase > 0)
-                check_together(settings, "".join(f"{name}: " for name in changed), factor)
+        check_fields(self, "", {"rules": check_rules})
+        _check_together(unchecked(self, rules=()))
+        try:
+            _check_together(self)
+        except ConfigError:
+            for place in range(len(self.rules)):  # name the first rule that does not fit those before it
+                try:
+                    _check_together(unchecked(self, rules=self.rules[: place + 1]))
+                except ConfigError as error:
+                    raise ConfigError(f"rules[{place}]: {error}") from error
+            raise
 
     def at_guidance(self, scale: float | None) -> ToMeConfig:
-        """The settings at a scale of classifier-free guidance; None: unknown.
+        """Return the settings at a scale of classifier-free guidance; None: unknown.
 
-        >>> ToMeConfig(ratio=0.4, by_guidance={5: {"ratio": 0.2}}).at_guidance(7.5)
+        >>> ToMeConfig(ratio=0.4, rules=[{"guidance": 5, "ratio": 0.2}]).at_guidance(7.5)
         ToMeConfig(ratio=0.2)
         """
-        changes: dict[str, Any] = {}
-        for start, own in self.by_guidance.items():
-            if scale is not None and scale >= start:
-                changes |= own
-        return self._changed(changes) if self.by_guidance else self
+        return _at_guidance(self, scale) if self.rules else self
+
+    def at_step(self, index: int, steps: int) -> ToMeConfig:
+        """Return the settings of all levels at step ``index`` of ``steps``.
+
+        >>> config = ToMeConfig(rules=[{"start": 0.5, "ratio": 0.4}, {"level": 2, "ratio": 0.2}])
+        >>> config.at_step(0, 2).ratio, config.at_step(1, 2).ratio, config.at_step(1, 2).at_level(2).ratio
+        (0.5, 0.4, 0.2)
+        """
+        return _at_step(self, index, steps) if self.rules else self
+
+    def at_level(self, level: int) -> MergeSettings:
+        """Return the settings of a level by the rules that hold at all steps and all guidance scales."""
+        return _at_level(self, level)
+
+    @property
+    def scales(self) -> tuple[float, ...]:
+        """The scales of guidance from which on other settings hold, the weakest first."""
+        return tuple(sorted({rule.guidance for rule in self.rules if rule.guidance}))
 
     def variants(self) -> tuple[ToMeConfig, ...]:
-        """The settings at each scale of guidance where they change, the weakest first."""
-        return _variants(self) if self.by_guidance else (self,)
+        """Return the settings at each scale of guidance where they change, the weakest first."""
+        return (self.at_guidance(None), *map(self.at_guidance, self.scales))
 
-    def _changed(self, changes: Mapping[str, Any]) -> ToMeConfig:
-        own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return ToMeConfig(**nested({**flat(own), "by_guidance": {}, **changes}))
-
-    def at(self, level: int, index: int, steps: int) -> MergeSettings:
-        """The settings of a level at step ``index`` of ``steps``.
-
-        >>> config = ToMeConfig(ratio=0.5, schedule=Schedule(ratio=(1.0, 0.0)), levels={2: {"ratio": 0.2}})
-        >>> [config.at(1, i, 3).ratio for i in range(3)], config.at(2, 0, 3).ratio
-        ([0.5, 0.25, 0.0], 0.2)
-        """
-        changes = list(self.schedule.changes())[self.schedule.phase(index, steps)]
-        factor = self.schedule.factor(index, steps)
-        return self._settings({**changes, **self.levels.get(level, {})}, factor)
-
-    def stages(self, level: int) -> Iterator[MergeSettings]:
-        """The settings of a level at the beginning and in each phase, at the step that merges most.
-
-        Those for weak guidance come first.
-        """
-        for changes in self.schedule.changes():
-            yield self._settings({**changes, **self.levels.get(level, {})}, self.schedule.highest_factor)
-        if self.by_guidance:
-            for stronger in self.variants()[1:]:
-                yield from stronger.stages(level)
-
-    def most(self) -> ToMeConfig:
-        """The settings of the step that merges most, for all steps; settings of single levels stay."""
-        factor = self.schedule.highest_factor
-        changes = max(self.schedule.changes(), key=lambda changes: changes.get("ratio", self.ratio))
-        levels = {level: _scaled(own, factor) for level, own in self.levels.items()}
-        settings = vars(self._settings(changes, factor))
-        sharing = PlanSharing(blocks=self.plans.blocks, guidance=self.plans.guidance)
-        return ToMeConfig(**settings, max_downsample=self.max_downsample, plans=sharing, levels=levels)
-
-    def _settings(self, changes: Mapping[str, Any], factor: float) -> MergeSettings:
-        values = {name: changes[name] if name in changes else getattr(self, name) for name in CHECKS}
-        return MergeSettings(**_scaled(values, factor))
+    def stages(self) -> tuple[ToMeConfig, ...]:
+        """Return the settings of every kind of step, at weak guidance first, then from the first step on."""
+        return _stages(self)
 
     @property
     def follows_steps(self) -> bool:
         """Whether any setting depends on the denoising step."""
-        return any(on for own in self.variants() for _, _, on in own._over_steps())
+        return bool(self.over_steps)
 
     @property
     def reuses_steps(self) -> bool:
@@ -184,31 +124,24 @@ class ToMeConfig(MergeSettings):
     @property
     def over_steps(self) -> tuple[str, ...]:
         """The settings that depend on the denoising step, as they were given."""
-        given = (
-            f"{name}={value!r}" for own in self.variants() for name, value, on in own._over_steps() if on
-        )
+        given = [f"rules[{place}]={rule}" for place, rule in enumerate(self.rules) if rule.of_steps]
+        given += [f"plans.every={self.plans.every}"] * (self.plans.every > 1)
+        for own in self.variants():
+            given += [f"correction.every={own.correction.every}"] * own.correction.on
+            given += [own.reuse.given] * own.reuse.on
+        found = {"planner": self.guided_planner, "features": self.cached_features}
+        given += [f"{name}={value!r}" for name, value in found.items() if value is not None]
         return tuple(dict.fromkeys(given))
-
-    def _over_steps(self) -> tuple[tuple[str, Any, bool], ...]:
-        """Name and value of each setting that may depend on the step, and whether it does."""
-        schedule, planner, features = self.schedule, self.guided_planner, self.cached_features
-        return (
-            ("schedule.start", schedule.start, schedule.start > 0),
-            ("schedule.until", schedule.until, schedule.until < 1),
-            ("schedule.ratio", schedule.ratio, schedule.changes_ratio),
-            ("schedule.phases", schedule.phases, bool(schedule.phases)),
-            ("plans.every", self.plans.every, self.plans.every > 1),
-            ("correction.every", self.correction.every, self.correction.every > 0),
-            ("reuse.full_steps", self.reuse.full_steps, bool(self.reuse.full_steps)),
-            ("reuse.every", self.reuse.every, self.reuse.on and not self.reuse.full_steps),
-            ("planner", planner, planner is not None),
-            ("features", features, features is not None),
-        )
 
     @property
     def cached_features(self) -> str | None:
         """The first features, of any level and any step, that are cached from the step before."""
         return next((name for name in self._all("features") if name in CACHED_FEATURES), None)
+
+    @property
+    def merges(self) -> bool:
+        """Whether anything may merge, at any level and any step."""
+        return any(self._all("ratio")) or any(self._all("reference_ratio"))
 
     @property
     def asks_guidance(self) -> bool:
@@ -221,34 +154,32 @@ class ToMeConfig(MergeSettings):
         return next((name for name in self._all("planner") if name in GUIDED_PLANNERS), None)
 
     def _all(self, name: str) -> list[Any]:
-        """The values of a setting: its own, and those of any level, phase or scale of guidance."""
-        changes = (*self.levels.values(), *self.schedule.phases.values(), *self.by_guidance.values())
-        return [getattr(self, name), *(change[name] for change in changes if name in change)]
+        """Return the values of a setting: its own, and those of the rules."""
+        return [getattr(self, name), *(rule.changes[name] for rule in self.rules if name in rule.changes)]
 
     def to_dict(self) -> dict[str, Any]:
-        """The settings as plain values, with the parts nested."""
-        values = dataclasses.asdict(self)
-        for part in PARTS:
-            for name, own in values[part].items():
-                values[part][name] = list(own) if isinstance(own, tuple) else own
-        return values
+        """Return the settings as plain values, with the parts nested."""
+        parts = {name: dataclasses.asdict(getattr(self, name)) for name in PARTS}
+        for part in parts.values():
+            part |= {name: list(own) for name, own in part.items() if isinstance(own, tuple)}
+        return {**vars(self), **parts, "rules": [rule.to_dict() for rule in self.rules]}
 
     def changed(self) -> dict[str, Any]:
-        """The ratio, and the settings that differ from the defaults, by dotted name.
+        """Return the ratio, and the settings that differ from the defaults, by dotted name.
 
         >>> ToMeConfig(reuse=StepReuse(every=2)).changed()
         {'ratio': 0.5, 'reuse.every': 2}
         """
-        own, defaults = flat(vars(self)), flat(vars(ToMeConfig()))
+        own, defaults = flat(self.to_dict()), flat(ToMeConfig().to_dict())
         return {name: value for name, value in own.items() if name == "ratio" or value != defaults[name]}
 
     @classmethod
     def from_dict(cls, settings: Mapping[str, Any]) -> ToMeConfig:
-        """The config that has these settings, and defaults for the others.
+        """Return the config that has these settings, and defaults for the others.
 
         Args:
-            settings: as :meth:`to_dict` returns them, also after JSON has turned their keys into text; or by
-                dotted name, ``{"reuse.every": 2}``; or by the names of old records, ``{"reuse_every": 2}``.
+            settings: as :meth:`to_dict` returns them; or by dotted name, ``{"reuse.every": 2}``; or by the
+                names of earlier versions, ``{"reuse_every": 2, "levels": {2: {"ratio": 0.25}}}``.
 
         Raises:
             ConfigError: a setting is unknown or given twice, or a value is out of range.
@@ -256,54 +187,78 @@ class ToMeConfig(MergeSettings):
         >>> ToMeConfig.from_dict({"ratio": 0.4, "reuse": {"every": 2}, "share_plan": True})
         ToMeConfig(ratio=0.4, plans=PlanSharing(blocks=True), reuse=StepReuse(every=2))
         """
-        given = flat(settings)
+        given = flat(with_rules(settings))
         if unknown := [str(name) for name in given if name not in SETTINGS]:
             raise ConfigError(f"expected settings out of {', '.join(SETTINGS)}, got {', '.join(unknown)}")
-        for name, kind in (("levels", int), ("schedule.phases", float), ("by_guidance", float)):
-            if isinstance(given.get(name), Mapping):
-                given[name] = {_number(key, kind): own for key, own in given[name].items()}
         return cls(**nested(given))
 
 
-def _scaled(settings: Mapping[str, Any], factor: float) -> dict[str, Any]:
-    """Settings with the ratios among them multiplied by a factor."""
-    ratios = {name: settings[name] for name in ("ratio", "reference_ratio") if name in settings}
-    return {**settings, **{name: ratio * factor for name, ratio in ratios.items() if ratio is not None}}
+def _with(config: ToMeConfig, changes: Mapping[str, Any], rules: Rules) -> ToMeConfig:
+    """Copy a config with settings that were checked before, by dotted name."""
+    fields = {name: value for name, value in changes.items() if "." not in name}
+    for part in PARTS:
+        own = {
+            name.partition(".")[2]: value for name, value in changes.items() if name.startswith(f"{part}.")
+        }
+        if own:
+            fields[part] = unchecked(getattr(config, part), **own)
+    return unchecked(config, **fields, rules=rules)
 
 
-@functools.lru_cache(maxsize=64)
-def _variants(config: ToMeConfig) -> tuple[ToMeConfig, ...]:
-    return (config.at_guidance(None), *map(config.at_guidance, config.by_guidance))
+@functools.lru_cache(maxsize=256)
+def _at_guidance(config: ToMeConfig, scale: float | None) -> ToMeConfig:
+    return _with(config, *resolved(config.rules, lambda rule: rule.at_guidance(scale)))
+
+
+@functools.lru_cache(maxsize=1024)
+def _at_step(config: ToMeConfig, index: int, steps: int) -> ToMeConfig:
+    return _with(config, *resolved(config.rules, lambda rule: rule.at_step(index, steps)))
+
+
+@functools.lru_cache(maxsize=1024)
+def _at_level(config: ToMeConfig, level: int) -> MergeSettings:
+    changes, _ = resolved(config.rules, lambda rule: rule.at_level(level))
+    return MergeSettings(**{name: changes.get(name, getattr(config, name)) for name in CHECKS})
+
+
+@functools.lru_cache(maxsize=256)
+def _stages(config: ToMeConfig) -> tuple[ToMeConfig, ...]:
+    found = []
+    for own in config.variants():
+        for done in sorted({0.0, *(share for rule in own.rules for share in (rule.start, rule.until))} - {1}):
+            found.append(_with(own, *resolved(own.rules, functools.partial(Rule.at_share, done=done))))
+    return tuple(dict.fromkeys(found))
+
+
+def _check_together(config: ToMeConfig) -> None:
+    """Check that settings fit together at every level, step and scale of guidance."""
+    levels = {rule.level or 0 for rule in config.rules} | {0}
+    for own in config.variants():
+        for part in PARTS:
+            getattr(own, part).__post_init__()
+        settings = [stage.at_level(level) for stage in own.stages() for level in sorted(levels)]
+        for one in settings:
+            check_together(one)
+        if own.correction.on and any(one.scope == "keys" for one in settings):
+            raise ConfigError(
+                f"correction.every={own.correction.every}: with scope='keys' every token has a residual of "
+                "its own, so there is nothing to correct; take another scope, or correction.every=0"
+            )
+    if config.guided_planner is not None and not config.plans.guidance:
+        raise ConfigError(
+            f"plans.guidance: planner={config.guided_planner!r} compares the guided and the unguided result, "
+            "which plans.guidance=False does not allow; leave it out, or take another planner"
+        )
 
 
 def _is_part(part: type) -> Check:
-    example = "Schedule(until=0.8)" if part is Schedule else f"{part.__name__}(every=2)"
-
     def check(name: str, value: Any) -> Any:
         if not isinstance(value, part):
-            refuse(name, f"a {part.__name__} such as {example}", value)
+            refuse(name, f"a {part.__name__} such as {part.__name__}(every=2)", value)
         return value
 
     return check
 
 
-def _check_levels(name: str, value: Any) -> dict[int, dict[str, Any]]:
-    return check_changes(name, "level", integer(1), value)
-
-
-def _number(key: object, kind: type[int] | type[float]) -> Any:
-    """A key that JSON turned into text, as a number again; unchanged if it is no number."""
-    try:
-        return kind(key) if isinstance(key, str) else key
-    except ValueError:
-        return key
-
-
-_scale = number("a guidance scale ≥ 0", lambda value: value >= 0)
-# Settings that can change with the scale of guidance.
-_BY_GUIDANCE = (
-    *CHECKS,
-    *(name for name in flat(vars(ToMeConfig())) if name.startswith(("schedule.", "correction.", "reuse."))),
-)
 # Names of all settings: ratio and max_downsample first, as a label of a run shows them.
 SETTINGS = tuple(dict.fromkeys(["ratio", "max_downsample", *flat(vars(ToMeConfig()))]))

@@ -150,7 +150,7 @@ def partition(
     """Sources ``[n - d]`` and destinations ``[d]`` of a part: :func:`tokenmerge.ops.strided_partition`.
 
     The destination of each cell is drawn anew for each ``step`` and ``settings.seed``, or is the first token
-    of the cell where ``settings.use_rand`` is off.
+    of the cell where there is no seed.
     """
-    draw = (settings.seed, step) if settings.use_rand else None
+    draw = None if settings.seed is None else (settings.seed, step)
     return strided_partition(part, cell_of(part, settings), draw=draw, device=device)

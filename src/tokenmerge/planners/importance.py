@@ -22,7 +22,7 @@ def plan_importance(
     """Plan as ``tome``, with destinations drawn from the important tokens.
 
     The pool holds the 1.4 · (n − r) most important tokens. A seeded draw takes from it as many destinations
-    as the grid has cells; with ``settings.use_rand`` off, the most important tokens are the destinations.
+    as the grid has cells; with ``settings.seed=None``, the most important tokens are the destinations.
     All other tokens are sources, and those outside the pool merge before those in it. In unimportant regions
     there may be no destination nearby, so that tokens merge over long distances.
 
@@ -32,7 +32,7 @@ def plan_importance(
     n, d = features.shape[1], num_destinations(grid, cell_of(grid, settings))
     pool = importance.topk(min(n, max(d, int(_POOL * (n - r)))), dim=1).indices
     dst = pool[:, :d]
-    if settings.use_rand:
+    if settings.seed is not None:
         luck = uniform_noise((settings.seed, step), n, features.device)[pool]
         dst = pool.gather(1, luck.topk(d, dim=1).indices)
     is_dst = torch.zeros_like(importance, dtype=torch.uint8).scatter(1, dst, 1)

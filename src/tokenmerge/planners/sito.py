@@ -37,7 +37,7 @@ def plan_sito(features: Tensor, grid: Sequence[int], r: int, settings: MergeSett
     """Choose a base token in each cell, then prune the r tokens that are most similar to a base token.
 
     The base token of a cell is the one most similar to all tokens. A little noise makes the choice differ
-    between steps; ``settings.use_rand`` switches it off. Each pruned token goes to the most similar token
+    between steps; ``settings.seed=None`` switches it off. Each pruned token goes to the most similar token
     that stays, base token or not. The paper drops pruned tokens and copies the results of those that stay:
     ``combine="keep"``.
 
@@ -45,7 +45,7 @@ def plan_sito(features: Tensor, grid: Sequence[int], r: int, settings: MergeSett
     its own base tokens.
     """
     scores = similarity_scores(features)
-    if settings.use_rand:
+    if settings.seed is not None:
         uniform = uniform_noise((settings.seed, step), features.shape[1], features.device)
         scores = scores + _NOISE * torch.special.ndtri(uniform)
     inside, outside = whole_cells(grid, cell_of(grid, settings), features.device)

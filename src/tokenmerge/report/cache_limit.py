@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from decimal import Decimal
 from functools import partial
 from typing import Any
 
-from tokenmerge.config import Correction, StepReuse, ToMeConfig
+from tokenmerge.config import Correction, Rule, StepReuse, ToMeConfig
 from tokenmerge.config.checks import as_number
 from tokenmerge.errors import ConfigError, NothingToMergeError, shown
 from tokenmerge.models.find import find_hosts
@@ -143,8 +143,8 @@ def _without(config: ToMeConfig, part: str, value: Any, names: str = "") -> ToMe
         names: strong guidance no longer changes settings whose names begin with this; empty: all of the part.
     """
 
-    def other(changes: Mapping[str, Any]) -> dict[str, Any]:
-        return {name: one for name, one in changes.items() if not name.startswith(names or f"{part}.")}
+    def other(rule: Rule) -> Rule:
+        changes = {n: own for n, own in rule.changes.items() if not n.startswith(names or f"{part}.")}
+        return dataclasses.replace(rule, changes=changes)
 
-    strong = {scale: other(changes) for scale, changes in config.by_guidance.items()}
-    return dataclasses.replace(config, **{part: value, "by_guidance": strong})
+    return dataclasses.replace(config, **{part: value, "rules": tuple(map(other, config.rules))})

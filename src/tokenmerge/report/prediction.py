@@ -18,7 +18,7 @@ from tokenmerge.errors import ConfigError, TokenMergingError, reason_of, shown
 from tokenmerge.models.base import KINDS, Block, Host
 from tokenmerge.models.find import find_hosts
 from tokenmerge.report.flops import count_flops, weightless
-from tokenmerge.report.steps import kept_bytes, mean_flops, notes_on_steps
+from tokenmerge.report.steps import kept_bytes, mean_flops, merging_most, notes_on_steps
 from tokenmerge.report.text_table import Tabled, TextTable
 from tokenmerge.runtime.patch import hosts_that_merge, new_state, patch_host, restore
 from tokenmerge.runtime.pipeline import Pipeline
@@ -324,8 +324,9 @@ def _predict_host(
     arguments = partial(copied.example, *size, *([] if host.references is None else [tuple(references)]))
     dense = count_flops(copied.root, arguments())
     # Keep step reuse, because step reuse alone is allowed if no token merges.
-    most = config.most()
-    counted_config = dataclasses.replace(most, reuse=config.reuse)
+    most = merging_most(config)
+    sharing = dataclasses.replace(config.plans, every=1)
+    counted_config = dataclasses.replace(most, plans=sharing, correction=Correction(), reuse=config.reuse)
     state = new_state(copied, counted_config, Pipeline())
     state.kept = Kept(dense=frozenset(kept_dense))
     patch_host(copied, state)
@@ -373,7 +374,7 @@ def _predict_host(
 
 def _merged(block: Block, config: ToMeConfig) -> str:
     """Name the parts of a block that run on merged tokens."""
-    settings = next(config.stages(block.level))
+    settings = config.at_level(block.level)
     if settings.scope == "block":
         return "whole block"
     names = "+".join(layer.name for layer in layers_to_merge(block, config))

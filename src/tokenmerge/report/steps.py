@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
 
-from tokenmerge.config import StepReuse, ToMeConfig
+from tokenmerge.config import Rule, StepReuse, ToMeConfig
 from tokenmerge.models.base import Host
 from tokenmerge.report.flops import count_flops
 from tokenmerge.runtime.patch import new_state, patch_host, restore
@@ -82,7 +82,7 @@ def kept_bytes(host: Host, config: ToMeConfig, arguments: Arguments, kept: Kept 
     if not (follows or config.cached_features):
         return 0
     keeping = dataclasses.replace(
-        config.most(),
+        merging_most(config),
         plans=config.plans,
         correction=config.correction,
         reuse=_with_long_distances(config.reuse),
@@ -104,6 +104,11 @@ def kept_bytes(host: Host, config: ToMeConfig, arguments: Arguments, kept: Kept 
     cached += [tensor for plan in plans for tensor in plan]
     once = {id(tensor): tensor for tensor in cached if isinstance(tensor, Tensor)}
     return sum(tensor.nbytes for tensor in once.values())
+
+
+def merging_most(config: ToMeConfig) -> ToMeConfig:
+    """Return what holds in the step that merges most, at weak guidance."""
+    return max(config.at_guidance(None).stages(), key=lambda stage: stage.ratio)
 
 
 def _with_long_distances(reuse: StepReuse) -> StepReuse:
@@ -130,20 +135,8 @@ def notes_on_steps(config: ToMeConfig, averaged: bool = False) -> list[str]:
         config: the settings.
         averaged: whether operations averaged over the steps are reported too.
     """
-    notes = [f"level {level}: {_in_words(changes)}" for level, changes in config.levels.items()]
-    notes += [
-        f"from {_percent(start)} of the steps on: {_in_words(changes)}"
-        for start, changes in config.schedule.phases.items()
-    ]
-    if config.schedule.changes_ratio:
-        ratios = " to ".join(f"{config.ratio * factor:g}" for factor in config.schedule.ratio)
-        notes.append(f"the ratio goes from {ratios} over the steps")
-    if config.schedule.start > 0:
-        start = config.schedule.start
-        notes.append(f"schedule.start={start:g}: the first {_percent(start)} of the steps are dense")
-    if config.schedule.until < 1:
-        until = config.schedule.until
-        notes.append(f"schedule.until={until:g}: the last {_percent(1 - until)} of the steps are dense")
+    own = config.at_guidance(None)
+    notes = [f"{_where(rule)}: {_what(rule)}" for rule in own.rules]
     if config.correction.on:
         every = config.correction.every
         notes.append(
@@ -166,8 +159,7 @@ def notes_on_steps(config: ToMeConfig, averaged: bool = False) -> list[str]:
         notes.append(
             f"planner={config.guided_planner!r}: the planner 'tome' runs until the first guided step is done"
         )
-    changes = config.schedule.changes_ratio or config.schedule.phases
-    if changes or config.correction.on or config.reuse.on:
+    if any(rule.of_steps for rule in own.rules) or config.correction.on or config.reuse.on:
         which = "tokens and operations are those of the step that merges most"
         more = "; pass a number of steps (--steps) to count the mean operations too"
         notes.append(which if averaged else which + more)
@@ -217,8 +209,22 @@ def _notes_on_reuse(reuse: StepReuse) -> list[str]:
     return notes
 
 
-def _in_words(changes: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name}={value}" for name, value in changes.items())
+def _where(rule: Rule) -> str:
+    """Describe the level and the steps in which a rule holds."""
+    level = [f"level {rule.level}"] * (rule.level is not None)
+    if rule.start > 0 and rule.until < 1:
+        level.append(f"from {_percent(rule.start)} to {_percent(rule.until)} of the steps")
+    elif rule.start > 0:
+        level.append(f"from {_percent(rule.start)} of the steps on")
+    elif rule.until < 1:
+        level.append(f"in the first {_percent(rule.until)} of the steps")
+    return ", ".join(level)
+
+
+def _what(rule: Rule) -> str:
+    if rule.level is None and rule.changes.get("ratio") == 0 and "reuse.every" in rule.changes:
+        return "all is dense"
+    return ", ".join(f"{name}={value}" for name, value in rule.changes.items())
 
 
 def _percent(share: float) -> str:

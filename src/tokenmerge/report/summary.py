@@ -81,7 +81,7 @@ def _reuse(config: ToMeConfig, report: Report | None) -> str:
         return f"1 of {config.reuse.every:g} steps is full; {others}"
     # Steps outside the merging part of the generation skip nothing. Neither does its first one, nor its
     # second one if the second step of a whole generation is full.
-    merging = [i for i in range(report.steps) if config.schedule.merges(i, report.steps)]
+    merging = [i for i in range(report.steps) if config.at_step(i, report.steps).reuse.on]
     runs = config.reuse.steps_of(report.steps).full
     full = report.steps - len(set(merging[2 if 1 in runs else 1 :]) - set(runs))
     if full == report.steps:

@@ -136,13 +136,13 @@ def refuse_training(given: str, off: str, method: str) -> None:
 def warn_where_nothing_is_saved(state: ModelState, config: ToMeConfig, step: DenoisingStep) -> None:
     """Warn about a generation that is dense: too few steps to merge or to skip, and too few tokens."""
     steps, grids = step.steps, state.threads.value.grid.shapes
-    if not any(config.schedule.merges(index, steps) for index in range(steps)):
-        start, until = config.schedule.start, config.schedule.until
-        from_start = f"schedule.start={start:g} to " if start else ""
-        change = "set them farther apart" if start else "raise it"
+    counted = f"{steps} step{'s' if steps > 1 else ''}"
+    of_steps = [rule for rule in config.rules if rule.of_steps]
+    each = (config.at_step(index, steps) for index in range(steps))
+    if of_steps and not any(own.merges or own.reuse.on for own in each):
         warnings.warn(
-            f"nothing merges in this generation: {from_start}schedule.until={until:g} of {steps} "
-            f"step{'s' if steps > 1 else ''} is none; {change}, or take more steps",
+            f"this generation is dense: by the rules {', '.join(map(str, of_steps))}, nothing merges in any "
+            f"of {counted}; leave more steps between their start and until, or take more steps",
             stacklevel=2,
         )
     elif (
@@ -151,7 +151,6 @@ def warn_where_nothing_is_saved(state: ModelState, config: ToMeConfig, step: Den
         and not merges_tokens(state.stages, *grids)
     ):
         tokens, by_method = sum(map(num_tokens, grids)), bool(state.method)
-        counted = f"{steps} step{'s' if steps > 1 else ''}"
         warnings.warn(
             f"this generation is dense: of {counted} {named(state.method, _limit(config.reuse))} leaves none "
             f"out, and on {tokens} tokens{'' if by_method else f', with min_tokens={config.min_tokens},'} "

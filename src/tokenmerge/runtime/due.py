@@ -58,7 +58,7 @@ def due_of(
     step = tracker.step
     extrapolation, shallow, caches_residuals = reuse_of(config, tracker, shape, method)
     corrects = False
-    merges = step is None or config.schedule.merges(step.done, step.steps)
+    merges = step is None or config.at_step(step.done, step.steps).merges
     if extrapolation is None and merges and correction_due(config, tracker, shape):
         corrects, settings = _correction_of(config, tracker, settings, method)
     return Due(settings, caches_residuals, corrects, extrapolation, shallow)
@@ -68,11 +68,10 @@ def settings_of(
     state: ModelState, config: ToMeConfig, step: DenoisingStep | None
 ) -> Mapping[int, MergeSettings]:
     """What holds for each level at a step."""
-    if step is not None:
-        return {level: config.at(level, step.done, step.steps) for level in state.settings}
-    if config is state.config:
+    if step is None and config is state.config:
         return state.settings
-    return {level: next(config.stages(level)) for level in state.settings}
+    own = config if step is None else config.at_step(step.done, step.steps)
+    return {level: own.at_level(level) for level in state.settings}
 
 
 def shape_of(arguments: Mapping[str, Any], sample: Any, step: DenoisingStep | None) -> tuple[int, ...]:
@@ -110,8 +109,8 @@ def begin_plans(
     if tracker.step is None:
         return True
     tracker.plan_call = tracker.call
-    phase = config.schedule.phase(tracker.step.done, tracker.step.steps)
-    return tracker.plans(config.plans.every, (*shape, phase))
+    own = config.at_step(tracker.step.done, tracker.step.steps)
+    return tracker.plans(config.plans.every, (*shape, own))
 
 
 def caches_plans(config: ToMeConfig, memory: Memory) -> bool:
@@ -156,7 +155,7 @@ def reuse_of(
     if step is None or not config.reuse.on:
         return None, None, False
     runs = config.reuse.steps_of(step.steps, step.adds_noise, step.ends_clean)
-    if len(runs.full) == step.steps or not config.schedule.merges(step.done, step.steps):
+    if len(runs.full) == step.steps or not config.at_step(step.done, step.steps).reuse.on:
         return None, None, False
     # Where the second step is full, two runs come first, also in a model that begins with a later step.
     extrapolation = _extrapolation(tracker, "blocks", step.done in runs.full, shape, 1 not in runs.full)
@@ -173,10 +172,10 @@ def features_to_cache(
     if tracker.step is None or torch.is_grad_enabled():
         return frozenset()
     return frozenset(
-        (level, stage.features)
+        (level, own.features)
         for level in levels
-        for stage in config.stages(level)
-        if stage.features in CACHED_FEATURES and stage.merges
+        for own in (stage.at_level(level) for stage in config.stages())
+        if own.features in CACHED_FEATURES and own.merges
     )
 
 
@@ -205,9 +204,8 @@ def _correction_of(
     step = tracker.step
     if step is None or step.steps == 1:  # there is no step to correct
         return False, settings
-    used = not tracker.is_last and any(
-        config.at(level, step.done + 1, step.steps).merges for level in settings
-    )
+    after = config.at_step(step.done + 1, step.steps)
+    used = not tracker.is_last and any(after.at_level(level).merges for level in settings)
     if used and any(own.merges for own in settings.values()):
         return True, settings
     return False, {

@@ -177,7 +177,7 @@ def _grids(
 
 def _step(state: ModelState, root: nn.Module, pipe: Any, timestep: Any, seed: Tensor) -> DenoisingStep:
     """The denoising step of a call."""
-    given = named(state.method, " and ".join(state.config.over_steps))
+    given = named(state.method, " and ".join(state.facts.over_steps))
     if torch.compiler.is_compiling():
         raise UnsupportedModelError(
             f"{given}: what follows the denoising steps cannot be compiled into one graph with the whole "

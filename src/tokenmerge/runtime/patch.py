@@ -109,7 +109,7 @@ def stages_of(host: Host, config: ToMeConfig) -> tuple[tuple[int, MergeSettings]
 
 def _stages(blocks: Sequence[Block], config: ToMeConfig) -> tuple[tuple[int, MergeSettings], ...]:
     levels = sorted({block.level for block in blocks})
-    return tuple((level, settings) for level in levels for settings in config.stages(level))
+    return tuple((level, stage.at_level(level)) for level in levels for stage in config.stages())
 
 
 def new_state(
@@ -137,6 +137,7 @@ def new_state(
     groups += range(len(shared), len(shared) + alone)
     threads = PerThread(partial(ThreadState, CallContext(config.at_guidance(None), settings), tuple(groups)))
     facts = ConfigFacts(
+        over_steps=config.over_steps,
         follows_steps=config.follows_steps,
         reuses_steps=config.reuses_steps,
         caches_results=config.reuses_steps or config.cached_features is not None,

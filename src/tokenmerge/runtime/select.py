@@ -11,7 +11,7 @@ from tokenmerge.models.base import KINDS, Block, Host, Layer
 def parts_to_merge(host: Host, config: ToMeConfig) -> list[tuple[Block, list[Layer]]]:
     """The blocks within ``max_downsample`` in which something merges, with the layers whose calls change."""
     within = [block for block in host.blocks if block.level <= config.max_downsample]
-    stages = {level: tuple(config.stages(level)) for level in {block.level for block in within}}
+    stages = {level: _stages(config, level) for level in {block.level for block in within}}
     return [
         (block, _changed_layers(block, stages[block.level]))
         for block in within
@@ -19,9 +19,13 @@ def parts_to_merge(host: Host, config: ToMeConfig) -> list[tuple[Block, list[Lay
     ]
 
 
+def _stages(config: ToMeConfig, level: int) -> tuple[MergeSettings, ...]:
+    return tuple(stage.at_level(level) for stage in config.stages())
+
+
 def merges(block: Block, config: ToMeConfig) -> bool:
     """Whether something of a block can merge, in some phase."""
-    return _merges(block, tuple(config.stages(block.level)))
+    return _merges(block, _stages(config, block.level))
 
 
 def _merges(block: Block, stages: Sequence[MergeSettings]) -> bool:
@@ -33,7 +37,7 @@ def _merges(block: Block, stages: Sequence[MergeSettings]) -> bool:
 
 def layers_to_merge(block: Block, config: ToMeConfig) -> list[Layer]:
     """The sub-layers whose calls change, in some phase."""
-    return _changed_layers(block, tuple(config.stages(block.level)))
+    return _changed_layers(block, _stages(config, block.level))
 
 
 def _changed_layers(block: Block, stages: Sequence[MergeSettings]) -> list[Layer]:

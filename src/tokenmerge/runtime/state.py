@@ -57,16 +57,18 @@ class Memories(weakref.WeakKeyDictionary[Generation, Memory]):
 class ConfigFacts:
     """What follows from a config alone, over all its levels, phases and scales of guidance.
 
-    Every call of the model needs it, so it is computed once. The first four attributes are those of
+    Every call of the model needs it, so it is computed once. The first three attributes are those of
     :class:`tokenmerge.ToMeConfig`.
 
     Attributes:
+        over_steps: the settings that depend on the denoising step, as they were given.
         follows_steps: whether it has to be known which denoising step it is.
         reuses_steps: whether any step may skip something.
         caches_results: whether what blocks add is cached at some step, to skip them or to plan by it.
         merges: whether anything merges or is skipped at some step; with a ratio of 0 no token grid is needed.
     """
 
+    over_steps: tuple[str, ...]
     follows_steps: bool
     reuses_steps: bool
     caches_results: bool

@@ -150,7 +150,7 @@ def _merged_parts(
         if isinstance(part, StageState):
             continue
         block = part if isinstance(part, BlockState) else part.block
-        for own in config.stages(block.level):
+        for own in (stage.at_level(block.level) for stage in config.stages()):
             if not own.merges or (grids is not None and not merges_tokens([(block.level, own)], *grids)):
                 continue
             if isinstance(part, BlockState):

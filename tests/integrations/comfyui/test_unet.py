@@ -9,7 +9,8 @@ from comfy.cldm.cldm import ControlNet as Network
 from comfy.controlnet import ControlNet
 from comfy.ldm.modules.attention import CrossAttention
 
-from tokenmerge import PlanSharing, Schedule, StepReuse, ToMeConfig
+from tokenmerge import PlanSharing, StepReuse, ToMeConfig
+from tokenmerge.config import dense_outside
 from tokenmerge.errors import ConfigError, NothingToMergeError
 from tokenmerge.integrations.comfyui import sampling
 from tokenmerge.integrations.comfyui import settings as node_settings
@@ -161,7 +162,7 @@ def merged_steps(key_numbers):
 
 
 def test_settings_follow_the_steps(model, key_numbers):
-    hosts.sample(with_config(model, ratio=0.5, schedule=Schedule(until=0.5)), steps=4)
+    hosts.sample(with_config(model, ratio=0.5, rules=dense_outside(0, 0.5)), steps=4)
     assert merged_steps(key_numbers) == [True, True, False, False]
 
 

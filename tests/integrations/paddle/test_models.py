@@ -60,7 +60,9 @@ def test_sdxl_with_levels():
     added = {"text_embeds": hosts.tensor(2, hosts.TEXT), "time_ids": paddle.ones([2, 6])}
     arguments["added_cond_kwargs"] = added
     dense = hosts.call(unet, **arguments)
-    patch = apply_token_merging(unet, ToMeConfig(ratio=0, max_downsample=2, levels={2: {"ratio": 0.5}}))
+    patch = apply_token_merging(
+        unet, ToMeConfig(ratio=0, max_downsample=2, rules=[{"level": 2, "ratio": 0.5}])
+    )
     assert {(row.level, row.tokens, row.merged_tokens) for row in patch.report().rows} == {(2, 64, 32)}
     levels = hosts.call(unet, **arguments)
     apply_token_merging(unet, ToMeConfig(ratio=0.5, max_downsample=2))

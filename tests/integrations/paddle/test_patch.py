@@ -27,7 +27,7 @@ SETTINGS = {
     "proportional": {"proportional": True, **ALL},
     "proportional keys": {"proportional": True, "scope": "keys"},
     "without guidance": {"plans": PlanSharing(guidance=False)},
-    "levels": {"max_downsample": 2, "levels": {2: {"ratio": 0.25, "planner": "uniform"}}},
+    "levels": {"max_downsample": 2, "rules": [{"level": 2, "ratio": 0.25, "planner": "uniform"}]},
 }
 
 
@@ -68,7 +68,7 @@ def test_merging_changes_the_result_and_removing_restores_it_bit_for_bit(name):
     assert np.array_equal(hosts.run(unet), dense)
 
 
-@pytest.mark.parametrize("name", [name for name in SETTINGS if name != "levels"])
+@pytest.mark.parametrize("name", [name for name in SETTINGS if name != "rules"])
 def test_a_ratio_of_0_is_bit_equal_to_dense(name):
     unet = hosts.unet()
     dense = hosts.run(unet)
@@ -270,7 +270,7 @@ def test_bad_values_are_errors_and_nothing_is_patched(settings, message):
         {"plans.every": 2},
         {"plans.blocks": True},
         {"reuse.every": 2},
-        {"levels": {2: {"scope": "block"}}},
+        {"rules": [{"level": 2, "scope": "block"}]},
     ],
 )
 def test_what_is_not_offered_says_so(settings):

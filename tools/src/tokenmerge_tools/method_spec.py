@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from tokenmerge import presets
 from tokenmerge.auto import choose
-from tokenmerge.config import NEW_NAMES, SETTINGS, ToMeConfig, flat, without_removed
+from tokenmerge.config import NEW_NAMES, SETTINGS, Rule, ToMeConfig, flat, with_rules, without_removed
 from tokenmerge.errors import ConfigError, shown
 
 AUTO = "auto"
@@ -40,7 +40,7 @@ class MethodSpec:
     def __post_init__(self) -> None:
         if self.method not in METHODS:
             raise ConfigError(f"method: expected one of {', '.join(METHODS)}, got {self.method!r}")
-        object.__setattr__(self, "changes", flat(self.changes))
+        object.__setattr__(self, "changes", flat(with_rules(self.changes)))
         if self.needs_model:
             # shallow_every must not exceed every, which the method may choose.
             shallow = self.changes.get("reuse.shallow_every", 1)
@@ -69,8 +69,8 @@ class MethodSpec:
             own = {**flat(vars(chosen)), "reuse.shallow_every": shallow}
             # The ratio is the argument of `choose`, which may merge fewer tokens and skip more steps.
             changes = {name: value for name, value in self.changes.items() if name != "ratio"}
-            own["by_guidance"] = _without(chosen.by_guidance, changes)
-            return ToMeConfig.from_dict({**own, **changes})
+            rules = (*_without(chosen.rules, changes), *changes.pop("rules", ()))
+            return ToMeConfig.from_dict({**own, **changes, "rules": rules})
         if self.method == "tome":
             return ToMeConfig.from_dict(self.changes)
         make: Callable[..., ToMeConfig] = getattr(presets, self.method)
@@ -81,39 +81,35 @@ class MethodSpec:
         return {"method": self.method, **{name: as_plain(value) for name, value in self.changes.items()}}
 
 
-def _without(
-    by_guidance: Mapping[float, Mapping[str, Any]], changes: Mapping[str, Any]
-) -> dict[float, dict[str, Any]]:
-    """What a method sets by guidance, without the settings that are changed: a change holds at every scale.
+def _without(rules: Iterable[Rule], changes: Mapping[str, Any]) -> Iterator[Rule]:
+    """Yield the rules of a method without the settings that are changed: a change holds everywhere.
 
-    >>> _without({5.0: {"ratio": 0.6, "reuse.every": 3, "reuse.shallow_every": 2}}, {"reuse.every": 1})
-    {5.0: {'ratio': 0.6, 'reuse.shallow_every': 1}}
+    >>> rule = Rule(guidance=5, changes={"ratio": 0.6, "reuse.every": 3, "reuse.shallow_every": 2})
+    >>> list(_without([rule], {"reuse.every": 1}))
+    [{'guidance': 5.0, 'ratio': 0.6, 'reuse.shallow_every': 1}]
     """
-    found = {}
-    for scale, own in by_guidance.items():
-        left = {name: value for name, value in own.items() if name not in changes}
-        every = {**own, **changes}.get("reuse.every")
+    for rule in rules:
+        left = {name: value for name, value in rule.changes.items() if name not in changes}
+        every = {**rule.changes, **changes}.get("reuse.every")
         if every is not None and "reuse.shallow_every" in left:
             left["reuse.shallow_every"] = min(left["reuse.shallow_every"], every)
         if left:
-            found[scale] = left
-    return found
+            yield dataclasses.replace(rule, changes=left)
 
 
 def read_setting(text: str, names: Collection[str] = SETTINGS) -> tuple[str, Any]:
     """Read ``NAME=VALUE``, or ``NAME`` alone to switch a setting on.
 
-    A list, such as ``schedule.ratio``, is written as numbers separated by ``/``, or as JSON. ``levels``,
-    ``schedule.phases`` and ``by_guidance`` are JSON. Former names, such as ``reuse_every``, are replaced by
-    the present ones.
+    A list, such as ``reuse.full_steps``, is written as numbers separated by ``/``, or as JSON. ``rules`` are
+    JSON. Former names, such as ``reuse_every``, are replaced by the present ones.
 
     Raises:
         ConfigError: the setting is unknown, or the value has the wrong type.
 
-    >>> read_setting("merge_mlp"), read_setting("schedule.ratio=1.4/0.6"), read_setting("reuse_every=2")
-    (('merge_mlp', True), ('schedule.ratio', (1.4, 0.6)), ('reuse.every', 2))
-    >>> read_setting('levels={"2": {"ratio": 0.25}}')
-    ('levels', {2: {'ratio': 0.25}})
+    >>> read_setting("merge_mlp"), read_setting("seed=none"), read_setting("reuse_every=2")
+    (('merge_mlp', True), ('seed', None), ('reuse.every', 2))
+    >>> read_setting('rules=[{"level": 2, "ratio": 0.25}]')
+    ('rules', ({'level': 2, 'ratio': 0.25},))
     """
     name, equals, value = (part.strip() for part in text.partition("="))
     name = NEW_NAMES.get(name, name)
@@ -131,11 +127,13 @@ def read_setting(text: str, names: Collection[str] = SETTINGS) -> tuple[str, Any
 def as_plain(value: Any) -> str | int | float | bool:
     """A setting's value as records and labels have it, and as :func:`read_setting` reads it.
 
-    >>> as_plain((1.4, 0.6)), as_plain({2: {"ratio": 0.25}}), as_plain(0.5)
-    ('1.4/0.6', '{"2": {"ratio": 0.25}}', 0.5)
+    >>> as_plain((0, 0.5)), as_plain([{"level": 2, "ratio": 0.25}]), as_plain(None), as_plain(0.5)
+    ('0/0.5', '[{"level": 2, "ratio": 0.25}]', 'none', 0.5)
     """
-    if isinstance(value, Mapping):
-        return json.dumps(value)
+    if value is None:
+        return "none"
+    if isinstance(value, tuple | list) and value and isinstance(value[0], Mapping | Rule):
+        return json.dumps([Rule.of(rule).to_dict() for rule in value])
     return "/".join(f"{number:g}" for number in value) if isinstance(value, tuple) else value
 
 
@@ -152,11 +150,12 @@ def _numbers(text: str) -> tuple[float, ...]:
     return tuple(map(float, json.loads(text) if text.startswith("[") else text.split("/")))
 
 
-def _changes_by(number: Callable[[str], float]) -> Callable[[str], dict[float, dict[str, Any]]]:
-    def read(text: str) -> dict[float, dict[str, Any]]:
-        return {number(key): dict(changes.items()) for key, changes in json.loads(text).items()}
+def _rules(text: str) -> tuple[Rule, ...]:
+    return tuple(map(Rule.of, json.loads(text)))
 
-    return read
+
+def _seed(text: str) -> int | None:
+    return None if text.lower() == "none" else int(text)
 
 
 _DEFAULTS = flat(vars(ToMeConfig()))
@@ -168,10 +167,8 @@ _OF_TYPE: dict[type, tuple[Callable[[str], Any], str]] = {
 }
 _READERS: dict[str, tuple[Callable[[str], Any], str]] = {
     **{name: _OF_TYPE[type(value)] for name, value in _DEFAULTS.items() if type(value) in _OF_TYPE},
-    "schedule.ratio": (_numbers, "NUMBER/NUMBER…, such as 1.4/0.6"),
-    "levels": (_changes_by(int), 'JSON such as {"2": {"ratio": 0.25}}'),
-    "schedule.phases": (_changes_by(float), 'JSON such as {"0.5": {"planner": "tome"}}'),
-    "by_guidance": (_changes_by(float), 'JSON such as {"5": {"reuse.every": 1}}'),
+    "rules": (_rules, 'JSON such as [{"level": 2, "ratio": 0.25}]'),
+    "seed": (_seed, "INTEGER or none"),
     **dict.fromkeys(("reuse.every", "reuse.shallow_every"), (_number, "NUMBER")),
     **dict.fromkeys(("reference_ratio", "reuse.spacing"), (float, "NUMBER")),
     "reuse.ends": (str, "full or free"),

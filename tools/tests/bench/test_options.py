@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from tokenmerge import PlanSharing, Schedule, StepReuse, ToMeConfig, presets
+from tokenmerge import PlanSharing, StepReuse, ToMeConfig, presets
 from tokenmerge.errors import ConfigError
 from tokenmerge_tools.bench import loaded_model
 from tokenmerge_tools.bench.cells import plan_cells
@@ -96,36 +96,35 @@ def test_a_video_pipeline_is_asked_for_the_frames_of_its_record() -> None:
 
 def test_methods_have_their_own_settings_and_ratio() -> None:
     specs = BenchOptions(
-        variants=("todo", "toma:ratio=0.6", "sdtm:schedule=1.2/0.8", "ca_tome"), ratio=(0.3, 0.5)
+        variants=("todo", "toma:ratio=0.6", "sdtm:combine=keep", "ca_tome"), ratio=(0.3, 0.5)
     ).specs()
     assert [spec.label for spec in specs] == [
         "todo ratio=0.75",  # its planner ignores the ratio
         "toma ratio=0.6",
-        "sdtm ratio=0.3 schedule.ratio=1.2/0.8",
-        "sdtm ratio=0.5 schedule.ratio=1.2/0.8",
+        "sdtm ratio=0.3 combine=keep",
+        "sdtm ratio=0.5 combine=keep",
         "ca_tome ratio=0.3",
         "ca_tome ratio=0.5",
     ]
     assert [spec.config() for spec in specs[:3]] == [
         presets.todo(),
         presets.toma(0.6),
-        presets.sdtm(0.3, **{"schedule.ratio": (1.2, 0.8)}),
+        presets.sdtm(0.3, combine="keep"),
     ]
     assert parse_variant("toma:max_downsample=8", [0.5], {}) == parse_variant("toma", [0.5], {})
 
 
 def test_every_setting_can_be_told() -> None:
     text = (
-        'tome:proportional,scope=block,reuse.every=2,until=0.75,levels={"2": {"ratio": 0.25, "sx": 4}, "4": '
-        '{"ratio": 0.0}},phases={"0.5": {"planner": "local"}},plans.blocks'
+        'tome:proportional,scope=block,reuse.every=2,rules=[{"level": 2, "ratio": 0.25, "sx": 4}, '
+        '{"start": 0.5, "planner": "local"}],plans.blocks'
     )
     (spec,) = parse_variant(text, [0.5], {})
     config = ToMeConfig(
         proportional=True,
         scope="block",
         reuse=StepReuse(every=2),
-        schedule=Schedule(until=0.75, phases={0.5: {"planner": "local"}}),
-        levels={2: {"ratio": 0.25, "sx": 4}, 4: {"ratio": 0.0}},
+        rules=[{"level": 2, "ratio": 0.25, "sx": 4}, {"start": 0.5, "planner": "local"}],
         plans=PlanSharing(blocks=True),
     )
     assert spec.config() == config
@@ -146,10 +145,9 @@ def test_auto_is_chosen_when_the_model_is_there(monkeypatch: pytest.MonkeyPatch)
 def test_the_oracle_bounds_what_merges_around_layers_and_is_alike_at_every_step() -> None:
     changing = (
         "until=0.5",
-        "schedule=1/0",
         "correction.every=2",
         "reuse.every=2",
-        'levels={"2": {"ratio": 0.1}}',
+        'rules=[{"level": 2, "ratio": 0.1}]',
     )
     unbound = ("sdtm", "todo", "auto", *(f"tome:sx=4,{setting}" for setting in changing))
     variants = (*unbound, "ca_tome", "sito", "toma", "tome:planner=windows", "oracle")
@@ -202,11 +200,10 @@ def test_each_variant_has_the_settings_it_is_applied_with(name: str) -> None:
         ("tomesd:seed=1", "got 'seed'"),
         ("tome:ratio=much", "expected ratio=NUMBER, got 'ratio=much'"),
         ("tome:scope=all", "scope: expected one of 'layers', 'block', 'keys', got 'all'"),
-        ("tome:schedule.ratio=1/", "schedule.ratio=NUMBER/NUMBER"),
         ("tome:scope=keys,correction.every=3", "every token has a residual of its own"),
         ("sdtm:ratio=0.6", "ratio"),
         ("auto:ratio=1", "0.75"),
-        ('tome:levels={"x": {}}', "levels=JSON"),
+        ("tome:rules={", "rules=JSON"),
         ("tome:ratio=0.8", "0.75"),
         ("tome:merge_mlp=maybe", "true or false"),
         ("dense:ratio=0.5", "takes no settings"),

@@ -17,7 +17,7 @@ import tokenmerge
 import tokenmerge_tools.bench.loaded_model
 import tokenmerge_tools.generate.run
 import tokenmerge_tools.pipelines.call
-from tokenmerge import PlanSharing, Schedule, presets
+from tokenmerge import PlanSharing, presets
 from tokenmerge.config import ToMeConfig
 from tokenmerge.report import predict
 from tokenmerge_tools.cli import main
@@ -208,12 +208,12 @@ def test_inspect_as_json_is_the_report(folder, capsys):
             presets.toma(plans=PlanSharing(every=2, blocks=False)),
         ),
         (
-            ("--set", 'levels={"2": {"ratio": 0.25}}', "--set", 'phases={"0.5": {"combine": "keep"}}'),
-            presets.toma(levels={2: {"ratio": 0.25}}, schedule=Schedule(phases={0.5: {"combine": "keep"}})),
+            ("--set", 'rules=[{"level": 2, "ratio": 0.25}, {"start": 0.5, "combine": "keep"}]'),
+            presets.toma(rules=[{"level": 2, "ratio": 0.25}, {"start": 0.5, "combine": "keep"}]),
         ),
         (
-            ("--set", "schedule=[1.2, 0.8]", "--set", "until=0.75"),
-            presets.toma(schedule=Schedule(ratio=(1.2, 0.8), until=0.75)),
+            ("--set", "seed=none"),
+            presets.toma(seed=None),
         ),
     ],
 )
@@ -285,12 +285,11 @@ def test_without_arguments_the_commands_are_listed(capsys):
         (["inspect", "--method", "tomato"], "method: expected one of auto, tome, "),
         (["inspect", "--set", "speed=2"], "set: expected settings out of ratio, max_downsample"),
         (["inspect", "--set", "sx=wide"], "set: sx: expected sx=INTEGER, got 'sx=wide'"),
-        (["inspect", "--set", "until"], "schedule.until: expected schedule.until=NUMBER"),
+        (["inspect", "--set", "sx"], "sx: expected sx=INTEGER"),
         (["inspect", "--set", "proportional=maybe"], "expected proportional=true or false"),
-        (["inspect", "--set", "schedule=1/x"], "schedule.ratio=NUMBER/NUMBER"),
-        (["inspect", "--set", "levels=[2]"], "levels=JSON such as"),
-        (["inspect", "--set", 'phases={"0.5": 2}'], "schedule.phases=JSON such as"),
-        (["inspect", "--set", 'levels={"2": {"until": 0.5}}'], "levels: cannot change until"),
+        (["inspect", "--set", "rules=2"], "rules=JSON such as"),
+        (["inspect", "--set", "rules={"], "rules=JSON such as"),
+        (["inspect", "--set", 'rules=[{"level": 2, "spacing": 0.5}]'], "cannot change spacing"),
         (["inspect", "--set", "plans.every=0"], "plans.every: expected an integer ≥ 1, got 0"),
         (
             ["inspect", "--method", "tome", "--set", "reuse.shallow_every=2"],
@@ -511,11 +510,15 @@ def test_a_warning_is_one_line_and_is_shown_once(folder, tmp_path, capsys):
     with warnings.catch_warnings():
         warnings.simplefilter("always")
         warnings.showwarning = before
-        assert main([*map(str, arguments), "--method", "tome", "--set", "schedule.until=0.1"]) == 0
+        assert (
+            main([*map(str, arguments), "--method", "tome", "--set", 'rules=[{"start": 0.1, "ratio": 0}]'])
+            == 0
+        )
     lines = [line for line in capsys.readouterr().err.splitlines() if "warning" in line.lower()]
     assert lines == [
-        "tokenmerge: warning: nothing merges in this generation: schedule.until=0.1 of 2 steps is none; "
-        "raise it, or take more steps"
+        "tokenmerge: warning: this generation is dense: by the rules {'start': 0.1, 'ratio': 0.0}, "
+        "nothing merges in any of 2 steps; leave more steps between their start and until, "
+        "or take more steps"
     ]
     assert warnings.showwarning is before
 

@@ -154,7 +154,7 @@ def test_ratio_zero_gives_the_dense_picture_and_says_so(folder, tmp_path):
 
 @pytest.mark.parametrize(("guidance", "ratio"), [(None, 0.25), (7.5, 0.25), (3.0, 0.5), (1.0, 0.5)])
 def test_the_report_is_that_of_the_guidance_of_the_run(folder, tmp_path, guidance, ratio):
-    merging = MethodSpec("tome", {"ratio": 0.5, "by_guidance": {5.0: {"ratio": 0.25}}})
+    merging = MethodSpec("tome", {"ratio": 0.5, "rules": [{"guidance": 5.0, "ratio": 0.25}]})
     result = generate(options(folder, tmp_path, steps=1, compare=False, merging=merging, guidance=guidance))
     row = result.report.rows[0]
     assert 1 - row.merged_tokens / row.tokens == ratio

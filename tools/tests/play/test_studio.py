@@ -75,7 +75,7 @@ def test_a_trial_says_what_was_measured(studio, folder):
 
 @pytest.mark.parametrize(("guidance", "corrects"), [(2.5, True), (1.5, False)])
 def test_the_notes_are_of_the_guidance_of_the_trial(studio, folder, guidance, corrects):
-    merging = MethodSpec("tome", {"by_guidance": {2.0: {"correction.every": 2}}})
+    merging = MethodSpec("tome", {"rules": [{"guidance": 2.0, "correction.every": 2}]})
     trial = draw(studio, options(folder, merging=merging, guidance=guidance))
     assert any("correction.every=2" in note for note in trial.notes) == corrects
 

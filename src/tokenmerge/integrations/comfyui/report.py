@@ -26,7 +26,7 @@ def describe(settings: Settings, latent: Sequence[int]) -> str:
     for level in target.levels:
         blocks = [block for block in target.blocks if block.level == level]
         grid = (frames, -(-rows // level), -(-columns // level))
-        own = max(config.stages(level), key=lambda settings: settings.ratio)
+        own = max((stage.at_level(level) for stage in config.stages()), key=lambda own: own.ratio)
         n = num_tokens(grid)
         r = num_removed(grid, own) if level <= config.max_downsample and own.ratio else 0
         at = f"level {level}: " if target.is_unet else ""
@@ -75,7 +75,7 @@ def _step_reuse(settings: Settings) -> list[str]:
             f"{_STEPS - len(steps.shallow)} of them skip the finest level too, except for its last layer."
         )
     merging = "attention merges" if target.is_unet else "blocks merge"
-    for scale in settings.config.by_guidance:
+    for scale in settings.config.scales:
         strong = settings.config.at_guidance(scale)
         steps = strong.reuse.steps_of(_STEPS)
         line = f"With cfg {scale:g} or more, {len(steps.full)} of {_STEPS} steps run the whole model"

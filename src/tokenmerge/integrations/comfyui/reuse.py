@@ -63,7 +63,7 @@ class Residuals:
         tracker.begin_call(step)
         deep, shallow, caches = reuse_of(config, tracker, same)
         corrects = False
-        if deep is None and config.schedule.merges(step.done, step.steps):
+        if deep is None and config.at_step(step.done, step.steps).merges:
             corrects = correction_due(config, tracker, same)
         self.due = Due(tracker.call, deep, shallow, caches, corrects)
 

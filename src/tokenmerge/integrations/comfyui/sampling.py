@@ -125,11 +125,10 @@ class Step:
         self._seed = bits(timestep.float().max())
         self._whole = whole and self.settings.config.plans.guidance
         self._calls = -1
-        self._at: dict[int, MergeSettings] = {}
         self._steps = max(1, len(sampling.sigmas) - 1)
         self._index = min(sampling.index(sigma), self._steps - 1)
-        phase = self.settings.config.schedule.phase(self._index, self._steps)
-        sampling.begin_step(self._index, (tuple(latent), phase))
+        self._config = self.settings.config.at_step(self._index, self._steps)
+        sampling.begin_step(self._index, (tuple(latent), self._config))
 
     def begin_call(self, latent: Sequence[int], options: Mapping[str, Any] | None = None) -> None:
         """Prepare a call of the model. ComfyUI may call it for each prompt, and for parts of the picture.
@@ -153,9 +152,7 @@ class Step:
 
     def at(self, level: int) -> MergeSettings:
         """The settings of a level in this step."""
-        if level not in self._at:
-            self._at[level] = self.settings.config.at(level, self._index, self._steps)
-        return self._at[level]
+        return self._config.at_level(level)
 
     def grid(self) -> Grid:
         """(frames, rows, columns) of the tokens at level 1 in the running call."""

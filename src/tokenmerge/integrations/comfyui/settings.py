@@ -91,7 +91,7 @@ def settings_for(target: Target, asked: Asked, device: torch.device, dtype: torc
         config = getattr(presets, asked.method)(asked.ratio)
     else:
         raise ConfigError(f"method: expected one of {', '.join(METHODS)}, got {asked.method!r}")
-    changes: dict[str, Any] = {"seed": asked.seed}
+    changes: dict[str, Any] = {} if config.seed is None else {"seed": asked.seed}
     if asked.scope != OF_METHOD:
         changes["scope"] = asked.scope
     if asked.proportional != OF_METHOD:

@@ -17,7 +17,7 @@ from tokenmerge.integrations.portable.planners import PLANNERS
 # Settings with some supported values, and settings with all values supported. The others keep their defaults.
 _OFFERED = {"scope": ("layers", "keys"), "planner": PLANNERS}
 _FREE = (
-    *("ratio", "max_downsample", "min_tokens", "sx", "sy", "use_rand", "seed", "levels"),
+    *("ratio", "max_downsample", "min_tokens", "sx", "sy", "seed", "rules"),
     *("merge_attn", "merge_crossattn", "merge_mlp", "combine", "proportional", "plans.guidance"),
 )
 _DEFAULTS = flat(vars(ToMeConfig()))
@@ -54,8 +54,9 @@ def apply_token_merging(pipe_or_layer: Any, config: ToMeConfig) -> Patch:
         pipe_or_layer: a pipeline (its ControlNets are patched too), or a model such as ``pipe.unet``. A model
             that is already patched gets the new settings.
         config: what to merge and how much. Supported are the planners ``"tome"``, ``"tiled"`` and
-            ``"uniform"``, the scopes ``"layers"`` and ``"keys"``, ``combine``, ``levels``, ``min_tokens``,
-            ``proportional``, ``plans.guidance``, and the arguments of :func:`tokenmerge.paddle.apply_patch`.
+            ``"uniform"``, the scopes ``"layers"`` and ``"keys"``, ``combine``, ``rules`` by level,
+            ``min_tokens``, ``proportional``, ``plans.guidance``, and the arguments of
+            :func:`tokenmerge.paddle.apply_patch`.
 
     Returns:
         A handle: ``patch.report()`` says what merges where, ``patch.remove()`` restores the model.
@@ -116,7 +117,13 @@ def _check_offered(config: Any) -> None:
             f"config: expected a ToMeConfig such as ToMeConfig(ratio=0.5), got {config!r}; choosing "
             "the other settings for a ratio is supported only on PyTorch"
         )
-    for settings in (config, *(config.at(level, 0, 1) for level in config.levels)):
+    for place, rule in enumerate(config.rules):
+        if rule.conditions.keys() - {"level"}:
+            raise ConfigError(
+                f"rules[{place}]: on Paddle a rule can have a level and no other condition, got {rule}; "
+                "leave it out, or use a pipeline of diffusers"
+            )
+    for settings in (config, *(config.at_level(rule.level or 0) for rule in config.rules)):
         for name, value in flat(vars(settings)).items():
             if name in _OFFERED and value not in _OFFERED[name]:
                 wanted = ", ".join(map(repr, _OFFERED[name]))

@@ -53,7 +53,7 @@ def apply_patch(
         max_downsample=max_downsample,
         sx=sx,
         sy=sy,
-        use_rand=bool(use_rand),
+        seed=0 if use_rand else None,
         merge_attn=bool(merge_attn),
         merge_crossattn=bool(merge_crossattn),
         merge_mlp=bool(merge_mlp),

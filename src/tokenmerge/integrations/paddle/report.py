@@ -122,7 +122,7 @@ def predict(
 
 def _rows(host: Host, config: ToMeConfig, height: int, width: int, batch: int) -> Iterator[Row]:
     for block in blocks_to_merge(host, config):
-        settings, grid = config.at(block.level, 0, 1), host.grid(block, height, width)
+        settings, grid = config.at_level(block.level), host.grid(block, height, width)
         n, r = grid[0] * grid[1], num_removed(grid, settings)
         names = merged_layers(block, settings)
         if not r:
@@ -170,9 +170,9 @@ def _notes(host: Host, config: ToMeConfig, rows: tuple[Row, ...]) -> Iterator[st
             continue
         if level > config.max_downsample:
             why = f"max_downsample={config.max_downsample}"
-        elif not config.at(level, 0, 1).ratio:
+        elif not config.at_level(level).ratio:
             why = "ratio=0"
-        elif any(not merged_layers(block, config.at(level, 0, 1)) for block in dense):
+        elif any(not merged_layers(block, config.at_level(level)) for block in dense):
             why = "they have no layer that these settings merge"
         else:
             why = "their token grid is too small for these settings"

@@ -75,7 +75,7 @@ class Run:
 
     def __init__(self, config: ToMeConfig, host: Host, blocks: tuple[Block, ...]) -> None:
         self.config = config
-        self.settings: Mapping[int, MergeSettings] = {b.level: config.at(b.level, 0, 1) for b in blocks}
+        self.settings: Mapping[int, MergeSettings] = {b.level: config.at_level(b.level) for b in blocks}
         self.host = host
         self.blocks = blocks
         self.now = _Now()
@@ -113,7 +113,7 @@ def merged_layers(block: Block, settings: MergeSettings) -> tuple[str, ...]:
 def blocks_to_merge(host: Host, config: ToMeConfig) -> tuple[Block, ...]:
     """The blocks within ``max_downsample`` in which something merges."""
     within = [block for block in host.blocks if block.level <= config.max_downsample]
-    return tuple(block for block in within if merged_layers(block, config.at(block.level, 0, 1)))
+    return tuple(block for block in within if merged_layers(block, config.at_level(block.level)))
 
 
 def note_call(root: Any, args: tuple, kwargs: dict[str, Any]) -> None:

@@ -49,7 +49,7 @@ def plan_tokens(
         shared = plan_tokens(xp, shared_features(xp, features, parts), grid, settings, step)
         assert shared is not None  # r > 0
         return repeated(xp, shared, parts)
-    src, dst = partition(grid, cell, (settings.seed, step) if settings.use_rand else None)
+    src, dst = partition(grid, cell, None if settings.seed is None else (settings.seed, step))
     if settings.planner == "tome":
         order, nearest = bipartite_soft_matching(xp, features, src, dst)
     elif settings.planner == "tiled":

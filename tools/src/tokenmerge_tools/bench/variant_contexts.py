@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, cat, nn
 
 from tokenmerge.api import Patch, merge_in_hosts
-from tokenmerge.config import OWN_NUMBER, Schedule, ToMeConfig
+from tokenmerge.config import OWN_NUMBER, ToMeConfig
 from tokenmerge.errors import ConfigError, UnsupportedModelError
 from tokenmerge.handle import RecordedPlan
 from tokenmerge.models.find import find_hosts
@@ -18,7 +18,7 @@ from tokenmerge.report import Report
 
 TOMESD_SETTINGS = (
     *("ratio", "max_downsample", "sx", "sy"),
-    *("use_rand", "merge_attn", "merge_crossattn", "merge_mlp"),
+    *("seed", "merge_attn", "merge_crossattn", "merge_mlp"),
 )
 
 # The settings that the time of the oracle depends on.
@@ -30,8 +30,7 @@ _BOUNDING = (
 
 def bounds(config: ToMeConfig) -> bool:
     """Whether the oracle bounds these settings: they merge around layers, and do the same at every step."""
-    changing = config.schedule != Schedule() or config.correction.on or config.reuse.on
-    return config.scope == "layers" and not (changing or config.levels)
+    return config.scope == "layers" and not (config.rules or config.correction.on or config.reuse.on)
 
 
 def bounding_settings(config: ToMeConfig) -> tuple[str, ...]:
@@ -64,6 +63,7 @@ def tomesd(model: nn.Module, config: ToMeConfig, report: Report) -> Iterator[Non
     """
     original: Any = importlib.import_module("tomesd")
     settings = {name: value for name, value in config.to_dict().items() if name in TOMESD_SETTINGS}
+    settings["use_rand"] = settings.pop("seed") is not None
     # tomesd leaves its own attributes on the modules when it is removed.
     before = {module: set(module.__dict__) for module in model.modules()}
     try:

@@ -43,7 +43,7 @@ app.command(
         "generate 'a castle' --model owner/name --size 768x512",
         "generate 'a castle' --model ./sdxl --ratio 0.5",
         "generate 'a castle' --method toma --ratio 0.6",
-        "generate 'a castle' --set scope=block --set reuse.every=2 --set schedule.until=0.75",
+        "generate 'a castle' --set scope=block --set reuse.every=2 --set correction.every=3",
         "generate 'a castle' --control edges.png --controlnet ./canny",
     )
 )(generate)

@@ -58,7 +58,7 @@ def bench(
         _axis(
             "variants",
             f"{', '.join(VARIANTS)}; or one of them with settings of ToMeConfig, such as toma:ratio=0.6 or "
-            "tome:proportional,scope=block,schedule.ratio=1.4/0.6. tomesd is the package of that name.",
+            "tome:proportional,scope=block,reuse.every=2. tomesd is the package of that name.",
         ),
     ] = None,
     settings: Annotated[

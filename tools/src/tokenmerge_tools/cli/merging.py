@@ -49,9 +49,6 @@ def merging(
         _merging("Width in tokens of the cells with one destination each.", "--sx", parser=integer),
     ] = None,
     sy: Annotated[int | None, _merging("Height in tokens of these cells.", "--sy", parser=integer)] = None,
-    use_rand: Annotated[
-        bool | None, _merging("Draw the destination of each cell at random.", "--rand/--no-rand")
-    ] = None,
     merge_attn: Annotated[
         bool | None, _merging("Merge around self-attention.", "--merge-attn/--no-merge-attn")
     ] = None,
@@ -64,8 +61,8 @@ def merging(
     settings: Annotated[
         list[str] | None,
         _merging(
-            "NAME=VALUE: any setting of ToMeConfig, such as scope=block, reuse.every=2 or "
-            'schedule.ratio=1.4/0.6; levels and schedule.phases are JSON: levels={"2": {"ratio": 0.25}}. '
+            "NAME=VALUE: any setting of ToMeConfig, such as scope=block, reuse.every=2 or seed=none; rules "
+            'are JSON: rules=[{"level": 2, "ratio": 0.25}]. '
             "May be repeated.",
             "--set",
         ),

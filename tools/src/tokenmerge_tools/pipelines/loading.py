@@ -193,7 +193,7 @@ def guides(pipe: DiffusionPipeline, scale: float | None) -> bool:
 
 
 def guidance_in_force(pipe: DiffusionPipeline, scale: float | None) -> float | None:
-    """The scale that decides which settings are in force (``by_guidance``). None: the pipeline hides it.
+    """The scale that decides which rules of a config hold. None: the pipeline hides it.
 
     It is 1 where a pipeline applies no classifier-free guidance.
 

@@ -23,6 +23,7 @@ _RATIOS_OF_PRESETS = (0.5, 0.3)
 _SHARES_OF_STEPS = (0.3, 0.4, 0.5, 0.65, 0.8)
 
 _TILED = "tome:planner=tiled,proportional,max_downsample=8"
+_FALLING = _TILED + ',rules=[{{"until": 0.5, "ratio": 0.6}}, {{"start": 0.5, "ratio": 0.4}}],ratio={}'
 # (family, its settings, strengths). Braces stand for the strength.
 _FAMILIES: tuple[tuple[str, str, tuple[float, ...]], ...] = (
     (AUTO_FAMILY, "auto:ratio={}", _RATIOS_OF_AUTO),
@@ -55,10 +56,18 @@ _FAMILIES: tuple[tuple[str, str, tuple[float, ...]], ...] = (
     # Merging alone.
     ("auto, no step reuse", "auto:reuse.every=1,ratio={}", _RATIOS),
     ("tiled", _TILED + ",ratio={}", _RATIOS),
-    ("tiled, first 70 % of the steps", _TILED + ",schedule.until=0.7,ratio={}", (0.75, 0.5)),
-    ("tiled, falling ratio", _TILED + ",schedule.ratio=1.4/0.6,ratio={}", (0.5,)),
+    (
+        "tiled, first 70 % of the steps",
+        _TILED + ',rules=[{{"start": 0.7, "ratio": 0}}],ratio={}',
+        (0.75, 0.5),
+    ),
+    ("tiled, falling ratio", _FALLING, (0.5,)),
     ("blocks, corrected", _TILED + ",scope=block,correction.every=3,ratio={}", (0.75, 0.5)),
-    ("blocks, first half of the steps", _TILED + ",scope=block,schedule.until=0.5,ratio={}", (0.75, 0.5)),
+    (
+        "blocks, first half of the steps",
+        _TILED + ',scope=block,rules=[{{"start": 0.5, "ratio": 0}}],ratio={}',
+        (0.75, 0.5),
+    ),
     (
         "residuals of the model",
         "tome:features=model_residual,plans.blocks,proportional,max_downsample=8,ratio={}",
