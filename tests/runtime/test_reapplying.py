@@ -18,7 +18,7 @@ from tokenmerge import (
     apply_token_merging,
     remove_token_merging,
 )
-from tokenmerge.runtime.patch import state_of
+from tokenmerge.runtime.patching.patch import state_of
 
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_forward_pre_hooks_with_kwargs")
 SETTINGS = {

@@ -17,9 +17,9 @@ from tokenmerge.models.find import find_hosts
 from tokenmerge.report.flops import count_flops, weightless
 from tokenmerge.report.steps import kept_bytes, mean_flops, notes_on_steps
 from tokenmerge.report.text_table import Tabled, TextTable
-from tokenmerge.runtime.patch import hosts_that_merge, new_state, patch_host, restore
-from tokenmerge.runtime.pipeline import Pipeline
-from tokenmerge.runtime.select import layers_to_merge, merges
+from tokenmerge.runtime.patching.patch import hosts_that_merge, new_state, patch_host, restore
+from tokenmerge.runtime.patching.select import layers_to_merge, merges
+from tokenmerge.runtime.steps.pipeline import Pipeline
 
 
 @dataclasses.dataclass(frozen=True)

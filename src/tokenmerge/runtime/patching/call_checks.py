@@ -14,9 +14,9 @@ from tokenmerge.errors import ConfigError, NothingToMergeError, UnsupportedModel
 from tokenmerge.models.parallel import Part
 from tokenmerge.ops import num_tokens
 from tokenmerge.planners import sequence_of, sequence_of_part
-from tokenmerge.runtime.planning import check_grid, merges_tokens
-from tokenmerge.runtime.scheduler import DenoisingStep
-from tokenmerge.runtime.state import ModelState
+from tokenmerge.runtime.blocks.planning import check_grid, merges_tokens
+from tokenmerge.runtime.memory.state import ModelState
+from tokenmerge.runtime.steps.scheduler import DenoisingStep
 
 
 def check_given(state: ModelState, root: nn.Module, arguments: Mapping[str, Any]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from tokenmerge.runtime.scheduler import DenoisingStep
+from tokenmerge.runtime.steps.scheduler import DenoisingStep
 
 
 @dataclasses.dataclass(eq=False)

@@ -22,10 +22,10 @@ from tokenmerge.planners import (
     sequence_of,
     sequence_of_part,
 )
-from tokenmerge.runtime.context import CallContext
-from tokenmerge.runtime.features import compared
-from tokenmerge.runtime.guidance import importance_of_tokens
-from tokenmerge.runtime.state import BlockState, RecordedPlan
+from tokenmerge.runtime.blocks.features import compared
+from tokenmerge.runtime.memory.context import CallContext
+from tokenmerge.runtime.memory.state import BlockState, RecordedPlan
+from tokenmerge.runtime.steps.guidance import importance_of_tokens
 
 Stages = Sequence[tuple[int, MergeSettings]]
 
