@@ -49,26 +49,26 @@ BREAKS = (
     ),
     Break(
         "linear extrapolation",
-        "runtime/reuse.py",
+        "runtime/memory/reuse.py",
         "value + delta * (agreement * distance)",
         "value - delta * (agreement * distance)",
     ),
     Break(
         "which step is complete",
-        "runtime/due.py",
+        "runtime/patching/due.py",
         'tracker, "blocks", step.done in runs.full,',
         'tracker, "blocks", step.done + 1 in runs.full,',
     ),
     Break(
         "the index of a step",
-        "runtime/scheduler.py",
+        "runtime/steps/scheduler.py",
         "    generation = _generation_of(scheduler, timesteps, int(index), runs_here)\n",
         "    index = max(int(index) - 1, 0)\n"
         "    generation = _generation_of(scheduler, timesteps, int(index), runs_here)\n",
     ),
     Break(
         "the class that removal puts back",
-        "runtime/swap.py",
+        "runtime/patching/swap.py",
         "    module.__class__ = _without(made, swapped)\n",
         "",
     ),
@@ -80,7 +80,7 @@ BREAKS = (
     ),
     Break(
         "log(size) of proportional attention",
-        "runtime/proportional_attention.py",
+        "runtime/blocks/proportional_attention.py",
         "bias = sizes.log().to(key.dtype)",
         "bias = sizes.to(key.dtype)",
     ),

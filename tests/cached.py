@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import nn
 
-from tokenmerge.runtime.caches import Cache, Memory
-from tokenmerge.runtime.patch import state_of
-from tokenmerge.runtime.state import BlockState
+from tokenmerge.runtime.memory.caches import Cache, Memory
+from tokenmerge.runtime.memory.state import BlockState
+from tokenmerge.runtime.patching.patch import state_of
 
 
 def memory_of(model: nn.Module) -> Memory:

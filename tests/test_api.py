@@ -31,7 +31,7 @@ from tokenmerge import (
 )
 from tokenmerge.auto import choose
 from tokenmerge.config import dense_outside
-from tokenmerge.runtime.patch import state_of
+from tokenmerge.runtime.patching.patch import state_of
 
 HALF = ToMeConfig(ratio=0.5)
 

@@ -34,7 +34,7 @@ from tokenmerge.config import dense_outside, flat
 from tokenmerge.models.find import find_hosts
 from tokenmerge.models.unet_stages import work_of
 from tokenmerge.planners import PLANNERS, calibration
-from tokenmerge.runtime.patch import state_of
+from tokenmerge.runtime.patching.patch import state_of
 from tokenmerge_tools.method_spec import MethodSpec
 
 

@@ -23,7 +23,7 @@ from tokenmerge import (
     remove_patch,
 )
 from tokenmerge.compat import apply_tome
-from tokenmerge.runtime.patch import state_of
+from tokenmerge.runtime.patching.patch import state_of
 
 SCOPES = {
     "attn": {},

@@ -113,7 +113,7 @@ def test_settings_of_strong_guidance_are_those_that_are_counted(pipe):
 
 def test_the_seconds_are_those_from_the_first_call_to_the_last(pipe, monkeypatch):
     clock = iter(range(100))
-    monkeypatch.setattr("tokenmerge.runtime.run_log.time.perf_counter", lambda: next(clock))
+    monkeypatch.setattr("tokenmerge.runtime.memory.run_log.time.perf_counter", lambda: next(clock))
     patch = apply_token_merging(pipe, SKIPS)
     generate(pipe, steps=4)
     assert "4 steps in 4.0 s" in last_run(patch)  # the clock is read at the start and after each call

@@ -13,7 +13,7 @@ import tokenmerge
 ROOT = Path(tokenmerge.__file__).parent
 
 # What each part imports besides its own files, no more and no less. A part is a folder or a file at the top
-# of the package, or a folder of integrations.
+# of the package, a folder of integrations, or a room of runtime.
 MAY_IMPORT = {
     "errors": "",
     "ops": "",
@@ -25,15 +25,20 @@ MAY_IMPORT = {
     "paddle": "integrations.paddle",
     "planners": "ops config",
     "models": "errors",
-    "runtime": "errors ops config planners models",
+    "runtime.steps": "errors ops models",
+    "runtime.memory": "errors ops config models runtime.steps",
+    "runtime.blocks": "errors ops config planners models runtime.steps runtime.memory",
+    "runtime.patching": "errors ops config planners models runtime.steps runtime.memory runtime.blocks",
     "pictures": "",
-    "report": "errors config planners models runtime",
-    "vit": "errors ops config models runtime report",
+    "report": "errors config planners models runtime.steps runtime.memory runtime.blocks runtime.patching",
+    "vit": "errors ops config models runtime.steps runtime.memory runtime.blocks runtime.patching report",
     "auto": "config planners models",
-    "integrations.comfyui": "errors ops config presets planners models runtime auto",
-    "speedup": "errors config runtime report auto",
-    "handle": "errors config planners models runtime report vit",
-    "api": "errors ops config presets models runtime report vit auto speedup handle",
+    "integrations.comfyui": "errors ops config presets planners models "
+    "runtime.steps runtime.memory runtime.blocks runtime.patching auto",
+    "speedup": "errors config runtime.steps report auto",
+    "handle": "errors config planners models runtime.steps runtime.memory runtime.patching report vit",
+    "api": "errors ops config presets models "
+    "runtime.steps runtime.memory runtime.patching report vit auto speedup handle",
     "compat": "errors config presets api",
     "pipeline_methods": "errors compat",
 }
@@ -56,7 +61,7 @@ def imports(file: Path) -> set[str]:
 
 def part_of(names: Sequence[str]) -> str:
     """The part of the package that a module is in, from the names in its path."""
-    return ".".join(names[: 2 if names[0] == "integrations" else 1])
+    return ".".join(names[: 2 if names[0] in ("integrations", "runtime") else 1])
 
 
 def part(file: Path) -> str:
@@ -95,7 +100,7 @@ def test_imports_go_down_only():
 
 def test_what_runs_in_a_patched_model_knows_no_family():
     for file in files():
-        if part(file) == "runtime":
+        if part(file).startswith("runtime."):
             for name in imports(file):
                 assert not name.startswith(FAMILIES), f"{file.relative_to(ROOT)} imports {name}"
 
@@ -103,7 +108,7 @@ def test_what_runs_in_a_patched_model_knows_no_family():
 def test_of_the_core_only_swap_swaps_classes():
     swapping = [file for file in files() if "__class__ =" in file.read_text(encoding="utf-8")]
     core = [file.relative_to(ROOT).as_posix() for file in swapping if part(file) not in OPTIONAL]
-    assert core == ["runtime/swap.py"]
+    assert core == ["runtime/patching/swap.py"]
 
 
 def test_the_core_needs_torch_alone():

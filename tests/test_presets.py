@@ -12,7 +12,7 @@ from tests.models.test_every_family import call, model_of
 from tests.models.tiny import FAMILIES
 
 from tokenmerge import ConfigError, NothingToMergeError, PlanSharing, ToMeConfig, apply_token_merging, presets
-from tokenmerge.runtime.patch import state_of
+from tokenmerge.runtime.patching.patch import state_of
 
 EVERY = pytest.mark.parametrize("name", presets.__all__)
 MODELS = ("UNet2DConditionModel", "SD3Transformer2DModel", "FluxTransformer2DModel")

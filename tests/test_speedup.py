@@ -11,7 +11,7 @@ from tokenmerge import ConfigError, apply_token_merging
 from tokenmerge.auto import choose
 from tokenmerge.planners import calibration
 from tokenmerge.report import counted_speedup, predict
-from tokenmerge.runtime.patch import state_of
+from tokenmerge.runtime.patching.patch import state_of
 from tokenmerge.speedup import ratio_for
 
 

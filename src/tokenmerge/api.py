@@ -17,18 +17,18 @@ from torch import Tensor, nn
 from tokenmerge import presets
 from tokenmerge.auto import choose_for
 from tokenmerge.config import FoundFor, ToMeConfig, dense_outside, load_settings
+from tokenmerge.config.origin import is_default
 from tokenmerge.errors import ConfigError, UnsupportedModelError, shown
 from tokenmerge.handle import DiffusionPatch, EncoderPatch, Patch
 from tokenmerge.models.base import Host
 from tokenmerge.models.find import DENOISERS, find_hosts
 from tokenmerge.ops import Plan
 from tokenmerge.report import Report, bytes_of, within
-from tokenmerge.runtime.in_use import refuse_in_use
-from tokenmerge.runtime.origin import is_default
-from tokenmerge.runtime.patch import hosts_that_merge, new_state, patch_host, restore, state_of
-from tokenmerge.runtime.pipeline import Pipeline
-from tokenmerge.runtime.state import RecordedPlan
-from tokenmerge.runtime.watched import look
+from tokenmerge.runtime.memory.state import RecordedPlan
+from tokenmerge.runtime.patching.in_use import refuse_in_use
+from tokenmerge.runtime.patching.patch import hosts_that_merge, new_state, patch_host, restore, state_of
+from tokenmerge.runtime.patching.watched import look
+from tokenmerge.runtime.steps.pipeline import Pipeline
 from tokenmerge.speedup import ratio_for
 from tokenmerge.vit.config import ViTConfig
 from tokenmerge.vit.hosts import find_encoders

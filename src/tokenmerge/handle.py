@@ -17,12 +17,12 @@ from tokenmerge.models.base import Host
 from tokenmerge.models.placement import device_of, dtype_of, narrowest_attention
 from tokenmerge.planners.calibration import fewest_tokens
 from tokenmerge.report import Conditions, Report, RunSteps, predict, saved, slower_than_dense, summary
-from tokenmerge.runtime.in_use import refuse_in_use
-from tokenmerge.runtime.patch import record_steps, restore, state_of
-from tokenmerge.runtime.pipeline import default_steps
-from tokenmerge.runtime.run_log import RunLog
-from tokenmerge.runtime.state import Kept, ModelState, RecordedPlan
-from tokenmerge.runtime.step_log import StepRecorder
+from tokenmerge.runtime.memory.run_log import RunLog
+from tokenmerge.runtime.memory.state import Kept, ModelState, RecordedPlan
+from tokenmerge.runtime.memory.step_log import StepRecorder
+from tokenmerge.runtime.patching.in_use import refuse_in_use
+from tokenmerge.runtime.patching.patch import record_steps, restore, state_of
+from tokenmerge.runtime.steps.pipeline import default_steps
 from tokenmerge.vit.report import ViTReport, predict_vit
 from tokenmerge.vit.runtime import RecordedTokens
 

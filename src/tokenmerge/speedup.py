@@ -8,7 +8,7 @@ from tokenmerge.auto import choose
 from tokenmerge.config.checks import number
 from tokenmerge.errors import ConfigError
 from tokenmerge.report import counted_speedup
-from tokenmerge.runtime.pipeline import default_steps
+from tokenmerge.runtime.steps.pipeline import default_steps
 
 __all__ = ["ratio_for"]
 

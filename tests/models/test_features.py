@@ -22,8 +22,8 @@ from tokenmerge import (
     apply_token_merging,
 )
 from tokenmerge.models.find import find_hosts
-from tokenmerge.runtime import planning
-from tokenmerge.runtime.state import STATE
+from tokenmerge.runtime.blocks import planning
+from tokenmerge.runtime.memory.state import STATE
 
 
 @contextmanager

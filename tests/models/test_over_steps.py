@@ -16,7 +16,7 @@ from torch.testing import assert_close
 from tokenmerge import Correction, NothingToMergeError, StepReuse, apply_token_merging
 from tokenmerge.models.find import find_hosts
 from tokenmerge.planners import PLANNERS
-from tokenmerge.runtime.state import BlockState, StageState
+from tokenmerge.runtime.memory.state import BlockState, StageState
 
 
 def whole(model: nn.Module) -> bool:

@@ -13,7 +13,7 @@ from tokenmerge import StepReuse, ToMeConfig, apply_token_merging, remove_token_
 from tokenmerge.models.find import find_hosts
 from tokenmerge.models.grids import grid_of_ids, references_of_ids
 from tokenmerge.models.layout import Grid
-from tokenmerge.runtime.state import STATE
+from tokenmerge.runtime.memory.state import STATE
 
 
 @pytest.mark.parametrize(

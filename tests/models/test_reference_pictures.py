@@ -25,7 +25,7 @@ from tokenmerge import (
 from tokenmerge.config import Correction
 from tokenmerge.planners import PLANNERS
 from tokenmerge.report import predict
-from tokenmerge.runtime.state import RecordedPlan
+from tokenmerge.runtime.memory.state import RecordedPlan
 
 # For pictures of 8 × 8 tokens: the grids of their references.
 REFERENCES = {

@@ -14,7 +14,7 @@ from tests.models.unets import FAMILIES as UNETS
 
 from tokenmerge import NothingToMergeError, ToMeConfig, UnsupportedModelError, apply_token_merging
 from tokenmerge.report import predict
-from tokenmerge.runtime.patch import state_of
+from tokenmerge.runtime.patching.patch import state_of
 
 
 def is_patched(module: torch.nn.Module) -> bool:

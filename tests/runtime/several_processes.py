@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from tokenmerge import Correction, PlanSharing, StepReuse, apply_token_merging
 from tokenmerge.ops import Plan, join_plans, num_tokens
-from tokenmerge.runtime import planning
+from tokenmerge.runtime.blocks import planning
 
 PROCESSES = 2
 FLUX, WAN, QWEN = "FluxTransformer2DModel", "WanTransformer3DModel", "QwenImageTransformer2DModel"

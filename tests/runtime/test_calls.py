@@ -41,8 +41,8 @@ FACTS = {
     "config/correction.py": "a property of the settings",
     "models/layout.py": "which of a call's tokens are the image's, and the sides of their grid",
     "models/call.py": "the arguments of a host's call, which it makes",
-    "runtime/state.py": "what a block is, and what holds for its running call",
-    "runtime/host_method.py": "the host's method and the names of its parameters",
+    "runtime/memory/state.py": "what a block is, and what holds for its running call",
+    "runtime/blocks/host_method.py": "the host's method and the names of its parameters",
 }
 
 
@@ -106,7 +106,7 @@ def test_in_a_merged_block_eight_files_act(scope):
     call(model, arguments)
     hook.remove()
     assert files_that_act(lambda: block(*given["args"], **given["kwargs"])) == {
-        *("runtime/forward.py", "runtime/planning.py", "runtime/merged_call.py"),
+        *("runtime/blocks/forward.py", "runtime/blocks/planning.py", "runtime/blocks/merged_call.py"),
         *("planners/_grid.py", "planners/tome.py"),
         *("ops/partition.py", "ops/matching.py", "ops/plan.py"),
     }

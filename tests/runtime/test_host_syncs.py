@@ -19,8 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tokenmerge
 from tokenmerge import Correction, StepReuse, ToMeConfig, apply_token_merging, presets
-from tokenmerge.runtime import hooks, step_seed
-from tokenmerge.runtime.step_seed import StepSeed
+from tokenmerge.runtime.patching import hooks
+from tokenmerge.runtime.steps import step_seed
+from tokenmerge.runtime.steps.step_seed import StepSeed
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array_(_ implementation|wrap__):DeprecationWarning")
 

@@ -21,8 +21,8 @@ from tiny_pipeline import SIDE
 from tokenmerge import StepReuse, ToMeConfig, apply_token_merging
 from tokenmerge.api import merge_in_hosts
 from tokenmerge.config import FoundFor
-from tokenmerge.runtime.patch import state_of
-from tokenmerge.runtime.pipeline import guidance_scale
+from tokenmerge.runtime.patching.patch import state_of
+from tokenmerge.runtime.steps.pipeline import guidance_scale
 
 BY_GUIDANCE = ToMeConfig(ratio=0.25, reuse=StepReuse(every=2), by_guidance={5: {"ratio": 0.5}})
 

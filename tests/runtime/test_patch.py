@@ -22,7 +22,7 @@ from tokenmerge import (
     remove_token_merging,
     token_merging,
 )
-from tokenmerge.runtime.state import BlockState
+from tokenmerge.runtime.memory.state import BlockState
 
 EVERYTHING = {"max_downsample": 2, "merge_crossattn": True, "merge_mlp": True}
 

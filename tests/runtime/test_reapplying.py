@@ -18,7 +18,7 @@ from tokenmerge import (
     remove_token_merging,
 )
 from tokenmerge.config import dense_outside
-from tokenmerge.runtime.patch import state_of
+from tokenmerge.runtime.patching.patch import state_of
 
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_forward_pre_hooks_with_kwargs")
 SETTINGS = {

@@ -26,7 +26,7 @@ from torch.testing import assert_close
 
 from tokenmerge import UnsupportedModelError, apply_token_merging
 from tokenmerge.models.parallel import Part, part_of
-from tokenmerge.runtime import hooks
+from tokenmerge.runtime.patching import hooks
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 300  # of which most go to importing

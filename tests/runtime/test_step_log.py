@@ -31,8 +31,8 @@ from tokenmerge import (
     token_merging,
 )
 from tokenmerge.config import dense_outside
-from tokenmerge.runtime.scheduler import DenoisingStep, Generation
-from tokenmerge.runtime.step_log import StepLog, start_stopwatch
+from tokenmerge.runtime.memory.step_log import StepLog, start_stopwatch
+from tokenmerge.runtime.steps.scheduler import DenoisingStep, Generation
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array_(_ implementation|wrap__):DeprecationWarning")
 
@@ -143,7 +143,7 @@ def hosts_texts(sample: dict[str, Any]) -> tuple[Tensor, Tensor]:
 
 def test_the_seconds_of_a_step_are_those_in_the_model(pipe, monkeypatch):
     clock = iter(range(1000))
-    monkeypatch.setattr("tokenmerge.runtime.step_log.time.perf_counter", lambda: next(clock))
+    monkeypatch.setattr("tokenmerge.runtime.memory.step_log.time.perf_counter", lambda: next(clock))
     patch = recording(pipe, "every step")
     draw(pipe, 3)
     seconds = [row.seconds for row in patch.steps]

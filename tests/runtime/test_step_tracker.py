@@ -13,8 +13,8 @@ import diffusers
 import pytest
 import torch
 
-from tokenmerge.runtime.scheduler import DenoisingStep, Generation, step_of
-from tokenmerge.runtime.step_tracker import StepTracker
+from tokenmerge.runtime.steps.scheduler import DenoisingStep, Generation, step_of
+from tokenmerge.runtime.steps.step_tracker import StepTracker
 
 # One of each way to count: with step_index and without, several calls a step, flow matching.
 # Its arithmetic is diffusers' own.

@@ -37,10 +37,10 @@ from tokenmerge import (
 )
 from tokenmerge.config import dense_outside
 from tokenmerge.ops import Plan, merge, unmerge
-from tokenmerge.runtime.patch import state_of
-from tokenmerge.runtime.reuse import Residual, extrapolated, residual_of, updated
-from tokenmerge.runtime.scheduler import step_of
-from tokenmerge.runtime.state import STATE, BlockState, LayerState
+from tokenmerge.runtime.memory.reuse import Residual, extrapolated, residual_of, updated
+from tokenmerge.runtime.memory.state import STATE, BlockState, LayerState
+from tokenmerge.runtime.patching.patch import state_of
+from tokenmerge.runtime.steps.scheduler import step_of
 
 HALF: dict[str, Any] = {"ratio": 0.5, "max_downsample": 8}
 STEPS = 6

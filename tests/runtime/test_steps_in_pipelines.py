@@ -31,8 +31,8 @@ from torch import nn
 
 from tokenmerge import Correction, StepReuse, ToMeConfig, apply_token_merging
 from tokenmerge.config import dense_outside
-from tokenmerge.runtime.patch import state_of
-from tokenmerge.runtime.state import BlockState, LayerState
+from tokenmerge.runtime.memory.state import BlockState, LayerState
+from tokenmerge.runtime.patching.patch import state_of
 
 # Schedulers' arithmetic on numpy's arrays.
 pytestmark = pytest.mark.filterwarnings("ignore:__array_(_ implementation|wrap__):DeprecationWarning")

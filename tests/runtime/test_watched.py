@@ -26,9 +26,9 @@ from torch import nn
 import tokenmerge.auto
 from tokenmerge import StepReuse, ToMeConfig, UnsupportedModelError, apply_token_merging, token_merging
 from tokenmerge.report import predict
-from tokenmerge.runtime.patch import state_of
-from tokenmerge.runtime.state import BlockState, LayerState
-from tokenmerge.runtime.watched import watchers_in
+from tokenmerge.runtime.memory.state import BlockState, LayerState
+from tokenmerge.runtime.patching.patch import state_of
+from tokenmerge.runtime.patching.watched import watchers_in
 
 STEPS, SIDE = 12, 32
 REUSED = ToMeConfig(ratio=0, reuse=StepReuse(every=2))
@@ -417,7 +417,7 @@ def test_every_processor_of_a_pipeline_of_diffusers_is_known():
                 calls = [f for f in node.body if isinstance(f, ast.FunctionDef) and f.name == "__call__"]
                 if any("attn" in [argument.arg for argument in f.args.args] for f in calls):
                     found.add(node.name)
-    from tokenmerge.runtime.watched import _STORES
+    from tokenmerge.runtime.patching.watched import _STORES
 
     assert found - compute == _STORES.keys()
 

@@ -17,7 +17,7 @@ from tokenmerge.models.find import find_hosts
 from tokenmerge.report.flops import weightless
 from tokenmerge.report.prediction import default_or_given
 from tokenmerge.report.steps import kept_bytes
-from tokenmerge.runtime.patch import hosts_that_merge
+from tokenmerge.runtime.patching.patch import hosts_that_merge
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMG]?B)?\s*", re.IGNORECASE)

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from tokenmerge.config import ToMeConfig
 from tokenmerge.models.base import Host
-from tokenmerge.runtime.patch import check_host, stages_of
-from tokenmerge.runtime.planning import merges_tokens as merges_in
+from tokenmerge.runtime.blocks.planning import merges_tokens as merges_in
+from tokenmerge.runtime.patching.patch import check_host, stages_of
 
 
 def check_merging(hosts: Sequence[Host], config: ToMeConfig, size: tuple[int, int]) -> None:

@@ -18,8 +18,8 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from tokenmerge.models.base import is_a
-from tokenmerge.runtime.patch import restore
-from tokenmerge.runtime.watched import is_watching
+from tokenmerge.runtime.patching.patch import restore
+from tokenmerge.runtime.patching.watched import is_watching
 
 # Attributes by which other libraries wrap a module's calls. They may hold references to whole other models.
 _WRAPPERS = ("forward", "_old_forward", "_hf_hook", "_diffusers_hook", "_compiled_call_impl")

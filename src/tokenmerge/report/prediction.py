@@ -20,10 +20,10 @@ from tokenmerge.models.find import find_hosts
 from tokenmerge.report.flops import count_flops, weightless
 from tokenmerge.report.steps import kept_bytes, mean_flops, merging_most, notes_on_steps
 from tokenmerge.report.text_table import Tabled, TextTable
-from tokenmerge.runtime.patch import hosts_that_merge, new_state, patch_host, restore
-from tokenmerge.runtime.pipeline import Pipeline
-from tokenmerge.runtime.select import layers_to_merge, merges
-from tokenmerge.runtime.state import Kept
+from tokenmerge.runtime.memory.state import Kept
+from tokenmerge.runtime.patching.patch import hosts_that_merge, new_state, patch_host, restore
+from tokenmerge.runtime.patching.select import layers_to_merge, merges
+from tokenmerge.runtime.steps.pipeline import Pipeline
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from tokenmerge.report.text_table import Tabled, TextTable
-from tokenmerge.runtime.run_log import in_kinds
-from tokenmerge.runtime.step_log import StepRow
+from tokenmerge.runtime.memory.run_log import in_kinds
+from tokenmerge.runtime.memory.step_log import StepRow
 
 _NOTES = (
     "tokens: of the largest block that merged, before and after; blocks: calls of blocks that merged",

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from tokenmerge.config import Rule, StepReuse, ToMeConfig
 from tokenmerge.models.base import Host
 from tokenmerge.report.flops import count_flops
-from tokenmerge.runtime.patch import new_state, patch_host, restore
-from tokenmerge.runtime.pipeline import Pipeline
-from tokenmerge.runtime.state import Kept, ModelState
+from tokenmerge.runtime.memory.state import Kept, ModelState
+from tokenmerge.runtime.patching.patch import new_state, patch_host, restore
+from tokenmerge.runtime.steps.pipeline import Pipeline
 
 # After two full steps the cache of step reuse is largest. The second must not be one of the last steps.
 _STEPS_TO_KEEP_MOST = 4

@@ -7,7 +7,7 @@ import dataclasses
 from tokenmerge.config import ToMeConfig
 from tokenmerge.report.cache_limit import in_words
 from tokenmerge.report.prediction import Report, saved
-from tokenmerge.runtime.run_log import RunLog, in_kinds
+from tokenmerge.runtime.memory.run_log import RunLog, in_kinds
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,9 +1,6 @@
-"""Patching a model, and what runs in a patched one: hooks, merging around a call, caches, step tracking.
+"""Patching a model, and what runs in a patched one, in four rooms.
 
-``patch`` patches and restores whole models with ``select`` and ``swap``; only ``swap`` changes classes.
-``hooks`` builds the ``context`` of a call, and ``forward`` has the methods that blocks and layers get.
-``state`` holds facts and a place for each thread, ``caches`` what outlives a call.
-
-May import ``errors``, ``ops``, ``config``, ``planners`` and the words of ``models`` (``base``, ``layout``,
-``call``, ``parallel``), never a family's file.
+A room imports only those below it: ``patching``, ``blocks``, ``memory``, ``steps``. All may import
+``errors``, ``ops``, ``config``, ``planners`` and the words of ``models`` (``base``, ``layout``, ``call``,
+``parallel``), never a family's file.
 """

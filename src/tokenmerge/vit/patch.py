@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tokenmerge.errors import NothingToMergeError, UnsupportedModelError
 from tokenmerge.models.find import parts
-from tokenmerge.runtime.swap import add_hook, check_swappable, swap
+from tokenmerge.runtime.patching.swap import add_hook, check_swappable, swap
 from tokenmerge.vit.config import ViTConfig
 from tokenmerge.vit.hosts import FAMILIES, Encoder, find_encoders
 from tokenmerge.vit.runtime import (

@@ -22,11 +22,11 @@ from torch import Tensor, nn
 from tokenmerge.errors import NothingToMergeError, UnsupportedModelError
 from tokenmerge.models.call import HostCall
 from tokenmerge.ops import SizedPlan, Tokens, plan_by_size
-from tokenmerge.runtime.host_method import HostMethod, parameters
-from tokenmerge.runtime.patch import restore
-from tokenmerge.runtime.per_thread import PerThread
-from tokenmerge.runtime.state import STATE
-from tokenmerge.runtime.swap import swap
+from tokenmerge.runtime.blocks.host_method import HostMethod, parameters
+from tokenmerge.runtime.memory.state import STATE
+from tokenmerge.runtime.patching.patch import restore
+from tokenmerge.runtime.patching.swap import swap
+from tokenmerge.runtime.steps.per_thread import PerThread
 from tokenmerge.vit.config import ViTConfig
 from tokenmerge.vit.planner import most_removed, plan_tome_vit
 

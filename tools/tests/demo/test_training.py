@@ -11,7 +11,7 @@ from tools.training.train import set_merging
 from tools.training.unet import EmojiUNet
 
 from tokenmerge import presets
-from tokenmerge.runtime.patch import state_of
+from tokenmerge.runtime.patching.patch import state_of
 from tokenmerge_tools import demo
 
 CAPTION = "a red apple on a light blue background"

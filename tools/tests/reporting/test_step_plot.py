@@ -6,7 +6,7 @@ import pytest
 
 from tokenmerge.errors import ConfigError
 from tokenmerge.report import RunSteps
-from tokenmerge.runtime.step_log import StepRow
+from tokenmerge.runtime.memory.step_log import StepRow
 from tokenmerge_tools.reporting.plots import COLOURS
 from tokenmerge_tools.reporting.step_plot import draw_steps, figure_of_steps
 

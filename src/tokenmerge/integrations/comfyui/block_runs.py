@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from tokenmerge.integrations.comfyui.reuse import Residuals
-from tokenmerge.runtime.reuse import Residual, extrapolated, updated
+from tokenmerge.runtime.memory.reuse import Residual, extrapolated, updated
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -8,10 +8,10 @@ from collections.abc import Hashable
 from torch import Tensor
 
 from tokenmerge.config import ToMeConfig
-from tokenmerge.runtime.due import correction_due, reuse_of
-from tokenmerge.runtime.reuse import Residual
-from tokenmerge.runtime.scheduler import DenoisingStep
-from tokenmerge.runtime.step_tracker import StepTracker
+from tokenmerge.runtime.memory.reuse import Residual
+from tokenmerge.runtime.patching.due import correction_due, reuse_of
+from tokenmerge.runtime.steps.scheduler import DenoisingStep
+from tokenmerge.runtime.steps.step_tracker import StepTracker
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

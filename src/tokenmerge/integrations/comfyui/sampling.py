@@ -16,8 +16,8 @@ from tokenmerge.integrations.comfyui.reuse import Residuals
 from tokenmerge.integrations.comfyui.settings import Settings
 from tokenmerge.ops import Plan, bits, shared_features
 from tokenmerge.planners import PLANNERS, num_removed
-from tokenmerge.runtime.guidance import importance_of_tokens
-from tokenmerge.runtime.scheduler import DenoisingStep, Generation, ends_clean
+from tokenmerge.runtime.steps.guidance import importance_of_tokens
+from tokenmerge.runtime.steps.scheduler import DenoisingStep, Generation, ends_clean
 
 # Key of this package's entry in ComfyUI's ``transformer_options``, and of its wrappers.
 KEY = "tokenmerge"

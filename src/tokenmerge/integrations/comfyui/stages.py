@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tokenmerge.integrations.comfyui.models import Cut
 from tokenmerge.integrations.comfyui.reuse import Due, Residuals
-from tokenmerge.runtime.reuse import extrapolated, residual_of, updated
+from tokenmerge.runtime.memory.reuse import extrapolated, residual_of, updated
 
 # ComfyUI's patches that get what a block of the UNet returned.
 _AFTER_BLOCKS = ("input_block_patch", "input_block_patch_after_skip", "output_block_patch")

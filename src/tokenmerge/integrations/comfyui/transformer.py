@@ -13,9 +13,9 @@ from tokenmerge.integrations.comfyui.sampling import Grid, Running, Step, prompt
 from tokenmerge.models.call import HostCall
 from tokenmerge.models.layout import Layout
 from tokenmerge.ops import num_tokens
-from tokenmerge.runtime.forward import COMBINE
-from tokenmerge.runtime.merged_call import add_lost, merged_call, of_image
-from tokenmerge.runtime.reuse import Residual
+from tokenmerge.runtime.blocks.forward import COMBINE
+from tokenmerge.runtime.blocks.merged_call import add_lost, merged_call, of_image
+from tokenmerge.runtime.memory.reuse import Residual
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

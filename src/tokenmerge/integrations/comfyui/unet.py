@@ -10,9 +10,9 @@ from torch import Tensor
 from tokenmerge.integrations.comfyui.sampling import Running, Step, prompts_in, step_in
 from tokenmerge.models.layout import PLAIN
 from tokenmerge.ops import unmerge
-from tokenmerge.runtime.forward import COMBINE
-from tokenmerge.runtime.merged_call import add_lost
-from tokenmerge.runtime.reuse import residual_of
+from tokenmerge.runtime.blocks.forward import COMBINE
+from tokenmerge.runtime.blocks.merged_call import add_lost
+from tokenmerge.runtime.memory.reuse import residual_of
 
 
 def before_attention(n: Tensor, context: Any, value: Any, options: dict[str, Any]) -> tuple[Any, Any, Any]:

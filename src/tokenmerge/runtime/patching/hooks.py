@@ -9,13 +9,18 @@ import torch
 from torch import Tensor, nn
 
 from tokenmerge.config import ToMeConfig
+from tokenmerge.config.origin import instead, named
 from tokenmerge.errors import ConfigError, UnsupportedModelError
 from tokenmerge.models.layout import Grid
 from tokenmerge.models.parallel import part_of
-from tokenmerge.runtime.attention_kernels import reach_kernels
-from tokenmerge.runtime.block_runs import finish_run
-from tokenmerge.runtime.caches import Memory
-from tokenmerge.runtime.call_checks import (
+from tokenmerge.runtime.blocks.attention_kernels import reach_kernels
+from tokenmerge.runtime.blocks.block_runs import finish_run
+from tokenmerge.runtime.memory.caches import Memory
+from tokenmerge.runtime.memory.context import CallContext
+from tokenmerge.runtime.memory.run_log import RunLog, StepKind
+from tokenmerge.runtime.memory.state import STATE, ModelState, StageState
+from tokenmerge.runtime.memory.step_log import StepLog
+from tokenmerge.runtime.patching.call_checks import (
     check_given,
     check_part,
     check_size,
@@ -24,8 +29,7 @@ from tokenmerge.runtime.call_checks import (
     warn_of_other_conditions,
     warn_where_nothing_is_saved,
 )
-from tokenmerge.runtime.context import CallContext
-from tokenmerge.runtime.due import (
+from tokenmerge.runtime.patching.due import (
     begin_plans,
     caches_plans,
     due_of,
@@ -33,17 +37,13 @@ from tokenmerge.runtime.due import (
     settings_of,
     shape_of,
 )
-from tokenmerge.runtime.guidance import copies_are_equal
-from tokenmerge.runtime.origin import instead, named
-from tokenmerge.runtime.per_thread import PerThread
-from tokenmerge.runtime.pipeline import guidance_copies, guidance_scale, running_pipeline
-from tokenmerge.runtime.run_log import RunLog, StepKind
-from tokenmerge.runtime.scheduler import DenoisingStep, needs_sync, number_of_steps, scheduler_of
-from tokenmerge.runtime.state import STATE, ModelState, StageState
-from tokenmerge.runtime.step_log import StepLog
-from tokenmerge.runtime.step_seed import same_step
-from tokenmerge.runtime.step_tracker import StepTracker
-from tokenmerge.runtime.watched import look
+from tokenmerge.runtime.patching.watched import look
+from tokenmerge.runtime.steps.guidance import copies_are_equal
+from tokenmerge.runtime.steps.per_thread import PerThread
+from tokenmerge.runtime.steps.pipeline import guidance_copies, guidance_scale, running_pipeline
+from tokenmerge.runtime.steps.scheduler import DenoisingStep, needs_sync, number_of_steps, scheduler_of
+from tokenmerge.runtime.steps.step_seed import same_step
+from tokenmerge.runtime.steps.step_tracker import StepTracker
 
 
 def before_model(root: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from tokenmerge.models.call import HostCall
-from tokenmerge.runtime.context import CallContext
-from tokenmerge.runtime.reuse import Residual
-from tokenmerge.runtime.state import BlockState
+from tokenmerge.runtime.memory.context import CallContext
+from tokenmerge.runtime.memory.reuse import Residual
+from tokenmerge.runtime.memory.state import BlockState
 
 
 def caches_features(state: BlockState, context: CallContext) -> bool:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tokenmerge.ops import num_tokens
-from tokenmerge.runtime.step_seed import same_step
+from tokenmerge.runtime.steps.step_seed import same_step
 
 
 class SampleTracker:

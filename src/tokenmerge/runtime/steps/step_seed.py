@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tokenmerge.ops import bits
-from tokenmerge.runtime.scheduler import needs_sync
+from tokenmerge.runtime.steps.scheduler import needs_sync
 
 
 class StepSeed:

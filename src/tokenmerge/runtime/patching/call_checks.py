@@ -10,14 +10,14 @@ import torch
 from torch import nn
 
 from tokenmerge.config import OWN_NUMBER, StepReuse, ToMeConfig
+from tokenmerge.config.origin import instead, named
 from tokenmerge.errors import ConfigError, NothingToMergeError, UnsupportedModelError
 from tokenmerge.models.parallel import Part
 from tokenmerge.ops import num_tokens
 from tokenmerge.planners import sequence_of, sequence_of_part
-from tokenmerge.runtime.origin import instead, named
-from tokenmerge.runtime.planning import check_grid, merges_tokens
-from tokenmerge.runtime.scheduler import DenoisingStep
-from tokenmerge.runtime.state import ModelState
+from tokenmerge.runtime.blocks.planning import check_grid, merges_tokens
+from tokenmerge.runtime.memory.state import ModelState
+from tokenmerge.runtime.steps.scheduler import DenoisingStep
 
 
 def check_given(state: ModelState, root: nn.Module, arguments: Mapping[str, Any]) -> None:

@@ -1,7 +1,7 @@
 """Checking, patching and restoring whole models.
 
 The blocks and layers that merge get another class, and so do the parts of a UNet that are skipped on some
-steps; :mod:`tokenmerge.runtime.swap` does that. The models around them keep their classes, which pipelines
+steps; ``swap`` does that. The models around them keep their classes, which pipelines
 compare, and get hooks that read the denoising step and the token grid.
 """
 
@@ -13,20 +13,16 @@ from functools import partial
 from torch import nn
 
 from tokenmerge.config import FoundFor, MergeSettings, ToMeConfig
+from tokenmerge.config.origin import instead, named
 from tokenmerge.errors import NothingToMergeError, UnsupportedModelError
 from tokenmerge.models.base import Block, Host, modules_in
 from tokenmerge.models.layout import Grid
 from tokenmerge.models.parallel import part_of
-from tokenmerge.runtime.attention_kernels import leave_kernels, reach_kernels
-from tokenmerge.runtime.context import CallContext, ThreadState
-from tokenmerge.runtime.forward import block_call, layer_call, stage_call
-from tokenmerge.runtime.hooks import after_model, before_blocks, before_model, compare_guidance, record_result
-from tokenmerge.runtime.origin import instead, named
-from tokenmerge.runtime.per_thread import PerThread
-from tokenmerge.runtime.pipeline import Pipeline
-from tokenmerge.runtime.planning import check_grid
-from tokenmerge.runtime.select import parts_to_merge, skipped_parts, why_nothing_merges
-from tokenmerge.runtime.state import (
+from tokenmerge.runtime.blocks.attention_kernels import leave_kernels, reach_kernels
+from tokenmerge.runtime.blocks.forward import block_call, layer_call, stage_call
+from tokenmerge.runtime.blocks.planning import check_grid
+from tokenmerge.runtime.memory.context import CallContext, ThreadState
+from tokenmerge.runtime.memory.state import (
     STATE,
     BlockState,
     ConfigFacts,
@@ -34,8 +30,18 @@ from tokenmerge.runtime.state import (
     ModelState,
     StageState,
 )
-from tokenmerge.runtime.step_log import StepRecorder
-from tokenmerge.runtime.swap import add_hook, check_swappable, remove_hook, swap, undo
+from tokenmerge.runtime.memory.step_log import StepRecorder
+from tokenmerge.runtime.patching.hooks import (
+    after_model,
+    before_blocks,
+    before_model,
+    compare_guidance,
+    record_result,
+)
+from tokenmerge.runtime.patching.select import parts_to_merge, skipped_parts, why_nothing_merges
+from tokenmerge.runtime.patching.swap import add_hook, check_swappable, remove_hook, swap, undo
+from tokenmerge.runtime.steps.per_thread import PerThread
+from tokenmerge.runtime.steps.pipeline import Pipeline
 
 
 def hosts_that_merge(
@@ -122,7 +128,7 @@ def new_state(
 ) -> ModelState:
     """The state of a host that :func:`check_host` accepts; nothing of the host is changed.
 
-    ``warned``, ``found_for`` and ``method`` are those of :class:`tokenmerge.runtime.state.ModelState`.
+    ``warned``, ``found_for`` and ``method`` are those of :class:`tokenmerge.runtime.memory.state.ModelState`.
     """
     layers = {block.path: layers for block, layers in parts_to_merge(host, config)}
     blocks = [block for block in host.blocks if block.path in layers]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from tokenmerge.runtime.scheduler import DenoisingStep, StepFacts
+from tokenmerge.runtime.steps.scheduler import DenoisingStep, StepFacts
 
 
 @dataclasses.dataclass(eq=False)

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from tokenmerge.errors import ConfigError
-from tokenmerge.runtime.per_thread import PerThread
-from tokenmerge.runtime.scheduler import DenoisingStep, Generation, scheduler_of, step_of
+from tokenmerge.runtime.steps.per_thread import PerThread
+from tokenmerge.runtime.steps.scheduler import DenoisingStep, Generation, scheduler_of, step_of
 
 _STEPS = 20  # where a pipeline has no default
 # Their batches hold the picture guided by text and image, by the image alone, and by nothing.

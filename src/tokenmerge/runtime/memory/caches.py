@@ -13,11 +13,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from tokenmerge.config import MergeSettings, ToMeConfig
 from tokenmerge.ops import Plan
-from tokenmerge.runtime.guidance import SampleTracker
-from tokenmerge.runtime.reuse import Residual
-from tokenmerge.runtime.run_log import RunLog
-from tokenmerge.runtime.scheduler import Generation
-from tokenmerge.runtime.step_tracker import StepTracker
+from tokenmerge.runtime.memory.reuse import Residual
+from tokenmerge.runtime.memory.run_log import RunLog
+from tokenmerge.runtime.steps.guidance import SampleTracker
+from tokenmerge.runtime.steps.scheduler import Generation
+from tokenmerge.runtime.steps.step_tracker import StepTracker
 
 # A call of a block, as two numbers. The first is that of the model's call in its step: pipelines make several
 # calls in a step, for prompts or tiles. The second is that of the block's call within it: FreeNoise calls a

@@ -20,8 +20,8 @@ from typing import Any
 
 from torch.overrides import _get_current_function_mode_stack
 
-from tokenmerge.runtime.proportional_attention import Kernel, ProportionalAttention
-from tokenmerge.runtime.state import ModelState
+from tokenmerge.runtime.blocks.proportional_attention import Kernel, ProportionalAttention
+from tokenmerge.runtime.memory.state import ModelState
 
 # Back-ends of diffusers that call PyTorch's fused attention, which takes a mask there.
 _WITH_MASK = ("native", "_native_cudnn", "_native_efficient", "_native_math")

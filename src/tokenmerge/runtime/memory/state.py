@@ -12,18 +12,18 @@ from torch import Tensor
 
 from tokenmerge.config import FoundFor, MergeSettings, ToMeConfig
 from tokenmerge.config.checks import integer
+from tokenmerge.config.origin import is_default
 from tokenmerge.errors import ConfigError, shown
 from tokenmerge.models.base import ModelCall
 from tokenmerge.models.layout import Grid, Layout
 from tokenmerge.ops import Plan
-from tokenmerge.runtime.caches import Call, Memory, RecordedCalls
-from tokenmerge.runtime.context import CallContext, PartState, ThreadState
-from tokenmerge.runtime.origin import is_default
-from tokenmerge.runtime.per_thread import PerThread
-from tokenmerge.runtime.pipeline import Pipeline
-from tokenmerge.runtime.run_log import RunLog
-from tokenmerge.runtime.scheduler import Generation
-from tokenmerge.runtime.step_log import StepRecorder
+from tokenmerge.runtime.memory.caches import Call, Memory, RecordedCalls
+from tokenmerge.runtime.memory.context import CallContext, PartState, ThreadState
+from tokenmerge.runtime.memory.run_log import RunLog
+from tokenmerge.runtime.memory.step_log import StepRecorder
+from tokenmerge.runtime.steps.per_thread import PerThread
+from tokenmerge.runtime.steps.pipeline import Pipeline
+from tokenmerge.runtime.steps.scheduler import Generation
 
 # The one attribute that a patched module has beside its own: one of the classes of this file, or the grids of
 # a module around blocks.

@@ -13,9 +13,9 @@ from tokenmerge.config import MergeSettings, ToMeConfig
 from tokenmerge.models.layout import Grid
 from tokenmerge.models.parallel import Part
 from tokenmerge.ops import Plan
-from tokenmerge.runtime.caches import BlockRun, Cache, Call, Memory, RecordedCall
-from tokenmerge.runtime.step_log import StepLog
-from tokenmerge.runtime.step_seed import StepSeed
+from tokenmerge.runtime.memory.caches import BlockRun, Cache, Call, Memory, RecordedCall
+from tokenmerge.runtime.memory.step_log import StepLog
+from tokenmerge.runtime.steps.step_seed import StepSeed
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -101,7 +101,7 @@ class ThreadState:
 
     Args:
         context: for blocks that are called before the model.
-        groups: as for :class:`tokenmerge.runtime.caches.Memory`.
+        groups: as for :class:`tokenmerge.runtime.memory.caches.Memory`.
 
     Attributes:
         context: of the running call, or the last one.

@@ -17,16 +17,16 @@ from tokenmerge.models.call import HostCall
 from tokenmerge.models.layout import Layout
 from tokenmerge.models.parallel import splits_tokens
 from tokenmerge.ops import Plan, keep_destinations, merge
-from tokenmerge.runtime.block_runs import block_in_run
-from tokenmerge.runtime.caches import RecordedCall
-from tokenmerge.runtime.context import ActiveMerge, CallContext
-from tokenmerge.runtime.features import caches_features, with_cached_features
-from tokenmerge.runtime.host_method import HostMethod
-from tokenmerge.runtime.merged_call import add_lost, keyed_call, merged_call, of_image
-from tokenmerge.runtime.planning import pictures_to_merge, plan_of, sequence_in
-from tokenmerge.runtime.proportional_attention import ProportionalAttention
-from tokenmerge.runtime.reuse import Residual, extrapolated, residual_of, updated
-from tokenmerge.runtime.state import STATE, BlockState, LayerState, StageState
+from tokenmerge.runtime.blocks.block_runs import block_in_run
+from tokenmerge.runtime.blocks.features import caches_features, with_cached_features
+from tokenmerge.runtime.blocks.host_method import HostMethod
+from tokenmerge.runtime.blocks.merged_call import add_lost, keyed_call, merged_call, of_image
+from tokenmerge.runtime.blocks.planning import pictures_to_merge, plan_of, sequence_in
+from tokenmerge.runtime.blocks.proportional_attention import ProportionalAttention
+from tokenmerge.runtime.memory.caches import RecordedCall
+from tokenmerge.runtime.memory.context import ActiveMerge, CallContext
+from tokenmerge.runtime.memory.reuse import Residual, extrapolated, residual_of, updated
+from tokenmerge.runtime.memory.state import STATE, BlockState, LayerState, StageState
 
 # Where ``nn.Module.compile`` leaves what a module runs instead of its ``forward``.
 COMPILED = "_compiled_call_impl"

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tokenmerge.config import CACHED_FEATURES, GUIDED_PLANNERS, MergeSettings
+from tokenmerge.config.origin import instead, named
 from tokenmerge.errors import NothingToMergeError, UnsupportedModelError
 from tokenmerge.ops import Plan, features_if_shared, shared_features
 from tokenmerge.planners import (
@@ -22,11 +23,10 @@ from tokenmerge.planners import (
     sequence_of,
     sequence_of_part,
 )
-from tokenmerge.runtime.context import CallContext
-from tokenmerge.runtime.features import compared
-from tokenmerge.runtime.guidance import importance_of_tokens
-from tokenmerge.runtime.origin import instead, named
-from tokenmerge.runtime.state import BlockState, RecordedPlan
+from tokenmerge.runtime.blocks.features import compared
+from tokenmerge.runtime.memory.context import CallContext
+from tokenmerge.runtime.memory.state import BlockState, RecordedPlan
+from tokenmerge.runtime.steps.guidance import importance_of_tokens
 
 Stages = Sequence[tuple[int, MergeSettings]]
 

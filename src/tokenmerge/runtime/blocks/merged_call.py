@@ -13,7 +13,7 @@ from tokenmerge.errors import UnsupportedModelError
 from tokenmerge.models.call import HostCall
 from tokenmerge.models.layout import Layout, TokenArgument
 from tokenmerge.ops import Plan, unmerge
-from tokenmerge.runtime.reuse import Residual
+from tokenmerge.runtime.memory.reuse import Residual
 
 
 def merged_call(

@@ -17,10 +17,10 @@ from typing import Any
 from torch import Tensor
 
 from tokenmerge.models.call import HostCall
-from tokenmerge.runtime.caches import BlockRun
-from tokenmerge.runtime.context import RunningBlocks, ThreadState
-from tokenmerge.runtime.reuse import Residual, extrapolated, updated
-from tokenmerge.runtime.state import BlockState
+from tokenmerge.runtime.memory.caches import BlockRun
+from tokenmerge.runtime.memory.context import RunningBlocks, ThreadState
+from tokenmerge.runtime.memory.reuse import Residual, extrapolated, updated
+from tokenmerge.runtime.memory.state import BlockState
 
 
 def block_in_run(state: BlockState, call: HostCall, run: Callable[[], Any]) -> Any:

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokenmerge.runtime.per_thread import PerThread
-from tokenmerge.runtime.run_log import StepKind
-from tokenmerge.runtime.scheduler import DenoisingStep, Generation
+from tokenmerge.runtime.memory.run_log import StepKind
+from tokenmerge.runtime.steps.per_thread import PerThread
+from tokenmerge.runtime.steps.scheduler import DenoisingStep, Generation
 
 # Waits for the device, and returns the seconds that it took.
 Stopwatch = Callable[[], float]

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from tokenmerge.errors import ModelInUseError
-from tokenmerge.runtime.pipeline import has_scheduler, owners
+from tokenmerge.runtime.steps.pipeline import has_scheduler, owners
 
 
 def refuse_in_use(models: Collection[nn.Module]) -> None:

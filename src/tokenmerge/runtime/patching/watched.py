@@ -18,8 +18,8 @@ from torch import nn
 from tokenmerge.config import StepReuse, ToMeConfig
 from tokenmerge.errors import UnsupportedModelError
 from tokenmerge.models.base import GridShape, modules_in
-from tokenmerge.runtime.planning import merges_tokens
-from tokenmerge.runtime.state import STATE, BlockState, Kept, ModelState, StageState
+from tokenmerge.runtime.blocks.planning import merges_tokens
+from tokenmerge.runtime.memory.state import STATE, BlockState, Kept, ModelState, StageState
 
 # Processors and hooks of these packages compute a result, and keep nothing of what they see …
 _PACKAGES = ("accelerate", "diffusers", "peft", "tokenmerge", "torch")

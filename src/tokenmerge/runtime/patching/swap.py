@@ -17,9 +17,9 @@ from typing import Any
 from torch import nn
 
 from tokenmerge.errors import UnsupportedModelError
-from tokenmerge.runtime.forward import COMPILED, block_call, compiled_block
-from tokenmerge.runtime.host_method import HostMethod, host_method
-from tokenmerge.runtime.state import STATE
+from tokenmerge.runtime.blocks.forward import COMPILED, block_call, compiled_block
+from tokenmerge.runtime.blocks.host_method import HostMethod, host_method
+from tokenmerge.runtime.memory.state import STATE
 
 # Attributes of a module in which accelerate and diffusers keep its ``forward``, or what keeps it.
 _HOLDERS = ("forward", "_old_forward", "_diffusers_hook")

@@ -11,17 +11,17 @@ import torch
 from torch import Tensor
 
 from tokenmerge.config import CACHED_FEATURES, MergeSettings, ToMeConfig
-from tokenmerge.runtime.caches import Memory
-from tokenmerge.runtime.call_checks import refuse_training
-from tokenmerge.runtime.run_log import StepKind
-from tokenmerge.runtime.scheduler import DenoisingStep
-from tokenmerge.runtime.state import ModelState
-from tokenmerge.runtime.step_tracker import StepTracker
+from tokenmerge.runtime.memory.caches import Memory
+from tokenmerge.runtime.memory.run_log import StepKind
+from tokenmerge.runtime.memory.state import ModelState
+from tokenmerge.runtime.patching.call_checks import refuse_training
+from tokenmerge.runtime.steps.scheduler import DenoisingStep
+from tokenmerge.runtime.steps.step_tracker import StepTracker
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Due:
-    """What is due in a call; its fields are those of :class:`tokenmerge.runtime.context.CallContext`."""
+    """What is due in a call; its fields are those of ``memory.context.CallContext``."""
 
     settings: Mapping[int, MergeSettings]
     caches_residuals: bool

@@ -1,0 +1,4 @@
+"""Which denoising step of which generation is it: scheduler, pipeline, guidance, and what ran when.
+
+Imports ``errors``, ``config`` and ``models``.
+"""
