@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from tokenmerge.integrations.comfyui import install
 from tokenmerge_tools.cli import main
 
 
@@ -33,3 +34,12 @@ def test_the_node_loads_without_diffusers_and_comfyui():
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "TokenMerging"
+
+
+def test_the_library_alone_installs_the_node(tmp_path, capsys):
+    """ComfyUI's Python need not have the command line."""
+    (tmp_path / "custom_nodes").mkdir()
+    assert install.main([str(tmp_path)]) == 0
+    assert capsys.readouterr().out.count("wrote ") == 5
+    assert install.main([str(tmp_path / "nothing")]) == install.main([]) == 2
+    assert "custom_nodes" in capsys.readouterr().err

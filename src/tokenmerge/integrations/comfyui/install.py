@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +13,10 @@ from tokenmerge.errors import ConfigError
 
 SOURCE = Path(__file__).parent / "custom_node"
 NAME = "comfyui-tokenmerge"
+AFTERWARDS = (
+    'Install tokenmerge in ComfyUI\'s Python too, and restart ComfyUI. The node "Token Merging" is under '
+    "model_patches, tokenmerge; workflows are under Templates."
+)
 # The line of pyproject.toml by which a folder is known as one of this node.
 _OURS = b'PublisherId = "tokenmerge"'
 
@@ -87,3 +92,21 @@ def _check(target: Path, files: Sequence[Path]) -> None:
                 f"path: {target} holds files that are not of this node; move it to another place, then run "
                 "this command again"
             )
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Install the node from the command line, where only this package is installed; return the exit code."""
+    if len(arguments) != 1:
+        print("usage: python -m tokenmerge.integrations.comfyui.install PATH_OF_COMFYUI", file=sys.stderr)
+        return 2
+    try:
+        files = install(arguments[0])
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(*(f"wrote {file}" for file in files), AFTERWARDS, sep="\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

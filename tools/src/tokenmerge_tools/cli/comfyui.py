@@ -24,7 +24,4 @@ def install(
     files = folder.install(path)
     for file in files:
         print(f"wrote {file}")
-    print(
-        'Install tokenmerge in ComfyUI\'s Python too, and restart ComfyUI. The node "Token Merging" is under '
-        "model_patches, tokenmerge; workflows are under Templates."
-    )
+    print(folder.AFTERWARDS)
