@@ -26,7 +26,7 @@ from ppdiffusers import (
 from ppdiffusers.transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 from safetensors.numpy import load_file
 
-SOURCE = Path(__file__).parents[2] / "src" / "tokenmerge" / "measure" / "demo" / "emoji-unet"
+SOURCE = Path(__file__).parents[2] / "tools" / "src" / "tokenmerge_tools" / "demo" / "emoji-unet"
 
 
 def pipeline(source: Path = SOURCE) -> StableDiffusionPipeline:

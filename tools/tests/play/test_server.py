@@ -81,7 +81,7 @@ def fields(**changes: Any) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    command = [sys.executable, "-m", "tokenmerge", "play", "--no-browser", "--device", "cpu"]
+    command = [sys.executable, "-m", "tokenmerge_tools", "play", "--no-browser", "--device", "cpu"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as running:
         assert running.stdout is not None
         yield Server(running.stdout.readline().split()[0])
