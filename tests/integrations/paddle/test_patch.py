@@ -68,7 +68,7 @@ def test_merging_changes_the_result_and_removing_restores_it_bit_for_bit(name):
     assert np.array_equal(hosts.run(unet), dense)
 
 
-@pytest.mark.parametrize("name", [name for name in SETTINGS if name != "rules"])
+@pytest.mark.parametrize("name", [name for name in SETTINGS if name != "levels"])
 def test_a_ratio_of_0_is_bit_equal_to_dense(name):
     unet = hosts.unet()
     dense = hosts.run(unet)
@@ -265,8 +265,8 @@ def test_bad_values_are_errors_and_nothing_is_patched(settings, message):
         {"planner": "sito"},
         {"scope": "block"},
         {"st": 2},
-        {"schedule.ratio": (1.0, 0.5)},
-        {"schedule.until": 0.5},
+        {"rules": [{"until": 0.5, "ratio": 0.2}]},
+        {"rules": [{"guidance": 5, "ratio": 0.2}]},
         {"plans.every": 2},
         {"plans.blocks": True},
         {"reuse.every": 2},
@@ -275,7 +275,8 @@ def test_bad_values_are_errors_and_nothing_is_patched(settings, message):
 )
 def test_what_is_not_offered_says_so(settings):
     name = next(iter(settings))
-    name = "scope" if name == "levels" else name
+    if name == "rules":
+        name = "scope" if "scope" in settings["rules"][0] else r"rules\[0\]"
     with pytest.raises(ConfigError, match=f"^{name}: .*on Paddle"):
         apply_token_merging(hosts.unet(), ToMeConfig.from_dict({"ratio": 0.5, **settings}))
 
