@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from tokenmerge_tools.bench.grid_files import read_grid
+from tokenmerge_tools.bench.grid import read_grid
 from tokenmerge_tools.bench.options import BenchOptions
 
 RESULTS = Path(__file__).parent / "results"

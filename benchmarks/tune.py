@@ -31,7 +31,7 @@ from tokenmerge_tools.evaluate.prompts import Item, built_in_prompts
 from tokenmerge_tools.files import prepare_folder
 from tokenmerge_tools.tune.candidates import AUTO_FAMILY
 from tokenmerge_tools.tune.goal import Goal
-from tokenmerge_tools.tune.looks import Estimate, Look, estimates
+from tokenmerge_tools.tune.measurements import Estimate, Look, estimates
 from tokenmerge_tools.tune.options import TuneOptions
 from tokenmerge_tools.tune.runner import Search, tune
 from tokenmerge_tools.tune.studio import Drawing, Studio

@@ -10,11 +10,11 @@ from diffusers import StableDiffusionPipeline
 from PIL import Image
 
 from tokenmerge.config import ToMeConfig
-from tokenmerge_tools.bench.variants import DENSE, Variant
-from tokenmerge_tools.evaluate.variants import Drawn
+from tokenmerge_tools.evaluate.drawn import Drawn
 from tokenmerge_tools.tune import runner, studio
 from tokenmerge_tools.tune.candidates import Candidate
 from tokenmerge_tools.tune.studio import Drawing, Failed, Studio
+from tokenmerge_tools.variants.variant import DENSE, Variant
 
 DENSE_SECONDS = 10.0
 

@@ -16,23 +16,26 @@ PUBLIC = (
 # What each part imports of the parts above it, no more and no less.
 MAY_IMPORT = {
     "files": "",
-    "progress": "",
-    "out_of_memory": "",
+    "failures": "",
+    "machine": "",
     "method_spec": "",
     "closeness": "",
     "demo": "",
-    "pipelines": "files out_of_memory method_spec demo",
+    "pipelines": "files failures method_spec demo",
+    "records": "files",
+    "variants": "method_spec pipelines records",
     "settings_file": "method_spec pipelines",
-    "bench": "files out_of_memory method_spec pipelines",
-    "reporting": "files bench",
-    "generate": "files progress out_of_memory method_spec closeness demo pipelines bench reporting",
-    "evaluate": "files progress out_of_memory closeness demo pipelines bench reporting",
-    "tune": "files out_of_memory pipelines bench reporting evaluate",
-    "play": "progress out_of_memory method_spec closeness demo pipelines generate",
-    "export": "files out_of_memory method_spec pipelines",
+    "progress": "",
+    "bench": "files failures machine pipelines records variants",
+    "reporting": "files records variants bench",
+    "generate": "files failures machine method_spec closeness demo pipelines progress bench reporting",
+    "evaluate": "files failures machine closeness demo pipelines records variants progress bench reporting",
+    "tune": "files failures pipelines records variants bench reporting evaluate",
+    "play": "failures method_spec closeness demo pipelines progress generate",
+    "export": "files failures method_spec pipelines",
     "cli": (
-        "files progress out_of_memory method_spec pipelines settings_file bench reporting generate evaluate "
-        "tune play export"
+        "files failures machine method_spec pipelines records variants settings_file progress "
+        "bench reporting generate evaluate tune play export"
     ),
     "__main__": "cli",
 }

@@ -9,7 +9,7 @@ from tokenmerge.config import ToMeConfig, load_settings
 from tokenmerge.errors import ConfigError
 from tokenmerge_tools.method_spec import as_plain
 from tokenmerge_tools.pipelines.loading import SourceKind, find_model
-from tokenmerge_tools.pipelines.sketch import load_sketch
+from tokenmerge_tools.pipelines.meta_model import load_sketch
 
 
 def changes_of_file(path: Path) -> dict[str, Any]:

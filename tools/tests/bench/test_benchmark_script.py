@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tokenmerge_tools.bench.grid_files import read_grid
+from tokenmerge_tools.bench.grid import read_grid
 from tokenmerge_tools.bench.options import BenchOptions
 from tokenmerge_tools.cli import main
 from tokenmerge_tools.evaluate.options import EvaluateOptions

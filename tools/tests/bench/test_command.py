@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from tokenmerge.errors import ConfigError
 from tokenmerge_tools.bench.options import BenchOptions
-from tokenmerge_tools.bench.results_file import read_cells
+from tokenmerge_tools.records.file import read_cells
 
 # The package has a function with the name of this module.
 command = importlib.import_module("tokenmerge_tools.cli.bench")

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from tokenmerge.errors import ConfigError
-from tokenmerge_tools.bench.records import CellRecord, median_and_iqr
-from tokenmerge_tools.bench.results_file import RecordNotWrittenError, ResultsFile, read_cells, read_lines
+from tokenmerge_tools.records.file import RecordNotWrittenError, ResultsFile, read_cells, read_lines
+from tokenmerge_tools.records.kinds import CellRecord, median_and_iqr
 
 
 def cell(variant: str = "dense", **changes: object) -> CellRecord:

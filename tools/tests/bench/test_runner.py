@@ -16,13 +16,14 @@ from tokenmerge.api import Patch
 from tokenmerge.errors import ConfigError
 from tokenmerge.planners import PLANNERS
 from tokenmerge.report import predict
-from tokenmerge_tools.bench import cell_group, memory_limit, runner, variant_contexts
+from tokenmerge_tools.bench import cell_group, memory_limit, runner
 from tokenmerge_tools.bench import prepare as prepare_module
 from tokenmerge_tools.bench.geometries import GEOMETRIES
 from tokenmerge_tools.bench.geometry import build_denoiser
-from tokenmerge_tools.bench.records import CellRecord
-from tokenmerge_tools.bench.results_file import RecordNotWrittenError, ResultsFile, read_cells
 from tokenmerge_tools.bench.timing import interleaved
+from tokenmerge_tools.records.file import RecordNotWrittenError, ResultsFile, read_cells
+from tokenmerge_tools.records.kinds import CellRecord
+from tokenmerge_tools.variants import contexts
 
 CPU = torch.device("cpu")
 Measure = Callable[..., list[CellRecord]]
@@ -193,7 +194,7 @@ def test_out_of_memory_is_a_cell_that_says_so(
         if calls == 3:  # one warm-up, two rounds
             raise error
 
-    monkeypatch.setattr(variant_contexts, "_shortened", lambda base, tokens, kept: base)
+    monkeypatch.setattr(contexts, "_shortened", lambda base, tokens, kept: base)
     original = prepare_module.CellBuilder.prepare
 
     def prepare(

@@ -22,7 +22,7 @@ from tokenmerge.config import ToMeConfig
 from tokenmerge.report import predict
 from tokenmerge_tools.cli import main
 from tokenmerge_tools.pipelines.loading import find_model
-from tokenmerge_tools.pipelines.sketch import load_sketch
+from tokenmerge_tools.pipelines.meta_model import load_sketch
 
 # Every import of an optional library fails, as if only torch were installed. numpy stays, since torch would
 # print a warning without it.

@@ -28,6 +28,7 @@ from tokenmerge_tools.pipelines.loading import (
     find_model,
     load_pipeline,
 )
+from tokenmerge_tools.pipelines.meta_model import load_sketch
 from tokenmerge_tools.pipelines.settings import (
     SCHEDULER_NAMES,
     resolve_device,
@@ -36,7 +37,6 @@ from tokenmerge_tools.pipelines.settings import (
     set_attention,
     set_scheduler,
 )
-from tokenmerge_tools.pipelines.sketch import load_sketch
 
 CPU = torch.device("cpu")
 # Schedulers of diffusers pass torch tensors to np.array in a way that numpy 2 deprecates.

@@ -8,9 +8,9 @@ from tools.tests.reporting.made import EVIL, cell, write_all
 from typer.testing import CliRunner
 
 from tokenmerge.errors import ConfigError
-from tokenmerge_tools.bench.records import CellRecord
 from tokenmerge_tools.bench.unfinished import UnfinishedCells
 from tokenmerge_tools.cli.report import report
+from tokenmerge_tools.records.kinds import CellRecord
 
 app = typer.Typer()
 app.command()(report)

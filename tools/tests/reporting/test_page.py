@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 from tools.tests.reporting.made import EVIL, write_all
 
+from tokenmerge_tools.reporting.content import TITLE, content_of
 from tokenmerge_tools.reporting.formats import as_html
-from tokenmerge_tools.reporting.report_data import TITLE, content_of
 from tokenmerge_tools.reporting.results import read_results
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

@@ -11,10 +11,10 @@ from tools.tests.reporting.made import cell, drawn, grid_of_cells, quality
 
 from tokenmerge.errors import ConfigError
 from tokenmerge_tools.bench.match_records import cell_of_pictures
-from tokenmerge_tools.bench.records import CellRecord
+from tokenmerge_tools.records.kinds import CellRecord
+from tokenmerge_tools.reporting.content import content_of
 from tokenmerge_tools.reporting.curves import AGAINST_CLOSENESS, charts
 from tokenmerge_tools.reporting.quality import QualityRecord, SampleRecord, metric_names, read_quality
-from tokenmerge_tools.reporting.report_data import content_of
 from tokenmerge_tools.reporting.results import Results, read_results
 
 TOME = QualityRecord(

@@ -8,13 +8,13 @@ import pytest
 from tools.tests.reporting.made import EVIL, cell, grid_of_cells, quality, write_all
 
 from tokenmerge.errors import ConfigError
-from tokenmerge_tools.bench.records import CellRecord
+from tokenmerge_tools.records.kinds import CellRecord
+from tokenmerge_tools.reporting.content import content_of
 from tokenmerge_tools.reporting.curves import charts
 from tokenmerge_tools.reporting.formats import as_csv, as_markdown, quality_as_csv
 from tokenmerge_tools.reporting.plots import draw
 from tokenmerge_tools.reporting.published import published_rows
 from tokenmerge_tools.reporting.quality import QualityRecord, SampleRecord
-from tokenmerge_tools.reporting.report_data import content_of
 from tokenmerge_tools.reporting.results import Results, read_results
 from tokenmerge_tools.reporting.tables import OURS, PUBLISHED, Table, measured_tables
 from tokenmerge_tools.reporting.versus_published import published_tables

@@ -20,16 +20,16 @@ from tokenmerge.config import (
     save_config,
 )
 from tokenmerge.errors import ConfigError, NothingToMergeError
-from tokenmerge_tools.bench.variants import parse_variant
 from tokenmerge_tools.evaluate.draw import applied
 from tokenmerge_tools.reporting import plots
 from tokenmerge_tools.tune import result, runner
 from tokenmerge_tools.tune.candidates import candidates, in_force
 from tokenmerge_tools.tune.goal import Goal
-from tokenmerge_tools.tune.looks import estimates
+from tokenmerge_tools.tune.measurements import estimates
 from tokenmerge_tools.tune.result import python_lines, tuned_table, write_result
 from tokenmerge_tools.tune.runner import tune
 from tokenmerge_tools.tune.studio import Drawing, Studio
+from tokenmerge_tools.variants.variant import parse_variant
 
 
 def test_a_search_measures_settings_of_every_kind_and_baselines(made_up, options) -> None:

@@ -15,10 +15,10 @@ from tokenmerge_tools.bench.fewer_steps import StepCost, steps_that_fit
 from tokenmerge_tools.bench.inputs import InputSize
 from tokenmerge_tools.bench.loaded_model import LoadedModel
 from tokenmerge_tools.bench.prepare import CellBuilder, PreparedCell
-from tokenmerge_tools.bench.records import CellRecord, key_of
 from tokenmerge_tools.bench.timing import interleaved
 from tokenmerge_tools.bench.unfinished import UnfinishedCells
-from tokenmerge_tools.bench.variants import VARIANTS
+from tokenmerge_tools.records.kinds import CellRecord, key_of
+from tokenmerge_tools.variants.variant import VARIANTS
 
 # A compiled cell may compile again in its second call, because its first call changed the model's state.
 _COMPILED_WARM_UP = 3

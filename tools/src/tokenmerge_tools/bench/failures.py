@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from tokenmerge.errors import TokenMergingError
-from tokenmerge_tools.out_of_memory import is_out_of_memory
+from tokenmerge_tools.failures import is_out_of_memory
 
 _LONGEST = 500
 _AGAIN = "to measure it again, delete its line from the results"
@@ -15,7 +15,7 @@ _AGAIN = "to measure it again, delete its line from the results"
 class Failure:
     """The reason why a cell has no measurements.
 
-    ``status`` is one of :data:`tokenmerge_tools.bench.records.STATUSES`, and ``message`` is one line of
+    ``status`` is one of :data:`tokenmerge_tools.records.kinds.STATUSES`, and ``message`` is one line of
     text.
     """
 

@@ -30,8 +30,8 @@ from tokenmerge_tools.pipelines.loading import (
     guides,
     load_pipeline,
 )
+from tokenmerge_tools.pipelines.meta_model import load_sketch
 from tokenmerge_tools.pipelines.settings import set_scheduler
-from tokenmerge_tools.pipelines.sketch import load_sketch
 
 _WITH_FRAMES = "WanTransformer3DModel"
 _PROMPT = "a red apple"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from tokenmerge_tools.bench.records import CellRecord
+from tokenmerge_tools.records.kinds import CellRecord
 
 _SHARED = ("model", "width", "height", "steps", "scheduler", "guidance", "dtype", "attention")
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from tokenmerge.config.checks import Check, integer, number, one_of, optional, switch, text
 from tokenmerge.errors import ConfigError
-from tokenmerge_tools.bench.variants import ORACLE, VARIANTS, Variant, oracle_of, parse_variant
 from tokenmerge_tools.pipelines.settings import DTYPE_CHOICES, attention_choice, check_guidance
 from tokenmerge_tools.pipelines.sizes import parse_size
+from tokenmerge_tools.variants.variant import ORACLE, VARIANTS, Variant, oracle_of, parse_variant
 
 SCOPES = ("denoiser", "pipeline")
 _FRACTION = number("a fraction of the tokens, from 0 to 1", lambda ratio: 0 <= ratio <= 1)

@@ -18,10 +18,10 @@ from tokenmerge_tools.bench.cells import Cell
 from tokenmerge_tools.bench.failures import Failure
 from tokenmerge_tools.bench.inputs import InputSize
 from tokenmerge_tools.bench.loaded_model import LoadedModel
-from tokenmerge_tools.bench.variants import VARIANTS
 from tokenmerge_tools.pipelines.checks import check_compile
 from tokenmerge_tools.pipelines.settings import set_attention
 from tokenmerge_tools.pipelines.shared_weights import shared_copy
+from tokenmerge_tools.variants.variant import VARIANTS
 
 
 class PreparedCell:

@@ -10,17 +10,17 @@ import typer
 
 from tokenmerge.errors import ConfigError
 from tokenmerge_tools.bench.geometry import PREFIX
-from tokenmerge_tools.bench.grid_files import preset_names, read_grid, read_preset
+from tokenmerge_tools.bench.grid import preset_names, read_grid, read_preset
 from tokenmerge_tools.bench.options import SCOPES, BenchOptions
-from tokenmerge_tools.bench.records import CellRecord
 from tokenmerge_tools.bench.runner import CellProgress, run_grid
-from tokenmerge_tools.bench.variants import VARIANTS
 from tokenmerge_tools.cli import tables
 from tokenmerge_tools.cli.merging import warn_of_differences
 from tokenmerge_tools.cli.quiet import quiet_libraries
 from tokenmerge_tools.pipelines.settings import ATTENTION_HELP, DTYPE_CHOICES, SCHEDULER_NAMES
+from tokenmerge_tools.records.kinds import CellRecord
 from tokenmerge_tools.reporting.tables import call_name, measured_tables, times, what_of
 from tokenmerge_tools.settings_file import variant_of_file
+from tokenmerge_tools.variants.variant import VARIANTS
 
 
 def _axis(name: str, help: str) -> Any:

@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("tokenmerge: interrupted; finished results are kept", file=sys.stderr)
         return _INTERRUPTED
     except Exception as error:
-        from tokenmerge_tools.out_of_memory import is_out_of_memory
+        from tokenmerge_tools.failures import is_out_of_memory
 
         if not is_out_of_memory(error):
             raise

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 
-from tokenmerge_tools.bench.env import environment
 from tokenmerge_tools.cli import tables
 from tokenmerge_tools.cli.arguments import AsJson
+from tokenmerge_tools.machine import environment
 
 
 def env(as_json: AsJson = False) -> None:

@@ -22,9 +22,9 @@ from rich.table import Table
 from rich.text import Text
 
 from tokenmerge.report import Report, saved
-from tokenmerge_tools.bench.records import variant_label
 from tokenmerge_tools.generate.result import Result, VariantResult
 from tokenmerge_tools.progress import Progress
+from tokenmerge_tools.records.kinds import variant_label
 from tokenmerge_tools.reporting.tables import Table as PlainTable
 
 # Pipes and files have no width, so tables are as wide as their content.
@@ -175,7 +175,7 @@ def report_table(report: Report, pixels: tuple[int, int]) -> Table:
 
 
 def environment_table(environment: dict[str, Any]) -> Table:
-    """The result of :func:`tokenmerge_tools.bench.env.environment`, one fact per row."""
+    """The result of :func:`tokenmerge_tools.machine.environment`, one fact per row."""
     table = Table(show_header=False)
     table.add_column("what", overflow="fold")
     table.add_column("value", overflow="fold")

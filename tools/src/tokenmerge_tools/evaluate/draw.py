@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING
 
 from tokenmerge.config import ToMeConfig
 from tokenmerge.errors import ConfigError
-from tokenmerge_tools.bench.variants import VARIANTS, Variant
+from tokenmerge_tools.evaluate.drawn import Drawn
 from tokenmerge_tools.evaluate.picture_store import PictureStore
 from tokenmerge_tools.evaluate.prompts import Item
-from tokenmerge_tools.evaluate.variants import Drawn
-from tokenmerge_tools.out_of_memory import is_out_of_memory
+from tokenmerge_tools.failures import is_out_of_memory
 from tokenmerge_tools.pipelines.call import PipelineCall
 from tokenmerge_tools.pipelines.loading import denoiser_of
 from tokenmerge_tools.pipelines.shared_weights import twin
+from tokenmerge_tools.variants.variant import VARIANTS, Variant
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline

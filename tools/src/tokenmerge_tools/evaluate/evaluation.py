@@ -11,19 +11,19 @@ import torch
 from tokenmerge.errors import ConfigError
 from tokenmerge.report import counted_speedup
 from tokenmerge_tools.bench.commit import source_commit
-from tokenmerge_tools.bench.env import versions
-from tokenmerge_tools.bench.variants import Variant
+from tokenmerge_tools.evaluate.drawn import Drawn, plan_variants
 from tokenmerge_tools.evaluate.options import EvaluateOptions
 from tokenmerge_tools.evaluate.picture_store import PictureStore
 from tokenmerge_tools.evaluate.prompts import Item, Prompt, items_of
-from tokenmerge_tools.evaluate.variants import Drawn, plan_variants
 from tokenmerge_tools.evaluate.weights import weights_key
+from tokenmerge_tools.machine import versions
 from tokenmerge_tools.pipelines.call import default_frames, draws_videos
 from tokenmerge_tools.pipelines.checks import check_merging
 from tokenmerge_tools.pipelines.loading import ModelSource, SourceKind, find_model, read_index
+from tokenmerge_tools.pipelines.meta_model import ModelSketch, load_sketch
 from tokenmerge_tools.pipelines.settings import dtype_name, resolve_dtype, scheduler_class_name
 from tokenmerge_tools.pipelines.sizes import check_size
-from tokenmerge_tools.pipelines.sketch import ModelSketch, load_sketch
+from tokenmerge_tools.variants.variant import Variant
 
 _SMALLEST_SIDE = 11  # pixels, the window of SSIM
 _FILES = (".png", ".jpg", ".jpeg", ".webp")

@@ -8,12 +8,12 @@ from pathlib import Path
 from tokenmerge.config.checks import integer, optional
 from tokenmerge.errors import ConfigError
 from tokenmerge_tools import demo
-from tokenmerge_tools.bench.variants import Variant
+from tokenmerge_tools.evaluate.drawn import parse_variants
 from tokenmerge_tools.evaluate.metrics import ALL, Wanted, parse_metrics
 from tokenmerge_tools.evaluate.prompts import Prompt, built_in_prompts, read_prompts
-from tokenmerge_tools.evaluate.variants import parse_variants
 from tokenmerge_tools.pipelines.loading import DEFAULT_MODEL
 from tokenmerge_tools.pipelines.options import GenerateOptions
+from tokenmerge_tools.variants.variant import Variant
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 from tokenmerge.config import ToMeConfig
 from tokenmerge.errors import ConfigError
-from tokenmerge_tools.bench.records import key_of
-from tokenmerge_tools.bench.variants import DENSE
+from tokenmerge_tools.evaluate.drawn import Drawn
 from tokenmerge_tools.evaluate.prompts import Item
-from tokenmerge_tools.evaluate.variants import Drawn
 from tokenmerge_tools.evaluate.videos import read_video, write_video
 from tokenmerge_tools.files import FREE_SPACE, open_picture, slug, write_atomically
+from tokenmerge_tools.records.kinds import key_of
+from tokenmerge_tools.variants.variant import DENSE
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -8,20 +8,20 @@ from typing import TypeVar
 
 from tokenmerge.errors import ConfigError
 from tokenmerge_tools.bench.prepare import free_memory
-from tokenmerge_tools.bench.results_file import ResultsFile
 from tokenmerge_tools.evaluate.draw import CONTINUES, Task, draw, missing
 from tokenmerge_tools.evaluate.evaluation import Evaluation, plan_evaluation
 from tokenmerge_tools.evaluate.measure import Measured, describe, measure
 from tokenmerge_tools.evaluate.metrics import Metrics, load_metrics
 from tokenmerge_tools.evaluate.options import EvaluateOptions
 from tokenmerge_tools.evaluate.processes import Processes, processes
-from tokenmerge_tools.evaluate.records import quality_records
+from tokenmerge_tools.evaluate.results import quality_records
 from tokenmerge_tools.evaluate.samples import pack, sample_records, unpack, write_sheet
 from tokenmerge_tools.files import prepare_folder, write_json
 from tokenmerge_tools.pipelines.call import PipelineCall, latent_scale, load_pipeline_for
 from tokenmerge_tools.pipelines.loading import require_diffusers
 from tokenmerge_tools.pipelines.sizes import check_size
 from tokenmerge_tools.progress import Progress
+from tokenmerge_tools.records.file import ResultsFile
 from tokenmerge_tools.reporting.quality import QualityRecord, SampleRecord, read_quality
 
 T = TypeVar("T")

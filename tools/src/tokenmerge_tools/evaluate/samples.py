@@ -7,13 +7,13 @@ from functools import partial
 from pathlib import Path
 
 from tokenmerge.pictures import sample_sheet
-from tokenmerge_tools.bench.variants import DENSE
 from tokenmerge_tools.evaluate.draw import CONTINUES
+from tokenmerge_tools.evaluate.drawn import Drawn
 from tokenmerge_tools.evaluate.picture_store import PictureStore
 from tokenmerge_tools.evaluate.prompts import Item
-from tokenmerge_tools.evaluate.variants import Drawn
 from tokenmerge_tools.files import write_atomically
 from tokenmerge_tools.reporting.quality import SampleRecord
+from tokenmerge_tools.variants.variant import DENSE
 
 
 def pack(items: Sequence[Item], variants: Sequence[Drawn], store: PictureStore) -> dict[Path, bytes]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tokenmerge_tools.bench.records import key_of
 from tokenmerge_tools.pipelines.loading import ModelSource, SourceKind
+from tokenmerge_tools.records.kinds import key_of
 
 _FILES = (".safetensors", ".bin", ".json", ".txt")
 

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from tokenmerge.errors import UnsupportedModelError
 from tokenmerge_tools.export.plans import made_plans, plan_tensors
-from tokenmerge_tools.out_of_memory import errors_as
+from tokenmerge_tools.failures import errors_as
 
 OUTPUT = "out"
 Plans = tuple[tuple[str | None, ...], ...]

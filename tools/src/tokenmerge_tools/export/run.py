@@ -28,8 +28,8 @@ from tokenmerge_tools.method_spec import MethodSpec
 from tokenmerge_tools.pipelines.call import latent_scale, own_size
 from tokenmerge_tools.pipelines.checks import check_merging
 from tokenmerge_tools.pipelines.loading import SourceKind, find_model, load_pipeline
+from tokenmerge_tools.pipelines.meta_model import load_sketch
 from tokenmerge_tools.pipelines.sizes import check_size
-from tokenmerge_tools.pipelines.sketch import load_sketch
 
 # Largest accepted difference, as a fraction of the largest output.
 LARGEST_DIFFERENCE = 1e-3

@@ -19,10 +19,10 @@ from tokenmerge.errors import ConfigError, MissingExtraError, reason_of
 from tokenmerge.handle import RecordedPlan
 from tokenmerge.pictures import Row, as_tensor, comparison
 from tokenmerge.report import RunSteps, predict
-from tokenmerge_tools.bench.env import environment
 from tokenmerge_tools.bench.memory import peak_memory_meaning
 from tokenmerge_tools.bench.timing import Measurement, interleaved
 from tokenmerge_tools.closeness import psnr, ssim
+from tokenmerge_tools.failures import is_out_of_memory
 from tokenmerge_tools.files import (
     free_folder,
     open_picture,
@@ -34,7 +34,7 @@ from tokenmerge_tools.files import (
 )
 from tokenmerge_tools.generate.parameters import parameters_of, write_picture
 from tokenmerge_tools.generate.result import Quality, Result, VariantResult
-from tokenmerge_tools.out_of_memory import is_out_of_memory
+from tokenmerge_tools.machine import environment
 from tokenmerge_tools.pipelines.call import PipelineCall, latent_scale, load_pipeline_for, own_size
 from tokenmerge_tools.pipelines.checks import check_compile, check_merging
 from tokenmerge_tools.pipelines.loading import (
@@ -42,6 +42,7 @@ from tokenmerge_tools.pipelines.loading import (
     find_model,
     require_diffusers,
 )
+from tokenmerge_tools.pipelines.meta_model import load_sketch
 from tokenmerge_tools.pipelines.options import GenerateOptions
 from tokenmerge_tools.pipelines.settings import (
     resolve_device,
@@ -50,7 +51,6 @@ from tokenmerge_tools.pipelines.settings import (
 )
 from tokenmerge_tools.pipelines.shared_weights import denoising_models, twin
 from tokenmerge_tools.pipelines.sizes import check_size
-from tokenmerge_tools.pipelines.sketch import load_sketch
 from tokenmerge_tools.progress import Progress
 from tokenmerge_tools.reporting.step_plot import draw_steps
 

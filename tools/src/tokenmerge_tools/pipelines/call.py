@@ -17,10 +17,10 @@ from tokenmerge_tools.pipelines.loading import (
     guides,
     load_pipeline,
 )
+from tokenmerge_tools.pipelines.meta_model import default_size
 from tokenmerge_tools.pipelines.options import GenerateOptions
 from tokenmerge_tools.pipelines.settings import set_attention, set_scheduler
 from tokenmerge_tools.pipelines.shared_weights import denoising_models
-from tokenmerge_tools.pipelines.sketch import default_size
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline

@@ -7,8 +7,8 @@ from tokenmerge.errors import ConfigError
 from tokenmerge.models.find import find_hosts
 from tokenmerge.report import check_merging as check_hosts
 from tokenmerge_tools.method_spec import MethodSpec
+from tokenmerge_tools.pipelines.meta_model import ModelSketch
 from tokenmerge_tools.pipelines.sizes import check_size
-from tokenmerge_tools.pipelines.sketch import ModelSketch
 
 
 def check_merging(sketch: ModelSketch, size: tuple[int, int], method: MethodSpec) -> None:

@@ -19,8 +19,8 @@ from tokenmerge.errors import (
     UnsupportedModelError,
 )
 from tokenmerge_tools import demo
+from tokenmerge_tools.failures import errors_as
 from tokenmerge_tools.files import is_file, is_folder
-from tokenmerge_tools.out_of_memory import errors_as
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline

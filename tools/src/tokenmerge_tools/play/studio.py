@@ -17,11 +17,11 @@ from tokenmerge_tools.generate.run import merged_groups
 from tokenmerge_tools.pipelines.call import PipelineCall, latent_scale, load_pipeline_for, own_size
 from tokenmerge_tools.pipelines.checks import check_merging
 from tokenmerge_tools.pipelines.loading import SourceKind, find_model
+from tokenmerge_tools.pipelines.meta_model import load_sketch
 from tokenmerge_tools.pipelines.options import GenerateOptions
 from tokenmerge_tools.pipelines.settings import resolve_device, resolve_dtype
 from tokenmerge_tools.pipelines.shared_weights import twin
 from tokenmerge_tools.pipelines.sizes import check_size
-from tokenmerge_tools.pipelines.sketch import load_sketch
 from tokenmerge_tools.play.trial import Trial
 from tokenmerge_tools.progress import Progress
 

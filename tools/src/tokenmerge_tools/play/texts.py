@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 
 from tokenmerge.errors import TokenMergingError, reason_of
-from tokenmerge_tools.out_of_memory import is_out_of_memory
+from tokenmerge_tools.failures import is_out_of_memory
 from tokenmerge_tools.play.trial import Trial
 
 

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable
 
 from tokenmerge.errors import ConfigError
-from tokenmerge_tools.bench.records import CellRecord
+from tokenmerge_tools.records.kinds import CellRecord
 from tokenmerge_tools.reporting.tables import setting_name, what_of
 
 # Conditions that may differ between two measurements of the same cell.

@@ -9,11 +9,11 @@ from statistics import median
 from typing import Any
 
 from tokenmerge_tools.bench.match_records import cell_of_pictures
-from tokenmerge_tools.bench.records import CellRecord, variant_label
-from tokenmerge_tools.bench.variants import DENSE, FEWER_STEPS
+from tokenmerge_tools.records.kinds import CellRecord, variant_label
 from tokenmerge_tools.reporting.quality import LOWER_IS_CLOSER, QualityRecord, metric_names
 from tokenmerge_tools.reporting.quality_tables import quality_name, where_drawn
 from tokenmerge_tools.reporting.tables import SETTING, grouped, setting_name, where_of
+from tokenmerge_tools.variants.variant import DENSE, FEWER_STEPS
 
 AGAINST_CLOSENESS = "Speed-up against closeness: "  # begins the title of such a chart
 _FUSED = "sdpa"

@@ -10,12 +10,12 @@ from importlib import resources
 from typing import Any
 
 from tokenmerge.errors import MissingExtraError
-from tokenmerge_tools.bench.records import CellRecord
+from tokenmerge_tools.records.kinds import CellRecord
+from tokenmerge_tools.reporting.content import TITLE, Content
 from tokenmerge_tools.reporting.curves import AGAINST_CLOSENESS
 from tokenmerge_tools.reporting.pictures import data_address, svg_address
 from tokenmerge_tools.reporting.plots import draw
 from tokenmerge_tools.reporting.quality import QualityRecord
-from tokenmerge_tools.reporting.report_data import TITLE, Content
 from tokenmerge_tools.reporting.results import Sample
 from tokenmerge_tools.reporting.tables import PUBLISHED, Table
 

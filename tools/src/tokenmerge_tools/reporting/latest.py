@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import TypeVar
 
-from tokenmerge_tools.bench.records import CellRecord
+from tokenmerge_tools.records.kinds import CellRecord
 from tokenmerge_tools.reporting.quality import QualityRecord
 from tokenmerge_tools.reporting.quality_tables import where_drawn
 from tokenmerge_tools.reporting.tables import what_of, where_of

@@ -10,8 +10,8 @@ from typing import Any
 
 from tokenmerge.config import with_new_names
 from tokenmerge.errors import ConfigError
-from tokenmerge_tools.bench.records import key_of, variant_label
-from tokenmerge_tools.bench.results_file import read_records
+from tokenmerge_tools.records.file import read_records
+from tokenmerge_tools.records.kinds import key_of, variant_label
 
 _TIMES = ("speedup", "speedup_quartiles")
 

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from tokenmerge.errors import ConfigError
-from tokenmerge_tools.bench.records import KIND, CellRecord
-from tokenmerge_tools.bench.results_file import read_records
 from tokenmerge_tools.files import is_folder
+from tokenmerge_tools.records.file import read_records
+from tokenmerge_tools.records.kinds import KIND, CellRecord
 from tokenmerge_tools.reporting.quality import QualityRecord, SampleRecord
 
 _KINDS = {KIND: CellRecord, "quality": QualityRecord, "sample": SampleRecord}

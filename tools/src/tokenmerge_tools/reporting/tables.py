@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import Any, TypeVar
 
-from tokenmerge_tools.bench.records import CellRecord
+from tokenmerge_tools.records.kinds import CellRecord
 
 T = TypeVar("T")
 

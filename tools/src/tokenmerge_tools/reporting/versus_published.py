@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from tokenmerge_tools.bench.records import CellRecord
+from tokenmerge_tools.records.kinds import CellRecord
 from tokenmerge_tools.reporting.published import Published, published_rows
 from tokenmerge_tools.reporting.quality import QualityRecord
 from tokenmerge_tools.reporting.quality_tables import quality_name

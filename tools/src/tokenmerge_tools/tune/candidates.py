@@ -8,10 +8,10 @@ from collections.abc import Iterator
 
 from tokenmerge import presets
 from tokenmerge.config import StepReuse, ToMeConfig
-from tokenmerge_tools.bench.variants import FEWER_STEPS, VARIANTS, Variant, parse_variant
-from tokenmerge_tools.evaluate.variants import Drawn
+from tokenmerge_tools.evaluate.drawn import Drawn
 from tokenmerge_tools.tune.goal import Goal
 from tokenmerge_tools.tune.search import Entry
+from tokenmerge_tools.variants.variant import FEWER_STEPS, VARIANTS, Variant, parse_variant
 
 AUTO_FAMILY = "auto"
 

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Collection, Sequence
 
 from tokenmerge_tools.tune.goal import Goal
-from tokenmerge_tools.tune.looks import Estimate, Look, estimates, paired
+from tokenmerge_tools.tune.measurements import Estimate, Look, estimates, paired
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from tokenmerge.errors import ConfigError
-from tokenmerge_tools.bench.records import key_of
-from tokenmerge_tools.bench.results_file import read_records
+from tokenmerge_tools.records.file import read_records
+from tokenmerge_tools.records.kinds import key_of
 from tokenmerge_tools.tune.goal import Goal
-from tokenmerge_tools.tune.looks import Look
+from tokenmerge_tools.tune.measurements import Look
 
 KIND = "tune"
 

@@ -10,17 +10,17 @@ from tokenmerge.config import ToMeConfig
 from tokenmerge.errors import ConfigError, TokenMergingError
 from tokenmerge.models.find import find_hosts
 from tokenmerge.report import check_merging, merges_tokens, predict
-from tokenmerge_tools.bench.records import key_of
-from tokenmerge_tools.bench.results_file import ResultsFile
 from tokenmerge_tools.evaluate.evaluation import Evaluation, plan_evaluation
 from tokenmerge_tools.evaluate.metrics import load_metrics
 from tokenmerge_tools.files import prepare_folder
 from tokenmerge_tools.pipelines.loading import require_diffusers
 from tokenmerge_tools.pipelines.settings import resolve_device
+from tokenmerge_tools.records.file import ResultsFile
+from tokenmerge_tools.records.kinds import key_of
 from tokenmerge_tools.tune.candidates import AUTO_FAMILY, Candidate, candidates, in_force
 from tokenmerge_tools.tune.decision import Decision, decide
 from tokenmerge_tools.tune.goal import Goal
-from tokenmerge_tools.tune.looks import Estimate, Look, estimates
+from tokenmerge_tools.tune.measurements import Estimate, Look, estimates
 from tokenmerge_tools.tune.options import TuneOptions
 from tokenmerge_tools.tune.records import TuneRecord, look_of, read_tune_records
 from tokenmerge_tools.tune.search import next_round

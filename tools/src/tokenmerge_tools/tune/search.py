@@ -15,7 +15,7 @@ from statistics import median
 
 from tokenmerge_tools.tune.decision import misses
 from tokenmerge_tools.tune.goal import Goal
-from tokenmerge_tools.tune.looks import Estimate, Look, estimates
+from tokenmerge_tools.tune.measurements import Estimate, Look, estimates
 
 # Counted operations only estimate the time. A setting may be faster than its count by this factor.
 _SLACK = 1.25

@@ -16,19 +16,19 @@ from tokenmerge.config import ToMeConfig
 from tokenmerge.errors import TokenMergingError
 from tokenmerge_tools.bench.prepare import free_memory
 from tokenmerge_tools.bench.timing import interleaved
-from tokenmerge_tools.bench.variants import DENSE, Variant
 from tokenmerge_tools.evaluate.draw import CONTINUES, applied
+from tokenmerge_tools.evaluate.drawn import Drawn
 from tokenmerge_tools.evaluate.evaluation import Evaluation
 from tokenmerge_tools.evaluate.metrics import Metrics
 from tokenmerge_tools.evaluate.prompts import Item
-from tokenmerge_tools.evaluate.variants import Drawn
+from tokenmerge_tools.failures import is_out_of_memory
 from tokenmerge_tools.files import write_atomically
-from tokenmerge_tools.out_of_memory import is_out_of_memory
 from tokenmerge_tools.pipelines.call import PipelineCall, latent_scale, load_pipeline_for
 from tokenmerge_tools.pipelines.loading import denoiser_of
 from tokenmerge_tools.pipelines.sizes import check_size
 from tokenmerge_tools.tune.candidates import Candidate
 from tokenmerge_tools.tune.options import TuneOptions
+from tokenmerge_tools.variants.variant import DENSE, Variant
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline

@@ -17,8 +17,8 @@ from torch import nn
 from tokenmerge.api import token_merging
 from tokenmerge.auto import choose
 from tokenmerge.errors import ConfigError, UnsupportedModelError
-from tokenmerge_tools.bench.baselines import check_pipeline
 from tokenmerge_tools.pipelines.loading import denoiser_of
+from tokenmerge_tools.variants.caches import check_pipeline
 
 _NAME = "cache-dit"
 MASKS = ("slow", "medium", "fast", "ultra")

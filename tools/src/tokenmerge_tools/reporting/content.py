@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tokenmerge.errors import ConfigError
-from tokenmerge_tools.bench.records import CellRecord
+from tokenmerge_tools.records.kinds import CellRecord
 from tokenmerge_tools.reporting.curves import Chart, charts, missing_for_curves, timed_with_other_steps
 from tokenmerge_tools.reporting.latest import newest_cells, newest_figures
 from tokenmerge_tools.reporting.pictures import picture_type

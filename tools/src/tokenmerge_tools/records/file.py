@@ -12,8 +12,8 @@ from types import TracebackType
 from typing import Any, Generic, Protocol, TypeVar
 
 from tokenmerge.errors import ConfigError, TokenMergingError
-from tokenmerge_tools.bench.records import KIND, CellRecord
 from tokenmerge_tools.files import check_regular, read_bytes, writing
+from tokenmerge_tools.records.kinds import KIND, CellRecord
 
 
 class RecordNotWrittenError(TokenMergingError):

@@ -9,13 +9,13 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from tokenmerge_tools.bench.records import key_of
-from tokenmerge_tools.bench.variants import DENSE, FEWER_STEPS
+from tokenmerge_tools.evaluate.drawn import Drawn
 from tokenmerge_tools.evaluate.evaluation import Evaluation
 from tokenmerge_tools.evaluate.measure import Figures, Measured, figures_of, speedups_of
 from tokenmerge_tools.evaluate.metrics import Metrics
-from tokenmerge_tools.evaluate.variants import Drawn
+from tokenmerge_tools.records.kinds import key_of
 from tokenmerge_tools.reporting.quality import QualityRecord, SampleRecord
+from tokenmerge_tools.variants.variant import DENSE, FEWER_STEPS
 
 
 def quality_records(

@@ -13,9 +13,9 @@ from typing import Any
 from tokenmerge.config import SETTINGS, ToMeConfig, flat
 from tokenmerge.errors import ConfigError
 from tokenmerge.report import Report
-from tokenmerge_tools.bench import baselines, dual_block_cache, variant_contexts
-from tokenmerge_tools.bench.records import variant_label
 from tokenmerge_tools.method_spec import METHODS, MethodSpec, as_plain, read_setting
+from tokenmerge_tools.records.kinds import variant_label
+from tokenmerge_tools.variants import cache_dit, caches, contexts
 
 DENSE, ORACLE, FEWER_STEPS, TOMESD = "dense", "oracle", "fewer-steps", "tomesd"
 
@@ -63,41 +63,41 @@ class VariantKind:
 
 
 VARIANTS = {
-    DENSE: VariantKind(variant_contexts.dense),
+    DENSE: VariantKind(contexts.dense),
     **{
-        method: VariantKind(variant_contexts.tokenmerge, method, of_pipeline=True, is_faster=True)
+        method: VariantKind(contexts.tokenmerge, method, of_pipeline=True, is_faster=True)
         for method in METHODS
         if method != TOMESD
     },
     # The package tomesd. With tome:plans.guidance=false, this package does the same.
     TOMESD: VariantKind(
-        variant_contexts.tomesd,
+        contexts.tomesd,
         "tome",
         is_faster=True,
         package="tomesd==0.1.3",
-        takes=variant_contexts.TOMESD_SETTINGS,
+        takes=contexts.TOMESD_SETTINGS,
     ),
     "deepcache": VariantKind(
-        baselines.deepcache,
+        caches.deepcache,
         of_pipeline=True,
         is_faster=True,
         package="DeepCache==0.1.1",
         number=("interval", 3),
     ),
     "first-block-cache": VariantKind(
-        baselines.first_block_cache, of_pipeline=True, is_faster=True, number=("threshold", 0.1)
+        caches.first_block_cache, of_pipeline=True, is_faster=True, number=("threshold", 0.1)
     ),
     "cache-dit": VariantKind(
-        dual_block_cache.cache_dit,
+        cache_dit.cache_dit,
         of_pipeline=True,
         is_faster=True,
         package="cache-dit==1.5.3",
         number=("threshold", 0.08),
         options={"taylor": 1.0, "mask": "fast", "merge": 0.5, "scope": "block"},
     ),
-    ORACLE: VariantKind(variant_contexts.oracle, "tome"),
+    ORACLE: VariantKind(contexts.oracle, "tome"),
     # Dense, with as many steps as fit into the time of a merged variant, which must run first.
-    FEWER_STEPS: VariantKind(variant_contexts.dense),
+    FEWER_STEPS: VariantKind(contexts.dense),
 }
 
 
@@ -192,14 +192,14 @@ def parse_variant(text: str, ratios: Sequence[float], defaults: Mapping[str, Any
 def oracle_of(spec: Variant) -> Variant | None:
     """The oracle that bounds a merging variant; None if there is none."""
     config = None if spec.merging is None or spec.merging.needs_model else spec.config()
-    if config is None or not variant_contexts.bounds(config):
+    if config is None or not contexts.bounds(config):
         return None
     plain = ToMeConfig()
     return Variant(
         ORACLE,
         tuple(
             (name, getattr(config, name))
-            for name in variant_contexts.bounding_settings(config)
+            for name in contexts.bounding_settings(config)
             if name == "ratio" or getattr(config, name) != getattr(plain, name)
         ),
     )

@@ -9,9 +9,9 @@ from typing import Any
 
 from tokenmerge.errors import ConfigError
 from tokenmerge_tools.bench.match_records import cell_of_pictures
-from tokenmerge_tools.bench.records import CellRecord
-from tokenmerge_tools.bench.results_file import read_cells
-from tokenmerge_tools.bench.variants import DENSE, FEWER_STEPS, VARIANTS, Variant, parse_variant
+from tokenmerge_tools.records.file import read_cells
+from tokenmerge_tools.records.kinds import CellRecord
+from tokenmerge_tools.variants.variant import DENSE, FEWER_STEPS, VARIANTS, Variant, parse_variant
 
 # Without the oracle, whose pictures are wrong.
 CHOICES = (*(name for name, variant in VARIANTS.items() if variant.is_faster), FEWER_STEPS)
