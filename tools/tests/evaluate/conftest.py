@@ -16,7 +16,7 @@ from tokenmerge_tools.evaluate.drawn import Drawn
 from tokenmerge_tools.evaluate.options import EvaluateOptions
 from tokenmerge_tools.evaluate.prompts import Item, Prompt
 from tokenmerge_tools.evaluate.runner import evaluate
-from tokenmerge_tools.reporting.quality import QualityRecord
+from tokenmerge_tools.records.kinds import QualityRecord
 from tokenmerge_tools.variants.variant import Variant
 
 

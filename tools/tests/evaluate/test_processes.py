@@ -19,8 +19,8 @@ from tokenmerge_tools.evaluate.options import EvaluateOptions
 from tokenmerge_tools.evaluate.picture_store import PictureStore
 from tokenmerge_tools.evaluate.processes import Processes, processes
 from tokenmerge_tools.evaluate.runner import _Run
-from tokenmerge_tools.reporting.quality import QualityRecord
-from tokenmerge_tools.reporting.results import read_results
+from tokenmerge_tools.records.file import read_results
+from tokenmerge_tools.records.kinds import QualityRecord
 
 CPU = torch.device("cpu")
 

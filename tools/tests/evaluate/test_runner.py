@@ -27,9 +27,8 @@ from tokenmerge_tools.evaluate.samples import pack, unpack
 from tokenmerge_tools.evaluate.weights import weights_key
 from tokenmerge_tools.pipelines.call import PipelineCall
 from tokenmerge_tools.pipelines.loading import ModelSource, SourceKind
-from tokenmerge_tools.records.file import RecordNotWrittenError, ResultsFile
-from tokenmerge_tools.reporting.quality import QualityRecord, SampleRecord
-from tokenmerge_tools.reporting.results import read_results
+from tokenmerge_tools.records.file import RecordNotWrittenError, ResultsFile, read_results
+from tokenmerge_tools.records.kinds import QualityRecord, SampleRecord
 from tokenmerge_tools.variants.variant import Variant
 
 Run = Callable[..., list[QualityRecord]]

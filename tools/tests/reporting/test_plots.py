@@ -11,11 +11,11 @@ import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from tools.tests.reporting.made import grid_of_cells, quality
 
+from tokenmerge_tools.records.file import read_results
 from tokenmerge_tools.reporting import formats
 from tokenmerge_tools.reporting.content import content_of
 from tokenmerge_tools.reporting.curves import Chart, Line, charts
 from tokenmerge_tools.reporting.plots import draw, figure_of
-from tokenmerge_tools.reporting.results import read_results
 
 ROOT = Path(__file__).parents[3]
 

@@ -238,7 +238,7 @@ def test_a_bad_record_is_named(made_up, options) -> None:
     made_up.stop = 2, KeyboardInterrupt()
     records = tune(options()).options.records
     records.write_text(records.read_text().replace('"seconds": ', '"seconds": -'))
-    with pytest.raises(ConfigError, match=r"line \d+: not a record of tokenmerge tune .*above 0"):
+    with pytest.raises(ConfigError, match=r"line \d+: seconds: expected times above 0, got -"):
         tune(options())
 
 

@@ -16,7 +16,7 @@ from tokenmerge_tools.bench.inputs import InputSize
 from tokenmerge_tools.bench.loaded_model import LoadedModel
 from tokenmerge_tools.bench.prepare import CellBuilder, PreparedCell
 from tokenmerge_tools.bench.timing import interleaved
-from tokenmerge_tools.bench.unfinished import UnfinishedCells
+from tokenmerge_tools.records.file import UnfinishedCells
 from tokenmerge_tools.records.kinds import CellRecord, key_of
 from tokenmerge_tools.variants.variant import VARIANTS
 
@@ -110,9 +110,9 @@ class CellGroup:
             for name, ready in cells.items()
         }
         runnable = [name for name, ready in cells.items() if ready.failure is None]
-        done = min((len(self.unfinished.calls(keys[name])) for name in runnable), default=0)
+        done = min((len(self.unfinished.calls[keys[name]]) for name in runnable), default=0)
         for name in runnable:
-            for call in self.unfinished.calls(keys[name])[: min(done + 1, rounds)]:
+            for call in self.unfinished.calls[keys[name]][: min(done + 1, rounds)]:
                 cells[name].add(*call)
         yield from (name for name in cells if cells[name].is_finished(rounds))
         if done >= rounds:

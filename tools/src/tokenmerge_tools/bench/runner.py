@@ -22,10 +22,9 @@ from tokenmerge_tools.bench.memory import peak_memory_meaning
 from tokenmerge_tools.bench.memory_limit import memory_limit
 from tokenmerge_tools.bench.options import BenchOptions
 from tokenmerge_tools.bench.prepare import compile_cache, free_memory
-from tokenmerge_tools.bench.unfinished import UnfinishedCells
 from tokenmerge_tools.machine import environment
 from tokenmerge_tools.pipelines.settings import resolve_device, resolve_dtype
-from tokenmerge_tools.records.file import ResultsFile, read_cells
+from tokenmerge_tools.records.file import ResultsFile, UnfinishedCells
 from tokenmerge_tools.records.kinds import CellRecord, key_of
 
 
@@ -67,7 +66,7 @@ def run_grid(
     """
     device = resolve_device(options.device)
     settings, cells = plan_cells(options, device)
-    with ResultsFile(out, read_cells) as file, _threads(options.threads):
+    with ResultsFile(out, CellRecord) as file, _threads(options.threads):
         for note in file.notes:
             on_note(note)
         run = _Run(device, file, on_cell, total=len(settings) * len(cells))

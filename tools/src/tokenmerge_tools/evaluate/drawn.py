@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from tokenmerge.errors import ConfigError
-from tokenmerge_tools.bench.match_records import cell_of_pictures
-from tokenmerge_tools.records.file import read_cells
-from tokenmerge_tools.records.kinds import CellRecord
+from tokenmerge_tools.records.file import read_records
+from tokenmerge_tools.records.kinds import CellRecord, cell_of_pictures
 from tokenmerge_tools.variants.variant import DENSE, FEWER_STEPS, VARIANTS, Variant, parse_variant
 
 # Without the oracle, whose pictures are wrong.
@@ -81,7 +80,7 @@ def plan_variants(
     merged = [spec for spec in specs if VARIANTS[spec.name].is_faster]
     drawn = [Drawn(Variant(DENSE), steps), *(Drawn(spec, steps) for spec in merged)]
     if len(merged) < len(specs):
-        cells = [cell for file in sorted(folder.glob("*.jsonl")) for cell in read_cells(file)]
+        cells = [cell for file in sorted(folder.glob("*.jsonl")) for cell in read_records(file, CellRecord)]
         found = [one for one in (_fewer_steps(spec, cells, conditions, counted) for spec in merged) if one]
         if not found:
             raise ConfigError(

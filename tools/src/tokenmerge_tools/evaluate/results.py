@@ -13,8 +13,7 @@ from tokenmerge_tools.evaluate.drawn import Drawn
 from tokenmerge_tools.evaluate.evaluation import Evaluation
 from tokenmerge_tools.evaluate.measure import Figures, Measured, figures_of, speedups_of
 from tokenmerge_tools.evaluate.metrics import Metrics
-from tokenmerge_tools.records.kinds import key_of
-from tokenmerge_tools.reporting.quality import QualityRecord, SampleRecord
+from tokenmerge_tools.records.kinds import QualityRecord, SampleRecord, key_of
 from tokenmerge_tools.variants.variant import DENSE, FEWER_STEPS
 
 

@@ -22,7 +22,7 @@ from tokenmerge_tools.pipelines.loading import require_diffusers
 from tokenmerge_tools.pipelines.sizes import check_size
 from tokenmerge_tools.progress import Progress
 from tokenmerge_tools.records.file import ResultsFile
-from tokenmerge_tools.reporting.quality import QualityRecord, SampleRecord, read_quality
+from tokenmerge_tools.records.kinds import QualityRecord, SampleRecord
 
 T = TypeVar("T")
 
@@ -64,7 +64,7 @@ def evaluate(
             run.load_metrics(lambda note: None)
             run.draw_and_measure()
             return None
-        with ResultsFile(options.out, read_quality) as file:
+        with ResultsFile(options.out, QualityRecord, SampleRecord) as file:
             for note in file.notes:
                 on_note(note)
             run.load_metrics(on_note)

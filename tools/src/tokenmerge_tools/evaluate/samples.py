@@ -12,7 +12,7 @@ from tokenmerge_tools.evaluate.drawn import Drawn
 from tokenmerge_tools.evaluate.picture_store import PictureStore
 from tokenmerge_tools.evaluate.prompts import Item
 from tokenmerge_tools.files import write_atomically
-from tokenmerge_tools.reporting.quality import SampleRecord
+from tokenmerge_tools.records.kinds import SampleRecord
 from tokenmerge_tools.variants.variant import DENSE
 
 

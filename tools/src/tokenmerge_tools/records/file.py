@@ -1,37 +1,28 @@
-"""The results file: JSON lines, each flushed to disk when it is appended."""
+"""Results files of all commands: JSON lines, each flushed to disk when it is appended."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
+import math
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from tokenmerge.errors import ConfigError, TokenMergingError
-from tokenmerge_tools.files import check_regular, read_bytes, writing
-from tokenmerge_tools.records.kinds import KIND, CellRecord
+from tokenmerge_tools.files import check_regular, is_folder, read_bytes, writing
+from tokenmerge_tools.records.kinds import CellRecord, QualityRecord, Record, SampleRecord
+
+R = TypeVar("R", bound=Record)
+TimedCall = tuple[float, int | None]  # seconds, and peak memory in bytes or None
 
 
 class RecordNotWrittenError(TokenMergingError):
     """A record could not be appended to the results file. The message says where it was saved instead."""
-
-
-class Record(Protocol):
-    """A record of a results file."""
-
-    @property
-    def key(self) -> str:
-        """A later record replaces earlier ones with the same key."""
-
-    def to_line(self) -> str:
-        """One line of JSON, its newline included."""
-
-
-R = TypeVar("R", bound=Record)
 
 
 class ResultsFile(Generic[R]):
@@ -39,15 +30,16 @@ class ResultsFile(Generic[R]):
 
     If a killed run left the last line incomplete, this line is moved to ``<name>.torn`` beside the file.
 
-    ``read`` returns the records of a file that matter to the run. ``records`` has the last one of each key,
-    and ``notes`` are messages for the user about the file.
+    ``kinds`` are the kinds of records that matter to the run; other lines are skipped. ``records`` has the
+    last one of each key, and ``notes`` are messages for the user about the file.
 
     Raises:
         ConfigError: the file cannot be written, another run is writing to it, or it holds something else.
     """
 
-    def __init__(self, path: Path, read: Callable[[Path], Iterable[R]]) -> None:
+    def __init__(self, path: Path, *kinds: type[R]) -> None:
         self.path = path
+        self.notes: list[str] = []
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             check_regular(path)
@@ -57,9 +49,8 @@ class ResultsFile(Generic[R]):
                 f"out: cannot write to {path} ({error.strerror or error}); choose another file with --out"
             ) from error
         try:
-            self.notes: list[str] = []
             self._lock()
-            self.records = {record.key: record for record in read(path)}
+            self.records: dict[str, R] = {record.key: record for record in read_records(path, *kinds)}
             self._set_torn_line_aside()
         except BaseException:
             self._file.close()
@@ -68,9 +59,7 @@ class ResultsFile(Generic[R]):
     def __enter__(self) -> ResultsFile[R]:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._file.close()
 
     def append(self, record: R) -> None:
@@ -90,11 +79,11 @@ class ResultsFile(Generic[R]):
             # If this fails too, the next run moves the incomplete line away.
             with contextlib.suppress(OSError):
                 self._file.truncate(before)
-            kept = _keep_elsewhere(line)
             raise RecordNotWrittenError(
                 f"out: cannot write to {self.path} ({error.strerror or error}); the {len(self.records)} "
-                f"records in it are safe, and the new one is {kept}; free some space, append it to "
-                f"{self.path.name}, and run the same command again: it continues where it stopped"
+                f"records in it are safe, and the new one is {_keep_elsewhere(line)}; free some "
+                f"space, append it to {self.path.name}, and run the same command again: it continues where it "
+                "stopped"
             ) from error
         self.records[record.key] = record
 
@@ -132,35 +121,112 @@ class ResultsFile(Generic[R]):
                 self._file.write(b"\n")
 
 
-def read_cells(path: Path, notes: list[str] | None = None) -> Iterator[CellRecord]:
-    """Read the cells of a results file, in order. Lines of other kinds are skipped.
+class UnfinishedCells:
+    """The file ``<name>.unfinished`` beside the results, with a line of JSON for each timed call.
 
-    ``notes`` gets a message if the last line is incomplete.
+    All cells of a setting finish in the last round, because their calls are interleaved. Until then, their
+    timings would be lost if the run was killed. Incomplete or damaged lines are ignored. If the disk is full,
+    timings are kept only in memory.
+    """
+
+    def __init__(self, results: Path) -> None:
+        self.path = results.with_name(f"{results.name}.unfinished")
+        self.calls: dict[str, list[TimedCall]] = defaultdict(list)
+        with contextlib.suppress(OSError):
+            for line in self.path.read_bytes().splitlines():
+                with contextlib.suppress(ValueError, TypeError, RecursionError):
+                    name, seconds, peak = json.loads(line)
+                    if math.isfinite(seconds) and seconds > 0 and (peak is None or type(peak) is int):
+                        self.calls[name].append((float(seconds), peak))
+
+    def add(self, name: str, call: TimedCall) -> None:
+        """Save one more call of a cell."""
+        self.calls[name].append(call)
+        with contextlib.suppress(OSError), self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps([name, *call]) + "\n")
+
+    def clear(self) -> None:
+        """Delete all calls, once the cells have their records."""
+        self.calls.clear()
+        with contextlib.suppress(OSError):
+            self.path.unlink(missing_ok=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """A pair of pictures."""
+
+    record: SampleRecord
+    dense: Path
+    image: Path
+
+
+@dataclasses.dataclass(frozen=True)
+class Results:
+    """The records of some files. Of several records with equal keys, only the last is kept."""
+
+    cells: tuple[CellRecord, ...]
+    quality: tuple[QualityRecord, ...] = ()
+    samples: tuple[Sample, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def read_results(paths: Sequence[Path]) -> Results:
+    """Read results files of ``bench`` and ``evaluate``, and all ``*.jsonl`` files of folders.
 
     Raises:
-        ConfigError: as for :func:`read_lines`, or a line is not a valid record.
+        ConfigError: there is no file, or a file cannot be read or has other records.
     """
-    return read_records(path, {KIND: CellRecord}, notes)
+    cells: dict[str, CellRecord] = {}
+    quality: dict[str, QualityRecord] = {}
+    samples: dict[tuple[Path, str], Sample] = {}
+    notes: list[str] = []
+    for file in _files(paths):
+        folder = file.parent
+        for record in read_records(file, CellRecord, QualityRecord, SampleRecord, notes=notes, only=True):
+            if isinstance(record, SampleRecord):
+                pair = Sample(record, folder / record.dense, folder / record.image)
+                samples[folder, record.key] = pair
+                continue
+            latest: dict[str, Any] = cells if isinstance(record, CellRecord) else quality
+            latest.pop(record.key, None)
+            latest[record.key] = record
+    return Results(tuple(cells.values()), tuple(quality.values()), tuple(samples.values()), tuple(notes))
+
+
+def _files(paths: Sequence[Path]) -> Iterable[Path]:
+    files: list[Path] = []
+    for path in paths:
+        found = sorted(path.glob("*.jsonl")) if is_folder(path) else [path]
+        if not found:
+            raise ConfigError(
+                f"results: the folder {path} has no .jsonl file; give results of tokenmerge bench or evaluate"
+            )
+        files += found
+    if not files:
+        raise ConfigError("results: none given; give files or folders of tokenmerge bench or evaluate")
+    return dict.fromkeys(files)
 
 
 def read_records(
-    path: Path, kinds: Mapping[str, Any], notes: list[str] | None = None, only: bool = False
-) -> Iterator[Any]:
+    path: Path, *kinds: type[R], notes: list[str] | None = None, only: bool = False
+) -> Iterator[R]:
     """Read the records of some kinds in a results file, in order.
 
-    ``kinds`` maps the name of each kind to its class. Lines of other kinds are skipped, or refused if
-    ``only`` is true. ``notes`` gets a message if the last line is incomplete.
+    Lines of other kinds are skipped, or refused if ``only`` is true. ``notes`` gets a message if the last
+    line is incomplete.
 
     Raises:
         ConfigError: as for :func:`read_lines`, or a line is not a valid record of an allowed kind.
     """
+    known = {kind.KIND: kind for kind in kinds}
     for number, values in read_lines(path, notes):
         name = str(values.get("kind"))
         try:
-            if name in kinds:
-                yield kinds[name].from_dict(values)
+            if name in known:
+                yield known[name].from_dict(values)
             elif only:
-                raise ConfigError(f"kind: expected one of {', '.join(kinds)}, got {values.get('kind')!r}")
+                raise ConfigError(f"kind: expected one of {', '.join(known)}, got {values.get('kind')!r}")
         except ConfigError as error:
             raise ConfigError(f"{path}, line {number}: {error}") from error
 
@@ -179,8 +245,10 @@ def read_lines(path: Path, notes: list[str] | None = None) -> Iterator[tuple[int
         notes.append(_torn_note(path, "it is skipped"))
     for number, line in enumerate(text[: len(text) - len(torn)].splitlines(), start=1):
         if line.strip():
-            values = _parse(line)
-            if values is None:
+            values = None
+            with contextlib.suppress(ValueError, RecursionError):
+                values = json.loads(line)
+            if not isinstance(values, dict):
                 raise ConfigError(
                     f"results: line {number} of {path} is not a JSON object; give a file that tokenmerge "
                     "bench or evaluate wrote, or remove that line"
@@ -189,7 +257,7 @@ def read_lines(path: Path, notes: list[str] | None = None) -> Iterator[tuple[int
 
 
 def _torn_end(text: bytes) -> bytes:
-    """The last line, if writing was interrupted: part of an object, or zero bytes of a lost block."""
+    """Return the last line if writing was interrupted: part of an object, or zero bytes of a lost block."""
     last = text[text.rstrip(b"\n").rfind(b"\n") + 1 :]
     if last[:1] not in (b"{", b"\0"):
         return b""
@@ -203,14 +271,6 @@ def _torn_end(text: bytes) -> bytes:
 
 def _torn_note(path: Path, what_was_done: str) -> str:
     return f"the last line of {path} is incomplete, because a run was killed: {what_was_done}"
-
-
-def _parse(line: bytes) -> dict[str, Any] | None:
-    try:
-        values = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return values if isinstance(values, dict) else None
 
 
 def _keep_elsewhere(line: bytes) -> str:

@@ -1,4 +1,4 @@
-"""The record of one benchmark cell, as an object and as a line of JSON."""
+"""The kinds of records. Each record is one line of JSON in a results file, and a file may mix all kinds."""
 
 from __future__ import annotations
 
@@ -6,23 +6,64 @@ import dataclasses
 import hashlib
 import json
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import isfinite
-from typing import Any
+from pathlib import PurePosixPath
+from typing import Any, ClassVar
 
 from tokenmerge.config import with_new_names
 from tokenmerge.errors import ConfigError
 
-KIND = "bench"
 STATUSES = ("ok", "oom", "unavailable", "error")
+# Metrics that are lower for closer pictures.
+LOWER_IS_CLOSER = frozenset({"lpips", "fid", "kid", "motion-error"})
 
+_MISSING = dataclasses.MISSING
+# Conditions that a timed cell and drawn pictures have in common.
+_OF_PICTURES = ("model", "width", "height", "steps", "scheduler", "guidance", "dtype", "attention")
 _DENSE = "dense"
 _DENSE_SAME_ATTENTION = "dense, same attention"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CellRecord:
-    """One cell: a variant at one setting on one machine.
+class Record:
+    """The base of all kinds. ``KIND`` is the name of the kind in a file."""
+
+    KIND: ClassVar[str]
+
+    @property
+    def key(self) -> str:
+        """A later record replaces earlier ones with the same key."""
+        return key_of(dataclasses.asdict(self))
+
+    def to_line(self) -> str:
+        """Return one line of JSON, its newline included. A number that is not finite is a ValueError."""
+        values = {"kind": self.KIND, **dataclasses.asdict(self)}
+        return json.dumps(values, ensure_ascii=False, allow_nan=False) + "\n"
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Any:
+        """Read what :meth:`to_line` wrote. Fields with a default may be missing in older records."""
+        own = {field.name: field for field in dataclasses.fields(cls)}
+        needed = [name for name, one in own.items() if {one.default, one.default_factory} == {_MISSING}]
+        if missing := [name for name in needed if name not in values]:
+            raise ConfigError(f"not a {cls.KIND} record: {', '.join(missing)} missing")
+        try:
+            return cls(**cls._parse({name: values[name] for name in own if name in values}))
+        except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
+            if isinstance(error, ConfigError):
+                raise
+            raise ConfigError(f"not a {cls.KIND} record ({error!r}); remove that line") from error
+
+    @classmethod
+    def _parse(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """Check the values of a line, and give them the types of the fields."""
+        return values
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CellRecord(Record):
+    """One cell of a benchmark: a variant at one setting on one machine.
 
     Attributes:
         conditions: everything that the results depend on. Cells with equal conditions are the same cell.
@@ -36,6 +77,8 @@ class CellRecord:
         facts: other results, such as ``flops_dense`` or ``notes``.
         finished: date and time at which the cell was finished, in ISO 8601 with the UTC offset.
     """
+
+    KIND: ClassVar[str] = "bench"
 
     conditions: Mapping[str, Any]
     status: str
@@ -80,50 +123,192 @@ class CellRecord:
         dense = self.references.get(reference)
         return statistics.median(dense) / statistics.median(self.seconds) if dense and self.seconds else None
 
-    def to_line(self) -> str:
-        """One line of JSON, its newline included.
+    @classmethod
+    def _parse(cls, values: dict[str, Any]) -> dict[str, Any]:
+        conditions = {**values["conditions"], "settings": with_new_names(values["conditions"]["settings"])}
+        variant_label(conditions["variant"], conditions["settings"])
+        seconds = _times(values.get("seconds", ()))
+        if values["status"] not in STATUSES:
+            raise ConfigError(f"status: expected one of {', '.join(STATUSES)}, got {values['status']!r}")
+        if values["status"] == "ok" and not seconds:
+            raise ConfigError("seconds: expected at least one for status ok, got none; remove that line")
+        references = {name: _times(times) for name, times in values.get("references", {}).items()}
+        return {**values, "conditions": conditions, "seconds": seconds, "references": references}
 
-        Raises:
-            ValueError: a value is NaN or infinite.
-        """
-        values = {"kind": KIND, "key": self.key, **dataclasses.asdict(self)}
-        return json.dumps(values, ensure_ascii=False, allow_nan=False) + "\n"
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class QualityRecord(Record):
+    """Quality metrics of one variant, such as its closeness to dense, over many pictures.
+
+    Attributes:
+        model: the model, as in benchmark records.
+        width: width of the pictures in pixels.
+        height: height of the pictures in pixels.
+        variant: name of the variant, such as ``"tome"``.
+        settings: the ratio, and the settings that differ from the variant's defaults.
+        figures: value of each metric, such as ``{"psnr": 24.1, "ssim": 0.83}``; finite numbers.
+        images: number of pictures, ≥ 1.
+        category: category of the prompts. None: all prompts.
+        conditions: everything else that the pictures depend on, in JSON-compatible values. ``steps`` is the
+            number of steps of dense.
+        speedup: t_dense / t of a picture, median over the pictures; None: unknown.
+        speedup_quartiles: first and third quartiles of t_dense / t; None: unknown.
+        steps_used: number of steps of ``"fewer-steps"``. None: as many as dense.
+        measured_with: network and reference pictures of each metric that has them.
+        config: all settings that the pictures were drawn with, including those that the method chose, in the
+            form that :meth:`tokenmerge.ToMeConfig.from_dict` takes. None: unknown, or the variant has none.
+        notes: remarks for the reader.
+        finished: date and time of the measurement, in ISO 8601 with the UTC offset; "" if unknown.
+    """
+
+    KIND: ClassVar[str] = "quality"
+
+    model: str
+    width: int
+    height: int
+    variant: str
+    settings: Mapping[str, Any]
+    figures: Mapping[str, float]
+    images: int
+    category: str | None = None
+    conditions: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    speedup: float | None = None
+    speedup_quartiles: tuple[float, float] | None = None
+    steps_used: int | None = None
+    measured_with: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    config: Mapping[str, Any] | None = None
+    notes: tuple[str, ...] = ()
+    finished: str = dataclasses.field(default="", compare=False)
+
+    @property
+    def label(self) -> str:
+        """The variant with its settings."""
+        return variant_label(self.variant, self.settings)
+
+    @property
+    def drawn_with(self) -> dict[str, Any]:
+        """Everything that the pictures depend on, including the model and the size."""
+        return {"model": self.model, "width": self.width, "height": self.height, **self.conditions}
+
+    @property
+    def key(self) -> str:
+        """A key that is equal for metrics of the same pictures."""
+        names = ("model", "width", "height", "variant", "settings", "images", "category", "conditions")
+        return key_of({name: getattr(self, name) for name in (*names, "steps_used")})
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> CellRecord:
-        """Make a record from the parsed JSON of :meth:`to_line`.
+    def _parse(cls, values: dict[str, Any]) -> dict[str, Any]:
+        if not all(isinstance(value, int | float) for value in values["figures"].values()):
+            raise ValueError(f"expected numbers in figures, got {values['figures']}")
+        by_name = {name: dict(values[name]) for name in ("conditions", "measured_with") if name in values}
+        quartiles = values.get("speedup_quartiles")
+        return {
+            **values,
+            **by_name,
+            "settings": with_new_names(values["settings"]),
+            "speedup_quartiles": None if quartiles is None else tuple(quartiles),
+            "notes": tuple(values.get("notes", ())),
+        }
 
-        Raises:
-            ConfigError: the values are not those of a record.
-        """
-        try:
-            conditions = values["conditions"]
-            record = cls(
-                conditions={**conditions, "settings": with_new_names(conditions["settings"])},
-                status=values["status"],
-                message=values["message"],
-                seconds=tuple(map(float, values["seconds"])),
-                peak_bytes=values["peak_bytes"],
-                references={name: tuple(map(float, times)) for name, times in values["references"].items()},
-                facts=dict(values["facts"]),
-                finished=values["finished"],
-            )
-            known = record.status in STATUSES and bool(record.label)
-        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-            raise ConfigError(f"not a record of tokenmerge bench: {error!r}") from error
-        if not known:
-            raise ConfigError(f"status: expected one of {', '.join(STATUSES)}, got {record.status!r}")
-        if record.status == "ok" and not record.seconds:
-            raise ConfigError("seconds: expected at least one for status ok, got none; remove that line")
-        timings = (record.seconds, *record.references.values())
-        wrong = [time for times in timings for time in times if not (isfinite(time) and time > 0)]
-        if wrong:
-            raise ConfigError(f"seconds: expected times above 0, got {wrong[0]}; remove that line")
-        return record
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SampleRecord(Record):
+    """A dense picture and the picture of a variant with the same prompt and seed.
+
+    The paths ``dense`` and ``image`` are relative to the folder of the file with this record.
+    """
+
+    KIND: ClassVar[str] = "sample"
+
+    prompt: str
+    seed: int
+    variant: str
+    settings: Mapping[str, Any]
+    dense: str
+    image: str
+
+    @property
+    def label(self) -> str:
+        """The variant with its settings."""
+        return variant_label(self.variant, self.settings)
+
+    @classmethod
+    def _parse(cls, values: dict[str, Any]) -> dict[str, Any]:
+        for path in map(PurePosixPath, (values["dense"], values["image"])):
+            if path.is_absolute() or ".." in path.parts:
+                raise ConfigError(f"not a sample: expected a path inside the results folder, got {path}")
+        return {**values, "settings": with_new_names(values["settings"])}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TuneRecord(Record):
+    """One measurement of a search.
+
+    Attributes:
+        conditions: key of everything that the measurement depends on, except the setting and the item.
+        about: ``"look"``: one picture; ``"settings"``: all settings that a name stands for on this model and
+            device; ``"counted"``: the speed-up by counted operations, and the seconds that counting took.
+        name: name of the setting.
+        item: number of the prompt and seed; −1 for a record that is not of a picture.
+        values: the results, in JSON-compatible values.
+    """
+
+    KIND: ClassVar[str] = "tune"
+
+    conditions: str
+    about: str
+    name: str
+    item: int
+    values: Mapping[str, Any]
+
+    @property
+    def key(self) -> str:
+        """A key of what was measured."""
+        return key_of({name: getattr(self, name) for name in ("conditions", "about", "name", "item")})
+
+    @classmethod
+    def _parse(cls, values: dict[str, Any]) -> dict[str, Any]:
+        if values["about"] == "look":
+            _times(values["values"][name] for name in ("seconds", "dense_seconds"))
+        return values
+
+
+def metric_names(records: Sequence[QualityRecord]) -> list[str]:
+    """Name all metrics, in the order of the record with the most. Dense has fewer than the others."""
+    ordered = sorted(records, key=lambda record: -len(record.figures))
+    return list(dict.fromkeys(name for record in ordered for name in record.figures))
+
+
+def cell_of_pictures(
+    label: str, conditions: Mapping[str, Any], cells: Iterable[CellRecord]
+) -> CellRecord | None:
+    """Find the cell that timed a variant under the conditions of its pictures; None if there is none.
+
+    If several cells fit, a whole pipeline is preferred, then the smaller batch, then the newer cell. A
+    condition that is missing matches any value. ``device`` is only the type of the device.
+    """
+
+    def fits(cell: CellRecord) -> bool:
+        own = cell.conditions
+        # The scheduler does not affect the time of one call of the denoiser.
+        ignored = "scheduler" if own["scope"] == "denoiser" else ""
+        return (
+            cell.label == label
+            and not own["compile"]
+            and all(own[name] == conditions.get(name, own[name]) for name in _OF_PICTURES if name != ignored)
+            and conditions.get("device") in (None, own["device"].partition(":")[0])
+        )
+
+    found = (cell for cell in cells if fits(cell))
+    return max(
+        found,
+        key=lambda cell: (cell.conditions["scope"] == "pipeline", -cell.conditions["batch"], cell.finished),
+        default=None,
+    )
 
 
 def key_of(conditions: Mapping[str, Any]) -> str:
-    """A key for conditions in any order: the first 16 hexadecimal digits of their SHA-256 hash.
+    """Make a key for conditions in any order: the first 16 hexadecimal digits of their SHA-256 hash.
 
     >>> key_of({"a": 1, "b": [2]}) == key_of({"b": [2], "a": 1})
     True
@@ -133,7 +318,7 @@ def key_of(conditions: Mapping[str, Any]) -> str:
 
 
 def median_and_iqr(seconds: Sequence[float]) -> tuple[float, tuple[float, float]]:
-    """Median, and first and third quartile, of at least one number.
+    """Return the median, and first and third quartile, of at least one number.
 
     >>> median_and_iqr([4.0, 1.0, 2.0, 3.0, 5.0])
     (3.0, (2.0, 4.0))
@@ -145,7 +330,7 @@ def median_and_iqr(seconds: Sequence[float]) -> tuple[float, tuple[float, float]
 
 
 def variant_label(variant: str, settings: Mapping[str, Any]) -> str:
-    """The name of a variant with its settings.
+    """Name a variant with its settings.
 
     >>> variant_label("tome", {"ratio": 0.5, "merge_mlp": True})
     'tome ratio=0.5 merge_mlp'
@@ -160,3 +345,10 @@ def variant_label(variant: str, settings: Mapping[str, Any]) -> str:
 
 def _short(value: object) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _times(seconds: Iterable[Any]) -> tuple[float, ...]:
+    times = tuple(map(float, seconds))
+    if wrong := [time for time in times if not (isfinite(time) and time > 0)]:
+        raise ConfigError(f"seconds: expected times above 0, got {wrong[0]}; remove that line")
+    return times

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import json
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
 
 from tokenmerge.errors import ConfigError
-from tokenmerge_tools.records.kinds import CellRecord
+from tokenmerge_tools.files import check_regular
+from tokenmerge_tools.records.file import Results, Sample
+from tokenmerge_tools.records.kinds import CellRecord, QualityRecord
 from tokenmerge_tools.reporting.curves import Chart, charts, missing_for_curves, timed_with_other_steps
-from tokenmerge_tools.reporting.latest import newest_cells, newest_figures
-from tokenmerge_tools.reporting.pictures import picture_type
 from tokenmerge_tools.reporting.price_tables import fastest_table, price_tables, summary
-from tokenmerge_tools.reporting.quality import QualityRecord
-from tokenmerge_tools.reporting.quality_tables import quality_tables
-from tokenmerge_tools.reporting.results import Results, Sample
-from tokenmerge_tools.reporting.tables import Table, measured_tables
-from tokenmerge_tools.reporting.versus_published import published_tables
+from tokenmerge_tools.reporting.quality_tables import quality_tables, where_drawn
+from tokenmerge_tools.reporting.tables import Table, measured_tables, what_of, where_of
+
+R = TypeVar("R", CellRecord, QualityRecord)
 
 TITLE = "Token merging: speed, memory and quality"
+_SIGNATURES = {b"\x89PNG\r\n\x1a\n": "image/png", b"\xff\xd8\xff": "image/jpeg", b"RIFF": "image/webp"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,15 +29,13 @@ class Content:
     """Everything that a report shows.
 
     ``prices`` has tables of the speed and closeness of each variant, and ``fastest`` the best of them.
-    ``beside`` has published tables with our measurements. ``conditions`` has the (name, JSON) of each machine
-    and configuration, and of each set of pictures.
+    ``conditions`` has the (name, JSON) of each machine and configuration, and of each set of pictures.
     """
 
     summary: str
     fastest: Table | None
     prices: tuple[Table, ...]
     measured: tuple[Table, ...]
-    beside: tuple[Table, ...]
     quality: tuple[Table, ...]
     charts: tuple[Chart, ...]
     samples: tuple[Sample, ...]
@@ -54,7 +54,6 @@ def content_of(results: Results) -> Content:
         fastest=fastest_table(drawn),
         prices=tuple(price_tables(drawn)),
         measured=tuple(measured_tables(cells)),
-        beside=tuple(published_tables(cells, quality)),
         quality=tuple(quality_tables(quality)),
         charts=tuple(drawn),
         samples=tuple(samples),
@@ -108,3 +107,68 @@ def _conditions_of_quality(records: Sequence[QualityRecord]) -> list[tuple[str, 
             text = json.dumps(common, indent=2, ensure_ascii=False, sort_keys=True)
             shared.setdefault(text, f"Pictures of {record.model}, {record.width} × {record.height}")
     return [(name, text) for text, name in shared.items()]
+
+
+def newest_cells(cells: Iterable[CellRecord]) -> tuple[list[CellRecord], list[str]]:
+    """Select the last cell among those that would have the same name in the same table.
+
+    Returns:
+        The selected cells, and a note on the conditions that differ if any cell is left out.
+    """
+    by_age = sorted(cells, key=lambda cell: cell.finished)
+    return _last(by_age, lambda cell: (*where_of(cell), what_of(cell)), "cells")
+
+
+def newest_figures(records: Iterable[QualityRecord]) -> tuple[list[QualityRecord], list[str]]:
+    """Select the last quality record among those with the same name in the same table, as for cells."""
+    return _last(
+        sorted(records, key=lambda record: record.finished),
+        lambda record: (*where_drawn(record), record.label, record.category),
+        "quality records",
+    )
+
+
+def _last(by_age: Sequence[R], name: Callable[[R], Hashable], what: str) -> tuple[list[R], list[str]]:
+    found: dict[Hashable, R] = {}
+    differs: set[str] = set()
+    for record in by_age:
+        earlier = found.get(name(record))
+        if earlier is not None:
+            before = earlier.conditions
+            differs |= {key for key, value in record.conditions.items() if value != before.get(key)}
+        found[name(record)] = record
+    older = len(by_age) - len(found)
+    said = f"{older} older {what} are left out; newer ones differ only in {', '.join(sorted(differs))}"
+    return list(found.values()), [said] if older else []
+
+
+def data_address(path: Path) -> str:
+    """Encode a PNG, JPEG or WebP file as a data URL.
+
+    Raises:
+        ConfigError: the file cannot be read, or has another format.
+    """
+    return f"data:{picture_type(path)};base64,{base64.b64encode(path.read_bytes()).decode()}"
+
+
+def picture_type(path: Path) -> str:
+    """Find the media type of a PNG, JPEG or WebP file from its first bytes.
+
+    Raises:
+        ConfigError: the file cannot be read, or has another format.
+    """
+    try:
+        check_regular(path)
+        with path.open("rb") as file:
+            begin = file.read(max(map(len, _SIGNATURES)))
+    except OSError as error:
+        raise ConfigError(f"sample: cannot read the picture {path} ({error.strerror or error})") from error
+    found = next((kind for start, kind in _SIGNATURES.items() if begin.startswith(start)), None)
+    if found is None:
+        raise ConfigError(f"sample: {path} is not a PNG, JPEG or WebP picture")
+    return found
+
+
+def svg_address(svg: str) -> str:
+    """Encode an SVG document as a data URL. As an image it runs no scripts, and its ids stay separate."""
+    return f"data:image/svg+xml;base64,{base64.b64encode(svg.encode()).decode()}"

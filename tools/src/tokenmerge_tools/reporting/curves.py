@@ -8,9 +8,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from tokenmerge_tools.bench.match_records import cell_of_pictures
-from tokenmerge_tools.records.kinds import CellRecord, variant_label
-from tokenmerge_tools.reporting.quality import LOWER_IS_CLOSER, QualityRecord, metric_names
+from tokenmerge_tools.records.kinds import (
+    LOWER_IS_CLOSER,
+    CellRecord,
+    QualityRecord,
+    cell_of_pictures,
+    metric_names,
+    variant_label,
+)
 from tokenmerge_tools.reporting.quality_tables import quality_name, where_drawn
 from tokenmerge_tools.reporting.tables import SETTING, grouped, setting_name, where_of
 from tokenmerge_tools.variants.variant import DENSE, FEWER_STEPS

@@ -10,14 +10,12 @@ from importlib import resources
 from typing import Any
 
 from tokenmerge.errors import MissingExtraError
-from tokenmerge_tools.records.kinds import CellRecord
-from tokenmerge_tools.reporting.content import TITLE, Content
+from tokenmerge_tools.records.file import Sample
+from tokenmerge_tools.records.kinds import CellRecord, QualityRecord
+from tokenmerge_tools.reporting.content import TITLE, Content, data_address, svg_address
 from tokenmerge_tools.reporting.curves import AGAINST_CLOSENESS
-from tokenmerge_tools.reporting.pictures import data_address, svg_address
 from tokenmerge_tools.reporting.plots import draw
-from tokenmerge_tools.reporting.quality import QualityRecord
-from tokenmerge_tools.reporting.results import Sample
-from tokenmerge_tools.reporting.tables import PUBLISHED, Table
+from tokenmerge_tools.reporting.tables import Table
 
 _COLUMNS = (
     *("model", "scope", "width", "height", "frames", "batch", "dtype", "attention"),
@@ -48,7 +46,6 @@ def as_html(content: Content) -> str:
     drawn = [(chart, svg_address(draw(chart))) for chart in content.charts]
     sections = (
         ("measured", "Measured", content.measured),
-        ("published", "Next to published figures", content.beside),
         ("quality", "Closeness to dense", content.quality),
     )
     return environment.from_string(text).render(
@@ -82,7 +79,7 @@ def _shared_notes(tables: Sequence[Table]) -> tuple[list[str], list[Table]]:
 
 
 def as_markdown(content: Content) -> str:
-    """Format headings and tables. Published figures are in italics, the best rows in bold."""
+    """Format headings and tables. The best rows are in bold."""
     parts = [f"# {TITLE}", _escape(content.summary)]
     if content.fastest:
         parts.append(_markdown_table(content.fastest))
@@ -96,7 +93,6 @@ def as_markdown(content: Content) -> str:
     for heading, tables in (
         ("Speed and closeness", content.prices),
         ("Measured", content.measured),
-        ("Next to published figures (in italics)", content.beside),
         ("Closeness to dense", content.quality),
     ):
         if tables:
@@ -199,7 +195,7 @@ def _markdown_table(table: Table) -> str:
         "|" + "---|" * table.words + "---:|" * (len(table.header) - table.words),
     ]
     for row in table.rows:
-        mark = "*" if row.origin == PUBLISHED else "**" if row.best else ""
+        mark = "**" if row.best else ""
         cells = (f"{mark}{_escape(cell)}{mark}" if cell else "" for cell in row.cells)
         lines.append("| " + " | ".join(cells) + " |")
     return "\n\n".join(["\n".join(lines), *_markdown_notes(table.notes)])

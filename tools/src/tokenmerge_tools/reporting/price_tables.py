@@ -5,9 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
-from tokenmerge_tools.records.kinds import CellRecord
+from tokenmerge_tools.records.kinds import LOWER_IS_CLOSER, CellRecord
 from tokenmerge_tools.reporting.curves import AGAINST_CLOSENESS, Chart
-from tokenmerge_tools.reporting.quality import LOWER_IS_CLOSER
 from tokenmerge_tools.reporting.tables import BASELINES, Table, TableRow, call_name, times
 
 # Mean PSNR in dB. From 40 on, pictures are hard to tell apart; at 30, details differ.

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tokenmerge_tools.records.kinds import key_of
-from tokenmerge_tools.reporting.quality import LOWER_IS_CLOSER, QualityRecord, metric_names
+from tokenmerge_tools.records.kinds import LOWER_IS_CLOSER, QualityRecord, key_of, metric_names
 from tokenmerge_tools.reporting.tables import Table, TableRow, attention_name, once, sampling_name
 
 # Conditions that the pictures of one table have in common, in addition to the model and the size.

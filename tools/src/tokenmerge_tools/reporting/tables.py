@@ -12,8 +12,6 @@ from tokenmerge_tools.records.kinds import CellRecord
 
 T = TypeVar("T")
 
-OURS, PUBLISHED = "ours", "published"
-
 # Conditions that the cells of one table have in common.
 SETTING = (
     *("model", "scope", "width", "height", "frames", "batch", "dtype", "steps", "scheduler"),
@@ -25,13 +23,9 @@ _ATTENTION = {"sdpa": "SDPA", "xformers": "xFormers", "default": "plain"}
 
 @dataclasses.dataclass(frozen=True)
 class TableRow:
-    """One row of a table.
-
-    The origin is :data:`OURS` or :data:`PUBLISHED`. The ``best`` rows are marked.
-    """
+    """One row of a table. The ``best`` rows are marked."""
 
     cells: tuple[str, ...]
-    origin: str = OURS
     best: bool = False
 
 
@@ -72,15 +66,6 @@ def attention_name(attention: str) -> str:
     'plain attention'
     """
     return f"{_ATTENTION.get(attention, attention)} attention"
-
-
-def attention_rank(attention: str, order: Sequence[str]) -> tuple[int, str]:
-    """A sort key for attention implementations: first those in ``order``, then the others by name.
-
-    >>> sorted(["sage", "default", "flash"], key=lambda name: attention_rank(name, ["sdpa", "default"]))
-    ['default', 'flash', 'sage']
-    """
-    return (order.index(attention) if attention in order else len(order)), attention
 
 
 def setting_name(conditions: Mapping[str, Any]) -> str:
@@ -169,10 +154,11 @@ def _notes(cell: CellRecord) -> list[str]:
 def _rank(cell: CellRecord) -> tuple[Any, ...]:
     conditions = cell.conditions
     order = {"dense": 0, "oracle": 8, "fewer-steps": 9}
-    settings = conditions["settings"]
+    settings, attention = conditions["settings"], conditions["attention"]
+    known = list(_ATTENTION)
     return (
         conditions["compile"],
-        attention_rank(conditions["attention"], tuple(_ATTENTION)),
+        (known.index(attention) if attention in known else len(known), attention),
         order.get(conditions["variant"], 1),
         conditions["variant"],
         settings.get("ratio", 0),

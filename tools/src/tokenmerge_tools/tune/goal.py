@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from tokenmerge.errors import ConfigError
 from tokenmerge_tools.evaluate.metrics import METRIC_NAMES
-from tokenmerge_tools.reporting.quality import LOWER_IS_CLOSER
+from tokenmerge_tools.records.kinds import LOWER_IS_CLOSER
 
 # FID and KID compare sets of thousands of pictures, and have no value for a single one.
 GOAL_METRICS = tuple(name for name in METRIC_NAMES if name not in ("fid", "kid"))

@@ -7,6 +7,10 @@ import math
 from collections.abc import Iterable, Sequence
 from statistics import fmean, median, stdev
 
+from tokenmerge.errors import ConfigError
+from tokenmerge_tools.records.kinds import TuneRecord
+from tokenmerge_tools.tune.goal import Goal
+
 # Assumed relative standard deviation of one timing, until a setting was timed twice.
 _NOISE = 0.1
 # The standard error of the median of a normal sample, divided by that of its mean.
@@ -123,3 +127,18 @@ def paired(better: Sequence[Look], other: Sequence[Look], wants_speed: bool) -> 
     if len(gaps) < 2:
         return (gaps[0] if gaps else 0.0), math.inf
     return fmean(gaps), stdev(gaps) / math.sqrt(len(gaps))
+
+
+def look_of(record: TuneRecord, goal: Goal) -> Look:
+    """Return the look in a record, with the closeness that the goal asks for."""
+    values = record.values
+    if goal.metric not in values["metrics"]:
+        raise ConfigError(f"{goal.metric}: the record of {record.name} has no such metric; remove that line")
+    return Look(
+        record.name,
+        record.item,
+        float(values["seconds"]),
+        float(values["dense_seconds"]),
+        goal.closeness(float(values["metrics"][goal.metric])),
+        float(values["cost"]),
+    )

@@ -16,13 +16,12 @@ from tokenmerge_tools.files import prepare_folder
 from tokenmerge_tools.pipelines.loading import require_diffusers
 from tokenmerge_tools.pipelines.settings import resolve_device
 from tokenmerge_tools.records.file import ResultsFile
-from tokenmerge_tools.records.kinds import key_of
+from tokenmerge_tools.records.kinds import TuneRecord, key_of
 from tokenmerge_tools.tune.candidates import AUTO_FAMILY, Candidate, candidates, in_force
 from tokenmerge_tools.tune.decision import Decision, decide
 from tokenmerge_tools.tune.goal import Goal
-from tokenmerge_tools.tune.measurements import Estimate, Look, estimates
+from tokenmerge_tools.tune.measurements import Estimate, Look, estimates, look_of
 from tokenmerge_tools.tune.options import TuneOptions
-from tokenmerge_tools.tune.records import TuneRecord, look_of, read_tune_records
 from tokenmerge_tools.tune.search import next_round
 from tokenmerge_tools.tune.studio import Drawing, Failed, Studio
 
@@ -110,7 +109,7 @@ def tune(
     evaluation = dataclasses.replace(evaluation, items=items)
     metrics = load_metrics(wanted.wanted(), [prompt.text for prompt in evaluation.prompts], on_note)
     prepare_folder(evaluation.store.folder)
-    with ResultsFile(options.records, read_tune_records) as file:
+    with ResultsFile(options.records, TuneRecord) as file:
         for note in file.notes:
             on_note(note)
         run = _Run(options, Studio(options, evaluation, metrics, device), file, on_progress, on_note)
@@ -204,7 +203,7 @@ class _Run:
         seen: dict[ToMeConfig, str] = {}
         hosts = find_hosts(self.studio.pipe)
         for one in candidates(self.goal, self.options.steps):
-            record = self.file.records.get(TuneRecord(self.conditions, "settings", one.name, -1, {}).key)
+            record = self.file.records.get(self._record("settings", one.name, -1, {}).key)
             try:
                 if record is not None:
                     config: ToMeConfig | None = ToMeConfig.from_dict(record.values["config"])
@@ -288,4 +287,7 @@ class _Run:
         self.on_progress(TuneProgress(spent, self.options.within, running, best))
 
     def _append(self, about: str, name: str, item: int, values: Mapping[str, object]) -> None:
-        self.file.append(TuneRecord(self.conditions, about, name, item, values))
+        self.file.append(self._record(about, name, item, values))
+
+    def _record(self, about: str, name: str, item: int, values: Mapping[str, object]) -> TuneRecord:
+        return TuneRecord(conditions=self.conditions, about=about, name=name, item=item, values=values)
