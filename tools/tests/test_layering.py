@@ -18,23 +18,27 @@ MAY_IMPORT = {
     "files": "",
     "failures": "",
     "machine": "",
+    "timing": "",
     "method_spec": "",
     "closeness": "",
     "demo": "",
     "pipelines": "files failures method_spec demo",
     "records": "files",
     "variants": "method_spec pipelines records",
+    "drawing": "timing pipelines variants",
     "settings_file": "method_spec pipelines",
-    "progress": "",
-    "bench": "files failures machine pipelines records variants",
+    "bench": "files failures machine timing method_spec pipelines records variants",
     "reporting": "files records variants",
-    "generate": "files failures machine method_spec closeness demo pipelines progress bench reporting",
-    "evaluate": "files failures machine closeness demo pipelines records variants progress bench",
-    "tune": "files failures pipelines records variants bench reporting evaluate",
-    "play": "failures method_spec closeness demo pipelines progress generate",
+    "generate": (
+        "files failures machine timing method_spec closeness demo pipelines variants drawing "
+        "reporting"
+    ),
+    "evaluate": "files failures machine closeness demo pipelines records variants drawing",
+    "tune": "files failures pipelines records variants drawing reporting evaluate",
+    "play": "failures method_spec closeness demo pipelines variants drawing",
     "export": "files failures method_spec pipelines",
     "cli": (
-        "files failures machine method_spec pipelines records variants settings_file progress "
+        "files failures machine method_spec pipelines records variants drawing settings_file "
         "bench reporting generate evaluate tune play export"
     ),
     "__main__": "cli",

@@ -8,7 +8,7 @@ import typer
 from typer.testing import CliRunner
 
 from tokenmerge.errors import ConfigError
-from tokenmerge_tools.bench.options import BenchOptions
+from tokenmerge_tools.bench.grid import BenchOptions
 from tokenmerge_tools.records.file import read_records
 from tokenmerge_tools.records.kinds import CellRecord
 

@@ -10,8 +10,7 @@ import torch
 from tokenmerge import ToMeConfig, apply_token_merging, token_merging
 from tokenmerge.errors import ConfigError, UnsupportedModelError
 from tokenmerge.report import counting
-from tokenmerge_tools.pipelines.loading import find_model, load_pipeline
-from tokenmerge_tools.pipelines.shared_weights import twin
+from tokenmerge_tools.pipelines.loading import find_model, load_pipeline, twin
 from tokenmerge_tools.variants.variant import VARIANTS, parse_variant
 
 STEPS = 8

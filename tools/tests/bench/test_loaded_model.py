@@ -5,20 +5,19 @@ from typing import Any
 
 import pytest
 import torch
+from tokenmerge_tools.bench.fewer_steps import StepCost, steps_that_fit
 from torch import Tensor, nn
 
 from tokenmerge import ToMeConfig
 from tokenmerge.errors import ConfigError, UnsupportedModelError
 from tokenmerge.report import predict
-from tokenmerge_tools.bench import memory_limit
-from tokenmerge_tools.bench.failures import Failure
-from tokenmerge_tools.bench.fewer_steps import StepCost, steps_that_fit
+from tokenmerge_tools import machine
 from tokenmerge_tools.bench.geometries import GEOMETRIES
 from tokenmerge_tools.bench.geometry import build_denoiser, depth_note, find_geometry
 from tokenmerge_tools.bench.inputs import InputSize, example_inputs
 from tokenmerge_tools.bench.loaded_model import load_model
-from tokenmerge_tools.failures import is_out_of_memory
-from tokenmerge_tools.pipelines.shared_weights import shared_copy
+from tokenmerge_tools.failures import Failure, is_out_of_memory
+from tokenmerge_tools.pipelines.loading import shared_copy
 from tokenmerge_tools.variants import contexts
 
 CPU = torch.device("cpu")
@@ -256,8 +255,8 @@ def test_more_memory_than_there_is_is_an_error_and_not_the_end(monkeypatch: pyte
     import resource
 
     before = resource.getrlimit(resource.RLIMIT_DATA)
-    monkeypatch.setattr(memory_limit, "available_memory", lambda: 2**29)
-    with memory_limit.memory_limit(CPU), pytest.raises(RuntimeError) as error:
+    monkeypatch.setattr(machine, "available_memory", lambda: 2**29)
+    with machine.memory_limit(CPU), pytest.raises(RuntimeError) as error:
         torch.empty(2**30, dtype=torch.uint8)
     assert is_out_of_memory(error.value)
     assert resource.getrlimit(resource.RLIMIT_DATA) == before
@@ -265,5 +264,5 @@ def test_more_memory_than_there_is_is_an_error_and_not_the_end(monkeypatch: pyte
 
 
 def test_memory_at_hand_is_known_on_linux() -> None:
-    available = memory_limit.available_memory()
+    available = machine.available_memory()
     assert available is None if sys.platform != "linux" else available > 2**20

@@ -12,9 +12,8 @@ from tokenmerge import PlanSharing, Schedule, StepReuse, ToMeConfig, presets
 from tokenmerge.errors import ConfigError
 from tokenmerge_tools.bench import loaded_model
 from tokenmerge_tools.bench.cells import plan_cells
-from tokenmerge_tools.bench.grid import preset_names, read_grid, read_preset
+from tokenmerge_tools.bench.grid import BenchOptions, preset_names, read_grid, read_preset
 from tokenmerge_tools.bench.inputs import InputSize
-from tokenmerge_tools.bench.options import BenchOptions
 from tokenmerge_tools.pipelines.meta_model import ModelSketch
 from tokenmerge_tools.variants.variant import FEWER_STEPS, VARIANTS, Variant, parse_variant
 

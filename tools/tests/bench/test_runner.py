@@ -16,13 +16,14 @@ from tokenmerge.api import Patch
 from tokenmerge.errors import ConfigError
 from tokenmerge.planners import PLANNERS
 from tokenmerge.report import predict
-from tokenmerge_tools.bench import cell_group, memory_limit, runner
+from tokenmerge_tools import machine
+from tokenmerge_tools.bench import cell_group, runner
 from tokenmerge_tools.bench import prepare as prepare_module
 from tokenmerge_tools.bench.geometries import GEOMETRIES
 from tokenmerge_tools.bench.geometry import build_denoiser
-from tokenmerge_tools.bench.timing import interleaved
 from tokenmerge_tools.records.file import RecordNotWrittenError, ResultsFile, read_records
 from tokenmerge_tools.records.kinds import CellRecord
+from tokenmerge_tools.timing import interleaved
 from tokenmerge_tools.variants import contexts
 
 CPU = torch.device("cpu")
@@ -117,7 +118,7 @@ from pathlib import Path
 sys.path[:0] = {path!r}
 from tools.tests.bench import conftest
 from tokenmerge_tools.bench import cell_group, runner
-from tokenmerge_tools.bench.options import BenchOptions
+from tokenmerge_tools.bench.grid import BenchOptions
 
 conftest.GEOMETRIES["tiny"] = conftest.tiny_geometry()
 interleaved, calls = cell_group.interleaved, []
@@ -242,7 +243,7 @@ def test_a_cell_that_outgrows_the_memory_at_hand_says_so(
     measure: Measure, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Plain attention over 4096 tokens stores 4 matrices of 64 MiB, and fused attention none.
-    monkeypatch.setattr(memory_limit, "available_memory", lambda: memory_limit.RESERVE + 200 * 2**20)
+    monkeypatch.setattr(machine, "available_memory", lambda: machine.RESERVE + 200 * 2**20)
     records = measure(variants=("dense",), attention=("default",), size=("512",), rounds=1)
     assert {record.conditions["attention"]: record.status for record in records} == {
         "sdpa": "ok",

@@ -476,7 +476,7 @@ def test_ctrl_c_ends_with_130_and_keeps_what_is_there(folder, tmp_path, capsys, 
         signal.raise_signal(signal.SIGINT)
         yield
 
-    monkeypatch.setattr(tokenmerge_tools.generate.run, "interleaved", press_ctrl_c)
+    monkeypatch.setattr(tokenmerge_tools.drawing, "interleaved", press_ctrl_c)
     # Shells start background processes with this signal ignored.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:

@@ -13,7 +13,7 @@ from PIL import Image
 from tools.tests import tiny_networks
 
 from tokenmerge_tools.evaluate.drawn import Drawn
-from tokenmerge_tools.evaluate.options import EvaluateOptions
+from tokenmerge_tools.evaluate.evaluation import EvaluateOptions
 from tokenmerge_tools.evaluate.prompts import Item, Prompt
 from tokenmerge_tools.evaluate.runner import evaluate
 from tokenmerge_tools.records.kinds import QualityRecord

@@ -14,8 +14,7 @@ import pytest
 import torch
 
 from tokenmerge.errors import ConfigError
-from tokenmerge_tools.evaluate.evaluation import plan_evaluation
-from tokenmerge_tools.evaluate.options import EvaluateOptions
+from tokenmerge_tools.evaluate.evaluation import EvaluateOptions, plan_evaluation
 from tokenmerge_tools.evaluate.picture_store import PictureStore
 from tokenmerge_tools.evaluate.processes import Processes, processes
 from tokenmerge_tools.evaluate.runner import _Run

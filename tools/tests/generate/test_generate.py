@@ -20,9 +20,8 @@ from tokenmerge.errors import ConfigError, MissingExtraError, NothingToMergeErro
 from tokenmerge_tools.generate.run import generate
 from tokenmerge_tools.method_spec import MethodSpec
 from tokenmerge_tools.pipelines.call import PipelineCall
-from tokenmerge_tools.pipelines.loading import find_model, guidance_in_force, guides, load_pipeline
+from tokenmerge_tools.pipelines.loading import find_model, guidance_in_force, guides, load_pipeline, twin
 from tokenmerge_tools.pipelines.options import GenerateOptions
-from tokenmerge_tools.pipelines.shared_weights import twin
 
 CPU = torch.device("cpu")
 

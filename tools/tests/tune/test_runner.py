@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 from collections import Counter
@@ -20,15 +19,15 @@ from tokenmerge.config import (
     save_config,
 )
 from tokenmerge.errors import ConfigError, NothingToMergeError
-from tokenmerge_tools.evaluate.draw import applied
+from tokenmerge_tools.drawing import Studio
 from tokenmerge_tools.reporting import plots
 from tokenmerge_tools.tune import result, runner
 from tokenmerge_tools.tune.candidates import candidates, in_force
 from tokenmerge_tools.tune.goal import Goal
 from tokenmerge_tools.tune.measurements import estimates
 from tokenmerge_tools.tune.result import python_lines, tuned_table, write_result
+from tokenmerge_tools.tune.rounds import Outcome, Rounds
 from tokenmerge_tools.tune.runner import tune
-from tokenmerge_tools.tune.studio import Drawing, Studio
 from tokenmerge_tools.variants.variant import parse_variant
 
 
@@ -162,9 +161,9 @@ def test_a_variant_that_merges_only_at_a_larger_size_than_the_model_s_own_can_be
     config = ToMeConfig(ratio=0.5, min_tokens=pipe.unet.config.sample_size**2 + 1)
     (spec,) = parse_variant(f"tome:min_tokens={config.min_tokens}", (0.5,), {})
     side = 2 * tiny_pipeline.SIDE
-    with contextlib.ExitStack() as in_force:
-        merged = applied(pipe, spec, config, in_force)
-        merged("a red apple", side, side, num_inference_steps=1)
+    with Studio(pipe) as studio:
+        studio.add("merged", lambda copied: spec.apply(copied, config))
+        studio.pipes["merged"]("a red apple", side, side, num_inference_steps=1)
 
 
 def test_without_matplotlib_the_rest_is_written(made_up, options, monkeypatch) -> None:
@@ -197,21 +196,21 @@ def test_a_real_studio_draws_times_and_measures(options) -> None:
 
 
 def test_a_real_studio_is_unchanged_by_what_it_draws(options, monkeypatch) -> None:
-    studios: list[Studio] = []
-    begin = Studio.__init__
+    studios: list[Rounds] = []
+    begin = Rounds.__init__
 
     def remember(self, *arguments, **named) -> None:
         begin(self, *arguments, **named)
         studios.append(self)
 
-    monkeypatch.setattr(Studio, "__init__", remember)
+    monkeypatch.setattr(Rounds, "__init__", remember)
     search = tune(options(within=1e-9, steps=4, items=2))
     (studio,) = studios
     types = [type(module) for module in studio.denoiser.modules()]
     (few,) = [c for c in search.candidates.values() if c.drawn.steps == 1]
     tome = next(c for c in search.candidates.values() if c.name.startswith("tome ratio=0.5"))
     found = list(studio.draw(1, [tome, few], {tome.name: search.configs[tome.name], few.name: None}))
-    assert [type(one) for one in found] == [Drawing, Drawing]
+    assert [type(one) for one in found] == [Outcome, Outcome]
     assert [one.name for one in found] == [tome.name, few.name]
     assert [type(module) for module in studio.denoiser.modules()] == types
     # Merging and fewer steps change the picture. Equal pictures would have 100 dB.

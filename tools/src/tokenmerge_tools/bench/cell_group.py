@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import math
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -10,14 +12,13 @@ from typing import Any
 import torch
 
 from tokenmerge_tools.bench.cells import FUSED, Cell, Setting
-from tokenmerge_tools.bench.failures import Failure
-from tokenmerge_tools.bench.fewer_steps import StepCost, steps_that_fit
 from tokenmerge_tools.bench.inputs import InputSize
 from tokenmerge_tools.bench.loaded_model import LoadedModel
 from tokenmerge_tools.bench.prepare import CellBuilder, PreparedCell
-from tokenmerge_tools.bench.timing import interleaved
+from tokenmerge_tools.failures import Failure
 from tokenmerge_tools.records.file import UnfinishedCells
 from tokenmerge_tools.records.kinds import CellRecord, key_of
+from tokenmerge_tools.timing import interleaved
 from tokenmerge_tools.variants.variant import VARIANTS
 
 # A compiled cell may compile again in its second call, because its first call changed the model's state.
@@ -250,3 +251,34 @@ def _with_dense(cells: Iterable[Cell]) -> list[Cell]:
     cells = list(cells)
     dense = [cell.dense(attention) for cell in cells for attention in (FUSED, None)]
     return list(dict.fromkeys([*dense, *cells]))
+
+
+@dataclasses.dataclass(frozen=True)
+class StepCost:
+    """Linear model of a dense run's time: ``fixed + per_step · steps`` seconds."""
+
+    fixed: float
+    per_step: float
+
+    @classmethod
+    def of_two_runs(cls, steps: int, seconds: float, fewer_steps: int, fewer_seconds: float) -> StepCost:
+        """Fit the model to two timed runs with different numbers of steps.
+
+        >>> StepCost.of_two_runs(20, 11.0, 10, 6.0)
+        StepCost(fixed=1.0, per_step=0.5)
+        """
+        # With very cheap steps, noise can make the slope negative.
+        per_step = max((seconds - fewer_seconds) / (steps - fewer_steps), 0.0)
+        return cls(max(seconds - per_step * steps, 0.0), per_step)
+
+
+def steps_that_fit(budget: float, cost: StepCost, most: int) -> int:
+    """The number of dense steps that fit into ``budget`` seconds, at least 1 and at most ``most``.
+
+    >>> steps_that_fit(6.2, StepCost(fixed=1.0, per_step=0.5), most=20)
+    10
+    """
+    if cost.per_step == 0:
+        return most
+    # The small constant allows for rounding errors.
+    return min(max(math.floor((budget - cost.fixed) / cost.per_step + 1e-9), 1), most)

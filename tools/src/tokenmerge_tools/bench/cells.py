@@ -10,10 +10,15 @@ from typing import Any
 import torch
 
 from tokenmerge.errors import ConfigError
+from tokenmerge_tools.bench.grid import BenchOptions
 from tokenmerge_tools.bench.loaded_model import ModelInfo, find_info
-from tokenmerge_tools.bench.options import BenchOptions
-from tokenmerge_tools.pipelines.settings import dtype_name, resolve_dtype, scheduler_class_name
-from tokenmerge_tools.pipelines.sizes import check_size, parse_size
+from tokenmerge_tools.pipelines.settings import (
+    check_size,
+    dtype_name,
+    parse_size,
+    resolve_dtype,
+    scheduler_class_name,
+)
 from tokenmerge_tools.variants.variant import DENSE, FEWER_STEPS, VARIANTS, Variant
 
 # The attention of the dense run that all speed-ups are relative to.

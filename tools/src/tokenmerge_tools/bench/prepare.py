@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,12 +14,12 @@ from tokenmerge.config import ToMeConfig
 from tokenmerge.errors import ConfigError
 from tokenmerge.report import Report, counting, predict
 from tokenmerge_tools.bench.cells import Cell
-from tokenmerge_tools.bench.failures import Failure
 from tokenmerge_tools.bench.inputs import InputSize
 from tokenmerge_tools.bench.loaded_model import LoadedModel
-from tokenmerge_tools.pipelines.checks import check_compile
+from tokenmerge_tools.failures import Failure
+from tokenmerge_tools.method_spec import check_compile
+from tokenmerge_tools.pipelines.loading import free_memory, shared_copy
 from tokenmerge_tools.pipelines.settings import set_attention
-from tokenmerge_tools.pipelines.shared_weights import shared_copy
 from tokenmerge_tools.variants.variant import VARIANTS
 
 
@@ -114,7 +113,7 @@ class CellBuilder:
             if config is not None:
                 self._check(config, cell)
                 prepared.report = self._report(config)
-            applied = cell.spec.apply(whole if variant.of_pipeline else denoiser, config, prepared.report)
+            applied = cell.spec.apply(whole, config, prepared.report)
             patch = self.variants.enter_context(applied)
             if cell.compile:
                 # Otherwise torch would treat sizes that differ between cells as dynamic.
@@ -171,10 +170,3 @@ def compile_cache() -> Iterator[None]:
     with dynamo.patch({limit: 1024, f"accumulated_{limit}": 4096}):
         yield
     torch.compiler.reset()
-
-
-def free_memory() -> None:
-    """Free unused memory."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()

@@ -15,17 +15,16 @@ import torch
 
 from tokenmerge_tools.bench.cell_group import CellGroup
 from tokenmerge_tools.bench.cells import Cell, Setting, plan_cells
-from tokenmerge_tools.bench.commit import source_commit
-from tokenmerge_tools.bench.failures import Failure
+from tokenmerge_tools.bench.grid import BenchOptions
 from tokenmerge_tools.bench.loaded_model import LoadedModel, load_model
-from tokenmerge_tools.bench.memory import peak_memory_meaning
-from tokenmerge_tools.bench.memory_limit import memory_limit
-from tokenmerge_tools.bench.options import BenchOptions
-from tokenmerge_tools.bench.prepare import compile_cache, free_memory
-from tokenmerge_tools.machine import environment
+from tokenmerge_tools.bench.prepare import compile_cache
+from tokenmerge_tools.failures import Failure
+from tokenmerge_tools.machine import environment, memory_limit, source_commit
+from tokenmerge_tools.pipelines.loading import free_memory
 from tokenmerge_tools.pipelines.settings import resolve_device, resolve_dtype
 from tokenmerge_tools.records.file import ResultsFile, UnfinishedCells
 from tokenmerge_tools.records.kinds import CellRecord, key_of
+from tokenmerge_tools.timing import peak_memory_meaning
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,8 +10,7 @@ import typer
 
 from tokenmerge.errors import ConfigError
 from tokenmerge_tools.bench.geometry import PREFIX
-from tokenmerge_tools.bench.grid import preset_names, read_grid, read_preset
-from tokenmerge_tools.bench.options import SCOPES, BenchOptions
+from tokenmerge_tools.bench.grid import SCOPES, BenchOptions, preset_names, read_grid, read_preset
 from tokenmerge_tools.bench.runner import CellProgress, run_grid
 from tokenmerge_tools.cli import tables
 from tokenmerge_tools.cli.merging import warn_of_differences

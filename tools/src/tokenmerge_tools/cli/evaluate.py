@@ -24,11 +24,11 @@ from tokenmerge_tools.cli.arguments import (
 from tokenmerge_tools.cli.merging import warn_of_differences
 from tokenmerge_tools.cli.quiet import quiet_libraries
 from tokenmerge_tools.evaluate.drawn import CHOICES
+from tokenmerge_tools.evaluate.evaluation import EvaluateOptions
 from tokenmerge_tools.evaluate.metrics import ALL, METRIC_NAMES
-from tokenmerge_tools.evaluate.options import EvaluateOptions
 from tokenmerge_tools.evaluate.prompts import IMAGENET_TEMPLATE
 from tokenmerge_tools.evaluate.runner import evaluate as run_evaluate
-from tokenmerge_tools.pipelines.sizes import parse_size
+from tokenmerge_tools.pipelines.settings import parse_size
 from tokenmerge_tools.reporting.quality_tables import quality_tables
 from tokenmerge_tools.settings_file import variant_of_file
 

@@ -13,11 +13,11 @@ from tokenmerge_tools.cli.arguments import Guidance, Size, integer, picture
 from tokenmerge_tools.cli.merging import with_merging_options
 from tokenmerge_tools.cli.quiet import quiet_libraries
 from tokenmerge_tools.export.formats import FORMATS
-from tokenmerge_tools.export.options import ExportOptions
 from tokenmerge_tools.export.record import FILE
+from tokenmerge_tools.export.run import ExportOptions
 from tokenmerge_tools.export.run import export as run_export
 from tokenmerge_tools.method_spec import MethodSpec
-from tokenmerge_tools.pipelines.sizes import parse_size
+from tokenmerge_tools.pipelines.settings import parse_size
 
 
 @with_merging_options

@@ -28,7 +28,7 @@ from tokenmerge_tools.generate.like import options_like
 from tokenmerge_tools.generate.run import generate as run_generate
 from tokenmerge_tools.method_spec import MethodSpec
 from tokenmerge_tools.pipelines.options import GenerateOptions
-from tokenmerge_tools.pipelines.sizes import parse_size
+from tokenmerge_tools.pipelines.settings import parse_size
 
 
 @with_merging_options

@@ -16,7 +16,7 @@ from tokenmerge_tools.cli.quiet import quiet_libraries
 from tokenmerge_tools.method_spec import MethodSpec
 from tokenmerge_tools.pipelines.loading import DEFAULT_MODEL
 from tokenmerge_tools.pipelines.meta_model import sketch
-from tokenmerge_tools.pipelines.sizes import check_size, parse_size
+from tokenmerge_tools.pipelines.settings import check_size, parse_size
 
 
 @with_merging_options

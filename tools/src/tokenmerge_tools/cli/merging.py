@@ -14,7 +14,7 @@ from tokenmerge_tools.cli import tables
 from tokenmerge_tools.cli.arguments import integer, number, option
 from tokenmerge_tools.cli.quiet import quiet_libraries
 from tokenmerge_tools.method_spec import METHODS, MethodSpec, read_setting
-from tokenmerge_tools.pipelines.sizes import parse_size
+from tokenmerge_tools.pipelines.settings import parse_size
 from tokenmerge_tools.settings_file import changes_of_file, differences
 
 _merging = functools.partial(option, "Merging")

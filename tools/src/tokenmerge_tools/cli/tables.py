@@ -22,8 +22,8 @@ from rich.table import Table
 from rich.text import Text
 
 from tokenmerge.report import Report, saved
+from tokenmerge_tools.drawing import Progress
 from tokenmerge_tools.generate.result import Result, VariantResult
-from tokenmerge_tools.progress import Progress
 from tokenmerge_tools.records.kinds import variant_label
 from tokenmerge_tools.reporting.tables import Table as PlainTable
 

@@ -26,9 +26,8 @@ from tokenmerge_tools.cli.arguments import (
     option,
 )
 from tokenmerge_tools.cli.quiet import quiet_libraries
-from tokenmerge_tools.pipelines.sizes import parse_size
-from tokenmerge_tools.tune.goal import GOAL_METRICS, Goal, parse_goal, parse_seconds
-from tokenmerge_tools.tune.options import TuneOptions
+from tokenmerge_tools.pipelines.settings import parse_size
+from tokenmerge_tools.tune.goal import GOAL_METRICS, Goal, TuneOptions, parse_goal, parse_seconds
 from tokenmerge_tools.tune.result import python_lines, tuned_table, write_result
 from tokenmerge_tools.tune.runner import Search, TuneProgress
 from tokenmerge_tools.tune.runner import tune as run_tune

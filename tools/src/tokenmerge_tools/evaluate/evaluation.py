@@ -1,4 +1,4 @@
-"""Plans and checks what an evaluation draws, before any weights are loaded."""
+"""The options of an evaluation, and what it draws: planned and checked before any weights are loaded."""
 
 from __future__ import annotations
 
@@ -8,25 +8,130 @@ from pathlib import Path
 
 import torch
 
+from tokenmerge.config.checks import integer, optional
 from tokenmerge.errors import ConfigError
 from tokenmerge.report import counted_speedup
-from tokenmerge_tools.bench.commit import source_commit
-from tokenmerge_tools.evaluate.drawn import Drawn, plan_variants
-from tokenmerge_tools.evaluate.options import EvaluateOptions
+from tokenmerge_tools import demo
+from tokenmerge_tools.evaluate.drawn import Drawn, parse_variants, plan_variants
+from tokenmerge_tools.evaluate.metrics import ALL, Wanted, parse_metrics
 from tokenmerge_tools.evaluate.picture_store import PictureStore
-from tokenmerge_tools.evaluate.prompts import Item, Prompt, items_of
-from tokenmerge_tools.evaluate.weights import weights_key
-from tokenmerge_tools.machine import versions
+from tokenmerge_tools.evaluate.prompts import Item, Prompt, built_in_prompts, items_of, read_prompts
+from tokenmerge_tools.machine import source_commit, versions
 from tokenmerge_tools.pipelines.call import default_frames, draws_videos
-from tokenmerge_tools.pipelines.checks import check_merging
-from tokenmerge_tools.pipelines.loading import ModelSource, SourceKind, find_model, read_index
-from tokenmerge_tools.pipelines.meta_model import ModelSketch, load_sketch
-from tokenmerge_tools.pipelines.settings import dtype_name, resolve_dtype, scheduler_class_name
-from tokenmerge_tools.pipelines.sizes import check_size
+from tokenmerge_tools.pipelines.loading import DEFAULT_MODEL, ModelSource, SourceKind, find_model, read_index
+from tokenmerge_tools.pipelines.meta_model import ModelSketch, check_merging, load_sketch
+from tokenmerge_tools.pipelines.options import GenerateOptions
+from tokenmerge_tools.pipelines.settings import check_size, dtype_name, resolve_dtype, scheduler_class_name
+from tokenmerge_tools.records.kinds import key_of
 from tokenmerge_tools.variants.variant import Variant
 
 _SMALLEST_SIDE = 11  # pixels, the window of SSIM
 _FILES = (".png", ".jpg", ".jpeg", ".webp")
+_FILES = (".safetensors", ".bin", ".json", ".txt")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvaluateOptions:
+    """What to draw, with what, and what to measure.
+
+    Fields that are not listed here are as in
+    :class:`tokenmerge_tools.pipelines.options.GenerateOptions`.
+
+    Args:
+        prompts: a file, see :func:`tokenmerge_tools.evaluate.prompts.read_prompts`. None: the built-in
+            prompts of a bundled model.
+        template: text around each line of the file, with ``{}`` in its place.
+        limit: use only this many prompts from the start, ≥ 1. None: all.
+        seeds: pictures per prompt, ≥ 1. Raising it reduces the noise of every metric and takes longer.
+        variants: what is compared with dense, such as ``"tome"`` or ``"tome:ratio=0.75,merge_mlp"``.
+        ratio: ratios for the variants that do not set their own.
+        max_downsample: deepest level that merges, for the same variants. None: the variant's default.
+        batch: pictures per call, ≥ 1. Raising it is faster on a GPU and needs more memory. Pictures change
+            only by rounding.
+        metrics: metrics in addition to PSNR and SSIM; see
+            :func:`tokenmerge_tools.evaluate.metrics.parse_metrics`.
+        reference: folder of reference pictures for FID and KID. None: the dense pictures.
+        frames: length of the videos, ≥ 2, for a pipeline that draws videos. None: the pipeline's default.
+        samples: number of prompts that the sheet and the report show, ≥ 0.
+        out: results file, ending in ``.jsonl``. The pictures go to a folder of the same name beside it.
+        grid: file for the sheet of samples. None: no sheet.
+
+    Raises:
+        ConfigError: a value is outside these ranges, or two values contradict each other.
+    """
+
+    model: str = DEFAULT_MODEL
+    prompts: Path | None = None
+    template: str | None = None
+    limit: int | None = None
+    seeds: int = 1
+    seed: int = 0
+    variants: tuple[str, ...] = ("auto", "tome", "fewer-steps")
+    ratio: tuple[float, ...] = (0.25, 0.5)
+    max_downsample: int | None = None
+    size: tuple[int, int] | None = None
+    frames: int | None = None
+    steps: int = GenerateOptions.steps
+    scheduler: str | None = None
+    guidance: float | None = None
+    batch: int = 4
+    dtype: str = GenerateOptions.dtype
+    device: str = GenerateOptions.device
+    attention: str = GenerateOptions.attention
+    metrics: tuple[str, ...] = ()
+    reference: Path | None = None
+    samples: int = 4
+    out: Path = Path("outputs/evaluate.jsonl")
+    grid: Path | None = None
+
+    def __post_init__(self) -> None:
+        self.drawing("a prompt")
+        for name, lowest in (("limit", 1), ("seeds", 1), ("samples", 0), ("frames", 2)):
+            optional(integer(lowest))(name, getattr(self, name))
+        self.specs()
+        wanted = {metric.name for metric in self.wanted()}
+        if self.reference is not None and not wanted & {"fid", "kid"}:
+            raise ConfigError(f"reference: only fid and kid compare with it; add --metric fid, kid or {ALL}")
+        if self.prompts is None:
+            if self.model not in demo.NAMES:
+                raise ConfigError(
+                    f"prompts: only bundled models ({', '.join(demo.NAMES)}) have their own; give --prompts "
+                    "with a file, one prompt per line"
+                )
+            if self.template is not None:
+                raise ConfigError("template: it is for the lines of a file; give --prompts too")
+        if self.out.suffix != ".jsonl":
+            raise ConfigError(f"out: expected a file ending in .jsonl, got {self.out}")
+        if self.grid is not None and self.grid.suffix not in (".png", ".jpg", ".webp"):
+            raise ConfigError(f"save-grid: expected a file ending in .png, .jpg or .webp, got {self.grid}")
+        if self.grid is not None and self.samples == 0:
+            raise ConfigError("save-grid: samples=0 leaves it empty; raise --samples")
+
+    def drawing(self, prompt: str) -> GenerateOptions:
+        """The options of ``tokenmerge generate`` for drawing a prompt."""
+        shared = ("model", "size", "steps", "seed", "batch", "scheduler", "guidance", "dtype", "device")
+        values = {name: getattr(self, name) for name in (*shared, "attention")}
+        return GenerateOptions(prompt=prompt, **values)
+
+    def specs(self) -> list[Variant]:
+        """The variants. Fewer steps count as one, however many variants they are compared with."""
+        return parse_variants(self.variants, self.ratio, self.max_downsample)
+
+    def wanted(self) -> list[Wanted]:
+        """The metrics, including the retrieval of glyphs for the built-in prompts."""
+        wanted = parse_metrics(self.metrics)
+        if self.prompts is None and "glyphs" not in [metric.name for metric in wanted]:
+            wanted.append(Wanted("glyphs", None, by_name=False))
+        return wanted
+
+    def read_prompts(self) -> list[Prompt]:
+        """The prompts to draw.
+
+        Raises:
+            ConfigError: the file is missing, binary or empty.
+        """
+        found = built_in_prompts() if self.prompts is None else read_prompts(self.prompts, self.template)
+        return found[: self.limit]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,3 +263,25 @@ def _pictures_in(folder: Path) -> Reference:
             f"{len(found)}"
         )
     return Reference(folder, tuple(found))
+
+
+def weights_key(source: ModelSource) -> str | None:
+    """Make a key from the sizes and modification times of a model's files, or from the commit of a hub model.
+
+    The configs of a hub model must have been read before.
+
+    Returns:
+        The key; None for a bundled model, whose weights belong to the version of this package.
+    """
+    if source.kind is SourceKind.DEMO:
+        return None
+    if source.kind is SourceKind.HUB:
+        from huggingface_hub import try_to_load_from_cache
+
+        # …/snapshots/COMMIT/model_index.json
+        index = try_to_load_from_cache(source.location, "model_index.json")
+        return Path(index).parent.name if isinstance(index, str) else None
+    place = Path(source.location)
+    files = [place] if place.is_file() else sorted(f for f in place.rglob("*") if f.suffix in _FILES)
+    found = {f.relative_to(place).as_posix(): (f.stat().st_size, f.stat().st_mtime_ns) for f in files}
+    return key_of(found)

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map_only
 from tokenmerge.errors import ConfigError, reason_of
 from tokenmerge.models.base import Host
 from tokenmerge.models.find import find_hosts
-from tokenmerge_tools.export.options import ExportOptions
+from tokenmerge_tools.export.run import ExportOptions
 from tokenmerge_tools.pipelines.call import PipelineCall
 from tokenmerge_tools.pipelines.loading import denoiser_of
 from tokenmerge_tools.pipelines.options import GenerateOptions

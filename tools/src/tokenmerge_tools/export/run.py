@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 from collections.abc import Callable
 from importlib import metadata
@@ -13,6 +14,7 @@ import torch
 
 from tokenmerge.api import token_merging
 from tokenmerge.config import ToMeConfig
+from tokenmerge.config.checks import integer, one_of
 from tokenmerge.errors import ConfigError, UnsupportedModelError
 from tokenmerge.report import predict
 from tokenmerge_tools.export import record
@@ -20,22 +22,52 @@ from tokenmerge_tools.export.call import DenoiserCall, first_call
 from tokenmerge_tools.export.folder import check_new, new_folder
 from tokenmerge_tools.export.formats import FORMATS
 from tokenmerge_tools.export.graph import Plans, onnx_graph, tensors
-from tokenmerge_tools.export.options import ExportOptions
 from tokenmerge_tools.export.plans import TakenPlans
 from tokenmerge_tools.export.record import Check, ExportRecord, PlansCheck
 from tokenmerge_tools.files import write_json
 from tokenmerge_tools.method_spec import MethodSpec
 from tokenmerge_tools.pipelines.call import latent_scale, own_size
-from tokenmerge_tools.pipelines.checks import check_merging
-from tokenmerge_tools.pipelines.loading import SourceKind, find_model, load_pipeline
-from tokenmerge_tools.pipelines.meta_model import load_sketch
-from tokenmerge_tools.pipelines.sizes import check_size
+from tokenmerge_tools.pipelines.loading import DEFAULT_MODEL, SourceKind, find_model, load_pipeline
+from tokenmerge_tools.pipelines.meta_model import check_merging, load_sketch
+from tokenmerge_tools.pipelines.settings import check_guidance, check_size
 
 # Largest accepted difference, as a fraction of the largest output.
 LARGEST_DIFFERENCE = 1e-3
 # Features that differ by this fraction of their length turn by as much. A cosine similarity of two of them
 # then differs by twice as much, and the gap between two similarities by four times as much.
 LARGEST_GAP = 4 * LARGEST_DIFFERENCE
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExportOptions:
+    """What to export.
+
+    Args:
+        out: folder for the files; it must not exist yet, or be empty.
+        to: ``"onnx"`` or ``"openvino"``.
+        model: a bundled model, a diffusers folder, a ``.safetensors`` checkpoint or a hub id.
+        merging: the method and its settings, which must be the same at every denoising step.
+        size: (width, height) in pixels. None: the model's default.
+        batch: pictures per call, ≥ 1.
+        guidance: scale of classifier-free guidance, ≥ 0. Above 1, most pipelines double the batch. None: the
+            pipeline's default.
+
+    Raises:
+        ConfigError: a value is outside these ranges.
+    """
+
+    out: Path
+    to: str = "onnx"
+    model: str = DEFAULT_MODEL
+    merging: MethodSpec = dataclasses.field(default_factory=MethodSpec)
+    size: tuple[int, int] | None = None
+    batch: int = 1
+    guidance: float | None = None
+
+    def __post_init__(self) -> None:
+        one_of(tuple(FORMATS))("to", self.to)
+        integer(1)("batch", self.batch)
+        check_guidance("guidance", self.guidance)
 
 
 def export(options: ExportOptions) -> ExportRecord:

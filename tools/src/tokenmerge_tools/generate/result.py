@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenmerge.report import Report, RunSteps
-from tokenmerge_tools.bench.timing import Measurement, Times
+from tokenmerge_tools.timing import Measurement, Times
 
 
 @dataclasses.dataclass(frozen=True)

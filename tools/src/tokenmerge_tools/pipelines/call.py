@@ -13,6 +13,7 @@ from tokenmerge.errors import ConfigError, UnsupportedModelError
 from tokenmerge_tools.pipelines.loading import (
     ModelSource,
     denoiser_of,
+    denoising_models,
     guidance_in_force,
     guides,
     load_pipeline,
@@ -20,7 +21,6 @@ from tokenmerge_tools.pipelines.loading import (
 from tokenmerge_tools.pipelines.meta_model import default_size
 from tokenmerge_tools.pipelines.options import GenerateOptions
 from tokenmerge_tools.pipelines.settings import set_attention, set_scheduler
-from tokenmerge_tools.pipelines.shared_weights import denoising_models
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline

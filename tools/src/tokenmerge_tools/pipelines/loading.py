@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import enum
+import gc
 import inspect
 import re
 from collections.abc import Iterable
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from tokenmerge.errors import (
     ConfigError,
@@ -27,6 +31,7 @@ if TYPE_CHECKING:
 
 DEFAULT_MODEL = demo.NAMES[0]
 PICKLE = "pickle:"
+_DENOISING = ("unet", "transformer", "controlnet")
 
 DENOISERS = ("unet", "transformer")
 ABSENT = [None, None]  # the entry in model_index.json of a component that the pipeline does not have
@@ -275,3 +280,33 @@ def loading(what: str) -> contextlib.AbstractContextManager[None]:
             f"({PICKLE}NAME accepts pickles too), or a hub id while the hub can be reached"
         )
     )
+
+
+def twin(pipe: DiffusionPipeline) -> DiffusionPipeline:
+    """Copy a pipeline with the modules of its denoiser and ControlNets, sharing weights and other components.
+
+    Patching or compiling one pipeline does not affect the other, so their calls can be interleaved.
+    """
+    other = copy.copy(pipe)
+    for name, model in denoising_models(pipe).items():
+        setattr(other, name, shared_copy(model))
+    return other
+
+
+def shared_copy(model: nn.Module) -> nn.Module:
+    """Copy the modules of a model, but share its weights."""
+    shared = {id(tensor): tensor for tensor in chain(model.parameters(), model.buffers())}
+    return copy.deepcopy(model, shared)
+
+
+def denoising_models(pipe: DiffusionPipeline) -> dict[str, nn.Module]:
+    """The models that run at each denoising step, by the component's name."""
+    found = {name: getattr(pipe, name, None) for name in _DENOISING}
+    return {name: model for name, model in found.items() if isinstance(model, nn.Module)}
+
+
+def free_memory() -> None:
+    """Free unused memory."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

@@ -12,6 +12,8 @@ import torch
 
 from tokenmerge.errors import ConfigError, UnsupportedModelError
 from tokenmerge.models.find import find_hosts
+from tokenmerge.report import check_merging as check_hosts
+from tokenmerge_tools.method_spec import MethodSpec
 from tokenmerge_tools.pipelines.loading import (
     ABSENT,
     DENOISERS,
@@ -23,6 +25,7 @@ from tokenmerge_tools.pipelines.loading import (
     read_index,
     require_diffusers,
 )
+from tokenmerge_tools.pipelines.settings import check_size
 
 if TYPE_CHECKING:
     from diffusers import ModelMixin
@@ -193,3 +196,25 @@ def _codec_scale(codec: ModelMixin) -> int:
         f"model: {type(codec).__name__} does not say how many pixels one latent position covers; use a "
         "pipeline with an image VAE"
     )
+
+
+def check_merging(sketch: ModelSketch, size: tuple[int, int], method: MethodSpec) -> None:
+    """Check that a method merges something in a model, unless it chooses its settings by the model.
+
+    Raises:
+        ConfigError: the size or the settings do not fit the model.
+        NothingToMergeError: no block would merge at this size.
+    """
+    width, height = check_size(size, sketch.scale)
+    if not method.needs_model:
+        check_hosts(find_hosts(sketch.denoiser), method.config(), (height, width))
+
+
+def checked_source(model: str, size: tuple[int, int] | None, method: MethodSpec | None) -> ModelSource:
+    """Find a model, and check by its configs, before any weights are read, that a method merges in it."""
+    source = find_model(model)
+    if source.kind is not SourceKind.CHECKPOINT:
+        sketch = load_sketch(source)
+        if (known_size := size or sketch.size) is not None and method is not None:
+            check_merging(sketch, known_size, method)
+    return source

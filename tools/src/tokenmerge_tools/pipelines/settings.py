@@ -1,9 +1,10 @@
-"""Finds devices, dtypes, schedulers and attention implementations by the names that users give."""
+"""Finds devices, dtypes, schedulers, attention implementations and sizes by the names that users give."""
 
 from __future__ import annotations
 
 import importlib.util
 import inspect
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -220,3 +221,35 @@ def _with_backends(model: ModelMixin) -> list[Any]:
     """The attention processors of a model that leave the kernel to diffusers."""
     processors = (getattr(module, "processor", None) for module in model.modules())
     return [own for own in processors if hasattr(own, "_attention_backend")]
+
+
+def parse_size(text: str) -> tuple[int, int]:
+    """Read ``WIDTHxHEIGHT``, or one number for a square, into (width, height) in pixels.
+
+    >>> parse_size("768x512"), parse_size("512")
+    ((768, 512), (512, 512))
+
+    Raises:
+        ConfigError: the text is neither.
+    """
+    found = re.fullmatch(r"\s*(\d+)\s*(?:[x×X*]\s*(\d+)\s*)?", text)
+    if found is None or 0 in (sides := (int(found[1]), int(found[2] or found[1]))):
+        raise ConfigError(f"size: expected WIDTHxHEIGHT or one number, such as 768x512 or 512, got {text!r}")
+    return sides
+
+
+def check_size(size: tuple[int, int], scale: int) -> tuple[int, int]:
+    """Turn (width, height) in pixels into (width, height) of the latents.
+
+    ``scale`` is the number of pixels per latent position along each side.
+
+    Raises:
+        ConfigError: a side is not a multiple of ``scale``.
+    """
+    width, height = size
+    if width % scale or height % scale:
+        nearest = "x".join(str(max(scale, round(side / scale) * scale)) for side in size)
+        raise ConfigError(
+            f"size: this model needs multiples of {scale} pixels, got {width}x{height}; use {nearest}"
+        )
+    return width // scale, height // scale

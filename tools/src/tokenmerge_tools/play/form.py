@@ -9,7 +9,7 @@ from tokenmerge.errors import ConfigError
 from tokenmerge_tools import demo
 from tokenmerge_tools.method_spec import METHODS, MethodSpec
 from tokenmerge_tools.pipelines.options import GenerateOptions
-from tokenmerge_tools.pipelines.sizes import parse_size
+from tokenmerge_tools.pipelines.settings import parse_size
 
 _BUNDLED_SIZE = "256x256"  # 4096 tokens, on which merging has something to save
 

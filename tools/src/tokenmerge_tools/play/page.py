@@ -9,13 +9,11 @@ from typing import Any
 
 from tokenmerge.errors import TokenMergingError
 from tokenmerge_tools import demo
+from tokenmerge_tools.drawing import Progress
 from tokenmerge_tools.method_spec import METHODS
 from tokenmerge_tools.play import texts
 from tokenmerge_tools.play.form import Form
-from tokenmerge_tools.play.lines import python_lines, tune_command
-from tokenmerge_tools.play.studio import Stop, StoppedError, Studio
-from tokenmerge_tools.play.trial import Trial
-from tokenmerge_tools.progress import Progress
+from tokenmerge_tools.play.trials import Stop, StoppedError, Trial, Trials
 
 STYLE = Path(__file__).with_name("page.css")
 _KEPT = 24  # trials in the gallery of one visitor
@@ -34,7 +32,7 @@ def build(model: str, **machine: Any) -> Any:
     """
     import gradio as gr
 
-    studio, first = Studio(), Form.first(model)
+    drawer, first = Trials(), Form.first(model)
     stops: dict[str | None, Stop] = {}  # of the latest trial of each visitor
     with gr.Blocks(title="tokenmerge", analytics_enabled=False, fill_width=True) as page:
         trials = gr.State([])
@@ -70,7 +68,7 @@ def build(model: str, **machine: Any) -> Any:
 
             stop = stops[visitor.session_hash]
             try:
-                trial = studio.draw(Form(*values).options(**machine), on_progress, stop)
+                trial = drawer.draw(Form(*values).options(**machine), on_progress, stop)
             except StoppedError:
                 return [gr.skip()] * (len(shown) + 2)  # nobody waits for the result
             except Exception as error:
@@ -185,8 +183,8 @@ def _content(gr: Any, trial: Trial) -> list[Any]:
         (trial.dense, trial.merged),
         trial.groups,
         texts.groups_caption(trial),
-        python_lines(trial.options),
-        tune_command(trial),
+        texts.python_lines(trial.options),
+        texts.tune_command(trial),
         texts.details(trial),
         gr.Column(visible=True),
     ]

@@ -81,9 +81,8 @@ class ResultsFile(Generic[R]):
                 self._file.truncate(before)
             raise RecordNotWrittenError(
                 f"out: cannot write to {self.path} ({error.strerror or error}); the {len(self.records)} "
-                f"records in it are safe, and the new one is {_keep_elsewhere(line)}; free some "
-                f"space, append it to {self.path.name}, and run the same command again: it continues where it "
-                "stopped"
+                f"records in it are safe, and the new one is {_keep_elsewhere(line)}; free some space, "
+                f"append it to {self.path.name}, and run the same command again to continue"
             ) from error
         self.records[record.key] = record
 

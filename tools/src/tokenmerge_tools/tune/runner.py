@@ -19,11 +19,10 @@ from tokenmerge_tools.records.file import ResultsFile
 from tokenmerge_tools.records.kinds import TuneRecord, key_of
 from tokenmerge_tools.tune.candidates import AUTO_FAMILY, Candidate, candidates, in_force
 from tokenmerge_tools.tune.decision import Decision, decide
-from tokenmerge_tools.tune.goal import Goal
+from tokenmerge_tools.tune.goal import Goal, TuneOptions
 from tokenmerge_tools.tune.measurements import Estimate, Look, estimates, look_of
-from tokenmerge_tools.tune.options import TuneOptions
+from tokenmerge_tools.tune.rounds import Failed, Outcome, Rounds
 from tokenmerge_tools.tune.search import next_round
-from tokenmerge_tools.tune.studio import Drawing, Failed, Studio
 
 # Operations are counted if that takes less than this share of the time of a dense picture.
 _WORTH_COUNTING = 0.15
@@ -112,7 +111,7 @@ def tune(
     with ResultsFile(options.records, TuneRecord) as file:
         for note in file.notes:
             on_note(note)
-        run = _Run(options, Studio(options, evaluation, metrics, device), file, on_progress, on_note)
+        run = _Run(options, Rounds(options, evaluation, metrics, device), file, on_progress, on_note)
         try:
             run.search()
         except KeyboardInterrupt:
@@ -126,16 +125,16 @@ class _Run:
     def __init__(
         self,
         options: TuneOptions,
-        studio: Studio,
+        rounds: Rounds,
         file: ResultsFile[TuneRecord],
         on_progress: Callable[[TuneProgress], None],
         on_note: Callable[[str], None],
     ) -> None:
-        self.options, self.goal, self.studio, self.file = options, options.goal, studio, file
+        self.options, self.goal, self.rounds, self.file = options, options.goal, rounds, file
         self.on_progress, self.on_note = on_progress, on_note
-        evaluation = studio.evaluation
+        evaluation = rounds.evaluation
         # The key has the metric's network, but not the budget and the goal: another goal reuses all pictures.
-        self.conditions = key_of({**evaluation.store.conditions, "metrics": dict(studio.metrics.networks)})
+        self.conditions = key_of({**evaluation.store.conditions, "metrics": dict(rounds.metrics.networks)})
         self.texts = [f"{item.prompt.text}, seed {item.seed}" for item in evaluation.items]
         self.conditions = key_of({"conditions": self.conditions, "items": self.texts})
         self.failed: set[str] = set()
@@ -167,9 +166,9 @@ class _Run:
             self._say(following.names[0])
             chosen = [self.candidates[name] for name in following.names]
             left = list(following.names)
-            for found in self.studio.draw(following.item, chosen, self._all_configs()):
+            for found in self.rounds.draw(following.item, chosen, self._all_configs()):
                 left.remove(found.name)
-                if isinstance(found, Drawing) and self.goal.metric not in found.metrics:
+                if isinstance(found, Outcome) and self.goal.metric not in found.metrics:
                     found = Failed(found.name, f"its picture has no finite {self.goal.metric}")
                 if isinstance(found, Failed):
                     self.failed.add(found.name)
@@ -184,16 +183,16 @@ class _Run:
 
     def result(self, complete: bool) -> Search:
         """The search with its decision."""
-        pipe, denoiser = self.studio.pipe, self.studio.denoiser
+        pipe, denoiser = self.rounds.pipe, self.rounds.denoiser
         return Search(
             self.options,
-            self.studio.evaluation,
+            self.rounds.evaluation,
             self.candidates,
             self.configs,
             self.looks,
             self._decide(),
             type(denoiser).__name__,
-            self.studio.latent,
+            self.rounds.latent,
             type(pipe.scheduler).__name__,
             complete,
         )
@@ -201,21 +200,21 @@ class _Run:
     def _resolve(self) -> None:
         """Resolve the settings of each candidate on this model. Leave out equal and impossible ones."""
         seen: dict[ToMeConfig, str] = {}
-        hosts = find_hosts(self.studio.pipe)
+        hosts = find_hosts(self.rounds.pipe)
         for one in candidates(self.goal, self.options.steps):
             record = self.file.records.get(self._record("settings", one.name, -1, {}).key)
             try:
                 if record is not None:
                     config: ToMeConfig | None = ToMeConfig.from_dict(record.values["config"])
                 else:
-                    config = one.drawn.spec.config(self.studio.pipe)
+                    config = one.drawn.spec.config(self.rounds.pipe)
                 if config is None:
                     self.candidates[one.name] = one
                     continue
-                check_merging(hosts, config, self.studio.latent)
+                check_merging(hosts, config, self.rounds.latent)
                 guided = self._guided(config)
                 acting = in_force(
-                    guided, self.options.steps, merges_tokens(hosts, guided, self.studio.latent)
+                    guided, self.options.steps, merges_tokens(hosts, guided, self.rounds.latent)
                 )
                 if acting is None or acting in seen:
                     continue
@@ -233,7 +232,7 @@ class _Run:
 
     def _guided(self, config: ToMeConfig) -> ToMeConfig:
         """The settings at the scale of guidance that the pictures are drawn with."""
-        return config.at_guidance(self.studio.call.guidance)
+        return config.at_guidance(self.rounds.call.guidance)
 
     def _all_configs(self) -> dict[str, ToMeConfig | None]:
         return {name: self.configs.get(name) for name in self.candidates}
@@ -267,7 +266,7 @@ class _Run:
                 continue
             steps = self.options.steps if config.follows_steps else 1
             began = time.perf_counter()
-            report = predict(self.studio.denoiser, self._guided(config), *self.studio.latent, 2, steps)
+            report = predict(self.rounds.denoiser, self._guided(config), *self.rounds.latent, 2, steps)
             self.seconds_to_count = time.perf_counter() - began
             merged = report.flops_merged if report.flops_mean is None else report.flops_mean
             values = {"speedup": report.flops_dense / merged, "seconds": self.seconds_to_count}

@@ -46,9 +46,11 @@ def dense(model: nn.Module, config: None, report: None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def tokenmerge(model: object, config: ToMeConfig, report: Report) -> Iterator[Patch[Report, RecordedPlan]]:
+def tokenmerge(
+    model: object, config: ToMeConfig, report: Report | None = None, method: str = ""
+) -> Iterator[Patch[Report, RecordedPlan]]:
     """Merge tokens with this package, at any size of the sample."""
-    patch = merge_in_hosts(model, config, check_size=False)
+    patch = merge_in_hosts(model, config, method=method, check_size=False)
     try:
         yield patch
     finally:

@@ -10,10 +10,13 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+from torch import nn
+
 from tokenmerge.config import SETTINGS, ToMeConfig, flat
 from tokenmerge.errors import ConfigError
 from tokenmerge.report import Report
 from tokenmerge_tools.method_spec import METHODS, MethodSpec, as_plain, read_setting
+from tokenmerge_tools.pipelines.loading import denoiser_of
 from tokenmerge_tools.records.kinds import variant_label
 from tokenmerge_tools.variants import cache_dit, caches, contexts
 
@@ -124,16 +127,16 @@ class Variant:
         return None if method is None else MethodSpec(method, dict(map(_read, self.settings)))
 
     def apply(
-        self, target: object, config: ToMeConfig | None, report: Report | None
+        self, pipe_or_model: Any, config: ToMeConfig | None, report: Report | None = None
     ) -> AbstractContextManager[Any]:
-        """Apply the variant to a model or a pipeline within the context.
+        """Apply the variant to a pipeline or a denoiser within the context.
 
-        The target is the pipeline for a variant with ``of_pipeline``, if there is one, otherwise the
-        denoiser. The report is for the measured size; only an oracle needs it.
+        The report is for the measured size; only an oracle needs it.
         """
         variant = VARIANTS[self.name]
         own = {} if variant.number is None else dict(self.settings)
-        return variant.apply(target, config, report, **own)
+        whole = variant.of_pipeline or isinstance(pipe_or_model, nn.Module)
+        return variant.apply(pipe_or_model if whole else denoiser_of(pipe_or_model), config, report, **own)
 
     def config(self, pipe_or_model: object = None, follows_steps: bool | None = None) -> ToMeConfig | None:
         """The configuration; None for a variant without settings.
