@@ -158,10 +158,9 @@ def prepare(
 
 
 def merged_groups(plans: Mapping[str, RecordedPlan], index: int, batch: int) -> tuple[NDArray[np.int64], str]:
-    """Return the groups to draw on picture ``index``: those of the last block with the most tokens.
+    """Return the labels [h, w] of the groups to draw on picture ``index``, and a text that describes them.
 
-    Returns:
-        Labels [h, w], and a text that describes them.
+    They are those of the last block with the most tokens.
     """
     if not plans:
         return np.zeros((1, 1), dtype=np.int64), "nothing was merged"

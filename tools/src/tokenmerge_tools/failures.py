@@ -16,7 +16,7 @@ _WORDS = ("not enough memory", "can't allocate memory", "out of memory", "ALLOC_
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that a device or the machine has no memory left.
+    """Return whether an error says that a device or the machine has no memory left.
 
     >>> is_out_of_memory(RuntimeError("[enforce fail] DefaultCPUAllocator: not enough memory: you tried …"))
     True

@@ -25,7 +25,7 @@ FREE_SPACE = "free some space, or choose another place with --out"
 
 
 def slug(text: str, longest: int = 40) -> str:
-    """A short folder name made from a prompt.
+    """Return a short folder name made from a prompt.
 
     >>> slug("A red apple, on a table!")
     'a-red-apple-on-a-table'
@@ -44,11 +44,7 @@ def free_folder(parent: Path, name: str) -> Path:
 
 
 def prepare_folder(folder: Path) -> None:
-    """Create ``folder`` and make sure that files can be written into it.
-
-    Raises:
-        ConfigError: ``folder`` cannot be created or written to.
-    """
+    """Create ``folder`` and make sure that files can be written into it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -60,7 +56,7 @@ def prepare_folder(folder: Path) -> None:
 
 
 def is_folder(path: Path) -> bool:
-    """Whether ``path`` is a folder. False if it is too long to look up."""
+    """Return whether ``path`` is a folder. False if it is too long to look up."""
     try:
         return path.is_dir()
     except OSError:
@@ -68,7 +64,7 @@ def is_folder(path: Path) -> bool:
 
 
 def is_file(path: Path) -> bool:
-    """Whether ``path`` is a regular file. False if it is too long to look up."""
+    """Return whether ``path`` is a regular file. False if it is too long to look up."""
     try:
         return path.is_file()
     except OSError:
@@ -86,11 +82,7 @@ def check_regular(path: Path) -> None:
 
 
 def read_bytes(path: Path, option: str, advice: str) -> bytes:
-    """Read a regular file.
-
-    Raises:
-        ConfigError: the file does not exist, cannot be read or is not a regular file.
-    """
+    """Read a regular file."""
     try:
         check_regular(path)
         return path.read_bytes()
@@ -99,11 +91,7 @@ def read_bytes(path: Path, option: str, advice: str) -> bytes:
 
 
 def open_picture(path: Path, option: str, advice: str) -> Image:
-    """Read a picture as RGB.
-
-    Raises:
-        ConfigError: the file cannot be read, or is not a picture.
-    """
+    """Read a picture as RGB."""
     import PIL.Image
 
     content = io.BytesIO(read_bytes(path, option, advice))
@@ -131,12 +119,7 @@ def writing(path: Path, option: str, advice: str) -> Iterator[None]:
 def write_atomically(
     path: Path, write: Callable[[Path], object], option: str = "out", advice: str = FREE_SPACE
 ) -> None:
-    """Let ``write`` write a temporary file beside ``path`` with the same suffix, then rename it to ``path``.
-
-    Raises:
-        ConfigError: the file cannot be written, for example because the disk is full. An older file does not
-            change.
-    """
+    """Let ``write`` write a temporary file beside ``path`` with its suffix, then rename it to ``path``."""
     with writing(path, option, advice):
         descriptor, name = tempfile.mkstemp(suffix=path.suffix, prefix=f".{path.stem}-", dir=path.parent)
         os.close(descriptor)

@@ -55,7 +55,7 @@ def environment() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str | None]:
-    """Versions of Python and of the packages that affect a measurement; None if one is not installed."""
+    """Return the versions of Python and of the packages that matter; None if one is not installed."""
     return {
         "python": platform.python_version(),
         "tokenmerge": tokenmerge.__version__,
@@ -64,7 +64,7 @@ def versions() -> dict[str, str | None]:
 
 
 def devices() -> list[dict[str, Any]]:
-    """The devices that torch can use here, with the dtypes in which each can multiply matrices."""
+    """Return the devices that torch can use here, with the dtypes in which each can multiply matrices."""
     found: list[tuple[torch.device, str, int | None]] = [(torch.device("cpu"), _cpu_model(), None)]
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
@@ -83,7 +83,7 @@ def devices() -> list[dict[str, Any]]:
 
 
 def attention_backends() -> dict[str, str | None]:
-    """Attention implementations by name: their kernels or version, or None if one is not installed."""
+    """Return the attention implementations by name: kernels or version, or None if not installed."""
     return {
         "sdpa": ", ".join(_sdpa_kernels()),
         **{name: _version(package) for name, package in _ATTENTION_PACKAGES.items()},
@@ -91,7 +91,7 @@ def attention_backends() -> dict[str, str | None]:
 
 
 def _sdpa_kernels() -> list[str]:
-    """Kernels that ``scaled_dot_product_attention`` may choose from."""
+    """Return the kernels that ``scaled_dot_product_attention`` may choose from."""
     if not torch.cuda.is_available():
         return ["flash (CPU)", "math"]
     cuda = torch.backends.cuda
@@ -135,13 +135,10 @@ def _cpu_model() -> str:
 
 
 def source_commit() -> str | None:
-    """Return the last commit that changed the library or the tools.
+    """Return the last commit that changed the library or the tools; None outside a git checkout.
 
-    If there are local changes, ``+changes-HASH`` follows it.
-    Commits that change only other files are skipped, because they cannot change a measurement.
-
-    Returns:
-        The commit, or None outside a git checkout. The hash covers local changes and untracked files.
+    If there are local changes or untracked files, ``+changes-HASH`` follows it. Commits that change only
+    other files are skipped, because they cannot change a measurement.
     """
     if shutil.which("git") is None:
         return None
@@ -189,7 +186,7 @@ def memory_limit(device: torch.device) -> Iterator[None]:
 
 
 def available_memory() -> int | None:
-    """Bytes that this process can still allocate, within its control groups; None if that is unknown."""
+    """Return the bytes that this process can still allocate in its control groups; None if unknown."""
     try:
         available = _number(_MEMINFO, "MemAvailable:") * 1024
     except (OSError, StopIteration):
@@ -198,7 +195,7 @@ def available_memory() -> int | None:
 
 
 def _left_in_groups() -> Iterator[int]:
-    """Bytes left in the control group of this process and in each of its parents."""
+    """Return the bytes left in the control group of this process and in each of its parents."""
     try:
         groups = _OWN_GROUPS.read_text().splitlines()
     except OSError:
@@ -217,11 +214,11 @@ def _left_in_groups() -> Iterator[int]:
 
 
 def _left_in(group: Path, limit: str, usage: str, cache: str) -> int:
-    """Bytes left in one group. Raises a ValueError if the group has no limit."""
+    """Return the bytes left in one group. Raises a ValueError if the group has no limit."""
     highest, used = int((group / limit).read_text()), int((group / usage).read_text())
     return highest - used + _number(group / "memory.stat", f"{cache} ")
 
 
 def _number(file: Path, name: str) -> int:
-    """The number in the first line that starts with ``name``."""
+    """Return the number in the first line that starts with ``name``."""
     return int(next(line for line in file.read_text().splitlines() if line.startswith(name)).split()[1])

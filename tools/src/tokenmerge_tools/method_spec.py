@@ -27,9 +27,6 @@ class MethodSpec:
         changes: settings that replace the method's own at every guidance scale, by name, such as
             ``"reuse.every"``. Former names are accepted too.
 
-    Raises:
-        ConfigError: the method is unknown, or a value is out of its range.
-
     >>> MethodSpec("sito", {"max_downsample": 2}).config().combine
     'keep'
     """
@@ -54,13 +51,10 @@ class MethodSpec:
         return self.method == AUTO
 
     def config(self, pipe_or_model: object = None, follows_steps: bool | None = None) -> ToMeConfig:
-        """The configuration.
+        """Return the configuration.
 
         The model is used only if :attr:`needs_model` is true. ``follows_steps`` is as for
         :func:`tokenmerge.auto.choose`.
-
-        Raises:
-            ConfigError: the changes conflict with settings that the method chose.
         """
         if self.needs_model:
             chosen = choose(pipe_or_model, self.changes.get("ratio", ToMeConfig.ratio), follows_steps)
@@ -77,14 +71,14 @@ class MethodSpec:
         return make(**self.changes)
 
     def to_dict(self) -> dict[str, Any]:
-        """The method and its changes as plain values, for records."""
+        """Return the method and its changes as plain values, for records."""
         return {"method": self.method, **{name: as_plain(value) for name, value in self.changes.items()}}
 
 
 def _without(
     by_guidance: Mapping[float, Mapping[str, Any]], changes: Mapping[str, Any]
 ) -> dict[float, dict[str, Any]]:
-    """What a method sets by guidance, without the settings that are changed: a change holds at every scale.
+    """Leave out the settings by guidance that are changed: a change holds at every scale.
 
     >>> _without({5.0: {"ratio": 0.6, "reuse.every": 3, "reuse.shallow_every": 2}}, {"reuse.every": 1})
     {5.0: {'ratio': 0.6, 'reuse.shallow_every': 1}}
@@ -107,9 +101,6 @@ def read_setting(text: str, names: Collection[str] = SETTINGS) -> tuple[str, Any
     ``schedule.phases`` and ``by_guidance`` are JSON. Former names, such as ``reuse_every``, are replaced by
     the present ones.
 
-    Raises:
-        ConfigError: the setting is unknown, or the value has the wrong type.
-
     >>> read_setting("merge_mlp"), read_setting("schedule.ratio=1.4/0.6"), read_setting("reuse_every=2")
     (('merge_mlp', True), ('schedule.ratio', (1.4, 0.6)), ('reuse.every', 2))
     >>> read_setting('levels={"2": {"ratio": 0.25}}')
@@ -128,7 +119,7 @@ def read_setting(text: str, names: Collection[str] = SETTINGS) -> tuple[str, Any
 
 
 def as_plain(value: Any) -> str | int | float | bool:
-    """A setting's value as records and labels have it, and as :func:`read_setting` reads it.
+    """Return a setting's value as records and labels have it, and as :func:`read_setting` reads it.
 
     >>> as_plain((1.4, 0.6)), as_plain({2: {"ratio": 0.25}}), as_plain(0.5)
     ('1.4/0.6', '{"2": {"ratio": 0.25}}', 0.5)
@@ -180,11 +171,7 @@ _READERS: dict[str, tuple[Callable[[str], Any], str]] = {
 
 
 def check_compile(config: ToMeConfig) -> None:
-    """Check that settings work with ``torch.compile`` of the whole model.
-
-    Raises:
-        ConfigError: they change over the denoising steps, but one graph is the same at every step.
-    """
+    """Check that settings work with ``torch.compile`` of the whole model."""
     if config.follows_steps:
         raise ConfigError(
             "compile: settings that follow the denoising steps cannot be compiled into one graph with the "

@@ -13,36 +13,21 @@ from tokenmerge_tools.pipelines.meta_model import load_sketch
 
 
 def changes_of_file(path: Path) -> dict[str, Any]:
-    """The ratio in a file, and its settings that differ from the defaults of :class:`tokenmerge.ToMeConfig`.
-
-    Raises:
-        ConfigError: the file cannot be read, or is not a settings file.
-    """
+    """Return the ratio in a file, and its settings that differ from the defaults."""
     return _load(path).changed()
 
 
 def variant_of_file(path: Path) -> str:
-    """The settings in a file as a variant, such as ``"tome:ratio=0.5,proportional=True"``.
-
-    Raises:
-        ConfigError: as for :func:`changes_of_file`.
-    """
+    """Return the settings in a file as a variant, such as ``"tome:ratio=0.5,proportional=True"``."""
     return "tome:" + ",".join(f"{name}={as_plain(value)}" for name, value in changes_of_file(path).items())
 
 
 def differences(
     path: Path, model: str, size: tuple[int, int] | None = None, steps: int | None = None
 ) -> str | None:
-    """A warning if the settings in a file were found for another model, size or number of steps, else None.
+    """Warn if the settings in a file were found for another model, size or number of steps.
 
-    Args:
-        path: the file.
-        model: as for ``--model``. The class and the size of a single checkpoint are not compared.
-        size: (width, height) in pixels. None: the model's default.
-        steps: denoising steps. None: unknown.
-
-    Raises:
-        TokenMergingError: the file or the model's configs cannot be read.
+    The class and the size of a single checkpoint are not compared.
     """
     found_for = load_settings(path).found_for
     if found_for is None:

@@ -102,7 +102,7 @@ def reset_peak_memory(device: torch.device) -> bool:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Peak memory on ``device`` in bytes since :func:`reset_peak_memory`, which must have returned True."""
+    """Return the peak memory on ``device`` in bytes since :func:`reset_peak_memory` returned True."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     peak = next(line for line in _STATUS.read_text().splitlines() if line.startswith("VmHWM:"))

@@ -237,7 +237,7 @@ class CellGroup:
 
 
 def _is_block_cache(cell: Cell) -> bool:
-    """Whether a cell is a block cache: which operations it skips is known only after a run."""
+    """Return whether a cell is a block cache: which operations it skips is known only after a run."""
     kind = VARIANTS[cell.spec.name]
     return kind.is_faster and kind.method is None
 
@@ -247,7 +247,7 @@ def _same_attention(record: CellRecord) -> Sequence[float]:
 
 
 def _with_dense(cells: Iterable[Cell]) -> list[Cell]:
-    """The cells, preceded by the dense cells that they are compared with."""
+    """Return the cells, preceded by the dense cells that they are compared with."""
     cells = list(cells)
     dense = [cell.dense(attention) for cell in cells for attention in (FUSED, None)]
     return list(dict.fromkeys([*dense, *cells]))
@@ -273,7 +273,7 @@ class StepCost:
 
 
 def steps_that_fit(budget: float, cost: StepCost, most: int) -> int:
-    """The number of dense steps that fit into ``budget`` seconds, at least 1 and at most ``most``.
+    """Return the number of dense steps that fit into ``budget`` seconds, at least 1 and at most ``most``.
 
     >>> steps_that_fit(6.2, StepCost(fixed=1.0, per_step=0.5), most=20)
     10

@@ -57,15 +57,15 @@ class Cell:
     merged: Variant | None = None
 
     def dense(self, attention: str | None = None) -> Cell:
-        """The dense cell to compare with. By default, it has the same attention."""
+        """Return the dense cell to compare with. By default, it has the same attention."""
         return Cell(Variant(DENSE), attention or self.attention, self.compile)
 
     def of(self, spec: Variant) -> Cell:
-        """The cell of another variant that runs in the same way."""
+        """Return the cell of another variant that runs in the same way."""
         return Cell(spec, self.attention, self.compile)
 
     def conditions(self) -> dict[str, Any]:
-        """The conditions of a record that this cell determines."""
+        """Return the conditions of a record that this cell determines."""
         return {
             "variant": self.spec.name,
             "settings": dict(self.spec.settings),
@@ -78,16 +78,13 @@ class Cell:
 
 
 def plan_cells(options: BenchOptions, device: torch.device) -> tuple[list[Setting], tuple[Cell, ...]]:
-    """The settings of a benchmark, and the cells that are measured at each of them.
+    """Return the settings of a benchmark, and the cells that are measured at each of them.
 
     There is always a dense cell with each requested attention and one with fused attention. This separates
     the gain of fused attention from the gain of merging.
 
     Settings are ordered so that each model is loaded once per dtype. Dense cells come first, and fewer steps
     last. The meaning of the dtype ``"auto"`` depends on the device.
-
-    Raises:
-        ConfigError: a model is unknown, a size does not fit the model, or a dtype does not fit the device.
     """
     if options.scheduler is not None:
         scheduler_class_name(options.scheduler)

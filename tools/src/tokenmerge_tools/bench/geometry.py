@@ -34,9 +34,6 @@ def find_geometry(name: str) -> Geometry:
     """Find the architecture of ``geometry:NAME`` or ``geometry:NAME@DEPTH``, reduced to that depth.
 
     ``geometry:flux@0.25`` has a quarter of the layers, and at least one of each kind.
-
-    Raises:
-        ConfigError: the name is unknown, or the depth is not a number with 0 < depth ≤ 1.
     """
     known, _, depth = name.removeprefix(PREFIX).partition("@")
     if known not in GEOMETRIES:
@@ -77,11 +74,7 @@ def depth_note(name: str) -> str:
 
 
 def build_denoiser(geometry: Geometry, dtype: torch.dtype, device: torch.device, seed: int) -> nn.Module:
-    """The denoiser with random weights, in evaluation mode.
-
-    Raises:
-        MissingExtraError: diffusers is not installed.
-    """
+    """Return the denoiser with random weights, in evaluation mode."""
     diffusers = require_diffusers("a model with random weights")
     build = getattr(diffusers, geometry.denoiser)
     return _random(lambda: build(**geometry.config), dtype, device, seed)
@@ -90,12 +83,7 @@ def build_denoiser(geometry: Geometry, dtype: torch.dtype, device: torch.device,
 def build_pipeline(
     geometry: Geometry, dtype: torch.dtype, device: torch.device, seed: int
 ) -> DiffusionPipeline:
-    """Build the text-to-image pipeline without text encoders; it takes prompt embeddings instead.
-
-    Raises:
-        ConfigError: the geometry has no pipeline.
-        MissingExtraError: diffusers is not installed.
-    """
+    """Build the text-to-image pipeline without text encoders; it takes prompt embeddings instead."""
     diffusers = require_diffusers("a pipeline with random weights")
     if geometry.pipeline is None:
         raise ConfigError(f"scope: only the denoiser of {geometry.title} can be built; use --scope denoiser")

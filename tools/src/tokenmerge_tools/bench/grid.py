@@ -21,12 +21,12 @@ _PRESETS = resources.files("tokenmerge_tools.bench") / "presets"
 
 
 def _one(check: Check, default: Any) -> Any:
-    """A setting that all cells share."""
+    """Return a setting that all cells share."""
     return dataclasses.field(default=default, metadata={"check": check})
 
 
 def _axis(check: Check, *default: Any) -> Any:
-    """An axis. Every combination of the values of all axes is measured."""
+    """Return an axis. Every combination of the values of all axes is measured."""
     return _one(check, default)
 
 
@@ -59,9 +59,6 @@ class BenchOptions:
         rounds: timed calls of each cell, ≥ 1. The calls of all cells of one setting are interleaved.
         warmup: untimed calls before them, ≥ 1. Compiled cells get at least three.
         about: a description of the grid, without effect.
-
-    Raises:
-        ConfigError: a value is outside these ranges.
     """
 
     model: tuple[str, ...] = _axis(text, "geometry:sd15")
@@ -95,12 +92,9 @@ class BenchOptions:
         self.specs()
 
     def specs(self) -> list[Variant]:
-        """The variants. A variant that takes a ratio but does not set one appears once for each ratio.
+        """Return the variants. A variant that takes a ratio but does not set one appears once for each ratio.
 
         A plain ``"oracle"`` stands for the oracle of each merging variant.
-
-        Raises:
-            ConfigError: a variant or one of its settings is unknown or out of range.
         """
         defaults: dict[str, Any] = {}
         if self.max_downsample is not None:
@@ -120,9 +114,6 @@ class BenchOptions:
         """Make options from the values of a TOML or YAML file. A single value counts as a list of one.
 
         ``where`` says where the values come from, for error messages.
-
-        Raises:
-            ConfigError: a name is unknown, or a value is of the wrong type or out of range.
         """
         fields = {field.name: field for field in dataclasses.fields(cls)}
         unknown = sorted(set(values) - set(fields))
@@ -144,7 +135,7 @@ class BenchOptions:
 
 
 def preset_names() -> tuple[str, ...]:
-    """Names of the presets.
+    """Return the names of the presets.
 
     >>> preset_names()
     ('diffusers-docs', 'paper', 'ppdiffusers')
@@ -154,22 +145,14 @@ def preset_names() -> tuple[str, ...]:
 
 
 def read_preset(name: str) -> dict[str, Any]:
-    """Read the values of a preset.
-
-    Raises:
-        ConfigError: the preset does not exist.
-    """
+    """Read the values of a preset."""
     if name not in preset_names():
         raise ConfigError(f"preset: expected one of {', '.join(preset_names())}, got {name!r}")
     return _toml((_PRESETS / f"{name}.toml").read_text(encoding="utf-8"), f"preset {name}")
 
 
 def read_grid(path: Path) -> dict[str, Any]:
-    """Read and check the values of a grid file. Its suffix tells whether it is TOML or YAML.
-
-    Raises:
-        ConfigError: the file cannot be read or parsed, or does not describe a grid.
-    """
+    """Read and check the values of a grid file. Its suffix tells whether it is TOML or YAML."""
     parsers = {".toml": _toml, ".yaml": _yaml, ".yml": _yaml}
     parse = parsers.get(path.suffix.lower())
     if parse is None:

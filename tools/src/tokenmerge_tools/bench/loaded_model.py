@@ -81,9 +81,6 @@ def find_info(model: str) -> ModelInfo:
     """Read a model's config files without loading its weights.
 
     The model is ``geometry:NAME``, a bundled model, a diffusers folder or a hub id.
-
-    Raises:
-        ConfigError: the model is none of these, or cannot be read.
     """
     if model.startswith(PREFIX):
         geometry = find_geometry(model)
@@ -105,10 +102,6 @@ def load_model(
 
     ``model`` is as for :func:`find_info`. ``seed`` is used for random weights and inputs. A scheduler or
     guidance scale of None means the model's default.
-
-    Raises:
-        ConfigError: the model cannot be loaded, or cannot be measured in this scope.
-        MissingExtraError: diffusers is not installed.
     """
     notes: list[str] = []
     if model.startswith(PREFIX):

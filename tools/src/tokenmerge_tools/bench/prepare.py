@@ -50,7 +50,7 @@ class PreparedCell:
         self.peak_bytes = max(self.peak_bytes or 0, peak_bytes or 0) or None
 
     def is_finished(self, rounds: int) -> bool:
-        """Whether the cell failed or was timed in all rounds."""
+        """Return whether the cell failed or was timed in all rounds."""
         return self.failure is not None or len(self.seconds) == rounds
 
     def attempt(self, action: Callable[[], object]) -> None:
@@ -136,7 +136,7 @@ class CellBuilder:
             )
 
     def _report(self, config: ToMeConfig) -> Report:
-        """The report of a configuration at this size and guidance, made once."""
+        """Return the report of a configuration at this size and guidance, made once."""
         if config not in self._reports:
             in_force = config.at_guidance(self.model.guidance)
             self._reports[config] = predict(
@@ -146,7 +146,7 @@ class CellBuilder:
 
 
 def _whole_generation(call: Callable[[], object], patch: Patch[Any, Any], steps: int) -> Callable[[], object]:
-    """A function that makes all calls of one generation, because their costs differ."""
+    """Return a function that makes all calls of one generation, because their costs differ."""
 
     def generation() -> None:
         for index in range(steps):

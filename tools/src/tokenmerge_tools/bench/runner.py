@@ -47,21 +47,11 @@ def run_grid(
     on_cell: Callable[[CellProgress], None] = lambda progress: None,
     on_note: Callable[[str], None] = lambda note: None,
 ) -> list[CellRecord]:
-    """Measure the cells that are not yet in the results file.
+    """Measure the cells that are not yet in the results file, and return the records in the order of the axes.
 
     The calls of all cells of one setting are interleaved, so that changes in the machine's speed affect all
     alike. Each cell runs on its own copy of the model; the copies share their weights. A cell that runs out
     of memory or cannot run gets a record with that status, and the benchmark continues.
-
-    If the results file ``out`` exists, its cells are not measured again unless they failed. ``on_note`` is
-    called with messages for the user.
-
-    Returns:
-        The records of all cells, in the order of the axes.
-
-    Raises:
-        ConfigError: the options do not fit the models or the machine. Raised before anything is measured.
-        RecordNotWrittenError: the disk is full.
     """
     device = resolve_device(options.device)
     settings, cells = plan_cells(options, device)
@@ -135,7 +125,7 @@ class _Run:
         free_memory()
 
     def conditions(self, setting: Setting, cell: Cell) -> dict[str, Any]:
-        """Everything that the results of a cell depend on."""
+        """Return everything that the results of a cell depend on."""
         return {**dataclasses.asdict(setting), **cell.conditions(), **self.machine}
 
     def _finish(

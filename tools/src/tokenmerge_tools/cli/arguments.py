@@ -27,17 +27,17 @@ def integer(text: str) -> int:
 
 
 def picture(help: str, *names: str, parser: Callable[[str], Any] | None = None) -> Any:
-    """An option of the panel “Picture”."""
+    """Return an option of the panel “Picture”."""
     return option("Picture", help, *names, parser=parser)
 
 
 def machine(help: str, *names: str, parser: Callable[[str], Any] | None = None) -> Any:
-    """An option of the panel “Running”."""
+    """Return an option of the panel “Running”."""
     return option("Running", help, *names, parser=parser)
 
 
 def option(panel: str, help: str, *names: str, parser: Callable[[str], Any] | None = None) -> Any:
-    """An option in one panel of ``--help``."""
+    """Make an option in one panel of ``--help``."""
     metavar = None if parser is None else f"<{parser.__name__}>"
     return typer.Option(*names, help=help, rich_help_panel=panel, parser=parser, metavar=metavar)
 

@@ -23,7 +23,7 @@ from tokenmerge_tools.variants.variant import VARIANTS
 
 
 def _axis(name: str, help: str) -> Any:
-    """An option that may be repeated. ``name`` is the axis of :class:`BenchOptions` with its default."""
+    """Make an option that may be repeated. ``name`` is the axis of :class:`BenchOptions` with its default."""
     values = ", ".join(map(str, getattr(BenchOptions, name))) or "each model's own"
     return typer.Option(help=f"{help} May be repeated. Default: {values}.", rich_help_panel="Axes")
 

@@ -101,6 +101,6 @@ def generate(
 
 
 def _named(context: typer.Context) -> set[str]:
-    """The options given on the command line."""
+    """Return the options given on the command line."""
     sources = {name: context.get_parameter_source(name) for name in context.params}
     return {name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"}

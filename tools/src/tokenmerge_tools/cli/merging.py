@@ -72,11 +72,7 @@ def merging(
     ] = None,
     settings_file: SettingsFile = None,
 ) -> MethodSpec:
-    """Make a method with changed settings from the options.
-
-    Raises:
-        ConfigError: a method or a setting is unknown, given twice, or out of range, or a file cannot be read.
-    """
+    """Make a method with changed settings from the options."""
     given = dict(locals())  # every option by its name
     del given["method"], given["settings"], given["settings_file"]
     changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}

@@ -124,7 +124,7 @@ def result_table(result: Result) -> Table:
 
 
 def result_notes(result: Result) -> list[str]:
-    """The lines below a result table: what its numbers mean, and where the pictures are."""
+    """Return the lines below a result table: what its numbers mean, and where the pictures are."""
     runs = len(result.variants[-1].seconds)
     settings = dict(result.conditions["options"]["merging"])
     merged = variant_label(settings.pop("method"), settings)
@@ -140,7 +140,7 @@ def result_notes(result: Result) -> list[str]:
 
 
 def report_table(report: Report, pixels: tuple[int, int]) -> Table:
-    """What merging does to each block and to the whole model."""
+    """Return what merging does to each block and to the whole model."""
     table = Table(
         title=f"{report.model}: {pixels[0]} x {pixels[1]} pixels, {report.batch} samples per step",
         title_justify="left",
@@ -175,7 +175,7 @@ def report_table(report: Report, pixels: tuple[int, int]) -> Table:
 
 
 def environment_table(environment: dict[str, Any]) -> Table:
-    """The result of :func:`tokenmerge_tools.machine.environment`, one fact per row."""
+    """Return the result of :func:`tokenmerge_tools.machine.environment`, one fact per row."""
     table = Table(show_header=False)
     table.add_column("what", overflow="fold")
     table.add_column("value", overflow="fold")

@@ -32,11 +32,7 @@ class Drawn:
 def parse_variants(
     texts: Sequence[str], ratios: Sequence[float], max_downsample: int | None
 ) -> list[Variant]:
-    """Read the variants to compare with dense, in order and each once.
-
-    Raises:
-        ConfigError: a variant or one of its settings is unknown or out of range, or it cannot run here.
-    """
+    """Read the variants to compare with dense, in order and each once."""
     defaults = {} if max_downsample is None else {"max_downsample": max_downsample}
     specs: list[Variant] = []
     for text in texts:
@@ -66,16 +62,9 @@ def plan_variants(
 ) -> list[Drawn]:
     """List dense, then the variants, and then fewer steps for each of them, if requested.
 
-    Args:
-        specs: the variants.
-        steps: number of steps of dense.
-        conditions: what all pictures have in common.
-        folder: folder of results files. A record of ``tokenmerge bench`` there may have the number of dense
-            steps that fit into a variant's time.
-        counted: the speed-up of a variant by counted operations, or None. It is used if there is no record.
-
-    Raises:
-        ConfigError: the number of fewer steps is not known for any variant.
+    ``steps`` are those of dense, and ``conditions`` what all pictures have in common. A record of
+    ``tokenmerge bench`` in ``folder`` may have the number of dense steps that fit into a variant's time. If
+    there is none, ``counted`` returns the speed-up of a variant by counted operations.
     """
     merged = [spec for spec in specs if VARIANTS[spec.name].is_faster]
     drawn = [Drawn(Variant(DENSE), steps), *(Drawn(spec, steps) for spec in merged)]

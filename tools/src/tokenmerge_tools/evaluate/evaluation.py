@@ -55,9 +55,6 @@ class EvaluateOptions:
         samples: number of prompts that the sheet and the report show, ≥ 0.
         out: results file, ending in ``.jsonl``. The pictures go to a folder of the same name beside it.
         grid: file for the sheet of samples. None: no sheet.
-
-    Raises:
-        ConfigError: a value is outside these ranges, or two values contradict each other.
     """
 
     model: str = DEFAULT_MODEL
@@ -108,28 +105,24 @@ class EvaluateOptions:
             raise ConfigError("save-grid: samples=0 leaves it empty; raise --samples")
 
     def drawing(self, prompt: str) -> GenerateOptions:
-        """The options of ``tokenmerge generate`` for drawing a prompt."""
+        """Return the options of ``tokenmerge generate`` for drawing a prompt."""
         shared = ("model", "size", "steps", "seed", "batch", "scheduler", "guidance", "dtype", "device")
         values = {name: getattr(self, name) for name in (*shared, "attention")}
         return GenerateOptions(prompt=prompt, **values)
 
     def specs(self) -> list[Variant]:
-        """The variants. Fewer steps count as one, however many variants they are compared with."""
+        """Return the variants. Fewer steps count as one, however many variants they are compared with."""
         return parse_variants(self.variants, self.ratio, self.max_downsample)
 
     def wanted(self) -> list[Wanted]:
-        """The metrics, including the retrieval of glyphs for the built-in prompts."""
+        """Return the metrics, including the retrieval of glyphs for the built-in prompts."""
         wanted = parse_metrics(self.metrics)
         if self.prompts is None and "glyphs" not in [metric.name for metric in wanted]:
             wanted.append(Wanted("glyphs", None, by_name=False))
         return wanted
 
     def read_prompts(self) -> list[Prompt]:
-        """The prompts to draw.
-
-        Raises:
-            ConfigError: the file is missing, binary or empty.
-        """
+        """Return the prompts to draw."""
         found = built_in_prompts() if self.prompts is None else read_prompts(self.prompts, self.template)
         return found[: self.limit]
 
@@ -162,11 +155,7 @@ class Evaluation:
 
 
 def plan_evaluation(options: EvaluateOptions, device: torch.device) -> Evaluation:
-    """Read the prompts, the model's configs and the list of reference pictures.
-
-    Raises:
-        TokenMergingError: an option does not fit the model or the machine, or nothing would merge.
-    """
+    """Read the prompts, the model's configs and the list of reference pictures."""
     prompts = options.read_prompts()
     reference = None if options.reference is None else _pictures_in(options.reference)
     source = find_model(options.model)
@@ -226,11 +215,7 @@ def plan_evaluation(options: EvaluateOptions, device: torch.device) -> Evaluatio
 
 
 def _frames(source: ModelSource, wanted: int | None) -> int | None:
-    """Number of frames of the videos that a model draws; None: it draws pictures.
-
-    Raises:
-        ConfigError: a number is given but the model draws pictures, or none is given and there is no default.
-    """
+    """Return the number of frames of the videos that a model draws; None: it draws pictures."""
     import diffusers
 
     name = None if source.kind is SourceKind.CHECKPOINT else read_index(source).get("_class_name")
@@ -243,7 +228,7 @@ def _frames(source: ModelSource, wanted: int | None) -> int | None:
 
 
 def _counted(sketch: ModelSketch | None, size: tuple[int, int], steps: int, variant: Variant) -> float | None:
-    """Speed-up of a variant by counted operations; None if they cannot be counted."""
+    """Return the speed-up of a variant by counted operations; None if they cannot be counted."""
     if sketch is None or variant.merging is None:
         return None
     width, height = check_size(size, sketch.scale)
@@ -268,10 +253,8 @@ def _pictures_in(folder: Path) -> Reference:
 def weights_key(source: ModelSource) -> str | None:
     """Make a key from the sizes and modification times of a model's files, or from the commit of a hub model.
 
-    The configs of a hub model must have been read before.
-
-    Returns:
-        The key; None for a bundled model, whose weights belong to the version of this package.
+    The configs of a hub model must have been read before. A bundled model has no key, since its weights
+    belong to the version of this package.
     """
     if source.kind is SourceKind.DEMO:
         return None

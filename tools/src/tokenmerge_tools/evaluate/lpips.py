@@ -124,7 +124,7 @@ class Distance(nn.Module):
         self.requires_grad_(False)
 
     def forward(self, images: Tensor, reference: Tensor) -> Tensor:
-        """Distances [b] between two batches [b, 3, h, w] with values in [0, 1]."""
+        """Return the distances [b] between two batches [b, 3, h, w] with values in [0, 1]."""
         pairs = zip(self._unit_features(images), self._unit_features(reference), strict=True)
         distances = [
             ((x - y).square() * weight[:, None, None]).sum(dim=1).mean(dim=(1, 2))
@@ -150,9 +150,6 @@ class Lpips:
 
     Args:
         backbone: ``"alex"``, ``"vgg"`` or ``"squeeze"``.
-
-    Raises:
-        ConfigError: the backbone is unknown, or its weights cannot be downloaded or read.
     """
 
     def __init__(self, backbone: str) -> None:
@@ -169,7 +166,7 @@ class Lpips:
 
     @torch.no_grad()
     def __call__(self, images: Tensor, reference: Tensor) -> Tensor:
-        """Distances [b] between two batches [b, 3, h, w] with values in [0, 1]."""
+        """Return the distances [b] between two batches [b, 3, h, w] with values in [0, 1]."""
         device = self.net.mean.device
         distances: Tensor = self.net(images.to(device), reference.to(device))
         return distances.float().cpu()
@@ -190,7 +187,7 @@ def _load_trained(features: nn.Module, address: str) -> None:
 
 
 def _channel_weights(backbone: str) -> Sequence[Tensor]:
-    """One tensor [c] for each compared layer."""
+    """Return one tensor [c] for each compared layer."""
     file = resources.files("torchmetrics") / "functional" / "image" / "lpips_models" / f"{backbone}.pth"
     with resources.as_file(file) as path:
         found = torch.load(path, map_location="cpu", weights_only=True)

@@ -82,9 +82,6 @@ def measure(
     """Measure pictures that were drawn before.
 
     The batches hold indices and items. Dense is the first variant.
-
-    Raises:
-        ConfigError: a picture cannot be read or has the wrong size.
     """
     columns: dict[tuple[str, str], list[Tensor]] = defaultdict(list)
     configs: dict[str, set[str]] = defaultdict(set)
@@ -205,7 +202,7 @@ def figures_of(
 
 
 def speedups_of(variant: str, measured: Measured, chosen: Sequence[int] | None = None) -> list[float]:
-    """Speed-up t_dense / t of each picture, sorted. Pictures of unknown time are left out.
+    """Return the speed-up t_dense / t of each picture, sorted. Pictures of unknown time are left out.
 
     The arguments are as for :func:`figures_of`.
     """

@@ -112,9 +112,6 @@ class Metrics:
 def parse_metrics(texts: Sequence[str]) -> list[Wanted]:
     """Read ``NAME``, ``NAME=NETWORK`` or ``"all"``. PSNR and SSIM are always included.
 
-    Raises:
-        ConfigError: a name is unknown, or a network is given for a metric without one.
-
     >>> [wanted.name for wanted in parse_metrics(["kid"])]
     ['psnr', 'ssim', 'kid']
     """
@@ -139,10 +136,6 @@ def load_metrics(wanted: Sequence[Wanted], prompts: Sequence[str], on_note: Call
     """Load all networks on the CPU.
 
     ``on_note`` is called with messages about weights to download, and about metrics that are left out.
-
-    Raises:
-        MissingExtraError: torchmetrics is not installed.
-        ConfigError: a metric that the user named cannot work here.
     """
     if importlib.util.find_spec("torchmetrics") is None:
         raise MissingExtraError("tokenmerge-tools[metrics]", needed_by="tokenmerge evaluate")
@@ -190,7 +183,7 @@ class _Loader:
         return PictureMetric(name, self._closeness(name, network), beside_dense=True)
 
     def features(self, network: str) -> Network:
-        """The network for distances between sets."""
+        """Return the network for distances between sets."""
         loaded: Network = self._network(Inception if network == INCEPTION else Vision, network)
         return loaded
 

@@ -25,16 +25,13 @@ class Network(Protocol):
         """Move its weights."""
 
     def __call__(self, pictures: Sequence[Image]) -> Tensor:
-        """Features [b, d] of b pictures, float32 on the CPU."""
+        """Return the features [b, d] of b pictures, float32 on the CPU."""
 
 
 class Vision:
     """A vision model of transformers with its own preprocessing, such as DINOv2 or CLIP's image tower.
 
     Its features are the model's pooled output, or the mean over the tokens if it has none.
-
-    Raises:
-        ConfigError: the model cannot be loaded.
     """
 
     def __init__(self, model: str) -> None:
@@ -52,18 +49,14 @@ class Vision:
 
     @torch.no_grad()
     def __call__(self, pictures: Sequence[Image]) -> Tensor:
-        """Features [b, d] of b pictures."""
+        """Return the features [b, d] of b pictures."""
         inputs = self.processor(images=list(pictures), return_tensors="pt").to(self.model.device)
         describe = getattr(self.model, "get_image_features", self.model)
         return _pooled(describe(**inputs))
 
 
 class Clip(Vision):
-    """CLIP (Radford et al. 2021, arXiv 2103.00020), which maps pictures and texts into one space.
-
-    Raises:
-        ConfigError: the model cannot be loaded, or has no text encoder.
-    """
+    """CLIP (Radford et al. 2021, arXiv 2103.00020), which maps pictures and texts into one space."""
 
     def __init__(self, model: str) -> None:
         import transformers
@@ -76,7 +69,7 @@ class Clip(Vision):
 
     @torch.no_grad()
     def texts(self, prompts: Sequence[str]) -> Tensor:
-        """Features [b, d] of b texts, which are truncated to the model's context length."""
+        """Return the features [b, d] of b texts, which are truncated to the model's context length."""
         longest = self.model.config.text_config.max_position_embeddings
         inputs = self.tokenizer(
             list(prompts), return_tensors="pt", padding=True, truncation=True, max_length=longest
@@ -85,11 +78,7 @@ class Clip(Vision):
 
 
 class Inception:
-    """The Inception network of published FIDs, from torchmetrics and torch-fidelity.
-
-    Raises:
-        ConfigError: torch-fidelity is missing, or its weights cannot be downloaded.
-    """
+    """The Inception network of published FIDs, from torchmetrics and torch-fidelity."""
 
     def __init__(self, name: str) -> None:
         with _loading(name):
@@ -103,7 +92,7 @@ class Inception:
 
     @torch.no_grad()
     def __call__(self, pictures: Sequence[Image]) -> Tensor:
-        """Features [b, 2048] of b pictures, which may differ in size."""
+        """Return the features [b, 2048] of b pictures, which may differ in size."""
         device = next(self.model.parameters()).device
         pixels = ((as_tensor([picture]) * 255).round().byte().to(device) for picture in pictures)
         return torch.cat([self.model(picture) for picture in pixels]).float().cpu()

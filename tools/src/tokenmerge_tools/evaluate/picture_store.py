@@ -53,7 +53,7 @@ class PictureStore:
         return self.results.with_suffix("") / name
 
     def picture(self, variant: Drawn, item: Item) -> Path:
-        """Path of a picture, ``FOLDER/VARIANT/PROMPT-SEED.png``."""
+        """Return the path of a picture, ``FOLDER/VARIANT/PROMPT-SEED.png``."""
         spec = variant.spec
         name = DENSE
         if spec.name != DENSE:
@@ -72,19 +72,9 @@ class PictureStore:
         config: ToMeConfig | None = None,
         advice: str = FREE_SPACE,
     ) -> None:
-        """Write a picture or a video. It appears on the disk only when it is complete.
+        """Write a picture, or the frames of a video. It appears on the disk only when it is complete.
 
-        Args:
-            variant: what it was drawn with.
-            item: its prompt and seed.
-            picture: the picture, or the frames of the video.
-            seconds: the time that it took to draw, kept in the file; None: unknown.
-            config: all settings that it was drawn with, kept in the file; None: unknown, or the variant has
-                none.
-            advice: what a user can do if it cannot be written.
-
-        Raises:
-            ConfigError: it cannot be written, or the video has the wrong number of frames.
+        The file keeps the seconds that it took to draw, and all settings that it was drawn with, if known.
         """
         from PIL.PngImagePlugin import PngInfo
 
@@ -101,7 +91,7 @@ class PictureStore:
         write_atomically(self.picture(variant, item), write, advice=advice)
 
     def seconds(self, variant: Drawn, item: Item) -> float:
-        """Seconds that a picture took to draw; NaN if the file does not have them."""
+        """Return the seconds that a picture took to draw; NaN if the file does not have them."""
         import PIL.Image
 
         with PIL.Image.open(self.picture(variant, item)) as picture:
@@ -116,11 +106,7 @@ class PictureStore:
         return text if isinstance(text, str) else None
 
     def frames(self, variant: Drawn, item: Item) -> list[Image]:
-        """Read the frames of a video. A picture counts as a single frame.
-
-        Raises:
-            ConfigError: the file cannot be read, or has the wrong size or number of frames.
-        """
+        """Read the frames of a video. A picture counts as a single frame."""
         first = self.open(variant, item)
         if self.length is None:
             return [first]
@@ -139,11 +125,7 @@ class PictureStore:
             )
 
     def open(self, variant: Drawn, item: Item) -> Image:
-        """Read a picture, or the first frame of a video.
-
-        Raises:
-            ConfigError: the picture cannot be read or has the wrong size.
-        """
+        """Read a picture, or the first frame of a video."""
         path = self.picture(variant, item)
         picture = open_picture(path, "out", _DRAWN_AGAIN)
         size = self.conditions["width"], self.conditions["height"]
@@ -155,7 +137,7 @@ class PictureStore:
         return picture
 
     def relative(self, path: Path) -> str:
-        """The path in a record, which is relative to the folder of the results file."""
+        """Return the path in a record, which is relative to the folder of the results file."""
         return path.relative_to(self.results.parent).as_posix()
 
 
@@ -168,17 +150,7 @@ def write_video(path: Path, frames: Sequence[Image], about: Any) -> None:
 
 
 def read_video(path: Path, frames: int, option: str, advice: str) -> list[Image]:
-    """Read the frames of a file that :func:`write_video` wrote, as RGB.
-
-    Args:
-        path: path of the file.
-        frames: number of frames that it should have.
-        option: name of the option that error messages begin with.
-        advice: what the user can do about an error.
-
-    Raises:
-        ConfigError: the file cannot be read, or has another number of frames.
-    """
+    """Read the frames of a file that :func:`write_video` wrote, as RGB. There must be this number of frames."""
     import PIL.Image
     from PIL import ImageSequence
 

@@ -127,11 +127,7 @@ def pack(items: Sequence[Item], variants: Sequence[Drawn], store: PictureStore) 
 
 
 def unpack(packed: Iterable[Mapping[Path, bytes]]) -> None:
-    """Write the pictures that this machine does not have.
-
-    Raises:
-        ConfigError: a picture cannot be written.
-    """
+    """Write the pictures that this machine does not have."""
     for files in packed:
         for path, content in files.items():
             if not path.exists():
@@ -158,11 +154,7 @@ def sample_records(
 
 
 def write_sheet(path: Path, items: Sequence[Item], variants: Sequence[Drawn], store: PictureStore) -> None:
-    """Write the sheet of samples, with one row for each prompt and one column for each variant.
-
-    Raises:
-        ConfigError: the sheet cannot be written.
-    """
+    """Write the sheet of samples, with one row for each prompt and one column for each variant."""
     columns = [(variant.spec.name, _small_print(variant, store)) for variant in variants]
     rows = [
         (

@@ -44,16 +44,8 @@ def evaluate(
     with more prompts, variants or metrics only does what is new. Under ``accelerate launch``, the batches are
     split over the processes, and the results are the same as with one process.
 
-    Only the first process calls ``on_progress``, when pictures are written, and ``on_note``, with messages
-    for the user.
-
-    Returns:
-        The records, dense first. The record of all pictures of a variant precedes those of its categories.
-        None in all processes but the first.
-
-    Raises:
-        TokenMergingError: an option does not fit the model or the machine. Cheap checks run before the
-            weights are loaded, and all metrics are loaded before the first picture.
+    The records are returned in the first process, dense first. Only that process calls ``on_progress`` and
+    ``on_note``.
     """
     require_diffusers("tokenmerge evaluate")
     with processes(options.device) as team:

@@ -77,18 +77,7 @@ class _Reached(Exception):
 def first_call(
     pipe: DiffusionPipeline, options: ExportOptions, size: tuple[int, int], latent: tuple[int, int]
 ) -> DenoiserCall:
-    """Run a pipeline up to the first call of its denoiser.
-
-    Args:
-        pipe: a text-to-image pipeline with its weights.
-        options: what to export.
-        size: (width, height) in pixels.
-        latent: (width, height) of the latents.
-
-    Raises:
-        ConfigError: the pipeline does not accept an option or the size.
-        UnsupportedModelError: the pipeline cannot generate pictures from text alone.
-    """
+    """Run a pipeline up to the first call of its denoiser. The sizes are (width, height)."""
     request = GenerateOptions(prompt=_PROMPT, steps=2, batch=options.batch, guidance=options.guidance)
     call = PipelineCall.prepare(pipe, request, size)
     denoiser: Any = denoiser_of(pipe)

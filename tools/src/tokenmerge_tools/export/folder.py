@@ -12,11 +12,7 @@ from tokenmerge.errors import ConfigError
 
 
 def check_new(folder: Path) -> None:
-    """Check that a folder does not exist yet, or is empty.
-
-    Raises:
-        ConfigError: it is a file, or a folder with files.
-    """
+    """Check that a folder does not exist yet, or is empty."""
     try:
         taken = folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
     except OSError as error:
@@ -30,12 +26,9 @@ def check_new(folder: Path) -> None:
 
 @contextlib.contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """A folder to fill. It gets its name when the context ends, and is removed after an exception.
+    """Yield a folder to fill. It gets its name when the context ends, and is removed after an exception.
 
     If the process is killed, ``.NAME-unfinished-…`` is left beside the folder.
-
-    Raises:
-        ConfigError: it exists already, or cannot be written.
     """
     check_new(folder)
     try:

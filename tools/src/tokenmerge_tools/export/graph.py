@@ -39,11 +39,7 @@ class Graph(NamedTuple):
 
 @torch.no_grad()
 def onnx_graph(model: nn.Module, arguments: dict[str, Any], opset: int) -> Graph:
-    """The ONNX program of one call of a model that may be patched.
-
-    Raises:
-        UnsupportedModelError: PyTorch cannot export the model with these settings.
-    """
+    """Return the ONNX program of one call of a model that may be patched."""
     with _quiet(), _exporting(type(model).__name__), made_plans(model) as plans:
         # The plans become outputs, so that their names can be found. Below, they are removed again.
         hook = model.register_forward_hook(
@@ -75,7 +71,7 @@ def onnx_graph(model: nn.Module, arguments: dict[str, Any], opset: int) -> Graph
 
 
 def tensors(arguments: dict[str, Any]) -> list[Tensor]:
-    """The tensors in the arguments of a call, also within lists and dictionaries."""
+    """Return the tensors in the arguments of a call, also within lists and dictionaries."""
     return [value for value in tree_leaves(arguments) if isinstance(value, Tensor)]
 
 

@@ -35,7 +35,7 @@ def made_plans(model: nn.Module) -> Iterator[list[Plan]]:
 
 
 def plan_tensors(plan: Plan) -> tuple[Tensor, ...]:
-    """The tensors of a plan that consists of indices; empty for a soft plan."""
+    """Return the tensors of a plan that consists of indices; empty for a soft plan."""
     return tuple(x for x in plan if x is not None) if isinstance(plan, IndexPlan) else ()
 
 
@@ -69,11 +69,7 @@ class TakenPlans:
 
     @contextlib.contextmanager
     def in_use_of(self, model: nn.Module) -> Iterator[None]:
-        """Within the context, the patched model takes these plans.
-
-        Raises:
-            ConfigError: one of them is not a valid plan for its tokens, or merges less similar tokens.
-        """
+        """Within the context, the patched model takes these plans."""
         with revise_plans(model, self._take):
             yield
         if self.done != len(self.given):
@@ -102,7 +98,7 @@ class TakenPlans:
 
 
 def flaw_of(plan: IndexPlan, own: IndexPlan) -> str | None:
-    """What is wrong with a plan that should have the shape of PyTorch's ``own``; None: nothing.
+    """Return what is wrong with a plan that should have the shape of PyTorch's ``own``; None: nothing.
 
     Every token must be in exactly one merged token, and indices and sizes must agree on which.
     """
@@ -135,16 +131,11 @@ def representatives(plan: IndexPlan) -> Tensor:
 
 
 def gap(features: Tensor, plan: IndexPlan, own: IndexPlan) -> float:
-    """Largest amount by which similarities of merged tokens are lower than in PyTorch's own plan.
+    """Return the largest amount by which similarities of merged tokens are lower than in PyTorch's own plan.
 
     The similarities of all tokens to the tokens that they merge into are compared in order, the lowest of one
     plan with the lowest of the other. PyTorch's plan has the best edges, so no other plan has higher ones.
     Images with the same plan share it, and their similarities are averaged as the planner does.
-
-    Args:
-        features: ``[b, n, c]`` in PyTorch.
-        plan: plan of the exported model.
-        own: PyTorch's plan.
     """
     unit = F.normalize(features.double(), dim=-1)
     _, group = own.labels().unique(dim=0, return_inverse=True)

@@ -98,7 +98,7 @@ class ExportRecord:
     check: Check
 
     def to_dict(self, folder: Path) -> dict[str, Any]:
-        """The record for JSON, with the names and sizes of the files in a folder."""
+        """Return the record for JSON, with the names and sizes of the files in a folder."""
         rows = self.merging.rows
         return {
             "kind": "tokenmerge export",

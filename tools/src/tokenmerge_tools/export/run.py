@@ -51,9 +51,6 @@ class ExportOptions:
         batch: pictures per call, ≥ 1.
         guidance: scale of classifier-free guidance, ≥ 0. Above 1, most pipelines double the batch. None: the
             pipeline's default.
-
-    Raises:
-        ConfigError: a value is outside these ranges.
     """
 
     out: Path
@@ -71,15 +68,7 @@ class ExportOptions:
 
 
 def export(options: ExportOptions) -> ExportRecord:
-    """Export the denoiser of a pipeline.
-
-    Raises:
-        ConfigError: an option does not fit the model, the folder exists, or the exported model differs from
-            PyTorch.
-        MissingExtraError: a package is not installed.
-        UnsupportedModelError: the model cannot be exported.
-        NothingToMergeError: no token would merge.
-    """
+    """Export the denoiser of a pipeline."""
     FORMATS[options.to].require()
     check_new(options.out)
     source = find_model(options.model)
@@ -102,16 +91,8 @@ def export_denoiser(
 ) -> ExportRecord:
     """Export a denoiser with the arguments of one call, whose shapes become fixed.
 
-    Args:
-        make_call: makes the call, with the same weights each time. It is called again after the exported
-            model has run. Nothing else should hold its denoiser, which is freed before that.
-        merging: the method and its settings; they must be the same at every denoising step.
-        out: folder for the files, which must not exist yet, or be empty.
-        to: ``"onnx"`` or ``"openvino"``.
-        model: name of the model, for the record.
-
-    Raises:
-        ConfigError, MissingExtraError, UnsupportedModelError, NothingToMergeError: as for :func:`export`.
+    ``make_call`` makes the call, with the same weights each time. It is called again after the exported model
+    has run. Nothing else should hold its denoiser, which is freed before that.
     """
     form = FORMATS[to]
     form.require()
@@ -163,11 +144,7 @@ def export_denoiser(
 
 
 def settings_of(merging: MethodSpec, call: DenoiserCall) -> ToMeConfig:
-    """The settings, which must be the same at every step.
-
-    Raises:
-        ConfigError: they change over the denoising steps, or need the step before.
-    """
+    """Return the settings, which must be the same at every step."""
     config = merging.config(call.denoiser, follows_steps=False)
     if config.follows_steps:
         raise ConfigError(
@@ -180,7 +157,7 @@ def settings_of(merging: MethodSpec, call: DenoiserCall) -> ToMeConfig:
 
 @torch.no_grad()
 def _result(model: torch.nn.Module, arguments: dict[str, Any]) -> Any:
-    """The output of a call as an array."""
+    """Return the output of a call as an array."""
     found = model(**arguments, return_dict=False)[0]
     if not isinstance(found, torch.Tensor):
         raise UnsupportedModelError(
@@ -200,13 +177,8 @@ def _with_the_same_plans(
 ) -> Check:
     """Compare the exported model with PyTorch on the same plans, after comparing the plans.
 
-    Args:
-        plain: the comparison with PyTorch's own plans.
-        call: holds the denoiser that PyTorch runs.
-        config: the settings.
-        arguments: arguments of the compared call.
-        names: names of the tensors of each plan; None for a tensor that the graph lacks.
-        inner: the output of the exported model, then the named tensors.
+    ``plain`` is the comparison with PyTorch's own plans, ``names`` are the names of the tensors of each plan,
+    and ``inner`` is the output of the exported model, followed by the named tensors.
     """
     found, *values = inner
     taken = TakenPlans.read(names, values, LARGEST_GAP)

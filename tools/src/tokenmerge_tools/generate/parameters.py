@@ -68,7 +68,7 @@ class Parameters:
 
 
 def parameters_of(options: GenerateOptions, size: tuple[int, int]) -> Parameters:
-    """The parameters of a run's pictures, apart from their seeds and token merging.
+    """Return the parameters of a run's pictures, apart from their seeds and token merging.
 
     For a folder or a file, only its name is included: pictures are shared, and paths are private.
     """
@@ -106,11 +106,7 @@ def write_picture(picture: Image, parameters: Parameters, metadata: str | None, 
 
 
 def read_picture(path: Path) -> Parameters:
-    """Read the parameters of a picture from its PNG file.
-
-    Raises:
-        ConfigError: the file cannot be read, has no parameters, or has unknown settings or invalid numbers.
-    """
+    """Read the parameters of a picture from its PNG file."""
     import PIL.Image
 
     try:

@@ -31,7 +31,7 @@ class VariantResult:
         return cls(name, tuple(measurement.seconds for measurement in own), max(peaks, default=None))
 
     def per_image(self, batch: int) -> Times:
-        """Seconds per picture, which are the seconds per call divided by the batch."""
+        """Return the seconds per picture, which are the seconds per call divided by the batch."""
         return Times.of([seconds / batch for seconds in self.seconds])
 
 
@@ -66,14 +66,14 @@ class Result:
     steps: RunSteps | None = None
 
     def speedup(self, variant: VariantResult) -> float | None:
-        """Median time of dense over that of ``variant``; None if either was not timed."""
+        """Return the median time of dense over that of ``variant``; None if either was not timed."""
         dense = self.variants[0]
         if dense.name != "dense" or not dense.seconds or not variant.seconds:
             return None
         return dense.per_image(self.batch).median / variant.per_image(self.batch).median
 
     def to_dict(self) -> dict[str, Any]:
-        """The content of ``run.json``. An infinite PSNR becomes the string ``"inf"``."""
+        """Return the content of ``run.json``. An infinite PSNR becomes the string ``"inf"``."""
         return {
             "complete": self.complete,
             "conditions": self.conditions,

@@ -58,14 +58,6 @@ def generate(
     First, one untimed call of each variant warms up and makes the pictures. Then ``repeat`` interleaved calls
     of each are timed. Results are written as soon as they exist, so that an interrupted run keeps them: the
     dense pictures before the first merged call, and ``run.json`` after every timed call.
-
-    Returns:
-        The result. ``result.folder`` holds ``dense-00.png`` …, ``merged-00.png`` …, ``comparison.png``,
-        ``run.json``, and ``steps.svg`` if steps are recorded.
-
-    Raises:
-        TokenMergingError: an option does not fit the model or the machine. Cheap checks run before the
-            weights are loaded.
     """
     require_diffusers("tokenmerge generate")
     if options.record_steps and importlib.util.find_spec("matplotlib") is None:

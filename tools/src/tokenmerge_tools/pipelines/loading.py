@@ -72,12 +72,8 @@ class ModelSource:
 def find_model(name: str) -> ModelSource:
     """Find the model with this name. This reads directories, but no weights.
 
-    Args:
-        name: a bundled model, a diffusers folder, a ``.safetensors`` file or a hub id. After the prefix
-            ``pickle:``, weights in pickles (``.ckpt``, ``.pt``, ``.pth``, ``.bin``) are accepted too.
-
-    Raises:
-        ConfigError: ``name`` is none of these, or its weights are pickles and the prefix is missing.
+    The name is a bundled model, a diffusers folder, a ``.safetensors`` file or a hub id. After the prefix
+    ``pickle:``, weights in pickles (``.ckpt``, ``.pt``, ``.pth``, ``.bin``) are accepted too.
     """
     location = name.removeprefix(PICKLE)
     allows_pickles = location != name
@@ -132,11 +128,6 @@ def load_pipeline(
     """Load a text-to-image pipeline with its weights.
 
     ``controlnet`` is the folder or hub id of a ControlNet to add.
-
-    Raises:
-        ConfigError: the pipeline cannot be loaded. The message says why.
-        MissingExtraError: diffusers is not installed.
-        UnsupportedModelError: the pipeline has no denoiser.
     """
     diffusers = require_diffusers("loading a diffusers model")
     arguments: dict[str, Any] = _dtype_argument(dtype)
@@ -166,11 +157,7 @@ def load_pipeline(
 
 
 def denoiser_name(pipe: DiffusionPipeline) -> str:
-    """Name of the pipeline's denoiser: ``"unet"`` or ``"transformer"``.
-
-    Raises:
-        UnsupportedModelError: the pipeline has neither.
-    """
+    """Return the name of the pipeline's denoiser: ``"unet"`` or ``"transformer"``."""
     for name in DENOISERS:
         if getattr(pipe, name, None) is not None:
             return name
@@ -178,16 +165,12 @@ def denoiser_name(pipe: DiffusionPipeline) -> str:
 
 
 def denoiser_of(pipe: DiffusionPipeline) -> Any:
-    """The pipeline's denoiser.
-
-    Raises:
-        UnsupportedModelError: it has none.
-    """
+    """Return the pipeline's denoiser."""
     return getattr(pipe, denoiser_name(pipe))
 
 
 def guides(pipe: DiffusionPipeline, scale: float | None) -> bool:
-    """Whether a pipeline applies classifier-free guidance at this scale. None: at its default scale.
+    """Return whether a pipeline applies classifier-free guidance at this scale. None: at its default scale.
 
     Models distilled from guided ones take the scale as an input, and do not double the batch.
     """
@@ -198,13 +181,9 @@ def guides(pipe: DiffusionPipeline, scale: float | None) -> bool:
 
 
 def guidance_in_force(pipe: DiffusionPipeline, scale: float | None) -> float | None:
-    """The scale that decides which settings are in force (``by_guidance``). None: the pipeline hides it.
+    """Return the scale that decides which settings are active (``by_guidance``). None: it is hidden.
 
-    It is 1 where a pipeline applies no classifier-free guidance.
-
-    Args:
-        pipe: the pipeline.
-        scale: that the pipeline is given; None: its default.
+    It is 1 where a pipeline applies no classifier-free guidance. A scale of None is the pipeline's default.
     """
     if not hasattr(type(pipe), "do_classifier_free_guidance"):
         return None
@@ -228,7 +207,7 @@ def require_diffusers(needed_by: str) -> Any:
 
 
 def no_denoiser(pipeline: str) -> str:
-    """The error message for a pipeline without a denoiser."""
+    """Return the error message for a pipeline without a denoiser."""
     return f"model: {pipeline} has neither a unet nor a transformer; use a text-to-image diffusion pipeline"
 
 
@@ -265,7 +244,7 @@ def _checkpoint_pipeline(source: ModelSource) -> Any:
 
 
 def _dtype_argument(dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """The argument for the dtype, which diffusers 0.40 renamed."""
+    """Return the argument for the dtype, which diffusers 0.40 renamed."""
     import diffusers
 
     major, minor = (int(number) for number in diffusers.__version__.split(".")[:2])
@@ -300,7 +279,7 @@ def shared_copy(model: nn.Module) -> nn.Module:
 
 
 def denoising_models(pipe: DiffusionPipeline) -> dict[str, nn.Module]:
-    """The models that run at each denoising step, by the component's name."""
+    """Return the models that run at each denoising step, by the component's name."""
     found = {name: getattr(pipe, name, None) for name in _DENOISING}
     return {name: model for name, model in found.items() if isinstance(model, nn.Module)}
 

@@ -55,12 +55,8 @@ class ModelSketch:
 def sketch(name: str) -> ModelSketch:
     """Build the denoiser that a name, a folder or a config file stands for.
 
-    Args:
-        name: as for :func:`find_model`, or the path of a ``model_index.json``, of a denoiser's
-            ``config.json``, or of the folder of that config.
-
-    Raises:
-        ConfigError, MissingExtraError, UnsupportedModelError: as for :func:`load_sketch`.
+    The name is one for :func:`find_model`, or the path of a ``model_index.json``, of a denoiser's
+    ``config.json``, or of the folder of that config.
     """
     path = Path(name)
     if path.name == INDEX:
@@ -109,7 +105,7 @@ def _read_config(file: Path) -> dict[str, Any]:
 
 
 def _own_size(denoiser: ModelMixin, scale: int) -> tuple[int, int] | None:
-    """The default (width, height) in pixels from the config, or else from the model's family."""
+    """Return the default (width, height) in pixels from the config, or else from the model's family."""
     if (size := default_size(denoiser.config, scale)) is not None:
         return size
     with contextlib.suppress(UnsupportedModelError):
@@ -121,13 +117,7 @@ def _own_size(denoiser: ModelMixin, scale: int) -> tuple[int, int] | None:
 
 
 def load_sketch(source: ModelSource) -> ModelSketch:
-    """Build the denoiser from its config alone, on the meta device.
-
-    Raises:
-        ConfigError: the configs cannot be read, or the source is a checkpoint, which has none.
-        MissingExtraError: diffusers is not installed.
-        UnsupportedModelError: the pipeline has no denoiser, or the scale of its VAE is unknown.
-    """
+    """Build the denoiser from its config alone, on the meta device."""
     if source.kind is SourceKind.CHECKPOINT:
         raise ConfigError(
             f"model: {source.location} is a single checkpoint, which holds weights and no config; give a "
@@ -146,7 +136,7 @@ def load_sketch(source: ModelSource) -> ModelSketch:
 
 
 def default_size(config: dict[str, Any], scale: int) -> tuple[int, int] | None:
-    """The default (width, height) in pixels in the denoiser's config; None if it has none."""
+    """Return the default (width, height) in pixels in the denoiser's config; None if it has none."""
     sample = config.get("sample_size")
     if sample is None:
         return None
@@ -181,13 +171,13 @@ def _model_class(name: object, component: str) -> Any:
 
 
 def _weightless(model_class: Any, config: Any) -> ModelMixin:
-    """A model on the meta device."""
+    """Return a model on the meta device."""
     with torch.device("meta"):
         return model_class.from_config(config)
 
 
 def _codec_scale(codec: ModelMixin) -> int:
-    """Pixels per latent position along each side."""
+    """Return the pixels per latent position along each side."""
     if "block_out_channels" in codec.config:
         return int(2 ** (len(codec.config["block_out_channels"]) - 1))
     if "scale_factor_spatial" in codec.config:
@@ -199,12 +189,7 @@ def _codec_scale(codec: ModelMixin) -> int:
 
 
 def check_merging(sketch: ModelSketch, size: tuple[int, int], method: MethodSpec) -> None:
-    """Check that a method merges something in a model, unless it chooses its settings by the model.
-
-    Raises:
-        ConfigError: the size or the settings do not fit the model.
-        NothingToMergeError: no block would merge at this size.
-    """
+    """Check that a method merges something in a model, unless it chooses its settings by the model."""
     width, height = check_size(size, sketch.scale)
     if not method.needs_model:
         check_hosts(find_hosts(sketch.denoiser), method.config(), (height, width))

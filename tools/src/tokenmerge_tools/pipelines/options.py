@@ -38,9 +38,6 @@ class GenerateOptions:
         compare: whether to run dense too.
         repeat: timed calls per variant, ≥ 1.
         record_steps: whether to record what each merged step does, in the untimed call.
-
-    Raises:
-        ConfigError: a value is outside these ranges.
     """
 
     prompt: str
@@ -83,6 +80,6 @@ class GenerateOptions:
             )
 
     def to_dict(self) -> dict[str, Any]:
-        """The options in JSON-compatible values."""
+        """Return the options in JSON-compatible values."""
         paths = {name: str(value) if (value := getattr(self, name)) else None for name in ("control", "out")}
         return {**dataclasses.asdict(self), "merging": self.merging.to_dict(), **paths}

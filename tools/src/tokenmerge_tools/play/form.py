@@ -40,12 +40,12 @@ class Form:
 
     @classmethod
     def first(cls, model: str) -> Form:
-        """The fields before the first trial."""
+        """Return the fields before the first trial."""
         return cls(model) if model in demo.NAMES else cls(model, size="")
 
     @classmethod
     def of(cls, options: GenerateOptions) -> Form:
-        """The fields that stand for these options."""
+        """Return the fields that stand for these options."""
         return cls(
             model=options.model,
             prompt=options.prompt,
@@ -61,9 +61,6 @@ class Form:
         """Check the fields.
 
         ``machine`` has the options that the command line sets for all trials, such as ``device``.
-
-        Raises:
-            ConfigError: a value is missing or outside its range.
         """
         if self.ratio is None:
             raise ConfigError("ratio: it is empty; give a number from 0 to 1, such as 0.5")
@@ -80,7 +77,7 @@ class Form:
 
 
 def _number(name: str, text: str) -> float | None:
-    """A number; None if the field is empty."""
+    """Return a number; None if the field is empty."""
     try:
         return float(text) if (text or "").strip() else None
     except ValueError:
@@ -88,7 +85,7 @@ def _number(name: str, text: str) -> float | None:
 
 
 def _whole(name: str, value: float | None) -> int:
-    """A number of the page as an integer; browsers send 20 and 20.0 alike."""
+    """Return a number of the page as an integer; browsers send 20 and 20.0 alike."""
     if value is None or value != int(value):
         given = "nothing" if value is None else f"{value:g}"
         raise ConfigError(f"{name}: expected a whole number, got {given}")

@@ -21,14 +21,9 @@ _SHORTEST_ERROR = 20  # seconds that an error stays on the page
 
 
 def build(model: str, **machine: Any) -> Any:
-    """Build the page.
+    """Build the page as Gradio's ``Blocks``.
 
-    Args:
-        model: the model that is chosen at first. The bundled ones can be chosen too.
-        machine: ``device`` and ``dtype`` of all trials, as for ``GenerateOptions``.
-
-    Returns:
-        Gradio's ``Blocks``.
+    ``model`` is chosen at first. ``machine`` has the ``device`` and ``dtype`` of all trials.
     """
     import gradio as gr
 
@@ -117,7 +112,7 @@ def build(model: str, **machine: Any) -> Any:
 
 
 def _fields(gr: Any, model: str, first: Form) -> tuple[list[Any], Any, Any]:
-    """The fields in the order of :class:`Form`, and the buttons to draw and to stop."""
+    """Return the fields in the order of :class:`Form`, and the buttons to draw and to stop."""
     models = list(dict.fromkeys((model, *demo.NAMES)))
     fields = [
         gr.Dropdown(models, value=first.model, label="Model"),
@@ -139,7 +134,7 @@ def _fields(gr: Any, model: str, first: Form) -> tuple[list[Any], Any, Any]:
 
 
 def _results(gr: Any) -> list[Any]:
-    """The components that show a trial, in the order of :func:`_content`."""
+    """Return the components that show a trial, in the order of :func:`_content`."""
     tiles = gr.HTML(texts.nothing_yet(), elem_id="tiles", min_height=88, padding=False)
     with gr.Row():
         slider = gr.ImageSlider(

@@ -37,17 +37,10 @@ def serve(
     browser: bool = False,
     on_ready: Callable[[str], None] = print,
 ) -> None:
-    """Serve a page until Ctrl-C.
+    """Serve a page, which ``build`` makes as Gradio's ``Blocks``, until Ctrl-C.
 
-    Args:
-        build: makes Gradio's ``Blocks``.
-        host: address to listen on. Any other than 127.0.0.1 lets other machines use the page.
-        port: the port. None: the first free one from 7860 on.
-        browser: whether to open the page in a browser.
-        on_ready: is called with the address of the page.
-
-    Raises:
-        ConfigError: the address or the port cannot be used.
+    Any host other than 127.0.0.1 lets other machines use the page. Without a port, it is the first free one
+    from 7860 on. ``on_ready`` is called with the address of the page.
     """
     os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
     with tempfile.TemporaryDirectory(prefix="tokenmerge-play-") as pictures:

@@ -17,12 +17,12 @@ _LEAST_SPEEDUP = 1.05  # one call of each does not show a smaller one
 
 
 def closeness(trial: Trial) -> str:
-    """How close merged is to dense."""
+    """Return how close merged is to dense."""
     return "identical" if trial.identical else f"{trial.psnr:.1f} dB"
 
 
 def tiles(trial: Trial) -> str:
-    """The figures of a trial, as HTML."""
+    """Return the figures of a trial, as HTML."""
     figures = (
         ("Dense", f"{trial.dense_seconds:.2f} s"),
         ("Merged", f"{trial.merged_seconds:.2f} s"),
@@ -34,12 +34,12 @@ def tiles(trial: Trial) -> str:
 
 
 def nothing_yet() -> str:
-    """The hint before the first trial, as HTML."""
+    """Return the hint before the first trial, as HTML."""
     return '<p class="hint">Press Draw. The picture is drawn dense and merged from the same seed.</p>'
 
 
 def caption(trial: Trial) -> str:
-    """The settings and the figures of a trial in one line, for the gallery."""
+    """Return the settings and the figures of a trial in one line, for the gallery."""
     options = trial.options
     settings = f"{options.merging.method} {options.merging.changes['ratio']:g}"
     size = "" if options.size is None else "×".join(map(str, options.size))
@@ -51,17 +51,17 @@ def caption(trial: Trial) -> str:
 
 
 def groups_caption(trial: Trial) -> str:
-    """The text below the picture with the merged groups, as HTML."""
+    """Return the text below the picture with the merged groups, as HTML."""
     return f'<p class="caption">One border, one merged token: {html.escape(trial.groups_text)}.</p>'
 
 
 def details(trial: Trial) -> str:
-    """What merged, in several lines of plain text."""
+    """Return what merged, in several lines of plain text."""
     return "\n".join([trial.summary, *trial.notes])
 
 
 def sentence(error: Exception) -> str:
-    """An error in one line, as HTML."""
+    """Return an error in one line, as HTML."""
     if isinstance(error, TokenMergingError):
         return html.escape(str(error))
     if is_out_of_memory(error):
@@ -88,7 +88,7 @@ def python_lines(options: GenerateOptions) -> str:
 
 
 def _merging(options: GenerateOptions) -> str:
-    """The arguments of ``apply_token_merging`` after the pipeline."""
+    """Return the arguments of ``apply_token_merging`` after the pipeline."""
     method, ratio = options.merging.method, options.merging.changes.get("ratio", 0.5)
     if method == AUTO:
         return f"{float(ratio)}"
@@ -98,7 +98,7 @@ def _merging(options: GenerateOptions) -> str:
 
 
 def tune_command(trial: Trial) -> str:
-    """The command that searches for the closest settings at the speed of a trial.
+    """Return the command that searches for the closest settings at the speed of a trial.
 
     If merging was not faster in it, the command asks for settings that are at least as close, or, if the
     pictures are identical, for a speed-up of 1.5.

@@ -32,9 +32,6 @@ class ResultsFile(Generic[R]):
 
     ``kinds`` are the kinds of records that matter to the run; other lines are skipped. ``records`` has the
     last one of each key, and ``notes`` are messages for the user about the file.
-
-    Raises:
-        ConfigError: the file cannot be written, another run is writing to it, or it holds something else.
     """
 
     def __init__(self, path: Path, *kinds: type[R]) -> None:
@@ -171,11 +168,7 @@ class Results:
 
 
 def read_results(paths: Sequence[Path]) -> Results:
-    """Read results files of ``bench`` and ``evaluate``, and all ``*.jsonl`` files of folders.
-
-    Raises:
-        ConfigError: there is no file, or a file cannot be read or has other records.
-    """
+    """Read results files of ``bench`` and ``evaluate``, and all ``*.jsonl`` files of folders."""
     cells: dict[str, CellRecord] = {}
     quality: dict[str, QualityRecord] = {}
     samples: dict[tuple[Path, str], Sample] = {}
@@ -214,9 +207,6 @@ def read_records(
 
     Lines of other kinds are skipped, or refused if ``only`` is true. ``notes`` gets a message if the last
     line is incomplete.
-
-    Raises:
-        ConfigError: as for :func:`read_lines`, or a line is not a valid record of an allowed kind.
     """
     known = {kind.KIND: kind for kind in kinds}
     for number, values in read_lines(path, notes):
@@ -234,9 +224,6 @@ def read_lines(path: Path, notes: list[str] | None = None) -> Iterator[tuple[int
     """Read the objects of a JSON-lines file with their line numbers. An incomplete last line is skipped.
 
     ``notes`` gets a message about that line.
-
-    Raises:
-        ConfigError: the file cannot be read, or a line before the last is not a JSON object.
     """
     text = read_bytes(path, "results", "give a file of tokenmerge bench or evaluate")
     torn = _torn_end(text)

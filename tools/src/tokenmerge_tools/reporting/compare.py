@@ -33,7 +33,7 @@ class Change:
         return None if self.before is None or self.after is None else self.after / self.before
 
     def slower(self, tolerance: float) -> bool:
-        """Whether the cell takes more than ``1 + tolerance`` times as long, or no longer runs."""
+        """Return whether the cell takes more than ``1 + tolerance`` times as long, or no longer runs."""
         if self.before is not None and self.after is None:
             return True
         return self.ratio is not None and self.ratio > 1 + tolerance
@@ -60,16 +60,12 @@ class Comparison:
     only_after: tuple[str, ...]
 
     def slower(self, tolerance: float) -> list[Change]:
-        """The cells that became slower by more than ``tolerance``, a fraction ≥ 0."""
+        """Return the cells that became slower by more than ``tolerance``, a fraction ≥ 0."""
         return [change for change in self.changes if change.slower(tolerance)]
 
 
 def compare(before: Iterable[CellRecord], after: Iterable[CellRecord]) -> Comparison:
-    """Match cells with the same conditions, apart from versions, commit and number of calls.
-
-    Raises:
-        ConfigError: no cell is in both.
-    """
+    """Match cells with the same conditions, apart from versions, commit and number of calls."""
     first = {_same(cell): cell for cell in before}
     second = {_same(cell): cell for cell in after}
     changes = tuple(
@@ -94,9 +90,6 @@ def parse_tolerance(text: str) -> float:
 
     >>> parse_tolerance("5%")
     0.05
-
-    Raises:
-        ConfigError: it is not a percentage ≥ 0.
     """
     found = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*%\s*", text)
     if found is None:

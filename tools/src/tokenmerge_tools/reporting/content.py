@@ -85,7 +85,7 @@ def _readable(samples: Sequence[Sample]) -> tuple[list[Sample], list[str]]:
 
 
 def _conditions(cells: Sequence[CellRecord]) -> list[tuple[str, str]]:
-    """The conditions that all cells of a run share, once for each run."""
+    """Return the conditions that all cells of a run share, once for each run."""
     shared: dict[str, str] = {}
     varying = ("variant", "settings", "attention", "compile", "width", "height", "batch", "model", "frames")
     for cell in cells:
@@ -99,7 +99,7 @@ def _conditions(cells: Sequence[CellRecord]) -> list[tuple[str, str]]:
 
 
 def _conditions_of_quality(records: Sequence[QualityRecord]) -> list[tuple[str, str]]:
-    """The conditions that the pictures of all variants share, once for each set of pictures."""
+    """Return the conditions that the pictures of all variants share, once for each set of pictures."""
     shared: dict[str, str] = {}
     for record in records:
         if record.conditions:
@@ -112,8 +112,7 @@ def _conditions_of_quality(records: Sequence[QualityRecord]) -> list[tuple[str, 
 def newest_cells(cells: Iterable[CellRecord]) -> tuple[list[CellRecord], list[str]]:
     """Select the last cell among those that would have the same name in the same table.
 
-    Returns:
-        The selected cells, and a note on the conditions that differ if any cell is left out.
+    If any cell is left out, a note names the conditions that differ.
     """
     by_age = sorted(cells, key=lambda cell: cell.finished)
     return _last(by_age, lambda cell: (*where_of(cell), what_of(cell)), "cells")
@@ -143,20 +142,12 @@ def _last(by_age: Sequence[R], name: Callable[[R], Hashable], what: str) -> tupl
 
 
 def data_address(path: Path) -> str:
-    """Encode a PNG, JPEG or WebP file as a data URL.
-
-    Raises:
-        ConfigError: the file cannot be read, or has another format.
-    """
+    """Encode a PNG, JPEG or WebP file as a data URL."""
     return f"data:{picture_type(path)};base64,{base64.b64encode(path.read_bytes()).decode()}"
 
 
 def picture_type(path: Path) -> str:
-    """Find the media type of a PNG, JPEG or WebP file from its first bytes.
-
-    Raises:
-        ConfigError: the file cannot be read, or has another format.
-    """
+    """Find the media type of a PNG, JPEG or WebP file from its first bytes."""
     try:
         check_regular(path)
         with path.open("rb") as file:

@@ -136,7 +136,7 @@ def _against_closeness(cells: Sequence[CellRecord], quality: Sequence[QualityRec
 
 
 def _varies(lines: Sequence[Line]) -> bool:
-    """Whether the points differ in closeness. A single point counts too."""
+    """Return whether the points differ in closeness. A single point counts too."""
     points = [x for line in lines for x, _ in line.points]
     return len(points) == 1 or len(set(points)) > 1
 
@@ -144,7 +144,7 @@ def _varies(lines: Sequence[Line]) -> bool:
 def _lines_of_methods(
     records: Sequence[QualityRecord], metric: str, cells: Sequence[CellRecord]
 ) -> Iterable[Line]:
-    """One line for each method, with a point for each ratio, and one line for fewer steps.
+    """Return one line for each method, with a point for each ratio, and one line for fewer steps.
 
     The speed-up is from the benchmark if it has the variant, otherwise from the evaluation. A number of fewer
     steps may be timed beside several methods. Its point is then the median.
@@ -165,7 +165,7 @@ def _lines_of_methods(
 
 
 def _speedup(record: QualityRecord, cells: Sequence[CellRecord]) -> float | None:
-    """The speed-up of a variant at the number of steps of its pictures; None if it is unknown."""
+    """Return the speed-up of a variant at the number of steps of its pictures; None if it is unknown."""
     cell = cell_of_pictures(record.label, record.drawn_with, cells)
     if cell is None or cell.speedup is None:
         return record.speedup
@@ -237,7 +237,7 @@ def _family(variant: str, settings: Mapping[str, Any]) -> str:
 
 
 def _knob(record: QualityRecord) -> float:
-    """The number that labels a point, such as its ratio or number of steps; NaN if it has none."""
+    """Return the number that labels a point, such as its ratio or number of steps; NaN if it has none."""
     if record.steps_used is not None:
         return float(record.steps_used)
     return float(next((record.settings[name] for name in _KNOBS if name in record.settings), math.nan))

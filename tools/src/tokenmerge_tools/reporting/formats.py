@@ -28,12 +28,7 @@ _MORE = (
 
 
 def as_html(content: Content) -> str:
-    """Format one page that contains all pictures, plots, styles and scripts.
-
-    Raises:
-        MissingExtraError: jinja2 or matplotlib is not installed.
-        ConfigError: a picture cannot be read.
-    """
+    """Format one page that contains all pictures, plots, styles and scripts."""
     try:
         import jinja2
     except ImportError as error:
@@ -68,7 +63,7 @@ def as_html(content: Content) -> str:
 
 
 def _shared_notes(tables: Sequence[Table]) -> tuple[list[str], list[Table]]:
-    """Notes that all tables of a section have, and the tables without them."""
+    """Return notes that all tables of a section have, and the tables without them."""
     first, *others = tables
     shared = [note for note in first.notes if others and all(note in table.notes for table in others)]
     kept = [
@@ -105,7 +100,7 @@ def as_markdown(content: Content) -> str:
 
 
 def as_csv(cells: Iterable[CellRecord]) -> str:
-    """One line for each cell, with its results and conditions."""
+    """Return one line for each cell, with its results and conditions."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     figures = (
@@ -140,7 +135,7 @@ def as_csv(cells: Iterable[CellRecord]) -> str:
 
 
 def quality_as_csv(records: Iterable[QualityRecord]) -> str:
-    """One line for each value of a quality metric, with the conditions of its pictures."""
+    """Return one line for each value of a quality metric, with the conditions of its pictures."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     conditions = ("steps", "scheduler", "guidance", "dtype", "device", "attention", "commit")

@@ -80,7 +80,7 @@ def _by_pictures(charts: Iterable[Chart]) -> dict[str, list[Chart]]:
 
 
 def _shared_parts(titles: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The parts that all titles share, and each title without them.
+    """Return the parts that all titles share, and each title without them.
 
     >>> _shared_parts(["a, 4 steps, fp32", "b, 4 steps, fp32"])
     (['4 steps', 'fp32'], ['a', 'b'])
@@ -91,7 +91,7 @@ def _shared_parts(titles: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _natural(text: str) -> list[tuple[bool, int, str]]:
-    """A key that sorts texts by the values of the numbers in them.
+    """Return a key that sorts texts by the values of the numbers in them.
 
     >>> sorted(["20 steps", "4 steps"], key=_natural)
     ['4 steps', '20 steps']
@@ -101,7 +101,7 @@ def _natural(text: str) -> list[tuple[bool, int, str]]:
 
 
 def _points(charts: Sequence[Chart]) -> tuple[dict[_Point, float], dict[_Point, _Figures]]:
-    """Speed-up and closeness of each point. The charts of all metrics have the same points."""
+    """Return the speed-up and closeness of each point. The charts of all metrics have the same points."""
     speeds: dict[_Point, float] = {}
     figures: dict[_Point, _Figures] = {}
     for chart in charts:

@@ -21,13 +21,13 @@ _SPEEDUP = "speed-up: t_dense / t per picture, median and quartiles"
 
 
 def where_drawn(record: QualityRecord) -> tuple[str, int, int, str]:
-    """What the records of one table have in common."""
+    """Return what the records of one table have in common."""
     shared = key_of({name: record.conditions.get(name) for name in (*_SHARED, "frames")})
     return record.model, record.width, record.height, shared
 
 
 def quality_name(record: QualityRecord) -> str:
-    """The title of the record's table."""
+    """Return the title of the record's table."""
     parts = [record.model, f"{record.width} × {record.height}"]
     if (frames := record.conditions.get("frames")) is not None:
         parts.append(f"{frames} frames")

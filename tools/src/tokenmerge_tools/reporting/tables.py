@@ -49,18 +49,18 @@ def measured_tables(cells: Iterable[CellRecord]) -> list[Table]:
 
 
 def where_of(cell: CellRecord) -> tuple[Any, ...]:
-    """What the cells of one table have in common."""
+    """Return what the cells of one table have in common."""
     return tuple(cell.conditions[name] for name in SETTING)
 
 
 def what_of(cell: CellRecord) -> str:
-    """What differs between the cells of one table: variant, attention and compilation."""
+    """Return what differs between the cells of one table: variant, attention and compilation."""
     compiled = ", compiled" if cell.conditions["compile"] else ""
     return f"{cell.label}, {attention_name(cell.conditions['attention'])}{compiled}"
 
 
 def attention_name(attention: str) -> str:
-    """The name of an attention implementation in a report.
+    """Return the name of an attention implementation in a report.
 
     >>> attention_name("default")
     'plain attention'
@@ -69,7 +69,7 @@ def attention_name(attention: str) -> str:
 
 
 def setting_name(conditions: Mapping[str, Any]) -> str:
-    """The title of a setting."""
+    """Return the title of a setting."""
     return f"{call_name(conditions)}, {machine_name(conditions)}"
 
 
@@ -88,7 +88,7 @@ def call_name(conditions: Mapping[str, Any]) -> str:
 
 
 def sampling_name(conditions: Mapping[str, Any]) -> str:
-    """The number of steps, and the scheduler and guidance scale unless they are the model's defaults.
+    """Return the number of steps, and the scheduler and guidance scale unless they are the model's defaults.
 
     >>> sampling_name({"steps": 50, "scheduler": "plms", "guidance": 7.5})
     '50 steps, plms, guidance 7.5'
@@ -103,7 +103,7 @@ def sampling_name(conditions: Mapping[str, Any]) -> str:
 
 
 def machine_name(conditions: Mapping[str, Any]) -> str:
-    """The name of the device, with the number of threads for a CPU."""
+    """Return the name of the device, with the number of threads for a CPU."""
     name: str = conditions["device_name"]
     if conditions["device"] == "cpu":
         name += f", {conditions['threads']} thread{'s' if conditions['threads'] > 1 else ''}"

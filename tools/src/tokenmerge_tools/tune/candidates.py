@@ -88,12 +88,7 @@ class Candidate:
 
 
 def candidates(goal: Goal, steps: int) -> list[Candidate]:
-    """List what a search tries, in order: ``auto``, baselines, step reuse, merging, presets.
-
-    Args:
-        goal: what is wanted.
-        steps: denoising steps of dense.
-    """
+    """List what a search tries, in order: ``auto``, baselines, step reuse, merging, presets."""
     found = [_candidate(text, steps, family, strength) for family, text, strength in _merging()]
     number = len(_RATIOS_OF_AUTO)
     found[number:number] = _rivals(goal, steps)
@@ -110,13 +105,7 @@ def candidates(goal: Goal, steps: int) -> list[Candidate]:
 def in_force(config: ToMeConfig, steps: int, merges: bool) -> ToMeConfig | None:
     """Reduce settings to what they do in a generation of ``steps`` steps, so that equal ones are tried once.
 
-    Args:
-        config: the settings, at the scale of guidance of the generation.
-        steps: denoising steps.
-        merges: whether any token merges at the size of the picture.
-
-    Returns:
-        The reduced settings; None if they save nothing.
+    The result is None if they save nothing. ``merges`` says whether any token merges at this size.
 
     >>> in_force(ToMeConfig(ratio=0.5, reuse=StepReuse(every=4, span=0.2)), steps=4, merges=False) is None
     True

@@ -41,7 +41,7 @@ class Goal:
         return self.metric in LOWER_IS_CLOSER
 
     def closeness(self, value: float) -> float:
-        """A value of the metric, negated if lower is closer, so that larger is closer."""
+        """Return a value of the metric, negated if lower is closer, so that larger is closer."""
         return -value if self.lower_is_closer else value
 
     @property
@@ -53,7 +53,7 @@ class Goal:
         return self.closeness(self.value)
 
     def __str__(self) -> str:
-        """The goal in words.
+        """Return the goal in words.
 
         >>> str(Goal("psnr", speedup=1.5)), str(Goal("lpips", value=0.1))
         ('a speed-up of at least 1.5', 'LPIPS of at most 0.1')
@@ -65,16 +65,7 @@ class Goal:
 
 
 def parse_goal(min_speedup: float | None, bounds: Mapping[str, float | None], metric: str | None) -> Goal:
-    """Make the goal from the options of the command line.
-
-    Args:
-        min_speedup: smallest speed-up.
-        bounds: worst value of each metric; None for a metric without a bound.
-        metric: the metric of closeness for a wanted speed-up. None: PSNR.
-
-    Raises:
-        ConfigError: not exactly one goal is given, or no setting can reach it.
-    """
+    """Make the goal from the options of the command line. ``bounds`` has the worst value of each metric."""
     given = {name: value for name, value in bounds.items() if value is not None}
     flags = [*(["min-speedup"] if min_speedup is not None else []), *map(flag_of, given)]
     if len(flags) != 1:
@@ -106,7 +97,7 @@ def parse_goal(min_speedup: float | None, bounds: Mapping[str, float | None], me
 
 
 def flag_of(metric: str) -> str:
-    """The option for a metric.
+    """Return the option for a metric.
 
     >>> flag_of("lpips"), flag_of("psnr")
     ('max-lpips', 'min-psnr')
@@ -119,9 +110,6 @@ def parse_seconds(text: str) -> float:
 
     >>> parse_seconds("10min"), parse_seconds("90s"), parse_seconds("1.5h")
     (600.0, 90.0, 5400.0)
-
-    Raises:
-        ConfigError: it is not a duration above 0.
     """
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(s|min|h)\s*", text)
     if found is None or float(found[1]) == 0:
@@ -144,9 +132,6 @@ class TuneOptions:
         metric: the metric of closeness with its network, such as ``"dino=FOLDER"``. None: that of the goal.
         out: file for the settings, ending in ``.json``. Records, pictures and the chart of speed-up against
             closeness go beside it.
-
-    Raises:
-        ConfigError: a value is outside these ranges, or two values contradict each other.
     """
 
     goal: Goal
@@ -182,11 +167,9 @@ class TuneOptions:
         return self.out.with_suffix(".jsonl")
 
     def evaluation(self, prompts: int | None = None) -> EvaluateOptions:
-        """The options of ``tokenmerge evaluate`` for drawing the same pictures.
+        """Return the options of ``tokenmerge evaluate`` for drawing the same pictures.
 
-        Args:
-            prompts: number of available prompts. If it is less than ``items``, each is drawn with several
-                seeds. None: one seed.
+        If there are fewer ``prompts`` than ``items``, each is drawn with several seeds.
         """
         shared = ("model", "prompts", "size", "steps", "guidance", "scheduler", "dtype", "device")
         return EvaluateOptions(

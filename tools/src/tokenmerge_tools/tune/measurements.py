@@ -65,11 +65,7 @@ class Estimate:
     closeness_error: float
 
     def objectives(self, wants_speed: bool) -> tuple[float, float, float]:
-        """The value that has to reach the goal, its standard error, and the value that decides among those.
-
-        Args:
-            wants_speed: whether the goal is a speed-up.
-        """
+        """Return the value that has to reach the goal, its standard error, and the value that decides."""
         if wants_speed:
             return self.speedup, self.speedup_error, self.closeness
         return self.closeness, self.closeness_error, self.speedup
@@ -106,17 +102,10 @@ def _timing_noise(groups: Sequence[Sequence[Look]]) -> float:
 
 
 def paired(better: Sequence[Look], other: Sequence[Look], wants_speed: bool) -> tuple[float, float]:
-    """Mean difference between two settings over their common rounds, and its standard error.
+    """Return the mean difference between two settings over their common rounds, and its standard error.
 
-    Args:
-        better: looks of one setting.
-        other: looks of the other.
-        wants_speed: whether the goal is a speed-up. If it is, closeness is compared, otherwise the logarithm
-            of the speed-up.
-
-    Returns:
-        (mean, standard error) of the first minus the second. The error is infinite for fewer than two common
-        rounds.
+    For a wanted speed, closeness is compared, otherwise the logarithm of the speed-up. The error is infinite
+    for fewer than two common rounds.
     """
 
     def value(look: Look) -> float:

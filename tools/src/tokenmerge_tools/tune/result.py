@@ -27,11 +27,7 @@ _SHOWN = 8
 def write_result(search: Search) -> list[str]:
     """Write the settings, the chart of speed-up against closeness, and the picture of the worst prompt.
 
-    Returns:
-        One line for each file, with its path, or with the reason why it was not written.
-
-    Raises:
-        ConfigError: a file cannot be written.
+    The result has a line for each file, with its path, or with the reason why it was not written.
     """
     out = search.options.out
     write_json(out, _content(search))
@@ -48,13 +44,13 @@ def write_result(search: Search) -> list[str]:
 
 
 def found_for(search: Search) -> FoundFor:
-    """The model, size and number of steps that the settings were found for."""
+    """Return the model, size and number of steps that the settings were found for."""
     height, width = search.latent
     return FoundFor(search.model, height, width, search.options.steps)
 
 
 def python_lines(search: Search) -> str:
-    """The line of Python that applies the settings."""
+    """Return the line of Python that applies the settings."""
     return f"tokenmerge.apply_token_merging(pipe, {str(search.options.out)!r})"
 
 

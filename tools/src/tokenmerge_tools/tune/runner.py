@@ -90,14 +90,6 @@ def tune(
 
     Every measurement is written to the results file at once. The same command continues the search, also with
     a larger budget.
-
-    Args:
-        options: what to search for.
-        on_progress: called before each picture.
-        on_note: called with messages for the user.
-
-    Raises:
-        TokenMergingError: an option does not fit the model or the machine.
     """
     require_diffusers("tokenmerge tune")
     device = resolve_device(options.device)
@@ -182,7 +174,7 @@ class _Run:
                     self._say(left[0])
 
     def result(self, complete: bool) -> Search:
-        """The search with its decision."""
+        """Return the search with its decision."""
         pipe, denoiser = self.rounds.pipe, self.rounds.denoiser
         return Search(
             self.options,
@@ -231,7 +223,7 @@ class _Run:
             )
 
     def _guided(self, config: ToMeConfig) -> ToMeConfig:
-        """The settings at the scale of guidance that the pictures are drawn with."""
+        """Return the settings at the scale of guidance that the pictures are drawn with."""
         return config.at_guidance(self.rounds.call.guidance)
 
     def _all_configs(self) -> dict[str, ToMeConfig | None]:

@@ -69,18 +69,10 @@ def next_round(
     items: int,
     counted: Mapping[str, float],
 ) -> Round | None:
-    """Choose what to measure next.
+    """Choose what to measure next; None if the search is over.
 
-    Args:
-        entries: all settings, in the order in which they are tried.
-        looks: the measurements so far.
-        goal: what is wanted.
-        budget: seconds that all looks together may cost.
-        items: number of prompts and seeds, ≥ 1.
-        counted: speed-up by counted operations, by name, for settings where it is known.
-
-    Returns:
-        The next round; None if the search is over.
+    ``entries`` are all settings in the order in which they are tried, ``budget`` the seconds that all looks
+    may cost, ``items`` the number of prompts and seeds, and ``counted`` the known speed-ups by operations.
     """
     left = budget - sum(look.cost for look in looks)
     looked = {look.name for look in looks}
@@ -113,7 +105,7 @@ def next_round(
 def hopeless(
     entry: Entry, entries: Sequence[Entry], looks: Sequence[Look], goal: Goal, counted: Mapping[str, float]
 ) -> bool:
-    """Whether a setting that was not tried cannot be the result.
+    """Return whether a setting that was not tried cannot be the result.
 
     A setting that saves no operations cannot. For a wanted speed, a setting cannot if its counted operations,
     or a stronger setting of its family, show that it is too slow. For a wanted closeness, it cannot if they
@@ -135,7 +127,7 @@ def hopeless(
 
 
 def survivors(entries: Sequence[Entry], looks: Sequence[Look], goal: Goal) -> list[Entry]:
-    """The best third of the settings, at least three, the best of each group, and close calls."""
+    """Return the best third of the settings, at least three, the best of each group, and close calls."""
     measured = estimates(looks)
     found = [measured[entry.name] for entry in entries if entry.name in measured]
     order = ranking(found, goal)
@@ -149,7 +141,7 @@ def survivors(entries: Sequence[Entry], looks: Sequence[Look], goal: Goal) -> li
 
 
 def ranking(found: Sequence[Estimate], goal: Goal) -> list[str]:
-    """Names of settings, the most promising first.
+    """Return the names of settings, the most promising first.
 
     Those that reach the goal are ordered by closeness for a wanted speed, and by speed for a wanted
     closeness. After every two of them comes one that misses the goal, the nearest first, since few prompts
@@ -173,7 +165,7 @@ def ranking(found: Sequence[Estimate], goal: Goal) -> list[str]:
 
 
 def _close_calls(found: Sequence[Estimate], goal: Goal) -> set[str]:
-    """Names of settings that miss the goal by at most one standard error, and may be the best ones.
+    """Name the settings that miss the goal by at most one standard error, and may be the best ones.
 
     They are better than those that surely reach it: closer for a wanted speed, faster for a wanted closeness.
     """
@@ -193,7 +185,7 @@ def _dominates(one: Estimate, other: Estimate) -> bool:
 
 
 def _fitting(wanted: Round, looks: Sequence[Look], left: float) -> Round | None:
-    """The part of a round that fits into the time left. The first round of a search is always one setting."""
+    """Cut a round to the time left. The first round of a search is always one setting."""
     if not looks:
         return Round(wanted.item, wanted.names[:1])
     dense = median(look.dense_seconds for look in looks)

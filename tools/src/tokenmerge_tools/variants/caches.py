@@ -18,10 +18,6 @@ def deepcache(pipe: Any, config: None, report: None, interval: float) -> Iterato
     """Run the whole UNet only every ``interval`` steps, with the package DeepCache.
 
     The last layer of the last up block runs at every step. Source: arXiv 2312.00858.
-
-    Raises:
-        ConfigError: ``pipe`` is only a denoiser, or ``interval`` is not an integer ≥ 2.
-        UnsupportedModelError: the pipeline has no UNet.
     """
     check_pipeline("deepcache", pipe)
     if interval < 2 or interval != int(interval):
@@ -52,10 +48,6 @@ def first_block_cache(pipe: Any, config: None, report: None, threshold: float) -
 
     ``threshold`` is the relative mean absolute difference up to which blocks are skipped. A higher threshold
     is faster and less close to dense.
-
-    Raises:
-        ConfigError: ``pipe`` is only a denoiser.
-        UnsupportedModelError: the model has no list of transformer blocks.
     """
     from diffusers import CacheMixin, FirstBlockCacheConfig
 
@@ -90,7 +82,7 @@ def first_block_cache(pipe: Any, config: None, report: None, threshold: float) -
 
 
 def _blocks_with_text(model: nn.Module) -> nn.ModuleList:
-    """The joint blocks that return both the image and the text stream."""
+    """Return the joint blocks that return both the image and the text stream."""
     blocks = getattr(model, "transformer_blocks", ())
     return nn.ModuleList(block for block in blocks if not getattr(block, "context_pre_only", False))
 

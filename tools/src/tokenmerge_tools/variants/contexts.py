@@ -29,13 +29,13 @@ _BOUNDING = (
 
 
 def bounds(config: ToMeConfig) -> bool:
-    """Whether the oracle bounds these settings: they merge around layers, and do the same at every step."""
+    """Return whether the oracle bounds these settings: they merge around layers, alike at every step."""
     changing = config.schedule != Schedule() or config.correction.on or config.token_reuse or config.reuse.on
     return config.scope == "layers" and not (changing or config.levels)
 
 
 def bounding_settings(config: ToMeConfig) -> tuple[str, ...]:
-    """Names of the settings that the time of a configuration's oracle depends on."""
+    """Return the names of the settings that the time of a configuration's oracle depends on."""
     return (*_BOUNDING, "planner") if config.planner in OWN_NUMBER else _BOUNDING
 
 
@@ -59,11 +59,7 @@ def tokenmerge(
 
 @contextlib.contextmanager
 def tomesd(model: nn.Module, config: ToMeConfig, report: Report) -> Iterator[None]:
-    """Merge tokens with the package tomesd.
-
-    Raises:
-        UnsupportedModelError: tomesd finds no block in the model. It does not report this itself.
-    """
+    """Merge tokens with the package tomesd."""
     original: Any = importlib.import_module("tomesd")
     settings = {name: value for name, value in config.to_dict().items() if name in TOMESD_SETTINGS}
     # tomesd leaves its own attributes on the modules when it is removed.
@@ -90,10 +86,6 @@ def oracle(model: nn.Module, config: ToMeConfig, report: Report) -> Iterator[Non
     The images are wrong. No method that merges the same layers at this ratio can be faster.
 
     The report has the numbers of tokens before and after merging in each block.
-
-    Raises:
-        ConfigError: the oracle does not bound these settings, nothing would merge, or a layer takes other
-            inputs that follow its tokens.
     """
     if not bounds(config):
         raise ConfigError(
@@ -129,7 +121,7 @@ def _check_shortening(model: nn.Module, config: ToMeConfig) -> None:
 
 
 def _shortened(base: type[nn.Module], tokens: int, kept: int) -> type[nn.Module]:
-    """A subclass whose forward runs on the first ``kept`` of ``tokens`` tokens [b, tokens, c]."""
+    """Return a subclass whose forward runs on the first ``kept`` of ``tokens`` tokens [b, tokens, c]."""
     # A plain function, which torch.compile can trace.
     original: Callable[..., Tensor] = base.forward
 

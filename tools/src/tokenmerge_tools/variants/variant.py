@@ -58,7 +58,7 @@ class VariantKind:
     options: Mapping[str, float | str] = dataclasses.field(default_factory=dict)
 
     def missing(self) -> str | None:
-        """The reason why it cannot run here; None if it can."""
+        """Return the reason why it cannot run here; None if it can."""
         name = self.package and self.package.partition("==")[0]
         if not name or importlib.util.find_spec(name.replace("-", "_")) is not None:
             return None
@@ -139,7 +139,7 @@ class Variant:
         return variant.apply(pipe_or_model if whole else denoiser_of(pipe_or_model), config, report, **own)
 
     def config(self, pipe_or_model: object = None, follows_steps: bool | None = None) -> ToMeConfig | None:
-        """The configuration; None for a variant without settings.
+        """Return the configuration; None for a variant without settings.
 
         A method that chooses its settings by the model needs the model; see :func:`tokenmerge.auto.choose`.
         """
@@ -151,9 +151,6 @@ def parse_variant(text: str, ratios: Sequence[float], defaults: Mapping[str, Any
 
     There is one variant for each ratio, unless the text sets a ratio or the planner ignores it. ``defaults``
     has values of settings that the text does not set.
-
-    Raises:
-        ConfigError: the name or a setting is unknown, or a value is out of range.
 
     >>> [spec.label for spec in parse_variant("tome:merge_mlp", [0.25, 0.5], {})]
     ['tome ratio=0.25 merge_mlp', 'tome ratio=0.5 merge_mlp']
@@ -193,7 +190,7 @@ def parse_variant(text: str, ratios: Sequence[float], defaults: Mapping[str, Any
 
 
 def oracle_of(spec: Variant) -> Variant | None:
-    """The oracle that bounds a merging variant; None if there is none."""
+    """Return the oracle that bounds a merging variant; None if there is none."""
     config = None if spec.merging is None or spec.merging.needs_model else spec.config()
     if config is None or not contexts.bounds(config):
         return None
