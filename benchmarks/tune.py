@@ -24,11 +24,11 @@ from typing import Any
 import torch
 
 import tokenmerge
-from tokenmerge_tools.cli.quiet import quiet_libraries
 from tokenmerge_tools.evaluate.evaluation import plan_evaluation
 from tokenmerge_tools.evaluate.metrics import load_metrics
 from tokenmerge_tools.evaluate.prompts import Item, built_in_prompts
 from tokenmerge_tools.files import prepare_folder
+from tokenmerge_tools.pipelines.loading import quiet_libraries
 from tokenmerge_tools.tune.candidates import AUTO_FAMILY
 from tokenmerge_tools.tune.goal import Goal, TuneOptions
 from tokenmerge_tools.tune.measurements import Estimate, Look, estimates

@@ -189,7 +189,9 @@ def exported() -> None:
             own = pipe("a red apple", **arguments, generator=seeded()).images[0]
             said = "dense" if patch is None else str(patch).splitlines()[1].strip().replace("→", "to")
         with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
-            found = export(ExportOptions(out=Path("exported"), model=MODEL, merging=merging, size=size))
+            found = export(
+                ExportOptions(to="onnx", out=Path("exported"), model=MODEL, merging=merging, size=size)
+            )
             names: dict[str, Any] = {"pipe": pipe}
             exec(code, names)  # the exported denoiser takes the place of the pipeline's
             other = names["pipe"]("a red apple", **arguments, generator=seeded()).images[0]

@@ -30,15 +30,16 @@ MAY_IMPORT = {
     "bench": "files failures machine timing method_spec pipelines records variants",
     "reporting": "files records variants",
     "generate": (
-        "files failures machine timing method_spec closeness demo pipelines variants drawing reporting"
+        "files failures machine timing method_spec closeness demo pipelines variants drawing "
+        "reporting"
     ),
     "evaluate": "files failures machine closeness demo pipelines records variants drawing",
     "tune": "files failures pipelines records variants drawing reporting evaluate",
     "play": "failures method_spec closeness demo pipelines variants drawing",
     "export": "files failures method_spec pipelines",
     "cli": (
-        "files failures machine method_spec pipelines records variants drawing settings_file "
-        "bench reporting generate evaluate tune play export"
+        "files failures machine method_spec pipelines records drawing settings_file bench "
+        "reporting generate evaluate tune play export"
     ),
     "__main__": "cli",
 }

@@ -5,88 +5,100 @@ from __future__ import annotations
 import dataclasses
 import importlib
 from collections.abc import Mapping
+from functools import partial
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from tokenmerge.config.checks import Check, integer, number, one_of, optional, switch, text
 from tokenmerge.errors import ConfigError
 from tokenmerge_tools.files import read_bytes
-from tokenmerge_tools.pipelines.settings import DTYPE_CHOICES, attention_choice, check_guidance, parse_size
+from tokenmerge_tools.pipelines.options import option
+from tokenmerge_tools.pipelines.settings import (
+    ATTENTION_HELP,
+    DTYPE_CHOICES,
+    SCHEDULER_NAMES,
+    attention_choice,
+    check_guidance,
+    parse_size,
+)
 from tokenmerge_tools.variants.variant import ORACLE, VARIANTS, Variant, oracle_of, parse_variant
 
 SCOPES = ("denoiser", "pipeline")
-_FRACTION = number("a fraction of the tokens, from 0 to 1", lambda ratio: 0 <= ratio <= 1)
 _PRESETS = resources.files("tokenmerge_tools.bench") / "presets"
 
 
-def _one(check: Check, default: Any) -> Any:
-    """Return a setting that all cells share."""
-    return dataclasses.field(default=default, metadata={"check": check})
-
-
-def _axis(check: Check, *default: Any) -> Any:
-    """Return an axis. Every combination of the values of all axes is measured."""
-    return _one(check, default)
+_CHECKS: dict[str, Check] = {
+    **dict.fromkeys(("model", "variants", "device", "about"), text),
+    **dict.fromkeys(("batch", "steps", "frames", "rounds", "warmup"), integer(1)),
+    **dict.fromkeys(("max_downsample", "threads"), optional(integer(1))),
+    "size": lambda name, size: parse_size(size),
+    "dtype": one_of(DTYPE_CHOICES),
+    "attention": attention_choice,
+    "compile": switch,
+    "ratio": number("a fraction of the tokens, from 0 to 1", lambda ratio: 0 <= ratio <= 1),
+    "scope": one_of(SCOPES),
+    "scheduler": optional(text),
+    "guidance": check_guidance,
+    "seed": integer(0),
+}
+_axis, _shared = partial(option, "Axes"), partial(option, "Settings")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BenchOptions:
-    """The axes of a benchmark, and the settings that all its cells share.
+    """The axes of a benchmark, which are tuples, and the settings that all its cells share.
 
-    Fields that :class:`tokenmerge_tools.pipelines.options.GenerateOptions` also has mean the same there.
-    Every combination of the values on these axes is measured:
-
-    Args:
-        model: bundled models, folders, hub ids, or ``geometry:NAME``; at least one.
-        size: ``WIDTHxHEIGHT`` or one number for a square, in pixels. Empty: each model's default size.
-        batch: images per call, each ≥ 1.
-        dtype: dtypes, named as in ``GenerateOptions``; at least one.
-        attention: attention implementations, named as in ``GenerateOptions``; at least one.
-        compile: whether the denoiser is compiled with ``torch.compile``.
-        variants: variants to compare with dense, such as ``"tome"`` or ``"tome:ratio=0.75,merge_mlp"``.
-        ratio: ratios for the variants that do not set their own.
-
-    These settings hold for all cells:
-
-    Args:
-        max_downsample: deepest level that merges. None: the variant's default. A variant may set its own.
-        scope: ``"denoiser"`` times one call of the denoiser, ``"pipeline"`` a whole run from prompt to image.
-        guidance: above 1, the batch of the denoiser is doubled.
-        frames: frames of a video model, ≥ 1.
-        seed: seed of weights, inputs and noise, ≥ 0.
-        threads: CPU threads, ≥ 1. None: torch's default.
-        rounds: timed calls of each cell, ≥ 1. The calls of all cells of one setting are interleaved.
-        warmup: untimed calls before them, ≥ 1. Compiled cells get at least three.
-        about: a description of the grid, without effect.
+    Every combination of the values on the axes is measured. ``about`` describes a grid, without effect.
     """
 
-    model: tuple[str, ...] = _axis(text, "geometry:sd15")
-    size: tuple[str, ...] = _axis(lambda name, size: parse_size(size))
-    batch: tuple[int, ...] = _axis(integer(1), 1)
-    dtype: tuple[str, ...] = _axis(one_of(DTYPE_CHOICES), "auto")
-    attention: tuple[str, ...] = _axis(attention_choice, "sdpa")
-    compile: tuple[bool, ...] = _axis(switch, False)
-    variants: tuple[str, ...] = _axis(text, "auto", "tome", "tomesd", "fewer-steps")
-    ratio: tuple[float, ...] = _axis(_FRACTION, 0.5)
-    max_downsample: int | None = _one(optional(integer(1)), None)
-    scope: str = _one(one_of(SCOPES), "denoiser")
-    steps: int = _one(integer(1), 25)
-    scheduler: str | None = _one(optional(text), None)
-    guidance: float | None = _one(check_guidance, None)
-    frames: int = _one(integer(1), 81)
-    seed: int = _one(integer(0), 0)
-    device: str = _one(text, "auto")
-    threads: int | None = _one(optional(integer(1)), None)
-    rounds: int = _one(integer(1), 5)
-    warmup: int = _one(integer(1), 1)
-    about: str = _one(text, "")
+    model: Annotated[
+        tuple[str, ...],
+        _axis("Bundled model, folder, hub id, or geometry:NAME for random weights; @0.5 halves its layers."),
+    ] = ("geometry:sd15",)
+    size: Annotated[
+        tuple[str, ...],
+        _axis("WIDTHxHEIGHT, or N for a square, in pixels. Default: each model's own."),
+    ] = ()
+    batch: Annotated[tuple[int, ...], _axis("Pictures per call.")] = (1,)
+    dtype: Annotated[tuple[str, ...], _axis(f"{', '.join(DTYPE_CHOICES)}.")] = ("auto",)
+    attention: Annotated[tuple[str, ...], _axis(ATTENTION_HELP)] = ("sdpa",)
+    variants: Annotated[
+        tuple[str, ...],
+        _axis(
+            f"{', '.join(VARIANTS)}; or one of them with settings of ToMeConfig, such as toma:ratio=0.6 or "
+            "tome:proportional,scope=block,schedule.ratio=1.4/0.6. tomesd is the package of that name.",
+            "--variant",
+        ),
+    ] = ("auto", "tome", "tomesd", "fewer-steps")
+    ratio: Annotated[tuple[float, ...], _axis("Fraction of tokens removed.")] = (0.5,)
+    compile: tuple[bool, ...] = (False,)
+    max_downsample: Annotated[
+        int | None, _shared("Deepest level that merges. Default: the variant's own.")
+    ] = None
+    scope: Annotated[str, _shared(f"What one call covers: {', '.join(SCOPES)}.")] = "denoiser"
+    steps: Annotated[int, _shared("Denoising steps.")] = 25
+    scheduler: Annotated[
+        str | None,
+        _shared(f"{', '.join(SCHEDULER_NAMES)}, or a class name in diffusers. Default: the model's own."),
+    ] = None
+    guidance: Annotated[
+        float | None,
+        _shared("Guidance scale; above 1, the denoiser's batch is doubled. Default: the model's own."),
+    ] = None
+    frames: Annotated[int, _shared("Frames of a video model of the Wan family.")] = 81
+    seed: Annotated[int, _shared("Seed of weights, inputs and noise.")] = 0
+    device: Annotated[str, _shared("auto, cpu, cuda, cuda:1 or mps.")] = "auto"
+    threads: Annotated[int | None, _shared("CPU threads. Default: torch's choice.")] = None
+    rounds: Annotated[int, _shared("Timed calls of each cell.")] = 5
+    warmup: Annotated[int, _shared("Untimed calls before them.")] = 1
+    about: str = ""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value, is_axis = getattr(self, field.name), isinstance(field.default, tuple)
             for item in value if is_axis else (value,):
-                field.metadata["check"](field.name, item)
+                _CHECKS[field.name](field.name, item)
             if is_axis and not value and field.name != "size":
                 raise ConfigError(f"{field.name}: expected at least one value, got none")
         self.specs()

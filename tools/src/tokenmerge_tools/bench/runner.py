@@ -47,7 +47,7 @@ def run_grid(
     on_cell: Callable[[CellProgress], None] = lambda progress: None,
     on_note: Callable[[str], None] = lambda note: None,
 ) -> list[CellRecord]:
-    """Measure the cells that are not yet in the results file, and return the records in the order of the axes.
+    """Measure the cells that are not yet in the results file, and return all records, ordered by the axes.
 
     The calls of all cells of one setting are interleaved, so that changes in the machine's speed affect all
     alike. Each cell runs on its own copy of the model; the copies share their weights. A cell that runs out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Annotated, Any
 
@@ -9,9 +10,10 @@ import typer
 
 import tokenmerge
 from tokenmerge.errors import ConfigError
+from tokenmerge.integrations.comfyui import install as folder
+from tokenmerge_tools.cli import tables
+from tokenmerge_tools.cli.arguments import AsJson
 from tokenmerge_tools.cli.bench import bench
-from tokenmerge_tools.cli.comfyui import commands as comfyui
-from tokenmerge_tools.cli.env import env
 from tokenmerge_tools.cli.evaluate import evaluate
 from tokenmerge_tools.cli.export import export
 from tokenmerge_tools.cli.generate import generate
@@ -19,6 +21,7 @@ from tokenmerge_tools.cli.inspect import inspect
 from tokenmerge_tools.cli.play import play
 from tokenmerge_tools.cli.report import report
 from tokenmerge_tools.cli.tune import tune
+from tokenmerge_tools.machine import environment
 
 # typer makes this class public only through its subclass.
 _UsageError: Any = typer.BadParameter.__bases__[0]
@@ -30,6 +33,37 @@ _INTERRUPTED = 130
 def _examples(*lines: str) -> str:
     """Format examples for the end of ``--help``."""
     return "Examples:\n\n" + "\n\n".join(f"- `tokenmerge {line}`" for line in lines)
+
+
+def env(as_json: AsJson = False) -> None:
+    """Show versions, devices, threads and attention back-ends of this machine."""
+    found = environment()
+    if as_json:
+        print(json.dumps(found, indent=2))
+    else:
+        tables.show(tables.environment_table(found))
+
+
+_comfyui = typer.Typer(help="Install the node “Token Merging” for ComfyUI.", rich_markup_mode="markdown")
+
+
+@_comfyui.callback()
+def comfyui() -> None:
+    """Install the node “Token Merging” for ComfyUI."""
+
+
+@_comfyui.command()
+def install(
+    path: Annotated[str, typer.Argument(help="ComfyUI's folder, or its folder custom_nodes.")],
+) -> None:
+    """Write the node into ComfyUI's custom_nodes, and say what was written."""
+    files = folder.install(path)
+    for file in files:
+        print(f"wrote {file}")
+    print(
+        'Install tokenmerge in ComfyUI\'s Python too, and restart ComfyUI. The node "Token Merging" is under '
+        "model_patches, tokenmerge; workflows are under Templates."
+    )
 
 
 app = typer.Typer(
@@ -95,7 +129,7 @@ app.command(
 )(report)
 app.command(epilog=_examples("play", "play --model owner/name --device cuda"))(play)
 app.command(epilog=_examples("env", "env --json"))(env)
-app.add_typer(comfyui, name="comfyui", epilog=_examples("comfyui install ~/ComfyUI"))
+app.add_typer(_comfyui, name="comfyui", epilog=_examples("comfyui install ~/ComfyUI"))
 
 
 def _print_version(wanted: bool) -> None:

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated
+from typing import Annotated, get_args
 
 import typer
 
 from tokenmerge.errors import ConfigError
 from tokenmerge.report import predict
 from tokenmerge_tools.cli import tables
-from tokenmerge_tools.cli.arguments import AsJson, Size, integer, picture
-from tokenmerge_tools.cli.merging import with_merging_options
-from tokenmerge_tools.cli.quiet import quiet_libraries
+from tokenmerge_tools.cli.arguments import AsJson, takes
 from tokenmerge_tools.method_spec import MethodSpec
-from tokenmerge_tools.pipelines.loading import DEFAULT_MODEL
+from tokenmerge_tools.pipelines.loading import DEFAULT_MODEL, quiet_libraries
 from tokenmerge_tools.pipelines.meta_model import sketch
+from tokenmerge_tools.pipelines.options import Size, picture
 from tokenmerge_tools.pipelines.settings import check_size, parse_size
 
 
-@with_merging_options
+@takes()
 def inspect(
     model: Annotated[
         str,
@@ -28,11 +27,11 @@ def inspect(
         ),
     ] = DEFAULT_MODEL,
     *,
-    size: Size = None,
-    batch: Annotated[int, picture("Samples per step; guidance needs two per picture.", parser=integer)] = 2,
+    size: Annotated[str | None, get_args(Size)[1]] = None,
+    batch: Annotated[int, picture("Samples per step; guidance needs two per picture.", parser="integer")] = 2,
     steps: Annotated[
         int | None,
-        picture("Denoising steps, to report the mean operations over them.", parser=integer),
+        picture("Denoising steps, to report the mean operations over them.", parser="integer"),
     ] = None,
     reference: Annotated[
         list[str] | None,

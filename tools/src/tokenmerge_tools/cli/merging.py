@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import functools
-import inspect
-from collections.abc import Callable
-from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
 
 from tokenmerge.errors import ConfigError
 from tokenmerge_tools.cli import tables
-from tokenmerge_tools.cli.arguments import integer, number, option
-from tokenmerge_tools.cli.quiet import quiet_libraries
 from tokenmerge_tools.method_spec import METHODS, MethodSpec, read_setting
+from tokenmerge_tools.pipelines.loading import quiet_libraries
+from tokenmerge_tools.pipelines.options import option
 from tokenmerge_tools.pipelines.settings import parse_size
 from tokenmerge_tools.settings_file import changes_of_file, differences
 
@@ -26,10 +23,12 @@ SettingsFile = Annotated[
 ]
 
 
-def warn_of_differences(file: Path, model: str, size: str | None, steps: int | None) -> None:
+def warn_of_differences(
+    file: Path, model: str, size: str | tuple[int, int] | None, steps: int | None
+) -> None:
     """Say if the settings in a file were found for another model, size or number of steps."""
     quiet_libraries("--settings")
-    if warning := differences(file, model, None if size is None else parse_size(size), steps):
+    if warning := differences(file, model, parse_size(size) if isinstance(size, str) else size, steps):
         tables.say(f"note: {warning}")
 
 
@@ -38,17 +37,17 @@ def merging(
         str, _merging(f"{', '.join(METHODS)}. The options below override the method's settings.")
     ] = MethodSpec.method,
     ratio: Annotated[
-        float | None, _merging("Fraction of tokens removed, from 0 to 1 - 1/(sx*sy).", parser=number)
+        float | None, _merging("Fraction of tokens removed, from 0 to 1 - 1/(sx*sy).", parser="number")
     ] = None,
     max_downsample: Annotated[
         int | None,
-        _merging("Deepest level that merges: 1, 2, 4 or 8. Default: the method's own.", parser=integer),
+        _merging("Deepest level that merges: 1, 2, 4 or 8. Default: the method's own.", parser="integer"),
     ] = None,
     sx: Annotated[
         int | None,
-        _merging("Width in tokens of the cells with one destination each.", "--sx", parser=integer),
+        _merging("Width in tokens of the cells with one destination each.", "--sx", parser="integer"),
     ] = None,
-    sy: Annotated[int | None, _merging("Height in tokens of these cells.", "--sy", parser=integer)] = None,
+    sy: Annotated[int | None, _merging("Height in tokens of these cells.", "--sy", parser="integer")] = None,
     use_rand: Annotated[
         bool | None, _merging("Draw the destination of each cell at random.", "--rand/--no-rand")
     ] = None,
@@ -89,28 +88,3 @@ def merging(
     if method != MethodSpec.method:
         raise ConfigError(f"settings: {settings_file} sets everything; leave out --method {method}")
     return MethodSpec("tome", {**changes_of_file(settings_file), **changes})
-
-
-def with_merging_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Replace a command's argument ``merging`` with the options of :func:`merging`."""
-    options = inspect.signature(merging, eval_str=True).parameters
-
-    @functools.wraps(command)
-    def with_options(**values: Any) -> None:
-        given = {name: values.pop(name) for name in options}
-        method = merging(**given)
-        if (file := given["settings_file"]) is not None:
-            warn_of_differences(file, values["model"], values["size"], values.get("steps"))
-        command(**values, merging=method)
-
-    own = inspect.signature(command, eval_str=True).parameters
-    parameters = [
-        parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
-        for parameter in chain.from_iterable(
-            options.values() if name == "merging" else (parameter,) for name, parameter in own.items()
-        )
-    ]
-    # typer reads the signature and the annotations.
-    with_options.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    with_options.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    return with_options

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from functools import partial
 from pathlib import Path
+from typing import Annotated
 
 import torch
 
@@ -12,74 +13,116 @@ from tokenmerge.config.checks import integer, optional
 from tokenmerge.errors import ConfigError
 from tokenmerge.report import counted_speedup
 from tokenmerge_tools import demo
-from tokenmerge_tools.evaluate.drawn import Drawn, parse_variants, plan_variants
-from tokenmerge_tools.evaluate.metrics import ALL, Wanted, parse_metrics
+from tokenmerge_tools.evaluate.drawn import CHOICES, Drawn, parse_variants, plan_variants
+from tokenmerge_tools.evaluate.metrics import ALL, METRIC_NAMES, Wanted, parse_metrics
 from tokenmerge_tools.evaluate.picture_store import PictureStore
-from tokenmerge_tools.evaluate.prompts import Item, Prompt, built_in_prompts, items_of, read_prompts
+from tokenmerge_tools.evaluate.prompts import (
+    IMAGENET_TEMPLATE,
+    PROMPTS_HELP,
+    Item,
+    Prompt,
+    built_in_prompts,
+    items_of,
+    read_prompts,
+)
 from tokenmerge_tools.machine import source_commit, versions
 from tokenmerge_tools.pipelines.call import default_frames, draws_videos
 from tokenmerge_tools.pipelines.loading import DEFAULT_MODEL, ModelSource, SourceKind, find_model, read_index
 from tokenmerge_tools.pipelines.meta_model import ModelSketch, check_merging, load_sketch
-from tokenmerge_tools.pipelines.options import GenerateOptions
+from tokenmerge_tools.pipelines.options import (
+    Attention,
+    Device,
+    Dtype,
+    GenerateOptions,
+    Guidance,
+    Model,
+    Scheduler,
+    Size,
+    Steps,
+    machine,
+    option,
+    picture,
+)
 from tokenmerge_tools.pipelines.settings import check_size, dtype_name, resolve_dtype, scheduler_class_name
 from tokenmerge_tools.records.kinds import key_of
 from tokenmerge_tools.variants.variant import Variant
 
 _SMALLEST_SIDE = 11  # pixels, the window of SSIM
 _FILES = (".png", ".jpg", ".jpeg", ".webp")
-_FILES = (".safetensors", ".bin", ".json", ".txt")
+_WEIGHTS = (".safetensors", ".bin", ".json", ".txt")
+
+
+_prompts, _compared, _results = (partial(option, panel) for panel in ("Prompts", "Compared", "Results"))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvaluateOptions:
-    """What to draw, with what, and what to measure.
+    """What to draw, with what, and what to measure, checked before anything is loaded.
 
-    Fields that are not listed here are as in
-    :class:`tokenmerge_tools.pipelines.options.GenerateOptions`.
-
-    Args:
-        prompts: a file, see :func:`tokenmerge_tools.evaluate.prompts.read_prompts`. None: the built-in
-            prompts of a bundled model.
-        template: text around each line of the file, with ``{}`` in its place.
-        limit: use only this many prompts from the start, ≥ 1. None: all.
-        seeds: pictures per prompt, ≥ 1. Raising it reduces the noise of every metric and takes longer.
-        variants: what is compared with dense, such as ``"tome"`` or ``"tome:ratio=0.75,merge_mlp"``.
-        ratio: ratios for the variants that do not set their own.
-        max_downsample: deepest level that merges, for the same variants. None: the variant's default.
-        batch: pictures per call, ≥ 1. Raising it is faster on a GPU and needs more memory. Pictures change
-            only by rounding.
-        metrics: metrics in addition to PSNR and SSIM; see
-            :func:`tokenmerge_tools.evaluate.metrics.parse_metrics`.
-        reference: folder of reference pictures for FID and KID. None: the dense pictures.
-        frames: length of the videos, ≥ 2, for a pipeline that draws videos. None: the pipeline's default.
-        samples: number of prompts that the sheet and the report show, ≥ 0.
-        out: results file, ending in ``.jsonl``. The pictures go to a folder of the same name beside it.
-        grid: file for the sheet of samples. None: no sheet.
+    With more than one picture per call, pictures change only by rounding.
     """
 
-    model: str = DEFAULT_MODEL
-    prompts: Path | None = None
-    template: str | None = None
-    limit: int | None = None
-    seeds: int = 1
-    seed: int = 0
-    variants: tuple[str, ...] = ("auto", "tome", "fewer-steps")
-    ratio: tuple[float, ...] = (0.25, 0.5)
-    max_downsample: int | None = None
-    size: tuple[int, int] | None = None
-    frames: int | None = None
-    steps: int = GenerateOptions.steps
-    scheduler: str | None = None
-    guidance: float | None = None
-    batch: int = 4
-    dtype: str = GenerateOptions.dtype
-    device: str = GenerateOptions.device
-    attention: str = GenerateOptions.attention
-    metrics: tuple[str, ...] = ()
-    reference: Path | None = None
-    samples: int = 4
-    out: Path = Path("outputs/evaluate.jsonl")
-    grid: Path | None = None
+    model: Model = DEFAULT_MODEL
+    prompts: Annotated[Path | None, _prompts(PROMPTS_HELP)] = None
+    template: Annotated[
+        str | None, _prompts(f"Text around each line of the file, such as '{IMAGENET_TEMPLATE}'.")
+    ] = None
+    limit: Annotated[int | None, _prompts("Use only the first N prompts.", parser="integer")] = None
+    seeds: Annotated[int, _prompts("Pictures per prompt.", parser="integer")] = 1
+    seed: Annotated[
+        int, _prompts("Seed of the first picture of each prompt; each later one adds 1.", parser="integer")
+    ] = 0
+    variants: Annotated[
+        tuple[str, ...],
+        _compared(
+            f"{', '.join(CHOICES)}; or one of them with settings of ToMeConfig, such as toma:ratio=0.6 or "
+            "tome:proportional,scope=block,schedule.ratio=1.4/0.6. tomesd is the package of that name.",
+            "--variant",
+        ),
+    ] = ("auto", "tome", "fewer-steps")
+    ratio: Annotated[tuple[float, ...], _compared("Fraction of tokens removed.")] = (0.25, 0.5)
+    max_downsample: Annotated[
+        int | None, _compared("Deepest level that merges. Default: the variant's own.", parser="integer")
+    ] = None
+    metrics: Annotated[
+        tuple[str, ...],
+        _compared(
+            f"In addition to psnr and ssim: {', '.join(METRIC_NAMES[2:])}, or {ALL} for every metric that "
+            "works here. NAME=NETWORK uses the network in a folder or with a hub id.",
+            "--metric",
+        ),
+    ] = ()
+    reference: Annotated[
+        Path | None,
+        _compared("Folder of pictures that fid and kid compare with. Default: the dense pictures."),
+    ] = None
+    size: Size = None
+    frames: Annotated[
+        int | None,
+        picture(
+            "Frames of a video, for a model that draws videos. Default: the pipeline's.", parser="integer"
+        ),
+    ] = None
+    steps: Steps = GenerateOptions.steps
+    scheduler: Scheduler = None
+    guidance: Guidance = None
+    out: Annotated[
+        Path,
+        _results(
+            "Results file, one JSON line per record. Pictures go to a folder of the same name.", "--out", "-o"
+        ),
+    ] = Path("outputs/evaluate.jsonl")
+    grid: Annotated[
+        Path | None,
+        _results("Write a sheet of samples: one row per prompt, one column per variant.", "--save-grid"),
+    ] = None
+    samples: Annotated[int, _results("How many prompts the sheet and the report show.", parser="integer")] = 4
+    batch: Annotated[
+        int, machine("Pictures per call. It changes the pictures only by rounding.", parser="integer")
+    ] = 4
+    dtype: Dtype = GenerateOptions.dtype
+    device: Device = GenerateOptions.device
+    attention: Attention = GenerateOptions.attention
 
     def __post_init__(self) -> None:
         self.drawing("a prompt")
@@ -265,6 +308,6 @@ def weights_key(source: ModelSource) -> str | None:
         index = try_to_load_from_cache(source.location, "model_index.json")
         return Path(index).parent.name if isinstance(index, str) else None
     place = Path(source.location)
-    files = [place] if place.is_file() else sorted(f for f in place.rglob("*") if f.suffix in _FILES)
+    files = [place] if place.is_file() else sorted(f for f in place.rglob("*") if f.suffix in _WEIGHTS)
     found = {f.relative_to(place).as_posix(): (f.stat().st_size, f.stat().st_mtime_ns) for f in files}
     return key_of(found)

@@ -150,7 +150,7 @@ def write_video(path: Path, frames: Sequence[Image], about: Any) -> None:
 
 
 def read_video(path: Path, frames: int, option: str, advice: str) -> list[Image]:
-    """Read the frames of a file that :func:`write_video` wrote, as RGB. There must be this number of frames."""
+    """Read the frames that :func:`write_video` wrote, as RGB. There must be this number of them."""
     import PIL.Image
     from PIL import ImageSequence
 

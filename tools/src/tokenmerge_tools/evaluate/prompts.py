@@ -13,6 +13,10 @@ from tokenmerge_tools.demo.glyphs import caption, choose_prompts, read_glyphs
 from tokenmerge_tools.files import read_bytes
 
 IMAGENET_TEMPLATE = "a photo of a {}"
+PROMPTS_HELP = (
+    "File with one prompt per line, PartiPrompts' TSV, or ImageNet's classes with WordNet ids. "
+    "Default: the prompts of the bundled model."
+)
 
 _BUILT_IN = 100
 _SYNSET = re.compile(r"n\d{8}\s+")

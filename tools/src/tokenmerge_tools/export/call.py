@@ -13,7 +13,6 @@ from torch.utils._pytree import tree_map_only
 from tokenmerge.errors import ConfigError, reason_of
 from tokenmerge.models.base import Host
 from tokenmerge.models.find import find_hosts
-from tokenmerge_tools.export.run import ExportOptions
 from tokenmerge_tools.pipelines.call import PipelineCall
 from tokenmerge_tools.pipelines.loading import denoiser_of
 from tokenmerge_tools.pipelines.options import GenerateOptions
@@ -75,10 +74,14 @@ class _Reached(Exception):
 
 
 def first_call(
-    pipe: DiffusionPipeline, options: ExportOptions, size: tuple[int, int], latent: tuple[int, int]
+    pipe: DiffusionPipeline,
+    batch: int,
+    guidance: float | None,
+    size: tuple[int, int],
+    latent: tuple[int, int],
 ) -> DenoiserCall:
     """Run a pipeline up to the first call of its denoiser. The sizes are (width, height)."""
-    request = GenerateOptions(prompt=_PROMPT, steps=2, batch=options.batch, guidance=options.guidance)
+    request = GenerateOptions(prompt=_PROMPT, steps=2, batch=batch, guidance=guidance)
     call = PipelineCall.prepare(pipe, request, size)
     denoiser: Any = denoiser_of(pipe)
     found: dict[str, Any] = {}

@@ -7,10 +7,11 @@ import gc
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
+import typer
 
 from tokenmerge.api import token_merging
 from tokenmerge.config import ToMeConfig
@@ -27,8 +28,9 @@ from tokenmerge_tools.export.record import Check, ExportRecord, PlansCheck
 from tokenmerge_tools.files import write_json
 from tokenmerge_tools.method_spec import MethodSpec
 from tokenmerge_tools.pipelines.call import latent_scale, own_size
-from tokenmerge_tools.pipelines.loading import DEFAULT_MODEL, SourceKind, find_model, load_pipeline
-from tokenmerge_tools.pipelines.meta_model import check_merging, load_sketch
+from tokenmerge_tools.pipelines.loading import DEFAULT_MODEL, load_pipeline
+from tokenmerge_tools.pipelines.meta_model import checked_source
+from tokenmerge_tools.pipelines.options import Guidance, Size, picture
 from tokenmerge_tools.pipelines.settings import check_guidance, check_size
 
 # Largest accepted difference, as a fraction of the largest output.
@@ -40,26 +42,17 @@ LARGEST_GAP = 4 * LARGEST_DIFFERENCE
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExportOptions:
-    """What to export.
+    """What to export. The settings of token merging must be the same at every denoising step."""
 
-    Args:
-        out: folder for the files; it must not exist yet, or be empty.
-        to: ``"onnx"`` or ``"openvino"``.
-        model: a bundled model, a diffusers folder, a ``.safetensors`` checkpoint or a hub id.
-        merging: the method and its settings, which must be the same at every denoising step.
-        size: (width, height) in pixels. None: the model's default.
-        batch: pictures per call, ≥ 1.
-        guidance: scale of classifier-free guidance, ≥ 0. Above 1, most pipelines double the batch. None: the
-            pipeline's default.
-    """
-
-    out: Path
-    to: str = "onnx"
+    to: Annotated[str, typer.Option(help=f"{', '.join(FORMATS)}.")]
+    out: Annotated[
+        Path, typer.Option("--out", "-o", help="Folder for the files, which must be new or empty.")
+    ]
     model: str = DEFAULT_MODEL
     merging: MethodSpec = dataclasses.field(default_factory=MethodSpec)
-    size: tuple[int, int] | None = None
-    batch: int = 1
-    guidance: float | None = None
+    size: Size = None
+    batch: Annotated[int, picture("Pictures per call.", parser="integer")] = 1
+    guidance: Guidance = None
 
     def __post_init__(self) -> None:
         one_of(tuple(FORMATS))("to", self.to)
@@ -71,17 +64,14 @@ def export(options: ExportOptions) -> ExportRecord:
     """Export the denoiser of a pipeline."""
     FORMATS[options.to].require()
     check_new(options.out)
-    source = find_model(options.model)
-    if source.kind is not SourceKind.CHECKPOINT:  # before the weights are read
-        sketch = load_sketch(source)
-        if (size := options.size or sketch.size) is not None:
-            check_merging(sketch, size, options.merging)
+    source = checked_source(options.model, options.size, options.merging)
 
     def call() -> DenoiserCall:
         pipe = load_pipeline(source, torch.float32, torch.device("cpu"))
         pipe.set_progress_bar_config(disable=True)
         size = options.size or own_size(pipe)
-        return first_call(pipe, options, size, check_size(size, latent_scale(pipe)))
+        latent = check_size(size, latent_scale(pipe))
+        return first_call(pipe, options.batch, options.guidance, size, latent)
 
     return export_denoiser(call, options.merging, options.out, options.to, options.model)
 

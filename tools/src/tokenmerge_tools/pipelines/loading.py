@@ -8,6 +8,7 @@ import dataclasses
 import enum
 import gc
 import inspect
+import logging
 import re
 from collections.abc import Iterable
 from itertools import chain
@@ -289,3 +290,22 @@ def free_memory() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+
+
+def quiet_libraries(command: str) -> None:
+    """Turn off progress bars of other libraries, and their warnings about parts that no command uses.
+
+    If diffusers is missing, the error names the command.
+    """
+    # diffusers imports torchao if it is installed, and torchao warns about kernels that cannot run here.
+    for name in ("torchao", "torch.utils._pytree", "diffusers.quantizers.torchao.torchao_quantizer"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    require_diffusers(command)
+    import diffusers.utils.logging
+    import transformers.utils.logging
+
+    diffusers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
+    # A pipeline warns if its VAE has another class than the saved one, although any class that fits works.
+    logging.getLogger("diffusers.pipelines.pipeline_utils").setLevel(logging.ERROR)

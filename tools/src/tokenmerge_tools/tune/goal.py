@@ -6,11 +6,15 @@ import dataclasses
 import math
 import re
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
+from typing import Annotated
 
 from tokenmerge.errors import ConfigError
 from tokenmerge_tools.evaluate.evaluation import EvaluateOptions
 from tokenmerge_tools.evaluate.metrics import METRIC_NAMES
+from tokenmerge_tools.evaluate.prompts import PROMPTS_HELP
+from tokenmerge_tools.pipelines.options import Device, Dtype, Guidance, Model, Scheduler, Size, Steps, option
 from tokenmerge_tools.records.kinds import LOWER_IS_CLOSER
 
 # FID and KID compare sets of thousands of pictures, and have no value for a single one.
@@ -117,36 +121,46 @@ def parse_seconds(text: str) -> float:
     return float(found[1]) * _UNITS[found[2]]
 
 
+_search = partial(option, "Search")
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TuneOptions:
     """What to find settings for, and how long to search.
 
-    Args:
-        goal: what is wanted.
-        model: as for :class:`tokenmerge_tools.evaluate.evaluation.EvaluateOptions`. The same holds for
-            ``size``, ``steps``, ``guidance``, ``scheduler``, ``dtype`` and ``device``.
-        prompts: a file with prompts. None: the built-in prompts of a bundled model.
-        within: seconds that the measurements may take, > 0, including those of earlier runs. Raising it tries
-            more settings, on more prompts.
-        items: pictures that the last settings are compared on, ≥ 2. Raising it makes the result more certain.
-        metric: the metric of closeness with its network, such as ``"dino=FOLDER"``. None: that of the goal.
-        out: file for the settings, ending in ``.json``. Records, pictures and the chart of speed-up against
-            closeness go beside it.
+    ``within`` are seconds, including those of earlier runs.
     """
 
     goal: Goal
-    model: str = EvaluateOptions.model
-    prompts: Path | None = None
-    size: tuple[int, int] | None = None
-    steps: int = EvaluateOptions.steps
-    guidance: float | None = None
-    scheduler: str | None = None
-    dtype: str = EvaluateOptions.dtype
-    device: str = EvaluateOptions.device
     within: float = 600.0
-    items: int = 16
-    metric: str | None = None
-    out: Path = Path("outputs/tuned.json")
+    model: Model = EvaluateOptions.model
+    prompts: Annotated[Path | None, _search(PROMPTS_HELP)] = None
+    metric: Annotated[
+        str | None,
+        option(
+            "Goal",
+            f"Closeness metric used with --min-speedup: {', '.join(GOAL_METRICS)}. NAME=NETWORK uses the "
+            "network in a folder or with a hub id. Default: psnr.",
+        ),
+    ] = None
+    size: Size = None
+    steps: Steps = EvaluateOptions.steps
+    guidance: Guidance = None
+    scheduler: Scheduler = None
+    items: Annotated[int, _search("Largest number of pictures to compare settings on.", parser="integer")] = (
+        16
+    )
+    out: Annotated[
+        Path,
+        option(
+            None,
+            "File for the settings. Records, pictures and the price curve go beside it.",
+            "--out",
+            "-o",
+        ),
+    ] = Path("outputs/tuned.json")
+    dtype: Dtype = EvaluateOptions.dtype
+    device: Device = EvaluateOptions.device
 
     def __post_init__(self) -> None:
         if self.out.suffix != ".json":
