@@ -58,7 +58,7 @@ QUALITY = {
 
 def tokenmerge(*arguments: object) -> None:
     print("tokenmerge", *arguments, flush=True)
-    done = subprocess.run([sys.executable, "-m", "tokenmerge", *map(str, arguments)])
+    done = subprocess.run([sys.executable, "-m", "tokenmerge_tools", *map(str, arguments)])
     if done.returncode:  # it has said why
         raise SystemExit(done.returncode)
 

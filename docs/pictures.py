@@ -219,7 +219,7 @@ def playground() -> None:
     """The page after one picture."""
     from playwright.sync_api import sync_playwright
 
-    command = [sys.executable, "-m", "tokenmerge", "play", "--no-browser"]
+    command = [sys.executable, "-m", "tokenmerge_tools", "play", "--no-browser"]
     with (
         subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server,
         sync_playwright() as playwright,

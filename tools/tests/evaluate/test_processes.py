@@ -121,7 +121,7 @@ def test_two_processes_find_the_figures_of_one(
     command += ["--variant", "tome", "--ratio", "0.5"]
     command += ["--seeds", "3", "--batch", "2", "-o", str(out), *(f"--metric={m}" for m in metrics)]
     done = subprocess.run(
-        [*launch, "-m", "tokenmerge", *command],
+        [*launch, "-m", "tokenmerge_tools", *command],
         capture_output=True,
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},

@@ -74,7 +74,7 @@ OVERLAPS = """() => [...document.querySelectorAll(".block")].flatMap(block => {
 
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
-    command = [sys.executable, "-m", "tokenmerge", "play", "--no-browser", "--device", "cpu"]
+    command = [sys.executable, "-m", "tokenmerge_tools", "play", "--no-browser", "--device", "cpu"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
         yield server.stdout.readline().split()[0]

@@ -23,6 +23,8 @@ from tokenmerge_tools.variants.variant import DENSE, FEWER_STEPS, VARIANTS, Vari
 
 # The attention of the dense run that all speed-ups are relative to.
 FUSED = "sdpa"
+# Options that all settings of a benchmark share.
+_SHARED = ("scope", "steps", "scheduler", "guidance", "seed", "rounds", "warmup")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -94,23 +96,10 @@ def plan_cells(options: BenchOptions, device: torch.device) -> tuple[list[Settin
         info = find_info(model)
         sizes = [_size(text, model, info) for text in options.size or ("",)]
         for dtype, (width, height), batch in product(dtypes, sizes, options.batch):
-            settings.append(
-                Setting(
-                    model=model,
-                    scope=options.scope,
-                    width=width,
-                    height=height,
-                    frames=options.frames if info.video else None,
-                    batch=batch,
-                    dtype=dtype,
-                    steps=options.steps,
-                    scheduler=options.scheduler,
-                    guidance=options.guidance,
-                    seed=options.seed,
-                    rounds=options.rounds,
-                    warmup=options.warmup,
-                )
-            )
+            same = {name: getattr(options, name) for name in _SHARED}
+            frames = options.frames if info.video else None
+            size = {"width": width, "height": height, "frames": frames}
+            settings.append(Setting(model=model, **size, batch=batch, dtype=dtype, **same))
     return settings, tuple(_cells(options))
 
 

@@ -19,18 +19,12 @@ _CODEC = {
 class Geometry:
     """The architecture of one model.
 
-    Args:
-        title: name of the model.
-        denoiser: name of the denoiser's class in diffusers.
-        config: arguments of that class that differ from their defaults.
-        size: (width, height) in pixels that the model was trained for.
-        multiple: width and height must be multiples of this number of pixels.
-        depth: names of the arguments that set the number of layers. ``@DEPTH`` multiplies their values.
-        guided: whether classifier-free guidance doubles the batch.
-        pipeline: class of the text-to-image pipeline in diffusers, if it can run on prompt embeddings
-            alone. None: only the denoiser can be measured.
-        scheduler: class of the scheduler in diffusers. It uses the noise schedule of Stable Diffusion.
-        codec: arguments of the pipeline's VAE, an ``AutoencoderKL``.
+    ``config`` has the arguments of the denoiser's class in diffusers that differ from their defaults, and
+    ``depth`` names those that set the number of layers, which ``@DEPTH`` multiplies. Width and height are in
+    pixels, and must be multiples of ``multiple``. ``guided``: classifier-free guidance doubles the batch.
+    ``pipeline`` is a text-to-image pipeline that can run on prompt embeddings alone; None: only the denoiser
+    can be measured. The scheduler uses the noise schedule of Stable Diffusion. ``codec`` has the arguments of
+    the pipeline's ``AutoencoderKL``.
     """
 
     title: str

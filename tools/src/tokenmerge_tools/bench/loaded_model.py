@@ -40,12 +40,9 @@ _PROMPT_TOKENS = 77
 
 @dataclasses.dataclass(frozen=True)
 class ModelInfo:
-    """Facts that a model's config files contain.
+    """Facts in a model's config files.
 
-    Args:
-        size: default (width, height) in pixels; None if the config has none.
-        multiple: width and height must be multiples of this number of pixels.
-        video: whether the number of frames can be chosen.
+    Width and height are in pixels and must be multiples of a number. ``video``: there may be several frames.
     """
 
     size: tuple[int, int] | None
@@ -55,16 +52,11 @@ class ModelInfo:
 
 @dataclasses.dataclass(frozen=True)
 class LoadedModel:
-    """A loaded model.
+    """A loaded model. Variants are applied to copies of its denoiser.
 
-    Args:
-        denoiser: the denoiser. Variants are applied to copies of it.
-        alone: whether the denoiser is called alone, without its pipeline.
-        whole: copy of the denoiser → the pipeline with this copy, or the copy itself if it is called alone.
-        bind: (result of ``whole``, size, steps) → the function to time. It takes no arguments.
-        scale: pixels per latent position along each side.
-        guided: whether classifier-free guidance doubles the batch.
-        notes: remarks for the reader of the results.
+    ``whole`` makes a pipeline with such a copy, or returns the copy if it is called ``alone``. ``bind`` makes
+    the function to time from that, a size and a number of steps. ``scale`` is the number of pixels per latent
+    position along each side. ``guided`` says whether classifier-free guidance doubles the batch.
     """
 
     denoiser: nn.Module

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from functools import partial
 
 import torch
 from torch import nn
 
-from tokenmerge.api import Patch
 from tokenmerge.config import ToMeConfig
 from tokenmerge.errors import ConfigError
 from tokenmerge.report import Report, counting, predict
@@ -26,21 +25,19 @@ from tokenmerge_tools.variants.variant import VARIANTS
 class PreparedCell:
     """A cell that is ready to run. After its first failure, running it does nothing.
 
-    ``peak_bytes`` is the peak over all timed calls, None if it cannot be read. ``calls`` is the number of
-    calls of the denoiser in one run; the recorded time is their mean. ``config`` and ``report`` are None for
-    a variant without settings. ``flops`` is the mean number of operations of the denoiser's calls in one run,
-    None if they were not counted in a run.
+    ``calls`` is the number of calls of the denoiser in one run; the recorded time is their mean. ``config``
+    and ``report`` are None for a variant without settings. ``flops`` is the mean number of operations of the
+    denoiser's calls in one run, None if they were not counted in a run.
     """
 
     def __init__(self, cell: Cell, steps: int) -> None:
-        self.cell, self.steps = cell, steps
+        self.cell, self.steps, self.calls = cell, steps, 1
         self.failure: Failure | None = None
         self.seconds: list[float] = []
         self.peak_bytes: int | None = None
         self.call: Callable[[], object] | None = None
         self.config: ToMeConfig | None = None
         self.report: Report | None = None
-        self.calls = 1
         self.denoiser: nn.Module | None = None
         self.flops: int | None = None
 
@@ -90,9 +87,8 @@ class CellBuilder:
     def __init__(
         self, model: LoadedModel, size: InputSize, samples: int, steps: int, variants: contextlib.ExitStack
     ) -> None:
-        self.model, self.size, self.samples, self.steps = model, size, samples, steps
-        self.variants = variants
-        self._reports: dict[object, Report] = {}
+        self.model, self.size, self.samples, self.steps, self.variants = model, size, samples, steps, variants
+        self._reports: dict[ToMeConfig, Report] = {}
 
     def prepare(self, cell: Cell, steps: int | None = None) -> PreparedCell:
         """Apply the cell's variant to a copy of the model. If that fails, the result has the failure.
@@ -100,60 +96,46 @@ class CellBuilder:
         The number of denoising steps is that of the setting, unless it is given.
         """
         prepared = PreparedCell(cell, steps or self.steps)
-
-        def build() -> None:
-            variant = VARIANTS[cell.spec.name]
-            if missing := variant.missing():
-                raise ConfigError(missing)
-            denoiser = prepared.denoiser = shared_copy(self.model.denoiser)
-            set_attention([denoiser], cell.attention)
-            whole = self.model.whole(denoiser)
-            # at_step sets the step of a denoiser alone. A compiled model is one graph for all steps.
-            config = prepared.config = cell.spec.config(whole, follows_steps=not cell.compile)
-            if config is not None:
-                self._check(config, cell)
-                prepared.report = self._report(config)
-            applied = cell.spec.apply(whole, config, prepared.report)
-            patch = self.variants.enter_context(applied)
-            if cell.compile:
-                # Otherwise torch would treat sizes that differ between cells as dynamic.
-                denoiser.compile(dynamic=False)
-            call = self.model.bind(whole, self.size, prepared.steps)
-            if self.model.alone and config is not None and config.follows_steps:
-                call, prepared.calls = _whole_generation(call, patch, self.steps), self.steps
-            prepared.call = call
-
-        prepared.attempt(build)
+        prepared.attempt(partial(self._build, prepared, cell))
         return prepared
 
-    def _check(self, config: ToMeConfig, cell: Cell) -> None:
+    def _build(self, prepared: PreparedCell, cell: Cell) -> None:
+        model = self.model
+        if missing := VARIANTS[cell.spec.name].missing():
+            raise ConfigError(missing)
+        denoiser = prepared.denoiser = shared_copy(model.denoiser)
+        set_attention([denoiser], cell.attention)
+        whole = model.whole(denoiser)
+        # at_step sets the step of a denoiser alone. A compiled model is one graph for all steps.
+        config = prepared.config = cell.spec.config(whole, follows_steps=not cell.compile)
+        if config is not None:
+            if cell.compile:
+                check_compile(config)
+            if model.alone and config.asks_guidance:
+                raise ConfigError(
+                    f"planner={config.guided_planner!r} needs classifier-free guidance, which the pipeline "
+                    "applies; use --scope pipeline"
+                )
+            if config not in self._reports:
+                guided = config.at_guidance(model.guidance)
+                size = (*self.size.latent, self.samples, self.steps)
+                self._reports[config] = predict(model.denoiser, guided, *size)
+            prepared.report = self._reports[config]
+        patch = self.variants.enter_context(cell.spec.apply(whole, config, prepared.report))
         if cell.compile:
-            check_compile(config)
-        if self.model.alone and config.asks_guidance:
-            raise ConfigError(
-                f"planner={config.guided_planner!r} needs classifier-free guidance, which the pipeline "
-                "applies; use --scope pipeline"
-            )
+            # Otherwise torch would treat sizes that differ between cells as dynamic.
+            denoiser.compile(dynamic=False)
+        call = model.bind(whole, self.size, prepared.steps)
+        steps = self.steps
 
-    def _report(self, config: ToMeConfig) -> Report:
-        """Return the report of a configuration at this size and guidance, made once."""
-        if config not in self._reports:
-            in_force = config.at_guidance(self.model.guidance)
-            self._reports[config] = predict(
-                self.model.denoiser, in_force, *self.size.latent, self.samples, self.steps
-            )
-        return self._reports[config]
+        def generation() -> None:  # whose calls differ in cost
+            for index in range(steps):
+                patch.at_step(index, steps)
+                call()
 
-
-def _whole_generation(call: Callable[[], object], patch: Patch[Any, Any], steps: int) -> Callable[[], object]:
-    """Return a function that makes all calls of one generation, because their costs differ."""
-
-    def generation() -> None:
-        for index in range(steps):
-            patch.at_step(index, steps)
-            call()
-
-    return generation
+        prepared.call = call
+        if model.alone and config is not None and config.follows_steps:
+            prepared.call, prepared.calls = generation, steps
 
 
 @contextlib.contextmanager

@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
-import functools
-import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +28,7 @@ from tokenmerge_tools.timing import peak_memory_meaning
 
 @dataclasses.dataclass(frozen=True)
 class CellProgress:
-    """The progress after one more cell is done.
-
-    ``number`` counts the cells that are done, including this one. ``resumed`` says that an earlier run
-    measured it.
-    """
+    """The progress after one more cell is done: how many are done, and whether an earlier run measured it."""
 
     record: CellRecord
     number: int
@@ -58,13 +53,13 @@ def run_grid(
     with ResultsFile(out, CellRecord) as file, _threads(options.threads):
         for note in file.notes:
             on_note(note)
-        run = _Run(device, file, on_cell, total=len(settings) * len(cells))
+        run = _Benchmark(device, file, on_cell, total=len(settings) * len(cells))
         for setting in settings:
             run.measure(setting, cells)
         return run.records
 
 
-class _Run:
+class _Benchmark:
     """One run of a benchmark, and its records so far."""
 
     def __init__(
@@ -77,9 +72,11 @@ class _Run:
         self.device, self.file, self.on_cell, self.total = device, file, on_cell, total
         self.records: list[CellRecord] = []
         found = environment()
+        name = f"{device.type}:{device.index or 0}" if device.type == "cuda" else device.type
+        names = {entry["device"]: str(entry["name"]) for entry in found["devices"]}
         self.machine = {
             "device": str(device),
-            "device_name": _device_name(device, found),
+            "device_name": names.get(name, device.type),
             "threads": torch.get_num_threads(),
             "environment": found,
             "commit": source_commit(),
@@ -88,17 +85,17 @@ class _Run:
         self._loaded: tuple[object, LoadedModel] | None = None
 
     def measure(self, setting: Setting, cells: Sequence[Cell]) -> None:
-        """Measure the cells of a setting that are not in the file yet."""
+        """Measure the cells of a setting that are not in the file yet, or failed."""
+        conditions, finish = partial(self._conditions, setting), partial(self._finish, setting)
         pending = []
         for cell in cells:
-            known = self.file.records.get(key_of(self.conditions(setting, cell)))
+            known = self.file.records.get(key_of(conditions(cell)))
             if known is None or known.status == "error":
                 pending.append(cell)
             else:
                 self._tell(known, resumed=True)
         if not pending:
             return
-        finish = functools.partial(self._finish, setting)
         try:
             model = self._load(setting)
         except Exception as error:
@@ -112,19 +109,12 @@ class _Run:
         with memory_limit(self.device), contextlib.ExitStack() as variants:
             if any(cell.compile for cell in pending):
                 variants.enter_context(compile_cache())
-            CellGroup(
-                setting,
-                model,
-                self.device,
-                variants,
-                self.file.records,
-                self.unfinished,
-                functools.partial(self.conditions, setting),
-                finish,
-            ).measure(pending)
+            known = self.file.records
+            group = (setting, model, self.device, variants, known, self.unfinished, conditions, finish)
+            CellGroup(*group).measure(pending)
         free_memory()
 
-    def conditions(self, setting: Setting, cell: Cell) -> dict[str, Any]:
+    def _conditions(self, setting: Setting, cell: Cell) -> dict[str, Any]:
         """Return everything that the results of a cell depend on."""
         return {**dataclasses.asdict(setting), **cell.conditions(), **self.machine}
 
@@ -133,15 +123,15 @@ class _Run:
         setting: Setting,
         cell: Cell,
         failure: Failure | None = None,
-        facts: Mapping[str, Any] = types.MappingProxyType({}),
+        facts: Mapping[str, Any] | None = None,
         **figures: Any,
     ) -> None:
         """Append the record of one cell to the file."""
         record = CellRecord(
-            conditions=self.conditions(setting, cell),
+            conditions=self._conditions(setting, cell),
             status="ok" if failure is None else failure.status,
             message="" if failure is None else failure.message,
-            facts={"peak_memory": peak_memory_meaning(self.device), **facts},
+            facts={"peak_memory": peak_memory_meaning(self.device), **(facts or {})},
             finished=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
             **figures,
         )
@@ -163,13 +153,6 @@ class _Run:
             with memory_limit(self.device):
                 self._loaded = wanted, load_model(dtype=dtype, device=self.device, **arguments)
         return self._loaded[1]
-
-
-def _device_name(device: torch.device, found: Mapping[str, Any]) -> str:
-    index = device.index or 0
-    name = f"{device.type}:{index}" if device.type == "cuda" else device.type
-    names = {entry["device"]: str(entry["name"]) for entry in found["devices"]}
-    return names.get(name, device.type)
 
 
 @contextlib.contextmanager

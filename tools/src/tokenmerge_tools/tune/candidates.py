@@ -71,12 +71,7 @@ _FAMILIES: tuple[tuple[str, str, tuple[float, ...]], ...] = (
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """A setting to try.
-
-    Args:
-        drawn: the variant and its number of steps.
-        entry: what the search knows of it.
-    """
+    """A setting to try, and what the search knows of it."""
 
     drawn: Drawn
     entry: Entry

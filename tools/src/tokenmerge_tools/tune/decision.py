@@ -11,13 +11,10 @@ from tokenmerge_tools.tune.measurements import Estimate, Look, estimates, paired
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
-    """The result of a search.
+    """The result of a search: the chosen setting, or the nearest one if none reaches the goal.
 
-    Args:
-        name: the chosen setting, or the nearest one if none reaches the goal.
-        reached: whether it reaches the goal.
-        sure: whether it reaches the goal by at least one standard error.
-        ties: the other settings that are as good within the noise.
+    It is ``sure`` if it reaches the goal by at least one standard error. ``ties`` are the other settings that
+    are as good within the noise.
     """
 
     name: str

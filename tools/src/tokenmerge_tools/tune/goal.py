@@ -25,14 +25,9 @@ _UNITS = {"s": 1, "min": 60, "h": 3600}
 
 @dataclasses.dataclass(frozen=True)
 class Goal:
-    """A wanted speed-up or a wanted closeness.
+    """A wanted speed-up or a wanted closeness: the smallest t_dense / t > 1, or the worst mean of the metric.
 
-    Args:
-        metric: the metric of closeness, one of :data:`GOAL_METRICS`.
-        speedup: smallest speed-up t_dense / t, > 1; the closest settings that reach it are wanted. None:
-            the goal is a closeness.
-        value: worst mean value of the metric; the fastest settings that reach it are wanted. None: the goal
-            is a speed-up.
+    For a speed-up, the closest settings that reach it are wanted. For a closeness, the fastest ones are.
     """
 
     metric: str

@@ -19,16 +19,9 @@ _OF_MEDIAN = math.sqrt(math.pi / 2)
 
 @dataclasses.dataclass(frozen=True)
 class Look:
-    """One picture of one setting.
+    """One picture of one setting: number of its prompt and seed, times, and closeness (larger is closer).
 
-    Args:
-        name: name of the setting.
-        item: number of the prompt and seed, ≥ 0.
-        seconds: time of the call, > 0.
-        dense_seconds: time of the dense call in the same round, > 0.
-        closeness: closeness to the dense picture; larger is closer.
-        cost: wall-clock seconds since the previous look of the round, ≥ 0. The first look of a round includes
-            the dense call.
+    ``cost`` is the wall-clock time since the previous look of the round. The first one includes dense.
     """
 
     name: str
@@ -46,15 +39,10 @@ class Look:
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """What is known of one setting.
+    """What is known of one setting from a number of looks, with standard errors.
 
-    Args:
-        name: name of the setting.
-        looks: number of pictures, ≥ 1.
-        speedup: median of t_dense / t over the rounds.
-        speedup_error: standard error of the speed-up.
-        closeness: mean closeness; larger is closer.
-        closeness_error: standard error of this mean; infinite for one picture.
+    The speed-up is the median of t_dense / t over the rounds. The closeness is a mean; its error is infinite
+    for one look.
     """
 
     name: str
@@ -107,12 +95,9 @@ def paired(better: Sequence[Look], other: Sequence[Look], wants_speed: bool) -> 
     For a wanted speed, closeness is compared, otherwise the logarithm of the speed-up. The error is infinite
     for fewer than two common rounds.
     """
-
-    def value(look: Look) -> float:
-        return look.closeness if wants_speed else look.log_speedup
-
-    others = {look.item: look for look in other}
-    gaps = [value(look) - value(others[look.item]) for look in better if look.item in others]
+    name = "closeness" if wants_speed else "log_speedup"
+    others = {look.item: getattr(look, name) for look in other}
+    gaps = [getattr(look, name) - others[look.item] for look in better if look.item in others]
     if len(gaps) < 2:
         return (gaps[0] if gaps else 0.0), math.inf
     return fmean(gaps), stdev(gaps) / math.sqrt(len(gaps))
@@ -123,11 +108,6 @@ def look_of(record: TuneRecord, goal: Goal) -> Look:
     values = record.values
     if goal.metric not in values["metrics"]:
         raise ConfigError(f"{goal.metric}: the record of {record.name} has no such metric; remove that line")
-    return Look(
-        record.name,
-        record.item,
-        float(values["seconds"]),
-        float(values["dense_seconds"]),
-        goal.closeness(float(values["metrics"][goal.metric])),
-        float(values["cost"]),
-    )
+    closeness = goal.closeness(float(values["metrics"][goal.metric]))
+    seconds, dense_seconds, cost = (float(values[name]) for name in ("seconds", "dense_seconds", "cost"))
+    return Look(record.name, record.item, seconds, dense_seconds, closeness, cost)

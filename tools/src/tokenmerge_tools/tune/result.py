@@ -43,12 +43,6 @@ def write_result(search: Search) -> list[str]:
     return lines
 
 
-def found_for(search: Search) -> FoundFor:
-    """Return the model, size and number of steps that the settings were found for."""
-    height, width = search.latent
-    return FoundFor(search.model, height, width, search.options.steps)
-
-
 def python_lines(search: Search) -> str:
     """Return the line of Python that applies the settings."""
     return f"tokenmerge.apply_token_merging(pipe, {str(search.options.out)!r})"
@@ -70,18 +64,11 @@ def tuned_table(search: Search) -> Table:
         by_group.setdefault(search.candidates[name].entry.group, []).append(found[name])
     for group in by_group.values():
         shown.append(max(group, key=lambda one: (one.looks, -ranking(group, goal).index(one.name))).name)
-    rows = [
-        TableRow(
-            (
-                name,
-                _verdict(search, found[name]),
-                f"{times(found[name].speedup)} ± {found[name].speedup_error:.2f}",
-                _closeness(search, found[name]),
-                str(found[name].looks),
-            )
-        )
-        for name in shown
-    ]
+    rows = []
+    for one in (found[name] for name in shown):
+        speedup = f"{times(one.speedup)} ± {one.speedup_error:.2f}"
+        cells = (one.name, _verdict(search, one), speedup, _closeness(search, one), str(one.looks))
+        rows.append(TableRow(cells))
     arrow = "↓" if goal.lower_is_closer else "↑"
     conditions = search.evaluation.store.conditions
     title = (
@@ -135,7 +122,7 @@ def _content(search: Search) -> dict[str, Any]:
         "version": VERSION,
         "settings": config.to_dict(),
         "tuned": {
-            "found_for": dataclasses.asdict(found_for(search)),
+            "found_for": dataclasses.asdict(FoundFor(search.model, *search.latent, search.options.steps)),
             "setting": decision.name,
             "goal": dataclasses.asdict(goal),
             "reached": decision.reached,

@@ -32,14 +32,7 @@ _SECONDS_TO_COUNT = 0.5
 
 @dataclasses.dataclass(frozen=True)
 class TuneProgress:
-    """The progress of a search.
-
-    Args:
-        spent: seconds that the measurements took so far, including those of earlier runs.
-        budget: seconds that the measurements may take.
-        running: what is being measured.
-        best: the best setting so far; None if none was measured.
-    """
+    """The progress of a search: seconds spent, also in earlier runs, and the best setting so far, if any."""
 
     spent: float
     budget: float
@@ -49,19 +42,11 @@ class TuneProgress:
 
 @dataclasses.dataclass(frozen=True)
 class Search:
-    """A search that is over, or was interrupted.
+    """A search that is over (``complete``), or was interrupted.
 
-    Args:
-        options: what was searched for.
-        evaluation: what was drawn, and where the pictures are.
-        candidates: the settings that were tried or could have been, by name.
-        configs: the resolved settings of candidates that merge or reuse steps with this package, by name.
-        looks: all measurements.
-        decision: the result; None if no setting was measured.
-        model: class of the denoiser.
-        latent: (height, width) of the latents.
-        scheduler: class of the scheduler.
-        complete: whether the search is over, and was not interrupted.
+    ``candidates`` are the settings that were tried or could have been, by name. ``configs`` has the resolved
+    settings of those that merge or reuse steps with this package. The decision is None if none was measured.
+    ``model`` is the class of the denoiser, and ``latent`` the (height, width) of the latents.
     """
 
     options: TuneOptions
@@ -103,7 +88,7 @@ def tune(
     with ResultsFile(options.records, TuneRecord) as file:
         for note in file.notes:
             on_note(note)
-        run = _Run(options, Rounds(options, evaluation, metrics, device), file, on_progress, on_note)
+        run = _Searching(options, Rounds(options, evaluation, metrics, device), file, on_progress, on_note)
         try:
             run.search()
         except KeyboardInterrupt:
@@ -111,7 +96,7 @@ def tune(
         return run.result(complete=True)
 
 
-class _Run:
+class _Searching:
     """One search, and its measurements so far."""
 
     def __init__(

@@ -33,12 +33,8 @@ _FEWEST = 3
 class Entry:
     """A setting as the search sees it.
 
-    Args:
-        name: name of the setting.
-        family: settings of one family differ only in strength.
-        strength: within a family, a larger one is faster and less close.
-        group: the best setting of each group always goes on.
-        rival: whether it is a baseline, only shown for comparison. It takes no place from other settings.
+    Settings of one family differ only in strength; a larger one is faster and less close. The best setting of
+    each group always goes on. A rival is a baseline, only shown for comparison; it takes no place of others.
     """
 
     name: str
@@ -50,12 +46,7 @@ class Entry:
 
 @dataclasses.dataclass(frozen=True)
 class Round:
-    """Settings that draw one prompt beside dense.
-
-    Args:
-        item: number of the prompt and seed.
-        names: the settings, at least one.
-    """
+    """Settings that draw one prompt and seed, by its number, beside dense."""
 
     item: int
     names: tuple[str, ...]
@@ -147,16 +138,12 @@ def ranking(found: Sequence[Estimate], goal: Goal) -> list[str]:
     closeness. After every two of them comes one that misses the goal, the nearest first, since few prompts
     can mislead. Settings that miss the goal and are no better than another one in both come last.
     """
-    wants_speed = goal.speedup is not None
-    reaching = sorted(
-        (one for one in found if not misses(one, goal)), key=lambda one: -one.objectives(wants_speed)[2]
-    )
-    missing = sorted(
-        (one for one in found if misses(one, goal)), key=lambda one: -one.objectives(wants_speed)[0]
-    )
+    by_value = sorted(found, key=lambda one: -one.objectives(goal.speedup is not None)[0])
+    by_other = sorted(found, key=lambda one: -one.objectives(goal.speedup is not None)[2])
+    missing = [one for one in by_value if misses(one, goal)]
     hopeful = [one for one in missing if not any(_dominates(other, one) for other in found)]
     order: list[Estimate] = []
-    ahead, behind = list(reaching), list(hopeful)
+    ahead, behind = [one for one in by_other if one not in missing], hopeful
     while ahead or behind:
         order += ahead[:2] + behind[:1]
         ahead, behind = ahead[2:], behind[1:]

@@ -30,22 +30,14 @@ _COMMA = re.compile(r",(?=\s*[A-Za-z_])")
 class VariantKind:
     """One kind of variant.
 
-    Args:
-        apply: (model, configuration, report) → a context manager that applies the variant. Configuration and
-            report are None for a variant without settings. The context yields the patch, if the variant is a
-            method of this package.
-        method: the method in :data:`tokenmerge_tools.method_spec.METHODS` whose settings it has. None: it
-            has no settings.
-        of_pipeline: whether it is applied to the whole pipeline, if there is one, instead of its denoiser.
-        is_faster: whether it makes usable images in less time. Then it is compared with fewer steps, and
-            with an oracle if it merges.
-        package: name and version of the package that it needs, for pip; None: it needs none.
-        takes: names of the settings that it accepts.
-        number: name and default of the setting that makes it faster, for a variant without a method.
-            ``apply`` gets it as a keyword argument.
-        options: its other settings by name, each with an example value. The type of the example tells
-            whether the setting is a number or a word. ``apply`` gets those that are given, and checks their
-            ranges.
+    ``apply`` makes a context manager from (model, configuration, report), which yields the patch of a method
+    of this package. ``method`` is the one in :data:`METHODS` whose settings it has, if any, and ``takes``
+    names those that it accepts. ``of_pipeline``: it is applied to the whole pipeline, if there is one.
+    ``is_faster``: it makes usable images in less time, so it is compared with fewer steps, and with an oracle
+    if it merges. ``package`` is what pip has to install.
+
+    A variant without a method may have a ``number`` that makes it faster, by name and default, and
+    ``options``, by name, each with an example value of its type. ``apply`` gets and checks those given.
     """
 
     apply: Callable[..., AbstractContextManager[Any]]
