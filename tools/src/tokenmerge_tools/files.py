@@ -7,6 +7,7 @@ to do next. Both appear in error messages.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 import json
 import os
@@ -145,3 +146,11 @@ def write_json(path: Path, value: Any, advice: str = FREE_SPACE) -> None:
         ValueError: ``value`` contains NaN or an infinite number.
     """
     write_text(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n", advice)
+
+
+def toml_parser() -> Any:
+    """Return the module that reads TOML: ``tomllib``, or ``tomli`` for Python 3.10."""
+    try:
+        return importlib.import_module("tomllib")
+    except ModuleNotFoundError:
+        return importlib.import_module("tomli")

@@ -26,9 +26,6 @@ _SOURCES = tuple(Path(package.__path__[0]) for package in (tokenmerge, tokenmerg
 RESERVE = 256 * 2**20
 _MEMINFO, _STATUS, _OWN_GROUPS = map(Path, ("/proc/meminfo", "/proc/self/status", "/proc/self/cgroup"))
 _CGROUP = Path("/sys/fs/cgroup")
-# Names in a control group of version 2 and 1: its limit, its usage, and the reclaimable cache in that usage.
-_GROUP_FILES = ("memory.max", "memory.current", "inactive_file")
-_GROUP_FILES_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -59,7 +56,7 @@ def versions() -> dict[str, str | None]:
     return {
         "python": platform.python_version(),
         "tokenmerge": tokenmerge.__version__,
-        **{package: _version(package) for package in _PACKAGES},
+        **{package: version_of(package) for package in _PACKAGES},
     }
 
 
@@ -86,7 +83,7 @@ def attention_backends() -> dict[str, str | None]:
     """Return the attention implementations by name: kernels or version, or None if not installed."""
     return {
         "sdpa": ", ".join(_sdpa_kernels()),
-        **{name: _version(package) for name, package in _ATTENTION_PACKAGES.items()},
+        **{name: version_of(package) for name, package in _ATTENTION_PACKAGES.items()},
     }
 
 
@@ -116,7 +113,8 @@ def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _version(package: str) -> str | None:
+def version_of(package: str) -> str | None:
+    """Return the version of an installed package."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -195,30 +193,19 @@ def available_memory() -> int | None:
 
 
 def _left_in_groups() -> Iterator[int]:
-    """Return the bytes left in the control group of this process and in each of its parents."""
+    """Yield the bytes left in the control group (version 2) of this process and in each of its parents."""
     try:
-        groups = _OWN_GROUPS.read_text().splitlines()
-    except OSError:
+        own = next(line for line in _OWN_GROUPS.read_text().splitlines() if line.startswith("0::"))
+    except (OSError, StopIteration):
         return
-    for line in groups:
-        _, controllers, path = line.split(":", 2)
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        root = _CGROUP / "memory" if controllers else _CGROUP
-        own = root / path.strip("/")
-        for group in (own, *own.parents):
-            # In a container, the path may be the one outside of it. Then only the root exists here.
-            if group.is_relative_to(root):
-                with contextlib.suppress(OSError, ValueError, StopIteration):
-                    yield _left_in(group, *(_GROUP_FILES_V1 if controllers else _GROUP_FILES))
-
-
-def _left_in(group: Path, limit: str, usage: str, cache: str) -> int:
-    """Return the bytes left in one group. Raises a ValueError if the group has no limit."""
-    highest, used = int((group / limit).read_text()), int((group / usage).read_text())
-    return highest - used + _number(group / "memory.stat", f"{cache} ")
+    path = _CGROUP / own.removeprefix("0::").strip("/")
+    for group in (path, *path.parents):
+        # In a container, the path may be the one outside of it. Then only the root exists here.
+        if group.is_relative_to(_CGROUP):
+            with contextlib.suppress(OSError, ValueError, StopIteration):  # it may have no limit
+                highest, used = (int((group / f"memory.{name}").read_text()) for name in ("max", "current"))
+                yield highest - used + _number(group / "memory.stat", "inactive_file ")
 
 
 def _number(file: Path, name: str) -> int:
-    """Return the number in the first line that starts with ``name``."""
     return int(next(line for line in file.read_text().splitlines() if line.startswith(name)).split()[1])

@@ -110,7 +110,6 @@ def peak_memory(device: torch.device) -> int:
 
 
 def _return_freed_memory() -> None:
-    """Return freed heap memory to the system, so that it does not count in the next run."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

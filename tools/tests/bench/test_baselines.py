@@ -7,8 +7,7 @@ import torch
 from tokenmerge import ToMeConfig
 from tokenmerge.errors import ConfigError, UnsupportedModelError
 from tokenmerge.report import predict
-from tokenmerge_tools.bench.geometries import GEOMETRIES
-from tokenmerge_tools.bench.geometry import build_denoiser
+from tokenmerge_tools.bench.geometry import GEOMETRIES, build_denoiser
 from tokenmerge_tools.pipelines.loading import denoiser_name, find_model, load_pipeline, twin
 from tokenmerge_tools.variants.variant import parse_variant
 

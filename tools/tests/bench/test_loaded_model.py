@@ -12,8 +12,7 @@ from tokenmerge import ToMeConfig
 from tokenmerge.errors import ConfigError, UnsupportedModelError
 from tokenmerge.report import predict
 from tokenmerge_tools import machine
-from tokenmerge_tools.bench.geometries import GEOMETRIES
-from tokenmerge_tools.bench.geometry import build_denoiser, depth_note, find_geometry
+from tokenmerge_tools.bench.geometry import GEOMETRIES, build_denoiser, depth_note, find_geometry
 from tokenmerge_tools.bench.inputs import InputSize, example_inputs
 from tokenmerge_tools.bench.loaded_model import load_model
 from tokenmerge_tools.failures import Failure, is_out_of_memory

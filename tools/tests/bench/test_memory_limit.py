@@ -50,10 +50,8 @@ def test_every_group_around_the_process_counts(groups: Path) -> None:
     assert machine.available_memory() == 0
 
 
-@pytest.mark.parametrize("path", ["/job", "/docker/seen-from-outside"])
-def test_groups_of_the_first_version_count_too(groups: Path, path: str) -> None:
-    (groups / "cgroup").write_text(f"9:cpu,cpuacct:/x\n4:memory:{path}\n0::/job\n")
-    place = groups / "groups" / "memory" / ("job" if path == "/job" else "")
-    stat = f"inactive_file 0\ntotal_inactive_file {10 * MB}"
-    write(place, memory__limit_in_bytes=100 * MB, memory__usage_in_bytes=70 * MB, memory__stat=stat)
+def test_in_a_container_the_root_counts(groups: Path) -> None:
+    (groups / "cgroup").write_text("0::/docker/seen-from-outside\n")
+    stat = f"inactive_file {10 * MB}"
+    write(groups / "groups", memory__max=100 * MB, memory__current=70 * MB, memory__stat=stat)
     assert machine.available_memory() == 40 * MB

@@ -19,8 +19,7 @@ from tokenmerge.report import predict
 from tokenmerge_tools import machine
 from tokenmerge_tools.bench import cell_group, runner
 from tokenmerge_tools.bench import prepare as prepare_module
-from tokenmerge_tools.bench.geometries import GEOMETRIES
-from tokenmerge_tools.bench.geometry import build_denoiser
+from tokenmerge_tools.bench.geometry import GEOMETRIES, build_denoiser
 from tokenmerge_tools.records.file import RecordNotWrittenError, ResultsFile, read_records
 from tokenmerge_tools.records.kinds import CellRecord
 from tokenmerge_tools.timing import interleaved

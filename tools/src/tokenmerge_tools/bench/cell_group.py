@@ -209,13 +209,11 @@ class CellGroup:
 
 
 def _is_block_cache(cell: Cell) -> bool:
-    """Return whether a cell is a block cache: which operations it skips is known only after a run."""
     kind = VARIANTS[cell.spec.name]
     return kind.is_faster and kind.method is None
 
 
 def _with_dense(cells: Iterable[Cell]) -> list[Cell]:
-    """Return the cells, preceded by the dense cells that they are compared with."""
     cells = list(cells)
     dense = [cell.dense(attention) for cell in cells for attention in (FUSED, None)]
     return list(dict.fromkeys([*dense, *cells]))

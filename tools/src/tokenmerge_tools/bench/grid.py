@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 from tokenmerge.config.checks import Check, integer, number, one_of, optional, switch, text
 from tokenmerge.errors import ConfigError
-from tokenmerge_tools.files import read_bytes
+from tokenmerge_tools.files import read_bytes, toml_parser
 from tokenmerge_tools.pipelines.options import option
 from tokenmerge_tools.pipelines.settings import (
     ATTENTION_HELP,
@@ -180,10 +180,7 @@ def read_grid(path: Path) -> dict[str, Any]:
 
 
 def _toml(text: str, where: str) -> dict[str, Any]:
-    try:
-        parser: Any = importlib.import_module("tomllib")
-    except ModuleNotFoundError:  # Python 3.10
-        parser = importlib.import_module("tomli")
+    parser = toml_parser()
     try:
         return parser.loads(text)
     except (parser.TOMLDecodeError, RecursionError) as error:

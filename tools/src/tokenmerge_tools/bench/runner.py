@@ -115,7 +115,6 @@ class _Benchmark:
         free_memory()
 
     def _conditions(self, setting: Setting, cell: Cell) -> dict[str, Any]:
-        """Return everything that the results of a cell depend on."""
         return {**dataclasses.asdict(setting), **cell.conditions(), **self.machine}
 
     def _finish(

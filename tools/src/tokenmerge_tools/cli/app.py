@@ -31,7 +31,6 @@ _INTERRUPTED = 130
 
 
 def _examples(*lines: str) -> str:
-    """Format examples for the end of ``--help``."""
     return "Examples:\n\n" + "\n\n".join(f"- `tokenmerge {line}`" for line in lines)
 
 

@@ -56,7 +56,6 @@ def kernel_distance(features: Tensor, reference: Tensor) -> float:
 
 
 def _as_they_are(features: Tensor) -> nn.Module:
-    """Return a feature extractor that returns its input, which is already features."""
     extractor = nn.Identity()
     extractor.num_features = features.shape[1]  # type: ignore[assignment]
     return extractor

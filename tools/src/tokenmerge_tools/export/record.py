@@ -4,30 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import tokenmerge
 from tokenmerge.config import ToMeConfig
 from tokenmerge.report import Report
+from tokenmerge_tools.machine import version_of
 
 FILE = "export.json"
 _VERSION = 1
-_PACKAGES = ("torch", "diffusers", "onnx", "onnxscript", "onnxruntime", "openvino")
+_PACKAGES = ("tokenmerge", "torch", "diffusers", "onnx", "onnxscript", "onnxruntime", "openvino")
 
 
 @dataclasses.dataclass(frozen=True)
 class PlansCheck:
     """How far the plans of the exported model are from PyTorch's. They differ where rounding decides.
 
-    Attributes:
-        plans: number of plans that PyTorch took from the exported model.
-        other_choices: number of tokens that they put into other merged tokens than PyTorch's own plans.
-        largest_gap: by how much the cosine similarity of merged tokens is lower than in PyTorch's own plan.
-        relative_difference_with_own_plans: the largest difference of the outputs as a fraction of the largest
-            output where PyTorch merges by its own plans.
-        values: for each plan the names of the values in the graph that hold it; None: the graph has none.
+    PyTorch took a number of plans from the exported model. They put some tokens into other merged tokens,
+    whose cosine similarity is lower by at most ``largest_gap``. ``values`` are for each plan the names of the
+    values in the graph that hold it; None: the graph has none. The relative difference is that of the outputs
+    where PyTorch merges by its own plans.
     """
 
     plans: int
@@ -39,14 +35,7 @@ class PlansCheck:
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """How far the exported model is from PyTorch, in one call with another sample and timestep.
-
-    Attributes:
-        engine: the program that ran the exported model.
-        largest_difference: largest difference of a value of the output.
-        largest_output: the largest absolute value of PyTorch's output.
-        plans: comparison of the plans; None: nothing merged.
-    """
+    """How far the exported model is from PyTorch, in one call with another sample and timestep."""
 
     engine: str
     largest_difference: float
@@ -61,24 +50,10 @@ class Check:
 
 @dataclasses.dataclass(frozen=True)
 class ExportRecord:
-    """The description of an exported model.
+    """The description of an exported model. Inputs and output have a shape and a dtype.
 
-    Attributes:
-        model: name of the model, as it was given.
-        denoiser: class of the denoiser.
-        to: the format.
-        file: name of the file to open.
-        opset: version of ONNX's operators.
-        size: (width, height) in pixels.
-        latent: (height, width) of the latents.
-        batch: samples in a call.
-        guided: whether the batch holds each sample twice, for guidance.
-        inputs: name → (shape, dtype).
-        output: (shape, dtype).
-        method: the method and its changed settings.
-        settings: all settings.
-        merging: what merges in one call.
-        check: how far it is from PyTorch.
+    The size is (width, height) in pixels, the latent one is (height, width). ``guided``: the batch holds each
+    sample twice, for guidance. ``merging`` says what merges in one call.
     """
 
     model: str
@@ -131,19 +106,9 @@ class ExportRecord:
                 "relative_difference": self.check.relative,
             },
             "files": {file.name: file.stat().st_size for file in sorted(folder.iterdir())},
-            "versions": {"tokenmerge": tokenmerge.__version__, **_versions()},
+            "versions": {name: version for name in _PACKAGES if (version := version_of(name))},
         }
 
 
 def _tensor(shape: tuple[int, ...], dtype: str) -> dict[str, Any]:
     return {"shape": list(shape), "dtype": dtype}
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for package in _PACKAGES:
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return found

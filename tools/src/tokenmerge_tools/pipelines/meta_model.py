@@ -171,7 +171,6 @@ def _model_class(name: object, component: str) -> Any:
 
 
 def _weightless(model_class: Any, config: Any) -> ModelMixin:
-    """Return a model on the meta device."""
     with torch.device("meta"):
         return model_class.from_config(config)
 

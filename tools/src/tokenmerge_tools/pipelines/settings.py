@@ -197,7 +197,6 @@ def _set_backend(model: ModelMixin, name: str) -> None:
 
 
 def _with_backends(model: ModelMixin) -> list[Any]:
-    """Return the attention processors of a model that leave the kernel to diffusers."""
     processors = (getattr(module, "processor", None) for module in model.modules())
     return [own for own in processors if hasattr(own, "_attention_backend")]
 

@@ -57,7 +57,6 @@ class Record:
 
     @classmethod
     def _parse(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """Check the values of a line, and give them the types of the fields."""
         return values
 
 

@@ -136,7 +136,6 @@ def _against_closeness(cells: Sequence[CellRecord], quality: Sequence[QualityRec
 
 
 def _varies(lines: Sequence[Line]) -> bool:
-    """Return whether the points differ in closeness. A single point counts too."""
     points = [x for line in lines for x, _ in line.points]
     return len(points) == 1 or len(set(points)) > 1
 
@@ -237,7 +236,6 @@ def _family(variant: str, settings: Mapping[str, Any]) -> str:
 
 
 def _knob(record: QualityRecord) -> float:
-    """Return the number that labels a point, such as its ratio or number of steps; NaN if it has none."""
     if record.steps_used is not None:
         return float(record.steps_used)
     return float(next((record.settings[name] for name in _KNOBS if name in record.settings), math.nan))

@@ -201,7 +201,6 @@ def _markdown_notes(notes: Sequence[str]) -> list[str]:
 
 
 def _escape(text: str) -> str:
-    """Escape text for Markdown."""
     for mark in "\\`*_{}[]<>#|":
         text = text.replace(mark, "\\" + mark)
     return text.replace("\n", " ")

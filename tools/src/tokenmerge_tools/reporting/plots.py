@@ -171,5 +171,4 @@ def _colours(chart: Chart) -> dict[str, str]:
 
 
 def _plain(text: str) -> str:
-    """Escape text so that matplotlib does not read it as a formula."""
     return text.replace("$", r"\$")

@@ -50,5 +50,4 @@ def figure_of_steps(steps: RunSteps) -> Any:
 
 
 def _removed(tokens: int | None, merged_tokens: int | None) -> float:
-    """Return percent of the tokens that merging removed."""
     return 0.0 if tokens is None or merged_tokens is None else 100 * (1 - merged_tokens / tokens)

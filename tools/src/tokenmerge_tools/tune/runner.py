@@ -208,7 +208,6 @@ class _Searching:
             )
 
     def _guided(self, config: ToMeConfig) -> ToMeConfig:
-        """Return the settings at the scale of guidance that the pictures are drawn with."""
         return config.at_guidance(self.rounds.call.guidance)
 
     def _all_configs(self) -> dict[str, ToMeConfig | None]:

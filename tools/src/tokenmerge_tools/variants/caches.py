@@ -82,7 +82,6 @@ def first_block_cache(pipe: Any, config: None, report: None, threshold: float) -
 
 
 def _blocks_with_text(model: nn.Module) -> nn.ModuleList:
-    """Return the joint blocks that return both the image and the text stream."""
     blocks = getattr(model, "transformer_blocks", ())
     return nn.ModuleList(block for block in blocks if not getattr(block, "context_pre_only", False))
 
