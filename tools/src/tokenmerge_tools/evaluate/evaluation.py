@@ -221,36 +221,27 @@ def plan_evaluation(options: EvaluateOptions, device: torch.device) -> Evaluatio
     if min(size) < _SMALLEST_SIDE:
         raise ConfigError(f"size: SSIM needs at least {_SMALLEST_SIDE} pixels, got {size[0]}x{size[1]}")
     frames = _frames(source, options.frames)
+    same = ("model", "steps", "attention", "scheduler", "guidance")
     conditions = {
-        "model": options.model,
+        **{name: getattr(options, name) for name in same},
         "weights": weights_key(source),
         "width": size[0],
         "height": size[1],
-        "steps": options.steps,
-        "attention": options.attention,
-        "scheduler": options.scheduler,
-        "guidance": options.guidance,
         "dtype": dtype_name(dtype),
         "device": device.type,
         "versions": versions(),
         "commit": source_commit(),
         **({} if frames is None else {"frames": frames}),
     }
+    counted = partial(_counted, sketch, size, options.steps)
+    variants = plan_variants(specs, options.steps, conditions, options.out.parent, counted)
     return Evaluation(
         source=source,
         size=size,
         dtype=dtype,
         prompts=tuple(prompts),
         items=tuple(items_of(prompts, range(options.seed, options.seed + options.seeds))),
-        variants=tuple(
-            plan_variants(
-                specs,
-                options.steps,
-                conditions,
-                options.out.parent,
-                partial(_counted, sketch, size, options.steps),
-            )
-        ),
+        variants=tuple(variants),
         store=PictureStore(options.out, conditions),
         reference=reference,
         frames=frames,

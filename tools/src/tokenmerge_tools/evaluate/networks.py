@@ -1,13 +1,14 @@
-"""Trained networks that compute features of pictures."""
+"""Trained networks that compute features of pictures, and distances between the features of two sets."""
 
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tokenmerge.errors import ConfigError, reason_of
 from tokenmerge.pictures import as_tensor
@@ -16,6 +17,11 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 INCEPTION = "inception-v3"
+_SUBSETS = 100
+_LARGEST_SUBSET = 1000
+_SEED = 0
+# The features of all processes are already gathered, and only the first process computes the distance.
+_ALONE = {"sync_on_compute": False}
 
 
 class Network(Protocol):
@@ -112,3 +118,51 @@ def _loading(what: str) -> Iterator[None]:
         yield
     except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
         raise ConfigError(f"cannot load {what} ({reason_of(error)})") from error
+
+
+def frechet_distance(features: Tensor, reference: Tensor) -> float:
+    """Return the Fréchet distance of two Gaussians (Heusel et al. 2017, arXiv 1706.08500), the one of FID.
+
+    Lower is closer. With few pictures it is biased upwards, so compare only sets of equal size. The features
+    are [n, d] and [m, d] with n, m ≥ 2.
+    """
+    from torchmetrics.image.fid import FrechetInceptionDistance
+
+    return float(
+        _measured(FrechetInceptionDistance(feature=_as_they_are(features), **_ALONE), features, reference)
+    )
+
+
+def kernel_distance(features: Tensor, reference: Tensor) -> float:
+    """Return the squared maximum mean discrepancy with a cubic kernel (arXiv 1801.01401): KID.
+
+    It is unbiased, so it suits few pictures. For similar sets it may be negative. Two sets of equal size, up
+    to a thousand pictures, are compared as a whole. Otherwise the result is the mean over 100 fixed subsets
+    of at most a thousand. The features are [n, d] and [m, d] with n, m ≥ 2.
+    """
+    from torchmetrics.image.kid import KernelInceptionDistance
+
+    size = min(len(features), len(reference), _LARGEST_SUBSET)
+    subsets = 1 if {len(features), len(reference)} == {size} else _SUBSETS
+    # torchmetrics warns that storing the features takes memory, where they are already. It draws the subsets
+    # from the global generator.
+    with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
+        warnings.filterwarnings("ignore", message="Metric `Kernel Inception Distance` will save")
+        torch.manual_seed(_SEED)
+        measure = KernelInceptionDistance(
+            feature=_as_they_are(features), subsets=subsets, subset_size=size, **_ALONE
+        )
+        mean, _ = _measured(measure, features, reference)
+    return float(mean)
+
+
+def _measured(measure: Any, features: Tensor, reference: Tensor) -> Any:
+    measure.update(reference.double(), real=True)
+    measure.update(features.double(), real=False)
+    return measure.compute()
+
+
+def _as_they_are(features: Tensor) -> nn.Module:
+    extractor = nn.Identity()
+    extractor.num_features = features.shape[1]  # type: ignore[assignment]
+    return extractor

@@ -35,11 +35,8 @@ class PictureStore:
     """Paths of pictures. Two pictures have the same path only if they are drawn in the same way.
 
     A picture whose path exists is not drawn again. Another model, size, number of steps or version gives
-    another path. The pictures are in a folder beside the results file, with the same name.
-
-    Attributes:
-        results: the results file.
-        conditions: everything that all pictures depend on, in JSON-compatible values.
+    another path. The pictures are in a folder beside the results file, with the same name. ``conditions`` are
+    everything that all pictures depend on, in JSON-compatible values.
     """
 
     results: Path
@@ -84,7 +81,11 @@ class PictureStore:
         if config is not None:
             about.add_text(_CONFIG, json.dumps(config.to_dict(), sort_keys=True))
         if isinstance(picture, Sequence):
-            self._check_length(len(picture))
+            if len(picture) != self.length:
+                raise ConfigError(
+                    f"frames: this pipeline made a video of {len(picture)} frames instead of {self.length}; "
+                    f"give --frames {len(picture)}"
+                )
             write = partial(write_video, frames=picture, about=about)
         else:
             write = partial(picture.save, pnginfo=about)
@@ -92,17 +93,17 @@ class PictureStore:
 
     def seconds(self, variant: Drawn, item: Item) -> float:
         """Return the seconds that a picture took to draw; NaN if the file does not have them."""
-        import PIL.Image
-
-        with PIL.Image.open(self.picture(variant, item)) as picture:
-            return float(picture.info.get(_SECONDS, math.nan))
+        return float(self._text(variant, item, _SECONDS) or math.nan)
 
     def config(self, variant: Drawn, item: Item) -> str | None:
-        """All settings that a picture was drawn with, as JSON; None if the file does not have them."""
+        """Return all settings that a picture was drawn with, as JSON; None if the file has none."""
+        return self._text(variant, item, _CONFIG)
+
+    def _text(self, variant: Drawn, item: Item, key: str) -> str | None:
         import PIL.Image
 
         with PIL.Image.open(self.picture(variant, item)) as picture:
-            text = picture.info.get(_CONFIG)
+            text = picture.info.get(key)
         return text if isinstance(text, str) else None
 
     def frames(self, variant: Drawn, item: Item) -> list[Image]:
@@ -116,13 +117,6 @@ class PictureStore:
     def length(self) -> int | None:
         """Number of frames of each video; None: pictures are drawn."""
         return self.conditions.get("frames")
-
-    def _check_length(self, frames: int) -> None:
-        if frames != self.length:
-            raise ConfigError(
-                f"frames: this pipeline made a video of {frames} frames instead of {self.length}; "
-                f"give --frames {frames}"
-            )
 
     def open(self, variant: Drawn, item: Item) -> Image:
         """Read a picture, or the first frame of a video."""

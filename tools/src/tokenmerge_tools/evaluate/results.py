@@ -7,6 +7,7 @@ import datetime
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ import numpy as np
 from tokenmerge.pictures import sample_sheet
 from tokenmerge_tools.evaluate.drawn import Drawn
 from tokenmerge_tools.evaluate.evaluation import Evaluation
-from tokenmerge_tools.evaluate.measure import Figures, Measured, figures_of, speedups_of
+from tokenmerge_tools.evaluate.measure import Measured, figures_of, speedups_of
 from tokenmerge_tools.evaluate.metrics import Metrics
 from tokenmerge_tools.evaluate.picture_store import CONTINUES, PictureStore
 from tokenmerge_tools.evaluate.prompts import Item
@@ -35,88 +36,73 @@ def quality_records(
     Values in known records of earlier runs are kept unless they were measured again.
     """
     categories = dict.fromkeys([None, *(item.prompt.category for item in evaluation.items)])
-    measured_with = dict(metrics.networks)
-    for metric in metrics.of_sets:
-        if evaluation.reference is not None:
-            measured_with[metric.name] += f", against {evaluation.reference.folder}"
     records = []
-    for variant in evaluation.variants:
-        for category in categories:
-            chosen = [
-                i for i, item in enumerate(evaluation.items) if category in (None, item.prompt.category)
-            ]
-            rows = None if category is None else chosen
-            figures = figures_of(variant.label, measured, metrics, reference, rows)
-            record = _record(evaluation, variant, category, figures)
-            record = _with_config(record, measured.configs.get(variant.label, frozenset()))
-            if variant.spec.name != DENSE:
-                record = _with_speedup(record, speedups_of(variant.label, measured, rows))
-            now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-            record = dataclasses.replace(record, measured_with=measured_with, finished=now)
-            earlier = known.get(record.key)
-            if isinstance(earlier, QualityRecord):
-                again = metrics.networks
-                kept = {name: value for name, value in earlier.figures.items() if name not in again}
-                record = dataclasses.replace(
-                    record,
-                    figures={**kept, **record.figures},
-                    measured_with={**earlier.measured_with, **measured_with},
-                )
-            records.append(record)
+    for variant, category in product(evaluation.variants, categories):
+        record = _record(evaluation, metrics, measured, reference, variant, category)
+        earlier = known.get(record.key)
+        if isinstance(earlier, QualityRecord):
+            kept = {name: value for name, value in earlier.figures.items() if name not in metrics.networks}
+            measured_with = {**earlier.measured_with, **record.measured_with}
+            record = dataclasses.replace(
+                record, figures={**kept, **record.figures}, measured_with=measured_with
+            )
+        records.append(record)
     return records
 
 
-def _with_speedup(record: QualityRecord, speedups: Sequence[float]) -> QualityRecord:
-    if not speedups:
-        return record
-    quarter, half, three_quarters = np.quantile(speedups, (0.25, 0.5, 0.75)).tolist()
-    return dataclasses.replace(record, speedup=half, speedup_quartiles=(quarter, three_quarters))
-
-
-def _with_config(record: QualityRecord, configs: frozenset[str]) -> QualityRecord:
-    if len(configs) == 1:
-        return dataclasses.replace(record, config=json.loads(*configs))
-    if configs:
-        # A method may choose by measurements of the device, which can change from run to run.
-        note = (
-            f"{record.label}: its pictures were drawn with {len(configs)} different settings, which the "
-            "method chose at different times; delete the pictures, and the same command draws all alike"
-        )
-        return dataclasses.replace(record, notes=(*record.notes, note))
-    return record
-
-
-def _record(evaluation: Evaluation, variant: Drawn, category: str | None, figures: Figures) -> QualityRecord:
+def _record(
+    evaluation: Evaluation,
+    metrics: Metrics,
+    measured: Measured,
+    reference: Measured | None,
+    variant: Drawn,
+    category: str | None,
+) -> QualityRecord:
+    chosen = [i for i, item in enumerate(evaluation.items) if category == item.prompt.category]
+    rows = None if category is None else chosen
+    figures = figures_of(variant.label, measured, metrics, reference, rows)
+    configs = measured.configs.get(variant.label, frozenset())
+    speedups = [] if variant.spec.name == DENSE else speedups_of(variant.label, measured, rows)
+    quartiles = np.quantile(speedups, (0.25, 0.5, 0.75)).tolist() if speedups else None
     conditions = dict(evaluation.store.conditions)
+    measured_with = dict(metrics.networks)
+    for metric in metrics.of_sets if evaluation.reference is not None else ():
+        measured_with[metric.name] += f", against {evaluation.reference.folder}"
     notes = []
     if variant.steps != conditions["steps"]:
-        notes.append(f"{variant.label}: {variant.steps} of {conditions['steps']} steps")
+        notes.append(f"{variant.steps} of {conditions['steps']} steps")
     if figures.equal:
         notes.append(
-            f"{variant.label}: {figures.equal} of {figures.images} pictures equal dense in every pixel; "
-            "their PSNR is infinite and not in the mean"
+            f"{figures.equal} of {figures.images} pictures equal dense in every pixel; their PSNR is "
+            "infinite and not in the mean"
         )
-    notes += [
-        f"{variant.label}: {name} is left out, because it is not a finite number for some pictures"
-        for name in figures.undefined
-    ]
+    for name in figures.undefined:
+        notes.append(f"{name} is left out, because it is not a finite number for some pictures")
+    if len(configs) > 1:  # a method may choose by measurements of the device, which can change
+        notes.append(
+            f"its pictures were drawn with {len(configs)} different settings, which the method chose at "
+            "different times; delete the pictures, and the same command draws all alike"
+        )
     texts = [prompt.text for prompt in evaluation.prompts]
     return QualityRecord(
-        model=conditions.pop("model"),
-        width=conditions.pop("width"),
-        height=conditions.pop("height"),
+        **{name: conditions.pop(name) for name in ("model", "width", "height")},
         variant=variant.spec.name,
         settings=dict(variant.spec.settings),
         figures=figures.values,
         images=figures.images,
         category=category,
-        steps_used=variant.steps if variant.spec.name == FEWER_STEPS else None,
         conditions={
             **conditions,
             "prompts": {"count": len(texts), "key": key_of({"prompts": texts})},
             "seeds": sorted({item.seed for item in evaluation.items}),
         },
-        notes=tuple(notes),
+        speedup=quartiles and quartiles[1],
+        speedup_quartiles=quartiles and (quartiles[0], quartiles[2]),
+        steps_used=variant.steps if variant.spec.name == FEWER_STEPS else None,
+        measured_with=measured_with,
+        config=json.loads(*configs) if len(configs) == 1 else None,
+        notes=tuple(f"{variant.label}: {note}" for note in notes),
+        finished=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
     )
 
 
@@ -156,15 +142,11 @@ def sample_records(
 def write_sheet(path: Path, items: Sequence[Item], variants: Sequence[Drawn], store: PictureStore) -> None:
     """Write the sheet of samples, with one row for each prompt and one column for each variant."""
     columns = [(variant.spec.name, _small_print(variant, store)) for variant in variants]
-    rows = [
-        (
-            [store.open(variant, item) for variant in variants],
-            f"{item.prompt.text} · seed {item.seed}",
-        )
-        for item in items
-    ]
-    sheet = sample_sheet(columns, rows)
-    write_atomically(path, sheet.save, "save-grid", "choose another file")
+    rows = []
+    for item in items:
+        pictures = [store.open(variant, item) for variant in variants]
+        rows.append((pictures, f"{item.prompt.text} · seed {item.seed}"))
+    write_atomically(path, sample_sheet(columns, rows).save, "save-grid", "choose another file")
 
 
 def _small_print(variant: Drawn, store: PictureStore) -> str:
