@@ -26,17 +26,11 @@ _LATER = 0.37  # of the timestep, in the call that is checked
 
 @dataclasses.dataclass(eq=False)
 class DenoiserCall:
-    """A denoiser with the arguments of one call.
+    """A denoiser with the arguments of one call, by name.
 
-    Token merging treats it as a pipeline, and reads from it whether guidance doubles the batch.
-
-    Args:
-        denoiser: the model.
-        arguments: arguments by name. Tensors become inputs of the exported model; all other values become
-            constants in it.
-        size: (width, height) of the picture in pixels.
-        latent: (height, width) of the latents.
-        do_classifier_free_guidance: whether the batch holds each sample twice.
+    Token merging treats it as a pipeline, and reads from it whether guidance doubles the batch. Tensors
+    become inputs of the exported model; all other values become constants in it. The size is (width, height)
+    in pixels, the latent one is (height, width).
     """
 
     denoiser: nn.Module

@@ -23,13 +23,10 @@ Plans = tuple[tuple[str | None, ...], ...]
 
 
 class Graph(NamedTuple):
-    """An ONNX program, and the names that its check needs.
+    """An ONNX program of PyTorch, and the names that its check needs.
 
-    Attributes:
-        program: ONNX program of PyTorch.
-        inputs: names of the inputs in the order of :func:`tensors`.
-        plans: for each plan in the order in which they are made, the names of its tensors in the graph; None
-            for a tensor on which the output does not depend.
+    ``inputs`` are in the order of :func:`tensors`. ``plans`` has, for each plan in the order in which they
+    are made, the names of its tensors in the graph; None for a tensor on which the output does not depend.
     """
 
     program: Any

@@ -43,14 +43,9 @@ def plan_tensors(plan: Plan) -> tuple[Tensor, ...]:
 class TakenPlans:
     """Plans that PyTorch takes in place of its own, after comparing the two.
 
-    Args:
-        given: the tensors of each plan, as from :func:`plan_tensors`; None: PyTorch's own one is taken.
-        largest_gap: largest gap that is accepted; see :func:`gap`.
-
-    Attributes:
-        done: number of plans that were taken.
-        other_choices: number of tokens that these plans put into other merged tokens than PyTorch does.
-        gap: largest gap that was found.
+    ``given`` has the tensors of each plan, as from :func:`plan_tensors`; for None, PyTorch's own one is
+    taken. ``other_choices`` is the number of tokens that these plans put into other merged tokens than
+    PyTorch does, and ``gap`` the largest gap that was found; see :func:`gap`.
     """
 
     given: Sequence[Sequence[Any | None]]

@@ -20,11 +20,10 @@ from tokenmerge.errors import ConfigError, UnsupportedModelError
 from tokenmerge.report import predict
 from tokenmerge_tools.export import record
 from tokenmerge_tools.export.call import DenoiserCall, first_call
-from tokenmerge_tools.export.folder import check_new, new_folder
 from tokenmerge_tools.export.formats import FORMATS
 from tokenmerge_tools.export.graph import Plans, onnx_graph, tensors
 from tokenmerge_tools.export.plans import TakenPlans
-from tokenmerge_tools.export.record import Check, ExportRecord, PlansCheck
+from tokenmerge_tools.export.record import Check, ExportRecord, PlansCheck, check_new, new_folder
 from tokenmerge_tools.files import write_json
 from tokenmerge_tools.method_spec import MethodSpec
 from tokenmerge_tools.pipelines.call import latent_scale, own_size

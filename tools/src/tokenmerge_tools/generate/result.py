@@ -14,10 +14,7 @@ from tokenmerge_tools.timing import Measurement, Times
 
 @dataclasses.dataclass(frozen=True)
 class VariantResult:
-    """Timings of one variant.
-
-    ``seconds`` has the wall-clock time of each timed pipeline call, in the order in which they ran.
-    """
+    """Wall-clock seconds of each timed pipeline call of one variant, in order, and the peak memory."""
 
     name: str
     seconds: tuple[float, ...]
@@ -26,9 +23,9 @@ class VariantResult:
     @classmethod
     def of(cls, name: str, measurements: Iterable[Measurement]) -> VariantResult:
         """Collect the measurements of one variant."""
-        own = [measurement for measurement in measurements if measurement.variant == name]
-        peaks = [measurement.peak_bytes for measurement in own if measurement.peak_bytes is not None]
-        return cls(name, tuple(measurement.seconds for measurement in own), max(peaks, default=None))
+        own = [one for one in measurements if one.variant == name]
+        peak = max((one.peak_bytes for one in own if one.peak_bytes is not None), default=None)
+        return cls(name, tuple(one.seconds for one in own), peak)
 
     def per_image(self, batch: int) -> Times:
         """Return the seconds per picture, which are the seconds per call divided by the batch."""
@@ -48,11 +45,9 @@ class Quality:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """All results of a run.
+    """All results of a run. Dense comes first among the variants, if it ran.
 
-    ``conditions`` are machine, versions and options, in JSON-compatible values. Dense comes first among the
-    variants, if it ran. ``quality`` is None without a dense run or without torchmetrics. ``steps`` is the
-    record of the merged steps, None if they were not recorded.
+    ``quality`` is None without a dense run or without torchmetrics, and ``steps`` if they were not recorded.
     """
 
     folder: Path
@@ -74,31 +69,25 @@ class Result:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the content of ``run.json``. An infinite PSNR becomes the string ``"inf"``."""
+        variants = {}
+        for one in self.variants:
+            per_image = dataclasses.asdict(one.per_image(self.batch)) if one.seconds else None
+            variants[one.name] = {
+                "seconds_per_call": list(one.seconds),
+                "seconds_per_image": per_image,
+                "speedup": self.speedup(one),
+                "peak_memory_bytes": one.peak_bytes,
+            }
+        quality = None
+        if self.quality is not None:
+            psnr = [value if math.isfinite(value) else str(value) for value in self.quality.psnr]
+            quality = {"psnr_db": psnr, "ssim": list(self.quality.ssim)}
         return {
             "complete": self.complete,
             "conditions": self.conditions,
-            "variants": {
-                variant.name: {
-                    "seconds_per_call": list(variant.seconds),
-                    "seconds_per_image": dataclasses.asdict(variant.per_image(self.batch))
-                    if variant.seconds
-                    else None,
-                    "speedup": self.speedup(variant),
-                    "peak_memory_bytes": variant.peak_bytes,
-                }
-                for variant in self.variants
-            },
-            "quality": None
-            if self.quality is None
-            else {
-                "psnr_db": [_json_number(value) for value in self.quality.psnr],
-                "ssim": list(self.quality.ssim),
-            },
+            "variants": variants,
+            "quality": quality,
             "report": self.report.to_dict(),
             "notes": list(self.notes),
             **({} if self.steps is None else {"steps": self.steps.to_dicts()}),
         }
-
-
-def _json_number(value: float) -> float | str:
-    return value if math.isfinite(value) else str(value)

@@ -17,10 +17,7 @@ _OF_A_RUN = ("environment", "commit", "rounds", "warmup")
 
 @dataclasses.dataclass(frozen=True)
 class Change:
-    """One cell that is in both results.
-
-    Both times are median seconds, None if the cell was not timed. ``status`` is from the second results.
-    """
+    """One cell that is in both results: median seconds, None if it was not timed, and the second status."""
 
     name: str
     before: float | None
@@ -39,10 +36,10 @@ class Change:
         return self.ratio is not None and self.ratio > 1 + tolerance
 
     def __str__(self) -> str:
-        if self.before is None and self.after is None:
-            return f"{self.name}: not timed in either"
         if self.before is None:
-            return f"{self.name}: new, {self.after:.4g} s"
+            return f"{self.name}: " + (
+                "not timed in either" if self.after is None else f"new, {self.after:.4g} s"
+            )
         if self.ratio is None:
             return f"{self.name}: {self.before:.4g} s → {self.status}"
         percent = 100 * (self.ratio - 1)
@@ -66,20 +63,15 @@ class Comparison:
 
 def compare(before: Iterable[CellRecord], after: Iterable[CellRecord]) -> Comparison:
     """Match cells with the same conditions, apart from versions, commit and number of calls."""
-    first = {_same(cell): cell for cell in before}
-    second = {_same(cell): cell for cell in after}
-    changes = tuple(
-        Change(_name(cell), first[key].median, cell.median, cell.status)
-        for key, cell in second.items()
-        if key in first
-    )
-    if not changes:
+    first, second = ({_same(cell): cell for cell in cells} for cells in (before, after))
+    both = [(first[key], cell) for key, cell in second.items() if key in first]
+    if not both:
         raise ConfigError(
             "compare: no cell is in both results; compare runs of the same models, sizes and variants on the "
             "same machine"
         )
     return Comparison(
-        changes,
+        tuple(Change(_name(cell), old.median, cell.median, cell.status) for old, cell in both),
         tuple(_name(cell) for key, cell in first.items() if key not in second),
         tuple(_name(cell) for key, cell in second.items() if key not in first),
     )

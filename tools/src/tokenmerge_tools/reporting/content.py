@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import dataclasses
 import json
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,7 +13,7 @@ from tokenmerge.errors import ConfigError
 from tokenmerge_tools.files import check_regular
 from tokenmerge_tools.records.file import Results, Sample
 from tokenmerge_tools.records.kinds import CellRecord, QualityRecord
-from tokenmerge_tools.reporting.curves import Chart, charts, missing_for_curves, timed_with_other_steps
+from tokenmerge_tools.reporting.curves import Chart, charts, notes_on_charts
 from tokenmerge_tools.reporting.price_tables import fastest_table, price_tables, summary
 from tokenmerge_tools.reporting.quality_tables import quality_tables, where_drawn
 from tokenmerge_tools.reporting.tables import Table, measured_tables, what_of, where_of
@@ -57,13 +57,12 @@ def content_of(results: Results) -> Content:
         quality=tuple(quality_tables(quality)),
         charts=tuple(drawn),
         samples=tuple(samples),
-        conditions=(*_conditions(cells), *_conditions_of_quality(quality)),
+        conditions=tuple(_conditions(cells, quality)),
         notes=(
             *results.notes,
             *older_cells,
             *older_figures,
-            *timed_with_other_steps(cells, quality),
-            *missing_for_curves(cells, quality),
+            *notes_on_charts(cells, quality),
             *lost,
         ),
     )
@@ -84,29 +83,26 @@ def _readable(samples: Sequence[Sample]) -> tuple[list[Sample], list[str]]:
     return found, [f"{pairs} not shown; the first is {lost[0]}"] if lost else []
 
 
-def _conditions(cells: Sequence[CellRecord]) -> list[tuple[str, str]]:
-    """Return the conditions that all cells of a run share, once for each run."""
+def _conditions(cells: Sequence[CellRecord], quality: Sequence[QualityRecord]) -> list[tuple[str, str]]:
+    """List the conditions that all cells of a run share, and those that all variants of pictures share."""
     shared: dict[str, str] = {}
     varying = ("variant", "settings", "attention", "compile", "width", "height", "batch", "model", "frames")
     for cell in cells:
-        common: dict[str, Any] = {k: v for k, v in cell.conditions.items() if k not in varying}
-        common["peak memory"] = cell.facts.get("peak_memory")
-        text = json.dumps(common, indent=2, ensure_ascii=False, sort_keys=True)
-        versions = common["environment"]["versions"]
-        name = f"{common['device_name']}, {common['scope']}, {common['dtype']}, torch {versions['torch']}"
-        shared.setdefault(text, name)
-    return [(name, text) for text, name in shared.items()]
-
-
-def _conditions_of_quality(records: Sequence[QualityRecord]) -> list[tuple[str, str]]:
-    """Return the conditions that the pictures of all variants share, once for each set of pictures."""
-    shared: dict[str, str] = {}
-    for record in records:
+        own = {k: v for k, v in cell.conditions.items() if k not in varying}
+        own["peak memory"] = cell.facts.get("peak_memory")
+        torch = own["environment"]["versions"]["torch"]
+        name = f"{own['device_name']}, {own['scope']}, {own['dtype']}, torch {torch}"
+        shared.setdefault(_as_json(own), name)
+    for record in quality:
         if record.conditions:
-            common = {"model": record.model, **record.conditions, "measured_with": record.measured_with}
-            text = json.dumps(common, indent=2, ensure_ascii=False, sort_keys=True)
-            shared.setdefault(text, f"Pictures of {record.model}, {record.width} × {record.height}")
+            own = {"model": record.model, **record.conditions, "measured_with": record.measured_with}
+            name = f"Pictures of {record.model}, {record.width} × {record.height}"
+            shared.setdefault(_as_json(own), name)
     return [(name, text) for text, name in shared.items()]
+
+
+def _as_json(values: Mapping[str, Any]) -> str:
+    return json.dumps(values, indent=2, ensure_ascii=False, sort_keys=True)
 
 
 def newest_cells(cells: Iterable[CellRecord]) -> tuple[list[CellRecord], list[str]]:

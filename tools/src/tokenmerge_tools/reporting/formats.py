@@ -43,17 +43,15 @@ def as_html(content: Content) -> str:
         ("measured", "Measured", content.measured),
         ("quality", "Closeness to dense", content.quality),
     )
+    prices = [
+        (table, [(c.title, a) for c, a in drawn if c.metric and c.title == AGAINST_CLOSENESS + table.title])
+        for table in content.prices
+    ]
     return environment.from_string(text).render(
         title=TITLE,
         summary=content.summary,
         fastest=content.fastest,
-        prices=[
-            (
-                table,
-                [(c.title, a) for c, a in drawn if c.metric and c.title == AGAINST_CLOSENESS + table.title],
-            )
-            for table in content.prices
-        ],
+        prices=prices,
         charts=[(chart.title, address) for chart, address in drawn if chart.metric is None],
         sections=[(anchor, name, *_shared_notes(tables)) for anchor, name, tables in sections if tables],
         samples=_by_prompt(content.samples),
@@ -100,68 +98,47 @@ def as_markdown(content: Content) -> str:
 
 
 def as_csv(cells: Iterable[CellRecord]) -> str:
-    """Return one line for each cell, with its results and conditions."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
+    """Format one line for each cell, with its results and conditions."""
     figures = (
         *("settings", "status", "seconds_median", "seconds_q1", "seconds_q3", "runs"),
         *("peak_bytes", "speedup", "speedup_same_attention", "flops_dense", "flops_merged"),
         *("message", "finished", "torch"),
     )
-    writer.writerow([*_COLUMNS, *figures, *_MORE])
+    rows = []
     for cell in cells:
-        low, high = cell.iqr or (None, None)
-        writer.writerow(
-            [
-                *(cell.conditions[name] for name in _COLUMNS),
-                _settings(cell.conditions["settings"]),
-                cell.status,
-                cell.median,
-                low,
-                high,
-                len(cell.seconds),
-                cell.peak_bytes,
-                cell.speedup,
-                cell.speedup_same_attention,
-                cell.facts.get("flops_dense"),
-                cell.facts.get("flops_merged"),
-                cell.message,
-                cell.finished,
-                cell.conditions["environment"]["versions"]["torch"],
-                *(cell.conditions[name] for name in _MORE),
-            ]
-        )
-    return text.getvalue()
+        own = cell.conditions
+        flops = (cell.facts.get(name) for name in ("flops_dense", "flops_merged"))
+        times = (cell.median, *(cell.iqr or (None, None)), len(cell.seconds), cell.peak_bytes)
+        gains = (cell.speedup, cell.speedup_same_attention, *flops)
+        last = (cell.message, cell.finished, own["environment"]["versions"]["torch"])
+        values = (_settings(own["settings"]), cell.status, *times, *gains, *last)
+        rows.append((*(own[name] for name in _COLUMNS), *values, *(own[name] for name in _MORE)))
+    return _csv((*_COLUMNS, *figures, *_MORE), rows)
 
 
 def quality_as_csv(records: Iterable[QualityRecord]) -> str:
-    """Return one line for each value of a quality metric, with the conditions of its pictures."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
+    """Format one line for each value of a quality metric, with the conditions of its pictures."""
     conditions = ("steps", "scheduler", "guidance", "dtype", "device", "attention", "commit")
     named = ("model", "width", "height", "variant", "settings", "category", "pictures", "metric", "value")
-    writer.writerow([*named, "measured_with", *conditions, "prompts", "seeds", "notes"])
+    rows = []
     for record in records:
-        prompts = record.conditions.get("prompts", {})
+        what = (record.variant, _settings(record.settings), record.category, record.images)
+        own = (
+            *(record.conditions.get(name) for name in conditions),
+            record.conditions.get("prompts", {}).get("key"),
+        )
+        seeds, notes = " ".join(map(str, record.conditions.get("seeds", ()))), "; ".join(record.notes)
         for metric, value in record.figures.items():
-            writer.writerow(
-                [
-                    record.model,
-                    record.width,
-                    record.height,
-                    record.variant,
-                    _settings(record.settings),
-                    record.category,
-                    record.images,
-                    metric,
-                    value,
-                    record.measured_with.get(metric),
-                    *(record.conditions.get(name) for name in conditions),
-                    prompts.get("key"),
-                    " ".join(map(str, record.conditions.get("seeds", ()))),
-                    "; ".join(record.notes),
-                ]
-            )
+            measured = (metric, value, record.measured_with.get(metric))
+            rows.append((record.model, record.width, record.height, *what, *measured, *own, seeds, notes))
+    return _csv((*named, "measured_with", *conditions, "prompts", "seeds", "notes"), rows)
+
+
+def _csv(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(header)
+    writer.writerows(rows)
     return text.getvalue()
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
+from functools import partial
 
 from tokenmerge_tools.records.kinds import LOWER_IS_CLOSER, CellRecord
 from tokenmerge_tools.reporting.curves import AGAINST_CLOSENESS, Chart
@@ -29,10 +30,8 @@ def fastest_table(charts: Iterable[Chart]) -> Table | None:
     known = {}
     for title, members in _by_pictures(charts).items():
         speeds, figures = _points(members)
-        known[title] = [
-            (speeds[point], one["psnr"], point) for point, one in figures.items() if "psnr" in one
-        ]
-    known = {title: points for title, points in known.items() if points}
+        if points := [(speeds[point], one["psnr"], point) for point, one in figures.items() if "psnr" in one]:
+            known[title] = points
     if not known:
         return None
     shared, names = _shared_parts(list(known))
@@ -122,8 +121,8 @@ def _table(title: str, charts: Sequence[Chart]) -> Table:
     }
     rows = tuple(
         TableRow(
-            (*point, times(speeds[point]), *(_figure(figures[point], metric) for metric in metrics)),
-            best=point in known and not _beaten(known[point], known.values()),
+            (*point, times(speeds[point]), *(_figure(figures[point].get(metric)) for metric in metrics)),
+            best=point in known and not any(map(partial(_beats, known[point]), known.values())),
         )
         for point in sorted(figures, key=lambda point: -speeds[point])
     )
@@ -132,8 +131,8 @@ def _table(title: str, charts: Sequence[Chart]) -> Table:
     return Table(title, ("method", "setting", "speed-up", *arrows), rows, notes, words=1)
 
 
-def _beaten(point: tuple[float, float], others: Iterable[tuple[float, float]]) -> bool:
-    return any(speed >= point[0] and close >= point[1] and (speed, close) != point for speed, close in others)
+def _beats(point: tuple[float, float], other: tuple[float, float]) -> bool:
+    return other[0] >= point[0] and other[1] >= point[1] and other != point
 
 
 def _fastest(known: Sequence[tuple[float, float, _Point]], closeness: float) -> str:
@@ -144,8 +143,8 @@ def _fastest(known: Sequence[tuple[float, float, _Point]], closeness: float) -> 
     return f"{' '.join(point).strip()}: {times(speed)} ({psnr:.1f})"
 
 
-def _figure(figures: Mapping[str, float], metric: str) -> str:
-    return f"{figures[metric]:.4g}" if metric in figures else ""
+def _figure(value: float | None) -> str:
+    return "" if value is None else f"{value:.4g}"
 
 
 def _count(number: int, what: str) -> str:

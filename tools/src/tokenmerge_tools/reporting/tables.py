@@ -77,14 +77,9 @@ def call_name(conditions: Mapping[str, Any]) -> str:
     """Describe the timed call, without the machine."""
     frames = f" × {conditions['frames']} frames" if conditions["frames"] else ""
     whole = conditions["scope"] == "pipeline"
-    parts = (
-        conditions["model"],
-        f"{conditions['width']} × {conditions['height']}{frames}",
-        f"batch {conditions['batch']}",
-        conditions["dtype"],
-        f"{'whole pipeline,' if whole else 'denoiser alone, one of'} {sampling_name(conditions)}",
-    )
-    return ", ".join(parts)
+    size = f"{conditions['width']} × {conditions['height']}{frames}"
+    what = f"{'whole pipeline,' if whole else 'denoiser alone, one of'} {sampling_name(conditions)}"
+    return f"{conditions['model']}, {size}, batch {conditions['batch']}, {conditions['dtype']}, {what}"
 
 
 def sampling_name(conditions: Mapping[str, Any]) -> str:
@@ -94,12 +89,9 @@ def sampling_name(conditions: Mapping[str, Any]) -> str:
     '50 steps, plms, guidance 7.5'
     """
     steps, scheduler, guidance = (conditions[name] for name in ("steps", "scheduler", "guidance"))
-    parts = [f"{steps} step{'s' if steps > 1 else ''}"]
-    if scheduler is not None:
-        parts.append(scheduler)
-    if guidance is not None:
-        parts.append(f"guidance {guidance:g}")
-    return ", ".join(parts)
+    own = "" if scheduler is None else f", {scheduler}"
+    own += "" if guidance is None else f", guidance {guidance:g}"
+    return f"{steps} step{'s' if steps > 1 else ''}{own}"
 
 
 def machine_name(conditions: Mapping[str, Any]) -> str:
@@ -208,15 +200,6 @@ def grouped(items: Iterable[T], key: Callable[[T], Iterable[object]]) -> list[li
     """
 
     def order(item: T) -> tuple[object, ...]:
-        return in_order(key(item))
+        return tuple((value is None, 0 if value is None else value) for value in key(item))
 
     return [list(group) for _, group in groupby(sorted(items, key=order), key=order)]
-
-
-def in_order(values: Iterable[object]) -> tuple[object, ...]:
-    """Make a sort key from values that may be None. None comes last.
-
-    >>> sorted([(2, None), (1, None), (1, 5)], key=in_order)
-    [(1, 5), (1, None), (2, None)]
-    """
-    return tuple((value is None, 0 if value is None else value) for value in values)
