@@ -26,19 +26,19 @@ MAY_IMPORT = {
     "records": "files",
     "variants": "method_spec pipelines records",
     "drawing": "timing pipelines variants",
-    "settings_file": "method_spec pipelines",
     "bench": "files failures machine timing method_spec pipelines records variants",
     "reporting": "files records variants",
     "generate": (
-        "files failures machine timing method_spec closeness demo pipelines variants drawing reporting"
+        "files failures machine timing method_spec closeness demo pipelines variants drawing "
+        "reporting"
     ),
     "evaluate": "files failures machine closeness demo pipelines records variants drawing",
     "tune": "files failures pipelines records variants drawing reporting evaluate",
     "play": "failures method_spec closeness demo pipelines variants drawing",
-    "export": "files failures method_spec pipelines",
+    "export": "files failures machine method_spec pipelines",
     "cli": (
-        "files failures machine method_spec pipelines records drawing settings_file bench "
-        "reporting generate evaluate tune play export"
+        "files failures machine method_spec pipelines records drawing bench reporting generate "
+        "evaluate tune play export"
     ),
     "__main__": "cli",
 }

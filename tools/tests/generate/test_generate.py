@@ -348,7 +348,9 @@ def test_steps_are_not_recorded_where_nothing_can_draw_them(folder, tmp_path, mo
         return None if name == "matplotlib" else importlib.machinery.PathFinder.find_spec(name)
 
     monkeypatch.setattr("importlib.util.find_spec", find)
-    with pytest.raises(MissingExtraError, match=r'--record-steps: not installed; .*"tokenmerge\[plots\]"'):
+    with pytest.raises(
+        MissingExtraError, match=r'--record-steps: not installed; .*"tokenmerge-tools\[plots\]"'
+    ):
         generate(options(folder, tmp_path / "out", record_steps=True))
     assert not (tmp_path / "out").exists()
 

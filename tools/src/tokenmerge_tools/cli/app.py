@@ -70,64 +70,60 @@ app = typer.Typer(
     epilog=_examples("generate 'a red apple'", "inspect --size 256", "env"),
     rich_markup_mode="markdown",
 )
-app.command(
-    epilog=_examples(
+_COMMANDS = {
+    generate: (
         "generate 'a red apple'",
         "generate 'a castle' --model owner/name --size 768x512",
         "generate 'a castle' --model ./sdxl --ratio 0.5",
         "generate 'a castle' --method toma --ratio 0.6",
         "generate 'a castle' --set scope=block --set reuse.every=2 --set schedule.until=0.75",
         "generate 'a castle' --control edges.png --controlnet ./canny",
-    )
-)(generate)
-app.command(
-    epilog=_examples(
+    ),
+    inspect: (
         "inspect",
         "inspect owner/name --size 768x512 --ratio 0.5",
         "inspect ./sdxl --json",
         "inspect --method sdtm --steps 25",
-    )
-)(inspect)
-app.command(
-    epilog=_examples(
+    ),
+    bench: (
         "bench --size 512 --size 768 --ratio 0.5",
         "bench --model owner/name --scope pipeline --variant tome",
         "bench --variant todo --variant toma:ratio=0.6 --variant tome:scope=block,reuse.every=2",
         "bench --preset paper --dtype fp32",
         "bench --grid my-grid.toml -o results.jsonl",
-    )
-)(bench)
-app.command(
-    epilog=_examples(
+    ),
+    evaluate: (
         "evaluate --limit 20 --ratio 0.25 --ratio 0.5 --save-grid grid.png",
         "evaluate --model owner/name --prompts PartiPrompts.tsv --metric dino --metric clip-score",
         "evaluate --model owner/name --prompts classes.txt --metric fid --reference ./imagenet-val",
         "evaluate --metric fid=facebook/dinov2-base --metric kid=facebook/dinov2-base",
-    )
-)(evaluate)
-app.command(
-    epilog=_examples(
+    ),
+    tune: (
         "tune --min-speedup 1.5 --size 256 --steps 20",
         "tune --model owner/name --prompts prompts.txt --min-psnr 35 --within 30min",
         "generate 'a castle' --settings outputs/tuned.json",
-    )
-)(tune)
-app.command(
-    epilog=_examples(
+    ),
+    export: (
         "export emoji-unet --to onnx -o exported",
         "export owner/name --to openvino --size 768 --ratio 0.6 -o exported",
         "export ./sdxl --to onnx --method tome --max-downsample 2 -o exported",
         "export ./lcm --to openvino --guidance 1 --ratio 0 -o exported",
-    )
-)(export)
-app.command(
-    epilog=_examples(
+    ),
+    report: (
         "report outputs/bench.jsonl -o report.html",
         "report --compare old.jsonl new.jsonl --fail-if-slower 5%",
-    )
-)(report)
-app.command(epilog=_examples("play", "play --model owner/name --device cuda"))(play)
-app.command(epilog=_examples("env", "env --json"))(env)
+    ),
+    play: (
+        "play",
+        "play --model owner/name --device cuda",
+    ),
+    env: (
+        "env",
+        "env --json",
+    ),
+}
+for _command, _lines in _COMMANDS.items():
+    app.command(epilog=_examples(*_lines))(_command)
 app.add_typer(_comfyui, name="comfyui", epilog=_examples("comfyui install ~/ComfyUI"))
 
 

@@ -13,12 +13,11 @@ from tokenmerge_tools.bench.grid import BenchOptions, preset_names, read_grid, r
 from tokenmerge_tools.bench.runner import CellProgress, run_grid
 from tokenmerge_tools.cli import tables
 from tokenmerge_tools.cli.arguments import takes
-from tokenmerge_tools.cli.merging import warn_of_differences
+from tokenmerge_tools.cli.merging import variant_of_file, warn_of_differences
 from tokenmerge_tools.pipelines.loading import quiet_libraries
 from tokenmerge_tools.pipelines.options import option
 from tokenmerge_tools.records.kinds import CellRecord
 from tokenmerge_tools.reporting.tables import call_name, measured_tables, times, what_of
-from tokenmerge_tools.settings_file import variant_of_file
 
 
 @takes(BenchOptions, all_optional=True)

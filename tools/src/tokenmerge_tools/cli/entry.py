@@ -15,9 +15,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import tokenmerge
 from tokenmerge.errors import MissingExtraError, TokenMergingError, reason_of
 
-_PACKAGE = Path(__file__).parent.parent
+_PACKAGES = (Path(tokenmerge.__file__).parent, Path(__file__).parent.parent)
 _BAD_INPUT = 2
 _INTERRUPTED = 130
 
@@ -62,13 +63,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @contextlib.contextmanager
 def _warnings_in_one_line() -> Iterator[None]:
-    """Show each warning of this package once, without a place in the code."""
+    """Show each warning of these packages once, without a place in the code."""
     shown: set[str] = set()
     usual = warnings.showwarning
 
     def show(message: Any, category: Any, filename: str, *rest: Any, **named: Any) -> None:
         text = f"tokenmerge: warning: {message}"
-        if not Path(filename).is_relative_to(_PACKAGE):
+        if not any(map(Path(filename).is_relative_to, _PACKAGES)):
             usual(message, category, filename, *rest, **named)
         elif text not in shown:
             shown.add(text)

@@ -7,13 +7,12 @@ from typing import Annotated, Any
 
 from tokenmerge_tools.cli import tables
 from tokenmerge_tools.cli.arguments import takes
-from tokenmerge_tools.cli.merging import warn_of_differences
+from tokenmerge_tools.cli.merging import variant_of_file, warn_of_differences
 from tokenmerge_tools.evaluate.evaluation import EvaluateOptions
 from tokenmerge_tools.evaluate.runner import evaluate as run_evaluate
 from tokenmerge_tools.pipelines.loading import quiet_libraries
 from tokenmerge_tools.pipelines.options import option
 from tokenmerge_tools.reporting.quality_tables import quality_tables
-from tokenmerge_tools.settings_file import variant_of_file
 
 
 @takes(EvaluateOptions)

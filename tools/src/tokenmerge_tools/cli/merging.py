@@ -6,17 +6,16 @@ import functools
 from pathlib import Path
 from typing import Annotated, Any
 
+from tokenmerge.config import ToMeConfig, load_settings
 from tokenmerge.errors import ConfigError
 from tokenmerge_tools.cli import tables
-from tokenmerge_tools.method_spec import METHODS, MethodSpec, read_setting
-from tokenmerge_tools.pipelines.loading import quiet_libraries
+from tokenmerge_tools.method_spec import METHODS, MethodSpec, as_plain, read_setting
+from tokenmerge_tools.pipelines.loading import SourceKind, find_model, quiet_libraries
+from tokenmerge_tools.pipelines.meta_model import load_sketch
 from tokenmerge_tools.pipelines.options import option
 from tokenmerge_tools.pipelines.settings import parse_size
-from tokenmerge_tools.settings_file import changes_of_file, differences
 
 _merging = functools.partial(option, "Merging")
-
-
 SettingsFile = Annotated[
     Path | None,
     _merging("File of settings, such as the one that tokenmerge tune wrote.", "--settings"),
@@ -88,3 +87,41 @@ def merging(
     if method != MethodSpec.method:
         raise ConfigError(f"settings: {settings_file} sets everything; leave out --method {method}")
     return MethodSpec("tome", {**changes_of_file(settings_file), **changes})
+
+
+def changes_of_file(path: Path) -> dict[str, Any]:
+    """Return the ratio in a file, and its settings that differ from the defaults."""
+    return _load(path).changed()
+
+
+def variant_of_file(path: Path) -> str:
+    """Return the settings in a file as a variant, such as ``"tome:ratio=0.5,proportional=True"``."""
+    return "tome:" + ",".join(f"{name}={as_plain(value)}" for name, value in changes_of_file(path).items())
+
+
+def differences(
+    path: Path, model: str, size: tuple[int, int] | None = None, steps: int | None = None
+) -> str | None:
+    """Warn if the settings in a file were found for another model, size or number of steps.
+
+    The class and the size of a single checkpoint are not compared.
+    """
+    found_for = load_settings(path).found_for
+    if found_for is None:
+        return None
+    source = find_model(model)
+    name, latent = None, None
+    if source.kind is not SourceKind.CHECKPOINT:
+        sketch = load_sketch(source)
+        name = type(sketch.denoiser).__name__
+        size = size or sketch.size
+        latent = None if size is None else (size[1] // sketch.scale, size[0] // sketch.scale)
+    found = found_for.differences(name, latent, steps)
+    return f"{path}: {found_for.warning(found)}" if found else None
+
+
+def _load(path: Path) -> ToMeConfig:
+    try:
+        return load_settings(path).config
+    except ConfigError as error:
+        raise ConfigError(f"settings: {error}") from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from rich.console import Console
@@ -41,19 +41,12 @@ def show(table: Table, *lines: str) -> None:
 
 @contextlib.contextmanager
 def progress_bars(unit: str) -> Iterator[Callable[[Progress], None]]:
-    """Show a bar on stderr for each part of a run. Yields the function that updates the bars.
+    """Show a bar on stderr for each part of a run. Yield the function that updates the bars.
 
-    The unit is the name of the counted things, in the plural.
+    The unit names the counted things, in the plural.
     """
-    columns = (
-        TextColumn("{task.description:>7}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn(unit),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    bars = Bars(*columns, console=Console(stderr=True))
+    columns = (TextColumn("{task.description:>7}"), BarColumn(), MofNCompleteColumn(), TextColumn(unit))
+    bars = Bars(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=Console(stderr=True))
     tasks: dict[str, TaskID] = {}
 
     def move(progress: Progress) -> None:
@@ -93,38 +86,37 @@ def as_rich(plain: PlainTable) -> Table:
 
 
 def result_table(result: Result) -> Table:
-    """Time, speed-up, memory and closeness of each variant."""
-    conditions = result.conditions
-    table = Table(
-        title=f"{conditions['pipeline']}, {conditions['width']} x {conditions['height']}, "
-        f"{conditions['options']['steps']} steps, batch {result.batch}, {conditions['dtype']} on "
-        f"{conditions['device']}",
-        title_justify="left",
-    )
+    """Make a table of time, speed-up, memory and closeness of each variant."""
+    c = result.conditions
+    size = f"{c['pipeline']}, {c['width']} x {c['height']}, {c['options']['steps']} steps"
+    title = f"{size}, batch {result.batch}, {c['dtype']} on {c['device']}"
     compared = len(result.variants) > 1
-    table.add_column("variant", overflow="fold")
-    for column in (
-        "time per image (fastest to slowest)",
-        *(["speed-up"] if compared else []),
-        "peak memory",
-        *(["PSNR", "SSIM"] if compared else []),
-    ):
-        table.add_column(column, justify="right", overflow="fold")
+    speedup, closeness = (["speed-up"], ["PSNR", "SSIM"]) if compared else ([], [])
+    table = _empty(
+        title, "variant", "time per image (fastest to slowest)", *speedup, "peak memory", *closeness
+    )
     for variant in result.variants:
-        times = variant.per_image(result.batch)
-        speedup = result.speedup(variant)
+        times, gain = variant.per_image(result.batch), result.speedup(variant)
         table.add_row(
             variant.name,
             f"{_seconds(times.median)} ({_seconds(times.fastest)} to {_seconds(times.slowest)})",
-            *([] if speedup is None else [f"{speedup:.2f}x"]),
+            *([] if gain is None else [f"{gain:.2f}x"]),
             "n/a" if variant.peak_bytes is None else f"{variant.peak_bytes / 2**20:,.0f} MiB",
             *(_closeness(result, variant) if compared else ()),
         )
     return table
 
 
+def _empty(title: str, *columns: str, footer: bool = False) -> Table:
+    """Make a table whose first column holds text, and the others numbers."""
+    table = Table(title=Text(title), title_justify="left", show_footer=footer)
+    for number, name in enumerate(columns):
+        table.add_column(name, justify="right" if number else "left", overflow="fold")
+    return table
+
+
 def result_notes(result: Result) -> list[str]:
-    """Return the lines below a result table: what its numbers mean, and where the pictures are."""
+    """Write the lines below a result table: what its numbers mean, and where the pictures are."""
     runs = len(result.variants[-1].seconds)
     settings = dict(result.conditions["options"]["merging"])
     merged = variant_label(settings.pop("method"), settings)
@@ -140,58 +132,48 @@ def result_notes(result: Result) -> list[str]:
 
 
 def report_table(report: Report, pixels: tuple[int, int]) -> Table:
-    """Return what merging does to each block and to the whole model."""
-    table = Table(
-        title=f"{report.model}: {pixels[0]} x {pixels[1]} pixels, {report.batch} samples per step",
-        title_justify="left",
-        show_footer=True,
-    )
+    """Make a table of what merging does to each block and to the whole model."""
     totals = [("whole model", report.flops_merged)]
     if report.flops_mean is not None:
         totals.append((f"mean over {report.steps} steps", report.flops_mean))
-    for name, justify, footer in (
-        ("block", "left", _lines(name for name, _ in totals)),
-        ("level", "right", ""),
-        ("grid", "right", ""),
-        ("tokens", "right", ""),
-        ("merged", "left", ""),
-        ("GFLOPs dense", "right", _lines(_gflops(report.flops_dense) for _ in totals)),
-        ("GFLOPs merged", "right", _lines(_gflops(flops) for _, flops in totals)),
-        ("saved", "right", _lines(saved(report.flops_dense, flops) for _, flops in totals)),
-    ):
-        table.add_column(name, justify=justify, footer=footer, overflow="fold")  # type: ignore[arg-type]
+    title = f"{report.model}: {pixels[0]} x {pixels[1]} pixels, {report.batch} samples per step"
+    table = _empty(
+        title,
+        *("block", "level", "grid", "tokens", "merged", "GFLOPs dense", "GFLOPs merged", "saved"),
+        footer=True,
+    )
+    block, _, _, _, layers, *gains = table.columns
+    layers.justify = "left"
+    block.footer = "\n".join(name for name, _ in totals)
+    sums = [(_gflops(report.flops_dense), _gflops(f), saved(report.flops_dense, f)) for _, f in totals]
+    for column, cells in zip(gains, zip(*sums, strict=True), strict=True):
+        column.footer = "\n".join(cells)
     for row in report.joined_rows():
-        table.add_row(
-            row.path,
-            str(row.level),
-            row.grids(" x "),
-            f"{row.tokens} → {row.merged_tokens}",
-            row.merged,
+        tokens = f"{row.tokens} → {row.merged_tokens}"
+        flops = (
             _gflops(row.flops_dense),
             _gflops(row.flops_merged),
             saved(row.flops_dense, row.flops_merged),
         )
+        table.add_row(row.path, str(row.level), row.grids(" x "), tokens, row.merged, *flops)
     return table
 
 
 def environment_table(environment: dict[str, Any]) -> Table:
-    """Return the result of :func:`tokenmerge_tools.machine.environment`, one fact per row."""
+    """Make a table of :func:`tokenmerge_tools.machine.environment`, one fact per row."""
     table = Table(show_header=False)
-    table.add_column("what", overflow="fold")
-    table.add_column("value", overflow="fold")
+    for name in ("what", "value"):
+        table.add_column(name, overflow="fold")
     cpu = environment["cpu"]
-    sections = (
-        list(environment["versions"].items()),
-        [
-            ("system", environment["os"]),
-            ("CPU", f"{cpu['model']}, {cpu['cores']} cores, {cpu['instructions']}"),
-            ("threads", str(environment["threads"])),
-        ],
-        [(device["device"], _device(device)) for device in environment["devices"]],
-        [(f"attention: {name}", found) for name, found in environment["attention"].items()],
-    )
-    for section in sections:
-        for name, value in section:
+    machine = {
+        "system": environment["os"],
+        "CPU": f"{cpu['model']}, {cpu['cores']} cores, {cpu['instructions']}",
+        "threads": str(environment["threads"]),
+    }
+    devices = {device["device"]: _device(device) for device in environment["devices"]}
+    attention = {f"attention: {name}": found for name, found in environment["attention"].items()}
+    for section in (environment["versions"], machine, devices, attention):
+        for name, value in section.items():
             table.add_row(Text(name), Text(value or "not installed", style="" if value else "dim"))
         table.add_section()
     return table
@@ -218,10 +200,6 @@ def _closeness(result: Result, variant: VariantResult) -> tuple[str, str]:
 
 def _seconds(seconds: float) -> str:
     return f"{seconds * 1000:.0f} ms" if seconds < 1 else f"{seconds:.2f} s"
-
-
-def _lines(cells: Iterable[str]) -> str:
-    return "\n".join(cells)
 
 
 def _gflops(operations: int) -> str:

@@ -18,15 +18,7 @@ _BUNDLED_SIZE = "256x256"  # 4096 tokens, on which merging has something to save
 class Form:
     """The values of the fields, in the order of the page.
 
-    Args:
-        model: one of the models that the page offers.
-        prompt: what to draw.
-        seed: seed of the noise, ≥ 0.
-        size: ``"WIDTHxHEIGHT"`` or one number, in pixels. Empty: the model's default.
-        steps: denoising steps, ≥ 1. Raising it takes longer, and lets step reuse skip more.
-        guidance: scale of classifier-free guidance, ≥ 0. Empty: the pipeline's default.
-        method: one of ``METHODS``.
-        ratio: fraction of tokens removed. Raising it draws faster and less like dense.
+    An empty size or guidance is the model's or the pipeline's default.
     """
 
     model: str = GenerateOptions.model

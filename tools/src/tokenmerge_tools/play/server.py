@@ -57,21 +57,17 @@ def _serve(page: Any, host: str, port: int | None, browser: bool, on_ready: Call
     theme = gr.themes.Default(font=fonts, font_mono=("ui-monospace", "monospace"), primary_hue="blue")
     theme.set(**_READABLE)
     try:
+        off = ("share", "run_history", "enable_monitoring", "ssr_mode", "pwa", "mcp_server")
         _, address, _ = page.queue(max_size=32).launch(
             server_name=host,
             server_port=port,
             inbrowser=browser,
-            share=False,
             prevent_thread_lock=True,
             quiet=True,
             footer_links=[],
-            run_history=False,
-            enable_monitoring=False,
-            ssr_mode=False,
-            pwa=False,
-            mcp_server=False,
             theme=theme,
             css_paths=STYLE,
+            **dict.fromkeys(off, False),
         )
     except OSError as error:
         taken = "all ports from 7860 on are" if port is None else f"{port} is"

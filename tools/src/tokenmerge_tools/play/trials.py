@@ -33,20 +33,10 @@ _SMALLEST_SIDE = 512  # pixels of the picture with groups, so that their borders
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Trial:
-    """One picture drawn dense and merged.
+    """One picture drawn dense and merged from the same seed, with the size that was drawn in its options.
 
-    Args:
-        options: the options; the size is the one that was drawn.
-        dense: the picture without merging.
-        merged: the picture with merging, from the same seed.
-        groups: the merged picture with the groups of merged tokens drawn over it.
-        groups_text: description of these groups.
-        dense_seconds: wall-clock time of the dense pipeline call.
-        merged_seconds: wall-clock time of the merged pipeline call.
-        psnr: closeness of merged to dense in dB; infinite if they are identical.
-        summary: what merged and what that saves, in several lines.
-        notes: notes of the report, one sentence each.
-        warnings: warnings given while the merged picture was drawn.
+    ``groups`` is the merged picture with the groups of merged tokens drawn over it. The PSNR in dB is
+    infinite for identical pictures. ``warnings`` were given while the merged picture was drawn.
     """
 
     options: GenerateOptions

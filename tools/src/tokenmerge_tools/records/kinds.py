@@ -64,17 +64,10 @@ class Record:
 class CellRecord(Record):
     """One cell of a benchmark: a variant at one setting on one machine.
 
-    Attributes:
-        conditions: everything that the results depend on. Cells with equal conditions are the same cell.
-        status: ``"ok"``; ``"oom"``: out of memory; ``"unavailable"``: it cannot run on this machine or model;
-            ``"error"``: it failed, and the next run tries it again.
-        message: the reason for the status; empty for ``"ok"``.
-        seconds: wall-clock time of each timed call, in the order in which they ran.
-        peak_bytes: peak memory over these calls; None if it cannot be read.
-        references: seconds of dense runs in the same rounds, by name: ``"dense"`` with fused attention, and
-            ``"dense, same attention"`` with the attention of this cell.
-        facts: other results, such as ``flops_dense`` or ``notes``.
-        finished: date and time at which the cell was finished, in ISO 8601 with the UTC offset.
+    ``conditions`` are everything that the results depend on. The status ``"unavailable"`` says that it cannot
+    run on this machine or model, and ``"error"`` that the next run tries it again. ``seconds`` has the time
+    of each timed call, and ``references`` those of dense runs in the same rounds: ``"dense"`` with fused
+    attention, and ``"dense, same attention"``. ``facts`` are other results, such as ``flops_dense``.
     """
 
     KIND: ClassVar[str] = "bench"
@@ -139,25 +132,11 @@ class CellRecord(Record):
 class QualityRecord(Record):
     """Quality metrics of one variant, such as its closeness to dense, over many pictures.
 
-    Attributes:
-        model: the model, as in benchmark records.
-        width: width of the pictures in pixels.
-        height: height of the pictures in pixels.
-        variant: name of the variant, such as ``"tome"``.
-        settings: the ratio, and the settings that differ from the variant's defaults.
-        figures: value of each metric, such as ``{"psnr": 24.1, "ssim": 0.83}``; finite numbers.
-        images: number of pictures, ≥ 1.
-        category: category of the prompts. None: all prompts.
-        conditions: everything else that the pictures depend on, in JSON-compatible values. ``steps`` is the
-            number of steps of dense.
-        speedup: t_dense / t of a picture, median over the pictures; None: unknown.
-        speedup_quartiles: first and third quartiles of t_dense / t; None: unknown.
-        steps_used: number of steps of ``"fewer-steps"``. None: as many as dense.
-        measured_with: network and reference pictures of each metric that has them.
-        config: all settings that the pictures were drawn with, including those that the method chose, in the
-            form that :meth:`tokenmerge.ToMeConfig.from_dict` takes. None: unknown, or the variant has none.
-        notes: remarks for the reader.
-        finished: date and time of the measurement, in ISO 8601 with the UTC offset; "" if unknown.
+    ``figures`` has the value of each metric, ``measured_with`` its network and reference pictures, if any.
+    The category is that of the prompts; None: all prompts. ``conditions`` are everything else that the
+    pictures depend on, and its ``steps`` are those of dense; ``steps_used`` are those of ``"fewer-steps"``.
+    The speed-up is t_dense / t of a picture, median and quartiles. ``config`` has all settings that the
+    pictures were drawn with, as :meth:`tokenmerge.ToMeConfig.from_dict` takes them.
     """
 
     KIND: ClassVar[str] = "quality"
@@ -243,13 +222,10 @@ class SampleRecord(Record):
 class TuneRecord(Record):
     """One measurement of a search.
 
-    Attributes:
-        conditions: key of everything that the measurement depends on, except the setting and the item.
-        about: ``"look"``: one picture; ``"settings"``: all settings that a name stands for on this model and
-            device; ``"counted"``: the speed-up by counted operations, and the seconds that counting took.
-        name: name of the setting.
-        item: number of the prompt and seed; −1 for a record that is not of a picture.
-        values: the results, in JSON-compatible values.
+    ``conditions`` is a key of everything that it depends on, except the setting and the item. It is about a
+    ``"look"``: one picture; ``"settings"``: all settings that a name stands for on this model and device; or
+    ``"counted"``: the speed-up by counted operations, and the seconds that counting took. The item is the
+    number of the prompt and seed, −1 for a record that is not of a picture.
     """
 
     KIND: ClassVar[str] = "tune"
