@@ -37,7 +37,7 @@ from tokenmerge.models.find import find_hosts
 from tokenmerge_tools.bench.geometry import PREFIX, build_denoiser, find_geometry
 from tokenmerge_tools.bench.inputs import InputSize, example_inputs
 from tokenmerge_tools.export import export_denoiser
-from tokenmerge_tools.export.call import DenoiserCall
+from tokenmerge_tools.export.first_call import DenoiserCall
 from tokenmerge_tools.export.formats import FORMATS
 from tokenmerge_tools.export.plans import TakenPlans
 from tokenmerge_tools.export.run import LARGEST_GAP, settings_of

@@ -29,8 +29,7 @@ MAY_IMPORT = {
     "bench": "files failures machine timing method_spec pipelines records variants",
     "reporting": "files records variants",
     "generate": (
-        "files failures machine timing method_spec closeness demo pipelines variants drawing "
-        "reporting"
+        "files failures machine timing method_spec closeness demo pipelines variants drawing reporting"
     ),
     "evaluate": "files failures machine closeness demo pipelines records variants drawing",
     "tune": "files failures pipelines records variants drawing reporting evaluate",

@@ -21,7 +21,7 @@ from tests.models.tiny import FAMILIES
 from tokenmerge import ToMeConfig, token_merging
 from tokenmerge_tools.cli import main
 from tokenmerge_tools.export import export_denoiser, formats, run
-from tokenmerge_tools.export.call import DenoiserCall
+from tokenmerge_tools.export.first_call import DenoiserCall
 from tokenmerge_tools.export.plans import TakenPlans
 from tokenmerge_tools.method_spec import MethodSpec
 

@@ -18,7 +18,7 @@ from tools.tests.reporting.made import EVIL, write_all
 
 from tokenmerge_tools.records.file import read_results
 from tokenmerge_tools.reporting.content import TITLE, content_of
-from tokenmerge_tools.reporting.formats import as_html
+from tokenmerge_tools.reporting.render import as_html
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="no chromium here; apt-get install chromium")

@@ -12,8 +12,8 @@ from tokenmerge_tools.records.file import Results, read_results
 from tokenmerge_tools.records.kinds import CellRecord, QualityRecord, SampleRecord
 from tokenmerge_tools.reporting.content import content_of
 from tokenmerge_tools.reporting.curves import charts
-from tokenmerge_tools.reporting.formats import as_csv, as_markdown, quality_as_csv
 from tokenmerge_tools.reporting.plots import draw
+from tokenmerge_tools.reporting.render import as_csv, as_markdown, quality_as_csv
 from tokenmerge_tools.reporting.tables import Table, measured_tables
 
 

@@ -109,8 +109,8 @@ class _Benchmark:
         with memory_limit(self.device), contextlib.ExitStack() as variants:
             if any(cell.compile for cell in pending):
                 variants.enter_context(compile_cache())
-            known = self.file.records
-            group = (setting, model, self.device, variants, known, self.unfinished, conditions, finish)
+            records = self.file.records
+            group = (setting, model, self.device, variants, records, self.unfinished, conditions, finish)
             CellGroup(*group).measure(pending)
         free_memory()
 

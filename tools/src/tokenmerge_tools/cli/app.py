@@ -11,7 +11,7 @@ import typer
 import tokenmerge
 from tokenmerge.errors import ConfigError
 from tokenmerge.integrations.comfyui import install as folder
-from tokenmerge_tools.cli import tables
+from tokenmerge_tools.cli import terminal
 from tokenmerge_tools.cli.arguments import AsJson
 from tokenmerge_tools.cli.bench import bench
 from tokenmerge_tools.cli.evaluate import evaluate
@@ -40,7 +40,7 @@ def env(as_json: AsJson = False) -> None:
     if as_json:
         print(json.dumps(found, indent=2))
     else:
-        tables.show(tables.environment_table(found))
+        terminal.show(terminal.environment_table(found))
 
 
 _comfyui = typer.Typer(help="Install the node “Token Merging” for ComfyUI.", rich_markup_mode="markdown")
@@ -70,7 +70,7 @@ app = typer.Typer(
     epilog=_examples("generate 'a red apple'", "inspect --size 256", "env"),
     rich_markup_mode="markdown",
 )
-_COMMANDS = {
+_COMMANDS: dict[Any, tuple[str, ...]] = {
     generate: (
         "generate 'a red apple'",
         "generate 'a castle' --model owner/name --size 768x512",

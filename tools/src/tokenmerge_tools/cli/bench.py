@@ -11,7 +11,7 @@ from tokenmerge.errors import ConfigError
 from tokenmerge_tools.bench.geometry import PREFIX
 from tokenmerge_tools.bench.grid import BenchOptions, preset_names, read_grid, read_preset
 from tokenmerge_tools.bench.runner import CellProgress, run_grid
-from tokenmerge_tools.cli import tables
+from tokenmerge_tools.cli import terminal
 from tokenmerge_tools.cli.arguments import takes
 from tokenmerge_tools.cli.merging import variant_of_file, warn_of_differences
 from tokenmerge_tools.pipelines.loading import quiet_libraries
@@ -70,17 +70,17 @@ def bench(
 
     def cell_is_done(progress: CellProgress) -> None:
         done.append(progress.record)
-        tables.say(_line(progress))
+        terminal.say(_line(progress))
 
     try:
-        run_grid(options, out, cell_is_done, on_note=lambda note: tables.say(f"note: {note}"))
+        run_grid(options, out, cell_is_done, on_note=lambda note: terminal.say(f"note: {note}"))
     except KeyboardInterrupt:
-        tables.say(f"{len(done)} finished cells are in {out}; run the same command again to continue")
+        terminal.say(f"{len(done)} finished cells are in {out}; run the same command again to continue")
         raise
     finally:
         for table in measured_tables(done):
-            tables.show(tables.as_rich(table), *(f"note: {note}" for note in table.notes))
-    tables.say(f"{len(done)} cells are in {out}; next: tokenmerge report {out}")
+            terminal.show(terminal.as_rich(table), *(f"note: {note}" for note in table.notes))
+    terminal.say(f"{len(done)} cells are in {out}; next: tokenmerge report {out}")
 
 
 def _line(progress: CellProgress) -> str:

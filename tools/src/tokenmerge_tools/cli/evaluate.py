@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any
 
-from tokenmerge_tools.cli import tables
+from tokenmerge_tools.cli import terminal
 from tokenmerge_tools.cli.arguments import takes
 from tokenmerge_tools.cli.merging import variant_of_file, warn_of_differences
 from tokenmerge_tools.evaluate.evaluation import EvaluateOptions
@@ -43,13 +43,13 @@ def evaluate(
         given["variants"] = (*given.get("variants", ()), *map(variant_of_file, settings))
     options = EvaluateOptions(**given)
     quiet_libraries("tokenmerge evaluate")
-    with tables.progress_bars("pictures") as on_progress:
-        records = run_evaluate(options, on_progress, on_note=lambda note: tables.say(f"note: {note}"))
+    with terminal.progress_bars("pictures") as on_progress:
+        records = run_evaluate(options, on_progress, on_note=lambda note: terminal.say(f"note: {note}"))
     if records is None:  # only the first of several processes prints
         return
     (table,) = quality_tables(records)
-    tables.show(
-        tables.as_rich(table),
+    terminal.show(
+        terminal.as_rich(table),
         *(f"note: {note}" for note in table.notes),
         *([] if options.grid is None else [f"samples are in {options.grid}"]),
         f"written to {options.out}; next: tokenmerge report {options.out.parent}",

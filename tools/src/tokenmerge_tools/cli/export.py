@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from tokenmerge.report import saved
-from tokenmerge_tools.cli import tables
+from tokenmerge_tools.cli import terminal
 from tokenmerge_tools.cli.arguments import takes
 from tokenmerge_tools.export.record import FILE
 from tokenmerge_tools.export.run import ExportOptions
@@ -32,7 +32,7 @@ def export(
     """
     options = ExportOptions(model=model, **given)
     quiet_libraries("tokenmerge export")
-    with tables.working("exporting"):
+    with terminal.working("exporting"):
         found = run_export(options)
     merged = found.merging
     rows = merged.rows

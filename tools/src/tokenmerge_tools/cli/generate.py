@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from tokenmerge.errors import ConfigError
-from tokenmerge_tools.cli import tables
+from tokenmerge_tools.cli import terminal
 from tokenmerge_tools.cli.arguments import takes
 from tokenmerge_tools.generate.like import options_like
 from tokenmerge_tools.generate.run import generate as run_generate
@@ -45,12 +45,12 @@ def generate(
         named = {name for name, source in sources.items() if source and source.name == "COMMANDLINE"}
         given, notes = options_like(like, given, named)
         for note in notes:
-            tables.say(f"note: {note}")
+            terminal.say(f"note: {note}")
     if "prompt" not in given:
         raise ConfigError('prompt: say what to draw, such as "a red apple", or give a picture with --like')
     options = GenerateOptions(**given)
-    with tables.progress_bars("steps") as on_progress:
+    with terminal.progress_bars("steps") as on_progress:
         result = run_generate(options, on_progress)
     if result.steps is not None:
         print(result.steps)
-    tables.show(tables.result_table(result), *tables.result_notes(result))
+    terminal.show(terminal.result_table(result), *terminal.result_notes(result))

@@ -9,7 +9,7 @@ import typer
 
 from tokenmerge.errors import ConfigError
 from tokenmerge.report import predict
-from tokenmerge_tools.cli import tables
+from tokenmerge_tools.cli import terminal
 from tokenmerge_tools.cli.arguments import AsJson, takes
 from tokenmerge_tools.method_spec import MethodSpec
 from tokenmerge_tools.pipelines.loading import DEFAULT_MODEL, quiet_libraries
@@ -43,14 +43,14 @@ def inspect(
     """Show what merging would do to each block of a model. This reads only its configs, no weights."""
     wanted = None if size is None else parse_size(size)
     quiet_libraries("tokenmerge inspect")
-    with tables.working("reading the configs"):
+    with terminal.working("reading the configs"):
         found = sketch(model)
     pixels = wanted or found.size
     if pixels is None:
         raise ConfigError("size: this model has no default size; give --size")
     width, height = check_size(pixels, found.scale)
     references = [check_size(parse_size(text), found.scale)[::-1] for text in reference or ()]
-    with tables.working("counting operations"):
+    with terminal.working("counting operations"):
         config = merging.config(found.denoiser, follows_steps=True)
         report = predict(found.denoiser, config, height, width, batch, steps, references)
     if as_json:
@@ -58,4 +58,4 @@ def inspect(
         print(json.dumps({**settings, **report.to_dict()}, indent=2))
     else:
         notes = (*found.notes, *report.notes)
-        tables.show(tables.report_table(report, pixels), *(f"note: {note}" for note in notes))
+        terminal.show(terminal.report_table(report, pixels), *(f"note: {note}" for note in notes))

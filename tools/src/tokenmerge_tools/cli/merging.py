@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from tokenmerge.config import ToMeConfig, load_settings
 from tokenmerge.errors import ConfigError
-from tokenmerge_tools.cli import tables
+from tokenmerge_tools.cli import terminal
 from tokenmerge_tools.method_spec import METHODS, MethodSpec, as_plain, read_setting
 from tokenmerge_tools.pipelines.loading import SourceKind, find_model, quiet_libraries
 from tokenmerge_tools.pipelines.meta_model import load_sketch
@@ -28,7 +28,7 @@ def warn_of_differences(
     """Say if the settings in a file were found for another model, size or number of steps."""
     quiet_libraries("--settings")
     if warning := differences(file, model, parse_size(size) if isinstance(size, str) else size, steps):
-        tables.say(f"note: {warning}")
+        terminal.say(f"note: {warning}")
 
 
 def merging(

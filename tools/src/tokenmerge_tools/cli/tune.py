@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from tokenmerge_tools.cli import tables
+from tokenmerge_tools.cli import terminal
 from tokenmerge_tools.cli.arguments import takes
 from tokenmerge_tools.pipelines.loading import quiet_libraries
 from tokenmerge_tools.pipelines.options import option
@@ -72,9 +72,9 @@ def tune(
     options = TuneOptions(goal=goal, within=parse_seconds(within), **given)
     quiet_libraries("tokenmerge tune")
     with _progress(options.goal) as on_progress:
-        search = run_tune(options, on_progress, on_note=lambda note: tables.say(f"note: {note}"))
+        search = run_tune(options, on_progress, on_note=lambda note: terminal.say(f"note: {note}"))
     if search.decision is None:
-        tables.say("no setting was measured; run the same command again to continue")
+        terminal.say("no setting was measured; run the same command again to continue")
     else:
         _report(search)
     if not search.complete:
@@ -93,8 +93,8 @@ def _report(search: Search) -> None:
     else:
         verdict = f"{decision.name} reaches {search.goal}"
         verdict += "" if decision.sure else ", but only within the noise; raise --within to be surer"
-    tables.show(
-        tables.as_rich(table),
+    terminal.show(
+        terminal.as_rich(table),
         *(f"note: {note}" for note in table.notes),
         verdict,
         *written,

@@ -136,7 +136,8 @@ def load_metrics(wanted: Sequence[Wanted], prompts: Sequence[str], on_note: Call
     if importlib.util.find_spec("torchmetrics") is None:
         raise MissingExtraError("tokenmerge-tools[metrics]", needed_by="tokenmerge evaluate")
     loader = _Loader()
-    of_pictures, of_sets, networks = [], [], {}
+    of_pictures, of_sets = [], []
+    networks: dict[str, str] = {}
     for one in wanted:
         if one.network is not None and not is_folder(Path(one.network)):
             on_note(f"{one.name} needs the weights of {one.network}, which are downloaded if missing")

@@ -66,8 +66,9 @@ def _record(
     quartiles = np.quantile(speedups, (0.25, 0.5, 0.75)).tolist() if speedups else None
     conditions = dict(evaluation.store.conditions)
     measured_with = dict(metrics.networks)
-    for metric in metrics.of_sets if evaluation.reference is not None else ():
-        measured_with[metric.name] += f", against {evaluation.reference.folder}"
+    if evaluation.reference is not None:
+        for metric in metrics.of_sets:
+            measured_with[metric.name] += f", against {evaluation.reference.folder}"
     notes = []
     if variant.steps != conditions["steps"]:
         notes.append(f"{variant.steps} of {conditions['steps']} steps")

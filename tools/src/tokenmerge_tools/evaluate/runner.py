@@ -52,14 +52,15 @@ def evaluate(
         evaluation = plan_evaluation(options, team.device)
         # The first process names the folder, since modification times of weights differ between machines.
         evaluation = dataclasses.replace(evaluation, store=team.gather(evaluation.store)[0])
-        run = _Run(options, evaluation, team, on_progress if team.is_main else lambda progress: None)
+        run = _Evaluating(options, evaluation, team, on_progress if team.is_main else lambda progress: None)
         if team.count > 1 and team.is_main:
             on_note(f"{team.count} processes share the prompts")
         if not team.is_main:
             run.load_metrics(lambda note: None)
             run.draw_and_measure()
             return None
-        with ResultsFile(options.out, QualityRecord, SampleRecord) as file:
+        kinds: tuple[type[QualityRecord | SampleRecord], ...] = (QualityRecord, SampleRecord)
+        with ResultsFile(options.out, *kinds) as file:
             for note in file.notes:
                 on_note(note)
             run.load_metrics(on_note)
@@ -67,7 +68,7 @@ def evaluate(
             return run.write(file)
 
 
-class _Run:
+class _Evaluating:
     """One run, and its measurements so far."""
 
     metrics: Metrics

@@ -19,7 +19,7 @@ from tokenmerge.config.checks import integer, one_of
 from tokenmerge.errors import ConfigError, UnsupportedModelError
 from tokenmerge.report import predict
 from tokenmerge_tools.export import record
-from tokenmerge_tools.export.call import DenoiserCall, first_call
+from tokenmerge_tools.export.first_call import DenoiserCall, first_call
 from tokenmerge_tools.export.formats import FORMATS
 from tokenmerge_tools.export.graph import Plans, onnx_graph, tensors
 from tokenmerge_tools.export.plans import TakenPlans

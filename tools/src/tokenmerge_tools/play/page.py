@@ -37,7 +37,12 @@ def build(model: str, **machine: Any) -> Any:
                 fields, draw, halt = _fields(gr, model, first)
             with gr.Column(scale=5, min_width=300):
                 shown = _results(gr)
-        frozen = {"allow_preview": False, "buttons": [], "interactive": False, "visible": False}
+        frozen: dict[str, Any] = {
+            "allow_preview": False,
+            "buttons": [],
+            "interactive": False,
+            "visible": False,
+        }
         gallery = gr.Gallery(
             label="Tried before: choose one to see it again",
             **{"height": "auto", "object_fit": "contain", "format": "png", "elem_id": "tried", **frozen},
@@ -141,7 +146,12 @@ def _results(gr: Any) -> list[Any]:
         with gr.Column(min_width=280):
             groups = gr.Image(label="What merges", elem_id="groups", **pictures)
             caption = gr.HTML(padding=False, elem_id="caption")
-    code = {"language": None, "interactive": False, "show_line_numbers": False, "wrap_lines": True}
+    code: dict[str, Any] = {
+        "language": None,
+        "interactive": False,
+        "show_line_numbers": False,
+        "wrap_lines": True,
+    }
     code |= {"lines": 1, "buttons": ["copy"]}
     with gr.Column(visible=False) as rest:
         python = gr.Code(label="Python: this picture from your pipeline", elem_id="python", **code)

@@ -178,7 +178,9 @@ class QualityRecord(Record):
     def _parse(cls, values: dict[str, Any]) -> dict[str, Any]:
         if not all(isinstance(value, int | float) for value in values["figures"].values()):
             raise ValueError(f"expected numbers in figures, got {values['figures']}")
-        by_name = {name: dict(values[name]) for name in ("conditions", "measured_with") if name in values}
+        by_name: dict[str, Any] = {
+            name: dict(values[name]) for name in ("conditions", "measured_with") if name in values
+        }
         quartiles = values.get("speedup_quartiles")
         return {
             **values,

@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -96,7 +96,8 @@ class Rounds:
             failed.append(Failed(name, _reason(error)))
 
         began, calls = time.perf_counter(), {}
-        dense_seconds, dense = math.nan, None
+        dense_seconds: float = math.nan
+        dense: Any = None
         with Studio(self.pipe) as studio:
             for name, one in drawn.items():
                 try:
