@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-from tokenmerge_tools.bench.fewer_steps import StepCost, steps_that_fit
 from torch import Tensor, nn
 
 from tokenmerge import ToMeConfig
 from tokenmerge.errors import ConfigError, UnsupportedModelError
 from tokenmerge.report import predict
 from tokenmerge_tools import machine
+from tokenmerge_tools.bench.cell_group import StepCost, steps_that_fit
 from tokenmerge_tools.bench.geometry import GEOMETRIES, build_denoiser, depth_note, find_geometry
 from tokenmerge_tools.bench.inputs import InputSize, example_inputs
 from tokenmerge_tools.bench.loaded_model import load_model

@@ -27,22 +27,9 @@ from tokenmerge_tools.evaluate.prompts import (
 )
 from tokenmerge_tools.machine import source_commit, versions
 from tokenmerge_tools.pipelines.call import default_frames, draws_videos
-from tokenmerge_tools.pipelines.loading import DEFAULT_MODEL, ModelSource, SourceKind, find_model, read_index
+from tokenmerge_tools.pipelines.loading import ModelSource, SourceKind, find_model, read_index
 from tokenmerge_tools.pipelines.meta_model import ModelSketch, check_merging, load_sketch
-from tokenmerge_tools.pipelines.options import (
-    Attention,
-    Device,
-    Dtype,
-    GenerateOptions,
-    Guidance,
-    Model,
-    Scheduler,
-    Size,
-    Steps,
-    machine,
-    option,
-    picture,
-)
+from tokenmerge_tools.pipelines.options import GenerateOptions, PipelineOptions, machine, option, picture
 from tokenmerge_tools.pipelines.settings import check_size, dtype_name, resolve_dtype, scheduler_class_name
 from tokenmerge_tools.records.kinds import key_of
 from tokenmerge_tools.variants.variant import Variant
@@ -56,13 +43,12 @@ _prompts, _compared, _results = (partial(option, panel) for panel in ("Prompts",
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class EvaluateOptions:
+class EvaluateOptions(PipelineOptions):
     """What to draw, with what, and what to measure, checked before anything is loaded.
 
     With more than one picture per call, pictures change only by rounding.
     """
 
-    model: Model = DEFAULT_MODEL
     prompts: Annotated[Path | None, _prompts(PROMPTS_HELP)] = None
     template: Annotated[
         str | None, _prompts(f"Text around each line of the file, such as '{IMAGENET_TEMPLATE}'.")
@@ -96,16 +82,12 @@ class EvaluateOptions:
         Path | None,
         _compared("Folder of pictures that fid and kid compare with. Default: the dense pictures."),
     ] = None
-    size: Size = None
     frames: Annotated[
         int | None,
         picture(
             "Frames of a video, for a model that draws videos. Default: the pipeline's.", parser="integer"
         ),
     ] = None
-    steps: Steps = GenerateOptions.steps
-    scheduler: Scheduler = None
-    guidance: Guidance = None
     out: Annotated[
         Path,
         _results(
@@ -120,9 +102,6 @@ class EvaluateOptions:
     batch: Annotated[
         int, machine("Pictures per call. It changes the pictures only by rounding.", parser="integer")
     ] = 4
-    dtype: Dtype = GenerateOptions.dtype
-    device: Device = GenerateOptions.device
-    attention: Attention = GenerateOptions.attention
 
     def __post_init__(self) -> None:
         self.drawing("a prompt")
@@ -149,8 +128,8 @@ class EvaluateOptions:
 
     def drawing(self, prompt: str) -> GenerateOptions:
         """Return the options of ``tokenmerge generate`` for drawing a prompt."""
-        shared = ("model", "size", "steps", "seed", "batch", "scheduler", "guidance", "dtype", "device")
-        values = {name: getattr(self, name) for name in (*shared, "attention")}
+        shared = [field.name for field in dataclasses.fields(PipelineOptions)]
+        values = {name: getattr(self, name) for name in (*shared, "seed", "batch")}
         return GenerateOptions(prompt=prompt, **values)
 
     def specs(self) -> list[Variant]:

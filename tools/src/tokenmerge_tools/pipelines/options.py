@@ -55,52 +55,53 @@ def option(panel: str | None, help: str, *names: str, parser: str | None = None)
 picture = partial(option, "Picture")
 machine = partial(option, "Running")
 
-Model = Annotated[
-    str, typer.Option(help="Bundled model, diffusers folder, .safetensors checkpoint or hub id.")
-]
+Model = Annotated[str, option(None, "Bundled model, diffusers folder, .safetensors checkpoint or hub id.")]
+Dtype = Annotated[str, machine(f"{', '.join(DTYPE_CHOICES)}.")]
+Device = Annotated[str, machine("auto, cpu, cuda, cuda:1 or mps.")]
 Size = Annotated[
     tuple[int, int] | None,
     picture("WIDTHxHEIGHT, or N for a square, in pixels. Default: the model's own."),
 ]
-Steps = Annotated[int, picture("Denoising steps.", parser="integer")]
-Scheduler = Annotated[
-    str | None,
-    picture(f"{', '.join(SCHEDULER_NAMES)}, or a class name in diffusers. Default: the model's own."),
-]
 Guidance = Annotated[float | None, picture("Guidance scale. Default: the pipeline's own.", parser="number")]
-Dtype = Annotated[str, machine(f"{', '.join(DTYPE_CHOICES)}.")]
-Device = Annotated[str, machine("auto, cpu, cuda, cuda:1 or mps.")]
-Attention = Annotated[str, machine(ATTENTION_HELP)]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GenerateOptions:
+class PipelineOptions:
+    """The options of every command that draws with a pipeline."""
+
+    model: Model = DEFAULT_MODEL
+    size: Size = None
+    steps: Annotated[int, picture("Denoising steps.", parser="integer")] = 25
+    scheduler: Annotated[
+        str | None,
+        picture(f"{', '.join(SCHEDULER_NAMES)}, or a class name in diffusers. Default: the model's own."),
+    ] = None
+    guidance: Guidance = None
+    dtype: Dtype = "auto"
+    device: Device = "auto"
+    attention: Annotated[str, machine(ATTENTION_HELP)] = "sdpa"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GenerateOptions(PipelineOptions):
     """The options of ``tokenmerge generate``, checked before anything is loaded.
 
     Picture i has the seed ``seed + i``, whatever the batch. ``control`` is resized to ``size``.
     """
 
     prompt: str
-    model: Model = DEFAULT_MODEL
     out: Annotated[
         Path | None,
         option(None, "Folder for results. Default: a new folder in outputs/, named after the prompt."),
     ] = None
     merging: MethodSpec = dataclasses.field(default_factory=MethodSpec)
-    size: Size = None
-    steps: Steps = 25
     seed: Annotated[
         int, picture("Seed of the first picture; each later picture adds 1.", parser="integer")
     ] = 0
     batch: Annotated[int, picture("Pictures per call.", parser="integer")] = 1
-    scheduler: Scheduler = None
     negative_prompt: Annotated[str | None, picture("What not to draw.")] = None
-    guidance: Guidance = None
     control: Annotated[Path | None, picture("Picture for the ControlNet.")] = None
     controlnet: Annotated[str | None, picture("Folder or hub id of a ControlNet.")] = None
-    dtype: Dtype = "auto"
-    device: Device = "auto"
-    attention: Attention = "sdpa"
     compile: Annotated[
         bool, machine("Use torch.compile. Compiling is part of the untimed warm-up.", "--compile")
     ] = False

@@ -14,7 +14,7 @@ from tokenmerge.errors import ConfigError
 from tokenmerge_tools.evaluate.evaluation import EvaluateOptions
 from tokenmerge_tools.evaluate.metrics import METRIC_NAMES
 from tokenmerge_tools.evaluate.prompts import PROMPTS_HELP
-from tokenmerge_tools.pipelines.options import Device, Dtype, Guidance, Model, Scheduler, Size, Steps, option
+from tokenmerge_tools.pipelines.options import PipelineOptions, option
 from tokenmerge_tools.records.kinds import LOWER_IS_CLOSER
 
 # FID and KID compare sets of thousands of pictures, and have no value for a single one.
@@ -120,7 +120,7 @@ _search = partial(option, "Search")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TuneOptions:
+class TuneOptions(PipelineOptions):
     """What to find settings for, and how long to search.
 
     ``within`` are seconds, including those of earlier runs.
@@ -128,7 +128,6 @@ class TuneOptions:
 
     goal: Goal
     within: float = 600.0
-    model: Model = EvaluateOptions.model
     prompts: Annotated[Path | None, _search(PROMPTS_HELP)] = None
     metric: Annotated[
         str | None,
@@ -138,10 +137,6 @@ class TuneOptions:
             "network in a folder or with a hub id. Default: psnr.",
         ),
     ] = None
-    size: Size = None
-    steps: Steps = EvaluateOptions.steps
-    guidance: Guidance = None
-    scheduler: Scheduler = None
     items: Annotated[int, _search("Largest number of pictures to compare settings on.", parser="integer")] = (
         16
     )
@@ -154,8 +149,6 @@ class TuneOptions:
             "-o",
         ),
     ] = Path("outputs/tuned.json")
-    dtype: Dtype = EvaluateOptions.dtype
-    device: Device = EvaluateOptions.device
 
     def __post_init__(self) -> None:
         if self.out.suffix != ".json":
@@ -180,9 +173,9 @@ class TuneOptions:
 
         If there are fewer ``prompts`` than ``items``, each is drawn with several seeds.
         """
-        shared = ("model", "prompts", "size", "steps", "guidance", "scheduler", "dtype", "device")
+        shared = [field.name for field in dataclasses.fields(PipelineOptions)]
         return EvaluateOptions(
-            **{name: getattr(self, name) for name in shared},
+            **{name: getattr(self, name) for name in (*shared, "prompts")},
             limit=self.items,
             seeds=1 if prompts is None else -(-self.items // prompts),
             variants=(),

@@ -71,10 +71,7 @@ def tuned_table(search: Search) -> Table:
         rows.append(TableRow(cells))
     arrow = "↓" if goal.lower_is_closer else "↑"
     conditions = search.evaluation.store.conditions
-    title = (
-        f"{conditions['model']}, {conditions['width']} × {conditions['height']}, "
-        f"{search.options.steps} steps, {conditions['dtype']} on {conditions['device']}: {goal}"
-    )
+    title = f"{_pictures(search)}, {conditions['dtype']} on {conditions['device']}: {goal}"
     header = ("setting", "", "speed-up", f"{goal.metric} {arrow}", "pictures")
     notes = (
         "± is one standard error; speed-up is t_dense / t, with interleaved calls; closeness is to the dense "
@@ -82,6 +79,12 @@ def tuned_table(search: Search) -> Table:
         f"{len(found)} settings were measured with {len(search.looks)} pictures, baselines included",
     )
     return Table(title, header, tuple(rows), notes, words=2)
+
+
+def _pictures(search: Search) -> str:
+    conditions = search.evaluation.store.conditions
+    size = f"{conditions['width']} × {conditions['height']}"
+    return f"{conditions['model']}, {size}, {search.options.steps} steps"
 
 
 def _closeness(search: Search, one: Estimate) -> str:
@@ -148,11 +151,9 @@ def _chart(search: Search) -> Chart:
         if chosen := [one for one in members if one.name == decision.name]:
             point = goal.closeness(chosen[0].closeness), chosen[0].speedup
             lines.append(Line(f"chosen: {decision.name}", (point,), ("chosen",)))
-    conditions = search.evaluation.store.conditions
     closer = "lower" if goal.lower_is_closer else "higher"
     return Chart(
-        f"{AGAINST_CLOSENESS}{conditions['model']}, {conditions['width']} × {conditions['height']}, "
-        f"{search.options.steps} steps",
+        AGAINST_CLOSENESS + _pictures(search),
         f"{goal.metric.upper()}, {closer} is better",
         "speed-up, t_dense / t",
         tuple(lines),
