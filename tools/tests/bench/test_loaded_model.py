@@ -107,7 +107,7 @@ def test_a_pipeline_runs_the_steps_it_is_asked_for() -> None:
     rows: list[int] = []
     subject.denoiser.register_forward_pre_hook(lambda module, args: rows.append(len(args[0])))
     size = InputSize(height=64, width=128, scale=8, samples=3, frames=1)
-    pictures = subject.bind(subject.whole(subject.denoiser), size, 4)().images
+    pictures = torch.stack(subject.bind(subject.whole(subject.denoiser), size, 4)())
     assert rows == [2 * 3] * 4
     assert pictures.shape == (3, 3, 64, 128)
 

@@ -88,7 +88,7 @@ def first_call(
     hook = denoiser.register_forward_pre_hook(stop, with_kwargs=True)
     try:
         with torch.no_grad():
-            call(pipe, lambda _: None)
+            call(pipe)
     except _Reached:
         pass
     except ValueError as error:  # the pipeline's own checks

@@ -98,23 +98,23 @@ class PipelineCall:
         """Return the same call with another number of denoising steps."""
         return dataclasses.replace(self, arguments={**self.arguments, "num_inference_steps": steps})
 
-    def __call__(self, pipe: DiffusionPipeline, on_step: Callable[[int], None]) -> list[Any]:
+    def __call__(self, pipe: DiffusionPipeline, on_step: Callable[[int], None] | None = None) -> list[Any]:
         """Generate one picture per seed, or one video as a list of its frames.
 
         The pipeline is the one that the call was prepared for, or its :func:`twin`. ``on_step`` is called
         after each denoising step with the number of steps in this call.
         """
+        arguments = {"output_type": "pil", **self.arguments}
+        if on_step is not None and "callback_on_step_end" in inspect.signature(pipe.__call__).parameters:
 
-        def step_done(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
-            on_step(pipe.num_timesteps)
-            return tensors
+            def step_done(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+                on_step(pipe.num_timesteps)
+                return tensors
 
-        arguments = dict(self.arguments)
-        if "callback_on_step_end" in inspect.signature(pipe.__call__).parameters:
             arguments["callback_on_step_end"] = step_done
         # CPU generators make the noise independent of the device.
         generators = [torch.Generator("cpu").manual_seed(seed) for seed in self.seeds]
-        made = pipe(**arguments, generator=generators, output_type="pil")
+        made = pipe(**arguments, generator=generators)
         return list(made.frames if "num_frames" in self.arguments else made.images)
 
 
