@@ -15,7 +15,7 @@ from tokenmerge_tools.cli import terminal
 from tokenmerge_tools.cli.arguments import takes
 from tokenmerge_tools.pipelines.loading import quiet_libraries
 from tokenmerge_tools.pipelines.options import option
-from tokenmerge_tools.tune.goal import Goal, TuneOptions, parse_goal, parse_seconds
+from tokenmerge_tools.tune.goal import GOAL_METRICS, Goal, TuneOptions, flag_of, parse_goal, parse_seconds
 from tokenmerge_tools.tune.result import python_lines, tuned_table, write_result
 from tokenmerge_tools.tune.runner import Search, TuneProgress
 from tokenmerge_tools.tune.runner import tune as run_tune
@@ -58,15 +58,8 @@ def tune(
     comparison. Ctrl-C stops early and reports what was found; run the same command again to continue. The
     exit code is 3 if no setting reaches the goal.
     """
-    bounds = {
-        "psnr": min_psnr,
-        "ssim": min_ssim,
-        "lpips": max_lpips,
-        "dino": min_dino,
-        "clip": min_clip,
-        "clip-score": min_clip_score,
-        "glyphs": min_glyphs,
-    }
+    values = dict(locals())  # every option by its name
+    bounds = {name: values[flag_of(name).replace("-", "_")] for name in GOAL_METRICS}
     metric = given.get("metric")
     goal = parse_goal(min_speedup, bounds, metric and metric.partition("=")[0])
     options = TuneOptions(goal=goal, within=parse_seconds(within), **given)

@@ -21,30 +21,19 @@ _PACKAGES = ("tokenmerge", "torch", "diffusers", "onnx", "onnxscript", "onnxrunt
 
 
 @dataclasses.dataclass(frozen=True)
-class PlansCheck:
-    """How far the plans of the exported model are from PyTorch's. They differ where rounding decides.
-
-    PyTorch took a number of plans from the exported model. They put some tokens into other merged tokens,
-    whose cosine similarity is lower by at most ``largest_gap``. ``values`` are for each plan the names of the
-    values in the graph that hold it; None: the graph has none. The relative difference is that of the outputs
-    where PyTorch merges by its own plans.
-    """
-
-    plans: int
-    other_choices: int
-    largest_gap: float
-    relative_difference_with_own_plans: float
-    values: tuple[tuple[str | None, ...], ...]
-
-
-@dataclasses.dataclass(frozen=True)
 class Check:
-    """How far the exported model is from PyTorch, in one call with another sample and timestep."""
+    """How far the exported model is from PyTorch, in one call with another sample and timestep.
+
+    ``plans`` says how far its plans are from PyTorch's, which differ where rounding decides: how many PyTorch
+    took from it, how many tokens they put into other merged tokens, by how much the cosine similarity of
+    these is lower at most, the relative difference of the outputs where PyTorch merges by its own plans, and
+    for each plan the names of the values in the graph that hold it. None: nothing merged.
+    """
 
     engine: str
     largest_difference: float
     largest_output: float
-    plans: PlansCheck | None = None
+    plans: Mapping[str, Any] | None = None
 
     @property
     def relative(self) -> float:

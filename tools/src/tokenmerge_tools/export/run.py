@@ -23,7 +23,7 @@ from tokenmerge_tools.export.first_call import DenoiserCall, first_call
 from tokenmerge_tools.export.formats import FORMATS
 from tokenmerge_tools.export.graph import Plans, onnx_graph, tensors
 from tokenmerge_tools.export.plans import TakenPlans
-from tokenmerge_tools.export.record import Check, ExportRecord, PlansCheck, check_new, new_folder
+from tokenmerge_tools.export.record import Check, ExportRecord, check_new, new_folder
 from tokenmerge_tools.files import write_json
 from tokenmerge_tools.method_spec import MethodSpec
 from tokenmerge_tools.pipelines.call import latent_scale, own_size
@@ -175,18 +175,14 @@ def _with_the_same_plans(
         patch.at_size(*call.latent)
         with taken.in_use_of(call.denoiser):
             expected = _result(call.denoiser, arguments)
-    return Check(
-        engine=plain.engine,
-        largest_difference=_largest(found - expected),
-        largest_output=_largest(expected),
-        plans=PlansCheck(
-            plans=taken.done,
-            other_choices=taken.other_choices,
-            largest_gap=taken.gap,
-            relative_difference_with_own_plans=plain.relative,
-            values=names,
-        ),
-    )
+    plans = {
+        "plans": taken.done,
+        "other_choices": taken.other_choices,
+        "largest_gap": taken.gap,
+        "relative_difference_with_own_plans": plain.relative,
+        "values": names,
+    }
+    return Check(plain.engine, _largest(found - expected), _largest(expected), plans)
 
 
 def _refuse_different(check: Check) -> None:
