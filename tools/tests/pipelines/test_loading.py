@@ -349,7 +349,7 @@ def test_a_hub_model_that_cannot_be_reached_is_one_line(monkeypatch):
 
 def test_without_diffusers_the_extra_is_named(folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "diffusers", None)
-    with pytest.raises(MissingExtraError, match=r'pip install "tokenmerge\[diffusers\]"'):
+    with pytest.raises(MissingExtraError, match=r'pip install "diffusers"'):
         load_sketch(find_model(str(folder)))
 
 
