@@ -36,7 +36,7 @@ def slug(text: str, longest: int = 40) -> str:
 
 
 def free_folder(parent: Path, name: str) -> Path:
-    """``parent/name``, or the first of ``parent/name-2`` … that does not exist, so nothing is overwritten."""
+    """Return ``parent/name``, or the first of ``parent/name-2`` … that does not exist yet."""
     folder, number = parent / name, 1
     while folder.exists():
         number += 1

@@ -186,7 +186,7 @@ def _device(device: dict[str, Any]) -> str:
 
 
 def _closeness(result: Result, variant: VariantResult) -> tuple[str, str]:
-    """PSNR and SSIM against dense."""
+    """Format PSNR and SSIM against dense."""
     if variant.name == "dense":
         return "reference", "reference"
     if result.quality is None:

@@ -88,7 +88,7 @@ def _fewer_steps(
     conditions: dict[str, Any],
     counted: Callable[[Variant], float | None],
 ) -> Drawn | None:
-    """Dense with as many steps as fit into the time of a variant; None if that time is unknown."""
+    """Plan dense with as many steps as fit into the time of a variant; None if that time is unknown."""
     timed = Variant(FEWER_STEPS, (("as", merged.label),))
     cell = cell_of_pictures(timed.label, conditions, [c for c in cells if "steps_used" in c.facts])
     if cell is not None:

@@ -120,7 +120,7 @@ def _add_rows(
 
 
 def _mean_of_frames(values: Tensor) -> Tensor:
-    """``[f]`` → ``[1]``. Frames with an infinite PSNR equal dense and are left out, unless all of them do."""
+    """Average ``[f]`` to ``[1]``, without the infinite PSNR of frames that equal dense, unless all do."""
     finite = values[~values.isposinf()]
     return (finite if len(finite) else values).mean(dim=0, keepdim=True)
 

@@ -55,7 +55,7 @@ class DenoiserCall:
         return len(self.arguments[self.host.sample])
 
     def other_arguments(self) -> dict[str, Any]:
-        """Arguments of another call: the sample mirrored, at the timestep of a later step."""
+        """Return the arguments of another call: the sample mirrored, at the timestep of a later step."""
         host, other = self.host, dict(self.arguments)
         other[host.sample] = tree_map_only(Tensor, lambda x: x.flip(-1), other[host.sample])
         if isinstance(by := host.timestep, str) and isinstance(now := other.get(by), Tensor):

@@ -23,7 +23,7 @@ from tokenmerge.ops import IndexPlan, Plan
 
 @contextlib.contextmanager
 def made_plans(model: nn.Module) -> Iterator[list[Plan]]:
-    """Within the context, collect the plans of a patched model in order; an unpatched one makes none."""
+    """Collect, within the context, the plans of a patched model in order; an unpatched one makes none."""
     plans: list[Plan] = []
 
     def note(_: Tensor, plan: Plan) -> Plan:
@@ -58,13 +58,13 @@ class TakenPlans:
     def read(
         cls, names: Sequence[Sequence[str | None]], values: Sequence[Any], largest_gap: float
     ) -> TakenPlans:
-        """Plans from the values of a graph in the order of their names; None: there is no such value."""
+        """Read plans from the values of a graph in the order of their names; None: there is no such value."""
         each = iter(values)
         return cls([[name and next(each) for name in plan] for plan in names], largest_gap)
 
     @contextlib.contextmanager
     def in_use_of(self, model: nn.Module) -> Iterator[None]:
-        """Within the context, the patched model takes these plans."""
+        """Let the patched model take these plans within the context."""
         with revise_plans(model, self._take):
             yield
         if self.done != len(self.given):
@@ -121,7 +121,7 @@ def flaw_of(plan: IndexPlan, own: IndexPlan) -> str | None:
 
 
 def representatives(plan: IndexPlan) -> Tensor:
-    """``[b, n]``: for each token, the index of the token whose place its merged token takes."""
+    """Return for each token ``[b, n]`` the index of the token whose place its merged token takes."""
     return plan.kept().gather(1, plan.labels())
 
 

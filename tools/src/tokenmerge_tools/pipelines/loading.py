@@ -66,7 +66,7 @@ class ModelSource:
     allows_pickles: bool = False
 
     def weights_arguments(self) -> dict[str, bool]:
-        """Arguments of diffusers' ``from_pretrained`` that enforce this choice."""
+        """Return the arguments of diffusers' ``from_pretrained`` that enforce this choice."""
         return {} if self.allows_pickles else {"use_safetensors": True}
 
 

@@ -70,7 +70,7 @@ def sentence(error: Exception) -> str:
 
 
 def python_lines(options: GenerateOptions) -> str:
-    """Python code that merges in a pipeline ``pipe`` and draws the picture with it.
+    """Write Python code that merges in a pipeline ``pipe`` and draws the picture with it.
 
     >>> print(python_lines(GenerateOptions(prompt="a red apple", steps=20)).splitlines()[3])
     patch = tokenmerge.apply_token_merging(pipe, 0.5)

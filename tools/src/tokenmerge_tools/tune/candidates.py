@@ -138,7 +138,7 @@ def _candidate(text: str, steps: int, family: str, strength: float) -> Candidate
 
 
 def _rivals(goal: Goal, steps: int) -> list[Candidate]:
-    """Fewer steps, and the block caches that are installed."""
+    """List fewer steps, and the block caches that are installed."""
     found = []
     for number in _numbers_of_steps(goal, steps):
         spec = Variant(FEWER_STEPS, (("steps", number),))
