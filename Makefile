@@ -52,6 +52,7 @@ $(VENV)/ready: pyproject.toml tools/pyproject.toml constraints.txt
 # Apart, so that the first picture does not wait for what only the checks need.
 $(VENV)/tested: $(VENV)/ready
 	$(PIP) --group test
+	$(PIP) --no-deps timm
 	touch $@
 
 $(VENV)/documented: $(VENV)/ready

@@ -1,4 +1,4 @@
-"""Which features are best for planning on both bundled models: inputs, residuals, or keys.
+"""Which features are best for planning on both bundled models: inputs or residuals.
 
 Tokens merge around self-attention of the top level of `emoji-unet`, or joint attention of `emoji-mmdit`, by
 global matching, with proportional attention and without correction. A line shows the closeness to the dense
@@ -26,25 +26,13 @@ from tokenmerge.auto import choose
 from tokenmerge_tools.demo import NAMES, path
 
 BASE = "input"
-PENALTIES = (0.02, 0.1)
 SHARED = {"plans": PlanSharing(blocks=True)}
-RARE = {"features": "residual", "plans": PlanSharing(every=4, guidance=False)}
 CHOICES: dict[str, Mapping[str, Any]] = {
     BASE: {},
     "residual": {"features": "residual"},
     "model_residual": {"features": "model_residual"},
     "model_residual, plans.blocks": {"features": "model_residual", **SHARED},
-    "keys": {"features": "keys"},
-    **{
-        f"model_residual, plans.blocks, repeat_penalty={penalty}": {
-            "features": "model_residual",
-            "repeat_penalty": penalty,
-            **SHARED,
-        }
-        for penalty in PENALTIES
-    },
-    "residual, plans.every=4": RARE,
-    "dito": {**RARE, "repeat_penalty": 0.02},  # the preset, with proportional attention
+    "residual, plans.every=4": {"features": "residual", "plans": PlanSharing(every=4, guidance=False)},
 }
 AUTO: dict[str, Mapping[str, Any]] = {
     name: CHOICES[name] for name in (BASE, "model_residual", "model_residual, plans.blocks")

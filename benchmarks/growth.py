@@ -19,7 +19,7 @@ import torch
 import turns
 
 from tokenmerge import ToMeConfig
-from tokenmerge.config import GUIDED_PLANNERS, RESULT_PLANNERS
+from tokenmerge.config import GUIDED_PLANNERS
 from tokenmerge.ops import merge, shared_features, unmerge
 from tokenmerge.planners import PLANNERS
 from tokenmerge_tools.bench.geometry import build_denoiser, find_geometry
@@ -63,7 +63,7 @@ def measure(size: int, options: argparse.Namespace) -> dict[str, list[float]]:
 def main() -> None:
     parser = turns.parser(__doc__, rounds=3)
     parser.add_argument("--size", type=int, nargs="+", default=[256, 512, 768, 1024], help="pixels")
-    planners = sorted(set(PLANNERS).difference(GUIDED_PLANNERS, RESULT_PLANNERS))
+    planners = sorted(set(PLANNERS).difference(GUIDED_PLANNERS))
     parser.add_argument("--planner", nargs="+", default=["tiled", "tome"], choices=planners)
     options = parser.parse_args()
 

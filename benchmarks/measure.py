@@ -50,7 +50,6 @@ QUALITY = {
     "cpu-mmdit-8-256": ("cpu-mmdit-quality-8-256", 2),
     "cpu-methods-4": ("cpu-quality-4", 6),
     "cpu-methods-4-256": ("cpu-quality-4-256", 3),
-    "cpu-stack-mmdit-20": ("cpu-stack-mmdit-quality-20", 4),
     "cpu-mmdit-4": ("cpu-mmdit-quality-4", 4),
     "cpu-mmdit-4-256": ("cpu-mmdit-quality-4-256", 2),
 }

@@ -30,7 +30,7 @@ SETTINGS: dict[str, Mapping[str, Any]] = {
         for name in ("tiled", "local", "uniform", "threshold", "importance", "windows", "sito")
     },
     "planner=toma, sx=8, sy=8": {"planner": "toma", "sx": 8, "sy": 8},
-    **{f"combine={name}": {"combine": name} for name in ("keep", "norm")},
+    "combine=keep": {"combine": "keep"},
     "plans.blocks": {"plans": PlanSharing(blocks=True)},
     "plans.every=4": {"plans": PlanSharing(every=4)},
     # At the same mean ratio over the steps.

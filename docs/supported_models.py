@@ -40,8 +40,7 @@ says which other tools merging works with, and [adding a model](adding-a-model.m
 
 - **merges**: the parts of a transformer block that can run on merged tokens. Each part can merge on its own
   (`scope="layers"`, chosen by `merge_attn`, `merge_crossattn`, `merge_mlp`). *Whole block* means that all parts can merge
-  at once (`scope="block"`). *Stacks* are runs of such blocks that can merge once (`scope="stack"`). *Keys* means that keys
-  and values of attention can merge alone (`scope="keys"`).
+  at once (`scope="block"`). *Keys* means that keys and values of attention can merge alone (`scope="keys"`).
 - **plan**: if the position tables of a model have no batch axis, all images of a batch merge alike. The picture that such
   a model makes from a seed depends on the batch that it is in. In all other models it does not.
 - **checks**: with ratio 0 the output is bit-equal. With tokens reordered and none removed it is equal up to rounding, so
@@ -79,7 +78,6 @@ def families() -> list[tuple[str, str, list[str]]]:
 
 def row(key: str, checks: dict[str, tuple[int, int]] | None) -> str:
     """One line of a table."""
-    from tests.models.family import deeper
     from tests.models.tiny import FAMILIES
 
     from tokenmerge.models.base import KINDS
@@ -91,9 +89,6 @@ def row(key: str, checks: dict[str, tuple[int, int]] | None) -> str:
     kinds = {layer.kind for block in blocks for layer in block.layers}
     merges = [name for kind, name in KINDS.items() if kind in kinds]
     merges += ["whole block"] if any(block.block_layout for block in blocks) else []
-    merges += (
-        ["stacks"] if any(b.block_layout and b.stack for b in find_hosts(deeper(model))[0].blocks) else []
-    )
     merges += ["keys"] if any(layer.keys for block in blocks for layer in block.layers) else []
     plan = "per image" if all(block.batched for block in blocks) else "shared by the batch"
     limits = dict.fromkeys(

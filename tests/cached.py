@@ -31,11 +31,15 @@ def plans(model: nn.Module) -> list[Any]:
 def everything(memory: Memory) -> list[Any]:
     """All that is cached."""
     return [
-        *(value for cache in memory.caches for kept in vars(cache).values() for value in kept.values()),
+        *(
+            value
+            for cache in memory.caches
+            for kept in vars(cache).values()
+            if isinstance(kept, dict)
+            for value in kept.values()
+        ),
         *memory.tracker.ran,
         *memory.guidance_differences.values(),
-        *memory.deviations.values(),
-        *memory.skips.values(),
         *memory.model_residuals.values(),
         *([] if memory.sample.result is None else [memory.sample.result]),
     ]

@@ -12,13 +12,8 @@ def destinations(height: int, width: int, sx: int, sy: int) -> list[int]:
     ]
 
 
-def groups(
-    features: list[list[float]], dst: list[int], r: int, penalties: list[float] | None = None
-) -> dict[int, list[int]]:
-    """For each token that stays, the tokens that it stands for, itself first.
-
-    ``penalties`` are subtracted from the similarity of each token, before the r most similar ones are taken.
-    """
+def groups(features: list[list[float]], dst: list[int], r: int) -> dict[int, list[int]]:
+    """For each token that stays, the tokens that it stands for, itself first."""
 
     def cosine(i: int, j: int) -> float:
         a, b = features[i], features[j]
@@ -29,7 +24,7 @@ def groups(
     for i in range(len(features)):
         if i not in dst:
             nearest = max(dst, key=lambda j: cosine(i, j))
-            edges.append((cosine(i, nearest) - (penalties[i] if penalties else 0.0), i, nearest))
+            edges.append((cosine(i, nearest), i, nearest))
     edges.sort(reverse=True)
     result = {i: [i] for i in range(len(features))}
     for _, source, destination in edges[:r]:

@@ -8,6 +8,7 @@ import pytest
 import torch
 import vits
 from diffusers import StableDiffusionPipeline
+from tests.models import unets
 from tests.models.test_every_family import model_of
 from tests.models.tiny import FAMILIES
 
@@ -20,6 +21,7 @@ from tokenmerge import (
     ViTConfig,
     apply_token_merging,
 )
+from tokenmerge.api import merge_in_hosts
 from tokenmerge.config import read_metadata
 from tokenmerge.report import predict
 
@@ -222,3 +224,41 @@ def test_nothing_is_timed_for_whole_blocks_and_for_large_grids(scope, size, monk
     monkeypatch.setattr("tokenmerge.handle.fewest_tokens", lambda *_: pytest.fail("timed"))
     patch = apply_token_merging(hosts.unet(), ToMeConfig(ratio=0.5, scope=scope))
     assert patch.report(height=size, width=size).rows
+
+
+@pytest.mark.parametrize("size", [None, 17], ids=["default", "odd"])
+def test_a_handle_of_any_unet_can_be_printed_at_any_default_size(size):
+    """Counting may fail where the default size does not fit the model; printing says so instead."""
+    builds = {name: family.build for name, family in unets.FAMILIES.items()}
+    builds |= {host.__name__: host for host in (hosts.sdxl, hosts.controlnet_union, hosts.LatentDiffusion)}
+    for build in builds.values():
+        model = build()
+        if size is not None and "sample_size" in getattr(model, "config", ()):
+            model.register_to_config(sample_size=size)
+        elif size is not None and isinstance(model, hosts.LatentDiffusion):
+            model.model.diffusion_model.image_size = size
+        # The size is checked when it is applied; here, only printing is.
+        patch = merge_in_hosts(model, ToMeConfig(ratio=0.5, max_downsample=8), check_size=False)
+        assert repr(patch) == str(patch)
+        assert repr(patch).startswith("Token merging in ")
+        patch.remove()
+
+
+def test_a_size_that_does_not_fit_the_model_is_a_typed_error():
+    model = FAMILIES["UNetControlNetXSModel"].build()
+    patch = apply_token_merging(model, ToMeConfig(ratio=0.5, max_downsample=8))
+    with pytest.raises(ConfigError, match=r"height, width: .* cannot be counted for a sample of 17 × 17 \("):
+        patch.report(17, 17)
+    model.register_to_config(sample_size=17)
+    assert "not counted: height, width: operations of UNetControlNetXSModel" in str(patch)
+
+
+@pytest.mark.parametrize("config", [ToMeConfig(ratio=0.5), ViTConfig(r=2)])
+def test_an_error_of_another_library_does_not_keep_a_handle_from_being_printed(config, monkeypatch):
+    def fails(*_: object, **__: object) -> None:
+        raise RuntimeError("no such kernel\nand more")
+
+    model = hosts.unet() if isinstance(config, ToMeConfig) else vits.vit()
+    patch = apply_token_merging(model, config)
+    monkeypatch.setattr(patch, "report", fails)
+    assert str(patch).endswith("\n  not counted: no such kernel")

@@ -31,7 +31,7 @@ MAY_IMPORT = {
     "vit": "errors ops config models runtime report",
     "auto": "config planners models",
     "integrations.comfyui": "errors ops config presets planners models runtime auto",
-    "speedup": "errors runtime report auto",
+    "speedup": "errors config runtime report auto",
     "handle": "errors config planners models runtime report vit",
     "api": "errors ops config presets models runtime report vit auto speedup handle",
     "compat": "errors config presets api",

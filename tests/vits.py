@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import transformers
+from stand_in import imported_without
 from torch import Tensor, nn
 
 DEPTH, WIDTH, HEADS, GRID = 4, 32, 4, 6
@@ -74,76 +75,42 @@ def _with_different_scales(model: nn.Module) -> nn.Module:
     return model
 
 
-# The names of classes, attributes and methods matter: timm's models are recognised by them.
+def timm_vits() -> Any:
+    return imported_without("timm.models.vision_transformer", "torchvision")
 
 
-class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv, self.proj = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.q_norm, self.k_norm = nn.Identity(), nn.LayerNorm(WIDTH // HEADS)
-
-    def forward(self, x: Tensor, attn_mask: Tensor | None = None) -> Tensor:
-        q, k, v = self.qkv(x).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
-        attended = nn.functional.scaled_dot_product_attention(self.q_norm(q), self.k_norm(k), v, attn_mask)
-        return self.proj(attended.transpose(1, 2).flatten(2))
+def timm_features() -> Any:
+    return imported_without("timm.models._features", "torchvision")
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.attn = Attention()
-        self.mlp = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))
-
-    def forward(self, x: Tensor, attn_mask: Tensor | None = None) -> Tensor:
-        x = x + self.attn(self.norm1(x), attn_mask=attn_mask)
-        return x + self.mlp(self.norm2(x))
-
-
-class PatchEmbed(nn.Module):
-    img_size = (4 * GRID, 4 * GRID)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.proj = nn.Conv2d(3, WIDTH, 4, stride=4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.proj(x).flatten(2).transpose(1, 2)
-
-
-class VisionTransformer(nn.Module):
-    """No class token; the head takes the mean of the patches."""
-
-    num_prefix_tokens = 0
-
-    def __init__(self, global_pool: str = "avg") -> None:
-        super().__init__()
-        self.global_pool = global_pool
-        self.grad_checkpointing = False
-        self.patch_embed = PatchEmbed()
-        self.blocks = nn.Sequential(*(Block() for _ in range(DEPTH)))
-        self.norm = nn.LayerNorm(WIDTH)
-
-    def forward_features(self, x: Tensor) -> Tensor:
-        x = self.patch_embed(x)
-        if not self.grad_checkpointing:
-            return self.norm(self.blocks(x))
-        for block in self.blocks:
-            x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
-        return self.norm(x)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.forward_features(x)
-        return x.mean(dim=1) if self.global_pool == "avg" else x
-
-
-def timm(global_pool: str = "") -> VisionTransformer:
+def timm(**changes: Any) -> nn.Module:
+    """timm's class without class token; its result are the tokens."""
     torch.manual_seed(0)
-    return VisionTransformer(global_pool).eval()
+    size = {"img_size": 4 * GRID, "patch_size": 4, "embed_dim": WIDTH, "depth": DEPTH, "num_heads": HEADS}
+    settings = {"mlp_ratio": 2, "num_classes": 0, "class_token": False, "global_pool": "", "qk_norm": True}
+    return timm_vits().VisionTransformer(**{**size, **settings, **changes}).eval()
 
 
-PROTECTED = {vit: 1, deit: 2, clip: 1, siglip: 0, dinov2: 1, dinov2_with_registers: 5, timm: 0}
+def timm_post_norm() -> nn.Module:
+    """timm's class with norms after attention and MLP, of random weights, and a class token."""
+    model = timm(block_fn=timm_vits().ResPostBlock, class_token=True)
+    for name, weight in model.named_parameters():
+        if ".norm" in name:
+            nn.init.uniform_(weight, 0.5, 1.5)
+    return model
+
+
+def timm_scaled() -> nn.Module:
+    """timm's class with register tokens and scales after attention and MLP."""
+    model = timm(class_token=True, reg_tokens=4, init_values=0.5, qk_norm=False)
+    for name, weight in model.named_parameters():
+        if "gamma" in name:
+            nn.init.uniform_(weight, 0.5, 1.5)
+    return model
+
+
+PROTECTED = {vit: 1, deit: 2, clip: 1, siglip: 0, dinov2: 1, dinov2_with_registers: 5}
+PROTECTED |= {timm: 0, timm_post_norm: 1, timm_scaled: 5}
 MODELS = list(PROTECTED)
 
 
@@ -174,12 +141,16 @@ def slow_layer(layer: Any, protected: int) -> Callable[[Tensor, list[int], int],
     attention = next(getattr(layer, a) for a in ("attention", "self_attn", "attn") if hasattr(layer, a))
     names = [("layernorm_before", "layernorm_after"), ("layer_norm1", "layer_norm2"), ("norm1", "norm2")]
     norm1, norm2 = next(tuple(getattr(layer, n) for n in pair) for pair in names if hasattr(layer, pair[0]))
-    scale1, scale2 = (getattr(layer, f"layer_scale{i}", nn.Identity()) for i in (1, 2))
+    scale1, scale2 = (
+        getattr(layer, f"layer_scale{i}", getattr(layer, f"ls{i}", nn.Identity())) for i in (1, 2)
+    )
+    if type(layer).__name__ == "ResPostBlock":
+        norm1, norm2, scale1, scale2 = nn.Identity(), nn.Identity(), norm1, norm2
 
     def project(x: Tensor) -> tuple[Tensor, ...]:
         if hasattr(attention, "qkv"):
             q, k, v = (t.unflatten(-1, (HEADS, -1)).transpose(0, 1) for t in attention.qkv(x).chunk(3, -1))
-            return q, attention.k_norm(k), v
+            return attention.q_norm(q), attention.k_norm(k), v
         linears = (attention.q_proj, attention.k_proj, attention.v_proj)
         return tuple(linear(x).unflatten(-1, (HEADS, -1)).transpose(0, 1) for linear in linears)
 

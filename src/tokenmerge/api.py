@@ -17,16 +17,18 @@ from torch import Tensor, nn
 from tokenmerge import presets
 from tokenmerge.auto import choose_for
 from tokenmerge.config import FoundFor, ToMeConfig, load_settings
-from tokenmerge.errors import ConfigError, UnsupportedModelError
+from tokenmerge.errors import ConfigError, UnsupportedModelError, shown
 from tokenmerge.handle import DiffusionPatch, EncoderPatch, Patch
 from tokenmerge.models.base import Host
-from tokenmerge.models.find import find_hosts
+from tokenmerge.models.find import DENOISERS, find_hosts
 from tokenmerge.ops import Plan
 from tokenmerge.report import Report, bytes_of, within
 from tokenmerge.runtime.in_use import refuse_in_use
+from tokenmerge.runtime.origin import is_default
 from tokenmerge.runtime.patch import hosts_that_merge, new_state, patch_host, restore, state_of
 from tokenmerge.runtime.pipeline import Pipeline
 from tokenmerge.runtime.state import RecordedPlan
+from tokenmerge.runtime.watched import look
 from tokenmerge.speedup import ratio_for
 from tokenmerge.vit.config import ViTConfig
 from tokenmerge.vit.hosts import find_encoders
@@ -118,10 +120,10 @@ def apply_token_merging(
         settings = dataclasses.replace(settings, schedule=schedule)
     if max_cache is not None:
         limit = bytes_of(max_cache)
-        if not method.startswith("auto"):
+        if not is_default(method):
             raise ConfigError(
-                f"max_cache: only the default method takes a limit, got {max_cache!r} with other settings; "
-                "leave out max_cache, or the other settings"
+                f"max_cache: only the default method takes a limit, got {shown(max_cache)} with other "
+                "settings; leave out max_cache, or the other settings"
             )
         settings, left_out = within(pipe_or_model, settings, limit)
         method = f"{method} in {max_cache}" + (f" ({left_out})" if left_out else "")
@@ -146,7 +148,7 @@ def _asked_settings(
     is_file = isinstance(config, os.PathLike) or (isinstance(config, str) and config.endswith(".json"))
     is_name = isinstance(config, str) and not is_file
     given = {"config": None if is_name else config, "ratio": ratio, "speedup": speedup}
-    named = [f"{name}={value!r}" for name, value in given.items() if value is not None]
+    named = [f"{name}={shown(value)}" for name, value in given.items() if value is not None]
     if len(named) > 1 or (is_name and speedup is not None):
         raise ConfigError(f"config, ratio, speedup: expected one of them, got {', '.join(named)}")
     if is_file:
@@ -160,15 +162,16 @@ def _asked_settings(
     if speedup is not None:
         found = ratio_for(model, speedup)
         return choose_for(model, hosts, found), None, f"auto for a speed-up of {speedup:g}", hosts
-    wanted = config if ratio is None and not is_name else ratio
+    wanted: Any = config if ratio is None and not is_name else ratio
     wanted = _DEFAULT_RATIO if wanted is None else wanted
-    if isinstance(wanted, bool) or not isinstance(wanted, numbers.Real):
+    is_number = isinstance(wanted, numbers.Real) and not isinstance(wanted, bool)
+    if not is_number:
         raise ConfigError(
             "config: expected a ratio such as 0.5, a ToMeConfig such as ToMeConfig(ratio=0.5), a ViTConfig "
             "such as ViTConfig(r=8), the name of a preset such as 'toma', or a file of settings such as "
-            f"'tuned.json', got {wanted!r}"
+            f"'tuned.json', got {shown(wanted)}"
         )
-    return choose_for(model, hosts, float(wanted)), None, "auto", hosts
+    return choose_for(model, hosts, wanted), None, "auto", hosts
 
 
 def _preset(name: str, ratio: float | None) -> ToMeConfig:
@@ -176,7 +179,7 @@ def _preset(name: str, ratio: float | None) -> ToMeConfig:
     if name not in presets.__all__:
         raise ConfigError(
             f"config: expected the name of a preset, one of {', '.join(presets.__all__)}, or auto, or the "
-            f"path of a .json file of settings, got {name!r}"
+            f"path of a .json file of settings, got {shown(name)}"
         )
     make: Callable[..., ToMeConfig] = getattr(presets, name)
     return make() if ratio is None else make(ratio)
@@ -206,17 +209,20 @@ def merge_in_hosts(
             sample is too small raises NothingToMergeError in any case.
     """
     hosts = hosts or _hosts(model)
-    merging, _ = hosts_that_merge(hosts, config, size=None, check_size=check_size)
+    merging, _ = hosts_that_merge(hosts, config, size=None, check_size=check_size, method=method)
     refuse_in_use([host.root for host in hosts])
-    for host in hosts:
-        restore(host.root)
     pipeline = Pipeline(None if isinstance(model, nn.Module) else model)
     warned: set[str] | None = set() if dense_if_too_small else None
     denoiser = next((host for host in merging if not host.controlnet), merging[0])
     states = {
-        host.root: new_state(host, config, pipeline, warned, found_for if host is denoiser else None)
+        host.root: new_state(host, config, pipeline, warned, found_for if host is denoiser else None, method)
         for host in merging
     }
+    for root, state in states.items():
+        state.kept = look(state, root, pipeline.given)
+        state.keep_dense(state.threads.value.own_memory)
+    for host in hosts:
+        restore(host.root)
     for host in merging:
         patch_host(host, states[host.root])
     if found_for is not None and (differences := found_for.differences(model=type(denoiser.root).__name__)):
@@ -238,7 +244,8 @@ def _hosts(model: object) -> tuple[Host, ...]:
     try:
         return find_hosts(model)
     except UnsupportedModelError as error:
-        if not (encoders := find_encoders(model)):
+        denoises = any(getattr(model, name, None) is not None for name in DENOISERS)
+        if denoises or not (encoders := find_encoders(model)):
             raise
         name = type(encoders[0].model).__name__
         raise UnsupportedModelError(

@@ -142,7 +142,7 @@ def choose_for(
     pipe_or_model: object, hosts: Sequence[Host], ratio: float, follows_steps: bool | None = None
 ) -> ToMeConfig:
     """The same as :func:`choose`, for models that have been found in a pipeline or a model."""
-    ToMeConfig(ratio=ratio)  # checks the ratio
+    ratio = ToMeConfig(ratio=ratio).ratio
     blocks = [block for host in hosts for block in host.blocks]
     denoiser = next((host for host in hosts if not host.controlnet), hosts[0])
     if follows_steps is None:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import math
-import numbers
 import warnings
 from typing import Any, TypeVar
 
 from tokenmerge import presets
 from tokenmerge.api import merge_in_hosts, remove_token_merging
 from tokenmerge.config import ToMeConfig, check_below_highest_ratio, highest_ratio
-from tokenmerge.errors import NothingToMergeError
+from tokenmerge.config.checks import as_number
+from tokenmerge.errors import NothingToMergeError, shown
 
 __all__ = ["apply_patch", "apply_tome", "remove_patch"]
 
@@ -54,10 +53,10 @@ def apply_patch(
     """
     ratio, max_downsample, sx, sy = map(_number, (ratio, max_downsample, sx, sy))
     ToMeConfig(ratio=0, sx=sx, sy=sy)  # the highest ratio is defined for valid strides only
-    highest = highest_ratio(sx, sy)
-    if isinstance(ratio, numbers.Real) and ratio > highest > 0:
+    highest, wanted = highest_ratio(sx, sy), as_number(ratio)
+    if wanted is not None and wanted > highest > 0:
         warnings.warn(
-            f"ratio={ratio:g} is more than sx={sx}, sy={sy} allow; merging with 1 − 1/(sx·sy) = {highest:g}",
+            f"ratio={wanted:g} is more than sx={sx}, sy={sy} allow; merging with 1 − 1/(sx·sy) = {highest:g}",
             stacklevel=2,
         )
         ratio = highest
@@ -75,7 +74,8 @@ def apply_patch(
     try:
         if level == 0:
             raise NothingToMergeError(
-                f"nothing to merge: max_downsample={max_downsample} merges no level; set it to 1 or more"
+                f"nothing to merge: max_downsample={shown(max_downsample)} merges no level; set it to 1 or "
+                "more"
             )
         merge_in_hosts(model, config, dense_if_too_small=True)
     except NothingToMergeError as error:
@@ -91,7 +91,7 @@ def _number(value: Any) -> Any:
 
 def _deepest_level(max_downsample: Any) -> int | None:
     """The largest level up to ``max_downsample``; 0 if there is none, None if it is not a number."""
-    if not isinstance(max_downsample, int | float) or math.isnan(max_downsample):
+    if as_number(max_downsample) is None:
         return None
     return max((level for level in (1, 2, 4, 8) if level <= max_downsample), default=0)
 

@@ -12,6 +12,7 @@ __all__ = [
 ]
 
 _LONGEST_REASON = 300  # characters
+_LONGEST_VALUE = 200
 
 
 class TokenMergingError(Exception):
@@ -49,6 +50,21 @@ class MissingExtraError(TokenMergingError, ImportError):
         super().__init__(f'{needed_by}: not installed; run: pip install "{requirement}"')
 
 
+def shown(value: object) -> str:
+    """Return the ``repr`` of a value for a message, shortened; its type if ``repr`` raises an error.
+
+    Python raises one for integers of more than 4,300 digits.
+
+    >>> shown("a"), shown(10**5000)
+    ("'a'", 'a value of type int that cannot be printed')
+    """
+    try:
+        text = repr(value)
+    except Exception:
+        return f"a value of type {type(value).__name__} that cannot be printed"
+    return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}…"
+
+
 def reason_of(error: BaseException) -> str:
     r"""The first line of another library's error, cut to fit a message; its class if it has no text.
 
@@ -59,3 +75,8 @@ def reason_of(error: BaseException) -> str:
     """
     line = str(error).strip().partition("\n")[0][:_LONGEST_REASON].rstrip(".")
     return line or type(error).__name__
+
+
+def why(error: BaseException) -> str:
+    """Return the whole text of an error of this package, and the reason of any other."""
+    return str(error) if isinstance(error, TokenMergingError) else reason_of(error)

@@ -10,8 +10,9 @@ from typing import Any, Generic, TypeVar
 
 from torch import nn
 
-from tokenmerge.config import to_metadata
-from tokenmerge.errors import ConfigError, TokenMergingError
+from tokenmerge.config import ToMeConfig, to_metadata
+from tokenmerge.config.checks import integer
+from tokenmerge.errors import ConfigError, shown, why
 from tokenmerge.models.base import Host
 from tokenmerge.models.placement import device_of, dtype_of, narrowest_attention
 from tokenmerge.planners.calibration import fewest_tokens
@@ -20,7 +21,7 @@ from tokenmerge.runtime.in_use import refuse_in_use
 from tokenmerge.runtime.patch import record_steps, restore, state_of
 from tokenmerge.runtime.pipeline import default_steps
 from tokenmerge.runtime.run_log import RunLog
-from tokenmerge.runtime.state import ModelState, RecordedPlan
+from tokenmerge.runtime.state import Kept, ModelState, RecordedPlan
 from tokenmerge.runtime.step_log import StepRecorder
 from tokenmerge.vit.report import ViTReport, predict_vit
 from tokenmerge.vit.runtime import RecordedTokens
@@ -99,7 +100,7 @@ class Patch(Generic[AnyReport, AnyRecord]):
         does ``tokenmerge generate --like picture.png``.
 
         Raises:
-            ConfigError: ``schedule.ratio`` is a function, or the model is a vision transformer.
+            ConfigError: the model is a vision transformer.
         """
         raise ConfigError("metadata: a vision transformer draws no pictures; leave the call out")
 
@@ -157,7 +158,10 @@ class Patch(Generic[AnyReport, AnyRecord]):
             ConfigError: the values are not integers in this range.
         """
         if not (isinstance(index, int) and isinstance(steps, int) and 0 <= index < steps):
-            raise ConfigError(f"index, steps: expected integers, 0 ≤ index < steps, got {index!r}, {steps!r}")
+            raise ConfigError(
+                f"index, steps: expected integers, 0 ≤ index < steps, got {shown(index)}, {shown(steps)}"
+            )
+        integer(1)("steps", steps)  # refuses numbers that are too large to count with
         for pipeline in {state.pipeline for state in self._states.values()}:
             pipeline.set_step(index, steps)
 
@@ -269,10 +273,10 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
             batch = self._denoiser.usual_batch if run is None else run.batch
         if steps is None:
             steps = default_steps(self._model) if run is None or run.steps is None else run.steps
-        config = self.config if run is None else run.config
-        key = height, width, batch, steps, config, tuple(references)
+        config, dense = self._in_force, {root: state.kept.dense for root, state in self._states.items()}
+        key = height, width, batch, steps, config, tuple(references), tuple(dense.values())
         if self._counted is None or self._counted[0] != key:
-            counted = predict(self._model, config, height, width, batch, steps, references)
+            counted = predict(self._model, config, height, width, batch, steps, references, dense)
             slower = slower_than_dense(counted, self._fewest_tokens)
             notes = counted.notes if slower is None else (*counted.notes, slower)
             self._counted = key, dataclasses.replace(counted, notes=notes)
@@ -285,12 +289,12 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
         return fewest_tokens(device_of(self._model, root), dtype_of(root), *widths)
 
     def __repr__(self) -> str:
+        report, slower, problem = None, None, ""
         try:
             report = self.report()
-        except TokenMergingError as error:
-            report, problem = None, str(error)
-        else:
-            problem = ""
+            slower = slower_than_dense(report, self._fewest_tokens)
+        except Exception as error:  # a handle can always be printed
+            problem = why(error)
         pipe = self._model if getattr(self._model, "scheduler", None) is not None else None
         conditions = Conditions(
             models=tuple(type(model).__name__ for model in self._states),
@@ -298,11 +302,19 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
             blocks=len(self._denoiser.blocks),
             dtype=_dtype(self._denoiser.root),
             scale=getattr(pipe, "vae_scale_factor", None),
-            slower=None if report is None else slower_than_dense(report, self._fewest_tokens),
+            slower=slower,
+            watched=self._states[self._denoiser.root].kept.note,
         )
-        run = self._last_run
-        lines = summary(self.config if run is None else run.config, conditions, report, run)
+        lines = summary(self._in_force, conditions, report, self._last_run)
         return "\n".join([*lines, *([f"  not counted: {problem}"] if problem else [])])
+
+    @property
+    def _in_force(self) -> ToMeConfig:
+        """The settings of the last run; before the first, those of the next one as far as it is known."""
+        kept: Kept = self._states[self._denoiser.root].kept
+        if self._last_run is not None:
+            return self._last_run.config
+        return kept.config if kept.note and kept.config is not None else self.config
 
     @property
     def _last_run(self) -> RunLog | None:
@@ -332,20 +344,24 @@ class EncoderPatch(Patch[ViTReport, RecordedTokens]):
     ) -> ViTReport:
         if steps is not None:
             raise ConfigError(
-                f"steps: a vision transformer has no denoising steps, got {steps!r}; leave it out"
+                f"steps: a vision transformer has no denoising steps, got {shown(steps)}; leave it out"
             )
         if references:
             raise ConfigError(
-                f"references: a vision transformer reads one picture, got {references!r}; leave it out"
+                f"references: a vision transformer reads one picture, got {shown(references)}; leave it out"
             )
         return predict_vit(self._model, self.config, height, width, 1 if batch is None else batch)
 
     def __repr__(self) -> str:
-        report = self.report()
         models = " + ".join(type(model).__name__ for model in self._states)
+        title = f"Token merging in {models}: {self.config}"
+        try:
+            report = self.report()
+        except Exception as error:  # printing a handle never fails, whatever became of the model
+            return f"{title}\n  not counted: {why(error)}"
         first, last = report.rows[0], report.rows[-1]
         lines = [
-            f"Token merging in {models}: {self.config}",
+            title,
             f"  merging: {first.tokens} tokens in the first layer, {last.merged_tokens} after the last",
             f"  counted at {report.width} × {report.height} px, batch {report.batch}: "
             f"{saved(report.flops_dense, report.flops_merged)} of the operations saved",

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tokenmerge import ops
-from tokenmerge.errors import ConfigError
+from tokenmerge.errors import ConfigError, shown
 
 __all__ = ["bipartite_soft_matching_random2d", "do_nothing"]
 
@@ -73,7 +73,7 @@ def bipartite_soft_matching_random2d(
 
     def merge(x: Tensor, mode: str = "mean") -> Tensor:
         if mode != "mean":
-            raise ConfigError(f"mode: expected 'mean', got {mode!r}; leave the argument out")
+            raise ConfigError(f"mode: expected 'mean', got {shown(mode)}; leave the argument out")
         return ops.merge(plan, x)
 
     def unmerge(x: Tensor) -> Tensor:

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from tokenmerge.config import Correction, PlanSharing, Schedule, ToMeConfig, names
+from tokenmerge.config import PlanSharing, Schedule, ToMeConfig, names
 
-__all__ = ["ca_tome", "clusca", "dito", "ibtm", "ras", "sdtm", "sito", "todo", "toma", "tomesd"]
+__all__ = ["ca_tome", "ibtm", "sdtm", "sito", "todo", "toma", "tomesd"]
 
 
 def tomesd(ratio: float = 0.5, **changes: Any) -> ToMeConfig:
@@ -156,91 +156,6 @@ def sito(ratio: float = 0.5, **changes: Any) -> ToMeConfig:
     Not for MLPs: the paper advises strongly against dropping tokens there.
     """
     return _preset(changes, ratio=ratio, planner="sito", combine="keep", plans=PlanSharing(guidance=False))
-
-
-def ras(ratio: float = 0.5, **changes: Any) -> ToMeConfig:
-    """RAS, region-adaptive sampling: Z. Liu et al., arXiv 2502.10389.
-
-    A step computes the tokens at which the model's last result varied least over its channels. The others
-    keep what the model added to them when they were last computed, and so their velocity. Tokens that were
-    skipped often are computed sooner. Of 30 steps, 0 to 3, 12 and 22 are dense; other numbers of steps have
-    dense ones at the same relative places.
-
-    Deviates: attention sees only the tokens that are computed; the authors' code caches keys and values of
-    the others. ``proportional=True`` makes up for a part of this. The first and the last block of a
-    transformer run on all tokens, as in every stack. The samples that guidance compares share a plan, made
-    from the mean of their deviations; the paper takes the deviation of the guided result. The authors' code
-    multiplies it by exp(+0.1 · skips) and skips the largest, so that skipped tokens are skipped again. Here
-    the factor is exp(−0.1 · skips), which spreads skips over all tokens, as their text says. If a token of
-    the result stands for several latent pixels (FLUX), the deviation is over the channels of all of them.
-
-    Not for UNets, whose stacks are single transformers, nor for few steps, since a fifth of them is dense.
-    """
-    places = (0, *(step / 29 for step in (1, 2, 3, 12, 22)))
-    return _preset(
-        changes,
-        ratio=ratio,
-        scope="stack",
-        planner="ras",
-        combine="reuse",
-        correction=Correction(steps=places),
-    )
-
-
-def clusca(ratio: float = 0.5, **changes: Any) -> ToMeConfig:
-    """ClusCa, cluster-driven feature caching: Z. Zheng et al., arXiv 2509.10312.
-
-    Every 6th step is dense. In the other steps, tokens form 16 clusters, and one token of each cluster is
-    computed. The other tokens extrapolate their residual linearly and take a share of 0.007 of the residual
-    that was computed for their cluster. The ratio only has to be above 0; ``clusters`` sets how many tokens
-    stay.
-
-    Deviates: whole blocks run on the tokens that stay, with proportional attention, which weighs each by the
-    size of its cluster; the paper computes only their MLP and extrapolates what attention adds. Clusters are
-    formed at each step by Euclidean distances of the first block's input; the paper forms them at dense steps
-    from the last block's result. Computed residuals are cached minus the trend since the last dense step, and
-    extrapolation is damped where residuals turn back (docs/methods/token-wise-reuse.md). In the authors'
-    code, the first three steps are dense; here, the first two are.
-
-    Not for few steps, nor for attention kernels that do not support proportional attention.
-    """
-    return _preset(
-        changes,
-        ratio=ratio,
-        scope="block",
-        planner="clusters",
-        clusters=16,
-        combine="extrapolate",
-        blend=0.007,
-        proportional=True,
-        correction=Correction(every=6),
-        plans=PlanSharing(blocks=True),
-    )
-
-
-def dito(ratio: float = 0.5, **changes: Any) -> ToMeConfig:
-    """DiTo, output-similarity-aware token reduction: H. Lee et al., arXiv 2605.22011.
-
-    Like :func:`tomesd`, but tokens are compared by their block's result for them at the step before, plans
-    serve several steps, and a token that earlier plans merged into another one is less likely to merge again:
-    S'_ij = cos(y_i, y_j) − λ · count_i.
-
-    Deviates: y is what a block added to a token; the paper compares outputs. Plans are made every 4 steps;
-    the paper chooses their distance by how many pairs stay the same from step to step (its pair match
-    ratio). λ is 0.02. The first plan compares inputs, because there is no step before it. We found no code of
-    the authors, and do not know their λ, their distances and the layers that merge.
-
-    Not for UNets, where comparing residuals was not closer than comparing inputs, nor for 4 steps or fewer,
-    which all use the first plan. On the bundled transformer it was farther from dense than comparing inputs
-    in every step, since its plans serve several steps (docs/methods/features.md).
-    """
-    return _preset(
-        changes,
-        ratio=ratio,
-        features="residual",
-        repeat_penalty=0.02,
-        plans=PlanSharing(every=4, guidance=False),
-    )
 
 
 def _preset(changes: dict[str, Any], **own: Any) -> ToMeConfig:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import bisect
-import numbers
 
 from tokenmerge.auto import choose
+from tokenmerge.config.checks import number
 from tokenmerge.errors import ConfigError
 from tokenmerge.report import counted_speedup
 from tokenmerge.runtime.pipeline import default_steps
 
 __all__ = ["ratio_for"]
 
+_SPEEDUP = number("a number ≥ 1, such as 2.0", lambda value: value >= 1)
 _RATIOS = tuple(i / 20 for i in range(16))  # 0 to 0.75
 
 
@@ -43,8 +44,7 @@ def ratio_for(
         ConfigError: ``speedup`` is not a number ≥ 1, or no ratio reaches it.
         UnsupportedModelError: the object neither is nor contains a supported model.
     """
-    if isinstance(speedup, bool) or not isinstance(speedup, numbers.Real) or not 1 <= speedup < float("inf"):
-        raise ConfigError(f"speedup: expected a number ≥ 1, such as 2.0, got {speedup!r}")
+    speedup = _SPEEDUP("speedup", speedup)
     steps = steps or default_steps(pipe_or_model)
 
     def counted(ratio: float) -> float:

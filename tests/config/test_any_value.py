@@ -40,24 +40,13 @@ class Unprintable:
         raise RuntimeError("no")
 
 
-FUNCTIONS = [
-    abs,
-    lambda done: 1.4 - 0.8 * done,
-    lambda done: None,
-    lambda done: "a",
-    lambda done: 10**400,
-    lambda done: -done,
-    lambda done: math.nan,
-    lambda done: 1 / done,
-    lambda: 1.0,
-]
 ODD = st.sampled_from(
     [
         *(None, True, False, "", "a", "tome", b"a", [], {}, (), set(), object(), Unprintable(), ToMeConfig),
         *(10**400, -(10**400), 10**5000, 2**63, math.inf, -math.inf, math.nan, 1j, Decimal("0.5")),
         *(Fraction(1, 3), np.int64(2), np.float32(0.25), np.bool_(True), np.array(2), np.array([0.5, 1.0])),
         *(np.array([[1.0]]), torch.tensor(0.5), torch.ones(2), "0.2", {1: 2}, {"every": 2}, [0.5, "a"]),
-        *FUNCTIONS,
+        *(abs, lambda done: 1.0),
     ]
 )
 ANYTHING = ODD | st.integers() | st.floats() | st.text(max_size=3) | st.lists(st.floats(0, 2), max_size=3)
@@ -78,20 +67,16 @@ VALID = {
     "scope": st.sampled_from(SCOPES),
     "planner": st.sampled_from(PLANNERS),
     "features": st.sampled_from(FEATURES),
-    "repeat_penalty": st.floats(0, 2),
     "combine": st.sampled_from(COMBINATIONS),
-    "blend": st.floats(0, 1),
     "threshold": st.floats(-1, 1),
-    "clusters": st.integers(1, 99),
     "proportional": st.booleans(),
-    "schedule.ratio": st.lists(st.floats(0, 1.5), min_size=1, max_size=4) | st.sampled_from(FUNCTIONS[:2]),
+    "schedule.ratio": st.lists(st.floats(0, 1.5), min_size=1, max_size=4),
     "schedule.start": st.floats(0, 0.99),
     "schedule.until": st.floats(0.01, 1),
     "plans.every": st.integers(1, 9),
     "plans.blocks": st.booleans(),
     "plans.guidance": st.booleans(),
     "correction.every": st.sampled_from([0, 2, 3]),
-    "correction.steps": st.lists(st.floats(0, 1), max_size=5, unique=True).map(sorted),
     "reuse.every": st.integers(1, 5) | st.floats(1, 5),
     "reuse.ends": st.sampled_from([None, "full", "free"]),
     "reuse.spacing": st.none() | st.floats(0.01, 1),
@@ -159,9 +144,8 @@ def check_result(config: ToMeConfig, folder) -> None:
             ends = {0} if free else {0, min(1, steps - 1), steps - 1}
             assert config.reuse.full_steps or ends <= set(runs.full)
     assert not any(own.by_guidance for own in config.variants())
-    if not callable(config.schedule.ratio):
-        save_config(config, folder / "settings.json")
-        assert load_config(folder / "settings.json") == config
+    save_config(config, folder / "settings.json")
+    assert load_config(folder / "settings.json") == config
 
 
 def attempt(make):
@@ -189,7 +173,7 @@ def test_valid_settings_are_refused_only_where_they_do_not_go_together(given_set
     config, _ = attempt(lambda: ToMeConfig.from_dict(given_settings))
     if config is None:
         together = {"ratio", "sx", "sy", "st", "planner", "merge_attn", "reuse.shallow_every"}
-        together |= {"reuse.shallow_steps", "schedule.start", "combine", "correction.steps", "features"}
+        together |= {"reuse.shallow_steps", "schedule.start", "features"}
         assert given_settings.keys() & {*together, "plans.guidance", "correction.every"}
     else:
         check_result(config, tmp_path_factory.getbasetemp())

@@ -42,11 +42,6 @@ def test_a_prompt_that_speaks_of_token_merging_changes_nothing():
     assert read_metadata(f"Token merging: explained\nSteps: 2, {to_metadata(CONFIG)}") == CONFIG
 
 
-def test_a_function_cannot_be_written():
-    with pytest.raises(ConfigError, match=r"metadata: schedule\.ratio: expected numbers, .* got <function"):
-        to_metadata(ToMeConfig(schedule=Schedule(ratio=lambda done: 1.0)))
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-
-from tokenmerge.models.find import find_hosts
 
 TEXT = 16  # width of text embeddings
 WORDS = 7  # number of text tokens
@@ -68,15 +65,3 @@ def noise(batch: int, *shape: int) -> Tensor:
     return torch.stack(
         [torch.randn(*shape, generator=torch.Generator().manual_seed(i)) for i in range(batch)]
     )
-
-
-def deeper(model: nn.Module) -> nn.Module:
-    """The model with two more blocks after the first one of each block list of a transformer."""
-    if type(model).__name__ == "ChromaTransformer2DModel":  # has a table with an entry for each block
-        return model
-    blocks = find_hosts(model)[0].blocks
-    for path in dict.fromkeys(block.path.rpartition(".")[0] for block in blocks if block.grid is None):
-        listed = model.get_submodule(path)
-        for _ in range(2 if isinstance(listed, nn.ModuleList) else 0):
-            listed.insert(1, copy.deepcopy(listed[0]))
-    return model

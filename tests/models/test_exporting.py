@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 
 import onnxruntime
 import pytest
@@ -11,7 +12,7 @@ from tests.models.test_every_family import call, model_of, settings
 from tests.models.tiny import FAMILIES
 from torch.testing import assert_close
 
-from tokenmerge import ToMeConfig, apply_token_merging
+from tokenmerge import ToMeConfig, UnsupportedModelError, apply_token_merging
 
 HALF = ToMeConfig(ratio=0.5)
 
@@ -60,3 +61,44 @@ def test_an_onnx_model_agrees_with_pytorch(name, grid, use_rand, tmp_path):
     assert not torch.allclose(result(now), dense, rtol=0, atol=1e-3 * dense.abs().max().item())
     result((now * 0.37 + 11).to(now.dtype))
     result((now * 0).to(now.dtype))
+
+
+def _trace(model: torch.nn.Module, given: tuple) -> None:
+    torch.jit.trace(model, given, check_trace=False)
+
+
+def _older_onnx(model: torch.nn.Module, given: tuple) -> None:
+    torch.onnx.export(model, given, io.BytesIO(), dynamo=False)
+
+
+def _openvino(model: torch.nn.Module, given: tuple) -> None:
+    pytest.importorskip("openvino").convert_model(model, example_input=given)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("how", [_trace, _older_onnx, _openvino])
+@pytest.mark.parametrize("name", ["UNet2DConditionModel", "FluxTransformer2DModel"])
+@torch.no_grad()
+def test_tracing_is_refused_with_what_to_do_instead(name, how):
+    """OpenVINO puts the message into an error of its own. Once merging is removed, the model traces."""
+    family = FAMILIES[name]
+    model, arguments = model_of(family), family.inputs(2, 8, 8)
+
+    class ByPosition(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, *given: torch.Tensor) -> torch.Tensor:
+            return self.model(**dict(zip(arguments, given, strict=True)), return_dict=False)[0]
+
+    given = tuple(arguments.values())
+    patch = apply_token_merging(model, HALF)
+    merged = call(model, arguments)
+    with pytest.raises(
+        UnsupportedModelError if how is not _openvino else RuntimeError, match="tokenmerge export"
+    ):
+        how(ByPosition().eval(), given)
+    assert torch.equal(call(model, arguments), merged)
+    patch.remove()
+    torch.jit.trace(ByPosition().eval(), given, check_trace=False)

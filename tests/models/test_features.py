@@ -1,4 +1,4 @@
-"""What plans compare, in every family: residuals of the step before, and the keys of attention."""
+"""What plans compare, in every family: residuals of the step before."""
 
 from __future__ import annotations
 
@@ -19,26 +19,11 @@ from tokenmerge import (
     StepReuse,
     TokenMergingError,
     ToMeConfig,
-    UnsupportedModelError,
     apply_token_merging,
 )
 from tokenmerge.models.find import find_hosts
 from tokenmerge.runtime import planning
 from tokenmerge.runtime.state import STATE
-
-# Most of these project their keys together with something else, or give the projection another name. Some
-# blocks of the upscaler have no self-attention, and those of Lumina 2 have padding after their tokens.
-WITHOUT_KEYS = (
-    "UNet2DConditionModel, upscaler",
-    "Lumina2Transformer2DModel",
-    "Flux2Transformer2DModel",
-    "Flux2Transformer2DModel, two references",
-    "PRXTransformer2DModel",
-    "JoyImageEditTransformer3DModel",
-    "JoyImageEditTransformer3DModel, multimodal positions",
-    "JoyImageEditPlusTransformer3DModel",
-    "Kandinsky5Transformer3DModel",
-)
 
 
 @contextmanager
@@ -144,36 +129,12 @@ def windows(sequence: Tensor, n: int) -> list[Tensor]:
     return [sequence[:, :n], sequence[:, -n:]]
 
 
-@EVERY
-def test_keys_are_what_the_attention_projects_of_its_input(family, monkeypatch):
-    """For the first attention of each block: ``to_k`` gets the same tokens once more, with the text."""
-    model, arguments = model_of(family), family.inputs(1, 8, 8)
-    if family in [FAMILIES[name] for name in WITHOUT_KEYS]:
-        before = dict(model.__dict__)
-        with pytest.raises(UnsupportedModelError, match=r"features='keys': .* take features='input'"):
-            apply_token_merging(model, settings(family, features="keys"))
-        assert before == model.__dict__
-        return
-    apply_token_merging(model, settings(family, features="keys"))
-    projected: list[Tensor] = []
-    for block in find_hosts(model)[0].blocks:
-        for layer in block.layers:
-            projection = getattr(getattr(block.module, layer.name), "to_k", None)
-            if layer.kind == "attn1" and projection is not None:
-                projection.register_forward_hook(lambda _, __, keys: projected.append(keys.detach().clone()))
-    with compared(monkeypatch) as features:
-        call(model, arguments)
-    assert features
-    assert all(any(x is not keys and is_part(x, keys) for keys in projected) for x in features)
-
-
-@pytest.mark.parametrize("changes", [{"features": "residual"}, {"features": "keys"}, {"repeat_penalty": 0.5}])
 @pytest.mark.parametrize("name", ["UNet2DConditionModel", "SD3Transformer2DModel", "FluxTransformer2DModel"])
-def test_ratio_0_stays_bit_equal(name, changes):
+def test_ratio_0_stays_bit_equal(name):
     family = FAMILIES[name]
     model, arguments = model_of(family), family.inputs(2, 8, 8)
     dense = call(model, arguments)
-    patch = apply_token_merging(model, settings(family, ratio=0, **changes))
+    patch = apply_token_merging(model, settings(family, ratio=0, features="residual"))
     for index in range(2):
         patch.at_step(index, 2)
         assert torch.equal(call(model, arguments), dense)
@@ -202,7 +163,6 @@ CACHED = pytest.mark.parametrize(
         {"features": "residual"},
         {"features": "model_residual"},
         {"features": "model_residual", "plans.blocks": True},
-        {"repeat_penalty": 0.5},
     ],
 )
 
@@ -274,13 +234,12 @@ def test_blocks_that_share_a_plan_cache_one_residual():
 def test_the_report_counts_what_a_generation_caches(name):
     family = FAMILIES[name]
     model = model_of(family)
-    patch = apply_token_merging(model, settings(family, features="residual", repeat_penalty=0.1))
+    patch = apply_token_merging(model, settings(family, features="residual"))
     patch.at_step(0, 3)
     arguments = family.inputs(2, 16, 16)
     call(model, arguments)
     caches = [part.threads.value.cache for part in model.__dict__[STATE].parts]
     kept = [part for cache in caches for residual in cache.residuals.values() for part in residual.latest]
-    kept += [counts for cache in caches for counts in cache.repeats.values()]
     kept += [part for cache in caches for plan in cache.plans.values() for part in plan]
     side = arguments["sample"].shape[-1] if name.startswith("UNet") else 32
     counted = patch.report(height=side, width=side, batch=2)
@@ -309,15 +268,10 @@ def test_residuals_that_are_cached_anyway_cost_no_memory(features, others):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"features": "residual", "scope": "stack"}, "features: with scope='stack'"),
-        ({"features": "keys", "scope": "block"}, "features: 'keys' are known where attention begins"),
-        ({"features": "keys", "merge_attn": False, "merge_mlp": True}, "features: 'keys'.*merge_attn=False"),
         ({"features": "residual", "planner": "uniform"}, "features: planner='uniform' compares no tokens"),
-        ({"repeat_penalty": 0.1, "planner": "windows"}, "repeat_penalty: planner='windows' does not sort"),
-        ({"repeat_penalty": 2.1}, "repeat_penalty: expected a number from 0 to 2"),
         (
             {"features": "output"},
-            "features: expected one of 'input', 'residual', 'model_residual', 'keys', got 'output'",
+            "features: expected one of 'input', 'residual', 'model_residual', got 'output'",
         ),
     ],
 )

@@ -110,17 +110,16 @@ def test_merging_the_references_alone_leaves_every_token_of_the_picture_in_the_a
 
 
 @pytest.mark.parametrize("name", [KONTEXT, JOY, "JoyImageEditPlusTransformer3DModel"])
-@pytest.mark.parametrize("scope", ["block", "stack"])
-def test_whole_blocks_and_stacks_follow_the_pictures(name, scope, monkeypatch):
+def test_whole_blocks_follow_the_pictures(name, monkeypatch):
     """Reordered tokens give the same result up to rounding, and merged tokens another one."""
     family = FAMILIES[name]
     model, arguments = model_of(family), family.inputs(2, 7, 5)
     dense = call(model, arguments)
-    merged = apply_token_merging(model, ToMeConfig(scope=scope, **DENSE_TARGET))
+    merged = apply_token_merging(model, ToMeConfig(scope="block", **DENSE_TARGET))
     assert not torch.allclose(call(model, arguments), dense)
     merged.remove()
     monkeypatch.setitem(PLANNERS, "tome", reordering)
-    apply_token_merging(model, ToMeConfig(scope=scope, ratio=0.5))
+    apply_token_merging(model, ToMeConfig(scope="block", ratio=0.5))
     reordered = call(model, arguments)
     assert_close(reordered, dense, rtol=1e-5, atol=1e-5 * dense.abs().max().item())
 
@@ -211,24 +210,6 @@ def test_dense_steps_leave_the_references_dense(settings):
         handle.at_step(step, 3)
         equal.append(torch.equal(call(model, arguments), dense))
     assert equal == [True, False, True]
-
-
-@EVERY
-def test_tokens_of_the_references_take_their_own_residuals(name):
-    """With the same input as on the dense step before, the only loss is attention to fewer tokens."""
-    model, arguments = model_of(FAMILIES[name]), FAMILIES[name].inputs(2, 8, 8)
-    dense, errors = call(model, arguments), {}
-    for combine, correction in (("keep", Correction()), ("reuse", Correction(every=2))):
-        settings = ToMeConfig(combine=combine, correction=correction, **DENSE_TARGET)
-        patch = apply_token_merging(model, settings)
-        results = []
-        for step in range(2):
-            patch.at_step(step, 4)
-            results.append(call(model, arguments))
-        assert torch.equal(results[0], dense) == (combine == "reuse")
-        errors[combine] = (results[1] - dense).norm().item()
-        patch.remove()
-    assert 0 < errors["reuse"] < errors["keep"]
 
 
 def test_a_model_that_takes_no_references_is_refused_at_once():

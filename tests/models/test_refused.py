@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import vits
 from tests.models.tiny import FAMILIES as TINY
 from torch import nn
 
@@ -74,6 +75,28 @@ def test_a_pipeline_that_gives_its_model_other_samples_is_refused_at_once():
     with pytest.raises(UnsupportedModelError, match="ZImageOmniPipeline yet: each of its samples"):
         apply_token_merging(pipe, ToMeConfig())
     apply_token_merging(SimpleNamespace(transformer=transformer), ToMeConfig()).remove()
+
+
+def test_a_pipeline_that_caches_keys_of_reference_pictures_is_refused_at_once():
+    """Flux2KleinPipeline merges in the same model."""
+    pipe = type("Flux2KleinKVPipeline", (), {})()
+    pipe.transformer = TINY["Flux2Transformer2DModel"].build()
+    with pytest.raises(
+        UnsupportedModelError, match=r"KVPipeline yet: it caches .*; Flux2KleinPipeline draws"
+    ):
+        apply_token_merging(pipe, ToMeConfig())
+
+
+def test_the_reason_stands_also_beside_a_vision_transformer():
+    """The picture encoder of the pipeline is not what its user wants to merge in."""
+    pipe = SimpleNamespace(
+        transformer=of("HunyuanVideoFramepackTransformer3DModel"), image_encoder=vits.clip()
+    )
+    for settings in (ToMeConfig(), 0.5):
+        with pytest.raises(
+            UnsupportedModelError, match=r"Framepack.* yet: the sequence holds earlier frames"
+        ):
+            apply_token_merging(pipe, settings)
 
 
 def refused_call(name: str, **changes: Any) -> str:

@@ -14,7 +14,6 @@ from tokenmerge.config import ToMeConfig, highest_ratio
 from tokenmerge.ops import (
     keep_destinations,
     merge,
-    merge_with_norm,
     shared_features,
     strided_partition,
     unmerge,
@@ -151,21 +150,6 @@ def test_each_merged_token_is_the_mean_of_its_group(case):
             assert group.sum() == plan.sizes[image, token]
             assert group[plan.kept()[image, token]]
             assert_close(merged[image, token], x[image, group].mean(dim=0), atol=1e-6, rtol=1e-5)
-
-
-@given(cases())
-def test_the_norm_of_a_merged_token_is_that_of_the_longest_of_its_group(case):
-    config, grid, x, step = case
-    plan = PLANNERS["tome"](x, grid, config, step)
-    if plan is None:
-        return
-    merged, mean = merge_with_norm(plan, x), merge(plan, x)
-    for image in range(x.shape[0]):
-        for token in range(merged.shape[1]):
-            longest = x[image, plan.labels()[image] == token].norm(dim=-1).max()
-            assert_close(merged[image, token].norm(), longest, rtol=1e-5, atol=1e-6)
-    along = torch.nn.functional.cosine_similarity(merged, mean, dim=-1)
-    assert_close(along, torch.ones_like(along), rtol=1e-5, atol=1e-5)
 
 
 @given(cases())

@@ -296,10 +296,6 @@ def test_without_steps_or_where_all_are_alike_no_mean_is_told():
         (presets.sdtm(), "the ratio goes from 0.7 to 0.3 over the steps"),
         (presets.sdtm(), "from 40 % of the steps on: planner=tome"),
         (presets.sdtm(), "tokens and operations are those of the step that merges most"),
-        (
-            ToMeConfig(schedule=Schedule(ratio=lambda done: 1.5 * done)),
-            "follows a function over the steps, 0.75 at most",
-        ),
         (presets.toma(), "a plan is used for 5 steps"),
         (presets.toma(), "consecutive blocks with the same token grid share a plan"),
         (presets.ibtm(), "the planner 'tome' runs until the first guided step"),

@@ -22,7 +22,6 @@ from diffusers import ContextParallelConfig, TensorParallelConfig
 from diffusers.hooks import context_parallel, tensor_parallel
 from diffusers.models import attention_dispatch
 from tests.kernels import backend
-from tests.models.family import deeper
 from tests.models.test_every_family import model_of, settings
 from tests.models.tiny import FAMILIES
 from torch import Tensor, nn
@@ -92,12 +91,10 @@ _EVERYWHERE = {
     "cross-attention and MLP": {"merge_crossattn": True, "merge_mlp": True},
     "proportional": {"proportional": True},
     "block": {"scope": "block", "proportional": True},
-    "stack": {"scope": "stack"},
     "local": {"planner": "local"},
     "uniform": {"planner": "uniform"},
 }
 _ALONE = {"plans": PlanSharing(guidance=False)}
-_TOKENS = {"combine": "extrapolate", "correction": Correction(every=2)}
 _OF_A_STEP_BEFORE = {
     "residuals": {"features": "residual"},
     "residuals of the model": {"features": "model_residual"},
@@ -108,7 +105,6 @@ _OF_A_STEP_BEFORE = {
         **{"features": "model_residual", "scope": "block", "proportional": True},
         **{"plans": PlanSharing(blocks=True), "correction": Correction(every=3)},
     },
-    "repeats": {"repeat_penalty": 0.5},
 }
 _IN_ITS_GRAPH = "splits tokens inside the graph of this block"
 _STEPS = {"scope": "block", "reuse": StepReuse(every=2), "correction": Correction(every=3)}
@@ -124,10 +120,6 @@ CASES = {
     f"{WAN}, toma": _of(WAN, changes={"planner": "toma", "sx": 4, "sy": 4}),
     **{f"{name}, patched first": _of(name, patched_first=True) for name in (FLUX, WAN)},
     **{f"{name}, steps": _of(name, changes=_STEPS, steps=8) for name in (FLUX, WAN)},
-    **{
-        f"token-wise reuse, {scope}": _of(FLUX, changes={**_TOKENS, "scope": scope}, steps=8)
-        for scope in ("layers", "block", "stack")
-    },
     "plans for steps": _of(FLUX, changes={"plans": PlanSharing(every=2, blocks=True)}, steps=3),
     **{
         f"{name}, {what}": _of(name, changes=changes, steps=3)
@@ -186,12 +178,11 @@ CASES = {
 }
 
 
-REPORTED = (f"{FLUX}, stack", f"{WAN}, layers", "parts of different lengths", "tensor parallel, layers")
+REPORTED = (f"{FLUX}, block", f"{WAN}, layers", "parts of different lengths", "tensor parallel, layers")
 
 
 def model_of_case(case: Case) -> nn.Module:
-    model = model_of(FAMILIES[case.family])
-    return deeper(model) if case.changes.get("scope") == "stack" else model
+    return model_of(FAMILIES[case.family])
 
 
 def in_one_process(case: Case) -> Tensor:

@@ -24,7 +24,7 @@ from tests.runtime.several_processes import (
 from torch import nn
 from torch.testing import assert_close
 
-from tokenmerge import Correction, UnsupportedModelError, apply_token_merging
+from tokenmerge import UnsupportedModelError, apply_token_merging
 from tokenmerge.models.parallel import Part, part_of
 from tokenmerge.runtime import hooks
 
@@ -102,11 +102,6 @@ def test_planners_that_do_not_remove_what_is_asked_need_equal_parts(monkeypatch)
     """Two rows and a half: one part has its half before them, the other behind them, and the third in two."""
     message = refused(monkeypatch, 3, (10, 6), planner="uniform")
     assert "into 3 parts with different grids, and planner='uniform'" in message
-
-
-def test_planners_that_look_at_the_result_are_refused(monkeypatch):
-    settings = {"planner": "ras", "combine": "reuse", "correction": Correction(every=2)}
-    assert "planner='ras' looks at the result for all tokens" in refused(monkeypatch, 2, (8, 8), **settings)
 
 
 def test_a_model_without_a_plan_for_its_tokens_is_refused():

@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 import dataclasses
 import pickle
+import re
 import threading
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import hosts
@@ -50,11 +52,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "merging": {},
     "shared plans": {"plans": PlanSharing(blocks=True)},
     "corrected": {"correction": Correction(every=3)},
-    "tokens reused": {"combine": "extrapolate", "blend": 0.1, "correction": Correction(every=3)},
     "reused": {"reuse": StepReuse(every=2)},
     "plans kept": {"plans": PlanSharing(every=3)},
     "importance": {"planner": "importance"},
-    "residuals": {"features": "residual", "repeat_penalty": 0.1},
+    "residuals": {"features": "residual"},
     "residuals of the model": {"features": "model_residual", "plans": PlanSharing(blocks=True)},
 }
 WITHOUT_STEPS = ("merging", "shared plans")
@@ -66,9 +67,10 @@ def config(name: str) -> ToMeConfig:
 
 
 def beside(pipe: StableDiffusionPipeline, scheduler: Any = None) -> StableDiffusionPipeline:
-    """Another pipeline with the same models and a scheduler of its own."""
+    """Another pipeline with the same models, and a scheduler and a tokenizer of its own."""
     scheduler = scheduler or type(pipe.scheduler).from_config(pipe.scheduler.config)
-    components = {**pipe.components, "scheduler": scheduler}
+    own = {"scheduler": scheduler, "tokenizer": copy.deepcopy(pipe.tokenizer)}
+    components = {**pipe.components, **own}
     other = StableDiffusionPipeline(**components, requires_safety_checker=False)
     other.set_progress_bar_config(disable=True)
     return other
@@ -151,14 +153,11 @@ def test_threads_on_one_model_draw_what_each_draws_alone(pipe, name):
         {"height": 32, "width": 48, "guidance_scale": 1.0},
         {"height": 48, "width": 32, "guidance_scale": 9.0},
     ]
-    # Texts as tensors: tokenizers are not for several threads.
-    torch.manual_seed(1)
-    text = {
-        "prompt": None,
-        "prompt_embeds": torch.randn(1, 4, 16),
-        "negative_prompt_embeds": torch.randn(1, 4, 16),
-    }
-    jobs = [partial(draw, beside(pipe), 5, **kind, **text) for kind in kinds]
+    prompts = ("a cat", "a very long dog " * 9, "an owl")
+    jobs = [
+        partial(draw, beside(pipe), 5, **kind, prompt=prompt)
+        for kind, prompt in zip(kinds, prompts, strict=True)
+    ]
     expected = [job() for job in jobs]
     for _ in range(2):
         for found, wanted in zip(at_once(jobs), expected, strict=True):
@@ -271,15 +270,9 @@ def sharing_weights(pipe: StableDiffusionPipeline) -> StableDiffusionPipeline:
     return other
 
 
-def text_in_tensors() -> dict[str, Any]:
-    torch.manual_seed(1)
-    texts = {key: torch.randn(1, 4, 16) for key in ("prompt_embeds", "negative_prompt_embeds")}
-    return {"prompt": None, **texts}
-
-
 def test_threads_with_settings_of_their_own_draw_what_each_draws_alone(pipe):
     """On one set of weights: each thread has modules of its own. One of them is dense."""
-    given = {"guidance_scale": 5.0, **text_in_tensors()}
+    given = {"guidance_scale": 5.0}
     jobs = []
     for ratio, name in ((0.25, "reused"), (0.5, "corrected"), (0.75, "plans kept"), (None, "")):
         own = sharing_weights(pipe)
@@ -295,13 +288,33 @@ def test_threads_with_settings_of_their_own_draw_what_each_draws_alone(pipe):
             assert torch.equal(found, wanted)
 
 
+def test_workers_of_the_serving_page_share_weights_and_no_tokenizer(pipe):
+    """Threads that share a tokenizer change the padding of each other's texts between two of its calls."""
+    page = (Path(__file__).parents[2] / "docs" / "serving.md").read_text(encoding="utf-8")
+    names: dict[str, Any] = {"pipe": pipe}
+    exec(next(text for text in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "copy" in text), names)
+    workers = names["workers"]
+    weights = zip(workers[0].unet.parameters(), workers[1].unet.parameters(), strict=True)
+    assert all(mine.data_ptr() == its.data_ptr() for mine, its in weights)
+    assert workers[0].text_encoder is workers[1].text_encoder
+
+    def pads_as_it_is_told(tokenizer: Any) -> bool:
+        for _ in range(500):
+            lengths = [len(tokenizer("a cat", padding="max_length", max_length=n).input_ids) for n in (9, 16)]
+            if lengths != [9, 16]:
+                return False
+        return True
+
+    assert at_once([partial(pads_as_it_is_told, worker.tokenizer) for worker in workers]) == [True, True]
+
+
 def test_threads_that_take_turns_may_apply_settings_to_one_model(pipe):
-    given, lock = text_in_tensors(), threading.Lock()
+    lock = threading.Lock()
 
     def request(name: str) -> torch.Tensor:
         with lock:
             apply_token_merging(pipe, config(name))
-            return draw(pipe, 5, **given)
+            return draw(pipe, 5)
 
     jobs = [partial(request, name) for name in ("merging", "reused", "corrected", "importance")]
     expected = [job() for job in jobs]

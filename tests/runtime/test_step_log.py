@@ -42,13 +42,6 @@ SETTINGS = {
     "reused": ToMeConfig(ratio=0.5, max_downsample=2, reuse=StepReuse(every=2)),
     "until": ToMeConfig(ratio=0.5, max_downsample=2, schedule=Schedule(until=0.5)),
     "corrected": ToMeConfig(ratio=0.5, max_downsample=2, correction=Correction(every=3)),
-    "token-wise": ToMeConfig(ratio=0.5, max_downsample=2, combine="reuse"),
-    "token-wise, dense": ToMeConfig(
-        ratio=0.5, max_downsample=2, combine="extrapolate", correction=Correction(steps=(0, 0.5))
-    ),
-    "token-wise, beside step reuse": ToMeConfig(
-        ratio=0.5, max_downsample=2, combine="reuse", reuse=StepReuse(every=2)
-    ),
 }
 ALL = pytest.mark.parametrize("name", SETTINGS)
 
@@ -94,12 +87,6 @@ def test_of_the_steps_some_are_full_some_reused_and_some_dense(pipe):
     assert kinds["corrected"] == ["dense", "full", "full", "dense", "full", "full", "dense", "full"]
     full = SETTINGS["reused"].reuse.steps_of(STEPS).full
     assert kinds["reused"] == ["full" if i in full else "reused" for i in range(STEPS)]
-    # The first step has nothing to reuse. Tokens that extrapolate need two dense steps, of which the second
-    # is the next one.
-    assert kinds["token-wise"] == ["full"] + ["token-wise"] * (STEPS - 1)
-    assert kinds["token-wise, dense"] == ["dense" if i in (0, 1, 4) else "token-wise" for i in range(STEPS)]
-    both = ["full", *("token-wise" if i in full else "reused" for i in range(1, STEPS))]
-    assert kinds["token-wise, beside step reuse"] == both
 
 
 @ALL
@@ -121,7 +108,7 @@ def test_tokens_and_blocks_are_those_of_the_plans(pipe, name):
         draw(pipe, STEPS)
     rows = patch.steps.rows
     shapes = [(p.plan.inverse.shape[1], p.plan.keep.shape[1]) for p in plans.values()]
-    merging = [row for row in rows if row.kind in ("full", "token-wise")]
+    merging = [row for row in rows if row.kind == "full"]
     assert {row.blocks for row in merging} == {len(plans)}
     assert {(row.tokens, row.merged_tokens) for row in merging} == {max(shapes)}
     for row in rows:
@@ -319,7 +306,7 @@ def test_blocks_that_are_compiled_record_as_others_do_in_as_many_graphs(shared):
 def test_the_change_of_results_of_any_form(first, second, change):
     log, generation = StepLog(), Generation(0)
     for index, result in enumerate((first, second)):
-        log.begin_call(DenoisingStep(generation, index, 2), "full", torch.device("cpu"))
+        log.begin_call(DenoisingStep(index, 2, generation=generation), "full", torch.device("cpu"))
         log.end_call(result)
     assert log.rows()[1].change == change
 
@@ -328,13 +315,13 @@ def test_each_call_of_a_step_is_compared_with_the_same_call_of_the_step_before()
     log, generation = StepLog(), Generation(0)
     for index, values in enumerate([(1.0, 10.0), (2.0, 10.0)]):
         for value in values:
-            log.begin_call(DenoisingStep(generation, index, 2), "full", torch.device("cpu"))
+            log.begin_call(DenoisingStep(index, 2, generation=generation), "full", torch.device("cpu"))
             log.end_call((torch.full((2,), value),))
     assert log.rows()[1].change == pytest.approx((2 / 202) ** 0.5)
 
 
 def test_of_several_calls_in_a_step_the_last_says_its_kind():
-    log, step = StepLog(), DenoisingStep(Generation(0), 0, 2)
+    log, step = StepLog(), DenoisingStep(0, 2, generation=Generation(0))
     for kind in ("dense", "full"):
         log.begin_call(step, kind, torch.device("cpu"))
         log.end_call((torch.ones(2),))

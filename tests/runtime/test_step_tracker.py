@@ -104,7 +104,7 @@ def test_a_scheduler_that_no_generation_uses_says_nothing(name):
 
 
 def step(index: int, total: int, generation: Generation | None = None) -> DenoisingStep:
-    return DenoisingStep(generation or Generation(0), index, total)
+    return DenoisingStep(index, total, generation=generation or Generation(0))
 
 
 def test_calls_of_one_step_are_numbered():

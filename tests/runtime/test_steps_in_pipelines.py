@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -147,6 +148,28 @@ def test_what_is_cut_off_changes_nothing_of_the_next(pipe):
     assert torch.equal(draw(pipe, 4), expected)
     draw(pipe, 4, callback_on_step_end=cut, height=SIDE + 16, num_images_per_prompt=2)
     assert torch.equal(draw(pipe, 4), expected)
+
+
+@pytest.mark.parametrize("settings", [CORRECTED, REUSED])
+def test_a_generation_leaves_nothing_when_the_next_begins_whether_it_was_cut_off_or_not(pipe, settings):
+    def cut(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+        pipe._interrupt = step == 2
+        return tensors
+
+    apply_token_merging(pipe, ToMeConfig(**settings))
+    memories = state_of(pipe.unet).memories
+    gc.collect()
+    gc.disable()  # what only the garbage collector finds may stay on a device for long
+    try:
+        seen = []
+        for last in (None, cut, None, cut):
+            draw(pipe, 4, callback_on_step_end=last)
+            seen += [weakref.ref(memory) for memory in memories.values()]
+        draw(pipe, 4)
+        assert len(memories) == 1
+        assert [one() for one in seen] == [None] * len(seen)
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("settings", [CORRECTED, REUSED])

@@ -3,8 +3,11 @@
 import copy
 import pickle
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import hosts
+import onnxruntime
 import pytest
 import torch
 import transformers
@@ -236,8 +239,8 @@ def test_an_exception_in_the_middle_leaves_nothing_behind(make):
         with pytest.raises(ZeroDivisionError):
             model(x)
         handle.remove()
-        left = [m.__dict__["_tokenmerge"] for m in vits.layers(model)]
-        assert {(s.r, s.plan, s.tokens) for s in left} == {(0, None, None)}
+        left = vits.layers(model)[2].__dict__["_tokenmerge"].encoder.running
+        assert (left.r, left.plan, left.tokens) == (0, None, None)
         assert torch.equal(vits.tokens(model, x), merged)
     assert state(model) == before
 
@@ -329,13 +332,153 @@ def test_layers_that_run_again_without_their_call_are_refused():
         model(vits.pictures()).sum().backward()
 
 
+def tokens_of_layers(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    """The tokens after each layer, by the call with which the library collects them."""
+    if hasattr(model, "forward_intermediates"):
+        pairs = model.forward_intermediates(
+            x, return_prefix_tokens=True, output_fmt="NLC", intermediates_only=True
+        )
+        return [torch.cat(pair[::-1], dim=1) if isinstance(pair, tuple) else pair for pair in pairs]
+    return list(model(x, output_hidden_states=True).hidden_states[1:])
+
+
+@families
 @torch.no_grad()
-def test_hidden_states_and_attentions_have_the_tokens_of_their_layer():
-    model = vits.vit(attn_implementation="eager")
+def test_tokens_that_are_collected_from_the_layers_have_their_places(make):
+    """Each token of the input has the result of the token that holds it, in every layer, to the last bit."""
+    model, x = make(), vits.pictures()
+    dense, seen = tokens_of_layers(model, x), []
+    with token_merging(model, R) as patch:
+        handles = [
+            layer.register_forward_hook(lambda _, args, y: seen.append(y)) for layer in vits.layers(model)
+        ]
+        with patch.record() as recorded:
+            model(x)
+        for handle in handles:
+            handle.remove()
+        collected = tokens_of_layers(model, x)
+        assert vits.tokens(model, x).shape[1] == 12 + vits.PROTECTED[make]  # the next call does not collect
+    assert len(collected) == vits.DEPTH
+    for got, merged, tokens in zip(collected, seen, recorded.values(), strict=True):
+        wanted = torch.stack([merged[i, tokens.source[i]] for i in range(2)])
+        assert torch.equal(got, wanted)
+        assert torch.equal(tokens.unmerge(merged), wanted)
+        with pytest.raises(
+            ValueError, match=rf"expected the {merged.shape[1]} tokens .*, got {got.shape[1]}; "
+        ):
+            tokens.unmerge(got)
+    with token_merging(model, ViTConfig(r=0)):
+        for got, wanted in zip(tokens_of_layers(model, x), dense, strict=True):
+            assert torch.equal(got, wanted)
+    for got, wanted in zip(tokens_of_layers(model, x), dense, strict=True):
+        assert torch.equal(got, wanted)
+
+
+def test_gradients_of_a_call_that_collects_are_those_of_one_that_does_not():
+    model = vits.vit()
+    apply_token_merging(model, ViTConfig(r=6, unmerge=True))
+    plain = gradients(model, lambda: vits.tokens(model, vits.pictures()))
+    collecting = gradients(model, lambda: vits.tokens(model, vits.pictures(), output_hidden_states=True))
+    for a, b in zip(collecting, plain, strict=True):
+        assert_close(a, b)
+
+
+@torch.no_grad()
+def test_every_way_to_ask_for_hidden_states_gives_all_tokens():
+    x = vits.pictures()
+    model = vits.clip()
+    with token_merging(model, R):
+        wanted = model(x, output_hidden_states=True)
+        embedded = model.pre_layrnorm(model.embeddings(x))
+        assert {h.shape[1] for h in (*wanted.hidden_states, wanted.last_hidden_state)} == {37}
+        some = model(x, output_hidden_states=[-2]).hidden_states
+        assert torch.equal(some[-2], wanted.hidden_states[-2])
+        assert {h.shape[1] for h in model.encoder(embedded, output_hidden_states=True).values()} == {37}
+        model.config.output_hidden_states = True
+        assert torch.equal(model(x).hidden_states[2], wanted.hidden_states[2])
+        assert model(x, output_hidden_states=False).last_hidden_state.shape[1] == 13
+    around = vits.clip_both()
+    with token_merging(around, R):
+        features = around.get_image_features(x, output_hidden_states=True)
+        assert {h.shape[1] for h in features.hidden_states} == {37}
+
+
+@families
+def test_threads_that_share_a_model_do_not_disturb_each_other(make):
+    model = make()
     apply_token_merging(model, R)
-    result = model(vits.pictures(), output_hidden_states=True, output_attentions=True)
-    assert [h.shape[1] for h in result.hidden_states] == [37, 31, 25, 19, 13]
-    assert [a.shape[2:] for a in result.attentions] == [(n, n) for n in (37, 31, 25, 19)]
+
+    @torch.no_grad()
+    def call(i: int) -> list[torch.Tensor]:
+        x = vits.pictures(i % 3 + 1)
+        return tokens_of_layers(model, x) if i % 2 else [vits.tokens(model, x)]
+
+    expected = [call(i) for i in range(6)]
+    with ThreadPoolExecutor(4) as threads:
+        results = list(threads.map(call, range(24)))
+    for i, result in enumerate(results):
+        assert all(map(torch.equal, result, expected[i % 6])), i
+
+
+@torch.no_grad()
+def test_a_compiled_model_collects_too():
+    torch._dynamo.reset()
+    model, x = vits.vit(), vits.pictures()
+    apply_token_merging(model, R)
+    model(x, output_hidden_states=True)  # transformers puts its hooks in place
+    compiled = torch.compile(model, backend="eager")
+    for wanted, got in zip(tokens_of_layers(model, x), tokens_of_layers(compiled, x), strict=True):
+        assert got.shape[1] == 37
+        assert torch.equal(got, wanted)
+
+
+@pytest.mark.parametrize("registers", [False, True])
+@torch.no_grad()
+def test_feature_maps_of_backbones(registers):
+    name = "Dinov2WithRegisters" if registers else "Dinov2"
+    config = getattr(transformers, f"{name}Config")(**vits._dinov2_settings(), out_indices=[1, 2, 4])
+    model = getattr(transformers, f"{name}Backbone")(config).eval()
+    x = vits.pictures()
+    dense = model(x).feature_maps
+    with token_merging(model, ViTConfig(r=0)):
+        assert all(torch.equal(a, b) for a, b in zip(model(x).feature_maps, dense, strict=True))
+    with token_merging(model, R) as patch:
+        with patch.record() as recorded:
+            maps = model(x).feature_maps
+        for got, i in zip(maps, (0, 1, 3), strict=True):
+            assert got.shape == (2, 32, 6, 6)
+            labels = recorded[f"encoder.layer.{i}"].labels()
+            for feature, groups in zip(got, labels, strict=True):
+                for group in groups.unique():  # the patches of a group have one value, others have others
+                    assert feature[:, groups == group].unique(dim=1).shape[1] == 1
+                assert feature.flatten(1).unique(dim=1).shape[1] == len(groups.unique())
+        rows = patch.report().rows
+        assert [row.tokens - row.merged_tokens for row in rows] == [6] * 4
+    assert all(torch.equal(a, b) for a, b in zip(model(x).feature_maps, dense, strict=True))
+
+
+@torch.no_grad()
+def test_attention_weights_and_causal_attention_are_refused_where_tokens_merge_and_nowhere_else():
+    model, x = vits.vit(attn_implementation="eager"), vits.pictures()
+    dense = model(x, output_attentions=True).attentions
+    with token_merging(model, ViTConfig(r=0)):
+        assert all(map(torch.equal, model(x, output_attentions=True).attentions, dense))
+    patch = apply_token_merging(model, R)
+    with pytest.raises(UnsupportedModelError, match=r"output_attentions: .* call the model without"):
+        model(x, output_attentions=True)
+    model.config.output_attentions = True
+    with pytest.raises(UnsupportedModelError, match="output_attentions: "):
+        model(x)
+    assert model(x, output_attentions=False).last_hidden_state.shape[1] == 13
+    assert "37 tokens in the first layer" in repr(patch)
+
+    other = vits.timm()
+    apply_token_merging(other, R)
+    for call in (other, other.forward_intermediates):
+        with pytest.raises(UnsupportedModelError, match=r"is_causal: .* call the model without"):
+            call(x, is_causal=True)
+    with pytest.raises(UnsupportedModelError, match="attn_mask: a mask of shape"):
+        other.forward_intermediates(x, attn_mask=torch.zeros(36, 36))
 
 
 @torch.no_grad()
@@ -466,6 +609,58 @@ def test_exports(make):
     assert_close(vits.tokens(exported, x), vits.tokens(model, x))
 
 
+class Tokens(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return vits.tokens(self.model, x)
+
+
+def _by_trace(model: nn.Module, x: torch.Tensor, path: Path) -> Callable:
+    return torch.jit.trace(model, x, check_trace=False)
+
+
+def _by_older_onnx(model: nn.Module, x: torch.Tensor, path: Path) -> Callable:
+    torch.onnx.export(model, (x,), path / "vit.onnx", dynamo=False)
+    session = onnxruntime.InferenceSession(path / "vit.onnx", providers=["CPUExecutionProvider"])
+    name = session.get_inputs()[0].name
+    return lambda x: torch.from_numpy(session.run(None, {name: x.numpy()})[0])
+
+
+def _by_openvino(model: nn.Module, x: torch.Tensor, path: Path) -> Callable:
+    openvino = pytest.importorskip("openvino")
+    converted = openvino.convert_model(model, example_input=x)
+    run = openvino.Core().compile_model(converted, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
+    return lambda x: torch.from_numpy(run([x.numpy()])[0])
+
+
+@pytest.mark.filterwarnings("ignore")  # of PyTorch about tracing, of transformers about its own names
+@pytest.mark.parametrize(
+    ("make", "how"),
+    # ONNX Runtime does not load what PyTorch's older export writes of timm's model.
+    [
+        (vits.vit, _by_trace),
+        (vits.vit, _by_older_onnx),
+        (vits.vit, _by_openvino),
+        (vits.timm, _by_trace),
+        (vits.timm, _by_openvino),
+    ],
+)
+@torch.no_grad()
+def test_a_traced_model_merges_the_tokens_of_each_picture(make, how, tmp_path):
+    """Nothing is drawn and nothing is kept between calls, so a trace has all that the model does.
+
+    The three programs round differently. A picture whose tokens merge otherwise would differ by more.
+    """
+    model, x = make(), vits.pictures()
+    apply_token_merging(model, R)
+    traced = how(Tokens(model).eval(), x, tmp_path)
+    other = x.flip(0, 2)
+    assert_close(traced(other), vits.tokens(model, other), rtol=1e-4, atol=1e-5)
+
+
 @torch.no_grad()
 def test_a_picture_without_two_patches_is_refused():
     model = vits.vit()
@@ -479,18 +674,20 @@ def test_layers_laid_out_otherwise_are_refused_and_nothing_is_changed():
     del model.layers[2].mlp
     before = state(model)
     with pytest.raises(
-        UnsupportedModelError, match=r"layers\.2: expected a layer of transformers .*, got: .*`?mlp"
+        UnsupportedModelError, match=r"layers\.2: expected a ViTLayer .* transformers 5.*, got: .*`?mlp"
     ):
         apply_token_merging(model, R)
     assert state(model) == before
 
-    class ResPostBlock(nn.Module):
-        pass
-
-    other = vits.timm()
-    other.blocks[0] = ResPostBlock()
-    with pytest.raises(UnsupportedModelError, match=r"blocks\.0: .* a ResPostBlock instead of a Block"):
-        apply_token_merging(other, R)
+    for name in ("ParallelScalingBlock", "DiffParallelScalingBlock", "ParallelThingsBlock"):
+        other = vits.timm(block_fn=getattr(vits.timm_vits(), name), qk_norm=False)
+        before = state(other)
+        with pytest.raises(
+            UnsupportedModelError,
+            match=rf"blocks\.0 is a {name}\. .* class Block or ResPostBlock; pass a model with such layers",
+        ):
+            apply_token_merging(other, R)
+        assert state(other) == before
 
     class Pipeline:
         def __init__(self) -> None:
@@ -539,26 +736,53 @@ def test_adapters_that_come_before_or_after_and_leave():
     assert torch.equal(plain(x).last_hidden_state, vits.vit()(x).last_hidden_state)
 
 
-@torch.no_grad()
-def test_vision_transformers_of_timm():
-    reason = "timm needs torchvision, which does not import beside the CPU build of this torch"
-    module = pytest.importorskip("timm.models.vision_transformer", reason=reason, exc_type=ImportError)
-    size = {"img_size": 24, "patch_size": 4, "embed_dim": 32, "depth": 4, "num_heads": 4, "num_classes": 3}
-    for settings in (
-        {},
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"global_pool": "token", "class_token": True},
         {"global_pool": "avg"},
-        {"reg_tokens": 4},
-        {"class_token": False, "global_pool": "map"},
-    ):
-        model = module.VisionTransformer(**size, **settings).eval()
-        x, protected = vits.pictures(), model.num_prefix_tokens
-        dense = model(x)
-        with token_merging(model, ViTConfig(r=0)):
-            assert torch.equal(model(x), dense)
-        with token_merging(model, R) as patch, patch.record() as recorded:
-            assert not torch.equal(model(x), dense)
-        assert list(recorded.values())[-1].sizes.shape[1] == 12 + protected
+        {"global_pool": "map", "reg_tokens": 4},
+        {"attn_layer": "diff", "class_token": True, "global_pool": "token"},
+        {"scale_attn_norm": True, "scale_mlp_norm": True, "pre_norm": True},
+        {"dynamic_img_size": True, "dynamic_img_pad": True},
+    ],
+    ids=str,
+)
+@torch.no_grad()
+def test_kinds_of_vision_transformers_of_timm(settings):
+    model = vits.timm(num_classes=3, **settings)
+    x, protected = vits.pictures(), model.num_prefix_tokens
+    dense = model(x)
+    with token_merging(model, ViTConfig(r=0)):
         assert torch.equal(model(x), dense)
+    with token_merging(model, R) as patch, patch.record() as recorded:
+        assert not torch.equal(model(x), dense)
+    assert list(recorded.values())[-1].sizes.shape[1] == 12 + protected
+    assert torch.equal(model(x), dense)
+
+
+@torch.no_grad()
+def test_feature_maps_of_timm():
+    model, x = vits.timm(class_token=True, reg_tokens=2), vits.pictures()
+    with token_merging(model, R):
+        wanted = [y[:, 3:].transpose(1, 2).unflatten(2, (6, 6)) for y in tokens_of_layers(model, x)]
+        final, maps = model.forward_intermediates(x)
+        assert final.shape == (2, 39, 32)
+        assert all(map(torch.equal, maps, wanted))
+        assert all(map(torch.equal, model.get_intermediate_layers(x, n=[0, 2], reshape=True), wanted[::2]))
+        early = model.forward_intermediates(x, indices=[1], stop_early=True, intermediates_only=True)
+        assert torch.equal(early[0], wanted[1])
+        assert model(x).shape[1] == 15  # another call than those that collect
+        with pytest.raises(AssertionError):
+            model.forward_intermediates(x, indices=[9])
+        assert model(x).shape[1] == 15
+
+        compiled = torch.compile(model.forward_intermediates, backend="eager")
+        assert all(map(torch.equal, compiled(x)[1], wanted))
+
+    getter = vits.timm_features().FeatureGetterNet(model, out_indices=[0, 2])
+    with token_merging(getter, R):
+        assert all(map(torch.equal, getter(x), wanted[::2]))
 
 
 def test_decreasing_schedules_reach_the_layers():

@@ -1,5 +1,7 @@
 """What the report of a vision transformer says, against real runs and against the formula."""
 
+import re
+
 import pytest
 import torch
 import transformers
@@ -84,6 +86,60 @@ def test_looking_changes_nothing_on_a_patched_model():
         assert patch.report().to_dict()["rows"][0]["tokens"] == 37
         assert predict_vit(model, ViTConfig(r=1)).flops_merged > patch.report().flops_merged
         assert torch.equal(vits.tokens(model, x), merged)
+
+
+# Classes of transformers, and settings of timm's class.
+CLASSES = ["ViTModel", "DeiTModel", "CLIPVisionModel", "SiglipVisionModel", "Dinov2Model", "Dinov2Backbone"]
+CLASSES += ["Dinov2WithRegistersModel", "Dinov2WithRegistersBackbone"]
+TIMM = [{}, {"dynamic_img_size": True}, {"dynamic_img_size": True, "dynamic_img_pad": True}]
+
+
+def sized(kind: str | dict, size: int) -> torch.nn.Module:
+    if isinstance(kind, dict):
+        return vits.timm(img_size=size, **kind)
+    shape = vits._dinov2_settings() if "Dinov2" in kind else vits.SHAPE
+    config = getattr(transformers, kind.replace("Model", "Backbone").replace("Backbone", "Config"))
+    return getattr(transformers, kind)(config(**{**shape, "image_size": size})).eval()
+
+
+@pytest.mark.parametrize("kind", [*CLASSES, *TIMM], ids=str)
+def test_a_handle_prints_before_the_first_call_whatever_the_size(kind):
+    """25 is no multiple of the patch size, 4 is one patch, and 3 is less than one."""
+    for size, expected in (
+        (25, "px|takes no pictures of 25"),
+        (4, "nothing to merge"),
+        (3, "3 × 3 pixels: "),
+    ):
+        patch = apply_token_merging(sized(kind, size), ViTConfig(r=3))
+        assert re.search(expected, repr(patch))
+        assert str(patch) == repr(patch)
+    with pytest.raises(ConfigError, match=r"height, width: .* takes no pictures of 3 × 3 pixels: "):
+        patch.report()
+
+
+def test_a_handle_prints_when_its_model_was_changed_or_is_gone():
+    class Pipeline:
+        def __init__(self) -> None:
+            self.image_encoder = vits.vit()
+
+    pipe = Pipeline()
+    gone = apply_token_merging(pipe, ViTConfig())
+    pipe.image_encoder = None
+    assert "ViTModel" in repr(gone)
+    assert "not counted: no vision transformer" in repr(gone)
+
+    model = vits.timm()
+    cut = apply_token_merging(model, ViTConfig(r=[4, 3, 2, 1]))
+    model.prune_intermediate_layers([1])
+    assert "not counted: r: expected 2 numbers" in repr(cut)
+
+    class Weird(vits.timm_vits().VisionTransformer):
+        def __deepcopy__(self, memo: dict) -> None:
+            raise KeyError("no copies")
+
+    model = vits.timm()
+    model.__class__ = Weird
+    assert "not counted: 'no copies'" in repr(apply_token_merging(model, ViTConfig()))
 
 
 def test_a_height_of_zero_is_refused():

@@ -30,7 +30,7 @@ WITH_PYTHON = {
     "docs/serving.md": 2,
     "docs/tune.md": 1,
     "docs/video.md": 1,
-    "docs/vision-transformers.md": 1,
+    "docs/vision-transformers.md": 2,
     "docs/web-uis.md": 4,
 }
 DOCUMENTS = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("docs/methods/*.md")]

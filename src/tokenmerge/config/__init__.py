@@ -13,13 +13,13 @@ from tokenmerge.config.metadata import read_metadata, to_metadata
 from tokenmerge.config.names import flat
 from tokenmerge.config.old_names import NEW_NAMES, with_new_names, words_with_new_names
 from tokenmerge.config.plan_sharing import PlanSharing
-from tokenmerge.config.planner_names import GUIDED_PLANNERS, OWN_NUMBER, PLANNERS, RESULT_PLANNERS
+from tokenmerge.config.planner_names import GUIDED_PLANNERS, OWN_NUMBER, PLANNERS
+from tokenmerge.config.removed import REMOVED, REMOVED_VALUES, without_removed
 from tokenmerge.config.schedule import Schedule
 from tokenmerge.config.settings import (
     CACHED_FEATURES,
     COMBINATIONS,
     SCOPES,
-    TOKEN_REUSE,
     MergeSettings,
     check_below_highest_ratio,
     highest_ratio,
@@ -34,10 +34,10 @@ __all__ = [
     "NEW_NAMES",
     "OWN_NUMBER",
     "PLANNERS",
-    "RESULT_PLANNERS",
+    "REMOVED",
+    "REMOVED_VALUES",
     "SCOPES",
     "SETTINGS",
-    "TOKEN_REUSE",
     "Correction",
     "FoundFor",
     "MergeSettings",
@@ -55,5 +55,6 @@ __all__ = [
     "save_config",
     "to_metadata",
     "with_new_names",
+    "without_removed",
     "words_with_new_names",
 ]

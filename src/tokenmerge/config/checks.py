@@ -12,17 +12,17 @@ import numbers
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from typing import Any, NoReturn
 
-from tokenmerge.errors import ConfigError
+from tokenmerge.config.removed import REMOVED_VALUES, refuse_removed
+from tokenmerge.errors import ConfigError, shown
 
 Check = Callable[[str, Any], Any]
 
 _MOST = 2**63 - 1
-_LONGEST = 200
 
 
 def refuse(name: str, wanted: str, value: object) -> NoReturn:
     """Raise the error that says what a setting takes and what it was given."""
-    raise ConfigError(f"{name}: expected {wanted}, got {_shown(value)}")
+    raise ConfigError(f"{name}: expected {wanted}, got {shown(value)}")
 
 
 def check_fields(settings: object, prefix: str, checks: Mapping[str, Check]) -> None:
@@ -80,6 +80,8 @@ def one_of(choices: Sequence[Any]) -> Check:
 
     def check(name: str, value: Any) -> Any:
         if isinstance(value, bool) or not isinstance(value, kind) or value not in choices:
+            if isinstance(value, str) and value in REMOVED_VALUES.get(name.rpartition(".")[2], ()):
+                refuse_removed(name, repr(value), f"take {wanted}")
             refuse(name, wanted, value)
         return choices[choices.index(value)]
 
@@ -122,12 +124,3 @@ def as_items(value: object) -> tuple[Any, ...] | None:
     with contextlib.suppress(TypeError):
         return tuple(value)
     return None
-
-
-def _shown(value: object) -> str:
-    """The ``repr`` of the value, shortened; its type if ``repr`` raises an error."""
-    try:
-        text = repr(value)
-    except Exception:
-        return f"a value of type {type(value).__name__} that cannot be printed"
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 
 from tokenmerge.config.checks import check_fields, integer
-from tokenmerge.config.places import at_places, check_places
 from tokenmerge.config.value import Value
 from tokenmerge.errors import ConfigError
 
@@ -18,50 +17,28 @@ class Correction(Value):
     steps in between, the tokens of a group share one residual. Each token then gets back the difference, on
     the dense step, between its own residual and that of its group.
 
-    With ``combine="reuse"`` or ``"extrapolate"`` every token has its own residual on all steps, and nothing
-    is added back. A dense step then computes the residuals of all tokens anew.
-
     It needs memory for one residual of each layer or block that merges. It cannot be used with
-    ``scope="keys"``, where each token has its own residual anyway. With ``scope="stack"`` no block has all
-    tokens, so it can only be used with token-wise reuse.
+    ``scope="keys"``, where each token has its own residual anyway.
 
     Args:
         every: distance between dense steps, counted in steps that run all blocks, ≥ 2; 0: no step is dense.
             Raising it saves more time, as fewer steps are dense, and gives back less of what merging loses.
             3 gives back most of the loss and costs a third of the saving.
-        steps: places of the dense steps, 0 (the first step) to 1 (the last), in place of ``every``:
-            ``(0, 0.4, 0.7)``. The first step that merges is dense in any case. More places save less and
-            bring the picture closer. Empty: ``every`` decides.
 
     Raises:
-        ConfigError: a value is outside its range, or both are given.
+        ConfigError: the value is outside its range.
     """
 
     every: int = 0
-    steps: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        check_fields(self, "correction.", {"every": integer(0), "steps": check_places})
+        check_fields(self, "correction.", {"every": integer(0)})
         if self.every == 1:
             raise ConfigError(
                 "correction.every: with 1 every step would be dense; take 2 or more, or 0 for none"
-            )
-        if self.every and self.steps:
-            raise ConfigError(
-                f"correction.every, correction.steps: both say which steps are dense, got {self.every} and "
-                f"{self.steps}; leave one out"
             )
 
     @property
     def on(self) -> bool:
         """Whether any step is dense."""
-        return self.every > 0 or bool(self.steps)
-
-    @property
-    def given(self) -> str:
-        """The setting that turns it on, for messages: ``"correction.every=2"``."""
-        return f"correction.steps={self.steps}" if self.steps else f"correction.every={self.every}"
-
-    def is_at(self, index: int, steps: int) -> bool | None:
-        """Whether step ``index`` of ``steps`` is a dense step by its place; None if no places are given."""
-        return index in at_places(self.steps, steps) if self.steps else None
+        return self.every > 0

@@ -6,6 +6,7 @@ them. A file of ``tokenmerge tune`` also says under ``"tuned"`` what they were f
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import json
 from pathlib import Path
@@ -17,6 +18,8 @@ from tokenmerge.config.tome import ToMeConfig
 from tokenmerge.errors import ConfigError
 
 VERSION = 1
+_LARGEST = 16 * 2**20  # bytes; files of settings have some thousands
+_LONGEST_NAME = 200  # characters of a name in a message
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,9 +43,8 @@ def save_config(config: ToMeConfig, path: str | Path) -> None:
         path: of the file; one that exists is replaced.
 
     Raises:
-        ConfigError: the file cannot be written, or ``schedule.ratio`` is a function, which JSON cannot hold.
+        ConfigError: the file cannot be written.
     """
-    refuse_function(config, str(path))
     text = json.dumps({"version": VERSION, "settings": config.to_dict()}, indent=2) + "\n"
     try:
         if Path(path).exists() and not Path(path).is_file():
@@ -78,20 +80,17 @@ def load_settings(path: str | Path) -> SavedSettings:
     try:
         if Path(path).exists() and not Path(path).is_file():
             raise OSError("not a regular file")
-        return content(json.loads(Path(path).read_bytes(), object_pairs_hook=unique_keys))
+        with Path(path).open("rb") as file:
+            text = file.read(_LARGEST + 1)
+        if len(text) > _LARGEST:
+            raise OSError(f"it has more than {_LARGEST:,} bytes")
+        return content(json.loads(text, object_pairs_hook=unique_keys))
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(
             f"{path}: cannot read settings ({error}); pass a JSON file that save_config wrote"
         ) from error
-
-
-def refuse_function(config: ToMeConfig, where: str) -> None:
-    """Refuse settings that JSON cannot hold. The message begins with ``where``, the name of the target."""
-    if callable(config.schedule.ratio):
-        wanted = "numbers, such as (1.4, 0.6): a function cannot be saved"
-        refuse(f"{where}: schedule.ratio", wanted, config.schedule.ratio)
 
 
 def content(found: Any) -> SavedSettings:
@@ -123,7 +122,6 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """A JSON object from its pairs; a repeated key is an error."""
     found = dict(pairs)
     if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ConfigError(f"{twice}: expected once, got it {names.count(twice)} times")
+        ((twice, times),) = collections.Counter(name for name, _ in pairs).most_common(1)
+        raise ConfigError(f"{twice[:_LONGEST_NAME]}: expected once, got it {times} times")
     return found

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 
 from tokenmerge.config.checks import refuse
-from tokenmerge.config.json_file import VERSION, content, refuse_function, unique_keys
+from tokenmerge.config.json_file import VERSION, content, unique_keys
 from tokenmerge.config.tome import ToMeConfig
 from tokenmerge.errors import ConfigError
 
@@ -24,13 +24,9 @@ def to_metadata(config: ToMeConfig, method: str = "") -> str:
         config: the settings.
         method: name of the method; if it is empty, the line has the word "ratio" in its place.
 
-    Raises:
-        ConfigError: ``schedule.ratio`` is a function, which JSON cannot hold.
-
     >>> to_metadata(ToMeConfig(ratio=0.4, max_downsample=2))
     'Token merging: ratio 0.4, {"version": 1, "settings": {"ratio": 0.4, "max_downsample": 2}}'
     """
-    refuse_function(config, "metadata")
     called = " ".join(method.replace("{", " ").split()) or "ratio"  # the first brace begins the settings
     settings = json.dumps({"version": VERSION, "settings": config.changed()})
     return f"{NAME}: {called} {config.ratio:g}, {settings}"

@@ -9,6 +9,7 @@ from typing import Any
 from tokenmerge.config.correction import Correction
 from tokenmerge.config.old_names import NEW_NAMES
 from tokenmerge.config.plan_sharing import PlanSharing
+from tokenmerge.config.removed import without_removed
 from tokenmerge.config.schedule import Schedule
 from tokenmerge.config.step_reuse import StepReuse
 from tokenmerge.errors import ConfigError
@@ -30,10 +31,10 @@ def flat(settings: Mapping[str, Any]) -> dict[str, Any]:
             fields, or a mapping, which gives some of them.
 
     Raises:
-        ConfigError: one setting is given twice, under two names.
+        ConfigError: one setting is given twice, under two names, or it was removed.
 
     >>> flat({"ratio": 0.4, "correction": Correction(every=2), "share_plan": True})
-    {'ratio': 0.4, 'correction.every': 2, 'correction.steps': (), 'plans.blocks': True}
+    {'ratio': 0.4, 'correction.every': 2, 'plans.blocks': True}
     """
     found: dict[str, Any] = {}
     for name, value in settings.items():
@@ -41,7 +42,7 @@ def flat(settings: Mapping[str, Any]) -> dict[str, Any]:
             if dotted in found:
                 raise ConfigError(f"{dotted}: given twice, under two names; pass it once")
             found[dotted] = own
-    return found
+    return without_removed(found)
 
 
 def _spread(name: str, value: Any) -> dict[str, Any]:

@@ -2,9 +2,9 @@
 
 A planner's file has those of the following lines that are true of the planner:
 
+- ``GUIDED = True``: it looks at what guidance changed in the last step, and plans as "tome" before that.
 - ``OWN_NUMBER = True``: it may remove another number of tokens than it is asked to.
 - ``OVER_TIME = True``: its cells may reach over several frames of a video.
-- ``TAKES_PENALTY = True``: it sorts single tokens by their similarity, and subtracts a penalty from that.
 - ``COMPARES_NOTHING = True``: the values of the tokens are not used.
 """
 
@@ -26,13 +26,9 @@ def _that_say(line: str) -> tuple[str, ...]:
     return tuple(sorted(name for name, text in _TEXTS.items() if f"\n{line}\n" in text))
 
 
-_TEXTS = {**texts_in(_FOLDER), **texts_in(_FOLDER / "guided"), **texts_in(_FOLDER / "by_result")}
-# Planners that look at what guidance changed in the last step; they plan as "tome" until that is known.
-GUIDED_PLANNERS = tuple(texts_in(_FOLDER / "guided"))
-# Planners that look at the model's result of the last step, likewise.
-RESULT_PLANNERS = tuple(texts_in(_FOLDER / "by_result"))
+_TEXTS = texts_in(_FOLDER)
 PLANNERS = tuple(_TEXTS)
+GUIDED_PLANNERS = _that_say("GUIDED = True")
 OWN_NUMBER = _that_say("OWN_NUMBER = True")
 OVER_TIME = _that_say("OVER_TIME = True")
-TAKES_PENALTY = _that_say("TAKES_PENALTY = True")
 COMPARES_NOTHING = _that_say("COMPARES_NOTHING = True")

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from tokenmerge.config.checks import as_items, as_number, check_fields, number, refuse, share
+from tokenmerge.config.removed import refuse_removed
 from tokenmerge.config.settings import check_changes
 from tokenmerge.config.value import Value
 
 _start = number("a share of the steps, from 0 to below 1", lambda value: 0 <= value < 1)
-
-Factors = Sequence[float] | Callable[[float], float]
-
-# Where a function over the steps is evaluated before the number of steps is known.
-_SAMPLES = tuple(i / 100 for i in range(101))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
@@ -26,10 +22,9 @@ class Schedule(Value):
 
     Args:
         ratio: factors for the config's ``ratio``, ≥ 0. Numbers are spaced evenly over the steps, and linearly
-            interpolated between them. A function takes the share of the steps that is done, 0 to 1, and
-            returns the factor. Raising the factors does what raising the ratio does. ``(1.4, 0.6)`` merges
-            more at first: the picture is closer to the dense one than with a constant ratio of the same
-            mean, and attention saves a little less. Rising factors give a less close picture.
+            interpolated between them. Raising the factors does what raising the ratio does. ``(1.4, 0.6)``
+            merges more at first: the picture is closer to the dense one than with a constant ratio of the
+            same mean, and attention saves a little less. Rising factors give a less close picture.
         start: share of the steps before merging starts, 0 ≤ start < until; the steps before it are dense.
             Raising it gives up the saving of the early steps, which merging harms least.
         until: share of the steps after which merging ends, start < until ≤ 1; the steps after it are dense.
@@ -43,13 +38,13 @@ class Schedule(Value):
     strength of 0.5 runs half of the steps, so they are shares of that half.
 
     Raises:
-        ConfigError: a value is outside these ranges, or the function fails.
+        ConfigError: a value is outside these ranges.
 
     >>> Schedule(ratio=(1.4, 0.6), until=0.8)
     Schedule(ratio=(1.4, 0.6), until=0.8)
     """
 
-    ratio: Factors = (1.0,)
+    ratio: tuple[float, ...] = (1.0,)
     start: float = 0.0
     until: float = 1.0
     phases: Mapping[float, Mapping[str, Any]] = dataclasses.field(default_factory=dict, hash=False)
@@ -73,7 +68,10 @@ class Schedule(Value):
         """
         if not self.merges(index, steps):
             return 0.0
-        return _at(self.ratio, index / max(1, steps - 1))
+        place = index / max(1, steps - 1) * (len(self.ratio) - 1)
+        before = min(int(place), max(0, len(self.ratio) - 2))
+        after = min(before + 1, len(self.ratio) - 1)
+        return self.ratio[before] + (self.ratio[after] - self.ratio[before]) * (place - before)
 
     def merges(self, index: int, steps: int) -> bool:
         """Whether step ``index`` of ``steps`` merges, by ``start`` and ``until``.
@@ -86,8 +84,6 @@ class Schedule(Value):
     @property
     def highest_factor(self) -> float:
         """The largest factor of any step."""
-        if callable(self.ratio):  # it may be largest anywhere
-            return max(_at(self.ratio, done) for done in _SAMPLES)
         return max(self.ratio)
 
     def phase(self, index: int, steps: int) -> int:
@@ -106,38 +102,14 @@ class Schedule(Value):
             yield changed
 
 
-def _at(factors: Factors, done: float) -> float:
-    """The factor where a share ``done`` of the steps is done."""
-    if callable(factors):
-        return _called(factors, done)
-    place = done * (len(factors) - 1)
-    before = min(int(place), len(factors) - 2) if len(factors) > 1 else 0
-    after = min(before + 1, len(factors) - 1)
-    return factors[before] + (factors[after] - factors[before]) * (place - before)
-
-
-def _called(function: Callable[[float], float], done: float) -> float:
-    wanted = "a function from the share of the steps that is done, 0 to 1, to a factor ≥ 0"
-    try:
-        found = function(done)
-    except Exception as error:
-        refuse(f"schedule.ratio at {done:g}", wanted, error)
-    factor = as_number(found)
-    if factor is None or factor < 0:
-        refuse(f"schedule.ratio at {done:g}", wanted, found)
-    return factor
-
-
-def _check_factors(name: str, value: Any) -> Factors:
+def _check_factors(name: str, value: Any) -> tuple[float, ...]:
     if callable(value):
-        for done in _SAMPLES:
-            _called(value, done)
-        return value
+        refuse_removed(name, "a function as the factor", "take numbers, such as (1.4, 0.6)")
     items = as_items(value)
     factors = [as_number(item) for item in items or ()]
     plain = tuple(factor for factor in factors if factor is not None and factor >= 0)
     if not plain or len(plain) < len(factors):
-        refuse(name, "factors ≥ 0, such as (1.4, 0.6), or a function of the share of the steps", value)
+        refuse(name, "factors ≥ 0, such as (1.4, 0.6)", value)
     return plain
 
 

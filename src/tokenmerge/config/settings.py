@@ -7,16 +7,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from tokenmerge.config.checks import Check, as_number, integer, number, one_of, optional, refuse, switch
-from tokenmerge.config.planner_names import COMPARES_NOTHING, OVER_TIME, PLANNERS, TAKES_PENALTY
+from tokenmerge.config.planner_names import COMPARES_NOTHING, OVER_TIME, PLANNERS
+from tokenmerge.config.removed import without_removed
 from tokenmerge.config.value import Value
 from tokenmerge.errors import ConfigError
 
-SCOPES = ("layers", "block", "stack", "keys")
-TOKEN_REUSE = ("reuse", "extrapolate")
-COMBINATIONS = ("mean", "keep", "norm", *TOKEN_REUSE)
+SCOPES = ("layers", "block", "keys")
+COMBINATIONS = ("mean", "keep")
 # Features from the step before: what each block added, or what all blocks of a level added together.
 CACHED_FEATURES = ("residual", "model_residual")
-FEATURES = ("input", *CACHED_FEATURES, "keys")
+FEATURES = ("input", *CACHED_FEATURES)
 
 _RATIO = number("a number from 0 to 1 − 1/(sx·sy), 0.75 for 2 × 2 cells", lambda ratio: ratio >= 0)
 
@@ -36,11 +36,8 @@ CHECKS: Mapping[str, Check] = {
     "scope": one_of(SCOPES),
     "planner": one_of(PLANNERS),
     "features": one_of(FEATURES),
-    "repeat_penalty": number("a number from 0 to 2", lambda penalty: 0 <= penalty <= 2),
     "combine": one_of(COMBINATIONS),
-    "blend": number("a number from 0 to 1", lambda blend: 0 <= blend <= 1),
     "threshold": number("a number from -1 to 1", lambda threshold: -1 <= threshold <= 1),
-    "clusters": integer(1),
     "proportional": switch,
 }
 
@@ -125,10 +122,6 @@ class MergeSettings(Value):
               2411.16720).
             - ``"toma"``: each token is shared out over several destinations of its cell (arXiv 2509.10918).
               It needs large cells and takes long to plan, so keep plans for several steps (``plans.every``).
-            - ``"clusters"``: all tokens of a cluster merge into one of them (arXiv 2509.10312). Few tokens
-              stay, so it is for token-wise reuse.
-            - ``"ras"``: skips the tokens at which the last result varies most over its channels (arXiv
-              2502.10389). Use it with token-wise reuse, since it does not look for similar tokens.
         features: what the planner compares; docs/methods/features.md says which is closest on which model.
 
             - ``"input"``: the tokens that the block is called with. It costs nothing.
@@ -137,36 +130,17 @@ class MergeSettings(Value):
             - ``"model_residual"``: what all blocks of the level together added at the step before, one
               residual for all. Use it in transformers, with ``plans.blocks``, so that they have one plan too.
               Do not use it in UNets: their pictures get farther from the dense ones.
-            - ``"keys"``: the keys of the block's attention (arXiv 2210.09461), which are projected once
-              more, so that planning takes longer. It needs ``scope="layers"`` or ``"keys"``.
 
             Residuals belong to a generation. The first step, the first step after a change of shape, and
             calls with gradients compare the input instead.
-        repeat_penalty: is subtracted from the similarity of a token once for each earlier plan of the
-            generation that merged it into another one (the λ of arXiv 2605.22011), 0 ≤ repeat_penalty ≤ 2.
-            Raising it spreads the loss over more tokens, and makes plans fit the single step less; the speed
-            stays the same. 0: no penalty. It needs a planner that compares single tokens: tome, tiled, local
-            or threshold.
         threshold: for ``planner="threshold"``: the cosine similarity, −1 ≤ threshold ≤ 1, from which a token
             is averaged with its destination. Raising it drops more tokens instead; the speed stays the same.
-        clusters: for ``planner="clusters"``: number of clusters, ≥ 1. In every picture or frame one token of
-            each stays, whatever the ratio. Raising it is slower and closer to the dense picture.
 
     How tokens combine:
 
     Args:
         combine: ``"mean"`` averages the tokens of a group. ``"keep"`` keeps the destination and drops the
-            others: slightly faster and slightly worse. ``"norm"`` is the mean, stretched to the length of the
-            longest token (arXiv 2312.01026): slower, and farther from the dense picture where measured.
-            The last two are token-wise reuse: destinations are computed on their own values, and every other
-            token takes its own residual, cached from the step that last computed it. ``"reuse"`` takes it as
-            it was. ``"extrapolate"`` extrapolates it linearly from the last two dense steps; the first
-            two steps are dense then. ``"reuse"`` caches one residual for each layer, block or stack that
-            merges, ``"extrapolate"`` two. Both can be used with every scope but ``"keys"``.
-        blend: for token-wise reuse: share of its destination's residual in the residual that a token takes,
-            0 ≤ blend ≤ 1; the rest is its own (γ in arXiv 2509.10312). Raising it follows the computed tokens
-            more closely and loses what distinguishes the tokens of a group; it costs next to no time. At 1
-            tokens are copies of their destinations, as with ``"keep"``.
+            others: slightly faster and slightly worse.
         proportional: let a merged token count in self- or joint attention as often as the number of tokens it
             stands for (arXiv 2210.09461, equation 1). The picture gets several dB closer for a little time.
             A kernel that takes a mask gets one. Others get longer heads, or are called twice if they cannot
@@ -177,10 +151,9 @@ class MergeSettings(Value):
     Args:
         scope: ``"layers"`` merges before and unmerges after each layer that the next three fields name.
             ``"block"`` merges once around a whole transformer block and adds the block's change to each
-            token: the largest saving, and a large loss. ``"stack"`` does so around a run of blocks with one
-            plan: slightly faster than ``"block"``, but hooks between the blocks then see merged tokens.
-            ``"keys"`` merges only the keys and values of self-attention: the smallest saving and the
-            smallest loss. Only ``"layers"`` looks at the next three fields.
+            token: the largest saving, and a large loss. ``"keys"`` merges only the keys and values of
+            self-attention: the smallest saving and the smallest loss. Only ``"layers"`` looks at the next
+            three fields.
         merge_attn: merge around self-attention, or the joint attention of image and text: a large saving for
             a small loss.
         merge_crossattn: merge the queries of cross-attention: a small saving, a small loss.
@@ -201,11 +174,8 @@ class MergeSettings(Value):
     scope: str = "layers"
     planner: str = "tome"
     features: str = "input"
-    repeat_penalty: float = 0.0
     combine: str = "mean"
-    blend: float = 0.0
     threshold: float = 0.9
-    clusters: int = 16
     proportional: bool = False
 
     @property
@@ -217,16 +187,6 @@ class MergeSettings(Value):
     def of_references(self) -> MergeSettings:
         """The settings of the reference pictures of a sequence."""
         return self if self.reference_ratio is None else dataclasses.replace(self, ratio=self.reference_ratio)
-
-    @property
-    def whole_blocks(self) -> bool:
-        """Whether all of a block runs on merged tokens."""
-        return self.scope in ("block", "stack")
-
-    @property
-    def reuses_tokens(self) -> bool:
-        """Whether tokens that are not computed take residuals of their own from earlier steps."""
-        return self.combine in TOKEN_REUSE
 
     @property
     def merged_layers(self) -> tuple[str, ...]:
@@ -256,6 +216,7 @@ def check_changes(name: str, key_is: str, key: Check, value: Any) -> dict[Any, d
     checked = {}
     for at, own in value.items():
         plain = key(name, at)
+        own = without_removed(own, f"{name}[{plain}].")
         if fixed := [str(setting) for setting in own if setting not in CHECKS]:
             raise ConfigError(
                 f"{name}: cannot change {', '.join(fixed)}; what can be changed is {', '.join(CHECKS)}"
@@ -273,10 +234,14 @@ def check_together(settings: MergeSettings, where: str = "", factor: float = 1.0
         factor: the factor that ``ratio`` was multiplied by.
 
     Raises:
-        ConfigError: the ratio is too high for the strides, the planner cannot reach over time or cannot do
-            what ``features`` and ``repeat_penalty`` ask for, or no layer would merge.
+        ConfigError: the ratio is too high for the strides, the planner cannot reach over time or compares
+            nothing, or no layer would merge.
     """
-    _check_features(settings, where)
+    if settings.features != "input" and settings.planner in COMPARES_NOTHING:
+        raise ConfigError(
+            f"{where}features: planner={settings.planner!r} compares no tokens, got "
+            f"features={settings.features!r}; take another planner, or features='input'"
+        )
     if settings.st > 1 and settings.planner not in OVER_TIME:
         others = " or ".join(f"planner={name!r}" for name in OVER_TIME)
         raise ConfigError(
@@ -293,43 +258,7 @@ def check_together(settings: MergeSettings, where: str = "", factor: float = 1.0
                 f"sx={settings.sx}, sy={settings.sy}{over_time}, got {ratio:g}{scaled}; take a "
                 f"lower {name} or larger strides"
             )
-    if settings.scope == "keys" and settings.reuses_tokens:
-        raise ConfigError(
-            f"{where}combine: {settings.combine!r} takes cached residuals for tokens that are not computed, "
-            "and with scope='keys' every token is; take another scope, or combine='mean'"
-        )
     if settings.scope == "layers" and not settings.merged_layers:
         raise ConfigError(
             f"{where}merge_attn, merge_crossattn, merge_mlp: all are False, so nothing would merge; set one"
         )
-
-
-def _check_features(settings: MergeSettings, where: str) -> None:
-    """Check that ``features`` and ``repeat_penalty`` fit the planner and the scope."""
-    if settings.repeat_penalty and settings.planner not in TAKES_PENALTY:
-        names = ", ".join(map(repr, TAKES_PENALTY))
-        raise ConfigError(
-            f"{where}repeat_penalty: planner={settings.planner!r} does not sort single tokens by their "
-            f"similarity, got repeat_penalty={settings.repeat_penalty:g}; take one of {names}, or "
-            "repeat_penalty=0"
-        )
-    if settings.features != "input" and settings.planner in COMPARES_NOTHING:
-        raise ConfigError(
-            f"{where}features: planner={settings.planner!r} compares no tokens, got "
-            f"features={settings.features!r}; take another planner, or features='input'"
-        )
-    if settings.features in CACHED_FEATURES and settings.scope == "stack":
-        raise ConfigError(
-            f"{where}features: with scope='stack' no block alone has all tokens, so none has a residual to "
-            f"compare, got features={settings.features!r}; take scope='block', or features='input'"
-        )
-    if settings.features == "keys" and (settings.whole_blocks or not _merges_attention(settings)):
-        given = "merge_attn=False" if settings.scope == "layers" else f"scope={settings.scope!r}"
-        raise ConfigError(
-            f"{where}features: 'keys' are known where attention begins, and with {given} tokens merge "
-            "elsewhere; take scope='layers' with merge_attn=True or scope='keys', or features='input'"
-        )
-
-
-def _merges_attention(settings: MergeSettings) -> bool:
-    return settings.scope == "keys" or settings.merge_attn

@@ -11,12 +11,11 @@ from tokenmerge.config.checks import Check, check_fields, integer, number, one_o
 from tokenmerge.config.correction import Correction
 from tokenmerge.config.names import PARTS, flat, nested
 from tokenmerge.config.plan_sharing import PlanSharing
-from tokenmerge.config.planner_names import GUIDED_PLANNERS, RESULT_PLANNERS
+from tokenmerge.config.planner_names import GUIDED_PLANNERS
 from tokenmerge.config.schedule import Schedule
 from tokenmerge.config.settings import (
     CACHED_FEATURES,
     CHECKS,
-    TOKEN_REUSE,
     MergeSettings,
     check_changes,
     check_together,
@@ -81,15 +80,8 @@ class ToMeConfig(MergeSettings):
             )
         if self.correction.on and "keys" in self._all("scope"):
             raise ConfigError(
-                f"{self.correction.given}: with scope='keys' every token has a residual of its own, so there "
-                "is nothing to correct; take another scope, or correction.every=0"
-            )
-        if self.correction.on and any(
-            own.scope == "stack" and not own.reuses_tokens for own in self._all_stages()
-        ):
-            raise ConfigError(
-                f"{self.correction.given}: with scope='stack' no block alone has all tokens to correct; take "
-                "scope='block', combine='reuse', or correction.every=0"
+                f"correction.every={self.correction.every}: with scope='keys' every token has a residual of "
+                "its own, so there is nothing to correct; take another scope, or correction.every=0"
             )
 
     def _check_by_guidance(self, name: str, value: Any) -> dict[float, dict[str, Any]]:
@@ -119,11 +111,6 @@ class ToMeConfig(MergeSettings):
                 changed = [f"levels[{level}]"] * (level > 0) + [f"schedule.phases[{phase}]"] * (phase > 0)
                 check_together(settings, "".join(f"{name}: " for name in changed), factor)
 
-    def _all_stages(self) -> Iterator[MergeSettings]:
-        """The settings of every level and phase."""
-        for level in (0, *self.levels):
-            yield from self.stages(level)
-
     def at_guidance(self, scale: float | None) -> ToMeConfig:
         """The settings at a scale of classifier-free guidance; None: unknown.
 
@@ -147,19 +134,13 @@ class ToMeConfig(MergeSettings):
     def at(self, level: int, index: int, steps: int) -> MergeSettings:
         """The settings of a level at step ``index`` of ``steps``.
 
-        Raises:
-            ConfigError: the schedule is a function, and its value at this step makes the ratio too high.
-
         >>> config = ToMeConfig(ratio=0.5, schedule=Schedule(ratio=(1.0, 0.0)), levels={2: {"ratio": 0.2}})
         >>> [config.at(1, i, 3).ratio for i in range(3)], config.at(2, 0, 3).ratio
         ([0.5, 0.25, 0.0], 0.2)
         """
         changes = list(self.schedule.changes())[self.schedule.phase(index, steps)]
         factor = self.schedule.factor(index, steps)
-        settings = self._settings({**changes, **self.levels.get(level, {})}, factor)
-        if callable(self.schedule.ratio):  # between the places where it was checked, it may be higher
-            check_together(settings, factor=factor)
-        return settings
+        return self._settings({**changes, **self.levels.get(level, {})}, factor)
 
     def stages(self, level: int) -> Iterator[MergeSettings]:
         """The settings of a level at the beginning and in each phase, at the step that merges most.
@@ -210,9 +191,7 @@ class ToMeConfig(MergeSettings):
 
     def _over_steps(self) -> tuple[tuple[str, Any, bool], ...]:
         """Name and value of each setting that may depend on the step, and whether it does."""
-        schedule, planner, reused = self.schedule, self.guided_planner, self.token_reuse
-        by_result = self.result_planner
-        features = self.cached_features
+        schedule, planner, features = self.schedule, self.guided_planner, self.cached_features
         return (
             ("schedule.start", schedule.start, schedule.start > 0),
             ("schedule.until", schedule.until, schedule.until < 1),
@@ -220,25 +199,16 @@ class ToMeConfig(MergeSettings):
             ("schedule.phases", schedule.phases, bool(schedule.phases)),
             ("plans.every", self.plans.every, self.plans.every > 1),
             ("correction.every", self.correction.every, self.correction.every > 0),
-            ("correction.steps", self.correction.steps, bool(self.correction.steps)),
-            ("combine", reused, reused is not None),
             ("reuse.full_steps", self.reuse.full_steps, bool(self.reuse.full_steps)),
             ("reuse.every", self.reuse.every, self.reuse.on and not self.reuse.full_steps),
             ("planner", planner, planner is not None),
-            ("planner", by_result, by_result is not None),
             ("features", features, features is not None),
-            ("repeat_penalty", max(self._all("repeat_penalty")), self.penalises_repeats),
         )
 
     @property
     def cached_features(self) -> str | None:
         """The first features, of any level and any step, that are cached from the step before."""
         return next((name for name in self._all("features") if name in CACHED_FEATURES), None)
-
-    @property
-    def penalises_repeats(self) -> bool:
-        """Whether some plans, of any level and any step, depend on how often tokens have merged."""
-        return any(self._all("repeat_penalty"))
 
     @property
     def asks_guidance(self) -> bool:
@@ -250,41 +220,18 @@ class ToMeConfig(MergeSettings):
         """The first planner, of any level and any step, that looks at what guidance changed."""
         return next((name for name in self._all("planner") if name in GUIDED_PLANNERS), None)
 
-    @property
-    def result_planner(self) -> str | None:
-        """The first planner, of any level and any step, that looks at the result of the last step."""
-        return next((name for name in self._all("planner") if name in RESULT_PLANNERS), None)
-
-    @property
-    def token_reuse(self) -> str | None:
-        """The first way, of any level or step, in which tokens reuse their residuals; None: none does."""
-        return next((name for name in self._all("combine") if name in TOKEN_REUSE), None)
-
-    @property
-    def extrapolates_tokens(self) -> bool:
-        """Whether tokens extrapolate their residuals at any level and any step."""
-        return "extrapolate" in self._all("combine")
-
-    @property
-    def merges_stacks(self) -> bool:
-        """Whether some level, at some step, leaves tokens merged between blocks."""
-        return "stack" in self._all("scope")
-
     def _all(self, name: str) -> list[Any]:
         """The values of a setting: its own, and those of any level, phase or scale of guidance."""
         changes = (*self.levels.values(), *self.schedule.phases.values(), *self.by_guidance.values())
         return [getattr(self, name), *(change[name] for change in changes if name in change)]
 
     def to_dict(self) -> dict[str, Any]:
-        """The settings as plain values, with the parts nested; a function is given by its name."""
-        factors = self.schedule.ratio
-        named = getattr(factors, "__qualname__", repr(factors)) if callable(factors) else list(factors)
+        """The settings as plain values, with the parts nested."""
         values = dataclasses.asdict(self)
-        lists = {
-            part: {name: list(own) if isinstance(own, tuple) else own for name, own in values[part].items()}
-            for part in ("correction", "reuse")
-        }
-        return {**values, "schedule": {**values["schedule"], "ratio": named}, **lists}
+        for part in PARTS:
+            for name, own in values[part].items():
+                values[part][name] = list(own) if isinstance(own, tuple) else own
+        return values
 
     def changed(self) -> dict[str, Any]:
         """The ratio, and the settings that differ from the defaults, by dotted name.

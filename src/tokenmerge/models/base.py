@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -83,8 +83,6 @@ class Block:
             block has the grid of the whole model.
         level: resolution level as a divisor of the host's finest token grid: 1, 2, 4 …
         dense: kinds of sub-layer that cannot merge in this block, each with the reason as text.
-        stack: name of the stack that the block is in, a run of blocks in which each gets exactly what the
-            block before it returned; None: it is in no stack.
     """
 
     path: str
@@ -96,7 +94,6 @@ class Block:
     grid: nn.Module | None = None
     level: int = 1
     dense: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    stack: str | None = None
 
     @property
     def batched(self) -> bool:
@@ -109,15 +106,6 @@ def listed(root: Any, name: str, layers: tuple[Layer, ...], **facts: Any) -> tup
     """The blocks of one module list, all with the same layers; ``facts`` are fields of :class:`Block`."""
     blocks = enumerate(getattr(root, name))
     return tuple(Block(f"{name}.{i}", block, layers, **facts) for i, block in blocks)
-
-
-def stacked(blocks: Sequence[Block]) -> tuple[Block, ...]:
-    """The same blocks with one stack for each list, except for the first and the last block.
-
-    These two stay outside, because their results differ most between tokens.
-    """
-    inner = (dataclasses.replace(block, stack=block.path.rpartition(".")[0]) for block in blocks[1:-1])
-    return (*blocks[:1], *inner, *blocks[1:][-1:])
 
 
 def _all_of_it(root: Any, sample: Any) -> Any:
@@ -133,7 +121,6 @@ class ModelCall:
     parameters: tuple[str, ...]
     grid: Callable[[Any, Mapping[str, Any], Grid], GridShape]
     latents: Callable[[Any, Any], Any]
-    between: tuple[str, ...]
     patch: int
     references: References | None
 
@@ -169,7 +156,6 @@ class Host:
             reads more.
         on_cpu: names of parameters that stay on the CPU in the copy without weights that counts FLOPs,
             because the model uses their device in a way that the meta device does not support.
-        between: names of arguments that change tokens between the blocks of a stack, or skip blocks.
     """
 
     root: nn.Module
@@ -187,7 +173,6 @@ class Host:
     deep_stages: tuple[str, ...] = ()
     shallow_stages: tuple[str, ...] = ()
     on_cpu: tuple[str, ...] = ()
-    between: tuple[str, ...] = ()
     references: References | None = None
 
     @property
@@ -200,7 +185,6 @@ class Host:
             parameters,
             self.grid,
             self.latents,
-            self.between,
             self.patch,
             self.references,
         )

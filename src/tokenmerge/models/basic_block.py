@@ -26,7 +26,6 @@ def basic_block(
     level: int = 1,
     method: str = "forward",
     context: str = "encoder_hidden_states",
-    stack: str | None = None,
 ) -> Block:
     """Describe a block whose sub-layers are called ``attn1``, ``attn2`` and ``ff``.
 
@@ -60,5 +59,4 @@ def basic_block(
         grid=grid,
         level=level,
         dense={"ff": _CHUNKED} if chunked else {},
-        stack=stack,
     )

@@ -33,7 +33,7 @@ _SEVERAL = (
 
 
 # Attributes of diffusers' pipelines that hold the denoiser.
-_DENOISERS = ("unet", "transformer")
+DENOISERS = ("unet", "transformer")
 _MOST_NAMES, _LONGEST_NAME = 4, 60
 
 
@@ -76,8 +76,8 @@ def _no_host(model: object, modules: list[nn.Module]) -> str:
             f"found the name {name!r} and no model; load it first with "
             f"diffusers.DiffusionPipeline.from_pretrained({name!r}), and pass the pipeline"
         )
-    empty = [name for name in _DENOISERS if getattr(model, name, modules) is None]
-    if empty and not any(isinstance(getattr(model, name, None), nn.Module) for name in _DENOISERS):
+    empty = [name for name in DENOISERS if getattr(model, name, modules) is None]
+    if empty and not any(isinstance(getattr(model, name, None), nn.Module) for name in DENOISERS):
         which = " and ".join(empty)
         return (
             f"found {type(model).__name__}, whose {which} is None; load it with the pipeline, or pass the "

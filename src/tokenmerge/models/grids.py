@@ -91,6 +91,40 @@ def _grids_of_ids(arguments: Mapping[str, Any], last: Grid) -> tuple[GridShape, 
     )
 
 
+def grid_of_coordinates(coordinates: Tensor) -> GridShape:
+    """Return the token grid of a video from the times, rows and columns of its tokens, ``[b, 3, n]``.
+
+    Frames that were given for later times may stand before those of the video, which begin with time 0.
+
+    Raises:
+        UnsupportedModelError: the tokens are not those of frames of one size, row by row.
+    """
+    grid = _known.get(coordinates)
+    if grid is None:  # reading waits for the device; pipelines pass the same tensor at each step
+        grid = _known[coordinates] = _read_coordinates(coordinates[0].cpu())
+    if not grid:
+        raise UnsupportedModelError(
+            "video_coords: expected the times, rows and columns of the tokens of frames of one size, got "
+            f"others, of shape {tuple(coordinates.shape)}; call remove_token_merging(pipe) first"
+        )
+    return grid[0]
+
+
+def _read_coordinates(values: Tensor) -> tuple[GridShape, ...]:
+    """Return the grid of the video at the end of coordinates ``[3, n]``; nothing if there is none."""
+    rows, columns = (len(side.unique()) for side in values[1:])
+    if values.shape[1] % (rows * columns):
+        return ()
+    times, *places = values.unflatten(1, (-1, rows, columns))
+    regular = (
+        (times == times[:, :1, :1]).all()
+        and (places[0] == places[0][:1, :, :1]).all()
+        and (places[1] == places[1][:1, :1]).all()
+    )
+    first = int(times[:, 0, 0].clamp(min=0).argmin())
+    return ((len(times) - first, rows, columns),) if regular else ()
+
+
 def _tokens_in(pictures: Sequence[GridShape]) -> int:
     return sum(rows * columns for _, rows, columns in pictures)
 

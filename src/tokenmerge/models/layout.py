@@ -60,18 +60,19 @@ class TokenArgument:
         axes: the axes of the tokens. An axis of length 1, which the host broadcasts, is left alone.
         batched: whether the first axis is the batch (length 1: the same entries for all images). If it is
             not, all images of a batch must share one plan.
-        element: for a tuple, the index of the element with an entry for each token; None: all elements.
+        element: for a tuple, the index of the element with an entry for each token, and for a dictionary its
+            key; None: all elements.
         ndim: the argument has such entries only if it has this number of axes; None: any number.
-        expand: whether the host passes it without the batch axis. A batch axis is then added in front, and
-            ``axes`` count with it.
+        broadcasts_to: the number of axes that the host broadcasts it to. Missing axes are added in front, and
+            ``axes`` count with them. None: no axes are missing.
     """
 
     name: str
     axes: tuple[int, ...]
     batched: bool = False
-    element: int | None = None
+    element: int | str | None = None
     ndim: int | None = None
-    expand: bool = False
+    broadcasts_to: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,8 +20,6 @@ _IN_LAYERS = ("resnets", "temp_convs", "attentions", "temp_attentions", "motion_
 # Their first argument is [b, c, h, w]; for a video the batch holds its frames. Attention over time is in
 # other classes (AnimateDiffTransformer3D, TransformerTemporalModel) or in other lists of blocks.
 _TRANSFORMERS = ("Transformer2DModel", "TransformerSpatioTemporalModel", "DreamLiteTransformer2DModel")
-# In this transformer, blocks that attend over time run between the others.
-_NO_STACK = "TransformerSpatioTemporalModel"
 
 
 def describe_stages(
@@ -134,10 +132,9 @@ def _has(stage: Any, *names: str) -> bool:
 
 def _blocks(stage: Any, prefix: str, level: int) -> Iterator[Block]:
     for path, module in _transformers(stage, prefix):
-        stack = None if is_a(module, _NO_STACK) else path
         for i, block in enumerate(module.transformer_blocks):
             name = f"{path}.transformer_blocks.{i}"
-            yield basic_block(name, block, grid=module, level=level, stack=stack)
+            yield basic_block(name, block, grid=module, level=level)
 
 
 def _transformers(module: Any, path: str) -> Iterator[tuple[str, Any]]:

@@ -23,6 +23,8 @@ REASONS = {  # by the class of a model or pipeline
     "BriaFibo2Transformer2DModel": _UNKNOWN,
     "Cosmos3OmniTransformer": _PACKED,
     "ErnieImageTransformer2DModel": "the first axis of its tokens is the sequence and the second the batch",
+    "Flux2KleinKVPipeline": "it caches keys and values of reference pictures between steps, and merging "
+    "would change their tokens; Flux2KleinPipeline draws without that cache, and merges",
     "Flux3Transformer2DModel": _UNKNOWN,
     "GlmImageTransformer2DModel": _KEPT,
     "HeliosTransformer3DModel": _SCALES,

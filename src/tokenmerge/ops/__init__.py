@@ -6,7 +6,6 @@ They know neither models nor settings, and import nothing else of the package.
 from tokenmerge.ops.bits import bits
 from tokenmerge.ops.join import join_plans
 from tokenmerge.ops.matching import (
-    best_first,
     bipartite_soft_matching,
     features_if_shared,
     local_matching,
@@ -28,9 +27,7 @@ from tokenmerge.ops.plan import (
     keep_destinations,
     make_plan,
     merge,
-    merge_with_norm,
     unmerge,
-    unmerge_onto,
 )
 from tokenmerge.ops.sized_attention import attend_by_columns, attend_by_values, head_size_with_columns
 from tokenmerge.ops.soft import SoftPlan, Tiles, make_soft_plan, tile
@@ -46,7 +43,6 @@ __all__ = [
     "Tokens",
     "attend_by_columns",
     "attend_by_values",
-    "best_first",
     "bipartite_soft_matching",
     "bits",
     "features_if_shared",
@@ -57,7 +53,6 @@ __all__ = [
     "make_plan",
     "make_soft_plan",
     "merge",
-    "merge_with_norm",
     "most_similar",
     "num_destinations",
     "num_tokens",
@@ -70,6 +65,5 @@ __all__ = [
     "tiled_matching",
     "uniform_noise",
     "unmerge",
-    "unmerge_onto",
     "whole_cells",
 ]

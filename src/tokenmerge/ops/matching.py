@@ -17,45 +17,26 @@ from tokenmerge.ops.partition import num_tokens
 _SIMILARITIES_AT_ONCE = {"cpu": 1 << 23, "other": 1 << 26}
 
 
-def bipartite_soft_matching(
-    features: Tensor, src: Tensor, dst: Tensor, penalty: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def bipartite_soft_matching(features: Tensor, src: Tensor, dst: Tensor) -> tuple[Tensor, Tensor]:
     """Connect each source to its most similar destination (arXiv 2210.09461, section 3).
 
     Args:
         features: ``[b, n, c]``, compared by cosine similarity.
         src: ``[s]`` indices of the sources, or ``[b, s]`` for each image.
         dst: ``[d]`` or ``[b, d]`` indices of the destinations, d ≥ 1.
-        penalty: as for :func:`best_first`.
 
     Returns:
         ``(order, nearest)``, both ``[b, s]``: positions in ``src`` from the most to the least similar edge,
         and for each source the position in ``dst`` of its destination.
     """
     similarity, nearest = most_similar(features, src, dst)
-    return best_first(similarity, src, penalty), nearest
-
-
-def best_first(similarity: Tensor, src: Tensor, penalty: Tensor | None = None) -> Tensor:
-    """Sort edges from the most to the least similar one.
-
-    Args:
-        similarity: ``[b, s]`` of each source to its destination.
-        src: ``[s]`` or ``[b, s]`` indices of the sources.
-        penalty: ``[b, n]``, subtracted from the similarity of each token before sorting; None: nothing.
-
-    Returns:
-        ``[b, s]`` positions in ``src``.
-    """
-    if penalty is not None:
-        similarity = similarity - penalty.gather(1, src.expand_as(similarity))
-    return similarity.argsort(dim=-1, descending=True)
+    return similarity.argsort(dim=-1, descending=True), nearest
 
 
 def most_similar(features: Tensor, src: Tensor, dst: Tensor) -> tuple[Tensor, Tensor]:
     """The edges of :func:`bipartite_soft_matching`, without sorting them.
 
-    It takes the same first three arguments.
+    It takes the same arguments.
 
     Returns:
         ``(similarity, nearest)``, both ``[b, s]``: for each source the similarity of its most similar
@@ -84,7 +65,6 @@ def local_matching(
     cell: Sequence[int],
     src: Tensor,
     dst: Tensor,
-    penalty: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Connect each source to its most similar destination among the 3 × 3 cells around it.
 
@@ -95,7 +75,6 @@ def local_matching(
         src: ``[s]`` indices of the sources.
         dst: ``[d]`` indices of the destinations, one for each cell in row order, from
             :func:`tokenmerge.ops.strided_partition`.
-        penalty: as for :func:`best_first`.
 
     Returns:
         As :func:`bipartite_soft_matching`.
@@ -124,7 +103,7 @@ def local_matching(
         torch.cat([part.transpose(1, 2).flatten(1) for part in parts], dim=1)
         for parts in zip(*found, strict=True)
     )
-    return best_first(similarity, src, penalty), nearest
+    return similarity.argsort(dim=-1, descending=True), nearest
 
 
 def own_cell(grid: Sequence[int], cell: Sequence[int], tokens: Tensor) -> Tensor:

@@ -50,7 +50,7 @@ class IndexPlan(NamedTuple):
         moved = rows.index_select(0, self.sources.flatten()).to(exact)
         if self.weights is not None:
             moved = moved * self.weights.view(-1, 1)
-        add_rows(total, self.targets.flatten(), moved)
+        total = add_rows(total, self.targets.flatten(), moved)
         total.div_(self.sizes.view(-1, 1))
         return total.to(x.dtype).view(b, -1, c)
 
@@ -58,15 +58,6 @@ class IndexPlan(NamedTuple):
         """See the function :func:`unmerge`."""
         b, m, c = y.shape
         return y.reshape(b * m, c).index_select(0, self.inverse.flatten()).view(b, -1, c)
-
-    def longest(self, norms: Tensor) -> Tensor:
-        """Largest norm of the tokens that count in each merged token: ``[b, n]`` → ``[b, m]``."""
-        rows = norms.flatten()
-        moved = rows.index_select(0, self.sources.flatten())
-        if self.weights is not None:
-            moved = moved * self.weights.flatten()
-        own = rows.index_select(0, self.keep.flatten())
-        return own.scatter_reduce(0, self.targets.flatten(), moved, "amax").view(self.keep.shape)
 
     def in_batch(self) -> IndexPlan:
         """This plan with rows of the whole batch, if its indices start at 0 in each image."""
@@ -185,49 +176,19 @@ def keep_destinations(plan: Plan, x: Tensor) -> Tensor:
     return x.reshape(b * n, c).index_select(0, plan.keep.flatten()).view(b, -1, c)
 
 
-def merge_with_norm(plan: Plan, x: Tensor) -> Tensor:
-    """Merge as :func:`merge`, then scale to the norm of the longest merged token (arXiv 2312.01026).
-
-    The less similar the tokens are, the shorter is their mean.
-    """
-    mean = merge(plan, x).to(torch.promote_types(x.dtype, torch.float32))
-    longest = plan.longest(x.to(mean.dtype).norm(dim=-1))
-    length = mean.norm(dim=-1)
-    # A mean of zero has no direction and stays zero.
-    scale = torch.where(length > 0, longest / length, 0)
-    return (mean * scale.unsqueeze(-1)).to(x.dtype)
-
-
 def unmerge(plan: Plan, y: Tensor) -> Tensor:
     """Give each token the value of its merged token: ``[b, m, c]`` → ``[b, n, c]``."""
     return plan.unmerge(y)
 
 
-def unmerge_onto(plan: Plan, y: Tensor, own: Tensor, blend: float = 0.0) -> Tensor:
-    """Give the tokens that stay the values of their merged tokens, and the others mostly their own values.
-
-    Args:
-        plan: n tokens, of which m stay.
-        y: ``[b, m, c]`` merged tokens.
-        own: ``[b, n, c]`` a value of each token.
-        blend: for a token that does not stay, how much of its value comes from :func:`unmerge`,
-            0 ≤ blend ≤ 1; the rest is its own value.
-
-    Returns:
-        ``[b, n, c]``.
-    """
-    mixed = own if blend == 0 else torch.lerp(own, plan.unmerge(y), blend)
-    rows = mixed.flatten(0, 1).index_copy(0, plan.keep.flatten(), y.flatten(0, 1))
-    return rows.view(own.shape)
-
-
 def add_rows(total: Tensor, index: Tensor, rows: Tensor) -> Tensor:
-    """Add each of the rows ``[r, …]`` to the row of ``total`` ``[m, …]`` at its index ``[r]``, in place.
+    """Return ``total`` ``[m, …]`` with each of the rows ``[r, …]`` added to its row at its index ``[r]``.
 
-    Several rows may have the same index. Exported programs add single elements instead of rows. ONNX can add
-    rows too (``ScatterND``), but ONNX Runtime does so in several threads, which lose summands
-    (microsoft/onnxruntime#18048).
+    ``total`` itself may change. Several rows may have the same index. Exported and traced programs add single
+    elements instead of rows. ONNX can add rows too (``ScatterND``), but ONNX Runtime does so in several
+    threads, which lose summands (microsoft/onnxruntime#18048), and PyTorch's older ONNX export keeps one of
+    the rows with the same index.
     """
-    if not torch.compiler.is_exporting():
+    if not (torch.compiler.is_exporting() or torch.jit.is_tracing()):  # type: ignore[attr-defined]
         return total.index_add_(0, index, rows)
-    return total.scatter_add_(0, index.view(-1, *[1] * (rows.dim() - 1)).expand_as(rows), rows)
+    return total.scatter_add(0, index.view(-1, *[1] * (rows.dim() - 1)).expand_as(rows), rows)

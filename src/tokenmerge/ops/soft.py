@@ -111,14 +111,6 @@ class SoftPlan(NamedTuple):
         """``[b * t, k, p]``."""
         return self.shares.flatten(0, 1).to(dtype)
 
-    def longest(self, norms: Tensor) -> Tensor:
-        """Largest norm for each merged token, ``[b, n]`` → ``[b, m]``.
-
-        It compares the token whose place is taken and the tokens with their largest share in the merged one.
-        """
-        own = norms.flatten().index_select(0, self.keep.flatten())
-        return own.scatter_reduce(0, self.inverse.flatten(), norms.flatten(), "amax").view(self.keep.shape)
-
     def joined(self, parts: int) -> SoftPlan:
         """The plan for b / ``parts`` images, each of which joins ``parts`` images, such as video frames."""
         b = len(self.keep) // parts

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tokenmerge.ops.matching import best_first, own_cell
+from tokenmerge.ops.matching import own_cell
 from tokenmerge.ops.partition import num_tokens
 
 
@@ -20,7 +20,6 @@ def tiled_matching(
     src: Tensor,
     dst: Tensor,
     sides: Sequence[int],
-    penalty: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Connect each source to its most similar destination in the tile around it.
 
@@ -35,7 +34,6 @@ def tiled_matching(
         src: ``[s]`` indices of the sources.
         dst: ``[d]`` indices of the destinations, one for each cell in the order of the grid.
         sides: length of a box in cells along each axis, even numbers.
-        penalty: as for :func:`tokenmerge.ops.best_first`.
 
     Returns:
         As :func:`tokenmerge.ops.bipartite_soft_matching`.
@@ -64,7 +62,7 @@ def tiled_matching(
     back = torch.cat(places).argsort()
     product, nearest = (torch.cat(parts, dim=1).index_select(1, back) for parts in zip(*found, strict=True))
     length = features.index_select(1, src).norm(dim=-1).clamp(min=smallest)
-    return best_first(product / length, src, penalty), nearest
+    return (product / length).argsort(dim=-1, descending=True), nearest
 
 
 def _best(features: Tensor, destinations: Tensor, sources: Tensor, window: Tensor) -> tuple[Tensor, Tensor]:

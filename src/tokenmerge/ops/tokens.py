@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from tokenmerge.ops.plan import IndexPlan, add_rows, merge, unmerge
@@ -23,6 +24,12 @@ class Tokens(NamedTuple):
     def unmerge(self, y: Tensor) -> Tensor:
         """Give the n tokens the values of those that stand for them: ``[b, m, c]`` → ``[b, n, c]``."""
         return y.take_along_dim(self.source.unsqueeze(-1), dim=1)
+
+    def remerge(self, x: Tensor) -> Tensor:
+        """Undo :meth:`unmerge` exactly: ``[b, n, c]`` → ``[b, m, c]``, one of the equal values of a group."""
+        places = torch.arange(self.source.shape[1], device=x.device).expand_as(self.source)
+        one_each = torch.zeros_like(self.sizes, dtype=torch.int64).scatter(1, self.source, places)
+        return x.take_along_dim(one_each.unsqueeze(-1), dim=1)
 
 
 class SizedPlan(NamedTuple):

@@ -11,12 +11,11 @@ token grid: a frame, or a whole video if cells reach over time.
 - ``settings``: strides, seed and other knobs of :class:`tokenmerge.ToMeConfig`;
 - ``step``: 0-dimensional integer tensor that differs between denoising steps; random draws depend on it.
 
-Planners in the folder ``guided`` get one more argument, ``importance`` ``[b, n]``: how much guidance changed
-each token in the last step. Those in the folder ``by_result`` get ``scores`` ``[b, n]``: how well each token
-can be skipped, by the model's result in the last step. Other properties of a planner are lines in its file,
-such as ``OWN_NUMBER = True``: see :mod:`tokenmerge.config.planner_names`. Files without such a function hold
-no planner: ``calibration`` times merging, and files with an underscore hold what planners share. ``_grid``
-turns each planner into one for whole grids, and plans sequences of pictures with it.
+A planner with the line ``GUIDED = True`` gets one more argument, ``importance`` ``[b, n]``: how much guidance
+changed each token in the last step. Other properties of a planner are lines in its file too, such as
+``OWN_NUMBER = True``: see :mod:`tokenmerge.config.planner_names`. Files without such a function hold no
+planner: ``calibration`` times merging, and files with an underscore hold what planners share. ``_grid`` turns
+each planner into one for whole grids, and plans sequences of pictures with it.
 
 May import ``ops``, ``config`` and ``errors``; knows nothing of models.
 """
@@ -25,7 +24,6 @@ from __future__ import annotations
 
 import importlib
 
-from tokenmerge.config import GUIDED_PLANNERS, RESULT_PLANNERS
 from tokenmerge.config import PLANNERS as NAMES
 from tokenmerge.planners._grid import (
     GridShape,
@@ -52,8 +50,7 @@ __all__ = [
     "sequence_of_part",
 ]
 
-_FOLDERS = {**dict.fromkeys(GUIDED_PLANNERS, "guided."), **dict.fromkeys(RESULT_PLANNERS, "by_result.")}
-_MODULES = {name: importlib.import_module(f"{__name__}.{_FOLDERS.get(name, '')}{name}") for name in NAMES}
+_MODULES = {name: importlib.import_module(f"{__name__}.{name}") for name in NAMES}
 PLANNERS: dict[str, Planner] = {
     name: on_whole_grids(getattr(module, f"plan_{name}")) for name, module in _MODULES.items()
 }

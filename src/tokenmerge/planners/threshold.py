@@ -8,19 +8,12 @@ import torch
 from torch import Tensor
 
 from tokenmerge.config import MergeSettings
-from tokenmerge.ops import Plan, best_first, make_plan, most_similar
+from tokenmerge.ops import Plan, make_plan, most_similar
 from tokenmerge.planners._grid import partition
-
-TAKES_PENALTY = True
 
 
 def plan_threshold(
-    features: Tensor,
-    grid: Sequence[int],
-    r: int,
-    settings: MergeSettings,
-    step: Tensor,
-    penalty: Tensor | None = None,
+    features: Tensor, grid: Sequence[int], r: int, settings: MergeSettings, step: Tensor
 ) -> Plan:
     """Plan as ``tome``, but drop merged tokens whose similarity is below ``settings.threshold``.
 
@@ -29,11 +22,10 @@ def plan_threshold(
     picture. Those at or above the threshold merge into their destination. Those below it are dropped: they
     change neither the mean nor the size of their destination, and they receive its result. Where all r pairs
     reach the threshold, the plan is that of ``tome``; where none does, destinations keep their values. If
-    most tokens are below the threshold, a lower ratio fits the picture better. A ``penalty`` changes which
-    tokens are removed, but not which of these are averaged.
+    most tokens are below the threshold, a lower ratio fits the picture better.
     """
     src, dst = partition(grid, settings, step, features.device)
     similarity, nearest = most_similar(features, src, dst)
-    order = best_first(similarity, src, penalty)
+    order = similarity.argsort(dim=-1, descending=True)
     counts = (similarity >= settings.threshold).to(torch.float32)
     return make_plan(src, dst, order, nearest, r, counts)

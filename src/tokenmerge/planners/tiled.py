@@ -11,20 +11,12 @@ from tokenmerge.ops import Plan, make_plan, tiled_matching
 from tokenmerge.planners._grid import cell_of, partition
 
 OVER_TIME = True
-TAKES_PENALTY = True
 # Sides of a tile in cells, for pictures and for videos. Each source is compared with the destinations of a
 # window twice as long: up to 32 × 32 cells, or 4 × 16 × 16 over time. So planning is linear in the tokens.
 SIDES = {2: (16, 16), 3: (2, 8, 8)}
 
 
-def plan_tiled(
-    features: Tensor,
-    grid: Sequence[int],
-    r: int,
-    settings: MergeSettings,
-    step: Tensor,
-    penalty: Tensor | None = None,
-) -> Plan:
+def plan_tiled(features: Tensor, grid: Sequence[int], r: int, settings: MergeSettings, step: Tensor) -> Plan:
     """Plan as ``tome``, but compare each source only with the destinations in the tile around it.
 
     The plan is that of ``tome`` if one tile covers the grid: up to 16 × 16 cells, or 2 × 8 × 8 if cells reach
@@ -32,5 +24,5 @@ def plan_tiled(
     """
     src, dst = partition(grid, settings, step, features.device)
     sides = SIDES[len(grid)]
-    order, nearest = tiled_matching(features, grid, cell_of(grid, settings), src, dst, sides, penalty)
+    order, nearest = tiled_matching(features, grid, cell_of(grid, settings), src, dst, sides)
     return make_plan(src, dst, order, nearest, r)

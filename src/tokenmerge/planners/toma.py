@@ -15,12 +15,16 @@ from tokenmerge.planners._grid import cell_of
 # Factor of the cosines in the softmax. With 1000, a destination that is more similar by 0.01 takes nearly
 # the whole token.
 _SHARPNESS = 1000.0
+# Gains closer than this for each place of a tile count as equal. Two places that are left and most similar to
+# each other have the same gain, which rounding would make different, and differently in another batch.
+_EQUAL = 1e-5
 
 
 def facility_location(similarity: Tensor, real: Tensor, count: int) -> Tensor:
     """Choose the set D of places that best represents all: maximise f(D) = Σ_i max_{j ∈ D} S_ij.
 
-    The choice is greedy, which reaches at least 1 − 1/e of the largest f. It takes the first of equal places.
+    The choice is greedy, which reaches at least 1 − 1/e of the largest f. It takes the first of the places
+    that are equal within rounding.
     All leading dimensions run at once; the number of kernels grows with ``count``.
 
     Args:
@@ -35,8 +39,9 @@ def facility_location(similarity: Tensor, real: Tensor, count: int) -> Tensor:
     covered = torch.full_like(similarity[..., 0], -1.0)
     chosen = []
     for _ in range(count):
-        gain = (similarity - covered.unsqueeze(-2)).clamp_(min=0).sum(dim=-1)
-        best = gain.masked_fill(taken, -1).argmax(dim=-1, keepdim=True)
+        gain = (similarity - covered.unsqueeze(-2)).clamp_(min=0).sum(dim=-1).masked_fill(taken, -1)
+        most = gain.amax(dim=-1, keepdim=True) - _EQUAL * similarity.shape[-1]
+        best = (gain >= most).to(torch.uint8).argmax(dim=-1, keepdim=True)
         row = similarity.take_along_dim(best.unsqueeze(-1), dim=-2).squeeze(-2)
         covered, taken = covered.maximum(row), taken.scatter(-1, best, True)
         chosen.append(best)
@@ -63,6 +68,8 @@ def plan_toma(features: Tensor, grid: Sequence[int], r: int, settings: MergeSett
     unit = F.normalize(exact, dim=-1, eps=torch.finfo(exact.dtype).tiny)
     unit = unit.index_select(1, tiles.token.flatten()).unflatten(1, tiles.token.shape)  # [b, t, p, c]
     similarity = (unit @ unit.transpose(2, 3)) * tiles.real.unsqueeze(1) * tiles.real.unsqueeze(2)
+    # A token that is no number is like no other, so the shares of tokens that have this plan too stay finite.
+    similarity = similarity.nan_to_num(nan=0.0)
 
     # Tiles lose tokens in proportion to their size, and exactly r in total.
     size = tiles.real.sum(dim=1)

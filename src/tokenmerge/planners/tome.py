@@ -11,21 +11,13 @@ from tokenmerge.ops import Plan, bipartite_soft_matching, make_plan
 from tokenmerge.planners._grid import partition
 
 OVER_TIME = True
-TAKES_PENALTY = True
 
 
-def plan_tome(
-    features: Tensor,
-    grid: Sequence[int],
-    r: int,
-    settings: MergeSettings,
-    step: Tensor,
-    penalty: Tensor | None = None,
-) -> Plan:
+def plan_tome(features: Tensor, grid: Sequence[int], r: int, settings: MergeSettings, step: Tensor) -> Plan:
     """Partition the tokens, match each source with its most similar destination, merge the r best pairs.
 
     Planning time grows with the square of the number of tokens.
     """
     src, dst = partition(grid, settings, step, features.device)
-    order, nearest = bipartite_soft_matching(features, src, dst, penalty)
+    order, nearest = bipartite_soft_matching(features, src, dst)
     return make_plan(src, dst, order, nearest, r)

@@ -11,7 +11,8 @@ from functools import partial
 from typing import Any
 
 from tokenmerge.config import Correction, StepReuse, ToMeConfig
-from tokenmerge.errors import ConfigError, NothingToMergeError
+from tokenmerge.config.checks import as_number
+from tokenmerge.errors import ConfigError, NothingToMergeError, shown
 from tokenmerge.models.find import find_hosts
 from tokenmerge.report.flops import weightless
 from tokenmerge.report.prediction import default_or_given
@@ -33,11 +34,13 @@ def bytes_of(text: object) -> int:
     Raises:
         ConfigError: the value is neither.
     """
-    if isinstance(text, int | float) and not isinstance(text, bool) and 0 <= text < float("inf"):
-        return int(text)
+    if (number := as_number(text)) is not None and number >= 0:
+        return int(number)
     found = _SIZE.fullmatch(text) if isinstance(text, str) else None
     if found is None:
-        raise ConfigError(f"max_cache: expected a size such as '200MB' or a number of bytes, got {text!r}")
+        raise ConfigError(
+            f"max_cache: expected a size such as '200MB' or a number of bytes, got {shown(text)}"
+        )
     return int(Decimal(found[1]) * _UNITS[(found[2] or "").upper()])
 
 

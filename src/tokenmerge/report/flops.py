@@ -6,6 +6,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import sys
 from collections.abc import Collection, Iterator
 from itertools import chain
 from typing import Any
@@ -16,7 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
+from tokenmerge.models.base import is_a
 from tokenmerge.runtime.patch import restore
+from tokenmerge.runtime.watched import is_watching
 
 # Attributes by which other libraries wrap a module's calls. They may hold references to whole other models.
 _WRAPPERS = ("forward", "_old_forward", "_hf_hook", "_diffusers_hook", "_compiled_call_impl")
@@ -39,6 +42,7 @@ def weightless(root: nn.Module, on_cpu: Collection[str] = ()) -> nn.Module:
         memo[id(parameter)] = nn.Parameter(torch.zeros_like(parameter, device="cpu"), False)
     for module in root.modules():
         memo |= {id(module.__dict__[name]): None for name in _WRAPPERS if name in module.__dict__}
+        memo |= _plain_processor(module)
     if (parallel := getattr(root, "_parallel_config", None)) is not None:
         memo[id(parallel)] = None
     copied = copy.deepcopy(root, memo)
@@ -52,6 +56,21 @@ def weightless(root: nn.Module, on_cpu: Collection[str] = ()) -> nn.Module:
         if hasattr(processor, "_attention_backend"):
             processor._attention_backend = "native"  # other kernels of diffusers know no meta device
     return copied
+
+
+def _plain_processor(attention: nn.Module) -> dict[int, Any]:
+    """What takes the place of an attention processor that may keep what it sees, by the processor's id.
+
+    Counting must not call such a processor, whose state a copy may share. It is the one that diffusers gives
+    the class of the attention.
+    """
+    processor = getattr(attention, "processor", None)
+    if processor is None or not is_watching(processor):
+        return {}
+    module = sys.modules.get("diffusers.models.attention_processor")
+    plain = getattr(module, "AttnProcessor2_0", None) if is_a(attention, "Attention") else None
+    make = getattr(type(attention), "_default_processor_cls", plain)
+    return {} if make is None else {id(processor): make()}
 
 
 @torch.no_grad()

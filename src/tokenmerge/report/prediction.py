@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain, groupby
 from typing import Any
 
+from torch import nn
+
 from tokenmerge.config import Correction, ToMeConfig
 from tokenmerge.config.checks import integer, optional
-from tokenmerge.errors import ConfigError
+from tokenmerge.errors import ConfigError, TokenMergingError, reason_of, shown
 from tokenmerge.models.base import KINDS, Block, Host
 from tokenmerge.models.find import find_hosts
 from tokenmerge.report.flops import count_flops, weightless
@@ -20,6 +23,7 @@ from tokenmerge.report.text_table import Tabled, TextTable
 from tokenmerge.runtime.patch import hosts_that_merge, new_state, patch_host, restore
 from tokenmerge.runtime.pipeline import Pipeline
 from tokenmerge.runtime.select import layers_to_merge, merges
+from tokenmerge.runtime.state import Kept
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,6 +158,7 @@ def predict(
     batch: int = 2,
     steps: int | None = None,
     references: Sequence[tuple[int, int]] = (),
+    dense: Mapping[nn.Module, Collection[str]] | None = None,
 ) -> Report:
     """Count what merging saves, by running a copy of the model on the meta device.
 
@@ -170,6 +175,8 @@ def predict(
             steps. Counting takes up to half a second for each step. None: operations are not averaged.
         references: (height, width) of each reference picture in the sequence of the sample, in the unit of
             the sample.
+        dense: by model, paths of the blocks and layers that do not merge although the settings say so. None:
+            there are none.
 
     Raises:
         NothingToMergeError: no token would merge at this size.
@@ -177,17 +184,25 @@ def predict(
         ConfigError: no size is given and the model has no default size, a number is out of range, or the
             model takes no reference pictures.
     """
-    for argument, value in (("height", height), ("width", width), ("batch", batch), ("steps", steps)):
-        optional(integer(1))(argument, value)
+    _check_numbers(height=height, width=width, batch=batch, steps=steps)
     hosts = find_hosts(pipe_or_model)
     _check_references(hosts, references)
     height, width = default_or_given(hosts, height, width)
     merging, left_dense = hosts_that_merge(hosts, config, (height, width))
     labels = _labels(merging)
-    reports = [
-        _predict_host(host, name, config, (height, width, batch), steps, references)
-        for host, name in zip(merging, labels, strict=True)
-    ]
+    with _counting_at(hosts, height, width):
+        reports = [
+            _predict_host(
+                host,
+                name,
+                config,
+                (height, width, batch),
+                steps,
+                references,
+                (dense or {}).get(host.root, ()),
+            )
+            for host, name in zip(merging, labels, strict=True)
+        ]
     flops_dense = sum(report.flops_dense for report in reports)
     rows = tuple(chain.from_iterable(report.rows for report in reports))
     kept = sum(report.kept_bytes for report in reports)
@@ -229,16 +244,33 @@ def counted_speedup(
     It counts less than :func:`predict`, and is faster. The arguments and errors are the same; without
     ``steps``, one step is counted.
     """
+    _check_numbers(height=height, width=width, batch=batch, steps=steps)
     hosts = find_hosts(pipe_or_model)
     height, width = default_or_given(hosts, height, width)
     merging, _ = hosts_that_merge(hosts, config, (height, width))
     dense = merged = 0
-    for host in merging:
-        (copied,) = find_hosts(weightless(host.root, host.on_cpu))
-        arguments = partial(copied.example, height, width, batch)
-        dense += count_flops(copied.root, arguments())[type(host.root).__name__]
-        merged += mean_flops(copied, config, steps or 1, arguments)
+    with _counting_at(hosts, height, width):
+        for host in merging:
+            (copied,) = find_hosts(weightless(host.root, host.on_cpu))
+            arguments = partial(copied.example, height, width, batch)
+            dense += count_flops(copied.root, arguments())[type(host.root).__name__]
+            merged += mean_flops(copied, config, steps or 1, arguments)
     return dense / merged
+
+
+@contextlib.contextmanager
+def _counting_at(hosts: Sequence[Host], height: int, width: int) -> Iterator[None]:
+    """Turn an error of a model that cannot be called with a sample of this size into a ConfigError."""
+    try:
+        yield
+    except TokenMergingError:
+        raise
+    except Exception as error:
+        names = ", ".join(type(host.root).__name__ for host in hosts)
+        raise ConfigError(
+            f"height, width: operations of {names} cannot be counted for a sample of {height} × {width} "
+            f"({reason_of(error)}); pass the height and width that it is called with"
+        ) from error
 
 
 def default_or_given(hosts: Sequence[Host], height: int | None, width: int | None) -> tuple[int, int]:
@@ -252,15 +284,20 @@ def default_or_given(hosts: Sequence[Host], height: int | None, width: int | Non
     return size
 
 
+def _check_numbers(**numbers: int | None) -> None:
+    for argument, value in numbers.items():
+        optional(integer(1))(argument, value)
+
+
 def _check_references(hosts: Sequence[Host], references: Sequence[tuple[int, int]]) -> None:
     for size in references:
         if len(size) != 2 or not all(isinstance(side, int) and side >= 1 for side in size):
-            raise ConfigError(f"references: expected (height, width), integers ≥ 1, got {size!r}")
+            raise ConfigError(f"references: expected (height, width), integers ≥ 1, got {shown(size)}")
     if references and all(host.references is None for host in hosts):
         names = ", ".join(type(host.root).__name__ for host in hosts)
         raise ConfigError(
             f"references: {names} takes no reference pictures in the sequence of the sample, got "
-            f"{list(references)!r}; leave it out"
+            f"{shown(list(references))}; leave it out"
         )
 
 
@@ -280,6 +317,7 @@ def _predict_host(
     size: tuple[int, int, int],
     steps: int | None,
     references: Sequence[tuple[int, int]],
+    kept_dense: Collection[str],
 ) -> Report:
     height, width, batch = size
     (copied,) = find_hosts(weightless(host.root, host.on_cpu))
@@ -289,6 +327,7 @@ def _predict_host(
     most = config.most()
     counted_config = dataclasses.replace(most, reuse=config.reuse)
     state = new_state(copied, counted_config, Pipeline())
+    state.kept = Kept(dense=frozenset(kept_dense))
     patch_host(copied, state)
     state.pipeline.set_step(0, 1)  # for planners that read the previous step
     with state.recording() as recorded:
@@ -314,7 +353,8 @@ def _predict_host(
                 references=tuple(others),
             )
             rows.append(row)
-    notes = (*_notes(copied.blocks, rows, config), *host.limits)
+    free = tuple(block for block in copied.blocks if block.path not in kept_dense)
+    notes = (*_notes(free, rows, config), *host.limits)
     return Report(
         model=name,
         height=height,
@@ -324,16 +364,18 @@ def _predict_host(
         flops_dense=dense[counted],
         flops_merged=merged[counted],
         notes=notes,
-        kept_bytes=kept_bytes(copied, config, arguments),
-        flops_mean=mean_flops(copied, config, steps, arguments) if steps and config.follows_steps else None,
+        kept_bytes=kept_bytes(copied, config, arguments, state.kept),
+        flops_mean=mean_flops(copied, config, steps, arguments, state.kept)
+        if steps and config.follows_steps
+        else None,
     )
 
 
 def _merged(block: Block, config: ToMeConfig) -> str:
     """Name the parts of a block that run on merged tokens."""
     settings = next(config.stages(block.level))
-    if settings.whole_blocks:
-        return {"block": "whole block", "stack": "stack"}[settings.scope]
+    if settings.scope == "block":
+        return "whole block"
     names = "+".join(layer.name for layer in layers_to_merge(block, config))
     return f"keys of {names}" if settings.scope == "keys" else names
 
@@ -359,7 +401,6 @@ def _notes(blocks: tuple[Block, ...], rows: list[Row], config: ToMeConfig) -> tu
         why = {
             "layers": f"{has} no {' or '.join(KINDS[kind] for kind in kinds)}",
             "block": f"{'it' if one else 'they'} cannot run on merged tokens as a whole",
-            "stack": f"{'it is' if one else 'they are'} in no stack, like a transformer's first and last one",
             "keys": f"{has} no self-attention that takes keys separately from queries",
         }
         stay = "block stays dense" if one else "blocks stay dense"

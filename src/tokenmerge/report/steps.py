@@ -14,24 +14,27 @@ from tokenmerge.models.base import Host
 from tokenmerge.report.flops import count_flops
 from tokenmerge.runtime.patch import new_state, patch_host, restore
 from tokenmerge.runtime.pipeline import Pipeline
-from tokenmerge.runtime.state import ModelState
+from tokenmerge.runtime.state import Kept, ModelState
 
 # After two full steps the cache of step reuse is largest. The second must not be one of the last steps.
 _STEPS_TO_KEEP_MOST = 4
 
 Arguments = Callable[[], dict[str, Any]]
+_NOTHING = Kept()
 
 
-def mean_flops(host: Host, config: ToMeConfig, steps: int, arguments: Arguments) -> int:
+def mean_flops(
+    host: Host, config: ToMeConfig, steps: int, arguments: Arguments, kept: Kept = _NOTHING
+) -> int:
     """Count the operations of a call, averaged over the steps of a generation.
 
     The model is not patched, and may be on the meta device. ``arguments`` returns new arguments of a call, by
-    name, for each step.
+    name, for each step. ``kept`` says which blocks and layers do not merge.
     """
     name = type(host.root).__name__
     counts: dict[tuple[object, ...], int] = {}
     total = 0
-    with _patched(host, config) as state:
+    with _patched(host, config, kept) as state:
 
         def stop_if_known(root: nn.Module, args: tuple) -> None:
             kind.append(_kind_of_call(state))
@@ -70,13 +73,13 @@ def _kind_of_call(state: ModelState) -> tuple[object, ...]:
     )
 
 
-def kept_bytes(host: Host, config: ToMeConfig, arguments: Arguments) -> int:
-    """Count the bytes cached between steps: corrections, residuals, plans and how often tokens merged.
+def kept_bytes(host: Host, config: ToMeConfig, arguments: Arguments, kept: Kept = _NOTHING) -> int:
+    """Count the bytes cached between steps: corrections, residuals and plans.
 
     The arguments are as for :func:`mean_flops`.
     """
-    follows = config.correction.on or config.token_reuse or config.reuse.on or config.plans.every > 1
-    if not (follows or config.cached_features or config.penalises_repeats):
+    follows = config.correction.on or config.reuse.on or config.plans.every > 1
+    if not (follows or config.cached_features):
         return 0
     keeping = dataclasses.replace(
         config.most(),
@@ -84,26 +87,22 @@ def kept_bytes(host: Host, config: ToMeConfig, arguments: Arguments) -> int:
         correction=config.correction,
         reuse=_with_long_distances(config.reuse),
     )
-    with _patched(host, keeping) as state:
+    with _patched(host, keeping, kept) as state:
         for index in range(2):
             state.pipeline.set_step(index, _STEPS_TO_KEEP_MOST)
             count_flops(host.root, arguments())
         memory = state.threads.value.memory
         caches = () if memory is None else memory.caches
-        residuals = [
-            residual for cache in caches for residual in (*cache.residuals.values(), *cache.tokens.values())
-        ]
+        residuals = [residual for cache in caches for residual in cache.residuals.values()]
         residuals += [run.residual for cache in caches for run in cache.runs.values() if run.residual]
         of_model = () if memory is None else tuple(memory.model_residuals.values())
-        repeats = [counts for cache in caches for counts in cache.repeats.values()]
         plans = {id(plan): plan for cache in caches for plan in cache.plans.values()}.values()
-    kept: list[Any] = [
-        *repeats,
+    cached: list[Any] = [
         *of_model,
         *(tensor for residual in residuals for tensor in (*residual.latest, *(residual.delta or ()))),
     ]
-    kept += [tensor for plan in plans for tensor in plan]
-    once = {id(tensor): tensor for tensor in kept if isinstance(tensor, Tensor)}
+    cached += [tensor for plan in plans for tensor in plan]
+    once = {id(tensor): tensor for tensor in cached if isinstance(tensor, Tensor)}
     return sum(tensor.nbytes for tensor in once.values())
 
 
@@ -114,8 +113,9 @@ def _with_long_distances(reuse: StepReuse) -> StepReuse:
 
 
 @contextlib.contextmanager
-def _patched(host: Host, config: ToMeConfig) -> Iterator[ModelState]:
+def _patched(host: Host, config: ToMeConfig, kept: Kept) -> Iterator[ModelState]:
     state = new_state(host, config, Pipeline())
+    state.kept = kept
     patch_host(host, state)
     try:
         yield state
@@ -135,9 +135,7 @@ def notes_on_steps(config: ToMeConfig, averaged: bool = False) -> list[str]:
         f"from {_percent(start)} of the steps on: {_in_words(changes)}"
         for start, changes in config.schedule.phases.items()
     ]
-    if callable(config.schedule.ratio):
-        notes.append(f"the ratio follows a function over the steps, {config.most().ratio:g} at most")
-    elif config.schedule.changes_ratio:
+    if config.schedule.changes_ratio:
         ratios = " to ".join(f"{config.ratio * factor:g}" for factor in config.schedule.ratio)
         notes.append(f"the ratio goes from {ratios} over the steps")
     if config.schedule.start > 0:
@@ -146,7 +144,12 @@ def notes_on_steps(config: ToMeConfig, averaged: bool = False) -> list[str]:
     if config.schedule.until < 1:
         until = config.schedule.until
         notes.append(f"schedule.until={until:g}: the last {_percent(1 - until)} of the steps are dense")
-    notes += _notes_on_dense_steps(config)
+    if config.correction.on:
+        every = config.correction.every
+        notes.append(
+            f"correction.every={every}: 1 of {every} full steps is dense; the others add back the detail "
+            "that merging lost there"
+        )
     if config.reuse.on:
         notes += _notes_on_reuse(config.reuse)
     if config.plans.every > 1:
@@ -159,41 +162,15 @@ def notes_on_steps(config: ToMeConfig, averaged: bool = False) -> list[str]:
             f"features={config.cached_features!r}: plans compare what {what} added at the step before; the "
             "first step compares the inputs of blocks"
         )
-    if config.penalises_repeats:
-        notes.append("repeat_penalty: tokens that merged in earlier steps are less likely to merge again")
     if config.asks_guidance:
         notes.append(
             f"planner={config.guided_planner!r}: the planner 'tome' runs until the first guided step is done"
         )
     changes = config.schedule.changes_ratio or config.schedule.phases
-    if changes or config.correction.on or config.extrapolates_tokens or config.reuse.on:
+    if changes or config.correction.on or config.reuse.on:
         which = "tokens and operations are those of the step that merges most"
         more = "; pass a number of steps (--steps) to count the mean operations too"
         notes.append(which if averaged else which + more)
-    return notes
-
-
-def _notes_on_dense_steps(config: ToMeConfig) -> list[str]:
-    correction, notes = config.correction, []
-    if correction.on:
-        places = ", ".join(f"{place:g}" for place in correction.steps)
-        which = (
-            f"steps at {places} of the way are dense"
-            if correction.steps
-            else f"1 of {correction.every} full steps is dense"
-        )
-        others = (
-            "reuse what it computed" if config.token_reuse else "add back the detail that merging lost there"
-        )
-        notes.append(f"{correction.given}: {which}; the others {others}")
-    if config.token_reuse:
-        how = {
-            "reuse": "take their own residual of the step that last computed them",
-            "extrapolate": "extrapolate their own residual linearly; the first two steps are dense",
-        }
-        notes.append(
-            f"combine={config.token_reuse!r}: tokens that are not computed {how[config.token_reuse]}"
-        )
     return notes
 
 

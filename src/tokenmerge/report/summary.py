@@ -21,6 +21,7 @@ class Conditions:
         dtype: dtype of its weights.
         scale: pixels per side of a latent position; None: sizes are given in latents.
         slower: text about blocks that take longer merged than dense; None: none are known.
+        watched: text about other people's code that looks into the model; empty: there is none.
     """
 
     models: tuple[str, ...]
@@ -29,6 +30,7 @@ class Conditions:
     dtype: str
     scale: int | None = None
     slower: str | None = None
+    watched: str = ""
 
 
 def summary(
@@ -53,6 +55,8 @@ def summary(
         lines += [f"  {_counted(conditions, report)}", f"  {_kept(conditions, report)}"]
     if conditions.slower is not None:
         lines.append(f"  slower than dense: {conditions.slower}")
+    if conditions.watched:
+        lines.append(f"  left alone: {conditions.watched}")
     if run is not None:
         lines.append(f"  last run: {_happened(run)}")
     return lines
@@ -66,13 +70,9 @@ def _merging(config: ToMeConfig, conditions: Conditions, report: Report) -> str:
     merged = ", ".join(dict.fromkeys(row.merged for row in rows))
     where = f"{merged} of {len(rows)} of {conditions.blocks} blocks"
     what = f"{most.tokens} → {most.merged_tokens} tokens in {where}"
-    if config.token_reuse:
-        what += "; the others reuse residuals of their own"
     if not config.correction.on:
         return what
-    which = "steps at given places are" if config.correction.steps else None
-    which = which or f"1 of {config.correction.every} full steps is"
-    return f"{what}; {which} dense" + ("" if config.token_reuse else " and corrects the others")
+    return f"{what}; 1 of {config.correction.every} full steps is dense and corrects the others"
 
 
 def _reuse(config: ToMeConfig, report: Report | None) -> str:

@@ -3,7 +3,8 @@
 Where each block gets the very tensors that the block before it returned, the sum of their residuals is the
 result of the last one less the input of the first one. A step that skips them adds this sum, extrapolated, in
 the first block, and the others return what they get. Runs are found while a full step runs: whatever the host
-or a ControlNet changes between two blocks begins a new run.
+or a ControlNet changes between two blocks begins a new run. In a ControlNet, each block is a run of its own,
+since more than the next block reads its result.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from typing import Any
 
 from torch import Tensor
 
-from tokenmerge.errors import UnsupportedModelError
 from tokenmerge.models.call import HostCall
 from tokenmerge.runtime.caches import BlockRun
 from tokenmerge.runtime.context import RunningBlocks, ThreadState
@@ -42,9 +42,7 @@ def block_in_run(state: BlockState, call: HostCall, run: Callable[[], Any]) -> A
         return known.returned(added[0], text if added[1] is None else added[1])
     place, thread = state.block_layout.outputs[0], state.model.threads.value
     running = thread.running_blocks
-    goes_on = running is not None and running.goes_on_with(tokens, text)
-    if not goes_on:
-        _check_begins_outside_a_stack(state)
+    goes_on = running is not None and not state.is_read_between and running.goes_on_with(tokens, text)
     result = run()
     image, other = (result, None) if isinstance(result, Tensor) else (result[place], result[1 - place])
     made = BlockRun(isinstance(result, Tensor), place, other is None)
@@ -57,17 +55,6 @@ def block_in_run(state: BlockState, call: HostCall, run: Callable[[], Any]) -> A
         cache.runs[number] = dataclasses.replace(made, residual=None if before is None else before.residual)
     running.end_with(image, other)
     return result
-
-
-def _check_begins_outside_a_stack(state: BlockState) -> None:
-    """Refuse a run that would begin with merged tokens: its residual would fit no other plan."""
-    stack = state.stack
-    if stack is not None and not stack.is_first and stack.threads.value.input is not None:
-        raise UnsupportedModelError(
-            f"{state.path}: something changes tokens between the blocks of its stack, and "
-            f"{state.model.config.given_reuse} needs what all of them add; take scope='block', or "
-            "reuse.every=1"
-        )
 
 
 def finish_run(thread: ThreadState) -> None:

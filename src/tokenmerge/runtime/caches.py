@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -15,6 +16,7 @@ from tokenmerge.ops import Plan
 from tokenmerge.runtime.guidance import SampleTracker
 from tokenmerge.runtime.reuse import Residual
 from tokenmerge.runtime.run_log import RunLog
+from tokenmerge.runtime.scheduler import Generation
 from tokenmerge.runtime.step_tracker import StepTracker
 
 # A call of a block, as two numbers. The first is that of the model's call in its step: pipelines make several
@@ -57,19 +59,19 @@ class Cache:
         plans: of a block; blocks that share plans share this dictionary.
         runs: of a block that is skipped on some steps.
         residuals: of the last steps in which it ran.
-        tokens: residuals of the image's tokens, each from the step that last computed it; of a stack, in its
-            last block.
-        repeats: of a block with ``repeat_penalty``, ``[b, n]``: how many plans have merged each token into
-            another one.
         placeholders: tensors without memory, in the shapes of a stage's result that no running module reads.
+        dense: whether a block or layer does not merge, since other people's code looks at it.
     """
 
     plans: dict[Call, Plan] = dataclasses.field(default_factory=dict)
     runs: dict[Call, BlockRun] = dataclasses.field(default_factory=dict)
     residuals: dict[Call, Residual] = dataclasses.field(default_factory=dict)
-    tokens: dict[Call, Residual] = dataclasses.field(default_factory=dict)
-    repeats: dict[Call, Tensor] = dataclasses.field(default_factory=dict)
     placeholders: dict[Call, Any] = dataclasses.field(default_factory=dict)
+    dense: bool = False
+
+
+def _no_generation() -> None:
+    """Stand for a reference to a generation where there is none."""
 
 
 class Memory:
@@ -82,28 +84,31 @@ class Memory:
             their plans.
 
     Attributes:
+        generation: returns the generation, or None where there is none, or it is over. It holds no reference:
+            this object is dropped when its generation is.
         tracker: the calls of the generation.
         sample: whether a call is on the sample of the one before it.
         guidance_differences: what guidance changed in the results of the last step, by the call that planned.
-        deviations: ``[b, n]``, of the last step's result over its channels, by the call that planned.
-        skips: ``[b, n]``, in how many steps each token was not computed, likewise.
         seed: number of the running step that draws depend on.
         config: settings at the guidance scale of the generation; None before its first call.
+        timesteps: of the scheduler, where settings do not follow the steps; others begin a generation.
         log: what happened in the generation; None before its first call.
         model_residuals: by the call of the first block and its level, what all blocks of the level added to
             each token of the image.
         caches: one for each part of the model.
     """
 
-    def __init__(self, groups: Sequence[int]) -> None:
+    def __init__(self, groups: Sequence[int], generation: Generation | None = None) -> None:
+        self.generation: Callable[[], Generation | None] = (
+            _no_generation if generation is None else weakref.ref(generation)
+        )
         self.tracker = StepTracker()
         self.sample = SampleTracker()
         self.seed: Tensor | None = None
         self.config: ToMeConfig | None = None
+        self.timesteps: Any = None
         self.log: RunLog | None = None
         self.guidance_differences: dict[int, Tensor] = {}
-        self.deviations: dict[int, Tensor] = {}
-        self.skips: dict[int, Tensor] = {}
         self.model_residuals: dict[tuple[int, int, int], Tensor] = {}
         plans: dict[int, dict[Call, Plan]] = {group: {} for group in groups}
         self.caches = tuple(Cache(plans[group]) for group in groups)
@@ -117,8 +122,6 @@ class Memory:
             tracker.compared,
             tracker.shapes,
             self.guidance_differences,
-            self.deviations,
-            self.skips,
         )
         for noted in filter(None, by_number):
             for number in [number for number in noted if first <= number <= last]:
@@ -146,7 +149,7 @@ class Memory:
         if self.model_residuals:
             yield self.model_residuals
         for cache in self.caches:
-            for cached in (cache.runs, cache.residuals, cache.tokens, cache.repeats, cache.placeholders):
+            for cached in (cache.runs, cache.residuals, cache.placeholders):
                 if cached:
                     yield cached
 

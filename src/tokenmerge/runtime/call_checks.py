@@ -14,6 +14,7 @@ from tokenmerge.errors import ConfigError, NothingToMergeError, UnsupportedModel
 from tokenmerge.models.parallel import Part
 from tokenmerge.ops import num_tokens
 from tokenmerge.planners import sequence_of, sequence_of_part
+from tokenmerge.runtime.origin import instead, named
 from tokenmerge.runtime.planning import check_grid, merges_tokens
 from tokenmerge.runtime.scheduler import DenoisingStep
 from tokenmerge.runtime.state import ModelState
@@ -31,6 +32,18 @@ def check_given(state: ModelState, root: nn.Module, arguments: Mapping[str, Any]
         )
 
 
+def refuse_tracing(root: nn.Module) -> None:
+    """Refuse a call under ``torch.jit.trace``, which freezes what differs between steps."""
+    if torch.jit.is_tracing():  # type: ignore[attr-defined]
+        raise UnsupportedModelError(
+            f"{type(root).__name__}: torch.jit.trace, which torch.onnx.export(dynamo=False) and "
+            "openvino.convert_model(example_input=…) call too, would draw the same tokens in every step and "
+            "freeze what is cached between steps; write the model for ONNX Runtime or OpenVINO with "
+            "`tokenmerge export`, take torch.export.export or torch.onnx.export(dynamo=True), or call "
+            "remove_token_merging(model) first to trace the dense model"
+        )
+
+
 def check_size(state: ModelState, *grids: tuple[int, int, int]) -> None:
     """Check that a call with these finest grids has tokens to merge, or may run dense.
 
@@ -42,7 +55,7 @@ def check_size(state: ModelState, *grids: tuple[int, int, int]) -> None:
     if state.facts.reuses_steps:  # it saves time without merging
         return
     try:
-        check_grid(state.stages, *grids)
+        check_grid(state.stages, *grids, method=state.method)
     except NothingToMergeError as error:
         if state.warned is None:
             raise
@@ -64,14 +77,9 @@ def check_part(
         grids: (frames, rows, columns) of the whole pictures.
 
     Raises:
-        UnsupportedModelError: no token of some part can merge, a planner would not remove equally many
-            tokens from each, or it looks at the result for all tokens.
+        UnsupportedModelError: no token of some part can merge, or a planner would not remove equally many
+            tokens from each.
     """
-    if state.config.result_planner is not None:
-        raise UnsupportedModelError(
-            f"{type(root).__name__}: planner={state.config.result_planner!r} looks at the result for all "
-            "tokens, of which context parallelism gives each device a part; take another planner"
-        )
     for _, settings in state.stages:
         whole = sequence_of(grids, settings)
         every = [sequence_of_part(whole.pictures, index, part.parts) for index in range(part.parts)]
@@ -96,18 +104,6 @@ def _warn(message: str) -> None:
     warnings.warn(message, stacklevel=2)
 
 
-def check_stacks(state: ModelState, root: nn.Module, arguments: Mapping[str, Any]) -> None:
-    """Refuse a call in which something between the blocks of a stack needs all tokens."""
-    between = [name for name in state.call.between if arguments.get(name) is not None]
-    if torch.is_grad_enabled() and getattr(root, "is_gradient_checkpointing", False):
-        between = ["gradient checkpointing"]
-    if between:
-        raise UnsupportedModelError(
-            f"scope='stack' leaves tokens merged from block to block, and {' and '.join(between)} needs each "
-            "block on its own; take scope='block', with plans.blocks=True for one plan"
-        )
-
-
 def refuse_caches(state: ModelState, root: nn.Module) -> None:
     """Refuse diffusers' caches, which count the calls of blocks, where blocks are skipped on some steps."""
     if not state.config.reuses_steps:
@@ -117,22 +113,23 @@ def refuse_caches(state: ModelState, root: nn.Module) -> None:
         for hook in hooks.values():
             if hook._is_stateful:
                 raise UnsupportedModelError(
-                    f"{path}: {state.config.given_reuse} leaves blocks out on some steps, and "
-                    f"{type(hook).__name__} keeps results from call to call; take reuse.every=1, or remove "
-                    "that cache first: model.disable_cache()"
+                    f"{path}: {named(state.method, state.config.given_reuse)} leaves blocks out on some "
+                    f"steps, and {type(hook).__name__} keeps results from call to call; remove that cache "
+                    f"first: model.disable_cache(), or {instead(state.method, 'take reuse.every=1')}"
                 )
 
 
-def refuse_training(given: str, off: str) -> None:
+def refuse_training(given: str, off: str, method: str) -> None:
     """Refuse a setting that caches results between steps, in a call under gradients.
 
     Args:
         given: the setting with its value.
         off: the same setting with the value that turns it off.
+        method: name of the settings, for the message.
     """
     raise ConfigError(
-        f"{given} caches results of one step for the next and is for generation: call the model under "
-        f"torch.no_grad(), or take {off}"
+        f"{named(method, given)} caches results of one step for the next and is for generation: call the "
+        f"model under torch.no_grad(), or {instead(method, f'take {off}')}"
     )
 
 
@@ -153,12 +150,13 @@ def warn_where_nothing_is_saved(state: ModelState, config: ToMeConfig, step: Den
         and len(config.reuse.steps_of(steps, step.adds_noise).full) == steps
         and not merges_tokens(state.stages, *grids)
     ):
-        tokens = sum(map(num_tokens, grids))
+        tokens, by_method = sum(map(num_tokens, grids)), bool(state.method)
         counted = f"{steps} step{'s' if steps > 1 else ''}"
         warnings.warn(
-            f"this generation is dense: of {counted} {_limit(config.reuse)} leaves none out, and on {tokens} "
-            f"tokens, with min_tokens={config.min_tokens}, nothing merges; "
-            "lower min_tokens, generate a larger image, or take more steps",
+            f"this generation is dense: of {counted} {named(state.method, _limit(config.reuse))} leaves none "
+            f"out, and on {tokens} tokens{'' if by_method else f', with min_tokens={config.min_tokens},'} "
+            f"nothing merges; {'' if by_method else 'lower min_tokens, '}generate a larger image, or take "
+            "more steps",
             stacklevel=2,
         )
 

@@ -34,8 +34,6 @@ class CallContext:
         caches_residuals: whether residuals are cached, for steps that skip blocks or stages.
         caches_features: level and kind of features that are cached, for the plans of a later step.
         corrects: whether this is a dense correction step.
-        token_distance: steps since the last correction step, divided by the distance between the last two,
-            where tokens extrapolate their residuals; None: nothing of a token is extrapolated.
         extrapolation: steps since the skipped blocks or deep stages ran, divided by the interval between
             their last two runs. A tensor, so that compiled blocks need no graph for each value. None: they
             run.
@@ -43,7 +41,6 @@ class CallContext:
         guidance_copies: how many times the batch holds each sample, for as many prompts.
         copies_equal: in a graph and on accelerators, whether it does hold equal samples; None: it does.
         guidance_difference: what guidance changed in the result of the last step; None: unknown.
-        skip_scores: how well each token can be skipped, by the result of the last step; None: unknown.
         step_log: where blocks note what they merge; None: nobody asked for it.
     """
 
@@ -56,13 +53,11 @@ class CallContext:
     caches_residuals: bool = False
     caches_features: frozenset[tuple[int, str]] = frozenset()
     corrects: bool = False
-    token_distance: Tensor | None = None
     extrapolation: Tensor | None = None
     shallow_extrapolation: Tensor | None = None
     guidance_copies: int = 1
     copies_equal: Tensor | None = None
     guidance_difference: Tensor | None = None
-    skip_scores: Tensor | None = None
     step_log: StepLog | None = None
 
 
@@ -118,7 +113,6 @@ class ThreadState:
         spans: by call and level, the image tokens that the first block was called with, followed by those
             that the last block returned, once it has run.
         running_blocks: blocks of a full step whose residual is cached; None: there are none.
-        plan: the latest plan of a block in the running call, if a planner needs to know what was computed.
     """
 
     def __init__(self, context: CallContext, groups: Sequence[int]) -> None:
@@ -130,7 +124,6 @@ class ThreadState:
         self.memory: Memory | None = None
         self.spans: dict[tuple[int, int, int], tuple[Tensor, ...]] = {}
         self.running_blocks: RunningBlocks | None = None
-        self.plan: Plan | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -141,13 +134,11 @@ class ActiveMerge:
         images: number of images in its input.
         tokens: number of tokens of each, padding included.
         plan: which tokens merge; None on a dense correction step, which measures what merging would lose.
-        awaits_keys: whether the attention of the block will plan, by its keys; the plan is None until then.
     """
 
     images: int
     tokens: int
     plan: Plan | None
-    awaits_keys: bool = False
 
 
 class PartState:

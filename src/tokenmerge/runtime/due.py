@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -20,28 +21,21 @@ from tokenmerge.runtime.step_tracker import StepTracker
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Due:
-    """What is due in a call; most fields are those of :class:`tokenmerge.runtime.context.CallContext`.
-
-    ``has_token_residuals`` says whether tokens that are not computed have cached residuals of their own.
-    """
+    """What is due in a call; its fields are those of :class:`tokenmerge.runtime.context.CallContext`."""
 
     settings: Mapping[int, MergeSettings]
     caches_residuals: bool
     corrects: bool
-    token_distance: Tensor | None
     extrapolation: Tensor | None
     shallow_extrapolation: Tensor | None
-    has_token_residuals: bool
 
     @property
     def kind(self) -> StepKind:
         """What the call does, in a word."""
         if self.extrapolation is not None or self.shallow_extrapolation is not None:
             return "reused"
-        merging = () if self.corrects else [own for own in self.settings.values() if own.merges]
-        if self.has_token_residuals and any(own.reuses_tokens for own in merging):
-            return "token-wise"
-        return "full" if merging else "dense"
+        merges = not self.corrects and any(own.merges for own in self.settings.values())
+        return "full" if merges else "dense"
 
 
 def due_of(
@@ -49,6 +43,7 @@ def due_of(
     memory: Memory,
     shape: tuple[object, ...],
     settings: Mapping[int, MergeSettings],
+    method: str,
 ) -> Due:
     """Decide what is skipped in a call that has begun, and whether it is dense.
 
@@ -57,17 +52,16 @@ def due_of(
         memory: of the generation.
         shape: of the call's inputs.
         settings: those of each level at the step, if it is not dense.
+        method: name of the settings, for messages.
     """
     tracker = memory.tracker
     step = tracker.step
-    extrapolation, shallow, caches_residuals = reuse_of(config, tracker, shape)
-    corrects, token_distance = False, None
-    if extrapolation is None and (step is None or config.schedule.merges(step.done, step.steps)):
-        dense, token_distance = correction_due(config, tracker, shape)
-        if dense:
-            corrects, settings = _correction_of(config, tracker, settings)
-    known = any(number == tracker.call for cache in memory.caches for number, _ in cache.tokens)
-    return Due(settings, caches_residuals, corrects, token_distance, extrapolation, shallow, known)
+    extrapolation, shallow, caches_residuals = reuse_of(config, tracker, shape, method)
+    corrects = False
+    merges = step is None or config.schedule.merges(step.done, step.steps)
+    if extrapolation is None and merges and correction_due(config, tracker, shape):
+        corrects, settings = _correction_of(config, tracker, settings, method)
+    return Due(settings, caches_residuals, corrects, extrapolation, shallow)
 
 
 def settings_of(
@@ -105,7 +99,8 @@ def begin_plans(
         repeated = False
     else:
         first = sample[0] if isinstance(sample, list) else sample
-        memory.sample.begin_call(first, seed, lambda: _sample_gone(state, memory))
+        held = weakref.ref(memory)  # the tracker is a part of it
+        memory.sample.begin_call(first, seed, lambda: _sample_gone(state, held()))
         # It is a second call of one step, and not the first call of the next step.
         repeated = (
             config.plans.guidance and memory.sample.repeated and (tracker.call > 0 or tracker.step is None)
@@ -131,21 +126,23 @@ def caches_plans(config: ToMeConfig, memory: Memory) -> bool:
     )
 
 
-def _sample_gone(state: ModelState, memory: Memory) -> None:
-    """Drop what the next step will not use, after all calls on one sample."""
-    tracker = memory.tracker
+def _sample_gone(state: ModelState, memory: Memory | None) -> None:
+    """Drop what the next step will not use, after all calls on one sample; None: it is gone too."""
+    if memory is None:
+        return
+    tracker, generation = memory.tracker, memory.generation()
     if tracker.step is None:
         memory.forget()
     elif tracker.is_last:
         memory.forget(tracker.plan_call, tracker.call)
         for other in state.pipeline.states:
-            unfinished = other.memories.get(tracker.step.generation)
+            unfinished = None if generation is None else other.memories.get(generation)
             if unfinished is not None and not unfinished.tracker.is_last:
                 unfinished.forget()  # a model that only runs the first steps
 
 
 def reuse_of(
-    config: ToMeConfig, tracker: StepTracker, shape: tuple[object, ...]
+    config: ToMeConfig, tracker: StepTracker, shape: tuple[object, ...], method: str = ""
 ) -> tuple[Tensor | None, Tensor | None, bool]:
     """Decide which parts are skipped and whether residuals are cached.
 
@@ -155,10 +152,10 @@ def reuse_of(
     """
     step = tracker.step
     if config.reuse.on and torch.is_grad_enabled():
-        refuse_training(config.reuse.given, "reuse.every=1")
+        refuse_training(config.reuse.given, "reuse.every=1", method)
     if step is None or not config.reuse.on:
         return None, None, False
-    runs = config.reuse.steps_of(step.steps, step.adds_noise, step.generation.ends_clean)
+    runs = config.reuse.steps_of(step.steps, step.adds_noise, step.ends_clean)
     if len(runs.full) == step.steps or not config.schedule.merges(step.done, step.steps):
         return None, None, False
     # Where the second step is full, two runs come first, also in a model that begins with a later step.
@@ -190,28 +187,13 @@ def _extrapolation(
     return None if distance is None else torch.tensor(distance)
 
 
-def correction_due(
-    config: ToMeConfig, tracker: StepTracker, shape: tuple[object, ...]
-) -> tuple[bool, Tensor | None]:
-    """Decide whether a call that runs all blocks is dense.
-
-    Returns:
-        Whether it is dense, and how far tokens extrapolate their own residuals (None if they do not).
-    """
-    if torch.is_grad_enabled() and config.token_reuse is not None:
-        refuse_training(f"combine={config.token_reuse!r}", "combine='mean'")
-    step, correction, due = tracker.step, config.correction, False
-    if correction.on:
-        is_at = None if step is None else correction.is_at(step.done, step.steps)
-        due = tracker.corrects(correction.every, shape, is_at)
-    if not config.extrapolates_tokens:
-        return due, None
-    distance = _extrapolation(tracker, "tokens", due, shape, holds=False)
-    return distance is None, distance
+def correction_due(config: ToMeConfig, tracker: StepTracker, shape: tuple[object, ...]) -> bool:
+    """Decide whether a call that runs all blocks is dense."""
+    return config.correction.on and tracker.corrects(config.correction.every, shape)
 
 
 def _correction_of(
-    config: ToMeConfig, tracker: StepTracker, settings: Mapping[int, MergeSettings]
+    config: ToMeConfig, tracker: StepTracker, settings: Mapping[int, MergeSettings], method: str
 ) -> tuple[bool, Mapping[int, MergeSettings]]:
     """Make the running call dense.
 
@@ -219,7 +201,7 @@ def _correction_of(
         Whether it measures corrections for a later step, and its settings.
     """
     if torch.is_grad_enabled():
-        refuse_training(config.correction.given, "correction.every=0")
+        refuse_training(f"correction.every={config.correction.every}", "correction.every=0", method)
     step = tracker.step
     if step is None or step.steps == 1:  # there is no step to correct
         return False, settings

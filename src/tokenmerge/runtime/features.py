@@ -1,4 +1,4 @@
-"""What planners compare beside a block's input: its residual, and the keys of its attention."""
+"""Features of the step before, which planners compare: what a block, or all blocks of a level, added."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tokenmerge.models.call import HostCall
-from tokenmerge.ops import IndexPlan
 from tokenmerge.runtime.context import CallContext
 from tokenmerge.runtime.reuse import Residual
 from tokenmerge.runtime.state import BlockState
@@ -97,35 +96,3 @@ def _cached(state: BlockState) -> Tensor | None:
         return memory.model_residuals.get((*state.call, state.level))
     kept = state.threads.value.cache.residuals.get(state.call)
     return None if kept is None else kept.latest[0 if kept.single else state.image_place]
-
-
-def keys_of(attention: nn.Module, image: Tensor) -> Tensor:
-    """The keys of the image tokens ``[b, n, c]``, with the heads side by side.
-
-    The cosine of two tokens' keys is then the mean over the heads, weighted by the lengths of the keys.
-    """
-    keys: Tensor = attention.get_submodule("to_k")(image)
-    return keys
-
-
-def penalty_of(state: BlockState, images: int) -> Tensor | None:
-    """``[images, n]``: what is subtracted from the similarity of each token; None: nothing.
-
-    DiTo (arXiv 2605.22011): S'_ij = cos(y_i, y_j) − λ · count_i, with ``repeat_penalty`` as λ.
-    """
-    counts = state.threads.value.cache.repeats.get(state.plan_call)
-    if counts is None or len(counts) < images:
-        return None
-    # Prompts that share a plan have merged the same tokens.
-    return state.settings.repeat_penalty * counts[:images]
-
-
-def count_repeats(state: BlockState, plan: IndexPlan) -> None:
-    """Note which tokens a new plan merges into others."""
-    repeats, call = state.threads.value.cache.repeats, state.plan_call
-    before = repeats.get(call)
-    if before is None or before.shape != plan.inverse.shape:
-        before = torch.zeros_like(plan.inverse, dtype=torch.float32)
-    sources = plan.sources.flatten()
-    once = torch.ones_like(sources, dtype=before.dtype)
-    repeats[call] = before.flatten().index_add(0, sources, once).view_as(before)

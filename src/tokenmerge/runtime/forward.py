@@ -11,39 +11,27 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from tokenmerge.config import CACHED_FEATURES, TOKEN_REUSE, MergeSettings
+from tokenmerge.config import CACHED_FEATURES, MergeSettings
 from tokenmerge.errors import UnsupportedModelError
 from tokenmerge.models.call import HostCall
 from tokenmerge.models.layout import Layout
 from tokenmerge.models.parallel import splits_tokens
-from tokenmerge.ops import Plan, keep_destinations, merge, merge_with_norm
+from tokenmerge.ops import Plan, keep_destinations, merge
 from tokenmerge.runtime.block_runs import block_in_run
 from tokenmerge.runtime.caches import RecordedCall
 from tokenmerge.runtime.context import ActiveMerge, CallContext
-from tokenmerge.runtime.features import caches_features, keys_of, with_cached_features
+from tokenmerge.runtime.features import caches_features, with_cached_features
 from tokenmerge.runtime.host_method import HostMethod
-from tokenmerge.runtime.merged_call import (
-    add_lost,
-    call_on,
-    keyed_call,
-    merged_call,
-    merged_tokens,
-    of_image,
-)
-from tokenmerge.runtime.planning import pictures_to_merge, plan_by, plan_of, sequence_in
+from tokenmerge.runtime.merged_call import add_lost, keyed_call, merged_call, of_image
+from tokenmerge.runtime.planning import pictures_to_merge, plan_of, sequence_in
 from tokenmerge.runtime.proportional_attention import ProportionalAttention
 from tokenmerge.runtime.reuse import Residual, extrapolated, residual_of, updated
-from tokenmerge.runtime.stack import call_in_stack
 from tokenmerge.runtime.state import STATE, BlockState, LayerState, StageState
-from tokenmerge.runtime.token_reuse import cached_anew, refilled_result
 
 # Where ``nn.Module.compile`` leaves what a module runs instead of its ``forward``.
 COMPILED = "_compiled_call_impl"
 
-COMBINE = {
-    **{"mean": merge, "keep": keep_destinations, "norm": merge_with_norm},
-    **dict.fromkeys(TOKEN_REUSE, keep_destinations),
-}
+COMBINE = {"mean": merge, "keep": keep_destinations}
 
 # These functions make the method of a swapped class from that of the original class. A module that is called
 # through a reference to this method after it was restored has no state, and does what its class does.
@@ -91,14 +79,14 @@ def compiled_block(names: Callable[[], Sequence[str]]) -> property:
                 f"{state.path}: context parallelism splits tokens inside the graph of this block, and "
                 "what is cached between calls is for the part of each device; leave the model uncompiled, or "
                 "take reuse.every=1, plans.every=1, plans.blocks=False, plans.guidance=False, "
-                "features='input', repeat_penalty=0, and no patch.record_steps()"
+                "features='input', and no patch.record_steps()"
             )
         _count_call(state)
         block, call = state.threads.value, HostCall(graph, names(), args, kwargs)
 
         def run_graph() -> Any:
             outside = _plans_outside(state)
-            block.known = _active_call(state, state.settings, context, call) if outside else None
+            block.known = _active_call(state, call) if outside else None
             block.counted = True
             try:
                 return graph(*args, **kwargs)
@@ -152,12 +140,10 @@ def layer_call(original: HostMethod) -> Callable:
             return original.of(self)(*args, **kwargs)
         call = HostCall(original.of(self), original.names(), args, kwargs)
         settings = state.block.settings
-        if not _merges_here(state, settings, active, call):
+        if state.threads.value.cache.dense or not _merges_here(state, settings, active, call):
             return call.result()
-        if active.awaits_keys:
-            active = _planned_by_keys(self, state, active, call)
         plan = active.plan
-        if settings.whole_blocks:
+        if settings.scope == "block":
             with _proportional(state, settings, plan):
                 return call.result()
 
@@ -169,8 +155,6 @@ def layer_call(original: HostMethod) -> Callable:
                     return keyed_call(call, state.layout, plan, state.keys, combine)
                 return merged_call(call, state.layout, plan, combine)
 
-        if settings.reuses_tokens:
-            return _with_cached_tokens(state.block, state, call, active, change_only=False)
         residuals, number = state.threads.value.cache.residuals, state.block.call
         before = residuals.get(number)
         result = _corrected(settings, plan, before, state.layout, call.result, merged)
@@ -182,25 +166,10 @@ def layer_call(original: HostMethod) -> Callable:
     return forward
 
 
-def _planned_by_keys(
-    attention: nn.Module, state: LayerState, active: ActiveMerge, call: HostCall
-) -> ActiveMerge:
-    """What a block merges from this attention on. The attention plans by its keys."""
-    if state.kind != "attn1" or not state.own_keys:
-        return active
-    image = state.layout.image(call.argument(call.names[0]), active.tokens)
-    block, shape = state.block, (active.images, active.tokens)
-    plan = plan_by(
-        block, block.model.context, sequence_in(block).pictures, shape, lambda: keys_of(attention, image)
-    )
-    known = block.threads.value.merge = ActiveMerge(*shape, plan)
-    return known
-
-
 def _merges_here(state: LayerState, settings: MergeSettings, active: ActiveMerge, call: HostCall) -> bool:
     """Whether a layer's call takes part in what its block merges."""
     tokens, images, n = call.argument(call.names[0]), active.images, active.tokens
-    if settings.whole_blocks:
+    if settings.scope == "block":
         takes_part = True
         if active.plan is not None:
             images, n = active.plan.keep.shape
@@ -232,7 +201,7 @@ def _with_caches(state: BlockState, call: HostCall, run: Callable[[], Any]) -> A
     context = state.model.context
     if caches_features(state, context):
         run = functools.partial(with_cached_features, state, call, sequence_in(state).tokens, run)
-    return _skippable_block(state, call, run) if _is_skipped(state, context) else run()
+    return block_in_run(state, call, run) if _is_skipped(state, context) else run()
 
 
 def _is_skipped(state: BlockState, context: CallContext) -> bool:
@@ -240,25 +209,9 @@ def _is_skipped(state: BlockState, context: CallContext) -> bool:
     return state.caches_residuals and context.caches_residuals
 
 
-def _skippable_block(state: BlockState, call: HostCall, run: Callable[[], Any]) -> Any:
-    """The result of a block that is skipped on some steps; ``run`` returns that of a full step."""
-    if not state.is_read_between:
-        return block_in_run(state, call, run)
-    residuals, distance = state.threads.value.cache.residuals, state.model.context.extrapolation
-    before = residuals.get(state.call)
-    if distance is not None and before is not None:
-        return extrapolated(before, _bases(state, call, len(before.latest)), distance)
-    result = run()
-    residuals[state.call] = updated(before, _residual(state, call, result), state.model.threads.value.part)
-    return result
-
-
 def _block(state: BlockState, call: HostCall) -> Any:
-    """Run a block: as a whole, by its layers, or inside a stack."""
+    """Run a block: as a whole, or by its layers."""
     settings, context = state.settings, state.model.context
-    combine = COMBINE[settings.combine]
-    if settings.scope == "stack":
-        return call_in_stack(call, state, combine)
     block_layout = state.block_layout if settings.scope == "block" else None
     if settings.scope == "block" and (block_layout is None or call.has(block_layout.dense_if)):
         return call.result()
@@ -267,91 +220,50 @@ def _block(state: BlockState, call: HostCall) -> Any:
     try:
         known = block.known
         if known is None:
-            known = _active_call(state, settings, context, call)
+            known = _active_call(state, call)
             if records:
                 state.calls[state.layout.tokens_of(call)] = known
         block.merge = active = known.merge
         if block_layout is None or active is None:
-            result = call.result()
-            if records and active is not None and active.awaits_keys:
-                # Gradient checkpointing takes the plan that the attention has made.
-                state.calls[state.layout.tokens_of(call)] = known._replace(merge=block.merge)
-            return result
-        if settings.reuses_tokens:
-            return _with_cached_tokens(state, state, call, active, change_only=True)
+            return call.result()
 
         def merged(plan: Plan) -> Any:
-            return merged_call(call, block_layout, plan, combine, change_only=True)
+            return merged_call(call, block_layout, plan, COMBINE[settings.combine], change_only=True)
 
         residuals = block.cache.residuals
         # What is cached for other purposes is not read here, because that would take another graph.
         before = residuals.get(state.call) if context.config.correction.on else None
         result = _corrected(settings, active.plan, before, block_layout, call.result, merged)
-        cached = before is not None or context.corrects  # from a correction step on
-        if cached and not (state.is_read_between and _is_skipped(state, context)):
-            residuals[state.call] = of_image(block_layout, _residual(state, call, result), active.tokens)
+        if before is not None or context.corrects:  # from a correction step on
+            bases = _bases(state, call, 1 if isinstance(result, Tensor) else len(result))
+            residuals[state.call] = of_image(block_layout, residual_of(result, bases), active.tokens)
         return result
     finally:
         block.merge = None
 
 
-def _with_cached_tokens(
-    block: BlockState, state: BlockState | LayerState, call: HostCall, active: ActiveMerge, change_only: bool
-) -> Any:
-    """The result of a block, or of a layer in it, where tokens that are not computed have residuals cached.
-
-    What is cached of a block is its residual, with ``change_only``, and of a layer its result.
-    """
-    layout = block.block_layout if change_only else state.layout
-    assert layout is not None
-    tokens, settings, number = state.threads.value.cache.tokens, block.settings, block.call
-    before, plan = tokens.get(number), active.plan
-    if plan is None:
-        result = call.result()
-        count = 1 if isinstance(result, Tensor) else len(result)
-        bases = _bases(block, call, count) if change_only else [0.0] * count
-        residual = of_image(layout, residual_of(result, bases), active.tokens)
-        tokens[number] = cached_anew(before, residual, settings, block.model.threads.value.part)
-        return result
-    given = layout.tokens_of(call)
-    merged = merged_tokens(layout, plan, given, COMBINE[settings.combine])
-    with nullcontext() if isinstance(state, BlockState) else _proportional(state, settings, plan):
-        result = call_on(call, layout, plan, merged)
-    change, distance = (given, merged) if change_only else None, block.model.context.token_distance
-    result, tokens[number] = refilled_result(layout, plan, result, change, before, settings, distance)
-    return result
-
-
-def _active_call(
-    state: BlockState, settings: MergeSettings, context: CallContext, call: HostCall
-) -> RecordedCall:
-    """What the running call of a block merges."""
-    layout, merge = state.layout, None
+def _active_call(state: BlockState, call: HostCall) -> RecordedCall:
+    """Find out what the running call of a block merges."""
+    layout, context = state.layout, state.model.context
     tokens = layout.tokens_of(call)
     mask = call.argument(layout.padding) if layout.padding else None
-    found = pictures_to_merge(state, settings, tokens)
-    if found is not None:
-        pictures, n = found
-        awaits_keys = settings.features == "keys" and not context.corrects
-        plan = None if context.corrects or awaits_keys else plan_of(state, context, pictures, n, tokens, mask)
-        padded = n if mask is None else tokens.shape[1]
-        merge = ActiveMerge(tokens.shape[0], padded, plan, awaits_keys)
-    return RecordedCall(settings, merge)
+    found = pictures_to_merge(state, tokens)
+    if found is None or state.threads.value.cache.dense:
+        return RecordedCall(state.settings, None)
+    pictures, n = found
+    plan = None if context.corrects else plan_of(state, context, pictures, n, tokens, mask)
+    padded = n if mask is None else tokens.shape[1]
+    return RecordedCall(state.settings, ActiveMerge(tokens.shape[0], padded, plan))
 
 
 def _plans_outside(state: BlockState) -> bool:
     """Whether the next call of a compiled block takes its plan as an input of the graph.
 
     A plan that serves one call is better made in the graph, where its operations are fused. A plan that the
-    step log counts has to be made outside. In a stack the first block plans, in its graph. With
-    ``features="keys"`` the attention plans.
+    step log counts has to be made outside.
     """
-    settings = state.settings
-    if settings.scope == "stack" or settings.features == "keys":
-        return False
-    context = state.model.context
-    # What is cached between steps is read outside the graph.
-    reads_cache = settings.features in CACHED_FEATURES or settings.repeat_penalty > 0
+    settings, context = state.settings, state.model.context
+    reads_cache = settings.features in CACHED_FEATURES  # what is cached is read outside the graph
     return context.caches_plans or context.step_log is not None or reads_cache
 
 
@@ -359,11 +271,6 @@ def _count_call(state: BlockState) -> None:
     """Number the running call of a block. With gradients the number is 0, since the call may run again."""
     block = state.threads.value
     block.number = 0 if torch.is_grad_enabled() else block.number + 1
-
-
-def _residual(state: BlockState, call: HostCall, result: Any) -> Residual:
-    """What a block has added to what it was called with."""
-    return residual_of(result, _bases(state, call, 1 if isinstance(result, Tensor) else len(result)))
 
 
 def _corrected(

@@ -76,27 +76,14 @@ def importance_of_tokens(change: Tensor, *grids: tuple[int, int, int]) -> Tensor
         several frames and a grid of one. None for a result of another shape.
     """
     size = change.abs().float()
-    return on_tokens(size.mean(dim=2 if size.ndim == 3 else 1, keepdim=True), *grids)
-
-
-def on_tokens(values: Tensor, *grids: tuple[int, int, int]) -> Tensor | None:
-    """The mean of some values over the area of each token.
-
-    Args:
-        values: ``[b, 1, h, w]``, ``[b, 1, f, h, w]``, or ``[b, n, 1]`` on the model's finest grid.
-        grids: (frames, rows, columns) of the tokens of each picture.
-
-    Returns:
-        ``[b, n]``, ``[b · f, n]`` for several frames and a grid of one, None for values of another shape.
-    """
-    if values.ndim == 3:
-        tokens = values.squeeze(2)
+    if size.ndim == 3:
+        tokens = size.mean(dim=2)
         return tokens if tokens.shape[1] == sum(map(num_tokens, grids)) else None
     grid = grids[0]
-    if values.ndim not in (4, 5) or (values.ndim == 4 and grid[0] > 1) or len(grids) > 1:
+    if size.ndim not in (4, 5) or (size.ndim == 4 and grid[0] > 1) or len(grids) > 1:
         return None
-    frames = values
-    if values.ndim == 5 and grid[0] == 1:
+    frames = size.mean(dim=1, keepdim=True)
+    if size.ndim == 5 and grid[0] == 1:
         frames = frames.flatten(0, 2).unsqueeze(1)
     if frames.ndim == 4:
         frames = frames.unsqueeze(2)

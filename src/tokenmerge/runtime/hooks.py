@@ -19,8 +19,8 @@ from tokenmerge.runtime.call_checks import (
     check_given,
     check_part,
     check_size,
-    check_stacks,
     refuse_caches,
+    refuse_tracing,
     warn_of_other_conditions,
     warn_where_nothing_is_saved,
 )
@@ -34,15 +34,16 @@ from tokenmerge.runtime.due import (
     shape_of,
 )
 from tokenmerge.runtime.guidance import copies_are_equal
-from tokenmerge.runtime.last_result import scores_of
+from tokenmerge.runtime.origin import instead, named
 from tokenmerge.runtime.per_thread import PerThread
-from tokenmerge.runtime.pipeline import guidance_copies, guidance_scale
+from tokenmerge.runtime.pipeline import guidance_copies, guidance_scale, running_pipeline
 from tokenmerge.runtime.run_log import RunLog, StepKind
-from tokenmerge.runtime.scheduler import DenoisingStep, needs_sync, number_of_steps
+from tokenmerge.runtime.scheduler import DenoisingStep, needs_sync, number_of_steps, scheduler_of
 from tokenmerge.runtime.state import STATE, ModelState, StageState
 from tokenmerge.runtime.step_log import StepLog
 from tokenmerge.runtime.step_seed import same_step
 from tokenmerge.runtime.step_tracker import StepTracker
+from tokenmerge.runtime.watched import look
 
 
 def before_model(root: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -51,6 +52,7 @@ def before_model(root: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
     Raises:
         UnsupportedModelError, NothingToMergeError, ConfigError: the call does not fit the settings.
     """
+    refuse_tracing(root)
     state: ModelState = root.__dict__[STATE]
     thread = state.threads.value
     arguments = {**dict(zip(state.call.parameters, args, strict=False)), **kwargs}
@@ -63,9 +65,9 @@ def before_model(root: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
     pipe = state.pipeline.running()
     step = _step(state, root, pipe, timestep, seed) if state.facts.follows_steps else None
     if state.found_for is not None:
-        warn_of_other_conditions(state, number_of_steps(pipe, step))
+        warn_of_other_conditions(state, number_of_steps(scheduler_of(pipe, timestep), step))
     memory = _begin_in_memory(state, step, seed)
-    config, tracker = _config_of(state, memory, pipe, step), memory.tracker
+    config, tracker = _config_of(state, root, memory, pipe, step, timestep), memory.tracker
     copies, equal = 1, None
     if config.plans.guidance:
         copies, equal = _guidance_copies(state, tracker, root, sample, guidance_copies(pipe))
@@ -74,10 +76,11 @@ def before_model(root: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         memory.forget_results(tracker.call)
     if begin_plans(state, config, memory, sample, seed, shape):
         memory.forget_plans(tracker.plan_call)
-    due = due_of(config, memory, shape, settings_of(state, config, step))
+    due = due_of(config, memory, shape, settings_of(state, config, step), state.method)
     log = None
     if not torch.compiler.is_compiling():
-        _note_run(state, memory, config, step, number_of_steps(pipe, None), len(sample), due.kind)
+        steps = number_of_steps(scheduler_of(pipe, timestep), step) if step is None else step.steps
+        _note_run(state, memory, config, step, steps, len(sample), due.kind)
         if state.recorder is not None:
             log = _begin_step_log(state, step, pipe, timestep, due.kind, device)
     thread.context = CallContext(
@@ -90,13 +93,11 @@ def before_model(root: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         caches_residuals=due.caches_residuals,
         caches_features=features_to_cache(config, tracker, due.settings),
         corrects=due.corrects,
-        token_distance=due.token_distance,
         extrapolation=due.extrapolation,
         shallow_extrapolation=due.shallow_extrapolation,
         guidance_copies=copies,
         copies_equal=equal,
         guidance_difference=memory.guidance_differences.get(tracker.plan_call),
-        skip_scores=scores_of(memory, tracker.plan_call),
         step_log=log,
     )
 
@@ -156,8 +157,6 @@ def _check_call(state: ModelState, root: nn.Module, arguments: dict[str, Any]) -
     if not compiling:
         reach_kernels(state)  # this model may be a copy, and kernels may have been loaded since
     thread.part = part_of(root)
-    if state.facts.merges_stacks:
-        check_stacks(state, root, arguments)
     if state.facts.merges:
         grids = _grids(state, root, arguments, state.given_grid or thread.grid)
         if compiling or grids != thread.grid.shapes:  # those of the last call have been checked
@@ -178,17 +177,18 @@ def _grids(
 
 def _step(state: ModelState, root: nn.Module, pipe: Any, timestep: Any, seed: Tensor) -> DenoisingStep:
     """The denoising step of a call."""
+    given = named(state.method, " and ".join(state.config.over_steps))
     if torch.compiler.is_compiling():
         raise UnsupportedModelError(
-            f"{' and '.join(state.config.over_steps)}: what follows the denoising steps cannot be compiled "
-            "into one graph with the whole model; compile its blocks: model.compile_repeated_blocks()"
+            f"{given}: what follows the denoising steps cannot be compiled into one graph with the whole "
+            "model; compile its blocks: model.compile_repeated_blocks()"
         )
     step = state.pipeline.step(pipe, timestep)
     if step is None:
         raise ConfigError(
-            f"{' and '.join(state.config.over_steps)}: it has to be known which denoising step it is, and no "
-            "scheduler says so: apply token merging to the pipeline that runs instead of its model, call "
-            "patch.at_step(i, steps) before each step of a loop of your own, or leave that setting out"
+            f"{given}: it has to be known which denoising step it is, and no scheduler says so: apply token "
+            "merging to the pipeline that runs instead of its model, call patch.at_step(i, steps) before "
+            f"each step of a loop of your own, or {instead(state.method, 'leave that setting out')}"
         )
     known = state.memories.get(step.generation)
     if known is None:
@@ -215,15 +215,36 @@ def _begin_in_memory(state: ModelState, step: DenoisingStep | None, seed: Tensor
     return memory
 
 
-def _config_of(state: ModelState, memory: Memory, pipe: Any, step: DenoisingStep | None) -> ToMeConfig:
+def _config_of(
+    state: ModelState,
+    root: nn.Module,
+    memory: Memory,
+    pipe: Any,
+    step: DenoisingStep | None,
+    timestep: Any,
+) -> ToMeConfig:
     """The settings at the guidance scale of the generation, which is read in its first call."""
-    if step is None or memory.config is None:
-        memory.config = config = state.config.at_guidance(guidance_scale(pipe))
-        # On the meta device, the operations of single steps are counted.
-        if step is not None and memory.seed is not None and not memory.seed.is_meta:
-            warn_where_nothing_is_saved(state, config, step)
-        return config
-    return memory.config
+    if step is not None and memory.config is not None:
+        return memory.config
+    scale = guidance_scale(pipe)
+    config = state.config.at_guidance(scale)
+    on_meta = memory.seed is not None and memory.seed.is_meta  # the operations of single steps are counted
+    if on_meta:
+        state.keep_dense(memory)
+    elif not torch.compiler.is_compiling():
+        pipe = pipe or running_pipeline()
+        scheduler = None if step is not None else scheduler_of(pipe, timestep)
+        timesteps = getattr(scheduler, "timesteps", None)
+        if memory.config is None or memory.timesteps is not timesteps:  # a generation begins
+            grids = state.threads.value.grid.shapes if state.facts.merges else None
+            state.kept = look(state, root, pipe, scale, grids)
+            state.keep_dense(memory)
+            memory.timesteps = timesteps
+            config = config if step is None else state.kept.config or config
+    memory.config = config
+    if step is not None and not on_meta:
+        warn_where_nothing_is_saved(state, config, step)
+    return config
 
 
 def _note_run(
@@ -238,7 +259,6 @@ def _note_run(
     """Note what a call does, for the handle of the patch."""
     if memory.log is None or step is None:
         grids = state.threads.value.grid.shapes if state.facts.merges else ()
-        steps = steps if step is None else step.steps
         memory.log = RunLog(config, batch, grids, state.call.patch, steps)
     state.last_run = memory.log
     if step is not None:

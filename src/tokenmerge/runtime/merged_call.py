@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tokenmerge.errors import UnsupportedModelError
 from tokenmerge.models.call import HostCall
 from tokenmerge.models.layout import Layout, TokenArgument
 from tokenmerge.ops import Plan, unmerge
@@ -28,47 +29,25 @@ def merged_call(
     added to the merged token that holds it, and not the result of that token.
     """
     tokens = layout.tokens_of(call)
-    merged = merged_tokens(layout, plan, tokens, combine)
-    result = call_on(call, layout, plan, merged)
-    return unmerged_result(layout, plan, result, (tokens, merged) if change_only else None)
-
-
-def merged_tokens(
-    layout: Layout, plan: Plan, tokens: Tensor, combine: Callable[[Plan, Tensor], Tensor]
-) -> Tensor:
-    """First part of :func:`merged_call`: the tokens, with those of the image merged."""
-    return replace_image(layout, tokens, plan.inverse.shape[1], partial(combine, plan))
-
-
-def call_on(call: HostCall, layout: Layout, plan: Plan, merged: Tensor) -> Any:
-    """Second part: the result of the call with merged tokens, and with the arguments that follow them."""
+    n, m = plan.inverse.shape[1], plan.keep.shape[1]
+    merged = _replace_image(layout, tokens, n, partial(combine, plan))
     name = layout.tokens or call.names[0]
     now = _following(call, layout, plan).replaced(name, merged)
     if layout.same_as_tokens and call.argument(layout.same_as_tokens) is call.argument(name):
         now = now.replaced(layout.same_as_tokens, merged)
-    return now.result()
-
-
-def unmerged_result(layout: Layout, plan: Plan, result: Any, change: tuple[Tensor, Tensor] | None) -> Any:
-    """Last part: the result, one tensor or several, for all tokens.
-
-    ``change`` is (all tokens, merged tokens). Each token then gets what the call added to the merged token
-    that holds it. Without it, each token gets the result itself.
-    """
-    n, m = plan.inverse.shape[1], plan.keep.shape[1]
+    result = now.result()
 
     def back(image: Tensor) -> Tensor:
-        if change is None:
+        if not change_only:
             return unmerge(plan, image)
-        tokens, merged = change
         return layout.image(tokens, n) + unmerge(plan, image - layout.image(merged, m))
 
     if isinstance(result, Tensor):
-        return replace_image(layout, result, m, back)
+        return _replace_image(layout, result, m, back)
     results = list(result)
     for i, value in enumerate(results):
         if i in layout.outputs and value is not None:
-            results[i] = replace_image(layout, value, m, back)
+            results[i] = _replace_image(layout, value, m, back)
     return tuple(results)
 
 
@@ -90,7 +69,7 @@ def add_lost(
     def add(value: Tensor, residual: Tensor) -> Tensor:
         image = layout.image(residual, n)
         lost = image - unmerge(plan, combine(plan, image))
-        return replace_image(layout, value, n, lambda tokens: tokens + lost)
+        return _replace_image(layout, value, n, lambda tokens: tokens + lost)
 
     alone = isinstance(result, Tensor)
     added = tuple(
@@ -135,7 +114,7 @@ def _following(call: HostCall, layout: Layout, plan: Plan) -> HostCall:
     return call
 
 
-def replace_image(layout: Layout, x: Tensor, n: int, change: Callable[[Tensor], Tensor]) -> Tensor:
+def _replace_image(layout: Layout, x: Tensor, n: int, change: Callable[[Tensor], Tensor]) -> Tensor:
     """Change the n image tokens of a sequence and leave its text as it is."""
     text = x.shape[1] - n
     if text == 0:
@@ -149,6 +128,9 @@ def _follow(value: Any, argument: TokenArgument, layout: Layout, plan: Plan) -> 
     """The entries of an argument for the merged tokens, in their order."""
     if argument.element is None:
         return _followed(value, argument, layout, plan)
+    if isinstance(value, dict):
+        part = value.get(argument.element)
+        return value if part is None else {**value, argument.element: _followed(part, argument, layout, plan)}
     return type(value)(
         _followed(part, argument, layout, plan) if i == argument.element else part
         for i, part in enumerate(value)
@@ -161,12 +143,13 @@ def _followed(value: Any, argument: TokenArgument, layout: Layout, plan: Plan) -
     if value is None or argument.ndim not in (None, value.ndim):
         return value
     b, n = plan.inverse.shape
-    if argument.expand:
-        value = value.unsqueeze(0)
+    if argument.broadcasts_to is not None:
+        value = value[(None,) * (argument.broadcasts_to - value.ndim)]
     if argument.batched and value.shape[0] == 1:
         value = value.expand(b, *value.shape[1:])
     for axis in argument.axes:
         if value.shape[axis] > 1:
+            _check_entries(argument, value, value.shape[axis], n)
             index = _entries(plan, value.shape[axis] - n, layout)
             if argument.batched:
                 along, shape = [1] * value.ndim, list(value.shape)
@@ -176,6 +159,16 @@ def _followed(value: Any, argument: TokenArgument, layout: Layout, plan: Plan) -
             else:
                 value = value.index_select(axis, index[0])
     return value
+
+
+def _check_entries(argument: TokenArgument, value: Tensor, length: int, n: int) -> None:
+    if length < n:
+        name = argument.element if isinstance(argument.element, str) else argument.name
+        raise UnsupportedModelError(
+            f"{name}: expected an entry for each of the {n} tokens of the image, got {length} in a tensor of "
+            f"shape {tuple(value.shape)}; pass it for all tokens of text and image, or call "
+            "remove_token_merging(model) first"
+        )
 
 
 def _entries(plan: Plan, text: int, layout: Layout) -> Tensor:

@@ -7,10 +7,8 @@ compare, and get hooks that read the denoising step and the token grid.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 from torch import nn
 
@@ -23,7 +21,7 @@ from tokenmerge.runtime.attention_kernels import leave_kernels, reach_kernels
 from tokenmerge.runtime.context import CallContext, ThreadState
 from tokenmerge.runtime.forward import block_call, layer_call, stage_call
 from tokenmerge.runtime.hooks import after_model, before_blocks, before_model, compare_guidance, record_result
-from tokenmerge.runtime.last_result import note_result
+from tokenmerge.runtime.origin import instead, named
 from tokenmerge.runtime.per_thread import PerThread
 from tokenmerge.runtime.pipeline import Pipeline
 from tokenmerge.runtime.planning import check_grid
@@ -34,8 +32,6 @@ from tokenmerge.runtime.state import (
     ConfigFacts,
     LayerState,
     ModelState,
-    Stack,
-    StackRole,
     StageState,
 )
 from tokenmerge.runtime.step_log import StepRecorder
@@ -43,13 +39,17 @@ from tokenmerge.runtime.swap import add_hook, check_swappable, remove_hook, swap
 
 
 def hosts_that_merge(
-    hosts: Sequence[Host], config: ToMeConfig, size: tuple[int, int] | None, check_size: bool = True
+    hosts: Sequence[Host],
+    config: ToMeConfig,
+    size: tuple[int, int] | None,
+    check_size: bool = True,
+    method: str = "",
 ) -> tuple[list[Host], list[NothingToMergeError]]:
     """Check all models of a pipeline before any is changed.
 
     The size is the height and width of the sample; None stands for what each model was made for. It is not
-    checked if ``check_size`` is False. The second result says why ControlNets stay dense beside a denoiser
-    that merges.
+    checked if ``check_size`` is False. ``method`` is the name of the settings, for messages. The second
+    result says why ControlNets stay dense beside a denoiser that merges.
 
     Raises:
         NothingToMergeError: the denoiser, or a ControlNet without a denoiser, would merge nothing.
@@ -57,14 +57,8 @@ def hosts_that_merge(
     """
     merging, left_dense = [], []
     for host in hosts:
-        beside = not host.controlnet and any(other.controlnet for other in hosts)
-        if config.merges_stacks and host.between and beside:
-            raise UnsupportedModelError(
-                f"scope='stack' leaves tokens merged from block to block of {type(host.root).__name__}, and "
-                "the ControlNet adds to them there; take scope='block', with plans.blocks=True for one plan"
-            )
         try:
-            check_host(host, config, (size or host.sample_size) if check_size else None)
+            check_host(host, config, (size or host.sample_size) if check_size else None, method)
             merging.append(host)
         except NothingToMergeError as error:
             if not host.controlnet:
@@ -75,7 +69,7 @@ def hosts_that_merge(
     return merging, left_dense
 
 
-def check_host(host: Host, config: ToMeConfig, size: tuple[int, int] | None) -> None:
+def check_host(host: Host, config: ToMeConfig, size: tuple[int, int] | None, method: str = "") -> None:
     """Find out, before anything is changed, whether the host would merge.
 
     The size is the height and width of the sample, if known.
@@ -90,16 +84,15 @@ def check_host(host: Host, config: ToMeConfig, size: tuple[int, int] | None) -> 
     part_of(host.root)  # raises where merging does not fit how its tokens are split between devices
     if config.reuses_steps and not (host.can_skip or host.controlnet):
         raise UnsupportedModelError(
-            f"{config.given_reuse}: no part of {type(host.root).__name__} can be left out of a "
-            "step; take reuse.every=1"
+            f"{named(method, config.given_reuse)}: no part of {type(host.root).__name__} can be left out of "
+            f"a step; {instead(method, 'take reuse.every=1')}"
         )
     if size is not None and not config.reuses_steps:
         rows, columns = (-(-side // host.patch) for side in size)
         grid = host.frames, rows, columns
         # Settings for reference pictures are for calls that have some.
         grids = (grid,) if host.references is None else (grid, grid)
-        check_grid(_stages([block for block, _ in parts], config), *grids)
-    _check_features(host, [block for block, _ in parts], config)
+        check_grid(_stages([block for block, _ in parts], config), *grids, method=method)
     for block, layers in parts:
         check_swappable(block.module, block.path, block.method)
         for layer in layers:
@@ -107,33 +100,6 @@ def check_host(host: Host, config: ToMeConfig, size: tuple[int, int] | None) -> 
             check_swappable(module, f"{block.path}.{layer.name}", "forward")
     for path, _, _ in skipped_parts(host, config):
         check_swappable(host.root.get_submodule(path), path, "forward")
-
-
-def _check_features(host: Host, blocks: Sequence[Block], config: ToMeConfig) -> None:
-    """Refuse to plan by keys in a block whose attention does not say what its keys are."""
-    name = type(host.root).__name__
-    by_keys = {level for level, own in _stages(blocks, config) if own.features == "keys" and own.merges}
-    for block in blocks:
-        if block.level not in by_keys:
-            continue
-        attention = [layer for layer in block.layers if layer.kind == "attn1" and layer.own_keys]
-        projected = [
-            isinstance(getattr(getattr(block.module, layer.name), "to_k", None), nn.Module)
-            for layer in attention
-        ]
-        why = (
-            "has no self-attention that can merge"
-            if not attention
-            else "projects keys together with something else, or under another name than 'to_k'"
-            if not all(projected)
-            else "has padding between its tokens"
-            if block.layout.padding
-            else ""
-        )
-        if why:
-            raise UnsupportedModelError(
-                f"features='keys': {block.path} of {name} {why}; take features='input' or 'residual'"
-            )
 
 
 def stages_of(host: Host, config: ToMeConfig) -> tuple[tuple[int, MergeSettings], ...]:
@@ -152,10 +118,11 @@ def new_state(
     pipeline: Pipeline,
     warned: set[str] | None = None,
     found_for: FoundFor | None = None,
+    method: str = "",
 ) -> ModelState:
     """The state of a host that :func:`check_host` accepts; nothing of the host is changed.
 
-    ``warned`` and ``found_for`` are those of :class:`tokenmerge.runtime.state.ModelState`.
+    ``warned``, ``found_for`` and ``method`` are those of :class:`tokenmerge.runtime.state.ModelState`.
     """
     layers = {block.path: layers for block, layers in parts_to_merge(host, config)}
     blocks = [block for block in host.blocks if block.path in layers]
@@ -172,8 +139,6 @@ def new_state(
     facts = ConfigFacts(
         follows_steps=config.follows_steps,
         reuses_steps=config.reuses_steps,
-        merges_stacks=config.merges_stacks,
-        result_planner=config.result_planner,
         caches_results=config.reuses_steps or config.cached_features is not None,
         merges=config.reuses_steps or any(own.merges for _, own in stages),
     )
@@ -188,9 +153,9 @@ def new_state(
         threads,
         warned=warned,
         found_for=found_for,
+        method=method,
     )
 
-    roles = _stack_roles(blocks) if facts.merges_stacks else [None] * len(blocks)
     grids = {block.grid: PerThread(Grid) for block in blocks if block.grid is not None}
     levels = [block.level for block in blocks]
     skips_blocks = facts.reuses_steps and not host.deep_stages
@@ -208,9 +173,8 @@ def new_state(
             is_first=block.level not in levels[:place],
             is_last=block.level not in levels[place + 1 :],
             is_read_between=host.controlnet,
-            stack=role,
         )
-        for place, (block, group, role) in enumerate(zip(blocks, groups, roles, strict=False))
+        for place, (block, group) in enumerate(zip(blocks, groups, strict=False))
     ]
     parts += [
         LayerState(block, f"{block.path}.{layer.name}", layer.kind, layer.layout, layer.own_keys, layer.keys)
@@ -245,8 +209,6 @@ def patch_host(host: Host, state: ModelState) -> None:
         host.root.register_forward_hook(after_model)
     if state.config.asks_guidance:
         host.root.register_forward_hook(compare_guidance)
-    if state.facts.result_planner is not None:
-        host.root.register_forward_hook(note_result)
     if state.recorder is not None:
         host.root.register_forward_hook(record_result)
 
@@ -269,19 +231,6 @@ def _plan_group(block: Block, config: ToMeConfig, shared: dict[object, int]) -> 
     way = block.path.partition(".")[0]
     key = (block.level, block.batched, way) if config.plans.blocks else block.path
     return shared.setdefault(key, len(shared))
-
-
-def _stack_roles(blocks: Sequence[Block]) -> Iterator[StackRole | None]:
-    """The place of each block in its stack; each device that a model is spread over has stacks of its own."""
-
-    def where(block: Block) -> tuple[str | None, Any]:
-        weight = next(block.module.parameters(), None)
-        return block.stack if block.block_layout else None, None if weight is None else weight.device
-
-    for (name, _), joined in itertools.groupby(blocks, where):
-        count, threads = len(list(joined)), PerThread(Stack)
-        for i in range(count):
-            yield None if name is None else StackRole(threads, is_first=i == 0, is_last=i == count - 1)
 
 
 def state_of(root: nn.Module) -> ModelState | None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from tokenmerge.errors import ConfigError
 from tokenmerge.runtime.per_thread import PerThread
-from tokenmerge.runtime.scheduler import DenoisingStep, Generation, step_of
+from tokenmerge.runtime.scheduler import DenoisingStep, Generation, scheduler_of, step_of
 
 _STEPS = 20  # where a pipeline has no default
 # Their batches hold the picture guided by text and image, by the image alone, and by nothing.
@@ -59,14 +59,14 @@ class Pipeline:
         """
         if not self._is_given or torch.compiler.is_compiling():
             return self.given
-        return _running_pipeline() or self.given
+        return running_pipeline() or self.given
 
     def set_step(self, index: int, total: int) -> None:
         """Set the step that comes next in this thread; it overrides the scheduler from now on."""
         before = self._explicit.value.step
         goes_on = before is not None and index > 0 and index - before.index in (0, 1)
         generation = before.generation if before is not None and goes_on else Generation(index)
-        self._explicit.value.step = DenoisingStep(generation, index, total, generation.first)
+        self._explicit.value.step = DenoisingStep(index, total, generation.first, generation=generation)
 
     def step(self, pipe: Any, timestep: Tensor | float) -> DenoisingStep | None:
         """The denoising step of a call of the model with this timestep; None: nothing says which it is.
@@ -80,8 +80,8 @@ class Pipeline:
         """
         if (explicit := self._explicit.value.step) is not None:
             return explicit
-        runs_here = pipe is not None and pipe is _running_pipeline()
-        step = step_of(getattr(pipe, "scheduler", None), timestep, runs_here)
+        runs_here = pipe is not None and pipe is running_pipeline()
+        step = step_of(scheduler_of(pipe, timestep), timestep, runs_here)
         if step is not None and not (runs_here or step.generation.is_of_this_thread):
             raise ConfigError(
                 "the denoising step is unknown: the scheduler that token merging was applied with is at step "
@@ -127,6 +127,8 @@ def guidance_copies(pipe: Any) -> int:
 
 def guidance_scale(pipe: Any) -> float | None:
     """The scale of classifier-free guidance in the running generation; 1: none; None: unknown."""
+    if (guider := getattr(pipe, "guider", None)) is not None:
+        return _scale_of(guider)
     guided = getattr(pipe, "do_classifier_free_guidance", None)
     if guided is None:
         return None
@@ -134,7 +136,18 @@ def guidance_scale(pipe: Any) -> float | None:
     return float(scale) if isinstance(scale, int | float) else None
 
 
-def _running_pipeline() -> Any:
+def _scale_of(guider: Any) -> float | None:
+    """The highest scale of a guider of modular pipelines, counted from the unguided result."""
+    if not getattr(guider, "_enabled", True):
+        return 1.0
+    scales = getattr(guider, "guidance_scales", [getattr(guider, "guidance_scale", None)])
+    if not all(isinstance(scale, int | float) for scale in scales):
+        return None
+    # The original formula counts from the guided result, so that no guidance is 0.
+    return float(max(scales)) + bool(getattr(guider, "use_original_formulation", False))
+
+
+def running_pipeline() -> Any:
     """The object with a diffusers scheduler whose method called, directly or not; None: there is none.
 
     Models may be shared by pipelines that run in several threads, or within each other, and the innermost

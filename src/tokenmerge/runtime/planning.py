@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from tokenmerge.config import CACHED_FEATURES, GUIDED_PLANNERS, RESULT_PLANNERS, MergeSettings
+from tokenmerge.config import CACHED_FEATURES, GUIDED_PLANNERS, MergeSettings
 from tokenmerge.errors import NothingToMergeError, UnsupportedModelError
-from tokenmerge.ops import IndexPlan, Plan, features_if_shared, shared_features
+from tokenmerge.ops import Plan, features_if_shared, shared_features
 from tokenmerge.planners import (
     PLANNERS,
     GridShape,
@@ -23,8 +23,9 @@ from tokenmerge.planners import (
     sequence_of_part,
 )
 from tokenmerge.runtime.context import CallContext
-from tokenmerge.runtime.features import compared, count_repeats, penalty_of
+from tokenmerge.runtime.features import compared
 from tokenmerge.runtime.guidance import importance_of_tokens
+from tokenmerge.runtime.origin import instead, named
 from tokenmerge.runtime.state import BlockState, RecordedPlan
 
 Stages = Sequence[tuple[int, MergeSettings]]
@@ -38,10 +39,11 @@ def merges_tokens(stages: Stages, *grids: GridShape) -> bool:
     )
 
 
-def check_grid(stages: Stages, *grids: GridShape) -> None:
+def check_grid(stages: Stages, *grids: GridShape, method: str = "") -> None:
     """Check that a call with these finest grids of (frames, rows, columns) has tokens to merge.
 
-    The first is that of the picture being made, the others are those of reference pictures.
+    The first is that of the picture being made, the others are those of reference pictures. ``method`` is the
+    name of the settings, for messages.
 
     Raises:
         NothingToMergeError: it has none.
@@ -64,10 +66,12 @@ def check_grid(stages: Stages, *grids: GridShape) -> None:
         cells = f"cells of sy={settings.sy} × sx={settings.sx}{over_time}"
         fewest = f" and min_tokens={settings.min_tokens}" if settings.min_tokens else ""
         lower = [*(["min_tokens"] if fewest else []), "sx, sy and st" if over_time else "sx and sy"]
+        given = named(method, f"ratio={settings.ratio:g} with {cells}{fewest}")
+        own = f"lower {', '.join(lower)}, or raise ratio"
         raise NothingToMergeError(
             f"nothing to merge: the sample gives {' × '.join(map(str, sides))} tokens at level {level}, of "
-            f"which ratio={settings.ratio:g} with {cells}{fewest} removes none; generate a larger image, "
-            f"lower {', '.join(lower)}, or raise ratio"
+            f"which {given} removes none; generate a larger image, "
+            f"{'or ' if method else ''}{instead(method, own)}"
         )
 
 
@@ -77,7 +81,7 @@ def sequence_in(state: BlockState) -> TokenSequence:
     return sequence if part is None else sequence_of_part(sequence.pictures, part.index, part.parts)
 
 
-def pictures_to_merge(state: BlockState, settings: MergeSettings, x: Tensor) -> tuple[Pictures, int] | None:
+def pictures_to_merge(state: BlockState, x: Tensor) -> tuple[Pictures, int] | None:
     """The pictures in a block's input, and the number of their tokens; None: nothing would merge.
 
     Raises:
@@ -91,13 +95,13 @@ def pictures_to_merge(state: BlockState, settings: MergeSettings, x: Tensor) -> 
             f"input of shape {tuple(x.shape)}; this model calls its blocks in a way that tokenmerge does not "
             "know: remove_token_merging(model) restores it"
         )
-    return (pictures, n) if settings.merges and removed else None
+    return (pictures, n) if state.settings.merges and removed else None
 
 
 def plan_of(
     state: BlockState, context: CallContext, pictures: Pictures, n: int, x: Tensor, mask: Tensor | None
 ) -> Plan:
-    """The plan for a block's tokens, of which some merge.
+    """The plan for a block's tokens, of which some merge: a cached one, or a new one.
 
     Args:
         state: of the block.
@@ -108,55 +112,27 @@ def plan_of(
         mask: tells the tokens from padding behind them; None: there is no padding.
     """
     start = None if mask is None else mask.sum(dim=1) - n
-    shape = x.shape[0], n
-
-    def features() -> Tensor:
-        image = state.layout.image(x, n, start)
-        cached = state.settings.features in CACHED_FEATURES
-        return compared(state, x, image, start) if cached else image
-
-    plan = plan_by(state, context, pictures, shape, features)
+    plans, settings = state.threads.value.cache.plans, state.settings
+    plan = plans.get(state.plan_call) if context.caches_plans else None
+    if plan is None or plan.inverse.shape != (x.shape[0], n):
+        with torch.no_grad():  # gradient checkpointing does not plan again, and must save as many tensors
+            features = state.layout.image(x, n, start)
+            if settings.features in CACHED_FEATURES:
+                features = compared(state, x, features, start)
+            plan = _new_plan(state, context, pictures, features)
+            if state.model.revise_plan is not None:
+                plan = state.model.revise_plan(features, plan)
+        if context.caches_plans:
+            plans[state.plan_call] = plan
+    _record(state, context, plan)
     return plan if start is None else plan.within(start, x.shape[1])
 
 
-def plan_by(
-    state: BlockState,
-    context: CallContext,
-    pictures: Pictures,
-    shape: tuple[int, int],
-    features: Callable[[], Tensor],
-) -> Plan:
-    """The plan for the pictures in a block's input: a cached one, or a new one.
-
-    Args:
-        state: of the block.
-        context: of the running call.
-        pictures: in its input.
-        shape: (b, n), number of images and of their tokens.
-        features: → ``[b, n, c]``, what a new plan compares.
-    """
-    plan = state.threads.value.cache.plans.get(state.plan_call) if context.caches_plans else None
-    if plan is None or plan.inverse.shape != shape:
-        with torch.no_grad():  # gradient checkpointing does not plan again, and must save as many tensors
-            seen = features()
-            plan = _new_plan(state, context, pictures, seen)
-            if state.model.revise_plan is not None:
-                plan = state.model.revise_plan(seen, plan)
-        if state.settings.repeat_penalty and isinstance(plan, IndexPlan):
-            count_repeats(state, plan)
-        if context.caches_plans:
-            state.threads.value.cache.plans[state.plan_call] = plan
-    record_plan(state, context, plan)
-    return plan
-
-
-def record_plan(state: BlockState, context: CallContext, plan: Plan) -> None:
-    """Record the plan that a block runs with, for ``Patch.record``, result planners and the step log."""
+def _record(state: BlockState, context: CallContext, plan: Plan) -> None:
+    """Record the plan that a block runs with, for ``Patch.record`` and the step log."""
     if state.model.record is not None:
         first, *others = (grid for grid, _ in sequence_in(state).pictures)
         state.model.record[state.path] = RecordedPlan(plan, first, tuple(others))
-    if state.model.facts.result_planner is not None:
-        state.model.threads.value.plan = plan
     log = context.step_log
     if log is not None and not torch.compiler.is_compiling():
         log.note_plan(plan.inverse.shape[1], plan.keep.shape[1])
@@ -188,12 +164,8 @@ def _planner_for(
     """
     settings = state.settings
     planner, tome = PLANNERS[settings.planner], PLANNERS["tome"]
-    if settings.planner in RESULT_PLANNERS:
-        scores = _of_images(context.skip_scores, features)
-        return (tome, ()) if scores is None else (planner, (scores,))
     if settings.planner not in GUIDED_PLANNERS:
-        penalty = penalty_of(state, len(features)) if settings.repeat_penalty else None
-        return planner, () if penalty is None else (penalty.to(features.device),)
+        return planner, ()
     change = context.guidance_difference
     importance = None if change is None else importance_of_tokens(change, *state.grids)
     part = state.model.threads.value.part
@@ -207,16 +179,6 @@ def _planner_for(
             _warn_of_other_tokens(state, change, features)
         return tome, ()
     return planner, (importance.to(features.device),)
-
-
-def _of_images(scores: Tensor | None, features: Tensor) -> Tensor | None:
-    """Scores of tokens for each image that is planned, the mean over samples that share its plan.
-
-    None where they are unknown, or are those of other tokens.
-    """
-    if scores is None or scores.shape[1] != features.shape[1] or len(scores) % len(features):
-        return None
-    return scores.unflatten(0, (-1, len(features))).mean(dim=0).to(features.device)
 
 
 def _warn_of_other_tokens(state: BlockState, change: Tensor, features: Tensor) -> None:

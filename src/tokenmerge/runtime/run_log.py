@@ -8,10 +8,9 @@ from typing import Literal, get_args
 
 from tokenmerge.config import ToMeConfig
 
-# "full": everything runs, and tokens merge. "token-wise": everything runs on some of the tokens, and the
-# others reuse residuals of their own. "reused": a part of the model is skipped. "dense": no token merges and
-# nothing is skipped.
-StepKind = Literal["full", "token-wise", "reused", "dense"]
+# "full": everything runs, and tokens merge. "reused": a part of the model is skipped. "dense": no token
+# merges and nothing is skipped.
+StepKind = Literal["full", "reused", "dense"]
 
 
 class RunLog:
@@ -67,10 +66,9 @@ class RunLog:
 
 
 def in_kinds(kinds: Counter[StepKind]) -> str:
-    """How many steps of each kind ran, in words; token-wise steps only where there are some.
+    """Return how many steps of each kind ran, in words.
 
     >>> in_kinds(Counter(["full", "reused", "reused"]))
     '1 full, 2 reused, 0 dense'
     """
-    shown = (kind for kind in get_args(StepKind) if kind != "token-wise" or kinds[kind])
-    return ", ".join(f"{kinds[kind]} {kind}" for kind in shown)
+    return ", ".join(f"{kinds[kind]} {kind}" for kind in get_args(StepKind))

@@ -51,22 +51,22 @@ class Generation:
 
 
 @dataclasses.dataclass(frozen=True)
-class DenoisingStep:
-    """A denoising step of a generation.
+class StepFacts:
+    """What is known of a denoising step, whichever generation it belongs to.
 
     Attributes:
-        generation: that it belongs to.
         index: of the step among those of its scheduler, from 0.
         total: number of these steps.
         first: index of the first step of the generation.
         adds_noise: whether the solver adds noise in each step.
+        ends_clean: whether almost no noise is left before the last step.
     """
 
-    generation: Generation
     index: int
     total: int
     first: int = 0
     adds_noise: bool = False
+    ends_clean: bool = False
 
     @property
     def done(self) -> int:
@@ -79,14 +79,41 @@ class DenoisingStep:
         return self.total - self.first
 
 
-def number_of_steps(pipe: Any, step: DenoisingStep | None) -> int | None:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DenoisingStep(StepFacts):
+    """A denoising step and the generation that it belongs to.
+
+    What is cached for a generation keeps only the facts, because it lives as long as the generation itself.
+    """
+
+    generation: Generation
+
+    @property
+    def facts(self) -> StepFacts:
+        """The step without its generation."""
+        return StepFacts(self.index, self.total, self.first, self.adds_noise, self.ends_clean)
+
+
+def scheduler_of(pipe: Any, timestep: Tensor | float) -> Any:
+    """The scheduler of a pipeline that a timestep is from; None: it has none.
+
+    Some pipelines have an ``inverse_scheduler`` too, which turns a picture into noise.
+    """
+    others = (value for name, value in getattr(pipe, "__dict__", {}).items() if name.endswith("_scheduler"))
+    first = getattr(pipe, "scheduler", None)
+    return next(
+        (one for one in others if _offset(timestep, getattr(one, "timesteps", None)) is not None), first
+    )
+
+
+def number_of_steps(scheduler: Any, step: DenoisingStep | None) -> int | None:
     """Denoising steps as a user counts them; None: unknown.
 
     Args:
-        pipe: the running pipeline, or None. Its scheduler may call the model several times in a step.
+        scheduler: of the running pipeline, or None. It may call the model several times in a step.
         step: the running step, where no scheduler counts them.
     """
-    number = getattr(getattr(pipe, "scheduler", None), "num_inference_steps", None)
+    number = getattr(scheduler, "num_inference_steps", None)
     if isinstance(number, int):
         return number
     return None if step is None else step.total
@@ -122,7 +149,14 @@ def step_of(scheduler: Any, timestep: Tensor | float, runs_here: bool = True) ->
     return (
         None
         if generation is None
-        else DenoisingStep(generation, int(index), len(timesteps), generation.first, adds_noise(scheduler))
+        else DenoisingStep(
+            int(index),
+            len(timesteps),
+            generation.first,
+            adds_noise(scheduler),
+            generation.ends_clean,
+            generation=generation,
+        )
     )
 
 

@@ -26,12 +26,9 @@ def merges(block: Block, config: ToMeConfig) -> bool:
 
 def _merges(block: Block, stages: Sequence[MergeSettings]) -> bool:
     return any(
-        _runs_whole(block, stage) if stage.whole_blocks else bool(_layers(block, stage)) for stage in stages
+        block.block_layout is not None if stage.scope == "block" else bool(_layers(block, stage))
+        for stage in stages
     )
-
-
-def _runs_whole(block: Block, stage: MergeSettings) -> bool:
-    return block.block_layout is not None and (block.stack is not None or stage.scope != "stack")
 
 
 def layers_to_merge(block: Block, config: ToMeConfig) -> list[Layer]:
@@ -47,7 +44,7 @@ def _changed_layers(block: Block, stages: Sequence[MergeSettings]) -> list[Layer
 def _layers(block: Block, stage: MergeSettings) -> list[Layer]:
     if stage.scope == "keys":
         return [layer for layer in block.layers if layer.keys is not None]
-    if stage.whole_blocks:  # its attention counts merged tokens for as many as they stand for
+    if stage.scope == "block":  # its attention counts merged tokens for as many as they stand for
         attention = [layer for layer in block.layers if layer.kind == "attn1" and layer.own_keys]
         return attention if stage.proportional else []
     return [layer for layer in block.layers if layer.kind in stage.merged_layers]
@@ -72,13 +69,11 @@ def why_nothing_merges(host: Host, config: ToMeConfig) -> str:
     if not blocks and config.scope != "layers":
         what = {
             "block": "run on merged tokens as a whole",
-            "stack": "run on merged tokens together with its neighbours",
             "keys": "be given its keys apart",
         }
-        other = "block" if config.scope == "stack" and any(b.block_layout for b in host.blocks) else "layers"
         return (
             f"nothing to merge: no transformer block of {name} can {what[config.scope]}, as "
-            f"scope={config.scope!r} needs; take scope={other!r}"
+            f"scope={config.scope!r} needs; take scope='layers'"
         )
     wanted = " or ".join(KINDS[kind] for kind in config.merged_layers)
     if not blocks:

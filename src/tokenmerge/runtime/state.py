@@ -11,12 +11,14 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from tokenmerge.config import FoundFor, MergeSettings, ToMeConfig
-from tokenmerge.errors import ConfigError
+from tokenmerge.config.checks import integer
+from tokenmerge.errors import ConfigError, shown
 from tokenmerge.models.base import ModelCall
 from tokenmerge.models.layout import Grid, Layout
 from tokenmerge.ops import Plan
 from tokenmerge.runtime.caches import Call, Memory, RecordedCalls
 from tokenmerge.runtime.context import CallContext, PartState, ThreadState
+from tokenmerge.runtime.origin import is_default
 from tokenmerge.runtime.per_thread import PerThread
 from tokenmerge.runtime.pipeline import Pipeline
 from tokenmerge.runtime.run_log import RunLog
@@ -61,18 +63,28 @@ class ConfigFacts:
     Attributes:
         follows_steps: whether it has to be known which denoising step it is.
         reuses_steps: whether any step may skip something.
-        merges_stacks: whether tokens stay merged between blocks at some level and step.
-        result_planner: the first planner that looks at the result of the last step; None: none does.
         caches_results: whether what blocks add is cached at some step, to skip them or to plan by it.
         merges: whether anything merges or is skipped at some step; with a ratio of 0 no token grid is needed.
     """
 
     follows_steps: bool
     reuses_steps: bool
-    merges_stacks: bool
-    result_planner: str | None
     caches_results: bool
     merges: bool
+
+
+class Kept(NamedTuple):
+    """What other people's code that looks into a model changes in a generation.
+
+    Attributes:
+        config: the settings of the generation; None: unknown.
+        dense: paths of the blocks and layers that do not merge in it.
+        note: says so in a line; empty: nothing changes.
+    """
+
+    config: ToMeConfig | None = None
+    dense: frozenset[str] = frozenset()
+    note: str = ""
 
 
 @dataclasses.dataclass(eq=False)
@@ -96,10 +108,13 @@ class ModelState:
             instead; None: new plans are used as they are.
         warned: warnings already given for samples with too few tokens, which then run dense. None: such
             samples raise an error.
+        method: name of the settings, for messages; empty: the user gave them all.
         found_for: what the settings were found for by ``tokenmerge tune``; None: unknown.
         compared_with: the token grid and number of steps that were last compared with ``found_for``.
         last_run: what happened in the generation that began last; None before the first.
         recorder: records what each step does; None: nobody asked for it.
+        kept: what others looked at when a generation last began; before the first, when it was patched.
+        told: warnings already given about code that looks into the model.
     """
 
     config: ToMeConfig
@@ -116,10 +131,13 @@ class ModelState:
     record: dict[str, RecordedPlan] | None = None
     revise_plan: Callable[[Tensor, Plan], Plan] | None = None
     warned: set[str] | None = None
+    method: str = ""
     found_for: FoundFor | None = None
     compared_with: tuple[object, ...] = ()
     last_run: RunLog | None = None
     recorder: StepRecorder | None = None
+    kept: Kept = dataclasses.field(default_factory=Kept)
+    told: set[str] = dataclasses.field(default_factory=set)
 
     def set_size(self, height: int, width: int) -> None:
         """Give the size of the latents, for calls whose token grid cannot be read.
@@ -132,11 +150,17 @@ class ModelState:
             if isinstance(side, bool) or not isinstance(side, int) or side < 1 or side % patch:
                 raise ConfigError(
                     f"{name}: expected a height and width of the latents, integers ≥ 1 and multiples of "
-                    f"{patch}, got {side!r}"
+                    f"{patch}, got {shown(side)}"
                 )
+            integer()(name, side)  # refuses numbers that are too large to count with
         grid = Grid(given=True)
         grid.shape = 1, height // patch, width // patch
         self.given_grid = grid
+
+    @property
+    def is_default(self) -> bool:
+        """Whether the settings are the default method's, which leaves alone what others look at."""
+        return is_default(self.method)
 
     @property
     def context(self) -> CallContext:
@@ -152,7 +176,7 @@ class ModelState:
         """What is cached in a generation."""
         memory = self.memories.get(generation)
         if memory is None:
-            memory = self.memories[generation] = Memory(self.groups)
+            memory = self.memories[generation] = Memory(self.groups, generation)
         return memory
 
     def use(self, memory: Memory) -> None:
@@ -161,16 +185,18 @@ class ModelState:
             part.threads.value.cache = cache
         self.threads.value.memory = memory
 
+    def keep_dense(self, memory: Memory) -> None:
+        """Leave the blocks and layers dense in a generation that ``kept`` names."""
+        for part, cache in zip(self.parts, memory.caches, strict=True):
+            cache.dense = part.path in self.kept.dense
+
     def begin_call(self) -> None:
-        """Before a call of the model: blocks count theirs from 0, and no stack has merged."""
+        """Prepare for a call of the model, in which blocks count theirs from 0."""
         self.threads.value.running_blocks = None  # of a call that was interrupted
-        self.threads.value.plan = None
         self.threads.value.spans.clear()
         for part in self.parts:
             if isinstance(part, BlockState):
                 part.threads.value.number = -1
-                if part.stack is not None:
-                    part.stack.threads.value.input = None
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[dict[str, RecordedPlan]]:
@@ -200,38 +226,6 @@ class ModelState:
         if self.recorder is not None:
             self.recorder.forget_results()
         self.begin_call()
-
-
-class StackInput(NamedTuple):
-    """What the blocks of a stack run with, from its first block to its last.
-
-    ``tokens`` are those that the first block was called with. The plan is None on a dense correction step,
-    where all of them stay.
-    """
-
-    plan: Plan | None
-    tokens: Tensor
-    merged: Tensor
-
-
-class Stack:
-    """What a thread has merged in a run of blocks: its input, None where nothing is merged."""
-
-    def __init__(self) -> None:
-        self.input: StackInput | None = None
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class StackRole:
-    """The place of a block in its stack.
-
-    Of a stack, the first block merges and the last one unmerges. All blocks share what each thread has
-    merged.
-    """
-
-    threads: PerThread[Stack]
-    is_first: bool
-    is_last: bool
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -264,7 +258,6 @@ class BlockState:
     is_first: bool = False
     is_last: bool = False
     is_read_between: bool = False
-    stack: StackRole | None = None
     threads: PerThread[PartState] = dataclasses.field(default_factory=lambda: PerThread(PartState))
     calls: RecordedCalls = dataclasses.field(default_factory=RecordedCalls)
 

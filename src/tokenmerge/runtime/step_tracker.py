@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from tokenmerge.runtime.scheduler import DenoisingStep
+from tokenmerge.runtime.scheduler import DenoisingStep, StepFacts
 
 
 @dataclasses.dataclass(eq=False)
@@ -26,7 +26,7 @@ class StepTracker:
         ran: by call and part of the model, the last two steps in which the part ran, and the sample's shape.
     """
 
-    step: DenoisingStep | None = None
+    step: StepFacts | None = None
     call: int = 0
     plan_call: int = 0
     planned: dict[int, tuple[int, object]] = dataclasses.field(default_factory=dict)
@@ -56,7 +56,7 @@ class StepTracker:
         """
         again = step.index == self.index
         made = 0 if self.step is None else self.call + 1
-        self.step, self.call = step, made if again else 0
+        self.step, self.call = step.facts, made if again else 0
         return None if again else made
 
     def changes_shape(self, shape: tuple[int, ...]) -> bool:
@@ -78,16 +78,15 @@ class StepTracker:
             self.planned[self.call] = self.index, purpose
         return due
 
-    def corrects(self, every: int, shape: tuple[object, ...], is_at: bool | None = None) -> bool:
+    def corrects(self, every: int, shape: tuple[object, ...]) -> bool:
         """Whether the running call is a dense correction step; notes that it is.
 
         Args:
             every: distance between these steps, counted in full steps.
             shape: of the sample; another shape needs a correction of its own.
-            is_at: whether it is at a given place, which counts instead of the distance; None: none is given.
         """
         since, seen = self.corrected.get(self.call, (every, None))
-        due = seen != shape or (since + 1 >= every if is_at is None else is_at)
+        due = seen != shape or since + 1 >= every
         self.corrected[self.call] = 0 if due else since + 1, shape
         return due
 

@@ -12,6 +12,7 @@ from tokenmerge.vit.runtime import (
     LayerState,
     begin,
     check_attention,
+    collecting_call,
     layer_call,
     swap_parts,
 )
@@ -35,16 +36,18 @@ def checked_encoders(model: object, config: ViTConfig) -> tuple[Encoder, ...]:
         names = ", ".join(name for f in FAMILIES for name in (f.model, *f.around, *f.averaging))
         raise UnsupportedModelError(
             f"no vision transformer to merge tokens in: found {seen}; pass a model of one of the classes "
-            f"{names} (the last one is timm's), or a ToMeConfig for a diffusion model"
+            f"{names} (the last two are timm's), or a ToMeConfig for a diffusion model"
         )
     for encoder in encoders:
         name = type(encoder.model).__name__
         if not encoder.layers:
             raise NothingToMergeError(f"nothing to merge: {name} has no layers; pass a model with layers")
         check_attention(encoder.model, config)
+        if encoder.collector:
+            check_swappable(encoder.model, name, encoder.collector)
         for layer in encoder.layers:
             check_swappable(layer.module, layer.path, "forward")
-            for name in (layer.keys, layer.norm, layer.mlp):
+            for name in (layer.keys, layer.first, layer.last):
                 check_swappable(layer.module.get_submodule(name), f"{layer.path}.{name}", "forward")
     return encoders
 
@@ -69,8 +72,10 @@ def patch_encoder(encoder: Encoder, state: EncoderState) -> None:
     """Patch an encoder from :func:`checked_encoders` that is not patched yet."""
     for index, layer in enumerate(encoder.layers):
         layer_state = LayerState(
-            state, index, layer.path, (layer.keys, layer.norm, layer.mlp), layer.head_dim
+            state, index, layer.path, (layer.keys, layer.first, layer.last), layer.head_dim
         )
         swap(layer.module, "forward", layer_call, layer_state)
         swap_parts(layer.module, layer_state)
+    if encoder.collector:
+        swap(encoder.model, encoder.collector, collecting_call, state)
     add_hook(encoder.model, begin, state)

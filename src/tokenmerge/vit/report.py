@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from itertools import pairwise
 from typing import Any
 
 from tokenmerge.config.checks import integer, optional
+from tokenmerge.errors import ConfigError
 from tokenmerge.report import Tabled, TextTable, saved
 from tokenmerge.report.flops import count_flops, weightless
 from tokenmerge.vit.config import ViTConfig
@@ -98,19 +100,27 @@ def predict_vit(
     (encoder,) = find_encoders(weightless(original.model))
     height, width = height or encoder.image_size[0], width or encoder.image_size[1]
     arguments = encoder.example(height, width, batch)
-    dense = count_flops(encoder.model, arguments)
+    name, seen = type(encoder.model).__name__, list[int]()
+    encoder.layers[0].module.register_forward_pre_hook(lambda _, args: seen.append(args[0].shape[1]))
+    try:
+        dense = count_flops(encoder.model, arguments)
+    except Exception as error:
+        raise ConfigError(
+            f"height, width: {name} takes no pictures of {height} × {width} pixels: {error}; give another "
+            "size: patch.report(height=…, width=…)"
+        ) from error
 
     state = dataclasses.replace(new_vit_state(encoder, config), unmerge=False)
     patch_encoder(encoder, state)
-    seen: list[tuple[int, int]] = []
-    for layer in encoder.layers:
-        layer.module.register_forward_hook(lambda _, args, y: seen.append((args[0].shape[1], y.shape[1])))
-    merged = count_flops(encoder.model, arguments)
+    with state.recording() as recorded:
+        merged = count_flops(encoder.model, arguments)
 
-    name = type(encoder.model).__name__
+    tokens = seen[:1]
+    for layer in encoder.layers:
+        tokens.append(recorded[layer.path].sizes.shape[1] if layer.path in recorded else tokens[-1])
     rows = tuple(
         ViTRow(layer.path, n, m, dense[f"{name}.{layer.path}"], merged[f"{name}.{layer.path}"])
-        for layer, (n, m) in zip(encoder.layers, seen, strict=True)
+        for layer, (n, m) in zip(encoder.layers, pairwise(tokens), strict=True)
     )
     notes = _notes(rows, state.r, config.unmerge, original.averages)
     return ViTReport(name, height, width, batch, rows, dense[name], merged[name], notes)

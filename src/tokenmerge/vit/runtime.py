@@ -1,9 +1,12 @@
 """The methods of a patched vision transformer.
 
-The paper merges between attention and MLP, in the middle of a layer's forward. Here the norm before the MLP
-receives merged tokens, the result of the MLP is unmerged so that the host can add it, and the result of the
-layer is merged. This is the same: the mean of equal tokens is that token, so merge(x +
-unmerge(mlp(norm(merge(x))))) equals merge(x) + mlp(norm(merge(x))).
+The paper merges between attention and MLP, in the middle of a layer's forward. Here the MLP and its norm run
+on merged tokens, their result is unmerged so that the host can add it, and the result of the layer is merged.
+This is the same: the mean of equal tokens is that token, so merge(x + unmerge(mlp(norm(merge(x))))) equals
+merge(x) + mlp(norm(merge(x))).
+
+A call may collect the tokens of its layers. Then each layer unmerges its result, so that every token of the
+input has its place in what is collected, and takes one of the equal tokens of each group as its own input.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from tokenmerge.models.call import HostCall
 from tokenmerge.ops import SizedPlan, Tokens, plan_by_size
 from tokenmerge.runtime.host_method import HostMethod, parameters
 from tokenmerge.runtime.patch import restore
+from tokenmerge.runtime.per_thread import PerThread
 from tokenmerge.runtime.state import STATE
 from tokenmerge.runtime.swap import swap
 from tokenmerge.vit.config import ViTConfig
@@ -28,8 +32,12 @@ from tokenmerge.vit.planner import most_removed, plan_tome_vit
 
 # The keyword argument that carries the token sizes of a call through its layers: a list with an entry for the
 # input of each layer, None where nothing has merged. It is an argument because gradient checkpointing
-# recomputes a layer with its arguments, possibly after other calls; an attribute would have changed by then.
+# recomputes a layer with its arguments, possibly after other calls; Running would have changed by then.
 _TOKENS = "_tokenmerge_tokens"
+
+# The keyword arguments by which a model of transformers collects something of each layer; its configuration
+# has the defaults. The model passes them on to its layers.
+_COLLECTED = _HIDDEN_STATES, _ATTENTIONS = "output_hidden_states", "output_attentions"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +53,25 @@ class RecordedTokens:
     source: Tensor
     sizes: Tensor
     protected: int
+
+    def unmerge(self, y: Tensor) -> Tensor:
+        """Give each token of the model's input the value of the token that stands for it.
+
+        Args:
+            y: ``[b, m, c]`` the tokens after the layer, as a forward hook on it gets them.
+
+        Returns:
+            ``[b, n, c]``.
+
+        Raises:
+            ValueError: ``y`` has another number of tokens, as in a call that collects them from its layers.
+        """
+        if y.shape[1] != self.sizes.shape[1]:
+            raise ValueError(
+                f"y: expected the {self.sizes.shape[1]} tokens after the layer, got {y.shape[1]}; a call "
+                "with output_hidden_states, or of forward_intermediates, unmerges them itself"
+            )
+        return Tokens(self.sizes, self.source).unmerge(y)
 
     def labels(self, height: int | None = None, width: int | None = None) -> Tensor:
         """The groups of merged patches, for :func:`tokenmerge.pictures.draw_groups`.
@@ -72,6 +99,25 @@ class RecordedTokens:
 
 
 @dataclasses.dataclass(eq=False)
+class Running:
+    """A call of the model that one thread runs.
+
+    Attributes:
+        collects: whether it is a method that collects the tokens of its layers, if ``by_keyword`` is False.
+        sizes: token sizes at the input of each layer, if ``by_keyword`` is False.
+        r: number of tokens to remove in the running layer; 0 outside a layer.
+        tokens: what the tokens at the input of the running layer stand for.
+        plan: plan of the running layer, once the keys are known.
+    """
+
+    collects: bool = False
+    sizes: list[Tokens | None] | None = None
+    r: int = 0
+    tokens: Tokens | None = None
+    plan: SizedPlan | None = None
+
+
+@dataclasses.dataclass(eq=False)
 class EncoderState:
     """State that all layers of a patched model share.
 
@@ -82,8 +128,8 @@ class EncoderState:
         mask: name of the layers' argument that is added to the attention logits.
         by_keyword: whether the model passes keyword arguments on to its layers.
         unmerge: whether the last layer gives each input token a result.
-        tokens: token sizes at the input of each layer in the running call, if ``by_keyword`` is False.
         record: what the tokens after each layer stand for, by path, while :meth:`Patch.record` collects it.
+        threads: the running call of each thread.
     """
 
     config: ViTConfig
@@ -92,8 +138,13 @@ class EncoderState:
     mask: str
     by_keyword: bool
     unmerge: bool
-    tokens: list[Tokens | None] | None = None
     record: dict[str, RecordedTokens] | None = None
+    threads: PerThread[Running] = dataclasses.field(default_factory=lambda: PerThread(Running))
+
+    @property
+    def running(self) -> Running:
+        """The running call of this thread."""
+        return self.threads.value
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[dict[str, RecordedTokens]]:
@@ -106,19 +157,16 @@ class EncoderState:
             self.record = before
 
 
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(frozen=True, eq=False)
 class LayerState:
-    """State that a layer shares with its parts while it runs.
+    """What a layer and its parts know about it.
 
     Attributes:
         encoder: state of the encoder.
         index: number of the layer, from 0.
         path: qualified name of the layer in the encoder.
-        parts: paths of the module that returns the keys, of the norm before the MLP, and of the MLP.
+        parts: paths of the module that returns the keys, and of the first and last one of the MLP's branch.
         head_dim: d for keys ``[b, n, heads * d]``; None for ``[b, heads, n, d]``.
-        r: number of tokens to remove in the running call; 0 outside a call.
-        tokens: what the tokens of its input stand for.
-        plan: plan of the running call, once the keys are known.
     """
 
     encoder: EncoderState
@@ -126,9 +174,6 @@ class LayerState:
     path: str
     parts: tuple[str, str, str]
     head_dim: int | None
-    r: int = 0
-    tokens: Tokens | None = None
-    plan: SizedPlan | None = None
 
 
 def begin(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
@@ -140,7 +185,8 @@ def begin(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple,
         raise _mask_error(encoder, mask)
     if not encoder.by_keyword:
         return None  # the first layer starts the call, as when only a part of the model is called
-    return args, {**kwargs, _TOKENS: [None] * (len(encoder.r) + 1)}
+    asked = {name: value for name in _COLLECTED if (value := getattr(model.config, name, False))}
+    return args, {**asked, **kwargs, _TOKENS: [None] * (len(encoder.r) + 1)}
 
 
 def check_attention(model: nn.Module, config: ViTConfig) -> None:
@@ -158,7 +204,7 @@ def check_attention(model: nn.Module, config: ViTConfig) -> None:
         )
 
 
-# These four functions make the method of a swapped class from the original one, as in runtime.forward.
+# These functions make the method of a swapped class from the original one, as in runtime.forward.
 
 
 def layer_call(original: HostMethod) -> Callable:
@@ -169,28 +215,34 @@ def layer_call(original: HostMethod) -> Callable:
         if state is None:
             return original.of(self)(*args, **kwargs)
         encoder, given = state.encoder, kwargs.pop(_TOKENS, None)
+        running = encoder.running
         tokens_of_layers = _tokens_of_call(state) if given is None else given
         swap_parts(self, state)
         call = HostCall(original.of(self), original.names(), args, kwargs)
         x, mask = call.argument(call.names[0]), call.argument(encoder.mask)
-        # In a call of the whole model, a mask at this point is the host's own, which hides nothing.
-        if mask is not None and given is None and any(encoder.r):
-            raise _mask_error(encoder, mask)
-        tokens, r = tokens_of_layers[state.index], _num_removed(state, x)
+        if any(encoder.r):
+            # In a call of the whole model, a mask at this point is the host's own, which hides nothing.
+            if mask is not None and given is None:
+                raise _mask_error(encoder, mask)
+            _check_what_is_asked(call)
+        tokens, collects = tokens_of_layers[state.index], running.collects or kwargs.get(_HIDDEN_STATES)
         if tokens is not None:
+            if collects:
+                x = tokens.remerge(x)
+                call = call.replaced(call.names[0], x)
             call = call.replaced(encoder.mask, _log_sizes(tokens, encoder, x.dtype))
-        state.r, state.tokens = r, tokens
+        running.r, running.tokens = _num_removed(state, x), tokens
         try:
             y = call.result()
-            if state.plan is not None:
-                y, tokens = state.plan.merge(_one_tensor(y, state)), state.plan.after
+            if running.plan is not None:
+                y, tokens = running.plan.merge(_one_tensor(y, state)), running.plan.after
         finally:
-            state.r, state.tokens, state.plan = 0, None, None
+            running.r, running.tokens, running.plan = 0, None, None
         tokens_of_layers[state.index + 1] = tokens
         if tokens is not None:
             if encoder.record is not None:
                 encoder.record[state.path] = RecordedTokens(tokens.source, tokens.sizes, encoder.protected)
-            if encoder.unmerge and state.index + 1 == len(encoder.r):
+            if collects or (encoder.unmerge and state.index + 1 == len(encoder.r)):
                 y = tokens.unmerge(_one_tensor(y, state))
         return y
 
@@ -203,45 +255,61 @@ def keys_call(original: HostMethod) -> Callable:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         keys = original.of(self)(*args, **kwargs)
         state: LayerState | None = self.__dict__.get(STATE)
-        if state is not None and state.r:
+        if state is not None and (running := state.encoder.running).r:
             by_head = (
                 keys if state.head_dim is None else keys.unflatten(-1, (-1, state.head_dim)).transpose(1, 2)
             )
             # At least float32: half precision would make different similarities equal.
             metric = by_head.detach().mean(dim=1, dtype=torch.promote_types(keys.dtype, torch.float32))
-            plan = plan_tome_vit(metric, state.r, state.encoder.protected)
-            state.plan = plan_by_size(plan, state.tokens)
+            plan = plan_tome_vit(metric, running.r, state.encoder.protected)
+            running.plan = plan_by_size(plan, running.tokens)
         return keys
 
     return forward
 
 
-def norm_call(original: HostMethod) -> Callable:
-    """Method of the norm before the MLP: both run on merged tokens."""
+def first_call(original: HostMethod) -> Callable:
+    """Method of the first module of the MLP's branch: the branch runs on merged tokens."""
 
     def forward(self: nn.Module, x: Tensor) -> Any:
         state: LayerState | None = self.__dict__.get(STATE)
-        plan = None if state is None else state.plan
+        plan = None if state is None else state.encoder.running.plan
         return original.of(self)(x if plan is None else plan.merge(x))
 
     return forward
 
 
-def mlp_call(original: HostMethod) -> Callable:
-    """Method of the MLP: its result is unmerged, so that the host can add it to the tokens before."""
+def last_call(original: HostMethod) -> Callable:
+    """Method of the last module of the branch: its result is unmerged, so that the host can add it."""
 
     def forward(self: nn.Module, x: Tensor) -> Any:
         state: LayerState | None = self.__dict__.get(STATE)
-        plan = None if state is None else state.plan
+        plan = None if state is None else state.encoder.running.plan
         y = original.of(self)(x)
         return y if plan is None else plan.unmerge(y)
 
     return forward
 
 
+def collecting_call(original: HostMethod) -> Callable:
+    """Method of the model that collects the tokens of its layers: each input token gets its place in them."""
+
+    def collect(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        state: EncoderState | None = self.__dict__.get(STATE)
+        if state is None:
+            return original.of(self)(*args, **kwargs)
+        state.running.collects = True
+        try:
+            return original.of(self)(*args, **kwargs)
+        finally:
+            state.running.collects = False
+
+    return collect
+
+
 def swap_parts(layer: nn.Module, state: LayerState) -> None:
     """Swap the parts of a layer; swap a part again if other software, such as PEFT, has replaced it."""
-    for name, call in zip(state.parts, (keys_call, norm_call, mlp_call), strict=True):
+    for name, call in zip(state.parts, (keys_call, first_call, last_call), strict=True):
         part = layer.get_submodule(name)
         if part.__dict__.get(STATE) is not state:
             restore(part)  # the former part may be inside the new one
@@ -250,19 +318,19 @@ def swap_parts(layer: nn.Module, state: LayerState) -> None:
 
 def _tokens_of_call(state: LayerState) -> list[Tokens | None]:
     """Token sizes of the running call, for a layer that does not get them as an argument."""
-    encoder = state.encoder
+    encoder, running = state.encoder, state.encoder.running
     if state.index == 0:
-        encoder.tokens = [None] * (len(encoder.r) + 1)
-    if encoder.tokens is None:
+        running.sizes = [None] * (len(encoder.r) + 1)
+    if running.sizes is None:
         raise UnsupportedModelError(
             f"{state.path}: called without the layers before it, so the sizes of its tokens are unknown; "
             "switch off the feature that calls it alone, such as gradient checkpointing of timm: "
             "model.set_grad_checkpointing(False)"
         )
-    call = encoder.tokens
+    sizes = running.sizes
     if state.index + 1 == len(encoder.r):
-        encoder.tokens = None
-    return call
+        running.sizes = None
+    return sizes
 
 
 def _num_removed(state: LayerState, x: Tensor) -> int:
@@ -287,6 +355,20 @@ def _mask_error(encoder: EncoderState, mask: Tensor) -> UnsupportedModelError:
         f"{encoder.mask}: a mask of shape {tuple(mask.shape)} is for all tokens and does not fit merged "
         f"ones; call the model without {encoder.mask}, or remove_token_merging(model) first"
     )
+
+
+def _check_what_is_asked(call: HostCall) -> None:
+    """Refuse what a layer cannot give where tokens merge."""
+    if call.argument(_ATTENTIONS):
+        raise UnsupportedModelError(
+            f"{_ATTENTIONS}: attention is between merged tokens, so its weights have no place in the "
+            f"picture; call the model without {_ATTENTIONS}, or remove_token_merging(model) first"
+        )
+    if call.argument("is_causal"):
+        raise UnsupportedModelError(
+            "is_causal: a merged token stands for tokens at several places of the sequence, so none of them "
+            "is before the others; call the model without is_causal, or remove_token_merging(model) first"
+        )
 
 
 def _one_tensor(y: Any, state: LayerState) -> Tensor:

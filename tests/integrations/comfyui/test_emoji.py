@@ -27,7 +27,7 @@ def pair():
     [
         {"ratio": 0.0},
         {"ratio": 0.5, "planner": "uniform"},
-        {"ratio": 0.5, "planner": "uniform", "combine": "norm", "seed": 3},
+        {"ratio": 0.5, "planner": "uniform", "combine": "keep", "seed": 3},
         {"ratio": 0.75, "planner": "uniform", "proportional": True, "max_downsample": 4},
         {"ratio": 0.5, "planner": "uniform", "merge_crossattn": True, "max_downsample": 2},
         {"ratio": 0.5, "planner": "uniform", "scope": "keys", "combine": "keep"},

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import json
 import re
+import shutil
 
 import comfy_hosts  # noqa: F401  (first: it brings ComfyUI's code)
 
@@ -47,6 +49,102 @@ def test_what_is_no_folder_of_comfyui_is_refused(folder, tmp_path_factory):
     (folder / "custom_nodes" / NAME).symlink_to(SOURCE)
     with pytest.raises(ConfigError, match="link"):
         install(folder)
+
+
+def contents(folder):
+    """Every path in a folder, with the bytes of files and the targets of links."""
+    return {
+        place: place.readlink() if place.is_symlink() else place.is_file() and place.read_bytes()
+        for place in folder.rglob("*")
+    }
+
+
+@pytest.mark.parametrize(
+    "place",
+    ["", "__init__.py", "pyproject.toml", "example_workflows", "example_workflows/tokenmerge-sd15.json"],
+)
+@pytest.mark.parametrize("kind", ["a file", "a folder", "nothing"])
+@pytest.mark.parametrize("installed", [True, False])
+def test_links_inside_the_folder_are_refused(folder, tmp_path_factory, place, kind, installed):
+    """What a link leads to is written neither through the link nor in its place."""
+    link = folder / "custom_nodes" / NAME / place
+    if installed:
+        install(folder)
+    if link.is_dir():
+        shutil.rmtree(link)
+    link.unlink(missing_ok=True)
+    link.parent.mkdir(parents=True, exist_ok=True)
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    (elsewhere / "mine.txt").write_text("mine")
+    targets = {"a file": elsewhere / "mine.txt", "a folder": elsewhere, "nothing": elsewhere / "absent"}
+    link.symlink_to(targets[kind])
+    before = contents(folder), contents(elsewhere)
+    with pytest.raises(ConfigError, match=f"{link.name} is a link; remove it"):
+        install(folder)
+    assert (contents(folder), contents(elsewhere)) == before
+
+
+def test_custom_nodes_itself_may_be_a_link(tmp_path):
+    (tmp_path / "nodes").mkdir()
+    (tmp_path / "custom_nodes").symlink_to(tmp_path / "nodes")
+    assert all(file.is_file() for file in install(tmp_path))
+    assert (tmp_path / "nodes" / NAME / "__init__.py").is_file()
+
+
+@pytest.mark.parametrize("name", ["__init__.py", "pyproject.toml", "notes.txt"])
+def test_a_folder_of_somebody_else_stays_as_it_is(folder, name):
+    other = folder / "custom_nodes" / NAME
+    other.mkdir()
+    (other / name).write_text("mine")
+    with pytest.raises(ConfigError, match="not of this node; move it"):
+        install(folder)
+    assert contents(other) == {other / name: b"mine"}
+
+
+def test_other_files_in_the_folder_stay(folder):
+    own = install(folder)[0].parent / "example_workflows" / "mine.json"
+    own.write_text("mine")
+    install(folder)
+    assert own.read_text() == "mine"
+
+
+@pytest.mark.parametrize("kept", ["__init__.py/mine.txt", "example_workflows"])
+def test_a_folder_in_the_place_of_a_file_and_the_reverse_are_refused(folder, kept):
+    for file in install(folder):
+        if "__init__.py" in file.name or "example_workflows" in file.parts:
+            file.unlink()
+    own = folder / "custom_nodes" / NAME / kept
+    if kept == "example_workflows":
+        own.rmdir()
+    own.parent.mkdir(exist_ok=True)
+    own.write_text("mine")
+    before = contents(folder)
+    with pytest.raises(ConfigError, match="is in the way; move it"):
+        install(folder)
+    assert contents(folder) == before
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_a_full_disk_leaves_nothing_half_written(folder, monkeypatch, installed):
+    if installed:
+        install(folder)[0].write_text("old")
+    before, copy = contents(folder), shutil.copyfile
+
+    def full(source, place):
+        if source.suffix == ".toml":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return copy(source, place)
+
+    monkeypatch.setattr(shutil, "copyfile", full)
+    with pytest.raises(ConfigError, match="No space left on device"):
+        install(folder)
+    assert contents(folder) == before
+
+
+@pytest.mark.parametrize("path", ["~nobody-has-this-name/x", "x" * 5000, "a\0b"])
+def test_a_path_that_cannot_be_is_refused_in_a_sentence(path):
+    with pytest.raises(ConfigError, match="custom_nodes"):
+        install(path)
 
 
 def test_what_the_registry_asks_for():

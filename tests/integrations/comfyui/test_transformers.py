@@ -22,7 +22,7 @@ from tokenmerge.integrations.comfyui.models import find_target
 from tokenmerge.integrations.comfyui.nodes import TokenMerging
 from tokenmerge.integrations.comfyui.patch import patched
 from tokenmerge.integrations.comfyui.sampling import KEY, Sampling, Step
-from tokenmerge.integrations.comfyui.settings import METHODS, Asked, Settings, settings_for
+from tokenmerge.integrations.comfyui.settings import Asked, Settings, settings_for
 
 MAKE = {"dtype": torch.float32, "device": "cpu", "operations": comfy.ops.disable_weight_init}
 PAIR = {"hidden_size": 32, "mlp_ratio": 2.0, "num_heads": 2, "depth": 2, "depth_single_blocks": 2}
@@ -387,7 +387,6 @@ def test_methods(case):
     # Nodes have no features of the step before, so a method that compares them would use other features.
     auto = settings_for(target, Asked("auto", 0.5), hosts.CPU, torch.float32).config
     assert (auto.features, auto.plans.blocks) == ("input", False)
-    assert "dito" not in METHODS
     found = settings_for(target, Asked("tomesd", 0.5), hosts.CPU, torch.float32)
     assert found.config.scope == "block"
     assert "Whole blocks" in found.notes[0]

@@ -264,7 +264,6 @@ def test_bad_values_are_errors_and_nothing_is_patched(settings, message):
     [
         {"planner": "sito"},
         {"scope": "block"},
-        {"combine": "norm"},
         {"st": 2},
         {"schedule.ratio": (1.0, 0.5)},
         {"schedule.until": 0.5},

@@ -22,6 +22,7 @@ from tokenmerge.errors import ConfigError
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+_LARGEST = 2**30  # bytes
 FREE_SPACE = "free some space, or choose another place with --out"
 
 
@@ -82,11 +83,15 @@ def check_regular(path: Path) -> None:
         raise OSError("it is not a regular file")
 
 
-def read_bytes(path: Path, option: str, advice: str) -> bytes:
-    """Read a regular file."""
+def read_bytes(path: Path, option: str, advice: str, largest: int = _LARGEST) -> bytes:
+    """Read a regular file of at most ``largest`` bytes."""
     try:
         check_regular(path)
-        return path.read_bytes()
+        with path.open("rb") as file:
+            content = file.read(largest + 1)
+        if len(content) > largest:
+            raise OSError(f"it has more than {largest:,} bytes")
+        return content
     except OSError as error:
         raise ConfigError(f"{option}: cannot read {path} ({error.strerror or error}); {advice}") from error
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from tokenmerge import presets
 from tokenmerge.auto import choose
-from tokenmerge.config import NEW_NAMES, SETTINGS, ToMeConfig, flat
-from tokenmerge.errors import ConfigError
+from tokenmerge.config import NEW_NAMES, SETTINGS, ToMeConfig, flat, without_removed
+from tokenmerge.errors import ConfigError, shown
 
 AUTO = "auto"
 METHODS = (AUTO, "tome", *presets.__all__)
@@ -108,14 +108,15 @@ def read_setting(text: str, names: Collection[str] = SETTINGS) -> tuple[str, Any
     """
     name, equals, value = (part.strip() for part in text.partition("="))
     name = NEW_NAMES.get(name, name)
+    without_removed({name: value})
     if name not in names:
-        raise ConfigError(f"expected settings out of {', '.join(names)}, got {name!r}")
+        raise ConfigError(f"expected settings out of {', '.join(names)}, got {shown(name)}")
     switch = isinstance(_DEFAULTS[name], bool)
     read, wanted = _READERS[name]
     try:
         return name, read("true" if switch and not equals else value)
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise ConfigError(f"{name}: expected {name}={wanted}, got {text!r}") from error
+        raise ConfigError(f"{name}: expected {name}={wanted}, got {shown(text)}") from error
 
 
 def as_plain(value: Any) -> str | int | float | bool:

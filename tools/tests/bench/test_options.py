@@ -204,7 +204,7 @@ def test_each_variant_has_the_settings_it_is_applied_with(name: str) -> None:
         ("tome:speed=2", "expected settings out of ratio, max_downsample"),
         ("tomesd:seed=1", "got 'seed'"),
         ("tome:ratio=much", "expected ratio=NUMBER, got 'ratio=much'"),
-        ("tome:scope=all", "scope: expected one of 'layers', 'block', 'stack', 'keys', got 'all'"),
+        ("tome:scope=all", "scope: expected one of 'layers', 'block', 'keys', got 'all'"),
         ("tome:schedule.ratio=1/", "schedule.ratio=NUMBER/NUMBER"),
         ("tome:scope=keys,correction.every=3", "every token has a residual of its own"),
         ("sdtm:ratio=0.6", "ratio"),

@@ -68,10 +68,33 @@ def test_ctrl_c_reports_what_it_has(made_up, arguments, tmp_path, capsys) -> Non
     assert json.loads((tmp_path / "tuned.json").read_text())["tuned"]["complete"] is False
 
 
+def test_a_run_that_had_time_for_one_setting_says_so(made_up, arguments, capsys) -> None:
+    assert main([*arguments, "--min-speedup", "40", "--within", "1s"]) == command.GOAL_NOT_REACHED
+    printed = capsys.readouterr().out
+    assert "settings that was measured, in" in printed
+    assert "raise --within to compare more" in printed
+
+
+def test_where_every_setting_fails_nobody_is_told_to_run_it_again(
+    made_up, arguments, tmp_path, capsys
+) -> None:
+    class Everything(tuple):
+        def __contains__(self, name: object) -> bool:
+            return True
+
+    made_up.failing = Everything()
+    assert main([*arguments, "--min-speedup", "1.5"]) == command.GOAL_NOT_REACHED
+    printed = capsys.readouterr().err
+    assert "auto ratio=0.75 cannot run here: it is made to fail" in printed
+    assert "no setting can be measured here, as the notes say; change --size, --steps or --model" in printed
+    assert "again" not in printed
+    assert not (tmp_path / "tuned.json").exists()
+
+
 def test_ctrl_c_before_the_first_picture_writes_no_settings(made_up, arguments, tmp_path, capsys) -> None:
     made_up.stop = 0, KeyboardInterrupt()
     assert main([*arguments, "--min-speedup", "1.5"]) == 130
-    assert "no setting was measured" in capsys.readouterr().err
+    assert "no setting was measured, and the same command begins again" in capsys.readouterr().err
     assert not (tmp_path / "tuned.json").exists()
 
 

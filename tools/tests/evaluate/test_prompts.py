@@ -73,6 +73,28 @@ def test_a_missing_file_and_a_folder_are_named(tmp_path: Path) -> None:
             read_prompts(path)
 
 
+def test_a_prompt_that_is_too_long_is_named(tmp_path: Path) -> None:
+    for head in ("", "Prompt\tCategory\n"):
+        with pytest.raises(
+            ConfigError, match=r"prompts\.txt: 'xxx.*expected at most 10,000 .* got 2,000,000"
+        ):
+            read_prompts(write(tmp_path, f"{head}a pug\n{'x' * 2_000_000}\n"))
+
+
+def test_a_file_that_is_too_large_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.txt"
+    with path.open("wb") as file:
+        file.truncate(2**40)  # a file with a hole, which takes no space
+    with pytest.raises(ConfigError, match=r"prompts\.txt \(it has more than 67,108,864 bytes\); give a file"):
+        read_prompts(path)
+
+
+def test_rows_of_other_lengths_are_read(tmp_path: Path) -> None:
+    rows = 'Category\tPrompt\nAnimals\ta "pug\nArts\nFood\ta pie\tx\ty\nFood\ta\rb\n'
+    prompts = read_prompts(write(tmp_path, rows))
+    assert prompts == [Prompt('a "pug', "Animals"), Prompt("a pie", "Food"), Prompt("a\rb", "Food")]
+
+
 def test_a_template_without_a_place_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"expected \{\} where the text goes.*got 'a photo'"):
         read_prompts(write(tmp_path, "tench"), "a photo")

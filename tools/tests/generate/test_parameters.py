@@ -1,6 +1,7 @@
 """The file of a picture has its parameters, from which the same picture can be made again."""
 
 import json
+import time
 from pathlib import Path
 
 import numpy as np
@@ -83,6 +84,39 @@ def test_a_picture_of_a_web_ui_is_read(picture):
 def test_a_wrong_entry_is_named(picture, text, message):
     with pytest.raises(ConfigError, match=message):
         read_picture(written(picture, text))
+
+
+HOSTILE = {
+    "a word without a colon": "a",
+    "words without a colon": "a b ",
+    "blanks": " ",
+    "backslashes in an open quote": '"\\\\',
+    "open quotes": 'ab:"x,',
+    "names without values": "ab: ",
+}
+
+
+@pytest.mark.parametrize("part", HOSTILE.values(), ids=HOSTILE)
+def test_a_hostile_text_is_read_in_linear_time(picture, part):
+    """Quadratic time would be minutes. The bound is some hundred times what it takes."""
+    text = "a\nSteps: 20, ab: "
+    text += part * ((100_000 - len(text)) // len(part))
+    begun = time.perf_counter()
+    assert read_picture(written(picture, text)).steps == 20
+    assert time.perf_counter() - begun < 60
+
+
+def test_a_text_that_is_too_long_is_refused(picture):
+    with pytest.raises(ConfigError, match="expected at most 100,000 characters, got 100,009"):
+        read_picture(written(picture, "a" * 100_000 + "\nSteps: 2"))
+    with pytest.raises(ConfigError, match="like: "):  # more than Pillow decompresses
+        read_picture(written(picture, "a" * 2_000_000))
+
+
+def test_a_long_value_is_shortened_in_the_message(picture):
+    with pytest.raises(ConfigError, match="Seed: expected an integer") as caught:
+        read_picture(written(picture, f"a\nSteps: 2, Size: {'9' * 5_000}x1, Seed: {'9' * 5_000}"))
+    assert len(str(caught.value)) < 1_000
 
 
 def test_a_file_that_says_nothing_is_refused(picture):

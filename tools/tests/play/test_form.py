@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import pytest
 
@@ -36,6 +37,17 @@ def test_the_first_page_draws_with_a_bundled_model():
     assert Form.first("owner/name").options().size is None
 
 
+def test_only_the_models_of_the_page_are_drawn_with():
+    assert Form().options(("emoji-unet", "owner/name")).model == "emoji-unet"
+    with pytest.raises(ConfigError, match="model: expected one of 'owner/name', got 'emoji-unet'"):
+        Form().options(("owner/name",))
+
+
+def test_the_largest_trial_is_allowed():
+    form = Form(prompt="x" * 10_000, steps=1_000, size="1024x1024", seed=2**63 - 1)
+    assert form.options().size == (1024, 1024)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -51,6 +63,17 @@ def test_the_first_page_draws_with_a_bundled_model():
         ({"ratio": None}, "ratio: it is empty"),
         ({"ratio": 1.5}, "ratio"),
         ({"method": "none"}, "method: expected one of auto"),
+        ({"method": ["tome"]}, "method: expected a string"),
+        ({"prompt": None}, "prompt: it is empty"),
+        ({"prompt": "x" * 10_001}, "prompt: expected at most 10,000 characters, got 10,001; shorten it"),
+        ({"steps": 1_001}, "steps: expected an integer from 1 to 1,000, got 1001"),
+        ({"steps": True}, "steps: expected a whole number, got True"),
+        ({"seed": 1e300}, "seed: expected an integer ≥ 0 that fits into 64 bits"),
+        ({"seed": math.inf}, "seed: expected a whole number, got inf"),
+        ({"size": "1025x1024"}, "size: expected at most 1,048,576 pixels, such as 1024x1024, got 1025x1024"),
+        ({"model": "owner/name", "size": "2049x2048"}, "size: expected at most 4,194,304 pixels"),
+        ({"size": 64}, "size: expected a string, got 64"),
+        ({"guidance": "1" * 41}, "guidance: expected at most 40 characters, got 41"),
     ],
 )
 def test_wrong_fields_are_refused(changes, message):

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import re
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -113,6 +114,32 @@ def test_a_trial_that_was_stopped_while_it_waited_draws_nothing(studio, folder):
     with pytest.raises(StoppedError):
         draw(studio, options(folder), seen.append, stop)
     assert seen == []
+
+
+@pytest.mark.parametrize("part", ["loading the model", "dense: warming up", "dense", "merged"])
+def test_a_trial_ends_when_its_visitor_leaves(studio, folder, part):
+    there = True
+    seen = []
+
+    def leave(now):
+        nonlocal there
+        seen.append(now.part)
+        there = now.part != part
+
+    with pytest.raises(StoppedError):
+        draw(studio, options(folder), leave, Stop(lambda: there))
+    assert seen[-1] == part
+    assert seen.count(part) == 1
+
+
+def test_a_trial_waits_some_seconds_for_its_visitor(monkeypatch):
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    stop = Stop(lambda: False)
+    stop.check()
+    now += 60
+    with pytest.raises(StoppedError):
+        stop.check()
 
 
 @pytest.mark.parametrize("loaded", [False, True])

@@ -1,10 +1,11 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import typer
-from tools.tests.reporting.made import EVIL, cell, write_all
+from tools.tests.reporting.made import EVIL, cell, grid_of_cells, write_all
 from typer.testing import CliRunner
 
 from tokenmerge.errors import ConfigError
@@ -130,6 +131,38 @@ def test_bad_input_is_named(
     error = run(*arguments).exception
     assert isinstance(error, ConfigError)
     assert words in str(error)
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        (("peak_bytes",), "x"),
+        (("conditions", "frames"), [[]]),
+        (("conditions", "device_name"), 3),
+        (("conditions", "threads"), "two"),
+        (("conditions", "batch"), float("nan")),
+        (("conditions", "steps"), "\ud800"),
+        (("facts", "notes"), ["\udfff"]),
+        (("conditions", "model"), json.loads("[" * 900 + "]" * 900)),
+        (("conditions", "environment"), {}),
+    ],
+)
+def test_a_record_with_a_strange_value_is_one_line(
+    tmp_path: Path, place: tuple[str, ...], value: object
+) -> None:
+    cells = grid_of_cells()[:2]
+    strange = json.loads(cells[0].to_line())
+    inner = strange
+    for name in place[:-1]:
+        inner = inner[name]
+    inner[place[-1]] = value
+    file = tmp_path / "results.jsonl"
+    file.write_text(json.dumps(strange) + "\n" + cells[1].to_line())
+    error = run(file, "--out", tmp_path / "report.html").exception
+    assert isinstance(error, ConfigError), repr(error)
+    assert "results" in str(error)
+    assert len(str(error)) < 1_000
+    assert list(tmp_path.iterdir()) == [file]
 
 
 def test_a_picture_that_is_missing_or_no_picture_costs_its_pairs_alone(tmp_path: Path) -> None:

@@ -101,6 +101,15 @@ def test_a_setting_that_cannot_run_is_noted_and_left_out(made_up, options) -> No
     }
 
 
+def test_a_run_without_time_measures_a_setting_that_can_be_the_result(made_up, options) -> None:
+    search = tune(options(within=1e-9))
+    made_up.failing = tuple(look.name for look in search.looks)
+    again = tune(options(within=1e-9, out=search.options.out.with_name("again.json")))
+    for one in (search, again):
+        assert one.complete
+        assert one.decision.name in one.configs
+
+
 def test_a_goal_that_nothing_reaches_has_a_nearest_setting(made_up, options) -> None:
     search = tune(options(goal=Goal("psnr", speedup=50.0)))
     assert not search.decision.reached
@@ -238,6 +247,21 @@ def test_a_bad_record_is_named(made_up, options) -> None:
     records = tune(options()).options.records
     records.write_text(records.read_text().replace('"seconds": ', '"seconds": -'))
     with pytest.raises(ConfigError, match=r"line \d+: seconds: expected times above 0, got -"):
+        tune(options())
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("cost", None), ("cost", "NaN"), ("dense_seconds", "NaN"), ("metrics", 3), ("metrics", {"psnr": "x"})],
+)
+def test_a_record_with_a_strange_value_is_named(made_up, options, name: str, value: object) -> None:
+    made_up.stop = 1, KeyboardInterrupt()
+    records = tune(options()).options.records
+    lines = [json.loads(line) for line in records.read_text().splitlines()]
+    lines[-1]["values"][name] = value
+    records.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    wrong = "not a tune record|seconds: expected times above 0, got nan"
+    with pytest.raises(ConfigError, match=f"line {len(lines)}: ({wrong})"):
         tune(options())
 
 

@@ -193,6 +193,18 @@ def test_baselines_are_measured_even_when_time_is_short() -> None:
     assert len({"few", "fewer"} & looked) == 1
 
 
+@pytest.mark.parametrize("counted", [{}, dict.fromkeys(TRUTH, 1.01)])
+def test_a_setting_that_can_be_the_result_is_measured_whatever_it_costs(counted: dict[str, float]) -> None:
+    rivals = [entry(f"few{i}", group="fewer-steps", rival=True) for i in range(3)]
+    truth = TRUTH | {rival.name: (1.6, 10.0) for rival in rivals}
+    entries = [*rivals, *ENTRIES]
+    begun = drawn(["few0"], 0, truth)
+    for looks in ([], begun):
+        found = run(entries, truth, budget=1e-9, looks=looks, counted=counted)
+        assert [look.name for look in found[len(looks) :]] == [ENTRIES[0].name]
+    assert next_round(rivals, begun, GOAL, 1e-9, 8, {}) is None
+
+
 def test_the_best_of_auto_stays_for_comparison() -> None:
     entries = [*ENTRIES, entry("auto", group="auto")]
     truth = {**TRUTH, "auto": (1.6, 20.0)}

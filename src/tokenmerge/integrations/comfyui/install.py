@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from tokenmerge.errors import ConfigError
 
 SOURCE = Path(__file__).parent / "custom_node"
 NAME = "comfyui-tokenmerge"
+# The line of pyproject.toml by which a folder is known as one of this node.
+_OURS = b'PublisherId = "tokenmerge"'
 
 
 def install(path: str | Path) -> list[Path]:
     """Write the folder ``comfyui-tokenmerge`` into ``custom_nodes``; files of an older one are replaced.
+
+    Everything is checked and copied to a temporary folder first, so a failure leaves the folder as it was.
 
     Args:
         path: ComfyUI's folder, or its ``custom_nodes``.
@@ -21,22 +28,62 @@ def install(path: str | Path) -> list[Path]:
         The files that were written.
 
     Raises:
-        ConfigError: the path is neither, or a link is in the place of the folder.
+        ConfigError: the path is neither, the folder holds files that are not of this node, a link is in the
+            place of the folder or of something in it, or the folder cannot be written.
     """
-    given = Path(path).expanduser()
+    # The methods of Path raise for an unknown user and for a path that is too long.
+    given = Path(os.path.expanduser(path))  # noqa: PTH111
     folder = given if given.name == "custom_nodes" else given / "custom_nodes"
-    if not folder.is_dir():
+    if not os.path.isdir(folder):  # noqa: PTH112
         raise ConfigError(
             f"path: expected ComfyUI's folder or its folder custom_nodes, got {given}; give the folder that "
             "contains ComfyUI's main.py"
         )
     target = folder / NAME
-    if target.is_symlink():
-        raise ConfigError(f"path: {target} is a link; remove it, then run this command again")
-    files = sorted(file for file in SOURCE.rglob("*") if file.is_file() and "__pycache__" not in file.parts)
-    written = []
-    for file in files:
-        written.append(target / file.relative_to(SOURCE))
-        written[-1].parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(file, written[-1])
-    return written
+    files = sorted(
+        file.relative_to(SOURCE)
+        for file in SOURCE.rglob("*")
+        if file.is_file() and "__pycache__" not in file.parts
+    )
+    try:
+        _check(target, files)
+        # ComfyUI loads nothing from a folder with this ending.
+        with tempfile.TemporaryDirectory(prefix=f"{NAME}-", suffix=".disabled", dir=folder) as unfinished:
+            made = Path(unfinished) / NAME
+            for file in files:
+                (made / file).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(SOURCE / file, made / file)
+            if target.exists():
+                for file in files:
+                    (target / file).parent.mkdir(exist_ok=True)
+                    (made / file).replace(target / file)
+            else:
+                made.rename(target)
+    except OSError as error:
+        raise ConfigError(
+            f"path: cannot write {target} ({error.strerror or error}); make {folder} writable and free some "
+            "space, then run this command again"
+        ) from error
+    return [target / file for file in files]
+
+
+def _check(target: Path, files: Sequence[Path]) -> None:
+    """Refuse links, and a folder that is not one of this node.
+
+    Raises:
+        ConfigError: one of them is in the place of the folder or of something in it.
+    """
+    for place in (target, *sorted({target / part for file in files for part in (file.parent, file)})):
+        if place.is_symlink() or getattr(os.path, "isjunction", lambda _: False)(place):
+            raise ConfigError(f"path: {place} is a link; remove it, then run this command again")
+        if place.exists() and place.is_dir() == (place.relative_to(target) in files):
+            raise ConfigError(
+                f"path: {place} is in the way; move it to another place, then run this command again"
+            )
+    if target.exists() and any(target.iterdir()):
+        facts = target / "pyproject.toml"
+        if not facts.exists() or _OURS not in facts.read_bytes().splitlines():
+            raise ConfigError(
+                f"path: {target} holds files that are not of this node; move it to another place, then run "
+                "this command again"
+            )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tokenmerge.integrations.comfyui.models import find_target
+from tokenmerge.integrations.comfyui.others import beside
 from tokenmerge.integrations.comfyui.patch import patched
 from tokenmerge.integrations.comfyui.report import describe
 from tokenmerge.integrations.comfyui.settings import (
@@ -109,7 +110,8 @@ class TokenMerging:
         )
         settings = settings_for(find_target(model), asked, model.load_device, model.model_dtype())
         shape = _usual_size(model) if latent is None else tuple(latent["samples"].shape)
-        return patched(model, settings), describe(settings, shape)
+        clone = patched(model, settings)
+        return clone, describe(beside(settings, clone.model_options["transformer_options"]), shape)
 
 
 def _usual_size(model: Any) -> tuple[int, ...]:

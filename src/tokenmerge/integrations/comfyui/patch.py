@@ -9,17 +9,12 @@ from typing import Any
 from torch import Tensor
 
 from tokenmerge.integrations.comfyui import stages, unet
+from tokenmerge.integrations.comfyui.others import beside
 from tokenmerge.integrations.comfyui.sampling import KEY, Sampling, Step, step_in
 from tokenmerge.integrations.comfyui.settings import Settings
 from tokenmerge.integrations.comfyui.transformer import ReplacedBlock
 
 _ATTENTION = "optimized_attention_override"
-_UNET_PATCHES: tuple[tuple[str, Callable[..., Any]], ...] = (
-    ("attn1_patch", unet.before_attention),
-    ("attn1_output_patch", unet.after_attention),
-    ("attn2_patch", unet.before_cross_attention),
-    ("attn2_output_patch", unet.after_attention),
-)
 
 
 def patched(model: Any, settings: Settings) -> Any:
@@ -35,7 +30,7 @@ def patched(model: Any, settings: Settings) -> Any:
     options = clone.model_options["transformer_options"]
     if settings.target.is_unet:
         present = options.get("patches", {})
-        for name, patch in _UNET_PATCHES:
+        for name, patch in unet.PATCHES.items():
             if patch not in present.get(name, ()):
                 clone.set_model_patch(patch, name)
     else:
@@ -122,9 +117,12 @@ class _Wrappers:
     ) -> Any:
         """One sampling. What it caches is dropped when it ends or is cancelled."""
         options = extra["model_options"]["transformer_options"]
+        settings = beside(self.settings, options)
         options[KEY] = sampling = Sampling(
-            self.settings, sigmas.tolist(), getattr(model, "cfg", None), adds_noise(executor.class_obj)
+            settings, sigmas.tolist(), getattr(model, "cfg", None), adds_noise(executor.class_obj)
         )
+        for note in settings.notes[len(self.settings.notes) :]:
+            sampling.say(note)
         try:
             return executor(model, sigmas, extra, *more, **named)
         finally:
@@ -165,10 +163,15 @@ class _Wrappers:
 
     def diffusion_model(self, executor: Any, *arguments: Any, **named: Any) -> Any:
         """One call of the model's network. On some steps it skips the deep stages of a UNet."""
-        step = step_in(arguments[-1]) if self.settings.target.cuts else None
-        if step is None or not step.sampling.residuals.due.caches:
+        target = self.settings.target
+        step = step_in(arguments[-1]) if target.is_unet else None
+        if step is None:
             return executor(*arguments, **named)
-        return stages.call(executor, self.settings.target.cuts, step.sampling.residuals, arguments, named)
+        *first, options = arguments
+        arguments = *first, {**options, "patches": unet.innermost(options.get("patches", {}))}
+        if not step.sampling.residuals.due.caches:
+            return executor(*arguments, **named)
+        return stages.call(executor, target.cuts, step.sampling.residuals, arguments, named)
 
     def _step(
         self,
@@ -184,5 +187,9 @@ class _Wrappers:
         if not noise.percent_to_sigma(self.settings.end) < now <= noise.percent_to_sigma(self.settings.start):
             return None
         whole = all("area" not in cond for prompt in conds for cond in prompt or ())
-        replaced = frozenset(options.get("patches_replace", {}).get("attn1", {}))
+        replaced = frozenset(
+            (kind, *block)
+            for kind in ("attn1", "attn2")
+            for block in options.get("patches_replace", {}).get(kind, {})
+        )
         return Step(sampling, now, noise.timestep(sigma), x.shape, whole, replaced)

@@ -22,6 +22,7 @@ def describe(settings: Settings, latent: Sequence[int]) -> str:
     frames, rows, columns = target.grid(latent)
     side = f"{latent[-2]} × {latent[-1]}"
     lines, dense, merged = [], 0.0, 0.0
+    others = " and ".join(settings.others.before_attention)
     for level in target.levels:
         blocks = [block for block in target.blocks if block.level == level]
         grid = (frames, -(-rows // level), -(-columns // level))
@@ -34,7 +35,8 @@ def describe(settings: Settings, latent: Sequence[int]) -> str:
             continue
         own_dense, own_merged = _operations(blocks, own, n, n - r)
         dense, merged = dense + own_dense, merged + own_merged
-        lines.append(f"{at}{_blocks(blocks)} merged, {n} → {n - r} tokens")
+        unless = f", unless regrouped by {others}" if others else ""
+        lines.append(f"{at}{_blocks(blocks)} merged, {n} → {n - r} tokens{unless}")
     where = _WHERE[config.scope]
     head = f"{target.name}, latents {side}: {where} merge, ratio {config.ratio:g}, planner {config.planner}"
     if dense:
@@ -44,6 +46,8 @@ def describe(settings: Settings, latent: Sequence[int]) -> str:
         )
     elif not config.reuse.on:
         lines.append("Nothing merges at this size; take a larger picture or a higher ratio.")
+    if dense and others:
+        lines.append(settings.others.regroup)
     if dense and config.correction.every:
         lines.append(
             f"Of the steps that run everything, one in {config.correction.every} is dense and corrects the "
@@ -60,6 +64,8 @@ def _step_reuse(settings: Settings) -> list[str]:
     """What steps skip, as sentences."""
     config, target = settings.config.at_guidance(None), settings.target
     if not config.reuse.on:
+        if settings.others.cache or settings.others.self_attention:
+            return []  # the notes say why
         return ["All steps run the whole model; method auto skips parts of some."]
     steps = config.reuse.steps_of(_STEPS)
     what = "the deep stages" if target.is_unet else "the blocks"

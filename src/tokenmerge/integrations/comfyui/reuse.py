@@ -64,7 +64,7 @@ class Residuals:
         deep, shallow, caches = reuse_of(config, tracker, same)
         corrects = False
         if deep is None and config.schedule.merges(step.done, step.steps):
-            corrects, _ = correction_due(config, tracker, same)
+            corrects = correction_due(config, tracker, same)
         self.due = Due(tracker.call, deep, shallow, caches, corrects)
 
     def of(self, part: Hashable) -> Residual | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ from tokenmerge.runtime.scheduler import DenoisingStep, Generation, ends_clean
 
 # Key of this package's entry in ComfyUI's ``transformer_options``, and of its wrappers.
 KEY = "tokenmerge"
+_log = logging.getLogger(KEY)
 Grid = tuple[int, int, int]
 
 
@@ -50,6 +52,7 @@ class Sampling:
         self.settings = dataclasses.replace(settings, config=settings.config.at_guidance(guidance))
         self.sigmas = sigmas
         self.adds_noise = adds_noise
+        self._said: set[str] = set()
         self._generation = Generation(0, ends_clean(sigmas))
         self.forget()
 
@@ -61,9 +64,18 @@ class Sampling:
         self.runs = BlockRuns(self.residuals)
         self._planned: tuple[int, object] | None = None
 
+    def say(self, note: str) -> None:
+        """Write a note to the log, once for the sampling."""
+        if note not in self._said:
+            _log.warning("Token Merging: %s", note)
+        self._said.add(note)
+
     def denoising(self, index: int, steps: int) -> DenoisingStep:
         """A step, as the rest of the package describes it."""
-        return DenoisingStep(self._generation, index, steps, adds_noise=self.adds_noise)
+        generation = self._generation
+        return DenoisingStep(
+            index, steps, adds_noise=self.adds_noise, ends_clean=generation.ends_clean, generation=generation
+        )
 
     def begin_step(self, index: int, purpose: object) -> None:
         """Drop plans that are older than ``plans.every`` steps or have another purpose."""
@@ -88,7 +100,8 @@ class Step:
         timestep: the timestep that the model is called with; random draws depend on it.
         latent: shape of the latents.
         whole: whether every prompt is for the whole picture, so that all prompts get the same latents.
-        replaced: UNet blocks whose self-attention another node replaces; they stay dense.
+        replaced: (``"attn1"`` or ``"attn2"``, ComfyUI's name and numbers of a block) of the layers of a UNet
+            that another node replaces; they stay dense.
 
     Attributes:
         latent: shape of the latents of the running call.
@@ -133,6 +146,10 @@ class Step:
         same = (*latent, *options.get("uuids", ()), *window)
         step = self.sampling.denoising(self._index, self._steps)
         self.sampling.residuals.begin_call(self.settings.config, step, same)
+
+    def is_replaced(self, layer: str, block: tuple[Any, ...]) -> bool:
+        """Whether another node replaces a layer of a block, by itself or with all of its transformer."""
+        return not self.replaced.isdisjoint(((layer, *block), (layer, *block[:2])))
 
     def at(self, level: int) -> MergeSettings:
         """The settings of a level in this step."""

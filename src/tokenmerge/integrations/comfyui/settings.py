@@ -12,18 +12,10 @@ from tokenmerge.auto import with_skipped_blocks, with_skipped_stages
 from tokenmerge.config import Correction, ToMeConfig
 from tokenmerge.errors import ConfigError, NothingToMergeError
 from tokenmerge.integrations.comfyui.models import Target
+from tokenmerge.integrations.comfyui.others import Others
 from tokenmerge.planners.calibration import fewest_tokens
 
-# Methods with token-wise reuse or with features of the step before are left out, since the patches here do
-# not support them.
-METHODS = (
-    "auto",
-    *(
-        name
-        for name in presets.__all__
-        if getattr(presets, name)().token_reuse is None and getattr(presets, name)().cached_features is None
-    ),
-)
+METHODS = ("auto", *presets.__all__)
 OF_METHOD = "as the method says"
 SCOPES = (OF_METHOD, "layers", "keys", "block")
 SWITCH = (OF_METHOD, "on", "off")
@@ -65,6 +57,7 @@ class Settings:
         start: share of the sampling, by noise, before which nothing merges.
         end: share of the sampling after which nothing merges.
         notes: how the method differs in ComfyUI, as sentences.
+        others: what other nodes do to the model.
     """
 
     config: ToMeConfig
@@ -72,6 +65,7 @@ class Settings:
     start: float = 0.0
     end: float = 1.0
     notes: tuple[str, ...] = ()
+    others: Others = dataclasses.field(default_factory=Others)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Settings:
         return self  # nothing in it changes, and it holds the model

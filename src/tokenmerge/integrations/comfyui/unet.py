@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -43,6 +44,8 @@ def before_cross_attention(
     running = None if step is None else step.running
     if running is None or running.settings.scope == "keys" or not running.settings.merge_crossattn:
         return n, context, value
+    if step is not None and step.is_replaced("attn2", running.block):
+        return n, context, value
     running.merged, running.weighs = "attn2", False
     if running.plan is None:
         return n, context, value
@@ -61,11 +64,28 @@ def after_attention(n: Tensor, options: dict[str, Any]) -> Tensor:
         residuals.keep(layer, residual_of(n, [0.0]))
         return n
     result, lost = unmerge(plan, n), residuals.of(layer)
-    if lost is not None:
+    # A node that scales the deep levels changes their size during a sampling.
+    if lost is not None and _shape(lost.latest[0]) == result.shape:
         combine = COMBINE[running.settings.combine]
         result = add_lost(PLAIN, plan, result, lost.latest, combine)
         residuals.keep(layer, residual_of(result, [0.0]))
     return result
+
+
+def innermost(patches: Mapping[str, Any]) -> dict[str, list[Callable[..., Any]]]:
+    """Return a UNet's patches with those of this node next to the layers.
+
+    Whatever the order of the nodes, the patches of others get all tokens then.
+    """
+    result = {name: list(present) for name, present in patches.items()}
+    for name, own in PATCHES.items():
+        others = [patch for patch in result.get(name, ()) if patch is not own]
+        result[name] = [own, *others] if name.endswith("output_patch") else [*others, own]
+    return result
+
+
+def _shape(value: Tensor | None) -> Any:
+    return None if value is None else value.shape
 
 
 def _running(step: Step, n: Tensor, options: dict[str, Any]) -> Running | None:
@@ -73,7 +93,11 @@ def _running(step: Step, n: Tensor, options: dict[str, Any]) -> Running | None:
     batch, _, rows, columns = options["activations_shape"]
     way, number = options["block"]
     block = way, number, options.get("block_index", 0)
-    if n.shape[:2] != (batch, rows * columns) or not step.replaced.isdisjoint((block, (way, number))):
+    if n.shape[:2] != (batch, rows * columns):
+        if step.settings.others.before_attention:
+            step.sampling.say(step.settings.others.regroup)
+        return None
+    if step.is_replaced("attn1", block):
         return None
     level = level_of(options["original_shape"][-2], rows)
     if not step.merges((1, rows, columns), level):
@@ -95,3 +119,11 @@ def level_of(finest: int, rows: int) -> int:
     while finest > rows:
         finest, level = -(-finest // 2), 2 * level
     return level
+
+
+PATCHES: Mapping[str, Callable[..., Any]] = {
+    "attn1_patch": before_attention,
+    "attn1_output_patch": after_attention,
+    "attn2_patch": before_cross_attention,
+    "attn2_output_patch": after_attention,
+}

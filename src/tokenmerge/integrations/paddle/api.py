@@ -15,10 +15,10 @@ from tokenmerge.integrations.paddle.runtime import Run, blocks_to_merge
 from tokenmerge.integrations.portable.planners import PLANNERS
 
 # Settings with some supported values, and settings with all values supported. The others keep their defaults.
-_OFFERED = {"scope": ("layers", "keys"), "planner": PLANNERS, "combine": ("mean", "keep")}
+_OFFERED = {"scope": ("layers", "keys"), "planner": PLANNERS}
 _FREE = (
     *("ratio", "max_downsample", "min_tokens", "sx", "sy", "use_rand", "seed", "levels"),
-    *("merge_attn", "merge_crossattn", "merge_mlp", "proportional", "plans.guidance"),
+    *("merge_attn", "merge_crossattn", "merge_mlp", "combine", "proportional", "plans.guidance"),
 )
 _DEFAULTS = flat(vars(ToMeConfig()))
 
@@ -54,9 +54,8 @@ def apply_token_merging(pipe_or_layer: Any, config: ToMeConfig) -> Patch:
         pipe_or_layer: a pipeline (its ControlNets are patched too), or a model such as ``pipe.unet``. A model
             that is already patched gets the new settings.
         config: what to merge and how much. Supported are the planners ``"tome"``, ``"tiled"`` and
-            ``"uniform"``, the scopes ``"layers"`` and ``"keys"``, ``combine`` by ``"mean"`` and ``"keep"``,
-            ``levels``, ``min_tokens``, ``proportional``, ``plans.guidance``, and the arguments of
-            :func:`tokenmerge.paddle.apply_patch`.
+            ``"uniform"``, the scopes ``"layers"`` and ``"keys"``, ``combine``, ``levels``, ``min_tokens``,
+            ``proportional``, ``plans.guidance``, and the arguments of :func:`tokenmerge.paddle.apply_patch`.
 
     Returns:
         A handle: ``patch.report()`` says what merges where, ``patch.remove()`` restores the model.

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from tokenmerge.models.base import Host, is_a, stacked
+from tokenmerge.models.base import Host, is_a
 from tokenmerge.models.basic_block import basic_block
 from tokenmerge.models.dummy_inputs import blank
 from tokenmerge.models.transformer import transformer_host
@@ -19,12 +19,7 @@ def describe(root: Any) -> Host:
     blocks = tuple(
         basic_block(f"transformer_blocks.{i}", block) for i, block in enumerate(root.transformer_blocks)
     )
-    return transformer_host(
-        root,
-        _example,
-        # In Latte, blocks that attend over time run between the spatial ones.
-        blocks if is_a(root, "LatteTransformer3DModel") else stacked(blocks),
-    )
+    return transformer_host(root, _example, blocks)
 
 
 def _example(root: Any, height: int, width: int, batch: int) -> dict[str, Any]:

@@ -6,13 +6,14 @@ Blocks with two streams are followed by blocks with one. The whole batch shares 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tokenmerge.models.base import Host, Layer, is_a, listed, stacked
+from tokenmerge.models.base import Host, Layer, is_a, listed
 from tokenmerge.models.dummy_inputs import blank, device_of_values, full_mask
 from tokenmerge.models.grids import grid_of_ids, references_of_ids
 from tokenmerge.models.layout import Layout, TokenArgument
@@ -31,19 +32,17 @@ CLASSES = (
 
 # In both kinds of block, position tables and masks cover text and image. An IP-Adapter adds a third result,
 # which belongs to the image.
-_ATTENTION = Layout(
-    text="first",
-    token_arguments=(
-        TokenArgument("image_rotary_emb", axes=(0,)),
-        TokenArgument("attention_mask", axes=(-2, -1), batched=True),
-    ),
-    outputs=(0, 2),
-)
-# Blocks get the mask as [b, n] and return (text, image); single blocks of Chroma return one sequence.
+_POSITIONS = TokenArgument("image_rotary_emb", axes=(0,))
+MASK = TokenArgument("attention_mask", axes=(-2, -1), batched=True, broadcasts_to=4)
+_ATTENTION = Layout(text="first", token_arguments=(_POSITIONS, MASK), outputs=(0, 2))
+# Users pass a mask to all attention in a dictionary. Blocks of Chroma get another mask as [b, n]. Blocks
+# return (text, image); single blocks of Chroma return one sequence.
 _BLOCK = Layout(
     token_arguments=(
-        TokenArgument("image_rotary_emb", axes=(0,)),
+        _POSITIONS,
         TokenArgument("attention_mask", axes=(1,), batched=True),
+        replace(MASK, name="joint_attention_kwargs", element=MASK.name),
+        replace(MASK, name="attention_kwargs", element=MASK.name),
     ),
     outputs=(1,),
 )
@@ -60,18 +59,15 @@ def describe(root: Any) -> Host:
         *listed(root, "transformer_blocks", _DOUBLE, layout=Layout(outputs=(1,)), block_layout=block_layout),
         *listed(root, "single_transformer_blocks", _SINGLE, block_layout=block_layout, dense={"ff": _FUSED}),
     )
-    # A ControlNet returns the result of every block, so no stack may stay merged.
-    controlnet = is_a(root, _CONTROLNET)
     return transformer_host(
         root,
         _example,
-        blocks if controlnet else stacked(blocks),
+        blocks,
         grid=grid_of_ids,
         references=references_of_ids,
         sample_size=(128, 128),
-        controlnet=controlnet,
+        controlnet=is_a(root, _CONTROLNET),
         patch=2,
-        between=("controlnet_block_samples", "controlnet_single_block_samples"),
     )
 
 

@@ -10,7 +10,7 @@ import torch
 from tokenmerge.errors import UnsupportedModelError
 from tokenmerge.models.base import GridShape, Host, Layer, listed
 from tokenmerge.models.dummy_inputs import blank
-from tokenmerge.models.families.flux import packed_ids
+from tokenmerge.models.families.flux import MASK, packed_ids
 from tokenmerge.models.grids import grid_of_ids, references_of_ids
 from tokenmerge.models.layout import Grid, Layout, TokenArgument
 from tokenmerge.models.transformer import transformer_host
@@ -19,10 +19,7 @@ CLASSES = ("Flux2Transformer2DModel",)
 
 _ATTENTION = Layout(
     text="first",
-    token_arguments=(
-        TokenArgument("image_rotary_emb", axes=(0,)),
-        TokenArgument("attention_mask", axes=(-2, -1), batched=True),
-    ),
+    token_arguments=(TokenArgument("image_rotary_emb", axes=(0,)), MASK),
 )
 _DOUBLE = (Layer("attn1", "attn", _ATTENTION), Layer("ff", "ff"))
 _SINGLE = (Layer("attn1", "attn", _ATTENTION),)

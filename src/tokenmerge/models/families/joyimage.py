@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from tokenmerge.errors import UnsupportedModelError
-from tokenmerge.models.base import GridShape, Host, Layer, is_a, listed, stacked
+from tokenmerge.models.base import GridShape, Host, Layer, is_a, listed
 from tokenmerge.models.dummy_inputs import blank, full_mask
 from tokenmerge.models.grids import patch_of
 from tokenmerge.models.layout import Grid, Layout, TokenArgument
@@ -40,7 +40,7 @@ def describe(root: Any) -> Host:
     return transformer_host(
         root,
         _example_plus if plus else _example,
-        stacked(listed(root, "double_blocks", layers, layout=Layout(text="last"), block_layout=layout)),
+        listed(root, "double_blocks", layers, layout=Layout(text="last"), block_layout=layout),
         grid=_grid,
         references=_references,
         sample_size=(128, 128),

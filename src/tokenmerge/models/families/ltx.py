@@ -10,13 +10,14 @@ import torch
 from tokenmerge.errors import UnsupportedModelError
 from tokenmerge.models.base import GridShape, Host, Layer, listed
 from tokenmerge.models.dummy_inputs import blank, full_mask
+from tokenmerge.models.grids import grid_of_coordinates
 from tokenmerge.models.layout import Grid, Layout, TokenArgument
 from tokenmerge.models.transformer import transformer_host
 
 CLASSES = ("LTXVideoTransformer3DModel",)
 
 _FRAMES = 21  # latent frames: 161 frames of video
-# Tokens of start pictures stand before the tokens of the video.
+# Tokens of given pictures stand before the tokens of the video.
 _LAYERS = (
     Layer(
         "attn1",
@@ -42,11 +43,15 @@ def describe(root: Any) -> Host:
 
 def _grid(root: Any, arguments: Mapping[str, Any], last: Grid) -> GridShape:
     sides = [arguments.get(name) for name in ("num_frames", "height", "width")]
+    coordinates = arguments.get("video_coords")
+    # Where coordinates are given, some pipelines leave the sides out, and others set them to 1.
+    if coordinates is not None and set(sides) <= {None, 1} and not torch.compiler.is_compiling():
+        return grid_of_coordinates(coordinates)
     if None in sides:
         raise UnsupportedModelError(
             "num_frames, height, width: expected the size of the latents, got "
-            f"{', '.join(map(str, sides))}; pass them even with video_coords, which do not determine the "
-            "token grid"
+            f"{', '.join(map(str, sides))}; pass them. The token grid is read from video_coords only outside "
+            "torch.compile: compile the blocks of the model, with transformer.compile_repeated_blocks()"
         )
     patch = (root.config.patch_size_t, root.config.patch_size, root.config.patch_size)
     frames, rows, columns = (side // length for side, length in zip(sides, patch, strict=True))

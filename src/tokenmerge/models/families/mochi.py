@@ -16,7 +16,7 @@ CLASSES = ("MochiTransformer3DModel",)
 
 _FRAMES = 4  # latent frames: 19 frames of video
 # Tables [n, heads, d / 2], which attention broadcasts over the batch.
-_POSITIONS = TokenArgument("image_rotary_emb", axes=(1,), batched=True, expand=True)
+_POSITIONS = TokenArgument("image_rotary_emb", axes=(1,), batched=True, broadcasts_to=4)
 _LAYERS = (Layer("attn1", "attn1", Layout(text="last", token_arguments=(_POSITIONS,))), Layer("ff", "ff"))
 
 

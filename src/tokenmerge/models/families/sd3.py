@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tokenmerge.models.base import Block, GridShape, Host, Layer, is_a, stacked
+from tokenmerge.models.base import Block, GridShape, Host, Layer, is_a
 from tokenmerge.models.dummy_inputs import blank
 from tokenmerge.models.layout import Grid, Layout
 from tokenmerge.models.transformer import transformer_host
@@ -31,16 +31,7 @@ def describe(root: Any) -> Host:
         )
         for i, block in enumerate(root.transformer_blocks)
     )
-    # A ControlNet returns the result of every block, so no stack may stay merged.
-    controlnet = is_a(root, _CONTROLNET)
-    return transformer_host(
-        root,
-        _example,
-        blocks if controlnet else stacked(blocks),
-        grid=_grid,
-        controlnet=controlnet,
-        between=("block_controlnet_hidden_states", "skip_layers"),
-    )
+    return transformer_host(root, _example, blocks, grid=_grid, controlnet=is_a(root, _CONTROLNET))
 
 
 def _grid(root: Any, arguments: Mapping[str, Any], last: Grid) -> GridShape:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from tokenmerge.models.base import Host, Layer, is_a, listed, stacked
+from tokenmerge.models.base import Host, Layer, is_a, listed
 from tokenmerge.models.dummy_inputs import blank
 from tokenmerge.models.grids import video_grid
 from tokenmerge.models.layout import Layout, TokenArgument
@@ -43,8 +43,6 @@ _LAYERS = (
     Layer("attn2", "attn2"),
     Layer("ff", "ffn"),
 )
-# Between blocks, VACE adds features of the control video, and Animate features of a face.
-_ADDING = ("WanVACETransformer3DModel", "WanAnimateTransformer3DModel")
 _CONTROL = Layout(tokens="control_hidden_states", outputs=(1,))
 
 
@@ -53,8 +51,6 @@ def describe(root: Any) -> Host:
     # Blocks of SkyReels-V2 may get a mask between frames, and timesteps of each token in another layout.
     block_layout = None if is_a(root, "SkyReelsV2Transformer3DModel") else _BLOCK
     blocks = listed(root, "blocks", _LAYERS, block_layout=block_layout)
-    if not is_a(root, *_ADDING):
-        blocks = stacked(blocks)
     if is_a(root, "WanVACETransformer3DModel"):
         blocks = (*listed(root, "vace_blocks", _LAYERS, layout=_CONTROL), *blocks)
     return transformer_host(

@@ -5,12 +5,14 @@ from __future__ import annotations
 from functools import partial
 from typing import Annotated
 
+from tokenmerge.errors import ConfigError, shown
 from tokenmerge_tools.pipelines.loading import find_model, quiet_libraries
 from tokenmerge_tools.pipelines.options import Device, Dtype, GenerateOptions, Model, option
 from tokenmerge_tools.pipelines.settings import resolve_device, resolve_dtype
 from tokenmerge_tools.play.server import LOCAL, require_gradio, serve
 
 _server = partial(option, "Server")
+_HIGHEST_PORT = 65_535
 
 
 def play(
@@ -33,6 +35,8 @@ def play(
     services, and loads nothing from them except a model given by its hub id. Ctrl-C ends it.
     """
     require_gradio()
+    if port is not None and not 1 <= port <= _HIGHEST_PORT:
+        raise ConfigError(f"port: expected an integer from 1 to {_HIGHEST_PORT}, got {shown(port)}")
     find_model(model)
     resolve_dtype(dtype, resolve_device(device))
     quiet_libraries("tokenmerge play")

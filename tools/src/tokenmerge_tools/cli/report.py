@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from tokenmerge.errors import ConfigError
+from tokenmerge.errors import ConfigError, TokenMergingError, reason_of
 from tokenmerge_tools.files import write_text
 from tokenmerge_tools.records.file import read_results
 from tokenmerge_tools.reporting.compare import compare, parse_tolerance
@@ -52,31 +54,45 @@ def report(
         raise ConfigError("fail-if-slower: it needs --compare A B, the results before and after")
     if out.suffix not in _FORMATS:
         raise ConfigError(f"out: expected a file ending in {', '.join(_FORMATS)}, got {out}")
-    found = read_results(results or [])
-    content = content_of(found)
+    whole, texts = out.suffix == ".html", {}
+    with _strange_values():
+        found = read_results(results or [])
+        content = content_of(found)
+        if whole:
+            texts[out] = as_html(content)
+        if whole or out.suffix == ".md":
+            texts[out.with_suffix(".md")] = as_markdown(content)
+        if whole or out.suffix == ".csv":
+            texts[out.with_suffix(".csv")] = as_csv(found.cells)
+            if found.quality:
+                texts[out.with_name(f"{out.stem}-quality.csv")] = quality_as_csv(found.quality)
     for note in content.notes:
         print(f"note: {note}", file=sys.stderr)
-    whole = out.suffix == ".html"
-    if whole:
-        _write(out, as_html(content))
-    if whole or out.suffix == ".md":
-        _write(out.with_suffix(".md"), as_markdown(content))
-    if whole or out.suffix == ".csv":
-        _write(out.with_suffix(".csv"), as_csv(found.cells))
-        if found.quality:
-            _write(out.with_name(f"{out.stem}-quality.csv"), quality_as_csv(found.quality))
+    for path, text in texts.items():
+        write_text(path, text)
+        print(path)
 
 
-def _write(path: Path, text: str) -> None:
-    write_text(path, text)
-    print(path)
+@contextlib.contextmanager
+def _strange_values() -> Iterator[None]:
+    """Turn the error about a value in a record that no release writes into a ConfigError."""
+    try:
+        yield
+    except TokenMergingError:
+        raise
+    except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"results: a record lacks a value or has a strange one ({type(error).__name__}: "
+            f"{reason_of(error)}); give files that tokenmerge bench or evaluate wrote"
+        ) from error
 
 
 def _compare(before: Path, after: Path, fail_if_slower: str | None, results: list[Path] | None) -> None:
     if results:
         raise ConfigError(f"compare: expected only two results, got {results[0]} too; leave it out")
     tolerance = None if fail_if_slower is None else parse_tolerance(fail_if_slower)
-    comparison = compare(read_results([before]).cells, read_results([after]).cells)
+    with _strange_values():
+        comparison = compare(read_results([before]).cells, read_results([after]).cells)
     for change in comparison.changes:
         print(change)
     for name in comparison.only_before:

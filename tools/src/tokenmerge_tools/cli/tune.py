@@ -66,10 +66,17 @@ def tune(
     quiet_libraries("tokenmerge tune")
     with _progress(options.goal) as on_progress:
         search = run_tune(options, on_progress, on_note=lambda note: terminal.say(f"note: {note}"))
-    if search.decision is None:
-        terminal.say("no setting was measured; run the same command again to continue")
-    else:
+    if search.decision is not None:
         _report(search)
+    elif search.complete:
+        terminal.say("no setting can be measured here, as the notes say; change --size, --steps or --model")
+    elif search.looks:
+        terminal.say("only settings for comparison were measured; run the same command again to continue")
+    else:
+        terminal.say(
+            "no setting was measured, and the same command begins again; let it run until one picture is "
+            "drawn dense and with a setting"
+        )
     if not search.complete:
         raise KeyboardInterrupt
     if search.decision is None or not search.decision.reached:
@@ -86,6 +93,12 @@ def _report(search: Search) -> None:
     else:
         verdict = f"{decision.name} reaches {search.goal}"
         verdict += "" if decision.sure else ", but only within the noise; raise --within to be surer"
+    spent = [look.cost for look in search.looks if look.name in search.configs]
+    if len(spent) == 1 < len(search.configs):
+        verdict += (
+            f"; it is the only one of {len(search.configs)} settings that was measured, in {spent[0]:.1f} s; "
+            "raise --within to compare more"
+        )
     terminal.show(
         terminal.as_rich(table),
         *(f"note: {note}" for note in table.notes),

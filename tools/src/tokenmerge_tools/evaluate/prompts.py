@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 import re
 from collections.abc import Sequence
@@ -11,6 +10,7 @@ from pathlib import Path
 from tokenmerge.errors import ConfigError
 from tokenmerge_tools.demo.glyphs import caption, choose_prompts, read_glyphs
 from tokenmerge_tools.files import read_bytes
+from tokenmerge_tools.pipelines.options import check_prompt
 
 IMAGENET_TEMPLATE = "a photo of a {}"
 PROMPTS_HELP = (
@@ -19,6 +19,7 @@ PROMPTS_HELP = (
 )
 
 _BUILT_IN = 100
+_LARGEST = 64 * 2**20  # bytes; a million prompts
 _SYNSET = re.compile(r"n\d{8}\s+")
 
 
@@ -59,10 +60,9 @@ def read_prompts(path: Path, template: str | None = None) -> list[Prompt]:
     """
     lines = _lines(path)
     if "Prompt" in lines[0].split("\t"):
-        found = [
-            (row["Prompt"] or "", row.get("Category") or None)
-            for row in csv.DictReader(lines, delimiter="\t", quoting=csv.QUOTE_NONE)
-        ]
+        names, *rows = (line.split("\t") for line in lines)
+        columns = [dict(zip(names, row, strict=False)) for row in rows]
+        found = [(row.get("Prompt", ""), row.get("Category") or None) for row in columns]
     elif all(map(_SYNSET.match, lines)):
         found = [(_SYNSET.sub("", line).partition(",")[0], None) for line in lines]
         template = template or IMAGENET_TEMPLATE
@@ -77,6 +77,8 @@ def read_prompts(path: Path, template: str | None = None) -> list[Prompt]:
         for line, category in found
         if (text := line.strip() if template is None else template.replace("{}", line.strip()))
     }
+    for text in prompts:
+        check_prompt(f"prompts: {path}: {text[:20]!r}…", text)
     if not prompts:
         raise ConfigError(f"prompts: {path} has a header but no prompts; give a file with one per line")
     return list(prompts.values())
@@ -84,7 +86,7 @@ def read_prompts(path: Path, template: str | None = None) -> list[Prompt]:
 
 def _lines(path: Path) -> list[str]:
     """Return the lines that are not blank."""
-    content = read_bytes(path, "prompts", "give a file with one prompt per line")
+    content = read_bytes(path, "prompts", "give a file with one prompt per line", _LARGEST)
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:

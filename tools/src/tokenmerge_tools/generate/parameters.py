@@ -21,10 +21,12 @@ from typing import TYPE_CHECKING, TypeVar
 
 from tokenmerge import __version__
 from tokenmerge.config import ToMeConfig, read_metadata
+from tokenmerge.config.checks import refuse
 from tokenmerge.errors import ConfigError
 from tokenmerge_tools.files import read_bytes
 from tokenmerge_tools.pipelines.loading import PICKLE
 from tokenmerge_tools.pipelines.options import GenerateOptions
+from tokenmerge_tools.pipelines.settings import parse_size
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -34,8 +36,10 @@ Number = TypeVar("Number", int, float)
 _KEY = "parameters"
 _NEGATIVE = "Negative prompt: "
 _ADVICE = "give a PNG that tokenmerge generate or a web UI wrote, such as merged-00.png"
-# A name, a colon, and a value: a JSON string, or the text before the next comma.
-_ENTRY = re.compile(r'\s*(\w[\w \-/]+):\s*("(?:\\.|[^\\"])+"|[^,]*)(?:,|$)')
+_LONGEST = 100_000  # characters; web UIs write some thousands
+# A name, a colon, and a value: a JSON string, or the text before the next comma. The length of a name is
+# bounded, so that the time is linear in the length of the text.
+_ENTRY = re.compile(r'(\w[\w \-/]{1,60}):\s*("(?:\\.|[^\\"])+"|[^,]*)(?:,|$)')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -150,18 +154,21 @@ def _quoted(value: str) -> str:
 
 
 def _from_text(text: str) -> Parameters:
+    if len(text) > _LONGEST:
+        raise ConfigError(
+            f"parameters: expected at most {_LONGEST:,} characters, got {len(text):,}; give another picture"
+        )
     prompts, _, last = text.rstrip().rpartition("\n")
     entries = {name.strip(): _unquoted(value) for name, value in _ENTRY.findall(last)}
     if "Steps" not in entries:  # the text is only a prompt
         prompts, entries = text, {}
     prompt, negates, negative = prompts.partition("\n" + _NEGATIVE)
-    size = re.fullmatch(r"(\d+)x(\d+)", entries.get("Size", ""))
     merging = entries.get("Token merging")
     return Parameters(
         prompt=prompt,
         seed=_number(entries, "Seed", int, "an integer"),
         steps=_number(entries, "Steps", int, "an integer"),
-        size=None if size is None else (int(size[1]), int(size[2])),
+        size=parse_size(entries["Size"]) if "Size" in entries else None,
         negative_prompt=negative if negates else None,
         guidance=_number(entries, "CFG scale", float, "a number"),
         scheduler=entries.get("Sampler"),
@@ -184,4 +191,4 @@ def _number(entries: dict[str, str], name: str, read: Callable[[str], Number], w
     try:
         return read(entries[name]) if name in entries else None
     except ValueError:
-        raise ConfigError(f"{name}: expected {wanted}, got {entries[name]!r}") from None
+        refuse(name, wanted, entries[name])

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from tokenmerge.config.checks import integer, one_of
-from tokenmerge.errors import ConfigError
+from tokenmerge.errors import ConfigError, shown
 from tokenmerge_tools.method_spec import MethodSpec
 from tokenmerge_tools.pipelines.loading import DEFAULT_MODEL
 from tokenmerge_tools.pipelines.settings import (
@@ -31,7 +31,7 @@ def a_number(text: str) -> float:
     try:
         return float(text)
     except ValueError:
-        raise typer.BadParameter(f"expected a number, got {text!r}.") from None
+        raise typer.BadParameter(f"expected a number, got {shown(text)}.") from None
 
 
 def an_integer(text: str) -> int:
@@ -39,7 +39,7 @@ def an_integer(text: str) -> int:
     try:
         return int(text)
     except ValueError:
-        raise typer.BadParameter(f"expected an integer, got {text!r}.") from None
+        raise typer.BadParameter(f"expected an integer, got {shown(text)}.") from None
 
 
 _PARSERS = {"number": a_number, "integer": an_integer}
@@ -63,6 +63,16 @@ Size = Annotated[
     picture("WIDTHxHEIGHT, or N for a square, in pixels. Default: the model's own."),
 ]
 Guidance = Annotated[float | None, picture("Guidance scale. Default: the pipeline's own.", parser="number")]
+
+LONGEST_PROMPT = 10_000  # characters; text encoders read a few thousand at most
+
+
+def check_prompt(name: str, prompt: str) -> None:
+    """Refuse a prompt that is longer than any text encoder reads: the tokenizer would take minutes."""
+    if len(prompt) > LONGEST_PROMPT:
+        raise ConfigError(
+            f"{name}: expected at most {LONGEST_PROMPT:,} characters, got {len(prompt):,}; shorten it"
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -117,6 +127,8 @@ class GenerateOptions(PipelineOptions):
     def __post_init__(self) -> None:
         if not self.prompt.strip():
             raise ConfigError('prompt: it is empty; say what to draw, such as "a red apple"')
+        check_prompt("prompt", self.prompt)
+        check_prompt("negative-prompt", self.negative_prompt or "")
         for name, lowest in (("steps", 1), ("batch", 1), ("repeat", 1), ("seed", 0)):
             integer(lowest)(name, getattr(self, name))
         check_guidance("guidance", self.guidance)

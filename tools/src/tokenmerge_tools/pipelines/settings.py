@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tokenmerge.config.checks import number, one_of, optional
-from tokenmerge.errors import ConfigError, reason_of
+from tokenmerge.errors import ConfigError, reason_of, shown
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline, ModelMixin, SchedulerMixin
@@ -207,9 +207,11 @@ def parse_size(text: str) -> tuple[int, int]:
     >>> parse_size("768x512"), parse_size("512")
     ((768, 512), (512, 512))
     """
-    found = re.fullmatch(r"\s*(\d+)\s*(?:[x×X*]\s*(\d+)\s*)?", text)
+    found = re.fullmatch(r"\s*(\d{1,9})\s*(?:[x×X*]\s*(\d{1,9})\s*)?", text)
     if found is None or 0 in (sides := (int(found[1]), int(found[2] or found[1]))):
-        raise ConfigError(f"size: expected WIDTHxHEIGHT or one number, such as 768x512 or 512, got {text!r}")
+        raise ConfigError(
+            f"size: expected WIDTHxHEIGHT or one number, such as 768x512 or 512, got {shown(text)}"
+        )
     return sides
 
 

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
+from tokenmerge.config.checks import as_number, integer, one_of, refuse, text
 from tokenmerge.errors import ConfigError
 from tokenmerge_tools import demo
 from tokenmerge_tools.method_spec import METHODS, MethodSpec
-from tokenmerge_tools.pipelines.options import GenerateOptions
+from tokenmerge_tools.pipelines.options import LONGEST_PROMPT, GenerateOptions
 from tokenmerge_tools.pipelines.settings import parse_size
 
+_LONGEST_WORD = 40
+_MOST_STEPS = 1_000  # those that models are trained with
+_LARGEST_SIDE = 2_048  # of a square, in pixels; half for the bundled models, whose latents are finer
 _BUNDLED_SIZE = "256x256"  # 4096 tokens, on which merging has something to save
 
 
@@ -49,36 +54,62 @@ class Form:
             ratio=options.merging.changes["ratio"],
         )
 
-    def options(self, **machine: Any) -> GenerateOptions:
-        """Check the fields.
+    def options(self, models: Sequence[str] | None = None, **machine: Any) -> GenerateOptions:
+        """Check the fields. They come from visitors, and may have values of any type.
 
-        ``machine`` has the options that the command line sets for all trials, such as ``device``.
+        ``models`` are those that can be chosen; None: only that of the form. ``machine`` has the options
+        that the command line sets for all trials, such as ``device``.
         """
         if self.ratio is None:
             raise ConfigError("ratio: it is empty; give a number from 0 to 1, such as 0.5")
+        one_of(models or (self.model,))("model", self.model)
+        size = _text("size", self.size, _LONGEST_WORD)
         return GenerateOptions(
-            prompt=(self.prompt or "").strip(),
+            prompt=_text("prompt", self.prompt, LONGEST_PROMPT),
             model=self.model,
-            size=parse_size(self.size) if (self.size or "").strip() else None,
-            steps=_whole("steps", self.steps),
-            seed=_whole("seed", self.seed),
-            guidance=_number("guidance", self.guidance),
-            merging=MethodSpec(self.method, {"ratio": self.ratio}),
+            size=self._limited(parse_size(size)) if size else None,
+            steps=_whole("steps", self.steps, 1, _MOST_STEPS),
+            seed=_whole("seed", self.seed, 0),
+            guidance=_number("guidance", _text("guidance", self.guidance, _LONGEST_WORD)),
+            merging=MethodSpec(text("method", self.method), {"ratio": self.ratio}),
             **machine,
         )
 
+    def _limited(self, size: tuple[int, int]) -> tuple[int, int]:
+        most = _LARGEST_SIDE // 2 if self.model in demo.NAMES else _LARGEST_SIDE
+        width, height = size
+        if width * height > most**2:
+            raise ConfigError(
+                f"size: expected at most {most**2:,} pixels, such as {most}x{most}, got {width}x{height}; "
+                "tokenmerge generate draws larger ones"
+            )
+        return size
 
-def _number(name: str, text: str) -> float | None:
+
+def _text(name: str, value: Any, longest: int) -> str:
+    """Return a text without the blanks around it; an empty one for None."""
+    found = "" if value is None else text(name, value)
+    if len(found) > longest:
+        raise ConfigError(f"{name}: expected at most {longest:,} characters, got {len(found):,}; shorten it")
+    return found.strip()
+
+
+def _number(name: str, written: str) -> float | None:
     """Return a number; None if the field is empty."""
     try:
-        return float(text) if (text or "").strip() else None
+        return float(written) if written else None
     except ValueError:
-        raise ConfigError(f"{name}: expected a number such as 3, or nothing, got {text!r}") from None
+        raise ConfigError(f"{name}: expected a number such as 3, or nothing, got {written!r}") from None
 
 
-def _whole(name: str, value: float | None) -> int:
+def _whole(name: str, value: Any, lowest: int, most: int | None = None) -> int:
     """Return a number of the page as an integer; browsers send 20 and 20.0 alike."""
-    if value is None or value != int(value):
-        given = "nothing" if value is None else f"{value:g}"
-        raise ConfigError(f"{name}: expected a whole number, got {given}")
-    return int(value)
+    if value is None:
+        raise ConfigError(f"{name}: expected a whole number, got nothing")
+    plain = as_number(value)
+    if plain is None or plain != int(plain):
+        refuse(name, "a whole number", value)
+    found = integer(lowest)(name, int(value))
+    if most is not None and found > most:
+        refuse(name, f"an integer from {lowest} to {most:,}", found)
+    return found

@@ -4,6 +4,7 @@
 import dataclasses
 import html
 import traceback
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,10 @@ from tokenmerge.errors import TokenMergingError
 from tokenmerge_tools import demo
 from tokenmerge_tools.drawing import Progress
 from tokenmerge_tools.method_spec import METHODS
+from tokenmerge_tools.pipelines.options import LONGEST_PROMPT
 from tokenmerge_tools.play import texts
 from tokenmerge_tools.play.form import Form
+from tokenmerge_tools.play.gate import Visitors
 from tokenmerge_tools.play.trials import Stop, StoppedError, Trial, Trials
 
 STYLE = Path(__file__).with_name("page.css")
@@ -20,21 +23,22 @@ _KEPT = 24  # trials in the gallery of one visitor
 _SHORTEST_ERROR = 20  # seconds that an error stays on the page
 
 
-def build(model: str, **machine: Any) -> Any:
+def build(model: str, visitors: Visitors, **machine: Any) -> Any:
     """Build the page as Gradio's ``Blocks``.
 
-    ``model`` is chosen at first. ``machine`` has the ``device`` and ``dtype`` of all trials.
+    ``model`` is chosen at first; the bundled ones can be chosen too. The trial of a visitor who leaves is
+    stopped. ``machine`` has the ``device`` and ``dtype`` of all trials.
     """
     import gradio as gr
 
     drawer, first = Trials(), Form.first(model)
-    stops: dict[str | None, Stop] = {}  # of the latest trial of each visitor
+    models = tuple(dict.fromkeys((model, *demo.NAMES)))
     with gr.Blocks(title="tokenmerge", analytics_enabled=False, fill_width=True) as page:
-        trials = gr.State([])
+        trials, stop = gr.State([]), gr.State()
         gr.Markdown("# tokenmerge\nOne picture, drawn dense and merged from the same seed.")
         with gr.Row(elem_classes="columns"):
             with gr.Column(scale=2, min_width=300):
-                fields, draw, halt = _fields(gr, model, first)
+                fields, draw, halt = _fields(gr, models, first)
             with gr.Column(scale=5, min_width=300):
                 shown = _results(gr)
         frozen: dict[str, Any] = {
@@ -50,19 +54,25 @@ def build(model: str, **machine: Any) -> Any:
 
         own_progress = gr.Progress()  # Gradio finds it among the defaults, and replaces it in each call
 
-        def begin(visitor: gr.Request) -> tuple[Any, Any]:
-            stops[visitor.session_hash] = Stop()
-            return gr.Button(interactive=False), gr.Button(interactive=True)
+        def stop_of(visitor: gr.Request) -> Stop:
+            return Stop(partial(visitors.__contains__, visitor.session_hash))
+
+        def begin(visitor: gr.Request) -> tuple[Stop, Any, Any]:
+            return stop_of(visitor), gr.Button(interactive=False), gr.Button(interactive=True)
 
         def drawn(
-            visitor: gr.Request, trials: list[Trial], *values: Any, progress: Any = own_progress
+            visitor: gr.Request,
+            trials: list[Trial],
+            stop: Stop | None,
+            *values: Any,
+            progress: Any = own_progress,
         ) -> list[Any]:
             def on_progress(now: Progress) -> None:
                 progress((now.done, now.total), desc=now.part, unit="steps" if now.total > 1 else "")
 
-            stop = stops[visitor.session_hash]
             try:
-                trial = drawer.draw(Form(*values).options(**machine), on_progress, stop)
+                options = Form(*values).options(models, **machine)
+                trial = drawer.draw(options, on_progress, stop or stop_of(visitor))
             except StoppedError:
                 return [gr.skip()] * (len(shown) + 2)  # nobody waits for the result
             except Exception as error:
@@ -79,24 +89,26 @@ def build(model: str, **machine: Any) -> Any:
         def end() -> tuple[Any, Any]:
             return gr.Button(interactive=True), gr.Button(interactive=False)
 
-        def leave(visitor: gr.Request) -> None:
-            if (stop := stops.get(visitor.session_hash)) is not None:
+        def halted(stop: Stop | None) -> None:
+            if stop is not None:
                 stop.asked = True
-
-        def halted(visitor: gr.Request) -> None:
-            leave(visitor)
             gr.Info("This trial was discarded.", title="Stopped")
 
-        def again(trials: list[Trial], chosen: gr.SelectData) -> list[Any]:
-            trial = trials[chosen.index]
+        def again(trials: list[Trial], chosen: gr.EventData) -> list[Any]:
+            index = chosen._data.get("index") if isinstance(chosen._data, dict) else None
+            if type(index) is not int or not 0 <= index < len(trials):
+                advice = "Choose one of the pictures tried before; press Draw for the first one."
+                raise gr.Error(advice, print_exception=False)
+            trial = trials[index]
             return [*_content(gr, trial), *dataclasses.astuple(Form.of(trial.options))]
 
         private = {"api_visibility": "private"}
         quick = {**private, "show_progress": "hidden"}
-        drawing = gr.on([draw.click, fields[1].submit], begin, None, [draw, halt], **quick).then(
+        drawing = gr.on([draw.click, fields[1].submit], begin, None, [stop, draw, halt], **quick).then(
             drawn,
-            [trials, *fields],
+            [trials, stop, *fields],
             [*shown, trials, gallery],
+            preprocess=False,  # Form checks the values, and says what is wrong with them
             show_progress_on=shown[0],
             concurrency_limit=1,
             **private,
@@ -104,18 +116,23 @@ def build(model: str, **machine: Any) -> Any:
         drawing.success(end, None, [draw, halt], **quick)
         drawing.failure(end, None, [draw, halt], **quick)
         # A waiting trial leaves the queue; a running one ends after its step.
-        halt.click(halted, None, None, cancels=drawing, **quick).then(end, None, [draw, halt], **quick)
-        page.unload(leave)
+        halt.click(halted, stop, None, cancels=drawing, **quick).then(end, None, [draw, halt], **quick)
         gallery.select(again, trials, [*shown, *fields], **quick)
     return page
 
 
-def _fields(gr: Any, model: str, first: Form) -> tuple[list[Any], Any, Any]:
+def _fields(gr: Any, models: tuple[str, ...], first: Form) -> tuple[list[Any], Any, Any]:
     """Return the fields in the order of :class:`Form`, and the buttons to draw and to stop."""
-    models = list(dict.fromkeys((model, *demo.NAMES)))
     fields = [
-        gr.Dropdown(models, value=first.model, label="Model"),
-        gr.Textbox(first.prompt, label="Prompt", lines=2, submit_btn=False, elem_id="prompt"),
+        gr.Dropdown(list(models), value=first.model, label="Model"),
+        gr.Textbox(
+            first.prompt,
+            label="Prompt",
+            lines=2,
+            max_length=LONGEST_PROMPT,
+            submit_btn=False,
+            elem_id="prompt",
+        ),
     ]
     with gr.Row():
         fields.append(gr.Number(first.seed, label="Seed", precision=0, min_width=100))

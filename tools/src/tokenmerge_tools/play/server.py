@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tokenmerge.errors import ConfigError, MissingExtraError
+from tokenmerge_tools.play.gate import Gate, Visitors
 
 LOCAL = "127.0.0.1"
 # Gradio's own colours are too pale to read.
@@ -31,7 +32,7 @@ def require_gradio() -> None:
 
 
 def serve(
-    build: Callable[[], Any],
+    build: Callable[[Visitors], Any],
     host: str = LOCAL,
     port: int | None = None,
     browser: bool = False,
@@ -39,17 +40,27 @@ def serve(
 ) -> None:
     """Serve a page, which ``build`` makes as Gradio's ``Blocks``, until Ctrl-C.
 
-    Any host other than 127.0.0.1 lets other machines use the page. Without a port, it is the first free one
-    from 7860 on. ``on_ready`` is called with the address of the page.
+    ``build`` is given the visitors who are there. Any host other than 127.0.0.1 lets other machines use the
+    page. Without a port, it is the first free one from 7860 on. ``on_ready`` is called with the address of
+    the page.
     """
     os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
     with tempfile.TemporaryDirectory(prefix="tokenmerge-play-") as pictures:
         os.environ["GRADIO_TEMP_DIR"] = pictures
-        _serve(build(), host, port, browser, on_ready)
+        visitors = Visitors()
+        _serve(build(visitors), visitors, host, port, browser, on_ready)
 
 
-def _serve(page: Any, host: str, port: int | None, browser: bool, on_ready: Callable[[str], None]) -> None:
+def _serve(
+    page: Any,
+    visitors: Visitors,
+    host: str,
+    port: int | None,
+    browser: bool,
+    on_ready: Callable[[str], None],
+) -> None:
     import gradio as gr
+    from starlette.middleware import Middleware
 
     from tokenmerge_tools.play.page import STYLE
 
@@ -65,6 +76,8 @@ def _serve(page: Any, host: str, port: int | None, browser: bool, on_ready: Call
             prevent_thread_lock=True,
             quiet=True,
             footer_links=[],
+            show_error=True,
+            app_kwargs={"middleware": [Middleware(Gate, host=host, visitors=visitors)]},
             theme=theme,
             css_paths=STYLE,
             **dict.fromkeys(off, False),

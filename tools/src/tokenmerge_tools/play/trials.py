@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import threading
+import time
 import warnings
 from collections import Counter
 from collections.abc import Callable
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
 
 OnProgress = Callable[[Progress], None]
+_PATIENCE = 10.0  # seconds from the request for a trial to the connection that waits for it
 _SMALLEST_SIDE = 512  # pixels of the picture with groups, so that their borders are thin
 
 
@@ -67,13 +69,22 @@ class StoppedError(Exception):
 
 
 class Stop:
-    """Asks the trials of one visitor to stop. They check it after each denoising step."""
+    """Asks a trial to stop. It checks this before it begins and after each denoising step.
 
-    def __init__(self) -> None:
+    ``present`` says whether the visitor is there. The trial stops when the visitor leaves, or does not come
+    within some seconds.
+    """
+
+    def __init__(self, present: Callable[[], bool] = lambda: True) -> None:
         self.asked = False
+        self._present, self._came, self._began = present, False, time.monotonic()
 
     def check(self) -> None:
-        """Raise a StoppedError if a stop was asked for."""
+        """Raise a StoppedError if a stop was asked for, or the visitor is not there."""
+        if self._present():
+            self._came = True
+        elif self._came or time.monotonic() - self._began > _PATIENCE:
+            self.asked = True
         if self.asked:
             raise StoppedError
 
@@ -95,7 +106,7 @@ class Trials:
         Raises:
             TokenMergingError: the options do not fit the model or the machine. This is found before
                 anything is drawn.
-            StoppedError: a stop was asked for.
+            StoppedError: a stop was asked for, or the visitor left.
         """
         with self._lock:
             stop.check()
@@ -130,6 +141,7 @@ def _draw(pipe: DiffusionPipeline, options: GenerateOptions, on_progress: OnProg
         (found,) = studio.rounds({name: prepared.call})
         return found
 
+    stop.check()
     with Studio(pipe, on_step) as studio:
         dense = draw("dense")
         patch = studio.add("merged", partial(contexts.tokenmerge, config=prepared.config))

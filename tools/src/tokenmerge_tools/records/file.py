@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from tokenmerge.errors import ConfigError, TokenMergingError
+from tokenmerge.errors import ConfigError, TokenMergingError, reason_of
 from tokenmerge_tools.files import check_regular, is_folder, read_bytes, writing
 from tokenmerge_tools.records.kinds import CellRecord, QualityRecord, Record, SampleRecord
 
@@ -213,11 +213,18 @@ def read_records(
         name = str(values.get("kind"))
         try:
             if name in known:
-                yield known[name].from_dict(values)
+                record = known[name].from_dict(values)
+                _ = record.key  # conditions without a key, such as NaN, are found here
+                yield record
             elif only:
                 raise ConfigError(f"kind: expected one of {', '.join(known)}, got {values.get('kind')!r}")
         except ConfigError as error:
             raise ConfigError(f"{path}, line {number}: {error}") from error
+        except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"{path}, line {number}: not a record of tokenmerge ({type(error).__name__}: "
+                f"{reason_of(error)}); remove that line"
+            ) from error
 
 
 def read_lines(path: Path, notes: list[str] | None = None) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -231,10 +238,8 @@ def read_lines(path: Path, notes: list[str] | None = None) -> Iterator[tuple[int
         notes.append(_torn_note(path, "it is skipped"))
     for number, line in enumerate(text[: len(text) - len(torn)].splitlines(), start=1):
         if line.strip():
-            values = None
-            with contextlib.suppress(ValueError, RecursionError):
-                values = json.loads(line)
-            if not isinstance(values, dict):
+            values = _parse(line)
+            if values is None:
                 raise ConfigError(
                     f"results: line {number} of {path} is not a JSON object; give a file that tokenmerge "
                     "bench or evaluate wrote, or remove that line"
@@ -257,6 +262,17 @@ def _torn_end(text: bytes) -> bytes:
 
 def _torn_note(path: Path, what_was_done: str) -> str:
     return f"the last line of {path} is incomplete, because a run was killed: {what_was_done}"
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    """Return the object in a line; None if it has none, or one that cannot be written again."""
+    try:
+        values = json.loads(line)
+        if b"\\ud" in line.lower():  # half of a character
+            json.dumps(values, ensure_ascii=False).encode()
+    except (ValueError, RecursionError):
+        return None
+    return values if isinstance(values, dict) else None
 
 
 def _keep_elsewhere(line: bytes) -> str:

@@ -12,6 +12,7 @@ from pathlib import PurePosixPath
 from typing import Any, ClassVar
 
 from tokenmerge.config import with_new_names
+from tokenmerge.config.checks import integer
 from tokenmerge.errors import ConfigError
 
 STATUSES = ("ok", "oom", "unavailable", "error")
@@ -245,8 +246,18 @@ class TuneRecord(Record):
 
     @classmethod
     def _parse(cls, values: dict[str, Any]) -> dict[str, Any]:
+        integer()("item", values["item"])
+        found = values["values"]
         if values["about"] == "look":
-            _times(values["values"][name] for name in ("seconds", "dense_seconds"))
+            _times(found[name] for name in ("seconds", "dense_seconds", "cost"))
+            metrics = [float(value) for value in dict(found["metrics"]).values()]
+            if not all(map(isfinite, metrics)):
+                raise ValueError(f"expected finite metrics, got {metrics}")
+        elif values["about"] == "counted":
+            float(found["speedup"])
+            float(found.get("seconds", 0.0))
+        elif values["about"] == "settings":
+            dict(found["config"])
         return values
 
 

@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Iterable
 
-from tokenmerge.errors import ConfigError
+from tokenmerge.errors import ConfigError, shown
 from tokenmerge_tools.records.kinds import CellRecord
 from tokenmerge_tools.reporting.tables import setting_name, what_of
 
@@ -85,7 +85,7 @@ def parse_tolerance(text: str) -> float:
     """
     found = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*%\s*", text)
     if found is None:
-        raise ConfigError(f"fail-if-slower: expected a percentage such as 5%, got {text!r}")
+        raise ConfigError(f"fail-if-slower: expected a percentage such as 5%, got {shown(text)}")
     return float(found[1]) / 100
 
 

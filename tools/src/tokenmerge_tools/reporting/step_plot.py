@@ -8,7 +8,7 @@ from tokenmerge.errors import ConfigError
 from tokenmerge.report import RunSteps
 from tokenmerge_tools.reporting.plots import COLOURS, svg_of
 
-_KINDS = dict(zip(("full", "reused", "dense", "token-wise"), COLOURS, strict=False))
+_KINDS = dict(zip(("full", "reused", "dense"), COLOURS, strict=False))
 _WIDTH, _HEIGHT = 6.4, 4.4  # inches
 
 

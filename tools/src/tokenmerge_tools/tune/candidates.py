@@ -65,7 +65,6 @@ _FAMILIES: tuple[tuple[str, str, tuple[float, ...]], ...] = (
         (0.5, 0.25),
     ),
     ("keys", "tome:scope=keys,proportional,max_downsample=8,ratio={}", (0.75, 0.5)),
-    ("stacks", _TILED + ",scope=stack,ratio={}", (0.5, 0.25)),
 )
 
 

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated
 
-from tokenmerge.errors import ConfigError
+from tokenmerge.errors import ConfigError, shown
 from tokenmerge_tools.evaluate.evaluation import EvaluateOptions
 from tokenmerge_tools.evaluate.metrics import METRIC_NAMES
 from tokenmerge_tools.evaluate.prompts import PROMPTS_HELP
@@ -112,7 +112,7 @@ def parse_seconds(text: str) -> float:
     """
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(s|min|h)\s*", text)
     if found is None or float(found[1]) == 0:
-        raise ConfigError(f"within: expected a duration such as 90s, 10min or 1h, got {text!r}")
+        raise ConfigError(f"within: expected a duration such as 90s, 10min or 1h, got {shown(text)}")
     return float(found[1]) * _UNITS[found[2]]
 
 

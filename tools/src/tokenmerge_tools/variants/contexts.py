@@ -30,7 +30,7 @@ _BOUNDING = (
 
 def bounds(config: ToMeConfig) -> bool:
     """Return whether the oracle bounds these settings: they merge around layers, alike at every step."""
-    changing = config.schedule != Schedule() or config.correction.on or config.token_reuse or config.reuse.on
+    changing = config.schedule != Schedule() or config.correction.on or config.reuse.on
     return config.scope == "layers" and not (changing or config.levels)
 
 

@@ -11,6 +11,7 @@ from tokenmerge.config import MergeSettings
 from tokenmerge.ops import Plan, make_plan, most_similar, num_destinations, uniform_noise
 from tokenmerge.planners._grid import cell_of
 
+GUIDED = True
 # Size of the pool of important tokens, as a multiple of the number of tokens that stay.
 _POOL = 1.4
 

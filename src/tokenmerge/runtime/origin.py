@@ -1,0 +1,46 @@
+"""Where settings came from, for messages: users know what they gave, and not what a method chose for them."""
+
+from __future__ import annotations
+
+_OWN = "pass settings of your own, such as ToMeConfig(ratio=0.5)"
+
+
+def is_default(method: str) -> bool:
+    """Return whether settings with this name are those of the default method.
+
+    >>> is_default("auto for a speed-up of 2"), is_default("automatic.json")
+    (True, False)
+    """
+    return method.split(" ")[0] == "auto"
+
+
+def named(method: str, given: str) -> str:
+    """Return how a message names a setting.
+
+    Args:
+        method: name of the settings, as the handle of a patch has it; empty: the user gave them all.
+        given: the setting with its value.
+
+    >>> named("", "reuse.every=3"), named("auto", "reuse.every=3"), named("sdtm", "reuse.every=3")
+    ('reuse.every=3', 'the default method', "'sdtm' with reuse.every=3")
+    """
+    if is_default(method):
+        return "the default method"
+    return f"{method!r} with {given}" if method else given
+
+
+def instead(method: str, change: str) -> str:
+    """Return what to do to change a setting in the call that was made.
+
+    Args:
+        method: as for :func:`named`.
+        change: what to do with settings that the user wrote.
+
+    >>> instead("", "take reuse.every=1"), instead("tuned.json", "take reuse.every=1")
+    ('take reuse.every=1', "take reuse.every=1 in 'tuned.json'")
+    >>> instead("auto", "take reuse.every=1")
+    'pass settings of your own, such as ToMeConfig(ratio=0.5)'
+    """
+    if method.endswith(".json"):
+        return f"{change} in {method!r}"
+    return _OWN if method else change

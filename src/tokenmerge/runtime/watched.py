@@ -1,0 +1,215 @@
+"""Other people's code that looks into a model: attention processors, forward hooks and replaced methods.
+
+A controller may count the calls of a layer, and a store may keep what a layer computes for each token. The
+default method leaves what they look at alone: it runs in every step, on all tokens. Other settings are used
+with a warning, and are refused where a pipeline of diffusers would fail.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import warnings
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+from torch import nn
+
+from tokenmerge.config import StepReuse, ToMeConfig
+from tokenmerge.errors import UnsupportedModelError
+from tokenmerge.models.base import GridShape, modules_in
+from tokenmerge.runtime.planning import merges_tokens
+from tokenmerge.runtime.state import STATE, BlockState, Kept, ModelState, StageState
+
+# Processors and hooks of these packages compute a result, and keep nothing of what they see …
+_PACKAGES = ("accelerate", "diffusers", "peft", "tokenmerge", "torch")
+# … except for these processors of diffusers' pipelines, each with the attention that its pipeline reads.
+_STORES = {
+    "AttendExciteAttnProcessor": ("attn2",),
+    "CrossAttnStoreProcessor": ("attn1", "attn2"),
+    "LEDITSCrossAttnProcessor": ("attn2",),
+    "Pix2PixZeroAttnProcessor": ("attn2",),
+}
+
+
+def watchers_in(root: nn.Module) -> dict[str, Any]:
+    """Return the class or function that looks at a module, by the path of the module in its model."""
+    found = {module: code for module in modules_in(root)[1:] if (code := _watcher_of(module)) is not None}
+    if not found:
+        return {}
+    by_path = {path: found[module] for path, module in root.named_modules() if module in found}
+    stores = {path: _STORES.get(code.__qualname__) for path, code in by_path.items()}
+    return {
+        path: code
+        for path, code in by_path.items()
+        if (read := stores[path]) is None or path.rpartition(".")[2] in read
+    }
+
+
+def _watcher_of(module: nn.Module) -> Any:
+    """The class or function that looks at a module; None: there is none."""
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        for hook in hooks.values():
+            if getattr(hook, "__self__", None) is not module and not _only_computes(hook):
+                return _function(hook)
+    # ``getattr`` takes ten times as long where there is none.
+    processor = module.__dict__.get("processor", module._modules.get("processor"))
+    if processor is not None and is_watching(processor):
+        return _function(processor)
+    if processor is not None or STATE in module.__dict__:  # attention, or something that merges
+        for method in ("forward", "_forward"):
+            replaced = module.__dict__.get(method)
+            if replaced is not None and not (_only_computes(replaced) or _is_own(module, method, replaced)):
+                return _function(replaced)
+    return None
+
+
+def is_watching(processor: Any) -> bool:
+    """Whether an attention processor may keep something of what it sees."""
+    return not _only_computes(processor) or _function(processor).__qualname__ in _STORES
+
+
+def look(
+    state: ModelState,
+    root: nn.Module,
+    pipe: Any,
+    scale: float | None = None,
+    grids: tuple[GridShape, ...] | None = None,
+) -> Kept:
+    """Find the code that looks at what a model would merge or skip, and say so once.
+
+    Args:
+        state: of the model.
+        root: the model.
+        pipe: the pipeline that runs, or that was patched; None: unknown.
+        scale: of classifier-free guidance; None: unknown.
+        grids: the finest token grids of the next call; None: unknown.
+
+    Returns:
+        The settings of the generation that begins, and what stays dense in it.
+
+    Raises:
+        UnsupportedModelError: a pipeline of diffusers reads what the settings would leave out.
+    """
+    config = state.config.at_guidance(scale)
+    found = watchers_in(root)
+    if not found:
+        return Kept(config)
+    merged, skipped = set(_merged_parts(state, config, grids)), dict(_skipped_parts(state, config))
+    seen = [path for path in found if _meets(path, {*merged, *skipped})]
+    if not seen:
+        return Kept(config)
+    more = f" and {len(found) - 1} other modules" if len(found) > 1 else ""
+    names = dict.fromkeys(code.__qualname__ for code in found.values())
+    who = f"{', '.join(names)} at {next(iter(found))}{more}"
+    name = type(root).__name__
+    if not state.is_default:
+        _refuse_what_a_pipeline_reads(found, seen, root, pipe)
+        kinds = ["token"] * any(_meets(path, merged) for path in seen)
+        kinds += [f"step ({config.reuse.given})"] * any(_meets(path, skipped) for path in seen)
+        _say(
+            state,
+            f"{name}: {who} may not see every {' and every '.join(kinds)}; the default method leaves alone "
+            "what such code looks at: apply_token_merging(pipe, 0.5)",
+        )
+        return Kept(config)
+    dense = {path for path in merged if _meets(path, found)}
+    left = merged - dense
+    dense |= {block.path for block in state.blocks if not _meets(block.path, left)}
+    note = f"what {who} looks at runs in every step, on all tokens"
+    config = _without_skips(config, skipped, found)
+    if merged and not left:
+        config = dataclasses.replace(config, ratio=0.0, reference_ratio=None)
+    saves = "less" if left or config.reuse.on else "no"
+    _say(state, f"{name}: {note}, so {saves} time is saved; a ToMeConfig would merge there too")
+    return Kept(config, frozenset(dense), note)
+
+
+def _refuse_what_a_pipeline_reads(
+    found: Mapping[str, Any], seen: Collection[str], root: nn.Module, pipe: Any
+) -> None:
+    """Refuse settings that leave out what a pipeline of diffusers reads from its own processors."""
+    for path in seen:
+        code = found[path]
+        # A pipeline and its processors are in one file; others only have them left over from it.
+        if code.__qualname__ in _STORES and any(
+            cls.__module__ == code.__module__ for cls in type(pipe).__mro__
+        ):
+            raise UnsupportedModelError(
+                f"{type(root).__name__}: in every step, {type(pipe).__name__} reads what {code.__qualname__} "
+                f"keeps of each token of {path}, and these settings merge or skip there; take the default "
+                "method, which leaves it alone: apply_token_merging(pipe, 0.5)"
+            )
+
+
+def _merged_parts(
+    state: ModelState, config: ToMeConfig, grids: tuple[GridShape, ...] | None
+) -> Iterator[str]:
+    """The paths of the blocks that merge as a whole, and of the layers that merge in others."""
+    for part in state.parts:
+        if isinstance(part, StageState):
+            continue
+        block = part if isinstance(part, BlockState) else part.block
+        for own in config.stages(block.level):
+            if not own.merges or (grids is not None and not merges_tokens([(block.level, own)], *grids)):
+                continue
+            if isinstance(part, BlockState):
+                merges = own.scope == "block" and part.block_layout is not None
+            elif own.scope == "keys":
+                merges = part.keys is not None
+            else:
+                merges = own.scope != "block" and part.kind in own.merged_layers
+            if merges:
+                yield part.path
+
+
+def _skipped_parts(state: ModelState, config: ToMeConfig) -> Iterator[tuple[str, bool]]:
+    """The path of each part that some step skips, and whether it is at the finest level of a UNet."""
+    for part in state.parts if config.reuse.on else ():
+        if isinstance(part, BlockState) and part.caches_residuals:
+            yield part.path, False
+        elif isinstance(part, StageState) and (config.reuse.skips_finest or not part.shallow):
+            yield part.path, part.shallow
+
+
+def _without_skips(config: ToMeConfig, skipped: dict[str, bool], found: Collection[str]) -> ToMeConfig:
+    """The settings, with the parts in every step that somebody looks at."""
+    levels = {shallow for path, shallow in skipped.items() if _meets(path, found)}
+    if False in levels:
+        return dataclasses.replace(config, reuse=StepReuse())
+    reuse = dataclasses.replace(config.reuse, shallow_every=1) if levels else config.reuse
+    return dataclasses.replace(config, reuse=reuse)
+
+
+def _meets(path: str, others: Collection[str]) -> bool:
+    """Whether a module is one of some others, or contains one, or is in one.
+
+    >>> [_meets(path, ["blocks.1"]) for path in ("blocks.1.attn", "blocks.1", "blocks", "blocks.10")]
+    [True, True, True, False]
+    """
+    return any(f"{path}.".startswith(f"{other}.") or f"{other}.".startswith(f"{path}.") for other in others)
+
+
+def _only_computes(code: Any) -> bool:
+    """Whether a hook, a processor or a method is of a package whose code keeps nothing."""
+    return _function(code).__module__.partition(".")[0] in _PACKAGES
+
+
+def _is_own(module: nn.Module, method: str, function: Any) -> bool:
+    """Whether a method on a module is that of its class, as hooks leave it there when they are removed."""
+    plain = getattr(function, "__func__", None)
+    return plain is not None and any(vars(cls).get(method) is plain for cls in type(module).__mro__)
+
+
+def _function(code: Any) -> Any:
+    """The function of a partial one, or the class of an object that is called; others as they are."""
+    while isinstance(code, functools.partial):
+        code = code.func
+    return code if hasattr(code, "__qualname__") else type(code)
+
+
+def _say(state: ModelState, message: str) -> None:
+    """Warn, once for each message."""
+    if message not in state.told:
+        state.told.add(message)
+        warnings.warn(message, stacklevel=2)

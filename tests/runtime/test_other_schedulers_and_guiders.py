@@ -1,0 +1,130 @@
+"""What is read from pipelines of other kinds: guiders of modular pipelines, and a second scheduler."""
+
+from __future__ import annotations
+
+import warnings
+from types import SimpleNamespace
+from typing import Any
+
+import hosts
+import pytest
+import torch
+from diffusers import (
+    DDIMInverseScheduler,
+    DDIMScheduler,
+    StableDiffusionDiffEditPipeline,
+    guiders,
+)
+from PIL import Image
+from tiny_pipeline import SIDE
+
+from tokenmerge import StepReuse, ToMeConfig, apply_token_merging
+from tokenmerge.api import merge_in_hosts
+from tokenmerge.config import FoundFor
+from tokenmerge.runtime.patch import state_of
+from tokenmerge.runtime.pipeline import guidance_scale
+
+BY_GUIDANCE = ToMeConfig(ratio=0.25, reuse=StepReuse(every=2), by_guidance={5: {"ratio": 0.5}})
+
+
+class Modular:
+    """Denoises as modular pipelines do: one call of the model for each batch that the guider prepares."""
+
+    def __init__(self, guider: Any) -> None:
+        self.unet, self.scheduler, self.guider = hosts.unet(), DDIMScheduler(), guider
+
+    def __call__(self, steps: int) -> Any:
+        self.scheduler.set_timesteps(steps)
+        latents, text = torch.randn(1, 4, 16, 16), torch.randn(1, 7, hosts.TEXT)
+        for index, timestep in enumerate(self.scheduler.timesteps):
+            self.guider.set_state(step=index, num_inference_steps=steps, timestep=timestep)
+            batches = self.guider.prepare_inputs({"encoder_hidden_states": (text, -text)})
+            for batch in batches:
+                self.guider.prepare_models(self.unet)
+                given = batch.encoder_hidden_states
+                batch.noise_pred = self.unet(latents, timestep, encoder_hidden_states=given).sample
+                self.guider.cleanup_models(self.unet)
+            latents = self.scheduler.step(self.guider(batches)[0], timestep, latents).prev_sample
+        return latents
+
+
+@pytest.mark.parametrize(
+    ("scale", "settings", "ratio"),
+    [
+        (7.5, {}, 0.5),
+        (4.0, {}, 0.25),
+        (4.0, {"use_original_formulation": True}, 0.5),
+        (7.5, {"enabled": False}, 0.25),
+        (7.5, {"start": 0.5}, 0.5),
+    ],
+)
+@torch.no_grad()
+def test_the_guider_of_a_modular_pipeline_says_how_strong_guidance_is(scale, settings, ratio):
+    pipe = Modular(guiders.ClassifierFreeGuidance(guidance_scale=scale, **settings))
+    apply_token_merging(pipe, BY_GUIDANCE)
+    assert torch.isfinite(pipe(4)).all()
+    assert state_of(pipe.unet).last_run.config.ratio == ratio
+    pipe.guider = guiders.ClassifierFreeGuidance(guidance_scale=1.0)
+    pipe(4)
+    assert state_of(pipe.unet).last_run.config.ratio == 0.25
+
+
+OTHER = {
+    "FrequencyDecoupledGuidance": {"guidance_scales": [9.0, 5.0]},
+    "AutoGuidance": {"guidance_scale": 9.0, "auto_guidance_layers": [0], "dropout": 0.1},
+    "SkipLayerGuidance": {"guidance_scale": 9.0, "skip_layer_guidance_layers": [0]},
+    "PerturbedAttentionGuidance": {"guidance_scale": 9.0, "perturbed_guidance_layers": [0]},
+    "SmoothedEnergyGuidance": {"guidance_scale": 9.0, "seg_guidance_layers": [0]},
+}
+
+
+@pytest.mark.parametrize("name", [name for name in dir(guiders) if name.endswith("Guidance")])
+def test_every_guider_has_a_scale(name):
+    if name == "BaseGuidance":
+        return
+    if name == "FrequencyDecoupledGuidance":
+        pytest.importorskip("kornia")
+    guider = getattr(guiders, name)(**OTHER.get(name, {"guidance_scale": 9.0}))
+    assert guidance_scale(Modular(guider)) == 9.0
+    guider.disable()
+    assert guidance_scale(Modular(guider)) == 1.0
+
+
+def test_several_scales_count_as_the_highest():
+    guider = SimpleNamespace(guidance_scales=[9.0, 5.0], _enabled=True, use_original_formulation=False)
+    assert guidance_scale(Modular(guider)) == 9.0
+
+
+@pytest.fixture
+def editing(pipe: Any) -> Any:
+    parts = {name: part for name, part in pipe.components.items() if name != "image_encoder"}
+    inverse = DDIMInverseScheduler.from_config(pipe.scheduler.config)
+    made = StableDiffusionDiffEditPipeline(**parts, inverse_scheduler=inverse, requires_safety_checker=False)
+    made.set_progress_bar_config(disable=True)
+    return made
+
+
+@pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning")
+def test_steps_of_an_inverse_scheduler_are_reused(editing):
+    """It turns a picture into noise before the other half of the pipeline edits it."""
+    reused = {"full": 5, "reused": 3}
+    found = FoundFor(model="UNet2DConditionModel", height=SIDE // 2, width=SIDE // 2, steps=8)
+    picture = Image.new("RGB", (SIDE, SIDE), (200, 30, 60))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        config = ToMeConfig(ratio=0.5, reuse=StepReuse(every=2))
+        merge_in_hosts(editing, config, found_for=found, check_size=False)
+        noise = editing.invert(
+            prompt="a cat", image=picture, num_inference_steps=8, inpaint_strength=1.0
+        ).latents
+        assert state_of(editing.unet).last_run.kinds == reused
+        mask = torch.ones(1, SIDE // 2, SIDE // 2)
+        editing(
+            prompt="a dog",
+            mask_image=mask,
+            image_latents=noise,
+            num_inference_steps=8,
+            inpaint_strength=1.0,
+            output_type="latent",
+        )
+    assert state_of(editing.unet).last_run.kinds == reused

@@ -1,0 +1,190 @@
+"""The playground's server as strangers use it: the real command, and requests that its page never sends."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+httpx = pytest.importorskip("httpx")
+pytest.importorskip("gradio")
+
+API = "/gradio_api"
+PATIENCE = 240  # seconds: long enough that only failing tests reach it, even on a busy machine
+# The values of the fields, after the two states of the page.
+FIELDS = {
+    "model": "emoji-unet",
+    "prompt": "a red apple",
+    "seed": 0,
+    "size": "64",
+    "steps": 2,
+    "guidance": "",
+    "method": "tome",
+    "ratio": 0.5,
+}
+ENDLESS = {"size": "256", "steps": 900}  # several minutes
+
+
+class Server:
+    """A running playground."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address.rstrip("/")
+        functions = self.get("/config").json()["dependencies"]
+        self.functions = {one["api_name"]: one["id"] for one in functions}
+
+    def get(self, path: str, **headers: str) -> Any:
+        return httpx.get(self.address + path, headers=headers, timeout=PATIENCE)
+
+    def post(self, path: str, body: bytes = b"{}", **headers: str) -> Any:
+        return httpx.post(self.address + path, content=body, headers=headers, timeout=PATIENCE)
+
+    def join(
+        self, function: str | int, data: list[Any], event: Any = None, **headers: str
+    ) -> tuple[str, Any]:
+        """Ask for a call. Return the session and the answer."""
+        session = uuid.uuid4().hex
+        number = self.functions.get(function, function)
+        call = {"fn_index": number, "data": data, "session_hash": session, "event_data": event}
+        headers = {"content-type": "application/json", **headers}
+        return session, self.post(f"{API}/queue/join", json.dumps(call).encode(), **headers)
+
+    @contextlib.contextmanager
+    def news(self, session: str) -> Iterator[Iterator[dict[str, Any]]]:
+        """The messages about the calls of a session."""
+        query = {"session_hash": session}
+        with httpx.stream("GET", f"{self.address}{API}/queue/data", params=query, timeout=PATIENCE) as answer:
+            lines = (line.partition(":")[2] for line in answer.iter_lines())
+            yield (json.loads(line) for line in lines if line.strip())
+
+    def call(self, function: str, data: list[Any], event: Any = None) -> dict[str, Any]:
+        """Call a function of the page. Return how it ended."""
+        session, answer = self.join(function, data, event)
+        assert answer.status_code == 200, answer.text
+        with self.news(session) as news:
+            return next(one for one in news if one["msg"] == "process_completed")
+
+    def draw(self, **changes: Any) -> dict[str, Any]:
+        return self.call("drawn", fields(**changes))
+
+
+def fields(**changes: Any) -> list[Any]:
+    return [None, None, *{**FIELDS, **changes}.values()]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    command = [sys.executable, "-m", "tokenmerge_tools", "play", "--no-browser", "--device", "cpu"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as running:
+        assert running.stdout is not None
+        yield Server(running.stdout.readline().split()[0])
+        running.terminate()
+
+
+@pytest.mark.parametrize(
+    "name", ["evil.example", "evil.example:7860", "127.0.0.1.evil.example", "10.0.0.1", ""]
+)
+def test_a_page_that_was_pointed_here_is_refused(server: Server, name: str) -> None:
+    for answer in (server.get("/config", host=name), server.join("end", [], host=name)[1]):
+        assert answer.status_code in (400, 421)
+        assert "127.0.0.1" in answer.text or not name
+
+
+@pytest.mark.parametrize("name", ["localhost", "LOCALHOST:1", "[::1]:7860"])
+def test_the_names_of_this_machine_are_served(server: Server, name: str) -> None:
+    assert server.get("/config", host=name).status_code == 200
+
+
+@pytest.mark.parametrize("origin", ["http://evil.example", "null", "http://127.0.0.1:1", "file://"])
+def test_a_page_from_elsewhere_cannot_call(server: Server, origin: str) -> None:
+    assert server.join("end", [], origin=origin)[1].status_code == 403
+    assert server.get("/config", origin=origin).status_code == 403
+    assert server.join("end", [], origin=server.address)[1].status_code == 200
+
+
+@pytest.mark.parametrize(
+    "path", ["upload", "run/drawn", "call/drawn", "api/predict", "component_server", "process_recording", "x"]
+)
+def test_nothing_is_uploaded_and_no_call_passes_the_queue(server: Server, path: str) -> None:
+    begun = time.monotonic()
+    answer = server.post(f"{API}/{path}", b"x" * 10**7, **{"content-type": "multipart/form-data; boundary=x"})
+    assert answer.status_code == 405
+    assert time.monotonic() - begun < PATIENCE / 2
+
+
+def test_bodies_are_short_and_of_known_length(server: Server) -> None:
+    assert server.post(f"{API}/queue/join", b" " * 300_000).status_code == 413
+    endless = httpx.post(f"{server.address}{API}/queue/join", content=iter([b"{", b"}"]))
+    assert endless.status_code == 411
+    assert server.get(f"{API}/deep_link?session_hash=x").status_code == 405
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"steps": 10**9}, "steps: expected an integer from 1 to 1,000"),
+        ({"size": "100000x100000"}, "size: expected at most 1,048,576 pixels"),
+        ({"size": "9" * 30_000}, "size: expected at most 40 characters"),
+        ({"prompt": "x" * 10_001}, "prompt: expected at most 10,000 characters, got 10,001"),
+        ({"model": "owner/other"}, "model: expected one of"),
+    ],
+)
+def test_a_trial_beyond_the_limits_is_refused_at_once(
+    server: Server, changes: dict[str, Any], words: str
+) -> None:
+    ended = server.draw(**changes)
+    assert not ended["success"]
+    assert ended["output"]["error"].startswith(words)
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_values_of_other_types_are_named(server: Server, name: str) -> None:
+    for value in ([], {}, True, [[1]], 10**400):
+        ended = server.draw(**{name: value})
+        assert not ended["success"]
+        assert ended["output"]["error"].startswith(f"{name}: "), value
+    assert server.draw(**{name: {"path": "/etc/passwd", "meta": {"_type": "gradio.FileData"}}})["output"][
+        "error"
+    ]
+
+
+@pytest.mark.parametrize("event", [None, [1], {}, {"index": "x"}, {"index": 3, "value": None}, {"index": -1}])
+def test_a_picture_that_was_never_drawn_cannot_be_seen_again(server: Server, event: Any) -> None:
+    ended = server.call("again", [None], event)
+    assert ended["output"]["error"].startswith("Choose one of the pictures tried before")
+
+
+def test_calls_in_another_order_are_answered(server: Server) -> None:
+    assert server.draw()["success"]  # without the call that begins a trial on the page
+    assert server.call("halted", [None])["success"]
+    assert server.call("end", [])["success"]
+    assert "enough input values" in server.call("drawn", [])["output"]["error"]
+    unknown = server.join(999, [])[1]
+    assert (unknown.status_code, unknown.json()["detail"]) == (
+        400,
+        "request: the page sends no such request; reload the page",
+    )
+    cancel = json.dumps({"session_hash": "x", "fn_index": 1, "event_id": "y"}).encode()
+    assert server.post(f"{API}/cancel", cancel, **{"content-type": "application/json"}).status_code == 200
+    with server.news("unknown") as news:
+        assert next(news)["session_not_found"]
+
+
+@pytest.mark.parametrize("leaves", ["during a step", "before the first step", "without coming"])
+def test_a_visitor_who_leaves_is_not_drawn_for(server: Server, leaves: str) -> None:
+    session, answer = server.join("drawn", fields(**ENDLESS))
+    assert answer.status_code == 200
+    if leaves != "without coming":
+        with server.news(session) as news:
+            if leaves == "during a step":
+                next(one for one in news if "steps" in json.dumps(one))
+    begun = time.monotonic()
+    assert server.draw()["success"]
+    assert time.monotonic() - begun < PATIENCE / 2
