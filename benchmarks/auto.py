@@ -28,9 +28,9 @@ from torch import nn
 import tokenmerge
 from tokenmerge import ToMeConfig, presets
 from tokenmerge.auto import choose
-from tokenmerge_tools.bench.baselines import deepcache
 from tokenmerge_tools.bench.geometry import build_denoiser, find_geometry
 from tokenmerge_tools.bench.inputs import Inputs, InputSize, example_inputs
+from tokenmerge_tools.variants.caches import deepcache
 
 Seconds = Callable[[], float]  # of one call
 TIMESTEP = 500

@@ -34,15 +34,14 @@ from diffusers import LCMScheduler
 import tokenmerge
 from tokenmerge.api import token_merging
 from tokenmerge.models.find import find_hosts
-from tokenmerge_tools.bench.commit import source_commit
-from tokenmerge_tools.bench.env import environment
 from tokenmerge_tools.bench.geometry import PREFIX, build_denoiser, find_geometry
 from tokenmerge_tools.bench.inputs import InputSize, example_inputs
 from tokenmerge_tools.export import export_denoiser
-from tokenmerge_tools.export.call import DenoiserCall
+from tokenmerge_tools.export.first_call import DenoiserCall
 from tokenmerge_tools.export.formats import FORMATS
 from tokenmerge_tools.export.plans import TakenPlans
 from tokenmerge_tools.export.run import LARGEST_GAP, settings_of
+from tokenmerge_tools.machine import environment, source_commit
 from tokenmerge_tools.method_spec import MethodSpec
 
 PYTORCH = "pytorch"

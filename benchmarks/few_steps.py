@@ -33,11 +33,10 @@ from closeness import psnr
 from diffusers import DiffusionPipeline
 
 from tokenmerge.report import counting
-from tokenmerge_tools.bench.variants import VARIANTS, parse_variant
 from tokenmerge_tools.demo import path
 from tokenmerge_tools.demo.glyphs import caption, choose_prompts, read_glyphs
-from tokenmerge_tools.pipelines.loading import denoiser_name
-from tokenmerge_tools.pipelines.shared_weights import twin
+from tokenmerge_tools.pipelines.loading import denoiser_name, twin
+from tokenmerge_tools.variants.variant import VARIANTS, parse_variant
 
 MODELS = ("emoji-unet", "emoji-mmdit")
 STEPS = (1, 2, 4, 8)

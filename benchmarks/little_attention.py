@@ -22,7 +22,7 @@ from tokenmerge.auto import with_skipped_stages
 from tokenmerge.models.find import find_hosts
 from tokenmerge.models.unet_stages import work_of
 from tokenmerge.report import counted_speedup
-from tokenmerge_tools.bench.geometries import GEOMETRIES
+from tokenmerge_tools.bench.geometry import GEOMETRIES
 
 RATIOS = (0.25, 0.4, 0.5, 0.6, 0.75)
 SIDE = 64  # of the latents: 512 × 512 pixels

@@ -19,8 +19,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from tokenmerge_tools.bench.grid_files import read_grid
-from tokenmerge_tools.bench.options import BenchOptions
+from tokenmerge_tools.bench.grid import BenchOptions, read_grid
 
 RESULTS = Path(__file__).parent / "results"
 RATIOS_OF_AUTO = (0.1, 0.25, 0.4, 0.5, 0.6, 0.75)

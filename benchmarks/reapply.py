@@ -23,8 +23,8 @@ import torch
 from diffusers import DDIMScheduler, UNet2DConditionModel
 
 from tokenmerge import ToMeConfig, apply_patch, apply_token_merging
-from tokenmerge_tools.bench.env import environment
-from tokenmerge_tools.bench.geometries import GEOMETRIES
+from tokenmerge_tools.bench.geometry import GEOMETRIES
+from tokenmerge_tools.machine import environment
 
 
 def ways() -> dict[str, Callable[[float], object]]:

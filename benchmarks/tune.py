@@ -24,17 +24,16 @@ from typing import Any
 import torch
 
 import tokenmerge
-from tokenmerge_tools.cli.quiet import quiet_libraries
 from tokenmerge_tools.evaluate.evaluation import plan_evaluation
 from tokenmerge_tools.evaluate.metrics import load_metrics
 from tokenmerge_tools.evaluate.prompts import Item, built_in_prompts
 from tokenmerge_tools.files import prepare_folder
+from tokenmerge_tools.pipelines.loading import quiet_libraries
 from tokenmerge_tools.tune.candidates import AUTO_FAMILY
-from tokenmerge_tools.tune.goal import Goal
-from tokenmerge_tools.tune.looks import Estimate, Look, estimates
-from tokenmerge_tools.tune.options import TuneOptions
+from tokenmerge_tools.tune.goal import Goal, TuneOptions
+from tokenmerge_tools.tune.measurements import Estimate, Look, estimates
+from tokenmerge_tools.tune.rounds import Outcome, Rounds
 from tokenmerge_tools.tune.runner import Search, tune
-from tokenmerge_tools.tune.studio import Drawing, Studio
 
 CASES = ("emoji-unet:20", "emoji-unet:4", "emoji-mmdit:20", "emoji-mmdit:4")
 # The search draws the first prompts with seed 0.
@@ -69,13 +68,13 @@ def measured_again(search: Search, count: int) -> list[Look]:
     evaluation = replace(evaluation, items=items, prompts=tuple(prompts))
     prepare_folder(evaluation.store.folder)
     metrics = load_metrics(options.evaluation().wanted(), [prompt.text for prompt in prompts], print)
-    studio = Studio(options, evaluation, metrics, device)
+    studio = Rounds(options, evaluation, metrics, device)
     chosen = [search.candidates[name] for name in compared(search)]
     configs = {one.name: search.configs.get(one.name) for one in chosen}
     looks = []
     for number in range(count):
         for drawing in studio.draw(number, chosen, configs):
-            assert isinstance(drawing, Drawing), drawing
+            assert isinstance(drawing, Outcome), drawing
             psnr = drawing.metrics["psnr"]
             looks.append(Look(drawing.name, number, drawing.seconds, drawing.dense_seconds, psnr))
             print(f"  {number + 1}/{count} {drawing.name}: {psnr:.1f} dB", flush=True)

@@ -37,8 +37,8 @@ from tokenmerge.models.find import find_hosts
 from tokenmerge.ops import merge, unmerge
 from tokenmerge.planners import PLANNERS
 from tokenmerge.report.flops import count_flops
-from tokenmerge_tools.bench.geometries import GEOMETRIES
-from tokenmerge_tools.pipelines.shared_weights import shared_copy
+from tokenmerge_tools.bench.geometry import GEOMETRIES
+from tokenmerge_tools.pipelines.loading import shared_copy
 
 FACTOR, FRAMES_PER_LATENT = 8, 4  # of both autoencoders, along each side and in time
 PATCH = 2  # latent positions of a token, along each side

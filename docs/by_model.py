@@ -17,7 +17,7 @@ import torch
 from tokenmerge.auto import choose
 from tokenmerge.report import predict
 from tokenmerge.report.cache_limit import in_words
-from tokenmerge_tools.bench.geometries import GEOMETRIES
+from tokenmerge_tools.bench.geometry import GEOMETRIES
 
 README = Path(__file__).parent.parent / "README.md"
 WEAK_GUIDANCE, STRONG_GUIDANCE = 3.0, 7.5

@@ -28,11 +28,10 @@ from tokenmerge import ToMeConfig, apply_token_merging, presets, token_merging
 from tokenmerge.pictures import as_tensor, difference, difference_gain, sample_sheet
 from tokenmerge_tools import demo
 from tokenmerge_tools.closeness import psnr
-from tokenmerge_tools.export.options import ExportOptions
-from tokenmerge_tools.export.run import export
+from tokenmerge_tools.export.run import ExportOptions, export
 from tokenmerge_tools.method_spec import MethodSpec
 from tokenmerge_tools.pipelines.call import latent_scale
-from tokenmerge_tools.pipelines.shared_weights import twin
+from tokenmerge_tools.pipelines.loading import twin
 
 DOCS = Path(__file__).parent
 MODEL = "emoji-unet"
@@ -190,7 +189,9 @@ def exported() -> None:
             own = pipe("a red apple", **arguments, generator=seeded()).images[0]
             said = "dense" if patch is None else str(patch).splitlines()[1].strip().replace("→", "to")
         with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
-            found = export(ExportOptions(out=Path("exported"), model=MODEL, merging=merging, size=size))
+            found = export(
+                ExportOptions(to="onnx", out=Path("exported"), model=MODEL, merging=merging, size=size)
+            )
             names: dict[str, Any] = {"pipe": pipe}
             exec(code, names)  # the exported denoiser takes the place of the pipeline's
             other = names["pipe"]("a red apple", **arguments, generator=seeded()).images[0]

@@ -14,14 +14,12 @@ from itertools import pairwise
 from pathlib import Path
 
 from tokenmerge.config import words_with_new_names
-from tokenmerge_tools.bench.match_records import cell_of_pictures
-from tokenmerge_tools.bench.records import CellRecord
-from tokenmerge_tools.bench.variants import DENSE
+from tokenmerge_tools.records.file import read_results
+from tokenmerge_tools.records.kinds import CellRecord, QualityRecord, cell_of_pictures
+from tokenmerge_tools.reporting.content import newest_cells, newest_figures
 from tokenmerge_tools.reporting.curves import AGAINST_CLOSENESS, Chart, Line, charts
-from tokenmerge_tools.reporting.latest import newest_cells, newest_figures
 from tokenmerge_tools.reporting.plots import draw
-from tokenmerge_tools.reporting.quality import QualityRecord
-from tokenmerge_tools.reporting.results import read_results
+from tokenmerge_tools.variants.variant import DENSE
 
 ROOT = Path(__file__).parent.parent
 # What results.md shows: auto and its baselines.

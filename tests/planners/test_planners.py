@@ -81,7 +81,7 @@ def test_a_file_that_has_the_function_of_its_name_is_a_planner(tmp_path):
 
 @EVERY
 def test_planners_that_remove_a_number_of_their_own_are_listed(name):
-    """The highest possible saving depends on this number (tokenmerge_tools.bench.variant_contexts)."""
+    """The highest possible saving depends on this number (tokenmerge_tools.variants.contexts)."""
     grid, config = (1, 8, 8), settings_of(name, ratio=0.3)
     planned = plan(name, tokens(1, grid), grid, config)
     as_the_ratio_says = planned.keep.shape[1] == 64 - num_removed(grid, config)

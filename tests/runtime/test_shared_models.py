@@ -40,7 +40,7 @@ from tokenmerge import (
     remove_token_merging,
     token_merging,
 )
-from tokenmerge_tools.pipelines.shared_weights import shared_copy
+from tokenmerge_tools.pipelines.loading import shared_copy
 
 # The arithmetic of some schedulers of diffusers.
 pytestmark = pytest.mark.filterwarnings("ignore:__array_(_ implementation|wrap__):DeprecationWarning")

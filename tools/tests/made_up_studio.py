@@ -10,16 +10,16 @@ from diffusers import StableDiffusionPipeline
 from PIL import Image
 
 from tokenmerge.config import ToMeConfig
-from tokenmerge_tools.bench.variants import DENSE, Variant
-from tokenmerge_tools.evaluate.variants import Drawn
-from tokenmerge_tools.tune import runner, studio
+from tokenmerge_tools.evaluate.drawn import Drawn
+from tokenmerge_tools.tune import rounds, runner
 from tokenmerge_tools.tune.candidates import Candidate
-from tokenmerge_tools.tune.studio import Drawing, Failed, Studio
+from tokenmerge_tools.tune.rounds import Failed, Outcome, Rounds
+from tokenmerge_tools.variants.variant import DENSE, Variant
 
 DENSE_SECONDS = 10.0
 
 
-class MadeUp(Studio):
+class MadeUp(Rounds):
     """A studio that draws nothing.
 
     Attributes:
@@ -34,7 +34,7 @@ class MadeUp(Studio):
 
     def draw(
         self, item: int, chosen: Sequence[Candidate], configs: Mapping[str, ToMeConfig | None]
-    ) -> Iterator[Drawing | Failed]:
+    ) -> Iterator[Outcome | Failed]:
         self._save(Drawn(Variant(DENSE), self.steps), item, 0)
         for one in chosen:
             if MadeUp.stop is not None and len(MadeUp.drawn) >= MadeUp.stop[0]:
@@ -49,7 +49,7 @@ class MadeUp(Studio):
             self._save(one.drawn, item, number)
             seconds = DENSE_SECONDS / speedup
             cost = seconds + DENSE_SECONDS / len(chosen)
-            yield Drawing(one.name, seconds, DENSE_SECONDS, cost, {"psnr": psnr, "ssim": 0.9})
+            yield Outcome(one.name, seconds, DENSE_SECONDS, cost, {"psnr": psnr, "ssim": 0.9})
 
     def _save(self, drawn: Drawn, item: int, level: int) -> None:
         path = self.evaluation.store.picture(drawn, self.evaluation.items[item])
@@ -62,8 +62,8 @@ def install(monkeypatch: pytest.MonkeyPatch, pipe: StableDiffusionPipeline) -> t
     monkeypatch.setattr(MadeUp, "drawn", [])
     monkeypatch.setattr(MadeUp, "stop", None)
     monkeypatch.setattr(MadeUp, "failing", ())
-    monkeypatch.setattr(runner, "Studio", MadeUp)
-    monkeypatch.setattr(studio, "load_pipeline_for", lambda *_: pipe)
+    monkeypatch.setattr(runner, "Rounds", MadeUp)
+    monkeypatch.setattr(rounds, "load_pipeline_for", lambda *_: pipe)
     # Counting the operations of a tiny model takes longer than drawing with it.
     monkeypatch.setattr(runner, "_WORTH_COUNTING", 0.0)
     # The source may change while the tests run.

@@ -79,5 +79,5 @@ def test_pictures_smaller_than_the_window_are_refused():
 
 def test_without_torchmetrics_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchmetrics.functional.image", None)
-    with pytest.raises(MissingExtraError, match=r'pip install "tokenmerge\[metrics\]"'):
+    with pytest.raises(MissingExtraError, match=r'pip install "tokenmerge-tools\[metrics\]"'):
         psnr(*pictures())

@@ -17,7 +17,7 @@ from tokenmerge_tools.files import (
     write_json,
     write_text,
 )
-from tokenmerge_tools.pipelines.sizes import check_size, parse_size
+from tokenmerge_tools.pipelines.settings import check_size, parse_size
 
 
 @pytest.mark.parametrize(

@@ -16,23 +16,28 @@ PUBLIC = (
 # What each part imports of the parts above it, no more and no less.
 MAY_IMPORT = {
     "files": "",
-    "progress": "",
-    "out_of_memory": "",
+    "failures": "",
+    "machine": "",
+    "timing": "",
     "method_spec": "",
     "closeness": "",
     "demo": "",
-    "pipelines": "files out_of_memory method_spec demo",
-    "settings_file": "method_spec pipelines",
-    "bench": "files out_of_memory method_spec pipelines",
-    "reporting": "files bench",
-    "generate": "files progress out_of_memory method_spec closeness demo pipelines bench reporting",
-    "evaluate": "files progress out_of_memory closeness demo pipelines bench reporting",
-    "tune": "files out_of_memory pipelines bench reporting evaluate",
-    "play": "progress out_of_memory method_spec closeness demo pipelines generate",
-    "export": "files out_of_memory method_spec pipelines",
+    "pipelines": "files failures method_spec demo",
+    "records": "files",
+    "variants": "method_spec pipelines records",
+    "drawing": "timing pipelines variants",
+    "bench": "files failures machine timing method_spec pipelines records variants",
+    "reporting": "files records variants",
+    "generate": (
+        "files failures machine timing method_spec closeness demo pipelines variants drawing reporting"
+    ),
+    "evaluate": "files failures machine closeness demo pipelines records variants drawing",
+    "tune": "files failures pipelines records variants drawing reporting evaluate",
+    "play": "failures method_spec closeness demo pipelines variants drawing",
+    "export": "files failures machine method_spec pipelines",
     "cli": (
-        "files progress out_of_memory method_spec pipelines settings_file bench reporting generate evaluate "
-        "tune play export"
+        "files failures machine method_spec pipelines records drawing bench reporting generate "
+        "evaluate tune play export"
     ),
     "__main__": "cli",
 }

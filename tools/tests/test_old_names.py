@@ -7,9 +7,9 @@ import pytest
 
 from tokenmerge import ConfigError, Correction, PlanSharing, StepReuse, ToMeConfig, presets
 from tokenmerge.config import NEW_NAMES, SETTINGS, dense_outside
-from tokenmerge_tools.bench.records import CellRecord
-from tokenmerge_tools.bench.variants import parse_variant
 from tokenmerge_tools.method_spec import MethodSpec, read_setting
+from tokenmerge_tools.records.kinds import CellRecord
+from tokenmerge_tools.variants.variant import parse_variant
 
 RESULTS = sorted((Path(__file__).parents[2] / "benchmarks" / "results").glob("*.jsonl"))
 

@@ -7,8 +7,8 @@ import pytest
 
 from tokenmerge import ConfigError, ToMeConfig, apply_token_merging
 from tokenmerge.config import REMOVED, REMOVED_VALUES, SETTINGS, load_config
-from tokenmerge_tools.bench.variants import parse_variant
 from tokenmerge_tools.method_spec import read_setting
+from tokenmerge_tools.variants.variant import parse_variant
 
 PAGE = r"docs/tried-and-removed\.md"
 EXAMPLES = [

@@ -13,18 +13,9 @@ _SSIM_WINDOW = 11
 
 
 def psnr(images: Tensor, reference: Tensor) -> Tensor:
-    """Peak signal-to-noise ratio in dB, one value per picture; higher is closer.
+    """Return the peak signal-to-noise ratio [b] in dB of pictures [b, 3, h, w] in [0, 1]; higher is closer.
 
-    Args:
-        images: [b, 3, h, w], values in [0, 1].
-        reference: the same shape and range.
-
-    Returns:
-        [b]; infinite if a picture equals its reference in every pixel.
-
-    Raises:
-        MissingExtraError: torchmetrics is not installed.
-        ValueError: the shapes differ or are not [b, c, h, w].
+    It is infinite if a picture equals its reference in every pixel.
     """
     measure = _torchmetric("peak_signal_noise_ratio")
     _check(images, reference)
@@ -32,21 +23,11 @@ def psnr(images: Tensor, reference: Tensor) -> Tensor:
 
 
 def ssim(images: Tensor, reference: Tensor) -> Tensor:
-    """Structural similarity with a Gaussian window of 11 × 11 pixels (σ = 1.5), one value per picture.
+    """Return the structural similarity [b] of pictures [b, 3, h, w] in [0, 1]; 1 for equal pictures.
 
-    The mean is over the windows that lie wholly inside the picture, as in Wang et al. (2004) and in
-    scikit-image. By default, torchmetrics also averages over a mirrored border.
-
-    Args:
-        images: [b, 3, h, w], values in [0, 1]; h and w ≥ 11.
-        reference: the same shape and range.
-
-    Returns:
-        [b]; at most 1, the value of equal pictures.
-
-    Raises:
-        MissingExtraError: torchmetrics is not installed.
-        ValueError: the shapes differ, are not [b, c, h, w], or are smaller than the window.
+    The window is Gaussian, 11 × 11 pixels, σ = 1.5. The mean is over the windows that lie wholly inside the
+    picture, as in Wang et al. (2004) and in scikit-image. By default, torchmetrics also averages over a
+    mirrored border.
     """
     measure = _torchmetric("structural_similarity_index_measure")
     _check(images, reference)
@@ -58,34 +39,20 @@ def ssim(images: Tensor, reference: Tensor) -> Tensor:
 
 
 def motion(frames: Tensor, reference: Tensor) -> Tensor:
-    """The motion of a video relative to that of its reference: ‖Δ‖ / ‖Δ_reference‖.
+    """Return the motion of a video [f, 3, h, w] relative to that of its reference: ‖Δ‖ / ‖Δ_reference‖.
 
     Δ are the differences of consecutive frames, over all pixels. PSNR does not reveal a frozen video: if
-    little moves, a still picture is close to every frame.
-
-    Args:
-        frames: [f, 3, h, w].
-        reference: the same shape and range.
-
-    Returns:
-        One number ≥ 0: 0 for a frozen video, 1 for one that moves as much as the reference. NaN or infinite
-        if the reference itself does not move.
-
-    Raises:
-        ValueError: the shapes differ or are not [f, c, h, w].
+    little moves, a still picture is close to every frame. The result is 0 for a frozen video, 1 for as much
+    motion as the reference, and not finite if the reference does not move.
     """
     moves, reference_moves = _motions(frames, reference)
     return moves.norm() / reference_moves.norm()
 
 
 def motion_error(frames: Tensor, reference: Tensor) -> Tensor:
-    """The relative error of a video's motion: ‖Δ − Δ_reference‖ / ‖Δ_reference‖.
+    """Return the relative error of a video's motion: ‖Δ − Δ_reference‖ / ‖Δ_reference‖.
 
-    The arguments and errors are as for :func:`motion`.
-
-    Returns:
-        One number ≥ 0: 0 for the same motion, 1 for a frozen video. NaN or infinite if the reference itself
-        does not move.
+    It is 0 for the same motion, 1 for a frozen video, and not finite if the reference does not move.
     """
     moves, reference_moves = _motions(frames, reference)
     return (moves - reference_moves).norm() / reference_moves.norm()

@@ -7,6 +7,7 @@ to do next. Both appear in error messages.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 import json
 import os
@@ -26,7 +27,7 @@ FREE_SPACE = "free some space, or choose another place with --out"
 
 
 def slug(text: str, longest: int = 40) -> str:
-    """A short folder name made from a prompt.
+    """Return a short folder name made from a prompt.
 
     >>> slug("A red apple, on a table!")
     'a-red-apple-on-a-table'
@@ -36,7 +37,7 @@ def slug(text: str, longest: int = 40) -> str:
 
 
 def free_folder(parent: Path, name: str) -> Path:
-    """``parent/name``, or the first of ``parent/name-2`` … that does not exist, so nothing is overwritten."""
+    """Return ``parent/name``, or the first of ``parent/name-2`` … that does not exist yet."""
     folder, number = parent / name, 1
     while folder.exists():
         number += 1
@@ -45,11 +46,7 @@ def free_folder(parent: Path, name: str) -> Path:
 
 
 def prepare_folder(folder: Path) -> None:
-    """Create ``folder`` and make sure that files can be written into it.
-
-    Raises:
-        ConfigError: ``folder`` cannot be created or written to.
-    """
+    """Create ``folder`` and make sure that files can be written into it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -61,7 +58,7 @@ def prepare_folder(folder: Path) -> None:
 
 
 def is_folder(path: Path) -> bool:
-    """Whether ``path`` is a folder. False if it is too long to look up."""
+    """Return whether ``path`` is a folder. False if it is too long to look up."""
     try:
         return path.is_dir()
     except OSError:
@@ -69,7 +66,7 @@ def is_folder(path: Path) -> bool:
 
 
 def is_file(path: Path) -> bool:
-    """Whether ``path`` is a regular file. False if it is too long to look up."""
+    """Return whether ``path`` is a regular file. False if it is too long to look up."""
     try:
         return path.is_file()
     except OSError:
@@ -87,11 +84,7 @@ def check_regular(path: Path) -> None:
 
 
 def read_bytes(path: Path, option: str, advice: str, largest: int = _LARGEST) -> bytes:
-    """Read a regular file of at most ``largest`` bytes.
-
-    Raises:
-        ConfigError: the file does not exist, cannot be read, is too large or is not a regular file.
-    """
+    """Read a regular file of at most ``largest`` bytes."""
     try:
         check_regular(path)
         with path.open("rb") as file:
@@ -104,11 +97,7 @@ def read_bytes(path: Path, option: str, advice: str, largest: int = _LARGEST) ->
 
 
 def open_picture(path: Path, option: str, advice: str) -> Image:
-    """Read a picture as RGB.
-
-    Raises:
-        ConfigError: the file cannot be read, or is not a picture.
-    """
+    """Read a picture as RGB."""
     import PIL.Image
 
     content = io.BytesIO(read_bytes(path, option, advice))
@@ -136,12 +125,7 @@ def writing(path: Path, option: str, advice: str) -> Iterator[None]:
 def write_atomically(
     path: Path, write: Callable[[Path], object], option: str = "out", advice: str = FREE_SPACE
 ) -> None:
-    """Let ``write`` write a temporary file beside ``path`` with the same suffix, then rename it to ``path``.
-
-    Raises:
-        ConfigError: the file cannot be written, for example because the disk is full. An older file does not
-            change.
-    """
+    """Let ``write`` write a temporary file beside ``path`` with its suffix, then rename it to ``path``."""
     with writing(path, option, advice):
         descriptor, name = tempfile.mkstemp(suffix=path.suffix, prefix=f".{path.stem}-", dir=path.parent)
         os.close(descriptor)
@@ -167,3 +151,11 @@ def write_json(path: Path, value: Any, advice: str = FREE_SPACE) -> None:
         ValueError: ``value`` contains NaN or an infinite number.
     """
     write_text(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n", advice)
+
+
+def toml_parser() -> Any:
+    """Return the module that reads TOML: ``tomllib``, or ``tomli`` for Python 3.10."""
+    try:
+        return importlib.import_module("tomllib")
+    except ModuleNotFoundError:
+        return importlib.import_module("tomli")

@@ -27,9 +27,6 @@ class MethodSpec:
         changes: settings that replace the method's own at every guidance scale, by name, such as
             ``"reuse.every"``. Former names are accepted too.
 
-    Raises:
-        ConfigError: the method is unknown, or a value is out of its range.
-
     >>> MethodSpec("sito", {"max_downsample": 2}).config().combine
     'keep'
     """
@@ -54,13 +51,10 @@ class MethodSpec:
         return self.method == AUTO
 
     def config(self, pipe_or_model: object = None, follows_steps: bool | None = None) -> ToMeConfig:
-        """The configuration.
+        """Return the configuration.
 
         The model is used only if :attr:`needs_model` is true. ``follows_steps`` is as for
         :func:`tokenmerge.auto.choose`.
-
-        Raises:
-            ConfigError: the changes conflict with settings that the method chose.
         """
         if self.needs_model:
             chosen = choose(pipe_or_model, self.changes.get("ratio", ToMeConfig.ratio), follows_steps)
@@ -77,7 +71,7 @@ class MethodSpec:
         return make(**self.changes)
 
     def to_dict(self) -> dict[str, Any]:
-        """The method and its changes as plain values, for records."""
+        """Return the method and its changes as plain values, for records."""
         return {"method": self.method, **{name: as_plain(value) for name, value in self.changes.items()}}
 
 
@@ -103,9 +97,6 @@ def read_setting(text: str, names: Collection[str] = SETTINGS) -> tuple[str, Any
     A list, such as ``reuse.full_steps``, is written as numbers separated by ``/``, or as JSON. ``rules`` are
     JSON. Former names, such as ``reuse_every``, are replaced by the present ones.
 
-    Raises:
-        ConfigError: the setting is unknown, or the value has the wrong type.
-
     >>> read_setting("merge_mlp"), read_setting("seed=none"), read_setting("reuse_every=2")
     (('merge_mlp', True), ('seed', None), ('reuse.every', 2))
     >>> read_setting('rules=[{"level": 2, "ratio": 0.25}]')
@@ -125,7 +116,7 @@ def read_setting(text: str, names: Collection[str] = SETTINGS) -> tuple[str, Any
 
 
 def as_plain(value: Any) -> str | int | float | bool:
-    """A setting's value as records and labels have it, and as :func:`read_setting` reads it.
+    """Return a setting's value as records and labels have it, and as :func:`read_setting` reads it.
 
     >>> as_plain((0, 0.5)), as_plain([{"level": 2, "ratio": 0.25}]), as_plain(None), as_plain(0.5)
     ('0/0.5', '[{"level": 2, "ratio": 0.25}]', 'none', 0.5)
@@ -175,3 +166,12 @@ _READERS: dict[str, tuple[Callable[[str], Any], str]] = {
     "reuse.full_steps": (_numbers, "NUMBER/NUMBER…, such as 0/0.05/0.5/1"),
     "reuse.shallow_steps": (_numbers, "NUMBER/NUMBER…, such as 0/0.05/0.25/0.5/1"),
 }
+
+
+def check_compile(config: ToMeConfig) -> None:
+    """Check that settings work with ``torch.compile`` of the whole model."""
+    if config.follows_steps:
+        raise ConfigError(
+            "compile: settings that follow the denoising steps cannot be compiled into one graph with the "
+            "model; leave --compile out, or take a method that is the same at every step"
+        )

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tokenmerge_tools.bench.geometries import GEOMETRIES, Geometry
-from tokenmerge_tools.bench.options import BenchOptions
-from tokenmerge_tools.bench.records import CellRecord
+from tokenmerge_tools.bench.geometry import GEOMETRIES, Geometry
+from tokenmerge_tools.bench.grid import BenchOptions
 from tokenmerge_tools.bench.runner import run_grid
+from tokenmerge_tools.records.kinds import CellRecord
 
 UNET = {
     "sample_size": 8,

@@ -7,11 +7,9 @@ import torch
 from tokenmerge import ToMeConfig
 from tokenmerge.errors import ConfigError, UnsupportedModelError
 from tokenmerge.report import predict
-from tokenmerge_tools.bench.geometries import GEOMETRIES
-from tokenmerge_tools.bench.geometry import build_denoiser
-from tokenmerge_tools.bench.variants import parse_variant
-from tokenmerge_tools.pipelines.loading import denoiser_name, find_model, load_pipeline
-from tokenmerge_tools.pipelines.shared_weights import twin
+from tokenmerge_tools.bench.geometry import GEOMETRIES, build_denoiser
+from tokenmerge_tools.pipelines.loading import denoiser_name, find_model, load_pipeline, twin
+from tokenmerge_tools.variants.variant import parse_variant
 
 # DPMSolverMultistepScheduler of diffusers 0.42 passes a tensor to numpy in a way that numpy 2 deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")

@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tokenmerge_tools.bench.grid_files import read_grid
-from tokenmerge_tools.bench.options import BenchOptions
+from tokenmerge_tools.bench.grid import BenchOptions, read_grid
 from tokenmerge_tools.cli import main
-from tokenmerge_tools.evaluate.options import EvaluateOptions
+from tokenmerge_tools.evaluate.evaluation import EvaluateOptions
 
 SCRIPT = Path(__file__).parents[3] / "benchmarks" / "measure.py"
 _spec = importlib.util.spec_from_file_location("measure", SCRIPT)

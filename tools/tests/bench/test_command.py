@@ -8,8 +8,9 @@ import typer
 from typer.testing import CliRunner
 
 from tokenmerge.errors import ConfigError
-from tokenmerge_tools.bench.options import BenchOptions
-from tokenmerge_tools.bench.results_file import read_cells
+from tokenmerge_tools.bench.grid import BenchOptions
+from tokenmerge_tools.records.file import read_records
+from tokenmerge_tools.records.kinds import CellRecord
 
 # The package has a function with the name of this module.
 command = importlib.import_module("tokenmerge_tools.cli.bench")
@@ -30,7 +31,7 @@ def test_measures_and_shows_a_table(tmp_path: Path) -> None:
     assert "denoiser alone, one of 25 steps" in result.stdout
     assert "1.00×" in result.stdout
     assert "[2/2]" in result.stderr
-    assert len(list(read_cells(out))) == 2
+    assert len(list(read_records(out, CellRecord))) == 2
 
 
 def test_flags_change_single_values_of_a_preset(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tokenmerge_tools.bench import commit
+from tokenmerge_tools import machine
 
 
 def git(folder: Path, *arguments: str) -> None:
@@ -24,32 +24,32 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     git(tmp_path, "init")
     git(tmp_path, "add", ".")
     git(tmp_path, "commit", "-m", "a")
-    monkeypatch.setattr(commit, "_SOURCE", folder)
+    monkeypatch.setattr(machine, "_SOURCES", (folder,))
     return folder
 
 
 def test_every_state_of_the_source_has_a_name_of_its_own(package: Path) -> None:
-    clean = commit.source_commit()
+    clean = machine.source_commit()
     assert clean
     assert "+" not in clean
     names = [clean]
     for path, content in (("a.py", b"a = 2\n"), ("a.py", b"a = 3\n"), ("b.bin", b"\0\2"), ("new.py", b"a")):
         (package / path).write_bytes(content)
-        names.append(commit.source_commit())
+        names.append(machine.source_commit())
     (package / "new.py").write_bytes(b"b")
-    names.append(commit.source_commit())
+    names.append(machine.source_commit())
     assert len(set(names)) == len(names) == 6
     assert all(name.startswith(f"{clean}+changes-") for name in names[1:])
-    assert commit.source_commit() == names[-1]
+    assert machine.source_commit() == names[-1]
 
 
 def test_what_is_not_source_changes_no_name(package: Path) -> None:
-    clean = commit.source_commit()
+    clean = machine.source_commit()
     (package / "a.pyc").write_bytes(b"compiled")
     (package.parent / "notes.txt").write_text("elsewhere")
-    assert commit.source_commit() == clean
+    assert machine.source_commit() == clean
 
 
 def test_outside_a_checkout_there_is_no_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(commit, "_SOURCE", tmp_path)
-    assert commit.source_commit() is None
+    monkeypatch.setattr(machine, "_SOURCES", (tmp_path,))
+    assert machine.source_commit() is None

@@ -10,9 +10,8 @@ import torch
 from tokenmerge import ToMeConfig, apply_token_merging, token_merging
 from tokenmerge.errors import ConfigError, UnsupportedModelError
 from tokenmerge.report import counting
-from tokenmerge_tools.bench.variants import VARIANTS, parse_variant
-from tokenmerge_tools.pipelines.loading import find_model, load_pipeline
-from tokenmerge_tools.pipelines.shared_weights import twin
+from tokenmerge_tools.pipelines.loading import find_model, load_pipeline, twin
+from tokenmerge_tools.variants.variant import VARIANTS, parse_variant
 
 STEPS = 8
 DEEP = "transformer_blocks.2.ff"

@@ -8,7 +8,7 @@ from importlib import metadata
 import torch
 
 import tokenmerge
-from tokenmerge_tools.bench.env import environment
+from tokenmerge_tools.machine import environment
 
 
 def test_versions_threads_and_devices_are_those_of_this_process():
@@ -34,7 +34,7 @@ def test_what_is_not_installed_is_none(monkeypatch):
 def test_it_is_json_and_imports_no_optional_library():
     script = (
         "import json, sys\n"
-        "from tokenmerge_tools.bench.env import environment\n"
+        "from tokenmerge_tools.machine import environment\n"
         "print(json.dumps(environment()))\n"
         "assert not {'diffusers', 'transformers', 'rich', 'typer', 'PIL'} & set(sys.modules)\n"
     )

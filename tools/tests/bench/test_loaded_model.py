@@ -10,15 +10,14 @@ from torch import Tensor, nn
 from tokenmerge import ToMeConfig
 from tokenmerge.errors import ConfigError, UnsupportedModelError
 from tokenmerge.report import predict
-from tokenmerge_tools.bench import memory_limit, variant_contexts
-from tokenmerge_tools.bench.failures import Failure
-from tokenmerge_tools.bench.fewer_steps import StepCost, steps_that_fit
-from tokenmerge_tools.bench.geometries import GEOMETRIES
-from tokenmerge_tools.bench.geometry import build_denoiser, depth_note, find_geometry
+from tokenmerge_tools import machine
+from tokenmerge_tools.bench.cell_group import StepCost, steps_that_fit
+from tokenmerge_tools.bench.geometry import GEOMETRIES, build_denoiser, depth_note, find_geometry
 from tokenmerge_tools.bench.inputs import InputSize, example_inputs
 from tokenmerge_tools.bench.loaded_model import load_model
-from tokenmerge_tools.out_of_memory import is_out_of_memory
-from tokenmerge_tools.pipelines.shared_weights import shared_copy
+from tokenmerge_tools.failures import Failure, is_out_of_memory
+from tokenmerge_tools.pipelines.loading import shared_copy
+from tokenmerge_tools.variants import contexts
 
 CPU = torch.device("cpu")
 SIZE = InputSize(height=64, width=128, scale=8, samples=2, frames=5)
@@ -86,13 +85,13 @@ def test_transformers_run_dense_and_merged(
     assert subject.guided == (name != "flux")
     config = ToMeConfig(ratio=0.5, scope="block")
     model = shared_copy(subject.denoiser)
-    with variant_contexts.tokenmerge(model, config, None):
+    with contexts.tokenmerge(model, config, None):
         merged = subject.bind(model, SIZE, 1)()[0]
     assert torch.isfinite(merged).all()
     assert not torch.equal(merged, output)
     with (
         pytest.raises(ConfigError, match="oracle: it needs scope='layers' and the same"),
-        variant_contexts.oracle(model, config, None),
+        contexts.oracle(model, config, None),
     ):
         pass
 
@@ -108,7 +107,7 @@ def test_a_pipeline_runs_the_steps_it_is_asked_for() -> None:
     rows: list[int] = []
     subject.denoiser.register_forward_pre_hook(lambda module, args: rows.append(len(args[0])))
     size = InputSize(height=64, width=128, scale=8, samples=3, frames=1)
-    pictures = subject.bind(subject.whole(subject.denoiser), size, 4)().images
+    pictures = torch.stack(subject.bind(subject.whole(subject.denoiser), size, 4)())
     assert rows == [2 * 3] * 4
     assert pictures.shape == (3, 3, 64, 128)
 
@@ -164,14 +163,14 @@ def test_variants_act_and_leave_no_trace(name: str, settings: dict) -> None:
         pytest.importorskip("tomesd")
     model, config = tiny(), ToMeConfig(ratio=0.5, **settings)
     before, dense = state_of(model), call(model)
-    with getattr(variant_contexts, name)(model, config, predict(model, config, *SIZE.latent, 2)):
+    with getattr(contexts, name)(model, config, predict(model, config, *SIZE.latent, 2)):
         assert not torch.equal(call(model), dense)
     assert state_of(model) == before
     assert all(not module._forward_pre_hooks for module in model.modules())
     assert torch.equal(call(model), dense)
     with (
         pytest.raises(KeyError),
-        getattr(variant_contexts, name)(model, config, predict(model, config, *SIZE.latent, 2)),
+        getattr(contexts, name)(model, config, predict(model, config, *SIZE.latent, 2)),
     ):
         raise KeyError
     assert state_of(model) == before
@@ -184,7 +183,7 @@ def test_the_oracle_gives_the_layers_of_the_same_scope_the_first_tokens(settings
     model, config = tiny(), ToMeConfig(ratio=0.25, max_downsample=2, **settings)
     report = predict(model, config, *SIZE.latent, 2)
     seen: dict[str, int] = {}
-    with variant_contexts.oracle(model, config, report):
+    with contexts.oracle(model, config, report):
         for name, module in model.named_modules():
             if name.endswith((".attn1", ".attn2", ".ff")):
                 # A hook on a part of the layer sees the tokens that the layer runs on.
@@ -205,14 +204,14 @@ def test_the_oracle_gives_the_layers_of_the_same_scope_the_first_tokens(settings
 def test_the_oracle_compiles_whole() -> None:
     model, config = tiny(), ToMeConfig(max_downsample=2, merge_mlp=True)
     torch.compiler.reset()
-    with variant_contexts.oracle(model, config, predict(model, config, *SIZE.latent, 2)):
+    with contexts.oracle(model, config, predict(model, config, *SIZE.latent, 2)):
         torch.testing.assert_close(call(torch.compile(model, backend="eager", fullgraph=True)), call(model))
 
 
 def test_the_oracle_is_for_one_size() -> None:
     model, config = tiny(), ToMeConfig()
     with (
-        variant_contexts.oracle(model, config, predict(model, config, 16, 16, 2)),
+        contexts.oracle(model, config, predict(model, config, 16, 16, 2)),
         pytest.raises(ConfigError, match="256"),
     ):
         call(model)
@@ -228,7 +227,7 @@ def test_tomesd_that_would_do_nothing_is_refused() -> None:
 
     with (
         pytest.raises(UnsupportedModelError, match="so it would run dense"),
-        variant_contexts.tomesd(ModelMixin(), ToMeConfig(), None),
+        contexts.tomesd(ModelMixin(), ToMeConfig(), None),
     ):
         pass
 
@@ -256,8 +255,8 @@ def test_more_memory_than_there_is_is_an_error_and_not_the_end(monkeypatch: pyte
     import resource
 
     before = resource.getrlimit(resource.RLIMIT_DATA)
-    monkeypatch.setattr(memory_limit, "available_memory", lambda: 2**29)
-    with memory_limit.memory_limit(CPU), pytest.raises(RuntimeError) as error:
+    monkeypatch.setattr(machine, "available_memory", lambda: 2**29)
+    with machine.memory_limit(CPU), pytest.raises(RuntimeError) as error:
         torch.empty(2**30, dtype=torch.uint8)
     assert is_out_of_memory(error.value)
     assert resource.getrlimit(resource.RLIMIT_DATA) == before
@@ -265,5 +264,5 @@ def test_more_memory_than_there_is_is_an_error_and_not_the_end(monkeypatch: pyte
 
 
 def test_memory_at_hand_is_known_on_linux() -> None:
-    available = memory_limit.available_memory()
+    available = machine.available_memory()
     assert available is None if sys.platform != "linux" else available > 2**20

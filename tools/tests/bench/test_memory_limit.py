@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tokenmerge_tools.bench import memory_limit
+from tokenmerge_tools import machine
 
 KB, MB = 2**10, 2**20
 
@@ -13,9 +13,9 @@ KB, MB = 2**10, 2**20
 def groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A file system with 1000 MB of available memory and no control groups yet."""
     (tmp_path / "meminfo").write_text(f"MemTotal: 1\nMemAvailable: {1000 * KB} kB\n")
-    monkeypatch.setattr(memory_limit, "_MEMINFO", tmp_path / "meminfo")
-    monkeypatch.setattr(memory_limit, "_OWN_GROUPS", tmp_path / "cgroup")
-    monkeypatch.setattr(memory_limit, "_CGROUP", tmp_path / "groups")
+    monkeypatch.setattr(machine, "_MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(machine, "_OWN_GROUPS", tmp_path / "cgroup")
+    monkeypatch.setattr(machine, "_CGROUP", tmp_path / "groups")
     return tmp_path
 
 
@@ -26,18 +26,18 @@ def write(folder: Path, **files: object) -> None:
 
 
 def test_without_control_groups_it_is_what_the_machine_has(groups: Path) -> None:
-    assert memory_limit.available_memory() == 1000 * MB
+    assert machine.available_memory() == 1000 * MB
     (groups / "cgroup").write_text("0::/user\n3:cpu:/user\n")
-    assert memory_limit.available_memory() == 1000 * MB
+    assert machine.available_memory() == 1000 * MB
     (groups / "meminfo").unlink()
-    assert memory_limit.available_memory() is None
+    assert machine.available_memory() is None
 
 
 def test_cache_that_can_be_given_up_is_not_in_use(groups: Path) -> None:
     (groups / "cgroup").write_text("0::/\n")
     stat = f"anon 5\ninactive_file {300 * MB}\nactive_file 7"
     write(groups / "groups", memory__max=500 * MB, memory__current=400 * MB, memory__stat=stat)
-    assert memory_limit.available_memory() == 400 * MB
+    assert machine.available_memory() == 400 * MB
 
 
 def test_every_group_around_the_process_counts(groups: Path) -> None:
@@ -45,15 +45,13 @@ def test_every_group_around_the_process_counts(groups: Path) -> None:
     stat = "inactive_file 0"
     write(groups / "groups" / "job", memory__max=200 * MB, memory__current=150 * MB, memory__stat=stat)
     write(groups / "groups" / "job" / "step", memory__max="max", memory__current=MB, memory__stat=stat)
-    assert memory_limit.available_memory() == 50 * MB
+    assert machine.available_memory() == 50 * MB
     write(groups / "groups" / "job", memory__current=250 * MB)
-    assert memory_limit.available_memory() == 0
+    assert machine.available_memory() == 0
 
 
-@pytest.mark.parametrize("path", ["/job", "/docker/seen-from-outside"])
-def test_groups_of_the_first_version_count_too(groups: Path, path: str) -> None:
-    (groups / "cgroup").write_text(f"9:cpu,cpuacct:/x\n4:memory:{path}\n0::/job\n")
-    place = groups / "groups" / "memory" / ("job" if path == "/job" else "")
-    stat = f"inactive_file 0\ntotal_inactive_file {10 * MB}"
-    write(place, memory__limit_in_bytes=100 * MB, memory__usage_in_bytes=70 * MB, memory__stat=stat)
-    assert memory_limit.available_memory() == 40 * MB
+def test_in_a_container_the_root_counts(groups: Path) -> None:
+    (groups / "cgroup").write_text("0::/docker/seen-from-outside\n")
+    stat = f"inactive_file {10 * MB}"
+    write(groups / "groups", memory__max=100 * MB, memory__current=70 * MB, memory__stat=stat)
+    assert machine.available_memory() == 40 * MB

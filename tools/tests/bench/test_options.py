@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import ClassVar
 
 import hosts
 import pytest
@@ -12,11 +14,10 @@ from tokenmerge import PlanSharing, StepReuse, ToMeConfig, presets
 from tokenmerge.errors import ConfigError
 from tokenmerge_tools.bench import loaded_model
 from tokenmerge_tools.bench.cells import plan_cells
-from tokenmerge_tools.bench.grid_files import preset_names, read_grid, read_preset
+from tokenmerge_tools.bench.grid import BenchOptions, preset_names, read_grid, read_preset
 from tokenmerge_tools.bench.inputs import InputSize
-from tokenmerge_tools.bench.options import BenchOptions
-from tokenmerge_tools.bench.variants import FEWER_STEPS, VARIANTS, Variant, parse_variant
-from tokenmerge_tools.pipelines.sketch import ModelSketch
+from tokenmerge_tools.pipelines.meta_model import ModelSketch
+from tokenmerge_tools.variants.variant import FEWER_STEPS, VARIANTS, Variant, parse_variant
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 GRIDS = sorted((Path(__file__).parents[3] / "benchmarks" / "results").glob("*.toml"))
@@ -62,6 +63,8 @@ def test_auto_is_what_the_device_does_best() -> None:
 class WanTransformer3DModel(nn.Module):
     """A video model, which is recognised by the name of its class."""
 
+    config: ClassVar = {}
+
 
 def test_frames_can_be_chosen_wherever_the_model_comes_from(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loaded_model, "find_model", lambda name: name)
@@ -84,14 +87,14 @@ class VideoPipeline:
         num_frames: int = 81,
         output_type: str = "np",
         generator: object = None,
-    ) -> int:
-        return num_frames
+    ) -> SimpleNamespace:
+        return SimpleNamespace(frames=[num_frames])
 
 
 def test_a_video_pipeline_is_asked_for_the_frames_of_its_record() -> None:
     pipe = VideoPipeline()
-    call = loaded_model._PipelineCall(pipe, None, 0)
-    assert call(call.whole(pipe.transformer), InputSize(64, 64, 8, 1, frames=9), 2)() == 9
+    model = loaded_model._whole_pipeline(pipe, 8, True, None, 0, [])
+    assert model.bind(model.whole(pipe.transformer), InputSize(64, 64, 8, 1, frames=9), 2)() == [9]
 
 
 def test_methods_have_their_own_settings_and_ratio() -> None:

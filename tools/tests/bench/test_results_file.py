@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from tokenmerge.errors import ConfigError
-from tokenmerge_tools.bench.records import CellRecord, median_and_iqr
-from tokenmerge_tools.bench.results_file import RecordNotWrittenError, ResultsFile, read_cells, read_lines
+from tokenmerge_tools.records.file import RecordNotWrittenError, ResultsFile, read_lines, read_records
+from tokenmerge_tools.records.kinds import CellRecord, median_and_iqr
 
 
 def cell(variant: str = "dense", **changes: object) -> CellRecord:
@@ -18,10 +18,10 @@ def cell(variant: str = "dense", **changes: object) -> CellRecord:
 
 def test_what_is_appended_is_read_back_and_found_by_its_key(tmp_path: Path) -> None:
     path = tmp_path / "new" / "results.jsonl"
-    with ResultsFile(path, read_cells) as file:
+    with ResultsFile(path, CellRecord) as file:
         file.append(cell("dense"))
         file.append(cell("tome", references={"dense": (3.0,)}, facts={"notes": ["α"]}, peak_bytes=5))
-    with ResultsFile(path, read_cells) as file:
+    with ResultsFile(path, CellRecord) as file:
         assert file.notes == []
         assert set(file.records) == {cell("dense").key, cell("tome").key}
         assert file.records[cell("tome").key] == cell(
@@ -31,10 +31,10 @@ def test_what_is_appended_is_read_back_and_found_by_its_key(tmp_path: Path) -> N
 
 def test_of_equal_cells_the_last_counts(tmp_path: Path) -> None:
     path = tmp_path / "results.jsonl"
-    with ResultsFile(path, read_cells) as file:
+    with ResultsFile(path, CellRecord) as file:
         file.append(cell(status="error", message="lost", seconds=()))
         file.append(cell())
-    with ResultsFile(path, read_cells) as file:
+    with ResultsFile(path, CellRecord) as file:
         assert [found.status for found in file.records.values()] == ["ok"]
 
 
@@ -43,7 +43,7 @@ def test_each_cell_is_on_the_disk_before_the_next_is_measured(
 ) -> None:
     path, sizes = tmp_path / "results.jsonl", []
     monkeypatch.setattr(os, "fsync", lambda descriptor: sizes.append(os.fstat(descriptor).st_size))
-    with ResultsFile(path, read_cells) as file:
+    with ResultsFile(path, CellRecord) as file:
         file.append(cell("dense"))
         file.append(cell("tome"))
     lengths = [len(cell(name).to_line().encode()) for name in ("dense", "tome")]
@@ -55,21 +55,21 @@ def test_a_torn_last_line_is_kept_aside_and_the_run_goes_on(tmp_path: Path, torn
     path = tmp_path / "results.jsonl"
     path.write_text(cell("dense").to_line() + torn, encoding="utf-8")
     notes: list[str] = []
-    assert [found.label for found in read_cells(path, notes)] == ["dense"]
+    assert [found.label for found in read_records(path, CellRecord, notes=notes)] == ["dense"]
     assert "is incomplete" in notes[0]
-    with ResultsFile(path, read_cells) as file:
+    with ResultsFile(path, CellRecord) as file:
         assert "results.jsonl.torn" in file.notes[0]
         file.append(cell("oracle"))
-    assert [found.label for found in read_cells(path)] == ["dense", "oracle"]
+    assert [found.label for found in read_records(path, CellRecord)] == ["dense", "oracle"]
     assert (tmp_path / "results.jsonl.torn").read_text(encoding="utf-8").startswith(torn)
 
 
 def test_a_whole_record_that_only_lacks_its_newline_counts(tmp_path: Path) -> None:
     path = tmp_path / "results.jsonl"
     path.write_text(cell("dense").to_line().rstrip("\n"), encoding="utf-8")
-    with ResultsFile(path, read_cells) as file:
+    with ResultsFile(path, CellRecord) as file:
         file.append(cell("tome"))
-    assert [found.label for found in read_cells(path)] == ["dense", "tome"]
+    assert [found.label for found in read_records(path, CellRecord)] == ["dense", "tome"]
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_a_file_with_something_else_in_it_is_refused_and_left_alone(
     path = tmp_path / "notes.txt"
     path.write_text(text, encoding="utf-8")
     with pytest.raises(ConfigError, match=where):
-        ResultsFile(path, read_cells)
+        ResultsFile(path, CellRecord)
     assert path.read_text(encoding="utf-8") == text
     assert [file.name for file in tmp_path.iterdir()] == ["notes.txt"]
 
@@ -99,7 +99,7 @@ def test_a_line_that_is_nested_too_deep_is_refused_and_left_alone(
     path = tmp_path / "results.jsonl"
     path.write_text(cell().to_line() + begin * 100_000 + "1" + ("]" if begin == "[" else "}") * 100_000 + end)
     before = path.read_bytes()
-    for read in (lambda: list(read_cells(path)), lambda: ResultsFile(path, read_cells)):
+    for read in (lambda: list(read_records(path, CellRecord)), lambda: ResultsFile(path, CellRecord)):
         with pytest.raises(ConfigError, match=r"line 2 of .* is not a JSON object"):
             read()
     assert path.read_bytes() == before
@@ -110,7 +110,7 @@ def test_a_line_that_is_nested_too_deep_is_refused_and_left_alone(
     [
         ({"seconds": []}, "expected at least one for status ok, got none"),
         ({"seconds": [0.0]}, "expected times above 0, got 0"),
-        ({"seconds": [10**400]}, "not a record"),
+        ({"seconds": [10**400]}, "not a bench record"),
         ({"seconds": [1.0], "references": {"dense": [-1.0]}}, "expected times above 0, got -1"),
     ],
 )
@@ -118,13 +118,13 @@ def test_a_finished_cell_without_times_is_refused(tmp_path: Path, changes: dict,
     path = tmp_path / "results.jsonl"
     path.write_text(json.dumps({**json.loads(cell().to_line()), **changes}) + "\n", encoding="utf-8")
     with pytest.raises(ConfigError, match=f"line 1: .*{message}"):
-        list(read_cells(path))
+        list(read_records(path, CellRecord))
 
 
 def test_the_records_in_the_repository_are_read() -> None:
     for path in sorted(Path("benchmarks").rglob("*.jsonl")):
         kinds = {values.get("kind") for _, values in read_lines(path)}
-        assert bool(list(read_cells(path))) == ("bench" in kinds), path
+        assert bool(list(read_records(path, CellRecord))) == ("bench" in kinds), path
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no such device")
@@ -133,7 +133,7 @@ def test_a_device_or_a_pipe_is_neither_read_nor_written(tmp_path: Path) -> None:
     os.mkfifo(pipe)
     for path in (Path("/dev/full"), pipe):
         with pytest.raises(ConfigError, match=rf"out: cannot write to {path} \(it is not a regular file\)"):
-            ResultsFile(path, lambda path: [])
+            ResultsFile(path, CellRecord)
         with pytest.raises(ConfigError, match=rf"cannot read {path} \(it is not a regular file\)"):
             list(read_lines(path))
 
@@ -164,14 +164,14 @@ def test_a_full_disk_loses_no_finished_cell(tmp_path: Path, monkeypatch: pytest.
     path, elsewhere = tmp_path / "results.jsonl", tmp_path / "elsewhere"
     elsewhere.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(elsewhere))
-    with ResultsFile(path, read_cells) as file:
+    with ResultsFile(path, CellRecord) as file:
         file.append(cell("dense"))
         file._file = FullDisk(file._file, room=10)
         with pytest.raises(RecordNotWrittenError, match=r"No space left.* the 1 records in it are safe"):
             file.append(cell("tome"))
     assert path.read_text(encoding="utf-8") == cell("dense").to_line()
     (saved,) = elsewhere.iterdir()
-    assert [found.label for found in read_cells(saved)] == ["tome"]
+    assert [found.label for found in read_records(saved, CellRecord)] == ["tome"]
 
 
 def test_a_lost_disk_leaves_a_torn_line_and_the_cell_elsewhere(
@@ -180,14 +180,14 @@ def test_a_lost_disk_leaves_a_torn_line_and_the_cell_elsewhere(
     path, elsewhere = tmp_path / "results.jsonl", tmp_path / "elsewhere"
     elsewhere.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(elsewhere))
-    with ResultsFile(path, read_cells) as file:
+    with ResultsFile(path, CellRecord) as file:
         file.append(cell("dense"))
         file._file = FullDisk(file._file, room=10, lost=True)
         with pytest.raises(RecordNotWrittenError, match="No space left"):
             file.append(cell("tome"))
     (saved,) = elsewhere.iterdir()
-    assert [found.label for found in read_cells(saved)] == ["tome"]
-    with ResultsFile(path, read_cells) as file:
+    assert [found.label for found in read_records(saved, CellRecord)] == ["tome"]
+    with ResultsFile(path, CellRecord) as file:
         assert "is incomplete" in file.notes[0]
         assert set(file.records) == {cell("dense").key}
 
@@ -203,15 +203,12 @@ def test_a_disk_that_is_full_from_the_start_is_named(
     def full(self: Path, *arguments: object, **named: object) -> FullDisk:
         return FullDisk(original(self, *arguments, **named), room=0)
 
-    def readable(path: Path) -> list[CellRecord]:
-        monkeypatch.setattr(Path, "read_bytes", lambda self: before)
-        return list(read_cells(path))
-
     monkeypatch.setattr(FullDisk, "__enter__", lambda self: self, raising=False)
     monkeypatch.setattr(FullDisk, "__exit__", lambda self, *_: self.file.close(), raising=False)
     monkeypatch.setattr(Path, "open", full)
+    monkeypatch.setattr(Path, "read_bytes", lambda self: before)
     with pytest.raises(ConfigError, match=r"out: cannot write .*No space left.*free some space"):
-        ResultsFile(path, readable)
+        ResultsFile(path, CellRecord)
     monkeypatch.undo()
     assert path.read_bytes() == before
 
@@ -225,7 +222,7 @@ def test_where_no_file_can_be_locked_the_run_goes_on_and_says_so(
         raise OSError(37, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    with ResultsFile(tmp_path / "results.jsonl", read_cells) as file:
+    with ResultsFile(tmp_path / "results.jsonl", CellRecord) as file:
         file.append(cell())
         assert "cannot be locked here (No locks available)" in file.notes[0]
 
@@ -234,7 +231,7 @@ def test_where_nothing_can_be_written_the_message_holds_the_cell(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "missing"))
-    with ResultsFile(tmp_path / "results.jsonl", read_cells) as file:
+    with ResultsFile(tmp_path / "results.jsonl", CellRecord) as file:
         file._file = FullDisk(file._file, room=0)
         with pytest.raises(RecordNotWrittenError) as error:
             file.append(cell("tome"))
@@ -246,14 +243,14 @@ def test_where_nothing_can_be_written_the_message_holds_the_cell(
 def test_two_runs_do_not_share_a_file(tmp_path: Path) -> None:
     pytest.importorskip("fcntl")
     path = tmp_path / "results.jsonl"
-    with ResultsFile(path, read_cells), pytest.raises(ConfigError, match="another run"):
-        ResultsFile(path, read_cells)
-    ResultsFile(path, read_cells).__exit__(None, None, None)
+    with ResultsFile(path, CellRecord), pytest.raises(ConfigError, match="another run"):
+        ResultsFile(path, CellRecord)
+    ResultsFile(path, CellRecord).__exit__(None, None, None)
 
 
 def test_a_folder_is_not_a_results_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--out"):
-        ResultsFile(tmp_path, read_cells)
+        ResultsFile(tmp_path, CellRecord)
     with pytest.raises(ConfigError, match="cannot read"):
         list(read_lines(tmp_path / "missing.jsonl"))
 

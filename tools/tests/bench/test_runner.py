@@ -16,13 +16,14 @@ from tokenmerge.api import Patch
 from tokenmerge.errors import ConfigError
 from tokenmerge.planners import PLANNERS
 from tokenmerge.report import predict
-from tokenmerge_tools.bench import cell_group, memory_limit, runner, variant_contexts
+from tokenmerge_tools import machine
+from tokenmerge_tools.bench import cell_group, runner
 from tokenmerge_tools.bench import prepare as prepare_module
-from tokenmerge_tools.bench.geometries import GEOMETRIES
-from tokenmerge_tools.bench.geometry import build_denoiser
-from tokenmerge_tools.bench.records import CellRecord
-from tokenmerge_tools.bench.results_file import RecordNotWrittenError, ResultsFile, read_cells
-from tokenmerge_tools.bench.timing import interleaved
+from tokenmerge_tools.bench.geometry import GEOMETRIES, build_denoiser
+from tokenmerge_tools.records.file import RecordNotWrittenError, ResultsFile, read_records
+from tokenmerge_tools.records.kinds import CellRecord
+from tokenmerge_tools.timing import interleaved
+from tokenmerge_tools.variants import contexts
 
 CPU = torch.device("cpu")
 Measure = Callable[..., list[CellRecord]]
@@ -36,7 +37,7 @@ def test_every_cell_becomes_a_record_with_all_its_conditions(measure: Measure, t
     records = measure(variants=("tome",), ratio=(0.25, 0.5), batch=(1, 2), threads=1)
     assert names(records) == ["dense sdpa", "tome ratio=0.25 sdpa", "tome ratio=0.5 sdpa"] * 2
     assert [record.conditions["batch"] for record in records] == [1] * 3 + [2] * 3
-    assert list(read_cells(tmp_path / "results.jsonl")) == records
+    assert list(read_records(tmp_path / "results.jsonl", CellRecord)) == records
     for record in records:
         assert record.status == "ok"
         assert len(record.seconds) == 2
@@ -104,7 +105,7 @@ def test_a_run_that_is_killed_keeps_its_finished_cells(
     grid = {"model": ("geometry:tiny",), "rounds": 1, "device": "cpu", "variants": ("tome", "oracle")}
     with pytest.raises(KeyboardInterrupt):
         runner.run_grid(runner.BenchOptions(**grid), tmp_path / "results.jsonl", interrupted)
-    kept = list(read_cells(tmp_path / "results.jsonl"))
+    kept = list(read_records(tmp_path / "results.jsonl", CellRecord))
     assert names(kept) == ["dense sdpa", "tome ratio=0.5 sdpa"]
     records = measure(rounds=1, variants=("tome", "oracle"))
     assert records[:2] == kept
@@ -117,7 +118,7 @@ from pathlib import Path
 sys.path[:0] = {path!r}
 from tools.tests.bench import conftest
 from tokenmerge_tools.bench import cell_group, runner
-from tokenmerge_tools.bench.options import BenchOptions
+from tokenmerge_tools.bench.grid import BenchOptions
 
 conftest.GEOMETRIES["tiny"] = conftest.tiny_geometry()
 interleaved, calls = cell_group.interleaved, []
@@ -195,7 +196,7 @@ def test_out_of_memory_is_a_cell_that_says_so(
         if calls == 3:  # one warm-up, two rounds
             raise error
 
-    monkeypatch.setattr(variant_contexts, "_shortened", lambda base, tokens, kept: base)
+    monkeypatch.setattr(contexts, "_shortened", lambda base, tokens, kept: base)
     original = prepare_module.CellBuilder.prepare
 
     def prepare(
@@ -219,7 +220,7 @@ def test_out_of_memory_is_a_cell_that_says_so(
 def test_a_cell_that_fails_in_its_warm_up_is_recorded_before_the_next_cell_runs(
     measure: Measure, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    original = prepare_module.CellBuilder.prepare
+    out, original = tmp_path / "results.jsonl", prepare_module.CellBuilder.prepare
     recorded: list[list[str]] = []
 
     def prepare(
@@ -229,7 +230,7 @@ def test_a_cell_that_fails_in_its_warm_up_is_recorded_before_the_next_cell_runs(
         if column.spec.name == "tome":
             cell.call = lambda: [][0]
         if column.spec.name == "oracle":
-            cell.call = lambda: recorded.append(names(list(read_cells(tmp_path / "results.jsonl"))))
+            cell.call = lambda: recorded.append(names(list(read_records(out, CellRecord))))
         return cell
 
     monkeypatch.setattr(prepare_module.CellBuilder, "prepare", prepare)
@@ -243,7 +244,7 @@ def test_a_cell_that_outgrows_the_memory_at_hand_says_so(
     measure: Measure, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Plain attention over 4096 tokens stores 4 matrices of 64 MiB, and fused attention none.
-    monkeypatch.setattr(memory_limit, "available_memory", lambda: memory_limit.RESERVE + 200 * 2**20)
+    monkeypatch.setattr(machine, "available_memory", lambda: machine.RESERVE + 200 * 2**20)
     records = measure(variants=("dense",), attention=("default",), size=("512",), rounds=1)
     assert {record.conditions["attention"]: record.status for record in records} == {
         "sdpa": "ok",
@@ -327,7 +328,10 @@ def test_a_full_disk_ends_the_run_with_the_finished_cells_in_the_file(
     monkeypatch.setattr(ResultsFile, "append", append)
     with pytest.raises(RecordNotWrittenError):
         measure(variants=("tome", "oracle"))
-    assert names(list(read_cells(tmp_path / "results.jsonl"))) == ["dense sdpa", "tome ratio=0.5 sdpa"]
+    assert names(list(read_records(tmp_path / "results.jsonl", CellRecord))) == [
+        "dense sdpa",
+        "tome ratio=0.5 sdpa",
+    ]
 
 
 @pytest.mark.parametrize(("scope", "per_block"), [("denoiser", 2), ("pipeline", 1)])

@@ -6,8 +6,7 @@ import time
 import pytest
 import torch
 
-from tokenmerge_tools.bench.memory import peak_memory, peak_memory_meaning, reset_peak_memory
-from tokenmerge_tools.bench.timing import Times, interleaved
+from tokenmerge_tools.timing import Times, interleaved, peak_memory, peak_memory_meaning, reset_peak_memory
 
 CPU = torch.device("cpu")
 linux = pytest.mark.skipif(sys.platform != "linux", reason="peak memory of a CPU run is read on Linux")

@@ -22,7 +22,7 @@ from tokenmerge.config import ToMeConfig
 from tokenmerge.report import predict
 from tokenmerge_tools.cli import main
 from tokenmerge_tools.pipelines.loading import find_model
-from tokenmerge_tools.pipelines.sketch import load_sketch
+from tokenmerge_tools.pipelines.meta_model import load_sketch
 
 # Every import of an optional library fails, as if only torch were installed. numpy stays, since torch would
 # print a warning without it.
@@ -478,7 +478,7 @@ def test_ctrl_c_ends_with_130_and_keeps_what_is_there(folder, tmp_path, capsys, 
         signal.raise_signal(signal.SIGINT)
         yield
 
-    monkeypatch.setattr(tokenmerge_tools.generate.run, "interleaved", press_ctrl_c)
+    monkeypatch.setattr(tokenmerge_tools.drawing, "interleaved", press_ctrl_c)
     # Shells start background processes with this signal ignored.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:

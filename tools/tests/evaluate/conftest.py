@@ -12,12 +12,12 @@ import tiny_pipeline
 from PIL import Image
 from tools.tests import tiny_networks
 
-from tokenmerge_tools.bench.variants import Variant
-from tokenmerge_tools.evaluate.options import EvaluateOptions
+from tokenmerge_tools.evaluate.drawn import Drawn
+from tokenmerge_tools.evaluate.evaluation import EvaluateOptions
 from tokenmerge_tools.evaluate.prompts import Item, Prompt
 from tokenmerge_tools.evaluate.runner import evaluate
-from tokenmerge_tools.evaluate.variants import Drawn
-from tokenmerge_tools.reporting.quality import QualityRecord
+from tokenmerge_tools.records.kinds import QualityRecord
+from tokenmerge_tools.variants.variant import Variant
 
 
 @pytest.fixture(scope="session")

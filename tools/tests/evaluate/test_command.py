@@ -10,8 +10,8 @@ from typer.testing import CliRunner
 
 from tokenmerge.errors import ConfigError
 from tokenmerge_tools.cli.app import app
-from tokenmerge_tools.reporting.quality import QualityRecord
-from tokenmerge_tools.reporting.results import read_results
+from tokenmerge_tools.records.file import read_results
+from tokenmerge_tools.records.kinds import QualityRecord
 
 # The package has a function of this name.
 command = importlib.import_module("tokenmerge_tools.cli.evaluate")

@@ -5,7 +5,7 @@ import pytest
 import torch
 from scipy.linalg import sqrtm
 
-from tokenmerge_tools.evaluate.distances import frechet_distance, kernel_distance
+from tokenmerge_tools.evaluate.networks import frechet_distance, kernel_distance
 
 
 def sets(n: int, m: int, d: int = 6) -> tuple[torch.Tensor, torch.Tensor]:

@@ -161,7 +161,7 @@ def test_a_metric_that_is_named_has_to_work(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_without_torchmetrics_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(MissingExtraError, match=r"tokenmerge\[metrics\]"):
+    with pytest.raises(MissingExtraError, match=r"tokenmerge-tools\[metrics\]"):
         load()
 
 

@@ -14,13 +14,12 @@ import pytest
 import torch
 
 from tokenmerge.errors import ConfigError
-from tokenmerge_tools.evaluate.evaluation import plan_evaluation
-from tokenmerge_tools.evaluate.options import EvaluateOptions
+from tokenmerge_tools.evaluate.evaluation import EvaluateOptions, plan_evaluation
 from tokenmerge_tools.evaluate.picture_store import PictureStore
 from tokenmerge_tools.evaluate.processes import Processes, processes
-from tokenmerge_tools.evaluate.runner import _Run
-from tokenmerge_tools.reporting.quality import QualityRecord
-from tokenmerge_tools.reporting.results import read_results
+from tokenmerge_tools.evaluate.runner import _Evaluating
+from tokenmerge_tools.records.file import read_results
+from tokenmerge_tools.records.kinds import QualityRecord
 
 CPU = torch.device("cpu")
 
@@ -38,7 +37,7 @@ def test_pictures_have_the_same_neighbours_however_many_processes_there_are(
     evaluation = plan_evaluation(made, CPU)
 
     def batches(count: int) -> list[list]:
-        runs = [_Run(made, evaluation, Processes(i, count, CPU), print) for i in range(count)]
+        runs = [_Evaluating(made, evaluation, Processes(i, count, CPU), print) for i in range(count)]
         return sorted([list(batch) for run in runs for batch in run.batches], key=lambda batch: batch[0][0])
 
     assert [len(batch) for batch in batches(1)] == [2, 2, 2, 2, 1]

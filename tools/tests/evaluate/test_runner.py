@@ -18,19 +18,19 @@ from tools.tests.reporting.made import cell
 from tokenmerge import ToMeConfig, token_merging
 from tokenmerge.errors import ConfigError, NothingToMergeError
 from tokenmerge.pictures import as_tensor
-from tokenmerge_tools.bench.results_file import RecordNotWrittenError, ResultsFile
-from tokenmerge_tools.bench.variants import Variant
+from tokenmerge_tools import timing
 from tokenmerge_tools.closeness import psnr
-from tokenmerge_tools.evaluate import draw
+from tokenmerge_tools.drawing import Studio
+from tokenmerge_tools.evaluate.drawn import parse_variants, plan_variants
+from tokenmerge_tools.evaluate.evaluation import weights_key
 from tokenmerge_tools.evaluate.measure import Figures, Measured, figures_of
 from tokenmerge_tools.evaluate.picture_store import PictureStore
-from tokenmerge_tools.evaluate.samples import pack, unpack
-from tokenmerge_tools.evaluate.variants import parse_variants, plan_variants
-from tokenmerge_tools.evaluate.weights import weights_key
+from tokenmerge_tools.evaluate.results import pack, unpack
 from tokenmerge_tools.pipelines.call import PipelineCall
 from tokenmerge_tools.pipelines.loading import ModelSource, SourceKind
-from tokenmerge_tools.reporting.quality import QualityRecord, SampleRecord
-from tokenmerge_tools.reporting.results import read_results
+from tokenmerge_tools.records.file import RecordNotWrittenError, ResultsFile, read_results
+from tokenmerge_tools.records.kinds import QualityRecord, SampleRecord
+from tokenmerge_tools.variants.variant import Variant
 
 Run = Callable[..., list[QualityRecord]]
 
@@ -163,7 +163,7 @@ def test_a_run_that_is_cut_off_continues_and_draws_nothing_twice(
         return original(self, pipe, on_step)
 
     # The warm-up before the first picture of a variant is not counted.
-    monkeypatch.setattr(draw, "_warm_up", lambda call, pipe: None)
+    monkeypatch.setattr(Studio, "warm_up", lambda self, name, call: None)
     monkeypatch.setattr(PipelineCall, "__call__", counted)
     with pytest.raises(KeyboardInterrupt):
         run()
@@ -295,7 +295,7 @@ def test_a_figure_that_is_no_number_is_left_out_and_named() -> None:
 
 def test_notes_name_metrics_that_are_left_out(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     figures = Figures({"ssim": 1.0}, equal=0, images=3, undefined=("psnr",))
-    monkeypatch.setattr("tokenmerge_tools.evaluate.records.figures_of", lambda *_: figures)
+    monkeypatch.setattr("tokenmerge_tools.evaluate.results.figures_of", lambda *_: figures)
     _, tome = run()
     assert tome.figures == {"ssim": 1.0}
     assert any("psnr is left out" in note for note in tome.notes)
@@ -388,7 +388,7 @@ def test_pictures_are_timed(run: Run, tmp_path: Path, monkeypatch: pytest.Monkey
         return original(self, pipe, on_step)
 
     monkeypatch.setattr(PipelineCall, "__call__", timed)
-    monkeypatch.setattr(draw.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
     dense, tome = run(steps=5)
     assert (dense.speedup, dense.speedup_quartiles) == (None, None)
     assert (tome.speedup, tome.speedup_quartiles) == (2.0, (2.0, 3.0))
@@ -448,7 +448,7 @@ def test_distances_between_sets_need_two_pictures(run: Run, models: Path, tmp_pa
 
 
 def test_a_missing_tomesd_is_named(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tokenmerge_tools.bench import variants
+    from tokenmerge_tools.variants import variant as variants
 
     without = dataclasses.replace(variants.VARIANTS["tomesd"], package="nobody==1")
     monkeypatch.setitem(variants.VARIANTS, "tomesd", without)

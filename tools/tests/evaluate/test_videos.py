@@ -18,11 +18,10 @@ from tokenmerge.errors import ConfigError, UnsupportedModelError
 from tokenmerge.pictures import as_tensor
 from tokenmerge_tools.closeness import motion, motion_error, psnr, ssim
 from tokenmerge_tools.evaluate.measure import _mean_of_frames
-from tokenmerge_tools.evaluate.picture_store import PictureStore
-from tokenmerge_tools.evaluate.videos import read_video, write_video
+from tokenmerge_tools.evaluate.picture_store import PictureStore, read_video, write_video
 from tokenmerge_tools.generate.run import generate
 from tokenmerge_tools.pipelines.options import GenerateOptions
-from tokenmerge_tools.reporting.quality import QualityRecord
+from tokenmerge_tools.records.kinds import QualityRecord
 from tokenmerge_tools.reporting.quality_tables import quality_tables
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array_(_ implementation|wrap__):DeprecationWarning")

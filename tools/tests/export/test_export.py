@@ -21,7 +21,7 @@ from tests.models.tiny import FAMILIES
 from tokenmerge import ToMeConfig, token_merging
 from tokenmerge_tools.cli import main
 from tokenmerge_tools.export import export_denoiser, formats, run
-from tokenmerge_tools.export.call import DenoiserCall
+from tokenmerge_tools.export.first_call import DenoiserCall
 from tokenmerge_tools.export.plans import TakenPlans
 from tokenmerge_tools.method_spec import MethodSpec
 
@@ -345,7 +345,7 @@ def test_an_interrupted_export_leaves_nothing(folder, tmp_path, monkeypatch, cap
 def test_a_killed_export_leaves_no_folder_of_its_name(tmp_path):
     script = (
         "import os, signal, sys; from pathlib import Path\n"
-        "from tokenmerge_tools.export.folder import new_folder\n"
+        "from tokenmerge_tools.export.record import new_folder\n"
         "with new_folder(Path(sys.argv[1])) as folder:\n"
         "    (folder / 'half').write_text('of a model')\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"

@@ -20,9 +20,8 @@ from tokenmerge.errors import ConfigError, MissingExtraError, NothingToMergeErro
 from tokenmerge_tools.generate.run import generate
 from tokenmerge_tools.method_spec import MethodSpec
 from tokenmerge_tools.pipelines.call import PipelineCall
-from tokenmerge_tools.pipelines.loading import find_model, guidance_in_force, guides, load_pipeline
+from tokenmerge_tools.pipelines.loading import find_model, guidance_in_force, guides, load_pipeline, twin
 from tokenmerge_tools.pipelines.options import GenerateOptions
-from tokenmerge_tools.pipelines.shared_weights import twin
 
 CPU = torch.device("cpu")
 
@@ -349,7 +348,9 @@ def test_steps_are_not_recorded_where_nothing_can_draw_them(folder, tmp_path, mo
         return None if name == "matplotlib" else importlib.machinery.PathFinder.find_spec(name)
 
     monkeypatch.setattr("importlib.util.find_spec", find)
-    with pytest.raises(MissingExtraError, match=r'--record-steps: not installed; .*"tokenmerge\[plots\]"'):
+    with pytest.raises(
+        MissingExtraError, match=r'--record-steps: not installed; .*"tokenmerge-tools\[plots\]"'
+    ):
         generate(options(folder, tmp_path / "out", record_steps=True))
     assert not (tmp_path / "out").exists()
 

@@ -9,7 +9,7 @@ from tests import tiny_pipeline
 
 from tokenmerge import ConfigError, UnsupportedModelError
 from tokenmerge_tools.pipelines.loading import find_model
-from tokenmerge_tools.pipelines.sketch import load_sketch, sketch
+from tokenmerge_tools.pipelines.meta_model import load_sketch, sketch
 
 
 @pytest.fixture

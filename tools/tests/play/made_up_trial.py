@@ -8,7 +8,7 @@ from PIL import Image
 
 from tokenmerge_tools.method_spec import MethodSpec
 from tokenmerge_tools.pipelines.options import GenerateOptions
-from tokenmerge_tools.play.trial import Trial
+from tokenmerge_tools.play.trials import Trial
 
 
 def trial(

@@ -7,7 +7,7 @@ import pytest
 from tools.tests.play.made_up_trial import trial
 
 from tokenmerge_tools.cli import main
-from tokenmerge_tools.play.lines import python_lines, tune_command
+from tokenmerge_tools.play.texts import python_lines, tune_command
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,8 @@ from diffusers import DiffusionPipeline
 from tokenmerge.errors import ConfigError
 from tokenmerge_tools.method_spec import MethodSpec
 from tokenmerge_tools.pipelines.options import GenerateOptions
-from tokenmerge_tools.play.lines import python_lines
-from tokenmerge_tools.play.studio import Stop, StoppedError, Studio
-from tokenmerge_tools.play.texts import details, groups_caption
+from tokenmerge_tools.play.texts import details, groups_caption, python_lines
+from tokenmerge_tools.play.trials import Stop, StoppedError, Trials
 
 STEPS = 4
 
@@ -26,7 +25,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def studio():
-    return Studio()
+    return Trials()
 
 
 def options(folder, method="tome", ratio=0.5, **changes):
@@ -153,7 +152,7 @@ def test_a_trial_waits_some_seconds_for_its_visitor(monkeypatch):
     ],
 )
 def test_what_does_not_fit_is_refused_before_anything_is_drawn(folder, studio, loaded, changes, message):
-    studio = studio if loaded else Studio()
+    studio = studio if loaded else Trials()
     seen = []
     with pytest.raises(ConfigError, match=message):
         draw(studio, options(folder, **changes), seen.append)

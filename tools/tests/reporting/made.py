@@ -7,8 +7,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from tokenmerge_tools.bench.records import CellRecord
-from tokenmerge_tools.reporting.quality import QualityRecord, SampleRecord
+from tokenmerge_tools.records.kinds import CellRecord, QualityRecord, SampleRecord
 
 EVIL = """<script>document.title = "broken"</script> "quoted" & $x$ {{ 1 }} | *a*"""
 

@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 from tools.tests.reporting.made import EVIL, write_all
 
-from tokenmerge_tools.reporting.formats import as_html
-from tokenmerge_tools.reporting.report_data import TITLE, content_of
-from tokenmerge_tools.reporting.results import read_results
+from tokenmerge_tools.records.file import read_results
+from tokenmerge_tools.reporting.content import TITLE, content_of
+from tokenmerge_tools.reporting.render import as_html
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = [
@@ -43,8 +43,8 @@ frame.onload = async () => {{
     .filter(e => parseFloat(frame.contentWindow.getComputedStyle(e).fontSize) < 12).length;
   found.headings = [...page.querySelectorAll("h3")].map(e => e.textContent);
   found.scripts = page.scripts.length;
-  const row = page.querySelector("tr.published td"), own = page.querySelector("tr.ours td");
-  found.colours = [row, own].map(e => frame.contentWindow.getComputedStyle(e).color);
+  const row = page.querySelector("tr.best td"), own = page.querySelector("tr:not(.best) td");
+  found.colours = [row, own].map(e => frame.contentWindow.getComputedStyle(e).backgroundColor);
   const slider = page.querySelector("input[type=range]");
   const pair = slider.parentElement.querySelector(".pair");
   const dense = pair.querySelector(".dense");

@@ -6,12 +6,12 @@ import dataclasses
 
 from tools.tests.reporting.made import cell, grid_of_cells, quality
 
+from tokenmerge_tools.records.file import Results
+from tokenmerge_tools.reporting.content import content_of
 from tokenmerge_tools.reporting.curves import charts
-from tokenmerge_tools.reporting.formats import as_markdown
 from tokenmerge_tools.reporting.price_tables import fastest_table, price_tables, summary
 from tokenmerge_tools.reporting.quality_tables import quality_tables
-from tokenmerge_tools.reporting.report_data import content_of
-from tokenmerge_tools.reporting.results import Results
+from tokenmerge_tools.reporting.render import as_markdown
 from tokenmerge_tools.reporting.tables import measured_tables
 
 CELLS = grid_of_cells()

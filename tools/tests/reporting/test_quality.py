@@ -10,12 +10,16 @@ import pytest
 from tools.tests.reporting.made import cell, drawn, grid_of_cells, quality
 
 from tokenmerge.errors import ConfigError
-from tokenmerge_tools.bench.match_records import cell_of_pictures
-from tokenmerge_tools.bench.records import CellRecord
+from tokenmerge_tools.records.file import Results, read_records, read_results
+from tokenmerge_tools.records.kinds import (
+    CellRecord,
+    QualityRecord,
+    SampleRecord,
+    cell_of_pictures,
+    metric_names,
+)
+from tokenmerge_tools.reporting.content import content_of
 from tokenmerge_tools.reporting.curves import AGAINST_CLOSENESS, charts
-from tokenmerge_tools.reporting.quality import QualityRecord, SampleRecord, metric_names, read_quality
-from tokenmerge_tools.reporting.report_data import content_of
-from tokenmerge_tools.reporting.results import Results, read_results
 
 TOME = QualityRecord(
     model="m",
@@ -42,14 +46,14 @@ def write(path: Path, *records: QualityRecord | SampleRecord) -> Path:
 def test_records_are_read_back_and_other_lines_passed_over(tmp_path: Path) -> None:
     file = write(tmp_path / "a.jsonl", TOME, SAMPLE)
     file.write_text('{"kind": "bench"}\n' + file.read_text())
-    assert list(read_quality(file)) == [TOME, SAMPLE]
+    assert list(read_records(file, QualityRecord, SampleRecord)) == [TOME, SAMPLE]
 
 
 @pytest.mark.parametrize("field", ["conditions", "measured_with", "settings"])
 def test_a_record_with_something_else_in_it_is_refused(tmp_path: Path, field: str) -> None:
     file = write(tmp_path / "a.jsonl", dataclasses.replace(TOME, **{field: "x"}))
     with pytest.raises(ConfigError, match="line 1: not a quality record"):
-        list(read_quality(file))
+        list(read_records(file, QualityRecord, SampleRecord))
 
 
 def test_of_the_same_pictures_the_last_figures_count(tmp_path: Path) -> None:

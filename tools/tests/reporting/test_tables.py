@@ -8,16 +8,13 @@ import pytest
 from tools.tests.reporting.made import EVIL, cell, grid_of_cells, quality, write_all
 
 from tokenmerge.errors import ConfigError
-from tokenmerge_tools.bench.records import CellRecord
+from tokenmerge_tools.records.file import Results, read_results
+from tokenmerge_tools.records.kinds import CellRecord, QualityRecord, SampleRecord
+from tokenmerge_tools.reporting.content import content_of
 from tokenmerge_tools.reporting.curves import charts
-from tokenmerge_tools.reporting.formats import as_csv, as_markdown, quality_as_csv
 from tokenmerge_tools.reporting.plots import draw
-from tokenmerge_tools.reporting.published import published_rows
-from tokenmerge_tools.reporting.quality import QualityRecord, SampleRecord
-from tokenmerge_tools.reporting.report_data import content_of
-from tokenmerge_tools.reporting.results import Results, read_results
-from tokenmerge_tools.reporting.tables import OURS, PUBLISHED, Table, measured_tables
-from tokenmerge_tools.reporting.versus_published import published_tables
+from tokenmerge_tools.reporting.render import as_csv, as_markdown, quality_as_csv
+from tokenmerge_tools.reporting.tables import Table, measured_tables
 
 
 def row_of(table: Table, *starts: str) -> dict[str, str]:
@@ -56,10 +53,6 @@ def test_back_ends_of_diffusers_follow_by_name() -> None:
     given = ("sage", "default", "flash", "sdpa", "xformers")
     (table,) = measured_tables(cell("dense", attention=name) for name in given)
     assert [row.cells[1] for row in table.rows] == ["SDPA", "xFormers", "plain", "flash", "sage"]
-    others = [cell("tome", (2.0,) * 3, 4.0, ratio=0.5, attention=name) for name in ("sage", "flash")]
-    published = {table.title: table for table in published_tables([*grid_of_cells(), *others], quality())}
-    header = published["tomesd paper (2303.17604): seconds per image"].header
-    assert header[-2:] == ("ToMe 0.5, flash", "ToMe 0.5, sage")
 
 
 def test_one_table_for_each_setting_with_dense_first() -> None:
@@ -69,87 +62,9 @@ def test_one_table_for_each_setting_with_dense_first() -> None:
     assert "512 × 512" in tables[0].title
 
 
-def test_published_figures_stand_beside_ours() -> None:
-    docs = {table.title: table for table in published_tables(grid_of_cells(), quality())}
-    assert list(docs) == [
-        "tomesd paper (2303.17604): seconds per image",
-        "tomesd paper (2303.17604): GB per image",
-        "tomesd paper (2303.17604): FID",
-        "ppdiffusers README: seconds per call",
-        "diffusers docs: seconds per call",
-    ]
-    paper = docs["tomesd paper (2303.17604): seconds per image"]
-    published = row_of(paper, "published, RTX 4090")
-    assert published["dense, plain"] == "3.09"
-    assert published["ToMe 0.5, plain"] == "1.65 (1.87×)"
-    ours = row_of(paper, "tokenmerge, Made GPU, fp16, 50 steps")
-    assert ours["dense, plain"] == "8"
-    assert ours["ToMe 0.5, SDPA"] == "3.2 (1.25×)"
-    assert ours["ToMe 0.5, xFormers"] == "–"
-    assert row_of(paper, "tomesd, Made GPU, fp16, 50 steps")["ToMe 0.5, SDPA"] == "3.52 (1.14×)"
-    assert [row.origin for row in paper.rows] == [PUBLISHED, OURS, OURS]
-    assert row_of(docs["tomesd paper (2303.17604): FID"], "published")["ToMe 0.6"] == "33.37"
-    table = docs["diffusers docs: seconds per call"]
-    xformers = [row_of(table, "published, A100", "768²", "1")["ToMe 0.5, xFormers"]]
-    assert not any("0.25" in name for name in table.header)  # no figure was published at this ratio
-    assert any("dense with xFormers attention was not published" in note for note in table.notes)
-    assert not any("was not published" in note for note in paper.notes)
-    assert xformers == ["2.03"]  # no speed-up without a dense column with xFormers
-
-
-def test_the_denoiser_alone_is_named_as_a_step_times_the_steps() -> None:
-    cells = [
-        cell("dense", (0.5,), 0.5, scope="denoiser"),
-        cell("tome", (0.25,), 0.5, scope="denoiser"),
-    ]
-    paper = published_tables(cells)[0]
-    ours = row_of(paper, "tokenmerge, Made GPU, fp16, denoiser × 50 steps")
-    assert ours["ToMe 0.5, SDPA"] == "12.5 (2.00×)"
-
-
-def test_rows_beside_published_figures_say_how_their_pictures_are_drawn() -> None:
-    other = [cell("tome", scheduler="plms"), cell("tome", steps=25, guidance=3.0), cell("tome")]
-    names = [row.cells[0] for row in published_tables(other)[0].rows if row.origin == OURS]
-    here = "tokenmerge, Made GPU, fp16"
-    assert names == [f"{here}, 25 steps, guidance 3", f"{here}, 50 steps", f"{here}, 50 steps, plms"]
-
-
-def test_a_speedup_beside_published_figures_is_that_of_its_own_rounds() -> None:
-    cells = [
-        cell("dense", (8.0,), attention="default"),
-        cell("tome", (2.0,), dense=3.0, same_attention=5.0, attention="default"),
-    ]
-    ours = row_of(published_tables(cells)[0], "tokenmerge, Made GPU, fp16, 50 steps")
-    assert ours["dense, plain"] == "8"
-    assert ours["ToMe 0.5, plain"] == "2 (2.50×)"
-
-
-def test_memory_of_a_whole_process_does_not_stand_beside_that_of_a_gpu() -> None:
-    facts = {"peak_memory": "peak of tensors"}
-    gpu, cpu = cell("tome", facts=facts), cell("tome", device="cpu", device_name="Made CPU", facts=facts)
-
-    def memory(*cells: CellRecord) -> list[Table]:
-        return [table for table in published_tables(cells) if "GB per image" in table.title]
-
-    assert memory(cpu) == []
-    (table,) = memory(cpu, gpu)
-    assert [row.cells[0] for row in table.rows if row.origin == OURS] == [
-        "tokenmerge, Made GPU, fp16, 50 steps"
-    ]
-    assert "our memory: peak of tensors, divided by the batch" in table.notes
-    assert "peak GiB: peak of tensors" in measured_tables([gpu])[0].notes
-
-
-def test_fid_of_another_model_does_not_stand_beside_published_figures() -> None:
-    def rows(**changes: object) -> list[str]:
-        records = [dataclasses.replace(record, **changes) for record in quality()[:3]]
-        (table,) = [t for t in published_tables([cell()], records) if t.title.endswith("FID")]
-        return [row.cells[0] for row in table.rows]
-
-    conditions = "512 × 512, 50 steps, fp16 on cuda, SDPA attention, 100 prompts, seed 0"
-    assert rows() == ["published", f"tokenmerge, geometry:sd15, {conditions}"]
-    assert rows(model="emoji-unet") == ["published"]
-    assert rows(width=768) == ["published"]
+def test_what_the_memory_counts_is_noted() -> None:
+    (table,) = measured_tables([cell("tome", facts={"peak_memory": "peak of tensors"})])
+    assert "peak GiB: peak of tensors" in table.notes
 
 
 @pytest.mark.parametrize(
@@ -185,34 +100,6 @@ def test_of_cells_with_the_same_name_the_newest_is_shown() -> None:
         (table,) = content.measured
         assert [row.cells[2] for row in table.rows] == ["5", "4"]
         assert content.notes == ("2 older cells are left out; newer ones differ only in commit, seed",)
-
-
-@pytest.mark.parametrize(
-    "other",
-    [
-        {"model": "geometry:sdxl"},
-        {"width": 768},
-        {"width": 640, "height": 640},
-        {"compile": True},
-        {"settings": {"ratio": 0.5, "merge_mlp": True}},
-        {"variant": "oracle"},
-    ],
-)
-def test_what_was_measured_otherwise_does_not_stand_beside_published_figures(other: dict) -> None:
-    assert published_tables([cell(**other)]) == []
-
-
-def test_every_published_figure_is_read() -> None:
-    rows = published_rows()
-    assert len(rows) == 110
-    assert sum(row.out_of_memory for row in rows) == sum(
-        1 for row in rows if row.seconds is None and row.seconds_per_image is None
-    )
-    assert {row.source for row in rows} == {
-        "tomesd paper (2303.17604)",
-        "ppdiffusers README",
-        "diffusers docs",
-    }
 
 
 def test_charts_show_speedup_time_and_closeness() -> None:
@@ -252,7 +139,6 @@ def test_a_chart_is_the_same_bytes_each_time_and_takes_any_text() -> None:
 def test_markdown_shows_text_as_it_is() -> None:
     text = as_markdown(content_of(Results(tuple(grid_of_cells()), tuple(quality()), (), (EVIL,))))
     assert "<script>" not in text.replace("\\<script\\>", "")
-    assert "| *published, RTX 4090* |" in text
     for line in text.splitlines():
         if line.startswith("|"):
             assert line.replace("\\|", "").endswith("|")

@@ -9,8 +9,7 @@ import pytest
 from diffusers import StableDiffusionPipeline
 from tools.tests import made_up_studio
 
-from tokenmerge_tools.tune.goal import Goal
-from tokenmerge_tools.tune.options import TuneOptions
+from tokenmerge_tools.tune.goal import Goal, TuneOptions
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tokenmerge_tools.tune.decision import decide, misses
 from tokenmerge_tools.tune.goal import Goal
-from tokenmerge_tools.tune.looks import Look, estimates, paired
+from tokenmerge_tools.tune.measurements import Look, estimates, paired
 
 FAST = Goal("psnr", speedup=1.5)
 CLOSE = Goal("psnr", value=35.0)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tokenmerge_tools.tune.decision import decide
 from tokenmerge_tools.tune.goal import Goal
-from tokenmerge_tools.tune.looks import Estimate, Look
+from tokenmerge_tools.tune.measurements import Estimate, Look
 from tokenmerge_tools.tune.search import Entry, Round, _close_calls, hopeless, next_round, survivors
 
 GOAL = Goal("psnr", speedup=1.5)

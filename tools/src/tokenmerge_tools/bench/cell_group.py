@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import math
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -10,15 +12,14 @@ from typing import Any
 import torch
 
 from tokenmerge_tools.bench.cells import FUSED, Cell, Setting
-from tokenmerge_tools.bench.failures import Failure
-from tokenmerge_tools.bench.fewer_steps import StepCost, steps_that_fit
 from tokenmerge_tools.bench.inputs import InputSize
 from tokenmerge_tools.bench.loaded_model import LoadedModel
 from tokenmerge_tools.bench.prepare import CellBuilder, PreparedCell
-from tokenmerge_tools.bench.records import CellRecord, key_of
-from tokenmerge_tools.bench.timing import interleaved
-from tokenmerge_tools.bench.unfinished import UnfinishedCells
-from tokenmerge_tools.bench.variants import VARIANTS
+from tokenmerge_tools.failures import Failure
+from tokenmerge_tools.records.file import UnfinishedCells
+from tokenmerge_tools.records.kinds import CellRecord, key_of
+from tokenmerge_tools.timing import interleaved
+from tokenmerge_tools.variants.variant import VARIANTS
 
 # A compiled cell may compile again in its second call, because its first call changed the model's state.
 _COMPILED_WARM_UP = 3
@@ -46,13 +47,8 @@ class CellGroup:
         self.setting, self.device, self.records, self.unfinished = setting, device, records, unfinished
         self.conditions, self.finish = conditions, finish
         samples = setting.batch * (2 if model.guided else 1)
-        size = InputSize(
-            height=setting.height,
-            width=setting.width,
-            scale=model.scale,
-            samples=samples if setting.scope == "denoiser" else setting.batch,
-            frames=setting.frames or 1,
-        )
+        in_call = samples if setting.scope == "denoiser" else setting.batch
+        size = InputSize(setting.height, setting.width, model.scale, in_call, setting.frames or 1)
         self.builder = CellBuilder(model, size, samples, setting.steps, variants)
         self.notes = list(model.notes)
         self.facts: dict[str, Any] = {"samples": samples, "notes": self.notes}
@@ -90,10 +86,17 @@ class CellGroup:
         stage = "fewer steps" if facts else "cells"
         for name in self._timed({str(cell): ready for cell, ready in prepared.items()}, stage):
             cell = waiting.get(name)
-            if cell is not None and prepared[cell].is_finished(self.setting.rounds):
-                del waiting[name]
-                own = facts[cell] if facts else self._facts(prepared[cell], prepared[cell.dense()])
-                self._finish_timed(cell, prepared, own)
+            if cell is None or not (ready := prepared[cell]).is_finished(self.setting.rounds):
+                continue
+            del waiting[name]
+            own = facts[cell] if facts else self._facts(ready, prepared[cell.dense()])
+            if ready.failure is not None:
+                self.finish(cell, ready.failure, facts=own)
+                continue
+            dense = {"dense": prepared[cell.dense(FUSED)], "dense, same attention": prepared[cell.dense()]}
+            references = {name: tuple(one.seconds) for name, one in dense.items() if one.failure is None}
+            figures = {"seconds": tuple(ready.seconds), "peak_bytes": ready.peak_bytes}
+            self.finish(cell, references=references, facts=own, **figures)
 
     def _timed(self, cells: Mapping[str, PreparedCell], stage: str) -> Iterator[str]:
         """Warm up and time cells with interleaved calls; yield the name of a cell after each timed call.
@@ -110,9 +113,9 @@ class CellGroup:
             for name, ready in cells.items()
         }
         runnable = [name for name, ready in cells.items() if ready.failure is None]
-        done = min((len(self.unfinished.calls(keys[name])) for name in runnable), default=0)
+        done = min((len(self.unfinished.calls[keys[name]]) for name in runnable), default=0)
         for name in runnable:
-            for call in self.unfinished.calls(keys[name])[: min(done + 1, rounds)]:
+            for call in self.unfinished.calls[keys[name]][: min(done + 1, rounds)]:
                 cells[name].add(*call)
         yield from (name for name in cells if cells[name].is_finished(rounds))
         if done >= rounds:
@@ -132,63 +135,34 @@ class CellGroup:
             for measured in interleaved(calls, repeat, self.device):
                 ready = cells[measured.variant]
                 if ready.failure is None:
-                    call = measured.seconds / ready.calls, measured.peak_bytes
-                    ready.add(*call)
-                    self.unfinished.add(keys[measured.variant], call)
+                    timed = measured.seconds / ready.calls, measured.peak_bytes
+                    ready.add(*timed)
+                    self.unfinished.add(keys[measured.variant], timed)
                 yield measured.variant
-
-    def _finish_timed(
-        self, cell: Cell, prepared: Mapping[Cell, PreparedCell], facts: Mapping[str, Any]
-    ) -> None:
-        ready = prepared[cell]
-        if ready.failure is not None:
-            self.finish(cell, ready.failure, facts=facts)
-            return
-        dense_cells = {"dense": cell.dense(FUSED), "dense, same attention": cell.dense()}
-        references = {
-            name: tuple(prepared[dense].seconds)
-            for name, dense in dense_cells.items()
-            if prepared[dense].failure is None
-        }
-        self.finish(
-            cell,
-            seconds=tuple(ready.seconds),
-            peak_bytes=ready.peak_bytes,
-            references=references,
-            facts=facts,
-        )
 
     def _facts(self, ready: PreparedCell, dense: PreparedCell) -> dict[str, Any]:
         report, config = ready.report, ready.config
+        notes, facts = list(self.notes), dict(self.facts)
         if ready.failure is None and _is_block_cache(ready.cell) and ready.flops and dense.flops:
-            return {
-                **self.facts,
-                "flops_dense": dense.flops,
-                "flops_merged": ready.flops,
-                "notes": [
-                    *self.notes,
-                    "operations were counted in a run; they are the mean over its calls of the denoiser",
-                ],
-            }
-        if ready.failure or report is None or config is None:
-            return self.facts
-        mean = f"the mean over the {ready.calls} calls of a generation, since their cost differs"
-        return {
-            **self.facts,
-            "config": config.to_dict(),
-            "flops_dense": report.flops_dense,
-            "flops_merged": report.flops_merged if report.flops_mean is None else report.flops_mean,
-            "kept_bytes": report.kept_bytes,
-            "notes": [*self.notes, *report.notes, *([] if ready.calls == 1 else [mean])],
-        }
+            facts |= {"flops_dense": dense.flops, "flops_merged": ready.flops}
+            notes.append("operations were counted in a run; they are the mean over its calls of the denoiser")
+        elif ready.failure is None and report is not None and config is not None:
+            merged = report.flops_merged if report.flops_mean is None else report.flops_mean
+            facts |= {"config": config.to_dict(), "kept_bytes": report.kept_bytes}
+            facts |= {"flops_dense": report.flops_dense, "flops_merged": merged}
+            notes += report.notes
+            if ready.calls > 1:
+                notes.append(
+                    f"the mean over the {ready.calls} calls of a generation, since their cost differs"
+                )
+        return {**facts, "notes": notes}
 
     def _steps_facts(self, steps: int, note: str) -> dict[str, Any]:
         return {**self.facts, "steps_used": steps, "notes": [*self.notes, note]}
 
     def _compute(self, cell: Cell, merged: CellRecord) -> None:
         """Compute the time of fewer steps of the denoiser alone, in which every step takes equally long."""
-        total = self.setting.steps
-        dense = _same_attention(merged)
+        total, dense = self.setting.steps, merged.references["dense, same attention"]
         cost = StepCost(fixed=0.0, per_step=statistics.median(dense))
         steps = steps_that_fit(statistics.median(merged.seconds) * total, cost, most=total)
         note = f"computed from the time of a dense step, not run: {steps} of {total} steps"
@@ -203,15 +177,14 @@ class CellGroup:
         """Find how many dense steps of the whole pipeline take as long as each cell, then time them."""
         costs = {dense: self._step_cost(dense) for dense in dict.fromkeys(c.dense() for c in merged)}
         prepared = {cell: self.builder.prepare(cell) for cell in _with_dense(merged) if cell not in merged}
-        facts = {}
+        facts, total = {}, self.setting.steps
         for cell, record in merged.items():
             cost = costs[cell.dense()]
             if isinstance(cost, Failure):
                 self.finish(cell, cost)
                 continue
             # Scale the present dense time, because the machine's speed may have changed since the merged run.
-            share = statistics.median(record.seconds) / statistics.median(_same_attention(record))
-            total = self.setting.steps
+            share = 1 / (record.speedup_same_attention or 1.0)
             steps = steps_that_fit((cost.fixed + cost.per_step * total) * share, cost, most=total)
             prepared[cell] = self.builder.prepare(cell, steps)
             note = f"{steps} of {total} steps"
@@ -228,25 +201,50 @@ class CellGroup:
         runs = {str(steps): self.builder.prepare(dense, steps) for steps in (total, total // 2)}
         for _ in self._timed(runs, "cost of a step"):
             pass
-        failure = next((ready.failure for ready in runs.values() if ready.failure), None)
-        if failure is not None:
-            return failure
+        for ready in runs.values():
+            if ready.failure is not None:
+                return ready.failure
         whole, half = (statistics.median(ready.seconds) for ready in runs.values())
         return StepCost.of_two_runs(total, whole, total // 2, half)
 
 
 def _is_block_cache(cell: Cell) -> bool:
-    """Whether a cell is a block cache: which operations it skips is known only after a run."""
     kind = VARIANTS[cell.spec.name]
     return kind.is_faster and kind.method is None
 
 
-def _same_attention(record: CellRecord) -> Sequence[float]:
-    return record.references["dense, same attention"]
-
-
 def _with_dense(cells: Iterable[Cell]) -> list[Cell]:
-    """The cells, preceded by the dense cells that they are compared with."""
     cells = list(cells)
     dense = [cell.dense(attention) for cell in cells for attention in (FUSED, None)]
     return list(dict.fromkeys([*dense, *cells]))
+
+
+@dataclasses.dataclass(frozen=True)
+class StepCost:
+    """Linear model of a dense run's time: ``fixed + per_step · steps`` seconds."""
+
+    fixed: float
+    per_step: float
+
+    @classmethod
+    def of_two_runs(cls, steps: int, seconds: float, fewer_steps: int, fewer_seconds: float) -> StepCost:
+        """Fit the model to two timed runs with different numbers of steps.
+
+        >>> StepCost.of_two_runs(20, 11.0, 10, 6.0)
+        StepCost(fixed=1.0, per_step=0.5)
+        """
+        # With very cheap steps, noise can make the slope negative.
+        per_step = max((seconds - fewer_seconds) / (steps - fewer_steps), 0.0)
+        return cls(max(seconds - per_step * steps, 0.0), per_step)
+
+
+def steps_that_fit(budget: float, cost: StepCost, most: int) -> int:
+    """Return the number of dense steps that fit into ``budget`` seconds, at least 1 and at most ``most``.
+
+    >>> steps_that_fit(6.2, StepCost(fixed=1.0, per_step=0.5), most=20)
+    10
+    """
+    if cost.per_step == 0:
+        return most
+    # The small constant allows for rounding errors.
+    return min(max(math.floor((budget - cost.fixed) / cost.per_step + 1e-9), 1), most)

@@ -10,14 +10,21 @@ from typing import Any
 import torch
 
 from tokenmerge.errors import ConfigError
+from tokenmerge_tools.bench.grid import BenchOptions
 from tokenmerge_tools.bench.loaded_model import ModelInfo, find_info
-from tokenmerge_tools.bench.options import BenchOptions
-from tokenmerge_tools.bench.variants import DENSE, FEWER_STEPS, VARIANTS, Variant
-from tokenmerge_tools.pipelines.settings import dtype_name, resolve_dtype, scheduler_class_name
-from tokenmerge_tools.pipelines.sizes import check_size, parse_size
+from tokenmerge_tools.pipelines.settings import (
+    check_size,
+    dtype_name,
+    parse_size,
+    resolve_dtype,
+    scheduler_class_name,
+)
+from tokenmerge_tools.variants.variant import DENSE, FEWER_STEPS, VARIANTS, Variant
 
 # The attention of the dense run that all speed-ups are relative to.
 FUSED = "sdpa"
+# Options that all settings of a benchmark share.
+_SHARED = ("scope", "steps", "scheduler", "guidance", "seed", "rounds", "warmup")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,15 +59,15 @@ class Cell:
     merged: Variant | None = None
 
     def dense(self, attention: str | None = None) -> Cell:
-        """The dense cell to compare with. By default, it has the same attention."""
+        """Return the dense cell to compare with. By default, it has the same attention."""
         return Cell(Variant(DENSE), attention or self.attention, self.compile)
 
     def of(self, spec: Variant) -> Cell:
-        """The cell of another variant that runs in the same way."""
+        """Return the cell of another variant that runs in the same way."""
         return Cell(spec, self.attention, self.compile)
 
     def conditions(self) -> dict[str, Any]:
-        """The conditions of a record that this cell determines."""
+        """Return the conditions of a record that this cell determines."""
         return {
             "variant": self.spec.name,
             "settings": dict(self.spec.settings),
@@ -73,16 +80,13 @@ class Cell:
 
 
 def plan_cells(options: BenchOptions, device: torch.device) -> tuple[list[Setting], tuple[Cell, ...]]:
-    """The settings of a benchmark, and the cells that are measured at each of them.
+    """Return the settings of a benchmark, and the cells that are measured at each of them.
 
     There is always a dense cell with each requested attention and one with fused attention. This separates
     the gain of fused attention from the gain of merging.
 
     Settings are ordered so that each model is loaded once per dtype. Dense cells come first, and fewer steps
     last. The meaning of the dtype ``"auto"`` depends on the device.
-
-    Raises:
-        ConfigError: a model is unknown, a size does not fit the model, or a dtype does not fit the device.
     """
     if options.scheduler is not None:
         scheduler_class_name(options.scheduler)
@@ -92,23 +96,10 @@ def plan_cells(options: BenchOptions, device: torch.device) -> tuple[list[Settin
         info = find_info(model)
         sizes = [_size(text, model, info) for text in options.size or ("",)]
         for dtype, (width, height), batch in product(dtypes, sizes, options.batch):
-            settings.append(
-                Setting(
-                    model=model,
-                    scope=options.scope,
-                    width=width,
-                    height=height,
-                    frames=options.frames if info.video else None,
-                    batch=batch,
-                    dtype=dtype,
-                    steps=options.steps,
-                    scheduler=options.scheduler,
-                    guidance=options.guidance,
-                    seed=options.seed,
-                    rounds=options.rounds,
-                    warmup=options.warmup,
-                )
-            )
+            same = {name: getattr(options, name) for name in _SHARED}
+            frames = options.frames if info.video else None
+            size = {"width": width, "height": height, "frames": frames}
+            settings.append(Setting(model=model, **size, batch=batch, dtype=dtype, **same))
     return settings, tuple(_cells(options))
 
 

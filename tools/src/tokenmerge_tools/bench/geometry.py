@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
+from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from tokenmerge.errors import ConfigError
-from tokenmerge_tools.bench.geometries import GEOMETRIES, Geometry
+from tokenmerge_tools.files import toml_parser
 from tokenmerge_tools.pipelines.loading import require_diffusers
 
 if TYPE_CHECKING:
@@ -30,13 +31,58 @@ _SCHEDULER_CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
+# The VAE of Stable Diffusion. The one of SDXL has the same layers.
+_CODEC = {
+    "block_out_channels": (128, 256, 512, 512),
+    "down_block_types": ("DownEncoderBlock2D",) * 4,
+    "up_block_types": ("UpDecoderBlock2D",) * 4,
+    "layers_per_block": 2,
+    "sample_size": 512,
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Geometry:
+    """The architecture of one model.
+
+    ``config`` has the arguments of the denoiser's class in diffusers that differ from their defaults, and
+    ``depth`` names those that set the number of layers, which ``@DEPTH`` multiplies. Width and height are in
+    pixels, and must be multiples of ``multiple``. ``guided``: classifier-free guidance doubles the batch.
+    ``pipeline`` is a text-to-image pipeline that can run on prompt embeddings alone; None: only the denoiser
+    can be measured. The scheduler uses the noise schedule of Stable Diffusion. ``codec`` has the arguments of
+    the pipeline's ``AutoencoderKL``.
+    """
+
+    title: str
+    denoiser: str
+    config: dict[str, Any]
+    size: tuple[int, int]
+    multiple: int
+    depth: tuple[str, ...]
+    guided: bool = True
+    pipeline: str | None = None
+    scheduler: str = "PNDMScheduler"
+    codec: dict[str, Any] = dataclasses.field(default_factory=lambda: dict(_CODEC))
+
+
+def _read_geometries() -> dict[str, Geometry]:
+    text = (resources.files("tokenmerge_tools.bench") / "geometries.toml").read_text(encoding="utf-8")
+    return {name: Geometry(**_tuples(values)) for name, values in toml_parser().loads(text).items()}
+
+
+def _tuples(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _tuples(own) for name, own in value.items()}
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
+
+
+GEOMETRIES = _read_geometries()
+
+
 def find_geometry(name: str) -> Geometry:
     """Find the architecture of ``geometry:NAME`` or ``geometry:NAME@DEPTH``, reduced to that depth.
 
     ``geometry:flux@0.25`` has a quarter of the layers, and at least one of each kind.
-
-    Raises:
-        ConfigError: the name is unknown, or the depth is not a number with 0 < depth ≤ 1.
     """
     known, _, depth = name.removeprefix(PREFIX).partition("@")
     if known not in GEOMETRIES:
@@ -77,11 +123,7 @@ def depth_note(name: str) -> str:
 
 
 def build_denoiser(geometry: Geometry, dtype: torch.dtype, device: torch.device, seed: int) -> nn.Module:
-    """The denoiser with random weights, in evaluation mode.
-
-    Raises:
-        MissingExtraError: diffusers is not installed.
-    """
+    """Return the denoiser with random weights, in evaluation mode."""
     diffusers = require_diffusers("a model with random weights")
     build = getattr(diffusers, geometry.denoiser)
     return _random(lambda: build(**geometry.config), dtype, device, seed)
@@ -90,12 +132,7 @@ def build_denoiser(geometry: Geometry, dtype: torch.dtype, device: torch.device,
 def build_pipeline(
     geometry: Geometry, dtype: torch.dtype, device: torch.device, seed: int
 ) -> DiffusionPipeline:
-    """Build the text-to-image pipeline without text encoders; it takes prompt embeddings instead.
-
-    Raises:
-        ConfigError: the geometry has no pipeline.
-        MissingExtraError: diffusers is not installed.
-    """
+    """Build the text-to-image pipeline without text encoders; it takes prompt embeddings instead."""
     diffusers = require_diffusers("a pipeline with random weights")
     if geometry.pipeline is None:
         raise ConfigError(f"scope: only the denoiser of {geometry.title} can be built; use --scope denoiser")

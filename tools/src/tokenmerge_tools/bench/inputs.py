@@ -45,9 +45,6 @@ def example_inputs(model: nn.Module, size: InputSize, seed: int, guided: bool) -
     """Make inputs for one call, with Gaussian noise for latents and text embeddings.
 
     If ``guided``, the batch holds every sample twice, as with classifier-free guidance.
-
-    Raises:
-        UnsupportedModelError: the model's arguments are not known.
     """
     if is_a(model, "WanTransformer3DModel"):
         return Inputs((), _noisy(_wan(model, size), seed))

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from tokenmerge.errors import ConfigError
 from tokenmerge.models.base import is_a
 from tokenmerge_tools.bench.geometry import (
     PREFIX,
@@ -22,6 +21,7 @@ from tokenmerge_tools.bench.geometry import (
     find_geometry,
 )
 from tokenmerge_tools.bench.inputs import InputSize, example_inputs
+from tokenmerge_tools.pipelines.call import PipelineCall
 from tokenmerge_tools.pipelines.loading import (
     denoiser_name,
     denoiser_of,
@@ -30,8 +30,9 @@ from tokenmerge_tools.pipelines.loading import (
     guides,
     load_pipeline,
 )
+from tokenmerge_tools.pipelines.meta_model import load_sketch
+from tokenmerge_tools.pipelines.options import GenerateOptions
 from tokenmerge_tools.pipelines.settings import set_scheduler
-from tokenmerge_tools.pipelines.sketch import load_sketch
 
 _WITH_FRAMES = "WanTransformer3DModel"
 _PROMPT = "a red apple"
@@ -40,12 +41,9 @@ _PROMPT_TOKENS = 77
 
 @dataclasses.dataclass(frozen=True)
 class ModelInfo:
-    """Facts that a model's config files contain.
+    """Facts in a model's config files.
 
-    Args:
-        size: default (width, height) in pixels; None if the config has none.
-        multiple: width and height must be multiples of this number of pixels.
-        video: whether the number of frames can be chosen.
+    Width and height are in pixels and must be multiples of a number. ``video``: there may be several frames.
     """
 
     size: tuple[int, int] | None
@@ -55,16 +53,11 @@ class ModelInfo:
 
 @dataclasses.dataclass(frozen=True)
 class LoadedModel:
-    """A loaded model.
+    """A loaded model. Variants are applied to copies of its denoiser.
 
-    Args:
-        denoiser: the denoiser. Variants are applied to copies of it.
-        alone: whether the denoiser is called alone, without its pipeline.
-        whole: copy of the denoiser → the pipeline with this copy, or the copy itself if it is called alone.
-        bind: (result of ``whole``, size, steps) → the function to time. It takes no arguments.
-        scale: pixels per latent position along each side.
-        guided: whether classifier-free guidance doubles the batch.
-        notes: remarks for the reader of the results.
+    ``whole`` makes a pipeline with such a copy, or returns the copy if it is called ``alone``. ``bind`` makes
+    the function to time from that, a size and a number of steps. ``scale`` is the number of pixels per latent
+    position along each side. ``guided`` says whether classifier-free guidance doubles the batch.
     """
 
     denoiser: nn.Module
@@ -81,9 +74,6 @@ def find_info(model: str) -> ModelInfo:
     """Read a model's config files without loading its weights.
 
     The model is ``geometry:NAME``, a bundled model, a diffusers folder or a hub id.
-
-    Raises:
-        ConfigError: the model is none of these, or cannot be read.
     """
     if model.startswith(PREFIX):
         geometry = find_geometry(model)
@@ -105,10 +95,6 @@ def load_model(
 
     ``model`` is as for :func:`find_info`. ``seed`` is used for random weights and inputs. A scheduler or
     guidance scale of None means the model's default.
-
-    Raises:
-        ConfigError: the model cannot be loaded, or cannot be measured in this scope.
-        MissingExtraError: diffusers is not installed.
     """
     notes: list[str] = []
     if model.startswith(PREFIX):
@@ -130,9 +116,7 @@ def load_model(
     if scheduler is not None:
         set_scheduler(pipe, scheduler)
     pipe.set_progress_bar_config(disable=True)
-    call = _PipelineCall(pipe, guidance, seed)
-    in_force = guidance_in_force(pipe, guidance)
-    return LoadedModel(denoiser, False, call.whole, call, scale, guided, in_force, tuple(notes))
+    return _whole_pipeline(pipe, scale, guided, guidance, seed, notes)
 
 
 def _denoiser_alone(
@@ -152,59 +136,41 @@ def _denoiser_alone(
     return LoadedModel(denoiser, True, lambda model: model, bind, scale, guided, None, tuple(notes))
 
 
-class _PipelineCall:
-    """Makes calls of a pipeline with a fixed prompt, seed and size."""
+def _whole_pipeline(
+    pipe: Any, scale: int, guided: bool, guidance: float | None, seed: int, notes: list[str]
+) -> LoadedModel:
+    def whole(model: nn.Module) -> Any:
+        copied = copy.copy(pipe)
+        setattr(copied, denoiser_name(copied), model)
+        return copied
 
-    def __init__(self, pipe: Any, guidance: float | None, seed: int) -> None:
-        self.pipe, self.guidance, self.seed = pipe, guidance, seed
+    def bind(copied: Any, size: InputSize, steps: int) -> Callable[[], object]:
+        options = GenerateOptions(
+            prompt=_PROMPT, steps=steps, batch=size.samples, guidance=guidance, seed=seed
+        )
+        frames = size.frames if is_a(denoiser_of(pipe), _WITH_FRAMES) else None
+        prepared = PipelineCall.prepare(copied, options, (size.width, size.height), frames=frames)
+        # Converting the output of random weights to 8 bits would give a warning.
+        arguments = {**prepared.arguments, "output_type": "pt"}
+        if pipe.tokenizer is None:
+            del arguments["prompt"]
+            arguments |= _embeddings(pipe.unet, size.samples, seed)
+        return partial(dataclasses.replace(prepared, arguments=arguments), copied)
 
-    def whole(self, model: nn.Module) -> Any:
-        pipe = copy.copy(self.pipe)
-        setattr(pipe, denoiser_name(pipe), model)
-        return pipe
+    in_force = guidance_in_force(pipe, guidance)
+    return LoadedModel(denoiser_of(pipe), False, whole, bind, scale, guided, in_force, tuple(notes))
 
-    def __call__(self, pipe: Any, size: InputSize, steps: int) -> Callable[[], object]:
-        parameters = inspect.signature(pipe.__call__).parameters
-        if not {"prompt", "width", "height", "num_inference_steps"} <= set(parameters):
-            raise ConfigError(
-                f"scope: {type(pipe).__name__} is not a text-to-image pipeline; use --scope denoiser"
-            )
-        images = size.samples
-        arguments: dict[str, Any] = {
-            "num_inference_steps": steps,
-            "width": size.width,
-            "height": size.height,
-            # Converting the output of random weights to 8 bits would give a warning.
-            "output_type": "pt",
-            **(self._embeddings(images) if pipe.tokenizer is None else {"prompt": [_PROMPT] * images}),
-        }
-        if is_a(denoiser_of(self.pipe), _WITH_FRAMES):
-            arguments["num_frames"] = size.frames
-        if self.guidance is not None:
-            if "guidance_scale" not in parameters:
-                raise ConfigError(
-                    f"guidance: {type(pipe).__name__} has no guidance scale; leave --guidance out"
-                )
-            arguments["guidance_scale"] = self.guidance
 
-        def call() -> object:
-            generators = [torch.Generator("cpu").manual_seed(self.seed + i) for i in range(images)]
-            return pipe(**arguments, generator=generators)
+def _embeddings(unet: Any, images: int, seed: int) -> dict[str, Any]:
+    """Draw random embeddings in place of those of a prompt and of the empty prompt."""
+    config, generator = unet.config, torch.Generator("cpu").manual_seed(seed)
 
-        return call
+    def noise(*shape: int) -> torch.Tensor:
+        return torch.randn(images, *shape, generator=generator).to(unet.device, unet.dtype)
 
-    def _embeddings(self, images: int) -> dict[str, Any]:
-        """Random embeddings in place of those of a prompt and of the empty prompt."""
-        unet, config = self.pipe.unet, self.pipe.unet.config
-        generator = torch.Generator("cpu").manual_seed(self.seed)
-
-        def noise(*shape: int) -> torch.Tensor:
-            return torch.randn(images, *shape, generator=generator).to(unet.device, unet.dtype)
-
-        width = config.cross_attention_dim
-        names = ["prompt_embeds", "negative_prompt_embeds"]
-        embeddings = {name: noise(_PROMPT_TOKENS, width) for name in names}
-        if config.addition_embed_type == "text_time":
-            pooled = config.projection_class_embeddings_input_dim - 6 * config.addition_time_embed_dim
-            embeddings |= {name.replace("prompt", "pooled_prompt"): noise(pooled) for name in names}
-        return embeddings
+    names = ["prompt_embeds", "negative_prompt_embeds"]
+    embeddings = {name: noise(_PROMPT_TOKENS, config.cross_attention_dim) for name in names}
+    if config.addition_embed_type == "text_time":
+        pooled = config.projection_class_embeddings_input_dim - 6 * config.addition_time_embed_dim
+        embeddings |= {name.replace("prompt", "pooled_prompt"): noise(pooled) for name in names}
+    return embeddings

@@ -3,45 +3,41 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 from collections.abc import Callable, Iterator
-from typing import Any
+from functools import partial
 
 import torch
 from torch import nn
 
-from tokenmerge.api import Patch
 from tokenmerge.config import ToMeConfig
 from tokenmerge.errors import ConfigError
 from tokenmerge.report import Report, counting, predict
 from tokenmerge_tools.bench.cells import Cell
-from tokenmerge_tools.bench.failures import Failure
 from tokenmerge_tools.bench.inputs import InputSize
 from tokenmerge_tools.bench.loaded_model import LoadedModel
-from tokenmerge_tools.bench.variants import VARIANTS
-from tokenmerge_tools.pipelines.checks import check_compile
+from tokenmerge_tools.failures import Failure
+from tokenmerge_tools.method_spec import check_compile
+from tokenmerge_tools.pipelines.loading import free_memory, shared_copy
 from tokenmerge_tools.pipelines.settings import set_attention
-from tokenmerge_tools.pipelines.shared_weights import shared_copy
+from tokenmerge_tools.variants.variant import VARIANTS
 
 
 class PreparedCell:
     """A cell that is ready to run. After its first failure, running it does nothing.
 
-    ``peak_bytes`` is the peak over all timed calls, None if it cannot be read. ``calls`` is the number of
-    calls of the denoiser in one run; the recorded time is their mean. ``config`` and ``report`` are None for
-    a variant without settings. ``flops`` is the mean number of operations of the denoiser's calls in one run,
-    None if they were not counted in a run.
+    ``calls`` is the number of calls of the denoiser in one run; the recorded time is their mean. ``config``
+    and ``report`` are None for a variant without settings. ``flops`` is the mean number of operations of the
+    denoiser's calls in one run, None if they were not counted in a run.
     """
 
     def __init__(self, cell: Cell, steps: int) -> None:
-        self.cell, self.steps = cell, steps
+        self.cell, self.steps, self.calls = cell, steps, 1
         self.failure: Failure | None = None
         self.seconds: list[float] = []
         self.peak_bytes: int | None = None
         self.call: Callable[[], object] | None = None
         self.config: ToMeConfig | None = None
         self.report: Report | None = None
-        self.calls = 1
         self.denoiser: nn.Module | None = None
         self.flops: int | None = None
 
@@ -51,7 +47,7 @@ class PreparedCell:
         self.peak_bytes = max(self.peak_bytes or 0, peak_bytes or 0) or None
 
     def is_finished(self, rounds: int) -> bool:
-        """Whether the cell failed or was timed in all rounds."""
+        """Return whether the cell failed or was timed in all rounds."""
         return self.failure is not None or len(self.seconds) == rounds
 
     def attempt(self, action: Callable[[], object]) -> None:
@@ -91,9 +87,8 @@ class CellBuilder:
     def __init__(
         self, model: LoadedModel, size: InputSize, samples: int, steps: int, variants: contextlib.ExitStack
     ) -> None:
-        self.model, self.size, self.samples, self.steps = model, size, samples, steps
-        self.variants = variants
-        self._reports: dict[object, Report] = {}
+        self.model, self.size, self.samples, self.steps, self.variants = model, size, samples, steps, variants
+        self._reports: dict[ToMeConfig, Report] = {}
 
     def prepare(self, cell: Cell, steps: int | None = None) -> PreparedCell:
         """Apply the cell's variant to a copy of the model. If that fails, the result has the failure.
@@ -101,60 +96,46 @@ class CellBuilder:
         The number of denoising steps is that of the setting, unless it is given.
         """
         prepared = PreparedCell(cell, steps or self.steps)
-
-        def build() -> None:
-            variant = VARIANTS[cell.spec.name]
-            if missing := variant.missing():
-                raise ConfigError(missing)
-            denoiser = prepared.denoiser = shared_copy(self.model.denoiser)
-            set_attention([denoiser], cell.attention)
-            whole = self.model.whole(denoiser)
-            # at_step sets the step of a denoiser alone. A compiled model is one graph for all steps.
-            config = prepared.config = cell.spec.config(whole, follows_steps=not cell.compile)
-            if config is not None:
-                self._check(config, cell)
-                prepared.report = self._report(config)
-            applied = cell.spec.apply(whole if variant.of_pipeline else denoiser, config, prepared.report)
-            patch = self.variants.enter_context(applied)
-            if cell.compile:
-                # Otherwise torch would treat sizes that differ between cells as dynamic.
-                denoiser.compile(dynamic=False)
-            call = self.model.bind(whole, self.size, prepared.steps)
-            if self.model.alone and config is not None and config.follows_steps:
-                call, prepared.calls = _whole_generation(call, patch, self.steps), self.steps
-            prepared.call = call
-
-        prepared.attempt(build)
+        prepared.attempt(partial(self._build, prepared, cell))
         return prepared
 
-    def _check(self, config: ToMeConfig, cell: Cell) -> None:
+    def _build(self, prepared: PreparedCell, cell: Cell) -> None:
+        model = self.model
+        if missing := VARIANTS[cell.spec.name].missing():
+            raise ConfigError(missing)
+        denoiser = prepared.denoiser = shared_copy(model.denoiser)
+        set_attention([denoiser], cell.attention)
+        whole = model.whole(denoiser)
+        # at_step sets the step of a denoiser alone. A compiled model is one graph for all steps.
+        config = prepared.config = cell.spec.config(whole, follows_steps=not cell.compile)
+        if config is not None:
+            if cell.compile:
+                check_compile(config)
+            if model.alone and config.asks_guidance:
+                raise ConfigError(
+                    f"planner={config.guided_planner!r} needs classifier-free guidance, which the pipeline "
+                    "applies; use --scope pipeline"
+                )
+            if config not in self._reports:
+                guided = config.at_guidance(model.guidance)
+                size = (*self.size.latent, self.samples, self.steps)
+                self._reports[config] = predict(model.denoiser, guided, *size)
+            prepared.report = self._reports[config]
+        patch = self.variants.enter_context(cell.spec.apply(whole, config, prepared.report))
         if cell.compile:
-            check_compile(config)
-        if self.model.alone and config.asks_guidance:
-            raise ConfigError(
-                f"planner={config.guided_planner!r} needs classifier-free guidance, which the pipeline "
-                "applies; use --scope pipeline"
-            )
+            # Otherwise torch would treat sizes that differ between cells as dynamic.
+            denoiser.compile(dynamic=False)
+        call = model.bind(whole, self.size, prepared.steps)
+        steps = self.steps
 
-    def _report(self, config: ToMeConfig) -> Report:
-        """The report of a configuration at this size and guidance, made once."""
-        if config not in self._reports:
-            in_force = config.at_guidance(self.model.guidance)
-            self._reports[config] = predict(
-                self.model.denoiser, in_force, *self.size.latent, self.samples, self.steps
-            )
-        return self._reports[config]
+        def generation() -> None:  # whose calls differ in cost
+            for index in range(steps):
+                patch.at_step(index, steps)
+                call()
 
-
-def _whole_generation(call: Callable[[], object], patch: Patch[Any, Any], steps: int) -> Callable[[], object]:
-    """A function that makes all calls of one generation, because their costs differ."""
-
-    def generation() -> None:
-        for index in range(steps):
-            patch.at_step(index, steps)
-            call()
-
-    return generation
+        prepared.call = call
+        if model.alone and config is not None and config.follows_steps:
+            prepared.call, prepared.calls = generation, steps
 
 
 @contextlib.contextmanager
@@ -171,10 +152,3 @@ def compile_cache() -> Iterator[None]:
     with dynamo.patch({limit: 1024, f"accumulated_{limit}": 4096}):
         yield
     torch.compiler.reset()
-
-
-def free_memory() -> None:
-    """Free unused memory."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()

@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
-import functools
-import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,27 +14,21 @@ import torch
 
 from tokenmerge_tools.bench.cell_group import CellGroup
 from tokenmerge_tools.bench.cells import Cell, Setting, plan_cells
-from tokenmerge_tools.bench.commit import source_commit
-from tokenmerge_tools.bench.env import environment
-from tokenmerge_tools.bench.failures import Failure
+from tokenmerge_tools.bench.grid import BenchOptions
 from tokenmerge_tools.bench.loaded_model import LoadedModel, load_model
-from tokenmerge_tools.bench.memory import peak_memory_meaning
-from tokenmerge_tools.bench.memory_limit import memory_limit
-from tokenmerge_tools.bench.options import BenchOptions
-from tokenmerge_tools.bench.prepare import compile_cache, free_memory
-from tokenmerge_tools.bench.records import CellRecord, key_of
-from tokenmerge_tools.bench.results_file import ResultsFile, read_cells
-from tokenmerge_tools.bench.unfinished import UnfinishedCells
+from tokenmerge_tools.bench.prepare import compile_cache
+from tokenmerge_tools.failures import Failure
+from tokenmerge_tools.machine import environment, memory_limit, source_commit
+from tokenmerge_tools.pipelines.loading import free_memory
 from tokenmerge_tools.pipelines.settings import resolve_device, resolve_dtype
+from tokenmerge_tools.records.file import ResultsFile, UnfinishedCells
+from tokenmerge_tools.records.kinds import CellRecord, key_of
+from tokenmerge_tools.timing import peak_memory_meaning
 
 
 @dataclasses.dataclass(frozen=True)
 class CellProgress:
-    """The progress after one more cell is done.
-
-    ``number`` counts the cells that are done, including this one. ``resumed`` says that an earlier run
-    measured it.
-    """
+    """The progress after one more cell is done: how many are done, and whether an earlier run measured it."""
 
     record: CellRecord
     number: int
@@ -49,34 +42,24 @@ def run_grid(
     on_cell: Callable[[CellProgress], None] = lambda progress: None,
     on_note: Callable[[str], None] = lambda note: None,
 ) -> list[CellRecord]:
-    """Measure the cells that are not yet in the results file.
+    """Measure the cells that are not yet in the results file, and return all records, ordered by the axes.
 
     The calls of all cells of one setting are interleaved, so that changes in the machine's speed affect all
     alike. Each cell runs on its own copy of the model; the copies share their weights. A cell that runs out
     of memory or cannot run gets a record with that status, and the benchmark continues.
-
-    If the results file ``out`` exists, its cells are not measured again unless they failed. ``on_note`` is
-    called with messages for the user.
-
-    Returns:
-        The records of all cells, in the order of the axes.
-
-    Raises:
-        ConfigError: the options do not fit the models or the machine. Raised before anything is measured.
-        RecordNotWrittenError: the disk is full.
     """
     device = resolve_device(options.device)
     settings, cells = plan_cells(options, device)
-    with ResultsFile(out, read_cells) as file, _threads(options.threads):
+    with ResultsFile(out, CellRecord) as file, _threads(options.threads):
         for note in file.notes:
             on_note(note)
-        run = _Run(device, file, on_cell, total=len(settings) * len(cells))
+        run = _Benchmark(device, file, on_cell, total=len(settings) * len(cells))
         for setting in settings:
             run.measure(setting, cells)
         return run.records
 
 
-class _Run:
+class _Benchmark:
     """One run of a benchmark, and its records so far."""
 
     def __init__(
@@ -89,9 +72,11 @@ class _Run:
         self.device, self.file, self.on_cell, self.total = device, file, on_cell, total
         self.records: list[CellRecord] = []
         found = environment()
+        name = f"{device.type}:{device.index or 0}" if device.type == "cuda" else device.type
+        names = {entry["device"]: str(entry["name"]) for entry in found["devices"]}
         self.machine = {
             "device": str(device),
-            "device_name": _device_name(device, found),
+            "device_name": names.get(name, device.type),
             "threads": torch.get_num_threads(),
             "environment": found,
             "commit": source_commit(),
@@ -100,17 +85,17 @@ class _Run:
         self._loaded: tuple[object, LoadedModel] | None = None
 
     def measure(self, setting: Setting, cells: Sequence[Cell]) -> None:
-        """Measure the cells of a setting that are not in the file yet."""
+        """Measure the cells of a setting that are not in the file yet, or failed."""
+        conditions, finish = partial(self._conditions, setting), partial(self._finish, setting)
         pending = []
         for cell in cells:
-            known = self.file.records.get(key_of(self.conditions(setting, cell)))
+            known = self.file.records.get(key_of(conditions(cell)))
             if known is None or known.status == "error":
                 pending.append(cell)
             else:
                 self._tell(known, resumed=True)
         if not pending:
             return
-        finish = functools.partial(self._finish, setting)
         try:
             model = self._load(setting)
         except Exception as error:
@@ -124,20 +109,12 @@ class _Run:
         with memory_limit(self.device), contextlib.ExitStack() as variants:
             if any(cell.compile for cell in pending):
                 variants.enter_context(compile_cache())
-            CellGroup(
-                setting,
-                model,
-                self.device,
-                variants,
-                self.file.records,
-                self.unfinished,
-                functools.partial(self.conditions, setting),
-                finish,
-            ).measure(pending)
+            records = self.file.records
+            group = (setting, model, self.device, variants, records, self.unfinished, conditions, finish)
+            CellGroup(*group).measure(pending)
         free_memory()
 
-    def conditions(self, setting: Setting, cell: Cell) -> dict[str, Any]:
-        """Everything that the results of a cell depend on."""
+    def _conditions(self, setting: Setting, cell: Cell) -> dict[str, Any]:
         return {**dataclasses.asdict(setting), **cell.conditions(), **self.machine}
 
     def _finish(
@@ -145,15 +122,15 @@ class _Run:
         setting: Setting,
         cell: Cell,
         failure: Failure | None = None,
-        facts: Mapping[str, Any] = types.MappingProxyType({}),
+        facts: Mapping[str, Any] | None = None,
         **figures: Any,
     ) -> None:
         """Append the record of one cell to the file."""
         record = CellRecord(
-            conditions=self.conditions(setting, cell),
+            conditions=self._conditions(setting, cell),
             status="ok" if failure is None else failure.status,
             message="" if failure is None else failure.message,
-            facts={"peak_memory": peak_memory_meaning(self.device), **facts},
+            facts={"peak_memory": peak_memory_meaning(self.device), **(facts or {})},
             finished=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
             **figures,
         )
@@ -175,13 +152,6 @@ class _Run:
             with memory_limit(self.device):
                 self._loaded = wanted, load_model(dtype=dtype, device=self.device, **arguments)
         return self._loaded[1]
-
-
-def _device_name(device: torch.device, found: Mapping[str, Any]) -> str:
-    index = device.index or 0
-    name = f"{device.type}:{index}" if device.type == "cuda" else device.type
-    names = {entry["device"]: str(entry["name"]) for entry in found["devices"]}
-    return names.get(name, device.type)
 
 
 @contextlib.contextmanager

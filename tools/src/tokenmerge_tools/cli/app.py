@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Annotated, Any
 
@@ -9,9 +10,10 @@ import typer
 
 import tokenmerge
 from tokenmerge.errors import ConfigError
+from tokenmerge.integrations.comfyui import install as folder
+from tokenmerge_tools.cli import terminal
+from tokenmerge_tools.cli.arguments import AsJson
 from tokenmerge_tools.cli.bench import bench
-from tokenmerge_tools.cli.comfyui import commands as comfyui
-from tokenmerge_tools.cli.env import env
 from tokenmerge_tools.cli.evaluate import evaluate
 from tokenmerge_tools.cli.export import export
 from tokenmerge_tools.cli.generate import generate
@@ -19,6 +21,7 @@ from tokenmerge_tools.cli.inspect import inspect
 from tokenmerge_tools.cli.play import play
 from tokenmerge_tools.cli.report import report
 from tokenmerge_tools.cli.tune import tune
+from tokenmerge_tools.machine import environment
 
 # typer makes this class public only through its subclass.
 _UsageError: Any = typer.BadParameter.__bases__[0]
@@ -28,8 +31,35 @@ _INTERRUPTED = 130
 
 
 def _examples(*lines: str) -> str:
-    """Format examples for the end of ``--help``."""
     return "Examples:\n\n" + "\n\n".join(f"- `tokenmerge {line}`" for line in lines)
+
+
+def env(as_json: AsJson = False) -> None:
+    """Show versions, devices, threads and attention back-ends of this machine."""
+    found = environment()
+    if as_json:
+        print(json.dumps(found, indent=2))
+    else:
+        terminal.show(terminal.environment_table(found))
+
+
+_comfyui = typer.Typer(help="Install the node “Token Merging” for ComfyUI.", rich_markup_mode="markdown")
+
+
+@_comfyui.callback()
+def comfyui() -> None:
+    """Install the node “Token Merging” for ComfyUI."""
+
+
+@_comfyui.command()
+def install(
+    path: Annotated[str, typer.Argument(help="ComfyUI's folder, or its folder custom_nodes.")],
+) -> None:
+    """Write the node into ComfyUI's custom_nodes, and say what was written."""
+    files = folder.install(path)
+    for file in files:
+        print(f"wrote {file}")
+    print(folder.AFTERWARDS)
 
 
 app = typer.Typer(
@@ -37,65 +67,61 @@ app = typer.Typer(
     epilog=_examples("generate 'a red apple'", "inspect --size 256", "env"),
     rich_markup_mode="markdown",
 )
-app.command(
-    epilog=_examples(
+_COMMANDS: dict[Any, tuple[str, ...]] = {
+    generate: (
         "generate 'a red apple'",
         "generate 'a castle' --model owner/name --size 768x512",
         "generate 'a castle' --model ./sdxl --ratio 0.5",
         "generate 'a castle' --method toma --ratio 0.6",
         "generate 'a castle' --set scope=block --set reuse.every=2 --set correction.every=3",
         "generate 'a castle' --control edges.png --controlnet ./canny",
-    )
-)(generate)
-app.command(
-    epilog=_examples(
+    ),
+    inspect: (
         "inspect",
         "inspect owner/name --size 768x512 --ratio 0.5",
         "inspect ./sdxl --json",
         "inspect --method sdtm --steps 25",
-    )
-)(inspect)
-app.command(
-    epilog=_examples(
+    ),
+    bench: (
         "bench --size 512 --size 768 --ratio 0.5",
         "bench --model owner/name --scope pipeline --variant tome",
         "bench --variant todo --variant toma:ratio=0.6 --variant tome:scope=block,reuse.every=2",
         "bench --preset paper --dtype fp32",
         "bench --grid my-grid.toml -o results.jsonl",
-    )
-)(bench)
-app.command(
-    epilog=_examples(
+    ),
+    evaluate: (
         "evaluate --limit 20 --ratio 0.25 --ratio 0.5 --save-grid grid.png",
         "evaluate --model owner/name --prompts PartiPrompts.tsv --metric dino --metric clip-score",
         "evaluate --model owner/name --prompts classes.txt --metric fid --reference ./imagenet-val",
         "evaluate --metric fid=facebook/dinov2-base --metric kid=facebook/dinov2-base",
-    )
-)(evaluate)
-app.command(
-    epilog=_examples(
+    ),
+    tune: (
         "tune --min-speedup 1.5 --size 256 --steps 20",
         "tune --model owner/name --prompts prompts.txt --min-psnr 35 --within 30min",
         "generate 'a castle' --settings outputs/tuned.json",
-    )
-)(tune)
-app.command(
-    epilog=_examples(
+    ),
+    export: (
         "export emoji-unet --to onnx -o exported",
         "export owner/name --to openvino --size 768 --ratio 0.6 -o exported",
         "export ./sdxl --to onnx --method tome --max-downsample 2 -o exported",
         "export ./lcm --to openvino --guidance 1 --ratio 0 -o exported",
-    )
-)(export)
-app.command(
-    epilog=_examples(
+    ),
+    report: (
         "report outputs/bench.jsonl -o report.html",
         "report --compare old.jsonl new.jsonl --fail-if-slower 5%",
-    )
-)(report)
-app.command(epilog=_examples("play", "play --model owner/name --device cuda"))(play)
-app.command(epilog=_examples("env", "env --json"))(env)
-app.add_typer(comfyui, name="comfyui", epilog=_examples("comfyui install ~/ComfyUI"))
+    ),
+    play: (
+        "play",
+        "play --model owner/name --device cuda",
+    ),
+    env: (
+        "env",
+        "env --json",
+    ),
+}
+for _command, _lines in _COMMANDS.items():
+    app.command(epilog=_examples(*_lines))(_command)
+app.add_typer(_comfyui, name="comfyui", epilog=_examples("comfyui install ~/ComfyUI"))
 
 
 def _print_version(wanted: bool) -> None:

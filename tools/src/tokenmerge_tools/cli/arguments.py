@@ -1,59 +1,100 @@
-"""Options that several commands share, grouped by the panels of ``--help``."""
+"""Makes the options of a command from the fields of a class of options."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Annotated, Any
+import copy
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 
-from tokenmerge.errors import shown
-from tokenmerge_tools.pipelines.settings import ATTENTION_HELP, DTYPE_CHOICES, SCHEDULER_NAMES
+from tokenmerge_tools.cli.merging import merging, warn_of_differences
+from tokenmerge_tools.pipelines.settings import parse_size
 
-
-def number(text: str) -> float:
-    """Read a number."""
-    try:
-        return float(text)
-    except ValueError:
-        raise typer.BadParameter(f"expected a number, got {shown(text)}.") from None
-
-
-def integer(text: str) -> int:
-    """Read an integer."""
-    try:
-        return int(text)
-    except ValueError:
-        raise typer.BadParameter(f"expected an integer, got {shown(text)}.") from None
-
-
-def picture(help: str, *names: str, parser: Callable[[str], Any] | None = None) -> Any:
-    """An option of the panel “Picture”."""
-    return option("Picture", help, *names, parser=parser)
-
-
-def machine(help: str, *names: str, parser: Callable[[str], Any] | None = None) -> Any:
-    """An option of the panel “Running”."""
-    return option("Running", help, *names, parser=parser)
-
-
-def option(panel: str, help: str, *names: str, parser: Callable[[str], Any] | None = None) -> Any:
-    """An option in one panel of ``--help``."""
-    metavar = None if parser is None else f"<{parser.__name__}>"
-    return typer.Option(*names, help=help, rich_help_panel=panel, parser=parser, metavar=metavar)
-
-
-Model = Annotated[
-    str, typer.Option(help="Bundled model, diffusers folder, .safetensors checkpoint or hub id.")
-]
-Size = Annotated[str | None, picture("WIDTHxHEIGHT, or N for a square, in pixels. Default: the model's own.")]
-Steps = Annotated[int, picture("Denoising steps.", parser=integer)]
-Scheduler = Annotated[
-    str | None,
-    picture(f"{', '.join(SCHEDULER_NAMES)}, or a class name in diffusers. Default: the model's own."),
-]
-Guidance = Annotated[float | None, picture("Guidance scale. Default: the pipeline's own.", parser=number)]
-Dtype = Annotated[str, machine(f"{', '.join(DTYPE_CHOICES)}.")]
-Device = Annotated[str, machine("auto, cpu, cuda, cuda:1 or mps.")]
-Attention = Annotated[str, machine(ATTENTION_HELP)]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+
+
+def takes(options: type | None = None, all_optional: bool = False) -> Callable[..., Callable[..., None]]:
+    """Give a command the options that the fields of a class declare, and those for token merging.
+
+    The command's argument ``given`` stands for the fields that are annotated with an option. It gets the
+    values that are not None, by name. A tuple is an option that may be repeated, and a size is read from its
+    text. An argument or a field ``merging`` stands for the options of
+    :func:`tokenmerge_tools.cli.merging.merging`.
+
+    With ``all_optional``, only options that the user gave have a value, and the help names the defaults.
+    """
+    fields = {} if options is None else {one.name: one for one in _parameters(options, all_optional)}
+    of_merging = inspect.signature(merging, eval_str=True).parameters
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        own = inspect.signature(command, eval_str=True).parameters
+        parameters: list[inspect.Parameter] = []
+        for name, parameter in own.items():
+            for one in fields.values() if name == "given" else (parameter,):
+                parameters += of_merging.values() if one.name == "merging" else (one,)
+        merges = "merging" in fields or "merging" in own
+
+        @functools.wraps(command)
+        def run(**values: Any) -> None:
+            if merges:
+                method = {name: values.pop(name) for name in of_merging}
+                values["merging"] = merging(**method)
+                if (file := method["settings_file"]) is not None:
+                    warn_of_differences(file, values["model"], values["size"], values.get("steps"))
+            if fields:
+                given = {name: values.pop(name) for name in fields}
+                values["given"] = {
+                    name: _read(name, value) for name, value in given.items() if value not in (None, [])
+                }
+            command(**values)
+
+        # typer reads the signature and the annotations.
+        keywords = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in parameters]
+        run.__signature__ = inspect.Signature(keywords)  # type: ignore[attr-defined]
+        run.__annotations__ = {one.name: one.annotation for one in keywords}
+        return run
+
+    return decorate
+
+
+def _parameters(options: type, all_optional: bool) -> Iterator[inspect.Parameter]:
+    """Yield a parameter for each field with an option, and for ``merging``."""
+    hints = get_type_hints(options, include_extras=True)
+    for field in dataclasses.fields(options):
+        base, *declared = get_args(hints[field.name]) or (hints[field.name],)
+        if field.name == "merging":
+            yield inspect.Parameter("merging", inspect.Parameter.KEYWORD_ONLY)
+        if get_origin(hints[field.name]) is not Annotated:
+            continue
+        default, (found,) = field.default, declared
+        if many := get_origin(base) is tuple:
+            base = list[get_args(base)[0]] | None  # type: ignore[misc]
+        elif field.name == "size":
+            base = str | None
+        elif all_optional:
+            base = base | None
+        if many or all_optional:
+            found = copy.copy(found)
+            found.help = _with_default(found.help, default)
+            default = None
+        if default is dataclasses.MISSING:
+            default = inspect.Parameter.empty
+        yield inspect.Parameter(
+            field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[base, found]
+        )
+
+
+def _with_default(text: str, default: Any) -> str:
+    many = " May be repeated." if isinstance(default, tuple) else ""
+    values = default if many else () if default is None else (default,)
+    return f"{text}{many}" + (f" Default: {', '.join(map(str, values))}." if values else "")
+
+
+def _read(name: str, value: Any) -> Any:
+    if isinstance(value, list):
+        return tuple(value)
+    return parse_size(value) if name == "size" else value

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,29 +9,18 @@ import typer
 
 from tokenmerge.errors import ConfigError
 from tokenmerge_tools.bench.geometry import PREFIX
-from tokenmerge_tools.bench.grid_files import preset_names, read_grid, read_preset
-from tokenmerge_tools.bench.options import SCOPES, BenchOptions
-from tokenmerge_tools.bench.records import CellRecord
+from tokenmerge_tools.bench.grid import BenchOptions, preset_names, read_grid, read_preset
 from tokenmerge_tools.bench.runner import CellProgress, run_grid
-from tokenmerge_tools.bench.variants import VARIANTS
-from tokenmerge_tools.cli import tables
-from tokenmerge_tools.cli.merging import warn_of_differences
-from tokenmerge_tools.cli.quiet import quiet_libraries
-from tokenmerge_tools.pipelines.settings import ATTENTION_HELP, DTYPE_CHOICES, SCHEDULER_NAMES
+from tokenmerge_tools.cli import terminal
+from tokenmerge_tools.cli.arguments import takes
+from tokenmerge_tools.cli.merging import variant_of_file, warn_of_differences
+from tokenmerge_tools.pipelines.loading import quiet_libraries
+from tokenmerge_tools.pipelines.options import option
+from tokenmerge_tools.records.kinds import CellRecord
 from tokenmerge_tools.reporting.tables import call_name, measured_tables, times, what_of
-from tokenmerge_tools.settings_file import variant_of_file
 
 
-def _axis(name: str, help: str) -> Any:
-    """An option that may be repeated. ``name`` is the axis of :class:`BenchOptions` with its default."""
-    values = ", ".join(map(str, getattr(BenchOptions, name))) or "each model's own"
-    return typer.Option(help=f"{help} May be repeated. Default: {values}.", rich_help_panel="Axes")
-
-
-def _shared(help: str, default: object, *names: str) -> Any:
-    return typer.Option(*names, help=f"{help} Default: {default}.", rich_help_panel="Settings")
-
-
+@takes(BenchOptions, all_optional=True)
 def bench(
     preset: Annotated[
         str | None, typer.Option(help=f"Repeat a published table: {', '.join(preset_names())}.")
@@ -42,56 +30,18 @@ def bench(
         Path,
         typer.Option("--out", "-o", help="Results file, one JSON line per cell; continued if it exists."),
     ] = Path("outputs/bench.jsonl"),
-    model: Annotated[
-        list[str] | None,
-        _axis(
-            "model",
-            "Bundled model, folder, hub id, or geometry:NAME for random weights; @0.5 halves its layers.",
-        ),
-    ] = None,
-    size: Annotated[list[str] | None, _axis("size", "WIDTHxHEIGHT, or N for a square, in pixels.")] = None,
-    batch: Annotated[list[int] | None, _axis("batch", "Pictures per call.")] = None,
-    dtype: Annotated[list[str] | None, _axis("dtype", f"{', '.join(DTYPE_CHOICES)}.")] = None,
-    attention: Annotated[list[str] | None, _axis("attention", ATTENTION_HELP)] = None,
-    variant: Annotated[
-        list[str] | None,
-        _axis(
-            "variants",
-            f"{', '.join(VARIANTS)}; or one of them with settings of ToMeConfig, such as toma:ratio=0.6 or "
-            "tome:proportional,scope=block,reuse.every=2. tomesd is the package of that name.",
-        ),
-    ] = None,
+    *,
+    given: dict[str, Any],
     settings: Annotated[
         list[Path] | None,
-        typer.Option(
-            help="File of settings, such as that of tokenmerge tune, as another variant. May be repeated.",
-            rich_help_panel="Axes",
+        option(
+            "Axes", "File of settings, such as that of tokenmerge tune, as another variant. May be repeated."
         ),
     ] = None,
-    ratio: Annotated[list[float] | None, _axis("ratio", "Fraction of tokens removed.")] = None,
     compile: Annotated[
-        bool | None, _shared("Use torch.compile, also for dense.", "no", "--compile/--no-compile")
+        bool | None,
+        option("Settings", "Use torch.compile, also for dense. Default: no.", "--compile/--no-compile"),
     ] = None,
-    max_downsample: Annotated[int | None, _shared("Deepest level that merges.", "the variant's own")] = None,
-    scope: Annotated[
-        str | None, _shared(f"What one call covers: {', '.join(SCOPES)}.", BenchOptions.scope)
-    ] = None,
-    steps: Annotated[int | None, _shared("Denoising steps.", BenchOptions.steps)] = None,
-    scheduler: Annotated[
-        str | None, _shared(f"{', '.join(SCHEDULER_NAMES)}, or a class name in diffusers.", "the model's own")
-    ] = None,
-    guidance: Annotated[
-        float | None,
-        _shared("Guidance scale; above 1, the denoiser's batch is doubled.", "the model's own"),
-    ] = None,
-    frames: Annotated[
-        int | None, _shared("Frames of a video model of the Wan family.", BenchOptions.frames)
-    ] = None,
-    seed: Annotated[int | None, _shared("Seed of weights, inputs and noise.", BenchOptions.seed)] = None,
-    device: Annotated[str | None, _shared("auto, cpu, cuda, cuda:1 or mps.", BenchOptions.device)] = None,
-    threads: Annotated[int | None, _shared("CPU threads.", "torch's choice")] = None,
-    rounds: Annotated[int | None, _shared("Timed calls of each cell.", BenchOptions.rounds)] = None,
-    warmup: Annotated[int | None, _shared("Untimed calls before them.", BenchOptions.warmup)] = None,
 ) -> None:
     """Measure time and memory of dense and merged runs over a grid of settings.
 
@@ -100,14 +50,14 @@ def bench(
     To continue after Ctrl-C or a kill, run the same command again. The defaults below apply if neither a
     preset nor a grid file is given.
     """
-    flags = {name: value for name, value in locals().items() if value not in (None, [])}
-    if variant or settings:
-        flags["variants"] = [*(variant or ()), *map(variant_of_file, settings or ())]
+    if settings:
+        given["variants"] = (*given.get("variants", ()), *map(variant_of_file, settings))
+    if compile is not None:
+        given["compile"] = compile
     if preset is not None and grid is not None:
         raise ConfigError("preset, grid: give only one of them; flags override single values")
     values = read_preset(preset) if preset is not None else read_grid(grid) if grid is not None else {}
-    axes_and_settings = {field.name for field in dataclasses.fields(BenchOptions)}
-    values |= {name: value for name, value in flags.items() if name in axes_and_settings}
+    values |= given
     options = BenchOptions.from_dict(values, where="bench")
     quiet_libraries("tokenmerge bench")
     for file in settings or ():
@@ -120,17 +70,17 @@ def bench(
 
     def cell_is_done(progress: CellProgress) -> None:
         done.append(progress.record)
-        tables.say(_line(progress))
+        terminal.say(_line(progress))
 
     try:
-        run_grid(options, out, cell_is_done, on_note=lambda note: tables.say(f"note: {note}"))
+        run_grid(options, out, cell_is_done, on_note=lambda note: terminal.say(f"note: {note}"))
     except KeyboardInterrupt:
-        tables.say(f"{len(done)} finished cells are in {out}; run the same command again to continue")
+        terminal.say(f"{len(done)} finished cells are in {out}; run the same command again to continue")
         raise
     finally:
         for table in measured_tables(done):
-            tables.show(tables.as_rich(table), *(f"note: {note}" for note in table.notes))
-    tables.say(f"{len(done)} cells are in {out}; next: tokenmerge report {out}")
+            terminal.show(terminal.as_rich(table), *(f"note: {note}" for note in table.notes))
+    terminal.say(f"{len(done)} cells are in {out}; next: tokenmerge report {out}")
 
 
 def _line(progress: CellProgress) -> str:

@@ -15,22 +15,19 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import tokenmerge
 from tokenmerge.errors import MissingExtraError, TokenMergingError, reason_of
 
-_PACKAGE = Path(__file__).parent.parent
+_PACKAGES = (Path(tokenmerge.__file__).parent, Path(__file__).parent.parent)
 _BAD_INPUT = 2
 _INTERRUPTED = 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line.
+    """Run the command line with these arguments, or those of the process, and return the exit code.
 
-    Args:
-        arguments: the arguments after ``tokenmerge``. None: those of the process.
-
-    Returns:
-        The exit code: 0 for success, 1 if ``report --fail-if-slower`` finds a slower cell, 2 for an error
-        that the user can fix, 3 if ``tune`` finds no setting that reaches the goal, 130 after Ctrl-C.
+    It is 0 for success, 1 if ``report --fail-if-slower`` finds a slower cell, 2 for an error that the user
+    can fix, 3 if ``tune`` finds no setting that reaches the goal, 130 after Ctrl-C.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # replace characters that the terminal cannot show
@@ -52,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("tokenmerge: interrupted; finished results are kept", file=sys.stderr)
         return _INTERRUPTED
     except Exception as error:
-        from tokenmerge_tools.out_of_memory import is_out_of_memory
+        from tokenmerge_tools.failures import is_out_of_memory
 
         if not is_out_of_memory(error):
             raise
@@ -66,13 +63,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @contextlib.contextmanager
 def _warnings_in_one_line() -> Iterator[None]:
-    """Show each warning of this package once, without a place in the code."""
+    """Show each warning of these packages once, without a place in the code."""
     shown: set[str] = set()
     usual = warnings.showwarning
 
     def show(message: Any, category: Any, filename: str, *rest: Any, **named: Any) -> None:
         text = f"tokenmerge: warning: {message}"
-        if not Path(filename).is_relative_to(_PACKAGE):
+        if not any(map(Path(filename).is_relative_to, _PACKAGES)):
             usual(message, category, filename, *rest, **named)
         elif text not in shown:
             shown.add(text)

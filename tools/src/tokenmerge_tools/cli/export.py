@@ -2,38 +2,26 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from tokenmerge.report import saved
-from tokenmerge_tools.cli import tables
-from tokenmerge_tools.cli.arguments import Guidance, Size, integer, picture
-from tokenmerge_tools.cli.merging import with_merging_options
-from tokenmerge_tools.cli.quiet import quiet_libraries
-from tokenmerge_tools.export.formats import FORMATS
-from tokenmerge_tools.export.options import ExportOptions
+from tokenmerge_tools.cli import terminal
+from tokenmerge_tools.cli.arguments import takes
 from tokenmerge_tools.export.record import FILE
+from tokenmerge_tools.export.run import ExportOptions
 from tokenmerge_tools.export.run import export as run_export
-from tokenmerge_tools.method_spec import MethodSpec
-from tokenmerge_tools.pipelines.sizes import parse_size
+from tokenmerge_tools.pipelines.loading import quiet_libraries
 
 
-@with_merging_options
+@takes(ExportOptions)
 def export(
     model: Annotated[
         str, typer.Argument(help="Bundled model, diffusers folder, .safetensors checkpoint or hub id.")
     ],
     *,
-    to: Annotated[str, typer.Option(help=f"{', '.join(FORMATS)}.")],
-    out: Annotated[
-        Path, typer.Option("--out", "-o", help="Folder for the files, which must be new or empty.")
-    ],
-    merging: MethodSpec,
-    size: Size = None,
-    batch: Annotated[int, picture("Pictures per call.", parser=integer)] = ExportOptions.batch,
-    guidance: Guidance = None,
+    given: dict[str, Any],
 ) -> None:
     """Export a denoiser that merges tokens, at a fixed size, for programs that run without PyTorch.
 
@@ -42,21 +30,14 @@ def export(
     exported. Settings that follow the denoising steps are refused. A ratio of 0 exports the dense model.
     The result is checked against PyTorch, and export.json in the folder describes it.
     """
-    options = ExportOptions(
-        model=model,
-        to=to,
-        out=out,
-        merging=merging,
-        size=None if size is None else parse_size(size),
-        batch=batch,
-        guidance=guidance,
-    )
+    options = ExportOptions(model=model, **given)
     quiet_libraries("tokenmerge export")
-    with tables.working("exporting"):
+    with terminal.working("exporting"):
         found = run_export(options)
     merged = found.merging
     rows = merged.rows
-    print(f"{out / found.file}: {found.denoiser}, {found.size[0]} × {found.size[1]}, batch {found.batch}")
+    size = f"{found.size[0]} × {found.size[1]}"
+    print(f"{options.out / found.file}: {found.denoiser}, {size}, batch {found.batch}")
     if rows:
         tokens, left = (sum(getattr(row, name) for row in rows) for name in ("tokens", "merged_tokens"))
         share = saved(merged.flops_dense, merged.flops_merged)
@@ -66,4 +47,4 @@ def export(
         f"largest difference from PyTorch{by}: {found.check.relative:.1e} of its largest output "
         f"({found.check.engine})"
     )
-    print(f"description and inputs: {out / FILE}")
+    print(f"description and inputs: {options.out / FILE}")

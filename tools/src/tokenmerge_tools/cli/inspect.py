@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated
+from typing import Annotated, get_args
 
 import typer
 
 from tokenmerge.errors import ConfigError
 from tokenmerge.report import predict
-from tokenmerge_tools.cli import tables
-from tokenmerge_tools.cli.arguments import AsJson, Size, integer, picture
-from tokenmerge_tools.cli.merging import with_merging_options
-from tokenmerge_tools.cli.quiet import quiet_libraries
+from tokenmerge_tools.cli import terminal
+from tokenmerge_tools.cli.arguments import AsJson, takes
 from tokenmerge_tools.method_spec import MethodSpec
-from tokenmerge_tools.pipelines.loading import DEFAULT_MODEL
-from tokenmerge_tools.pipelines.sizes import check_size, parse_size
-from tokenmerge_tools.pipelines.sketch import sketch
+from tokenmerge_tools.pipelines.loading import DEFAULT_MODEL, quiet_libraries
+from tokenmerge_tools.pipelines.meta_model import sketch
+from tokenmerge_tools.pipelines.options import Size, picture
+from tokenmerge_tools.pipelines.settings import check_size, parse_size
 
 
-@with_merging_options
+@takes()
 def inspect(
     model: Annotated[
         str,
@@ -28,11 +27,11 @@ def inspect(
         ),
     ] = DEFAULT_MODEL,
     *,
-    size: Size = None,
-    batch: Annotated[int, picture("Samples per step; guidance needs two per picture.", parser=integer)] = 2,
+    size: Annotated[str | None, get_args(Size)[1]] = None,
+    batch: Annotated[int, picture("Samples per step; guidance needs two per picture.", parser="integer")] = 2,
     steps: Annotated[
         int | None,
-        picture("Denoising steps, to report the mean operations over them.", parser=integer),
+        picture("Denoising steps, to report the mean operations over them.", parser="integer"),
     ] = None,
     reference: Annotated[
         list[str] | None,
@@ -44,14 +43,14 @@ def inspect(
     """Show what merging would do to each block of a model. This reads only its configs, no weights."""
     wanted = None if size is None else parse_size(size)
     quiet_libraries("tokenmerge inspect")
-    with tables.working("reading the configs"):
+    with terminal.working("reading the configs"):
         found = sketch(model)
     pixels = wanted or found.size
     if pixels is None:
         raise ConfigError("size: this model has no default size; give --size")
     width, height = check_size(pixels, found.scale)
     references = [check_size(parse_size(text), found.scale)[::-1] for text in reference or ()]
-    with tables.working("counting operations"):
+    with terminal.working("counting operations"):
         config = merging.config(found.denoiser, follows_steps=True)
         report = predict(found.denoiser, config, height, width, batch, steps, references)
     if as_json:
@@ -59,4 +58,4 @@ def inspect(
         print(json.dumps({**settings, **report.to_dict()}, indent=2))
     else:
         notes = (*found.notes, *report.notes)
-        tables.show(tables.report_table(report, pixels), *(f"note: {note}" for note in notes))
+        terminal.show(terminal.report_table(report, pixels), *(f"note: {note}" for note in notes))

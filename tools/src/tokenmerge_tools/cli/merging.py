@@ -3,34 +3,32 @@
 from __future__ import annotations
 
 import functools
-import inspect
-from collections.abc import Callable
-from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
 
+from tokenmerge.config import ToMeConfig, load_settings
 from tokenmerge.errors import ConfigError
-from tokenmerge_tools.cli import tables
-from tokenmerge_tools.cli.arguments import integer, number, option
-from tokenmerge_tools.cli.quiet import quiet_libraries
-from tokenmerge_tools.method_spec import METHODS, MethodSpec, read_setting
-from tokenmerge_tools.pipelines.sizes import parse_size
-from tokenmerge_tools.settings_file import changes_of_file, differences
+from tokenmerge_tools.cli import terminal
+from tokenmerge_tools.method_spec import METHODS, MethodSpec, as_plain, read_setting
+from tokenmerge_tools.pipelines.loading import SourceKind, find_model, quiet_libraries
+from tokenmerge_tools.pipelines.meta_model import load_sketch
+from tokenmerge_tools.pipelines.options import option
+from tokenmerge_tools.pipelines.settings import parse_size
 
 _merging = functools.partial(option, "Merging")
-
-
 SettingsFile = Annotated[
     Path | None,
     _merging("File of settings, such as the one that tokenmerge tune wrote.", "--settings"),
 ]
 
 
-def warn_of_differences(file: Path, model: str, size: str | None, steps: int | None) -> None:
+def warn_of_differences(
+    file: Path, model: str, size: str | tuple[int, int] | None, steps: int | None
+) -> None:
     """Say if the settings in a file were found for another model, size or number of steps."""
     quiet_libraries("--settings")
-    if warning := differences(file, model, None if size is None else parse_size(size), steps):
-        tables.say(f"note: {warning}")
+    if warning := differences(file, model, parse_size(size) if isinstance(size, str) else size, steps):
+        terminal.say(f"note: {warning}")
 
 
 def merging(
@@ -38,17 +36,17 @@ def merging(
         str, _merging(f"{', '.join(METHODS)}. The options below override the method's settings.")
     ] = MethodSpec.method,
     ratio: Annotated[
-        float | None, _merging("Fraction of tokens removed, from 0 to 1 - 1/(sx*sy).", parser=number)
+        float | None, _merging("Fraction of tokens removed, from 0 to 1 - 1/(sx*sy).", parser="number")
     ] = None,
     max_downsample: Annotated[
         int | None,
-        _merging("Deepest level that merges: 1, 2, 4 or 8. Default: the method's own.", parser=integer),
+        _merging("Deepest level that merges: 1, 2, 4 or 8. Default: the method's own.", parser="integer"),
     ] = None,
     sx: Annotated[
         int | None,
-        _merging("Width in tokens of the cells with one destination each.", "--sx", parser=integer),
+        _merging("Width in tokens of the cells with one destination each.", "--sx", parser="integer"),
     ] = None,
-    sy: Annotated[int | None, _merging("Height in tokens of these cells.", "--sy", parser=integer)] = None,
+    sy: Annotated[int | None, _merging("Height in tokens of these cells.", "--sy", parser="integer")] = None,
     merge_attn: Annotated[
         bool | None, _merging("Merge around self-attention.", "--merge-attn/--no-merge-attn")
     ] = None,
@@ -69,11 +67,7 @@ def merging(
     ] = None,
     settings_file: SettingsFile = None,
 ) -> MethodSpec:
-    """Make a method with changed settings from the options.
-
-    Raises:
-        ConfigError: a method or a setting is unknown, given twice, or out of range, or a file cannot be read.
-    """
+    """Make a method with changed settings from the options."""
     given = dict(locals())  # every option by its name
     del given["method"], given["settings"], given["settings_file"]
     changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
@@ -92,26 +86,39 @@ def merging(
     return MethodSpec("tome", {**changes_of_file(settings_file), **changes})
 
 
-def with_merging_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Replace a command's argument ``merging`` with the options of :func:`merging`."""
-    options = inspect.signature(merging, eval_str=True).parameters
+def changes_of_file(path: Path) -> dict[str, Any]:
+    """Return the ratio in a file, and its settings that differ from the defaults."""
+    return _load(path).changed()
 
-    @functools.wraps(command)
-    def with_options(**values: Any) -> None:
-        given = {name: values.pop(name) for name in options}
-        method = merging(**given)
-        if (file := given["settings_file"]) is not None:
-            warn_of_differences(file, values["model"], values["size"], values.get("steps"))
-        command(**values, merging=method)
 
-    own = inspect.signature(command, eval_str=True).parameters
-    parameters = [
-        parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
-        for parameter in chain.from_iterable(
-            options.values() if name == "merging" else (parameter,) for name, parameter in own.items()
-        )
-    ]
-    # typer reads the signature and the annotations.
-    with_options.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    with_options.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    return with_options
+def variant_of_file(path: Path) -> str:
+    """Return the settings in a file as a variant, such as ``"tome:ratio=0.5,proportional=True"``."""
+    return "tome:" + ",".join(f"{name}={as_plain(value)}" for name, value in changes_of_file(path).items())
+
+
+def differences(
+    path: Path, model: str, size: tuple[int, int] | None = None, steps: int | None = None
+) -> str | None:
+    """Warn if the settings in a file were found for another model, size or number of steps.
+
+    The class and the size of a single checkpoint are not compared.
+    """
+    found_for = load_settings(path).found_for
+    if found_for is None:
+        return None
+    source = find_model(model)
+    name, latent = None, None
+    if source.kind is not SourceKind.CHECKPOINT:
+        sketch = load_sketch(source)
+        name = type(sketch.denoiser).__name__
+        size = size or sketch.size
+        latent = None if size is None else (size[1] // sketch.scale, size[0] // sketch.scale)
+    found = found_for.differences(name, latent, steps)
+    return f"{path}: {found_for.warning(found)}" if found else None
+
+
+def _load(path: Path) -> ToMeConfig:
+    try:
+        return load_settings(path).config
+    except ConfigError as error:
+        raise ConfigError(f"settings: {error}") from error

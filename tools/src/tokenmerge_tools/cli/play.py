@@ -6,10 +6,8 @@ from functools import partial
 from typing import Annotated
 
 from tokenmerge.errors import ConfigError, shown
-from tokenmerge_tools.cli.arguments import Device, Dtype, Model, integer, option
-from tokenmerge_tools.cli.quiet import quiet_libraries
-from tokenmerge_tools.pipelines.loading import find_model
-from tokenmerge_tools.pipelines.options import GenerateOptions
+from tokenmerge_tools.pipelines.loading import find_model, quiet_libraries
+from tokenmerge_tools.pipelines.options import Device, Dtype, GenerateOptions, Model, option
 from tokenmerge_tools.pipelines.settings import resolve_device, resolve_dtype
 from tokenmerge_tools.play.server import LOCAL, require_gradio, serve
 
@@ -25,7 +23,7 @@ def play(
         str, _server("Address to listen on. With 0.0.0.0, everyone who can reach this machine can use it.")
     ] = LOCAL,
     port: Annotated[
-        int | None, _server("Port. Default: the first free one from 7860 on.", parser=integer)
+        int | None, _server("Port. Default: the first free one from 7860 on.", parser="integer")
     ] = None,
     browser: Annotated[
         bool, _server("Open the page in the default browser.", "--browser/--no-browser")

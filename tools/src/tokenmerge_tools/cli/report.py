@@ -12,10 +12,10 @@ import typer
 
 from tokenmerge.errors import ConfigError, TokenMergingError, reason_of
 from tokenmerge_tools.files import write_text
+from tokenmerge_tools.records.file import read_results
 from tokenmerge_tools.reporting.compare import compare, parse_tolerance
-from tokenmerge_tools.reporting.formats import as_csv, as_html, as_markdown, quality_as_csv
-from tokenmerge_tools.reporting.report_data import content_of
-from tokenmerge_tools.reporting.results import read_results
+from tokenmerge_tools.reporting.content import content_of
+from tokenmerge_tools.reporting.render import as_csv, as_html, as_markdown, quality_as_csv
 
 _FORMATS = (".html", ".md", ".csv")
 

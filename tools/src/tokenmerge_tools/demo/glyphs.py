@@ -50,21 +50,16 @@ def caption(name: str, background: str) -> str:
 
 
 def choose_prompts(count: int, seed: int = 0) -> list[tuple[int, str]]:
-    """Choose ``count`` different glyphs at random, on each background in turn.
-
-    Returns:
-        Pairs of glyph index and background name.
-    """
+    """Choose ``count`` different glyphs at random, by index, on each background in turn."""
     order = np.random.default_rng(seed).permutation(len(read_glyphs()))[:count]
     names = list(BACKGROUNDS)
     return [(int(glyph), names[i % len(names)]) for i, glyph in enumerate(order)]
 
 
 def asked_for(prompt: str) -> tuple[int, str] | None:
-    """The index of the glyph and the name of the background that a prompt asks for.
+    """Return the index of the glyph and the name of the background that a prompt asks for.
 
-    Returns:
-        The pair, with a white background if the prompt names none; None for any other prompt.
+    The background is white if the prompt names none. The result is None for any other prompt.
 
     >>> asked_for("an hourglass on a black background"), asked_for("a watch"), asked_for("a city at night")
     ((1, 'black'), (0, 'white'), None)

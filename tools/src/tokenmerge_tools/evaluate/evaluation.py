@@ -1,32 +1,152 @@
-"""Plans and checks what an evaluation draws, before any weights are loaded."""
+"""The options of an evaluation, and what it draws: planned and checked before any weights are loaded."""
 
 from __future__ import annotations
 
 import dataclasses
 from functools import partial
 from pathlib import Path
+from typing import Annotated
 
 import torch
 
+from tokenmerge.config.checks import integer, optional
 from tokenmerge.errors import ConfigError
 from tokenmerge.report import counted_speedup
-from tokenmerge_tools.bench.commit import source_commit
-from tokenmerge_tools.bench.env import versions
-from tokenmerge_tools.bench.variants import Variant
-from tokenmerge_tools.evaluate.options import EvaluateOptions
+from tokenmerge_tools import demo
+from tokenmerge_tools.evaluate.drawn import CHOICES, Drawn, parse_variants, plan_variants
+from tokenmerge_tools.evaluate.metrics import ALL, METRIC_NAMES, Wanted, parse_metrics
 from tokenmerge_tools.evaluate.picture_store import PictureStore
-from tokenmerge_tools.evaluate.prompts import Item, Prompt, items_of
-from tokenmerge_tools.evaluate.variants import Drawn, plan_variants
-from tokenmerge_tools.evaluate.weights import weights_key
+from tokenmerge_tools.evaluate.prompts import (
+    IMAGENET_TEMPLATE,
+    PROMPTS_HELP,
+    Item,
+    Prompt,
+    built_in_prompts,
+    items_of,
+    read_prompts,
+)
+from tokenmerge_tools.machine import source_commit, versions
 from tokenmerge_tools.pipelines.call import default_frames, draws_videos
-from tokenmerge_tools.pipelines.checks import check_merging
 from tokenmerge_tools.pipelines.loading import ModelSource, SourceKind, find_model, read_index
-from tokenmerge_tools.pipelines.settings import dtype_name, resolve_dtype, scheduler_class_name
-from tokenmerge_tools.pipelines.sizes import check_size
-from tokenmerge_tools.pipelines.sketch import ModelSketch, load_sketch
+from tokenmerge_tools.pipelines.meta_model import ModelSketch, check_merging, load_sketch
+from tokenmerge_tools.pipelines.options import GenerateOptions, PipelineOptions, machine, option, picture
+from tokenmerge_tools.pipelines.settings import check_size, dtype_name, resolve_dtype, scheduler_class_name
+from tokenmerge_tools.records.kinds import key_of
+from tokenmerge_tools.variants.variant import Variant
 
 _SMALLEST_SIDE = 11  # pixels, the window of SSIM
 _FILES = (".png", ".jpg", ".jpeg", ".webp")
+_WEIGHTS = (".safetensors", ".bin", ".json", ".txt")
+
+
+_prompts, _compared, _results = (partial(option, panel) for panel in ("Prompts", "Compared", "Results"))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvaluateOptions(PipelineOptions):
+    """What to draw, with what, and what to measure, checked before anything is loaded.
+
+    With more than one picture per call, pictures change only by rounding.
+    """
+
+    prompts: Annotated[Path | None, _prompts(PROMPTS_HELP)] = None
+    template: Annotated[
+        str | None, _prompts(f"Text around each line of the file, such as '{IMAGENET_TEMPLATE}'.")
+    ] = None
+    limit: Annotated[int | None, _prompts("Use only the first N prompts.", parser="integer")] = None
+    seeds: Annotated[int, _prompts("Pictures per prompt.", parser="integer")] = 1
+    seed: Annotated[
+        int, _prompts("Seed of the first picture of each prompt; each later one adds 1.", parser="integer")
+    ] = 0
+    variants: Annotated[
+        tuple[str, ...],
+        _compared(
+            f"{', '.join(CHOICES)}; or one of them with settings of ToMeConfig, such as toma:ratio=0.6 or "
+            "tome:proportional,scope=block,reuse.every=2. tomesd is the package of that name.",
+            "--variant",
+        ),
+    ] = ("auto", "tome", "fewer-steps")
+    ratio: Annotated[tuple[float, ...], _compared("Fraction of tokens removed.")] = (0.25, 0.5)
+    max_downsample: Annotated[
+        int | None, _compared("Deepest level that merges. Default: the variant's own.", parser="integer")
+    ] = None
+    metrics: Annotated[
+        tuple[str, ...],
+        _compared(
+            f"In addition to psnr and ssim: {', '.join(METRIC_NAMES[2:])}, or {ALL} for every metric that "
+            "works here. NAME=NETWORK uses the network in a folder or with a hub id.",
+            "--metric",
+        ),
+    ] = ()
+    reference: Annotated[
+        Path | None,
+        _compared("Folder of pictures that fid and kid compare with. Default: the dense pictures."),
+    ] = None
+    frames: Annotated[
+        int | None,
+        picture(
+            "Frames of a video, for a model that draws videos. Default: the pipeline's.", parser="integer"
+        ),
+    ] = None
+    out: Annotated[
+        Path,
+        _results(
+            "Results file, one JSON line per record. Pictures go to a folder of the same name.", "--out", "-o"
+        ),
+    ] = Path("outputs/evaluate.jsonl")
+    grid: Annotated[
+        Path | None,
+        _results("Write a sheet of samples: one row per prompt, one column per variant.", "--save-grid"),
+    ] = None
+    samples: Annotated[int, _results("How many prompts the sheet and the report show.", parser="integer")] = 4
+    batch: Annotated[
+        int, machine("Pictures per call. It changes the pictures only by rounding.", parser="integer")
+    ] = 4
+
+    def __post_init__(self) -> None:
+        self.drawing("a prompt")
+        for name, lowest in (("limit", 1), ("seeds", 1), ("samples", 0), ("frames", 2)):
+            optional(integer(lowest))(name, getattr(self, name))
+        self.specs()
+        wanted = {metric.name for metric in self.wanted()}
+        if self.reference is not None and not wanted & {"fid", "kid"}:
+            raise ConfigError(f"reference: only fid and kid compare with it; add --metric fid, kid or {ALL}")
+        if self.prompts is None:
+            if self.model not in demo.NAMES:
+                raise ConfigError(
+                    f"prompts: only bundled models ({', '.join(demo.NAMES)}) have their own; give --prompts "
+                    "with a file, one prompt per line"
+                )
+            if self.template is not None:
+                raise ConfigError("template: it is for the lines of a file; give --prompts too")
+        if self.out.suffix != ".jsonl":
+            raise ConfigError(f"out: expected a file ending in .jsonl, got {self.out}")
+        if self.grid is not None and self.grid.suffix not in (".png", ".jpg", ".webp"):
+            raise ConfigError(f"save-grid: expected a file ending in .png, .jpg or .webp, got {self.grid}")
+        if self.grid is not None and self.samples == 0:
+            raise ConfigError("save-grid: samples=0 leaves it empty; raise --samples")
+
+    def drawing(self, prompt: str) -> GenerateOptions:
+        """Return the options of ``tokenmerge generate`` for drawing a prompt."""
+        shared = [field.name for field in dataclasses.fields(PipelineOptions)]
+        values = {name: getattr(self, name) for name in (*shared, "seed", "batch")}
+        return GenerateOptions(prompt=prompt, **values)
+
+    def specs(self) -> list[Variant]:
+        """Return the variants. Fewer steps count as one, however many variants they are compared with."""
+        return parse_variants(self.variants, self.ratio, self.max_downsample)
+
+    def wanted(self) -> list[Wanted]:
+        """Return the metrics, including the retrieval of glyphs for the built-in prompts."""
+        wanted = parse_metrics(self.metrics)
+        if self.prompts is None and "glyphs" not in [metric.name for metric in wanted]:
+            wanted.append(Wanted("glyphs", None, by_name=False))
+        return wanted
+
+    def read_prompts(self) -> list[Prompt]:
+        """Return the prompts to draw."""
+        found = built_in_prompts() if self.prompts is None else read_prompts(self.prompts, self.template)
+        return found[: self.limit]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,11 +177,7 @@ class Evaluation:
 
 
 def plan_evaluation(options: EvaluateOptions, device: torch.device) -> Evaluation:
-    """Read the prompts, the model's configs and the list of reference pictures.
-
-    Raises:
-        TokenMergingError: an option does not fit the model or the machine, or nothing would merge.
-    """
+    """Read the prompts, the model's configs and the list of reference pictures."""
     prompts = options.read_prompts()
     reference = None if options.reference is None else _pictures_in(options.reference)
     source = find_model(options.model)
@@ -84,36 +200,27 @@ def plan_evaluation(options: EvaluateOptions, device: torch.device) -> Evaluatio
     if min(size) < _SMALLEST_SIDE:
         raise ConfigError(f"size: SSIM needs at least {_SMALLEST_SIDE} pixels, got {size[0]}x{size[1]}")
     frames = _frames(source, options.frames)
+    same = ("model", "steps", "attention", "scheduler", "guidance")
     conditions = {
-        "model": options.model,
+        **{name: getattr(options, name) for name in same},
         "weights": weights_key(source),
         "width": size[0],
         "height": size[1],
-        "steps": options.steps,
-        "attention": options.attention,
-        "scheduler": options.scheduler,
-        "guidance": options.guidance,
         "dtype": dtype_name(dtype),
         "device": device.type,
         "versions": versions(),
         "commit": source_commit(),
         **({} if frames is None else {"frames": frames}),
     }
+    counted = partial(_counted, sketch, size, options.steps)
+    variants = plan_variants(specs, options.steps, conditions, options.out.parent, counted)
     return Evaluation(
         source=source,
         size=size,
         dtype=dtype,
         prompts=tuple(prompts),
         items=tuple(items_of(prompts, range(options.seed, options.seed + options.seeds))),
-        variants=tuple(
-            plan_variants(
-                specs,
-                options.steps,
-                conditions,
-                options.out.parent,
-                partial(_counted, sketch, size, options.steps),
-            )
-        ),
+        variants=tuple(variants),
         store=PictureStore(options.out, conditions),
         reference=reference,
         frames=frames,
@@ -121,11 +228,7 @@ def plan_evaluation(options: EvaluateOptions, device: torch.device) -> Evaluatio
 
 
 def _frames(source: ModelSource, wanted: int | None) -> int | None:
-    """Number of frames of the videos that a model draws; None: it draws pictures.
-
-    Raises:
-        ConfigError: a number is given but the model draws pictures, or none is given and there is no default.
-    """
+    """Return the number of frames of the videos that a model draws; None: it draws pictures."""
     import diffusers
 
     name = None if source.kind is SourceKind.CHECKPOINT else read_index(source).get("_class_name")
@@ -138,7 +241,7 @@ def _frames(source: ModelSource, wanted: int | None) -> int | None:
 
 
 def _counted(sketch: ModelSketch | None, size: tuple[int, int], steps: int, variant: Variant) -> float | None:
-    """Speed-up of a variant by counted operations; None if they cannot be counted."""
+    """Return the speed-up of a variant by counted operations; None if they cannot be counted."""
     if sketch is None or variant.merging is None:
         return None
     width, height = check_size(size, sketch.scale)
@@ -158,3 +261,23 @@ def _pictures_in(folder: Path) -> Reference:
             f"{len(found)}"
         )
     return Reference(folder, tuple(found))
+
+
+def weights_key(source: ModelSource) -> str | None:
+    """Make a key from the sizes and modification times of a model's files, or from the commit of a hub model.
+
+    The configs of a hub model must have been read before. A bundled model has no key, since its weights
+    belong to the version of this package.
+    """
+    if source.kind is SourceKind.DEMO:
+        return None
+    if source.kind is SourceKind.HUB:
+        from huggingface_hub import try_to_load_from_cache
+
+        # …/snapshots/COMMIT/model_index.json
+        index = try_to_load_from_cache(source.location, "model_index.json")
+        return Path(index).parent.name if isinstance(index, str) else None
+    place = Path(source.location)
+    files = [place] if place.is_file() else sorted(f for f in place.rglob("*") if f.suffix in _WEIGHTS)
+    found = {f.relative_to(place).as_posix(): (f.stat().st_size, f.stat().st_mtime_ns) for f in files}
+    return key_of(found)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
 
@@ -31,17 +30,16 @@ class _Fire(nn.Module):
         return torch.cat([self.expand1x1(x), self.expand3x3(x)], dim=1).relu()
 
 
-def _alexnet() -> nn.Sequential:
-    return nn.Sequential(
+def _alexnet() -> list[nn.Module]:
+    return [
         *(nn.Conv2d(3, 64, 11, stride=4, padding=2), nn.ReLU(), nn.MaxPool2d(3, 2)),
         *(nn.Conv2d(64, 192, 5, padding=2), nn.ReLU(), nn.MaxPool2d(3, 2)),
-        *(nn.Conv2d(192, 384, 3, padding=1), nn.ReLU()),
-        *(nn.Conv2d(384, 256, 3, padding=1), nn.ReLU()),
+        *(nn.Conv2d(192, 384, 3, padding=1), nn.ReLU(), nn.Conv2d(384, 256, 3, padding=1), nn.ReLU()),
         *(nn.Conv2d(256, 256, 3, padding=1), nn.ReLU()),
-    )
+    ]
 
 
-def _vgg16() -> nn.Sequential:
+def _vgg16() -> list[nn.Module]:
     layers: list[nn.Module] = []
     channels = 3
     for width, depth in ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3)):
@@ -49,53 +47,28 @@ def _vgg16() -> nn.Sequential:
             layers += [nn.Conv2d(channels, width, 3, padding=1), nn.ReLU()]
             channels = width
         layers.append(nn.MaxPool2d(2))
-    return nn.Sequential(*layers[:-1])
+    return layers[:-1]
 
 
-def _squeezenet() -> nn.Sequential:
-    return nn.Sequential(
+def _squeezenet() -> list[nn.Module]:
+    return [
         *(nn.Conv2d(3, 64, 3, stride=2), nn.ReLU(), nn.MaxPool2d(3, 2, ceil_mode=True)),
         *(_Fire(64, 16, 64), _Fire(128, 16, 64), nn.MaxPool2d(3, 2, ceil_mode=True)),
         *(_Fire(128, 32, 128), _Fire(256, 32, 128), nn.MaxPool2d(3, 2, ceil_mode=True)),
         *(_Fire(256, 48, 192), _Fire(384, 48, 192), _Fire(384, 64, 256), _Fire(512, 64, 256)),
-    )
+    ]
 
 
-@dataclasses.dataclass(frozen=True)
-class _Backbone:
-    """A network trained on ImageNet.
-
-    Attributes:
-        build: makes its convolutional part. The layers have the same indices as in the file of weights.
-        compared: indices of the layers whose outputs are compared.
-        channels: numbers of channels of these outputs.
-        weights: URL of torchvision's file of weights.
-    """
-
-    build: Callable[[], nn.Sequential]
-    compared: tuple[int, ...]
-    channels: tuple[int, ...]
-    weights: str
-
-
-_BACKBONES = {
-    "alex": _Backbone(
-        _alexnet,
-        (1, 4, 7, 9, 11),
-        (64, 192, 384, 256, 256),
-        "https://download.pytorch.org/models/alexnet-owt-7be5be79.pth",
-    ),
-    "vgg": _Backbone(
-        _vgg16,
-        (3, 8, 15, 22, 29),
-        (64, 128, 256, 512, 512),
-        "https://download.pytorch.org/models/vgg16-397923af.pth",
-    ),
-    "squeeze": _Backbone(
+# Networks trained on ImageNet: the convolutional part with the layers of torchvision's file of weights, the
+# layers whose outputs are compared, their numbers of channels, and the file.
+_BACKBONES: dict[str, tuple[Callable[[], list[nn.Module]], tuple[int, ...], tuple[int, ...], str]] = {
+    "alex": (_alexnet, (1, 4, 7, 9, 11), (64, 192, 384, 256, 256), "alexnet-owt-7be5be79.pth"),
+    "vgg": (_vgg16, (3, 8, 15, 22, 29), (64, 128, 256, 512, 512), "vgg16-397923af.pth"),
+    "squeeze": (
         _squeezenet,
         (1, 4, 7, 9, 10, 11, 12),
         (64, 128, 256, 384, 384, 512, 512),
-        "https://download.pytorch.org/models/squeezenet1_1-b8a52dc0.pth",
+        "squeezenet1_1-b8a52dc0.pth",
     ),
 }
 
@@ -105,9 +78,6 @@ class Distance(nn.Module):
 
     The features of some layers are scaled to unit length at each position. Their squared differences are
     weighted by channel, averaged over the positions, and summed over the layers.
-
-    Args:
-        name: ``"alex"``, ``"vgg"`` or ``"squeeze"``.
     """
 
     mean: Tensor
@@ -115,16 +85,15 @@ class Distance(nn.Module):
 
     def __init__(self, name: str) -> None:
         super().__init__()
-        backbone = _BACKBONES[name]
-        self.features = backbone.build()
-        self.compared = backbone.compared
-        self.weights = nn.ParameterList(torch.ones(channels) for channels in backbone.channels)
+        build, self.compared, channels, _ = _BACKBONES[name]
+        self.features = nn.Sequential(*build())
+        self.weights = nn.ParameterList(map(torch.ones, channels))
         self.register_buffer("mean", torch.tensor(_MEAN)[:, None, None])
         self.register_buffer("std", torch.tensor(_STD)[:, None, None])
         self.requires_grad_(False)
 
     def forward(self, images: Tensor, reference: Tensor) -> Tensor:
-        """Distances [b] between two batches [b, 3, h, w] with values in [0, 1]."""
+        """Return the distances [b] between two batches [b, 3, h, w] with values in [0, 1]."""
         pairs = zip(self._unit_features(images), self._unit_features(reference), strict=True)
         distances = [
             ((x - y).square() * weight[:, None, None]).sum(dim=1).mean(dim=(1, 2))
@@ -143,25 +112,22 @@ class Distance(nn.Module):
 
 
 class Lpips:
-    """LPIPS with its published weights.
+    """LPIPS with its published weights, on the backbone ``"alex"``, ``"vgg"`` or ``"squeeze"``.
 
-    The weights of the channels come with torchmetrics. Those of the backbone, trained on ImageNet, are
-    downloaded once, into the folder of ``torch.hub``.
-
-    Args:
-        backbone: ``"alex"``, ``"vgg"`` or ``"squeeze"``.
-
-    Raises:
-        ConfigError: the backbone is unknown, or its weights cannot be downloaded or read.
+    The weights of the channels come with torchmetrics. Those of the backbone are downloaded once, into the
+    folder of ``torch.hub``.
     """
 
     def __init__(self, backbone: str) -> None:
         if backbone not in _BACKBONES:
             raise ConfigError(f"expected one of the networks {', '.join(_BACKBONES)}, got {backbone!r}")
         self.net = Distance(backbone)
-        _load_trained(self.net.features, _BACKBONES[backbone].weights)
-        for weight, published in zip(self.net.weights, _channel_weights(backbone), strict=True):
-            weight.copy_(published)
+        _load_trained(self.net.features, f"https://download.pytorch.org/models/{_BACKBONES[backbone][3]}")
+        file = resources.files("torchmetrics") / "functional" / "image" / "lpips_models" / f"{backbone}.pth"
+        with resources.as_file(file) as path:
+            published = torch.load(path, map_location="cpu", weights_only=True)
+        for index, weight in enumerate(self.net.weights):
+            weight.copy_(published[f"lin{index}.model.1.weight"].flatten())
 
     def to(self, device: torch.device) -> None:
         """Move its weights."""
@@ -169,7 +135,7 @@ class Lpips:
 
     @torch.no_grad()
     def __call__(self, images: Tensor, reference: Tensor) -> Tensor:
-        """Distances [b] between two batches [b, 3, h, w] with values in [0, 1]."""
+        """Return the distances [b] between two batches [b, 3, h, w] with values in [0, 1]."""
         device = self.net.mean.device
         distances: Tensor = self.net(images.to(device), reference.to(device))
         return distances.float().cpu()
@@ -187,11 +153,3 @@ def _load_trained(features: nn.Module, address: str) -> None:
             f"cannot load its weights ({reason_of(error)}); without internet access, save {address} in "
             f"{folder}"
         ) from error
-
-
-def _channel_weights(backbone: str) -> Sequence[Tensor]:
-    """One tensor [c] for each compared layer."""
-    file = resources.files("torchmetrics") / "functional" / "image" / "lpips_models" / f"{backbone}.pth"
-    with resources.as_file(file) as path:
-        found = torch.load(path, map_location="cpu", weights_only=True)
-    return [found[f"lin{index}.model.1.weight"].flatten() for index in range(len(found))]

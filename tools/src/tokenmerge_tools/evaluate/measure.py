@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from tokenmerge.pictures import as_tensor
-from tokenmerge_tools.bench.variants import DENSE
+from tokenmerge_tools.evaluate.drawn import Drawn
 from tokenmerge_tools.evaluate.metrics import MOTION, Metrics
 from tokenmerge_tools.evaluate.picture_store import PictureStore
 from tokenmerge_tools.evaluate.prompts import Item
-from tokenmerge_tools.evaluate.variants import Drawn
 from tokenmerge_tools.files import open_picture
+from tokenmerge_tools.variants.variant import DENSE
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -29,14 +29,11 @@ SECONDS = "seconds"
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """Measurements of n pictures or videos.
+    """Measurements of n pictures or videos, given by their indices [n].
 
-    Attributes:
-        indices: [n], indices of the pictures or videos.
-        columns: by (variant, name of the metric), its values [n]. By (variant, name of the network), features
-            [n, d], or [n, f, d] for videos of f frames. By (variant, ``SECONDS``), the seconds that each one
-            took, [n], NaN if unknown.
-        configs: by variant, the settings that its pictures were drawn with, as JSON.
+    ``columns`` has, by (variant, name of the metric), its values [n]; by (variant, name of the network),
+    features [n, d], or [n, f, d] for videos of f frames; by (variant, ``SECONDS``), the seconds that each one
+    took, NaN if unknown. ``configs`` has, by variant, the settings that pictures were drawn with, as JSON.
     """
 
     indices: Tensor
@@ -61,10 +58,9 @@ class Measured:
 
 @dataclasses.dataclass(frozen=True)
 class Figures:
-    """Means over pictures.
+    """Means over pictures, without the infinite PSNR of those that ``equal`` dense in every pixel.
 
-    ``equal`` is the number of pictures that equal dense in every pixel. Their PSNR is infinite and not in the
-    mean. Metrics whose mean is not finite are named in ``undefined`` and left out of ``values``.
+    Metrics whose mean is not finite are named in ``undefined`` and left out of ``values``.
     """
 
     values: Mapping[str, float]
@@ -79,79 +75,52 @@ def measure(
     store: PictureStore,
     metrics: Metrics,
 ) -> Measured:
-    """Measure pictures that were drawn before.
-
-    The batches hold indices and items. Dense is the first variant.
-
-    Raises:
-        ConfigError: a picture cannot be read or has the wrong size.
-    """
+    """Measure what was drawn before, in batches of indices and items. Dense comes first."""
     columns: dict[tuple[str, str], list[Tensor]] = defaultdict(list)
     configs: dict[str, set[str]] = defaultdict(set)
-    add_rows = _add_pictures if store.length is None else _add_videos
     for batch in batches:
         items = [item for _, item in batch]
-        add_rows(items, variants, store, metrics, columns)
+        for group in [items] if store.length is None else ([item] for item in items):
+            _add_rows(group, variants, store, metrics, columns)
         for variant in variants:
             seconds = [store.seconds(variant, item) for item in items]
             columns[variant.label, SECONDS].append(torch.tensor(seconds, dtype=torch.float64))
-            found = (store.config(variant, item) for item in items)
-            configs[variant.label].update(config for config in found if config is not None)
-    indices = torch.tensor([index for batch in batches for index, _ in batch])
+            configs[variant.label] |= {found for item in items if (found := store.config(variant, item))}
     return Measured(
-        indices,
+        torch.tensor([index for batch in batches for index, _ in batch]),
         {name: torch.cat(parts) for name, parts in columns.items()},
         {label: frozenset(found) for label, found in configs.items()},
     )
 
 
-def _add_pictures(
+def _add_rows(
     items: Sequence[Item],
     variants: Sequence[Drawn],
     store: PictureStore,
     metrics: Metrics,
     columns: dict[tuple[str, str], list[Tensor]],
 ) -> None:
-    """Add a row for each picture to the columns."""
-    prompts = [item.prompt.text for item in items]
+    """Add a row for each picture, or one for a video: means over frames, motion, features of all frames."""
+    video = store.length is not None
     dense: list[Image] = []
     for variant in variants:
-        images = [store.open(variant, item) for item in items]
+        images = [frame for item in items for frame in store.frames(variant, item)]
+        prompts = [items[0].prompt.text] * len(images) if video else [item.prompt.text for item in items]
         dense = dense or images
         for metric in metrics.of_pictures:
             if images is not dense or not metric.beside_dense:
-                columns[variant.label, metric.name].append(metric.measure(images, dense, prompts))
+                values = metric.measure(images, dense, prompts)
+                columns[variant.label, metric.name].append(_mean_of_frames(values) if video else values)
+        if video and images is not dense:
+            pixels, dense_pixels = as_tensor(images), as_tensor(dense)
+            for name, measure_motion in MOTION.items():
+                columns[variant.label, name].append(measure_motion(pixels, dense_pixels).unsqueeze(0))
         for name, network in metrics.features.items():
-            columns[variant.label, name].append(network(images))
-
-
-def _add_videos(
-    items: Sequence[Item],
-    variants: Sequence[Drawn],
-    store: PictureStore,
-    metrics: Metrics,
-    columns: dict[tuple[str, str], list[Tensor]],
-) -> None:
-    """Add a row for each video to the columns: means over frames, motion, and features of all frames."""
-    for item in items:
-        dense: list[Image] = []
-        for variant in variants:
-            frames = store.frames(variant, item)
-            dense = dense or frames
-            for metric in metrics.of_pictures:
-                if frames is not dense or not metric.beside_dense:
-                    values = metric.measure(frames, dense, [item.prompt.text] * len(frames))
-                    columns[variant.label, metric.name].append(_mean_of_frames(values))
-            if frames is not dense:
-                pixels, dense_pixels = as_tensor(frames), as_tensor(dense)
-                for name, measure_motion in MOTION.items():
-                    columns[variant.label, name].append(measure_motion(pixels, dense_pixels).unsqueeze(0))
-            for name, network in metrics.features.items():
-                columns[variant.label, name].append(network(frames).unsqueeze(0))
+            columns[variant.label, name].append(network(images)[None] if video else network(images))
 
 
 def _mean_of_frames(values: Tensor) -> Tensor:
-    """``[f]`` → ``[1]``. Frames with an infinite PSNR equal dense and are left out, unless all of them do."""
+    """Average ``[f]`` to ``[1]``, without the infinite PSNR of frames that equal dense, unless all do."""
     finite = values[~values.isposinf()]
     return (finite if len(finite) else values).mean(dim=0, keepdim=True)
 
@@ -205,7 +174,7 @@ def figures_of(
 
 
 def speedups_of(variant: str, measured: Measured, chosen: Sequence[int] | None = None) -> list[float]:
-    """Speed-up t_dense / t of each picture, sorted. Pictures of unknown time are left out.
+    """Return the speed-up t_dense / t of each picture, sorted. Pictures of unknown time are left out.
 
     The arguments are as for :func:`figures_of`.
     """

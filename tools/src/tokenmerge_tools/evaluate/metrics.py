@@ -16,17 +16,23 @@ from tokenmerge.pictures import as_tensor
 from tokenmerge_tools.closeness import motion, motion_error, psnr, ssim
 from tokenmerge_tools.demo.glyphs import asked_for
 from tokenmerge_tools.demo.retrieval import Gallery
-from tokenmerge_tools.evaluate.distances import frechet_distance, kernel_distance
 from tokenmerge_tools.evaluate.lpips import Lpips
-from tokenmerge_tools.evaluate.networks import INCEPTION, Clip, Inception, Network, Vision
+from tokenmerge_tools.evaluate.networks import (
+    INCEPTION,
+    Clip,
+    Inception,
+    Network,
+    Vision,
+    frechet_distance,
+    kernel_distance,
+)
 from tokenmerge_tools.files import is_folder
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
 ALL = "all"
-
-_ALWAYS = ("psnr", "ssim")
+_PIXELWISE = {"psnr": psnr, "ssim": ssim}
 _GLYPHS = "glyphs"
 _CLIP = "openai/clip-vit-large-patch14"
 # The default network of each metric.
@@ -38,9 +44,11 @@ _NETWORKS = {
     "fid": INCEPTION,
     "kid": INCEPTION,
 }
+_DISTANCES = {"fid": frechet_distance, "kid": kernel_distance}
 
-METRIC_NAMES = (*_ALWAYS, *_NETWORKS, _GLYPHS)
+METRIC_NAMES = (*_PIXELWISE, *_NETWORKS, _GLYPHS)
 
+# (b pictures, the dense pictures of the same seeds, their prompts) → values [b]
 Measure = Callable[[Sequence["Image"], Sequence["Image"], Sequence[str]], Tensor]
 
 # Metrics of a video: (its frames, frames of the dense video with the same seed) → one number.
@@ -49,10 +57,9 @@ MOTION: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {"motion": motion, "m
 
 @dataclasses.dataclass(frozen=True)
 class Wanted:
-    """A requested metric.
+    """A requested metric, with its network if it has one.
 
-    The network is None for a metric without one. A metric that the user named (``by_name``) raises an error
-    if it cannot work here. Any other is left out.
+    A metric that the user named raises an error if it cannot work here. Any other is left out.
     """
 
     name: str
@@ -62,11 +69,7 @@ class Wanted:
 
 @dataclasses.dataclass(frozen=True)
 class PictureMetric:
-    """A metric with one value for each picture. Reports show the mean.
-
-    ``measure`` takes b pictures, the dense pictures of the same seeds and their prompts, and returns values
-    [b]. A metric ``beside_dense`` compares with the dense picture, so dense itself has no value.
-    """
+    """A metric with one value for each picture. One ``beside_dense`` has no value for dense itself."""
 
     name: str
     measure: Measure
@@ -75,10 +78,7 @@ class PictureMetric:
 
 @dataclasses.dataclass(frozen=True)
 class SetMetric:
-    """A distance between two sets of pictures.
-
-    It compares features [n, d] and [m, d] of one network.
-    """
+    """A distance between two sets of pictures, by the features [n, d] and [m, d] of one network."""
 
     name: str
     network: str
@@ -89,12 +89,8 @@ class SetMetric:
 class Metrics:
     """All metrics of an evaluation.
 
-    Attributes:
-        of_pictures: metrics with a value for each picture.
-        of_sets: distances between sets of pictures.
-        features: networks of these distances, by name.
-        networks: name of the network of each metric that has one, by metric.
-        loaded: all networks.
+    ``features`` are the networks of the distances, by name, ``networks`` the name of the network of each
+    metric that has one, and ``loaded`` all networks.
     """
 
     of_pictures: tuple[PictureMetric, ...]
@@ -112,13 +108,10 @@ class Metrics:
 def parse_metrics(texts: Sequence[str]) -> list[Wanted]:
     """Read ``NAME``, ``NAME=NETWORK`` or ``"all"``. PSNR and SSIM are always included.
 
-    Raises:
-        ConfigError: a name is unknown, or a network is given for a metric without one.
-
     >>> [wanted.name for wanted in parse_metrics(["kid"])]
     ['psnr', 'ssim', 'kid']
     """
-    found = {name: Wanted(name, None, by_name=False) for name in _ALWAYS}
+    found = {name: Wanted(name, None, by_name=False) for name in _PIXELWISE}
     for text in texts:
         name, equals, network = text.partition("=")
         if text == ALL:
@@ -139,67 +132,55 @@ def load_metrics(wanted: Sequence[Wanted], prompts: Sequence[str], on_note: Call
     """Load all networks on the CPU.
 
     ``on_note`` is called with messages about weights to download, and about metrics that are left out.
-
-    Raises:
-        MissingExtraError: torchmetrics is not installed.
-        ConfigError: a metric that the user named cannot work here.
     """
     if importlib.util.find_spec("torchmetrics") is None:
         raise MissingExtraError("tokenmerge-tools[metrics]", needed_by="tokenmerge evaluate")
-    loader = _Loader(prompts)
-    of_pictures, of_sets, networks = [], [], {}
+    loader = _Loader()
+    of_pictures, of_sets = [], []
+    networks: dict[str, str] = {}
     for one in wanted:
         if one.network is not None and not is_folder(Path(one.network)):
             on_note(f"{one.name} needs the weights of {one.network}, which are downloaded if missing")
         try:
-            metric = loader.load(one)
+            if one.name in _DISTANCES:
+                loader.features(one.network or "")
+                of_sets.append(SetMetric(one.name, one.network or "", _DISTANCES[one.name]))
+            else:
+                beside_dense = one.name not in ("clip-score", _GLYPHS)
+                measure = loader.measure(one.name, one.network or "", prompts)
+                of_pictures.append(PictureMetric(one.name, measure, beside_dense))
         except ConfigError as error:
             if one.by_name:
                 raise ConfigError(
                     f"metric {one.name}: {error}; leave it out, or use {ALL} for every metric that works here"
                 ) from error
             on_note(f"{one.name} is left out: {error}")
-            continue
-        if one.network is not None:
-            networks[one.name] = one.network
-        if isinstance(metric, SetMetric):
-            of_sets.append(metric)
         else:
-            of_pictures.append(metric)
+            networks |= {one.name: one.network} if one.network is not None else {}
     features = {metric.network: loader.features(metric.network) for metric in of_sets}
     return Metrics(tuple(of_pictures), tuple(of_sets), features, networks, tuple(loader.loaded.values()))
 
 
 class _Loader:
-    """Makes metrics. It tries to load each network only once, even if several metrics use it."""
+    """Tries to load each network only once, even if several metrics use it."""
 
-    def __init__(self, prompts: Sequence[str]) -> None:
-        self.prompts = prompts
+    def __init__(self) -> None:
         self.loaded: dict[tuple[str, str], Any] = {}
         self.failed: dict[tuple[str, str], ConfigError] = {}
 
-    def load(self, wanted: Wanted) -> PictureMetric | SetMetric:
-        name, network = wanted.name, wanted.network or ""
-        if name in _DISTANCES:
-            self.features(network)
-            return SetMetric(name, network, _DISTANCES[name])
+    def measure(self, name: str, network: str, prompts: Sequence[str]) -> Measure:
+        if name in _PIXELWISE or name == "lpips":
+            pixelwise = _PIXELWISE.get(name) or self._network(Lpips, network)
+            return lambda pictures, dense, _: pixelwise(as_tensor(pictures), as_tensor(dense))
         if name == "clip-score":
-            return PictureMetric(name, _clip_score(self._network(Clip, network)), beside_dense=False)
+            return _clip_score(self._network(Clip, network))
         if name == _GLYPHS:
-            return PictureMetric(name, _glyphs(self.prompts), beside_dense=False)
-        return PictureMetric(name, self._closeness(name, network), beside_dense=True)
+            return _glyphs(prompts)
+        return _Similarity(self._network(Clip if name == "clip" else Vision, network))
 
     def features(self, network: str) -> Network:
-        """The network for distances between sets."""
         loaded: Network = self._network(Inception if network == INCEPTION else Vision, network)
         return loaded
-
-    def _closeness(self, name: str, network: str) -> Measure:
-        if name in _PIXELWISE:
-            return _of_tensors(_PIXELWISE[name])
-        if name == "lpips":
-            return _of_tensors(self._network(Lpips, network))
-        return _Similarity(self._network(Clip if name == "clip" else Vision, network))
 
     def _network(self, kind: Callable[[str], Any], name: str) -> Any:
         key = (kind.__name__, name)
@@ -212,14 +193,6 @@ class _Loader:
                 self.failed[key] = error
                 raise
         return self.loaded[key]
-
-
-_PIXELWISE = {"psnr": psnr, "ssim": ssim}
-_DISTANCES = {"fid": frechet_distance, "kid": kernel_distance}
-
-
-def _of_tensors(measure: Callable[[Tensor, Tensor], Tensor]) -> Measure:
-    return lambda pictures, dense, prompts: measure(as_tensor(pictures), as_tensor(dense))
 
 
 class _Similarity:
@@ -237,22 +210,19 @@ class _Similarity:
 
 
 def _clip_score(network: Clip) -> Measure:
-    """CLIP score (Hessel et al. 2021, arXiv 2104.08718) of picture and prompt, from 0 to 100.
+    """Return the CLIP score (Hessel et al. 2021, arXiv 2104.08718) of picture and prompt, from 0 to 100.
 
     The one in torchmetrics does not accept the outputs of transformers 5.
     """
-
-    def measure(pictures: Sequence[Image], dense: Sequence[Image], prompts: Sequence[str]) -> Tensor:
-        return 100 * torch.cosine_similarity(network(pictures), network.texts(prompts)).clamp(min=0)
-
-    return measure
+    return lambda pictures, dense, prompts: (
+        100 * torch.cosine_similarity(network(pictures), network.texts(prompts)).clamp(min=0)
+    )
 
 
 def _glyphs(prompts: Sequence[str]) -> Measure:
-    """1 for a picture that shows the glyph in its prompt, otherwise 0."""
-    other = next((prompt for prompt in prompts if asked_for(prompt) is None), None)
-    if other is not None:
-        raise ConfigError(f"the prompt {other!r} names no glyph of the bundled models")
+    """Measure 1 for a picture that shows the glyph in its prompt, otherwise 0."""
+    if other := [prompt for prompt in prompts if asked_for(prompt) is None]:
+        raise ConfigError(f"the prompt {other[0]!r} names no glyph of the bundled models")
     gallery = Gallery()
 
     def measure(pictures: Sequence[Image], dense: Sequence[Image], prompts: Sequence[str]) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -12,19 +13,21 @@ from typing import TYPE_CHECKING, Any
 
 from tokenmerge.config import ToMeConfig
 from tokenmerge.errors import ConfigError
-from tokenmerge_tools.bench.records import key_of
-from tokenmerge_tools.bench.variants import DENSE
+from tokenmerge_tools.evaluate.drawn import Drawn
 from tokenmerge_tools.evaluate.prompts import Item
-from tokenmerge_tools.evaluate.variants import Drawn
-from tokenmerge_tools.evaluate.videos import read_video, write_video
-from tokenmerge_tools.files import FREE_SPACE, open_picture, slug, write_atomically
+from tokenmerge_tools.files import FREE_SPACE, open_picture, read_bytes, slug, write_atomically
+from tokenmerge_tools.records.kinds import key_of
+from tokenmerge_tools.variants.variant import DENSE
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+CONTINUES = "the finished pictures are safe; run the same command again to continue"
 _DRAWN_AGAIN = "delete it, and the same command draws it again"
 # Keys of the text chunks in a PNG.
 _SECONDS, _CONFIG = "tokenmerge seconds", "tokenmerge config"
+# Each frame is shown for this long. Pillow stores equal frames in a row as one that is shown for longer.
+_MILLISECONDS = 100
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,11 +35,8 @@ class PictureStore:
     """Paths of pictures. Two pictures have the same path only if they are drawn in the same way.
 
     A picture whose path exists is not drawn again. Another model, size, number of steps or version gives
-    another path. The pictures are in a folder beside the results file, with the same name.
-
-    Attributes:
-        results: the results file.
-        conditions: everything that all pictures depend on, in JSON-compatible values.
+    another path. The pictures are in a folder beside the results file, with the same name. ``conditions`` are
+    everything that all pictures depend on, in JSON-compatible values.
     """
 
     results: Path
@@ -50,7 +50,7 @@ class PictureStore:
         return self.results.with_suffix("") / name
 
     def picture(self, variant: Drawn, item: Item) -> Path:
-        """Path of a picture, ``FOLDER/VARIANT/PROMPT-SEED.png``."""
+        """Return the path of a picture, ``FOLDER/VARIANT/PROMPT-SEED.png``."""
         spec = variant.spec
         name = DENSE
         if spec.name != DENSE:
@@ -69,19 +69,9 @@ class PictureStore:
         config: ToMeConfig | None = None,
         advice: str = FREE_SPACE,
     ) -> None:
-        """Write a picture or a video. It appears on the disk only when it is complete.
+        """Write a picture, or the frames of a video. It appears on the disk only when it is complete.
 
-        Args:
-            variant: what it was drawn with.
-            item: its prompt and seed.
-            picture: the picture, or the frames of the video.
-            seconds: the time that it took to draw, kept in the file; None: unknown.
-            config: all settings that it was drawn with, kept in the file; None: unknown, or the variant has
-                none.
-            advice: what a user can do if it cannot be written.
-
-        Raises:
-            ConfigError: it cannot be written, or the video has the wrong number of frames.
+        The file keeps the seconds that it took to draw, and all settings that it was drawn with, if known.
         """
         from PIL.PngImagePlugin import PngInfo
 
@@ -91,33 +81,33 @@ class PictureStore:
         if config is not None:
             about.add_text(_CONFIG, json.dumps(config.to_dict(), sort_keys=True))
         if isinstance(picture, Sequence):
-            self._check_length(len(picture))
+            if len(picture) != self.length:
+                raise ConfigError(
+                    f"frames: this pipeline made a video of {len(picture)} frames instead of {self.length}; "
+                    f"give --frames {len(picture)}"
+                )
             write = partial(write_video, frames=picture, about=about)
         else:
             write = partial(picture.save, pnginfo=about)
         write_atomically(self.picture(variant, item), write, advice=advice)
 
     def seconds(self, variant: Drawn, item: Item) -> float:
-        """Seconds that a picture took to draw; NaN if the file does not have them."""
-        import PIL.Image
-
-        with PIL.Image.open(self.picture(variant, item)) as picture:
-            return float(picture.info.get(_SECONDS, math.nan))
+        """Return the seconds that a picture took to draw; NaN if the file does not have them."""
+        return float(self._text(variant, item, _SECONDS) or math.nan)
 
     def config(self, variant: Drawn, item: Item) -> str | None:
-        """All settings that a picture was drawn with, as JSON; None if the file does not have them."""
+        """Return all settings that a picture was drawn with, as JSON; None if the file has none."""
+        return self._text(variant, item, _CONFIG)
+
+    def _text(self, variant: Drawn, item: Item, key: str) -> str | None:
         import PIL.Image
 
         with PIL.Image.open(self.picture(variant, item)) as picture:
-            text = picture.info.get(_CONFIG)
+            text = picture.info.get(key)
         return text if isinstance(text, str) else None
 
     def frames(self, variant: Drawn, item: Item) -> list[Image]:
-        """Read the frames of a video. A picture counts as a single frame.
-
-        Raises:
-            ConfigError: the file cannot be read, or has the wrong size or number of frames.
-        """
+        """Read the frames of a video. A picture counts as a single frame."""
         first = self.open(variant, item)
         if self.length is None:
             return [first]
@@ -128,19 +118,8 @@ class PictureStore:
         """Number of frames of each video; None: pictures are drawn."""
         return self.conditions.get("frames")
 
-    def _check_length(self, frames: int) -> None:
-        if frames != self.length:
-            raise ConfigError(
-                f"frames: this pipeline made a video of {frames} frames instead of {self.length}; "
-                f"give --frames {frames}"
-            )
-
     def open(self, variant: Drawn, item: Item) -> Image:
-        """Read a picture, or the first frame of a video.
-
-        Raises:
-            ConfigError: the picture cannot be read or has the wrong size.
-        """
+        """Read a picture, or the first frame of a video."""
         path = self.picture(variant, item)
         picture = open_picture(path, "out", _DRAWN_AGAIN)
         size = self.conditions["width"], self.conditions["height"]
@@ -152,5 +131,35 @@ class PictureStore:
         return picture
 
     def relative(self, path: Path) -> str:
-        """The path in a record, which is relative to the folder of the results file."""
+        """Return the path in a record, which is relative to the folder of the results file."""
         return path.relative_to(self.results.parent).as_posix()
+
+
+def write_video(path: Path, frames: Sequence[Image], about: Any) -> None:
+    """Write frames of one size to a ``.png`` file; ``about`` holds its texts."""
+    first, *others = frames
+    first.save(
+        path, save_all=True, append_images=others, duration=_MILLISECONDS, pnginfo=about, default_image=False
+    )
+
+
+def read_video(path: Path, frames: int, option: str, advice: str) -> list[Image]:
+    """Read the frames that :func:`write_video` wrote, as RGB. There must be this number of them."""
+    import PIL.Image
+    from PIL import ImageSequence
+
+    content = io.BytesIO(read_bytes(path, option, advice))
+    found: list[Image] = []
+    try:
+        with PIL.Image.open(content) as video:
+            for frame in ImageSequence.Iterator(video):
+                # A video whose frames are all equal is a plain picture.
+                shown = frame.info.get("duration", frames * _MILLISECONDS)
+                found += [frame.convert("RGB")] * max(1, round(shown / _MILLISECONDS))
+    except (OSError, SyntaxError, ValueError, PIL.Image.DecompressionBombError) as error:
+        raise ConfigError(f"{option}: cannot read the video {path} (it is not a video); {advice}") from error
+    if len(found) != frames:
+        raise ConfigError(
+            f"{option}: the video {path} should have {frames} frames, but has {len(found)}; {advice}"
+        )
+    return found

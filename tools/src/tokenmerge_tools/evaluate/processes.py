@@ -37,7 +37,7 @@ class Processes:
         return self.index == 0
 
     def share(self, everything: Sequence[T]) -> Sequence[T]:
-        """This process's share: every ``count``-th element, so that all end at about the same time."""
+        """Return this process's share: every ``count``-th element, so that all end at about the same time."""
         return everything[self.index :: self.count]
 
     def gather(self, mine: T) -> list[T]:
@@ -55,9 +55,6 @@ def processes(device: str) -> Iterator[Processes]:
     """Find the number of processes, and connect them.
 
     With several processes, the device ``"auto"`` gives each its own GPU.
-
-    Raises:
-        ConfigError: the device does not exist here, or several processes cannot share it.
     """
     if all(os.environ.get(name, "1") == "1" for name in _WORLD_SIZES):
         yield Processes(0, 1, resolve_device(device))

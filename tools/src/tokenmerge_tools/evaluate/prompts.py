@@ -13,6 +13,10 @@ from tokenmerge_tools.files import read_bytes
 from tokenmerge_tools.pipelines.options import check_prompt
 
 IMAGENET_TEMPLATE = "a photo of a {}"
+PROMPTS_HELP = (
+    "File with one prompt per line, PartiPrompts' TSV, or ImageNet's classes with WordNet ids. "
+    "Default: the prompts of the bundled model."
+)
 
 _BUILT_IN = 100
 _LARGEST = 64 * 2**20  # bytes; a million prompts
@@ -41,24 +45,18 @@ def items_of(prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[Item]:
 
 
 def built_in_prompts() -> list[Prompt]:
-    """The prompts of the bundled models: 100 glyphs, on each background in turn."""
+    """Return the prompts of the bundled models: 100 glyphs, on each background in turn."""
     glyphs = read_glyphs()
     return [Prompt(caption(glyphs[glyph].name, ground)) for glyph, ground in choose_prompts(_BUILT_IN)]
 
 
 def read_prompts(path: Path, template: str | None = None) -> list[Prompt]:
-    """Read a file of prompts. Repeated prompts are read once.
+    """Read a UTF-8 file of prompts. Repeated prompts are read once.
 
-    Args:
-        path: a UTF-8 text file. In a table separated by tabs (PartiPrompts), the column ``Prompt`` is read,
-            and the column ``Category`` if there is one. If all lines start with WordNet ids (the classes of
-            ImageNet-1k, such as ``n01440764 tench, Tinca tinca``), the first name of each is read, and the
-            default template is "a photo of a {}". In any other file, each line is a prompt.
-        template: text around each prompt, with ``{}`` in its place, for files of class names.
-
-    Raises:
-        ConfigError: the file is missing, binary, empty or too large, a prompt is too long, or the template
-            has no ``{}``.
+    In a table separated by tabs (PartiPrompts), the column ``Prompt`` is read, and the column ``Category`` if
+    there is one. If all lines start with WordNet ids (the classes of ImageNet-1k, such as ``n01440764 tench,
+    Tinca tinca``), the first name of each is read, and the default template is "a photo of a {}". In any
+    other file, each line is a prompt. ``template`` is the text around each prompt, with ``{}`` in its place.
     """
     lines = _lines(path)
     if "Prompt" in lines[0].split("\t"):
@@ -87,7 +85,7 @@ def read_prompts(path: Path, template: str | None = None) -> list[Prompt]:
 
 
 def _lines(path: Path) -> list[str]:
-    """The lines that are not blank."""
+    """Return the lines that are not blank."""
     content = read_bytes(path, "prompts", "give a file with one prompt per line", _LARGEST)
     try:
         text = content.decode("utf-8-sig")

@@ -4,25 +4,28 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TypeVar
 
+from tokenmerge.config import ToMeConfig
 from tokenmerge.errors import ConfigError
-from tokenmerge_tools.bench.prepare import free_memory
-from tokenmerge_tools.bench.results_file import ResultsFile
-from tokenmerge_tools.evaluate.draw import CONTINUES, Task, draw, missing
-from tokenmerge_tools.evaluate.evaluation import Evaluation, plan_evaluation
+from tokenmerge_tools.drawing import Progress, Studio
+from tokenmerge_tools.evaluate.drawn import Drawn
+from tokenmerge_tools.evaluate.evaluation import EvaluateOptions, Evaluation, plan_evaluation
 from tokenmerge_tools.evaluate.measure import Measured, describe, measure
 from tokenmerge_tools.evaluate.metrics import Metrics, load_metrics
-from tokenmerge_tools.evaluate.options import EvaluateOptions
+from tokenmerge_tools.evaluate.picture_store import CONTINUES
 from tokenmerge_tools.evaluate.processes import Processes, processes
-from tokenmerge_tools.evaluate.records import quality_records
-from tokenmerge_tools.evaluate.samples import pack, sample_records, unpack, write_sheet
+from tokenmerge_tools.evaluate.prompts import Item
+from tokenmerge_tools.evaluate.results import pack, quality_records, sample_records, unpack, write_sheet
+from tokenmerge_tools.failures import is_out_of_memory
 from tokenmerge_tools.files import prepare_folder, write_json
 from tokenmerge_tools.pipelines.call import PipelineCall, latent_scale, load_pipeline_for
-from tokenmerge_tools.pipelines.loading import require_diffusers
-from tokenmerge_tools.pipelines.sizes import check_size
-from tokenmerge_tools.progress import Progress
-from tokenmerge_tools.reporting.quality import QualityRecord, SampleRecord, read_quality
+from tokenmerge_tools.pipelines.loading import free_memory, require_diffusers
+from tokenmerge_tools.pipelines.settings import check_size
+from tokenmerge_tools.records.file import ResultsFile
+from tokenmerge_tools.records.kinds import QualityRecord, SampleRecord
+from tokenmerge_tools.variants.variant import DENSE
 
 T = TypeVar("T")
 
@@ -41,30 +44,23 @@ def evaluate(
     with more prompts, variants or metrics only does what is new. Under ``accelerate launch``, the batches are
     split over the processes, and the results are the same as with one process.
 
-    Only the first process calls ``on_progress``, when pictures are written, and ``on_note``, with messages
-    for the user.
-
-    Returns:
-        The records, dense first. The record of all pictures of a variant precedes those of its categories.
-        None in all processes but the first.
-
-    Raises:
-        TokenMergingError: an option does not fit the model or the machine. Cheap checks run before the
-            weights are loaded, and all metrics are loaded before the first picture.
+    The records are returned in the first process, dense first. Only that process calls ``on_progress`` and
+    ``on_note``.
     """
     require_diffusers("tokenmerge evaluate")
     with processes(options.device) as team:
         evaluation = plan_evaluation(options, team.device)
         # The first process names the folder, since modification times of weights differ between machines.
         evaluation = dataclasses.replace(evaluation, store=team.gather(evaluation.store)[0])
-        run = _Run(options, evaluation, team, on_progress if team.is_main else lambda progress: None)
+        run = _Evaluating(options, evaluation, team, on_progress if team.is_main else lambda progress: None)
         if team.count > 1 and team.is_main:
             on_note(f"{team.count} processes share the prompts")
         if not team.is_main:
             run.load_metrics(lambda note: None)
             run.draw_and_measure()
             return None
-        with ResultsFile(options.out, read_quality) as file:
+        kinds: tuple[type[QualityRecord | SampleRecord], ...] = (QualityRecord, SampleRecord)
+        with ResultsFile(options.out, *kinds) as file:
             for note in file.notes:
                 on_note(note)
             run.load_metrics(on_note)
@@ -72,7 +68,7 @@ def evaluate(
             return run.write(file)
 
 
-class _Run:
+class _Evaluating:
     """One run, and its measurements so far."""
 
     metrics: Metrics
@@ -109,7 +105,13 @@ class _Run:
         if team.is_main:
             write_json(evaluation.store.folder / "conditions.json", evaluation.store.conditions, CONTINUES)
         items = [[item for _, item in batch] for batch in self.batches]
-        tasks = missing(items, evaluation.variants, evaluation.store)
+        # Batch by batch, so that an interrupted run leaves complete batches.
+        tasks = [
+            (variant, left)
+            for batch in items
+            for variant in evaluation.variants
+            if (left := [item for item in batch if not evaluation.store.picture(variant, item).exists()])
+        ]
         if tasks:
             self._draw(tasks)
             free_memory()
@@ -126,21 +128,39 @@ class _Run:
         if team.is_main:
             unpack(packed)
 
-    def _draw(self, tasks: Sequence[Task]) -> None:
+    def _draw(self, tasks: Sequence[tuple[Drawn, Sequence[Item]]]) -> None:
+        """Draw, time and write pictures. A picture appears on the disk only when it is complete."""
         evaluation = self.evaluation
         drawing = self.options.drawing(evaluation.prompts[0].text)
         pipe = load_pipeline_for(drawing, evaluation.source, evaluation.dtype, self.team.device)
         check_size(evaluation.size, latent_scale(pipe))
         call = PipelineCall.prepare(pipe, drawing, evaluation.size, frames=evaluation.frames)
-        total, done = sum(len(task.items) for task in tasks), 0
-
-        def drawn(count: int) -> None:
-            nonlocal done
-            done += count
-            self.on_progress(Progress("drawing", done, total))
-
-        self.on_progress(Progress("drawing", 0, total))
-        draw(pipe, call, tasks, evaluation.store, drawn)
+        done, total = 0, sum(len(items) for _, items in tasks)
+        configs: dict[Drawn, ToMeConfig | None] = {}
+        self.on_progress(Progress("drawing", done, total))
+        with Studio(pipe) as studio:
+            for variant, items in tasks:
+                prompts, seeds = [item.prompt.text for item in items], [item.seed for item in items]
+                own, name = call.of_pictures(prompts, seeds).with_steps(variant.steps), variant.label
+                try:
+                    if variant not in configs:
+                        configs[variant] = config = variant.spec.config(pipe)
+                        if name != DENSE:
+                            studio.add(name, partial(variant.spec.apply, config=config))
+                        studio.warm_up(name, own)
+                    (found,) = studio.rounds({name: own})
+                except Exception as error:
+                    if is_out_of_memory(error):
+                        raise ConfigError(
+                            f"batch: {len(items)} pictures at once do not fit into memory; lower --batch, "
+                            "which changes pictures only by rounding; the finished ones are kept"
+                        ) from error
+                    raise
+                seconds = found.seconds / len(items)
+                for item, picture in zip(items, found.pictures, strict=True):
+                    evaluation.store.save(variant, item, picture, seconds, configs[variant], CONTINUES)
+                done += len(items)
+                self.on_progress(Progress("drawing", done, total))
 
     def write(self, file: ResultsFile[QualityRecord | SampleRecord]) -> list[QualityRecord]:
         """Append new records and samples to the file, and write the sheet."""

@@ -16,17 +16,10 @@ Run = Callable[[Arrays], Any]  # inputs → the output
 
 @dataclasses.dataclass(frozen=True)
 class Format:
-    """A format of exported models.
+    """A format of exported models, for the program ``title``, which is the first of ``packages``.
 
-    Attributes:
-        title: the program that runs it.
-        opset: version of ONNX's operators that the model is converted to.
-        packages: packages that must be installed; the first one runs the model.
-        file: name of the file to open.
-        write: (ONNX program of PyTorch, folder) → files in the folder.
-        load: (folder, number of threads, None for all) → a function that runs the model in it.
-        look_inside: (folder, names of values in the graph, inputs) → the output and these values, from one
-            run.
+    ``write`` writes an ONNX program of PyTorch to a folder, and ``load`` makes a function that runs the model
+    in it, on a number of threads or all. ``look_inside`` returns the output and named values from one run.
     """
 
     title: str
@@ -128,22 +121,12 @@ def _openvino_model(folder: Path, threads: int | None, inner: Sequence[str]) -> 
 FORMATS = {
     # From opset 23 on, attention is one operator, but ONNX Runtime 1.32 refuses masks of one row there.
     "onnx": Format(
-        "ONNX Runtime",
-        20,
-        ("onnxruntime", "onnx", "onnxscript"),
-        "model.onnx",
-        _write_onnx,
-        _load_onnx,
-        _look_inside_onnx,
+        *("ONNX Runtime", 20, ("onnxruntime", "onnx", "onnxscript"), "model.onnx"),
+        *(_write_onnx, _load_onnx, _look_inside_onnx),
     ),
     # With this operator OpenVINO always finds its fused attention.
     "openvino": Format(
-        "OpenVINO",
-        23,
-        ("openvino", "onnx", "onnxscript"),
-        "model.xml",
-        _write_openvino,
-        _load_openvino,
-        _look_inside_openvino,
+        *("OpenVINO", 23, ("openvino", "onnx", "onnxscript"), "model.xml"),
+        *(_write_openvino, _load_openvino, _look_inside_openvino),
     ),
 }

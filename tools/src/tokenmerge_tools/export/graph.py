@@ -16,20 +16,17 @@ from torch.utils._pytree import tree_leaves
 
 from tokenmerge.errors import UnsupportedModelError
 from tokenmerge_tools.export.plans import made_plans, plan_tensors
-from tokenmerge_tools.out_of_memory import errors_as
+from tokenmerge_tools.failures import errors_as
 
 OUTPUT = "out"
 Plans = tuple[tuple[str | None, ...], ...]
 
 
 class Graph(NamedTuple):
-    """An ONNX program, and the names that its check needs.
+    """An ONNX program of PyTorch, and the names that its check needs.
 
-    Attributes:
-        program: ONNX program of PyTorch.
-        inputs: names of the inputs in the order of :func:`tensors`.
-        plans: for each plan in the order in which they are made, the names of its tensors in the graph; None
-            for a tensor on which the output does not depend.
+    ``inputs`` are in the order of :func:`tensors`. ``plans`` has, for each plan in the order in which they
+    are made, the names of its tensors in the graph; None for a tensor on which the output does not depend.
     """
 
     program: Any
@@ -39,11 +36,7 @@ class Graph(NamedTuple):
 
 @torch.no_grad()
 def onnx_graph(model: nn.Module, arguments: dict[str, Any], opset: int) -> Graph:
-    """The ONNX program of one call of a model that may be patched.
-
-    Raises:
-        UnsupportedModelError: PyTorch cannot export the model with these settings.
-    """
+    """Return the ONNX program of one call of a model that may be patched."""
     with _quiet(), _exporting(type(model).__name__), made_plans(model) as plans:
         # The plans become outputs, so that their names can be found. Below, they are removed again.
         hook = model.register_forward_hook(
@@ -75,7 +68,7 @@ def onnx_graph(model: nn.Module, arguments: dict[str, Any], opset: int) -> Graph
 
 
 def tensors(arguments: dict[str, Any]) -> list[Tensor]:
-    """The tensors in the arguments of a call, also within lists and dictionaries."""
+    """Return the tensors in the arguments of a call, also within lists and dictionaries."""
     return [value for value in tree_leaves(arguments) if isinstance(value, Tensor)]
 
 

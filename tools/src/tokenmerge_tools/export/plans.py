@@ -23,7 +23,7 @@ from tokenmerge.ops import IndexPlan, Plan
 
 @contextlib.contextmanager
 def made_plans(model: nn.Module) -> Iterator[list[Plan]]:
-    """Within the context, collect the plans of a patched model in order; an unpatched one makes none."""
+    """Collect, within the context, the plans of a patched model in order; an unpatched one makes none."""
     plans: list[Plan] = []
 
     def note(_: Tensor, plan: Plan) -> Plan:
@@ -35,7 +35,7 @@ def made_plans(model: nn.Module) -> Iterator[list[Plan]]:
 
 
 def plan_tensors(plan: Plan) -> tuple[Tensor, ...]:
-    """The tensors of a plan that consists of indices; empty for a soft plan."""
+    """Return the tensors of a plan that consists of indices; empty for a soft plan."""
     return tuple(x for x in plan if x is not None) if isinstance(plan, IndexPlan) else ()
 
 
@@ -43,14 +43,9 @@ def plan_tensors(plan: Plan) -> tuple[Tensor, ...]:
 class TakenPlans:
     """Plans that PyTorch takes in place of its own, after comparing the two.
 
-    Args:
-        given: the tensors of each plan, as from :func:`plan_tensors`; None: PyTorch's own one is taken.
-        largest_gap: largest gap that is accepted; see :func:`gap`.
-
-    Attributes:
-        done: number of plans that were taken.
-        other_choices: number of tokens that these plans put into other merged tokens than PyTorch does.
-        gap: largest gap that was found.
+    ``given`` has the tensors of each plan, as from :func:`plan_tensors`; for None, PyTorch's own one is
+    taken. ``other_choices`` is the number of tokens that these plans put into other merged tokens than
+    PyTorch does, and ``gap`` the largest gap that was found; see :func:`gap`.
     """
 
     given: Sequence[Sequence[Any | None]]
@@ -63,17 +58,13 @@ class TakenPlans:
     def read(
         cls, names: Sequence[Sequence[str | None]], values: Sequence[Any], largest_gap: float
     ) -> TakenPlans:
-        """Plans from the values of a graph in the order of their names; None: there is no such value."""
+        """Read plans from the values of a graph in the order of their names; None: there is no such value."""
         each = iter(values)
         return cls([[name and next(each) for name in plan] for plan in names], largest_gap)
 
     @contextlib.contextmanager
     def in_use_of(self, model: nn.Module) -> Iterator[None]:
-        """Within the context, the patched model takes these plans.
-
-        Raises:
-            ConfigError: one of them is not a valid plan for its tokens, or merges less similar tokens.
-        """
+        """Let the patched model take these plans within the context."""
         with revise_plans(model, self._take):
             yield
         if self.done != len(self.given):
@@ -102,7 +93,7 @@ class TakenPlans:
 
 
 def flaw_of(plan: IndexPlan, own: IndexPlan) -> str | None:
-    """What is wrong with a plan that should have the shape of PyTorch's ``own``; None: nothing.
+    """Return what is wrong with a plan that should have the shape of PyTorch's ``own``; None: nothing.
 
     Every token must be in exactly one merged token, and indices and sizes must agree on which.
     """
@@ -130,21 +121,16 @@ def flaw_of(plan: IndexPlan, own: IndexPlan) -> str | None:
 
 
 def representatives(plan: IndexPlan) -> Tensor:
-    """``[b, n]``: for each token, the index of the token whose place its merged token takes."""
+    """Return for each token ``[b, n]`` the index of the token whose place its merged token takes."""
     return plan.kept().gather(1, plan.labels())
 
 
 def gap(features: Tensor, plan: IndexPlan, own: IndexPlan) -> float:
-    """Largest amount by which similarities of merged tokens are lower than in PyTorch's own plan.
+    """Return the largest amount by which similarities of merged tokens are lower than in PyTorch's own plan.
 
     The similarities of all tokens to the tokens that they merge into are compared in order, the lowest of one
     plan with the lowest of the other. PyTorch's plan has the best edges, so no other plan has higher ones.
     Images with the same plan share it, and their similarities are averaged as the planner does.
-
-    Args:
-        features: ``[b, n, c]`` in PyTorch.
-        plan: plan of the exported model.
-        own: PyTorch's plan.
     """
     unit = F.normalize(features.double(), dim=-1)
     _, group = own.labels().unique(dim=0, return_inverse=True)

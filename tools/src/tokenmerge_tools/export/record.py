@@ -1,57 +1,39 @@
-"""The description of an exported model, as values for JSON."""
+"""The description of an exported model, and the new folder that it goes to."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Mapping
-from importlib import metadata
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import tokenmerge
 from tokenmerge.config import ToMeConfig
+from tokenmerge.errors import ConfigError
 from tokenmerge.report import Report
+from tokenmerge_tools.machine import version_of
 
 FILE = "export.json"
 _VERSION = 1
-_PACKAGES = ("torch", "diffusers", "onnx", "onnxscript", "onnxruntime", "openvino")
-
-
-@dataclasses.dataclass(frozen=True)
-class PlansCheck:
-    """How far the plans of the exported model are from PyTorch's. They differ where rounding decides.
-
-    Attributes:
-        plans: number of plans that PyTorch took from the exported model.
-        other_choices: number of tokens that they put into other merged tokens than PyTorch's own plans.
-        largest_gap: by how much the cosine similarity of merged tokens is lower than in PyTorch's own plan.
-        relative_difference_with_own_plans: the largest difference of the outputs as a fraction of the largest
-            output where PyTorch merges by its own plans.
-        values: for each plan the names of the values in the graph that hold it; None: the graph has none.
-    """
-
-    plans: int
-    other_choices: int
-    largest_gap: float
-    relative_difference_with_own_plans: float
-    values: tuple[tuple[str | None, ...], ...]
+_PACKAGES = ("tokenmerge", "torch", "diffusers", "onnx", "onnxscript", "onnxruntime", "openvino")
 
 
 @dataclasses.dataclass(frozen=True)
 class Check:
     """How far the exported model is from PyTorch, in one call with another sample and timestep.
 
-    Attributes:
-        engine: the program that ran the exported model.
-        largest_difference: largest difference of a value of the output.
-        largest_output: the largest absolute value of PyTorch's output.
-        plans: comparison of the plans; None: nothing merged.
+    ``plans`` says how far its plans are from PyTorch's, which differ where rounding decides: how many PyTorch
+    took from it, how many tokens they put into other merged tokens, by how much the cosine similarity of
+    these is lower at most, the relative difference of the outputs where PyTorch merges by its own plans, and
+    for each plan the names of the values in the graph that hold it. None: nothing merged.
     """
 
     engine: str
     largest_difference: float
     largest_output: float
-    plans: PlansCheck | None = None
+    plans: Mapping[str, Any] | None = None
 
     @property
     def relative(self) -> float:
@@ -61,24 +43,10 @@ class Check:
 
 @dataclasses.dataclass(frozen=True)
 class ExportRecord:
-    """The description of an exported model.
+    """The description of an exported model. Inputs and output have a shape and a dtype.
 
-    Attributes:
-        model: name of the model, as it was given.
-        denoiser: class of the denoiser.
-        to: the format.
-        file: name of the file to open.
-        opset: version of ONNX's operators.
-        size: (width, height) in pixels.
-        latent: (height, width) of the latents.
-        batch: samples in a call.
-        guided: whether the batch holds each sample twice, for guidance.
-        inputs: name → (shape, dtype).
-        output: (shape, dtype).
-        method: the method and its changed settings.
-        settings: all settings.
-        merging: what merges in one call.
-        check: how far it is from PyTorch.
+    The size is (width, height) in pixels, the latent one is (height, width). ``guided``: the batch holds each
+    sample twice, for guidance. ``merging`` says what merges in one call.
     """
 
     model: str
@@ -98,7 +66,7 @@ class ExportRecord:
     check: Check
 
     def to_dict(self, folder: Path) -> dict[str, Any]:
-        """The record for JSON, with the names and sizes of the files in a folder."""
+        """Return the record for JSON, with the names and sizes of the files in a folder."""
         rows = self.merging.rows
         return {
             "kind": "tokenmerge export",
@@ -131,7 +99,7 @@ class ExportRecord:
                 "relative_difference": self.check.relative,
             },
             "files": {file.name: file.stat().st_size for file in sorted(folder.iterdir())},
-            "versions": {"tokenmerge": tokenmerge.__version__, **_versions()},
+            "versions": {name: version for name in _PACKAGES if (version := version_of(name))},
         }
 
 
@@ -139,11 +107,43 @@ def _tensor(shape: tuple[int, ...], dtype: str) -> dict[str, Any]:
     return {"shape": list(shape), "dtype": dtype}
 
 
-def _versions() -> dict[str, str]:
-    found = {}
-    for package in _PACKAGES:
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
+def check_new(folder: Path) -> None:
+    """Check that a folder does not exist yet, or is empty."""
+    try:
+        taken = folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
+    except OSError as error:
+        raise _refused(folder, error) from error
+    if taken:
+        raise ConfigError(
+            f"out: {folder} exists already, and is not overwritten; remove it, or choose another folder with "
+            "--out"
+        )
+
+
+@contextlib.contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """Yield a folder to fill. It gets its name when the context ends, and is removed after an exception.
+
+    If the process is killed, ``.NAME-unfinished-…`` is left beside the folder.
+    """
+    check_new(folder)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}-unfinished-", dir=folder.parent))
+    except OSError as error:
+        raise _refused(folder, error) from error
+    try:
+        yield unfinished
+        check_new(folder)
+        unfinished.chmod(0o755)  # mkdtemp makes folders that only their owner can read
+        with contextlib.suppress(FileNotFoundError):
+            folder.rmdir()
+        unfinished.replace(folder)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _refused(folder: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"out: cannot write to {folder} ({error.strerror or error}); choose another folder with --out"
+    )

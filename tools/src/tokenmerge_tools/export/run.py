@@ -2,34 +2,35 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
+import typer
 
 from tokenmerge.api import token_merging
 from tokenmerge.config import ToMeConfig
+from tokenmerge.config.checks import integer, one_of
 from tokenmerge.errors import ConfigError, UnsupportedModelError
 from tokenmerge.report import predict
 from tokenmerge_tools.export import record
-from tokenmerge_tools.export.call import DenoiserCall, first_call
-from tokenmerge_tools.export.folder import check_new, new_folder
+from tokenmerge_tools.export.first_call import DenoiserCall, first_call
 from tokenmerge_tools.export.formats import FORMATS
 from tokenmerge_tools.export.graph import Plans, onnx_graph, tensors
-from tokenmerge_tools.export.options import ExportOptions
 from tokenmerge_tools.export.plans import TakenPlans
-from tokenmerge_tools.export.record import Check, ExportRecord, PlansCheck
+from tokenmerge_tools.export.record import Check, ExportRecord, check_new, new_folder
 from tokenmerge_tools.files import write_json
 from tokenmerge_tools.method_spec import MethodSpec
 from tokenmerge_tools.pipelines.call import latent_scale, own_size
-from tokenmerge_tools.pipelines.checks import check_merging
-from tokenmerge_tools.pipelines.loading import SourceKind, find_model, load_pipeline
-from tokenmerge_tools.pipelines.sizes import check_size
-from tokenmerge_tools.pipelines.sketch import load_sketch
+from tokenmerge_tools.pipelines.loading import DEFAULT_MODEL, load_pipeline
+from tokenmerge_tools.pipelines.meta_model import checked_source
+from tokenmerge_tools.pipelines.options import Guidance, Size, picture
+from tokenmerge_tools.pipelines.settings import check_guidance, check_size
 
 # Largest accepted difference, as a fraction of the largest output.
 LARGEST_DIFFERENCE = 1e-3
@@ -38,29 +39,38 @@ LARGEST_DIFFERENCE = 1e-3
 LARGEST_GAP = 4 * LARGEST_DIFFERENCE
 
 
-def export(options: ExportOptions) -> ExportRecord:
-    """Export the denoiser of a pipeline.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExportOptions:
+    """What to export. The settings of token merging must be the same at every denoising step."""
 
-    Raises:
-        ConfigError: an option does not fit the model, the folder exists, or the exported model differs from
-            PyTorch.
-        MissingExtraError: a package is not installed.
-        UnsupportedModelError: the model cannot be exported.
-        NothingToMergeError: no token would merge.
-    """
+    to: Annotated[str, typer.Option(help=f"{', '.join(FORMATS)}.")]
+    out: Annotated[
+        Path, typer.Option("--out", "-o", help="Folder for the files, which must be new or empty.")
+    ]
+    model: str = DEFAULT_MODEL
+    merging: MethodSpec = dataclasses.field(default_factory=MethodSpec)
+    size: Size = None
+    batch: Annotated[int, picture("Pictures per call.", parser="integer")] = 1
+    guidance: Guidance = None
+
+    def __post_init__(self) -> None:
+        one_of(tuple(FORMATS))("to", self.to)
+        integer(1)("batch", self.batch)
+        check_guidance("guidance", self.guidance)
+
+
+def export(options: ExportOptions) -> ExportRecord:
+    """Export the denoiser of a pipeline."""
     FORMATS[options.to].require()
     check_new(options.out)
-    source = find_model(options.model)
-    if source.kind is not SourceKind.CHECKPOINT:  # before the weights are read
-        sketch = load_sketch(source)
-        if (size := options.size or sketch.size) is not None:
-            check_merging(sketch, size, options.merging)
+    source = checked_source(options.model, options.size, options.merging)
 
     def call() -> DenoiserCall:
         pipe = load_pipeline(source, torch.float32, torch.device("cpu"))
         pipe.set_progress_bar_config(disable=True)
         size = options.size or own_size(pipe)
-        return first_call(pipe, options, size, check_size(size, latent_scale(pipe)))
+        latent = check_size(size, latent_scale(pipe))
+        return first_call(pipe, options.batch, options.guidance, size, latent)
 
     return export_denoiser(call, options.merging, options.out, options.to, options.model)
 
@@ -70,16 +80,8 @@ def export_denoiser(
 ) -> ExportRecord:
     """Export a denoiser with the arguments of one call, whose shapes become fixed.
 
-    Args:
-        make_call: makes the call, with the same weights each time. It is called again after the exported
-            model has run. Nothing else should hold its denoiser, which is freed before that.
-        merging: the method and its settings; they must be the same at every denoising step.
-        out: folder for the files, which must not exist yet, or be empty.
-        to: ``"onnx"`` or ``"openvino"``.
-        model: name of the model, for the record.
-
-    Raises:
-        ConfigError, MissingExtraError, UnsupportedModelError, NothingToMergeError: as for :func:`export`.
+    ``make_call`` makes the call, with the same weights each time. It is called again after the exported model
+    has run. Nothing else should hold its denoiser, which is freed before that.
     """
     form = FORMATS[to]
     form.require()
@@ -131,11 +133,7 @@ def export_denoiser(
 
 
 def settings_of(merging: MethodSpec, call: DenoiserCall) -> ToMeConfig:
-    """The settings, which must be the same at every step.
-
-    Raises:
-        ConfigError: they change over the denoising steps, or need the step before.
-    """
+    """Return the settings, which must be the same at every step."""
     config = merging.config(call.denoiser, follows_steps=False)
     if config.follows_steps:
         raise ConfigError(
@@ -148,7 +146,7 @@ def settings_of(merging: MethodSpec, call: DenoiserCall) -> ToMeConfig:
 
 @torch.no_grad()
 def _result(model: torch.nn.Module, arguments: dict[str, Any]) -> Any:
-    """The output of a call as an array."""
+    """Return the output of a call as an array."""
     found = model(**arguments, return_dict=False)[0]
     if not isinstance(found, torch.Tensor):
         raise UnsupportedModelError(
@@ -168,13 +166,8 @@ def _with_the_same_plans(
 ) -> Check:
     """Compare the exported model with PyTorch on the same plans, after comparing the plans.
 
-    Args:
-        plain: the comparison with PyTorch's own plans.
-        call: holds the denoiser that PyTorch runs.
-        config: the settings.
-        arguments: arguments of the compared call.
-        names: names of the tensors of each plan; None for a tensor that the graph lacks.
-        inner: the output of the exported model, then the named tensors.
+    ``plain`` is the comparison with PyTorch's own plans, ``names`` are the names of the tensors of each plan,
+    and ``inner`` is the output of the exported model, followed by the named tensors.
     """
     found, *values = inner
     taken = TakenPlans.read(names, values, LARGEST_GAP)
@@ -182,18 +175,14 @@ def _with_the_same_plans(
         patch.at_size(*call.latent)
         with taken.in_use_of(call.denoiser):
             expected = _result(call.denoiser, arguments)
-    return Check(
-        engine=plain.engine,
-        largest_difference=_largest(found - expected),
-        largest_output=_largest(expected),
-        plans=PlansCheck(
-            plans=taken.done,
-            other_choices=taken.other_choices,
-            largest_gap=taken.gap,
-            relative_difference_with_own_plans=plain.relative,
-            values=names,
-        ),
-    )
+    plans = {
+        "plans": taken.done,
+        "other_choices": taken.other_choices,
+        "largest_gap": taken.gap,
+        "relative_difference_with_own_plans": plain.relative,
+        "values": names,
+    }
+    return Check(plain.engine, _largest(found - expected), _largest(expected), plans)
 
 
 def _refuse_different(check: Check) -> None:

@@ -32,10 +32,6 @@ def options_like(
 
     Returns:
         The options, and notes on parameters that could not be taken.
-
-    Raises:
-        ConfigError: the file cannot be read or has no parameters, or its model is not bundled and no model
-            was given.
     """
     picture, notes = read_picture(path), []
     if "model" not in given and picture.model is not None and picture.model not in demo.NAMES:

@@ -26,6 +26,7 @@ from tokenmerge.errors import ConfigError
 from tokenmerge_tools.files import read_bytes
 from tokenmerge_tools.pipelines.loading import PICKLE
 from tokenmerge_tools.pipelines.options import GenerateOptions
+from tokenmerge_tools.pipelines.settings import parse_size
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -71,7 +72,7 @@ class Parameters:
 
 
 def parameters_of(options: GenerateOptions, size: tuple[int, int]) -> Parameters:
-    """The parameters of a run's pictures, apart from their seeds and token merging.
+    """Return the parameters of a run's pictures, apart from their seeds and token merging.
 
     For a folder or a file, only its name is included: pictures are shared, and paths are private.
     """
@@ -109,11 +110,7 @@ def write_picture(picture: Image, parameters: Parameters, metadata: str | None, 
 
 
 def read_picture(path: Path) -> Parameters:
-    """Read the parameters of a picture from its PNG file.
-
-    Raises:
-        ConfigError: the file cannot be read, has no parameters, or has unknown settings or invalid numbers.
-    """
+    """Read the parameters of a picture from its PNG file."""
     import PIL.Image
 
     try:
@@ -166,13 +163,12 @@ def _from_text(text: str) -> Parameters:
     if "Steps" not in entries:  # the text is only a prompt
         prompts, entries = text, {}
     prompt, negates, negative = prompts.partition("\n" + _NEGATIVE)
-    size = re.fullmatch(r"(\d{1,9})x(\d{1,9})", entries.get("Size", ""))
     merging = entries.get("Token merging")
     return Parameters(
         prompt=prompt,
         seed=_number(entries, "Seed", int, "an integer"),
         steps=_number(entries, "Steps", int, "an integer"),
-        size=None if size is None else (int(size[1]), int(size[2])),
+        size=parse_size(entries["Size"]) if "Size" in entries else None,
         negative_prompt=negative if negates else None,
         guidance=_number(entries, "CFG scale", float, "a number"),
         scheduler=entries.get("Sampler"),

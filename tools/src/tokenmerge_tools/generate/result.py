@@ -9,15 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from tokenmerge.report import Report, RunSteps
-from tokenmerge_tools.bench.timing import Measurement, Times
+from tokenmerge_tools.timing import Measurement, Times
 
 
 @dataclasses.dataclass(frozen=True)
 class VariantResult:
-    """Timings of one variant.
-
-    ``seconds`` has the wall-clock time of each timed pipeline call, in the order in which they ran.
-    """
+    """Wall-clock seconds of each timed pipeline call of one variant, in order, and the peak memory."""
 
     name: str
     seconds: tuple[float, ...]
@@ -26,12 +23,12 @@ class VariantResult:
     @classmethod
     def of(cls, name: str, measurements: Iterable[Measurement]) -> VariantResult:
         """Collect the measurements of one variant."""
-        own = [measurement for measurement in measurements if measurement.variant == name]
-        peaks = [measurement.peak_bytes for measurement in own if measurement.peak_bytes is not None]
-        return cls(name, tuple(measurement.seconds for measurement in own), max(peaks, default=None))
+        own = [one for one in measurements if one.variant == name]
+        peak = max((one.peak_bytes for one in own if one.peak_bytes is not None), default=None)
+        return cls(name, tuple(one.seconds for one in own), peak)
 
     def per_image(self, batch: int) -> Times:
-        """Seconds per picture, which are the seconds per call divided by the batch."""
+        """Return the seconds per picture, which are the seconds per call divided by the batch."""
         return Times.of([seconds / batch for seconds in self.seconds])
 
 
@@ -48,11 +45,9 @@ class Quality:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """All results of a run.
+    """All results of a run. Dense comes first among the variants, if it ran.
 
-    ``conditions`` are machine, versions and options, in JSON-compatible values. Dense comes first among the
-    variants, if it ran. ``quality`` is None without a dense run or without torchmetrics. ``steps`` is the
-    record of the merged steps, None if they were not recorded.
+    ``quality`` is None without a dense run or without torchmetrics, and ``steps`` if they were not recorded.
     """
 
     folder: Path
@@ -66,39 +61,33 @@ class Result:
     steps: RunSteps | None = None
 
     def speedup(self, variant: VariantResult) -> float | None:
-        """Median time of dense over that of ``variant``; None if either was not timed."""
+        """Return the median time of dense over that of ``variant``; None if either was not timed."""
         dense = self.variants[0]
         if dense.name != "dense" or not dense.seconds or not variant.seconds:
             return None
         return dense.per_image(self.batch).median / variant.per_image(self.batch).median
 
     def to_dict(self) -> dict[str, Any]:
-        """The content of ``run.json``. An infinite PSNR becomes the string ``"inf"``."""
+        """Return the content of ``run.json``. An infinite PSNR becomes the string ``"inf"``."""
+        variants = {}
+        for one in self.variants:
+            per_image = dataclasses.asdict(one.per_image(self.batch)) if one.seconds else None
+            variants[one.name] = {
+                "seconds_per_call": list(one.seconds),
+                "seconds_per_image": per_image,
+                "speedup": self.speedup(one),
+                "peak_memory_bytes": one.peak_bytes,
+            }
+        quality = None
+        if self.quality is not None:
+            psnr = [value if math.isfinite(value) else str(value) for value in self.quality.psnr]
+            quality = {"psnr_db": psnr, "ssim": list(self.quality.ssim)}
         return {
             "complete": self.complete,
             "conditions": self.conditions,
-            "variants": {
-                variant.name: {
-                    "seconds_per_call": list(variant.seconds),
-                    "seconds_per_image": dataclasses.asdict(variant.per_image(self.batch))
-                    if variant.seconds
-                    else None,
-                    "speedup": self.speedup(variant),
-                    "peak_memory_bytes": variant.peak_bytes,
-                }
-                for variant in self.variants
-            },
-            "quality": None
-            if self.quality is None
-            else {
-                "psnr_db": [_json_number(value) for value in self.quality.psnr],
-                "ssim": list(self.quality.ssim),
-            },
+            "variants": variants,
+            "quality": quality,
             "report": self.report.to_dict(),
             "notes": list(self.notes),
             **({} if self.steps is None else {"steps": self.steps.to_dicts()}),
         }
-
-
-def _json_number(value: float) -> float | str:
-    return value if math.isfinite(value) else str(value)

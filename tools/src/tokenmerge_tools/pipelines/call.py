@@ -13,14 +13,14 @@ from tokenmerge.errors import ConfigError, UnsupportedModelError
 from tokenmerge_tools.pipelines.loading import (
     ModelSource,
     denoiser_of,
+    denoising_models,
     guidance_in_force,
     guides,
     load_pipeline,
 )
+from tokenmerge_tools.pipelines.meta_model import default_size
 from tokenmerge_tools.pipelines.options import GenerateOptions
 from tokenmerge_tools.pipelines.settings import set_attention, set_scheduler
-from tokenmerge_tools.pipelines.shared_weights import denoising_models
-from tokenmerge_tools.pipelines.sketch import default_size
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
@@ -54,11 +54,6 @@ class PipelineCall:
 
         ``control`` is a picture for the ControlNet, and ``frames`` the length of a video. If ``frames`` is
         None, the pipeline must draw pictures.
-
-        Raises:
-            ConfigError: the pipeline does not accept an option.
-            UnsupportedModelError: the pipeline cannot generate pictures from text alone, or videos if frames
-                are given.
         """
         parameters = inspect.signature(pipe.__call__).parameters
         if frames is None and draws_videos(type(pipe)):
@@ -94,43 +89,39 @@ class PipelineCall:
         return cls(arguments, seeds, guides(pipe, scale), guidance_in_force(pipe, scale))
 
     def of_pictures(self, prompts: Sequence[str], seeds: Sequence[int]) -> PipelineCall:
-        """The same call with other prompts and seeds, one of each for every picture."""
+        """Return the same call with other prompts and seeds, one of each for every picture."""
         return dataclasses.replace(
             self, arguments={**self.arguments, "prompt": list(prompts)}, seeds=tuple(seeds)
         )
 
     def with_steps(self, steps: int) -> PipelineCall:
-        """The same call with another number of denoising steps."""
+        """Return the same call with another number of denoising steps."""
         return dataclasses.replace(self, arguments={**self.arguments, "num_inference_steps": steps})
 
-    def __call__(self, pipe: DiffusionPipeline, on_step: Callable[[int], None]) -> list[Any]:
+    def __call__(self, pipe: DiffusionPipeline, on_step: Callable[[int], None] | None = None) -> list[Any]:
         """Generate one picture per seed, or one video as a list of its frames.
 
         The pipeline is the one that the call was prepared for, or its :func:`twin`. ``on_step`` is called
         after each denoising step with the number of steps in this call.
         """
+        arguments = {"output_type": "pil", **self.arguments}
+        if on_step is not None and "callback_on_step_end" in inspect.signature(pipe.__call__).parameters:
 
-        def step_done(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
-            on_step(pipe.num_timesteps)
-            return tensors
+            def step_done(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+                on_step(pipe.num_timesteps)
+                return tensors
 
-        arguments = dict(self.arguments)
-        if "callback_on_step_end" in inspect.signature(pipe.__call__).parameters:
             arguments["callback_on_step_end"] = step_done
         # CPU generators make the noise independent of the device.
         generators = [torch.Generator("cpu").manual_seed(seed) for seed in self.seeds]
-        made = pipe(**arguments, generator=generators, output_type="pil")
+        made = pipe(**arguments, generator=generators)
         return list(made.frames if "num_frames" in self.arguments else made.images)
 
 
 def load_pipeline_for(
     options: GenerateOptions, source: ModelSource, dtype: torch.dtype, device: torch.device
 ) -> DiffusionPipeline:
-    """Load a pipeline with the ControlNet, scheduler and attention of the options, and without progress bars.
-
-    Raises:
-        ConfigError: it cannot be loaded, or does not fit the options.
-    """
+    """Load a pipeline with the ControlNet, scheduler and attention of the options, without progress bars."""
     pipe = load_pipeline(source, dtype, device, options.controlnet)
     if options.scheduler is not None:
         set_scheduler(pipe, options.scheduler)
@@ -140,17 +131,13 @@ def load_pipeline_for(
 
 
 def draws_videos(pipeline: Any) -> bool:
-    """Whether pipelines of this class draw videos whose length can be chosen."""
+    """Return whether pipelines of this class draw videos whose length can be chosen."""
     length = inspect.signature(pipeline.__call__).parameters.get("num_frames")
     return length is not None and length.default != 1  # 1: a video model that draws pictures by default
 
 
 def default_frames(pipeline: Any) -> int:
-    """The default length of the videos that pipelines of this class draw.
-
-    Raises:
-        ConfigError: they have no default length.
-    """
+    """Return the default length of the videos that pipelines of this class draw."""
     default = inspect.signature(pipeline.__call__).parameters["num_frames"].default
     if not isinstance(default, int):
         raise ConfigError(f"frames: {pipeline.__name__} has no default length; give --frames")
@@ -158,17 +145,13 @@ def default_frames(pipeline: Any) -> int:
 
 
 def latent_scale(pipe: DiffusionPipeline) -> int:
-    """Pixels per latent position along each side."""
+    """Return the pixels per latent position along each side."""
     names = ("vae_scale_factor", "vae_scale_factor_spatial", "vae_spatial_compression_ratio")
     return next((int(getattr(pipe, name)) for name in names if hasattr(pipe, name)), 1)
 
 
 def own_size(pipe: DiffusionPipeline) -> tuple[int, int]:
-    """The model's default (width, height) in pixels.
-
-    Raises:
-        ConfigError: its config has none.
-    """
+    """Return the model's default (width, height) in pixels."""
     config = dict(denoiser_of(pipe).config)
     if getattr(pipe, "default_sample_size", None):
         config["sample_size"] = pipe.default_sample_size

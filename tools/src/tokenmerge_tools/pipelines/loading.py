@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import enum
+import gc
 import inspect
+import logging
 import re
 from collections.abc import Iterable
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from tokenmerge.errors import (
     ConfigError,
@@ -19,14 +24,15 @@ from tokenmerge.errors import (
     UnsupportedModelError,
 )
 from tokenmerge_tools import demo
+from tokenmerge_tools.failures import errors_as
 from tokenmerge_tools.files import is_file, is_folder
-from tokenmerge_tools.out_of_memory import errors_as
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
 
 DEFAULT_MODEL = demo.NAMES[0]
 PICKLE = "pickle:"
+_DENOISING = ("unet", "transformer", "controlnet")
 
 DENOISERS = ("unet", "transformer")
 ABSENT = [None, None]  # the entry in model_index.json of a component that the pipeline does not have
@@ -60,19 +66,15 @@ class ModelSource:
     allows_pickles: bool = False
 
     def weights_arguments(self) -> dict[str, bool]:
-        """Arguments of diffusers' ``from_pretrained`` that enforce this choice."""
+        """Return the arguments of diffusers' ``from_pretrained`` that enforce this choice."""
         return {} if self.allows_pickles else {"use_safetensors": True}
 
 
 def find_model(name: str) -> ModelSource:
     """Find the model with this name. This reads directories, but no weights.
 
-    Args:
-        name: a bundled model, a diffusers folder, a ``.safetensors`` file or a hub id. After the prefix
-            ``pickle:``, weights in pickles (``.ckpt``, ``.pt``, ``.pth``, ``.bin``) are accepted too.
-
-    Raises:
-        ConfigError: ``name`` is none of these, or its weights are pickles and the prefix is missing.
+    The name is a bundled model, a diffusers folder, a ``.safetensors`` file or a hub id. After the prefix
+    ``pickle:``, weights in pickles (``.ckpt``, ``.pt``, ``.pth``, ``.bin``) are accepted too.
     """
     location = name.removeprefix(PICKLE)
     allows_pickles = location != name
@@ -127,11 +129,6 @@ def load_pipeline(
     """Load a text-to-image pipeline with its weights.
 
     ``controlnet`` is the folder or hub id of a ControlNet to add.
-
-    Raises:
-        ConfigError: the pipeline cannot be loaded. The message says why.
-        MissingExtraError: diffusers is not installed.
-        UnsupportedModelError: the pipeline has no denoiser.
     """
     diffusers = require_diffusers("loading a diffusers model")
     arguments: dict[str, Any] = _dtype_argument(dtype)
@@ -161,11 +158,7 @@ def load_pipeline(
 
 
 def denoiser_name(pipe: DiffusionPipeline) -> str:
-    """Name of the pipeline's denoiser: ``"unet"`` or ``"transformer"``.
-
-    Raises:
-        UnsupportedModelError: the pipeline has neither.
-    """
+    """Return the name of the pipeline's denoiser: ``"unet"`` or ``"transformer"``."""
     for name in DENOISERS:
         if getattr(pipe, name, None) is not None:
             return name
@@ -173,16 +166,12 @@ def denoiser_name(pipe: DiffusionPipeline) -> str:
 
 
 def denoiser_of(pipe: DiffusionPipeline) -> Any:
-    """The pipeline's denoiser.
-
-    Raises:
-        UnsupportedModelError: it has none.
-    """
+    """Return the pipeline's denoiser."""
     return getattr(pipe, denoiser_name(pipe))
 
 
 def guides(pipe: DiffusionPipeline, scale: float | None) -> bool:
-    """Whether a pipeline applies classifier-free guidance at this scale. None: at its default scale.
+    """Return whether a pipeline applies classifier-free guidance at this scale. None: at its default scale.
 
     Models distilled from guided ones take the scale as an input, and do not double the batch.
     """
@@ -193,13 +182,9 @@ def guides(pipe: DiffusionPipeline, scale: float | None) -> bool:
 
 
 def guidance_in_force(pipe: DiffusionPipeline, scale: float | None) -> float | None:
-    """The scale that decides which rules of a config hold. None: the pipeline hides it.
+    """Return the scale that decides which rules of a config hold. None: it is hidden.
 
-    It is 1 where a pipeline applies no classifier-free guidance.
-
-    Args:
-        pipe: the pipeline.
-        scale: that the pipeline is given; None: its default.
+    It is 1 where a pipeline applies no classifier-free guidance. A scale of None is the pipeline's default.
     """
     if not hasattr(type(pipe), "do_classifier_free_guidance"):
         return None
@@ -223,7 +208,7 @@ def require_diffusers(needed_by: str) -> Any:
 
 
 def no_denoiser(pipeline: str) -> str:
-    """The error message for a pipeline without a denoiser."""
+    """Return the error message for a pipeline without a denoiser."""
     return f"model: {pipeline} has neither a unet nor a transformer; use a text-to-image diffusion pipeline"
 
 
@@ -260,7 +245,7 @@ def _checkpoint_pipeline(source: ModelSource) -> Any:
 
 
 def _dtype_argument(dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """The argument for the dtype, which diffusers 0.40 renamed."""
+    """Return the argument for the dtype, which diffusers 0.40 renamed."""
     import diffusers
 
     major, minor = (int(number) for number in diffusers.__version__.split(".")[:2])
@@ -275,3 +260,52 @@ def loading(what: str) -> contextlib.AbstractContextManager[None]:
             f"({PICKLE}NAME accepts pickles too), or a hub id while the hub can be reached"
         )
     )
+
+
+def twin(pipe: DiffusionPipeline) -> DiffusionPipeline:
+    """Copy a pipeline with the modules of its denoiser and ControlNets, sharing weights and other components.
+
+    Patching or compiling one pipeline does not affect the other, so their calls can be interleaved.
+    """
+    other = copy.copy(pipe)
+    for name, model in denoising_models(pipe).items():
+        setattr(other, name, shared_copy(model))
+    return other
+
+
+def shared_copy(model: nn.Module) -> nn.Module:
+    """Copy the modules of a model, but share its weights."""
+    shared = {id(tensor): tensor for tensor in chain(model.parameters(), model.buffers())}
+    return copy.deepcopy(model, shared)
+
+
+def denoising_models(pipe: DiffusionPipeline) -> dict[str, nn.Module]:
+    """Return the models that run at each denoising step, by the component's name."""
+    found = {name: getattr(pipe, name, None) for name in _DENOISING}
+    return {name: model for name, model in found.items() if isinstance(model, nn.Module)}
+
+
+def free_memory() -> None:
+    """Free unused memory."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def quiet_libraries(command: str) -> None:
+    """Turn off progress bars of other libraries, and their warnings about parts that no command uses.
+
+    If diffusers is missing, the error names the command.
+    """
+    # diffusers imports torchao if it is installed, and torchao warns about kernels that cannot run here.
+    for name in ("torchao", "torch.utils._pytree", "diffusers.quantizers.torchao.torchao_quantizer"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    require_diffusers(command)
+    import diffusers.utils.logging
+    import transformers.utils.logging
+
+    diffusers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
+    # A pipeline warns if its VAE has another class than the saved one, although any class that fits works.
+    logging.getLogger("diffusers.pipelines.pipeline_utils").setLevel(logging.ERROR)

@@ -1,26 +1,74 @@
-"""The options of ``tokenmerge generate``, checked before anything is loaded."""
+"""Options of commands. Each is declared once, as a field of a class of options with its help.
+
+:func:`tokenmerge_tools.cli.arguments.takes` makes the options of a command from the fields.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from tokenmerge.config.checks import integer, one_of
-from tokenmerge.errors import ConfigError
+from tokenmerge.errors import ConfigError, shown
 from tokenmerge_tools.method_spec import MethodSpec
 from tokenmerge_tools.pipelines.loading import DEFAULT_MODEL
-from tokenmerge_tools.pipelines.settings import DTYPE_CHOICES, check_attention, check_guidance
+from tokenmerge_tools.pipelines.settings import (
+    ATTENTION_HELP,
+    DTYPE_CHOICES,
+    SCHEDULER_NAMES,
+    check_attention,
+    check_guidance,
+)
+
+
+def a_number(text: str) -> float:
+    """Read a number."""
+    try:
+        return float(text)
+    except ValueError:
+        raise typer.BadParameter(f"expected a number, got {shown(text)}.") from None
+
+
+def an_integer(text: str) -> int:
+    """Read an integer."""
+    try:
+        return int(text)
+    except ValueError:
+        raise typer.BadParameter(f"expected an integer, got {shown(text)}.") from None
+
+
+_PARSERS = {"number": a_number, "integer": an_integer}
+
+
+def option(panel: str | None, help: str, *names: str, parser: str | None = None) -> Any:
+    """Make an option in one panel of ``--help``. The parser is ``"number"`` or ``"integer"``."""
+    read: Callable[[str], Any] | None = _PARSERS[parser] if parser else None
+    metavar = f"<{parser}>" if parser else None
+    return typer.Option(*names, help=help, rich_help_panel=panel, parser=read, metavar=metavar)
+
+
+picture = partial(option, "Picture")
+machine = partial(option, "Running")
+
+Model = Annotated[str, option(None, "Bundled model, diffusers folder, .safetensors checkpoint or hub id.")]
+Dtype = Annotated[str, machine(f"{', '.join(DTYPE_CHOICES)}.")]
+Device = Annotated[str, machine("auto, cpu, cuda, cuda:1 or mps.")]
+Size = Annotated[
+    tuple[int, int] | None,
+    picture("WIDTHxHEIGHT, or N for a square, in pixels. Default: the model's own."),
+]
+Guidance = Annotated[float | None, picture("Guidance scale. Default: the pipeline's own.", parser="number")]
 
 LONGEST_PROMPT = 10_000  # characters; text encoders read a few thousand at most
 
 
 def check_prompt(name: str, prompt: str) -> None:
-    """Refuse a prompt that is longer than any text encoder reads: the tokenizer would take minutes.
-
-    Raises:
-        ConfigError: it has more than ``LONGEST_PROMPT`` characters.
-    """
+    """Refuse a prompt that is longer than any text encoder reads: the tokenizer would take minutes."""
     if len(prompt) > LONGEST_PROMPT:
         raise ConfigError(
             f"{name}: expected at most {LONGEST_PROMPT:,} characters, got {len(prompt):,}; shorten it"
@@ -28,55 +76,53 @@ def check_prompt(name: str, prompt: str) -> None:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GenerateOptions:
-    """The options of one run.
+class PipelineOptions:
+    """The options of every command that draws with a pipeline."""
 
-    Args:
-        prompt: text of the picture, not empty and of at most ``LONGEST_PROMPT`` characters.
-        model: a bundled model, a diffusers folder, a ``.safetensors`` checkpoint or a hub id.
-        merging: the method and its settings.
-        size: (width, height) in pixels. None: the model's default.
-        steps: denoising steps, ≥ 1.
-        seed: seed of the first picture, ≥ 0. Picture i has the seed ``seed + i``, whatever the batch.
-        batch: pictures per call, ≥ 1.
-        scheduler: short name or diffusers class name. None: the model's default.
-        negative_prompt: what the picture should not show.
-        guidance: scale of classifier-free guidance, ≥ 0. None: the pipeline's default.
-        dtype: ``"auto"``, ``"fp32"``, ``"fp16"`` or ``"bf16"``.
-        device: ``"auto"`` or a torch device name.
-        compile: compile the denoiser with ``torch.compile``, in the untimed warm-up.
-        attention: ``"sdpa"``, ``"xformers"``, ``"default"``, or a back-end of diffusers, such as ``"flash"``.
-        control: picture for the ControlNet, resized to ``size``. It needs ``controlnet``.
-        controlnet: folder or hub id of a ControlNet. It needs ``control``.
-        out: folder for the results. None: a new folder in ``outputs/``, named after the prompt.
-        compare: whether to run dense too.
-        repeat: timed calls per variant, ≥ 1.
-        record_steps: whether to record what each merged step does, in the untimed call.
+    model: Model = DEFAULT_MODEL
+    size: Size = None
+    steps: Annotated[int, picture("Denoising steps.", parser="integer")] = 25
+    scheduler: Annotated[
+        str | None,
+        picture(f"{', '.join(SCHEDULER_NAMES)}, or a class name in diffusers. Default: the model's own."),
+    ] = None
+    guidance: Guidance = None
+    dtype: Dtype = "auto"
+    device: Device = "auto"
+    attention: Annotated[str, machine(ATTENTION_HELP)] = "sdpa"
 
-    Raises:
-        ConfigError: a value is outside these ranges.
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GenerateOptions(PipelineOptions):
+    """The options of ``tokenmerge generate``, checked before anything is loaded.
+
+    Picture i has the seed ``seed + i``, whatever the batch. ``control`` is resized to ``size``.
     """
 
     prompt: str
-    model: str = DEFAULT_MODEL
+    out: Annotated[
+        Path | None,
+        option(None, "Folder for results. Default: a new folder in outputs/, named after the prompt."),
+    ] = None
     merging: MethodSpec = dataclasses.field(default_factory=MethodSpec)
-    size: tuple[int, int] | None = None
-    steps: int = 25
-    seed: int = 0
-    batch: int = 1
-    scheduler: str | None = None
-    negative_prompt: str | None = None
-    guidance: float | None = None
-    dtype: str = "auto"
-    device: str = "auto"
-    compile: bool = False
-    attention: str = "sdpa"
-    control: Path | None = None
-    controlnet: str | None = None
-    out: Path | None = None
-    compare: bool = True
-    repeat: int = 3
-    record_steps: bool = False
+    seed: Annotated[
+        int, picture("Seed of the first picture; each later picture adds 1.", parser="integer")
+    ] = 0
+    batch: Annotated[int, picture("Pictures per call.", parser="integer")] = 1
+    negative_prompt: Annotated[str | None, picture("What not to draw.")] = None
+    control: Annotated[Path | None, picture("Picture for the ControlNet.")] = None
+    controlnet: Annotated[str | None, picture("Folder or hub id of a ControlNet.")] = None
+    compile: Annotated[
+        bool, machine("Use torch.compile. Compiling is part of the untimed warm-up.", "--compile")
+    ] = False
+    compare: Annotated[bool, machine("Also run without merging.", "--compare/--no-compare")] = True
+    repeat: Annotated[int, machine("Timed calls per variant.", parser="integer")] = 3
+    record_steps: Annotated[
+        bool,
+        machine(
+            "Print what each merged step of the untimed call did, and draw it as steps.svg.", "--record-steps"
+        ),
+    ] = False
 
     def __post_init__(self) -> None:
         if not self.prompt.strip():
@@ -99,6 +145,6 @@ class GenerateOptions:
             )
 
     def to_dict(self) -> dict[str, Any]:
-        """The options in JSON-compatible values."""
+        """Return the options in JSON-compatible values."""
         paths = {name: str(value) if (value := getattr(self, name)) else None for name in ("control", "out")}
         return {**dataclasses.asdict(self), "merging": self.merging.to_dict(), **paths}

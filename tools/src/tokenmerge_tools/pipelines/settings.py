@@ -1,16 +1,17 @@
-"""Finds devices, dtypes, schedulers and attention implementations by the names that users give."""
+"""Finds devices, dtypes, schedulers, attention implementations and sizes by the names that users give."""
 
 from __future__ import annotations
 
 import importlib.util
 import inspect
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from tokenmerge.config.checks import number, one_of, optional
-from tokenmerge.errors import ConfigError, reason_of
+from tokenmerge.errors import ConfigError, reason_of, shown
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline, ModelMixin, SchedulerMixin
@@ -46,11 +47,7 @@ _SCHEDULER_SETTINGS: dict[str, dict[str, Any]] = {
 
 
 def resolve_device(name: str) -> torch.device:
-    """Turn ``"auto"`` or a torch device name into an existing device.
-
-    Raises:
-        ConfigError: the name is not a device name, or the device does not exist here.
-    """
+    """Turn ``"auto"`` or a torch device name into an existing device."""
     if name == "auto":
         if torch.cuda.is_available():
             return torch.device("cuda")
@@ -67,11 +64,7 @@ def resolve_device(name: str) -> torch.device:
 
 
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
-    """Turn a name of :data:`DTYPE_CHOICES` into a dtype; ``"auto"`` is fp16 on CUDA and fp32 elsewhere.
-
-    Raises:
-        ConfigError: the name is unknown, or is fp16 for a CPU.
-    """
+    """Turn a name of :data:`DTYPE_CHOICES` into a dtype; ``"auto"`` is fp16 on CUDA and fp32 elsewhere."""
     if name == "auto":
         return torch.float16 if device.type == "cuda" else torch.float32
     one_of(DTYPE_CHOICES)("dtype", name)
@@ -81,7 +74,7 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The name of a dtype in :data:`DTYPE_CHOICES`.
+    """Return the name of a dtype in :data:`DTYPE_CHOICES`.
 
     >>> dtype_name(torch.bfloat16)
     'bf16'
@@ -94,9 +87,6 @@ def scheduler_class_name(name: str) -> str:
 
     >>> scheduler_class_name("dpm++")
     'DPMSolverMultistepScheduler'
-
-    Raises:
-        ConfigError: diffusers has no such scheduler.
     """
     import diffusers
 
@@ -111,11 +101,7 @@ def scheduler_class_name(name: str) -> str:
 
 
 def set_scheduler(pipe: DiffusionPipeline, name: str) -> None:
-    """Replace the scheduler of a pipeline by another one with the same config.
-
-    Raises:
-        ConfigError: the scheduler is unknown, or does not fit the model.
-    """
+    """Replace the scheduler of a pipeline by another one with the same config."""
     import diffusers
 
     wanted: type[SchedulerMixin] = getattr(diffusers, scheduler_class_name(name))
@@ -161,17 +147,11 @@ def check_attention(name: str) -> None:
 
 
 def set_attention(models: Sequence[ModelMixin], name: str) -> None:
-    """Set the attention implementation of ``models``.
+    """Set the attention implementation of denoisers and ControlNets in place.
 
-    Args:
-        models: denoisers and ControlNets of diffusers, changed in place.
-        name: ``"sdpa"``: torch's fused attention, the default of diffusers. ``"xformers"``: the
-            memory-efficient attention of xFormers. ``"default"``: unfused attention (two matrix products and
-            a softmax), which stores the whole attention matrix. ``"flash"``, ``"sage"`` and others: a
-            back-end of diffusers, set for these models only. Most transformers support them.
-
-    Raises:
-        ConfigError: the name is unknown, its package is missing, or the model does not offer it.
+    ``"sdpa"`` is torch's fused attention, the default of diffusers. ``"xformers"`` is the memory-efficient
+    attention of xFormers. ``"default"`` is unfused attention, which stores the whole attention matrix.
+    ``"flash"``, ``"sage"`` and others are back-ends of diffusers, set for these models only.
     """
     from diffusers.models.attention_processor import AttnProcessor, AttnProcessor2_0
 
@@ -217,6 +197,33 @@ def _set_backend(model: ModelMixin, name: str) -> None:
 
 
 def _with_backends(model: ModelMixin) -> list[Any]:
-    """The attention processors of a model that leave the kernel to diffusers."""
     processors = (getattr(module, "processor", None) for module in model.modules())
     return [own for own in processors if hasattr(own, "_attention_backend")]
+
+
+def parse_size(text: str) -> tuple[int, int]:
+    """Read ``WIDTHxHEIGHT``, or one number for a square, into (width, height) in pixels.
+
+    >>> parse_size("768x512"), parse_size("512")
+    ((768, 512), (512, 512))
+    """
+    found = re.fullmatch(r"\s*(\d{1,9})\s*(?:[x×X*]\s*(\d{1,9})\s*)?", text)
+    if found is None or 0 in (sides := (int(found[1]), int(found[2] or found[1]))):
+        raise ConfigError(
+            f"size: expected WIDTHxHEIGHT or one number, such as 768x512 or 512, got {shown(text)}"
+        )
+    return sides
+
+
+def check_size(size: tuple[int, int], scale: int) -> tuple[int, int]:
+    """Turn (width, height) in pixels into (width, height) of the latents.
+
+    ``scale`` is the number of pixels per latent position along each side.
+    """
+    width, height = size
+    if width % scale or height % scale:
+        nearest = "x".join(str(max(scale, round(side / scale) * scale)) for side in size)
+        raise ConfigError(
+            f"size: this model needs multiples of {scale} pixels, got {width}x{height}; use {nearest}"
+        )
+    return width // scale, height // scale

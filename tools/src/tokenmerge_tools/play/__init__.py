@@ -1,5 +1,5 @@
 """The playground: a page in the browser that draws one picture dense and merged, and compares the two.
 
-``form``, ``trial``, ``lines`` and ``texts`` have no side effects: they read the page's fields and write its
-texts. ``studio`` holds the model and draws. Only ``page`` and ``server`` import Gradio, when they are called.
+``form`` and ``texts`` have no side effects: they read the page's fields and write its texts. ``trials`` has
+the model and draws. Only ``page`` and ``server`` import Gradio, when they are called.
 """

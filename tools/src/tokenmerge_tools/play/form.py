@@ -11,7 +11,7 @@ from tokenmerge.errors import ConfigError
 from tokenmerge_tools import demo
 from tokenmerge_tools.method_spec import METHODS, MethodSpec
 from tokenmerge_tools.pipelines.options import LONGEST_PROMPT, GenerateOptions
-from tokenmerge_tools.pipelines.sizes import parse_size
+from tokenmerge_tools.pipelines.settings import parse_size
 
 _LONGEST_WORD = 40
 _MOST_STEPS = 1_000  # those that models are trained with
@@ -23,15 +23,7 @@ _BUNDLED_SIZE = "256x256"  # 4096 tokens, on which merging has something to save
 class Form:
     """The values of the fields, in the order of the page.
 
-    Args:
-        model: one of the models that the page offers.
-        prompt: what to draw.
-        seed: seed of the noise, ≥ 0.
-        size: ``"WIDTHxHEIGHT"`` or one number, in pixels. Empty: the model's default.
-        steps: denoising steps, ≥ 1. Raising it takes longer, and lets step reuse skip more.
-        guidance: scale of classifier-free guidance, ≥ 0. Empty: the pipeline's default.
-        method: one of ``METHODS``.
-        ratio: fraction of tokens removed. Raising it draws faster and less like dense.
+    An empty size or guidance is the model's or the pipeline's default.
     """
 
     model: str = GenerateOptions.model
@@ -45,12 +37,12 @@ class Form:
 
     @classmethod
     def first(cls, model: str) -> Form:
-        """The fields before the first trial."""
+        """Return the fields before the first trial."""
         return cls(model) if model in demo.NAMES else cls(model, size="")
 
     @classmethod
     def of(cls, options: GenerateOptions) -> Form:
-        """The fields that stand for these options."""
+        """Return the fields that stand for these options."""
         return cls(
             model=options.model,
             prompt=options.prompt,
@@ -65,12 +57,8 @@ class Form:
     def options(self, models: Sequence[str] | None = None, **machine: Any) -> GenerateOptions:
         """Check the fields. They come from visitors, and may have values of any type.
 
-        Args:
-            models: those that can be chosen. None: that of the form.
-            machine: the options that the command line sets for all trials, such as ``device``.
-
-        Raises:
-            ConfigError: a value is missing, of another type, or outside its range or the limits of the page.
+        ``models`` are those that can be chosen; None: only that of the form. ``machine`` has the options
+        that the command line sets for all trials, such as ``device``.
         """
         if self.ratio is None:
             raise ConfigError("ratio: it is empty; give a number from 0 to 1, such as 0.5")
@@ -99,7 +87,7 @@ class Form:
 
 
 def _text(name: str, value: Any, longest: int) -> str:
-    """A text without the blanks around it; an empty one for None."""
+    """Return a text without the blanks around it; an empty one for None."""
     found = "" if value is None else text(name, value)
     if len(found) > longest:
         raise ConfigError(f"{name}: expected at most {longest:,} characters, got {len(found):,}; shorten it")
@@ -107,7 +95,7 @@ def _text(name: str, value: Any, longest: int) -> str:
 
 
 def _number(name: str, written: str) -> float | None:
-    """A number; None if the field is empty."""
+    """Return a number; None if the field is empty."""
     try:
         return float(written) if written else None
     except ValueError:
@@ -115,7 +103,7 @@ def _number(name: str, written: str) -> float | None:
 
 
 def _whole(name: str, value: Any, lowest: int, most: int | None = None) -> int:
-    """A number of the page as an integer; browsers send 20 and 20.0 alike."""
+    """Return a number of the page as an integer; browsers send 20 and 20.0 alike."""
     if value is None:
         raise ConfigError(f"{name}: expected a whole number, got nothing")
     plain = as_number(value)

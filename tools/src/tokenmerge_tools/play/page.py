@@ -10,15 +10,13 @@ from typing import Any
 
 from tokenmerge.errors import TokenMergingError
 from tokenmerge_tools import demo
+from tokenmerge_tools.drawing import Progress
 from tokenmerge_tools.method_spec import METHODS
 from tokenmerge_tools.pipelines.options import LONGEST_PROMPT
 from tokenmerge_tools.play import texts
 from tokenmerge_tools.play.form import Form
 from tokenmerge_tools.play.gate import Visitors
-from tokenmerge_tools.play.lines import python_lines, tune_command
-from tokenmerge_tools.play.studio import Stop, StoppedError, Studio
-from tokenmerge_tools.play.trial import Trial
-from tokenmerge_tools.progress import Progress
+from tokenmerge_tools.play.trials import Stop, StoppedError, Trial, Trials
 
 STYLE = Path(__file__).with_name("page.css")
 _KEPT = 24  # trials in the gallery of one visitor
@@ -26,19 +24,14 @@ _SHORTEST_ERROR = 20  # seconds that an error stays on the page
 
 
 def build(model: str, visitors: Visitors, **machine: Any) -> Any:
-    """Build the page.
+    """Build the page as Gradio's ``Blocks``.
 
-    Args:
-        model: the model that is chosen at first. The bundled ones can be chosen too.
-        visitors: those who are there. The trial of a visitor who leaves is stopped.
-        machine: ``device`` and ``dtype`` of all trials, as for ``GenerateOptions``.
-
-    Returns:
-        Gradio's ``Blocks``.
+    ``model`` is chosen at first; the bundled ones can be chosen too. The trial of a visitor who leaves is
+    stopped. ``machine`` has the ``device`` and ``dtype`` of all trials.
     """
     import gradio as gr
 
-    studio, first = Studio(), Form.first(model)
+    drawer, first = Trials(), Form.first(model)
     models = tuple(dict.fromkeys((model, *demo.NAMES)))
     with gr.Blocks(title="tokenmerge", analytics_enabled=False, fill_width=True) as page:
         trials, stop = gr.State([]), gr.State()
@@ -48,16 +41,15 @@ def build(model: str, visitors: Visitors, **machine: Any) -> Any:
                 fields, draw, halt = _fields(gr, models, first)
             with gr.Column(scale=5, min_width=300):
                 shown = _results(gr)
+        frozen: dict[str, Any] = {
+            "allow_preview": False,
+            "buttons": [],
+            "interactive": False,
+            "visible": False,
+        }
         gallery = gr.Gallery(
             label="Tried before: choose one to see it again",
-            height="auto",
-            object_fit="contain",
-            allow_preview=False,
-            format="png",
-            buttons=[],
-            interactive=False,
-            visible=False,
-            elem_id="tried",
+            **{"height": "auto", "object_fit": "contain", "format": "png", "elem_id": "tried", **frozen},
         )
 
         own_progress = gr.Progress()  # Gradio finds it among the defaults, and replaces it in each call
@@ -80,7 +72,7 @@ def build(model: str, visitors: Visitors, **machine: Any) -> Any:
 
             try:
                 options = Form(*values).options(models, **machine)
-                trial = studio.draw(options, on_progress, stop or stop_of(visitor))
+                trial = drawer.draw(options, on_progress, stop or stop_of(visitor))
             except StoppedError:
                 return [gr.skip()] * (len(shown) + 2)  # nobody waits for the result
             except Exception as error:
@@ -130,7 +122,7 @@ def build(model: str, visitors: Visitors, **machine: Any) -> Any:
 
 
 def _fields(gr: Any, models: tuple[str, ...], first: Form) -> tuple[list[Any], Any, Any]:
-    """The fields in the order of :class:`Form`, and the buttons to draw and to stop."""
+    """Return the fields in the order of :class:`Form`, and the buttons to draw and to stop."""
     fields = [
         gr.Dropdown(list(models), value=first.model, label="Model"),
         gr.Textbox(
@@ -158,36 +150,26 @@ def _fields(gr: Any, models: tuple[str, ...], first: Form) -> tuple[list[Any], A
 
 
 def _results(gr: Any) -> list[Any]:
-    """The components that show a trial, in the order of :func:`_content`."""
+    """Return the components that show a trial, in the order of :func:`_content`."""
     tiles = gr.HTML(texts.nothing_yet(), elem_id="tiles", min_height=88, padding=False)
     with gr.Row():
-        slider = gr.ImageSlider(
-            label="Dense | merged",
-            type="pil",
-            format="png",
-            interactive=False,
-            buttons=["download", "fullscreen"],
-            min_width=280,
-            elem_id="pair",
-        )
+        pictures = {
+            "type": "pil",
+            "format": "png",
+            "interactive": False,
+            "buttons": ["download", "fullscreen"],
+        }
+        slider = gr.ImageSlider(label="Dense | merged", min_width=280, elem_id="pair", **pictures)
         with gr.Column(min_width=280):
-            groups = gr.Image(
-                label="What merges",
-                type="pil",
-                format="png",
-                interactive=False,
-                buttons=["download", "fullscreen"],
-                elem_id="groups",
-            )
+            groups = gr.Image(label="What merges", elem_id="groups", **pictures)
             caption = gr.HTML(padding=False, elem_id="caption")
-    code = {
+    code: dict[str, Any] = {
         "language": None,
         "interactive": False,
         "show_line_numbers": False,
         "wrap_lines": True,
-        "lines": 1,
-        "buttons": ["copy"],
     }
+    code |= {"lines": 1, "buttons": ["copy"]}
     with gr.Column(visible=False) as rest:
         python = gr.Code(label="Python: this picture from your pipeline", elem_id="python", **code)
         tune = gr.Code(label="Send to tune: closer settings", elem_id="tune", **code)
@@ -202,8 +184,8 @@ def _content(gr: Any, trial: Trial) -> list[Any]:
         (trial.dense, trial.merged),
         trial.groups,
         texts.groups_caption(trial),
-        python_lines(trial.options),
-        tune_command(trial),
+        texts.python_lines(trial.options),
+        texts.tune_command(trial),
         texts.details(trial),
         gr.Column(visible=True),
     ]

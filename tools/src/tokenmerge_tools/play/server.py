@@ -38,17 +38,11 @@ def serve(
     browser: bool = False,
     on_ready: Callable[[str], None] = print,
 ) -> None:
-    """Serve a page until Ctrl-C.
+    """Serve a page, which ``build`` makes as Gradio's ``Blocks``, until Ctrl-C.
 
-    Args:
-        build: makes Gradio's ``Blocks``, and is given the visitors who are there.
-        host: address to listen on. Any other than 127.0.0.1 lets other machines use the page.
-        port: the port. None: the first free one from 7860 on.
-        browser: whether to open the page in a browser.
-        on_ready: is called with the address of the page.
-
-    Raises:
-        ConfigError: the address or the port cannot be used.
+    ``build`` is given the visitors who are there. Any host other than 127.0.0.1 lets other machines use the
+    page. Without a port, it is the first free one from 7860 on. ``on_ready`` is called with the address of
+    the page.
     """
     os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
     with tempfile.TemporaryDirectory(prefix="tokenmerge-play-") as pictures:
@@ -74,23 +68,19 @@ def _serve(
     theme = gr.themes.Default(font=fonts, font_mono=("ui-monospace", "monospace"), primary_hue="blue")
     theme.set(**_READABLE)
     try:
+        off = ("share", "run_history", "enable_monitoring", "ssr_mode", "pwa", "mcp_server")
         _, address, _ = page.queue(max_size=32).launch(
             server_name=host,
             server_port=port,
             inbrowser=browser,
-            share=False,
             prevent_thread_lock=True,
             quiet=True,
             footer_links=[],
-            run_history=False,
-            enable_monitoring=False,
-            ssr_mode=False,
-            pwa=False,
-            mcp_server=False,
             show_error=True,
             app_kwargs={"middleware": [Middleware(Gate, host=host, visitors=visitors)]},
             theme=theme,
             css_paths=STYLE,
+            **dict.fromkeys(off, False),
         )
     except OSError as error:
         taken = "all ports from 7860 on are" if port is None else f"{port} is"

@@ -1,21 +1,28 @@
-"""The page's texts about trials and errors. HTML is escaped here."""
+"""The page's texts about trials and errors, with HTML escaped, and lines to copy: Python and a command."""
 
 from __future__ import annotations
 
 import html
+import math
+import shlex
 
 from tokenmerge.errors import TokenMergingError, reason_of
-from tokenmerge_tools.out_of_memory import is_out_of_memory
-from tokenmerge_tools.play.trial import Trial
+from tokenmerge_tools import demo
+from tokenmerge_tools.failures import is_out_of_memory
+from tokenmerge_tools.method_spec import AUTO
+from tokenmerge_tools.pipelines.options import GenerateOptions
+from tokenmerge_tools.play.trials import Trial
+
+_LEAST_SPEEDUP = 1.05  # one call of each does not show a smaller one
 
 
 def closeness(trial: Trial) -> str:
-    """How close merged is to dense."""
+    """Return how close merged is to dense."""
     return "identical" if trial.identical else f"{trial.psnr:.1f} dB"
 
 
 def tiles(trial: Trial) -> str:
-    """The figures of a trial, as HTML."""
+    """Return the figures of a trial, as HTML."""
     figures = (
         ("Dense", f"{trial.dense_seconds:.2f} s"),
         ("Merged", f"{trial.merged_seconds:.2f} s"),
@@ -27,12 +34,12 @@ def tiles(trial: Trial) -> str:
 
 
 def nothing_yet() -> str:
-    """The hint before the first trial, as HTML."""
+    """Return the hint before the first trial, as HTML."""
     return '<p class="hint">Press Draw. The picture is drawn dense and merged from the same seed.</p>'
 
 
 def caption(trial: Trial) -> str:
-    """The settings and the figures of a trial in one line, for the gallery."""
+    """Return the settings and the figures of a trial in one line, for the gallery."""
     options = trial.options
     settings = f"{options.merging.method} {options.merging.changes['ratio']:g}"
     size = "" if options.size is None else "×".join(map(str, options.size))
@@ -44,19 +51,74 @@ def caption(trial: Trial) -> str:
 
 
 def groups_caption(trial: Trial) -> str:
-    """The text below the picture with the merged groups, as HTML."""
+    """Return the text below the picture with the merged groups, as HTML."""
     return f'<p class="caption">One border, one merged token: {html.escape(trial.groups_text)}.</p>'
 
 
 def details(trial: Trial) -> str:
-    """What merged, in several lines of plain text."""
+    """Return what merged, in several lines of plain text."""
     return "\n".join([trial.summary, *trial.notes])
 
 
 def sentence(error: Exception) -> str:
-    """An error in one line, as HTML."""
+    """Return an error in one line, as HTML."""
     if isinstance(error, TokenMergingError):
         return html.escape(str(error))
     if is_out_of_memory(error):
         return "There is too little memory for this; take a smaller size or model, or close other programs."
     return html.escape(f"The model failed: {reason_of(error)}. See the terminal for details.")
+
+
+def python_lines(options: GenerateOptions) -> str:
+    """Write Python code that merges in a pipeline ``pipe`` and draws the picture with it.
+
+    >>> print(python_lines(GenerateOptions(prompt="a red apple", steps=20)).splitlines()[3])
+    patch = tokenmerge.apply_token_merging(pipe, 0.5)
+    """
+    arguments = {} if options.size is None else dict(zip(("width", "height"), options.size, strict=True))
+    arguments |= {"num_inference_steps": options.steps}
+    given = "" if options.guidance is None else f"guidance_scale={options.guidance:g}, "
+    numbers = "".join(f"{name}={value}, " for name, value in arguments.items())
+    return (
+        "import tokenmerge\nimport torch\n\n"
+        f"patch = tokenmerge.apply_token_merging(pipe, {_merging(options)})\n"
+        f"noise = torch.Generator().manual_seed({options.seed})\n"
+        f"picture = pipe({options.prompt!r}, {numbers}{given}generator=noise).images[0]"
+    )
+
+
+def _merging(options: GenerateOptions) -> str:
+    """Return the arguments of ``apply_token_merging`` after the pipeline."""
+    method, ratio = options.merging.method, options.merging.changes.get("ratio", 0.5)
+    if method == AUTO:
+        return f"{float(ratio)}"
+    if method == "tome":
+        return f"tokenmerge.ToMeConfig(ratio={ratio})"
+    return f"{method!r}, ratio={ratio}"
+
+
+def tune_command(trial: Trial) -> str:
+    """Return the command that searches for the closest settings at the speed of a trial.
+
+    If merging was not faster in it, the command asks for settings that are at least as close, or, if the
+    pictures are identical, for a speed-up of 1.5.
+    """
+    options = trial.options
+    words = ["tokenmerge", "tune", "--model", options.model, *_goal(trial)]
+    if options.model not in demo.NAMES:
+        words += ["--prompts", "prompts.txt"]
+    if options.size is not None:
+        words += ["--size", "x".join(map(str, options.size))]
+    words += ["--steps", str(options.steps)]
+    if options.guidance is not None:
+        words += ["--guidance", f"{options.guidance:g}"]
+    for name in ("dtype", "device"):
+        if (value := getattr(options, name)) != getattr(GenerateOptions, name):
+            words += [f"--{name}", value]
+    return shlex.join([*words, "--out", "outputs/tuned.json"])
+
+
+def _goal(trial: Trial) -> list[str]:
+    if trial.speedup >= _LEAST_SPEEDUP:
+        return ["--min-speedup", f"{math.floor(trial.speedup * 20) / 20:g}"]
+    return ["--min-speedup", "1.5"] if trial.identical else ["--min-psnr", f"{math.floor(trial.psnr)}"]

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable
 
 from tokenmerge.errors import ConfigError, shown
-from tokenmerge_tools.bench.records import CellRecord
+from tokenmerge_tools.records.kinds import CellRecord
 from tokenmerge_tools.reporting.tables import setting_name, what_of
 
 # Conditions that may differ between two measurements of the same cell.
@@ -17,10 +17,7 @@ _OF_A_RUN = ("environment", "commit", "rounds", "warmup")
 
 @dataclasses.dataclass(frozen=True)
 class Change:
-    """One cell that is in both results.
-
-    Both times are median seconds, None if the cell was not timed. ``status`` is from the second results.
-    """
+    """One cell that is in both results: median seconds, None if it was not timed, and the second status."""
 
     name: str
     before: float | None
@@ -33,16 +30,16 @@ class Change:
         return None if self.before is None or self.after is None else self.after / self.before
 
     def slower(self, tolerance: float) -> bool:
-        """Whether the cell takes more than ``1 + tolerance`` times as long, or no longer runs."""
+        """Return whether the cell takes more than ``1 + tolerance`` times as long, or no longer runs."""
         if self.before is not None and self.after is None:
             return True
         return self.ratio is not None and self.ratio > 1 + tolerance
 
     def __str__(self) -> str:
-        if self.before is None and self.after is None:
-            return f"{self.name}: not timed in either"
         if self.before is None:
-            return f"{self.name}: new, {self.after:.4g} s"
+            return f"{self.name}: " + (
+                "not timed in either" if self.after is None else f"new, {self.after:.4g} s"
+            )
         if self.ratio is None:
             return f"{self.name}: {self.before:.4g} s → {self.status}"
         percent = 100 * (self.ratio - 1)
@@ -60,30 +57,21 @@ class Comparison:
     only_after: tuple[str, ...]
 
     def slower(self, tolerance: float) -> list[Change]:
-        """The cells that became slower by more than ``tolerance``, a fraction ≥ 0."""
+        """Return the cells that became slower by more than ``tolerance``, a fraction ≥ 0."""
         return [change for change in self.changes if change.slower(tolerance)]
 
 
 def compare(before: Iterable[CellRecord], after: Iterable[CellRecord]) -> Comparison:
-    """Match cells with the same conditions, apart from versions, commit and number of calls.
-
-    Raises:
-        ConfigError: no cell is in both.
-    """
-    first = {_same(cell): cell for cell in before}
-    second = {_same(cell): cell for cell in after}
-    changes = tuple(
-        Change(_name(cell), first[key].median, cell.median, cell.status)
-        for key, cell in second.items()
-        if key in first
-    )
-    if not changes:
+    """Match cells with the same conditions, apart from versions, commit and number of calls."""
+    first, second = ({_same(cell): cell for cell in cells} for cells in (before, after))
+    both = [(first[key], cell) for key, cell in second.items() if key in first]
+    if not both:
         raise ConfigError(
             "compare: no cell is in both results; compare runs of the same models, sizes and variants on the "
             "same machine"
         )
     return Comparison(
-        changes,
+        tuple(Change(_name(cell), old.median, cell.median, cell.status) for old, cell in both),
         tuple(_name(cell) for key, cell in first.items() if key not in second),
         tuple(_name(cell) for key, cell in second.items() if key not in first),
     )
@@ -94,9 +82,6 @@ def parse_tolerance(text: str) -> float:
 
     >>> parse_tolerance("5%")
     0.05
-
-    Raises:
-        ConfigError: it is not a percentage ≥ 0.
     """
     found = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*%\s*", text)
     if found is None:

@@ -8,24 +8,27 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from tokenmerge_tools.bench.match_records import cell_of_pictures
-from tokenmerge_tools.bench.records import CellRecord, variant_label
-from tokenmerge_tools.bench.variants import DENSE, FEWER_STEPS
-from tokenmerge_tools.reporting.quality import LOWER_IS_CLOSER, QualityRecord, metric_names
+from tokenmerge_tools.records.kinds import (
+    LOWER_IS_CLOSER,
+    CellRecord,
+    QualityRecord,
+    cell_of_pictures,
+    metric_names,
+    variant_label,
+)
 from tokenmerge_tools.reporting.quality_tables import quality_name, where_drawn
 from tokenmerge_tools.reporting.tables import SETTING, grouped, setting_name, where_of
+from tokenmerge_tools.variants.variant import DENSE, FEWER_STEPS
 
 AGAINST_CLOSENESS = "Speed-up against closeness: "  # begins the title of such a chart
+_SPEEDUP = "speed-up, t_dense / t"
 _FUSED = "sdpa"
 _KNOBS = ("ratio", "interval", "threshold", "as", "steps")  # settings by which a variant becomes faster
 
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-    """One line of a chart.
-
-    Points (x, y) are joined in their order. Labels stand at the points.
-    """
+    """One line of a chart. Points (x, y) are joined in their order; labels stand at the points."""
 
     name: str
     points: tuple[tuple[float, float], ...]
@@ -59,87 +62,68 @@ def charts(cells: Iterable[CellRecord], quality: Sequence[QualityRecord]) -> lis
 
 
 def _against_resolution(cells: Sequence[CellRecord]) -> Iterable[Chart]:
-    def rest(cell: CellRecord) -> tuple[object, ...]:
-        names = (name for name in (*SETTING, "compile") if name not in ("width", "height"))
-        return tuple(cell.conditions[name] for name in names)
-
-    for group in grouped(cells, rest):
+    rest = [name for name in (*SETTING, "compile") if name not in ("width", "height")]
+    for group in grouped(cells, lambda cell: [cell.conditions[name] for name in rest]):
         # Fewer steps take the time of a method by definition, so they would say nothing new here.
-        left_out = (DENSE, FEWER_STEPS)
-        found = [cell for cell in group if cell.conditions["variant"] not in left_out and cell.speedup]
-        if len({_side(cell) for cell in found}) < 2:
-            continue
+        found = [c for c in group if c.conditions["variant"] not in (DENSE, FEWER_STEPS) and c.speedup]
         lines = [
             Line(label, tuple(sorted((_side(c), c.speedup or 0.0) for c in members)))
             for label in sorted({cell.label for cell in found})
             if len(members := [cell for cell in found if cell.label == label]) > 1
         ]
-        if not lines:
-            continue
-        conditions = found[0].conditions
-        title = _without_size(conditions)
-        yield Chart(
-            f"Speed-up against resolution: {title}",
-            "√(width × height), pixels",
-            "speed-up, t_dense / t",
-            tuple(lines),
-            level=("dense", 1.0),
-        )
+        if lines and len({_side(cell) for cell in found}) > 1:
+            name = setting_name(found[0].conditions)
+            _, size, *_ = name.split(", ")
+            title = f"Speed-up against resolution: {name.replace(f', {size}', '', 1)}"
+            yield Chart(title, "√(width × height), pixels", _SPEEDUP, tuple(lines), level=("dense", 1.0))
 
 
 def _against_ratio(cells: Sequence[CellRecord]) -> Iterable[Chart]:
-    def where(cell: CellRecord) -> tuple[object, ...]:
-        return *where_of(cell), cell.conditions["compile"]
-
-    for found in grouped(cells, where):
-        with_ratio = [cell for cell in found if "ratio" in cell.conditions["settings"]]
-        if len({cell.conditions["settings"]["ratio"] for cell in with_ratio}) < 2:
+    for found in grouped(cells, lambda cell: (*where_of(cell), cell.conditions["compile"])):
+        families: dict[str, list[tuple[float, float]]] = {}
+        for cell in found:
+            variant, settings = cell.conditions["variant"], cell.conditions["settings"]
+            if "ratio" in settings:
+                point = settings["ratio"], cell.median or 0.0
+                families.setdefault(_family(variant, settings), []).append(point)
+        if len({ratio for points in families.values() for ratio, _ in points}) < 2:
             continue
-        lines = [
-            Line(name, tuple(sorted((c.conditions["settings"]["ratio"], c.median or 0.0) for c in members)))
-            for name, members in _by_family(with_ratio)
-        ]
-        dense = next((cell.median for cell in found if cell.conditions["variant"] == "dense"), None)
+        dense = next((cell.median for cell in found if cell.conditions["variant"] == DENSE), None)
         compiled = ", compiled" if found[0].conditions["compile"] else ""
         yield Chart(
             f"Time against ratio: {setting_name(found[0].conditions)}{compiled}",
             "ratio of tokens removed",
             "seconds per call",
-            tuple(lines),
+            tuple(Line(name, tuple(sorted(points))) for name, points in sorted(families.items())),
             level=None if dense is None else ("dense", dense),
             from_zero=True,
         )
 
 
 def _against_closeness(cells: Sequence[CellRecord], quality: Sequence[QualityRecord]) -> Iterable[Chart]:
-    whole = [record for record in quality if record.category is None]
-    for records in grouped(whole, where_drawn):
+    for records in _sets_of_pictures(quality):
         first, *_ = metrics = metric_names(records)
         for metric in metrics:
             lines = tuple(_lines_of_methods(records, metric, cells))
-            if lines and (metric == first or _varies(lines)):
-                with_dense = any(line.name == "dense" for line in lines)
+            closeness = [x for line in lines for x, _ in line.points]
+            varies = len(closeness) == 1 or len(set(closeness)) > 1
+            if lines and (metric == first or varies):
+                with_dense = any(line.name == DENSE for line in lines)
                 closer = "lower" if metric in LOWER_IS_CLOSER else "higher"
                 yield Chart(
                     f"{AGAINST_CLOSENESS}{quality_name(records[0])}",
                     f"{metric.upper()}, {closer} is better",
-                    "speed-up, t_dense / t",
+                    _SPEEDUP,
                     lines,
                     level=None if with_dense else ("dense", 1.0),
                     metric=metric,
                 )
 
 
-def _varies(lines: Sequence[Line]) -> bool:
-    """Whether the points differ in closeness. A single point counts too."""
-    points = [x for line in lines for x, _ in line.points]
-    return len(points) == 1 or len(set(points)) > 1
-
-
 def _lines_of_methods(
     records: Sequence[QualityRecord], metric: str, cells: Sequence[CellRecord]
 ) -> Iterable[Line]:
-    """One line for each method, with a point for each ratio, and one line for fewer steps.
+    """Make one line for each method, with a point for each ratio, and one line for fewer steps.
 
     The speed-up is from the benchmark if it has the variant, otherwise from the evaluation. A number of fewer
     steps may be timed beside several methods. Its point is then the median.
@@ -148,78 +132,57 @@ def _lines_of_methods(
     for record in records:
         speedup = _speedup(record, cells)
         if speedup is not None and metric in record.figures:
+            knobs = (record.settings[name] for name in _KNOBS if name in record.settings)
+            knob = float(record.steps_used if record.steps_used is not None else next(knobs, math.nan))
             family = families.setdefault(_family(record.variant, record.settings), {})
-            family.setdefault(_knob(record), []).append((record.figures[metric], speedup))
+            family.setdefault(knob, []).append((record.figures[metric], speedup))
     for name, found in sorted(families.items()):
         # Join points in the order of ratio or steps, since metrics of few pictures may not be monotonic.
-        knobs = sorted(found)
-        points = tuple(
-            (median(x for x, _ in found[knob]), median(y for _, y in found[knob])) for knob in knobs
-        )
-        yield Line(name, points, tuple("" if math.isnan(knob) else f"{knob:g}" for knob in knobs))
+        ordered = sorted(found)
+        points = tuple((median(x for x, _ in found[k]), median(y for _, y in found[k])) for k in ordered)
+        yield Line(name, points, tuple("" if math.isnan(knob) else f"{knob:g}" for knob in ordered))
 
 
 def _speedup(record: QualityRecord, cells: Sequence[CellRecord]) -> float | None:
-    """The speed-up of a variant at the number of steps of its pictures; None if it is unknown."""
+    """Return the speed-up of a variant at the number of steps of its pictures; None if it is unknown."""
     cell = cell_of_pictures(record.label, record.drawn_with, cells)
     if cell is None or cell.speedup is None:
         return record.speedup
+    used = cell.facts.get("steps_used")
     # With as many steps as dense, fewer-steps is the dense run.
-    is_dense = cell.facts.get("steps_used") == cell.conditions["steps"]
-    return cell.speedup if _same_steps(record, cell) and not is_dense else None
+    return cell.speedup if record.steps_used == used and used != cell.conditions["steps"] else None
 
 
-def missing_for_curves(cells: Iterable[CellRecord], quality: Sequence[QualityRecord]) -> list[str]:
-    """Make a note for each set of pictures with variants that are in no chart because they were not timed."""
-    timed = _timed(cells)
-    found = []
-    for records in grouped([record for record in quality if record.category is None], where_drawn):
-        untimed = [
-            record.label
-            for record in records
-            if record.variant != DENSE
-            and record.speedup is None
-            and cell_of_pictures(record.label, record.drawn_with, timed) is None
-        ]
+def notes_on_charts(cells: Iterable[CellRecord], quality: Sequence[QualityRecord]) -> list[str]:
+    """Note which variants are in no chart, as they were not timed, or drawn and timed with other steps."""
+    timed, otherwise, missing = _timed(cells), [], []
+    for records in _sets_of_pictures(quality):
+        untimed = []
+        for record in records:
+            cell = cell_of_pictures(record.label, record.drawn_with, timed)
+            if cell is None and record.variant != DENSE and record.speedup is None:
+                untimed.append(record.label)
+            if cell is not None and record.steps_used != cell.facts.get("steps_used"):
+                otherwise.append(
+                    f"{record.label} of {quality_name(record)} is in no chart of speed-up against closeness: "
+                    f"drawn with {record.steps_used or 'an unknown number of'} steps, timed with "
+                    f"{cell.facts.get('steps_used')}; run tokenmerge evaluate again"
+                )
         if untimed:
-            found.append(
+            missing.append(
                 f"no chart of speed-up against closeness of {quality_name(records[0])} has "
                 f"{', '.join(untimed)}: their time is unknown; run tokenmerge evaluate with a new results "
                 "file to draw and time them"
             )
-    return found
+    return otherwise + missing
 
 
-def timed_with_other_steps(cells: Iterable[CellRecord], quality: Iterable[QualityRecord]) -> list[str]:
-    """Make a note for each variant that was drawn with one number of steps and timed with another."""
-    timed = _timed(cells)
-    found = []
-    for record in quality:
-        cell = cell_of_pictures(record.label, record.drawn_with, timed)
-        if record.category is None and cell is not None and not _same_steps(record, cell):
-            drawn = record.steps_used or "an unknown number of"
-            found.append(
-                f"{record.label} of {quality_name(record)} is in no chart of speed-up against closeness: "
-                f"drawn with {drawn} steps, timed with {cell.facts.get('steps_used')}; run tokenmerge "
-                "evaluate again"
-            )
-    return found
+def _sets_of_pictures(quality: Iterable[QualityRecord]) -> list[list[QualityRecord]]:
+    return grouped([record for record in quality if record.category is None], where_drawn)
 
 
 def _timed(cells: Iterable[CellRecord]) -> list[CellRecord]:
     return [c for c in cells if c.median is not None and c.conditions["attention"] == _FUSED]
-
-
-def _same_steps(record: QualityRecord, cell: CellRecord) -> bool:
-    return record.steps_used == cell.facts.get("steps_used")
-
-
-def _by_family(cells: Sequence[CellRecord]) -> Iterable[tuple[str, list[CellRecord]]]:
-    families: dict[str, list[CellRecord]] = {}
-    for cell in cells:
-        name = _family(cell.conditions["variant"], cell.conditions["settings"])
-        families.setdefault(name, []).append(cell)
-    return sorted(families.items())
 
 
 def _family(variant: str, settings: Mapping[str, Any]) -> str:
@@ -231,18 +194,5 @@ def _family(variant: str, settings: Mapping[str, Any]) -> str:
     return variant_label(variant, {name: value for name, value in settings.items() if name not in _KNOBS})
 
 
-def _knob(record: QualityRecord) -> float:
-    """The number that labels a point, such as its ratio or number of steps; NaN if it has none."""
-    if record.steps_used is not None:
-        return float(record.steps_used)
-    return float(next((record.settings[name] for name in _KNOBS if name in record.settings), math.nan))
-
-
 def _side(cell: CellRecord) -> float:
     return math.sqrt(cell.conditions["width"] * cell.conditions["height"])
-
-
-def _without_size(conditions: Any) -> str:
-    name = setting_name(conditions)
-    size = name.split(", ")[1]
-    return name.replace(f", {size}", "", 1)

@@ -52,20 +52,12 @@ _FIXED = {"tome": 0, "tomesd": 1}
 
 
 def draw(chart: Chart) -> str:
-    """Draw a chart as an SVG document. Equal charts give equal bytes.
-
-    Raises:
-        MissingExtraError: matplotlib is not installed.
-    """
+    """Draw a chart as an SVG document. Equal charts give equal bytes."""
     return svg_of(lambda: figure_of(chart), needed_by="the plots of tokenmerge report")
 
 
 def svg_of(make_figure: Callable[[], Any], needed_by: str) -> str:
-    """Render a matplotlib figure as an SVG document. Equal figures give equal bytes.
-
-    Raises:
-        MissingExtraError: matplotlib is not installed.
-    """
+    """Render a matplotlib figure as an SVG document. Equal figures give equal bytes."""
     try:
         import matplotlib
     except ImportError as error:
@@ -131,7 +123,7 @@ def _fill(axes: Any, chart: Chart) -> None:
 
 
 def _label_points(axes: Any, chart: Chart) -> None:
-    """Label the points that have room beside them. No label covers another one or a point."""
+    """Return label the points that have room beside them. No label covers another one or a point."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.transforms import Bbox
 
@@ -164,7 +156,7 @@ def _inside(box: Any, whole: Any) -> bool:
 
 
 def _colours(chart: Chart) -> dict[str, str]:
-    """One colour for each method, and grey for the oracle and fewer steps."""
+    """Return one colour for each method, and grey for the oracle and fewer steps."""
     families: dict[str, str] = {}
     free = cycle(colour for number, colour in enumerate(COLOURS) if number not in _FIXED.values())
     found = {}
@@ -179,5 +171,4 @@ def _colours(chart: Chart) -> dict[str, str]:
 
 
 def _plain(text: str) -> str:
-    """Escape text so that matplotlib does not read it as a formula."""
     return text.replace("$", r"\$")

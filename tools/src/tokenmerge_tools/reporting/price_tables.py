@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
+from functools import partial
 
-from tokenmerge_tools.bench.records import CellRecord
+from tokenmerge_tools.records.kinds import LOWER_IS_CLOSER, CellRecord
 from tokenmerge_tools.reporting.curves import AGAINST_CLOSENESS, Chart
-from tokenmerge_tools.reporting.quality import LOWER_IS_CLOSER
 from tokenmerge_tools.reporting.tables import BASELINES, Table, TableRow, call_name, times
 
 # Mean PSNR in dB. From 40 on, pictures are hard to tell apart; at 30, details differ.
@@ -30,10 +30,8 @@ def fastest_table(charts: Iterable[Chart]) -> Table | None:
     known = {}
     for title, members in _by_pictures(charts).items():
         speeds, figures = _points(members)
-        known[title] = [
-            (speeds[point], one["psnr"], point) for point, one in figures.items() if "psnr" in one
-        ]
-    known = {title: points for title, points in known.items() if points}
+        if points := [(speeds[point], one["psnr"], point) for point, one in figures.items() if "psnr" in one]:
+            known[title] = points
     if not known:
         return None
     shared, names = _shared_parts(list(known))
@@ -81,7 +79,7 @@ def _by_pictures(charts: Iterable[Chart]) -> dict[str, list[Chart]]:
 
 
 def _shared_parts(titles: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The parts that all titles share, and each title without them.
+    """Return the parts that all titles share, and each title without them.
 
     >>> _shared_parts(["a, 4 steps, fp32", "b, 4 steps, fp32"])
     (['4 steps', 'fp32'], ['a', 'b'])
@@ -92,7 +90,7 @@ def _shared_parts(titles: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _natural(text: str) -> list[tuple[bool, int, str]]:
-    """A key that sorts texts by the values of the numbers in them.
+    """Return a key that sorts texts by the values of the numbers in them.
 
     >>> sorted(["20 steps", "4 steps"], key=_natural)
     ['4 steps', '20 steps']
@@ -102,7 +100,7 @@ def _natural(text: str) -> list[tuple[bool, int, str]]:
 
 
 def _points(charts: Sequence[Chart]) -> tuple[dict[_Point, float], dict[_Point, _Figures]]:
-    """Speed-up and closeness of each point. The charts of all metrics have the same points."""
+    """Return the speed-up and closeness of each point. The charts of all metrics have the same points."""
     speeds: dict[_Point, float] = {}
     figures: dict[_Point, _Figures] = {}
     for chart in charts:
@@ -123,8 +121,8 @@ def _table(title: str, charts: Sequence[Chart]) -> Table:
     }
     rows = tuple(
         TableRow(
-            (*point, times(speeds[point]), *(_figure(figures[point], metric) for metric in metrics)),
-            best=point in known and not _beaten(known[point], known.values()),
+            (*point, times(speeds[point]), *(_figure(figures[point].get(metric)) for metric in metrics)),
+            best=point in known and not any(map(partial(_beats, known[point]), known.values())),
         )
         for point in sorted(figures, key=lambda point: -speeds[point])
     )
@@ -133,8 +131,8 @@ def _table(title: str, charts: Sequence[Chart]) -> Table:
     return Table(title, ("method", "setting", "speed-up", *arrows), rows, notes, words=1)
 
 
-def _beaten(point: tuple[float, float], others: Iterable[tuple[float, float]]) -> bool:
-    return any(speed >= point[0] and close >= point[1] and (speed, close) != point for speed, close in others)
+def _beats(point: tuple[float, float], other: tuple[float, float]) -> bool:
+    return other[0] >= point[0] and other[1] >= point[1] and other != point
 
 
 def _fastest(known: Sequence[tuple[float, float, _Point]], closeness: float) -> str:
@@ -145,8 +143,8 @@ def _fastest(known: Sequence[tuple[float, float, _Point]], closeness: float) -> 
     return f"{' '.join(point).strip()}: {times(speed)} ({psnr:.1f})"
 
 
-def _figure(figures: Mapping[str, float], metric: str) -> str:
-    return f"{figures[metric]:.4g}" if metric in figures else ""
+def _figure(value: float | None) -> str:
+    return "" if value is None else f"{value:.4g}"
 
 
 def _count(number: int, what: str) -> str:

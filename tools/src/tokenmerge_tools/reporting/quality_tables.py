@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tokenmerge_tools.bench.records import key_of
-from tokenmerge_tools.reporting.quality import LOWER_IS_CLOSER, QualityRecord, metric_names
+from tokenmerge_tools.records.kinds import LOWER_IS_CLOSER, QualityRecord, key_of, metric_names
 from tokenmerge_tools.reporting.tables import Table, TableRow, attention_name, once, sampling_name
 
 # Conditions that the pictures of one table have in common, in addition to the model and the size.
@@ -22,13 +21,13 @@ _SPEEDUP = "speed-up: t_dense / t per picture, median and quartiles"
 
 
 def where_drawn(record: QualityRecord) -> tuple[str, int, int, str]:
-    """What the records of one table have in common."""
+    """Return what the records of one table have in common."""
     shared = key_of({name: record.conditions.get(name) for name in (*_SHARED, "frames")})
     return record.model, record.width, record.height, shared
 
 
 def quality_name(record: QualityRecord) -> str:
-    """The title of the record's table."""
+    """Return the title of the record's table."""
     parts = [record.model, f"{record.width} × {record.height}"]
     if (frames := record.conditions.get("frames")) is not None:
         parts.append(f"{frames} frames")
@@ -55,39 +54,25 @@ def quality_tables(records: Sequence[QualityRecord]) -> list[Table]:
 
 def _table(records: Sequence[QualityRecord]) -> Table:
     metrics = metric_names(records)
-    arrows = tuple(f"{name}{_AIMS.get(name, ' ↓' if name in LOWER_IS_CLOSER else ' ↑')}" for name in metrics)
+    arrows = [f"{name}{_AIMS.get(name, ' ↓' if name in LOWER_IS_CLOSER else ' ↑')}" for name in metrics]
     timed = any(record.speedup is not None for record in records)
     by_category = any(record.category is not None for record in records)
-    rows = tuple(
-        TableRow(
-            (
-                record.label,
-                *([record.category or "all"] if by_category else []),
-                str(record.images),
-                *([_speedup(record)] if timed else []),
-                *(_figure(record, name) for name in metrics),
-            )
-        )
-        for record in records
-    )
-    notes = once((note for record in records for note in record.notes), [r.label for r in records])
+
+    def row(record: QualityRecord) -> TableRow:
+        category = [record.category or "all"] if by_category else []
+        speedup = [_speedup(record)] if timed else []
+        figures = (_figure(record, name) for name in metrics)
+        return TableRow((record.label, *category, str(record.images), *speedup, *figures))
+
+    header = ("variant", *["category"] * by_category, "pictures", *["speed-up"] * timed, *arrows)
+    notes = [
+        "↑ higher, ↓ lower is better; psnr in dB",
+        *[_SPEEDUP] * timed,
+        *[_MOTION] * ("motion" in metrics),
+    ]
+    notes += once((note for record in records for note in record.notes), [r.label for r in records])
     return Table(
-        quality_name(records[0]),
-        (
-            "variant",
-            *(["category"] if by_category else []),
-            "pictures",
-            *(["speed-up"] if timed else []),
-            *arrows,
-        ),
-        rows,
-        (
-            "↑ higher, ↓ lower is better; psnr in dB",
-            *([_SPEEDUP] if timed else []),
-            *([_MOTION] if "motion" in metrics else []),
-            *notes,
-        ),
-        words=1 + by_category,
+        quality_name(records[0]), header, tuple(map(row, records)), tuple(notes), words=1 + by_category
     )
 
 

@@ -17,10 +17,6 @@ def draw_steps(steps: RunSteps) -> str:
 
     Args:
         steps: the steps of a run, from :attr:`tokenmerge.Patch.steps`.
-
-    Raises:
-        ConfigError: there is no step.
-        MissingExtraError: matplotlib is not installed.
     """
     if not steps.rows:
         raise ConfigError("steps: there is no step to draw; generate first")
@@ -54,5 +50,4 @@ def figure_of_steps(steps: RunSteps) -> Any:
 
 
 def _removed(tokens: int | None, merged_tokens: int | None) -> float:
-    """Percent of the tokens that merging removed."""
     return 0.0 if tokens is None or merged_tokens is None else 100 * (1 - merged_tokens / tokens)

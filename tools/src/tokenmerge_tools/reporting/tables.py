@@ -8,11 +8,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import Any, TypeVar
 
-from tokenmerge_tools.bench.records import CellRecord
+from tokenmerge_tools.records.kinds import CellRecord
 
 T = TypeVar("T")
-
-OURS, PUBLISHED = "ours", "published"
 
 # Conditions that the cells of one table have in common.
 SETTING = (
@@ -25,13 +23,9 @@ _ATTENTION = {"sdpa": "SDPA", "xformers": "xFormers", "default": "plain"}
 
 @dataclasses.dataclass(frozen=True)
 class TableRow:
-    """One row of a table.
-
-    The origin is :data:`OURS` or :data:`PUBLISHED`. The ``best`` rows are marked.
-    """
+    """One row of a table. The ``best`` rows are marked."""
 
     cells: tuple[str, ...]
-    origin: str = OURS
     best: bool = False
 
 
@@ -55,18 +49,18 @@ def measured_tables(cells: Iterable[CellRecord]) -> list[Table]:
 
 
 def where_of(cell: CellRecord) -> tuple[Any, ...]:
-    """What the cells of one table have in common."""
+    """Return what the cells of one table have in common."""
     return tuple(cell.conditions[name] for name in SETTING)
 
 
 def what_of(cell: CellRecord) -> str:
-    """What differs between the cells of one table: variant, attention and compilation."""
+    """Return what differs between the cells of one table: variant, attention and compilation."""
     compiled = ", compiled" if cell.conditions["compile"] else ""
     return f"{cell.label}, {attention_name(cell.conditions['attention'])}{compiled}"
 
 
 def attention_name(attention: str) -> str:
-    """The name of an attention implementation in a report.
+    """Return the name of an attention implementation in a report.
 
     >>> attention_name("default")
     'plain attention'
@@ -74,17 +68,8 @@ def attention_name(attention: str) -> str:
     return f"{_ATTENTION.get(attention, attention)} attention"
 
 
-def attention_rank(attention: str, order: Sequence[str]) -> tuple[int, str]:
-    """A sort key for attention implementations: first those in ``order``, then the others by name.
-
-    >>> sorted(["sage", "default", "flash"], key=lambda name: attention_rank(name, ["sdpa", "default"]))
-    ['default', 'flash', 'sage']
-    """
-    return (order.index(attention) if attention in order else len(order)), attention
-
-
 def setting_name(conditions: Mapping[str, Any]) -> str:
-    """The title of a setting."""
+    """Return the title of a setting."""
     return f"{call_name(conditions)}, {machine_name(conditions)}"
 
 
@@ -92,33 +77,25 @@ def call_name(conditions: Mapping[str, Any]) -> str:
     """Describe the timed call, without the machine."""
     frames = f" × {conditions['frames']} frames" if conditions["frames"] else ""
     whole = conditions["scope"] == "pipeline"
-    parts = (
-        conditions["model"],
-        f"{conditions['width']} × {conditions['height']}{frames}",
-        f"batch {conditions['batch']}",
-        conditions["dtype"],
-        f"{'whole pipeline,' if whole else 'denoiser alone, one of'} {sampling_name(conditions)}",
-    )
-    return ", ".join(parts)
+    size = f"{conditions['width']} × {conditions['height']}{frames}"
+    what = f"{'whole pipeline,' if whole else 'denoiser alone, one of'} {sampling_name(conditions)}"
+    return f"{conditions['model']}, {size}, batch {conditions['batch']}, {conditions['dtype']}, {what}"
 
 
 def sampling_name(conditions: Mapping[str, Any]) -> str:
-    """The number of steps, and the scheduler and guidance scale unless they are the model's defaults.
+    """Return the number of steps, and the scheduler and guidance scale unless they are the model's defaults.
 
     >>> sampling_name({"steps": 50, "scheduler": "plms", "guidance": 7.5})
     '50 steps, plms, guidance 7.5'
     """
     steps, scheduler, guidance = (conditions[name] for name in ("steps", "scheduler", "guidance"))
-    parts = [f"{steps} step{'s' if steps > 1 else ''}"]
-    if scheduler is not None:
-        parts.append(scheduler)
-    if guidance is not None:
-        parts.append(f"guidance {guidance:g}")
-    return ", ".join(parts)
+    own = "" if scheduler is None else f", {scheduler}"
+    own += "" if guidance is None else f", guidance {guidance:g}"
+    return f"{steps} step{'s' if steps > 1 else ''}{own}"
 
 
 def machine_name(conditions: Mapping[str, Any]) -> str:
-    """The name of the device, with the number of threads for a CPU."""
+    """Return the name of the device, with the number of threads for a CPU."""
     name: str = conditions["device_name"]
     if conditions["device"] == "cpu":
         name += f", {conditions['threads']} thread{'s' if conditions['threads'] > 1 else ''}"
@@ -169,10 +146,11 @@ def _notes(cell: CellRecord) -> list[str]:
 def _rank(cell: CellRecord) -> tuple[Any, ...]:
     conditions = cell.conditions
     order = {"dense": 0, "oracle": 8, "fewer-steps": 9}
-    settings = conditions["settings"]
+    settings, attention = conditions["settings"], conditions["attention"]
+    known = list(_ATTENTION)
     return (
         conditions["compile"],
-        attention_rank(conditions["attention"], tuple(_ATTENTION)),
+        (known.index(attention) if attention in known else len(known), attention),
         order.get(conditions["variant"], 1),
         conditions["variant"],
         settings.get("ratio", 0),
@@ -222,15 +200,6 @@ def grouped(items: Iterable[T], key: Callable[[T], Iterable[object]]) -> list[li
     """
 
     def order(item: T) -> tuple[object, ...]:
-        return in_order(key(item))
+        return tuple((value is None, 0 if value is None else value) for value in key(item))
 
     return [list(group) for _, group in groupby(sorted(items, key=order), key=order)]
-
-
-def in_order(values: Iterable[object]) -> tuple[object, ...]:
-    """Make a sort key from values that may be None. None comes last.
-
-    >>> sorted([(2, None), (1, None), (1, 5)], key=in_order)
-    [(1, 5), (1, None), (2, None)]
-    """
-    return tuple((value is None, 0 if value is None else value) for value in values)

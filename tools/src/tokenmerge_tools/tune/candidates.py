@@ -8,10 +8,10 @@ from collections.abc import Iterator
 
 from tokenmerge import presets
 from tokenmerge.config import StepReuse, ToMeConfig
-from tokenmerge_tools.bench.variants import FEWER_STEPS, VARIANTS, Variant, parse_variant
-from tokenmerge_tools.evaluate.variants import Drawn
+from tokenmerge_tools.evaluate.drawn import Drawn
 from tokenmerge_tools.tune.goal import Goal
 from tokenmerge_tools.tune.search import Entry
+from tokenmerge_tools.variants.variant import FEWER_STEPS, VARIANTS, Variant, parse_variant
 
 AUTO_FAMILY = "auto"
 
@@ -79,12 +79,7 @@ _FAMILIES: tuple[tuple[str, str, tuple[float, ...]], ...] = (
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """A setting to try.
-
-    Args:
-        drawn: the variant and its number of steps.
-        entry: what the search knows of it.
-    """
+    """A setting to try, and what the search knows of it."""
 
     drawn: Drawn
     entry: Entry
@@ -96,12 +91,7 @@ class Candidate:
 
 
 def candidates(goal: Goal, steps: int) -> list[Candidate]:
-    """List what a search tries, in order: ``auto``, baselines, step reuse, merging, presets.
-
-    Args:
-        goal: what is wanted.
-        steps: denoising steps of dense.
-    """
+    """List what a search tries, in order: ``auto``, baselines, step reuse, merging, presets."""
     found = [_candidate(text, steps, family, strength) for family, text, strength in _merging()]
     number = len(_RATIOS_OF_AUTO)
     found[number:number] = _rivals(goal, steps)
@@ -118,13 +108,7 @@ def candidates(goal: Goal, steps: int) -> list[Candidate]:
 def in_force(config: ToMeConfig, steps: int, merges: bool) -> ToMeConfig | None:
     """Reduce settings to what they do in a generation of ``steps`` steps, so that equal ones are tried once.
 
-    Args:
-        config: the settings, at the scale of guidance of the generation.
-        steps: denoising steps.
-        merges: whether any token merges at the size of the picture.
-
-    Returns:
-        The reduced settings; None if they save nothing.
+    The result is None if they save nothing. ``merges`` says whether any token merges at this size.
 
     >>> in_force(ToMeConfig(ratio=0.5, reuse=StepReuse(every=4, span=0.2)), steps=4, merges=False) is None
     True
@@ -162,7 +146,7 @@ def _candidate(text: str, steps: int, family: str, strength: float) -> Candidate
 
 
 def _rivals(goal: Goal, steps: int) -> list[Candidate]:
-    """Fewer steps, and the block caches that are installed."""
+    """List fewer steps, and the block caches that are installed."""
     found = []
     for number in _numbers_of_steps(goal, steps):
         spec = Variant(FEWER_STEPS, (("steps", number),))

@@ -6,18 +6,15 @@ import dataclasses
 from collections.abc import Collection, Sequence
 
 from tokenmerge_tools.tune.goal import Goal
-from tokenmerge_tools.tune.looks import Estimate, Look, estimates, paired
+from tokenmerge_tools.tune.measurements import Estimate, Look, estimates, paired
 
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
-    """The result of a search.
+    """The result of a search: the chosen setting, or the nearest one if none reaches the goal.
 
-    Args:
-        name: the chosen setting, or the nearest one if none reaches the goal.
-        reached: whether it reaches the goal.
-        sure: whether it reaches the goal by at least one standard error.
-        ties: the other settings that are as good within the noise.
+    It is ``sure`` if it reaches the goal by at least one standard error. ``ties`` are the other settings that
+    are as good within the noise.
     """
 
     name: str
@@ -34,11 +31,6 @@ def decide(looks: Sequence[Look], goal: Goal, preferred: Collection[str] = ()) -
     For a wanted closeness, it is the fastest. Settings that are behind the best by no more than one standard
     error of the paired difference are ties. Among the best and its ties, a preferred setting is chosen, or
     else the one that is better in what the goal asks for.
-
-    Args:
-        looks: all measurements of settings that can be chosen, at least one.
-        goal: what is wanted.
-        preferred: names of settings that win a tie, such as those of ``auto``.
     """
     found = estimates(looks)
     wants_speed = goal.speedup is not None
@@ -67,13 +59,9 @@ def decide(looks: Sequence[Look], goal: Goal, preferred: Collection[str] = ()) -
 
 
 def misses(one: Estimate, goal: Goal, errors: float = 0.0) -> bool:
-    """Whether a setting misses the goal. One that is not faster than dense misses every goal.
+    """Return whether a setting misses the goal by less than this number of standard errors.
 
-    Args:
-        one: what is known of the setting.
-        goal: what is wanted.
-        errors: number of standard errors by which the goal has to be reached. If it is not 0, one picture is
-            not enough.
+    One that is not faster than dense misses every goal. For one or more errors, one picture is not enough.
     """
     value, error, _ = one.objectives(goal.speedup is not None)
     if goal.speedup is None and not one.speedup > 1:

@@ -1,4 +1,4 @@
-"""What ``tokenmerge tune`` is asked to reach."""
+"""What ``tokenmerge tune`` is asked to reach, and its other options."""
 
 from __future__ import annotations
 
@@ -6,28 +6,28 @@ import dataclasses
 import math
 import re
 from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Annotated
 
 from tokenmerge.errors import ConfigError, shown
+from tokenmerge_tools.evaluate.evaluation import EvaluateOptions
 from tokenmerge_tools.evaluate.metrics import METRIC_NAMES
-from tokenmerge_tools.reporting.quality import LOWER_IS_CLOSER
+from tokenmerge_tools.evaluate.prompts import PROMPTS_HELP
+from tokenmerge_tools.pipelines.options import PipelineOptions, option
+from tokenmerge_tools.records.kinds import LOWER_IS_CLOSER
 
 # FID and KID compare sets of thousands of pictures, and have no value for a single one.
 GOAL_METRICS = tuple(name for name in METRIC_NAMES if name not in ("fid", "kid"))
-
 _AT_MOST = {"ssim": 1.0, "dino": 1.0, "clip": 1.0, "clip-score": 100.0, "glyphs": 1.0}
 _UNITS = {"s": 1, "min": 60, "h": 3600}
 
 
 @dataclasses.dataclass(frozen=True)
 class Goal:
-    """A wanted speed-up or a wanted closeness.
+    """A wanted speed-up or a wanted closeness: the smallest t_dense / t > 1, or the worst mean of the metric.
 
-    Args:
-        metric: the metric of closeness, one of :data:`GOAL_METRICS`.
-        speedup: smallest speed-up t_dense / t, > 1; the closest settings that reach it are wanted. None:
-            the goal is a closeness.
-        value: worst mean value of the metric; the fastest settings that reach it are wanted. None: the goal
-            is a speed-up.
+    For a speed-up, the closest settings that reach it are wanted. For a closeness, the fastest ones are.
     """
 
     metric: str
@@ -40,7 +40,7 @@ class Goal:
         return self.metric in LOWER_IS_CLOSER
 
     def closeness(self, value: float) -> float:
-        """A value of the metric, negated if lower is closer, so that larger is closer."""
+        """Return a value of the metric, negated if lower is closer, so that larger is closer."""
         return -value if self.lower_is_closer else value
 
     @property
@@ -52,7 +52,7 @@ class Goal:
         return self.closeness(self.value)
 
     def __str__(self) -> str:
-        """The goal in words.
+        """Return the goal in words.
 
         >>> str(Goal("psnr", speedup=1.5)), str(Goal("lpips", value=0.1))
         ('a speed-up of at least 1.5', 'LPIPS of at most 0.1')
@@ -64,16 +64,7 @@ class Goal:
 
 
 def parse_goal(min_speedup: float | None, bounds: Mapping[str, float | None], metric: str | None) -> Goal:
-    """Make the goal from the options of the command line.
-
-    Args:
-        min_speedup: smallest speed-up.
-        bounds: worst value of each metric; None for a metric without a bound.
-        metric: the metric of closeness for a wanted speed-up. None: PSNR.
-
-    Raises:
-        ConfigError: not exactly one goal is given, or no setting can reach it.
-    """
+    """Make the goal from the options of the command line. ``bounds`` has the worst value of each metric."""
     given = {name: value for name, value in bounds.items() if value is not None}
     flags = [*(["min-speedup"] if min_speedup is not None else []), *map(flag_of, given)]
     if len(flags) != 1:
@@ -105,7 +96,7 @@ def parse_goal(min_speedup: float | None, bounds: Mapping[str, float | None], me
 
 
 def flag_of(metric: str) -> str:
-    """The option for a metric.
+    """Return the option for a metric.
 
     >>> flag_of("lpips"), flag_of("psnr")
     ('max-lpips', 'min-psnr')
@@ -118,11 +109,77 @@ def parse_seconds(text: str) -> float:
 
     >>> parse_seconds("10min"), parse_seconds("90s"), parse_seconds("1.5h")
     (600.0, 90.0, 5400.0)
-
-    Raises:
-        ConfigError: it is not a duration above 0.
     """
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(s|min|h)\s*", text)
     if found is None or float(found[1]) == 0:
         raise ConfigError(f"within: expected a duration such as 90s, 10min or 1h, got {shown(text)}")
     return float(found[1]) * _UNITS[found[2]]
+
+
+_search = partial(option, "Search")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TuneOptions(PipelineOptions):
+    """What to find settings for, and how long to search.
+
+    ``within`` are seconds, including those of earlier runs.
+    """
+
+    goal: Goal
+    within: float = 600.0
+    prompts: Annotated[Path | None, _search(PROMPTS_HELP)] = None
+    metric: Annotated[
+        str | None,
+        option(
+            "Goal",
+            f"Closeness metric used with --min-speedup: {', '.join(GOAL_METRICS)}. NAME=NETWORK uses the "
+            "network in a folder or with a hub id. Default: psnr.",
+        ),
+    ] = None
+    items: Annotated[int, _search("Largest number of pictures to compare settings on.", parser="integer")] = (
+        16
+    )
+    out: Annotated[
+        Path,
+        option(
+            None,
+            "File for the settings. Records, pictures and the price curve go beside it.",
+            "--out",
+            "-o",
+        ),
+    ] = Path("outputs/tuned.json")
+
+    def __post_init__(self) -> None:
+        if self.out.suffix != ".json":
+            raise ConfigError(f"out: expected a file ending in .json, got {self.out}")
+        if not self.within > 0:
+            raise ConfigError(f"within: expected a duration above 0 seconds, got {self.within:g}")
+        if self.items < 2:
+            raise ConfigError(f"items: expected an integer ≥ 2, got {self.items}")
+        if self.steps < 2:
+            raise ConfigError(
+                f"steps: expected at least 2, got {self.steps}; with one step, nothing is left to reuse"
+            )
+        self.evaluation()
+
+    @property
+    def records(self) -> Path:
+        """The file with every measurement."""
+        return self.out.with_suffix(".jsonl")
+
+    def evaluation(self, prompts: int | None = None) -> EvaluateOptions:
+        """Return the options of ``tokenmerge evaluate`` for drawing the same pictures.
+
+        If there are fewer ``prompts`` than ``items``, each is drawn with several seeds.
+        """
+        shared = [field.name for field in dataclasses.fields(PipelineOptions)]
+        return EvaluateOptions(
+            **{name: getattr(self, name) for name in (*shared, "prompts")},
+            limit=self.items,
+            seeds=1 if prompts is None else -(-self.items // prompts),
+            variants=(),
+            batch=1,
+            metrics=() if (wanted := self.metric or self.goal.metric) in ("psnr", "ssim") else (wanted,),
+            out=self.records,
+        )

@@ -11,15 +11,15 @@ from tokenmerge.config import FoundFor
 from tokenmerge.config.json_file import VERSION
 from tokenmerge.errors import MissingExtraError
 from tokenmerge.pictures import difference, difference_gain, sample_sheet
-from tokenmerge_tools.bench.variants import DENSE, Variant
-from tokenmerge_tools.evaluate.variants import Drawn
+from tokenmerge_tools.evaluate.drawn import Drawn
 from tokenmerge_tools.files import write_atomically, write_json, write_text
 from tokenmerge_tools.reporting.curves import AGAINST_CLOSENESS, Chart, Line
 from tokenmerge_tools.reporting.plots import draw
 from tokenmerge_tools.reporting.tables import Table, TableRow, times
-from tokenmerge_tools.tune.looks import Estimate, estimates
+from tokenmerge_tools.tune.measurements import Estimate, estimates
 from tokenmerge_tools.tune.runner import Search
 from tokenmerge_tools.tune.search import ranking
+from tokenmerge_tools.variants.variant import DENSE, Variant
 
 _SHOWN = 8
 
@@ -27,11 +27,7 @@ _SHOWN = 8
 def write_result(search: Search) -> list[str]:
     """Write the settings, the chart of speed-up against closeness, and the picture of the worst prompt.
 
-    Returns:
-        One line for each file, with its path, or with the reason why it was not written.
-
-    Raises:
-        ConfigError: a file cannot be written.
+    The result has a line for each file, with its path, or with the reason why it was not written.
     """
     out = search.options.out
     write_json(out, _content(search))
@@ -47,14 +43,8 @@ def write_result(search: Search) -> list[str]:
     return lines
 
 
-def found_for(search: Search) -> FoundFor:
-    """The model, size and number of steps that the settings were found for."""
-    height, width = search.latent
-    return FoundFor(search.model, height, width, search.options.steps)
-
-
 def python_lines(search: Search) -> str:
-    """The line of Python that applies the settings."""
+    """Return the line of Python that applies the settings."""
     return f"tokenmerge.apply_token_merging(pipe, {str(search.options.out)!r})"
 
 
@@ -74,24 +64,14 @@ def tuned_table(search: Search) -> Table:
         by_group.setdefault(search.candidates[name].entry.group, []).append(found[name])
     for group in by_group.values():
         shown.append(max(group, key=lambda one: (one.looks, -ranking(group, goal).index(one.name))).name)
-    rows = [
-        TableRow(
-            (
-                name,
-                _verdict(search, found[name]),
-                f"{times(found[name].speedup)} ± {found[name].speedup_error:.2f}",
-                _closeness(search, found[name]),
-                str(found[name].looks),
-            )
-        )
-        for name in shown
-    ]
+    rows = []
+    for one in (found[name] for name in shown):
+        speedup = f"{times(one.speedup)} ± {one.speedup_error:.2f}"
+        cells = (one.name, _verdict(search, one), speedup, _closeness(search, one), str(one.looks))
+        rows.append(TableRow(cells))
     arrow = "↓" if goal.lower_is_closer else "↑"
     conditions = search.evaluation.store.conditions
-    title = (
-        f"{conditions['model']}, {conditions['width']} × {conditions['height']}, "
-        f"{search.options.steps} steps, {conditions['dtype']} on {conditions['device']}: {goal}"
-    )
+    title = f"{_pictures(search)}, {conditions['dtype']} on {conditions['device']}: {goal}"
     header = ("setting", "", "speed-up", f"{goal.metric} {arrow}", "pictures")
     notes = (
         "± is one standard error; speed-up is t_dense / t, with interleaved calls; closeness is to the dense "
@@ -99,6 +79,12 @@ def tuned_table(search: Search) -> Table:
         f"{len(found)} settings were measured with {len(search.looks)} pictures, baselines included",
     )
     return Table(title, header, tuple(rows), notes, words=2)
+
+
+def _pictures(search: Search) -> str:
+    conditions = search.evaluation.store.conditions
+    size = f"{conditions['width']} × {conditions['height']}"
+    return f"{conditions['model']}, {size}, {search.options.steps} steps"
 
 
 def _closeness(search: Search, one: Estimate) -> str:
@@ -139,7 +125,7 @@ def _content(search: Search) -> dict[str, Any]:
         "version": VERSION,
         "settings": config.to_dict(),
         "tuned": {
-            "found_for": dataclasses.asdict(found_for(search)),
+            "found_for": dataclasses.asdict(FoundFor(search.model, *search.latent, search.options.steps)),
             "setting": decision.name,
             "goal": dataclasses.asdict(goal),
             "reached": decision.reached,
@@ -165,11 +151,9 @@ def _chart(search: Search) -> Chart:
         if chosen := [one for one in members if one.name == decision.name]:
             point = goal.closeness(chosen[0].closeness), chosen[0].speedup
             lines.append(Line(f"chosen: {decision.name}", (point,), ("chosen",)))
-    conditions = search.evaluation.store.conditions
     closer = "lower" if goal.lower_is_closer else "higher"
     return Chart(
-        f"{AGAINST_CLOSENESS}{conditions['model']}, {conditions['width']} × {conditions['height']}, "
-        f"{search.options.steps} steps",
+        AGAINST_CLOSENESS + _pictures(search),
         f"{goal.metric.upper()}, {closer} is better",
         "speed-up, t_dense / t",
         tuple(lines),

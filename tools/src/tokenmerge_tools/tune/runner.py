@@ -10,21 +10,19 @@ from tokenmerge.config import ToMeConfig
 from tokenmerge.errors import ConfigError, TokenMergingError
 from tokenmerge.models.find import find_hosts
 from tokenmerge.report import check_merging, merges_tokens, predict
-from tokenmerge_tools.bench.records import key_of
-from tokenmerge_tools.bench.results_file import ResultsFile
 from tokenmerge_tools.evaluate.evaluation import Evaluation, plan_evaluation
 from tokenmerge_tools.evaluate.metrics import load_metrics
 from tokenmerge_tools.files import prepare_folder
 from tokenmerge_tools.pipelines.loading import require_diffusers
 from tokenmerge_tools.pipelines.settings import resolve_device
+from tokenmerge_tools.records.file import ResultsFile
+from tokenmerge_tools.records.kinds import TuneRecord, key_of
 from tokenmerge_tools.tune.candidates import AUTO_FAMILY, Candidate, candidates, in_force
 from tokenmerge_tools.tune.decision import Decision, decide
-from tokenmerge_tools.tune.goal import Goal
-from tokenmerge_tools.tune.looks import Estimate, Look, estimates
-from tokenmerge_tools.tune.options import TuneOptions
-from tokenmerge_tools.tune.records import TuneRecord, look_of, read_tune_records
+from tokenmerge_tools.tune.goal import Goal, TuneOptions
+from tokenmerge_tools.tune.measurements import Estimate, Look, estimates, look_of
+from tokenmerge_tools.tune.rounds import Failed, Outcome, Rounds
 from tokenmerge_tools.tune.search import next_round
-from tokenmerge_tools.tune.studio import Drawing, Failed, Studio
 
 # Operations are counted if that takes less than this share of the time of a dense picture.
 _WORTH_COUNTING = 0.15
@@ -34,14 +32,7 @@ _SECONDS_TO_COUNT = 0.5
 
 @dataclasses.dataclass(frozen=True)
 class TuneProgress:
-    """The progress of a search.
-
-    Args:
-        spent: seconds that the measurements took so far, including those of earlier runs.
-        budget: seconds that the measurements may take.
-        running: what is being measured.
-        best: the best setting so far; None if none was measured.
-    """
+    """The progress of a search: seconds spent, also in earlier runs, and the best setting so far, if any."""
 
     spent: float
     budget: float
@@ -51,19 +42,11 @@ class TuneProgress:
 
 @dataclasses.dataclass(frozen=True)
 class Search:
-    """A search that is over, or was interrupted.
+    """A search that is over (``complete``), or was interrupted.
 
-    Args:
-        options: what was searched for.
-        evaluation: what was drawn, and where the pictures are.
-        candidates: the settings that were tried or could have been, by name.
-        configs: the resolved settings of candidates that merge or reuse steps with this package, by name.
-        looks: all measurements.
-        decision: the result; None if no setting was measured.
-        model: class of the denoiser.
-        latent: (height, width) of the latents.
-        scheduler: class of the scheduler.
-        complete: whether the search is over, and was not interrupted.
+    ``candidates`` are the settings that were tried or could have been, by name. ``configs`` has the resolved
+    settings of those that merge or reuse steps with this package. The decision is None if none was measured.
+    ``model`` is the class of the denoiser, and ``latent`` the (height, width) of the latents.
     """
 
     options: TuneOptions
@@ -92,14 +75,6 @@ def tune(
 
     Every measurement is written to the results file at once. The same command continues the search, also with
     a larger budget.
-
-    Args:
-        options: what to search for.
-        on_progress: called before each picture.
-        on_note: called with messages for the user.
-
-    Raises:
-        TokenMergingError: an option does not fit the model or the machine.
     """
     require_diffusers("tokenmerge tune")
     device = resolve_device(options.device)
@@ -110,10 +85,10 @@ def tune(
     evaluation = dataclasses.replace(evaluation, items=items)
     metrics = load_metrics(wanted.wanted(), [prompt.text for prompt in evaluation.prompts], on_note)
     prepare_folder(evaluation.store.folder)
-    with ResultsFile(options.records, read_tune_records) as file:
+    with ResultsFile(options.records, TuneRecord) as file:
         for note in file.notes:
             on_note(note)
-        run = _Run(options, Studio(options, evaluation, metrics, device), file, on_progress, on_note)
+        run = _Searching(options, Rounds(options, evaluation, metrics, device), file, on_progress, on_note)
         try:
             run.search()
         except KeyboardInterrupt:
@@ -121,22 +96,22 @@ def tune(
         return run.result(complete=True)
 
 
-class _Run:
+class _Searching:
     """One search, and its measurements so far."""
 
     def __init__(
         self,
         options: TuneOptions,
-        studio: Studio,
+        rounds: Rounds,
         file: ResultsFile[TuneRecord],
         on_progress: Callable[[TuneProgress], None],
         on_note: Callable[[str], None],
     ) -> None:
-        self.options, self.goal, self.studio, self.file = options, options.goal, studio, file
+        self.options, self.goal, self.rounds, self.file = options, options.goal, rounds, file
         self.on_progress, self.on_note = on_progress, on_note
-        evaluation = studio.evaluation
+        evaluation = rounds.evaluation
         # The key has the metric's network, but not the budget and the goal: another goal reuses all pictures.
-        self.conditions = key_of({**evaluation.store.conditions, "metrics": dict(studio.metrics.networks)})
+        self.conditions = key_of({**evaluation.store.conditions, "metrics": dict(rounds.metrics.networks)})
         self.texts = [f"{item.prompt.text}, seed {item.seed}" for item in evaluation.items]
         self.conditions = key_of({"conditions": self.conditions, "items": self.texts})
         self.failed: set[str] = set()
@@ -168,9 +143,9 @@ class _Run:
             self._say(following.names[0])
             chosen = [self.candidates[name] for name in following.names]
             left = list(following.names)
-            for found in self.studio.draw(following.item, chosen, self._all_configs()):
+            for found in self.rounds.draw(following.item, chosen, self._all_configs()):
                 left.remove(found.name)
-                if isinstance(found, Drawing) and self.goal.metric not in found.metrics:
+                if isinstance(found, Outcome) and self.goal.metric not in found.metrics:
                     found = Failed(found.name, f"its picture has no finite {self.goal.metric}")
                 if isinstance(found, Failed):
                     self.failed.add(found.name)
@@ -184,17 +159,17 @@ class _Run:
                     self._say(left[0])
 
     def result(self, complete: bool) -> Search:
-        """The search with its decision."""
-        pipe, denoiser = self.studio.pipe, self.studio.denoiser
+        """Return the search with its decision."""
+        pipe, denoiser = self.rounds.pipe, self.rounds.denoiser
         return Search(
             self.options,
-            self.studio.evaluation,
+            self.rounds.evaluation,
             self.candidates,
             self.configs,
             self.looks,
             self._decide(),
             type(denoiser).__name__,
-            self.studio.latent,
+            self.rounds.latent,
             type(pipe.scheduler).__name__,
             complete,
         )
@@ -202,21 +177,21 @@ class _Run:
     def _resolve(self) -> None:
         """Resolve the settings of each candidate on this model. Leave out equal and impossible ones."""
         seen: dict[ToMeConfig, str] = {}
-        hosts = find_hosts(self.studio.pipe)
+        hosts = find_hosts(self.rounds.pipe)
         for one in candidates(self.goal, self.options.steps):
-            record = self.file.records.get(TuneRecord(self.conditions, "settings", one.name, -1, {}).key)
+            record = self.file.records.get(self._record("settings", one.name, -1, {}).key)
             try:
                 if record is not None:
                     config: ToMeConfig | None = ToMeConfig.from_dict(record.values["config"])
                 else:
-                    config = one.drawn.spec.config(self.studio.pipe)
+                    config = one.drawn.spec.config(self.rounds.pipe)
                 if config is None:
                     self.candidates[one.name] = one
                     continue
-                check_merging(hosts, config, self.studio.latent)
+                check_merging(hosts, config, self.rounds.latent)
                 guided = self._guided(config)
                 acting = in_force(
-                    guided, self.options.steps, merges_tokens(hosts, guided, self.studio.latent)
+                    guided, self.options.steps, merges_tokens(hosts, guided, self.rounds.latent)
                 )
                 if acting is None or acting in seen:
                     continue
@@ -233,8 +208,7 @@ class _Run:
             )
 
     def _guided(self, config: ToMeConfig) -> ToMeConfig:
-        """The settings at the scale of guidance that the pictures are drawn with."""
-        return config.at_guidance(self.studio.call.guidance)
+        return config.at_guidance(self.rounds.call.guidance)
 
     def _all_configs(self) -> dict[str, ToMeConfig | None]:
         return {name: self.configs.get(name) for name in self.candidates}
@@ -268,7 +242,7 @@ class _Run:
                 continue
             steps = self.options.steps if config.follows_steps else 1
             began = time.perf_counter()
-            report = predict(self.studio.denoiser, self._guided(config), *self.studio.latent, 2, steps)
+            report = predict(self.rounds.denoiser, self._guided(config), *self.rounds.latent, 2, steps)
             self.seconds_to_count = time.perf_counter() - began
             merged = report.flops_merged if report.flops_mean is None else report.flops_mean
             values = {"speedup": report.flops_dense / merged, "seconds": self.seconds_to_count}
@@ -288,4 +262,7 @@ class _Run:
         self.on_progress(TuneProgress(spent, self.options.within, running, best))
 
     def _append(self, about: str, name: str, item: int, values: Mapping[str, object]) -> None:
-        self.file.append(TuneRecord(self.conditions, about, name, item, values))
+        self.file.append(self._record(about, name, item, values))
+
+    def _record(self, about: str, name: str, item: int, values: Mapping[str, object]) -> TuneRecord:
+        return TuneRecord(conditions=self.conditions, about=about, name=name, item=item, values=values)

@@ -15,7 +15,7 @@ from statistics import median
 
 from tokenmerge_tools.tune.decision import misses
 from tokenmerge_tools.tune.goal import Goal
-from tokenmerge_tools.tune.looks import Estimate, Look, estimates
+from tokenmerge_tools.tune.measurements import Estimate, Look, estimates
 
 # Counted operations only estimate the time. A setting may be faster than its count by this factor.
 _SLACK = 1.25
@@ -33,12 +33,8 @@ _FEWEST = 3
 class Entry:
     """A setting as the search sees it.
 
-    Args:
-        name: name of the setting.
-        family: settings of one family differ only in strength.
-        strength: within a family, a larger one is faster and less close.
-        group: the best setting of each group always goes on.
-        rival: whether it is a baseline, only shown for comparison. It takes no place from other settings.
+    Settings of one family differ only in strength; a larger one is faster and less close. The best setting of
+    each group always goes on. A rival is a baseline, only shown for comparison; it takes no place of others.
     """
 
     name: str
@@ -50,12 +46,7 @@ class Entry:
 
 @dataclasses.dataclass(frozen=True)
 class Round:
-    """Settings that draw one prompt beside dense.
-
-    Args:
-        item: number of the prompt and seed.
-        names: the settings, at least one.
-    """
+    """Settings that draw one prompt and seed, by its number, beside dense."""
 
     item: int
     names: tuple[str, ...]
@@ -69,19 +60,11 @@ def next_round(
     items: int,
     counted: Mapping[str, float],
 ) -> Round | None:
-    """Choose what to measure next.
+    """Choose what to measure next; None if the search is over.
 
-    Args:
-        entries: all settings, in the order in which they are tried.
-        looks: the measurements so far.
-        goal: what is wanted.
-        budget: seconds that all looks together may cost.
-        items: number of prompts and seeds, ≥ 1.
-        counted: speed-up by counted operations, by name, for settings where it is known.
-
-    Returns:
-        The next round; None if the search is over. The first one has a setting that can be the
-        result, whatever it costs.
+    ``entries`` are all settings in the order in which they are tried, ``budget`` the seconds that all looks
+    may cost, ``items`` the number of prompts and seeds, and ``counted`` the known speed-ups by operations.
+    The first round has a setting that can be the result, whatever it costs.
     """
     own = [entry.name for entry in entries if not entry.rival]
     if own and not {look.name for look in looks} & set(own):
@@ -117,7 +100,7 @@ def next_round(
 def hopeless(
     entry: Entry, entries: Sequence[Entry], looks: Sequence[Look], goal: Goal, counted: Mapping[str, float]
 ) -> bool:
-    """Whether a setting that was not tried cannot be the result.
+    """Return whether a setting that was not tried cannot be the result.
 
     A setting that saves no operations cannot. For a wanted speed, a setting cannot if its counted operations,
     or a stronger setting of its family, show that it is too slow. For a wanted closeness, it cannot if they
@@ -139,7 +122,7 @@ def hopeless(
 
 
 def survivors(entries: Sequence[Entry], looks: Sequence[Look], goal: Goal) -> list[Entry]:
-    """The best third of the settings, at least three, the best of each group, and close calls."""
+    """Return the best third of the settings, at least three, the best of each group, and close calls."""
     measured = estimates(looks)
     found = [measured[entry.name] for entry in entries if entry.name in measured]
     order = ranking(found, goal)
@@ -153,22 +136,18 @@ def survivors(entries: Sequence[Entry], looks: Sequence[Look], goal: Goal) -> li
 
 
 def ranking(found: Sequence[Estimate], goal: Goal) -> list[str]:
-    """Names of settings, the most promising first.
+    """Return the names of settings, the most promising first.
 
     Those that reach the goal are ordered by closeness for a wanted speed, and by speed for a wanted
     closeness. After every two of them comes one that misses the goal, the nearest first, since few prompts
     can mislead. Settings that miss the goal and are no better than another one in both come last.
     """
-    wants_speed = goal.speedup is not None
-    reaching = sorted(
-        (one for one in found if not misses(one, goal)), key=lambda one: -one.objectives(wants_speed)[2]
-    )
-    missing = sorted(
-        (one for one in found if misses(one, goal)), key=lambda one: -one.objectives(wants_speed)[0]
-    )
+    by_value = sorted(found, key=lambda one: -one.objectives(goal.speedup is not None)[0])
+    by_other = sorted(found, key=lambda one: -one.objectives(goal.speedup is not None)[2])
+    missing = [one for one in by_value if misses(one, goal)]
     hopeful = [one for one in missing if not any(_dominates(other, one) for other in found)]
     order: list[Estimate] = []
-    ahead, behind = list(reaching), list(hopeful)
+    ahead, behind = [one for one in by_other if one not in missing], hopeful
     while ahead or behind:
         order += ahead[:2] + behind[:1]
         ahead, behind = ahead[2:], behind[1:]
@@ -177,7 +156,7 @@ def ranking(found: Sequence[Estimate], goal: Goal) -> list[str]:
 
 
 def _close_calls(found: Sequence[Estimate], goal: Goal) -> set[str]:
-    """Names of settings that miss the goal by at most one standard error, and may be the best ones.
+    """Name the settings that miss the goal by at most one standard error, and may be the best ones.
 
     They are better than those that surely reach it: closer for a wanted speed, faster for a wanted closeness.
     """
@@ -197,7 +176,7 @@ def _dominates(one: Estimate, other: Estimate) -> bool:
 
 
 def _fitting(wanted: Round, looks: Sequence[Look], left: float) -> Round | None:
-    """The part of a round that fits into the time left. The first round of a search is always one setting."""
+    """Cut a round to the time left. The first round of a search is always one setting."""
     if not looks:
         return Round(wanted.item, wanted.names[:1])
     dense = median(look.dense_seconds for look in looks)

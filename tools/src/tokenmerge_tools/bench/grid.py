@@ -1,0 +1,198 @@
+"""The options of ``tokenmerge bench``, from flags, TOML or YAML files, and presets."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections.abc import Mapping
+from functools import partial
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Any
+
+from tokenmerge.config.checks import Check, integer, number, one_of, optional, switch, text
+from tokenmerge.errors import ConfigError
+from tokenmerge_tools.files import read_bytes, toml_parser
+from tokenmerge_tools.pipelines.options import option
+from tokenmerge_tools.pipelines.settings import (
+    ATTENTION_HELP,
+    DTYPE_CHOICES,
+    SCHEDULER_NAMES,
+    attention_choice,
+    check_guidance,
+    parse_size,
+)
+from tokenmerge_tools.variants.variant import ORACLE, VARIANTS, Variant, oracle_of, parse_variant
+
+SCOPES = ("denoiser", "pipeline")
+_PRESETS = resources.files("tokenmerge_tools.bench") / "presets"
+
+
+_CHECKS: dict[str, Check] = {
+    **dict.fromkeys(("model", "variants", "device", "about"), text),
+    **dict.fromkeys(("batch", "steps", "frames", "rounds", "warmup"), integer(1)),
+    **dict.fromkeys(("max_downsample", "threads"), optional(integer(1))),
+    "size": lambda name, size: parse_size(size),
+    "dtype": one_of(DTYPE_CHOICES),
+    "attention": attention_choice,
+    "compile": switch,
+    "ratio": number("a fraction of the tokens, from 0 to 1", lambda ratio: 0 <= ratio <= 1),
+    "scope": one_of(SCOPES),
+    "scheduler": optional(text),
+    "guidance": check_guidance,
+    "seed": integer(0),
+}
+_axis, _shared = partial(option, "Axes"), partial(option, "Settings")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BenchOptions:
+    """The axes of a benchmark, which are tuples, and the settings that all its cells share.
+
+    Every combination of the values on the axes is measured. ``about`` describes a grid, without effect.
+    """
+
+    model: Annotated[
+        tuple[str, ...],
+        _axis("Bundled model, folder, hub id, or geometry:NAME for random weights; @0.5 halves its layers."),
+    ] = ("geometry:sd15",)
+    size: Annotated[
+        tuple[str, ...],
+        _axis("WIDTHxHEIGHT, or N for a square, in pixels. Default: each model's own."),
+    ] = ()
+    batch: Annotated[tuple[int, ...], _axis("Pictures per call.")] = (1,)
+    dtype: Annotated[tuple[str, ...], _axis(f"{', '.join(DTYPE_CHOICES)}.")] = ("auto",)
+    attention: Annotated[tuple[str, ...], _axis(ATTENTION_HELP)] = ("sdpa",)
+    variants: Annotated[
+        tuple[str, ...],
+        _axis(
+            f"{', '.join(VARIANTS)}; or one of them with settings of ToMeConfig, such as toma:ratio=0.6 or "
+            "tome:proportional,scope=block,reuse.every=2. tomesd is the package of that name.",
+            "--variant",
+        ),
+    ] = ("auto", "tome", "tomesd", "fewer-steps")
+    ratio: Annotated[tuple[float, ...], _axis("Fraction of tokens removed.")] = (0.5,)
+    compile: tuple[bool, ...] = (False,)
+    max_downsample: Annotated[
+        int | None, _shared("Deepest level that merges. Default: the variant's own.")
+    ] = None
+    scope: Annotated[str, _shared(f"What one call covers: {', '.join(SCOPES)}.")] = "denoiser"
+    steps: Annotated[int, _shared("Denoising steps.")] = 25
+    scheduler: Annotated[
+        str | None,
+        _shared(f"{', '.join(SCHEDULER_NAMES)}, or a class name in diffusers. Default: the model's own."),
+    ] = None
+    guidance: Annotated[
+        float | None,
+        _shared("Guidance scale; above 1, the denoiser's batch is doubled. Default: the model's own."),
+    ] = None
+    frames: Annotated[int, _shared("Frames of a video model of the Wan family.")] = 81
+    seed: Annotated[int, _shared("Seed of weights, inputs and noise.")] = 0
+    device: Annotated[str, _shared("auto, cpu, cuda, cuda:1 or mps.")] = "auto"
+    threads: Annotated[int | None, _shared("CPU threads. Default: torch's choice.")] = None
+    rounds: Annotated[int, _shared("Timed calls of each cell.")] = 5
+    warmup: Annotated[int, _shared("Untimed calls before them.")] = 1
+    about: str = ""
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value, is_axis = getattr(self, field.name), isinstance(field.default, tuple)
+            for item in value if is_axis else (value,):
+                _CHECKS[field.name](field.name, item)
+            if is_axis and not value and field.name != "size":
+                raise ConfigError(f"{field.name}: expected at least one value, got none")
+        self.specs()
+
+    def specs(self) -> list[Variant]:
+        """Return the variants. A variant that takes a ratio but does not set one appears once for each ratio.
+
+        A plain ``"oracle"`` stands for the oracle of each merging variant.
+        """
+        defaults: dict[str, Any] = {}
+        if self.max_downsample is not None:
+            defaults["max_downsample"] = self.max_downsample
+        specs: list[Variant] = []
+        for variant in self.variants:
+            specs += parse_variant(variant, self.ratio, defaults)
+        merging = [spec for spec in specs if VARIANTS[spec.name].is_faster]
+        if ORACLE in self.variants and merging:
+            oracles = [oracle for oracle in map(oracle_of, merging) if oracle is not None]
+            plain = parse_variant(ORACLE, self.ratio, defaults)
+            specs = [spec for spec in specs if spec not in plain] + oracles
+        return list(dict.fromkeys(specs))
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any], where: str) -> BenchOptions:
+        """Make options from the values of a TOML or YAML file. A single value counts as a list of one.
+
+        ``where`` says where the values come from, for error messages.
+        """
+        fields = {field.name: field for field in dataclasses.fields(cls)}
+        unknown = sorted(set(values) - set(fields))
+        if unknown:
+            raise ConfigError(
+                f"{where}: unknown setting {', '.join(map(repr, unknown))}; use some of {', '.join(fields)}"
+            )
+        arguments: dict[str, Any] = {}
+        for name, value in values.items():
+            if isinstance(fields[name].default, tuple):
+                items = value if isinstance(value, list | tuple) else [value]
+                arguments[name] = tuple(map(str, items)) if name == "size" else tuple(items)
+            else:
+                arguments[name] = value
+        try:
+            return cls(**arguments)
+        except ConfigError as error:
+            raise ConfigError(f"{where}: {error}") from error
+
+
+def preset_names() -> tuple[str, ...]:
+    """Return the names of the presets.
+
+    >>> preset_names()
+    ('diffusers-docs', 'paper', 'ppdiffusers')
+    """
+    names = (file.name for file in _PRESETS.iterdir())
+    return tuple(sorted(name.removesuffix(".toml") for name in names if name.endswith(".toml")))
+
+
+def read_preset(name: str) -> dict[str, Any]:
+    """Read the values of a preset."""
+    if name not in preset_names():
+        raise ConfigError(f"preset: expected one of {', '.join(preset_names())}, got {name!r}")
+    return _toml((_PRESETS / f"{name}.toml").read_text(encoding="utf-8"), f"preset {name}")
+
+
+def read_grid(path: Path) -> dict[str, Any]:
+    """Read and check the values of a grid file. Its suffix tells whether it is TOML or YAML."""
+    parsers = {".toml": _toml, ".yaml": _yaml, ".yml": _yaml}
+    parse = parsers.get(path.suffix.lower())
+    if parse is None:
+        raise ConfigError(f"grid: expected a file ending in {', '.join(parsers)}, got {path}")
+    content = read_bytes(path, "grid", "give a TOML or YAML file with axes and settings")
+    try:
+        text = content.decode()
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"grid: cannot read {path}: it is not UTF-8 text; save it as UTF-8") from error
+    values = parse(text, str(path))
+    BenchOptions.from_dict(values, str(path))
+    return values
+
+
+def _toml(text: str, where: str) -> dict[str, Any]:
+    parser = toml_parser()
+    try:
+        return parser.loads(text)
+    except (parser.TOMLDecodeError, RecursionError) as error:
+        raise ConfigError(f"grid: {where} is not valid TOML: {error}") from error
+
+
+def _yaml(text: str, where: str) -> dict[str, Any]:
+    parser: Any = importlib.import_module("yaml")
+    try:
+        values = parser.safe_load(text)
+    except (parser.YAMLError, RecursionError, ValueError) as error:
+        raise ConfigError(f"grid: {where} is not valid YAML: {error}") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"grid: {where} should hold settings by name, such as `ratio: [0.5]`")
+    return values

@@ -1,0 +1,206 @@
+"""Tables, progress bars and messages of the commands."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.progress import Progress as Bars
+from rich.table import Table
+from rich.text import Text
+
+from tokenmerge.report import Report, saved
+from tokenmerge_tools.drawing import Progress
+from tokenmerge_tools.generate.result import Result, VariantResult
+from tokenmerge_tools.records.kinds import variant_label
+from tokenmerge_tools.reporting.tables import Table as PlainTable
+
+# Pipes and files have no width, so tables are as wide as their content.
+_NO_EDGE = 10_000
+
+
+def show(table: Table, *lines: str) -> None:
+    """Print a table and lines below it. Lines are not wrapped if the output is not a terminal."""
+    console = Console(width=None if sys.stdout.isatty() else _NO_EDGE)
+    console.print(table)
+    for line in lines:
+        console.print(Text(line))
+
+
+@contextlib.contextmanager
+def progress_bars(unit: str) -> Iterator[Callable[[Progress], None]]:
+    """Show a bar on stderr for each part of a run. Yield the function that updates the bars.
+
+    The unit names the counted things, in the plural.
+    """
+    columns = (TextColumn("{task.description:>7}"), BarColumn(), MofNCompleteColumn(), TextColumn(unit))
+    bars = Bars(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=Console(stderr=True))
+    tasks: dict[str, TaskID] = {}
+
+    def move(progress: Progress) -> None:
+        bars.start()
+        if progress.part not in tasks:
+            tasks[progress.part] = bars.add_task(progress.part)
+        bars.update(tasks[progress.part], completed=progress.done, total=progress.total)
+
+    try:
+        yield move
+    finally:
+        if tasks:
+            bars.stop()
+
+
+@contextlib.contextmanager
+def working(what: str) -> Iterator[None]:
+    """Show on stderr, if it is a terminal, what is running."""
+    with Console(stderr=True).status(f"{what} …"):
+        yield
+
+
+def say(text: str) -> None:
+    """Print a line to stderr immediately."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def as_rich(plain: PlainTable) -> Table:
+    """Turn a table of a report into one for the terminal."""
+    table = Table(title=Text(plain.title), title_justify="left")
+    for number, name in enumerate(plain.header):
+        words = number < plain.words
+        table.add_column(name, justify="left" if words else "right", overflow="fold")
+    for row in plain.rows:
+        table.add_row(*map(Text, row.cells))
+    return table
+
+
+def result_table(result: Result) -> Table:
+    """Make a table of time, speed-up, memory and closeness of each variant."""
+    c = result.conditions
+    size = f"{c['pipeline']}, {c['width']} x {c['height']}, {c['options']['steps']} steps"
+    title = f"{size}, batch {result.batch}, {c['dtype']} on {c['device']}"
+    compared = len(result.variants) > 1
+    speedup, closeness = (["speed-up"], ["PSNR", "SSIM"]) if compared else ([], [])
+    table = _empty(
+        title, "variant", "time per image (fastest to slowest)", *speedup, "peak memory", *closeness
+    )
+    for variant in result.variants:
+        times, gain = variant.per_image(result.batch), result.speedup(variant)
+        table.add_row(
+            variant.name,
+            f"{_seconds(times.median)} ({_seconds(times.fastest)} to {_seconds(times.slowest)})",
+            *([] if gain is None else [f"{gain:.2f}x"]),
+            "n/a" if variant.peak_bytes is None else f"{variant.peak_bytes / 2**20:,.0f} MiB",
+            *(_closeness(result, variant) if compared else ()),
+        )
+    return table
+
+
+def _empty(title: str, *columns: str, footer: bool = False) -> Table:
+    """Make a table whose first column holds text, and the others numbers."""
+    table = Table(title=Text(title), title_justify="left", show_footer=footer)
+    for number, name in enumerate(columns):
+        table.add_column(name, justify="right" if number else "left", overflow="fold")
+    return table
+
+
+def result_notes(result: Result) -> list[str]:
+    """Write the lines below a result table: what its numbers mean, and where the pictures are."""
+    runs = len(result.variants[-1].seconds)
+    settings = dict(result.conditions["options"]["merging"])
+    merged = variant_label(settings.pop("method"), settings)
+    compared = "PSNR and SSIM: merged against dense, means over the pictures"
+    return [
+        f"merged: {merged}",
+        f"times: median of {runs} pipeline call{'s' if runs > 1 else ''} after an untimed warm-up",
+        f"memory: {result.conditions['peak_memory']}",
+        *([compared] if result.quality else []),
+        *(f"note: {note}" for note in result.notes),
+        f"written to {result.folder}",
+    ]
+
+
+def report_table(report: Report, pixels: tuple[int, int]) -> Table:
+    """Make a table of what merging does to each block and to the whole model."""
+    totals = [("whole model", report.flops_merged)]
+    if report.flops_mean is not None:
+        totals.append((f"mean over {report.steps} steps", report.flops_mean))
+    title = f"{report.model}: {pixels[0]} x {pixels[1]} pixels, {report.batch} samples per step"
+    table = _empty(
+        title,
+        *("block", "level", "grid", "tokens", "merged", "GFLOPs dense", "GFLOPs merged", "saved"),
+        footer=True,
+    )
+    block, _, _, _, layers, *gains = table.columns
+    layers.justify = "left"
+    block.footer = "\n".join(name for name, _ in totals)
+    sums = [(_gflops(report.flops_dense), _gflops(f), saved(report.flops_dense, f)) for _, f in totals]
+    for column, cells in zip(gains, zip(*sums, strict=True), strict=True):
+        column.footer = "\n".join(cells)
+    for row in report.joined_rows():
+        tokens = f"{row.tokens} → {row.merged_tokens}"
+        flops = (
+            _gflops(row.flops_dense),
+            _gflops(row.flops_merged),
+            saved(row.flops_dense, row.flops_merged),
+        )
+        table.add_row(row.path, str(row.level), row.grids(" x "), tokens, row.merged, *flops)
+    return table
+
+
+def environment_table(environment: dict[str, Any]) -> Table:
+    """Make a table of :func:`tokenmerge_tools.machine.environment`, one fact per row."""
+    table = Table(show_header=False)
+    for name in ("what", "value"):
+        table.add_column(name, overflow="fold")
+    cpu = environment["cpu"]
+    machine = {
+        "system": environment["os"],
+        "CPU": f"{cpu['model']}, {cpu['cores']} cores, {cpu['instructions']}",
+        "threads": str(environment["threads"]),
+    }
+    devices = {device["device"]: _device(device) for device in environment["devices"]}
+    attention = {f"attention: {name}": found for name, found in environment["attention"].items()}
+    for section in (environment["versions"], machine, devices, attention):
+        for name, value in section.items():
+            table.add_row(Text(name), Text(value or "not installed", style="" if value else "dim"))
+        table.add_section()
+    return table
+
+
+def _device(device: dict[str, Any]) -> str:
+    memory = device["memory_bytes"]
+    size = "" if memory is None else f", {memory / 2**30:.0f} GiB"
+    return f"{device['name']}{size}, {', '.join(device['dtypes'])}"
+
+
+def _closeness(result: Result, variant: VariantResult) -> tuple[str, str]:
+    """Format PSNR and SSIM against dense."""
+    if variant.name == "dense":
+        return "reference", "reference"
+    if result.quality is None:
+        return "n/a", "n/a"
+    ssim = result.quality.ssim
+    psnr = [value for value in result.quality.psnr if math.isfinite(value)]  # infinite for equal pictures
+    same = len(ssim) - len(psnr)
+    closeness = f"{sum(psnr) / len(psnr):.2f} dB" if psnr else "identical"
+    return f"{closeness}, {same} identical" if psnr and same else closeness, f"{sum(ssim) / len(ssim):.4f}"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds * 1000:.0f} ms" if seconds < 1 else f"{seconds:.2f} s"
+
+
+def _gflops(operations: int) -> str:
+    return f"{operations / 1e9:,.2f}" if operations >= 1e9 else f"{operations / 1e9:.3g}"

@@ -1,0 +1,174 @@
+"""Draws with a pipeline, dense and with variants on the same weights, and times each call.
+
+``generate``, ``evaluate``, ``tune`` and the playground draw here. They differ in which variants, prompts and
+rounds they ask for, and in what they do with the pictures.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tokenmerge.config import ToMeConfig
+from tokenmerge.handle import RecordedPlan
+from tokenmerge.report import Report, predict
+from tokenmerge_tools.pipelines.call import PipelineCall, latent_scale, own_size
+from tokenmerge_tools.pipelines.loading import twin
+from tokenmerge_tools.pipelines.options import GenerateOptions
+from tokenmerge_tools.pipelines.settings import check_size
+from tokenmerge_tools.timing import Measurement, interleaved
+from tokenmerge_tools.variants.variant import DENSE
+
+if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline
+    from PIL.Image import Image
+
+# Enough steps for a dense one and one that merges, so that neither runs for the first time in a timed call.
+# With fewer, cache-dit has no steps mask.
+_WARM_UP_STEPS = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Progress:
+    """The progress of one part of a run, such as ``"dense"`` or ``"drawing"``."""
+
+    part: str
+    done: int
+    total: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Drawing(Measurement):
+    """One timed call, with a picture or a video for each of its seeds."""
+
+    pictures: list[Any]
+
+
+class Studio:
+    """A dense pipeline, and copies of it on the same weights with a variant applied to each.
+
+    The variants are removed when the context ends.
+
+    Args:
+        pipe: the pipeline.
+        on_step: is called after each denoising step, with the name of the copy and the number of steps of the
+            call. An error in it ends the call.
+    """
+
+    def __init__(
+        self, pipe: DiffusionPipeline, on_step: Callable[[str, int], None] = lambda name, steps: None
+    ) -> None:
+        self.pipes = {DENSE: pipe}
+        self.on_step = on_step
+        self._applied = contextlib.ExitStack()
+
+    def __enter__(self) -> Studio:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._applied.close()
+
+    def add(
+        self, name: str, apply: Callable[[DiffusionPipeline], contextlib.AbstractContextManager[Any]]
+    ) -> Any:
+        """Apply a variant to a new copy of the pipeline, and return what its context yields."""
+        copied = twin(self.pipes[DENSE])
+        patch = self._applied.enter_context(apply(copied))
+        self.pipes[name] = copied
+        return patch
+
+    def warm_up(self, name: str, call: PipelineCall) -> None:
+        """Run a few steps that are not timed, in which kernels are loaded and chosen."""
+        steps = min(_WARM_UP_STEPS, call.arguments["num_inference_steps"])
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that so few steps save nothing
+            call.with_steps(steps)(self.pipes[name], partial(self.on_step, f"{name}: warming up"))
+
+    def draw(self, name: str, call: PipelineCall) -> list[Any]:
+        """Draw with one copy, or with the dense pipeline."""
+        return call(self.pipes[name], partial(self.on_step, name))
+
+    def rounds(
+        self,
+        calls: Mapping[str, PipelineCall],
+        repeat: int = 1,
+        on_error: Callable[[str, Exception], None] | None = None,
+    ) -> Iterator[Drawing]:
+        """Draw and time interleaved calls, and yield each at once.
+
+        ``on_error`` gets the name and the error of a call that fails, and the round goes on; None: the error
+        is raised.
+        """
+        drawn: dict[str, list[Any]] = {}
+
+        def run(name: str) -> None:
+            drawn.pop(name, None)
+            try:
+                drawn[name] = self.draw(name, calls[name])
+            except Exception as error:
+                if on_error is None:
+                    raise
+                on_error(name, error)
+
+        runs = {name: partial(run, name) for name in calls}
+        for timed in interleaved(runs, repeat, self.pipes[DENSE].device):
+            if timed.variant in drawn:
+                yield Drawing(timed.variant, timed.seconds, timed.peak_bytes, drawn[timed.variant])
+
+
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+    """A call of a pipeline by some options, and what merging does in it.
+
+    The options have the size that is drawn, and ``latent`` is its (height, width) in latents.
+    """
+
+    options: GenerateOptions
+    call: PipelineCall
+    config: ToMeConfig
+    report: Report
+    latent: tuple[int, int]
+
+
+def prepare(
+    pipe: DiffusionPipeline,
+    options: GenerateOptions,
+    control: Image | None = None,
+    follows_steps: bool | None = None,
+) -> Prepared:
+    """Prepare to draw by these options, and predict what merging saves. Nothing runs.
+
+    ``control`` is the picture for a ControlNet. ``follows_steps`` is as for :func:`tokenmerge.auto.choose`.
+    """
+    size = options.size or own_size(pipe)
+    width, height = check_size(size, latent_scale(pipe))
+    call = PipelineCall.prepare(pipe, options, size, control)
+    config = options.merging.config(pipe, follows_steps=follows_steps)
+    samples = options.batch * (2 if call.guided else 1)
+    report = predict(pipe, config.at_guidance(call.guidance), height, width, samples, options.steps)
+    return Prepared(dataclasses.replace(options, size=size), call, config, report, (height, width))
+
+
+def merged_groups(plans: Mapping[str, RecordedPlan], index: int, batch: int) -> tuple[NDArray[np.int64], str]:
+    """Return the labels [h, w] of the groups to draw on picture ``index``, and a text that describes them.
+
+    They are those of the last block with the most tokens.
+    """
+    if not plans:
+        return np.zeros((1, 1), dtype=np.int64), "nothing was merged"
+    path, recorded = max(reversed(list(plans.items())), key=lambda item: math.prod(item[1].grid))
+    labels = recorded.plan.labels()
+    # With guidance, the samples with the prompt are the last ones of the batch.
+    row = max(0, labels.shape[0] - batch + index)
+    of_picture = labels[row, : math.prod(recorded.grid)]  # tokens of reference pictures follow
+    grid = of_picture.reshape(recorded.grid[1:]).cpu().numpy()
+    where = path.partition(".attentions")[0]
+    return grid, f"{grid.size} to {len(np.unique(grid))} tokens in {where}, last plan"

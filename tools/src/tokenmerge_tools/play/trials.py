@@ -1,0 +1,171 @@
+"""Holds one model, and draws with it dense and merged, one trial at a time."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import threading
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
+
+from PIL.Image import Image
+
+from tokenmerge.models.find import find_hosts
+from tokenmerge.pictures import as_tensor, draw_groups
+from tokenmerge.report import check_merging
+from tokenmerge_tools.closeness import psnr
+from tokenmerge_tools.drawing import Drawing, Progress, Studio, merged_groups, prepare
+from tokenmerge_tools.pipelines.call import load_pipeline_for
+from tokenmerge_tools.pipelines.meta_model import checked_source
+from tokenmerge_tools.pipelines.options import GenerateOptions
+from tokenmerge_tools.pipelines.settings import resolve_device, resolve_dtype
+from tokenmerge_tools.variants import contexts
+
+if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline
+
+OnProgress = Callable[[Progress], None]
+_PATIENCE = 10.0  # seconds from the request for a trial to the connection that waits for it
+_SMALLEST_SIDE = 512  # pixels of the picture with groups, so that their borders are thin
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Trial:
+    """One picture drawn dense and merged from the same seed, with the size that was drawn in its options.
+
+    ``groups`` is the merged picture with the groups of merged tokens drawn over it. The PSNR in dB is
+    infinite for identical pictures. ``warnings`` were given while the merged picture was drawn.
+    """
+
+    options: GenerateOptions
+    dense: Image
+    merged: Image
+    groups: Image
+    groups_text: str
+    dense_seconds: float
+    merged_seconds: float
+    psnr: float
+    summary: str
+    notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def speedup(self) -> float:
+        """Time of dense over time of merged."""
+        return self.dense_seconds / self.merged_seconds
+
+    @property
+    def identical(self) -> bool:
+        """Whether both pictures are equal in every pixel."""
+        return math.isinf(self.psnr)
+
+
+class StoppedError(Exception):
+    """A trial was stopped between two denoising steps."""
+
+
+class Stop:
+    """Asks a trial to stop. It checks this before it begins and after each denoising step.
+
+    ``present`` says whether the visitor is there. The trial stops when the visitor leaves, or does not come
+    within some seconds.
+    """
+
+    def __init__(self, present: Callable[[], bool] = lambda: True) -> None:
+        self.asked = False
+        self._present, self._came, self._began = present, False, time.monotonic()
+
+    def check(self) -> None:
+        """Raise a StoppedError if a stop was asked for, or the visitor is not there."""
+        if self._present():
+            self._came = True
+        elif self._came or time.monotonic() - self._began > _PATIENCE:
+            self.asked = True
+        if self.asked:
+            raise StoppedError
+
+
+class Trials:
+    """Draws trials. The model stays loaded until a trial asks for another one."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._loaded: tuple[str, DiffusionPipeline] | None = None
+
+    def draw(self, options: GenerateOptions, on_progress: OnProgress, stop: Stop) -> Trial:
+        """Draw one picture dense and merged.
+
+        A short untimed call of each variant comes first, so that the times are not those of a first call.
+        ``on_progress`` is called after each denoising step. ``batch``, ``compare``, ``compile``, ``repeat``
+        and ``out`` of the options are not read.
+
+        Raises:
+            TokenMergingError: the options do not fit the model or the machine. This is found before
+                anything is drawn.
+            StoppedError: a stop was asked for, or the visitor left.
+        """
+        with self._lock:
+            stop.check()
+            on_progress(Progress("loading the model", 0, 1))
+            pipe = self._load(options)
+            stop.check()
+            return _draw(pipe, options, on_progress, stop)
+
+    def _load(self, options: GenerateOptions) -> DiffusionPipeline:
+        if self._loaded is None or self._loaded[0] != options.model:
+            source = checked_source(options.model, options.size, options.merging)
+            device = resolve_device(options.device)
+            dtype = resolve_dtype(options.dtype, device)
+            self._loaded = None  # two models at once may be too many for the memory
+            self._loaded = options.model, load_pipeline_for(options, source, dtype, device)
+        return self._loaded[1]
+
+
+def _draw(pipe: DiffusionPipeline, options: GenerateOptions, on_progress: OnProgress, stop: Stop) -> Trial:
+    prepared = prepare(pipe, options)
+    if not options.merging.needs_model:
+        check_merging(find_hosts(pipe), prepared.config, prepared.latent)
+    done: Counter[str] = Counter()
+
+    def on_step(part: str, total: int) -> None:
+        done[part] += 1
+        on_progress(Progress(part, done[part], total))
+        stop.check()
+
+    def draw(name: str) -> Drawing:
+        studio.warm_up(name, prepared.call)
+        (found,) = studio.rounds({name: prepared.call})
+        return found
+
+    stop.check()
+    with Studio(pipe, on_step) as studio:
+        dense = draw("dense")
+        patch = studio.add("merged", partial(contexts.tokenmerge, config=prepared.config))
+        with patch.record() as plans, warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always", UserWarning)
+            merged = draw("merged")
+        summary = str(patch)
+    (dense_picture,), (picture,) = dense.pictures, merged.pictures
+    labels, groups_text = merged_groups(plans, 0, 1)
+    return Trial(
+        options=prepared.options,
+        dense=dense_picture,
+        merged=picture,
+        groups=draw_groups(_enlarged(picture), labels),
+        groups_text=groups_text,
+        dense_seconds=dense.seconds,
+        merged_seconds=merged.seconds,
+        psnr=psnr(as_tensor([picture]), as_tensor([dense_picture])).item(),
+        summary=summary,
+        notes=tuple(prepared.report.notes),
+        warnings=tuple(dict.fromkeys(str(one.message) for one in warned)),
+    )
+
+
+def _enlarged(picture: Image) -> Image:
+    factor = -(-_SMALLEST_SIDE // min(picture.size))
+    return picture.resize((picture.width * factor, picture.height * factor), resample=0)

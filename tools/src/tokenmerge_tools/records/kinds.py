@@ -1,0 +1,342 @@
+"""The kinds of records. Each record is one line of JSON in a results file, and a file may mix all kinds."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from math import isfinite
+from pathlib import PurePosixPath
+from typing import Any, ClassVar
+
+from tokenmerge.config import with_new_names
+from tokenmerge.config.checks import integer
+from tokenmerge.errors import ConfigError
+
+STATUSES = ("ok", "oom", "unavailable", "error")
+# Metrics that are lower for closer pictures.
+LOWER_IS_CLOSER = frozenset({"lpips", "fid", "kid", "motion-error"})
+
+_MISSING = dataclasses.MISSING
+# Conditions that a timed cell and drawn pictures have in common.
+_OF_PICTURES = ("model", "width", "height", "steps", "scheduler", "guidance", "dtype", "attention")
+_DENSE = "dense"
+_DENSE_SAME_ATTENTION = "dense, same attention"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Record:
+    """The base of all kinds. ``KIND`` is the name of the kind in a file."""
+
+    KIND: ClassVar[str]
+
+    @property
+    def key(self) -> str:
+        """A later record replaces earlier ones with the same key."""
+        return key_of(dataclasses.asdict(self))
+
+    def to_line(self) -> str:
+        """Return one line of JSON, its newline included. A number that is not finite is a ValueError."""
+        values = {"kind": self.KIND, **dataclasses.asdict(self)}
+        return json.dumps(values, ensure_ascii=False, allow_nan=False) + "\n"
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Any:
+        """Read what :meth:`to_line` wrote. Fields with a default may be missing in older records."""
+        own = {field.name: field for field in dataclasses.fields(cls)}
+        needed = [name for name, one in own.items() if {one.default, one.default_factory} == {_MISSING}]
+        if missing := [name for name in needed if name not in values]:
+            raise ConfigError(f"not a {cls.KIND} record: {', '.join(missing)} missing")
+        try:
+            return cls(**cls._parse({name: values[name] for name in own if name in values}))
+        except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
+            if isinstance(error, ConfigError):
+                raise
+            raise ConfigError(f"not a {cls.KIND} record ({error!r}); remove that line") from error
+
+    @classmethod
+    def _parse(cls, values: dict[str, Any]) -> dict[str, Any]:
+        return values
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CellRecord(Record):
+    """One cell of a benchmark: a variant at one setting on one machine.
+
+    ``conditions`` are everything that the results depend on. The status ``"unavailable"`` says that it cannot
+    run on this machine or model, and ``"error"`` that the next run tries it again. ``seconds`` has the time
+    of each timed call, and ``references`` those of dense runs in the same rounds: ``"dense"`` with fused
+    attention, and ``"dense, same attention"``. ``facts`` are other results, such as ``flops_dense``.
+    """
+
+    KIND: ClassVar[str] = "bench"
+
+    conditions: Mapping[str, Any]
+    status: str
+    message: str = ""
+    seconds: tuple[float, ...] = ()
+    peak_bytes: int | None = None
+    references: Mapping[str, tuple[float, ...]] = dataclasses.field(default_factory=dict)
+    facts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    finished: str = ""
+
+    @property
+    def key(self) -> str:
+        """A key of the cell, equal for equal conditions."""
+        return key_of(self.conditions)
+
+    @property
+    def label(self) -> str:
+        """The variant with its settings, such as ``"tome ratio=0.5"``."""
+        return variant_label(self.conditions["variant"], self.conditions["settings"])
+
+    @property
+    def median(self) -> float | None:
+        """Median seconds of a call; None if it was not timed."""
+        return statistics.median(self.seconds) if self.seconds else None
+
+    @property
+    def iqr(self) -> tuple[float, float] | None:
+        """First and third quartile of the seconds; None if it was not timed."""
+        return median_and_iqr(self.seconds)[1] if self.seconds else None
+
+    @property
+    def speedup(self) -> float | None:
+        """t_dense / t, where dense has fused attention and ran in the same rounds; None if not timed."""
+        return self._over(_DENSE)
+
+    @property
+    def speedup_same_attention(self) -> float | None:
+        """t_dense / t, where dense runs with the attention of this cell: the gain of merging alone."""
+        return self._over(_DENSE_SAME_ATTENTION)
+
+    def _over(self, reference: str) -> float | None:
+        dense = self.references.get(reference)
+        return statistics.median(dense) / statistics.median(self.seconds) if dense and self.seconds else None
+
+    @classmethod
+    def _parse(cls, values: dict[str, Any]) -> dict[str, Any]:
+        conditions = {**values["conditions"], "settings": with_new_names(values["conditions"]["settings"])}
+        variant_label(conditions["variant"], conditions["settings"])
+        seconds = _times(values.get("seconds", ()))
+        if values["status"] not in STATUSES:
+            raise ConfigError(f"status: expected one of {', '.join(STATUSES)}, got {values['status']!r}")
+        if values["status"] == "ok" and not seconds:
+            raise ConfigError("seconds: expected at least one for status ok, got none; remove that line")
+        references = {name: _times(times) for name, times in values.get("references", {}).items()}
+        return {**values, "conditions": conditions, "seconds": seconds, "references": references}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class QualityRecord(Record):
+    """Quality metrics of one variant, such as its closeness to dense, over many pictures.
+
+    ``figures`` has the value of each metric, ``measured_with`` its network and reference pictures, if any.
+    The category is that of the prompts; None: all prompts. ``conditions`` are everything else that the
+    pictures depend on, and its ``steps`` are those of dense; ``steps_used`` are those of ``"fewer-steps"``.
+    The speed-up is t_dense / t of a picture, median and quartiles. ``config`` has all settings that the
+    pictures were drawn with, as :meth:`tokenmerge.ToMeConfig.from_dict` takes them.
+    """
+
+    KIND: ClassVar[str] = "quality"
+
+    model: str
+    width: int
+    height: int
+    variant: str
+    settings: Mapping[str, Any]
+    figures: Mapping[str, float]
+    images: int
+    category: str | None = None
+    conditions: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    speedup: float | None = None
+    speedup_quartiles: tuple[float, float] | None = None
+    steps_used: int | None = None
+    measured_with: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    config: Mapping[str, Any] | None = None
+    notes: tuple[str, ...] = ()
+    finished: str = dataclasses.field(default="", compare=False)
+
+    @property
+    def label(self) -> str:
+        """The variant with its settings."""
+        return variant_label(self.variant, self.settings)
+
+    @property
+    def drawn_with(self) -> dict[str, Any]:
+        """Everything that the pictures depend on, including the model and the size."""
+        return {"model": self.model, "width": self.width, "height": self.height, **self.conditions}
+
+    @property
+    def key(self) -> str:
+        """A key that is equal for metrics of the same pictures."""
+        names = ("model", "width", "height", "variant", "settings", "images", "category", "conditions")
+        return key_of({name: getattr(self, name) for name in (*names, "steps_used")})
+
+    @classmethod
+    def _parse(cls, values: dict[str, Any]) -> dict[str, Any]:
+        if not all(isinstance(value, int | float) for value in values["figures"].values()):
+            raise ValueError(f"expected numbers in figures, got {values['figures']}")
+        by_name: dict[str, Any] = {
+            name: dict(values[name]) for name in ("conditions", "measured_with") if name in values
+        }
+        quartiles = values.get("speedup_quartiles")
+        return {
+            **values,
+            **by_name,
+            "settings": with_new_names(values["settings"]),
+            "speedup_quartiles": None if quartiles is None else tuple(quartiles),
+            "notes": tuple(values.get("notes", ())),
+        }
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SampleRecord(Record):
+    """A dense picture and the picture of a variant with the same prompt and seed.
+
+    The paths ``dense`` and ``image`` are relative to the folder of the file with this record.
+    """
+
+    KIND: ClassVar[str] = "sample"
+
+    prompt: str
+    seed: int
+    variant: str
+    settings: Mapping[str, Any]
+    dense: str
+    image: str
+
+    @property
+    def label(self) -> str:
+        """The variant with its settings."""
+        return variant_label(self.variant, self.settings)
+
+    @classmethod
+    def _parse(cls, values: dict[str, Any]) -> dict[str, Any]:
+        for path in map(PurePosixPath, (values["dense"], values["image"])):
+            if path.is_absolute() or ".." in path.parts:
+                raise ConfigError(f"not a sample: expected a path inside the results folder, got {path}")
+        return {**values, "settings": with_new_names(values["settings"])}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TuneRecord(Record):
+    """One measurement of a search.
+
+    ``conditions`` is a key of everything that it depends on, except the setting and the item. It is about a
+    ``"look"``: one picture; ``"settings"``: all settings that a name stands for on this model and device; or
+    ``"counted"``: the speed-up by counted operations, and the seconds that counting took. The item is the
+    number of the prompt and seed, −1 for a record that is not of a picture.
+    """
+
+    KIND: ClassVar[str] = "tune"
+
+    conditions: str
+    about: str
+    name: str
+    item: int
+    values: Mapping[str, Any]
+
+    @property
+    def key(self) -> str:
+        """A key of what was measured."""
+        return key_of({name: getattr(self, name) for name in ("conditions", "about", "name", "item")})
+
+    @classmethod
+    def _parse(cls, values: dict[str, Any]) -> dict[str, Any]:
+        integer()("item", values["item"])
+        found = values["values"]
+        if values["about"] == "look":
+            _times(found[name] for name in ("seconds", "dense_seconds", "cost"))
+            metrics = [float(value) for value in dict(found["metrics"]).values()]
+            if not all(map(isfinite, metrics)):
+                raise ValueError(f"expected finite metrics, got {metrics}")
+        elif values["about"] == "counted":
+            float(found["speedup"])
+            float(found.get("seconds", 0.0))
+        elif values["about"] == "settings":
+            dict(found["config"])
+        return values
+
+
+def metric_names(records: Sequence[QualityRecord]) -> list[str]:
+    """Name all metrics, in the order of the record with the most. Dense has fewer than the others."""
+    ordered = sorted(records, key=lambda record: -len(record.figures))
+    return list(dict.fromkeys(name for record in ordered for name in record.figures))
+
+
+def cell_of_pictures(
+    label: str, conditions: Mapping[str, Any], cells: Iterable[CellRecord]
+) -> CellRecord | None:
+    """Find the cell that timed a variant under the conditions of its pictures; None if there is none.
+
+    If several cells fit, a whole pipeline is preferred, then the smaller batch, then the newer cell. A
+    condition that is missing matches any value. ``device`` is only the type of the device.
+    """
+
+    def fits(cell: CellRecord) -> bool:
+        own = cell.conditions
+        # The scheduler does not affect the time of one call of the denoiser.
+        ignored = "scheduler" if own["scope"] == "denoiser" else ""
+        return (
+            cell.label == label
+            and not own["compile"]
+            and all(own[name] == conditions.get(name, own[name]) for name in _OF_PICTURES if name != ignored)
+            and conditions.get("device") in (None, own["device"].partition(":")[0])
+        )
+
+    found = (cell for cell in cells if fits(cell))
+    return max(
+        found,
+        key=lambda cell: (cell.conditions["scope"] == "pipeline", -cell.conditions["batch"], cell.finished),
+        default=None,
+    )
+
+
+def key_of(conditions: Mapping[str, Any]) -> str:
+    """Make a key for conditions in any order: the first 16 hexadecimal digits of their SHA-256 hash.
+
+    >>> key_of({"a": 1, "b": [2]}) == key_of({"b": [2], "a": 1})
+    True
+    """
+    text = json.dumps(conditions, sort_keys=True, ensure_ascii=False, allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def median_and_iqr(seconds: Sequence[float]) -> tuple[float, tuple[float, float]]:
+    """Return the median, and first and third quartile, of at least one number.
+
+    >>> median_and_iqr([4.0, 1.0, 2.0, 3.0, 5.0])
+    (3.0, (2.0, 4.0))
+    """
+    if len(seconds) == 1:
+        return seconds[0], (seconds[0], seconds[0])
+    low, middle, high = statistics.quantiles(seconds, n=4, method="inclusive")
+    return middle, (low, high)
+
+
+def variant_label(variant: str, settings: Mapping[str, Any]) -> str:
+    """Name a variant with its settings.
+
+    >>> variant_label("tome", {"ratio": 0.5, "merge_mlp": True})
+    'tome ratio=0.5 merge_mlp'
+    >>> variant_label("fewer-steps", {"as": "tome ratio=0.5"})
+    'fewer-steps (tome ratio=0.5)'
+    """
+    if set(settings) == {"as"}:
+        return f"{variant} ({settings['as']})"
+    words = [name if value is True else f"{name}={_short(value)}" for name, value in settings.items()]
+    return " ".join([variant, *words])
+
+
+def _short(value: object) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _times(seconds: Iterable[Any]) -> tuple[float, ...]:
+    times = tuple(map(float, seconds))
+    if wrong := [time for time in times if not (isfinite(time) and time > 0)]:
+        raise ConfigError(f"seconds: expected times above 0, got {wrong[0]}; remove that line")
+    return times

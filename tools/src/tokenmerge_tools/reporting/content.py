@@ -1,0 +1,161 @@
+"""The content of a report, which is the same for every format."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import json
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from tokenmerge.errors import ConfigError
+from tokenmerge_tools.files import check_regular
+from tokenmerge_tools.records.file import Results, Sample
+from tokenmerge_tools.records.kinds import CellRecord, QualityRecord
+from tokenmerge_tools.reporting.curves import Chart, charts, notes_on_charts
+from tokenmerge_tools.reporting.price_tables import fastest_table, price_tables, summary
+from tokenmerge_tools.reporting.quality_tables import quality_tables, where_drawn
+from tokenmerge_tools.reporting.tables import Table, measured_tables, what_of, where_of
+
+R = TypeVar("R", CellRecord, QualityRecord)
+
+TITLE = "Token merging: speed, memory and quality"
+_SIGNATURES = {b"\x89PNG\r\n\x1a\n": "image/png", b"\xff\xd8\xff": "image/jpeg", b"RIFF": "image/webp"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Content:
+    """Everything that a report shows.
+
+    ``prices`` has tables of the speed and closeness of each variant, and ``fastest`` the best of them.
+    ``conditions`` has the (name, JSON) of each machine and configuration, and of each set of pictures.
+    """
+
+    summary: str
+    fastest: Table | None
+    prices: tuple[Table, ...]
+    measured: tuple[Table, ...]
+    quality: tuple[Table, ...]
+    charts: tuple[Chart, ...]
+    samples: tuple[Sample, ...]
+    conditions: tuple[tuple[str, str], ...]
+    notes: tuple[str, ...]
+
+
+def content_of(results: Results) -> Content:
+    """Collect the content from the newest record of each name, and from the samples that exist."""
+    cells, older_cells = newest_cells(results.cells)
+    quality, older_figures = newest_figures(results.quality)
+    samples, lost = _readable(results.samples)
+    drawn = charts(cells, quality)
+    return Content(
+        summary=summary(cells, drawn),
+        fastest=fastest_table(drawn),
+        prices=tuple(price_tables(drawn)),
+        measured=tuple(measured_tables(cells)),
+        quality=tuple(quality_tables(quality)),
+        charts=tuple(drawn),
+        samples=tuple(samples),
+        conditions=tuple(_conditions(cells, quality)),
+        notes=(
+            *results.notes,
+            *older_cells,
+            *older_figures,
+            *notes_on_charts(cells, quality),
+            *lost,
+        ),
+    )
+
+
+def _readable(samples: Sequence[Sample]) -> tuple[list[Sample], list[str]]:
+    """Select the pairs with two readable pictures, and make one note about all others."""
+    found, lost = [], []
+    for sample in samples:
+        try:
+            for path in (sample.dense, sample.image):
+                picture_type(path)
+        except ConfigError as error:
+            lost.append(f"{sample.record.label}, seed {sample.record.seed}: {error}")
+        else:
+            found.append(sample)
+    pairs = "1 pair of sample pictures is" if len(lost) == 1 else f"{len(lost)} pairs of sample pictures are"
+    return found, [f"{pairs} not shown; the first is {lost[0]}"] if lost else []
+
+
+def _conditions(cells: Sequence[CellRecord], quality: Sequence[QualityRecord]) -> list[tuple[str, str]]:
+    """List the conditions that all cells of a run share, and those that all variants of pictures share."""
+    shared: dict[str, str] = {}
+    varying = ("variant", "settings", "attention", "compile", "width", "height", "batch", "model", "frames")
+    for cell in cells:
+        own = {k: v for k, v in cell.conditions.items() if k not in varying}
+        own["peak memory"] = cell.facts.get("peak_memory")
+        torch = own["environment"]["versions"]["torch"]
+        name = f"{own['device_name']}, {own['scope']}, {own['dtype']}, torch {torch}"
+        shared.setdefault(_as_json(own), name)
+    for record in quality:
+        if record.conditions:
+            own = {"model": record.model, **record.conditions, "measured_with": record.measured_with}
+            name = f"Pictures of {record.model}, {record.width} × {record.height}"
+            shared.setdefault(_as_json(own), name)
+    return [(name, text) for text, name in shared.items()]
+
+
+def _as_json(values: Mapping[str, Any]) -> str:
+    return json.dumps(values, indent=2, ensure_ascii=False, sort_keys=True)
+
+
+def newest_cells(cells: Iterable[CellRecord]) -> tuple[list[CellRecord], list[str]]:
+    """Select the last cell among those that would have the same name in the same table.
+
+    If any cell is left out, a note names the conditions that differ.
+    """
+    by_age = sorted(cells, key=lambda cell: cell.finished)
+    return _last(by_age, lambda cell: (*where_of(cell), what_of(cell)), "cells")
+
+
+def newest_figures(records: Iterable[QualityRecord]) -> tuple[list[QualityRecord], list[str]]:
+    """Select the last quality record among those with the same name in the same table, as for cells."""
+    return _last(
+        sorted(records, key=lambda record: record.finished),
+        lambda record: (*where_drawn(record), record.label, record.category),
+        "quality records",
+    )
+
+
+def _last(by_age: Sequence[R], name: Callable[[R], Hashable], what: str) -> tuple[list[R], list[str]]:
+    found: dict[Hashable, R] = {}
+    differs: set[str] = set()
+    for record in by_age:
+        earlier = found.get(name(record))
+        if earlier is not None:
+            before = earlier.conditions
+            differs |= {key for key, value in record.conditions.items() if value != before.get(key)}
+        found[name(record)] = record
+    older = len(by_age) - len(found)
+    said = f"{older} older {what} are left out; newer ones differ only in {', '.join(sorted(differs))}"
+    return list(found.values()), [said] if older else []
+
+
+def data_address(path: Path) -> str:
+    """Encode a PNG, JPEG or WebP file as a data URL."""
+    return f"data:{picture_type(path)};base64,{base64.b64encode(path.read_bytes()).decode()}"
+
+
+def picture_type(path: Path) -> str:
+    """Find the media type of a PNG, JPEG or WebP file from its first bytes."""
+    try:
+        check_regular(path)
+        with path.open("rb") as file:
+            begin = file.read(max(map(len, _SIGNATURES)))
+    except OSError as error:
+        raise ConfigError(f"sample: cannot read the picture {path} ({error.strerror or error})") from error
+    found = next((kind for start, kind in _SIGNATURES.items() if begin.startswith(start)), None)
+    if found is None:
+        raise ConfigError(f"sample: {path} is not a PNG, JPEG or WebP picture")
+    return found
+
+
+def svg_address(svg: str) -> str:
+    """Encode an SVG document as a data URL. As an image it runs no scripts, and its ids stay separate."""
+    return f"data:image/svg+xml;base64,{base64.b64encode(svg.encode()).decode()}"

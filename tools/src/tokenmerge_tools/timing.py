@@ -1,0 +1,115 @@
+"""Interleaved timing of several variants, with the device synchronised, and the peak memory of each call."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+_STATUS = Path("/proc/self/status")
+_CLEAR_REFS = Path("/proc/self/clear_refs")
+_RESET_PEAK_RSS = "5"
+
+
+@dataclasses.dataclass(frozen=True)
+class Measurement:
+    """One timed call of one variant.
+
+    ``peak_bytes`` is the peak memory during the call, None if it cannot be read.
+    """
+
+    variant: str
+    seconds: float
+    peak_bytes: int | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Times:
+    """Median and spread of repeated timings, in seconds.
+
+    >>> Times.of([1.0, 5.0, 2.0])
+    Times(median=2.0, fastest=1.0, slowest=5.0, runs=3)
+    """
+
+    median: float
+    fastest: float
+    slowest: float
+    runs: int
+
+    @classmethod
+    def of(cls, seconds: Sequence[float]) -> Times:
+        """Summarise at least one timing."""
+        return cls(statistics.median(seconds), min(seconds), max(seconds), len(seconds))
+
+
+def interleaved(
+    variants: Mapping[str, Callable[[], object]], repeat: int, device: torch.device
+) -> Iterator[Measurement]:
+    """Time every variant ``repeat`` times, with interleaved calls, and yield each measurement at once.
+
+    The calls are interleaved so that changes in the machine's speed affect all variants alike. Call each
+    variant once beforehand, so that compilation and caching are not timed.
+
+    The device is synchronized before each reading of the clock.
+    """
+    for _ in range(repeat):
+        for variant, run in variants.items():
+            counts_memory = reset_peak_memory(device)
+            synchronize(device)
+            start = time.perf_counter()
+            run()
+            synchronize(device)
+            seconds = time.perf_counter() - start
+            yield Measurement(variant, seconds, peak_memory(device) if counts_memory else None)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until all work queued on ``device`` is done. A CPU has no queue."""
+    if device.type == "mps":  # torch.mps has no device argument
+        torch.mps.synchronize()
+    elif device.type != "cpu":
+        getattr(torch, device.type).synchronize(device)
+
+
+def peak_memory_meaning(device: torch.device) -> str:
+    """Describe what :func:`peak_memory` measures on ``device``."""
+    if device.type == "cuda":
+        return "peak of the tensors that PyTorch held on the GPU, weights included"
+    if device.type == "cpu" and sys.platform == "linux":
+        return "peak resident memory of the whole process, weights and Python included"
+    return f"not available on {device.type} under {sys.platform}"
+
+
+def reset_peak_memory(device: torch.device) -> bool:
+    """Reset the peak that :func:`peak_memory` reads. Return False if the device does not support it."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return True
+    if device.type == "cpu" and sys.platform == "linux":
+        _return_freed_memory()
+        try:
+            _CLEAR_REFS.write_text(_RESET_PEAK_RSS)
+        except OSError:  # some sandboxes forbid it
+            return False
+        return True
+    return False
+
+
+def peak_memory(device: torch.device) -> int:
+    """Return the peak memory on ``device`` in bytes since :func:`reset_peak_memory` returned True."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = next(line for line in _STATUS.read_text().splitlines() if line.startswith("VmHWM:"))
+    return int(peak.split()[1]) * 1024
+
+
+def _return_freed_memory() -> None:
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

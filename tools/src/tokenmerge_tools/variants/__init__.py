@@ -1,0 +1,1 @@
+"""What is compared with the dense run: methods of this package, other packages, fewer steps."""

@@ -1,0 +1,234 @@
+"""The variants that a benchmark compares."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import math
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch import nn
+
+from tokenmerge.config import SETTINGS, ToMeConfig, flat
+from tokenmerge.errors import ConfigError
+from tokenmerge.report import Report
+from tokenmerge_tools.method_spec import METHODS, MethodSpec, as_plain, read_setting
+from tokenmerge_tools.pipelines.loading import denoiser_of
+from tokenmerge_tools.records.kinds import variant_label
+from tokenmerge_tools.variants import cache_dit, caches, contexts
+
+DENSE, ORACLE, FEWER_STEPS, TOMESD = "dense", "oracle", "fewer-steps", "tomesd"
+
+# A comma between settings. A comma within JSON does not match, because a quote follows it.
+_COMMA = re.compile(r",(?=\s*[A-Za-z_])")
+
+
+@dataclasses.dataclass(frozen=True)
+class VariantKind:
+    """One kind of variant.
+
+    ``apply`` makes a context manager from (model, configuration, report), which yields the patch of a method
+    of this package. ``method`` is the one in :data:`METHODS` whose settings it has, if any, and ``takes``
+    names those that it accepts. ``of_pipeline``: it is applied to the whole pipeline, if there is one.
+    ``is_faster``: it makes usable images in less time, so it is compared with fewer steps, and with an oracle
+    if it merges. ``package`` is what pip has to install.
+
+    A variant without a method may have a ``number`` that makes it faster, by name and default, and
+    ``options``, by name, each with an example value of its type. ``apply`` gets and checks those given.
+    """
+
+    apply: Callable[..., AbstractContextManager[Any]]
+    method: str | None = None
+    of_pipeline: bool = False
+    is_faster: bool = False
+    package: str | None = None
+    takes: Collection[str] = SETTINGS
+    number: tuple[str, float] | None = None
+    options: Mapping[str, float | str] = dataclasses.field(default_factory=dict)
+
+    def missing(self) -> str | None:
+        """Return the reason why it cannot run here; None if it can."""
+        name = self.package and self.package.partition("==")[0]
+        if not name or importlib.util.find_spec(name.replace("-", "_")) is not None:
+            return None
+        return f"{name} is not installed; run: pip install {self.package}"
+
+
+VARIANTS = {
+    DENSE: VariantKind(contexts.dense),
+    **{
+        method: VariantKind(contexts.tokenmerge, method, of_pipeline=True, is_faster=True)
+        for method in METHODS
+        if method != TOMESD
+    },
+    # The package tomesd. With tome:plans.guidance=false, this package does the same.
+    TOMESD: VariantKind(
+        contexts.tomesd,
+        "tome",
+        is_faster=True,
+        package="tomesd==0.1.3",
+        takes=contexts.TOMESD_SETTINGS,
+    ),
+    "deepcache": VariantKind(
+        caches.deepcache,
+        of_pipeline=True,
+        is_faster=True,
+        package="DeepCache==0.1.1",
+        number=("interval", 3),
+    ),
+    "first-block-cache": VariantKind(
+        caches.first_block_cache, of_pipeline=True, is_faster=True, number=("threshold", 0.1)
+    ),
+    "cache-dit": VariantKind(
+        cache_dit.cache_dit,
+        of_pipeline=True,
+        is_faster=True,
+        package="cache-dit==1.5.3",
+        number=("threshold", 0.08),
+        options={"taylor": 1.0, "mask": "fast", "merge": 0.5, "scope": "block"},
+    ),
+    ORACLE: VariantKind(contexts.oracle, "tome"),
+    # Dense, with as many steps as fit into the time of a merged variant, which must run first.
+    FEWER_STEPS: VariantKind(contexts.dense),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """A variant with its settings.
+
+    The settings are the ratio and those that differ from the method's defaults, with plain values as
+    :func:`tokenmerge_tools.method_spec.as_plain` makes them.
+    """
+
+    name: str
+    settings: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def label(self) -> str:
+        """The variant with its settings, such as ``"tome ratio=0.5"``."""
+        return variant_label(self.name, dict(self.settings))
+
+    @property
+    def merging(self) -> MethodSpec | None:
+        """The method and its changed settings; None for a variant without settings."""
+        method = VARIANTS[self.name].method
+        return None if method is None else MethodSpec(method, dict(map(_read, self.settings)))
+
+    def apply(
+        self, pipe_or_model: Any, config: ToMeConfig | None, report: Report | None = None
+    ) -> AbstractContextManager[Any]:
+        """Apply the variant to a pipeline or a denoiser within the context.
+
+        The report is for the measured size; only an oracle needs it.
+        """
+        variant = VARIANTS[self.name]
+        own = {} if variant.number is None else dict(self.settings)
+        whole = variant.of_pipeline or isinstance(pipe_or_model, nn.Module)
+        return variant.apply(pipe_or_model if whole else denoiser_of(pipe_or_model), config, report, **own)
+
+    def config(self, pipe_or_model: object = None, follows_steps: bool | None = None) -> ToMeConfig | None:
+        """Return the configuration; None for a variant without settings.
+
+        A method that chooses its settings by the model needs the model; see :func:`tokenmerge.auto.choose`.
+        """
+        return None if self.merging is None else self.merging.config(pipe_or_model, follows_steps)
+
+
+def parse_variant(text: str, ratios: Sequence[float], defaults: Mapping[str, Any]) -> list[Variant]:
+    """Read ``NAME`` or ``NAME:SETTING=VALUE,…``, with settings as :func:`read_setting` reads them.
+
+    There is one variant for each ratio, unless the text sets a ratio or the planner ignores it. ``defaults``
+    has values of settings that the text does not set.
+
+    >>> [spec.label for spec in parse_variant("tome:merge_mlp", [0.25, 0.5], {})]
+    ['tome ratio=0.25 merge_mlp', 'tome ratio=0.5 merge_mlp']
+    """
+    name, _, rest = text.partition(":")
+    if name not in VARIANTS:
+        raise ConfigError(f"variant: expected one of {', '.join(VARIANTS)}, got {name!r}")
+    variant = VARIANTS[name]
+    if variant.number is not None:
+        return [Variant(name, _read_own(name, rest, variant.number, variant.options))]
+    if variant.method is None:
+        if rest:
+            raise ConfigError(f"variant: {name} takes no settings, got {rest!r}")
+        return [Variant(name)]
+    try:
+        items = [read_setting(item, variant.takes) for item in _COMMA.split(rest.rstrip(", ")) if item]
+        given = {**defaults, **dict(items)}
+        method = MethodSpec(variant.method)
+        own = flat(vars(ToMeConfig() if method.needs_model else method.config()))
+        if given.get("planner", own["planner"]) == "uniform":
+            ratios = [own["ratio"]]
+        specs = []
+        for ratio in [given["ratio"]] if "ratio" in given else ratios:
+            changes = {**given, "ratio": float(ratio)}
+            MethodSpec(variant.method, changes)
+            # Leave out the method's defaults, so that equal variants have equal names.
+            shown = [
+                (setting, as_plain(changes[setting]))
+                for setting in SETTINGS
+                if setting in changes
+                and (setting == "ratio" or method.needs_model or changes[setting] != own[setting])
+            ]
+            specs.append(Variant(name, tuple(shown)))
+    except ConfigError as error:
+        raise ConfigError(f"variant {text}: {error}") from error
+    return specs
+
+
+def oracle_of(spec: Variant) -> Variant | None:
+    """Return the oracle that bounds a merging variant; None if there is none."""
+    config = None if spec.merging is None or spec.merging.needs_model else spec.config()
+    if config is None or not contexts.bounds(config):
+        return None
+    plain = ToMeConfig()
+    return Variant(
+        ORACLE,
+        tuple(
+            (name, getattr(config, name))
+            for name in contexts.bounding_settings(config)
+            if name == "ratio" or getattr(config, name) != getattr(plain, name)
+        ),
+    )
+
+
+def _read_own(
+    variant: str, text: str, number: tuple[str, float], options: Mapping[str, float | str]
+) -> tuple[tuple[str, Any], ...]:
+    """Read ``NAME=VALUE,…``: the given options, and the number or its default."""
+    name, default = number
+    given = [item.partition("=")[::2] for item in text.split(",") if item.strip()]
+    found = {key.strip(): value.strip() for key, value in given}
+    own: dict[str, Any] = {}
+    for key, example in {**options, name: default}.items():
+        if key in found:
+            own[key] = found[key] if isinstance(example, str) else _above_0(found[key])
+    if set(found) - set(own) or None in own.values():
+        also = ", ".join(f"{key}={_plain(example)}" for key, example in options.items())
+        raise ConfigError(
+            f"variant: expected {variant}:{name}=NUMBER above 0, such as {name}={default:g}"
+            f"{also and f' (optionally with any of {also}, separated by commas)'}, got {text!r}"
+        )
+    return *((key, own[key]) for key in options if key in own), (name, own.get(name, default))
+
+
+def _above_0(text: str) -> float | None:
+    try:
+        number = float(text)
+    except ValueError:
+        return None
+    return number if 0 < number < math.inf else None
+
+
+def _plain(example: float | str) -> str:
+    return example if isinstance(example, str) else f"{example:g}"
+
+
+def _read(item: tuple[str, Any]) -> tuple[str, Any]:
+    name, value = item
+    return read_setting(f"{name}={value}") if isinstance(value, str) else item
