@@ -25,7 +25,7 @@ MAY_IMPORT = {
     "pipelines": "files failures method_spec demo",
     "records": "files",
     "variants": "method_spec pipelines records",
-    "drawing": "timing pipelines variants",
+    "drawing": "failures timing pipelines variants",
     "bench": "files failures machine timing method_spec pipelines records variants",
     "reporting": "files records variants",
     "generate": (

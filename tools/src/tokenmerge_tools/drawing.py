@@ -18,8 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tokenmerge.config import ToMeConfig
+from tokenmerge.errors import ConfigError, TokenMergingError, reason_of
 from tokenmerge.handle import RecordedPlan
 from tokenmerge.report import Report, predict
+from tokenmerge_tools.failures import is_out_of_memory
 from tokenmerge_tools.pipelines.call import PipelineCall, latent_scale, own_size
 from tokenmerge_tools.pipelines.loading import twin
 from tokenmerge_tools.pipelines.options import GenerateOptions
@@ -90,11 +92,34 @@ class Studio:
         steps = min(_WARM_UP_STEPS, call.arguments["num_inference_steps"])
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that so few steps save nothing
-            call.with_steps(steps)(self.pipes[name], partial(self.on_step, f"{name}: warming up"))
+            self._run(name, call.with_steps(steps), f"{name}: warming up")
 
     def draw(self, name: str, call: PipelineCall) -> list[Any]:
         """Draw with one copy, or with the dense pipeline."""
-        return call(self.pipes[name], partial(self.on_step, name))
+        return self._run(name, call, name)
+
+    def _run(self, name: str, call: PipelineCall, doing: str) -> list[Any]:
+        """Call one copy. If the dense pipeline fails by itself, raise an error that names the model."""
+        of_step: list[Exception] = []
+
+        def on_step(steps: int) -> None:
+            try:
+                self.on_step(doing, steps)
+            except Exception as error:
+                of_step.append(error)
+                raise
+
+        try:
+            return call(self.pipes[name], on_step)
+        except TokenMergingError:
+            raise
+        except Exception as error:
+            if name != DENSE or error in of_step or is_out_of_memory(error):
+                raise
+            raise ConfigError(
+                f"model: {type(self.pipes[DENSE]).__name__} cannot draw, without merging too: "
+                f"{reason_of(error)}; check the files of the model and the options"
+            ) from error
 
     def rounds(
         self,

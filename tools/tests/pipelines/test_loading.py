@@ -21,6 +21,7 @@ from tokenmerge import ToMeConfig
 from tokenmerge.errors import ConfigError, MissingExtraError, UnsupportedModelError
 from tokenmerge.report import predict
 from tokenmerge_tools import demo
+from tokenmerge_tools.cli import main
 from tokenmerge_tools.pipelines.loading import (
     ModelSource,
     SourceKind,
@@ -504,3 +505,38 @@ def test_parts_that_were_saved_as_absent_need_not_be_named(tmp_path):
     pipe = load_pipeline(find_model(str(tmp_path)), torch.float32, CPU)
     assert pipe.text_encoder_3 is None
     assert pipe.text_encoder_2 is not None
+
+
+def _without_scheduler(model):
+    index = json.loads((model / "model_index.json").read_text())
+    (model / "model_index.json").write_text(json.dumps(index | {"scheduler": [None, None]}))
+
+
+def _size_in_words(model):
+    config = json.loads((model / "unet" / "config.json").read_text())
+    (model / "unet" / "config.json").write_text(json.dumps(config | {"sample_size": "big"}))
+
+
+def _weights_of_another(model):
+    (other,) = (model / "vae").glob("*.safetensors")
+    (weights,) = (model / "unet").glob("*.safetensors")
+    shutil.copy(other, weights)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (_without_scheduler, "has no scheduler"),
+        (_size_in_words, "sample_size"),
+        (_weights_of_another, "cannot load"),
+        (lambda model: shutil.rmtree(model / "tokenizer"), "cannot draw, without merging too"),
+    ],
+)
+def test_a_damaged_folder_is_one_line(folder, tmp_path, capsys, damage, message):
+    model = shutil.copytree(folder, tmp_path / "model")
+    damage(model)
+    command = ["generate", "a cat", "--model", str(model), "--size", "64", "--steps", "2"]
+    assert main([*command, "--out", str(tmp_path / "out")]) == 2
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("tokenmerge: model: ")]
+    assert len(said) == 1
+    assert message in said[0]

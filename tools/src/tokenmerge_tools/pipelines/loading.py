@@ -154,7 +154,12 @@ def load_pipeline(
             arguments = {**_dtype_argument(dtype), **extra_source.weights_arguments()}
             extra = controlnet_class.from_pretrained(location, **arguments)
             pipe = diffusers.AutoPipelineForText2Image.from_pipe(pipe, controlnet=extra)
-    return pipe.to(device)
+    if getattr(pipe, "scheduler", None) is None:
+        raise ConfigError(
+            f"model: {source.location} has no scheduler; give a folder with all files of the model"
+        )
+    with loading(source.location):
+        return pipe.to(device)
 
 
 def denoiser_name(pipe: DiffusionPipeline) -> str:

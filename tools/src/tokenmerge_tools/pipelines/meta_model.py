@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tokenmerge.errors import ConfigError, UnsupportedModelError
+from tokenmerge.config.checks import as_items
+from tokenmerge.errors import ConfigError, UnsupportedModelError, shown
 from tokenmerge.models.find import find_hosts
 from tokenmerge.report import check_merging as check_hosts
 from tokenmerge_tools.method_spec import MethodSpec
@@ -140,7 +141,13 @@ def default_size(config: dict[str, Any], scale: int) -> tuple[int, int] | None:
     sample = config.get("sample_size")
     if sample is None:
         return None
-    height, width = (sample, sample) if isinstance(sample, int) else sample
+    sides = [sample, sample] if isinstance(sample, int) else as_items(sample) or ()
+    if len(sides) != 2 or not all(isinstance(side, int) and side > 0 for side in sides):
+        raise ConfigError(
+            "model: expected one or two integers above 0 as sample_size in the denoiser's config.json, got "
+            f"{shown(sample)}; correct that file"
+        )
+    height, width = sides
     return width * scale, height * scale
 
 
