@@ -42,11 +42,9 @@ def test_a_mask_of_any_form_follows_the_tokens_of_flux(scope, shape, added, monk
         ("BriaFiboTransformer2DModel", "layers"),
         ("OvisImageTransformer2DModel", "layers"),
         ("OvisImageTransformer2DModel", "block"),
-        ("OvisImageTransformer2DModel", "stack"),
-        ("FluxTransformer2DModel", "stack"),
     ],
 )
-def test_a_mask_follows_the_tokens_of_other_models_and_of_stacks(name, scope, monkeypatch):
+def test_a_mask_follows_the_tokens_of_other_models(name, scope, monkeypatch):
     _reorders(name, scope, random_mask(2, 1, EVERY), monkeypatch)
 
 

@@ -214,11 +214,16 @@ def test_a_call_without_references_has_nothing_to_merge_where_only_they_would():
     "settings",
     [
         {"correction": Correction(every=2)},
-        {"rules": [{"until": 0.34, "ratio": 0}, {"start": 0.67, "ratio": 0}]},
+        {
+            "rules": [
+                {"until": 0.34, "ratio": 0, "reference_ratio": None},
+                {"start": 0.67, "ratio": 0, "reference_ratio": None},
+            ]
+        },
     ],
 )
 def test_dense_steps_leave_the_references_dense(settings):
-    """The first and the last of three steps are dense, by correction or by a factor of 0."""
+    """The first and the last of three steps are dense, by correction or by rules."""
     family = FAMILIES[KONTEXT]
     model, arguments = model_of(family), family.inputs(1, 8, 8)
     dense = call(model, arguments)

@@ -111,6 +111,8 @@ def read_setting(text: str, names: Collection[str] = SETTINGS) -> tuple[str, Any
     read, wanted = _READERS[name]
     try:
         return name, read("true" if switch and not equals else value)
+    except ConfigError:
+        raise
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise ConfigError(f"{name}: expected {name}={wanted}, got {shown(text)}") from error
 

@@ -147,7 +147,7 @@ def test_auto_is_chosen_when_the_model_is_there(monkeypatch: pytest.MonkeyPatch)
 
 def test_the_oracle_bounds_what_merges_around_layers_and_is_alike_at_every_step() -> None:
     changing = (
-        "until=0.5",
+        'rules=[{"start": 0.5, "ratio": 0}]',
         "correction.every=2",
         "reuse.every=2",
         'rules=[{"level": 2, "ratio": 0.1}]',
@@ -200,7 +200,7 @@ def test_each_variant_has_the_settings_it_is_applied_with(name: str) -> None:
     [
         ("tomy", "expected one of dense, auto, tome"),
         ("tome:speed=2", "expected settings out of ratio, max_downsample"),
-        ("tomesd:seed=1", "got 'seed'"),
+        ("tomesd:st=1", "got 'st'"),
         ("tome:ratio=much", "expected ratio=NUMBER, got 'ratio=much'"),
         ("tome:scope=all", "scope: expected one of 'layers', 'block', 'keys', got 'all'"),
         ("tome:scope=keys,correction.every=3", "every token has a residual of its own"),

@@ -366,7 +366,7 @@ def test_settings_that_follow_the_steps_are_timed_over_a_generation(
             yield type(measured)(measured.variant, {"dense, sdpa": 1.0}.get(measured.variant, 3.0), None)
 
     monkeypatch.setattr(cell_group, "interleaved", paced)
-    _, merged = measure(variants=("tome:until=0.5",), steps=4, rounds=2)
+    _, merged = measure(variants=('tome:rules=[{"start": 0.5, "ratio": 0}]',), steps=4, rounds=2)
     assert told == [(i, 4) for i in range(4)] * 3  # a warm-up, two rounds
     assert merged.seconds == (3.0 / 4,) * 2
     assert merged.speedup == pytest.approx(4 / 3)
@@ -394,7 +394,7 @@ def test_operations_are_counted_at_the_guidance_of_the_pipeline(measure: Measure
         flops: float = merged.facts["flops_merged"]
         return flops
 
-    weaker = 'tome:by_guidance={"5": {"ratio": 0.25}}'
+    weaker = 'tome:rules=[{"guidance": 5, "ratio": 0.25}]'
     assert counted(3.0, weaker) == counted(3.0, "tome")
     assert counted(7.5, weaker) > counted(7.5, "tome")
 

@@ -71,7 +71,19 @@ def test_generate_prints_a_table_and_writes_a_folder(folder, tmp_path, capsys):
     arguments = ["generate", "a red apple", "--model", folder, "--steps", 2, "--repeat", 1, "--out", out]
     arguments += ["--method", "tome"]
     assert (
-        main([*map(str, arguments), "--ratio", "0.25", "--seed", "7", "--no-rand", "--max-downsample", "2"])
+        main(
+            [
+                *map(str, arguments),
+                "--ratio",
+                "0.25",
+                "--seed",
+                "7",
+                "--set",
+                "seed=none",
+                "--max-downsample",
+                "2",
+            ]
+        )
         == 0
     )
     printed = capsys.readouterr()
@@ -91,10 +103,10 @@ def test_generate_prints_a_table_and_writes_a_folder(folder, tmp_path, capsys):
     assert (out / "comparison.png").is_file()
     conditions = json.loads((out / "run.json").read_text())["conditions"]
     chosen = conditions["options"]
-    changes = {"ratio": 0.25, "use_rand": False, "max_downsample": 2}
-    assert chosen["merging"] == {"method": "tome", **changes}
+    changes = {"ratio": 0.25, "max_downsample": 2, "seed": None}
+    assert chosen["merging"] == {"method": "tome", **changes, "seed": "none"}
     assert conditions["config"] == json.loads(json.dumps(ToMeConfig(**changes).to_dict()))
-    assert "merged: tome ratio=0.25 max_downsample=2 use_rand=False" in table
+    assert "merged: tome ratio=0.25 max_downsample=2 seed=none" in table
     assert (chosen["prompt"], chosen["steps"], chosen["seed"], chosen["repeat"]) == ("a red apple", 2, 7, 1)
 
 
@@ -108,8 +120,8 @@ def test_every_option_of_generate_reaches_the_options(monkeypatch, folder):
     # `tokenmerge_tools.cli.generate` names the command, not its module.
     monkeypatch.setattr(sys.modules["tokenmerge_tools.cli.generate"], "run_generate", stop)
     arguments = (
-        "generate x --model m --out o --method tomesd --ratio 0.1 --max-downsample 4 --sx 3 --sy 4 --no-rand "
-        "--no-merge-attn --merge-crossattn --merge-mlp --set scope=block --set schedule=1.4/0.6 --size 64x32 "
+        "generate x --model m --out o --method tomesd --ratio 0.1 --max-downsample 4 --sx 3 --sy 4 "
+        "--no-merge-attn --merge-crossattn --merge-mlp --set scope=block --set seed=none --size 64x32 "
         "--steps 3 --seed 4 --batch 5 --scheduler ddim "
         "--negative-prompt n --guidance 2.5 --control c.png --controlnet cn --dtype bf16 --device cpu "
         "--attention default --compile --no-compare --repeat 6"
@@ -126,12 +138,11 @@ def test_every_option_of_generate_reaches_the_options(monkeypatch, folder):
             "max_downsample": 4,
             "sx": 3,
             "sy": 4,
-            "use_rand": False,
             "merge_attn": False,
             "merge_crossattn": True,
             "merge_mlp": True,
             "scope": "block",
-            "schedule.ratio": "1.4/0.6",
+            "seed": "none",
         },
         "size": (64, 32),
         "steps": 3,
@@ -225,7 +236,7 @@ def test_a_method_keeps_what_the_options_leave_out(options, config, folder, caps
 
 
 def test_inspect_counts_the_mean_over_steps(folder, capsys):
-    arguments = ["inspect", str(folder), "--set", "until=0.5"]
+    arguments = ["inspect", str(folder), "--set", 'rules=[{"start": 0.5, "ratio": 0}]']
     assert main([*arguments, "--steps", "4"]) == 0
     assert "mean over 4 steps" in capsys.readouterr().out
     assert main(arguments) == 0

@@ -73,21 +73,20 @@ def test_figures_are_those_of_the_pictures_on_disk(run: Run, tmp_path: Path) -> 
 
 
 def test_methods_follow_the_steps_of_the_pipeline(run: Run) -> None:
-    variants = ("tome:until=0.2", "tome:correction.every=2,scope=block", "ibtm", "auto:min_tokens=64")
+    late = 'rules=[{"start": 0.2, "ratio": 0.0}]'
+    variants = (f"tome:{late}", "tome:correction.every=2,scope=block", "ibtm", "auto:min_tokens=64")
     with pytest.warns(
-        UserWarning, match=r"nothing merges in this generation: schedule\.until=0\.2 of 2 steps is none"
+        UserWarning, match=r"this generation is dense: by the rules .*nothing merges in any of 2 steps"
     ):
         records = by_label(run(variants=variants, limit=1))
     assert list(records)[1:] == [
-        "tome ratio=0.5 schedule.until=0.2",
+        f"tome ratio=0.5 {late}",
         "tome ratio=0.5 scope=block correction.every=2",
         "ibtm ratio=0.5",
         "auto ratio=0.5 min_tokens=64",
     ]
-    # schedule.until=0.2 merges in neither of the two steps.
-    assert any(
-        "equal dense in every pixel" in note for note in records["tome ratio=0.5 schedule.until=0.2"].notes
-    )
+    # The first merges in neither of the two steps.
+    assert any("equal dense in every pixel" in note for note in records[f"tome ratio=0.5 {late}"].notes)
     for label in list(records)[2:]:
         assert 0 < records[label].figures["psnr"] < 100
 

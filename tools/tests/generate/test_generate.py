@@ -164,10 +164,15 @@ def test_settings_that_follow_the_steps_have_those_of_the_pipeline(folder, tmp_p
     """The picture is the dense one if none of the two steps merges, and differs if one of them does."""
     for until, equal in ((0.2, True), (0.5, False)):
         out = tmp_path / str(until)
-        said = pytest.warns(UserWarning, match="of 2 steps is none") if equal else contextlib.nullcontext()
+        said = (
+            pytest.warns(UserWarning, match="nothing merges in any of 2 steps")
+            if equal
+            else contextlib.nullcontext()
+        )
         with said:
-            result = generate(options(folder, out, merging=MethodSpec("tome", {"schedule.until": until})))
-        assert result.conditions["config"]["schedule"]["until"] == until
+            rules = [{"start": until, "ratio": 0}]
+            result = generate(options(folder, out, merging=MethodSpec("tome", {"rules": rules})))
+        assert result.conditions["config"]["rules"] == [{"start": until, "ratio": 0.0}]
         assert np.array_equal(pixels(out / "dense-00.png"), pixels(out / "merged-00.png")) == equal
 
 

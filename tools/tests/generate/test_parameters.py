@@ -151,7 +151,7 @@ def made(folder, tmp_path_factory) -> Path:
     """Pictures of a run in which many options differ from their defaults."""
     out = tmp_path_factory.mktemp("made") / "out"
     settings = "--steps 3 --seed 5 --size 32x48 --guidance 3 --negative-prompt blue --scheduler ddpm"
-    merging = "--ratio 0.3 --set reuse.every=2 --set min_tokens=4 --set schedule.start=0.1"
+    merging = "--ratio 0.3 --set reuse.every=2 --set min_tokens=4 --set correction.every=2"
     run("a red, apple", "--model", folder, "--out", out, *settings.split(), *merging.split())
     return out
 

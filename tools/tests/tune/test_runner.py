@@ -294,7 +294,7 @@ def test_counting_is_left_out_where_it_takes_longer_than_it_saves(made_up, optio
 def test_counted_operations_are_recorded_and_decide_what_is_skipped(made_up, options, monkeypatch) -> None:
     def count(model, config, height, width, batch, steps):
         assert (height, width, batch) == (16, 16, 2)
-        assert not config.by_guidance  # it is that of the pictures
+        assert not config.scales  # it is that of the pictures
         assert steps == (20 if config.follows_steps else 1)
         mean = 50 if config.follows_steps else None
         return SimpleNamespace(flops_dense=200, flops_merged=199, flops_mean=mean)
