@@ -69,7 +69,7 @@ def test_similarity_scores_are_the_row_sums_of_all_cosines(case):
 def test_sito_prunes_what_is_most_similar_to_a_base_token(case):
     grid, changes, x = case
     assume(len(x) > 2)  # two tokens are equally typical
-    config = ToMeConfig(**changes, seed=None)
+    config = ToMeConfig(**{**changes, "seed": None})
     plan = PLANNERS["sito"](x.unsqueeze(0), (1, *grid), config, STEP)
     r = num_removed((1, *grid), config)
     if r == 0:
@@ -113,7 +113,7 @@ def test_uniformity_is_the_mean_cosine_of_the_pairs(case):
 @given(cases(), st.booleans())
 def test_the_most_uniform_windows_merge_and_no_other_token_does(case, use_rand):
     grid, changes, x = case
-    config = ToMeConfig(**changes, seed=0 if use_rand else None)
+    config = ToMeConfig(**{**changes, "seed": changes["seed"] if use_rand else None})
     plan = PLANNERS["windows"](x.unsqueeze(0), (1, *grid), config, STEP)
     r = num_removed((1, *grid), config)
     if r == 0:
@@ -129,7 +129,7 @@ def test_the_most_uniform_windows_merge_and_no_other_token_does(case, use_rand):
 @given(cases(), st.floats(-1, 1))
 def test_below_the_threshold_tokens_go_and_do_not_count(case, threshold):
     grid, changes, x = case
-    config = ToMeConfig(**changes, seed=None, threshold=threshold)
+    config = ToMeConfig(**{**changes, "seed": None}, threshold=threshold)
     plan = PLANNERS["threshold"](x.unsqueeze(0), (1, *grid), config, STEP)
     r = num_removed((1, *grid), config)
     if r == 0:
@@ -153,7 +153,7 @@ def test_below_the_threshold_tokens_go_and_do_not_count(case, threshold):
 @given(cases())
 def test_important_tokens_are_destinations_and_the_others_merge_first(case):
     grid, changes, x = case
-    config = ToMeConfig(**changes, seed=None)
+    config = ToMeConfig(**{**changes, "seed": None})
     importance = x[:, 0].exp()
     plan = PLANNERS["importance"](x.unsqueeze(0), (1, *grid), config, STEP, importance.unsqueeze(0))
     n, r = len(x), num_removed((1, *grid), config)

@@ -153,7 +153,16 @@ def running_pipeline() -> Any:
     Models may be shared by pipelines that run in several threads, or within each other, and the innermost
     caller in this thread is the one whose scheduler counts.
     """
-    return next(filter(has_scheduler, owners(sys._getframe(1))), None)
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_argcount and code.co_varnames[0] == "self":
+            owner = frame.f_locals.get("self")
+            # A quick look first, since every call of a model walks over all frames.
+            if "scheduler" in getattr(owner, "__dict__", ()) and has_scheduler(owner):
+                return owner
+        frame = frame.f_back
+    return None
 
 
 def has_scheduler(owner: Any) -> bool:
