@@ -12,7 +12,6 @@ import pytest
 from tokenmerge import (
     Correction,
     PlanSharing,
-    Schedule,
     StepReuse,
     ToMeConfig,
     ViTConfig,
@@ -36,13 +35,19 @@ def refused(call: Callable[[], object]) -> None:
 
 
 @HUGE
-@pytest.mark.parametrize("cls", [ToMeConfig, StepReuse, Schedule, Correction, PlanSharing, ViTConfig])
+@pytest.mark.parametrize("cls", [ToMeConfig, StepReuse, Correction, PlanSharing, ViTConfig])
 def test_every_number_of_every_settings_class(cls, huge):
     plain = cls()
     for field in dataclasses.fields(cls):
         if not isinstance(getattr(plain, field.name), bool):
             refused(lambda name=field.name: cls(**{name: huge}))
             refused(lambda name=field.name: cls(**{name: (huge,)}))
+
+
+@HUGE
+@pytest.mark.parametrize("name", ["level", "start", "until", "guidance", "ratio", "sx", "reuse.every"])
+def test_every_number_of_a_rule(name, huge):
+    refused(lambda: ToMeConfig(rules=[{"start": 0.5, "min_tokens": 4, name: huge}]))
 
 
 @HUGE

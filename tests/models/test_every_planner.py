@@ -12,12 +12,10 @@ from tests.models.tiny import FAMILIES
 from torch import Tensor
 
 from tokenmerge import ToMeConfig, apply_token_merging
-from tokenmerge.config import GUIDED_PLANNERS, RESULT_PLANNERS
+from tokenmerge.config import GUIDED_PLANNERS
 from tokenmerge.planners import PLANNERS
 
-EVERY = pytest.mark.parametrize(
-    "name", [name for name in PLANNERS if name not in (*GUIDED_PLANNERS, *RESULT_PLANNERS)]
-)
+EVERY = pytest.mark.parametrize("name", [name for name in PLANNERS if name not in GUIDED_PLANNERS])
 SCOPES = pytest.mark.parametrize("scope", ["layers", "block"])
 
 

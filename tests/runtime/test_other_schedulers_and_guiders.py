@@ -24,7 +24,7 @@ from tokenmerge.config import FoundFor
 from tokenmerge.runtime.patching.patch import state_of
 from tokenmerge.runtime.steps.pipeline import guidance_scale
 
-BY_GUIDANCE = ToMeConfig(ratio=0.25, reuse=StepReuse(every=2), by_guidance={5: {"ratio": 0.5}})
+BY_GUIDANCE = ToMeConfig(ratio=0.25, reuse=StepReuse(every=2), rules=[{"guidance": 5, "ratio": 0.5}])
 
 
 class Modular:
