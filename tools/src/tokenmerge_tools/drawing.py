@@ -21,7 +21,7 @@ from tokenmerge.config import ToMeConfig
 from tokenmerge.errors import ConfigError, TokenMergingError, reason_of
 from tokenmerge.handle import RecordedPlan
 from tokenmerge.report import Report, predict
-from tokenmerge_tools.failures import is_out_of_memory
+from tokenmerge_tools.failures import is_of_compiler, is_out_of_memory
 from tokenmerge_tools.pipelines.call import PipelineCall, latent_scale, own_size
 from tokenmerge_tools.pipelines.loading import twin
 from tokenmerge_tools.pipelines.options import GenerateOptions
@@ -114,7 +114,8 @@ class Studio:
         except TokenMergingError:
             raise
         except Exception as error:
-            if name != DENSE or error in of_step or is_out_of_memory(error):
+            told = error in of_step or is_out_of_memory(error) or is_of_compiler(error)
+            if name != DENSE or told:
                 raise
             raise ConfigError(
                 f"model: {type(self.pipes[DENSE]).__name__} cannot draw, without merging too: "

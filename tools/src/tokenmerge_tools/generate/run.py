@@ -18,7 +18,7 @@ from tokenmerge.pictures import Row, as_tensor, comparison
 from tokenmerge.report import RunSteps
 from tokenmerge_tools.closeness import psnr, ssim
 from tokenmerge_tools.drawing import Progress, Studio, merged_groups, prepare
-from tokenmerge_tools.failures import is_out_of_memory
+from tokenmerge_tools.failures import is_of_compiler, is_out_of_memory
 from tokenmerge_tools.files import (
     free_folder,
     open_picture,
@@ -234,7 +234,7 @@ def _one_line_errors(options: GenerateOptions) -> Iterator[None]:
             raise ConfigError(
                 "there is too little memory; lower --size or --batch, or use --dtype fp16"
             ) from error
-        if options.compile and type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
+        if options.compile and is_of_compiler(error):
             raise ConfigError(
                 f"compile: torch.compile failed ({reason_of(error)}); leave --compile out"
             ) from error
