@@ -21,7 +21,7 @@ from tokenmerge import (
 from tokenmerge.models.find import find_hosts
 from tokenmerge.ops import make_plan, own_cell, strided_partition, unmerge
 from tokenmerge.planners import PLANNERS
-from tokenmerge.runtime.blocks.forward import COMBINE
+from tokenmerge.runtime.blocks.merged_call import COMBINE
 
 HALF = {"ratio": 0.5}
 

@@ -73,7 +73,7 @@ def look(
     state: ModelState,
     root: nn.Module,
     pipe: Any,
-    scale: float | None = None,
+    config: ToMeConfig,
     grids: tuple[GridShape, ...] | None = None,
 ) -> Kept:
     """Find the code that looks at what a model would merge or skip, and say so once.
@@ -82,7 +82,7 @@ def look(
         state: of the model.
         root: the model.
         pipe: the pipeline that runs, or that was patched; None: unknown.
-        scale: of classifier-free guidance; None: unknown.
+        config: the settings of the generation that begins.
         grids: the finest token grids of the next call; None: unknown.
 
     Returns:
@@ -91,7 +91,6 @@ def look(
     Raises:
         UnsupportedModelError: a pipeline of diffusers reads what the settings would leave out.
     """
-    config = state.config.at_guidance(scale)
     found = watchers_in(root)
     if not found:
         return Kept(config)
@@ -110,7 +109,7 @@ def look(
         _say(
             state,
             f"{name}: {who} may not see every {' and every '.join(kinds)}; the default method leaves alone "
-            "what such code looks at: apply_token_merging(pipe, 0.5)",
+            "what such code looks at: apply_token_merging(pipe, speedup=2.0)",
         )
         return Kept(config)
     dense = {path for path in merged if _meets(path, found)}
@@ -138,7 +137,7 @@ def _refuse_what_a_pipeline_reads(
             raise UnsupportedModelError(
                 f"{type(root).__name__}: in every step, {type(pipe).__name__} reads what {code.__qualname__} "
                 f"keeps of each token of {path}, and these settings merge or skip there; take the default "
-                "method, which leaves it alone: apply_token_merging(pipe, 0.5)"
+                "method, which leaves it alone: apply_token_merging(pipe, speedup=2.0)"
             )
 
 
