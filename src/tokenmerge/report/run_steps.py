@@ -21,8 +21,7 @@ _NOTES = (
 class RunSteps(Tabled):
     """What each denoising step of a run did: what ran, what merged, how much the result changed, how long.
 
-    Iterate over it for the rows. ``print`` shows them as a table, and
-    :func:`tokenmerge_tools.reporting.step_plot.draw_steps` draws them.
+    Iterate over it for the rows. ``print`` shows them as a table.
     """
 
     rows: tuple[StepRow, ...]

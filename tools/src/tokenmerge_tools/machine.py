@@ -1,15 +1,13 @@
-"""The machine that measures: versions, devices, attention back-ends, the source's commit, memory at hand."""
+"""The machine that measures: versions, devices, attention back-ends, and the source's commit."""
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -22,10 +20,6 @@ import tokenmerge_tools
 _PACKAGES = ("torch", "diffusers", "transformers", "accelerate", "tomesd", "DeepCache", "cache-dit")
 _ATTENTION_PACKAGES = {"xformers": "xformers", "flash-attn": "flash_attn", "sageattention": "sageattention"}
 _SOURCES = tuple(Path(package.__path__[0]) for package in (tokenmerge, tokenmerge_tools))
-# Bytes left free for the rest of the machine.
-RESERVE = 256 * 2**20
-_MEMINFO, _STATUS, _OWN_GROUPS = map(Path, ("/proc/meminfo", "/proc/self/status", "/proc/self/cgroup"))
-_CGROUP = Path("/sys/fs/cgroup")
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -156,56 +150,3 @@ def _git(*arguments: str) -> str:
     command = ["git", "-C", str(_SOURCES[0]), *arguments, "--", *map(str, _SOURCES)]
     done = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace", check=False)
     return done.stdout.strip()
-
-
-@contextlib.contextmanager
-def memory_limit(device: torch.device) -> Iterator[None]:
-    """Make allocations beyond the available memory fail within the context. Only for the CPU, on Linux.
-
-    Linux grants more memory than it has, and kills a process that uses too much. Without the limit, the
-    benchmark would end without a message, and end at the same cell again when it is continued.
-    """
-    available = available_memory() if device.type == "cpu" and sys.platform == "linux" else None
-    if available is None:
-        yield
-        return
-    import resource
-
-    held = _number(_STATUS, "VmData:") * 1024
-    before = resource.getrlimit(resource.RLIMIT_DATA)
-    limit = held + max(available - RESERVE, 0)
-    if before[0] != resource.RLIM_INFINITY:
-        limit = min(limit, before[0])
-    resource.setrlimit(resource.RLIMIT_DATA, (limit, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_DATA, before)
-
-
-def available_memory() -> int | None:
-    """Return the bytes that this process can still allocate in its control groups; None if unknown."""
-    try:
-        available = _number(_MEMINFO, "MemAvailable:") * 1024
-    except (OSError, StopIteration):
-        return None
-    return max(min([available, *_left_in_groups()]), 0)
-
-
-def _left_in_groups() -> Iterator[int]:
-    """Yield the bytes left in the control group (version 2) of this process and in each of its parents."""
-    try:
-        own = next(line for line in _OWN_GROUPS.read_text().splitlines() if line.startswith("0::"))
-    except (OSError, StopIteration):
-        return
-    path = _CGROUP / own.removeprefix("0::").strip("/")
-    for group in (path, *path.parents):
-        # In a container, the path may be the one outside of it. Then only the root exists here.
-        if group.is_relative_to(_CGROUP):
-            with contextlib.suppress(OSError, ValueError, StopIteration):  # it may have no limit
-                highest, used = (int((group / f"memory.{name}").read_text()) for name in ("max", "current"))
-                yield highest - used + _number(group / "memory.stat", "inactive_file ")
-
-
-def _number(file: Path, name: str) -> int:
-    return int(next(line for line in file.read_text().splitlines() if line.startswith(name)).split()[1])

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import pytest
@@ -10,7 +9,6 @@ from torch import Tensor, nn
 from tokenmerge import ToMeConfig
 from tokenmerge.errors import ConfigError, UnsupportedModelError
 from tokenmerge.report import predict
-from tokenmerge_tools import machine
 from tokenmerge_tools.bench.cell_group import StepCost, steps_that_fit
 from tokenmerge_tools.bench.geometry import GEOMETRIES, build_denoiser, depth_note, find_geometry
 from tokenmerge_tools.bench.inputs import InputSize, example_inputs
@@ -248,21 +246,3 @@ def test_failures_are_told_apart() -> None:
     assert Failure.of(MemoryError()) == Failure("oom", f"out of memory; {again}")
     assert not is_out_of_memory(RuntimeError("shape mismatch"))
     assert not is_out_of_memory(OSError("out of memory"))
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux kills what outgrows memory")
-def test_more_memory_than_there_is_is_an_error_and_not_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    import resource
-
-    before = resource.getrlimit(resource.RLIMIT_DATA)
-    monkeypatch.setattr(machine, "available_memory", lambda: 2**29)
-    with machine.memory_limit(CPU), pytest.raises(RuntimeError) as error:
-        torch.empty(2**30, dtype=torch.uint8)
-    assert is_out_of_memory(error.value)
-    assert resource.getrlimit(resource.RLIMIT_DATA) == before
-    torch.empty(2**30, dtype=torch.uint8)
-
-
-def test_memory_at_hand_is_known_on_linux() -> None:
-    available = machine.available_memory()
-    assert available is None if sys.platform != "linux" else available > 2**20

@@ -236,12 +236,10 @@ def test_values_out_of_range_are_named(axes: dict, words: str) -> None:
         BenchOptions(**axes)
 
 
-def test_a_file_says_the_same_in_toml_and_in_yaml(tmp_path: Path) -> None:
-    toml, yaml = tmp_path / "grid.toml", tmp_path / "grid.yaml"
+def test_a_file_has_axes_and_settings(tmp_path: Path) -> None:
+    toml = tmp_path / "grid.toml"
     toml.write_text('size = [512, "768x512"]\nratio = [0.25, 0.5]\nsteps = 20\nmodel = "geometry:sdxl"\n')
-    yaml.write_text("size: [512, 768x512]\nratio: [0.25, 0.5]\nsteps: 20\nmodel: geometry:sdxl\n")
     grid = BenchOptions.from_dict(read_grid(toml), "file")
-    assert grid == BenchOptions.from_dict(read_grid(yaml), "file")
     assert (grid.size, grid.model, grid.steps) == (("512", "768x512"), ("geometry:sdxl",), 20)
 
 
@@ -253,9 +251,7 @@ def test_a_file_says_the_same_in_toml_and_in_yaml(tmp_path: Path) -> None:
         ("grid.toml", "compile = 1", "compile: expected True or False, got 1"),
         ("grid.toml", "batch = [true]", "batch: expected an integer ≥ 1, got True"),
         ("grid.toml", "steps =", "not valid TOML"),
-        ("grid.yaml", "a: [", "not valid YAML"),
-        ("grid.yaml", "- 1", "settings by name"),
-        ("grid.csv", "", "expected a file ending in .toml"),
+        ("grid.yaml", "steps: 20", "expected a file ending in .toml, .*write the same values as TOML"),
         ("grid.toml", b"\xff\xfe", "cannot read"),
     ],
 )

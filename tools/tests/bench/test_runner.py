@@ -16,7 +16,6 @@ from tokenmerge.api import Patch
 from tokenmerge.errors import ConfigError
 from tokenmerge.planners import PLANNERS
 from tokenmerge.report import predict
-from tokenmerge_tools import machine
 from tokenmerge_tools.bench import cell_group, runner
 from tokenmerge_tools.bench import prepare as prepare_module
 from tokenmerge_tools.bench.geometry import GEOMETRIES, build_denoiser
@@ -237,19 +236,6 @@ def test_a_cell_that_fails_in_its_warm_up_is_recorded_before_the_next_cell_runs(
     records = measure(variants=("tome", "oracle"), rounds=1)
     assert recorded[0] == ["tome ratio=0.5 sdpa"]
     assert [record.status for record in records] == ["error", "ok", "ok"]
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux kills what outgrows memory")
-def test_a_cell_that_outgrows_the_memory_at_hand_says_so(
-    measure: Measure, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Plain attention over 4096 tokens stores 4 matrices of 64 MiB, and fused attention none.
-    monkeypatch.setattr(machine, "available_memory", lambda: machine.RESERVE + 200 * 2**20)
-    records = measure(variants=("dense",), attention=("default",), size=("512",), rounds=1)
-    assert {record.conditions["attention"]: record.status for record in records} == {
-        "sdpa": "ok",
-        "default": "oom",
-    }
 
 
 def test_a_dense_cell_that_failed_half_way_is_no_reference(

@@ -26,12 +26,11 @@ def write(path: Path, *cells: CellRecord) -> Path:
     return path
 
 
-def test_a_page_comes_with_markdown_and_csv(tmp_path: Path) -> None:
+def test_a_page_comes_with_markdown(tmp_path: Path) -> None:
     out = tmp_path / "new" / "report.html"
     result = run(write_all(tmp_path / "results"), "-o", out)
     assert result.exit_code == 0, result.output
-    names = ["report-quality.csv", "report.csv", "report.html", "report.md"]
-    assert sorted(file.name for file in out.parent.iterdir()) == names
+    assert sorted(file.name for file in out.parent.iterdir()) == ["report.html", "report.md"]
     page = out.read_text(encoding="utf-8")
     assert EVIL not in page
     assert page.count("<script>") == 1
@@ -40,9 +39,8 @@ def test_a_page_comes_with_markdown_and_csv(tmp_path: Path) -> None:
     assert page.count('type="range"') == 6
 
 
-@pytest.mark.parametrize("suffix", [".md", ".csv"])
-def test_one_format_alone(tmp_path: Path, suffix: str) -> None:
-    out = tmp_path / "out" / f"report{suffix}"
+def test_markdown_alone(tmp_path: Path) -> None:
+    out = tmp_path / "out" / "report.md"
     assert run(write(tmp_path / "results.jsonl", cell()), "-o", out).exit_code == 0
     assert [file.name for file in out.parent.iterdir()] == [out.name]
 
@@ -61,65 +59,20 @@ def test_timed_calls_of_unfinished_cells_are_no_results(tmp_path: Path) -> None:
     folder.mkdir()
     file = write(folder / "bench.jsonl", cell())
     UnfinishedCells(file).add("a cell of a run that was killed", (1.0, None))
-    result = run(folder, "-o", tmp_path / "with.csv")
+    result = run(folder, "-o", tmp_path / "with.md")
     assert result.exit_code == 0, result.output
     assert "note:" not in result.stderr
-    assert run(file, "-o", tmp_path / "without.csv").exit_code == 0
-    assert (tmp_path / "with.csv").read_bytes() == (tmp_path / "without.csv").read_bytes()
-
-
-@pytest.fixture
-def two(tmp_path: Path) -> tuple[Path, Path]:
-    before = write(
-        tmp_path / "before.jsonl",
-        cell("dense", (4.0,)),
-        cell("tome", (2.0,)),
-        cell("oracle", (1.0,)),
-        cell("tomesd", (1.0,), commit="old"),
-    )
-    after = write(
-        tmp_path / "after.jsonl",
-        cell("dense", (4.1,)),
-        cell("tome", (2.12,)),
-        cell("tomesd", (0.9,), commit="new", rounds=7),
-        cell("tome", (2.0,), ratio=0.75),
-    )
-    return before, after
-
-
-def test_two_results_are_compared_cell_by_cell(two: tuple[Path, Path]) -> None:
-    result = run("--compare", *two)
-    assert result.exit_code == 0, result.output
-    assert "2 s → 2.12 s, ratio 1.060 (6.0 % slower)" in result.stdout
-    assert "ratio 0.900 (10.0 % faster)" in result.stdout
-    assert "oracle ratio=0.5, SDPA attention: only in" in result.stdout
-    assert "tome ratio=0.75, SDPA attention: only in" in result.stdout
-
-
-@pytest.mark.parametrize(("tolerance", "code"), [("5%", 1), ("6.5 %", 0), ("2%", 1), ("0%", 1)])
-def test_a_cell_that_became_slower_fails(two: tuple[Path, Path], tolerance: str, code: int) -> None:
-    assert run("--compare", *two, "--fail-if-slower", tolerance).exit_code == code
-
-
-def test_a_cell_that_no_longer_runs_fails(tmp_path: Path) -> None:
-    before = write(tmp_path / "before.jsonl", cell("tome"))
-    after = write(tmp_path / "after.jsonl", cell("tome", status="oom"))
-    result = run("--compare", before, after, "--fail-if-slower", "50%")
-    assert result.exit_code == 1
-    assert "→ oom" in result.stdout
-    assert run("--compare", after, before, "--fail-if-slower", "0%").exit_code == 0
+    assert run(file, "-o", tmp_path / "without.md").exit_code == 0
+    assert (tmp_path / "with.md").read_bytes() == (tmp_path / "without.md").read_bytes()
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["a.jsonl", "-o", "report.pdf"], "expected a file ending in .html, .md, .csv, got report.pdf"),
+        (["a.jsonl", "-o", "report.pdf"], "expected a file ending in .html, .md, got report.pdf"),
         (["missing.jsonl"], "cannot read missing.jsonl"),
         ([], "none given"),
-        (["--compare", "a.jsonl", "a.jsonl", "b.jsonl"], "expected only two results"),
-        (["--compare", "a.jsonl", "a.jsonl", "--fail-if-slower", "fast"], "such as 5%, got 'fast'"),
-        (["--compare", "a.jsonl", "b.jsonl"], "no cell is in both"),
-        (["a.jsonl", "--fail-if-slower", "5%"], "needs --compare"),
+        (["a.jsonl", "-o", "report.csv"], "expected a file ending in .html, .md, got report.csv"),
     ],
 )
 def test_bad_input_is_named(
@@ -127,7 +80,6 @@ def test_bad_input_is_named(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     write(Path("a.jsonl"), cell())
-    write(Path("b.jsonl"), cell(device_name="Other GPU"))
     error = run(*arguments).exception
     assert isinstance(error, ConfigError)
     assert words in str(error)

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import csv
 import dataclasses
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from tokenmerge_tools.records.kinds import CellRecord, QualityRecord, SampleReco
 from tokenmerge_tools.reporting.content import content_of
 from tokenmerge_tools.reporting.curves import charts
 from tokenmerge_tools.reporting.plots import draw
-from tokenmerge_tools.reporting.render import as_csv, as_markdown, quality_as_csv
+from tokenmerge_tools.reporting.render import as_markdown
 from tokenmerge_tools.reporting.tables import Table, measured_tables
 
 
@@ -142,23 +141,6 @@ def test_markdown_shows_text_as_it_is() -> None:
     for line in text.splitlines():
         if line.startswith("|"):
             assert line.replace("\\|", "").endswith("|")
-
-
-def test_csv_has_every_cell_with_its_figures() -> None:
-    rows = list(csv.DictReader(as_csv(grid_of_cells()).splitlines()))
-    assert len(rows) == len(grid_of_cells())
-    merged = next(row for row in rows if row["variant"] == "tome" and row["settings"] == "ratio=0.5")
-    assert float(merged["speedup"]) == pytest.approx(1.25)
-    assert merged["commit"] == "abc1234"
-    assert rows[-1]["status"] == "oom"
-
-
-def test_csv_of_quality_has_every_figure_with_its_conditions() -> None:
-    rows = list(csv.DictReader(quality_as_csv(quality()).splitlines()))
-    assert len(rows) == 2 * len(quality())
-    fid = next(row for row in rows if row["metric"] == "fid" and row["settings"] == "ratio=0.5")
-    assert (fid["variant"], float(fid["value"]), fid["pictures"]) == ("tome", 33.5, "100")
-    assert (fid["steps"], fid["dtype"], fid["commit"], fid["seeds"]) == ("50", "fp16", "abc1234", "0")
 
 
 def test_conditions_are_given_once_for_each_machine() -> None:

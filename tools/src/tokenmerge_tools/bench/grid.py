@@ -1,9 +1,8 @@
-"""The options of ``tokenmerge bench``, from flags, TOML or YAML files, and presets."""
+"""The options of ``tokenmerge bench``, from flags, TOML files and presets."""
 
 from __future__ import annotations
 
 import dataclasses
-import importlib
 from collections.abc import Mapping
 from functools import partial
 from importlib import resources
@@ -123,7 +122,7 @@ class BenchOptions:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], where: str) -> BenchOptions:
-        """Make options from the values of a TOML or YAML file. A single value counts as a list of one.
+        """Make options from the values of a TOML file. A single value counts as a list of one.
 
         ``where`` says where the values come from, for error messages.
         """
@@ -164,17 +163,15 @@ def read_preset(name: str) -> dict[str, Any]:
 
 
 def read_grid(path: Path) -> dict[str, Any]:
-    """Read and check the values of a grid file. Its suffix tells whether it is TOML or YAML."""
-    parsers = {".toml": _toml, ".yaml": _yaml, ".yml": _yaml}
-    parse = parsers.get(path.suffix.lower())
-    if parse is None:
-        raise ConfigError(f"grid: expected a file ending in {', '.join(parsers)}, got {path}")
-    content = read_bytes(path, "grid", "give a TOML or YAML file with axes and settings")
+    """Read and check the values of a grid file."""
+    if path.suffix.lower() != ".toml":
+        raise ConfigError(f"grid: expected a file ending in .toml, got {path}; write the same values as TOML")
+    content = read_bytes(path, "grid", "give a TOML file with axes and settings")
     try:
         text = content.decode()
     except UnicodeDecodeError as error:
         raise ConfigError(f"grid: cannot read {path}: it is not UTF-8 text; save it as UTF-8") from error
-    values = parse(text, str(path))
+    values = _toml(text, str(path))
     BenchOptions.from_dict(values, str(path))
     return values
 
@@ -185,14 +182,3 @@ def _toml(text: str, where: str) -> dict[str, Any]:
         return parser.loads(text)
     except (parser.TOMLDecodeError, RecursionError) as error:
         raise ConfigError(f"grid: {where} is not valid TOML: {error}") from error
-
-
-def _yaml(text: str, where: str) -> dict[str, Any]:
-    parser: Any = importlib.import_module("yaml")
-    try:
-        values = parser.safe_load(text)
-    except (parser.YAMLError, RecursionError, ValueError) as error:
-        raise ConfigError(f"grid: {where} is not valid YAML: {error}") from error
-    if not isinstance(values, dict):
-        raise ConfigError(f"grid: {where} should hold settings by name, such as `ratio: [0.5]`")
-    return values

@@ -18,7 +18,7 @@ from tokenmerge_tools.bench.grid import BenchOptions
 from tokenmerge_tools.bench.loaded_model import LoadedModel, load_model
 from tokenmerge_tools.bench.prepare import compile_cache
 from tokenmerge_tools.failures import Failure
-from tokenmerge_tools.machine import environment, memory_limit, source_commit
+from tokenmerge_tools.machine import environment, source_commit
 from tokenmerge_tools.pipelines.loading import free_memory
 from tokenmerge_tools.pipelines.settings import resolve_device, resolve_dtype
 from tokenmerge_tools.records.file import ResultsFile, UnfinishedCells
@@ -106,7 +106,7 @@ class _Benchmark:
             for cell in pending:
                 finish(cell, failure)
             return
-        with memory_limit(self.device), contextlib.ExitStack() as variants:
+        with contextlib.ExitStack() as variants:
             if any(cell.compile for cell in pending):
                 variants.enter_context(compile_cache())
             records = self.file.records
@@ -149,8 +149,7 @@ class _Benchmark:
             self._loaded = None
             free_memory()
             dtype = resolve_dtype(setting.dtype, self.device)
-            with memory_limit(self.device):
-                self._loaded = wanted, load_model(dtype=dtype, device=self.device, **arguments)
+            self._loaded = wanted, load_model(dtype=dtype, device=self.device, **arguments)
         return self._loaded[1]
 
 

@@ -106,10 +106,7 @@ _COMMANDS: dict[Any, tuple[str, ...]] = {
         "export ./sdxl --to onnx --method tome --max-downsample 2 -o exported",
         "export ./lcm --to openvino --guidance 1 --ratio 0 -o exported",
     ),
-    report: (
-        "report outputs/bench.jsonl -o report.html",
-        "report --compare old.jsonl new.jsonl --fail-if-slower 5%",
-    ),
+    report: ("report outputs/bench.jsonl -o report.html",),
     play: (
         "play",
         "play --model owner/name --device cuda",

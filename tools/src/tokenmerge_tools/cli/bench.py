@@ -25,7 +25,7 @@ def bench(
     preset: Annotated[
         str | None, typer.Option(help=f"Repeat a published table: {', '.join(preset_names())}.")
     ] = None,
-    grid: Annotated[Path | None, typer.Option(help="TOML or YAML file with the axes and settings.")] = None,
+    grid: Annotated[Path | None, typer.Option(help="TOML file with the axes and settings.")] = None,
     out: Annotated[
         Path,
         typer.Option("--out", "-o", help="Results file, one JSON line per cell; continued if it exists."),

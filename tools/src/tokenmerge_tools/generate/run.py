@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib.util
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -26,7 +25,6 @@ from tokenmerge_tools.files import (
     slug,
     write_atomically,
     write_json,
-    write_text,
 )
 from tokenmerge_tools.generate.parameters import parameters_of, write_picture
 from tokenmerge_tools.generate.result import Quality, Result, VariantResult
@@ -41,7 +39,6 @@ from tokenmerge_tools.pipelines.settings import (
     resolve_dtype,
     scheduler_class_name,
 )
-from tokenmerge_tools.reporting.step_plot import draw_steps
 from tokenmerge_tools.timing import Measurement, peak_memory_meaning
 from tokenmerge_tools.variants import contexts
 
@@ -60,8 +57,6 @@ def generate(
     dense pictures before the first merged call, and ``run.json`` after every timed call.
     """
     require_diffusers("tokenmerge generate")
-    if options.record_steps and importlib.util.find_spec("matplotlib") is None:
-        raise MissingExtraError("tokenmerge-tools[plots]", needed_by="--record-steps")
     if options.compile and not options.merging.needs_model:
         check_compile(options.merging.config())
     device = resolve_device(options.device)
@@ -146,7 +141,6 @@ class _Generating:
                 merged = self._pictures("merged")
             if options.record_steps:
                 self.steps = patch.steps
-                write_text(self.folder / "steps.svg", draw_steps(self.steps))
                 patch.record_steps(False)
             if options.compile:  # only now, so that the graph does not contain the recording of plans
                 _compile(studio.pipes["merged"])

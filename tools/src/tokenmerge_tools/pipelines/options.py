@@ -119,9 +119,7 @@ class GenerateOptions(PipelineOptions):
     repeat: Annotated[int, machine("Timed calls per variant.", parser="integer")] = 3
     record_steps: Annotated[
         bool,
-        machine(
-            "Print what each merged step of the untimed call did, and draw it as steps.svg.", "--record-steps"
-        ),
+        machine("Print what each merged step of the untimed call did.", "--record-steps"),
     ] = False
 
     def __post_init__(self) -> None:

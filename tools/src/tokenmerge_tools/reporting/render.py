@@ -1,30 +1,18 @@
-"""Formats a report as one HTML page, as Markdown, and as CSV."""
+"""Formats a report as one HTML page, and as Markdown."""
 
 from __future__ import annotations
 
-import csv
 import dataclasses
-import io
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from importlib import resources
 from typing import Any
 
 from tokenmerge.errors import MissingExtraError
 from tokenmerge_tools.records.file import Sample
-from tokenmerge_tools.records.kinds import CellRecord, QualityRecord
 from tokenmerge_tools.reporting.content import TITLE, Content, data_address, svg_address
 from tokenmerge_tools.reporting.curves import AGAINST_CLOSENESS
 from tokenmerge_tools.reporting.plots import draw
 from tokenmerge_tools.reporting.tables import Table
-
-_COLUMNS = (
-    *("model", "scope", "width", "height", "frames", "batch", "dtype", "attention"),
-    *("compile", "variant"),
-)
-_MORE = (
-    *("steps", "scheduler", "guidance", "seed", "rounds", "warmup", "device", "device_name"),
-    *("threads", "commit"),
-)
 
 
 def as_html(content: Content) -> str:
@@ -95,55 +83,6 @@ def as_markdown(content: Content) -> str:
         parts.append("## Conditions")
         parts += [f"{_escape(name)}\n\n```json\n{text}\n```" for name, text in content.conditions]
     return "\n\n".join(parts) + "\n"
-
-
-def as_csv(cells: Iterable[CellRecord]) -> str:
-    """Format one line for each cell, with its results and conditions."""
-    figures = (
-        *("settings", "status", "seconds_median", "seconds_q1", "seconds_q3", "runs"),
-        *("peak_bytes", "speedup", "speedup_same_attention", "flops_dense", "flops_merged"),
-        *("message", "finished", "torch"),
-    )
-    rows = []
-    for cell in cells:
-        own = cell.conditions
-        flops = (cell.facts.get(name) for name in ("flops_dense", "flops_merged"))
-        times = (cell.median, *(cell.iqr or (None, None)), len(cell.seconds), cell.peak_bytes)
-        gains = (cell.speedup, cell.speedup_same_attention, *flops)
-        last = (cell.message, cell.finished, own["environment"]["versions"]["torch"])
-        values = (_settings(own["settings"]), cell.status, *times, *gains, *last)
-        rows.append((*(own[name] for name in _COLUMNS), *values, *(own[name] for name in _MORE)))
-    return _csv((*_COLUMNS, *figures, *_MORE), rows)
-
-
-def quality_as_csv(records: Iterable[QualityRecord]) -> str:
-    """Format one line for each value of a quality metric, with the conditions of its pictures."""
-    conditions = ("steps", "scheduler", "guidance", "dtype", "device", "attention", "commit")
-    named = ("model", "width", "height", "variant", "settings", "category", "pictures", "metric", "value")
-    rows = []
-    for record in records:
-        what = (record.variant, _settings(record.settings), record.category, record.images)
-        own = (
-            *(record.conditions.get(name) for name in conditions),
-            record.conditions.get("prompts", {}).get("key"),
-        )
-        seeds, notes = " ".join(map(str, record.conditions.get("seeds", ()))), "; ".join(record.notes)
-        for metric, value in record.figures.items():
-            measured = (metric, value, record.measured_with.get(metric))
-            rows.append((record.model, record.width, record.height, *what, *measured, *own, seeds, notes))
-    return _csv((*named, "measured_with", *conditions, "prompts", "seeds", "notes"), rows)
-
-
-def _csv(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(header)
-    writer.writerows(rows)
-    return text.getvalue()
-
-
-def _settings(settings: Mapping[str, Any]) -> str:
-    return " ".join(f"{name}={value}" for name, value in settings.items())
 
 
 def _by_prompt(samples: Sequence[Sample]) -> list[tuple[str, list[dict[str, Any]]]]:
