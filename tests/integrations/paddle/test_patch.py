@@ -20,7 +20,6 @@ ALL = {"max_downsample": 2, "merge_crossattn": True, "merge_mlp": True}
 SETTINGS = {
     "attention": {},
     "everything": ALL,
-    "tiled": {"planner": "tiled"},
     "uniform": {"planner": "uniform", "ratio": 0.75},
     "keys": {"scope": "keys"},
     "keep": {"combine": "keep"},
