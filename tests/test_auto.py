@@ -73,12 +73,12 @@ def test_a_number_alone_chooses_all_else(fast):
     # On small grids, merging attention costs more than skipping steps. Without steps to follow, nothing can
     # be skipped.
     assert (state.config.min_tokens, more.min_tokens, choose(unet, 0.3).min_tokens) == (2048, 2048, 16)
-    with token_merging(unet, 0.2) as patch:
+    with token_merging(unet, speedup=2.0) as patch:
         assert state_of(unet).config.ratio == 0.2
         assert patch.report().rows
     assert state_of(unet) is not None
     with pytest.raises(ConfigError, match="ratio: expected 0 ≤ ratio"):
-        apply_token_merging(unet, 0.9)
+        apply_token_merging(unet, speedup=2.0)
     with pytest.raises(ConfigError, match=r"expected a ratio such as 0\.5, a ToMeConfig"):
         apply_token_merging(unet, True)
 
@@ -86,7 +86,7 @@ def test_a_number_alone_chooses_all_else(fast):
 def test_a_model_alone_has_no_steps_to_follow(fast):
     unet = hosts.unet()
     assert not choose(unet, 0.5).follows_steps
-    apply_token_merging(unet, 0.5)
+    apply_token_merging(unet, speedup=2.0)
     assert torch.isfinite(hosts.call(unet, **hosts.inputs())).all()
 
 
@@ -103,7 +103,7 @@ def test_the_schedule_says_where_the_full_steps_of_a_transformer_lie(sigmas, ful
 
     model, scheduler = model_of(FAMILIES["SD3Transformer2DModel"]), FlowMatchEulerDiscreteScheduler()
     pipe, ran = Pipeline(transformer=model, scheduler=scheduler), []
-    apply_token_merging(pipe, 0.5)
+    apply_token_merging(pipe, speedup=2.0)
     layer = model.transformer_blocks[0].attn.to_q  # a hook would keep the block in every step
     plain = layer.forward
     layer.forward = lambda tokens: (ran.append(index), plain(tokens))[1]
@@ -378,7 +378,7 @@ def test_small_pictures_are_an_error_only_if_nothing_is_saved(monkeypatch):
     monkeypatch.setattr(calibration, "measure_fewest_tokens", lambda *_: 4096)
     unet = hosts.unet()
     with pytest.raises(NothingToMergeError, match="which the default method removes none"):
-        apply_token_merging(unet, 0.5)
+        apply_token_merging(unet, speedup=2.0)
     apply_token_merging(pipeline(unet=unet), 0.5)  # steps without blocks save time at any size
 
 
@@ -398,7 +398,7 @@ def test_attention_by_other_kernels_is_not_asked_for_sizes(fast):
     unet = hosts.unet()
     unet.set_attn_processor(AttnProcessor())
     assert not choose(unet, 0.5).proportional
-    apply_token_merging(unet, 0.5)
+    apply_token_merging(unet, speedup=2.0)
     hosts.call(unet, **hosts.inputs())
 
 
@@ -594,4 +594,4 @@ def test_a_cache_limit_below_step_reuse_is_named_where_nothing_merges(fast):
     """Without step reuse nothing would be left, so the error is about the limit and not about merging."""
     pipe = pipeline(transformer=model_of(FAMILIES["SD3Transformer2DModel"]))
     with pytest.raises(ConfigError, match="max_cache: expected at least"):
-        apply_token_merging(pipe, 0.5, max_cache=1)
+        apply_token_merging(pipe, speedup=2.0, max_cache=1)

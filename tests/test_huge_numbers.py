@@ -59,7 +59,7 @@ def test_the_other_functions_that_take_a_number(huge):
     for name in ("config", "ratio", "speedup"):
         refused(lambda name=name: apply_token_merging(unet, **{name: huge}))
     for name in ("start", "until", "max_cache"):
-        refused(lambda name=name: apply_token_merging(unet, 0.5, **{name: huge}))
+        refused(lambda name=name: apply_token_merging(unet, speedup=2.0, **{name: huge}))
     refused(lambda: apply_token_merging(unet, huge, ratio=huge))
     refused(lambda: choose(unet, huge))
     for arguments in ({"height": huge, "width": 8}, {"steps": huge}):

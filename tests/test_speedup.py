@@ -88,7 +88,7 @@ def test_it_is_applied(pipe):
     assert state_of(pipe.unet).config == choose(pipe, ratio_for(pipe, 1.6))
     patch.remove()
     with pytest.raises(ConfigError, match=r"expected one of them, got config=0\.5, speedup=2"):
-        apply_token_merging(pipe, 0.5, speedup=2)
+        apply_token_merging(pipe, speedup=2.0, speedup=2)
 
 
 @pytest.mark.parametrize("speedup", [0.9, True, "2", float("nan"), float("inf"), torch.ones(2)])

@@ -2,10 +2,10 @@
 
 The five calls that matter::
 
-    patch = tokenmerge.apply_token_merging(pipe, 0.5)     # patch in place; 0.5 of the tokens are removed
+    patch = tokenmerge.apply_token_merging(pipe, speedup=2.0)     # patch in place; 0.5 of the tokens are removed
     print(patch)                                          # what it does, saves and caches
     patch.remove()                                        # restore the model exactly
-    with tokenmerge.token_merging(pipe, 0.5): ...         # the same for one block of code
+    with tokenmerge.token_merging(pipe, speedup=2.0): ...         # the same for one block of code
     tokenmerge.apply_patch(pipe, ratio=0.5)               # tomesd's call, for old scripts
 
 Instead of a ratio, for which ``auto`` chooses all other settings, pass a :class:`ToMeConfig` with settings of

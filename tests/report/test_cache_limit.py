@@ -133,10 +133,10 @@ def test_the_default_method_takes_what_fits_and_the_handle_says_what_is_missing(
     monkeypatch.setattr(calibration, "measure_fewest_tokens", lambda *_: 16)
     monkeypatch.setattr(calibration, "calibrated", lambda *_: 16, raising=False)
     pipe = Pipeline(model_of(FLUX))
-    whole = apply_token_merging(pipe, 0.5)
+    whole = apply_token_merging(pipe, speedup=2.0)
     assert whole.config.correction.every
     needed = whole.report().kept_bytes
-    patch = apply_token_merging(pipe, 0.5, max_cache=needed // 2)
+    patch = apply_token_merging(pipe, speedup=2.0, max_cache=needed // 2)
     assert not patch.config.correction.every
     assert patch.report().kept_bytes <= needed // 2
     assert f"auto in {needed // 2} (no correction; with everything, the cache would take" in str(patch)

@@ -189,7 +189,7 @@ def test_proportional_attention_needs_pytorch_s_own():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("settings", [{"scope": "block"}, {"proportional": True}, {"planner": "local"}])
+@pytest.mark.parametrize("settings", [{"scope": "block"}, {"proportional": True}, {"planner": "tiled"}])
 def test_settings_beyond_the_paper_compile_into_one_graph(settings):
     torch._dynamo.reset()
     unet = hosts.unet(

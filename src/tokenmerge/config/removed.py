@@ -25,7 +25,7 @@ REMOVED: Mapping[str, tuple[Any, ...]] = {
 REMOVED_VALUES: Mapping[str, tuple[str, ...]] = {
     "combine": ("norm", "reuse", "extrapolate"),
     "features": ("keys",),
-    "planner": ("clusters", "ras"),
+    "planner": ("clusters", "local", "ras"),
     "scope": ("stack",),
 }
 

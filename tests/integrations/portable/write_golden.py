@@ -27,7 +27,7 @@ def golden() -> dict[str, np.ndarray]:
         features = np.random.default_rng(rows).standard_normal((BATCH, rows * columns, CHANNELS))
         arrays[grid] = features.astype(np.float32)
         x = torch.from_numpy(arrays[grid]).double()
-        for planner in ("tome", "tiled", "uniform"):
+        for planner in ("tome", "uniform"):
             config = ToMeConfig(ratio=0.5, planner=planner, seed=SEED)
             plan = PLANNERS[planner](x, (1, rows, columns), config, torch.tensor(step_number(TIMESTEP)))
             for field in ("keep", "sources", "targets", "inverse", "sizes"):

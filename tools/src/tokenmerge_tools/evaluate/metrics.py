@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from tokenmerge.errors import ConfigError, MissingExtraError
-from tokenmerge.pictures import as_tensor
 from tokenmerge_tools.closeness import motion, motion_error, psnr, ssim
 from tokenmerge_tools.demo.glyphs import asked_for
 from tokenmerge_tools.demo.retrieval import Gallery
@@ -27,6 +26,7 @@ from tokenmerge_tools.evaluate.networks import (
     kernel_distance,
 )
 from tokenmerge_tools.files import is_folder
+from tokenmerge_tools.sheets import as_tensor
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tokenmerge.errors import ConfigError, reason_of
-from tokenmerge.pictures import as_tensor
+from tokenmerge_tools.sheets import as_tensor
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 from tokenmerge.errors import ConfigError, MissingExtraError, reason_of
 from tokenmerge.handle import RecordedPlan
-from tokenmerge.pictures import Row, as_tensor, comparison
 from tokenmerge.report import RunSteps
 from tokenmerge_tools.closeness import psnr, ssim
 from tokenmerge_tools.drawing import Progress, Studio, merged_groups, prepare
@@ -39,6 +38,7 @@ from tokenmerge_tools.pipelines.settings import (
     resolve_dtype,
     scheduler_class_name,
 )
+from tokenmerge_tools.sheets import Row, as_tensor, comparison
 from tokenmerge_tools.timing import Measurement, peak_memory_meaning
 from tokenmerge_tools.variants import contexts
 
