@@ -18,7 +18,7 @@ from tokenmerge import presets
 from tokenmerge.config import FoundFor, ToMeConfig, dense_outside, load_settings
 from tokenmerge.config.origin import is_default
 from tokenmerge.default_method import DefaultMethod, merging_alone
-from tokenmerge.errors import ConfigError, UnsupportedModelError, shown
+from tokenmerge.errors import ConfigError, NothingToMergeError, UnsupportedModelError, shown
 from tokenmerge.handle import DiffusionPatch, EncoderPatch, Patch
 from tokenmerge.models.base import Host
 from tokenmerge.models.find import DENOISERS, find_hosts
@@ -181,6 +181,12 @@ def _asked(model: object, config: object, speedup: float | None, ratio: float | 
         return _Asked(merging_alone(model, hosts, ratio), hosts=hosts)
     default = DefaultMethod.of(model, hosts, _DEFAULT_SPEEDUP if speedup is None else speedup)
     follows = default.facts.follows_steps and default.speedup > 1
+    if not follows and default.speedup > 1 and not default.widest.merges:
+        raise NothingToMergeError(
+            "nothing to merge: at the model's default size, the default method removes no token, since merging "
+            "would take longer than it saves, and a model alone has no steps to skip; apply it to the pipeline, "
+            "or write apply_token_merging(model, ratio=0.5)"
+        )
     return _Asked(default.widest, default.name, hosts=hosts, default=default if follows else None)
 
 
@@ -255,7 +261,7 @@ def merge_in_hosts(
             warned,
             found_for if host is denoiser else None,
             method,
-            None if default is None else default.settings,
+            default,
         )
         for host in merging
     }

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import math
 from collections.abc import Callable, Sequence
 
 from torch import nn
 
 from tokenmerge.config import Correction, PlanSharing, Rule, StepReuse, ToMeConfig
-from tokenmerge.config.checks import number
+from tokenmerge.config.checks import integer, number, optional
 from tokenmerge.config.origin import DEFAULT
 from tokenmerge.models.base import GridShape, Host
 from tokenmerge.models.find import find_hosts
 from tokenmerge.models.placement import device_of, dtype_of, narrowest_attention
 from tokenmerge.models.work import work_of
 from tokenmerge.planners.calibration import fewest_tokens
-from tokenmerge.plans.choose import choose
+from tokenmerge.plans.choose import choose, highest_speedup
 from tokenmerge.plans.facts import Facts
 from tokenmerge.runtime.steps.pipeline import default_guidance, default_steps
 
@@ -91,13 +92,29 @@ class DefaultMethod:
             steps: number of steps of the generation; None: the default.
             guidance: scale of classifier-free guidance; None: unknown.
         """
-        known = dataclasses.replace(
-            self.facts, grid=grid or self.facts.grid, steps=steps or self.facts.steps, guidance=guidance
-        )
-        settings = choose(known, self.speedup)
+        settings = choose(self._known(grid, steps, guidance), self.speedup)
         for change in self.changes:
             settings = change(settings)
         return settings
+
+    def shortfall(
+        self, grid: GridShape | None = None, steps: int | None = None, guidance: float | None = None
+    ) -> str:
+        """Return what the settings do not reach of the speed-up, as a sentence; empty: they reach it."""
+        known = self._known(grid, steps, guidance)
+        highest = highest_speedup(known)
+        if highest >= self.speedup:
+            return ""
+        size = " × ".join(map(str, known.grid[known.grid[0] == 1 :]))
+        return (
+            f"speedup={self.speedup:g}: at most {math.floor(100 * highest) / 100:g}× can be reached in "
+            f"{known.steps} steps on {size} tokens; take more steps, a larger picture or a lower speed-up"
+        )
+
+    def _known(self, grid: GridShape | None, steps: int | None, guidance: float | None) -> Facts:
+        return dataclasses.replace(
+            self.facts, grid=grid or self.facts.grid, steps=steps or self.facts.steps, guidance=guidance
+        )
 
     def without_reuse(self) -> DefaultMethod:
         """Return the same without step reuse."""
@@ -164,8 +181,10 @@ def settings_for(
 
     Raises:
         UnsupportedModelError: the object neither is nor contains a supported model.
-        ConfigError: ``speedup`` is not a number ≥ 1.
+        ConfigError: a number is out of its range.
     """
+    for name, given in (("height", height), ("width", width), ("steps", steps)):
+        optional(integer(1))(name, given)
     hosts = find_hosts(pipe_or_model)
     method = DefaultMethod.of(pipe_or_model, hosts, speedup)
     denoiser = next((host for host in hosts if not host.controlnet), hosts[0])

@@ -64,9 +64,9 @@ def test_a_call_under_gradients(patched):
 
 
 def test_a_generation_that_is_dense_names_no_setting_that_was_not_given(monkeypatch):
-    monkeypatch.setattr("tokenmerge.auto.fewest_tokens", lambda *_: 1000)
+    monkeypatch.setattr("tokenmerge.default_method.fewest_tokens", lambda *_: 1000)
     unet = hosts.unet()
-    patch = apply_token_merging(SimpleNamespace(unet=unet, scheduler=DDIMScheduler()), 0.5)
+    patch = apply_token_merging(SimpleNamespace(unet=unet, scheduler=DDIMScheduler()))
     with warnings.catch_warnings(record=True) as caught, torch.no_grad():
         warnings.simplefilter("always")
         patch.at_step(0, 4)

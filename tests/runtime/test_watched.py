@@ -23,7 +23,7 @@ from tests.models.tiny import FAMILIES
 from tiny_pipeline import UNET
 from torch import nn
 
-import tokenmerge.auto
+import tokenmerge.default_method
 from tokenmerge import StepReuse, ToMeConfig, UnsupportedModelError, apply_token_merging, token_merging
 from tokenmerge.report import predict
 from tokenmerge.runtime.memory.state import BlockState, LayerState
@@ -158,7 +158,7 @@ def test_an_attention_map_read_by_a_hook_is_of_all_tokens_in_each_step(pipe):
 
 
 def test_a_hook_at_the_finest_level_lets_deep_stages_be_skipped(pipe):
-    config = tokenmerge.auto.choose(pipe, 0.5)
+    config = tokenmerge.default_method.settings_for(pipe, guidance=3.0)
     assert config.reuse.skips_finest
     apply_token_merging(pipe, speedup=2.0)
     ran: dict[str, int] = {"down_blocks.0.resnets.0.conv1": 0, "mid_block.resnets.0.conv1": 0}

@@ -70,19 +70,21 @@ class Share:
 
 @dataclasses.dataclass(frozen=True)
 class Planning:
-    """A merge plan that a call makes, if blocks share plans.
+    """A merge plan that blocks can share.
 
     Attributes:
         parts: the parts of the model with blocks that use it, as for a :class:`Share`.
         level: its resolution level.
         channels: channels of the tokens that are compared.
         scopes: the scopes of token merging that need it.
+        blocks: number of blocks that can share it.
     """
 
     parts: frozenset[Part]
     level: int
     channels: int
     scopes: frozenset[str]
+    blocks: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -271,4 +273,4 @@ def _plans(host: Host) -> Iterator[Planning]:
         scopes |= {BLOCK for block in blocks if block.block_layout is not None}
         parts = frozenset(_part(host, block.path, block) for block in blocks)
         first = next((getattr(block.module, layer.name) for block in blocks for layer in block.layers), None)
-        yield Planning(parts, level, _channels(first), frozenset(scopes))
+        yield Planning(parts, level, _channels(first), frozenset(scopes), len(blocks))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Collection
+import dataclasses
+from collections.abc import Set
 
 from tokenmerge.config import ToMeConfig
 from tokenmerge.models.work import Part, Planning, Share
@@ -13,51 +13,73 @@ from tokenmerge.plans.facts import Facts
 _BOX, _MARGIN = 16, 8
 
 
+@dataclasses.dataclass(frozen=True)
+class Costs:
+    """Multiplications of one call for one sample, by what the step runs.
+
+    Attributes:
+        steps: number of steps of the generation.
+        dense: of a dense call.
+        complete: of a call that merges and skips nothing.
+        finest: of a call that skips the deep stages of a UNet, or the blocks of another model.
+        least: of a call that skips the finest level of a UNet too.
+    """
+
+    steps: int
+    dense: float
+    complete: float
+    finest: float
+    least: float
+
+    def speedup(self, complete: int, finest: int, corrections: int) -> float:
+        """Return dense multiplications over those of a generation with these numbers of steps.
+
+        Args:
+            complete: number of complete steps.
+            finest: number of steps that run the finest level, the complete ones included.
+            corrections: number of complete steps that are dense.
+        """
+        spent = (
+            corrections * self.dense
+            + (complete - corrections) * self.complete
+            + (finest - complete) * self.finest
+            + (self.steps - finest) * self.least
+        )
+        return self.steps * self.dense / spent
+
+
+def costs_of(facts: Facts, merging: ToMeConfig) -> Costs:
+    """Return the multiplications of calls with these settings of token merging."""
+    parts = facts.work.parts
+    outer = parts - {"deep", "blocks"}
+    return Costs(
+        facts.steps,
+        dense=_of_call(facts, None, parts),
+        complete=_of_call(facts, merging, parts),
+        finest=_of_call(facts, merging, outer),
+        least=_of_call(facts, merging, outer - {"finest"}),
+    )
+
+
 def speedup_of(facts: Facts, config: ToMeConfig) -> float:
     """Return dense operations over those with these settings, for the whole generation.
 
     Args:
         facts: about the generation.
-        config: settings at its guidance scale, with the planner ``"tiled"`` and shared plans. Rules and places
-            of single steps are not counted.
+        config: settings at its guidance scale, with the planner ``"tiled"``. Rules are not counted.
     """
     runs, steps = config.reuse.steps_of(facts.steps), facts.steps
-    complete = len(runs.full) if config.reuse.on and facts.can_skip else steps
-    finest = max(complete, len(runs.shallow)) if config.reuse.skips_finest else steps
-    dense = -(-complete // config.correction.every) if config.correction.on else 0
-    return speedup(facts, config, complete, finest, dense)
+    complete = len(runs.full) if config.reuse.on else steps
+    finest = len(runs.shallow) if config.reuse.skips_finest else steps
+    corrections = -(-complete // config.correction.every) if config.correction.on else 0
+    return costs_of(facts, config).speedup(complete, finest, corrections)
 
 
-def speedup(facts: Facts, merging: ToMeConfig, complete: int, finest: int, dense: int) -> float:
-    """Return dense operations over those of a generation with these numbers of steps.
-
-    Args:
-        facts: about the generation.
-        merging: settings of token merging.
-        complete: number of complete steps.
-        finest: number of steps that run the finest level of a UNet, the complete ones included.
-        dense: number of complete steps that are dense.
-    """
-    parts = facts.work.parts
-    whole = cost(facts, None, parts)
-    merged = cost(facts, merging, parts)
-    shallow = cost(facts, merging, parts - {"deep", "blocks"})
-    least = cost(facts, merging, frozenset({"always"}))
-    spent = (
-        dense * whole
-        + (complete - dense) * merged
-        + (finest - complete) * shallow
-        + (facts.steps - finest) * least
-    )
-    return facts.steps * whole / spent
-
-
-@functools.lru_cache(maxsize=1024)
-def cost(facts: Facts, merging: ToMeConfig | None, parts: Collection[Part]) -> float:
-    """Return the multiplications of one call that runs these parts, for one sample; None: it is dense."""
+def _of_call(facts: Facts, merging: ToMeConfig | None, parts: Set[Part]) -> float:
+    """Return the multiplications of a call that runs these parts; None: it is dense."""
     total = sum(_of_share(facts, merging, share) for share in facts.work.shares if share.part in parts)
     if merging is not None:
-        plans = (plan for plan in facts.work.plans if plan.parts & set(parts))
+        plans = (plan for plan in facts.work.plans if plan.parts & parts)
         total += sum(_of_plan(facts, merging, plan) for plan in plans)
     return total
 
@@ -80,7 +102,8 @@ def _of_plan(facts: Facts, merging: ToMeConfig, plan: Planning) -> float:
     frames, rows, columns = facts.grid
     cells = [-(-rows // plan.level) // merging.sy, -(-columns // plan.level) // merging.sx]
     pairs = frames * _compared(cells[0]) * _compared(cells[1])
-    return float((merging.sx * merging.sy - 1) * pairs * plan.channels)
+    plans = 1 if merging.plans.blocks else plan.blocks
+    return float(plans * (merging.sx * merging.sy - 1) * pairs * plan.channels)
 
 
 def _compared(cells: int) -> int:

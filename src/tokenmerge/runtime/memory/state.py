@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -75,6 +76,20 @@ class ConfigFacts:
     merges: bool
 
 
+class ChoosesSettings(Protocol):
+    """A method that chooses the settings of each generation.
+
+    The arguments are (frames, rows, columns) of the finest token grid, the number of steps, and the scale of
+    classifier-free guidance; None: unknown.
+    """
+
+    def settings(self, grid: GridShape | None, steps: int | None, guidance: float | None) -> ToMeConfig:
+        """Return the settings."""
+
+    def shortfall(self, grid: GridShape | None, steps: int | None, guidance: float | None) -> str:
+        """Return what the settings do not reach of what was asked for; empty: they reach it."""
+
+
 class Kept(NamedTuple):
     """What other people's code that looks into a model changes in a generation.
 
@@ -111,8 +126,7 @@ class ModelState:
         warned: warnings already given for samples with too few tokens, which then run dense. None: such
             samples raise an error.
         method: name of the settings, for messages; empty: the user gave them all.
-        choose: returns the settings of a generation from its finest token grid, its number of steps and its
-            guidance scale; None: ``config`` has them.
+        default: the default method, which chooses the settings of each generation; None: ``config`` has them.
         found_for: what the settings were found for by ``tokenmerge tune``; None: unknown.
         compared_with: the token grid and number of steps that were last compared with ``found_for``.
         last_run: what happened in the generation that began last; None before the first.
@@ -136,7 +150,7 @@ class ModelState:
     revise_plan: Callable[[Tensor, Plan], Plan] | None = None
     warned: set[str] | None = None
     method: str = ""
-    choose: Callable[[GridShape | None, int, float | None], ToMeConfig] | None = None
+    default: ChoosesSettings | None = None
     found_for: FoundFor | None = None
     compared_with: tuple[object, ...] = ()
     last_run: RunLog | None = None
@@ -151,10 +165,18 @@ class ModelState:
             guidance: scale of classifier-free guidance; None: unknown.
             steps: number of steps; None: settings do not follow them.
         """
-        if self.choose is None or steps is None:
+        if self.default is None or steps is None:
             return self.config.at_guidance(guidance)
         grids = self.threads.value.grid.shapes
-        return self.choose(grids[0] if grids else None, steps, guidance)
+        known = grids[0] if grids else None, steps, guidance
+        self.warn_once(self.default.shortfall(*known))
+        return self.default.settings(*known)
+
+    def warn_once(self, message: str) -> None:
+        """Warn, unless the message is empty or was given before."""
+        if message and message not in self.told:
+            self.told.add(message)
+            warnings.warn(message, stacklevel=2)
 
     def set_size(self, height: int, width: int) -> None:
         """Give the size of the latents, for calls whose token grid cannot be read.

@@ -7,7 +7,7 @@ compare, and get hooks that read the denoising step and the token grid.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 from torch import nn
@@ -26,6 +26,7 @@ from tokenmerge.runtime.memory.context import CallContext, ThreadState
 from tokenmerge.runtime.memory.state import (
     STATE,
     BlockState,
+    ChoosesSettings,
     ConfigFacts,
     LayerState,
     ModelState,
@@ -126,11 +127,11 @@ def new_state(
     warned: set[str] | None = None,
     found_for: FoundFor | None = None,
     method: str = "",
-    choose: Callable[..., ToMeConfig] | None = None,
+    default: ChoosesSettings | None = None,
 ) -> ModelState:
     """Return the state of a host that :func:`check_host` accepts; nothing of the host is changed.
 
-    ``warned``, ``found_for``, ``method`` and ``choose`` are those of
+    ``warned``, ``found_for``, ``method`` and ``default`` are those of
     :class:`tokenmerge.runtime.memory.state.ModelState`.
     """
     layers = {block.path: layers for block, layers in parts_to_merge(host, config)}
@@ -164,7 +165,7 @@ def new_state(
         warned=warned,
         found_for=found_for,
         method=method,
-        choose=choose,
+        default=default,
     )
 
     grids = {block.grid: PerThread(Grid) for block in blocks if block.grid is not None}

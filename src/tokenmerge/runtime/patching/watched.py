@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import warnings
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
@@ -106,8 +105,7 @@ def look(
         _refuse_what_a_pipeline_reads(found, seen, root, pipe)
         kinds = ["token"] * any(_meets(path, merged) for path in seen)
         kinds += [f"step ({config.reuse.given})"] * any(_meets(path, skipped) for path in seen)
-        _say(
-            state,
+        state.warn_once(
             f"{name}: {who} may not see every {' and every '.join(kinds)}; the default method leaves alone "
             "what such code looks at: apply_token_merging(pipe, speedup=2.0)",
         )
@@ -120,7 +118,7 @@ def look(
     if merged and not left:
         config = dataclasses.replace(config, ratio=0.0, reference_ratio=None)
     saves = "less" if left or config.reuse.on else "no"
-    _say(state, f"{name}: {note}, so {saves} time is saved; a ToMeConfig would merge there too")
+    state.warn_once(f"{name}: {note}, so {saves} time is saved; a ToMeConfig would merge there too")
     return Kept(config, frozenset(dense), note)
 
 
@@ -205,10 +203,3 @@ def _function(code: Any) -> Any:
     while isinstance(code, functools.partial):
         code = code.func
     return code if hasattr(code, "__qualname__") else type(code)
-
-
-def _say(state: ModelState, message: str) -> None:
-    """Warn, once for each message."""
-    if message not in state.told:
-        state.told.add(message)
-        warnings.warn(message, stacklevel=2)
