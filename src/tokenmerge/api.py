@@ -20,6 +20,7 @@ from tokenmerge.config import FoundFor, ToMeConfig, dense_outside, load_settings
 from tokenmerge.config.origin import is_default
 from tokenmerge.errors import ConfigError, UnsupportedModelError, shown
 from tokenmerge.handle import DiffusionPatch, EncoderPatch, Patch
+from tokenmerge.integrations import export  # noqa: F401 - exported programs compute by it
 from tokenmerge.models.base import Host
 from tokenmerge.models.find import DENOISERS, find_hosts
 from tokenmerge.ops import Plan
