@@ -26,7 +26,7 @@ def test_exported_programs_have_an_arithmetic_of_their_own(strict):
     assert Choosing()(X).tolist() == [2, 2]
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.trace. is deprecated")
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace")
 def test_traced_programs_have_it_too():
     assert torch.jit.trace(Choosing(), (X,), check_trace=False)(X).tolist() == [1, 1]
     assert Choosing()(X).tolist() == [2, 2]
