@@ -20,6 +20,7 @@ from tokenmerge.config.origin import is_default
 from tokenmerge.default_method import DefaultMethod, merging_alone
 from tokenmerge.errors import ConfigError, NothingToMergeError, UnsupportedModelError, shown
 from tokenmerge.handle import DiffusionPatch, EncoderPatch, Patch
+from tokenmerge.integrations import export  # noqa: F401 - exported programs compute by it
 from tokenmerge.models.base import Host
 from tokenmerge.models.find import DENOISERS, find_hosts
 from tokenmerge.ops import Plan

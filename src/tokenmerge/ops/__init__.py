@@ -3,7 +3,7 @@
 They know neither models nor settings, and import nothing else of the package.
 """
 
-from tokenmerge.ops.bits import bits
+from tokenmerge.ops.arithmetic import bits
 from tokenmerge.ops.join import join_plans
 from tokenmerge.ops.matching import (
     bipartite_soft_matching,

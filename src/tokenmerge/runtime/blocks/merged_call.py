@@ -95,7 +95,8 @@ def of_image(layout: Layout, residual: Residual, n: int) -> Residual:
         part(value) if value is not None and (alone or i in layout.outputs) else None
         for i, value in enumerate(residual.latest)
     )
-    return residual._replace(latest=parts)
+    # Not by _replace: PyTorch 2.11 cannot return what that makes from the graph of a block.
+    return Residual(residual.single, parts)
 
 
 def following(call: HostCall, layout: Layout, plan: Plan) -> HostCall:
