@@ -100,9 +100,7 @@ def bench(name: str) -> None:
 def evaluate(name: str) -> None:
     grid = read_grid(RESULTS / f"{name}.toml")
     quality, _ = QUALITY[name]
-    # The oracle is left out, because its pictures are wrong.
-    variants = [variant for variant in grid["variants"] if variant != "oracle"]
-    draw(name, variants, BenchOptions.from_dict(grid, name).ratio, RESULTS / f"{quality}.jsonl")
+    draw(name, grid["variants"], BenchOptions.from_dict(grid, name).ratio, RESULTS / f"{quality}.jsonl")
 
 
 def auto(name: str) -> None:

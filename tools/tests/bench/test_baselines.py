@@ -58,7 +58,7 @@ def test_deep_layers_run_in_so_many_steps_of_each_generation(name, text, deep, e
     dense = draw(pipe)
     copied = twin(pipe)
     calls = calls_of(getattr(copied, denoiser_name(copied)).get_submodule(deep))
-    with spec_of(text).apply(copied, None, None):
+    with spec_of(text).apply(copied, None):
         first, second = draw(copied), draw(copied)
     assert len(calls) == 2 * expected
     assert np.array_equal(first, second)
@@ -77,14 +77,14 @@ def test_deep_layers_run_in_so_many_steps_of_each_generation(name, text, deep, e
     ],
 )
 def test_the_wrong_architecture_is_refused(name, text, words):
-    with pytest.raises(UnsupportedModelError, match=words), spec_of(text).apply(load(name), None, None):
+    with pytest.raises(UnsupportedModelError, match=words), spec_of(text).apply(load(name), None):
         pass
 
 
 @pytest.mark.parametrize("text", ["deepcache:interval=1.5", "deepcache:interval=1"])
 def test_an_interval_is_a_whole_number(text):
     with pytest.raises(ConfigError, match=r"expected an integer ≥ 2, got 1"):
-        spec_of(text).apply(load("emoji-unet"), None, None).__enter__()
+        spec_of(text).apply(load("emoji-unet"), None).__enter__()
 
 
 @pytest.mark.parametrize(

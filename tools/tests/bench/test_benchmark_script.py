@@ -42,7 +42,7 @@ def test_pictures_are_drawn_as_the_grid_was_timed(
     options = asked_for(measure.evaluate, name, tmp_path, monkeypatch)
     grid = BenchOptions.from_dict(read_grid(tmp_path / f"{name}.toml"), name)
     assert options.ratio == grid.ratio
-    assert set(options.variants) == set(grid.variants) - {"oracle"}
+    assert set(options.variants) == set(grid.variants)
     assert (options.model, options.size) == (grid.model[0], (int(grid.size[0]),) * 2)
     assert (options.steps, options.guidance) == (grid.steps, grid.guidance)
     assert (options.dtype, options.device) == (grid.dtype[0], grid.device)

@@ -50,7 +50,7 @@ def spec_of(text):
 def with_variant(pipe, text):
     copied = twin(pipe)
     calls = calls_of(copied)
-    with spec_of(text).apply(copied, None, None):
+    with spec_of(text).apply(copied, None):
         return draw(copied), len(calls)
 
 
@@ -94,7 +94,7 @@ def test_blocks_are_skipped_as_often_as_the_settings_say_and_nothing_is_left(pip
         ),
     ):
         calls.clear()
-        with spec_of(text).apply(copied, None, None):
+        with spec_of(text).apply(copied, None):
             first, second = draw(copied), draw(copied)
             assert np.array_equal(draw(pipe), dense)  # another pipeline of the class is not cached
         assert len(calls) == 2 * expected
@@ -108,7 +108,7 @@ def test_where_no_step_is_skipped_as_many_operations_are_counted_as_without_a_ca
     dense, copied = twin(pipe), twin(pipe)
     with counting(dense.transformer) as wanted:
         draw(dense)
-    with spec_of("cache-dit:threshold=1e-9").apply(copied, None, None), counting(copied.transformer) as found:
+    with spec_of("cache-dit:threshold=1e-9").apply(copied, None), counting(copied.transformer) as found:
         draw(copied)
     assert found.flops == wanted.flops > 0
     assert found.calls == wanted.calls == STEPS
@@ -183,7 +183,7 @@ def test_at_ratio_0_the_cache_draws_what_it_draws_alone(pipe):
 def test_a_setting_out_of_range_names_what_is_allowed(pipe, text, words):
     copied = twin(pipe)
     before = state(copied)
-    with pytest.raises(ConfigError, match=words), spec_of(text).apply(copied, None, None):
+    with pytest.raises(ConfigError, match=words), spec_of(text).apply(copied, None):
         pass
     assert state(copied) ^ before == set()
 
@@ -194,16 +194,16 @@ def test_a_mask_is_refused_for_a_number_of_steps_that_has_none(pipe, steps):
     copied = twin(pipe)
     before = state(copied)
     expected = pytest.raises(ConfigError, match="got 7") if steps == 7 else contextlib.nullcontext()
-    with expected, spec_of("cache-dit:mask=fast").apply(copied, None, None):
+    with expected, spec_of("cache-dit:mask=fast").apply(copied, None):
         assert draw(copied, steps).shape == (1, 64, 64, 3)
     assert state(copied) ^ before == set()
 
 
 def test_a_pipeline_that_it_does_not_know_and_a_denoiser_are_refused(pipe):
     with pytest.raises(UnsupportedModelError, match="cache-dit does not support StableDiffusionPipeline"):
-        spec_of("cache-dit").apply(load("emoji-unet"), None, None).__enter__()
+        spec_of("cache-dit").apply(load("emoji-unet"), None).__enter__()
     with pytest.raises(ConfigError, match="use --scope pipeline"):
-        spec_of("cache-dit").apply(pipe.transformer, None, None).__enter__()
+        spec_of("cache-dit").apply(pipe.transformer, None).__enter__()
 
 
 def test_the_settings_are_read_in_any_order_and_each_name_is_one_of_its_own():

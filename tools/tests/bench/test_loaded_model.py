@@ -8,8 +8,6 @@ from torch import Tensor, nn
 
 from tokenmerge import ToMeConfig
 from tokenmerge.errors import ConfigError, UnsupportedModelError
-from tokenmerge.report import predict
-from tokenmerge_tools.bench.cell_group import StepCost, steps_that_fit
 from tokenmerge_tools.bench.geometry import GEOMETRIES, build_denoiser, depth_note, find_geometry
 from tokenmerge_tools.bench.inputs import InputSize, example_inputs
 from tokenmerge_tools.bench.loaded_model import load_model
@@ -83,15 +81,10 @@ def test_transformers_run_dense_and_merged(
     assert subject.guided == (name != "flux")
     config = ToMeConfig(ratio=0.5, scope="block")
     model = shared_copy(subject.denoiser)
-    with contexts.tokenmerge(model, config, None):
+    with contexts.tokenmerge(model, config):
         merged = subject.bind(model, SIZE, 1)()[0]
     assert torch.isfinite(merged).all()
     assert not torch.equal(merged, output)
-    with (
-        pytest.raises(ConfigError, match="oracle: it needs scope='layers' and the same"),
-        contexts.oracle(model, config, None),
-    ):
-        pass
 
 
 def test_a_guided_call_has_the_same_samples_twice() -> None:
@@ -154,65 +147,21 @@ def test_the_pipeline_of_a_transformer_is_refused_in_words() -> None:
         load_model("geometry:flux", "pipeline", torch.float32, CPU, None, None, seed=0)
 
 
-@pytest.mark.parametrize("name", ["tokenmerge", "tomesd", "oracle"])
+@pytest.mark.parametrize("name", ["tokenmerge", "tomesd"])
 @pytest.mark.parametrize("settings", [{}, {"merge_mlp": True, "merge_crossattn": True, "max_downsample": 2}])
 def test_variants_act_and_leave_no_trace(name: str, settings: dict) -> None:
     if name == "tomesd":
         pytest.importorskip("tomesd")
     model, config = tiny(), ToMeConfig(ratio=0.5, **settings)
     before, dense = state_of(model), call(model)
-    with getattr(contexts, name)(model, config, predict(model, config, *SIZE.latent, 2)):
+    with getattr(contexts, name)(model, config):
         assert not torch.equal(call(model), dense)
     assert state_of(model) == before
     assert all(not module._forward_pre_hooks for module in model.modules())
     assert torch.equal(call(model), dense)
-    with (
-        pytest.raises(KeyError),
-        getattr(contexts, name)(model, config, predict(model, config, *SIZE.latent, 2)),
-    ):
+    with pytest.raises(KeyError), getattr(contexts, name)(model, config):
         raise KeyError
     assert state_of(model) == before
-
-
-@pytest.mark.parametrize(
-    "settings", [{}, {"merge_crossattn": True}, {"merge_mlp": True, "merge_attn": False}]
-)
-def test_the_oracle_gives_the_layers_of_the_same_scope_the_first_tokens(settings: dict) -> None:
-    model, config = tiny(), ToMeConfig(ratio=0.25, max_downsample=2, **settings)
-    report = predict(model, config, *SIZE.latent, 2)
-    seen: dict[str, int] = {}
-    with contexts.oracle(model, config, report):
-        for name, module in model.named_modules():
-            if name.endswith((".attn1", ".attn2", ".ff")):
-                # A hook on a part of the layer sees the tokens that the layer runs on.
-                part = module.to_q if "attn" in name else module.net[0]
-                part.register_forward_pre_hook(
-                    lambda m, args, name=name: seen.update({name: args[0].shape[1]})
-                )
-        call(model)
-    merged = {f"{row.path}.{layer}": row for row in report.rows for layer in row.merged.split("+")}
-    assert set(merged) <= set(seen)
-    tokens = {row.path: row.tokens for row in report.rows}
-    for name, count in seen.items():
-        path = name.rpartition(".")[0]
-        assert count == (merged[name].merged_tokens if name in merged else tokens[path])
-
-
-@pytest.mark.slow
-def test_the_oracle_compiles_whole() -> None:
-    model, config = tiny(), ToMeConfig(max_downsample=2, merge_mlp=True)
-    torch.compiler.reset()
-    with contexts.oracle(model, config, predict(model, config, *SIZE.latent, 2)):
-        torch.testing.assert_close(call(torch.compile(model, backend="eager", fullgraph=True)), call(model))
-
-
-def test_the_oracle_is_for_one_size() -> None:
-    model, config = tiny(), ToMeConfig()
-    with (
-        contexts.oracle(model, config, predict(model, config, 16, 16, 2)),
-        pytest.raises(ConfigError, match="256"),
-    ):
-        call(model)
 
 
 def test_tomesd_that_would_do_nothing_is_refused() -> None:
@@ -225,18 +174,9 @@ def test_tomesd_that_would_do_nothing_is_refused() -> None:
 
     with (
         pytest.raises(UnsupportedModelError, match="so it would run dense"),
-        contexts.tomesd(ModelMixin(), ToMeConfig(), None),
+        contexts.tomesd(ModelMixin(), ToMeConfig()),
     ):
         pass
-
-
-def test_fewer_steps_fit_into_the_time() -> None:
-    cost = StepCost.of_two_runs(50, 26.0, 25, 13.5)
-    assert cost == StepCost(fixed=1.0, per_step=0.5)
-    assert steps_that_fit(16.2, cost, most=50) == 30
-    assert steps_that_fit(100.0, cost, most=50) == 50
-    assert steps_that_fit(0.1, cost, most=50) == 1
-    assert steps_that_fit(3.0, StepCost.of_two_runs(2, 1.0, 1, 2.0), most=2) == 2
 
 
 def test_failures_are_told_apart() -> None:

@@ -50,7 +50,8 @@ class Setting:
 class Cell:
     """One measurement at a setting: a variant, and how it runs.
 
-    For fewer steps, ``merged`` is the variant whose time they may take. It is None for all other cells.
+    For fewer steps, ``merged`` is the variant whose counted operations they have. It is None for all other
+    cells.
     """
 
     spec: Variant
@@ -61,10 +62,6 @@ class Cell:
     def dense(self, attention: str | None = None) -> Cell:
         """Return the dense cell to compare with. By default, it has the same attention."""
         return Cell(Variant(DENSE), attention or self.attention, self.compile)
-
-    def of(self, spec: Variant) -> Cell:
-        """Return the cell of another variant that runs in the same way."""
-        return Cell(spec, self.attention, self.compile)
 
     def conditions(self) -> dict[str, Any]:
         """Return the conditions of a record that this cell determines."""

@@ -21,7 +21,7 @@ from tokenmerge_tools.pipelines.settings import (
     check_guidance,
     parse_size,
 )
-from tokenmerge_tools.variants.variant import ORACLE, VARIANTS, Variant, oracle_of, parse_variant
+from tokenmerge_tools.variants.variant import VARIANTS, Variant, parse_variant
 
 SCOPES = ("denoiser", "pipeline")
 _PRESETS = resources.files("tokenmerge_tools.bench") / "presets"
@@ -69,7 +69,7 @@ class BenchOptions:
             "tome:proportional,scope=block,reuse.every=2. tomesd is the package of that name.",
             "--variant",
         ),
-    ] = ("auto", "tome", "tomesd", "fewer-steps")
+    ] = ("auto", "tome", "tomesd")
     ratio: Annotated[tuple[float, ...], _axis("Fraction of tokens removed.")] = (0.5,)
     compile: tuple[bool, ...] = (False,)
     max_downsample: Annotated[
@@ -103,21 +103,13 @@ class BenchOptions:
         self.specs()
 
     def specs(self) -> list[Variant]:
-        """Return the variants. A variant that takes a ratio but does not set one appears once for each ratio.
-
-        A plain ``"oracle"`` stands for the oracle of each merging variant.
-        """
+        """Return the variants. One that takes a ratio but does not set it appears once for each ratio."""
         defaults: dict[str, Any] = {}
         if self.max_downsample is not None:
             defaults["max_downsample"] = self.max_downsample
         specs: list[Variant] = []
         for variant in self.variants:
             specs += parse_variant(variant, self.ratio, defaults)
-        merging = [spec for spec in specs if VARIANTS[spec.name].is_faster]
-        if ORACLE in self.variants and merging:
-            oracles = [oracle for oracle in map(oracle_of, merging) if oracle is not None]
-            plain = parse_variant(ORACLE, self.ratio, defaults)
-            specs = [spec for spec in specs if spec not in plain] + oracles
         return list(dict.fromkeys(specs))
 
     @classmethod

@@ -19,7 +19,7 @@ from tokenmerge_tools.failures import Failure
 from tokenmerge_tools.method_spec import check_compile
 from tokenmerge_tools.pipelines.loading import free_memory, shared_copy
 from tokenmerge_tools.pipelines.settings import set_attention
-from tokenmerge_tools.variants.variant import VARIANTS
+from tokenmerge_tools.variants.variant import FEWER_STEPS, VARIANTS, Variant
 
 
 class PreparedCell:
@@ -90,12 +90,9 @@ class CellBuilder:
         self.model, self.size, self.samples, self.steps, self.variants = model, size, samples, steps, variants
         self._reports: dict[ToMeConfig, Report] = {}
 
-    def prepare(self, cell: Cell, steps: int | None = None) -> PreparedCell:
-        """Apply the cell's variant to a copy of the model. If that fails, the result has the failure.
-
-        The number of denoising steps is that of the setting, unless it is given.
-        """
-        prepared = PreparedCell(cell, steps or self.steps)
+    def prepare(self, cell: Cell) -> PreparedCell:
+        """Apply the cell's variant to a copy of the model. If that fails, the result has the failure."""
+        prepared = PreparedCell(cell, self.steps)
         prepared.attempt(partial(self._build, prepared, cell))
         return prepared
 
@@ -116,12 +113,10 @@ class CellBuilder:
                     f"planner={config.guided_planner!r} needs classifier-free guidance, which the pipeline "
                     "applies; use --scope pipeline"
                 )
-            if config not in self._reports:
-                guided = config.at_guidance(model.guidance)
-                size = (*self.size.latent, self.samples, self.steps)
-                self._reports[config] = predict(model.denoiser, guided, *size)
-            prepared.report = self._reports[config]
-        patch = self.variants.enter_context(cell.spec.apply(whole, config, prepared.report))
+            prepared.report = self._report(config)
+        if cell.merged is not None:
+            prepared.steps = self._fewer_steps(cell.merged, whole)
+        patch = self.variants.enter_context(cell.spec.apply(whole, config))
         if cell.compile:
             # Otherwise torch would treat sizes that differ between cells as dynamic.
             denoiser.compile(dynamic=False)
@@ -136,6 +131,24 @@ class CellBuilder:
         prepared.call = call
         if model.alone and config is not None and config.follows_steps:
             prepared.call, prepared.calls = generation, steps
+
+    def _report(self, config: ToMeConfig) -> Report:
+        if config not in self._reports:
+            guided = config.at_guidance(self.model.guidance)
+            size = (*self.size.latent, self.samples, self.steps)
+            self._reports[config] = predict(self.model.denoiser, guided, *size)
+        return self._reports[config]
+
+    def _fewer_steps(self, merged: Variant, whole: object) -> int:
+        """Return the number of dense steps with as many counted operations as a variant."""
+        if self.model.alone:
+            raise ConfigError(f"{FEWER_STEPS} needs the denoising steps of a pipeline; use --scope pipeline")
+        config = merged.config(whole)
+        if config is None:
+            raise ConfigError(f"the operations of {merged.label} are not counted before it runs")
+        report = self._report(config)
+        counted = report.flops_merged if report.flops_mean is None else report.flops_mean
+        return max(1, round(self.steps * counted / report.flops_dense))
 
 
 @contextlib.contextmanager

@@ -109,8 +109,7 @@ class _Benchmark:
         with contextlib.ExitStack() as variants:
             if any(cell.compile for cell in pending):
                 variants.enter_context(compile_cache())
-            records = self.file.records
-            group = (setting, model, self.device, variants, records, self.unfinished, conditions, finish)
+            group = (setting, model, self.device, variants, self.unfinished, conditions, finish)
             CellGroup(*group).measure(pending)
         free_memory()
 

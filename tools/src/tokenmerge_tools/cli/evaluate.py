@@ -29,8 +29,7 @@ def evaluate(
     """Measure closeness to dense and speed-up on many pictures, drawn dense and merged from the same seeds.
 
     Each picture is timed, so that tokenmerge report can draw the price curve from this one run. The variant
-    fewer-steps is a dense run with as many steps as fit into the time of each other variant, as counted or as
-    recorded by tokenmerge bench.
+    fewer-steps is a dense run with as many steps as each other variant counts operations.
 
     All metrics are loaded before the first picture: you see which weights are downloaded, and a named metric
     that cannot work here raises an error. After Ctrl-C, finished pictures are kept; run the same command

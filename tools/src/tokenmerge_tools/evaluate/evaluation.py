@@ -213,7 +213,7 @@ def plan_evaluation(options: EvaluateOptions, device: torch.device) -> Evaluatio
         **({} if frames is None else {"frames": frames}),
     }
     counted = partial(_counted, sketch, size, options.steps)
-    variants = plan_variants(specs, options.steps, conditions, options.out.parent, counted)
+    variants = plan_variants(specs, options.steps, counted)
     return Evaluation(
         source=source,
         size=size,

@@ -66,8 +66,7 @@ def as_markdown(content: Content) -> str:
         parts.append(_markdown_table(content.fastest))
     parts += [
         "The speed-up is t_dense / t. Dense is timed in the same rounds, with fused attention (SDPA). In the "
-        "column “same attention”, dense has the attention of the row. Times are medians per call. The oracle "
-        "merges at no cost, so no method that merges the same layers at the same ratio can be faster. "
+        "column “same attention”, dense has the attention of the row. Times are medians per call. "
         "Marked rows are in bold.",
         *(f"Note: {_escape(note)}" for note in content.notes),
     ]

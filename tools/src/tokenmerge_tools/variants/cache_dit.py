@@ -33,7 +33,6 @@ _MASKED_FROM, _MASKED_TOO = 8, (4, 6)  # numbers of steps for which cache-dit ha
 def cache_dit(
     pipe: Any,
     config: None,
-    report: None,
     threshold: float,
     taylor: float | None = None,
     mask: str | None = None,

@@ -14,7 +14,7 @@ from tokenmerge_tools.pipelines.loading import denoiser_of
 
 
 @contextlib.contextmanager
-def deepcache(pipe: Any, config: None, report: None, interval: float) -> Iterator[None]:
+def deepcache(pipe: Any, config: None, interval: float) -> Iterator[None]:
     """Run the whole UNet only every ``interval`` steps, with the package DeepCache.
 
     The last layer of the last up block runs at every step. Source: arXiv 2312.00858.
@@ -39,7 +39,7 @@ def deepcache(pipe: Any, config: None, report: None, interval: float) -> Iterato
 
 
 @contextlib.contextmanager
-def first_block_cache(pipe: Any, config: None, report: None, threshold: float) -> Iterator[None]:
+def first_block_cache(pipe: Any, config: None, threshold: float) -> Iterator[None]:
     """Skip all blocks but the first on steps where the first block's residual changed little.
 
     This is the implementation of diffusers. It is also used for Stable Diffusion 3, for which diffusers does

@@ -14,13 +14,12 @@ from torch import nn
 
 from tokenmerge.config import SETTINGS, ToMeConfig, flat
 from tokenmerge.errors import ConfigError
-from tokenmerge.report import Report
 from tokenmerge_tools.method_spec import METHODS, MethodSpec, as_plain, read_setting
 from tokenmerge_tools.pipelines.loading import denoiser_of
 from tokenmerge_tools.records.kinds import variant_label
 from tokenmerge_tools.variants import cache_dit, caches, contexts
 
-DENSE, ORACLE, FEWER_STEPS, TOMESD = "dense", "oracle", "fewer-steps", "tomesd"
+DENSE, FEWER_STEPS, TOMESD = "dense", "fewer-steps", "tomesd"
 
 # A comma between settings. A comma within JSON does not match, because a quote follows it.
 _COMMA = re.compile(r",(?=\s*[A-Za-z_])")
@@ -30,11 +29,11 @@ _COMMA = re.compile(r",(?=\s*[A-Za-z_])")
 class VariantKind:
     """One kind of variant.
 
-    ``apply`` makes a context manager from (model, configuration, report), which yields the patch of a method
-    of this package. ``method`` is the one in :data:`METHODS` whose settings it has, if any, and ``takes``
+    ``apply`` makes a context manager from (model, configuration), which yields the patch of a method of this
+    package. ``method`` is the one in :data:`METHODS` whose settings it has, if any, and ``takes``
     names those that it accepts. ``of_pipeline``: it is applied to the whole pipeline, if there is one.
-    ``is_faster``: it makes usable images in less time, so it is compared with fewer steps, and with an oracle
-    if it merges. ``package`` is what pip has to install.
+    ``is_faster``: it draws in less time, and is compared with fewer steps. ``package`` is what pip has to
+    install.
 
     A variant without a method may have a ``number`` that makes it faster, by name and default, and
     ``options``, by name, each with an example value of its type. ``apply`` gets and checks those given.
@@ -90,8 +89,7 @@ VARIANTS = {
         number=("threshold", 0.08),
         options={"taylor": 1.0, "mask": "fast", "merge": 0.5, "scope": "block"},
     ),
-    ORACLE: VariantKind(contexts.oracle, "tome"),
-    # Dense, with as many steps as fit into the time of a merged variant, which must run first.
+    # Dense, with as many steps as a merged variant counts operations.
     FEWER_STEPS: VariantKind(contexts.dense),
 }
 
@@ -118,17 +116,12 @@ class Variant:
         method = VARIANTS[self.name].method
         return None if method is None else MethodSpec(method, dict(map(_read, self.settings)))
 
-    def apply(
-        self, pipe_or_model: Any, config: ToMeConfig | None, report: Report | None = None
-    ) -> AbstractContextManager[Any]:
-        """Apply the variant to a pipeline or a denoiser within the context.
-
-        The report is for the measured size; only an oracle needs it.
-        """
+    def apply(self, pipe_or_model: Any, config: ToMeConfig | None) -> AbstractContextManager[Any]:
+        """Apply the variant to a pipeline or a denoiser within the context."""
         variant = VARIANTS[self.name]
         own = {} if variant.number is None else dict(self.settings)
         whole = variant.of_pipeline or isinstance(pipe_or_model, nn.Module)
-        return variant.apply(pipe_or_model if whole else denoiser_of(pipe_or_model), config, report, **own)
+        return variant.apply(pipe_or_model if whole else denoiser_of(pipe_or_model), config, **own)
 
     def config(self, pipe_or_model: object = None, follows_steps: bool | None = None) -> ToMeConfig | None:
         """Return the configuration; None for a variant without settings.
@@ -179,22 +172,6 @@ def parse_variant(text: str, ratios: Sequence[float], defaults: Mapping[str, Any
     except ConfigError as error:
         raise ConfigError(f"variant {text}: {error}") from error
     return specs
-
-
-def oracle_of(spec: Variant) -> Variant | None:
-    """Return the oracle that bounds a merging variant; None if there is none."""
-    config = None if spec.merging is None or spec.merging.needs_model else spec.config()
-    if config is None or not contexts.bounds(config):
-        return None
-    plain = ToMeConfig()
-    return Variant(
-        ORACLE,
-        tuple(
-            (name, getattr(config, name))
-            for name in contexts.bounding_settings(config)
-            if name == "ratio" or getattr(config, name) != getattr(plain, name)
-        ),
-    )
 
 
 def _read_own(
