@@ -281,11 +281,11 @@ def merge_in_hosts(
 
 def _merge_in_encoders(model: object, config: ViTConfig) -> Patch[ViTReport, RecordedTokens]:
     encoders = checked_encoders(model, config)
-    refuse_in_use([encoder.model for encoder in encoders])
-    states = {encoder.model: new_vit_state(encoder, config) for encoder in encoders}
-    for encoder in encoders:
-        restore(encoder.model)
-        patch_encoder(encoder, states[encoder.model])
+    refuse_in_use(list(encoders))
+    states = {root: new_vit_state(encoder, config) for root, encoder in encoders.items()}
+    for root, state in states.items():
+        restore(root)
+        patch_encoder(root, state)
     return EncoderPatch(model, states)
 
 
@@ -296,7 +296,7 @@ def _hosts(model: object) -> tuple[Host, ...]:
         denoises = any(getattr(model, name, None) is not None for name in DENOISERS)
         if denoises or not (encoders := find_encoders(model)):
             raise
-        name = type(encoders[0].model).__name__
+        name = type(next(iter(encoders))).__name__
         raise UnsupportedModelError(
             f"no diffusion model to merge tokens in: found the vision transformer {name}, which takes a "
             "ViTConfig such as ViTConfig(r=8) instead of a ToMeConfig"

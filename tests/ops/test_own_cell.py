@@ -4,12 +4,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from planned import plan_by
 from torch.testing import assert_close
 
 from tokenmerge.config import ToMeConfig
 from tokenmerge.errors import ConfigError
 from tokenmerge.ops import merge, own_cell
-from tokenmerge.planners import PLANNERS
 
 strides = st.integers(1, 3)
 
@@ -36,7 +36,7 @@ def test_the_uniform_planner_means_each_cell(case, b, frames):
     (height, width), (sy, sx) = case
     config = ToMeConfig(ratio=1 - 1 / (sx * sy), sx=sx, sy=sy, planner="uniform", seed=None)
     x = torch.randn(b, frames * height * width, 4)
-    plan = PLANNERS["uniform"](x, (frames, height, width), config, torch.tensor(0))
+    plan = plan_by("uniform", x, (frames, height, width), config, torch.tensor(0))
     if plan is None:
         assert config.ratio == 0 or int(height * width * config.ratio) == 0
         return

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from integrations.portable.numpy_arrays import NumpyArrays
+from planned import plan_by
 
 from tokenmerge import ToMeConfig, ops
 from tokenmerge.integrations.portable import merging
@@ -15,7 +16,6 @@ from tokenmerge.integrations.portable.merging import (
     unmerge,
 )
 from tokenmerge.integrations.portable.partition import own_cell, partition, step_number
-from tokenmerge.planners import PLANNERS
 
 XP = NumpyArrays()
 GRIDS = [(16, 16), (17, 13), (4, 70), (40, 36)]
@@ -66,7 +66,7 @@ def test_plans_are_the_same(grid, cell, planner, use_rand):
     config = ToMeConfig(ratio=0.5, sy=cell[0], sx=cell[1], planner=planner, seed=3 if use_rand else None)
     x = features(grid)
     ours = merging.plan_tokens(XP, x, grid, config, step_number(481.0))
-    theirs = PLANNERS[planner](torch.from_numpy(x), (1, *grid), config, torch_step(481.0))
+    theirs = plan_by(planner, torch.from_numpy(x), (1, *grid), config, torch_step(481.0))
     assert_same(ours, theirs)
     removed = grid[0] * grid[1] - ours.keep.shape[1]
     assert removed == merging.num_removed(grid, config) > 0
@@ -77,7 +77,7 @@ def test_merged_and_unmerged_tokens_are_the_same(planner):
     grid, config = (16, 16), ToMeConfig(ratio=0.6, planner=planner)
     x = features(grid, dtype=np.float32)
     ours = merging.plan_tokens(XP, x.astype(np.float64), grid, config, step_number(1.0))
-    theirs = PLANNERS[planner](torch.from_numpy(x).double(), (1, *grid), config, torch_step(1.0))
+    theirs = plan_by(planner, torch.from_numpy(x).double(), (1, *grid), config, torch_step(1.0))
     merged = merge(XP, ours, x)
     # A group has tens of tokens of size 1, whose sum is off by their number times 2⁻²⁴ at most.
     assert np.abs(merged - ops.merge(theirs, torch.from_numpy(x)).numpy()).max() < 1e-6
@@ -104,7 +104,7 @@ def test_plans_shared_by_guidance_are_the_same():
     shared = ops.shared_features(torch.from_numpy(x), 2)
     np.testing.assert_allclose(shared_features(XP, x, 2), shared.numpy(), rtol=1e-12)
     ours = merging.plan_tokens(XP, x, grid, config, step_number(5.0), parts=2)
-    theirs = PLANNERS["tome"](shared, (1, *grid), config, torch_step(5.0)).repeated(2)
+    theirs = plan_by("tome", shared, (1, *grid), config, torch_step(5.0)).repeated(2)
     assert_same(ours, theirs)
 
 

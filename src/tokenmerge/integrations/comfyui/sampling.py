@@ -201,9 +201,7 @@ class Step:
                 name = "tome"  # as in the first step, before guidance has changed anything
             else:
                 more = [importance.to(features.device)]
-        found = PLANNERS[name](features, grid, settings, seed, *more)
-        assert found is not None  # some tokens merge
-        return found
+        return PLANNERS[name](features, grid, num_removed(grid, settings), settings, seed, *more)
 
 
 class Running:

@@ -92,7 +92,7 @@ def check_part(
                 f"sx={settings.sx}, or its pictures have ratio 0; take fewer devices, another size, or merge "
                 "in all pictures"
             )
-        sides = [sorted(grid for grid, _ in one.pictures) for one in every]
+        sides = [sorted(picture.grid for picture in one.pictures) for one in every]
         if settings.planner in OWN_NUMBER and any(one != sides[0] for one in sides):
             raise UnsupportedModelError(
                 f"{where} with different grids, and planner={settings.planner!r} would not remove "
