@@ -165,7 +165,9 @@ def test_a_vision_transformer():
 
 
 def test_metadata_applies_the_same_settings_again(monkeypatch):
-    monkeypatch.setattr("tokenmerge.default_method.fewest_tokens", lambda *_: 16)  # whatever this machine's speed
+    monkeypatch.setattr(
+        "tokenmerge.default_method.fewest_tokens", lambda *_: 16
+    )  # whatever this machine's speed
     unet = hosts.unet()
     patch = apply_token_merging(unet, speedup=2.0)
     line = patch.metadata()

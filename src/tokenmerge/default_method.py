@@ -166,6 +166,7 @@ def settings_for(
     width: int | None = None,
     steps: int | None = None,
     guidance: float | None = None,
+    follows_steps: bool | None = None,
 ) -> ToMeConfig:
     """Return the settings that the default method chooses for a generation.
 
@@ -178,6 +179,7 @@ def settings_for(
         width: width of the latents, likewise.
         steps: denoising steps of the generation, ≥ 1; None: the pipeline's default.
         guidance: scale of classifier-free guidance; None: the pipeline's default.
+        follows_steps: whether settings may change over the denoising steps. None: only in a pipeline.
 
     Raises:
         UnsupportedModelError: the object neither is nor contains a supported model.
@@ -187,6 +189,9 @@ def settings_for(
         optional(integer(1))(name, given)
     hosts = find_hosts(pipe_or_model)
     method = DefaultMethod.of(pipe_or_model, hosts, speedup)
+    if follows_steps is not None:
+        facts = dataclasses.replace(method.facts, follows_steps=follows_steps)
+        method = dataclasses.replace(method, facts=facts)
     denoiser = next((host for host in hosts if not host.controlnet), hosts[0])
     grid = None if height is None or width is None else denoiser.grid_at(height, width)
     return method.settings(grid, steps, method.facts.guidance if guidance is None else guidance)

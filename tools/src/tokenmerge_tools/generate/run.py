@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tokenmerge.config.origin import DEFAULT
 from tokenmerge.errors import ConfigError, MissingExtraError, reason_of
 from tokenmerge.handle import RecordedPlan
 from tokenmerge.report import RunSteps
@@ -127,7 +128,7 @@ class _Generating:
         """Make the pictures, then time the calls."""
         options, merging = self.options, self.options.merging
         self._write_record(complete=False)
-        method = merging.method if merging.needs_model and set(merging.changes) <= {"ratio"} else ""
+        method = f"{DEFAULT} {merging.speedup:g}" if merging.needs_model else ""
         apply = partial(contexts.tokenmerge, config=self.config, method=method)
         with self.studio as studio:
             patch = studio.add("merged", apply)
@@ -192,7 +193,7 @@ class _Generating:
         picture = comparison(
             rows,
             dense=f"{self.conditions['width']} x {self.conditions['height']}, {self.options.steps} steps",
-            merged=f"{self.options.merging.method}, ratio {self.config.ratio:g}",
+            merged=self.options.merging.title,
             groups=groups[0][1],
         )
         write_atomically(self.folder / "comparison.png", picture.save)
