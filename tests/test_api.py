@@ -30,6 +30,7 @@ from tokenmerge import (
 )
 from tokenmerge.config import dense_outside
 from tokenmerge.default_method import merging_alone, settings_for
+from tokenmerge.models.find import find_hosts
 from tokenmerge.runtime.patching.patch import state_of
 
 HALF = ToMeConfig(ratio=0.5)
@@ -339,7 +340,7 @@ def test_the_package_says_its_version():
 
 def test_calls_that_people_try(monkeypatch):
     """A ratio as a keyword, the name of a preset, and both together."""
-    monkeypatch.setattr(default_method, "fewest_tokens", lambda *_: 16)
+    monkeypatch.setattr("tokenmerge.default_method.fewest_tokens", lambda *_: 16)
     unet = hosts.unet()
     for given, wanted in (
         ({"ratio": 0.4}, merging_alone(unet, find_hosts(unet), 0.4)),
