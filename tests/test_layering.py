@@ -25,6 +25,7 @@ MAY_IMPORT = {
     "paddle": "integrations.paddle",
     "planners": "ops config",
     "models": "errors",
+    "plans": "config models",
     "runtime.steps": "errors ops models",
     "runtime.memory": "errors ops config models runtime.steps",
     "runtime.blocks": "errors ops config planners models runtime.steps runtime.memory",
