@@ -176,6 +176,8 @@ def test_public_names_are_there_when_they_are_asked_for():
     assert run(script).split() == ["True", "predict_vit", "False"]
 
 
-@pytest.mark.parametrize("module", ["default_method", "compat", "config", "errors", "presets", "report", "vit"])
+@pytest.mark.parametrize(
+    "module", ["compat", "config", "default_method", "errors", "presets", "report", "vit"]
+)
 def test_public_modules_are_there_without_an_import_of_their_own(module):
     assert run(f"import tokenmerge; print(tokenmerge.{module}.__name__)") == f"tokenmerge.{module}"
