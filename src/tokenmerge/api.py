@@ -266,7 +266,7 @@ def merge_in_hosts(
         )
         for host in merging
     }
-    first = config.at_guidance(None) if default is None else default.default_settings
+    first = config if default is None else default.default_settings
     for root, state in states.items():
         state.kept = look(state, root, pipeline.given, first)
         state.keep_dense(state.threads.value.own_memory)

@@ -84,10 +84,8 @@ class Settings:
             guidance: scale of classifier-free guidance; None: unknown.
         """
         if self.default is None:
-            config = self.config.at_guidance(guidance)
-        else:
-            config = self.default.settings(grid, steps, guidance)
-        return dataclasses.replace(self, config=config)
+            return self
+        return dataclasses.replace(self, config=self.default.settings(grid, steps, guidance))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Settings:
         return self  # nothing in it changes, and it holds the model

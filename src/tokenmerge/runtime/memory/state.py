@@ -166,7 +166,7 @@ class ModelState:
             steps: number of steps; None: settings do not follow them.
         """
         if self.default is None or steps is None:
-            return self.config.at_guidance(guidance)
+            return self.config
         grids = self.threads.value.grid.shapes
         known = grids[0] if grids else None, steps, guidance
         self.warn_once(self.default.shortfall(*known))

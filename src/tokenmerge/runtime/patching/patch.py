@@ -90,12 +90,12 @@ def check_host(host: Host, config: ToMeConfig, size: tuple[int, int] | None, met
     if not parts:
         raise NothingToMergeError(why_nothing_merges(host, config))
     part_of(host.root)  # raises where merging does not fit how its tokens are split between devices
-    if config.reuses_steps and not (host.can_skip or host.controlnet):
+    if config.reuse.on and not (host.can_skip or host.controlnet):
         raise UnsupportedModelError(
-            f"{named(method, config.given_reuse)}: no part of {type(host.root).__name__} can be left out of "
+            f"{named(method, config.reuse.given)}: no part of {type(host.root).__name__} can be left out of "
             f"a step; {instead(method, 'take reuse.every=1')}"
         )
-    if size is not None and not config.reuses_steps:
+    if size is not None and not config.reuse.on:
         rows, columns = (-(-side // host.patch) for side in size)
         grid = host.frames, rows, columns
         # Settings for reference pictures are for calls that have some.
@@ -145,13 +145,13 @@ def new_state(
     groups = [_plan_group(block, config, shared) for block in blocks]
     alone = sum(map(len, layers.values())) + len(skipped)  # layers and stages have no plans
     groups += range(len(shared), len(shared) + alone)
-    threads = PerThread(partial(ThreadState, CallContext(config.at_guidance(None), settings), tuple(groups)))
+    threads = PerThread(partial(ThreadState, CallContext(config, settings), tuple(groups)))
     facts = ConfigFacts(
         over_steps=config.over_steps,
         follows_steps=config.follows_steps,
-        reuses_steps=config.reuses_steps,
-        caches_results=config.reuses_steps or config.cached_features is not None,
-        merges=config.reuses_steps or any(own.merges for _, own in stages),
+        reuses_steps=config.reuse.on,
+        caches_results=config.reuse.on or config.cached_features is not None,
+        merges=config.reuse.on or any(own.merges for _, own in stages),
     )
     state = ModelState(
         config,

@@ -56,9 +56,9 @@ def _layers(block: Block, stage: MergeSettings) -> list[Layer]:
 
 def skipped_parts(host: Host, config: ToMeConfig) -> Iterator[tuple[str, bool, bool]]:
     """What of a UNet does not run on every step: path, whether at its finest level, whether last there."""
-    if config.reuses_steps:
+    if config.reuse.on:
         yield from ((path, False, path == host.deep_stages[-1]) for path in host.deep_stages)
-    if any(own.reuse.skips_finest for own in config.variants()):
+    if config.reuse.skips_finest:
         yield from ((path, True, path == host.shallow_stages[-1]) for path in host.shallow_stages)
 
 

@@ -145,9 +145,8 @@ class CellBuilder:
 
     def _report(self, config: ToMeConfig) -> Report:
         if config not in self._reports:
-            guided = config.at_guidance(self.model.guidance)
             size = (*self.size.latent, self.samples, self.steps)
-            self._reports[config] = predict(self.model.denoiser, guided, *size)
+            self._reports[config] = predict(self.model.denoiser, config, *size)
         return self._reports[config]
 
     def _fewer_steps(self, merged: Variant, whole: object) -> int:
