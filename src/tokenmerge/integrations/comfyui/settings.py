@@ -42,7 +42,6 @@ class Asked:
     """
 
     method: str = AUTO
-    speedup: float = 2.0
     ratio: float = 0.5
     start: float = 0.0
     end: float = 1.0
@@ -51,6 +50,7 @@ class Asked:
     levels: str = OF_METHOD
     seed: int = 0
     step_reuse: str = OF_METHOD
+    speedup: float = 2.0
 
 
 @dataclasses.dataclass(frozen=True)
