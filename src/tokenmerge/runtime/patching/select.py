@@ -55,7 +55,7 @@ def _layers(block: Block, stage: MergeSettings) -> list[Layer]:
 
 
 def skipped_parts(host: Host, config: ToMeConfig) -> Iterator[tuple[str, bool, bool]]:
-    """Yield the stages that are skipped on some steps: path, whether at the finest level, whether last there."""
+    """Yield the stages that some steps skip: path, whether at the finest level, whether last there."""
     if config.reuse.on:
         yield from ((path, False, path == host.deep_stages[-1]) for path in host.deep_stages)
     if config.reuse.skips_finest:

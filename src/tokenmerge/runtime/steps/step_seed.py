@@ -38,7 +38,7 @@ class StepSeed:
 
 
 def same_step(step: Tensor, other: Tensor) -> bool:
-    """Return whether two numbers of steps are equal, without reading a tensor that is compared with itself."""
+    """Return whether two numbers of steps are equal; a tensor equals itself without being read."""
     return step is other or torch.equal(step, other)
 
 
