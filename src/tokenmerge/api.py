@@ -317,5 +317,5 @@ def _patchable(model: object) -> list[tuple[nn.Module, Callable[[Any], None]]]:
     with contextlib.suppress(UnsupportedModelError):
         found += [(host.root, partial(patch_host, host)) for host in find_hosts(model)]
     with contextlib.suppress(UnsupportedModelError):
-        found += [(encoder.model, partial(patch_encoder, encoder)) for encoder in find_encoders(model)]
+        found += [(root, partial(patch_encoder, root)) for root in find_encoders(model)]
     return found

@@ -105,11 +105,11 @@ class Layout:
         return all(argument.batched for argument in self.token_arguments)
 
     def tokens_of(self, call: HostCall) -> Tensor:
-        """The tokens of a call."""
+        """Return the tokens of a call."""
         return call.argument(self.tokens or call.names[0])
 
     def image(self, x: Tensor, n: int, start: Tensor | None = None) -> Tensor:
-        """The n image tokens of a sequence; ``start`` ``[b]``: first index, if it differs by image."""
+        """Return the n image tokens of a sequence; ``start`` ``[b]``: first index, if it differs by image."""
         if start is not None:
             places = start.unsqueeze(1) + torch.arange(n, device=x.device)
             return x.take_along_dim(places.unsqueeze(-1), dim=1)

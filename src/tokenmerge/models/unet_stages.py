@@ -53,7 +53,7 @@ def describe_stages(
 
 
 def _stages(root: Any) -> Iterator[tuple[str, Any, int]]:
-    """Path, module and resolution level of each stage, in the order in which they run."""
+    """Yield path, module and resolution level of each stage, in the order in which they run."""
     level = 1
     for i, stage in enumerate(root.down_blocks):
         yield f"down_blocks.{i}", stage, level
@@ -68,7 +68,7 @@ def _stages(root: Any) -> Iterator[tuple[str, Any, int]]:
 
 
 def work_of(host: Host) -> UNetWork:
-    """How the work of a UNet's call is distributed."""
+    """Count how the work of a UNet's call is distributed."""
     weights: Counter[int] = Counter()
     for _, stage, level in _stages(host.root):
         weights[level] += _weights(stage)
@@ -83,7 +83,7 @@ def work_of(host: Host) -> UNetWork:
 
 
 def _weights(stage: Any) -> int:
-    """Number of weights of a stage; a shared one counts each time."""
+    """Count the weights of a stage; a shared one counts each time."""
     count = 0
     for module in modules_in(stage):
         for weight in module._parameters.values():
@@ -93,7 +93,7 @@ def _weights(stage: Any) -> int:
 
 
 def _deep_stages(root: Any) -> tuple[str, ...]:
-    """Paths of the stages between the first one on the way down and the last one on the way up."""
+    """Return the paths of the stages between the first one on the way down and the last one on the way up."""
     down, up = len(root.down_blocks), len(getattr(root, "up_blocks", ()))
     if up < 2 or root.mid_block is None:  # such as a ControlNet, which returns the result of every level
         return ()
@@ -102,7 +102,7 @@ def _deep_stages(root: Any) -> tuple[str, ...]:
 
 
 def _shallow_stages(root: Any) -> tuple[str, ...]:
-    """Paths of the modules at the finest level that run before the last layer of the up path.
+    """Return the paths of the modules at the finest level that run before the last layer of the up path.
 
     That layer reads the result of the layer before it and that of the first convolution, which is no stage.
     """
@@ -138,7 +138,7 @@ def _blocks(stage: Any, prefix: str, level: int) -> Iterator[Block]:
 
 
 def _transformers(module: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """Path and module of each transformer in a module; none lies within another."""
+    """Yield path and module of each transformer in a module; none lies within another."""
     for name, child in module._modules.items():
         if child is None or not child._modules:
             continue

@@ -24,7 +24,7 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMG]?B)?\s*", re.IGNORECASE)
 
 
 def bytes_of(text: object) -> int:
-    """The number of bytes that a number, or a text such as ``"200MB"`` or ``"1.5 GB"``, stands for.
+    """Return the bytes that a number, or a text such as ``"200MB"`` or ``"1.5 GB"``, stands for.
 
     Units are powers of 1000.
 
@@ -45,7 +45,7 @@ def bytes_of(text: object) -> int:
 
 
 def in_words(size: int, rounding: Callable[[float], int] = round) -> str:
-    """A number of bytes as text. ``rounding`` is applied to the number of shown units.
+    """Format a number of bytes. ``rounding`` is applied to the number of shown units.
 
     >>> in_words(1_503_238_553), in_words(61_800_000), in_words(61_800_001, math.ceil)
     ('1.50 GB', '61.8 MB', '61.9 MB')
@@ -56,16 +56,11 @@ def in_words(size: int, rounding: Callable[[float], int] = round) -> str:
 
 
 def within(pipe_or_model: object, config: ToMeConfig, limit: int) -> tuple[ToMeConfig, str]:
-    """The settings with as much of their correction and step reuse as fits into a cache.
+    """Leave out as much correction and step reuse as needed for a cache of ``limit`` bytes.
 
     Parts are left out in this order: the correction, which makes the picture less close; skipping a UNet's
     finest level, and then all step reuse, which saves less time; at last, cached features. The cache is
     counted at the model's default size for one picture with guidance.
-
-    Args:
-        pipe_or_model: as for :func:`tokenmerge.apply_token_merging`.
-        config: the settings.
-        limit: bytes.
 
     Returns:
         The settings, and what was left out, as text; empty if everything fits.
@@ -97,7 +92,7 @@ def within(pipe_or_model: object, config: ToMeConfig, limit: int) -> tuple[ToMeC
 
 
 def counted_cache(pipe_or_model: object, config: ToMeConfig) -> int:
-    """Bytes cached between steps at the model's default size, in a generation of one picture.
+    """Count the bytes cached between steps, in a generation of one picture at the model's default size.
 
     If the settings differ by guidance scale, it is the largest of the caches.
     """
@@ -113,7 +108,7 @@ def counted_cache(pipe_or_model: object, config: ToMeConfig) -> int:
 
 
 def _with_less(config: ToMeConfig) -> Iterator[tuple[ToMeConfig, str]]:
-    """Settings that cache less and less, each with what it leaves out."""
+    """Yield settings that cache less and less, each with what it leaves out."""
     if any(one.correction.on for one in config.variants()):
         config = _without(config, "correction", Correction())
         yield config, "no correction"
@@ -134,13 +129,9 @@ def _with_less(config: ToMeConfig) -> Iterator[tuple[ToMeConfig, str]]:
 
 
 def _without(config: ToMeConfig, part: str, value: Any, names: str = "") -> ToMeConfig:
-    """The settings with one part replaced, at every guidance scale.
+    """Replace one part of the settings, at every guidance scale.
 
-    Args:
-        config: the settings.
-        part: name of the part.
-        value: takes its place.
-        names: strong guidance no longer changes settings whose names begin with this; empty: all of the part.
+    Rules no longer change settings whose names start with ``names``; empty: none of the part.
     """
 
     def other(rule: Rule) -> Rule:

@@ -34,11 +34,11 @@ class RunSteps(Tabled):
         return iter(self.rows)
 
     def to_dicts(self) -> list[dict[str, Any]]:
-        """The rows as plain values, for records."""
+        """Return the rows as plain values, for records."""
         return [dataclasses.asdict(row) for row in self.rows]
 
     def summary(self) -> str:
-        """The number of steps of each kind, and their time, in a line."""
+        """Return the number of steps of each kind, and their time, in a line."""
         kinds = Counter(row.kind for row in self.rows)
         seconds = sum(row.seconds for row in self.rows)
         return f"{len(self.rows)} steps ({in_kinds(kinds)}), {seconds:.2f} s in the model"

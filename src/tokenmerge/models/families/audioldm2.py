@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from tokenmerge.models.base import Host
-from tokenmerge.models.dummy_inputs import blank
+from tokenmerge.models.placement import blank
 from tokenmerge.models.unet_stages import describe_stages
 
 CLASSES = ("AudioLDM2UNet2DConditionModel",)

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from tokenmerge.models.base import Host, Layer, listed
-from tokenmerge.models.dummy_inputs import blank
 from tokenmerge.models.layout import Layout
+from tokenmerge.models.placement import blank
 from tokenmerge.models.transformer import transformer_host
 
 CLASSES = ("AuraFlowTransformer2DModel",)

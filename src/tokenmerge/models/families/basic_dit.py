@@ -8,7 +8,7 @@ import torch
 
 from tokenmerge.models.base import Host, is_a
 from tokenmerge.models.basic_block import basic_block
-from tokenmerge.models.dummy_inputs import blank
+from tokenmerge.models.placement import blank
 from tokenmerge.models.transformer import transformer_host
 
 CLASSES = ("DiTTransformer2DModel", "PixArtTransformer2DModel", "LatteTransformer3DModel")

@@ -9,9 +9,9 @@ import torch
 
 from tokenmerge.errors import UnsupportedModelError
 from tokenmerge.models.base import GridShape, Host, Layer, is_a, listed
-from tokenmerge.models.dummy_inputs import blank
 from tokenmerge.models.grids import picture_grid
 from tokenmerge.models.layout import ROTARY, Grid
+from tokenmerge.models.placement import blank
 from tokenmerge.models.transformer import transformer_host
 
 CLASSES = ("CogView3PlusTransformer2DModel", "CogView4Transformer2DModel")

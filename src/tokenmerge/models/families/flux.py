@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from tokenmerge.models.base import Host, Layer, is_a, listed
-from tokenmerge.models.dummy_inputs import blank, device_of_values, full_mask
 from tokenmerge.models.grids import grid_of_ids, references_of_ids
 from tokenmerge.models.layout import Layout, TokenArgument
+from tokenmerge.models.placement import blank, device_of_values, full_mask
 from tokenmerge.models.transformer import transformer_host
 
 _CONTROLNET = "FluxControlNetModel"
@@ -72,7 +72,7 @@ def describe(root: Any) -> Host:
 
 
 def packed_ids(root: Any, sizes: Sequence[tuple[int, int]], axes: int) -> Tensor:
-    """Position ids ``[n, axes]`` of pictures one after another: number, row, column, zeros for each token.
+    """Make position ids ``[n, axes]`` of pictures in a row: number, row, column, zeros for each token.
 
     ``sizes`` are the heights and widths of their latents. A token is made of 2 × 2 latent positions.
     """

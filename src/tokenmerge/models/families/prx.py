@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from tokenmerge.models.base import Host, Layer, listed
-from tokenmerge.models.dummy_inputs import blank, full_mask
 from tokenmerge.models.layout import Layout, TokenArgument
+from tokenmerge.models.placement import blank, full_mask
 from tokenmerge.models.transformer import transformer_host
 
 CLASSES = ("PRXTransformer2DModel",)

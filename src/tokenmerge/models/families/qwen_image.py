@@ -12,8 +12,8 @@ import torch
 
 from tokenmerge.errors import UnsupportedModelError
 from tokenmerge.models.base import GridShape, Host, Layer, is_a, listed
-from tokenmerge.models.dummy_inputs import blank
 from tokenmerge.models.layout import Grid, Layout, TokenArgument
+from tokenmerge.models.placement import blank
 from tokenmerge.models.transformer import transformer_host
 
 _CONTROLNET = "QwenImageControlNetModel"
@@ -62,7 +62,7 @@ def _is_layered(root: Any) -> bool:
 
 
 def _pictures(root: Any, arguments: Mapping[str, Any]) -> tuple[list[GridShape], list[GridShape]]:
-    """(frames, rows, columns) of the pictures being made, and of the references that follow them.
+    """Return (frames, rows, columns) of the pictures being made, and of the references that follow them.
 
     QwenImage-Layered splits a picture into several layers. The picture that it splits is the last one.
     """

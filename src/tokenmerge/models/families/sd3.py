@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from tokenmerge.models.base import Block, GridShape, Host, Layer, is_a
-from tokenmerge.models.dummy_inputs import blank
 from tokenmerge.models.layout import Grid, Layout
+from tokenmerge.models.placement import blank
 from tokenmerge.models.transformer import transformer_host
 
 _CONTROLNET = "SD3ControlNetModel"

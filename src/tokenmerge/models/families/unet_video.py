@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from tokenmerge.models.base import Host, is_a
-from tokenmerge.models.dummy_inputs import blank
 from tokenmerge.models.families.unet import added_conditions, condition_picture
+from tokenmerge.models.placement import blank
 from tokenmerge.models.unet_stages import describe_stages
 
 _SPARSECTRL = "SparseControlNetModel"
