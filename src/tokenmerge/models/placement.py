@@ -53,3 +53,17 @@ def device_of_values(root: Any) -> torch.device:
     """Return the device for inputs whose values a model reads: the CPU for weights on the meta device."""
     device = next(root.parameters()).device
     return torch.device("cpu") if device.type == "meta" else device
+
+
+def example_of(
+    root: Any, example: Callable[..., dict[str, Any]], timestep: str = "timestep"
+) -> Callable[..., dict[str, Any]]:
+    """Add the timestep, and the guidance scale of a model that takes one, to the ``example`` of a call."""
+
+    def arguments(height: int, width: int, batch: int, *references: Any) -> dict[str, Any]:
+        given = {timestep: torch.full_like(blank(root, batch)(), 500)}
+        if getattr(root.config, "guidance_embeds", False):
+            given["guidance"] = torch.full_like(given[timestep], 3.5)
+        return {**given, **example(root, height, width, batch, *references)}
+
+    return arguments

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -13,6 +12,7 @@ from tokenmerge.errors import UnsupportedModelError
 from tokenmerge.models.base import Block, GridShape, Host, is_a, modules_in
 from tokenmerge.models.basic_block import basic_block
 from tokenmerge.models.layout import Grid
+from tokenmerge.models.placement import example_of
 from tokenmerge.models.unet_work import UNetWork
 
 # The lists of modules in a layer of a stage, in the order in which they run.
@@ -46,7 +46,7 @@ def describe_stages(
         latents=_latents,
         sample_size=_sample_size(root),
         controlnet=controlnet,
-        example=partial(example, root),
+        example=example_of(root, example),
         deep_stages=_deep_stages(root),
         shallow_stages=_shallow_stages(root),
     )

@@ -56,13 +56,9 @@ class RecordedTokens:
     protected: int
 
     def unmerge(self, y: Tensor) -> Tensor:
-        """Give each token of the model's input the value of the token that stands for it.
+        """Give each token of the model's input the value of its merged token: ``[b, m, c]`` → ``[b, n, c]``.
 
-        Args:
-            y: ``[b, m, c]`` the tokens after the layer, as a forward hook on it gets them.
-
-        Returns:
-            ``[b, n, c]``.
+        ``y`` are the tokens after the layer, as a forward hook on it gets them.
 
         Raises:
             ValueError: ``y`` has another number of tokens, as in a call that collects them from its layers.
@@ -77,12 +73,8 @@ class RecordedTokens:
     def labels(self, height: int | None = None, width: int | None = None) -> Tensor:
         """Return the groups of merged patches, for :func:`tokenmerge.pictures.draw_groups`.
 
-        Args:
-            height: number of rows of patches; None: the grid is square.
-            width: number of columns of patches.
-
-        Returns:
-            ``[b, height, width]`` index of the token that stands for each patch.
+        They are the index ``[b, height, width]`` of the token that stands for each patch, in a grid of this
+        many rows and columns; None: the grid is square.
 
         Raises:
             ValueError: ``height`` × ``width`` is not the number of patches.

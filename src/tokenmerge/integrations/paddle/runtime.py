@@ -36,14 +36,7 @@ _COMBINE: dict[str, Callable[..., Tensor]] = {"mean": merge, "keep": keep_destin
 
 
 class Merge(NamedTuple):
-    """The merge of the block that is running.
-
-    Attributes:
-        path: path of the block.
-        plan: which tokens merge.
-        size: number of images and of tokens that the plan is for.
-        settings: settings of its level.
-    """
+    """The merge of the block that is running; ``size`` is the number of images and of tokens."""
 
     path: str
     plan: Plan
@@ -52,31 +45,19 @@ class Merge(NamedTuple):
 
 
 class _Now(threading.local):
-    """State of the running call of the model, for each thread.
-
-    Attributes:
-        step: number of the denoising step.
-        parts: number of images of the batch that share a plan.
-        grids: rows and columns of the tokens, by qualified name of the transformer around them.
-        merge: the merge of the running block; None: it is dense, or no block runs.
-    """
+    """State of the running call of the model, for each thread."""
 
     def __init__(self) -> None:
         self.step = 0
-        self.parts = 1
-        self.grids: dict[str, tuple[int, int]] = {}
-        self.merge: Merge | None = None
+        self.parts = 1  # number of images of the batch that share a plan
+        self.grids: dict[str, tuple[int, int]] = {}  # by qualified name of the transformer around the tokens
+        self.merge: Merge | None = None  # None: the running block is dense, or no block runs
 
 
 class Run:
     """State that the layers of a patched model share. A copy of the model gets its own.
 
-    Attributes:
-        config: the settings.
-        settings: the settings of each level at which blocks merge.
-        host: the model.
-        blocks: the blocks that merge.
-        now: state of the running call.
+    ``settings`` are those of each level at which ``blocks`` of the model ``host`` merge.
     """
 
     def __init__(self, config: ToMeConfig, host: PaddleModel, blocks: tuple[PaddleBlock, ...]) -> None:

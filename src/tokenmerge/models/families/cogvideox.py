@@ -52,7 +52,6 @@ def _example(root: Any, height: int, width: int, batch: int) -> dict[str, Any]:
     sample = zeros(_frames(root), config.in_channels, height, width)
     arguments: dict[str, Any] = {
         "hidden_states": sample,
-        "timestep": torch.full((batch,), 500, device=root.device),
         "encoder_hidden_states": zeros(config.max_text_seq_length, config.text_embed_dim),
     }
     if config.use_rotary_positional_embeddings:

@@ -48,7 +48,6 @@ def _example(root: Any, height: int, width: int, batch: int) -> dict[str, Any]:
     config, zeros = root.config, blank(root, batch)
     return {
         "hidden_states": zeros(config.in_channels, height, width),
-        "timestep": torch.full_like(zeros(), 500),
         "encoder_hidden_states": zeros(224, config.text_embed_dim),
         "original_size": torch.full_like(zeros(2), 1024),
         "target_size": torch.full_like(zeros(2), 1024),

@@ -94,7 +94,6 @@ def _example(
     tokens = zeros(len(ids), config.in_channels)
     arguments: dict[str, Any] = {
         "hidden_states": tokens,
-        "timestep": torch.full_like(zeros(), 0.5),
         "encoder_hidden_states": zeros(words, config.joint_attention_dim),
         "img_ids": ids,
         "txt_ids": ids.new_zeros(words, 3),
@@ -103,8 +102,6 @@ def _example(
     }
     if pooled := getattr(config, "pooled_projection_dim", None):
         arguments["pooled_projections"] = zeros(pooled)
-    if getattr(config, "guidance_embeds", False):
-        arguments["guidance"] = torch.full_like(zeros(), 3.5)
     if layers := getattr(root, "caption_projection", None):  # FIBO: a text embedding for each block
         arguments["text_encoder_layers"] = [zeros(words, config.text_encoder_dim) for _ in layers]
     if getattr(root, "input_hint_block", None) is not None:  # a ControlNet that takes the picture itself

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-
 from tokenmerge.errors import UnsupportedModelError
 from tokenmerge.models.base import GridShape, Host, Layer, listed
 from tokenmerge.models.families.flux import MASK, packed_ids
@@ -57,13 +55,9 @@ def _example(
 ) -> dict[str, Any]:
     config, zeros = root.config, blank(root, batch)
     ids, words = packed_ids(root, [(height, width), *references], 4), 512
-    arguments: dict[str, Any] = {
+    return {
         "hidden_states": zeros(len(ids), config.in_channels),
-        "timestep": torch.full_like(zeros(), 0.5),
         "encoder_hidden_states": zeros(words, config.joint_attention_dim),
         "img_ids": ids,
         "txt_ids": ids.new_zeros(words, 4),
     }
-    if config.guidance_embeds:
-        arguments["guidance"] = torch.full_like(zeros(), 3.5)
-    return arguments

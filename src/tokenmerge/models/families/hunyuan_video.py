@@ -65,14 +65,11 @@ def _example(root: Any, height: int, width: int, batch: int) -> dict[str, Any]:
     frames = () if _of_pictures(root) else (_FRAMES,)
     arguments: dict[str, Any] = {
         "hidden_states": zeros(config.in_channels, *frames, height, width),
-        "timestep": torch.full_like(zeros(), 500),
         "encoder_hidden_states": zeros(words, config.text_embed_dim),
         "encoder_attention_mask": full_mask(root, batch, words),
     }
     if is_a(root, "HunyuanVideoTransformer3DModel"):
         arguments["pooled_projections"] = zeros(config.pooled_projection_dim)
-    if getattr(config, "guidance_embeds", False):
-        arguments["guidance"] = torch.full_like(zeros(), 6000)
     if getattr(config, "use_meanflow", False):
         arguments["timestep_r"] = zeros()
     if getattr(config, "text_embed_2_dim", None):

@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-
 from tokenmerge.errors import UnsupportedModelError
 from tokenmerge.models.base import GridShape, Host, Layer, is_a, listed
 from tokenmerge.models.grids import patch_of
@@ -108,6 +106,5 @@ def _arguments(root: Any, batch: int, sample: tuple[int, ...]) -> dict[str, Any]
     zeros = blank(root, batch)
     return {
         "hidden_states": zeros(*sample),
-        "timestep": torch.full((batch,), 500.0, device=root.device),
         "encoder_hidden_states": zeros(_WORDS, root.config.text_dim),
     }

@@ -83,12 +83,9 @@ def _example(
     tokens = zeros(sum(rows * columns for _, rows, columns in shapes), config.in_channels)
     arguments: dict[str, Any] = {
         "hidden_states": tokens,
-        "timestep": torch.full_like(zeros(), 0.5),
         "encoder_hidden_states": zeros(512, config.joint_attention_dim),
         "img_shapes": [shapes] * batch,
     }
-    if getattr(config, "guidance_embeds", False):
-        arguments["guidance"] = torch.full_like(zeros(), 3.5)
     if getattr(config, "use_additional_t_cond", False):
         arguments["additional_t_cond"] = torch.zeros(batch, device=tokens.device, dtype=torch.int64)
     if is_a(root, _CONTROLNET):

@@ -64,7 +64,6 @@ def _example(root: Any, height: int, width: int, batch: int) -> dict[str, Any]:
     sample = zeros(config.in_channels, height, width)
     arguments: dict[str, Any] = {
         "sample": sample,
-        "timestep": torch.ones(batch, device=sample.device),
         "encoder_hidden_states": zeros(77, text_width(root)),
         **added_conditions(root, zeros),
     }
