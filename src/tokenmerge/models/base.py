@@ -55,7 +55,7 @@ class Layer:
         kind: ``"attn1"`` self-attention or joint attention, ``"attn2"`` cross-attention, ``"ff"`` the MLP.
         name: attribute of the block that holds it.
         layout: layout of its call.
-        own_keys: for attention, whether keys and values come from the tokens that it is called with.
+        own_keys: whether the keys and values of attention come from the tokens that it is called with.
         keys: name of the argument that gives self-attention other tokens for keys and values; None: there is
             no such argument.
     """
@@ -114,7 +114,7 @@ def _all_of_it(root: Any, sample: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelCall:
-    """How a model is called.
+    """The names and functions that describe a call of a model.
 
     Attributes:
         sample: name of the argument for the sample.
@@ -175,7 +175,7 @@ class Host(ModelCall):
 
     @property
     def call(self) -> ModelCall:
-        """How the model is called, without the model itself."""
+        """The description of its call, without the model itself."""
         facts = {field.name: getattr(self, field.name) for field in dataclasses.fields(ModelCall)}
         parameters = tuple(inspect.signature(type(self.root).forward).parameters)[1:]
         return ModelCall(**{**facts, "parameters": parameters})

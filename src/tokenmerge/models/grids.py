@@ -94,7 +94,7 @@ def _grids_of_ids(arguments: Mapping[str, Any], last: Grid) -> tuple[GridShape, 
 def grid_of_coordinates(coordinates: Tensor) -> GridShape:
     """Return the token grid of a video from the times, rows and columns of its tokens, ``[b, 3, n]``.
 
-    Frames that were given for later times may stand before those of the video, which begin with time 0.
+    Frames that were given for later times may stand before those of the video, which start with time 0.
 
     Raises:
         UnsupportedModelError: the tokens are not those of frames of one size, row by row.

@@ -27,7 +27,7 @@ def describe_stages(
 ) -> Host:
     """Find the blocks of a model with ``down_blocks``, ``mid_block`` and, if it has them, ``up_blocks``.
 
-    The last axes of its sample are height and width. ``example`` is as for
+    The last axes of its sample are height and width. ``example`` is that of
     :func:`tokenmerge.models.transformer.transformer_host`.
 
     Raises:

@@ -57,7 +57,7 @@ def tile(grid: Sequence[int], smallest: Sequence[int], device: torch.device | st
 
 
 class SoftPlan(NamedTuple):
-    """How n tokens are shared out over m = n − r merged tokens, for each of b images.
+    """A plan that shares n tokens out over m = n − r merged tokens, for each of b images.
 
     There are t tiles. Each has p places for tokens and k slots for merged tokens; unused ones are padding.
     As in :class:`tokenmerge.ops.IndexPlan`, indices are rows over all images.

@@ -1,4 +1,4 @@
-"""What merging does to a model at one size: tokens and FLOPs of each block, counted, not estimated."""
+"""Counts the tokens and FLOPs of each block at one size, dense and merged, by running a copy."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Row:
         flops_dense: floating-point operations of the block without merging.
         flops_merged: floating-point operations with merging, including the matching.
         blocks: number of blocks in this row. FLOPs are their sum.
-        references: as ``grid``, for each reference picture in the sequence.
+        references: ``grid`` of each reference picture in the sequence.
     """
 
     model: str
@@ -72,7 +72,7 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Report(Tabled):
-    """What merging does to one call of a model.
+    """The operations of one call of a model, dense and merged.
 
     FLOPs are those of matrix products, convolutions and attention. A multiply-add counts as two. The time
     saved also depends on the machine.
@@ -174,7 +174,7 @@ def predict(
     The model itself is neither called nor changed. It may be patched, or on the meta device.
 
     Args:
-        pipe_or_model: as for :func:`tokenmerge.apply_token_merging`.
+        pipe_or_model: what :func:`tokenmerge.apply_token_merging` takes.
         config: what to merge and how much.
         height: height of the sample (for latent diffusion, of the latents), ≥ 1. None: the model's default
             height and width.
@@ -184,7 +184,7 @@ def predict(
             steps. Counting takes up to half a second for each step. None: operations are not averaged.
         references: (height, width) of each reference picture in the sequence of the sample, in the unit of
             the sample.
-        dense: by model, paths of the blocks and layers that do not merge although the settings say so. None:
+        dense: paths of the blocks and layers that do not merge although the settings say so, by model. None:
             there are none.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What each step of a run did, as a table."""
+"""The steps of a run as a table."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NOTES = (
 
 @dataclasses.dataclass(frozen=True)
 class RunSteps(Tabled):
-    """What each denoising step of a run did: what ran, what merged, how much the result changed, how long.
+    """The denoising steps of a run: what ran and merged, how much the result changed, and how long it took.
 
     Iterate over it for the rows. ``print`` shows them as a table, and
     :func:`tokenmerge_tools.reporting.step_plot.draw_steps` draws them.

@@ -95,7 +95,7 @@ class EncoderLayer:
     Attributes:
         path: its qualified name in the encoder.
         keys: path of the module that returns the keys, ``[b, n, heads * d]`` or ``[b, heads, n, d]``.
-        first: path of the module with which the branch of the MLP begins: the norm before it, or itself.
+        first: path of the module with which the branch of the MLP starts: the norm before it, or itself.
         last: path of the module with which it ends: the MLP, or the norm after it. What is between the result
             of this module and the sum treats each token alike.
         head_dim: d for keys ``[b, n, heads * d]``; None for ``[b, heads, n, d]``.

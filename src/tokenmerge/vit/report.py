@@ -30,7 +30,7 @@ class ViTRow:
 
 @dataclasses.dataclass(frozen=True)
 class ViTReport(Tabled):
-    """What merging does to one call of a vision transformer, for ``batch`` pictures of a size in pixels.
+    """The operations of one call of a vision transformer, dense and merged. Sizes are in pixels.
 
     FLOPs count matrix products, convolutions and attention of the whole model, with two for a multiply-add.
     The time saved also depends on the machine. ``notes`` name the layers that remove fewer tokens than asked.
@@ -68,7 +68,7 @@ def predict_vit(
     The model itself is neither called nor changed. It may already be patched or on the meta device.
 
     Args:
-        model: as for :func:`tokenmerge.apply_token_merging`. Only its first encoder is counted.
+        model: what :func:`tokenmerge.apply_token_merging` takes. Only its first encoder is counted.
         config: the settings.
         height: height of the pictures, in pixels; None: the height that the model was made for.
         width: width of the pictures, in pixels; None: the width that the model was made for.

@@ -43,7 +43,7 @@ _COLLECTED = _HIDDEN_STATES, _ATTENTIONS = "output_hidden_states", "output_atten
 
 @dataclasses.dataclass(frozen=True)
 class RecordedTokens:
-    """What the tokens after a layer stand for.
+    """The input tokens that each token after a layer stands for.
 
     Attributes:
         source: ``[b, n]`` index 0 … m−1 of the token that stands for each token of the model's input.

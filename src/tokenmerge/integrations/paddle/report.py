@@ -1,4 +1,4 @@
-"""What merging does to a model of ppdiffusers at one size: blocks, tokens and operations."""
+"""Counts the tokens and operations of ppdiffusers' blocks at one size, dense and merged."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What merging does to one call of the models, with fields as in :class:`tokenmerge.report.Report`."""
+    """The blocks that merge in one call, with fields as in :class:`tokenmerge.report.Report`."""
 
     height: int
     width: int
