@@ -4,7 +4,8 @@
   files for ONNX Runtime and OpenVINO.
 - ``paddle``: the models of ppdiffusers, without PyTorch. It is public as :mod:`tokenmerge.paddle`. Its tensor
   functions are in ``portable``, for any array library.
+- ``serving``: plug-ins for vLLM-Omni and SGLang, which find them by entry points.
 
-``tests/test_layering.py`` lists what each of them may import. Only the command line and
-:mod:`tokenmerge.paddle` import them.
+``tests/test_layering.py`` lists what each of them may import. Only the command line,
+:mod:`tokenmerge.paddle` and servers import them.
 """
