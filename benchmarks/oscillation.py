@@ -4,7 +4,7 @@ For dense generations of the bundled UNet, this measures the cosine between the 
 step and their change one step before, and two steps before. It measures the same for the part of the model
 that step reuse skips. The record has the means over steps and prompts. A cosine of 1 means a straight line,
 which extrapolation can follow. A negative cosine after one step and a cosine near 1 after two steps mean an
-oscillation at every step, which no extrapolation from the last two full steps can follow.
+oscillation at every step, which no extrapolation from the last two complete steps can follow.
 
     python benchmarks/oscillation.py --out benchmarks/oscillation_cpu.jsonl
 """

@@ -4,7 +4,7 @@ Also what each step of a run did. May import ``runtime`` and everything below it
 ``slower`` uses the timings that ``planners.calibration`` makes once for each device.
 """
 
-from tokenmerge.report.cache_limit import Change, bytes_of, change_within
+from tokenmerge.report.cache_limit import Change, bytes_of, change_within, in_words
 from tokenmerge.report.checks import check_merging, merges_tokens
 from tokenmerge.report.flops import counting
 from tokenmerge.report.prediction import Report, Row, counted_speedup, predict, saved
@@ -26,6 +26,7 @@ __all__ = [
     "check_merging",
     "counted_speedup",
     "counting",
+    "in_words",
     "merges_tokens",
     "predict",
     "saved",
