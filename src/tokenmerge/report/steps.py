@@ -57,7 +57,7 @@ class _Known(Exception):
 
 
 def _kind_of_call(state: ModelState) -> tuple[object, ...]:
-    """What the operations of the running call depend on, apart from the sizes of its arguments."""
+    """Return what the operations of the running call depend on, apart from the sizes of its arguments."""
     context, memory = state.context, state.threads.value.memory
     tracker = None if memory is None else memory.tracker
     plans = tracker is None or tracker.planned.get(tracker.call, (tracker.index,))[0] == tracker.index

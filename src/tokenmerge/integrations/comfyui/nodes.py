@@ -46,7 +46,7 @@ class TokenMerging:
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:
-        """The inputs, in ComfyUI's form."""
+        """Return the inputs, in ComfyUI's form."""
         seed = {"default": 0, "min": 0, "max": 2**31 - 1, "advanced": True, "control_after_generate": False}
         return {
             "required": {

@@ -92,7 +92,7 @@ class Settings:
 
 
 def settings_for(target: Target, asked: Asked, device: torch.device, dtype: torch.dtype) -> Settings:
-    """The settings of a model from the inputs of the node.
+    """Return the settings of a model from the inputs of the node.
 
     Raises:
         ConfigError: a value is out of range, or ComfyUI has no way to do this with the model.

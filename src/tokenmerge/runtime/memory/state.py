@@ -212,7 +212,7 @@ class ModelState:
         return tuple(part for part in self.parts if isinstance(part, BlockState))
 
     def memory_of(self, generation: Generation) -> Memory:
-        """What is cached in a generation."""
+        """Return what is cached in a generation."""
         memory = self.memories.get(generation)
         if memory is None:
             memory = self.memories[generation] = Memory(self.groups, generation)

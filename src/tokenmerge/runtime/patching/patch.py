@@ -238,7 +238,7 @@ def record_steps(root: nn.Module, on: bool) -> None:
 
 
 def _plan_group(block: Block, config: ToMeConfig, shared: dict[object, int]) -> int:
-    """The number of the plans that a block uses: its own, or those of neighbours with the same token grid."""
+    """Return the number of the plans that a block uses: its own, or those of its neighbours."""
     # On a UNet's way up tokens are alike in other ways than on its way down.
     way = block.path.partition(".")[0]
     key = (block.level, block.batched, way) if config.plans.blocks else block.path
@@ -246,7 +246,7 @@ def _plan_group(block: Block, config: ToMeConfig, shared: dict[object, int]) -> 
 
 
 def state_of(root: nn.Module) -> ModelState | None:
-    """The state of a patched model; None for a model that is not patched."""
+    """Return the state of a patched model; None for a model that is not patched."""
     return root.__dict__.get(STATE)
 
 

@@ -11,8 +11,9 @@ from torch import nn
 
 from tokenmerge.config import ToMeConfig
 from tokenmerge.errors import ConfigError
-from tokenmerge.report import Report, counting, predict
+from tokenmerge.report import Report, predict
 from tokenmerge_tools.bench.cells import Cell
+from tokenmerge_tools.bench.counting import counting
 from tokenmerge_tools.bench.inputs import InputSize
 from tokenmerge_tools.bench.loaded_model import LoadedModel
 from tokenmerge_tools.failures import Failure
