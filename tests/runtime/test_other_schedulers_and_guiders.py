@@ -107,7 +107,7 @@ def editing(pipe: Any) -> Any:
 @pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning")
 def test_steps_of_an_inverse_scheduler_are_reused(editing):
     """It turns a picture into noise before the other half of the pipeline edits it."""
-    reused = {"full": 5, "reused": 3}
+    reused = {"complete": 5, "reused": 3}
     found = FoundFor(model="UNet2DConditionModel", height=SIDE // 2, width=SIDE // 2, steps=8)
     picture = Image.new("RGB", (SIDE, SIDE), (200, 30, 60))
     with warnings.catch_warnings():
