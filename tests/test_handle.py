@@ -22,6 +22,7 @@ from tokenmerge import (
 )
 from tokenmerge.api import merge_in_hosts
 from tokenmerge.config import dense_outside, read_metadata
+from tokenmerge.default_method import settings_for
 from tokenmerge.report import predict
 
 SKIPS = ToMeConfig(ratio=0.5, reuse=StepReuse(every=3))
@@ -101,14 +102,13 @@ def test_settings_that_do_not_follow_the_steps_tell_the_number_of_steps(pipe):
     assert last_run(patch) == f"  last run: 3 steps, {side * side} tokens"
 
 
-def test_settings_of_strong_guidance_are_those_that_are_counted(pipe):
-    config = dataclasses.replace(SKIPS, rules=[{"guidance": 5.0, "reuse.every": 1}])
-    patch = apply_token_merging(pipe, config)
-    generate(pipe, guidance_scale=3.0)
-    assert f"({FULL} complete" in last_run(patch)
-    generate(pipe, guidance_scale=7.5)
-    assert "(12 complete, 0 reused" in last_run(patch)
-    assert "step reuse" not in str(patch)
+def test_what_the_default_method_does_at_the_guidance_of_the_run_is_counted(pipe):
+    patch = apply_token_merging(pipe, speedup=1.2)
+    for scale in (3.0, 7.5):
+        generate(pipe, guidance_scale=scale)
+        side = 64 // pipe.vae_scale_factor
+        assert patch.config == settings_for(pipe, 1.2, side, side, steps=12, guidance=scale)
+        assert patch.report().steps == 12
 
 
 def test_the_seconds_are_those_from_the_first_call_to_the_last(pipe, monkeypatch):
