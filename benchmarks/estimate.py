@@ -1,9 +1,10 @@
 """What the runtime notes of its own error, beside the true closeness of the picture.
 
-Each line of the record is one generation with the default method: model, solver, guidance, size, steps, speed,
-prompt, the harm that the plan expects, how wrong the forecasts of step reuse would have been in the steps that
-knew the truth, and the squared error to the dense picture of the same seed. A second run with the same record
-continues where the first one stopped. `--table` says how well an estimate ranks and bounds the true errors.
+Each line of the record is one generation with the default method: model, solver, guidance, size, steps,
+speed, prompt, the harm that the plan expects, how wrong the forecasts of step reuse would have been in the
+steps that knew the truth, and the squared error to the dense picture of the same seed. A second run with the
+same record continues where the first one stopped. `--table` says how well an estimate ranks and bounds the
+true errors.
 
     python benchmarks/estimate.py --out benchmarks/estimate_cpu.jsonl
     python benchmarks/estimate.py --table --out benchmarks/estimate_cpu.jsonl
