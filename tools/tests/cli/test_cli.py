@@ -277,7 +277,7 @@ def test_without_arguments_the_commands_are_listed(capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["generate"], "prompt: say what to draw"),
+        (["generate"], "Missing argument"),
         (["generate", ""], "prompt: it is empty"),
         (["generate", "x", "--ratio", "abc"], "'--ratio': expected a number, got 'abc'"),
         (

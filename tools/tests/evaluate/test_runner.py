@@ -12,7 +12,7 @@ import pytest
 import torch
 from diffusers import DiffusionPipeline
 from PIL import Image
-from tools.tests.evaluate.conftest import drawn, item, picture
+from tools.tests.evaluate.conftest import picture
 
 from tokenmerge import ToMeConfig, token_merging
 from tokenmerge.errors import ConfigError, NothingToMergeError
@@ -23,8 +23,6 @@ from tokenmerge_tools.drawing import Studio
 from tokenmerge_tools.evaluate.drawn import parse_variants, plan_variants
 from tokenmerge_tools.evaluate.evaluation import weights_key
 from tokenmerge_tools.evaluate.measure import Figures, Measured, figures_of
-from tokenmerge_tools.evaluate.picture_store import PictureStore
-from tokenmerge_tools.evaluate.results import pack, unpack
 from tokenmerge_tools.pipelines.call import PipelineCall
 from tokenmerge_tools.pipelines.loading import ModelSource, SourceKind
 from tokenmerge_tools.records.file import RecordNotWrittenError, ResultsFile, read_results
@@ -223,29 +221,11 @@ def test_a_hub_model_is_known_by_its_commit(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_figures_of_an_earlier_run_stay(run: Run, models: Path, tmp_path: Path) -> None:
     network = str(models / "dino")
-    run(metrics=(f"kid={network}",))
+    run(metrics=(f"clip={models / 'clip'}",))
     records = run(metrics=(f"dino={network}",))
-    assert list(by_label(records)["tome ratio=0.5"].figures) == ["psnr", "ssim", "kid", "dino"]
-    assert records[1].measured_with == {"kid": network, "dino": network}
+    assert list(by_label(records)["tome ratio=0.5"].figures) == ["psnr", "ssim", "clip", "dino"]
+    assert records[1].measured_with == {"clip": str(models / "clip"), "dino": network}
     assert list(read_results([tmp_path / "results"]).quality) == records
-
-
-def test_sets_are_compared_with_dense_or_with_a_folder(run: Run, models: Path, tmp_path: Path) -> None:
-    metrics = tuple(f"{name}={models / 'dino'}" for name in ("fid", "kid"))
-    notes: list[str] = []
-    dense, tome = run(metrics=metrics, notes=notes)
-    assert dense.figures == {}
-    assert tome.figures["fid"] > 0
-    assert "fid of only 3 pictures is biased upwards" in "\n".join(notes)
-    (tmp_path / "reference" / "below").mkdir(parents=True)
-    for seed in range(5):
-        picture(seed, side=20 + 4 * seed).save(tmp_path / "reference" / "below" / f"{seed}.PNG")
-    dense_to_folder, tome_to_folder = run(metrics=metrics, reference=tmp_path / "reference")
-    assert dense_to_folder.figures["fid"] > tome.figures["fid"]
-    assert tome_to_folder.figures["fid"] != tome.figures["fid"]
-    assert tome_to_folder.measured_with["fid"].endswith(f"dino, against {tmp_path / 'reference'}")
-    assert list(read_results([tmp_path / "results"]).quality) == [dense_to_folder, tome_to_folder]
-    assert run(metrics=metrics)[0].figures == {}  # dense has no distance from itself
 
 
 def test_figures_by_category(run: Run, prompts: Path) -> None:
@@ -276,19 +256,16 @@ def test_a_figure_that_is_no_number_is_left_out_and_named() -> None:
         ("tome", "psnr"): torch.tensor([20.0, infinite, 30.0]),
         ("tome", "ssim"): torch.tensor([0.5, nan, 0.5]),
         ("tome", "dino"): torch.tensor([0.5, infinite, 0.5]),
-        ("tome", "net"): torch.zeros(3, 1),
-        ("dense", "net"): torch.zeros(3, 1),
     }
     metrics = SimpleNamespace(
         of_pictures=[SimpleNamespace(name=name) for name in ("psnr", "ssim", "dino")],
-        of_sets=[SimpleNamespace(name="fid", network="net", distance=lambda one, two: nan)],
     )
-    measured = Measured(torch.arange(3), columns)
-    assert figures_of("tome", measured, metrics, None) == Figures(
-        {"psnr": 25.0}, equal=1, images=3, undefined=("ssim", "dino", "fid")
+    measured = Measured(columns, {})
+    assert figures_of("tome", measured, metrics, range(3)) == Figures(
+        {"psnr": 25.0}, equal=1, images=3, undefined=("ssim", "dino")
     )
     columns["tome", "psnr"][0] = nan
-    assert figures_of("tome", measured, metrics, None).values == {}
+    assert figures_of("tome", measured, metrics, range(3)).values == {}
 
 
 def test_notes_name_metrics_that_are_left_out(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -370,7 +347,6 @@ def test_pictures_are_timed(run: Run, tmp_path: Path, monkeypatch: pytest.Monkey
         ({"batch": 0}, ConfigError, "batch: expected an integer ≥ 1, got 0"),
         ({"metrics": ("none",)}, ConfigError, "got 'none'"),
         ({"metrics": ("glyphs",)}, ConfigError, "'red apple' names no glyph"),
-        ({"reference": Path()}, ConfigError, "only fid and kid compare with it"),
         ({"prompts": None}, ConfigError, "only bundled models .emoji-unet, emoji-mmdit. have their own"),
         ({"prompts": None, "model": "emoji-unet", "template": "a {}"}, ConfigError, "give --prompts too"),
         ({"out": Path("results")}, ConfigError, "expected a file ending in .jsonl, got results"),
@@ -393,17 +369,6 @@ def test_bad_input_is_named_before_anything_is_loaded(
     with pytest.raises(error, match=words):
         run(**changes)
     assert not list(tmp_path.rglob("*.png"))
-
-
-def test_distances_between_sets_need_two_pictures(run: Run, models: Path, tmp_path: Path) -> None:
-    fid = f"fid={models / 'dino'}"
-    with pytest.raises(ConfigError, match=r"fid: expected at least 2 pictures, got 1; add --seeds 2"):
-        run(metrics=(fid,), limit=1)
-    (tmp_path / "empty").mkdir()
-    for name in (".a-unfinished.png", ".b.png"):
-        picture(0).save(tmp_path / "empty" / name)
-    with pytest.raises(ConfigError, match=r"reference: expected a folder with at least 2 pictures.*with 0"):
-        run(metrics=(fid,), reference=tmp_path / "empty")
 
 
 def test_a_missing_tomesd_is_named(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -460,14 +425,6 @@ def test_a_disk_without_room_for_the_conditions_is_named(run: Run, monkeypatch: 
         run()
 
 
-def test_a_disk_without_room_for_samples_of_another_machine_is_named(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(Path, "write_bytes", full)
-    with pytest.raises(ConfigError, match=r"out: cannot write .*a.png .No space left"):
-        unpack([{tmp_path / "a.png": b"content"}])
-
-
 def test_a_picture_replaced_by_one_of_another_size_is_named(run: Run, tmp_path: Path) -> None:
     run()
     path = sorted(tmp_path.rglob("tome*/*.png"))[0]
@@ -494,22 +451,3 @@ def test_a_torn_results_file_is_reported_and_continued(run: Run, tmp_path: Path)
     assert "torn" in notes[0]
     assert list(read_results([tmp_path / "results"]).quality) == records
     assert len(read_results([tmp_path / "results"]).samples) == 3
-
-
-def test_samples_travel_to_a_machine_that_does_not_have_them(tmp_path: Path) -> None:
-    stores = [
-        PictureStore(tmp_path / "evaluate.jsonl", {"model": name, "width": 8, "height": 8, "steps": 1})
-        for name in ("here", "there")
-    ]
-    path = stores[0].picture(drawn(), item())
-    path.parent.mkdir(parents=True)
-    picture(0).save(path)
-    packed = pack([item(), item("boat")], [drawn(), drawn("tome", ratio=0.5)], stores[0])
-    assert list(packed) == [path]
-    path.unlink()
-    path.parent.rmdir()
-    unpack([{}, packed])
-    assert np.array_equal(np.asarray(Image.open(path)), np.asarray(picture(0)))
-    path.write_bytes(b"own")
-    unpack([packed])
-    assert path.read_bytes() == b"own"

@@ -92,8 +92,7 @@ _COMMANDS: dict[Any, tuple[str, ...]] = {
     evaluate: (
         "evaluate --limit 20 --ratio 0.25 --ratio 0.5 --save-grid grid.png",
         "evaluate --model owner/name --prompts PartiPrompts.tsv --metric dino --metric clip-score",
-        "evaluate --model owner/name --prompts classes.txt --metric fid --reference ./imagenet-val",
-        "evaluate --metric fid=facebook/dinov2-base --metric kid=facebook/dinov2-base",
+        "evaluate --model owner/name --prompts classes.txt --metric lpips --metric clip=./my-clip",
     ),
     tune: (
         "tune --min-speedup 1.5 --size 256 --steps 20",

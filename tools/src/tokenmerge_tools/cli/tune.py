@@ -13,9 +13,10 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from tokenmerge_tools.cli import terminal
 from tokenmerge_tools.cli.arguments import takes
+from tokenmerge_tools.evaluate.metrics import METRIC_NAMES
 from tokenmerge_tools.pipelines.loading import quiet_libraries
 from tokenmerge_tools.pipelines.options import option
-from tokenmerge_tools.tune.goal import GOAL_METRICS, Goal, TuneOptions, flag_of, parse_goal, parse_seconds
+from tokenmerge_tools.tune.goal import Goal, TuneOptions, flag_of, parse_goal, parse_seconds
 from tokenmerge_tools.tune.result import python_lines, tuned_table, write_result
 from tokenmerge_tools.tune.runner import Search, TuneProgress
 from tokenmerge_tools.tune.runner import tune as run_tune
@@ -59,7 +60,7 @@ def tune(
     exit code is 3 if no setting reaches the goal.
     """
     values = dict(locals())  # every option by its name
-    bounds = {name: values[flag_of(name).replace("-", "_")] for name in GOAL_METRICS}
+    bounds = {name: values[flag_of(name).replace("-", "_")] for name in METRIC_NAMES}
     metric = given.get("metric")
     goal = parse_goal(min_speedup, bounds, metric and metric.partition("=")[0])
     options = TuneOptions(goal=goal, within=parse_seconds(within), **given)

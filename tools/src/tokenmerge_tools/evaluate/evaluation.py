@@ -14,7 +14,7 @@ from tokenmerge.errors import ConfigError
 from tokenmerge.report import counted_speedup
 from tokenmerge_tools import demo
 from tokenmerge_tools.evaluate.drawn import CHOICES, Drawn, parse_variants, plan_variants
-from tokenmerge_tools.evaluate.metrics import ALL, METRIC_NAMES, Wanted, parse_metrics
+from tokenmerge_tools.evaluate.metrics import METRIC_NAMES, Wanted, parse_metrics
 from tokenmerge_tools.evaluate.picture_store import PictureStore
 from tokenmerge_tools.evaluate.prompts import (
     IMAGENET_TEMPLATE,
@@ -35,7 +35,6 @@ from tokenmerge_tools.records.kinds import key_of
 from tokenmerge_tools.variants.variant import Variant
 
 _SMALLEST_SIDE = 11  # pixels, the window of SSIM
-_FILES = (".png", ".jpg", ".jpeg", ".webp")
 _WEIGHTS = (".safetensors", ".bin", ".json", ".txt")
 
 
@@ -73,15 +72,11 @@ class EvaluateOptions(PipelineOptions):
     metrics: Annotated[
         tuple[str, ...],
         _compared(
-            f"In addition to psnr and ssim: {', '.join(METRIC_NAMES[2:])}, or {ALL} for every metric that "
-            "works here. NAME=NETWORK uses the network in a folder or with a hub id.",
+            f"In addition to psnr and ssim: {', '.join(METRIC_NAMES[2:])}. NAME=NETWORK uses the network in "
+            "a folder or with a hub id.",
             "--metric",
         ),
     ] = ()
-    reference: Annotated[
-        Path | None,
-        _compared("Folder of pictures that fid and kid compare with. Default: the dense pictures."),
-    ] = None
     frames: Annotated[
         int | None,
         picture(
@@ -108,9 +103,7 @@ class EvaluateOptions(PipelineOptions):
         for name, lowest in (("limit", 1), ("seeds", 1), ("samples", 0), ("frames", 2)):
             optional(integer(lowest))(name, getattr(self, name))
         self.specs()
-        wanted = {metric.name for metric in self.wanted()}
-        if self.reference is not None and not wanted & {"fid", "kid"}:
-            raise ConfigError(f"reference: only fid and kid compare with it; add --metric fid, kid or {ALL}")
+        self.wanted()
         if self.prompts is None:
             if self.model not in demo.NAMES:
                 raise ConfigError(
@@ -140,7 +133,7 @@ class EvaluateOptions(PipelineOptions):
         """Return the metrics, including the retrieval of glyphs for the built-in prompts."""
         wanted = parse_metrics(self.metrics)
         if self.prompts is None and "glyphs" not in [metric.name for metric in wanted]:
-            wanted.append(Wanted("glyphs", None, by_name=False))
+            wanted.append(Wanted("glyphs", None))
         return wanted
 
     def read_prompts(self) -> list[Prompt]:
@@ -150,19 +143,11 @@ class EvaluateOptions(PipelineOptions):
 
 
 @dataclasses.dataclass(frozen=True)
-class Reference:
-    """At least two reference pictures for FID and KID."""
-
-    folder: Path
-    pictures: tuple[Path, ...]
-
-
-@dataclasses.dataclass(frozen=True)
 class Evaluation:
     """What an evaluation draws, and where.
 
     The size is (width, height) in pixels, and dense is the first variant. ``frames`` is the length of videos;
-    None: pictures are drawn. Without reference pictures, FID and KID compare with the dense ones.
+    None: pictures are drawn.
     """
 
     source: ModelSource
@@ -172,14 +157,12 @@ class Evaluation:
     items: tuple[Item, ...]
     variants: tuple[Drawn, ...]
     store: PictureStore
-    reference: Reference | None
     frames: int | None = None
 
 
 def plan_evaluation(options: EvaluateOptions, device: torch.device) -> Evaluation:
-    """Read the prompts, the model's configs and the list of reference pictures."""
+    """Read the prompts and the model's configs."""
     prompts = options.read_prompts()
-    reference = None if options.reference is None else _pictures_in(options.reference)
     source = find_model(options.model)
     dtype = resolve_dtype(options.dtype, device)
     if options.scheduler is not None:
@@ -222,7 +205,6 @@ def plan_evaluation(options: EvaluateOptions, device: torch.device) -> Evaluatio
         items=tuple(items_of(prompts, range(options.seed, options.seed + options.seeds))),
         variants=tuple(variants),
         store=PictureStore(options.out, conditions),
-        reference=reference,
         frames=frames,
     )
 
@@ -247,20 +229,6 @@ def _counted(sketch: ModelSketch | None, size: tuple[int, int], steps: int, vari
     width, height = check_size(size, sketch.scale)
     config = variant.merging.config(sketch.denoiser, follows_steps=True)
     return counted_speedup(sketch.denoiser, config, height, width, steps=steps)
-
-
-def _pictures_in(folder: Path) -> Reference:
-    """Find all pictures in a folder and its subfolders."""
-    # A leading dot marks hidden files, and pictures that are still being written.
-    found = sorted(
-        path for path in folder.rglob("*") if path.suffix.lower() in _FILES and not path.name.startswith(".")
-    )
-    if len(found) < 2:
-        raise ConfigError(
-            f"reference: expected a folder with at least 2 pictures ({', '.join(_FILES)}), got {folder} with "
-            f"{len(found)}"
-        )
-    return Reference(folder, tuple(found))
 
 
 def weights_key(source: ModelSource) -> str | None:

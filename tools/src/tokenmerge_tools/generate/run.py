@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -108,8 +107,7 @@ class _Generating:
             "peak_memory": peak_memory_meaning(pipe.device),
             "environment": environment(),
         }
-        self.parameters = parameters_of(options, size)
-        self.metadata = ""
+        self.size, self.metadata = size, ""
         self.measurements: list[Measurement] = []
         self.quality: Quality | None = None
         self.steps: RunSteps | None = None
@@ -159,11 +157,10 @@ class _Generating:
         """Make and write one picture per seed."""
         pictures = self.studio.draw(variant, self.call)
         for index, picture in enumerate(pictures):
-            parameters = dataclasses.replace(self.parameters, seed=self.call.seeds[index])
-            write_atomically(
-                self.folder / f"{variant}-{index:02d}.png",
-                partial(write_picture, picture, parameters, self.metadata if variant == "merged" else None),
-            )
+            metadata = self.metadata if variant == "merged" else None
+            parameters = parameters_of(self.options, self.size, self.call.seeds[index], metadata)
+            path = self.folder / f"{variant}-{index:02d}.png"
+            write_atomically(path, partial(write_picture, picture, parameters))
         return pictures
 
     def _compare(self, dense: list[Image], merged: list[Image], plans: Mapping[str, RecordedPlan]) -> None:

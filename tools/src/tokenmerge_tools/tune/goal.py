@@ -17,8 +17,6 @@ from tokenmerge_tools.evaluate.prompts import PROMPTS_HELP
 from tokenmerge_tools.pipelines.options import PipelineOptions, option
 from tokenmerge_tools.records.kinds import LOWER_IS_CLOSER
 
-# FID and KID compare sets of thousands of pictures, and have no value for a single one.
-GOAL_METRICS = tuple(name for name in METRIC_NAMES if name not in ("fid", "kid"))
 _AT_MOST = {"ssim": 1.0, "dino": 1.0, "clip": 1.0, "clip-score": 100.0, "glyphs": 1.0}
 _UNITS = {"s": 1, "min": 60, "h": 3600}
 
@@ -70,15 +68,12 @@ def parse_goal(min_speedup: float | None, bounds: Mapping[str, float | None], me
     if len(flags) != 1:
         found = f"{len(flags)} of them ({', '.join(flags)})" if flags else "none"
         raise ConfigError(
-            f"goal: expected one of --min-speedup, {', '.join(f'--{flag_of(m)}' for m in GOAL_METRICS)}, got "
+            f"goal: expected one of --min-speedup, {', '.join(f'--{flag_of(m)}' for m in METRIC_NAMES)}, got "
             f"{found}; give the one that matters most, such as --min-speedup 1.5"
         )
     if min_speedup is not None:
-        if metric is not None and metric not in GOAL_METRICS:
-            raise ConfigError(
-                f"metric: expected one of {', '.join(GOAL_METRICS)}, which have a value for each picture, "
-                f"got {metric!r}"
-            )
+        if metric is not None and metric not in METRIC_NAMES:
+            raise ConfigError(f"metric: expected one of {', '.join(METRIC_NAMES)}, got {metric!r}")
         if not (math.isfinite(min_speedup) and min_speedup > 1):
             raise ConfigError(
                 f"min-speedup: expected a number above 1, such as 1.5, got {min_speedup:g}; 1 is the speed "
@@ -133,7 +128,7 @@ class TuneOptions(PipelineOptions):
         str | None,
         option(
             "Goal",
-            f"Closeness metric used with --min-speedup: {', '.join(GOAL_METRICS)}. NAME=NETWORK uses the "
+            f"Closeness metric used with --min-speedup: {', '.join(METRIC_NAMES)}. NAME=NETWORK uses the "
             "network in a folder or with a hub id. Default: psnr.",
         ),
     ] = None

@@ -157,7 +157,8 @@ def _chart(search: Search) -> Chart:
         f"{goal.metric.upper()}, {closer} is better",
         "speed-up, t_dense / t",
         tuple(lines),
-        level=("dense", 1.0) if goal.speedup is None else ("goal", goal.speedup),
+        ("dense", 1.0) if goal.speedup is None else ("goal", goal.speedup),
+        goal.metric,
     )
 
 
