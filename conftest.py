@@ -10,7 +10,7 @@ from diffusers import StableDiffusionPipeline
 from hypothesis import settings
 from tiny_pipeline import write_pipeline
 
-import tokenmerge.auto
+import tokenmerge.default_method
 import tokenmerge.handle
 from tokenmerge.planners import calibration
 
@@ -35,16 +35,16 @@ def _seeded() -> None:
 
 @pytest.fixture(autouse=True)
 def _no_timing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`auto` takes a fixed number instead of timing merging, so that a busy machine changes no test.
+    """Let the default method time nothing, so that a busy machine changes no test.
 
     A test that replaces the measurement gets its own number.
     """
-    found = tokenmerge.auto.fewest_tokens
+    found = tokenmerge.default_method.fewest_tokens
 
     def fewest_tokens(*args: Any) -> int:
         return _FEWEST if calibration.measure_fewest_tokens is _measure else found(*args)
 
-    monkeypatch.setattr(tokenmerge.auto, "fewest_tokens", fewest_tokens)
+    monkeypatch.setattr(tokenmerge.default_method, "fewest_tokens", fewest_tokens)
     monkeypatch.setattr(tokenmerge.handle, "fewest_tokens", lambda *_: 0)  # nothing is slower than dense
 
 

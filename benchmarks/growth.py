@@ -21,7 +21,7 @@ import turns
 from tokenmerge import ToMeConfig
 from tokenmerge.config import GUIDED_PLANNERS
 from tokenmerge.ops import merge, shared_features, unmerge
-from tokenmerge.planners import PLANNERS
+from tokenmerge.planners import PLANNERS, num_removed
 from tokenmerge_tools.bench.geometry import build_denoiser, find_geometry
 from tokenmerge_tools.bench.inputs import InputSize, example_inputs
 
@@ -40,13 +40,14 @@ def measure(size: int, options: argparse.Namespace) -> dict[str, list[float]]:
     step = torch.zeros((), dtype=torch.int64, device=device)
 
     def merging(planner: str) -> Callable[[], None]:
-        config = ToMeConfig(ratio=0.5, planner=planner)
+        config, grid = ToMeConfig(ratio=0.5, planner=planner), (1, side, side)
+        r = num_removed(grid, config)
 
         def around_all_blocks() -> None:
             for _ in range(BLOCKS):
                 # Both halves of guidance share a plan, which is made from the tokens of both.
                 features = shared_features(tokens, 2)
-                plan = PLANNERS[planner](features, (1, side, side), config, step).repeated(2)
+                plan = PLANNERS[planner](features, grid, r, config, step).repeated(2)
                 unmerge(plan, merge(plan, tokens))
 
         return around_all_blocks

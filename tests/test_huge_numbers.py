@@ -18,11 +18,10 @@ from tokenmerge import (
     apply_patch,
     apply_token_merging,
 )
-from tokenmerge.auto import choose
 from tokenmerge.compat import apply_tome
 from tokenmerge.config import FoundFor
+from tokenmerge.default_method import settings_for
 from tokenmerge.errors import TokenMergingError
-from tokenmerge.speedup import ratio_for
 
 HUGE = pytest.mark.parametrize("huge", [10**400, -(10**400), 10**5000, -(10**5000)], ids=[*"abcd"])
 
@@ -59,11 +58,11 @@ def test_the_other_functions_that_take_a_number(huge):
     for name in ("config", "ratio", "speedup"):
         refused(lambda name=name: apply_token_merging(unet, **{name: huge}))
     for name in ("start", "until", "max_cache"):
-        refused(lambda name=name: apply_token_merging(unet, 0.5, **{name: huge}))
+        refused(lambda name=name: apply_token_merging(unet, speedup=2.0, **{name: huge}))
     refused(lambda: apply_token_merging(unet, huge, ratio=huge))
-    refused(lambda: choose(unet, huge))
+    refused(lambda: settings_for(unet, huge))
     for arguments in ({"height": huge, "width": 8}, {"steps": huge}):
-        refused(lambda arguments=arguments: ratio_for(unet, 1.5, **arguments))
+        refused(lambda arguments=arguments: settings_for(unet, 1.5, **arguments))
     refused(lambda: FoundFor("UNet2DConditionModel", huge, 8, 20))
 
 

@@ -17,7 +17,8 @@ ROOT = Path(tokenmerge.__file__).parent
 MAY_IMPORT = {
     "errors": "",
     "ops": "",
-    "merge": "errors ops",
+    "integrations.export": "ops",
+    "merge": "errors ops integrations.export",
     "config": "errors",
     "presets": "config",
     "integrations.portable": "config",
@@ -37,7 +38,7 @@ MAY_IMPORT = {
     "runtime.steps runtime.memory runtime.blocks runtime.patching auto",
     "speedup": "errors config runtime.steps report auto",
     "handle": "errors config planners models runtime.steps runtime.memory runtime.patching report vit",
-    "api": "errors ops config presets models "
+    "api": "errors ops config presets models integrations.export "
     "runtime.steps runtime.memory runtime.patching report vit auto speedup handle",
     "compat": "errors config presets api",
     "pipeline_methods": "errors compat",

@@ -27,7 +27,7 @@ def test_every_preset_is_a_method_by_its_name():
 def test_a_preset_takes_a_ratio_and_any_other_setting(name):
     preset = getattr(presets, name)
     assert preset(0.3).ratio == 0.3
-    assert preset(planner="local", seed=5) == dataclasses.replace(preset(), planner="local", seed=5)
+    assert preset(planner="tiled", seed=5) == dataclasses.replace(preset(), planner="tiled", seed=5)
     with pytest.raises(ConfigError, match="ratio: expected"):
         preset(1.5)
 

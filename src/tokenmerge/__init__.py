@@ -2,15 +2,15 @@
 
 The five calls that matter::
 
-    patch = tokenmerge.apply_token_merging(pipe, 0.5)     # patch in place; 0.5 of the tokens are removed
-    print(patch)                                          # what it does, saves and caches
-    patch.remove()                                        # restore the model exactly
-    with tokenmerge.token_merging(pipe, 0.5): ...         # the same for one block of code
-    tokenmerge.apply_patch(pipe, ratio=0.5)               # tomesd's call, for old scripts
+    patch = tokenmerge.apply_token_merging(pipe, speedup=2.0)     # patch in place, for a wanted speed-up
+    print(patch)                                                  # what it does, saves and caches
+    patch.remove()                                                # restore the model exactly
+    with tokenmerge.token_merging(pipe, speedup=2.0): ...         # the same for one block of code
+    tokenmerge.apply_patch(pipe, ratio=0.5)                       # tomesd's call, for old scripts
 
-Instead of a ratio, for which ``auto`` chooses all other settings, pass a :class:`ToMeConfig` with settings of
-your own, a function of :mod:`tokenmerge.presets` for a published method, a :class:`ViTConfig` for a vision
-transformer, or the path of a file that ``tokenmerge tune`` wrote.
+Instead of a speed-up, pass ``ratio=0.5`` to merge half of the tokens and nothing else, a :class:`ToMeConfig`
+with settings of your own, the name of a published method of :mod:`tokenmerge.presets`, a :class:`ViTConfig`
+for a vision transformer, or the path of a file that ``tokenmerge tune`` wrote.
 
 Public names are imported when they are first used, so that parts that do not need PyTorch, such as
 ``tokenmerge.paddle``, can be imported without it.

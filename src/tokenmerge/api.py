@@ -15,21 +15,21 @@ from typing import Any, overload
 from torch import Tensor, nn
 
 from tokenmerge import presets
-from tokenmerge.auto import choose_for
 from tokenmerge.config import FoundFor, ToMeConfig, dense_outside, load_settings
 from tokenmerge.config.origin import is_default
-from tokenmerge.errors import ConfigError, UnsupportedModelError, shown
+from tokenmerge.default_method import DefaultMethod, merging_alone
+from tokenmerge.errors import ConfigError, NothingToMergeError, UnsupportedModelError, shown
 from tokenmerge.handle import DiffusionPatch, EncoderPatch, Patch
+from tokenmerge.integrations import export  # noqa: F401 - exported programs compute by it
 from tokenmerge.models.base import Host
 from tokenmerge.models.find import DENOISERS, find_hosts
 from tokenmerge.ops import Plan
-from tokenmerge.report import Report, bytes_of, within
+from tokenmerge.report import Change, Report, bytes_of, change_within
 from tokenmerge.runtime.memory.state import RecordedPlan
 from tokenmerge.runtime.patching.in_use import refuse_in_use
 from tokenmerge.runtime.patching.patch import hosts_that_merge, new_state, patch_host, restore, state_of
 from tokenmerge.runtime.patching.watched import look
 from tokenmerge.runtime.steps.pipeline import Pipeline
-from tokenmerge.speedup import ratio_for
 from tokenmerge.vit.config import ViTConfig
 from tokenmerge.vit.hosts import find_encoders
 from tokenmerge.vit.patch import checked_encoders, new_vit_state, patch_encoder
@@ -38,16 +38,39 @@ from tokenmerge.vit.runtime import RecordedTokens
 
 __all__ = ["Patch", "apply_token_merging", "remove_token_merging", "token_merging"]
 
-_DEFAULT_RATIO = 0.5
+_DEFAULT_SPEEDUP = 2.0
+_TWO_WAYS = (
+    "apply_token_merging(pipe, speedup=2.0) for the default method, or apply_token_merging(pipe, ratio=0.5) "
+    "to merge half of the tokens and nothing else"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Asked:
+    """What the arguments of apply_token_merging ask for.
+
+    Attributes:
+        config: the settings.
+        name: of the settings, for texts; empty: the user gave them all.
+        found_for: what they were found for.
+        hosts: the models, if they were already looked up.
+        default: the default method; None: another one.
+    """
+
+    config: ToMeConfig
+    name: str = ""
+    found_for: FoundFor | None = None
+    hosts: tuple[Host, ...] | None = None
+    default: DefaultMethod | None = None
 
 
 @overload
 def apply_token_merging(
     pipe_or_model: object,
-    config: ToMeConfig | float | str | os.PathLike[str] | None = None,
+    config: ToMeConfig | str | os.PathLike[str] | None = None,
     *,
-    ratio: float | None = None,
     speedup: float | None = None,
+    ratio: float | None = None,
     start: float | None = None,
     until: float | None = None,
     max_cache: str | int | None = None,
@@ -56,10 +79,10 @@ def apply_token_merging(
 def apply_token_merging(pipe_or_model: object, config: ViTConfig) -> Patch[ViTReport, RecordedTokens]: ...
 def apply_token_merging(
     pipe_or_model: object,
-    config: ToMeConfig | ViTConfig | float | str | os.PathLike[str] | None = None,
+    config: ToMeConfig | ViTConfig | str | os.PathLike[str] | None = None,
     *,
-    ratio: float | None = None,
     speedup: float | None = None,
+    ratio: float | None = None,
     start: float | None = None,
     until: float | None = None,
     max_cache: str | int | None = None,
@@ -73,16 +96,19 @@ def apply_token_merging(
             model such as ``pipe.unet``, or a CompVis-style model. For a ViTConfig, a ViT, DeiT, CLIP, SigLIP
             or DINOv2 model of transformers, a ``VisionTransformer`` of timm, or a pipeline that contains one.
             A model that is already patched gets the new settings.
-        config: what to merge and how much. A number is the ratio of tokens to remove (default: 0.5), and
-            :func:`tokenmerge.auto.choose` chooses all other settings. A string is the name of a preset of
-            :mod:`tokenmerge.presets`, such as ``"toma"``, or the path of a ``.json`` file that
-            :func:`tokenmerge.config.save_config` or ``tokenmerge tune`` wrote. If such a file says for which
-            model class, size and number of steps its settings were found, other ones give a warning.
-        ratio: the same as a number given as ``config``. With the name of a preset, it is the preset's ratio.
-        speedup: the wanted speed-up, ≥ 1, instead of ``config``. It chooses the default method with the
-            lowest ratio whose counted operations reach it, at the model's default size and the pipeline's
-            default number of steps. For others, see :func:`tokenmerge.speedup.ratio_for`. Raising it makes
-            the picture less like the dense one.
+        config: what to merge and how much. A string is the name of a preset of :mod:`tokenmerge.presets`,
+            such as ``"toma"``, or the path of a ``.json`` file that :func:`tokenmerge.config.save_config` or
+            ``tokenmerge tune`` wrote. If such a file says for which model class, size and number of steps its
+            settings were found, other ones give a warning. None: the default method, or ``ratio``.
+        speedup: of the default method, the wanted speed-up, ≥ 1: dense operations divided by those of the
+            generation, as they are counted (default: 2.0). When a generation begins, settings are chosen that
+            reach it at the actual size, number of steps and guidance, see
+            :mod:`tokenmerge.default_method`. Raising it makes the picture less like the dense one. The
+            measured speed-up can be lower: normalisations and other operations that are not counted take time
+            too, and so do the text encoder and the decoder.
+        ratio: fraction of tokens that merge before each self-attention, 0 ≤ ratio ≤ 0.75, in every step and
+            without anything else. Raising it saves more time and makes the picture less like the dense one.
+            With the name of a preset, it is the preset's ratio.
         start: share of the denoising steps before merging starts, 0 ≤ start < until. Earlier steps
             are dense: a rule is added that sets ``ratio=0`` and ``reuse.every=1`` for them, see
             :class:`tokenmerge.Rule`. Raising it saves less time and brings the picture a little closer to the
@@ -110,72 +136,88 @@ def apply_token_merging(
         return _merge_in_encoders(pipe_or_model, config)
     if isinstance(config, ViTConfig) and ratio is speedup is max_cache is None:
         raise ConfigError("start, until: a vision transformer has no denoising steps; leave them out")
-    settings, found_for, method, hosts = _asked_settings(pipe_or_model, config, ratio, speedup)
+    asked = _asked(pipe_or_model, config, speedup, ratio)
     if start is not None or until is not None:
         dense = dense_outside(0.0 if start is None else start, 1.0 if until is None else until)
-        settings = dataclasses.replace(settings, rules=(*settings.rules, *dense))
+        asked = _changed(asked, lambda own: dataclasses.replace(own, rules=(*own.rules, *dense)))
     if max_cache is not None:
-        limit = bytes_of(max_cache)
-        if not is_default(method):
-            raise ConfigError(
-                f"max_cache: only the default method takes a limit, got {shown(max_cache)} with other "
-                "settings; leave out max_cache, or the other settings"
-            )
-        settings, left_out = within(pipe_or_model, settings, limit)
-        method = f"{method} in {max_cache}" + (f" ({left_out})" if left_out else "")
+        asked = _within(pipe_or_model, asked, max_cache)
     return merge_in_hosts(
         pipe_or_model,
-        settings,
-        found_for=found_for,
-        method=method,
-        hosts=hosts,
-        check_size=found_for is None,  # settings of a file need not be for the default size
+        asked.config,
+        found_for=asked.found_for,
+        method=asked.name,
+        hosts=asked.hosts,
+        check_size=asked.found_for is None,  # settings of a file need not be for the default size
+        default=asked.default,
     )
 
 
-def _asked_settings(
-    model: object, config: object, ratio: float | None, speedup: float | None
-) -> tuple[ToMeConfig, FoundFor | None, str, tuple[Host, ...] | None]:
-    """The settings that the arguments of apply_token_merging ask for.
-
-    Returns:
-        The settings, what they were found for, their name, and the models if they were already looked up.
-    """
+def _asked(model: object, config: object, speedup: float | None, ratio: float | None) -> _Asked:
+    """Return what the arguments of apply_token_merging ask for."""
     is_file = isinstance(config, os.PathLike) or (isinstance(config, str) and config.endswith(".json"))
     is_name = isinstance(config, str) and not is_file
-    given = {"config": None if is_name else config, "ratio": ratio, "speedup": speedup}
+    given = {"config": None if is_name else config, "speedup": speedup, "ratio": ratio}
     named = [f"{name}={shown(value)}" for name, value in given.items() if value is not None]
     if len(named) > 1 or (is_name and speedup is not None):
-        raise ConfigError(f"config, ratio, speedup: expected one of them, got {', '.join(named)}")
+        raise ConfigError(f"config, speedup, ratio: expected one of them, got {', '.join(named)}")
     if is_file:
         saved = load_settings(Path(str(config)))
-        return saved.config, saved.found_for, Path(str(config)).name, None
+        return _Asked(saved.config, Path(str(config)).name, saved.found_for)
     if isinstance(config, ToMeConfig):
-        return config, None, "", None
-    if isinstance(config, str) and config != "auto":
-        return _preset(config, ratio), None, config, None
-    hosts = _hosts(model)  # raises an error that names ViTConfig for a vision transformer
-    if speedup is not None:
-        found = ratio_for(model, speedup)
-        return choose_for(model, hosts, found), None, f"auto for a speed-up of {speedup:g}", hosts
-    wanted: Any = config if ratio is None and not is_name else ratio
-    wanted = _DEFAULT_RATIO if wanted is None else wanted
-    is_number = isinstance(wanted, numbers.Real) and not isinstance(wanted, bool)
-    if not is_number:
+        return _Asked(config)
+    if isinstance(config, str):
+        return _Asked(_preset(config, ratio), config)
+    if config is not None:
+        is_number = isinstance(config, numbers.Real) and not isinstance(config, bool)
         raise ConfigError(
-            "config: expected a ratio such as 0.5, a ToMeConfig such as ToMeConfig(ratio=0.5), a ViTConfig "
-            "such as ViTConfig(r=8), the name of a preset such as 'toma', or a file of settings such as "
-            f"'tuned.json', got {shown(wanted)}"
+            f"config: a number alone can mean a speed-up or a ratio, got {shown(config)}; write {_TWO_WAYS}"
+            if is_number
+            else "config: expected a ToMeConfig such as ToMeConfig(ratio=0.5), a ViTConfig such as "
+            "ViTConfig(r=8), the name of a preset such as 'toma', or a file of settings such as "
+            f"'tuned.json', got {shown(config)}; or write {_TWO_WAYS}"
         )
-    return choose_for(model, hosts, wanted), None, "auto", hosts
+    hosts = _hosts(model)  # raises an error that names ViTConfig for a vision transformer
+    if ratio is not None:
+        return _Asked(merging_alone(model, hosts, ratio), hosts=hosts)
+    default = DefaultMethod.of(model, hosts, _DEFAULT_SPEEDUP if speedup is None else speedup)
+    follows = default.facts.follows_steps and default.speedup > 1
+    if not follows and default.speedup > 1 and not default.widest.merges:
+        raise NothingToMergeError(
+            "nothing to merge: at the model's default size, the default method removes no token, since "
+            "merging would take longer than it saves, and a model alone has no steps to skip; apply it to the "
+            "pipeline, or write apply_token_merging(model, ratio=0.5)"
+        )
+    return _Asked(default.widest, default.name, hosts=hosts, default=default if follows else None)
+
+
+def _changed(asked: _Asked, change: Change) -> _Asked:
+    """Return the same with changed settings."""
+    default = asked.default and dataclasses.replace(asked.default, changes=(*asked.default.changes, change))
+    return dataclasses.replace(asked, config=change(asked.config), default=default)
+
+
+def _within(model: object, asked: _Asked, max_cache: str | int) -> _Asked:
+    """Return the same with as much of the default method as fits into a cache."""
+    limit, default = bytes_of(max_cache), asked.default
+    if not is_default(asked.name):
+        raise ConfigError(
+            f"max_cache: only the default method takes a limit, got {shown(max_cache)} with other "
+            "settings; leave out max_cache, or the other settings"
+        )
+    weak_and_strong = (1.0, 10.0)  # scales of guidance
+    configs = [asked.config] if default is None else [default.settings(guidance=g) for g in weak_and_strong]
+    change, left_out = change_within(model, configs, limit)
+    name = f"{asked.name} in {max_cache}" + (f" ({left_out})" if left_out else "")
+    return dataclasses.replace(_changed(asked, change), name=name)
 
 
 def _preset(name: str, ratio: float | None) -> ToMeConfig:
     """The settings of a published method."""
     if name not in presets.__all__:
         raise ConfigError(
-            f"config: expected the name of a preset, one of {', '.join(presets.__all__)}, or auto, or the "
-            f"path of a .json file of settings, got {shown(name)}"
+            f"config: expected the name of a preset, one of {', '.join(presets.__all__)}, or the path of a "
+            f".json file of settings, got {shown(name)}; or write {_TWO_WAYS}"
         )
     make: Callable[..., ToMeConfig] = getattr(presets, name)
     return make() if ratio is None else make(ratio)
@@ -189,6 +231,7 @@ def merge_in_hosts(
     method: str = "",
     hosts: tuple[Host, ...] | None = None,
     check_size: bool = True,
+    default: DefaultMethod | None = None,
 ) -> Patch[Report, RecordedPlan]:
     """Patch a diffusion model as :func:`apply_token_merging` does.
 
@@ -203,6 +246,7 @@ def merge_in_hosts(
         hosts: the models in ``model``, if they are known. Finding them takes a third of the time of patching.
         check_size: whether settings are refused that merge nothing at the model's default size. A call whose
             sample is too small raises NothingToMergeError in any case.
+        default: the default method, which chooses the settings of each generation; None: ``config`` has them.
     """
     hosts = hosts or _hosts(model)
     merging, _ = hosts_that_merge(hosts, config, size=None, check_size=check_size, method=method)
@@ -211,11 +255,20 @@ def merge_in_hosts(
     warned: set[str] | None = set() if dense_if_too_small else None
     denoiser = next((host for host in merging if not host.controlnet), merging[0])
     states = {
-        host.root: new_state(host, config, pipeline, warned, found_for if host is denoiser else None, method)
+        host.root: new_state(
+            host,
+            config,
+            pipeline,
+            warned,
+            found_for if host is denoiser else None,
+            method,
+            default,
+        )
         for host in merging
     }
+    first = config.at_guidance(None) if default is None else default.default_settings
     for root, state in states.items():
-        state.kept = look(state, root, pipeline.given)
+        state.kept = look(state, root, pipeline.given, first)
         state.keep_dense(state.threads.value.own_memory)
     for host in hosts:
         restore(host.root)
@@ -223,16 +276,16 @@ def merge_in_hosts(
         patch_host(host, states[host.root])
     if found_for is not None and (differences := found_for.differences(model=type(denoiser.root).__name__)):
         warnings.warn(found_for.warning(differences), stacklevel=3)
-    return DiffusionPatch(model, states, denoiser, method)
+    return DiffusionPatch(model, states, denoiser, method, default)
 
 
 def _merge_in_encoders(model: object, config: ViTConfig) -> Patch[ViTReport, RecordedTokens]:
     encoders = checked_encoders(model, config)
-    refuse_in_use([encoder.model for encoder in encoders])
-    states = {encoder.model: new_vit_state(encoder, config) for encoder in encoders}
-    for encoder in encoders:
-        restore(encoder.model)
-        patch_encoder(encoder, states[encoder.model])
+    refuse_in_use(list(encoders))
+    states = {root: new_vit_state(encoder, config) for root, encoder in encoders.items()}
+    for root, state in states.items():
+        restore(root)
+        patch_encoder(root, state)
     return EncoderPatch(model, states)
 
 
@@ -243,7 +296,7 @@ def _hosts(model: object) -> tuple[Host, ...]:
         denoises = any(getattr(model, name, None) is not None for name in DENOISERS)
         if denoises or not (encoders := find_encoders(model)):
             raise
-        name = type(encoders[0].model).__name__
+        name = type(next(iter(encoders))).__name__
         raise UnsupportedModelError(
             f"no diffusion model to merge tokens in: found the vision transformer {name}, which takes a "
             "ViTConfig such as ViTConfig(r=8) instead of a ToMeConfig"
@@ -267,19 +320,27 @@ def remove_token_merging(pipe_or_model: object) -> None:
 
 @overload
 def token_merging(
-    pipe_or_model: object, config: ToMeConfig | float | str | os.PathLike[str] = 0.5
+    pipe_or_model: object,
+    config: ToMeConfig | str | os.PathLike[str] | None = None,
+    *,
+    speedup: float | None = None,
+    ratio: float | None = None,
 ) -> contextlib.AbstractContextManager[Patch[Report, RecordedPlan]]: ...
 @overload
 def token_merging(
     pipe_or_model: object, config: ViTConfig
 ) -> contextlib.AbstractContextManager[Patch[ViTReport, RecordedTokens]]: ...
 @contextlib.contextmanager
-def token_merging(pipe_or_model: object, config: Any = 0.5) -> Iterator[Patch[Any, Any]]:
+def token_merging(
+    pipe_or_model: object, config: Any = None, *, speedup: float | None = None, ratio: float | None = None
+) -> Iterator[Patch[Any, Any]]:
     """Merge tokens within the context, then restore the earlier state, also after an exception.
 
     Args:
         pipe_or_model: as for :func:`apply_token_merging`.
-        config: what to merge and how much.
+        config: likewise.
+        speedup: likewise.
+        ratio: likewise.
 
     Raises:
         UnsupportedModelError, NothingToMergeError, ConfigError, ModelInUseError: as for
@@ -287,7 +348,7 @@ def token_merging(pipe_or_model: object, config: Any = 0.5) -> Iterator[Patch[An
             patched.
     """
     before = [(root, patch, state_of(root)) for root, patch in _patchable(pipe_or_model)]
-    handle = apply_token_merging(pipe_or_model, config)
+    handle = apply_token_merging(pipe_or_model, config, speedup=speedup, ratio=ratio)
     try:
         yield handle
     finally:
@@ -317,5 +378,5 @@ def _patchable(model: object) -> list[tuple[nn.Module, Callable[[Any], None]]]:
     with contextlib.suppress(UnsupportedModelError):
         found += [(host.root, partial(patch_host, host)) for host in find_hosts(model)]
     with contextlib.suppress(UnsupportedModelError):
-        found += [(encoder.model, partial(patch_encoder, encoder)) for encoder in find_encoders(model)]
+        found += [(root, partial(patch_encoder, root)) for root in find_encoders(model)]
     return found

@@ -12,13 +12,14 @@ from torch import nn
 
 from tokenmerge.config import ToMeConfig, to_metadata
 from tokenmerge.config.checks import integer
+from tokenmerge.default_method import DefaultMethod
 from tokenmerge.errors import ConfigError, shown, why
 from tokenmerge.models.base import Host
 from tokenmerge.models.placement import device_of, dtype_of, narrowest_attention
 from tokenmerge.planners.calibration import fewest_tokens
-from tokenmerge.report import Conditions, Report, RunSteps, predict, saved, slower_than_dense, summary
+from tokenmerge.report import Conditions, Report, RunSteps, predict, saved, slower_than_dense, summary, title
 from tokenmerge.runtime.memory.run_log import RunLog
-from tokenmerge.runtime.memory.state import Kept, ModelState, RecordedPlan
+from tokenmerge.runtime.memory.state import ModelState, RecordedPlan
 from tokenmerge.runtime.memory.step_log import StepRecorder
 from tokenmerge.runtime.patching.in_use import refuse_in_use
 from tokenmerge.runtime.patching.patch import record_steps, restore, state_of
@@ -41,7 +42,7 @@ class Patch(Generic[AnyReport, AnyRecord]):
 
     @property
     def config(self) -> Any:
-        """The settings, as ``auto``, a preset or a file gave them."""
+        """The settings; of the default method, those of the last generation, or of one by default."""
         return next(iter(self._states.values())).config
 
     def __str__(self) -> str:
@@ -95,8 +96,8 @@ class Patch(Generic[AnyReport, AnyRecord]):
     def metadata(self) -> str:
         """The settings as one line for the parameters of a picture.
 
-        The line is ``Token merging: auto 0.5, {…}``. The text after the colon is all that is needed to apply
-        the same settings again on any machine. :func:`tokenmerge.config.read_metadata` reads the line.
+        The line is ``Token merging: speed-up 2, {…}``. The text after the colon is all that is needed to
+        apply the same settings again on any machine. :func:`tokenmerge.config.read_metadata` reads the line.
 
         Raises:
             ConfigError: the model is a vision transformer.
@@ -213,6 +214,7 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
         states: the state of each model in it that merges.
         denoiser: the model that the handle reports on.
         method: name of the settings; empty: they have none.
+        default: the default method, if it chooses the settings.
     """
 
     def __init__(
@@ -221,10 +223,16 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
         states: Mapping[nn.Module, ModelState],
         denoiser: Host,
         method: str,
+        default: DefaultMethod | None = None,
     ) -> None:
         super().__init__(states, states[denoiser.root])
-        self._model, self._denoiser, self._method = model, denoiser, method
+        self._model, self._denoiser, self._method, self._default = model, denoiser, method, default
         self._counted: tuple[tuple[object, ...], Report] | None = None
+
+    @property
+    def config(self) -> ToMeConfig:
+        """The settings, see :attr:`Patch.config`."""
+        return self._in_force if self._default is not None else self._states[self._denoiser.root].config
 
     def metadata(self) -> str:
         """The settings as one line for the parameters of a picture, see :meth:`Patch.metadata`."""
@@ -272,7 +280,8 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
             batch = self._denoiser.usual_batch if run is None else run.batch
         if steps is None:
             steps = default_steps(self._model) if run is None or run.steps is None else run.steps
-        config, dense = self._in_force, {root: state.kept.dense for root, state in self._states.items()}
+        config = self._settings_at(height, width, steps)
+        dense = {root: state.kept.dense for root, state in self._states.items()}
         key = height, width, batch, steps, config, tuple(references), tuple(dense.values())
         if self._counted is None or self._counted[0] != key:
             counted = predict(self._model, config, height, width, batch, steps, references, dense)
@@ -300,20 +309,35 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
             method=self._method,
             blocks=len(self._denoiser.blocks),
             dtype=_dtype(self._denoiser.root),
+            is_unet=bool(self._denoiser.deep_stages),
             scale=getattr(pipe, "vae_scale_factor", None),
             slower=slower,
             watched=self._states[self._denoiser.root].kept.note,
         )
+        if state_of(self._denoiser.root) is not self._states[self._denoiser.root]:
+            return f"{title(self._in_force, conditions)}: removed"
         lines = summary(self._in_force, conditions, report, self._last_run)
         return "\n".join([*lines, *([f"  not counted: {problem}"] if problem else [])])
 
     @property
     def _in_force(self) -> ToMeConfig:
         """The settings of the last run; before the first, those of the next one as far as it is known."""
-        kept: Kept = self._states[self._denoiser.root].kept
+        state: ModelState = self._states[self._denoiser.root]
         if self._last_run is not None:
             return self._last_run.config
-        return kept.config if kept.note and kept.config is not None else self.config
+        if self._default is not None:
+            return state.kept.config
+        return state.kept.config if state.kept.note else state.config
+
+    def _settings_at(self, height: int | None, width: int | None, steps: int | None) -> ToMeConfig:
+        """Return the settings of a run with this size of the latents and number of steps."""
+        run, kept = self._last_run, self._states[self._denoiser.root].kept
+        same = run is not None and (height, width, steps) == (run.height, run.width, run.steps)
+        if self._default is None or same or kept.note:
+            return self._in_force
+        guidance = self._default.facts.guidance if run is None else run.guidance
+        grid = None if height is None or width is None else self._denoiser.grid_at(height, width)
+        return self._default.settings(grid, steps, guidance)
 
     @property
     def _last_run(self) -> RunLog | None:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tokenmerge import ops
 from tokenmerge.errors import ConfigError, shown
+from tokenmerge.integrations import export  # noqa: F401 - exported programs compute by it
 
 __all__ = ["bipartite_soft_matching_random2d", "do_nothing"]
 

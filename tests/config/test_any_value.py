@@ -73,13 +73,7 @@ VALID = {
     "plans.guidance": st.booleans(),
     "correction.every": st.sampled_from([0, 2, 3]),
     "reuse.every": st.integers(1, 5) | st.floats(1, 5),
-    "reuse.ends": st.sampled_from([None, "full", "free"]),
-    "reuse.spacing": st.none() | st.floats(0.01, 1),
-    "reuse.start": st.floats(0, 0.99),
     "reuse.shallow_every": st.integers(1, 5) | st.floats(1, 5),
-    "reuse.shallow_from": st.floats(0, 0.99),
-    "reuse.shallow_until": st.floats(0, 1),
-    "reuse.span": st.floats(0.01, 1),
     "reuse.full_steps": st.lists(st.floats(0, 1), max_size=5, unique=True).map(sorted),
     "reuse.shallow_steps": st.lists(st.floats(0, 1), max_size=5, unique=True).map(sorted),
 }
@@ -130,13 +124,11 @@ def check_result(config: ToMeConfig, folder) -> None:
             assert step in config.stages()
             assert type(step.at_level(2)) is MergeSettings
     for steps in (1, 2, 3, 10):
-        for known in ((False, False), (True, False), (False, True)):
-            runs = config.reuse.steps_of(steps, *known)
-            assert set(runs.full) <= set(runs.shallow) <= set(range(steps))
-            assert list(runs.full) == sorted(set(runs.full))
-            free = config.reuse.ends == "free" or (config.reuse.ends is None and known[1])
-            ends = {0} if free else {0, min(1, steps - 1), steps - 1}
-            assert config.reuse.full_steps or ends <= set(runs.full)
+        runs = config.reuse.steps_of(steps)
+        assert set(runs.full) <= set(runs.shallow) <= set(range(steps))
+        assert list(runs.full) == sorted(set(runs.full))
+        ends = {0, min(1, steps - 1), steps - 1}
+        assert config.reuse.full_steps or ends <= set(runs.full)
     assert not any(rule.guidance for own in config.variants() for rule in own.rules)
     save_config(config, folder / "settings.json")
     assert load_config(folder / "settings.json") == config

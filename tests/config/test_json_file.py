@@ -14,7 +14,7 @@ CONFIG = ToMeConfig(
     scope="block",
     plans=PlanSharing(every=2, blocks=True),
     correction=Correction(every=3),
-    reuse=StepReuse(every=4, shallow_every=2, shallow_from=0.25, span=0.5),
+    reuse=StepReuse(every=4, shallow_every=2),
     rules=[
         {"level": 2, "ratio": 0.25, "seed": None},
         {"start": 0.5, "until": 0.8, "planner": "tiled"},

@@ -8,6 +8,7 @@ import reference
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from planned import plan_by
 from torch.testing import assert_close
 
 from tokenmerge.config import ToMeConfig, highest_ratio
@@ -18,7 +19,7 @@ from tokenmerge.ops import (
     strided_partition,
     unmerge,
 )
-from tokenmerge.planners import PLANNERS, num_removed
+from tokenmerge.planners import num_removed
 
 sizes = st.integers(1, 9)
 strides = st.integers(1, 3)
@@ -62,7 +63,7 @@ def test_cells_may_reach_over_frames(grid, cell, seed):
 def test_without_cells_over_time_each_frame_merges_within_itself(case):
     config, grid, x, step = case
     config = dataclasses.replace(config, st=1, ratio=config.ratio * highest_ratio(config.sx, config.sy))
-    plan = PLANNERS["tome"](x, grid, config, step)
+    plan = plan_by("tome", x, grid, config, step)
     if plan is None:
         return
     frame = torch.arange(grid[0]).repeat_interleave(grid[1] * grid[2]).expand(x.shape[0], -1)
@@ -72,7 +73,7 @@ def test_without_cells_over_time_each_frame_merges_within_itself(case):
 @given(cases(), st.integers(2, 3))
 def test_a_repeated_plan_merges_each_repetition_alike(case, times):
     config, grid, x, step = case
-    plan = PLANNERS["tome"](x, grid, config, step)
+    plan = plan_by("tome", x, grid, config, step)
     if plan is None:
         return
     again = plan.repeated(times)
@@ -86,7 +87,7 @@ def test_a_repeated_plan_merges_each_repetition_alike(case, times):
 @given(cases(), st.integers(0, 5), seeds)
 def test_a_plan_within_a_sequence_merges_its_tokens_and_leaves_the_others(case, beside, seed):
     config, grid, x, step = case
-    plan = PLANNERS["tome"](x, grid, config, step)
+    plan = plan_by("tome", x, grid, config, step)
     if plan is None:
         return
     b, n, c = x.shape
@@ -123,7 +124,7 @@ def test_shared_features_compare_by_the_mean_cosine(parts, b, seed):
 @given(cases())
 def test_r_tokens_go_sizes_sum_to_n_and_the_weighted_sum_is_conserved(case):
     config, grid, x, step = case
-    plan = PLANNERS["tome"](x, grid, config, step)
+    plan = plan_by("tome", x, grid, config, step)
     r = num_removed(grid, config)
     if r == 0:
         assert plan is None
@@ -139,7 +140,7 @@ def test_r_tokens_go_sizes_sum_to_n_and_the_weighted_sum_is_conserved(case):
 @given(cases())
 def test_each_merged_token_is_the_mean_of_its_group(case):
     config, grid, x, step = case
-    plan = PLANNERS["tome"](x, grid, config, step)
+    plan = plan_by("tome", x, grid, config, step)
     if plan is None:
         return
     merged = merge(plan, x)
@@ -155,7 +156,7 @@ def test_each_merged_token_is_the_mean_of_its_group(case):
 @given(cases())
 def test_destinations_are_kept_as_they_are(case):
     config, grid, x, step = case
-    plan = PLANNERS["tome"](x, grid, config, step)
+    plan = plan_by("tome", x, grid, config, step)
     if plan is None:
         return
     assert torch.equal(keep_destinations(plan, x), x.take_along_dim(plan.kept().unsqueeze(-1), dim=1))
@@ -164,7 +165,7 @@ def test_destinations_are_kept_as_they_are(case):
 @given(cases())
 def test_unmerging_is_exact_where_the_merged_tokens_were_equal(case):
     config, grid, x, step = case
-    plan = PLANNERS["tome"](x, grid, config, step)
+    plan = plan_by("tome", x, grid, config, step)
     if plan is None:
         return
     equal_in_groups = unmerge(plan, torch.arange(plan.keep.numel()).view(*plan.keep.shape, 1).float())
@@ -174,7 +175,7 @@ def test_unmerging_is_exact_where_the_merged_tokens_were_equal(case):
 @given(cases())
 def test_every_token_gets_the_result_of_its_own_group_and_of_its_own_image(case):
     config, grid, x, step = case
-    plan = PLANNERS["tome"](x, grid, config, step)
+    plan = plan_by("tome", x, grid, config, step)
     if plan is None:
         return
     b, m = plan.keep.shape
@@ -192,7 +193,7 @@ def test_the_plan_is_that_of_the_slow_reference(case):
     x = x[:, : height * width]  # one frame
     ratio = config.ratio * highest_ratio(config.sx, config.sy)
     config = ToMeConfig(ratio=ratio, sx=config.sx, sy=config.sy, seed=None)
-    plan = PLANNERS["tome"](x, (1, height, width), config, torch.tensor(0))
+    plan = plan_by("tome", x, (1, height, width), config, torch.tensor(0))
     if plan is None:
         return
     values = torch.randn(x.shape[0], height * width, 3, generator=torch.Generator().manual_seed(1))

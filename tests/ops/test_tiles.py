@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from planned import plan_by
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -124,7 +125,7 @@ def test_one_tile_is_global_matching(grid):
 def test_a_video_in_one_tile_merges_as_with_tome_whatever_the_number_of_frames(grid):
     x = random_tokens(2, grid, seed=1, c=8)
     plans = [
-        PLANNERS[name](x, grid, ToMeConfig(ratio=0.6, st=2, planner=name), torch.tensor(5))
+        plan_by(name, x, grid, ToMeConfig(ratio=0.6, st=2, planner=name), torch.tensor(5))
         for name in ("tiled", "tome")
     ]
     for mine, theirs in zip(*plans, strict=True):
@@ -137,7 +138,7 @@ def test_a_video_in_one_tile_merges_as_with_tome_whatever_the_number_of_frames(g
 )
 def test_planners_that_reach_over_time_remove_what_the_ratio_says_and_do_so_over_time(planner, grid, time):
     config = ToMeConfig(ratio=0.7, st=time, planner=planner)
-    plan = PLANNERS[planner](random_tokens(2, grid, seed=3), grid, config, torch.tensor(2))
+    plan = plan_by(planner, random_tokens(2, grid, seed=3), grid, config, torch.tensor(2))
     n, removed = math.prod(grid), num_removed(grid, config)
     assert removed == int(0.7 * n)
     assert plan.keep.shape == (2, n - removed)
@@ -149,7 +150,7 @@ def test_a_source_merges_within_the_window_of_its_tile():
     """A window is 4 cells long, 2 before and after a tile: with st=2 a token moves at most 7 frames."""
     grid = 24, 40, 8
     config = ToMeConfig(ratio=0.8, st=2, planner="tiled")
-    plan = PLANNERS["tiled"](random_tokens(1, grid, seed=4), grid, config, torch.tensor(0))
+    plan = plan_by("tiled", random_tokens(1, grid, seed=4), grid, config, torch.tensor(0))
     kept = plan.kept()[0][plan.labels()[0]]
     token = torch.arange(math.prod(grid))
     for axis, side in enumerate((2, 8, 8)):
@@ -169,7 +170,7 @@ def test_products_grow_with_the_frames_and_not_with_their_square():
         grid = frames, 32, 32
         x = random_tokens(1, grid, seed=0, c=4)
         with FlopCounterMode(display=False) as counter:
-            PLANNERS[planner](x, grid, ToMeConfig(ratio=0.5, st=2, planner=planner), torch.tensor(0))
+            plan_by(planner, x, grid, ToMeConfig(ratio=0.5, st=2, planner=planner), torch.tensor(0))
         return counter.get_total_flops()
 
     assert operations("tome", 32) == 4 * operations("tome", 16)

@@ -24,13 +24,13 @@ def places_in(grid):
 
 
 def pieces(grids, config, parts):
-    """The grids and settings in each part."""
+    """The pictures in each part."""
     pictures = sequence_of(grids, config).pictures
     return [sequence_of_part(pictures, index, parts).pictures for index in range(parts)]
 
 
 def num_removed_in_all(pictures):
-    return sum(num_removed(grid, settings) for grid, settings in pictures)
+    return sum(picture.r for picture in pictures)
 
 
 @given(GRIDS, CONFIG, PARTS)
@@ -38,9 +38,9 @@ def test_the_parts_are_those_of_tensor_split_and_their_grids_hold_neighbours(gri
     """Along each axis of a grid, places count up by one from its first token."""
     places = torch.cat([F.pad(places_in(grid), (1, 0), value=i) for i, grid in enumerate(grids)])
     for part, own in zip(places.tensor_split(parts), pieces(grids, config, parts), strict=True):
-        assert sum(math.prod(grid) for grid, _ in own) == len(part)
-        lengths = [math.prod(grid) for grid, _ in own]
-        for (grid, _), tokens in zip(own, part.split(lengths), strict=True):
+        assert sum(math.prod(grid) for grid, *_ in own) == len(part)
+        lengths = [math.prod(grid) for grid, *_ in own]
+        for (grid, *_), tokens in zip(own, part.split(lengths), strict=True):
             picture, *within = (tokens - tokens[:1]).T
             assert not picture.any()
             assert torch.equal(torch.stack(within, 1), places_in(grid))
@@ -51,10 +51,10 @@ def test_every_part_loses_as_many_tokens_and_no_piece_more_than_its_ratio(grids,
     every = pieces(grids, config, parts)
     removed = [num_removed_in_all(own) for own in every]
     assert len(set(removed)) == 1
-    highest = max(settings.ratio for _, settings in sequence_of(grids, config).pictures)
     for own in every:
-        for grid, settings in own:
-            assert num_removed(grid, settings) <= math.prod(grid) * highest
+        for grid, settings, r in own:
+            assert r <= num_removed(grid, settings)
+            assert r % (grid[0] if settings.st == 1 else 1) == 0  # equally many from each frame
 
 
 @given(st.tuples(st.integers(2, 9), SIDES), RATIO, PARTS)
@@ -63,7 +63,7 @@ def test_equal_parts_lose_what_the_ratio_says(side, ratio, parts):
     rows, columns = side
     grid, config = (1, rows * parts, columns), MergeSettings(ratio=ratio)
     for own in pieces([grid], config, parts):
-        assert [piece for piece, _ in own] == [(1, rows, columns)]
+        assert [piece for piece, *_ in own] == [(1, rows, columns)]
         assert num_removed_in_all(own) == num_removed((1, rows, columns), config)
 
 

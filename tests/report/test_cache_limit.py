@@ -13,7 +13,7 @@ from tests.models.tiny import FAMILIES
 from tokenmerge import ConfigError, Correction, PlanSharing, StepReuse, ToMeConfig, apply_token_merging
 from tokenmerge.planners import calibration
 from tokenmerge.report import bytes_of, predict
-from tokenmerge.report.cache_limit import counted_cache, in_words, within
+from tokenmerge.report.cache_limit import change_within, counted_cache, in_words
 
 FLUX = FAMILIES["FluxTransformer2DModel"]
 EVERYTHING = ToMeConfig(
@@ -23,6 +23,16 @@ EVERYTHING = ToMeConfig(
     reuse=StepReuse(every=4, shallow_every=2),
 )
 NOTHING = ToMeConfig(ratio=0.5, max_downsample=8)
+
+
+def within(model: torch.nn.Module, config: ToMeConfig, limit: int) -> tuple[ToMeConfig, str]:
+    """The settings that fit, and what is left out."""
+    change, text = change_within(model, [config], limit)
+    return change(config), text
+
+
+def cache_of(model: torch.nn.Module, config: ToMeConfig) -> int:
+    return counted_cache(model, [config])
 
 
 @pytest.mark.parametrize(
@@ -52,9 +62,9 @@ def test_parts_are_left_out_until_the_rest_fits():
     """One byte below what the settings need, one more part is left out each time."""
     unet = hosts.unet()
     found, config, text = [], EVERYTHING, ""
-    while counted_cache(unet, config):
-        config, text = within(unet, EVERYTHING, counted_cache(unet, config) - 1)
-        assert counted_cache(unet, config) == predict(unet, config).kept_bytes
+    while cache_of(unet, config):
+        config, text = within(unet, EVERYTHING, cache_of(unet, config) - 1)
+        assert cache_of(unet, config) == predict(unet, config).kept_bytes
         found.append((config.correction.every > 0, config.reuse.skips_finest, config.reuse.on))
     assert found == [(False, True, True), (False, False, True), (False, False, False)]
     assert config == NOTHING
@@ -63,26 +73,13 @@ def test_parts_are_left_out_until_the_rest_fits():
 
 def test_what_fits_stays_as_it_is():
     unet = hosts.unet()
-    assert within(unet, EVERYTHING, counted_cache(unet, EVERYTHING)) == (EVERYTHING, "")
+    assert within(unet, EVERYTHING, cache_of(unet, EVERYTHING)) == (EVERYTHING, "")
 
 
-def test_the_guidance_scale_that_caches_most_counts():
+def test_the_settings_that_cache_most_count():
     unet = hosts.unet()
-    strong = ToMeConfig(ratio=0.5, rules=[{"guidance": 5, "correction.every": 2}])
-    needed = counted_cache(unet, ToMeConfig(ratio=0.5, correction=Correction(every=2)))
-    assert counted_cache(unet, strong) == needed > 0
-    config, _ = within(unet, strong, needed - 1)
-    assert config.at_guidance(7).correction.every == 0
-
-
-def test_a_finest_level_that_is_skipped_only_under_strong_guidance_is_left_out_too():
-    unet = hosts.unet()
-    config = ToMeConfig(
-        ratio=0.5, reuse=StepReuse(every=2), rules=[{"guidance": 5, "reuse.shallow_every": 2}]
-    )
-    less, text = within(unet, config, counted_cache(unet, config) - 1)
-    assert [(one.reuse.every, one.reuse.skips_finest) for one in less.variants()] == [(2, False)] * 2
-    assert "every step runs the finest level" in text
+    corrects = ToMeConfig(ratio=0.5, correction=Correction(every=2))
+    assert counted_cache(unet, [NOTHING, corrects]) == cache_of(unet, corrects) > 0
 
 
 def test_plans_that_are_shared_are_refused_where_they_do_not_fit():
@@ -94,7 +91,7 @@ def test_plans_that_are_shared_are_refused_where_they_do_not_fit():
 def test_the_least_size_in_the_error_is_accepted():
     shared, unet = ToMeConfig(ratio=0.5, plans=PlanSharing(every=3)), hosts.unet()
     with pytest.raises(ConfigError) as caught:
-        within(unet, shared, counted_cache(unet, shared) - 1)
+        within(unet, shared, cache_of(unet, shared) - 1)
     named = re.search(r"expected at least (.*?),", str(caught.value))
     assert within(unet, shared, bytes_of(named[1])) == (shared, "")
 
@@ -113,9 +110,9 @@ def test_features_cost_nothing_beside_step_reuse_and_are_left_out_last():
     reuse = {"reuse": StepReuse(every=2), "correction": Correction(every=2)}
     with_reuse = dataclasses.replace(plain, **reuse)
     both = dataclasses.replace(compares, **reuse)
-    assert counted_cache(model, both) == counted_cache(model, with_reuse)
-    assert counted_cache(model, compares) > counted_cache(model, plain) == 0
-    needed = counted_cache(model, compares)
+    assert cache_of(model, both) == cache_of(model, with_reuse)
+    assert cache_of(model, compares) > cache_of(model, plain) == 0
+    needed = cache_of(model, compares)
     assert within(model, both, needed)[0] == compares
     config, text = within(model, both, needed - 1)
     assert config == plain
@@ -133,13 +130,14 @@ def test_the_default_method_takes_what_fits_and_the_handle_says_what_is_missing(
     monkeypatch.setattr(calibration, "measure_fewest_tokens", lambda *_: 16)
     monkeypatch.setattr(calibration, "calibrated", lambda *_: 16, raising=False)
     pipe = Pipeline(model_of(FLUX))
-    whole = apply_token_merging(pipe, 0.5)
-    assert whole.config.correction.every
+    whole = apply_token_merging(pipe, speedup=2.0)
     needed = whole.report().kept_bytes
-    patch = apply_token_merging(pipe, 0.5, max_cache=needed // 2)
-    assert not patch.config.correction.every
+    assert needed
+    patch = apply_token_merging(pipe, speedup=2.0, max_cache=needed // 2)
     assert patch.report().kept_bytes <= needed // 2
-    assert f"auto in {needed // 2} (no correction; with everything, the cache would take" in str(patch)
+    assert re.search(
+        rf"speed-up 2 in {needed // 2} \(no .*; with everything, the cache would take", str(patch)
+    )
 
 
 def test_other_settings_do_not_adapt():

@@ -218,7 +218,7 @@ PLAN = TOKENS * 5 // 2 * 8 + TOKENS // 2 * FLOAT32
         ({"correction": Correction(every=3), "scope": "block"}, BLOCKS),
         ({"reuse": StepReuse(every=2)}, 2 * BELOW),
         (
-            {"reuse": StepReuse(every=3, span=0.1), "scope": "block", "rules": dense_outside(0, 0.1)},
+            {"reuse": StepReuse(every=3), "scope": "block", "rules": dense_outside(0, 0.1)},
             2 * BELOW,
         ),
         ({"reuse": StepReuse(every=2, shallow_every=2)}, 2 * BELOW + 2),
@@ -306,19 +306,6 @@ def test_without_steps_or_where_all_are_alike_no_mean_is_told():
             ToMeConfig(reuse=StepReuse(every=4, shallow_every=3)),
             "1 of 3 steps runs the finest level of a UNet",
         ),
-        (
-            ToMeConfig(reuse=StepReuse(every=4, start=0.25)),
-            "reuse.start=0.25: each of the first 25 % of the steps runs all blocks",
-        ),
-        (
-            ToMeConfig(reuse=StepReuse(every=4, shallow_every=3, shallow_from=0.25)),
-            "; reuse.shallow_from=0.25: each of the first 25 % of the steps runs it",
-        ),
-        (
-            ToMeConfig(reuse=StepReuse(every=4, shallow_every=3, shallow_until=0.9)),
-            "; reuse.shallow_until=0.9: the last 10 % of the steps run it",
-        ),
-        (ToMeConfig(reuse=StepReuse(every=2, span=0.125)), "at most 12.5 % of the steps apart"),
         (ToMeConfig(max_downsample=2, rules=[{"level": 2, "ratio": 0.25}]), "level 2: ratio=0.25"),
     ],
 )

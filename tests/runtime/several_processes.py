@@ -91,7 +91,7 @@ _EVERYWHERE = {
     "cross-attention and MLP": {"merge_crossattn": True, "merge_mlp": True},
     "proportional": {"proportional": True},
     "block": {"scope": "block", "proportional": True},
-    "local": {"planner": "local"},
+    "tiled": {"planner": "tiled"},
     "uniform": {"planner": "uniform"},
 }
 _ALONE = {"plans": PlanSharing(guidance=False)}

@@ -184,9 +184,9 @@ def test_a_guided_planner_is_told_what_guidance_changed_in_the_last_step(batched
     for module in (tome, planning):
         monkeypatch.setattr(module, "GUIDED_PLANNERS", ("importance", "another"))
 
-    def plan(features, grid, config, step, importance):
+    def plan(features, grid, r, config, step, importance):
         asked.append(importance)
-        return PLANNERS["tome"](features, grid, config, step)
+        return PLANNERS["tome"](features, grid, r, config, step)
 
     monkeypatch.setitem(PLANNERS, planner, plan)
     unet = hosts.unet()
@@ -272,9 +272,9 @@ def test_each_tile_has_the_importance_of_its_own(monkeypatch):
     """A pipeline of tiles, which calls for each prompt of each."""
     asked = []
 
-    def plan(features, grid, config, step, importance):
+    def plan(features, grid, r, config, step, importance):
         asked.append(importance)
-        return PLANNERS["tome"](features, grid, config, step)
+        return PLANNERS["tome"](features, grid, r, config, step)
 
     monkeypatch.setitem(PLANNERS, "importance", plan)
     unet = hosts.unet()

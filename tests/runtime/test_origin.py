@@ -31,7 +31,7 @@ def patched(request: pytest.FixtureRequest, tmp_path: Any) -> tuple[Any, str, st
         return patch, "'tuned.json' with reuse.every=3", "in 'tuned.json'"
     if request.param == "own settings":
         return apply_token_merging(pipe, REUSE), "reuse.every=3", "or take reuse.every=1"
-    return apply_token_merging(pipe, 0.5), "the default method", OWN
+    return apply_token_merging(pipe, speedup=2.0), "the default method", OWN
 
 
 def call(patch: Any, **changes: Any) -> str:
@@ -64,9 +64,9 @@ def test_a_call_under_gradients(patched):
 
 
 def test_a_generation_that_is_dense_names_no_setting_that_was_not_given(monkeypatch):
-    monkeypatch.setattr("tokenmerge.auto.fewest_tokens", lambda *_: 1000)
+    monkeypatch.setattr("tokenmerge.default_method.fewest_tokens", lambda *_: 1000)
     unet = hosts.unet()
-    patch = apply_token_merging(SimpleNamespace(unet=unet, scheduler=DDIMScheduler()), 0.5)
+    patch = apply_token_merging(SimpleNamespace(unet=unet, scheduler=DDIMScheduler()))
     with warnings.catch_warnings(record=True) as caught, torch.no_grad():
         warnings.simplefilter("always")
         patch.at_step(0, 4)
@@ -85,7 +85,7 @@ def test_a_cache_of_diffusers():
     transformer = family.build()
     transformer.enable_cache(FirstBlockCacheConfig(threshold=0.1))
     pipe = SimpleNamespace(transformer=transformer, scheduler=DDIMScheduler())
-    patch = apply_token_merging(pipe, 0.5)
+    patch = apply_token_merging(pipe, speedup=2.0)
     patch.at_step(0, 20)
     with pytest.raises(TypeError) as caught, torch.no_grad(), transformer.cache_context("a"):
         transformer(**family.inputs(1, 8, 8))

@@ -21,7 +21,7 @@ from tokenmerge import (
 from tokenmerge.models.find import find_hosts
 from tokenmerge.ops import make_plan, own_cell, strided_partition, unmerge
 from tokenmerge.planners import PLANNERS
-from tokenmerge.runtime.blocks.forward import COMBINE
+from tokenmerge.runtime.blocks.merged_call import COMBINE
 
 HALF = {"ratio": 0.5}
 
@@ -189,7 +189,7 @@ def test_proportional_attention_needs_pytorch_s_own():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("settings", [{"scope": "block"}, {"proportional": True}, {"planner": "local"}])
+@pytest.mark.parametrize("settings", [{"scope": "block"}, {"proportional": True}, {"planner": "tiled"}])
 def test_settings_beyond_the_paper_compile_into_one_graph(settings):
     torch._dynamo.reset()
     unet = hosts.unet(

@@ -326,7 +326,7 @@ def changes(pipe: StableDiffusionPipeline, patch: Any) -> list[Callable[[], Any]
     """Every way to change the settings of a pipeline's models."""
 
     def within() -> None:
-        with token_merging(pipe, 0.25):
+        with token_merging(pipe, speedup=2.0):
             pass
 
     return [

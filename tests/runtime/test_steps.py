@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import gc
 import pickle
 from typing import Any
 
 import cached
-import diffusers
 import hosts
-import numpy as np
 import pytest
 import torch
 from diffusers import (
@@ -40,7 +37,6 @@ from tokenmerge.ops import Plan, merge, unmerge
 from tokenmerge.runtime.memory.reuse import Residual, extrapolated, residual_of, updated
 from tokenmerge.runtime.memory.state import STATE, BlockState, LayerState
 from tokenmerge.runtime.patching.patch import state_of
-from tokenmerge.runtime.steps.scheduler import step_of
 
 HALF: dict[str, Any] = {"ratio": 0.5, "max_downsample": 8}
 STEPS = 6
@@ -311,19 +307,10 @@ def test_in_a_unet_nothing_runs_below_the_finest_level(remove):
     assert ran == {**dict.fromkeys(below, 8 if remove else 4), **dict.fromkeys(finest, 8)}
 
 
-@pytest.mark.parametrize(
-    ("every", "start", "steps_of_all", "steps_of_finest"),
-    [
-        (4, 0.0, [0, 1, 7], [0, 1, 3, 5, 7]),
-        (3, 0.0, [0, 1, 3, 7], [0, 1, 3, 5, 7]),
-        (2, 0.0, [0, 1, 3, 5, 7], [0, 1, 3, 5, 7]),
-        (2, 0.5, [0, 1, 3, 5, 7], [0, 1, 2, 3, 5, 7]),
-        (4, 0.7, [0, 1, 7], [0, 1, 2, 3, 4, 5, 7]),
-    ],
-)
-def test_on_some_steps_the_last_layer_of_a_unet_runs_alone(every, start, steps_of_all, steps_of_finest):
-    unet = hosts.unet()
-    config = ToMeConfig(**HALF, reuse=StepReuse(every=every, shallow_every=2, shallow_from=start))
+@pytest.mark.parametrize(("every", "steps_of_all"), [(4, [0, 1, 7]), (3, [0, 1, 5, 7]), (2, [0, 1, 3, 5, 7])])
+def test_on_some_steps_the_last_layer_of_a_unet_runs_alone(every, steps_of_all):
+    unet, steps_of_finest = hosts.unet(), [0, 1, 3, 5, 7]
+    config = ToMeConfig(**HALF, reuse=StepReuse(every=every, shallow_every=2))
     patch = apply_token_merging(unet, config)
     ran: dict[str, list[int]] = {}
     below = ["down_blocks.1.resnets.0", "mid_block.attentions.0", "up_blocks.0.resnets.1"]
@@ -341,34 +328,10 @@ def test_on_some_steps_the_last_layer_of_a_unet_runs_alone(every, start, steps_o
     assert all(ran[path] == list(range(8)) for path in last)
 
 
-def test_in_short_generations_more_steps_run_everything():
-    reuse = StepReuse(every=4, shallow_every=2, span=0.25)
-    ran = [(len(runs.full), len(runs.shallow)) for runs in map(reuse.steps_of, (1, 7, 8, 12, 15, 16, 50))]
-    assert ran == [(1, 1), (7, 7), (5, 8), (5, 12), (6, 15), (5, 9), (14, 26)]
-    unet, ran = hosts.unet(), []
-    patch = apply_token_merging(unet, ToMeConfig(**HALF, reuse=StepReuse(every=4, span=0.25)))
-    unet.mid_block.resnets[0].register_forward_hook(lambda *_: ran.append(index))
-    for index in range(8):
-        patch.at_step(index, 8)
-        hosts.call(unet, **hosts.inputs(1, seed=index))
-    assert ran == [0, 1, 3, 5, 7]
-
-
 def test_full_steps_lie_where_the_settings_say():
     """A number of them in any generation, with the first two and the last or without; or at given places."""
-    assert StepReuse(every=4, spacing=1).steps_of(20).full == (0, 1, 5, 10, 15, 19)
-    assert StepReuse(every=4, spacing=0.6).steps_of(20).full == (0, 1, 9, 13, 16, 19)
-    assert StepReuse(every=1.2, spacing=0.6).steps_of(8).full == (0, 1, 3, 4, 5, 6, 7)
+    assert StepReuse(every=4).steps_of(20).full == (0, 1, 5, 10, 15, 19)
     assert StepReuse(every=100).steps_of(20).full == (0, 1, 19)
-    assert StepReuse(every=4).steps_of(20, adds_noise=True) == StepReuse(every=4, spacing=0.65).steps_of(20)
-    assert StepReuse(every=4, spacing=0.8).steps_of(20) == StepReuse(every=4).steps_of(20)
-    assert StepReuse(every=4, spacing=1).steps_of(20, adds_noise=True).full == (0, 1, 5, 10, 15, 19)
-    free = [StepReuse(every=every, ends="free").steps_of(20).full for every in (4, 2)]
-    assert free == [(0, 3, 7, 10, 14, 17), (0, 2, 4, 5, 7, 9, 11, 13, 14, 16, 18)]
-    assert StepReuse(every=4, ends="free", spacing=0.6).steps_of(20).full == (0, 6, 10, 13, 15, 17)
-    assert StepReuse(every=4, ends="free").steps_of(20, adds_noise=True).full == free[0]
-    assert StepReuse(every=4).steps_of(20, ends_clean=True).full == free[0]
-    assert StepReuse(every=4, ends="full").steps_of(20, ends_clean=True) == StepReuse(every=4).steps_of(20)
     given = StepReuse(full_steps=(0, 0.05, 0.5, 1), shallow_steps=(0.25, 0.75)).steps_of(21)
     assert given.full == (0, 1, 10, 20)
     assert given.shallow == (0, 1, 5, 10, 15, 20)
@@ -379,17 +342,6 @@ def test_full_steps_lie_where_the_settings_say():
         patch.at_step(index, 6)
         hosts.call(unet, **hosts.inputs(1, seed=index))
     assert ran == [0, 1, 3, 5]
-
-
-def test_free_ends_move_full_steps_and_change_their_number_never():
-    for steps in range(1, 60):
-        for every in (1, 1.1, 1.5, 2, 3, 7, 100):
-            for spacing in (0.01, 0.3, None):
-                full = StepReuse(every=every, ends="free", spacing=spacing).steps_of(steps).full
-                assert len(full) == len(StepReuse(every=every).steps_of(steps).full)
-                assert full[0] == 0
-                assert full == tuple(sorted(set(full)))
-                assert full[-1] < steps
 
 
 def test_what_ran_once_stays_as_it_was_until_it_runs_again():
@@ -407,82 +359,15 @@ def test_what_ran_once_stays_as_it_was_until_it_runs_again():
         torch.testing.assert_close(held, results[0])
 
 
-@pytest.mark.filterwarnings("ignore:__array_(_ implementation|wrap__):DeprecationWarning")
-@pytest.mark.parametrize(
-    ("name", "noise"), [("DDIM", False), ("EulerAncestralDiscrete", True), ("DDPM", True)]
-)
-def test_a_solver_that_adds_noise_has_its_own_spacing(name, noise):
-    scheduler = getattr(diffusers, f"{name}Scheduler")()
-    scheduler.set_timesteps(20)
-    step = step_of(scheduler, scheduler.timesteps[0])
-    assert step is not None
-    assert step.adds_noise is noise
-
-
-@pytest.mark.filterwarnings("ignore:__array_(_ implementation|wrap__):DeprecationWarning")
-@pytest.mark.parametrize(
-    ("name", "sigmas", "clean"),
-    [
-        ("FlowMatchEulerDiscrete", None, True),  # as Stable Diffusion 3 has them
-        ("FlowMatchEulerDiscrete", np.linspace(1, 1 / 20, 20).tolist(), False),  # as FLUX.1
-        ("EulerDiscrete", None, False),
-        ("DPMSolverMultistep", None, False),
-        ("DDIM", None, False),
-    ],
-)
-def test_a_schedule_that_ends_almost_without_noise_lets_the_last_step_go(name, sigmas, clean):
-    scheduler = getattr(diffusers, f"{name}Scheduler")()
-    scheduler.set_timesteps(20, **({} if sigmas is None else {"sigmas": sigmas}))
-    for timestep in scheduler.timesteps[:2]:
-        step = step_of(scheduler, timestep)
-        assert step is not None
-        assert step.generation.ends_clean is clean
-    assert copy.deepcopy(step.generation).ends_clean is clean
-    assert pickle.loads(pickle.dumps(step.generation)).ends_clean is clean
-
-
-@pytest.mark.parametrize("spacing", [None, 0.3, 1.0])
-@pytest.mark.parametrize("adds_noise", [False, True])
-def test_full_steps_are_some_of_those_that_run_the_finest_level(spacing, adds_noise):
-    """So that level runs only where its own setting says so, and no setting changes the other's number."""
+def test_full_steps_are_some_of_those_that_run_the_finest_level():
+    """So that level runs only where its own setting says so, and neither changes the other's number."""
     for steps in range(3, 60):
-        for every, shallow_every, shallow_from, shallow_until in (
-            (3, 2, 0, 1),
-            (4, 1.6, 0.3, 1),
-            (8, 3, 0, 0.9),
-            (2.4, 2.4, 0.1, 0.6),
-            (3, 2, 0.5, 0.4),
-            (5, 1, 0, 1),
-        ):
-            reuse = StepReuse(
-                every=every,
-                shallow_every=shallow_every,
-                shallow_from=shallow_from,
-                shallow_until=shallow_until,
-                spacing=spacing,
-            )
-            runs = reuse.steps_of(steps, adds_noise)
+        for every, shallow_every in ((3, 2), (4, 1.6), (8, 3), (2.4, 2.4), (5, 1)):
+            runs = StepReuse(every=every, shallow_every=shallow_every).steps_of(steps)
             assert {0, 1, steps - 1} <= set(runs.full) <= set(runs.shallow)
             assert runs.full == tuple(sorted(set(runs.full)))
             assert len(runs.full) == len(StepReuse(every=every).steps_of(steps).full)
-            finest = StepReuse(every=shallow_every, spacing=1).steps_of(steps).full
-            early, late = range(round(shallow_from * steps)), range(round(shallow_until * steps), steps)
-            assert set(runs.shallow) == {*finest, *early, *late}
-
-
-@pytest.mark.parametrize("start", [0.05, 0.35, 0.6, 0.99])
-@pytest.mark.parametrize("ends", ["full", "free"])
-@pytest.mark.parametrize("shallow_every", [1, 2])
-def test_the_first_share_of_the_steps_is_full_and_the_others_stay(start, ends, shallow_every):
-    for steps in range(1, 60):
-        for every in (1, 2, 3.5):
-            reuse = StepReuse(every=every, ends=ends, shallow_every=min(shallow_every, every))
-            plain, runs = reuse.steps_of(steps), dataclasses.replace(reuse, start=start).steps_of(steps)
-            first = range(round(start * steps))
-            assert set(runs.full) == {*first, *plain.full}
-            assert set(runs.shallow) == {*first, *plain.shallow}
-            assert list(runs.full) == sorted(runs.full)
-            assert list(runs.shallow) == sorted(runs.shallow)
+            assert runs.shallow == StepReuse(every=shallow_every).steps_of(steps).full
 
 
 class GuidedPipeline:
@@ -568,7 +453,7 @@ def test_what_a_controlnet_adds_to_the_finest_level_counts_where_nothing_else_ru
                 "mid_block_additional_residual": torch.full((1, 64, 8, 8), middle),
             },
         )
-        assert state_of(unet).context.extrapolation is not None
+        assert state_of(unet).context.decision.deep is not None
         return result
 
     nothing = third_step((0.0, 0.0, 0.0, 0.0), 0.0)
@@ -681,7 +566,7 @@ def test_a_loop_that_goes_on_elsewhere_begins_anew():
     for index in (0, 1, 4, 5, 3):
         loop.patch.at_step(index, 8)
         hosts.call(loop.model, **loop.arguments)
-        ran.append(state.context.corrects)
+        ran.append(state.context.decision.measures)
     assert ran == [True, False, True, False, True]
 
 

@@ -60,7 +60,13 @@ def calls(model: nn.Module) -> list[tuple[int, int, str]]:
     def note(*_: Any) -> None:
         context = state.context
         merges = any(settings.ratio for settings in context.settings.values())
-        what = "corrects" if context.corrects else "merges" if context.extrapolation is None else "reuses"
+        what = (
+            "corrects"
+            if context.decision.measures
+            else "merges"
+            if context.decision.deep is None
+            else "reuses"
+        )
         index = state.threads.value.memory.tracker.index
         seen.append((index, context.call, what if merges else "dense"))
 

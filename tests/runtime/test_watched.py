@@ -23,7 +23,7 @@ from tests.models.tiny import FAMILIES
 from tiny_pipeline import UNET
 from torch import nn
 
-import tokenmerge.auto
+import tokenmerge.default_method
 from tokenmerge import StepReuse, ToMeConfig, UnsupportedModelError, apply_token_merging, token_merging
 from tokenmerge.report import predict
 from tokenmerge.runtime.memory.state import BlockState, LayerState
@@ -109,7 +109,7 @@ def test_a_controller_counts_every_step(pipe, ratio, patched_first):
 
 
 def test_without_it_the_same_patch_is_as_before(pipe):
-    apply_token_merging(pipe, 0.5)
+    apply_token_merging(pipe, speedup=2.0)
     before = draw(pipe)
     control(pipe.unet)
     with left_alone():
@@ -120,7 +120,7 @@ def test_without_it_the_same_patch_is_as_before(pipe):
 
 
 def test_a_plain_pipeline_has_none(pipe):
-    patch = apply_token_merging(pipe, 0.5)
+    patch = apply_token_merging(pipe, speedup=2.0)
     draw(pipe)
     assert watchers_in(pipe.unet) == {}
     assert "left alone" not in str(patch)
@@ -128,7 +128,7 @@ def test_a_plain_pipeline_has_none(pipe):
 
 
 def test_maps_of_cross_attention_leave_self_attention_merging(pipe):
-    apply_token_merging(pipe, 0.5)
+    apply_token_merging(pipe, speedup=2.0)
     controller = control(pipe.unet, "attn2")
     with left_alone():
         draw(pipe)
@@ -139,7 +139,7 @@ def test_maps_of_cross_attention_leave_self_attention_merging(pipe):
 
 def test_an_attention_map_read_by_a_hook_is_of_all_tokens_in_each_step(pipe):
     """All other blocks merge."""
-    patch = apply_token_merging(pipe, 0.5)
+    patch = apply_token_merging(pipe, speedup=2.0)
     seen: list[Any] = []
     hook = pipe.unet.get_submodule(MID).attn1.register_forward_hook(lambda *given: seen.append(given[-1]))
     with left_alone(), patch.record() as plans:
@@ -158,9 +158,9 @@ def test_an_attention_map_read_by_a_hook_is_of_all_tokens_in_each_step(pipe):
 
 
 def test_a_hook_at_the_finest_level_lets_deep_stages_be_skipped(pipe):
-    config = tokenmerge.auto.choose(pipe, 0.5)
+    config = tokenmerge.default_method.settings_for(pipe, guidance=3.0)
     assert config.reuse.skips_finest
-    apply_token_merging(pipe, 0.5)
+    apply_token_merging(pipe, speedup=2.0)
     ran: dict[str, int] = {"down_blocks.0.resnets.0.conv1": 0, "mid_block.resnets.0.conv1": 0}
 
     def count(path: str, *_: Any) -> None:
@@ -181,7 +181,7 @@ def test_a_hook_at_the_finest_level_lets_deep_stages_be_skipped(pipe):
 @pytest.mark.parametrize("method", ["class", "function", "method"])
 def test_a_replaced_forward_runs_in_every_step(pipe, method):
     """As MasaCtrl and the first prompt-to-prompt put it on attention."""
-    apply_token_merging(pipe, 0.5)
+    apply_token_merging(pipe, speedup=2.0)
     attention, calls = pipe.unet.get_submodule(MID).attn2, []
     plain = attention.forward
 
@@ -284,7 +284,7 @@ def test_ledits_reads_its_maps(pipe):
     with pytest.warns(UserWarning, match="LEDITSCrossAttnProcessor at .* may not see every step"):
         apply_token_merging(editing.unet, REUSED)  # others do not read them
     with pytest.warns(UserWarning, match="what LEDITSCrossAttnProcessor at .* looks at runs in every step"):
-        apply_token_merging(editing, 0.5)
+        apply_token_merging(editing, speedup=2.0)
     assert torch.isfinite(edit()).all()
 
 
@@ -322,7 +322,7 @@ def test_settings_that_follow_no_steps_notice_it_as_a_generation_begins(pipe):
 
 
 def test_a_model_alone_notices_the_pipeline_that_runs(pipe):
-    apply_token_merging(pipe.unet, 0.5)
+    apply_token_merging(pipe.unet, speedup=2.0)
     draw(pipe)
     control(pipe.unet)
     dense = draw_without(pipe)
@@ -399,7 +399,7 @@ def test_processors_and_hooks_that_only_compute(pipe):
 def test_perturbed_attention_guidance_is_as_before(pipe):
     guided = StableDiffusionPAGPipeline.from_pipe(pipe, pag_applied_layers=["mid"])
     guided.set_progress_bar_config(disable=True)
-    patch = apply_token_merging(guided, 0.5)
+    patch = apply_token_merging(guided, speedup=2.0)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         draw(guided, pag_scale=3.0)
@@ -441,5 +441,5 @@ def test_a_file_of_settings_is_none_of_the_default_method(pipe, tmp_path):
     save_config(ToMeConfig(ratio=0.5), file)
     apply_token_merging(pipe, str(file))
     assert not state_of(pipe.unet).is_default
-    apply_token_merging(pipe, "auto", ratio=0.5)
+    apply_token_merging(pipe, speedup=2.0)
     assert state_of(pipe.unet).is_default

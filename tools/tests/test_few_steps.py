@@ -59,7 +59,7 @@ def test_short_generations_merge_under_the_schedulers_of_distilled_models(pipes,
 def test_auto_says_that_a_short_generation_of_a_small_picture_is_dense(pipes, model, steps):
     pipe = pipes[model]
     dense = draw(pipe, steps)
-    patch = apply_token_merging(pipe, 0.5)
+    patch = apply_token_merging(pipe, speedup=2.0)
     try:
         words = rf"this generation is dense: of {steps} step{'s' if steps > 1 else ''} .*larger image"
         with pytest.warns(UserWarning, match=words):

@@ -21,6 +21,7 @@ MAY_IMPORT = {
     "timing": "",
     "method_spec": "",
     "closeness": "",
+    "sheets": "",
     "demo": "",
     "pipelines": "files failures method_spec demo",
     "records": "files",
@@ -29,11 +30,11 @@ MAY_IMPORT = {
     "bench": "files failures machine timing method_spec pipelines records variants",
     "reporting": "files records variants",
     "generate": (
-        "files failures machine timing method_spec closeness demo pipelines variants drawing reporting"
+        "files failures machine timing method_spec closeness sheets demo pipelines variants drawing reporting"
     ),
-    "evaluate": "files failures machine closeness demo pipelines records variants drawing",
-    "tune": "files failures pipelines records variants drawing reporting evaluate",
-    "play": "failures method_spec closeness demo pipelines variants drawing",
+    "evaluate": "files failures machine closeness sheets demo pipelines records variants drawing",
+    "tune": "files failures sheets pipelines records variants drawing reporting evaluate",
+    "play": "failures method_spec closeness sheets demo pipelines variants drawing",
     "export": "files failures machine method_spec pipelines",
     "cli": (
         "files failures machine method_spec pipelines records drawing bench reporting generate "

@@ -1,8 +1,8 @@
 """Settings in the parameters of a picture: one line that a person and a program can read.
 
-``Token merging: auto 0.5, {"version": 1, "settings": {"ratio": 0.5, "planner": "tiled"}}``: the name of the
-method, the ratio, and the content of a file of settings (:mod:`tokenmerge.config.json_file`), without those
-that have their default values.
+``Token merging: tome 0.5, {"version": 1, "settings": {"ratio": 0.5, "planner": "tiled"}}``: the name of the
+method, the ratio or speed-up that was asked for, and the content of a file of settings
+(:mod:`tokenmerge.config.json_file`), without those that have their default values.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import json
 
 from tokenmerge.config.checks import refuse
 from tokenmerge.config.json_file import VERSION, content, unique_keys
+from tokenmerge.config.origin import is_default
 from tokenmerge.config.tome import ToMeConfig
 from tokenmerge.errors import ConfigError
 
@@ -28,8 +29,9 @@ def to_metadata(config: ToMeConfig, method: str = "") -> str:
     'Token merging: ratio 0.4, {"version": 1, "settings": {"ratio": 0.4, "max_downsample": 2}}'
     """
     called = " ".join(method.replace("{", " ").split()) or "ratio"  # the first brace begins the settings
+    asked = called if is_default(method) else f"{called} {config.ratio:g}"
     settings = json.dumps({"version": VERSION, "settings": config.changed()})
-    return f"{NAME}: {called} {config.ratio:g}, {settings}"
+    return f"{NAME}: {asked}, {settings}"
 
 
 def read_metadata(text: str) -> ToMeConfig:
@@ -42,7 +44,7 @@ def read_metadata(text: str) -> ToMeConfig:
     Raises:
         ConfigError: there is no such line, or a setting in it is unknown or out of range.
 
-    >>> read_metadata(to_metadata(ToMeConfig(ratio=0.4), "auto"))
+    >>> read_metadata(to_metadata(ToMeConfig(ratio=0.4), "speed-up 2"))
     ToMeConfig(ratio=0.4)
     """
     decoder = json.JSONDecoder(object_pairs_hook=unique_keys)

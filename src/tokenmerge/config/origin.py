@@ -5,13 +5,17 @@ from __future__ import annotations
 _OWN = "pass settings of your own, such as ToMeConfig(ratio=0.5)"
 
 
+# The name of the default method, before the number that was asked for.
+DEFAULT = "speed-up"
+
+
 def is_default(method: str) -> bool:
     """Return whether settings with this name are those of the default method.
 
-    >>> is_default("auto for a speed-up of 2"), is_default("automatic.json")
+    >>> is_default("speed-up 2 in 10MB"), is_default("speed-up.json")
     (True, False)
     """
-    return method.split(" ")[0] == "auto"
+    return method.split(" ")[0] == DEFAULT
 
 
 def named(method: str, given: str) -> str:
@@ -21,7 +25,7 @@ def named(method: str, given: str) -> str:
         method: name of the settings, as the handle of a patch has it; empty: the user gave them all.
         given: the setting with its value.
 
-    >>> named("", "reuse.every=3"), named("auto", "reuse.every=3"), named("sdtm", "reuse.every=3")
+    >>> named("", "reuse.every=3"), named("speed-up 2", "reuse.every=3"), named("sdtm", "reuse.every=3")
     ('reuse.every=3', 'the default method', "'sdtm' with reuse.every=3")
     """
     if is_default(method):
@@ -38,7 +42,7 @@ def instead(method: str, change: str) -> str:
 
     >>> instead("", "take reuse.every=1"), instead("tuned.json", "take reuse.every=1")
     ('take reuse.every=1', "take reuse.every=1 in 'tuned.json'")
-    >>> instead("auto", "take reuse.every=1")
+    >>> instead("speed-up 2", "take reuse.every=1")
     'pass settings of your own, such as ToMeConfig(ratio=0.5)'
     """
     if method.endswith(".json"):

@@ -14,12 +14,18 @@ REMOVED: Mapping[str, tuple[Any, ...]] = {
     "clusters": (16,),
     "repeat_penalty": (0,),
     "correction.steps": ((), []),
+    "reuse.ends": (None, "full"),
+    "reuse.spacing": (None, 1),
+    "reuse.start": (0,),
+    "reuse.shallow_from": (0,),
+    "reuse.shallow_until": (1,),
+    "reuse.span": (1,),
 }
 # Removed values of settings that still exist.
 REMOVED_VALUES: Mapping[str, tuple[str, ...]] = {
     "combine": ("norm", "reuse", "extrapolate"),
     "features": ("keys",),
-    "planner": ("clusters", "ras"),
+    "planner": ("clusters", "local", "ras"),
     "scope": ("stack",),
 }
 
@@ -38,7 +44,8 @@ def without_removed(settings: Mapping[str, Any], where: str = "") -> dict[str, A
     {'ratio': 0.5}
     """
     for name, value in settings.items():
-        idle = isinstance(value, int | float | list | tuple) and value in REMOVED.get(name, ())
+        plain = value is None or isinstance(value, int | float | str | list | tuple)
+        idle = plain and value in REMOVED.get(name, ())
         if name in REMOVED and not idle:
             refuse_removed(f"{where}{name}", repr(value), "leave it out")
     return {name: value for name, value in settings.items() if name not in REMOVED}

@@ -105,8 +105,6 @@ class MergeSettings(Value):
               2303.17604). Planning time grows with the square of the number of tokens.
             - ``"tiled"``: the same within tiles of about 32 × 32 cells, or 4 × 16 × 16 over time: as close,
               and much faster on large grids.
-            - ``"local"``: the same within the 3 × 3 cells around a source: fastest to match, slightly less
-              close.
             - ``"uniform"``: each cell merges into its destination and nothing is compared. It removes
               1 − 1/(sx·sy) of the tokens at any ratio above 0, and loses detail finer than a cell.
             - ``"windows"``: whole cells merge, the most uniform first (arXiv 2505.11707): fast, coarse at

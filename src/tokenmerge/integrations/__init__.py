@@ -1,10 +1,9 @@
 """Integrations with other programs, one folder each. Only ``paddle`` imports another one: ``portable``.
 
-- ``comfyui``: the node for ComfyUI. ``play``: the playground in the browser. ``export``: merged denoisers as
-  files for ONNX Runtime and OpenVINO.
+- ``comfyui``: the node for ComfyUI.
+- ``export``: the arithmetic of exported programs, for ONNX Runtime and OpenVINO.
 - ``paddle``: the models of ppdiffusers, without PyTorch. It is public as :mod:`tokenmerge.paddle`. Its tensor
   functions are in ``portable``, for any array library.
 
-``tests/test_layering.py`` lists what each of them may import. Only the command line and
-:mod:`tokenmerge.paddle` import them.
+``tests/test_layering.py`` lists what each of them may import, and who imports them.
 """

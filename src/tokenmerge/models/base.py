@@ -194,6 +194,10 @@ class Host:
         """Whether step reuse can skip parts of it: stages of a UNet, or whole blocks."""
         return bool(self.deep_stages) or any(block.block_layout is not None for block in self.blocks)
 
+    def grid_at(self, height: int, width: int) -> GridShape:
+        """Return the finest token grid for a height and width of the sample."""
+        return self.frames, -(-height // self.patch), -(-width // self.patch)
+
     @property
     def usual_batch(self) -> int:
         """Batch size of a call for one picture: 2 with guidance, 1 if the model takes its scale."""

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from tokenmerge.errors import UnsupportedModelError
-from tokenmerge.models.base import Block, GridShape, Host, is_a, modules_in
+from tokenmerge.models.base import Block, GridShape, Host, is_a
 from tokenmerge.models.basic_block import basic_block
 from tokenmerge.models.layout import Grid
-from tokenmerge.models.unet_work import UNetWork
 
 # The lists of modules in a layer of a stage, in the order in which they run.
 _IN_LAYERS = ("resnets", "temp_convs", "attentions", "temp_attentions", "motion_modules")
@@ -65,31 +63,6 @@ def _stages(root: Any) -> Iterator[tuple[str, Any, int]]:
         yield f"up_blocks.{i}", stage, level
         if _has(stage, "upsamplers"):
             level //= 2
-
-
-def work_of(host: Host) -> UNetWork:
-    """How the work of a UNet's call is distributed."""
-    weights: Counter[int] = Counter()
-    for _, stage, level in _stages(host.root):
-        weights[level] += _weights(stage)
-    projections = (
-        (block.level, getattr(getattr(block.module, layer.name), "to_q", None))
-        for block in host.blocks
-        for layer in block.layers
-        if layer.kind == "attn1"
-    )
-    widths = ((level, module.out_features) for level, module in projections if isinstance(module, nn.Linear))
-    return UNetWork(weights, tuple(widths))
-
-
-def _weights(stage: Any) -> int:
-    """Number of weights of a stage; a shared one counts each time."""
-    count = 0
-    for module in modules_in(stage):
-        for weight in module._parameters.values():
-            if weight is not None:
-                count += weight.numel()
-    return count
 
 
 def _deep_stages(root: Any) -> tuple[str, ...]:

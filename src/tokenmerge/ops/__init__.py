@@ -3,12 +3,11 @@
 They know neither models nor settings, and import nothing else of the package.
 """
 
-from tokenmerge.ops.bits import bits
+from tokenmerge.ops.arithmetic import bits
 from tokenmerge.ops.join import join_plans
 from tokenmerge.ops.matching import (
     bipartite_soft_matching,
     features_if_shared,
-    local_matching,
     most_similar,
     own_cell,
     shared_features,
@@ -49,7 +48,6 @@ __all__ = [
     "head_size_with_columns",
     "join_plans",
     "keep_destinations",
-    "local_matching",
     "make_plan",
     "make_soft_plan",
     "merge",

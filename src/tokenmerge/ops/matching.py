@@ -59,53 +59,6 @@ def _select(x: Tensor, index: Tensor) -> Tensor:
     return x.flatten(0, 1).index_select(0, rows.flatten()).unflatten(0, (b, -1))
 
 
-def local_matching(
-    features: Tensor,
-    grid: Sequence[int],
-    cell: Sequence[int],
-    src: Tensor,
-    dst: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """Connect each source to its most similar destination among the 3 × 3 cells around it.
-
-    Args:
-        features: ``[b, n, c]``, compared by cosine similarity.
-        grid: (rows, columns) of the n tokens.
-        cell: (height, width) of a cell in tokens.
-        src: ``[s]`` indices of the sources.
-        dst: ``[d]`` indices of the destinations, one for each cell in row order, from
-            :func:`tokenmerge.ops.strided_partition`.
-
-    Returns:
-        As :func:`bipartite_soft_matching`.
-    """
-    smallest = torch.finfo(features.dtype).tiny
-    destinations = F.normalize(features.index_select(1, dst), dim=-1, eps=smallest)
-    around = _around(grid[0] // cell[0], grid[1] // cell[1], src.device)
-    near = destinations.index_select(1, around.flatten()).unflatten(1, around.shape)  # [b, cell, 9, c]
-
-    def match(sources: Tensor, cells: Tensor, candidates: Tensor) -> tuple[Tensor, Tensor]:
-        """``[s, k]`` sources of s cells and the 9 candidates of each → similarities, places ``[b, s, k]``."""
-        tokens = features.index_select(1, sources.flatten()).unflatten(1, sources.shape)
-        product, which = (tokens @ candidates.transpose(-1, -2)).max(dim=-1)
-        place = around[cells].expand(len(features), -1, -1).gather(2, which)
-        return product / tokens.norm(dim=-1).clamp(min=smallest), place
-
-    # Sources of one cell share their candidates, which are gathered once. The partition lists one source of
-    # every cell, then the next one of every cell, and at the end the sources beyond the last whole cell.
-    inside = len(dst) * (num_tokens(cell) - 1)
-    by_cell = src[:inside].view(-1, len(dst)).t()
-    found = [match(by_cell, torch.arange(len(dst), device=src.device), near)]
-    if inside < len(src):
-        cells = own_cell(grid, cell, src[inside:])
-        found.append(match(src[inside:].unsqueeze(1), cells, near.index_select(1, cells)))
-    similarity, nearest = (
-        torch.cat([part.transpose(1, 2).flatten(1) for part in parts], dim=1)
-        for parts in zip(*found, strict=True)
-    )
-    return similarity.argsort(dim=-1, descending=True), nearest
-
-
 def own_cell(grid: Sequence[int], cell: Sequence[int], tokens: Tensor) -> Tensor:
     """Index of each token's cell in grid order. Tokens beyond the last whole cell get the nearest one.
 
@@ -117,14 +70,6 @@ def own_cell(grid: Sequence[int], cell: Sequence[int], tokens: Tensor) -> Tensor
         place = tokens // num_tokens(grid[axis + 1 :]) % side // stride
         own = own * (side // stride) + place.clamp(max=side // stride - 1)
     return own
-
-
-def _around(rows: int, columns: int, device: torch.device) -> Tensor:
-    """``[rows * columns, 9]``: the 3 × 3 cells around each cell, some of them twice at a border."""
-    step = torch.arange(-1, 2, device=device)
-    row = (torch.arange(rows, device=device).view(-1, 1) + step).clamp(0, rows - 1)
-    column = (torch.arange(columns, device=device).view(-1, 1) + step).clamp(0, columns - 1)
-    return (row.view(rows, 1, 3, 1) * columns + column.view(1, columns, 1, 3)).reshape(rows * columns, 9)
 
 
 def _largest_products(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:

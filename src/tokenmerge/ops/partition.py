@@ -14,11 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tokenmerge.ops.limbs import FACTORS, remainders, upper_bits
-
-Draw = tuple[int, Tensor]  # a seed, and the number of a step as a 0-dimensional integer tensor
-
-_MASK32 = 0xFFFFFFFF
+from tokenmerge.ops.arithmetic import Draw, arithmetic
 
 
 def num_destinations(grid: Sequence[int], cell: Sequence[int]) -> int:
@@ -135,9 +131,7 @@ def below(size: int, draw: Draw, n: int, device: torch.device | str | None = Non
     >>> below(4, (0, torch.tensor(7)), 8).tolist()
     [0, 2, 2, 2, 0, 1, 2, 2]
     """
-    if torch.compiler.is_exporting():
-        return remainders(size, *draw, n, device)
-    return hash_of(*draw, torch.arange(n, device=device)) % size
+    return arithmetic().remainders(size, draw, n, device)
 
 
 def uniform_noise(draw: Draw, n: int, device: torch.device | str | None = None) -> Tensor:
@@ -147,19 +141,4 @@ def uniform_noise(draw: Draw, n: int, device: torch.device | str | None = None) 
     True
     """
     # The upper 23 bits plus one half: float32 represents these numbers exactly.
-    if torch.compiler.is_exporting():
-        upper = upper_bits(*draw, n, device)
-    else:
-        upper = hash_of(*draw, torch.arange(n, device=device)) >> 9
-    return (upper.to(torch.float32) + 0.5) * 2.0**-23
-
-
-def hash_of(seed: int, step: Tensor, place: Tensor) -> Tensor:
-    """Uniform 32-bit integers from three counters, of the shape of ``place``."""
-    state = torch.full_like(place, seed & _MASK32)
-    for counter in (step, place):
-        state = state ^ (counter & _MASK32)
-        for shift, factor in zip((16, 15), FACTORS, strict=True):
-            state = (state ^ (state >> shift)) * factor & _MASK32
-        state = state ^ (state >> 16)
-    return state
+    return (arithmetic().upper_bits(draw, n, device).to(torch.float32) + 0.5) * 2.0**-23

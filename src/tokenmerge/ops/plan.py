@@ -7,6 +7,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from tokenmerge.ops.arithmetic import arithmetic
 from tokenmerge.ops.soft import SoftPlan
 
 
@@ -50,7 +51,7 @@ class IndexPlan(NamedTuple):
         moved = rows.index_select(0, self.sources.flatten()).to(exact)
         if self.weights is not None:
             moved = moved * self.weights.view(-1, 1)
-        total = add_rows(total, self.targets.flatten(), moved)
+        total = arithmetic().add_rows(total, self.targets.flatten(), moved)
         total.div_(self.sizes.view(-1, 1))
         return total.to(x.dtype).view(b, -1, c)
 
@@ -179,16 +180,3 @@ def keep_destinations(plan: Plan, x: Tensor) -> Tensor:
 def unmerge(plan: Plan, y: Tensor) -> Tensor:
     """Give each token the value of its merged token: ``[b, m, c]`` → ``[b, n, c]``."""
     return plan.unmerge(y)
-
-
-def add_rows(total: Tensor, index: Tensor, rows: Tensor) -> Tensor:
-    """Return ``total`` ``[m, …]`` with each of the rows ``[r, …]`` added to its row at its index ``[r]``.
-
-    ``total`` itself may change. Several rows may have the same index. Exported and traced programs add single
-    elements instead of rows. ONNX can add rows too (``ScatterND``), but ONNX Runtime does so in several
-    threads, which lose summands (microsoft/onnxruntime#18048), and PyTorch's older ONNX export keeps one of
-    the rows with the same index.
-    """
-    if not (torch.compiler.is_exporting() or torch.jit.is_tracing()):  # type: ignore[attr-defined]
-        return total.index_add_(0, index, rows)
-    return total.scatter_add(0, index.view(-1, *[1] * (rows.dim() - 1)).expand_as(rows), rows)

@@ -112,21 +112,12 @@ class SoftPlan(NamedTuple):
         return self.shares.flatten(0, 1).to(dtype)
 
     def joined(self, parts: int) -> SoftPlan:
-        """The plan for b / ``parts`` images, each of which joins ``parts`` images, such as video frames."""
+        """Return the plan for b / ``parts`` images, each of which joins ``parts`` images, such as video frames."""
         b = len(self.keep) // parts
-        return SoftPlan(
-            keep=self.keep.reshape(b, -1),
-            inverse=self.inverse.reshape(b, -1),
-            sizes=self.sizes.reshape(b, -1),
-            shares=self.shares.reshape(b, -1, *self.shares.shape[2:]),
-            tokens=self.tokens.reshape(b, -1),
-            places=self.places.reshape(b, -1),
-            merged=self.merged.reshape(b, -1),
-            slots=self.slots.reshape(b, -1),
-        )
+        return SoftPlan(*[field.reshape(b, -1, *field.shape[2:]) for field in self])
 
     def repeated(self, times: int) -> SoftPlan:
-        """The plan for a batch that repeats the b images of this plan ``times`` times."""
+        """Return the plan for a batch that repeats the b images of this plan ``times`` times."""
         _, t, k, p = self.shares.shape
         return _in_rows(
             self.kept().repeat(times, 1),
@@ -136,31 +127,24 @@ class SoftPlan(NamedTuple):
         )
 
     def within(self, start: Tensor, total: int) -> SoftPlan:
-        """The plan for sequences of ``total`` tokens that contain the n tokens of this plan in a row.
-
-        Args:
-            start: ``[b]`` index of the first of the n tokens in the sequence of each image.
-            total: at least start + n.
-        """
-        (b, t, k, p), n = self.shares.shape, self.inverse.shape[1]
-        start, device = start.unsqueeze(1), start.device
-        # The tokens outside the n get their own tiles, with a slot for each token.
-        others = torch.arange(total - n, device=device)
+        """Return the plan for sequences of ``total`` tokens: see :meth:`tokenmerge.ops.IndexPlan.within`."""
+        (_, t, k, p), n = self.shares.shape, self.inverse.shape[1]
+        start = start.unsqueeze(1)
+        own, own_places, own_slots = _alone(total - n, t, self.shares)
+        others = torch.arange(total - n, device=start.device)
         beside = others + n * (others >= start)
-        more, at = -(-(total - n) // k), others % k
-        own = torch.eye(k, p, dtype=self.shares.dtype, device=device).expand(b, more, -1, -1)
-        places = torch.cat([((t + others // k) * p + at).expand(b, -1), self.places % (t * p)], dim=1)
-        tokens = torch.cat([beside, start + torch.arange(n, device=device)], dim=1)
+        places = torch.cat([own_places, self.places % (t * p)], dim=1)
+        tokens = torch.cat([beside, start + torch.arange(n, device=start.device)], dim=1)
         return _in_rows(
             keep=torch.cat([beside, self.kept() + start], dim=1),
             shares=torch.cat([self.shares, own], dim=1),
             places=torch.empty_like(places).scatter(1, tokens, places),
-            slots=torch.cat([((t + others // k) * k + at).expand(b, -1), self.slots % (t * k)], dim=1),
+            slots=torch.cat([own_slots, self.slots % (t * k)], dim=1),
         )
 
 
 def make_soft_plan(tiles: Tiles, chosen: Tensor, is_destination: Tensor, shares: Tensor, m: int) -> SoftPlan:
-    """A plan that shares the tokens of each tile out over its destinations.
+    """Make a plan that shares the tokens of each tile out over its destinations.
 
     Args:
         tiles: t tiles of up to p tokens.
@@ -176,17 +160,19 @@ def make_soft_plan(tiles: Tiles, chosen: Tensor, is_destination: Tensor, shares:
 
 
 def join_soft(plans: Sequence[SoftPlan | None], lengths: Sequence[int]) -> SoftPlan:
-    """The plan for runs of tokens in a row: see :func:`tokenmerge.ops.join_plans`."""
+    """Return the plan for runs of tokens in a row: see :func:`tokenmerge.ops.join_plans`."""
     soft = [plan for plan in plans if plan is not None]
-    b, device = len(soft[0].keep), soft[0].keep.device
     k, p = max(plan.shares.shape[2] for plan in soft), max(plan.shares.shape[3] for plan in soft)
+    like = soft[0].shares.new_zeros(len(soft[0].keep), 0, k, p)
     runs: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []  # kept, shares, places, slots
     n = t = 0
     for plan, length in zip(plans, lengths, strict=True):
-        if plan is None:  # tiles of k tokens, with a slot for each token
-            tiles, alone = -(-length // k), torch.arange(length, device=device).expand(b, -1)
-            own = torch.eye(k, p, dtype=soft[0].shares.dtype, device=device).expand(b, tiles, -1, -1)
-            runs.append((alone + n, own, (t + alone // k) * p + alone % k, alone + t * k))
+        if plan is None:
+            own, places, slots = _alone(length, t, like)
+            tiles = own.shape[1]
+            runs.append(
+                (torch.arange(n, n + length, device=like.device).expand_as(slots), own, places, slots)
+            )
         else:
             tiles, own_k, own_p = plan.shares.shape[1:]
             place, slot = plan.places % (tiles * own_p), plan.slots % (tiles * own_k)
@@ -198,8 +184,19 @@ def join_soft(plans: Sequence[SoftPlan | None], lengths: Sequence[int]) -> SoftP
     return _in_rows(keep, shares, places, slots)
 
 
+def _alone(n: int, t: int, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the shares, places and slots of n tokens that do not merge, in tiles that follow t others.
+
+    A tile has k of these tokens, each with a slot of its own. ``like`` are shares ``[b, …, k, p]``.
+    """
+    (b, _, k, p), token = like.shape, torch.arange(n, device=like.device)
+    shares = torch.eye(k, p, dtype=like.dtype, device=like.device).expand(b, -(-n // k), -1, -1)
+    place = (t + token // k) * p + token % k
+    return shares, place.expand(b, -1), (token + t * k).expand(b, -1)
+
+
 def _in_rows(keep: Tensor, shares: Tensor, places: Tensor, slots: Tensor) -> SoftPlan:
-    """The plan with rows over all images and all derived fields, from indices within each image."""
+    """Make the plan with rows over all images and all derived fields, from indices within each image."""
     (b, t, k, p), n, m = shares.shape, places.shape[1], slots.shape[1]
     image = torch.arange(b, device=keep.device).unsqueeze(1)
     tokens = torch.zeros(b, t * p, dtype=torch.int64, device=keep.device).scatter(

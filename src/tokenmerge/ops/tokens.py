@@ -7,7 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tokenmerge.ops.plan import IndexPlan, add_rows, merge, unmerge
+from tokenmerge.ops.arithmetic import arithmetic
+from tokenmerge.ops.plan import IndexPlan, merge, unmerge
 
 
 class Tokens(NamedTuple):
@@ -61,7 +62,7 @@ class SizedPlan(NamedTuple):
         # The weights are float32, so the products are at least float32.
         kept = rows.index_select(0, self.plan.keep.flatten()) * self.kept
         moved = rows.index_select(0, self.plan.sources.flatten()) * self.moved
-        return add_rows(kept, self.plan.targets.flatten(), moved).to(x.dtype).view(b, -1, c)
+        return arithmetic().add_rows(kept, self.plan.targets.flatten(), moved).to(x.dtype).view(b, -1, c)
 
     def unmerge(self, y: Tensor) -> Tensor:
         """Give each token the value of its merged token: ``[b, m, c]`` → ``[b, n, c]``."""
@@ -74,7 +75,7 @@ def plan_by_size(plan: IndexPlan, tokens: Tokens | None) -> SizedPlan:
         return SizedPlan(plan, None, None, Tokens(plan.sizes, plan.labels()))
     keep, sources, targets = plan.keep.flatten(), plan.sources.flatten(), plan.targets.flatten()
     before = tokens.sizes.flatten()
-    after = add_rows(before[keep], targets, before[sources])
+    after = arithmetic().add_rows(before[keep], targets, before[sources])
     return SizedPlan(
         plan,
         # Weights instead of a division at the end, so that the weight of a token left alone is exactly 1.

@@ -26,8 +26,7 @@ import importlib
 
 from tokenmerge.config import PLANNERS as NAMES
 from tokenmerge.planners._grid import (
-    GridShape,
-    Pictures,
+    Picture,
     Planner,
     TokenSequence,
     num_removed,
@@ -39,8 +38,7 @@ from tokenmerge.planners._parts import part_bounds, sequence_of_part
 
 __all__ = [
     "PLANNERS",
-    "GridShape",
-    "Pictures",
+    "Picture",
     "Planner",
     "TokenSequence",
     "num_removed",

@@ -7,7 +7,7 @@ sequence of pictures is then planned picture by picture; a planner plans one par
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -16,16 +16,13 @@ from torch import Tensor
 from tokenmerge.config import MergeSettings
 from tokenmerge.ops import Plan, join_plans, num_destinations, num_tokens, strided_partition
 
-GridShape = tuple[int, int, int]  # frames, rows, columns
-# The grid of each picture of a sequence, in order, and its settings.
-Pictures = Sequence[tuple[GridShape, MergeSettings]]
-# A planner of whole grids. It takes (features [b, n, c], grid, settings, step), and importance or scores
-# [b, n] if it looks at them.
-Planner = Callable[..., Plan | None]
+# A planner of whole grids. It takes (features [b, n, c], grid, r, settings, step), and importance [b, n] last
+# if it looks at that.
+Planner = Callable[..., Plan]
 
 
 def num_removed(grid: Sequence[int], settings: MergeSettings) -> int:
-    """Number of tokens that the ratio removes from a grid of (frames, rows, columns), over all frames.
+    """Return the number of tokens that the ratio removes from a grid of (frames, rows, columns).
 
     It is ratio · n, rounded down for each part of the grid that merges on its own. It is 0 for a grid of
     fewer than ``min_tokens`` tokens, or without a whole cell.
@@ -42,7 +39,7 @@ def num_removed(grid: Sequence[int], settings: MergeSettings) -> int:
 
 
 def split(grid: Sequence[int], settings: MergeSettings) -> tuple[int, tuple[int, ...]]:
-    """Number of parts of a grid of (frames, rows, columns) that merge on their own, and the grid of one part.
+    """Return how many parts of a grid of (frames, rows, columns) merge on their own, and the grid of one.
 
     The parts are the frames, with a grid of (rows, columns). Where cells have several frames (``st`` > 1),
     the whole grid is one part.
@@ -51,39 +48,54 @@ def split(grid: Sequence[int], settings: MergeSettings) -> tuple[int, tuple[int,
 
 
 def cell_of(part: Sequence[int], settings: MergeSettings) -> tuple[int, ...]:
-    """Size of the cells of a part in tokens, with the same axes as the grid of the part."""
+    """Return the size of the cells of a part in tokens, with the same axes as the grid of the part."""
     return (settings.st, settings.sy, settings.sx)[-len(part) :]
 
 
-class TokenSequence(NamedTuple):
-    """The pictures in the sequence of tokens that a block gets.
+class Picture(NamedTuple):
+    """A picture in a sequence of tokens.
 
     Attributes:
-        pictures: grid and settings of each.
-        tokens: number of tokens in all of them.
-        removed: how many of these the settings remove.
+        grid: frames, rows and columns.
+        settings: how it merges.
+        r: number of its tokens to remove, equally many from each of the parts that merge on their own.
     """
 
-    pictures: Pictures
+    grid: tuple[int, int, int]
+    settings: MergeSettings
+    r: int
+
+
+class TokenSequence(NamedTuple):
+    """The sequence of tokens that a block gets.
+
+    Attributes:
+        pictures: the pictures in it, in order.
+        tokens: number of tokens in all of them.
+        removed: number of tokens to remove from all of them.
+    """
+
+    pictures: tuple[Picture, ...]
     tokens: int
     removed: int
 
     @classmethod
-    def of(cls, pictures: Pictures) -> TokenSequence:
-        """The sequence of these pictures."""
-        removed = sum(num_removed(grid, settings) for grid, settings in pictures)
-        return cls(tuple(pictures), sum(num_tokens(grid) for grid, _ in pictures), removed)
+    def of(cls, pictures: Iterable[Picture]) -> TokenSequence:
+        """Return the sequence of these pictures."""
+        pictures = tuple(pictures)
+        tokens = sum(num_tokens(picture.grid) for picture in pictures)
+        return cls(pictures, tokens, sum(picture.r for picture in pictures))
 
 
-def sequence_of(grids: Sequence[GridShape], settings: MergeSettings) -> TokenSequence:
-    """The sequence of pictures with these grids. It is cached, since every block asks for it in every call.
+def sequence_of(grids: Sequence[tuple[int, int, int]], settings: MergeSettings) -> TokenSequence:
+    """Return the sequence of pictures with these grids. It is cached, since every block asks for it.
 
     Args:
         grids: (frames, rows, columns) of each picture, the picture being made first.
         settings: those of the picture being made; ``reference_ratio`` is the ratio of all others.
 
-    >>> sequence_of(((1, 4, 4), (1, 2, 4)), MergeSettings(ratio=0, reference_ratio=0.75))[1:]
-    (24, 6)
+    >>> [picture.r for picture in sequence_of(((1, 4, 4), (1, 2, 4)), MergeSettings(ratio=0.5)).pictures]
+    [8, 4]
     """
     # torch.compile warns about cached functions, and the sides of a grid may be symbolic in its graphs.
     if torch.compiler.is_compiling():
@@ -91,50 +103,52 @@ def sequence_of(grids: Sequence[GridShape], settings: MergeSettings) -> TokenSeq
     return _remembered(tuple(grids), settings)
 
 
-def _sequence_of(grids: tuple[GridShape, ...], settings: MergeSettings) -> TokenSequence:
-    others = settings.of_references
-    return TokenSequence.of([(grid, others if i else settings) for i, grid in enumerate(grids)])
+def _sequence_of(grids: tuple[tuple[int, int, int], ...], settings: MergeSettings) -> TokenSequence:
+    own = (settings, *[settings.of_references] * (len(grids) - 1))
+    return TokenSequence.of(
+        Picture(grid, one, num_removed(grid, one)) for grid, one in zip(grids, own, strict=True)
+    )
 
 
 _remembered = functools.lru_cache(maxsize=1024)(_sequence_of)
 
 
 def plan_pictures(
-    planner: Planner, features: Tensor, pictures: Pictures, step: Tensor, *importance: Tensor
-) -> Plan | None:
+    planner: Planner, features: Tensor, pictures: Sequence[Picture], step: Tensor, *importance: Tensor
+) -> Plan:
     """Plan each picture of a sequence by itself, and join the plans.
 
     Args:
         planner: a planner of whole grids.
         features: ``[b, n, c]``, of the n tokens in all grids.
-        pictures: grid and settings of each, in the order of the sequence.
+        pictures: in the order of the sequence. At least one loses tokens.
         step: as for the planner.
-        importance: ``[b, n]`` importance or scores, for planners that look at them.
-
-    Returns:
-        The plan; None if no token would be removed.
+        importance: ``[b, n]`` importance, for planners that look at it.
     """
     if len(pictures) == 1:
-        return planner(features, *pictures[0], step, *importance)
-    lengths = [num_tokens(grid) for grid, _ in pictures]
+        (picture,) = pictures
+        return planner(features, picture.grid, picture.r, picture.settings, step, *importance)
+    lengths = [num_tokens(picture.grid) for picture in pictures]
     of_pictures = zip(*(values.split(lengths, dim=1) for values in (features, *importance)), strict=True)
     plans = [
-        planner(own_features, grid, own, step, *own_importance) if num_removed(grid, own) else None
-        for (own_features, *own_importance), (grid, own) in zip(of_pictures, pictures, strict=True)
+        planner(own_features, grid, r, settings, step, *own_importance) if r else None
+        for (own_features, *own_importance), (grid, settings, r) in zip(of_pictures, pictures, strict=True)
     ]
-    return None if all(plan is None for plan in plans) else join_plans(plans, lengths)
+    return join_plans(plans, lengths)
 
 
 def on_whole_grids(plan_part: Callable[..., Plan]) -> Planner:
-    """Turn a planner of one part into one of whole grids; it returns None if no token would be removed."""
+    """Turn a planner of one part into one of whole grids, which removes r ≥ 1 tokens in total."""
 
     @torch.no_grad()
     def plan(
-        features: Tensor, grid: Sequence[int], settings: MergeSettings, step: Tensor, *importance: Tensor
-    ) -> Plan | None:
-        r = num_removed(grid, settings)
-        if r == 0:
-            return None
+        features: Tensor,
+        grid: Sequence[int],
+        r: int,
+        settings: MergeSettings,
+        step: Tensor,
+        *importance: Tensor,
+    ) -> Plan:
         parts, part = split(grid, settings)
         n = num_tokens(part)
         features = features.reshape(-1, n, features.shape[-1])
@@ -147,9 +161,9 @@ def on_whole_grids(plan_part: Callable[..., Plan]) -> Planner:
 def partition(
     part: Sequence[int], settings: MergeSettings, step: Tensor, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Sources ``[n - d]`` and destinations ``[d]`` of a part: :func:`tokenmerge.ops.strided_partition`.
+    """Return sources ``[n - d]`` and destinations ``[d]``: :func:`tokenmerge.ops.strided_partition`.
 
-    The destination of each cell is drawn anew for each ``step`` and ``settings.seed``, or is the first token
+    The destination of each cell is drawn again for each ``step`` and ``settings.seed``, or is the first token
     of the cell where there is no seed.
     """
     draw = None if settings.seed is None else (settings.seed, step)

@@ -5,16 +5,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
-from tokenmerge.config import MergeSettings
-from tokenmerge.planners._grid import GridShape, Pictures, TokenSequence, num_removed, split
+from tokenmerge.planners._grid import Picture, TokenSequence, num_removed, split
 
 
 def part_bounds(n: int, index: int, parts: int) -> tuple[int, int]:
-    """Where a part of n tokens begins and ends. As in ``torch.tensor_split``, the first may be longer by 1.
+    """Return where a part of n tokens starts and ends, as in ``torch.tensor_split``: the first may be longer.
 
     >>> [part_bounds(7, index, 3) for index in range(3)]
     [(0, 3), (3, 5), (5, 7)]
@@ -23,19 +22,17 @@ def part_bounds(n: int, index: int, parts: int) -> tuple[int, int]:
     return index * each + min(index, longer), (index + 1) * each + min(index + 1, longer)
 
 
-def sequence_of_part(pictures: Pictures, index: int, parts: int) -> TokenSequence:
-    """One of several equally long parts of a sequence: the grids in it, with the settings of each.
+def sequence_of_part(pictures: Sequence[Picture], index: int, parts: int) -> TokenSequence:
+    """Return one of several equally long parts of a sequence.
 
     Tokens keep their order. So a part of a picture has some whole rows, with pieces of rows before and after
     them, and a part of a video has some whole frames, with pieces of frames. Each piece has its own grid. All
-    devices must go on with the same number of tokens, so every part loses as many as the part that can lose
-    the fewest. In that part the ratios are those of ``pictures``.
+    devices must continue with the same number of tokens, so every part loses as many as the part that can
+    lose the fewest. ``min_tokens`` is compared with whole pictures.
 
-    ``min_tokens`` is compared with whole pictures.
-
-    >>> sequence = sequence_of_part([((1, 4, 8), MergeSettings(ratio=0.5))], 1, 2)
-    >>> [(grid, settings.ratio) for grid, settings in sequence.pictures]
-    [((1, 2, 8), 0.5)]
+    >>> sequence = sequence_of_part([Picture((1, 4, 8), MergeSettings(ratio=0.5), 16)], 1, 2)
+    >>> [(grid, r) for grid, _, r in sequence.pictures]
+    [((1, 2, 8), 8)]
     """
     # Cached as in sequence_of, but not in a graph.
     if torch.compiler.is_compiling():
@@ -43,7 +40,7 @@ def sequence_of_part(pictures: Pictures, index: int, parts: int) -> TokenSequenc
     return _remembered(tuple(pictures), index, parts)
 
 
-def _sequence_of_part(pictures: Pictures, index: int, parts: int) -> TokenSequence:
+def _sequence_of_part(pictures: Sequence[Picture], index: int, parts: int) -> TokenSequence:
     every = [TokenSequence.of(_pieces(pictures, one, parts)) for one in range(parts)]
     return TokenSequence.of(_removing(every[index], min(one.removed for one in every)))
 
@@ -51,22 +48,19 @@ def _sequence_of_part(pictures: Pictures, index: int, parts: int) -> TokenSequen
 _remembered = functools.lru_cache(maxsize=1024)(_sequence_of_part)
 
 
-def _pieces(pictures: Pictures, index: int, parts: int) -> Pictures:
-    start, stop = part_bounds(sum(math.prod(grid) for grid, _ in pictures), index, parts)
-    pieces: list[tuple[GridShape, MergeSettings]] = []
+def _pieces(pictures: Sequence[Picture], index: int, parts: int) -> Iterator[Picture]:
+    start, stop = part_bounds(sum(math.prod(picture.grid) for picture in pictures), index, parts)
     before = 0
-    for grid, settings in pictures:
+    for grid, settings, removed in pictures:
         n = math.prod(grid)
-        merges = num_removed(grid, settings) > 0
-        own = dataclasses.replace(settings, min_tokens=0) if merges else _with_ratio(settings, 0)
-        within = max(0, start - before), min(n, stop - before)
-        pieces += [((f, h, w), own) for f, h, w in _cut(grid, *within)]
+        anywhere = dataclasses.replace(settings, min_tokens=0)
+        for f, h, w in _cut(grid, max(0, start - before), min(n, stop - before)):
+            yield Picture((f, h, w), settings, num_removed((f, h, w), anywhere) if removed else 0)
         before += n
-    return pieces
 
 
 def _cut(sides: Sequence[int], start: int, stop: int) -> list[tuple[int, ...]]:
-    """The grids of the pieces that hold tokens ``start`` to ``stop`` of a grid, in their order."""
+    """Return the grids of the pieces that hold tokens ``start`` to ``stop`` of a grid, in their order."""
     if start >= stop:
         return []
     if len(sides) == 1:
@@ -81,27 +75,19 @@ def _cut(sides: Sequence[int], start: int, stop: int) -> list[tuple[int, ...]]:
     return [*((1, *end) for end in head), *whole, *((1, *end) for end in _cut(sides[1:], 0, stop % inner))]
 
 
-def _removing(pieces: TokenSequence, wanted: int) -> Pictures:
-    """The pieces with ratios that remove no more than ``wanted`` tokens from all of them, in proportion."""
-    if pieces.removed == wanted:
-        return pieces.pictures
-    fewer: list[tuple[GridShape, MergeSettings]] = []
+def _removing(pieces: TokenSequence, wanted: int) -> Iterator[Picture]:
+    """Yield the pieces so that they lose ``wanted`` tokens together, in proportion.
+
+    Frames of one piece that lose different numbers of tokens become two pieces.
+    """
+    removed = pieces.removed
     end = done = 0
-    for grid, settings in pieces.pictures:
-        end += num_removed(grid, settings)
-        own = end * wanted // pieces.removed - done
+    for grid, settings, r in pieces.pictures:
+        end += r
+        own = end * wanted // removed - done if removed else 0
         done += own
-        frames, part = split(grid, settings)
-        n = math.prod(part)
+        frames, _ = split(grid, settings)
         each, more = divmod(own, frames)
-        fewer += [
-            # Half a token more, since num_removed rounds down.
-            ((grid[0] * count // frames, *grid[1:]), _with_ratio(settings, (r + 0.5) / n if r else 0))
-            for count, r in ((more, each + 1), (frames - more, each))
-            if count
-        ]
-    return fewer
-
-
-def _with_ratio(settings: MergeSettings, ratio: float) -> MergeSettings:
-    return dataclasses.replace(settings, ratio=ratio, reference_ratio=None)
+        for count, r_of_frame in ((more, each + 1), (frames - more, each)):
+            if count:
+                yield Picture((grid[0] * count // frames, *grid[1:]), settings, count * r_of_frame)

@@ -83,8 +83,7 @@ def measure_fewest_tokens(
         def merged(
             x: Tensor = x, change: Tensor = change, grid: tuple[int, int, int] = (1, side, side)
         ) -> Tensor:
-            plan = PLANNERS["tiled"](x, grid, config, step)
-            assert plan is not None
+            plan = PLANNERS["tiled"](x, grid, grid[1] * grid[2] // 2, config, step)
             result = unmerge(plan, layer(merge(plan, x), plan.sizes.log()))
             return result + (change - unmerge(plan, merge(plan, change)))
 

@@ -4,16 +4,17 @@ Also what each step of a run did. May import ``runtime`` and everything below it
 ``slower`` uses the timings that ``planners.calibration`` makes once for each device.
 """
 
-from tokenmerge.report.cache_limit import bytes_of, within
+from tokenmerge.report.cache_limit import Change, bytes_of, change_within
 from tokenmerge.report.checks import check_merging, merges_tokens
 from tokenmerge.report.flops import counting
 from tokenmerge.report.prediction import Report, Row, counted_speedup, predict, saved
 from tokenmerge.report.run_steps import RunSteps
 from tokenmerge.report.slower import slower_than_dense
-from tokenmerge.report.summary import Conditions, summary
+from tokenmerge.report.summary import Conditions, summary, title
 from tokenmerge.report.text_table import Tabled, TextTable
 
 __all__ = [
+    "Change",
     "Conditions",
     "Report",
     "Row",
@@ -21,6 +22,7 @@ __all__ = [
     "Tabled",
     "TextTable",
     "bytes_of",
+    "change_within",
     "check_merging",
     "counted_speedup",
     "counting",
@@ -29,5 +31,5 @@ __all__ = [
     "saved",
     "slower_than_dense",
     "summary",
-    "within",
+    "title",
 ]

@@ -5,12 +5,11 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from decimal import Decimal
 from functools import partial
-from typing import Any
 
-from tokenmerge.config import Correction, Rule, StepReuse, ToMeConfig
+from tokenmerge.config import Correction, StepReuse, ToMeConfig
 from tokenmerge.config.checks import as_number
 from tokenmerge.errors import ConfigError, NothingToMergeError, shown
 from tokenmerge.models.find import find_hosts
@@ -24,7 +23,7 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMG]?B)?\s*", re.IGNORECASE)
 
 
 def bytes_of(text: object) -> int:
-    """The number of bytes that a number, or a text such as ``"200MB"`` or ``"1.5 GB"``, stands for.
+    """Return the number of bytes that a number, or a text such as ``"200MB"`` or ``"1.5 GB"``, stands for.
 
     Units are powers of 1000.
 
@@ -45,7 +44,7 @@ def bytes_of(text: object) -> int:
 
 
 def in_words(size: int, rounding: Callable[[float], int] = round) -> str:
-    """A number of bytes as text. ``rounding`` is applied to the number of shown units.
+    """Return a number of bytes as text. ``rounding`` is applied to the number of shown units.
 
     >>> in_words(1_503_238_553), in_words(61_800_000), in_words(61_800_001, math.ceil)
     ('1.50 GB', '61.8 MB', '61.9 MB')
@@ -55,8 +54,37 @@ def in_words(size: int, rounding: Callable[[float], int] = round) -> str:
     return f"{rounding(size / 1e5) / 10:.1f} MB"
 
 
-def within(pipe_or_model: object, config: ToMeConfig, limit: int) -> tuple[ToMeConfig, str]:
-    """The settings with as much of their correction and step reuse as fits into a cache.
+Change = Callable[[ToMeConfig], ToMeConfig]
+
+
+def _without_correction(config: ToMeConfig) -> ToMeConfig:
+    return dataclasses.replace(config, correction=Correction())
+
+
+def _with_finest_level(config: ToMeConfig) -> ToMeConfig:
+    reuse = dataclasses.replace(config.reuse, shallow_every=1, shallow_steps=())
+    return dataclasses.replace(_without_correction(config), reuse=reuse)
+
+
+def _without_reuse(config: ToMeConfig) -> ToMeConfig:
+    return dataclasses.replace(_without_correction(config), reuse=StepReuse())
+
+
+def _without_caches(config: ToMeConfig) -> ToMeConfig:
+    return dataclasses.replace(_without_reuse(config), features="input")
+
+
+# What is left out, the least harmful first, in words.
+_LESS: Sequence[tuple[Change, str]] = (
+    (_without_correction, "no correction"),
+    (_with_finest_level, "no correction and every step runs the finest level"),
+    (_without_reuse, "no correction and no step reuse"),
+    (_without_caches, "no correction, no step reuse and no cached features"),
+)
+
+
+def change_within(pipe_or_model: object, configs: Sequence[ToMeConfig], limit: int) -> tuple[Change, str]:
+    """Find out what has to be left out of settings, so that their cache fits into a limit.
 
     Parts are left out in this order: the correction, which makes the picture less close; skipping a UNet's
     finest level, and then all step reuse, which saves less time; at last, cached features. The cache is
@@ -64,22 +92,22 @@ def within(pipe_or_model: object, config: ToMeConfig, limit: int) -> tuple[ToMeC
 
     Args:
         pipe_or_model: as for :func:`tokenmerge.apply_token_merging`.
-        config: the settings.
+        configs: the settings of different generations.
         limit: bytes.
 
     Returns:
-        The settings, and what was left out, as text; empty if everything fits.
+        A function that changes such settings, and what it leaves out, as text; empty if everything fits.
 
     Raises:
         ConfigError: even the settings without these parts cache more, or the model has no default size.
     """
-    needed = counted_cache(pipe_or_model, config)
+    needed = counted_cache(pipe_or_model, configs)
     if needed <= limit:
-        return config, ""
+        return lambda config: config, ""
     least = needed
-    for fewer, what in _with_less(config):
+    for change, what in _LESS:
         try:
-            least = counted_cache(pipe_or_model, fewer)
+            least = counted_cache(pipe_or_model, list(map(change, configs)))
         except NothingToMergeError as error:
             raise ConfigError(
                 f"max_cache: expected at least {in_words(least, math.ceil)}, got "
@@ -87,7 +115,7 @@ def within(pipe_or_model: object, config: ToMeConfig, limit: int) -> tuple[ToMeC
                 "default size nothing merges; raise it"
             ) from error
         if least <= limit:
-            return fewer, f"{what}; with everything, the cache would take {in_words(needed, math.ceil)}"
+            return change, f"{what}; with everything, the cache would take {in_words(needed, math.ceil)}"
     # Needed sizes are rounded up, so that they are accepted as limits. The refused limit is rounded down.
     raise ConfigError(
         f"max_cache: expected at least {in_words(least, math.ceil)}, which these settings cache between "
@@ -96,55 +124,20 @@ def within(pipe_or_model: object, config: ToMeConfig, limit: int) -> tuple[ToMeC
     )
 
 
-def counted_cache(pipe_or_model: object, config: ToMeConfig) -> int:
-    """Bytes cached between steps at the model's default size, in a generation of one picture.
+def counted_cache(pipe_or_model: object, configs: Sequence[ToMeConfig]) -> int:
+    """Return the bytes cached between steps, at the model's default size, in a generation of one picture.
 
-    If the settings differ by guidance scale, it is the largest of the caches.
+    It is the largest of the caches of these settings.
     """
     hosts = find_hosts(pipe_or_model)
     height, width = default_or_given(hosts, None, None)
-    merging, _ = hosts_that_merge(hosts, config, (height, width))
-    total = 0
-    for host in merging:
-        (copied,) = find_hosts(weightless(host.root, host.on_cpu))
-        arguments = partial(copied.example, height, width, host.usual_batch)
-        total += max(kept_bytes(copied, one, arguments) for one in config.variants())
-    return total
 
+    def bytes_with(config: ToMeConfig) -> int:
+        merging, _ = hosts_that_merge(hosts, config, (height, width))
+        total = 0
+        for host in merging:
+            (copied,) = find_hosts(weightless(host.root, host.on_cpu))
+            total += kept_bytes(copied, config, partial(copied.example, height, width, host.usual_batch))
+        return total
 
-def _with_less(config: ToMeConfig) -> Iterator[tuple[ToMeConfig, str]]:
-    """Settings that cache less and less, each with what it leaves out."""
-    if any(one.correction.on for one in config.variants()):
-        config = _without(config, "correction", Correction())
-        yield config, "no correction"
-    if any(one.reuse.skips_finest for one in config.variants()):
-        coarse = dataclasses.replace(
-            config.reuse, shallow_every=1, shallow_from=0.0, shallow_until=1.0, shallow_steps=()
-        )
-        config = _without(config, "reuse", coarse, "reuse.shallow_")
-        yield config, "no correction and every step runs the finest level"
-    if any(one.reuse.on for one in config.variants()):
-        config = _without(config, "reuse", StepReuse())
-        yield config, "no correction and no step reuse"
-    if config.cached_features:
-        yield (
-            dataclasses.replace(config, features="input"),
-            "no correction, no step reuse and no cached features",
-        )
-
-
-def _without(config: ToMeConfig, part: str, value: Any, names: str = "") -> ToMeConfig:
-    """The settings with one part replaced, at every guidance scale.
-
-    Args:
-        config: the settings.
-        part: name of the part.
-        value: takes its place.
-        names: strong guidance no longer changes settings whose names begin with this; empty: all of the part.
-    """
-
-    def other(rule: Rule) -> Rule:
-        changes = {n: own for n, own in rule.changes.items() if not n.startswith(names or f"{part}.")}
-        return dataclasses.replace(rule, changes=changes)
-
-    return dataclasses.replace(config, **{part: value, "rules": tuple(map(other, config.rules))})
+    return max(map(bytes_with, dict.fromkeys(configs)))

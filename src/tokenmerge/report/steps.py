@@ -66,9 +66,8 @@ def _kind_of_call(state: ModelState) -> tuple[object, ...]:
         tracker is None or tracker.index == 0,
         plans,
         tuple(context.settings.items()),
-        context.corrects,
-        context.extrapolation is None,
-        context.shallow_extrapolation is None,
+        context.decision.merging,
+        context.decision.runs,
         context.guidance_difference is None,
     )
 
@@ -175,36 +174,10 @@ def _notes_on_reuse(reuse: StepReuse) -> list[str]:
         places = ", ".join(f"{place:g}" for place in reuse.full_steps)
         return [f"reuse.full_steps: steps at {places} of the way run all blocks; {skipped}"]
     notes = [f"{reuse.given}: 1 of {reuse.every:g} steps runs all blocks; {skipped}"]
-    if reuse.spacing is not None and reuse.spacing < 1:
-        notes.append(
-            f"reuse.spacing={reuse.spacing:g}: the steps that run all blocks lie closer together towards "
-            "the end"
-        )
-    if reuse.start > 0:
-        notes.append(
-            f"reuse.start={reuse.start:g}: each of the first {_percent(reuse.start)} of the steps runs all "
-            "blocks"
-        )
     if reuse.shallow_every > 1:
-        start, until = reuse.shallow_from, reuse.shallow_until
         notes.append(
             f"reuse.shallow_every={reuse.shallow_every:g}: 1 of {reuse.shallow_every:g} steps runs the "
             "finest level of a UNet, the others only its last layer"
-            + (
-                f"; reuse.shallow_from={start:g}: each of the first {_percent(start)} of the steps runs it"
-                if start
-                else ""
-            )
-            + (
-                f"; reuse.shallow_until={until:g}: the last {_percent(1 - until)} of the steps run it"
-                if until < 1
-                else ""
-            )
-        )
-    if reuse.span < 1:
-        notes.append(
-            f"reuse.span={reuse.span:g}: full steps are on average at most {_percent(reuse.span)} of the "
-            "steps apart, so short generations skip less"
         )
     return notes
 

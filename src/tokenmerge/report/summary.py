@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 from tokenmerge.config import ToMeConfig
+from tokenmerge.config.origin import is_default
+from tokenmerge.plans.generation import Merging, Runs, StepPlan, plan_generation
 from tokenmerge.report.cache_limit import in_words
 from tokenmerge.report.prediction import Report, saved
 from tokenmerge.runtime.memory.run_log import RunLog, in_kinds
@@ -19,6 +21,7 @@ class Conditions:
         method: name of the settings; empty: they have none.
         blocks: number of transformer blocks of the denoiser.
         dtype: dtype of its weights.
+        is_unet: whether the denoiser is a UNet that can skip steps below its finest level.
         scale: pixels per side of a latent position; None: sizes are given in latents.
         slower: text about blocks that take longer merged than dense; None: none are known.
         watched: text about other people's code that looks into the model; empty: there is none.
@@ -28,6 +31,7 @@ class Conditions:
     method: str
     blocks: int
     dtype: str
+    is_unet: bool = True
     scale: int | None = None
     slower: str | None = None
     watched: str = ""
@@ -44,13 +48,13 @@ def summary(
         report: the counts at the size and steps of the last run, or the default ones; None: unknown.
         run: what happened in the last run; None: there was none.
     """
-    models = " + ".join(conditions.models)
-    named = f"{conditions.method}, ratio {config.ratio:g}" if conditions.method else str(config)
-    lines = [f"Token merging in {models}: {named}"]
+    lines = [title(config, conditions)]
     if report is not None:
         lines.append(f"  merging: {_merging(config, conditions, report)}")
     if config.reuse.on:
         lines.append(f"  step reuse: {_reuse(config, report)}")
+    if report is not None and report.steps is not None and config.follows_steps:
+        lines += [f"  {line}" for line in _plan(config, report, conditions.is_unet)]
     if report is not None:
         lines += [f"  {_counted(conditions, report)}", f"  {_kept(conditions, report)}"]
     if conditions.slower is not None:
@@ -60,6 +64,42 @@ def summary(
     if run is not None:
         lines.append(f"  last run: {_happened(run)}")
     return lines
+
+
+def title(config: ToMeConfig, conditions: Conditions) -> str:
+    """Return the first line of the summary: which models, and what was asked for."""
+    named = conditions.method or str(config)
+    if conditions.method and not is_default(conditions.method):
+        named = f"{named}, ratio {config.ratio:g}"
+    return f"Token merging in {' + '.join(conditions.models)}: {named}"
+
+
+# The sign of each kind of step, and what it does.
+_SIGNS = {
+    "M": "complete, tokens merge",
+    "D": "complete, no token merges",
+    "C": "complete and dense, to correct the others",
+    "f": "only the finest level",
+    "·": "skipped",
+}
+
+
+def _plan(config: ToMeConfig, report: Report, is_unet: bool) -> list[str]:
+    """Return the generation plan as one sign for each step, and what the signs mean."""
+    assert report.steps is not None
+    signs = "".join(map(_sign, plan_generation(config, report.steps)))
+    if not report.rows:
+        signs = signs.replace("M", "D")
+    if not is_unet:
+        signs = signs.replace("f", "·")
+    meanings = "; ".join(f"{sign} {meaning}" for sign, meaning in _SIGNS.items() if sign in signs)
+    return [f"plan: {signs}", f"      ({meanings})"]
+
+
+def _sign(step: StepPlan) -> str:
+    if step.runs is Runs.EVERYTHING:
+        return {Merging.MERGES: "M", Merging.MEASURES: "C", Merging.DENSE: "D"}[step.merging]
+    return "f" if step.runs is Runs.FINEST else "·"
 
 
 def _merging(config: ToMeConfig, conditions: Conditions, report: Report) -> str:
@@ -79,11 +119,8 @@ def _reuse(config: ToMeConfig, report: Report | None) -> str:
     others = "the others skip parts of the model and extrapolate their outputs"
     if report is None or report.steps is None:
         return f"1 of {config.reuse.every:g} steps is full; {others}"
-    # Steps outside the merging part of the generation skip nothing. Neither does its first one, nor its
-    # second one if the second step of a whole generation is full.
-    merging = [i for i in range(report.steps) if config.at_step(i, report.steps).reuse.on]
-    runs = config.reuse.steps_of(report.steps).full
-    full = report.steps - len(set(merging[2 if 1 in runs else 1 :]) - set(runs))
+    plan = plan_generation(config, report.steps)
+    full = sum(step.runs is Runs.EVERYTHING for step in plan)
     if full == report.steps:
         return f"all {full} steps are full, as there are too few to skip any"
     return f"{full} of {report.steps} steps are full; {others}"

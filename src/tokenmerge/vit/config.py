@@ -34,7 +34,7 @@ class DecreasingSchedule:
         check_fields(self, "", {"r": integer(0)})
 
     def per_layer(self, depth: int) -> tuple[int, ...]:
-        """Tokens to remove in each of ``depth`` layers; they sum to r · depth."""
+        """Return how many tokens to remove in each of ``depth`` layers; they sum to r · depth."""
         # Layers at equal distance from the two ends remove 2r together, so rounding does not change the sum.
         first_half = [-(-2 * self.r * (depth - 1 - i) // (depth - 1)) for i in range(depth // 2)]
         middle = [self.r] * (depth % 2)
@@ -78,7 +78,7 @@ class ViTConfig:
         check_fields(self, "", {"r": _check_r, "proportional_attention": switch, "unmerge": switch})
 
     def per_layer(self, depth: int) -> tuple[int, ...]:
-        """Tokens to remove in each of ``depth`` layers.
+        """Return how many tokens to remove in each of ``depth`` layers.
 
         Raises:
             ConfigError: ``r`` is a sequence of another length.
@@ -96,7 +96,7 @@ class ViTConfig:
         return (self.r,) * depth
 
     def to_dict(self) -> dict[str, Any]:
-        """The settings as plain values, for records."""
+        """Return the settings as plain values, for records."""
         return dataclasses.asdict(self)
 
 

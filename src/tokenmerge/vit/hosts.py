@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -33,77 +32,68 @@ class Family:
     """
 
     model: str
-    around: tuple[str, ...]
-    averaging: tuple[str, ...]
     layer: str
     layers: str
     keys: str
     norm: str
+    around: tuple[str, ...] = ()
+    averaging: tuple[str, ...] = ()
     post_norm: str = ""
     collector: str = ""
     mask: str = "attention_mask"
     class_tokens: int = 1
 
 
-_VIT: dict[str, Any] = {"layers": "layers", "keys": "attention.k_proj", "norm": "layernorm_after"}
-_DINOV2: dict[str, Any] = {"layers": "encoder.layer", "keys": "attention.k_proj", "norm": "norm2"}
-_CLIP: dict[str, Any] = {"layers": "encoder.layers", "keys": "self_attn.k_proj", "norm": "layer_norm2"}
-_TIMM: dict[str, Any] = {
-    "layers": "blocks",
-    "keys": "attn.k_norm",
-    "norm": "norm2",
-    "post_norm": "ResPostBlock",
-    "collector": "forward_intermediates",
-    "mask": "attn_mask",
-}
+_VIT = ("layers", "attention.k_proj", "layernorm_after")
+_DINOV2 = ("encoder.layer", "attention.k_proj", "norm2")
+_CLIP = ("encoder.layers", "self_attn.k_proj", "layer_norm2")
+_DEIT_HEADS = ("DeiTForImageClassification", "DeiTForImageClassificationWithTeacher")
+_REGISTERS, _REGISTERS_LAYER = "Dinov2WithRegisters", "Dinov2WithRegistersLayer"
 
 FAMILIES = (
-    Family("ViTModel", ("ViTForImageClassification",), (), "ViTLayer", **_VIT),
+    Family("ViTModel", "ViTLayer", *_VIT, around=("ViTForImageClassification",)),
+    Family("DeiTModel", "DeiTLayer", *_VIT, around=_DEIT_HEADS),
+    Family("Dinov2Model", "Dinov2Layer", *_DINOV2, averaging=("Dinov2ForImageClassification",)),
+    Family("Dinov2Backbone", "Dinov2Layer", *_DINOV2),
     Family(
-        "DeiTModel",
-        ("DeiTForImageClassification", "DeiTForImageClassificationWithTeacher"),
-        (),
-        "DeiTLayer",
-        **_VIT,
+        f"{_REGISTERS}Model", _REGISTERS_LAYER, *_DINOV2, averaging=(f"{_REGISTERS}ForImageClassification",)
     ),
-    Family("Dinov2Model", (), ("Dinov2ForImageClassification",), "Dinov2Layer", **_DINOV2),
-    Family("Dinov2Backbone", (), (), "Dinov2Layer", **_DINOV2),
-    Family(
-        "Dinov2WithRegistersModel",
-        (),
-        ("Dinov2WithRegistersForImageClassification",),
-        "Dinov2WithRegistersLayer",
-        **_DINOV2,
-    ),
-    Family("Dinov2WithRegistersBackbone", (), (), "Dinov2WithRegistersLayer", **_DINOV2),
+    Family(f"{_REGISTERS}Backbone", _REGISTERS_LAYER, *_DINOV2),
     Family(
         "CLIPVisionModel",
-        ("CLIPModel", "CLIPVisionModelWithProjection"),
-        ("CLIPForImageClassification",),
         "CLIPEncoderLayer",
-        **_CLIP,
+        *_CLIP,
+        around=("CLIPModel", "CLIPVisionModelWithProjection"),
+        averaging=("CLIPForImageClassification",),
     ),
     # Its own head pools the patches by attention, where each patch has to count once.
     Family(
         "SiglipVisionModel",
-        ("SiglipModel",),
-        ("SiglipForImageClassification",),
         "SiglipEncoderLayer",
-        **_CLIP,
+        *_CLIP,
+        around=("SiglipModel",),
+        averaging=("SiglipForImageClassification",),
         class_tokens=0,
     ),
     # The class of timm. The one of the same name in torchvision has no blocks.
-    Family("VisionTransformer", ("FeatureGetterNet",), (), "Block", **_TIMM),
+    Family(
+        "VisionTransformer",
+        "Block",
+        *("blocks", "attn.k_norm", "norm2"),
+        around=("FeatureGetterNet",),
+        post_norm="ResPostBlock",
+        collector="forward_intermediates",
+        mask="attn_mask",
+    ),
 )
 
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
-    """One layer of an encoder.
+    """One layer of an encoder. It takes the tokens ``[b, n, c]`` as its first argument and returns tokens.
 
     Attributes:
         path: its qualified name in the encoder.
-        module: the layer. It takes the tokens ``[b, n, c]`` as its first argument and returns tokens.
         keys: path of the module that returns the keys, ``[b, n, heads * d]`` or ``[b, heads, n, d]``.
         first: path of the module with which the branch of the MLP begins: the norm before it, or itself.
         last: path of the module with which it ends: the MLP, or the norm after it. What is between the result
@@ -112,19 +102,22 @@ class Layer:
     """
 
     path: str
-    module: nn.Module
     keys: str
     first: str
     last: str
     head_dim: int | None
 
+    @property
+    def parts(self) -> tuple[str, str, str]:
+        """Paths of the modules whose methods change."""
+        return self.keys, self.first, self.last
+
 
 @dataclasses.dataclass(frozen=True)
 class Encoder:
-    """A vision transformer.
+    """Facts about a vision transformer.
 
     Attributes:
-        model: the module that turns pictures into tokens.
         layers: its layers in the order in which they run.
         protected: number of tokens before the patches: class, distillation and register tokens.
         mask: name of the layers' argument that is added to the attention logits.
@@ -134,7 +127,6 @@ class Encoder:
         image_size: height and width of the pictures that it was made for, in pixels.
     """
 
-    model: nn.Module
     layers: tuple[Layer, ...]
     protected: int
     mask: str
@@ -143,10 +135,10 @@ class Encoder:
     averages: bool
     image_size: tuple[int, int]
 
-    def example(self, height: int, width: int, batch: int) -> dict[str, Any]:
-        """Arguments by name of a call with ``batch`` pictures of ``height`` × ``width`` pixels."""
-        like = next(self.model.parameters())
-        channels = next(m for m in self.model.modules() if isinstance(m, nn.Conv2d)).in_channels
+    def example(self, model: nn.Module, height: int, width: int, batch: int) -> dict[str, Any]:
+        """Return the arguments by name of a call with ``batch`` pictures of ``height`` × ``width`` pixels."""
+        like = next(model.parameters())
+        channels = next(m for m in model.modules() if isinstance(m, nn.Conv2d)).in_channels
         picture = torch.zeros(batch, channels, height, width, device=like.device, dtype=like.dtype)
         if not self.by_keyword:
             return {"x": picture}
@@ -155,21 +147,14 @@ class Encoder:
             "output_hidden_states": False,
             "output_attentions": False,
         }
-        if (height, width) != self.image_size and not is_a(self.model, *_ALWAYS_INTERPOLATE):
+        always = any(cls.__name__.startswith("Dinov2") for cls in type(model).__mro__)
+        if (height, width) != self.image_size and not always:
             arguments["interpolate_pos_encoding"] = True
         return arguments
 
 
-_ALWAYS_INTERPOLATE = (
-    "Dinov2Model",
-    "Dinov2Backbone",
-    "Dinov2WithRegistersModel",
-    "Dinov2WithRegistersBackbone",
-)
-
-
-def find_encoders(model: object) -> tuple[Encoder, ...]:
-    """Every known vision transformer in a pipeline or a model; there may be none.
+def find_encoders(model: object) -> dict[nn.Module, Encoder]:
+    """Find every known vision transformer in a pipeline or a model; there may be none.
 
     Args:
         model: a model of transformers or timm, also compiled or wrapped, or a pipeline with such a model.
@@ -177,44 +162,31 @@ def find_encoders(model: object) -> tuple[Encoder, ...]:
     Raises:
         UnsupportedModelError: a vision transformer has layers with an unknown structure.
     """
-    return tuple(encoder for part in parts(model) for encoder in _encoders(part))
-
-
-def _encoders(part: nn.Module) -> Iterator[Encoder]:
-    for family in FAMILIES:
-        averages = is_a(part, *family.averaging)
-        if is_a(part, family.model, *family.around) or averages:
-            for module in part.modules():
-                if is_a(module, family.model) and hasattr(module, family.layers.partition(".")[0]):
-                    yield _describe(module, family, averages)
+    found: dict[nn.Module, Encoder] = {}
+    for part in parts(model):
+        for family in FAMILIES:
+            averages = is_a(part, *family.averaging)
+            if is_a(part, family.model, *family.around) or averages:
+                for module in part.modules():
+                    if is_a(module, family.model) and hasattr(module, family.layers.partition(".")[0]):
+                        found[module] = _describe(module, family, averages)
+    return found
 
 
 def _describe(model: Any, family: Family, averages: bool) -> Encoder:
     blocks: Any = model.get_submodule(family.layers)
     layers = tuple(_layer(f"{family.layers}.{i}", block, family) for i, block in enumerate(blocks))
     if hasattr(model, "num_prefix_tokens"):  # timm
-        return Encoder(
-            model=model,
-            layers=layers,
-            protected=model.num_prefix_tokens,
-            mask=family.mask,
-            collector=family.collector,
-            by_keyword=False,
-            averages=model.global_pool not in ("", "token"),
-            image_size=model.patch_embed.img_size,
-        )
-    config, size = model.config, model.config.image_size
-    distilled = hasattr(model.embeddings, "distillation_token")
-    return Encoder(
-        model=model,
-        layers=layers,
-        protected=family.class_tokens + distilled + getattr(config, "num_register_tokens", 0),
-        mask=family.mask,
-        collector=family.collector,
-        by_keyword=True,
-        averages=averages or getattr(model, "use_head", False),
-        image_size=(size, size) if isinstance(size, int) else tuple(size),
-    )
+        protected, image_size, by_keyword = model.num_prefix_tokens, model.patch_embed.img_size, False
+        averages = model.global_pool not in ("", "token")
+    else:
+        config, by_keyword = model.config, True
+        distilled = hasattr(model.embeddings, "distillation_token")
+        protected = family.class_tokens + distilled + getattr(config, "num_register_tokens", 0)
+        size = config.image_size
+        image_size = (size, size) if isinstance(size, int) else tuple(size)
+        averages = averages or getattr(model, "use_head", False)
+    return Encoder(layers, protected, family.mask, family.collector, by_keyword, averages, image_size)
 
 
 def _layer(path: str, module: Any, family: Family) -> Layer:
@@ -239,4 +211,4 @@ def _layer(path: str, module: Any, family: Family) -> Layer:
             f"timm 1.0, got: {error}; install one of these versions, or pass a model whose layers were not "
             "changed"
         ) from error
-    return Layer(path, module, family.keys, first, last, head_dim)
+    return Layer(path, family.keys, first, last, head_dim)

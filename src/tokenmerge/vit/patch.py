@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from torch import nn
+
 from tokenmerge.errors import NothingToMergeError, UnsupportedModelError
 from tokenmerge.models.find import parts
 from tokenmerge.runtime.patching.swap import add_hook, check_swappable, swap
@@ -18,12 +20,8 @@ from tokenmerge.vit.runtime import (
 )
 
 
-def checked_encoders(model: object, config: ViTConfig) -> tuple[Encoder, ...]:
-    """The encoders of a model, after checking that they can be patched. Nothing is changed yet.
-
-    Args:
-        model: a model, or an object with models as attributes.
-        config: the settings.
+def checked_encoders(model: object, config: ViTConfig) -> dict[nn.Module, Encoder]:
+    """Find the encoders of a model, and check that they can be patched. Nothing is changed yet.
 
     Raises:
         UnsupportedModelError: there is no known vision transformer, or its attention back-end cannot do
@@ -38,44 +36,35 @@ def checked_encoders(model: object, config: ViTConfig) -> tuple[Encoder, ...]:
             f"no vision transformer to merge tokens in: found {seen}; pass a model of one of the classes "
             f"{names} (the last two are timm's), or a ToMeConfig for a diffusion model"
         )
-    for encoder in encoders:
-        name = type(encoder.model).__name__
+    for root, encoder in encoders.items():
+        name = type(root).__name__
         if not encoder.layers:
             raise NothingToMergeError(f"nothing to merge: {name} has no layers; pass a model with layers")
-        check_attention(encoder.model, config)
+        check_attention(root, config)
         if encoder.collector:
-            check_swappable(encoder.model, name, encoder.collector)
+            check_swappable(root, name, encoder.collector)
         for layer in encoder.layers:
-            check_swappable(layer.module, layer.path, "forward")
-            for name in (layer.keys, layer.first, layer.last):
-                check_swappable(layer.module.get_submodule(name), f"{layer.path}.{name}", "forward")
+            for path in (layer.path, *(f"{layer.path}.{part}" for part in layer.parts)):
+                check_swappable(root.get_submodule(path), path, "forward")
     return encoders
 
 
 def new_vit_state(encoder: Encoder, config: ViTConfig) -> EncoderState:
-    """The state that the layers of an encoder share.
+    """Return the state that the layers of an encoder share.
 
     Raises:
         ConfigError: ``config.r`` is a sequence with another length than the list of layers.
     """
-    return EncoderState(
-        config,
-        r=config.per_layer(len(encoder.layers)),
-        protected=encoder.protected,
-        mask=encoder.mask,
-        by_keyword=encoder.by_keyword,
-        unmerge=config.unmerge or encoder.averages,
-    )
+    r = config.per_layer(len(encoder.layers))
+    return EncoderState(config, encoder, r, unmerge=config.unmerge or encoder.averages)
 
 
-def patch_encoder(encoder: Encoder, state: EncoderState) -> None:
+def patch_encoder(root: nn.Module, state: EncoderState) -> None:
     """Patch an encoder from :func:`checked_encoders` that is not patched yet."""
-    for index, layer in enumerate(encoder.layers):
-        layer_state = LayerState(
-            state, index, layer.path, (layer.keys, layer.first, layer.last), layer.head_dim
-        )
-        swap(layer.module, "forward", layer_call, layer_state)
-        swap_parts(layer.module, layer_state)
-    if encoder.collector:
-        swap(encoder.model, encoder.collector, collecting_call, state)
-    add_hook(encoder.model, begin, state)
+    for index, layer in enumerate(state.facts.layers):
+        module, layer_state = root.get_submodule(layer.path), LayerState(state, index, layer)
+        swap(module, "forward", layer_call, layer_state)
+        swap_parts(module, layer_state)
+    if state.facts.collector:
+        swap(root, state.facts.collector, collecting_call, state)
+    add_hook(root, begin, state)

@@ -9,7 +9,7 @@ from tokenmerge.ops import IndexPlan, bipartite_soft_matching, make_plan
 
 
 def most_removed(n: int, protected: int) -> int:
-    """Largest number of tokens that one merge can remove: half of those that are not protected.
+    """Return the largest number of tokens that one merge can remove: half of those that are not protected.
 
     >>> most_removed(197, protected=1), most_removed(1, protected=1)
     (98, 0)

@@ -11,7 +11,6 @@ from tokenmerge.errors import ConfigError
 from tokenmerge.report import Tabled, TextTable, saved
 from tokenmerge.report.flops import count_flops, weightless
 from tokenmerge.vit.config import ViTConfig
-from tokenmerge.vit.hosts import find_encoders
 from tokenmerge.vit.patch import checked_encoders, new_vit_state, patch_encoder
 
 
@@ -43,8 +42,8 @@ class ViTReport(Tabled):
 
     Attributes:
         model: class of the model.
-        height: of the pictures, in pixels.
-        width: of the pictures, in pixels.
+        height: height of the pictures, in pixels.
+        width: width of the pictures, in pixels.
         batch: number of pictures in the call.
         rows: one row for each layer.
         flops_dense: floating-point operations of the whole model without merging.
@@ -62,7 +61,7 @@ class ViTReport(Tabled):
     notes: tuple[str, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as plain values, for records."""
+        """Return the report as plain values, for records."""
         return dataclasses.asdict(self)
 
     def _table(self) -> TextTable:
@@ -86,8 +85,8 @@ def predict_vit(
     Args:
         model: as for :func:`tokenmerge.apply_token_merging`. Only its first encoder is counted.
         config: the settings.
-        height: of the pictures, in pixels; None: the height that the model was made for.
-        width: of the pictures, in pixels; None: the width that the model was made for.
+        height: height of the pictures, in pixels; None: the height that the model was made for.
+        width: width of the pictures, in pixels; None: the width that the model was made for.
         batch: number of pictures in the call.
 
     Raises:
@@ -96,14 +95,15 @@ def predict_vit(
     """
     for argument, value in (("height", height), ("width", width), ("batch", batch)):
         optional(integer(1))(argument, value)
-    original = checked_encoders(model, config)[0]
-    (encoder,) = find_encoders(weightless(original.model))
+    original, encoder = next(iter(checked_encoders(model, config).items()))
+    root = weightless(original)
     height, width = height or encoder.image_size[0], width or encoder.image_size[1]
-    arguments = encoder.example(height, width, batch)
-    name, seen = type(encoder.model).__name__, list[int]()
-    encoder.layers[0].module.register_forward_pre_hook(lambda _, args: seen.append(args[0].shape[1]))
+    arguments = encoder.example(root, height, width, batch)
+    name, seen = type(root).__name__, list[int]()
+    first = root.get_submodule(encoder.layers[0].path)
+    first.register_forward_pre_hook(lambda _, args: seen.append(args[0].shape[1]))
     try:
-        dense = count_flops(encoder.model, arguments)
+        dense = count_flops(root, arguments)
     except Exception as error:
         raise ConfigError(
             f"height, width: {name} takes no pictures of {height} × {width} pixels: {error}; give another "
@@ -111,9 +111,9 @@ def predict_vit(
         ) from error
 
     state = dataclasses.replace(new_vit_state(encoder, config), unmerge=False)
-    patch_encoder(encoder, state)
+    patch_encoder(root, state)
     with state.recording() as recorded:
-        merged = count_flops(encoder.model, arguments)
+        merged = count_flops(root, arguments)
 
     tokens = seen[:1]
     for layer in encoder.layers:
@@ -122,7 +122,7 @@ def predict_vit(
         ViTRow(layer.path, n, m, dense[f"{name}.{layer.path}"], merged[f"{name}.{layer.path}"])
         for layer, (n, m) in zip(encoder.layers, pairwise(tokens), strict=True)
     )
-    notes = _notes(rows, state.r, config.unmerge, original.averages)
+    notes = _notes(rows, state.r, config.unmerge, encoder.averages)
     return ViTReport(name, height, width, batch, rows, dense[name], merged[name], notes)
 
 

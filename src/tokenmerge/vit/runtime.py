@@ -28,6 +28,7 @@ from tokenmerge.runtime.patching.patch import restore
 from tokenmerge.runtime.patching.swap import swap
 from tokenmerge.runtime.steps.per_thread import PerThread
 from tokenmerge.vit.config import ViTConfig
+from tokenmerge.vit.hosts import Encoder, Layer
 from tokenmerge.vit.planner import most_removed, plan_tome_vit
 
 # The keyword argument that carries the token sizes of a call through its layers: a list with an entry for the
@@ -74,7 +75,7 @@ class RecordedTokens:
         return Tokens(self.sizes, self.source).unmerge(y)
 
     def labels(self, height: int | None = None, width: int | None = None) -> Tensor:
-        """The groups of merged patches, for :func:`tokenmerge.pictures.draw_groups`.
+        """Return the groups of merged patches, for :func:`tokenmerge.pictures.draw_groups`.
 
         Args:
             height: number of rows of patches; None: the grid is square.
@@ -123,20 +124,16 @@ class EncoderState:
 
     Attributes:
         config: the settings.
+        facts: what is known about the encoder.
         r: number of tokens to remove in each layer.
-        protected: number of tokens at the beginning that never merge.
-        mask: name of the layers' argument that is added to the attention logits.
-        by_keyword: whether the model passes keyword arguments on to its layers.
         unmerge: whether the last layer gives each input token a result.
         record: what the tokens after each layer stand for, by path, while :meth:`Patch.record` collects it.
         threads: the running call of each thread.
     """
 
     config: ViTConfig
+    facts: Encoder
     r: tuple[int, ...]
-    protected: int
-    mask: str
-    by_keyword: bool
     unmerge: bool
     record: dict[str, RecordedTokens] | None = None
     threads: PerThread[Running] = dataclasses.field(default_factory=lambda: PerThread(Running))
@@ -159,31 +156,27 @@ class EncoderState:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LayerState:
-    """What a layer and its parts know about it.
+    """State of a layer and of its parts.
 
     Attributes:
         encoder: state of the encoder.
         index: number of the layer, from 0.
-        path: qualified name of the layer in the encoder.
-        parts: paths of the module that returns the keys, and of the first and last one of the MLP's branch.
-        head_dim: d for keys ``[b, n, heads * d]``; None for ``[b, heads, n, d]``.
+        layer: what is known about the layer.
     """
 
     encoder: EncoderState
     index: int
-    path: str
-    parts: tuple[str, str, str]
-    head_dim: int | None
+    layer: Layer
 
 
 def begin(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
-    """Pre-forward hook of the model: start a call in which nothing has merged yet."""
+    """Start a call in which nothing has merged yet; a hook before the model's forward."""
     encoder: EncoderState = model.__dict__[STATE]
     check_attention(model, encoder.config)
-    mask = HostCall(model.forward, parameters(type(model).forward), args, kwargs).argument(encoder.mask)
+    mask = HostCall(model.forward, parameters(type(model).forward), args, kwargs).argument(encoder.facts.mask)
     if mask is not None and any(encoder.r):
         raise _mask_error(encoder, mask)
-    if not encoder.by_keyword:
+    if not encoder.facts.by_keyword:
         return None  # the first layer starts the call, as when only a part of the model is called
     asked = {name: value for name in _COLLECTED if (value := getattr(model.config, name, False))}
     return args, {**asked, **kwargs, _TOKENS: [None] * (len(encoder.r) + 1)}
@@ -204,11 +197,11 @@ def check_attention(model: nn.Module, config: ViTConfig) -> None:
         )
 
 
-# These functions make the method of a swapped class from the original one, as in runtime.forward.
+# These functions make the method of a swapped class from the original one, as in runtime.blocks.forward.
 
 
 def layer_call(original: HostMethod) -> Callable:
-    """Method of the layer: its attention is proportional, its result is merged."""
+    """Make the method of the layer: its attention is proportional, its result is merged."""
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         state: LayerState | None = self.__dict__.get(STATE)
@@ -219,7 +212,7 @@ def layer_call(original: HostMethod) -> Callable:
         tokens_of_layers = _tokens_of_call(state) if given is None else given
         swap_parts(self, state)
         call = HostCall(original.of(self), original.names(), args, kwargs)
-        x, mask = call.argument(call.names[0]), call.argument(encoder.mask)
+        x, mask = call.argument(call.names[0]), call.argument(encoder.facts.mask)
         if any(encoder.r):
             # In a call of the whole model, a mask at this point is the host's own, which hides nothing.
             if mask is not None and given is None:
@@ -230,7 +223,7 @@ def layer_call(original: HostMethod) -> Callable:
             if collects:
                 x = tokens.remerge(x)
                 call = call.replaced(call.names[0], x)
-            call = call.replaced(encoder.mask, _log_sizes(tokens, encoder, x.dtype))
+            call = call.replaced(encoder.facts.mask, _log_sizes(tokens, encoder, x.dtype))
         running.r, running.tokens = _num_removed(state, x), tokens
         try:
             y = call.result()
@@ -241,7 +234,8 @@ def layer_call(original: HostMethod) -> Callable:
         tokens_of_layers[state.index + 1] = tokens
         if tokens is not None:
             if encoder.record is not None:
-                encoder.record[state.path] = RecordedTokens(tokens.source, tokens.sizes, encoder.protected)
+                protected = encoder.facts.protected
+                encoder.record[state.layer.path] = RecordedTokens(tokens.source, tokens.sizes, protected)
             if collects or (encoder.unmerge and state.index + 1 == len(encoder.r)):
                 y = tokens.unmerge(_one_tensor(y, state))
         return y
@@ -250,18 +244,17 @@ def layer_call(original: HostMethod) -> Callable:
 
 
 def keys_call(original: HostMethod) -> Callable:
-    """Method of the module that returns the keys, from which the plan is made."""
+    """Make the method of the module that returns the keys, from which the plan is made."""
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         keys = original.of(self)(*args, **kwargs)
         state: LayerState | None = self.__dict__.get(STATE)
         if state is not None and (running := state.encoder.running).r:
-            by_head = (
-                keys if state.head_dim is None else keys.unflatten(-1, (-1, state.head_dim)).transpose(1, 2)
-            )
+            d = state.layer.head_dim
+            by_head = keys if d is None else keys.unflatten(-1, (-1, d)).transpose(1, 2)
             # At least float32: half precision would make different similarities equal.
             metric = by_head.detach().mean(dim=1, dtype=torch.promote_types(keys.dtype, torch.float32))
-            plan = plan_tome_vit(metric, running.r, state.encoder.protected)
+            plan = plan_tome_vit(metric, running.r, state.encoder.facts.protected)
             running.plan = plan_by_size(plan, running.tokens)
         return keys
 
@@ -269,30 +262,33 @@ def keys_call(original: HostMethod) -> Callable:
 
 
 def first_call(original: HostMethod) -> Callable:
-    """Method of the first module of the MLP's branch: the branch runs on merged tokens."""
+    """Make the method of the first module of the MLP's branch: the branch runs on merged tokens."""
 
     def forward(self: nn.Module, x: Tensor) -> Any:
-        state: LayerState | None = self.__dict__.get(STATE)
-        plan = None if state is None else state.encoder.running.plan
+        plan = _running_plan(self)
         return original.of(self)(x if plan is None else plan.merge(x))
 
     return forward
 
 
 def last_call(original: HostMethod) -> Callable:
-    """Method of the last module of the branch: its result is unmerged, so that the host can add it."""
+    """Make the method of the last module of the branch, whose result is unmerged for the host's sum."""
 
     def forward(self: nn.Module, x: Tensor) -> Any:
-        state: LayerState | None = self.__dict__.get(STATE)
-        plan = None if state is None else state.encoder.running.plan
-        y = original.of(self)(x)
+        plan, y = _running_plan(self), original.of(self)(x)
         return y if plan is None else plan.unmerge(y)
 
     return forward
 
 
+def _running_plan(part: nn.Module) -> SizedPlan | None:
+    """Return the plan of the running layer that a module is a part of."""
+    state: LayerState | None = part.__dict__.get(STATE)
+    return None if state is None else state.encoder.running.plan
+
+
 def collecting_call(original: HostMethod) -> Callable:
-    """Method of the model that collects the tokens of its layers: each input token gets its place in them."""
+    """Make the method of the model that collects the tokens of its layers, with a place for each token."""
 
     def collect(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         state: EncoderState | None = self.__dict__.get(STATE)
@@ -309,7 +305,7 @@ def collecting_call(original: HostMethod) -> Callable:
 
 def swap_parts(layer: nn.Module, state: LayerState) -> None:
     """Swap the parts of a layer; swap a part again if other software, such as PEFT, has replaced it."""
-    for name, call in zip(state.parts, (keys_call, first_call, last_call), strict=True):
+    for name, call in zip(state.layer.parts, (keys_call, first_call, last_call), strict=True):
         part = layer.get_submodule(name)
         if part.__dict__.get(STATE) is not state:
             restore(part)  # the former part may be inside the new one
@@ -317,14 +313,14 @@ def swap_parts(layer: nn.Module, state: LayerState) -> None:
 
 
 def _tokens_of_call(state: LayerState) -> list[Tokens | None]:
-    """Token sizes of the running call, for a layer that does not get them as an argument."""
+    """Return the token sizes of the running call, for a layer that does not get them as an argument."""
     encoder, running = state.encoder, state.encoder.running
     if state.index == 0:
         running.sizes = [None] * (len(encoder.r) + 1)
     if running.sizes is None:
         raise UnsupportedModelError(
-            f"{state.path}: called without the layers before it, so the sizes of its tokens are unknown; "
-            "switch off the feature that calls it alone, such as gradient checkpointing of timm: "
+            f"{state.layer.path}: called without the layers before it, so the sizes of its tokens are "
+            "unknown; switch off the feature that calls it alone, such as gradient checkpointing of timm: "
             "model.set_grad_checkpointing(False)"
         )
     sizes = running.sizes
@@ -334,12 +330,12 @@ def _tokens_of_call(state: LayerState) -> list[Tokens | None]:
 
 
 def _num_removed(state: LayerState, x: Tensor) -> int:
-    encoder = state.encoder
-    most = most_removed(x.shape[1], encoder.protected)
+    encoder, protected = state.encoder, state.encoder.facts.protected
+    most = most_removed(x.shape[1], protected)
     if state.index == 0 and most == 0 and any(encoder.r):
         raise NothingToMergeError(
-            f"nothing to merge: an input of shape {tuple(x.shape)} has {x.shape[1] - encoder.protected} "
-            f"tokens besides the {encoder.protected} that never merge, and merging needs two; use larger "
+            f"nothing to merge: an input of shape {tuple(x.shape)} has {x.shape[1] - protected} "
+            f"tokens besides the {protected} that never merge, and merging needs two; use larger "
             "pictures"
         )
     return min(encoder.r[state.index], most)
@@ -351,9 +347,10 @@ def _log_sizes(tokens: Tokens, encoder: EncoderState, dtype: torch.dtype) -> Ten
 
 
 def _mask_error(encoder: EncoderState, mask: Tensor) -> UnsupportedModelError:
+    name = encoder.facts.mask
     return UnsupportedModelError(
-        f"{encoder.mask}: a mask of shape {tuple(mask.shape)} is for all tokens and does not fit merged "
-        f"ones; call the model without {encoder.mask}, or remove_token_merging(model) first"
+        f"{name}: a mask of shape {tuple(mask.shape)} is for all tokens and does not fit merged ones; call "
+        f"the model without {name}, or remove_token_merging(model) first"
     )
 
 
@@ -374,7 +371,7 @@ def _check_what_is_asked(call: HostCall) -> None:
 def _one_tensor(y: Any, state: LayerState) -> Tensor:
     if not isinstance(y, Tensor):
         raise UnsupportedModelError(
-            f"{state.path}: expected one tensor as its result, got a {type(y).__name__}, as in old "
+            f"{state.layer.path}: expected one tensor as its result, got a {type(y).__name__}, as in old "
             "versions of transformers; install transformers 5.23 or newer"
         )
     return y

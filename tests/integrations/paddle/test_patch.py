@@ -20,7 +20,6 @@ ALL = {"max_downsample": 2, "merge_crossattn": True, "merge_mlp": True}
 SETTINGS = {
     "attention": {},
     "everything": ALL,
-    "tiled": {"planner": "tiled"},
     "uniform": {"planner": "uniform", "ratio": 0.75},
     "keys": {"scope": "keys"},
     "keep": {"combine": "keep"},
@@ -283,7 +282,7 @@ def test_what_is_not_offered_says_so(settings):
 
 def test_a_ratio_alone_is_not_enough():
     with pytest.raises(ConfigError, match=r"expected a ToMeConfig such as ToMeConfig\(ratio=0.5\), got 0.5"):
-        apply_token_merging(hosts.unet(), 0.5)
+        apply_token_merging(hosts.unet(), speedup=2.0)
 
 
 def test_nothing_to_merge_is_an_error():

@@ -5,13 +5,19 @@ from pathlib import Path
 import numpy as np
 import paddle
 import pytest
+from integrations.portable.numpy_arrays import NumpyArrays
 
 from tokenmerge.config import ToMeConfig
 from tokenmerge.integrations.paddle.arrays import PaddleArrays
-from tokenmerge.integrations.portable.arrays import NumpyArrays
+from tokenmerge.integrations.portable.merging import (
+    PLANNERS,
+    Plan,
+    keep_destinations,
+    merge,
+    plan_tokens,
+    unmerge,
+)
 from tokenmerge.integrations.portable.partition import step_number
-from tokenmerge.integrations.portable.plan import Plan, keep_destinations, merge, unmerge
-from tokenmerge.integrations.portable.planners import PLANNERS, plan_tokens
 
 GOLDEN = dict(np.load(Path(__file__).parents[1] / "portable" / "golden.npz"))
 GRIDS = {name: tuple(map(int, name.split("x"))) for name in GOLDEN if " " not in name}

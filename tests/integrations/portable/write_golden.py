@@ -9,10 +9,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from planned import plan_by
 
 from tokenmerge import ToMeConfig, ops
 from tokenmerge.integrations.portable.partition import step_number
-from tokenmerge.planners import PLANNERS
 
 GOLDEN = Path(__file__).parent / "golden.npz"
 SEED, TIMESTEP, BATCH, CHANNELS = 3, 481.0, 2, 4
@@ -27,9 +27,9 @@ def golden() -> dict[str, np.ndarray]:
         features = np.random.default_rng(rows).standard_normal((BATCH, rows * columns, CHANNELS))
         arrays[grid] = features.astype(np.float32)
         x = torch.from_numpy(arrays[grid]).double()
-        for planner in ("tome", "tiled", "uniform"):
+        for planner in ("tome", "uniform"):
             config = ToMeConfig(ratio=0.5, planner=planner, seed=SEED)
-            plan = PLANNERS[planner](x, (1, rows, columns), config, torch.tensor(step_number(TIMESTEP)))
+            plan = plan_by(planner, x, (1, rows, columns), config, torch.tensor(step_number(TIMESTEP)))
             for field in ("keep", "sources", "targets", "inverse", "sizes"):
                 arrays[f"{grid} {planner} {field}"] = getattr(plan, field).numpy().astype(np.int16)
             arrays[f"{grid} {planner} merged"] = ops.merge(plan, x.float()).numpy()

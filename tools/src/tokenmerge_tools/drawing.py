@@ -172,12 +172,20 @@ def prepare(
 ) -> Prepared:
     """Prepare to draw by these options, and predict what merging saves. Nothing runs.
 
-    ``control`` is the picture for a ControlNet. ``follows_steps`` is as for :func:`tokenmerge.auto.choose`.
+    ``control`` is the picture for a ControlNet. ``follows_steps`` is as for
+    :func:`tokenmerge.default_method.settings_for`.
     """
     size = options.size or own_size(pipe)
     width, height = check_size(size, latent_scale(pipe))
     call = PipelineCall.prepare(pipe, options, size, control)
-    config = options.merging.config(pipe, follows_steps=follows_steps)
+    config = options.merging.config(
+        pipe,
+        height=height,
+        width=width,
+        steps=options.steps,
+        guidance=call.guidance,
+        follows_steps=follows_steps,
+    )
     samples = options.batch * (2 if call.guided else 1)
     report = predict(pipe, config.at_guidance(call.guidance), height, width, samples, options.steps)
     return Prepared(dataclasses.replace(options, size=size), call, config, report, (height, width))

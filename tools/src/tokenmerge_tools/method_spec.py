@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from tokenmerge import presets
-from tokenmerge.auto import choose
 from tokenmerge.config import NEW_NAMES, SETTINGS, Rule, ToMeConfig, flat, with_rules, without_removed
+from tokenmerge.config.checks import number
+from tokenmerge.default_method import settings_for
 from tokenmerge.errors import ConfigError, shown
 
 AUTO = "auto"
+DEFAULT_SPEEDUP = 2.0
+SPEEDUP = "speedup"
+OF_AUTO = (SPEEDUP, *(name for name in SETTINGS if name != "ratio"))  # what auto takes
 METHODS = (AUTO, "tome", *presets.__all__)
 
 
@@ -21,11 +25,11 @@ class MethodSpec:
     """A method, and changes to its settings.
 
     Args:
-        method: ``"auto"`` chooses settings for the model and the device (:func:`tokenmerge.auto.choose`).
+        method: ``"auto"`` is the default method, which chooses settings for a wanted ``speedup``.
             ``"tome"`` has the defaults of :class:`tokenmerge.ToMeConfig`. The other methods are the functions
             of :mod:`tokenmerge.presets`, by name.
-        changes: settings that replace the method's own at every guidance scale, by name, such as
-            ``"reuse.every"``. Former names are accepted too.
+        changes: settings that replace the method's own, by name, such as ``"reuse.every"``. Former names are
+            accepted too. ``"auto"`` takes a ``"speedup"`` (default: 2.0) in place of a ratio.
 
     >>> MethodSpec("sito", {"max_downsample": 2}).config().combine
     'keep'
@@ -38,33 +42,52 @@ class MethodSpec:
         if self.method not in METHODS:
             raise ConfigError(f"method: expected one of {', '.join(METHODS)}, got {self.method!r}")
         object.__setattr__(self, "changes", flat(with_rules(self.changes)))
-        if self.needs_model:
-            # shallow_every must not exceed every, which the method may choose.
-            shallow = self.changes.get("reuse.shallow_every", 1)
-            ToMeConfig.from_dict({"reuse.every": shallow, **self.changes})
-        else:
+        if not self.needs_model:
             self.config()
+            return
+        if "ratio" in self.changes:
+            raise ConfigError(
+                "ratio: the method auto takes a speed-up, as it chooses the ratio itself; give speedup=2, or "
+                "another method"
+            )
+        check_speedup("speedup", self.speedup)
+        # shallow_every must not exceed every, which the method may choose.
+        shallow = self.changes.get("reuse.shallow_every", 1)
+        ToMeConfig.from_dict({"reuse.every": shallow, **self._settings})
 
     @property
     def needs_model(self) -> bool:
         """Whether the settings depend on the model."""
         return self.method == AUTO
 
-    def config(self, pipe_or_model: object = None, follows_steps: bool | None = None) -> ToMeConfig:
+    @property
+    def speedup(self) -> float:
+        """The wanted speed-up of the method ``"auto"``."""
+        return float(self.changes.get("speedup", DEFAULT_SPEEDUP))
+
+    @property
+    def title(self) -> str:
+        """What was asked for, in a few words."""
+        if self.needs_model:
+            return f"{self.method}, speed-up {self.speedup:g}"
+        return f"{self.method}, ratio {self.config().ratio:g}"
+
+    @property
+    def _settings(self) -> dict[str, Any]:
+        return {name: value for name, value in self.changes.items() if name != "speedup"}
+
+    def config(self, pipe_or_model: object = None, **generation: Any) -> ToMeConfig:
         """Return the configuration.
 
-        The model is used only if :attr:`needs_model` is true. ``follows_steps`` is as for
-        :func:`tokenmerge.auto.choose`.
+        The model and the facts about the generation are used only if :attr:`needs_model` is true. The facts
+        are those of :func:`tokenmerge.default_method.settings_for`.
         """
         if self.needs_model:
-            chosen = choose(pipe_or_model, self.changes.get("ratio", ToMeConfig.ratio), follows_steps)
+            chosen = settings_for(pipe_or_model, self.speedup, **generation)
             every = self.changes.get("reuse.every", chosen.reuse.every)
             shallow = min(chosen.reuse.shallow_every, every)  # lowering one setting lowers both
             own = {**flat(vars(chosen)), "reuse.shallow_every": shallow}
-            # The ratio is the argument of `choose`, which may merge fewer tokens and skip more steps.
-            changes = {name: value for name, value in self.changes.items() if name != "ratio"}
-            rules = (*_without(chosen.rules, changes), *changes.pop("rules", ()))
-            return ToMeConfig.from_dict({**own, **changes, "rules": rules})
+            return ToMeConfig.from_dict({**own, **self._settings})
         if self.method == "tome":
             return ToMeConfig.from_dict(self.changes)
         make: Callable[..., ToMeConfig] = getattr(presets, self.method)
@@ -75,20 +98,15 @@ class MethodSpec:
         return {"method": self.method, **{name: as_plain(value) for name, value in self.changes.items()}}
 
 
-def _without(rules: Iterable[Rule], changes: Mapping[str, Any]) -> Iterator[Rule]:
-    """Yield the rules of a method without the settings that are changed: a change holds everywhere.
+def check_speedup(name: str, value: Any) -> float:
+    """Accept a speed-up."""
+    return number("a number ≥ 1, such as 2.0", lambda value: value >= 1)(name, value)
 
-    >>> rule = Rule(guidance=5, changes={"ratio": 0.6, "reuse.every": 3, "reuse.shallow_every": 2})
-    >>> list(_without([rule], {"reuse.every": 1}))
-    [{'guidance': 5.0, 'ratio': 0.6, 'reuse.shallow_every': 1}]
-    """
-    for rule in rules:
-        left = {name: value for name, value in rule.changes.items() if name not in changes}
-        every = {**rule.changes, **changes}.get("reuse.every")
-        if every is not None and "reuse.shallow_every" in left:
-            left["reuse.shallow_every"] = min(left["reuse.shallow_every"], every)
-        if left:
-            yield dataclasses.replace(rule, changes=left)
+
+def merging_alone(ratio: float | None, changes: Mapping[str, Any]) -> MethodSpec:
+    """Return what merges a share of the tokens and does nothing else, with changed settings."""
+    plain = {"planner": "tiled", "proportional": True, "max_downsample": 8, "ratio": ratio}
+    return MethodSpec("tome", {**plain, **changes})
 
 
 def read_setting(text: str, names: Collection[str] = SETTINGS) -> tuple[str, Any]:
@@ -151,7 +169,7 @@ def _seed(text: str) -> int | None:
     return None if text.lower() == "none" else int(text)
 
 
-_DEFAULTS = flat(vars(ToMeConfig()))
+_DEFAULTS = {SPEEDUP: DEFAULT_SPEEDUP, **flat(vars(ToMeConfig()))}
 _OF_TYPE: dict[type, tuple[Callable[[str], Any], str]] = {
     bool: (_switch, "true or false"),
     int: (int, "INTEGER"),
@@ -162,9 +180,8 @@ _READERS: dict[str, tuple[Callable[[str], Any], str]] = {
     **{name: _OF_TYPE[type(value)] for name, value in _DEFAULTS.items() if type(value) in _OF_TYPE},
     "rules": (_rules, 'JSON such as [{"level": 2, "ratio": 0.25}]'),
     "seed": (_seed, "INTEGER or none"),
-    **dict.fromkeys(("reuse.every", "reuse.shallow_every"), (_number, "NUMBER")),
-    **dict.fromkeys(("reference_ratio", "reuse.spacing"), (float, "NUMBER")),
-    "reuse.ends": (str, "full or free"),
+    **dict.fromkeys((SPEEDUP, "reuse.every", "reuse.shallow_every"), (_number, "NUMBER")),
+    "reference_ratio": (float, "NUMBER"),
     "reuse.full_steps": (_numbers, "NUMBER/NUMBER…, such as 0/0.05/0.5/1"),
     "reuse.shallow_steps": (_numbers, "NUMBER/NUMBER…, such as 0/0.05/0.25/0.5/1"),
 }

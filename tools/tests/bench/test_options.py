@@ -120,14 +120,14 @@ def test_methods_have_their_own_settings_and_ratio() -> None:
 def test_every_setting_can_be_told() -> None:
     text = (
         'tome:proportional,scope=block,reuse.every=2,rules=[{"level": 2, "ratio": 0.25, "sx": 4}, '
-        '{"start": 0.5, "planner": "local"}],plans.blocks'
+        '{"start": 0.5, "planner": "tiled"}],plans.blocks'
     )
     (spec,) = parse_variant(text, [0.5], {})
     config = ToMeConfig(
         proportional=True,
         scope="block",
         reuse=StepReuse(every=2),
-        rules=[{"level": 2, "ratio": 0.25, "sx": 4}, {"start": 0.5, "planner": "local"}],
+        rules=[{"level": 2, "ratio": 0.25, "sx": 4}, {"start": 0.5, "planner": "tiled"}],
         plans=PlanSharing(blocks=True),
     )
     assert spec.config() == config

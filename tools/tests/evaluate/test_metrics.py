@@ -11,12 +11,12 @@ from tools.tests.evaluate.conftest import drawn, item, picture
 from torchmetrics.multimodal import CLIPScore
 
 from tokenmerge.errors import ConfigError, MissingExtraError
-from tokenmerge.pictures import as_tensor
 from tokenmerge_tools.demo.retrieval import GRID
 from tokenmerge_tools.evaluate.measure import figures_of, measure
 from tokenmerge_tools.evaluate.metrics import load_metrics, parse_metrics
 from tokenmerge_tools.evaluate.networks import Clip, Vision
 from tokenmerge_tools.evaluate.picture_store import PictureStore
+from tokenmerge_tools.sheets import as_tensor
 
 PROMPTS = ["red apple", "blue boat", "a very long prompt " * 9]
 

@@ -16,7 +16,6 @@ from tools.tests.evaluate.conftest import picture
 
 from tokenmerge import ToMeConfig, token_merging
 from tokenmerge.errors import ConfigError, NothingToMergeError
-from tokenmerge.pictures import as_tensor
 from tokenmerge_tools import timing
 from tokenmerge_tools.closeness import psnr
 from tokenmerge_tools.drawing import Studio
@@ -27,6 +26,7 @@ from tokenmerge_tools.pipelines.call import PipelineCall
 from tokenmerge_tools.pipelines.loading import ModelSource, SourceKind
 from tokenmerge_tools.records.file import RecordNotWrittenError, ResultsFile, read_results
 from tokenmerge_tools.records.kinds import QualityRecord, SampleRecord
+from tokenmerge_tools.sheets import as_tensor
 from tokenmerge_tools.variants.variant import Variant
 
 Run = Callable[..., list[QualityRecord]]

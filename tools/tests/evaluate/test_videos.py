@@ -15,7 +15,6 @@ from tools.tests.tiny_video_pipeline import write_video_pipeline
 from torch.testing import assert_close
 
 from tokenmerge.errors import ConfigError, UnsupportedModelError
-from tokenmerge.pictures import as_tensor
 from tokenmerge_tools.closeness import motion, motion_error, psnr, ssim
 from tokenmerge_tools.evaluate.measure import _mean_of_frames
 from tokenmerge_tools.evaluate.picture_store import PictureStore, read_video, write_video
@@ -23,6 +22,7 @@ from tokenmerge_tools.generate.run import generate
 from tokenmerge_tools.pipelines.options import GenerateOptions
 from tokenmerge_tools.records.kinds import QualityRecord
 from tokenmerge_tools.reporting.quality_tables import quality_tables
+from tokenmerge_tools.sheets import as_tensor
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array_(_ implementation|wrap__):DeprecationWarning")
 FRAMES = 9

@@ -13,7 +13,7 @@ from tokenmerge_tools.play.texts import python_lines, tune_command
 @pytest.mark.parametrize(
     ("method", "first"),
     [
-        ("auto", "patch = tokenmerge.apply_token_merging(pipe, 0.25)"),
+        ("auto", "patch = tokenmerge.apply_token_merging(pipe, speedup=2.0)"),
         ("tome", "patch = tokenmerge.apply_token_merging(pipe, tokenmerge.ToMeConfig(ratio=0.25))"),
         ("toma", "patch = tokenmerge.apply_token_merging(pipe, 'toma', ratio=0.25)"),
     ],

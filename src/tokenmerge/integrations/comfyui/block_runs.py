@@ -57,7 +57,7 @@ class BlockRuns:
     """The runs of one sampling.
 
     Args:
-        residuals: cached residuals of the sampling, and what is due.
+        residuals: cached residuals of the sampling, and what the call runs.
     """
 
     def __init__(self, residuals: Residuals) -> None:
@@ -75,12 +75,12 @@ class BlockRuns:
             arguments: ComfyUI's arguments for the block.
             run: computes the result of a full step from arguments. It may change their image and text.
         """
-        due, image, text = self._residuals.due, arguments["img"], arguments.get("txt")
-        known = self._places.get((due.number, block))
-        if due.deep is not None and known is not None:
+        image, text, distance = arguments["img"], arguments.get("txt"), self._residuals.decision.deep
+        known = self._places.get((self._residuals.call, block))
+        if distance is not None and known is not None:
             if known.residual is None:
                 return {"img": image, "txt": text}
-            image, changed = extrapolated(known.residual, (image, text), due.deep)  # type: ignore[arg-type]
+            image, changed = extrapolated(known.residual, (image, text), distance)  # type: ignore[arg-type]
             return {"img": image, "txt": text if changed is None else changed}
         # ComfyUI's blocks add to their input in place. The copies keep the input for the difference.
         copies = {name: arguments[name].clone() for name in ("img", "txt") if arguments.get(name) is not None}
@@ -93,7 +93,7 @@ class BlockRuns:
         running, self._running = self._running, None
         if running is None:
             return
-        place = self._residuals.due.number, running.first
+        place = self._residuals.call, running.first
         image, text = running.added
         dtype = running.image.dtype
         residual = Residual(False, (image.to(dtype), None if text is None else text.to(dtype)))
@@ -118,4 +118,4 @@ class BlockRuns:
         both = None if to_text is None or before is None else before.add_(to_text)
         running.added = running.added[0].add_(to_image), both
         running.image, running.text, running.blocks = new_image, new_text, running.blocks + 1
-        self._places[self._residuals.due.number, block] = Place()
+        self._places[self._residuals.call, block] = Place()

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+from torch import nn
 
 from tokenmerge.errors import UnsupportedModelError
 from tokenmerge.models.base import is_a
 from tokenmerge.models.families import compvis
 from tokenmerge.models.layout import Layout, TokenArgument
-from tokenmerge.models.unet_work import UNetWork
+from tokenmerge.models.work import Amount, Part, Share, Work
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,14 +84,14 @@ class Target:
         blocks: blocks that can merge, in the order in which they run.
         patch: frames, rows and columns of latent positions that make one token at level 1.
         cuts: in a UNet, for steps that skip its deep stages, and for steps that also skip its finest level.
-        work: how the work of a UNet's call is distributed; None for other models.
+        work: how the work of a dense call is shared.
     """
 
     name: str
     blocks: tuple[Block, ...]
     patch: tuple[int, int, int] = (1, 1, 1)
     cuts: tuple[Cut, ...] = ()
-    work: UNetWork | None = None
+    work: Work = dataclasses.field(default_factory=lambda: Work(()))
 
     @property
     def is_unet(self) -> bool:
@@ -153,10 +154,12 @@ def find_target(model: Any) -> Target:
             if not getattr(block.module, "disable_self_attn", False)
         ]
         if blocks:
-            return Target(name, tuple(blocks), cuts=_cuts(root), work=_work(root, blocks))
+            cuts = _cuts(root)
+            return Target(name, tuple(blocks), cuts=cuts, work=_work_of_unet(root, blocks, cuts))
     for family in _FAMILIES:
         if is_a(root, *family.classes):
-            return Target(name, tuple(_blocks(root, family)), _patch(root))
+            found = tuple(_blocks(root, family))
+            return Target(name, found, _patch(root), work=_work_of_transformer(root, found))
     known = ", ".join(name for family in _FAMILIES for name in family.classes)
     raise UnsupportedModelError(
         f"model: expected a UNet with attention, or one of {known}, got {name}; ComfyUI lets a node "
@@ -198,22 +201,57 @@ def _transformers(unet: Any, output: int) -> int:
     return sum(is_a(part, "SpatialTransformer") for stage in stages for part in stage.modules())
 
 
-def _work(unet: Any, blocks: Sequence[Block]) -> UNetWork:
-    """How the work of a UNet's call is distributed."""
-    weights: Counter[int] = Counter()
-    level = 1
-    for block in unet.input_blocks:
+def _work_of_unet(unet: Any, blocks: Sequence[Block], cuts: Sequence[Cut]) -> Work:
+    """Return how the work of a UNet's call is shared."""
+    shares: list[Share] = []
+    level, deep, last = 1, cuts[0] if cuts else None, len(unet.output_blocks) - 1
+
+    def part_of(way: str, number: int) -> Part:
+        if deep is None:
+            return "always"
+        if way == "middle" or (number >= deep.inputs if way == "input" else number < deep.output):
+            return "deep"
+        outside = number == 0 if way == "input" else number == last
+        return "always" if outside or len(cuts) < 2 else "finest"
+
+    def add(way: str, number: int, module: nn.Module) -> None:
+        part, own = part_of(way, number), [block for block in blocks if block.key[:2] == (way, number)]
+        merging = sum(weights_of(block.module.attn1) for block in own)
+        pairs = sum(2 * block.channels for block in own)
+        rest = Amount(per_token=weights_of(module) - merging)
+        shares.append(Share(part, level, frozenset(), rest))
+        shares.append(Share(part, level, frozenset({"layers"}), Amount(per_token=merging, per_pair=pairs)))
+
+    for number, block in enumerate(unet.input_blocks):
         level *= 1 + _has(block, "Downsample")
-        weights[level] += _weights(block)
-    weights[level] += _weights(unet.middle_block)
-    for block in unet.output_blocks:
-        weights[level] += _weights(block)
+        add("input", number, block)
+    add("middle", 0, unet.middle_block)
+    for number, block in enumerate(unet.output_blocks):
+        add("output", number, block)
         level //= 1 + _has(block, "Upsample")
-    return UNetWork(weights, tuple((block.level, block.channels) for block in blocks))
+    return Work(tuple(shares))
 
 
-def _weights(module: Any) -> int:
-    return sum(weight.numel() for weight in module.parameters())
+def _work_of_transformer(root: Any, blocks: Sequence[Block]) -> Work:
+    """Return how the work of a transformer's call is shared."""
+    inside = sum(weights_of(block.module) for block in blocks)
+    pairs = sum(2 * block.channels for block in blocks)
+    rest = Amount(per_token=max(0, weights_of(root) - inside))
+    merging = Amount(per_token=inside, per_pair=pairs)
+    return Work((Share("always", 1, frozenset(), rest), Share("blocks", 1, frozenset({"block"}), merging)))
+
+
+# Parts of the names of weights that multiply text, or one vector for the whole picture.
+_OF_OTHERS = ("txt", "context_block", "add_", "mod", "cross_attn.k", "cross_attn.v")
+
+
+def weights_of(module: nn.Module) -> int:
+    """Return the number of weights of a module that multiply each token of the image."""
+    return sum(
+        weight.numel()
+        for name, weight in module.named_parameters()
+        if weight.ndim >= 2 and not any(part in name for part in _OF_OTHERS)
+    )
 
 
 def _blocks(root: Any, family: Family) -> list[Block]:

@@ -53,13 +53,24 @@ class TokenMerging:
                 "model": ("MODEL", {"tooltip": "The model. It is not changed; a clone merges tokens."}),
                 "method": _choice(
                     METHODS,
-                    "auto merges where that saves time, and skips parts of the model on some steps. The "
-                    "others are published methods.",
+                    "auto merges where that saves time, and skips parts of the model on some steps, to "
+                    "reach the wanted speed-up. The others are published methods, and take the ratio.",
+                ),
+                "speedup": (
+                    "FLOAT",
+                    {
+                        "default": 2.0,
+                        "min": 1.0,
+                        "max": 10.0,
+                        "step": 0.1,
+                        "tooltip": "Wanted speed-up of method auto, by counted operations of the "
+                        "sampling. Raising it makes the picture less like the dense one.",
+                    },
                 ),
                 "ratio": _share(
                     0.5,
-                    "Share of the tokens that is removed. Raising it is faster, and the picture less close "
-                    "to the dense one. With auto, more steps also skip parts of the model.",
+                    "Share of the tokens that the other methods remove. Raising it is faster, and the "
+                    "picture less close to the dense one.",
                     0.75,
                 ),
                 "start_percent": _share(
@@ -94,6 +105,7 @@ class TokenMerging:
         self,
         model: Any,
         method: str,
+        speedup: float,
         ratio: float,
         start_percent: float,
         end_percent: float,
@@ -106,7 +118,7 @@ class TokenMerging:
     ) -> tuple[Any, str]:
         """A clone of the model that merges tokens, and what it merges."""
         asked = Asked(
-            method, ratio, start_percent, end_percent, scope, proportional, levels, seed, step_reuse
+            method, speedup, ratio, start_percent, end_percent, scope, proportional, levels, seed, step_reuse
         )
         settings = settings_for(find_target(model), asked, model.load_device, model.model_dtype())
         shape = _usual_size(model) if latent is None else tuple(latent["samples"].shape)

@@ -52,11 +52,13 @@ def beside(settings: Settings, options: Mapping[str, Any]) -> Settings:
     The last notes say what they change.
     """
     config, target, others, notes = settings.config, settings.target, others_in(options), []
+    default = settings.default
     if not target.is_unet:
         others = Others(cache=others.cache)  # ComfyUI calls the patches of attention in UNets only
     attention = " and ".join(others.self_attention)
     if config.reuse.on and (attention or others.cache):
         config = dataclasses.replace(config.at_guidance(None), reuse=StepReuse())
+        default = default and default.without_reuse()
         if others.cache:
             why = f"since {others.cache} skips whole steps; keep one of the nodes"
         else:
@@ -70,7 +72,9 @@ def beside(settings: Settings, options: Mapping[str, Any]) -> Settings:
         notes.append(
             f"Blocks that {later} replaced after Token Merging may not merge; place Token Merging after it."
         )
-    return dataclasses.replace(settings, config=config, others=others, notes=(*settings.notes, *notes))
+    return dataclasses.replace(
+        settings, config=config, default=default, others=others, notes=(*settings.notes, *notes)
+    )
 
 
 def _nodes_of(patches: Iterable[Any]) -> tuple[str, ...]:

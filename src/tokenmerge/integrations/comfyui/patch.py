@@ -49,17 +49,6 @@ def patched(model: Any, settings: Settings) -> Any:
     return clone
 
 
-# Parts of the names of ComfyUI's solvers that add noise in each step.
-_NOISY = ("ancestral", "sde", "ddpm", "lcm", "sa_solver", "seeds")
-
-
-def adds_noise(sampler: Any) -> bool:
-    """Whether a ``KSAMPLER`` of ComfyUI adds noise in each step."""
-    name = getattr(getattr(sampler, "sampler_function", None), "__name__", "")
-    eta = getattr(sampler, "extra_options", {}).get("eta", 1.0)
-    return eta != 0 and any(part in name for part in _NOISY)
-
-
 @dataclasses.dataclass(frozen=True)
 class WeighedAttention:
     """Proportional attention: a merged token counts for as many keys as it stands for (arXiv 2210.09461).
@@ -118,9 +107,7 @@ class _Wrappers:
         """One sampling. What it caches is dropped when it ends or is cancelled."""
         options = extra["model_options"]["transformer_options"]
         settings = beside(self.settings, options)
-        options[KEY] = sampling = Sampling(
-            settings, sigmas.tolist(), getattr(model, "cfg", None), adds_noise(executor.class_obj)
-        )
+        options[KEY] = sampling = Sampling(settings, sigmas.tolist(), getattr(model, "cfg", None))
         for note in settings.notes[len(self.settings.notes) :]:
             sampling.say(note)
         try:
@@ -169,7 +156,7 @@ class _Wrappers:
             return executor(*arguments, **named)
         *first, options = arguments
         arguments = *first, {**options, "patches": unet.innermost(options.get("patches", {}))}
-        if not step.sampling.residuals.due.caches:
+        if not step.sampling.residuals.decision.caches:
             return executor(*arguments, **named)
         return stages.call(executor, target.cuts, step.sampling.residuals, arguments, named)
 

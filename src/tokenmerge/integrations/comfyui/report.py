@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
-from torch import nn
-
 from tokenmerge.config import MergeSettings
-from tokenmerge.integrations.comfyui.models import Block
+from tokenmerge.integrations.comfyui.models import Block, weights_of
 from tokenmerge.integrations.comfyui.settings import Settings
 from tokenmerge.ops import num_tokens
 from tokenmerge.planners import num_removed
+from tokenmerge.plans.generation import Runs, plan_generation
 
 _STEPS = 20  # of the example in the text
 _WHERE = {"layers": "attention", "keys": "keys and values of attention", "block": "whole blocks"}
@@ -18,8 +18,10 @@ _WHERE = {"layers": "attention", "keys": "keys and values of attention", "block"
 
 def describe(settings: Settings, latent: Sequence[int]) -> str:
     """What merges, for latents of shape ``[b, c, (f,) h, w]``, at the step that merges most."""
-    target, config = settings.target, settings.config.at_guidance(None)
+    target = settings.target
     frames, rows, columns = target.grid(latent)
+    settings = settings.for_sampling((frames, rows, columns), _STEPS, None)
+    config = settings.config
     side = f"{latent[-2]} × {latent[-1]}"
     lines, dense, merged = [], 0.0, 0.0
     others = " and ".join(settings.others.before_attention)
@@ -38,7 +40,10 @@ def describe(settings: Settings, latent: Sequence[int]) -> str:
         unless = f", unless regrouped by {others}" if others else ""
         lines.append(f"{at}{_blocks(blocks)} merged, {n} → {n - r} tokens{unless}")
     where = _WHERE[config.scope]
-    head = f"{target.name}, latents {side}: {where} merge, ratio {config.ratio:g}, planner {config.planner}"
+    asked = f"planner {config.planner}, ratio {config.ratio:g}"
+    if settings.default is not None:
+        asked = f"{settings.default.name}, in an example of {_STEPS} steps"
+    head = f"{target.name}, latents {side}: {where} merge, {asked}"
     if dense:
         lines.append(
             f"Merged parts take {1 - merged / dense:.0%} fewer operations on the picture's tokens in a step "
@@ -62,29 +67,17 @@ def describe(settings: Settings, latent: Sequence[int]) -> str:
 
 def _step_reuse(settings: Settings) -> list[str]:
     """What steps skip, as sentences."""
-    config, target = settings.config.at_guidance(None), settings.target
+    config, target = settings.config, settings.target
     if not config.reuse.on:
         if settings.others.cache or settings.others.self_attention:
             return []  # the notes say why
-        return ["All steps run the whole model; method auto skips parts of some."]
-    steps = config.reuse.steps_of(_STEPS)
+        return ["All steps run the whole model."]
+    ran = Counter(step.runs for step in plan_generation(config, _STEPS))
     what = "the deep stages" if target.is_unet else "the blocks"
-    lines = [f"Of {_STEPS} steps, {len(steps.full)} run the whole model, and the others skip {what}."]
-    if len(target.cuts) > 1 and len(steps.shallow) < _STEPS:
-        lines.append(
-            f"{_STEPS - len(steps.shallow)} of them skip the finest level too, except for its last layer."
-        )
-    merging = "attention merges" if target.is_unet else "blocks merge"
-    for scale in settings.config.scales:
-        strong = settings.config.at_guidance(scale)
-        steps = strong.reuse.steps_of(_STEPS)
-        line = f"With cfg {scale:g} or more, {len(steps.full)} of {_STEPS} steps run the whole model"
-        if len(steps.shallow) < _STEPS:
-            line += f", {_STEPS - len(steps.shallow)} skip the finest level too"
-        line += f", and {merging} at ratio {strong.ratio:g}"
-        if strong.correction.on:
-            line += f", corrected by every {strong.correction.every}th of these steps"
-        lines.append(f"{line}.")
+    complete, least = ran[Runs.EVERYTHING], ran[Runs.LEAST]
+    lines = [f"Of {_STEPS} steps, {complete} run the whole model, and the others skip {what}."]
+    if len(target.cuts) > 1 and least:
+        lines.append(f"{least} of them skip the finest level too, except for its last layer.")
     return lines
 
 
@@ -108,22 +101,9 @@ def _work(block: Block, settings: MergeSettings) -> tuple[int, int]:
     """In the merged parts of a block: weights that multiply each token, and operations per pair of tokens."""
     module = block.module
     if block.layout is not None:
-        return _weights(module), 2 * block.channels
+        return weights_of(module), 2 * block.channels
     own, other = settings.scope == "keys" or settings.merge_attn, settings.scope == "layers"
-    weights = _weights(module.attn1) if own else 0
+    weights = weights_of(module.attn1) if own else 0
     if other and settings.merge_crossattn and module.attn2 is not None:
-        weights += _weights(module.attn2.to_q) + _weights(module.attn2.to_out)
+        weights += weights_of(module.attn2.to_q) + weights_of(module.attn2.to_out)
     return weights, 2 * block.channels * own
-
-
-# Parts of the names of weights that multiply text, or one vector for the whole picture.
-_OF_OTHERS = ("txt", "context_block", "add_", "mod", "cross_attn.k", "cross_attn.v")
-
-
-def _weights(module: nn.Module) -> int:
-    """Number of weights of a module that multiply each token of the image."""
-    return sum(
-        weight.numel()
-        for name, weight in module.named_parameters()
-        if weight.ndim == 2 and not any(part in name for part in _OF_OTHERS)
-    )

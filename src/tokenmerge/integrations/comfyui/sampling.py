@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
@@ -16,8 +15,9 @@ from tokenmerge.integrations.comfyui.reuse import Residuals
 from tokenmerge.integrations.comfyui.settings import Settings
 from tokenmerge.ops import Plan, bits, shared_features
 from tokenmerge.planners import PLANNERS, num_removed
+from tokenmerge.plans.generation import Merging
 from tokenmerge.runtime.steps.guidance import importance_of_tokens
-from tokenmerge.runtime.steps.scheduler import DenoisingStep, Generation, ends_clean
+from tokenmerge.runtime.steps.scheduler import DenoisingStep, Generation
 
 # Key of this package's entry in ComfyUI's ``transformer_options``, and of its wrappers.
 KEY = "tokenmerge"
@@ -32,10 +32,9 @@ class Sampling:
         settings: settings of the model.
         sigmas: noise levels of the steps; empty: unknown.
         guidance: scale of classifier-free guidance; None: unknown.
-        adds_noise: whether the solver adds noise in each step.
 
     Attributes:
-        settings: the settings at this guidance scale.
+        settings: the settings of the sampling; the default method chooses them in its first step.
         plans: plans by block, made for the images of one prompt.
         guidance_change: what guidance changed in the last step; None: unknown.
         residuals: residuals of parts of the model, cached for steps that skip them.
@@ -47,13 +46,13 @@ class Sampling:
         settings: Settings,
         sigmas: Sequence[float] = (),
         guidance: float | None = None,
-        adds_noise: bool = False,
     ) -> None:
-        self.settings = dataclasses.replace(settings, config=settings.config.at_guidance(guidance))
+        self._asked, self._guidance = settings, guidance
+        self._grid: Grid | None = None
+        self.settings = settings
         self.sigmas = sigmas
-        self.adds_noise = adds_noise
         self._said: set[str] = set()
-        self._generation = Generation(0, ends_clean(sigmas))
+        self._generation = Generation(0)
         self.forget()
 
     def forget(self) -> None:
@@ -72,10 +71,18 @@ class Sampling:
 
     def denoising(self, index: int, steps: int) -> DenoisingStep:
         """A step, as the rest of the package describes it."""
-        generation = self._generation
-        return DenoisingStep(
-            index, steps, adds_noise=self.adds_noise, ends_clean=generation.ends_clean, generation=generation
-        )
+        return DenoisingStep(index, steps, generation=self._generation)
+
+    @property
+    def steps(self) -> int:
+        """Number of steps."""
+        return max(1, len(self.sigmas) - 1)
+
+    def use_size(self, grid: Grid) -> None:
+        """Choose the settings for a token grid, that of the latents of the first step."""
+        if self._grid is None or (self._grid != grid and self._asked.default is not None):
+            self._grid = grid
+            self.settings = self._asked.for_sampling(grid, self.steps, self._guidance)
 
     def begin_step(self, index: int, purpose: object) -> None:
         """Drop plans that are older than ``plans.every`` steps or have another purpose."""
@@ -118,6 +125,7 @@ class Step:
         whole: bool,
         replaced: frozenset[Hashable],
     ) -> None:
+        sampling.use_size(sampling.settings.target.grid(latent))
         self.sampling, self.settings = sampling, sampling.settings
         self.latent, self.replaced = latent, replaced
         self.has_references = False
@@ -125,7 +133,7 @@ class Step:
         self._seed = bits(timestep.float().max())
         self._whole = whole and self.settings.config.plans.guidance
         self._calls = -1
-        self._steps = max(1, len(sampling.sigmas) - 1)
+        self._steps = sampling.steps
         self._index = min(sampling.index(sigma), self._steps - 1)
         self._config = self.settings.config.at_step(self._index, self._steps)
         sampling.begin_step(self._index, (tuple(latent), self._config))
@@ -162,7 +170,8 @@ class Step:
         """Whether tokens of a grid merge at a level in this step, unless it is a correction step."""
         settings = self.at(level)
         within = level <= self.settings.config.max_downsample
-        return within and bool(settings.ratio) and num_removed(grid, settings) > 0
+        dense = self.sampling.residuals.decision.merging is Merging.DENSE
+        return within and not dense and bool(settings.ratio) and num_removed(grid, settings) > 0
 
     def plan(self, place: Hashable, features: Tensor, grid: Grid, level: int, prompts: int) -> Plan:
         """The plan of a block in which tokens merge.
@@ -192,9 +201,7 @@ class Step:
                 name = "tome"  # as in the first step, before guidance has changed anything
             else:
                 more = [importance.to(features.device)]
-        found = PLANNERS[name](features, grid, settings, seed, *more)
-        assert found is not None  # some tokens merge
-        return found
+        return PLANNERS[name](features, grid, num_removed(grid, settings), settings, seed, *more)
 
 
 class Running:

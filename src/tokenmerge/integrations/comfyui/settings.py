@@ -8,15 +8,19 @@ from typing import Any
 import torch
 
 from tokenmerge import presets
-from tokenmerge.auto import with_skipped_blocks, with_skipped_stages
-from tokenmerge.config import Correction, ToMeConfig
+from tokenmerge.config import StepReuse, ToMeConfig
+from tokenmerge.default_method import DefaultMethod
 from tokenmerge.errors import ConfigError, NothingToMergeError
 from tokenmerge.integrations.comfyui.models import Target
 from tokenmerge.integrations.comfyui.others import Others
 from tokenmerge.planners.calibration import fewest_tokens
+from tokenmerge.plans.facts import Facts
 
-METHODS = ("auto", *presets.__all__)
+AUTO = "auto"
+METHODS = (AUTO, *presets.__all__)
 OF_METHOD = "as the method says"
+_STEPS, _GRID = 20, (64, 64)  # of a sampling that is not known yet
+_EVERY = 3  # of step reuse beside a preset
 SCOPES = (OF_METHOD, "layers", "keys", "block")
 SWITCH = (OF_METHOD, "on", "off")
 LEVELS = (OF_METHOD, "1", "2", "4", "8")
@@ -27,16 +31,18 @@ class Asked:
     """The inputs of the node.
 
     Attributes:
-        method: ``"auto"`` or the name of a preset.
-        ratio: fraction of tokens removed, 0 ≤ ratio ≤ 0.75.
+        method: ``"auto"`` for the default method, or the name of a preset.
+        speedup: of the default method, the wanted speed-up, ≥ 1.
+        ratio: of a preset, the fraction of tokens removed, 0 ≤ ratio ≤ 0.75.
         start: share of the sampling, by noise, before which nothing merges.
         end: share of the sampling after which nothing merges.
         scope, proportional, levels: settings that replace those of the method.
         seed: seed of the random draws.
-        step_reuse: whether method ``"auto"`` skips parts of the model on some steps.
+        step_reuse: whether parts of the model are skipped on some steps.
     """
 
-    method: str = "auto"
+    method: str = AUTO
+    speedup: float = 2.0
     ratio: float = 0.5
     start: float = 0.0
     end: float = 1.0
@@ -52,8 +58,9 @@ class Settings:
     """The settings while a model samples.
 
     Attributes:
-        config: which tokens merge, where and how.
+        config: which tokens merge, where and how; of the default method, for a size and a number of steps.
         target: the model.
+        default: the default method, which chooses the settings of each sampling; None: ``config`` has them.
         start: share of the sampling, by noise, before which nothing merges.
         end: share of the sampling after which nothing merges.
         notes: how the method differs in ComfyUI, as sentences.
@@ -62,10 +69,25 @@ class Settings:
 
     config: ToMeConfig
     target: Target
+    default: DefaultMethod | None = None
     start: float = 0.0
     end: float = 1.0
     notes: tuple[str, ...] = ()
     others: Others = dataclasses.field(default_factory=Others)
+
+    def for_sampling(self, grid: tuple[int, int, int], steps: int, guidance: float | None) -> Settings:
+        """Return the settings of one sampling.
+
+        Args:
+            grid: (frames, rows, columns) of the tokens at level 1.
+            steps: number of steps.
+            guidance: scale of classifier-free guidance; None: unknown.
+        """
+        if self.default is None:
+            config = self.config.at_guidance(guidance)
+        else:
+            config = self.default.settings(grid, steps, guidance)
+        return dataclasses.replace(self, config=config)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Settings:
         return self  # nothing in it changes, and it holds the model
@@ -83,14 +105,50 @@ def settings_for(target: Target, asked: Asked, device: torch.device, dtype: torc
             f"start_percent, end_percent: expected 0 ≤ start < end ≤ 1, got {asked.start:g} and "
             f"{asked.end:g}; lower start_percent, or raise end_percent"
         )
-    if asked.method == "auto":
-        config = _auto(target, asked.ratio, device, dtype)
-        if asked.ratio and asked.step_reuse != "off":
-            config = _with_step_reuse(config, target)
-    elif asked.method in METHODS:
-        config = getattr(presets, asked.method)(asked.ratio)
-    else:
+    if asked.method == AUTO:
+        return _default(target, asked, device, dtype)
+    if asked.method not in METHODS:
         raise ConfigError(f"method: expected one of {', '.join(METHODS)}, got {asked.method!r}")
+    config = _changed(getattr(presets, asked.method)(asked.ratio), asked)
+    if asked.step_reuse == "on" and _can_skip(target):
+        config = dataclasses.replace(config, reuse=StepReuse(every=_EVERY))
+    notes: list[str] = []
+    if target.is_unet:
+        config = _for_unet(config, target, asked, notes)
+    else:
+        config = _for_transformer(config, asked, notes)
+    return Settings(config, target, None, asked.start, asked.end, tuple(notes))
+
+
+def _default(target: Target, asked: Asked, device: torch.device, dtype: torch.dtype) -> Settings:
+    """Return the settings of the default method, as far as a node can apply them."""
+    widths = min(((b.channels, b.heads) for b in target.blocks if b.channels and b.heads), default=())
+    facts = Facts(
+        model="unet" if target.is_unet else "transformer",
+        work=target.work,
+        grid=(1, *_GRID),
+        steps=_STEPS,
+        can_skip=_can_skip(target) and asked.step_reuse != "off",
+        whole_blocks=not target.is_unet,
+        layers=target.is_unet,
+        fewest_tokens=fewest_tokens(device, dtype, *widths),
+    )
+    default = DefaultMethod.for_facts(asked.speedup, facts, lambda config: _changed(config, asked))
+    config = default.default_settings
+    if target.is_unet:
+        _for_unet(config, target, asked, [])
+    else:
+        _for_transformer(config, asked, [])
+    return Settings(config, target, default, asked.start, asked.end)
+
+
+def _can_skip(target: Target) -> bool:
+    """Return whether steps can skip a part of the model."""
+    return not target.is_unet or bool(target.cuts)
+
+
+def _changed(config: ToMeConfig, asked: Asked) -> ToMeConfig:
+    """Return the settings of a method with those inputs of the node that replace them."""
     changes: dict[str, Any] = {} if config.seed is None else {"seed": asked.seed}
     if asked.scope != OF_METHOD:
         changes["scope"] = asked.scope
@@ -98,38 +156,7 @@ def settings_for(target: Target, asked: Asked, device: torch.device, dtype: torc
         changes["proportional"] = asked.proportional == "on"
     if asked.levels != OF_METHOD:
         changes["max_downsample"] = int(asked.levels)
-    config = dataclasses.replace(config, **changes)
-    if asked.method != "auto" and asked.step_reuse == "on":
-        config = dataclasses.replace(config, reuse=_with_step_reuse(config, target).reuse)
-    notes: list[str] = []
-    if target.is_unet:
-        config = _for_unet(config, target, asked, notes)
-    else:
-        config = _for_transformer(config, asked, notes)
-    return Settings(config, target, asked.start, asked.end, tuple(notes))
-
-
-def _auto(target: Target, ratio: float, device: torch.device, dtype: torch.dtype) -> ToMeConfig:
-    """The settings of :func:`tokenmerge.auto.choose` without step reuse, as far as a node can apply them."""
-    checked = ToMeConfig(ratio=ratio, max_downsample=min(8, target.levels[-1]))
-    if ratio == 0:
-        return checked
-    widths = min(((b.channels, b.heads) for b in target.blocks if b.channels and b.heads), default=())
-    return dataclasses.replace(
-        checked,
-        min_tokens=fewest_tokens(device, dtype, *widths),
-        scope="layers" if target.is_unet else "block",
-        planner="tiled",
-        proportional=True,
-        correction=Correction(every=2),
-    )
-
-
-def _with_step_reuse(config: ToMeConfig, target: Target) -> ToMeConfig:
-    """The settings of :func:`tokenmerge.auto.choose` with step reuse, if a part can be skipped."""
-    if not target.is_unet:
-        return with_skipped_blocks(config, whole=True)
-    return with_skipped_stages(config, target.work) if target.work and target.cuts else config
+    return dataclasses.replace(config, **changes)
 
 
 def _for_unet(config: ToMeConfig, target: Target, asked: Asked, notes: list[str]) -> ToMeConfig:

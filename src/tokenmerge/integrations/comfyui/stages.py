@@ -15,8 +15,9 @@ from typing import Any
 from torch import Tensor
 
 from tokenmerge.integrations.comfyui.models import Cut
-from tokenmerge.integrations.comfyui.reuse import Due, Residuals
+from tokenmerge.integrations.comfyui.reuse import Residuals
 from tokenmerge.runtime.memory.reuse import extrapolated, residual_of, updated
+from tokenmerge.runtime.steps.decide import Decision
 
 # ComfyUI's patches that get what a block of the UNet returned.
 _AFTER_BLOCKS = ("input_block_patch", "input_block_patch_after_skip", "output_block_patch")
@@ -29,7 +30,7 @@ def call(
     arguments: Sequence[Any],
     named: Mapping[str, Any],
 ) -> Any:
-    """A call of the UNet in ComfyUI's wrapper ``diffusion_model``. It skips the stages that are due.
+    """A call of the UNet in ComfyUI's wrapper ``diffusion_model``. It skips the stages that this step skips.
 
     Args:
         executor: the wrapper's executor.
@@ -57,12 +58,12 @@ def call(
 
 def _cut(cuts: Sequence[Cut], residuals: Residuals) -> Cut | None:
     """Where the UNet is cut in the running call; None: all of it runs."""
-    skipped = [cut for cut in cuts if _distance(cut, residuals.due) is not None and residuals.of(cut)]
+    skipped = [cut for cut in cuts if _distance(cut, residuals.decision) is not None and residuals.of(cut)]
     return max(skipped, key=lambda cut: cut.output, default=None)
 
 
-def _distance(cut: Cut, due: Due) -> Tensor | None:
-    return due.shallow if cut.finest else due.deep
+def _distance(cut: Cut, decision: Decision) -> Tensor | None:
+    return decision.finest if cut.finest else decision.deep
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -81,7 +82,7 @@ class _AtCuts:
             before = self.residuals.of(cut)
             if cut is self.cut:
                 assert before is not None
-                h = extrapolated(before, [0.0], _distance(cut, self.residuals.due))  # type: ignore[arg-type]
+                h = extrapolated(before, [0.0], _distance(cut, self.residuals.decision))  # type: ignore[arg-type]
                 options["transformer_index"] = cut.transformers  # GLIGEN counts transformers
             else:
                 self.residuals.keep(cut, updated(before, residual_of(h, [0.0])))

@@ -13,8 +13,7 @@ from tokenmerge.integrations.comfyui.sampling import Grid, Running, Step, prompt
 from tokenmerge.models.call import HostCall
 from tokenmerge.models.layout import Layout
 from tokenmerge.ops import num_tokens
-from tokenmerge.runtime.blocks.forward import COMBINE
-from tokenmerge.runtime.blocks.merged_call import add_lost, merged_call, of_image
+from tokenmerge.runtime.blocks.merged_call import COMBINE, add_lost, merged_call, of_image
 from tokenmerge.runtime.memory.reuse import Residual
 
 
@@ -41,7 +40,7 @@ class ReplacedBlock:
 
         if step is None:
             return block(arguments)
-        if step.sampling.residuals.due.caches:
+        if step.sampling.residuals.decision.caches:
             return step.sampling.runs.call(self.key, arguments, lambda given: self._full(step, given, block))
         return self._full(step, arguments, block)
 
@@ -59,7 +58,7 @@ class ReplacedBlock:
         if not self._can_merge(step, call, grid) or not step.merges(grid, 1):
             return block(arguments)
         tokens, n, residuals = self.layout.tokens_of(call), num_tokens(grid), step.sampling.residuals
-        if residuals.due.corrects:
+        if residuals.decision.measures:
             image, text = call.result()
             self._keep(residuals, image - tokens, n)
             return {"img": image, "txt": text}

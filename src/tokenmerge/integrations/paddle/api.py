@@ -12,7 +12,7 @@ from tokenmerge.integrations.paddle.models import Host, find_hosts
 from tokenmerge.integrations.paddle.patch import check_swappable, patch_host, restore, run_of
 from tokenmerge.integrations.paddle.report import Report, predict
 from tokenmerge.integrations.paddle.runtime import Run, blocks_to_merge
-from tokenmerge.integrations.portable.planners import PLANNERS
+from tokenmerge.integrations.portable.merging import PLANNERS
 
 # Settings with some supported values, and settings with all values supported. The others keep their defaults.
 _OFFERED = {"scope": ("layers", "keys"), "planner": PLANNERS}
@@ -53,8 +53,8 @@ def apply_token_merging(pipe_or_layer: Any, config: ToMeConfig) -> Patch:
     Args:
         pipe_or_layer: a pipeline (its ControlNets are patched too), or a model such as ``pipe.unet``. A model
             that is already patched gets the new settings.
-        config: what to merge and how much. Supported are the planners ``"tome"``, ``"tiled"`` and
-            ``"uniform"``, the scopes ``"layers"`` and ``"keys"``, ``combine``, ``rules`` by level,
+        config: what to merge and how much. Supported are the planners ``"tome"`` and ``"uniform"``,
+            the scopes ``"layers"`` and ``"keys"``, ``combine``, ``rules`` by level,
             ``min_tokens``, ``proportional``, ``plans.guidance``, and the arguments of
             :func:`tokenmerge.paddle.apply_patch`.
 

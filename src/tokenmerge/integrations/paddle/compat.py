@@ -27,24 +27,11 @@ def apply_patch(
 ) -> Model:
     """Speed up a diffusion model of ppdiffusers in place, with tomesd's arguments and ppdiffusers' meaning.
 
-    Args:
-        pipe_or_layer: a pipeline (its ControlNets are patched too) or a model of ppdiffusers.
-        ratio: fraction of tokens removed, 0 ≤ ratio < 1 − 1/(sx·sy).
-        max_downsample: deepest resolution level that merges: 1, 2, 4 or 8. SDXL has attention from 2 on.
-        sx: width of a destination's cell, in tokens.
-        sy: height of a destination's cell, in tokens.
-        use_rand: draw the destination of each cell at random. The draw depends on the timestep and the cell,
-            so the same seed gives the same picture and the global generator is not used.
-        merge_attn: merge around self-attention (recommended).
-        merge_crossattn: merge around cross-attention (not recommended).
-        merge_mlp: merge around the feed-forward layer (not recommended at all).
-
-    Returns:
-        The model itself.
+    The arguments are those of :func:`tokenmerge.apply_patch`. Random destinations depend on the timestep and
+    the cell, so the same seed gives the same picture and the global generator is not used.
 
     Raises:
-        ConfigError: the ratio is 1 − 1/(sx·sy) or more, or another value is not valid. It is a
-            ``ValueError``.
+        ConfigError: the ratio is 1 − 1/(sx·sy) or more, or another value is not valid.
         UnsupportedModelError, NothingToMergeError: as :func:`tokenmerge.paddle.apply_token_merging`.
     """
     check_below_highest_ratio(ratio, sx, sy)
@@ -72,7 +59,7 @@ def remove_patch(pipe_or_layer: Model) -> Model:
 
 
 def remove_tome(pipe_or_layer: Model, only_return_self: bool = True) -> Model | tuple[Model, list[nn.Layer]]:
-    """The same as :func:`remove_patch`, with ppdiffusers' signature.
+    """Restore a model as :func:`remove_patch` does, with ppdiffusers' signature.
 
     Args:
         pipe_or_layer: a pipeline or model of ppdiffusers.

@@ -11,27 +11,16 @@ from tokenmerge.config.checks import integer, optional
 from tokenmerge.errors import ConfigError
 from tokenmerge.integrations.paddle.models import Block, Host, find_hosts
 from tokenmerge.integrations.paddle.runtime import blocks_to_merge, merged_layers
-from tokenmerge.integrations.portable.planners import num_removed
+from tokenmerge.integrations.portable.merging import num_removed
 
 _TEXT_TOKENS = 77
-# Largest number of cells that the planner "tiled" compares a source with.
-_TILE = 32 * 32
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One transformer block.
+    """One transformer block, with fields as in :class:`tokenmerge.report.Row`.
 
-    Attributes:
-        model: class of its model.
-        path: the block's qualified name.
-        level: resolution level: 1, 2, 4 …
-        grid: rows and columns in tokens.
-        tokens: number of tokens before merging.
-        merged_tokens: number of tokens after merging.
-        merged: sub-layers that run on merged tokens, such as ``"attn1+ff"``.
-        flops_dense: floating-point operations of these sub-layers without merging, two for a multiply-add.
-        flops_merged: the same with merging, including the matching.
+    FLOPs are those of the sub-layers in ``merged``, and not of the whole block.
     """
 
     model: str
@@ -47,15 +36,7 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What merging does to one call of the models.
-
-    Attributes:
-        height: height of the sample, in the model's own pixels (latents).
-        width: width of the sample.
-        batch: images in the call; classifier-free guidance makes it 2 for one picture.
-        rows: one row for each block that merges.
-        notes: which blocks stay dense and why.
-    """
+    """What merging does to one call of the models, with fields as in :class:`tokenmerge.report.Report`."""
 
     height: int
     width: int
@@ -144,7 +125,7 @@ def _rows(host: Host, config: ToMeConfig, height: int, width: int, batch: int) -
 
 
 def _flops(block: Block, name: str, queries: int, keys: int) -> int:
-    """Operations of a sub-layer for one image."""
+    """Count the operations of a sub-layer for one image."""
     layer = getattr(block.layer, name)
     if name == "ff":
         weights = [p for key, p in layer.named_parameters() if key.endswith("weight") and p.ndim == 2]
@@ -156,9 +137,9 @@ def _flops(block: Block, name: str, queries: int, keys: int) -> int:
 
 
 def _matching_flops(block: Block, grid: tuple[int, int], settings: MergeSettings) -> int:
-    """Operations of comparing sources with destinations, for one image."""
+    """Count the operations of comparing sources with destinations, for one image."""
     cells = (grid[0] // settings.sy) * (grid[1] // settings.sx)
-    compared = {"tome": cells, "tiled": min(cells, _TILE), "uniform": 0}[settings.planner]
+    compared = cells if settings.planner == "tome" else 0
     return 2 * (grid[0] * grid[1] - cells) * compared * int(block.layer.attn1.to_q.weight.shape[0])
 
 

@@ -15,9 +15,15 @@ from tokenmerge.config import MergeSettings, ToMeConfig
 from tokenmerge.errors import NothingToMergeError, UnsupportedModelError
 from tokenmerge.integrations.paddle.arrays import PaddleArrays
 from tokenmerge.integrations.paddle.models import Block, Host, grid_of, size_of
+from tokenmerge.integrations.portable.merging import (
+    Plan,
+    keep_destinations,
+    merge,
+    num_removed,
+    plan_tokens,
+    unmerge,
+)
 from tokenmerge.integrations.portable.partition import step_number
-from tokenmerge.integrations.portable.plan import Plan, keep_destinations, merge, unmerge
-from tokenmerge.integrations.portable.planners import num_removed, plan_tokens
 
 # The method of the original class, bound to the layer.
 Forward: TypeAlias = functools.partial[Any]

@@ -1,6 +1,4 @@
-"""Token merging for array libraries other than PyTorch: partition, matching, plan, planners.
+"""Token merging for array libraries other than PyTorch: the counterpart of ``tokenmerge.ops``.
 
-The counterpart of ``tokenmerge.ops`` and of three planners. It is written once, on the few operations of
-``arrays.Arrays``, and needs only NumPy. Tests compare its plans with those of the PyTorch code on the same
-arrays.
+It needs only NumPy. Tests compare its plans with those of the PyTorch code on the same arrays.
 """

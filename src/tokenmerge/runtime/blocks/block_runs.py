@@ -34,7 +34,7 @@ def block_in_run(state: BlockState, call: HostCall, run: Callable[[], Any]) -> A
     assert state.block_layout is not None
     tokens, text = state.layout.tokens_of(call), call.argument("encoder_hidden_states")
     cache, number = state.threads.value.cache, state.call
-    distance, known = state.model.context.extrapolation, cache.runs.get(number)
+    distance, known = state.model.context.decision.deep, cache.runs.get(number)
     if distance is not None and known is not None:
         if known.residual is None:
             return known.returned(tokens, text)

@@ -3,135 +3,55 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch import nn
 
-from tokenmerge.config import CACHED_FEATURES, MergeSettings
-from tokenmerge.errors import UnsupportedModelError
+from tokenmerge.config import MergeSettings
 from tokenmerge.models.call import HostCall
-from tokenmerge.models.layout import Layout
-from tokenmerge.models.parallel import splits_tokens
-from tokenmerge.ops import Plan, keep_destinations, merge
+from tokenmerge.ops import Plan
 from tokenmerge.runtime.blocks.block_runs import block_in_run
+from tokenmerge.runtime.blocks.checkpointing import record, with_gradients
+from tokenmerge.runtime.blocks.correction import corrected, inputs_of
 from tokenmerge.runtime.blocks.features import caches_features, with_cached_features
 from tokenmerge.runtime.blocks.host_method import HostMethod
-from tokenmerge.runtime.blocks.merged_call import add_lost, keyed_call, merged_call, of_image
+from tokenmerge.runtime.blocks.keys import keyed_call
+from tokenmerge.runtime.blocks.merged_call import COMBINE, merged_call
 from tokenmerge.runtime.blocks.planning import pictures_to_merge, plan_of, sequence_in
 from tokenmerge.runtime.blocks.proportional_attention import ProportionalAttention
 from tokenmerge.runtime.memory.caches import RecordedCall
 from tokenmerge.runtime.memory.context import ActiveMerge, CallContext
-from tokenmerge.runtime.memory.reuse import Residual, extrapolated, residual_of, updated
-from tokenmerge.runtime.memory.state import STATE, BlockState, LayerState, StageState
-
-# Where ``nn.Module.compile`` leaves what a module runs instead of its ``forward``.
-COMPILED = "_compiled_call_impl"
-
-COMBINE = {"mean": merge, "keep": keep_destinations}
+from tokenmerge.runtime.memory.state import STATE, BlockState, LayerState
 
 # These functions make the method of a swapped class from that of the original class. A module that is called
 # through a reference to this method after it was restored has no state, and does what its class does.
 
 
 def block_call(original: HostMethod) -> Callable:
-    """The transformer block: plans from its input, for itself or for its sub-layers."""
+    """Make the method of a transformer block, which plans for itself or for its sub-layers."""
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         state: BlockState | None = self.__dict__.get(STATE)
         if state is None:
             return original.of(self)(*args, **kwargs)
         if state.threads.value.known is None and not state.threads.value.counted:
-            _count_call(state)
+            count_call(state)
         call = HostCall(original.of(self), original.names(), args, kwargs)
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            return _block_with_gradients(state, call)
+            return with_gradients(state, call, lambda: _block(state, call))
         # A block that is compiled alone is skipped outside its graph, and its result is cached there.
         if state.model.facts.caches_results and not torch.compiler.is_compiling():
-            return _with_caches(state, call, lambda: _block(state, call))
+            return with_caches(state, call, lambda: _block(state, call))
         return _block(state, call)
 
     return forward
 
 
-def compiled_block(names: Callable[[], Sequence[str]]) -> property:
-    """The attribute in which a block that is compiled alone has its graph; the graph is called with a plan.
-
-    If other calls use the plan too, it is an input of the graph. Otherwise there would be two graphs: one
-    that makes a plan, and one that takes a plan from another call.
-
-    ``names`` returns the names of the parameters of the block's ``forward``, in order.
-    """
-
-    def call_graph(self: nn.Module, graph: Callable, *args: Any, **kwargs: Any) -> Any:
-        state: BlockState | None = self.__dict__.get(STATE)
-        if state is None or torch.compiler.is_compiling():
-            return graph(*args, **kwargs)
-        context = state.model.context
-        caches = _is_skipped(state, context) or caches_features(state, context)
-        if not (caches or _plans_outside(state)):
-            return graph(*args, **kwargs)
-        if splits_tokens(self):
-            raise UnsupportedModelError(
-                f"{state.path}: context parallelism splits tokens inside the graph of this block, and "
-                "what is cached between calls is for the part of each device; leave the model uncompiled, or "
-                "take reuse.every=1, plans.every=1, plans.blocks=False, plans.guidance=False, "
-                "features='input', and no patch.record_steps()"
-            )
-        _count_call(state)
-        block, call = state.threads.value, HostCall(graph, names(), args, kwargs)
-
-        def run_graph() -> Any:
-            outside = _plans_outside(state)
-            block.known = _active_call(state, call) if outside else None
-            block.counted = True
-            try:
-                return graph(*args, **kwargs)
-            finally:
-                block.known, block.counted = None, False
-
-        return _with_caches(state, call, run_graph)
-
-    def get(self: nn.Module) -> Callable | None:
-        graph = self.__dict__.get(COMPILED)
-        return None if graph is None else functools.partial(call_graph, self, graph)
-
-    def put(self: nn.Module, graph: Callable | None) -> None:
-        self.__dict__[COMPILED] = graph
-
-    return property(get, put)
-
-
-def stage_call(original: HostMethod) -> Callable:
-    """A stage of a UNet, which is skipped on some steps: then its extrapolated result takes its place."""
-
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        state: StageState | None = self.__dict__.get(STATE)
-        if state is None or not state.model.context.caches_residuals:
-            return original.of(self)(*args, **kwargs)
-        call, distance, cache = (state.model.context.call, 0), state.extrapolation, state.threads.value.cache
-        before, placeholder = cache.residuals.get(call), cache.placeholders.get(call)
-        if distance is not None and before is not None:
-            return extrapolated(before, [0.0], distance)
-        if distance is not None and placeholder is not None:
-            return tree_map(torch.zeros_like, placeholder)  # read by modules that are skipped too
-        result = original.of(self)(*args, **kwargs)
-        if state.is_last:
-            cache.residuals[call] = updated(before, residual_of(result, [0.0]))
-        else:
-            cache.placeholders[call] = tree_map(
-                lambda tensor: tensor.new_zeros(()).expand(tensor.shape), result
-            )
-        return result
-
-    return forward
-
-
 def layer_call(original: HostMethod) -> Callable:
-    """Attention or feed-forward: runs on merged tokens."""
+    """Make the method of attention or feed-forward, which runs on merged tokens."""
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         state: LayerState | None = self.__dict__.get(STATE)
@@ -142,32 +62,29 @@ def layer_call(original: HostMethod) -> Callable:
         settings = state.block.settings
         if state.threads.value.cache.dense or not _merges_here(state, settings, active, call):
             return call.result()
-        plan = active.plan
+        combine, plan = COMBINE[settings.combine], active.plan
         if settings.scope == "block":
             with _proportional(state, settings, plan):
                 return call.result()
 
         def merged(plan: Plan) -> Any:
-            combine = COMBINE[settings.combine]
             with _proportional(state, settings, plan):
                 if settings.scope == "keys" and state.keys is not None:
-                    _check_keys(self, state)
-                    return keyed_call(call, state.layout, plan, state.keys, combine)
+                    return keyed_call(self, call, state, plan, combine)
                 return merged_call(call, state.layout, plan, combine)
 
+        if plan is not None and not state.block.model.context.config.correction.on:
+            return merged(plan)
         residuals, number = state.threads.value.cache.residuals, state.block.call
-        before = residuals.get(number)
-        result = _corrected(settings, plan, before, state.layout, call.result, merged)
-        if before is not None or state.block.model.context.corrects:  # from a correction step on
-            nothing = [0.0] * (1 if isinstance(result, Tensor) else len(result))
-            residuals[number] = of_image(state.layout, residual_of(result, nothing), active.tokens)
-        return result
+        return corrected(
+            residuals, number, active, state.layout, combine, call.result, merged, lambda count: [0.0] * count
+        )
 
     return forward
 
 
 def _merges_here(state: LayerState, settings: MergeSettings, active: ActiveMerge, call: HostCall) -> bool:
-    """Whether a layer's call takes part in what its block merges."""
+    """Return whether a layer's call takes part in what its block merges."""
     tokens, images, n = call.argument(call.names[0]), active.images, active.tokens
     if settings.scope == "block":
         takes_part = True
@@ -182,31 +99,20 @@ def _merges_here(state: LayerState, settings: MergeSettings, active: ActiveMerge
     return takes_part and fits and not call.has(state.layout.dense_if)
 
 
-def _block_with_gradients(state: BlockState, call: HostCall) -> Any:
-    """The result of a block under gradients. When checkpointing runs it again, it merges by the same plan."""
-    block = state.threads.value
-    if block.known is None:
-        block.known = state.calls.get(state.layout.tokens_of(call))
-    try:
-        return _block(state, call)
-    finally:
-        block.known = None
-
-
-def _with_caches(state: BlockState, call: HostCall, run: Callable[[], Any]) -> Any:
-    """The result of a block, which ``run`` returns where the block is not skipped.
+def with_caches(state: BlockState, call: HostCall, run: Callable[[], Any]) -> Any:
+    """Return the result of a block, which ``run`` returns where the block is not skipped.
 
     What the block added is cached where a plan of a later step needs it.
     """
     context = state.model.context
     if caches_features(state, context):
         run = functools.partial(with_cached_features, state, call, sequence_in(state).tokens, run)
-    return block_in_run(state, call, run) if _is_skipped(state, context) else run()
+    return block_in_run(state, call, run) if is_skipped(state, context) else run()
 
 
-def _is_skipped(state: BlockState, context: CallContext) -> bool:
-    """Whether a block is one of those that are skipped on some steps of the running generation."""
-    return state.caches_residuals and context.caches_residuals
+def is_skipped(state: BlockState, context: CallContext) -> bool:
+    """Return whether a block is one of those that are skipped on some steps of the running generation."""
+    return state.caches_residuals and context.decision.caches
 
 
 def _block(state: BlockState, call: HostCall) -> Any:
@@ -220,29 +126,29 @@ def _block(state: BlockState, call: HostCall) -> Any:
     try:
         known = block.known
         if known is None:
-            known = _active_call(state, call)
+            known = active_call(state, call)
             if records:
-                state.calls[state.layout.tokens_of(call)] = known
+                record(state, call, known)
         block.merge = active = known.merge
         if block_layout is None or active is None:
             return call.result()
 
-        def merged(plan: Plan) -> Any:
-            return merged_call(call, block_layout, plan, COMBINE[settings.combine], change_only=True)
+        combine = COMBINE[settings.combine]
 
-        residuals = block.cache.residuals
-        # What is cached for other purposes is not read here, because that would take another graph.
-        before = residuals.get(state.call) if context.config.correction.on else None
-        result = _corrected(settings, active.plan, before, block_layout, call.result, merged)
-        if before is not None or context.corrects:  # from a correction step on
-            bases = _bases(state, call, 1 if isinstance(result, Tensor) else len(result))
-            residuals[state.call] = of_image(block_layout, residual_of(result, bases), active.tokens)
-        return result
+        def merged(plan: Plan) -> Any:
+            return merged_call(call, block_layout, plan, combine, change_only=True)
+
+        if active.plan is not None and not context.config.correction.on:
+            return merged(active.plan)
+        bases = functools.partial(inputs_of, state, call)
+        return corrected(
+            block.cache.residuals, state.call, active, block_layout, combine, call.result, merged, bases
+        )
     finally:
         block.merge = None
 
 
-def _active_call(state: BlockState, call: HostCall) -> RecordedCall:
+def active_call(state: BlockState, call: HostCall) -> RecordedCall:
     """Find out what the running call of a block merges."""
     layout, context = state.layout, state.model.context
     tokens = layout.tokens_of(call)
@@ -251,57 +157,15 @@ def _active_call(state: BlockState, call: HostCall) -> RecordedCall:
     if found is None or state.threads.value.cache.dense:
         return RecordedCall(state.settings, None)
     pictures, n = found
-    plan = None if context.corrects else plan_of(state, context, pictures, n, tokens, mask)
+    plan = None if context.decision.measures else plan_of(state, context, pictures, n, tokens, mask)
     padded = n if mask is None else tokens.shape[1]
     return RecordedCall(state.settings, ActiveMerge(tokens.shape[0], padded, plan))
 
 
-def _plans_outside(state: BlockState) -> bool:
-    """Whether the next call of a compiled block takes its plan as an input of the graph.
-
-    A plan that serves one call is better made in the graph, where its operations are fused. A plan that the
-    step log counts has to be made outside.
-    """
-    settings, context = state.settings, state.model.context
-    reads_cache = settings.features in CACHED_FEATURES  # what is cached is read outside the graph
-    return context.caches_plans or context.step_log is not None or reads_cache
-
-
-def _count_call(state: BlockState) -> None:
+def count_call(state: BlockState) -> None:
     """Number the running call of a block. With gradients the number is 0, since the call may run again."""
     block = state.threads.value
     block.number = 0 if torch.is_grad_enabled() else block.number + 1
-
-
-def _corrected(
-    settings: MergeSettings,
-    plan: Plan | None,
-    before: Residual | None,
-    layout: Layout,
-    dense: Callable[[], Any],
-    merged: Callable[[Plan], Any],
-) -> Any:
-    """The result of a block or layer: exact on correction steps, else merged and corrected.
-
-    Correcting adds back the detail lost by merging. The plan is None on a correction step. ``before`` is the
-    residual of the block, or of its layer, from the last correction step; None: there was none. ``dense``
-    returns the exact result, and ``merged`` the result on merged tokens for a plan.
-    """
-    if plan is None:
-        return dense()
-    if before is None:
-        return merged(plan)
-    return add_lost(layout, plan, merged(plan), before.latest, COMBINE[settings.combine])
-
-
-def _bases(state: BlockState, call: HostCall, count: int) -> list[Tensor]:
-    """What a block adds its residual to: its tokens or text, for each of ``count`` tensors of its result."""
-    assert state.block_layout is not None
-    tokens = state.layout.tokens_of(call)
-    if count == 1:
-        return [tokens]
-    text = call.argument("encoder_hidden_states")
-    return [tokens if i in state.block_layout.outputs else text for i in range(count)]
 
 
 def _proportional(
@@ -310,11 +174,3 @@ def _proportional(
     if plan is not None and settings.proportional and state.kind == "attn1" and state.own_keys:
         return ProportionalAttention(plan, state.layout, state.block)
     return nullcontext()
-
-
-def _check_keys(attention: nn.Module, state: LayerState) -> None:
-    if getattr(attention, "fused_projections", False):
-        raise UnsupportedModelError(
-            f"{state.path}: scope='keys' needs keys and values projected apart from the queries, and "
-            "they are fused; call unfuse_qkv_projections(), or take scope='layers'"
-        )

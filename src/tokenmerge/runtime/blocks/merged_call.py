@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,15 +12,19 @@ from torch import Tensor
 from tokenmerge.errors import UnsupportedModelError
 from tokenmerge.models.call import HostCall
 from tokenmerge.models.layout import Layout, TokenArgument
-from tokenmerge.ops import Plan, unmerge
+from tokenmerge.ops import Plan, keep_destinations, merge, unmerge
 from tokenmerge.runtime.memory.reuse import Residual
+
+# Makes merged tokens from a plan and tokens.
+Combine = Callable[[Plan, Tensor], Tensor]
+COMBINE: Mapping[str, Combine] = {"mean": merge, "keep": keep_destinations}
 
 
 def merged_call(
     call: HostCall,
     layout: Layout,
     plan: Plan,
-    combine: Callable[[Plan, Tensor], Tensor],
+    combine: Combine,
     change_only: bool = False,
 ) -> Any:
     """The result of a call, with merged tokens and unmerged.
@@ -32,7 +36,7 @@ def merged_call(
     n, m = plan.inverse.shape[1], plan.keep.shape[1]
     merged = _replace_image(layout, tokens, n, partial(combine, plan))
     name = layout.tokens or call.names[0]
-    now = _following(call, layout, plan).replaced(name, merged)
+    now = following(call, layout, plan).replaced(name, merged)
     if layout.same_as_tokens and call.argument(layout.same_as_tokens) is call.argument(name):
         now = now.replaced(layout.same_as_tokens, merged)
     result = now.result()
@@ -56,7 +60,7 @@ def add_lost(
     plan: Plan,
     result: Any,
     residuals: Sequence[Tensor | None],
-    combine: Callable[[Plan, Tensor], Tensor],
+    combine: Combine,
 ) -> Any:
     """Add back the detail lost by merging, known from the last full step.
 
@@ -91,21 +95,11 @@ def of_image(layout: Layout, residual: Residual, n: int) -> Residual:
         part(value) if value is not None and (alone or i in layout.outputs) else None
         for i, value in enumerate(residual.latest)
     )
-    return residual._replace(latest=parts)
+    # Not by _replace: PyTorch 2.11 cannot return what that makes from the graph of a block.
+    return Residual(residual.single, parts)
 
 
-def keyed_call(
-    call: HostCall, layout: Layout, plan: Plan, keys: str, combine: Callable[[Plan, Tensor], Tensor]
-) -> Any:
-    """The result of self-attention in which all tokens attend to merged ones.
-
-    ``keys`` is the name of the argument that takes the merged tokens.
-    """
-    merged = combine(plan, layout.tokens_of(call))
-    return _following(call, layout, plan).replaced(keys, merged).result()
-
-
-def _following(call: HostCall, layout: Layout, plan: Plan) -> HostCall:
+def following(call: HostCall, layout: Layout, plan: Plan) -> HostCall:
     """The call with the arguments that have an entry for each token cut down to the merged tokens."""
     for argument in layout.token_arguments:
         value = call.argument(argument.name)

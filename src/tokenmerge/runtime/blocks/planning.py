@@ -11,11 +11,11 @@ from torch import Tensor
 from tokenmerge.config import CACHED_FEATURES, GUIDED_PLANNERS, MergeSettings
 from tokenmerge.config.origin import instead, named
 from tokenmerge.errors import NothingToMergeError, UnsupportedModelError
+from tokenmerge.models.base import GridShape
 from tokenmerge.ops import Plan, features_if_shared, shared_features
 from tokenmerge.planners import (
     PLANNERS,
-    GridShape,
-    Pictures,
+    Picture,
     Planner,
     TokenSequence,
     part_bounds,
@@ -81,7 +81,7 @@ def sequence_in(state: BlockState) -> TokenSequence:
     return sequence if part is None else sequence_of_part(sequence.pictures, part.index, part.parts)
 
 
-def pictures_to_merge(state: BlockState, x: Tensor) -> tuple[Pictures, int] | None:
+def pictures_to_merge(state: BlockState, x: Tensor) -> tuple[Sequence[Picture], int] | None:
     """The pictures in a block's input, and the number of their tokens; None: nothing would merge.
 
     Raises:
@@ -89,7 +89,7 @@ def pictures_to_merge(state: BlockState, x: Tensor) -> tuple[Pictures, int] | No
     """
     pictures, n, removed = sequence_in(state)
     if x.shape[1] < n:
-        shown = " + ".join(" × ".join(map(str, grid)) for grid, _ in pictures)
+        shown = " + ".join(" × ".join(map(str, grid)) for grid, *_ in pictures)
         raise UnsupportedModelError(
             f"{state.path}: expected the {shown} = {n} tokens of its grid, got an "
             f"input of shape {tuple(x.shape)}; this model calls its blocks in a way that tokenmerge does not "
@@ -99,7 +99,12 @@ def pictures_to_merge(state: BlockState, x: Tensor) -> tuple[Pictures, int] | No
 
 
 def plan_of(
-    state: BlockState, context: CallContext, pictures: Pictures, n: int, x: Tensor, mask: Tensor | None
+    state: BlockState,
+    context: CallContext,
+    pictures: Sequence[Picture],
+    n: int,
+    x: Tensor,
+    mask: Tensor | None,
 ) -> Plan:
     """The plan for a block's tokens, of which some merge: a cached one, or a new one.
 
@@ -131,14 +136,14 @@ def plan_of(
 def _record(state: BlockState, context: CallContext, plan: Plan) -> None:
     """Record the plan that a block runs with, for ``Patch.record`` and the step log."""
     if state.model.record is not None:
-        first, *others = (grid for grid, _ in sequence_in(state).pictures)
+        first, *others = (picture.grid for picture in sequence_in(state).pictures)
         state.model.record[state.path] = RecordedPlan(plan, first, tuple(others))
     log = context.step_log
     if log is not None and not torch.compiler.is_compiling():
         log.note_plan(plan.inverse.shape[1], plan.keep.shape[1])
 
 
-def _new_plan(state: BlockState, context: CallContext, pictures: Pictures, features: Tensor) -> Plan:
+def _new_plan(state: BlockState, context: CallContext, pictures: Sequence[Picture], features: Tensor) -> Plan:
     b = features.shape[0]
     copies = context.guidance_copies if b % context.guidance_copies == 0 else 1
     if not state.batched:
@@ -151,7 +156,6 @@ def _new_plan(state: BlockState, context: CallContext, pictures: Pictures, featu
     planner, also = _planner_for(state, context, features)
     # The step is on the sample's device; blocks of a model on several devices may be elsewhere.
     plan = plan_pictures(planner, features, pictures, context.step.to(features.device), *also)
-    assert plan is not None  # some tokens merge
     return plan if repeats == 1 else plan.repeated(repeats)
 
 

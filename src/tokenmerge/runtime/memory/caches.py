@@ -118,7 +118,7 @@ class Memory:
         tracker = self.tracker
         by_number: tuple[dict[int, Any], ...] = (
             tracker.planned,
-            tracker.corrected,
+            tracker.measured,
             tracker.compared,
             tracker.shapes,
             self.guidance_differences,

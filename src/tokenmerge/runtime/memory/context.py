@@ -15,6 +15,7 @@ from tokenmerge.models.parallel import Part
 from tokenmerge.ops import Plan
 from tokenmerge.runtime.memory.caches import BlockRun, Cache, Call, Memory, RecordedCall
 from tokenmerge.runtime.memory.step_log import StepLog
+from tokenmerge.runtime.steps.decide import Decision
 from tokenmerge.runtime.steps.step_seed import StepSeed
 
 
@@ -31,13 +32,8 @@ class CallContext:
         call: number of the call in its step.
         plan_call: number of the call whose plans this one uses.
         caches_plans: whether plans are cached for later calls.
-        caches_residuals: whether residuals are cached, for steps that skip blocks or stages.
         caches_features: level and kind of features that are cached, for the plans of a later step.
-        corrects: whether this is a dense correction step.
-        extrapolation: steps since the skipped blocks or deep stages ran, divided by the interval between
-            their last two runs. A tensor, so that compiled blocks need no graph for each value. None: they
-            run.
-        shallow_extrapolation: the same for the finest level of a UNet.
+        decision: what runs and what merges.
         guidance_copies: how many times the batch holds each sample, for as many prompts.
         copies_equal: in a graph and on accelerators, whether it does hold equal samples; None: it does.
         guidance_difference: what guidance changed in the result of the last step; None: unknown.
@@ -50,11 +46,8 @@ class CallContext:
     call: int = 0
     plan_call: int = 0
     caches_plans: bool = False
-    caches_residuals: bool = False
     caches_features: frozenset[tuple[int, str]] = frozenset()
-    corrects: bool = False
-    extrapolation: Tensor | None = None
-    shallow_extrapolation: Tensor | None = None
+    decision: Decision = dataclasses.field(default_factory=Decision)
     guidance_copies: int = 1
     copies_equal: Tensor | None = None
     guidance_difference: Tensor | None = None

@@ -17,7 +17,8 @@ class RunLog:
     """What happened in one generation so far. It holds plain numbers, which are known without a GPU sync.
 
     Attributes:
-        config: settings at the guidance scale of the generation.
+        config: settings of the generation.
+        guidance: scale of classifier-free guidance; None: unknown.
         batch: batch size of a call of the model.
         height: height of the sample (for latent diffusion, of the latents); None: nothing reads it.
         width: width of the sample, likewise.
@@ -33,8 +34,9 @@ class RunLog:
         grids: tuple[tuple[int, int, int], ...],
         patch: int,
         steps: int | None,
+        guidance: float | None = None,
     ) -> None:
-        self.config, self.batch, self.steps = config, batch, steps
+        self.config, self.batch, self.steps, self.guidance = config, batch, steps, guidance
         sizes = tuple((rows * patch, columns * patch) for _, rows, columns in grids)
         self.height = sizes[0][0] if sizes else None
         self.width = sizes[0][1] if sizes else None

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -14,7 +15,7 @@ from tokenmerge.config import FoundFor, MergeSettings, ToMeConfig
 from tokenmerge.config.checks import integer
 from tokenmerge.config.origin import is_default
 from tokenmerge.errors import ConfigError, shown
-from tokenmerge.models.base import ModelCall
+from tokenmerge.models.base import GridShape, ModelCall
 from tokenmerge.models.layout import Grid, Layout
 from tokenmerge.ops import Plan
 from tokenmerge.runtime.memory.caches import Call, Memory, RecordedCalls
@@ -75,16 +76,30 @@ class ConfigFacts:
     merges: bool
 
 
+class ChoosesSettings(Protocol):
+    """A method that chooses the settings of each generation.
+
+    The arguments are (frames, rows, columns) of the finest token grid, the number of steps, and the scale of
+    classifier-free guidance; None: unknown.
+    """
+
+    def settings(self, grid: GridShape | None, steps: int | None, guidance: float | None) -> ToMeConfig:
+        """Return the settings."""
+
+    def shortfall(self, grid: GridShape | None, steps: int | None, guidance: float | None) -> str:
+        """Return what the settings do not reach of what was asked for; empty: they reach it."""
+
+
 class Kept(NamedTuple):
     """What other people's code that looks into a model changes in a generation.
 
     Attributes:
-        config: the settings of the generation; None: unknown.
+        config: the settings of the generation.
         dense: paths of the blocks and layers that do not merge in it.
         note: says so in a line; empty: nothing changes.
     """
 
-    config: ToMeConfig | None = None
+    config: ToMeConfig = ToMeConfig()
     dense: frozenset[str] = frozenset()
     note: str = ""
 
@@ -94,7 +109,7 @@ class ModelState:
     """A patched model.
 
     Attributes:
-        config: the settings.
+        config: the settings; of the default method, what any of its generations may do.
         facts: what follows from them.
         call: how the model is called.
         settings: what holds for each level that merges, at the first step.
@@ -111,6 +126,7 @@ class ModelState:
         warned: warnings already given for samples with too few tokens, which then run dense. None: such
             samples raise an error.
         method: name of the settings, for messages; empty: the user gave them all.
+        default: the default method, which chooses the settings of each generation; None: ``config`` has them.
         found_for: what the settings were found for by ``tokenmerge tune``; None: unknown.
         compared_with: the token grid and number of steps that were last compared with ``found_for``.
         last_run: what happened in the generation that began last; None before the first.
@@ -134,12 +150,33 @@ class ModelState:
     revise_plan: Callable[[Tensor, Plan], Plan] | None = None
     warned: set[str] | None = None
     method: str = ""
+    default: ChoosesSettings | None = None
     found_for: FoundFor | None = None
     compared_with: tuple[object, ...] = ()
     last_run: RunLog | None = None
     recorder: StepRecorder | None = None
     kept: Kept = dataclasses.field(default_factory=Kept)
     told: set[str] = dataclasses.field(default_factory=set)
+
+    def settings_at(self, guidance: float | None, steps: int | None) -> ToMeConfig:
+        """Return the settings of the generation that begins.
+
+        Args:
+            guidance: scale of classifier-free guidance; None: unknown.
+            steps: number of steps; None: settings do not follow them.
+        """
+        if self.default is None or steps is None:
+            return self.config.at_guidance(guidance)
+        grids = self.threads.value.grid.shapes
+        known = grids[0] if grids else None, steps, guidance
+        self.warn_once(self.default.shortfall(*known))
+        return self.default.settings(*known)
+
+    def warn_once(self, message: str) -> None:
+        """Warn, unless the message is empty or was given before."""
+        if message and message not in self.told:
+            self.told.add(message)
+            warnings.warn(message, stacklevel=2)
 
     def set_size(self, height: int, width: int) -> None:
         """Give the size of the latents, for calls whose token grid cannot be read.
@@ -329,7 +366,7 @@ class StageState:
     threads: PerThread[PartState] = dataclasses.field(default_factory=lambda: PerThread(PartState))
 
     @property
-    def extrapolation(self) -> Tensor | None:
-        """Of the running call: as :class:`CallContext` says for its level."""
-        context = self.model.context
-        return context.shallow_extrapolation if self.shallow else context.extrapolation
+    def distance(self) -> Tensor | None:
+        """How far the running call extrapolates it, see :class:`Decision`; None: it runs."""
+        decision = self.model.context.decision
+        return decision.finest if self.shallow else decision.deep

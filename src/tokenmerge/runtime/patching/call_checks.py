@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from tokenmerge.config import OWN_NUMBER, StepReuse, ToMeConfig
+from tokenmerge.config import OWN_NUMBER, ToMeConfig
 from tokenmerge.config.origin import instead, named
 from tokenmerge.errors import ConfigError, NothingToMergeError, UnsupportedModelError
 from tokenmerge.models.parallel import Part
 from tokenmerge.ops import num_tokens
 from tokenmerge.planners import sequence_of, sequence_of_part
+from tokenmerge.plans.generation import Runs, plan_generation
 from tokenmerge.runtime.blocks.planning import check_grid, merges_tokens
 from tokenmerge.runtime.memory.state import ModelState
 from tokenmerge.runtime.steps.scheduler import DenoisingStep
@@ -91,7 +92,7 @@ def check_part(
                 f"sx={settings.sx}, or its pictures have ratio 0; take fewer devices, another size, or merge "
                 "in all pictures"
             )
-        sides = [sorted(grid for grid, _ in one.pictures) for one in every]
+        sides = [sorted(picture.grid for picture in one.pictures) for one in every]
         if settings.planner in OWN_NUMBER and any(one != sides[0] for one in sides):
             raise UnsupportedModelError(
                 f"{where} with different grids, and planner={settings.planner!r} would not remove "
@@ -119,24 +120,30 @@ def refuse_caches(state: ModelState, root: nn.Module) -> None:
                 )
 
 
-def refuse_training(given: str, off: str, method: str) -> None:
-    """Refuse a setting that caches results between steps, in a call under gradients.
+def refuse_training(config: ToMeConfig, method: str) -> None:
+    """Refuse settings that cache results between steps, in a call under gradients.
 
     Args:
-        given: the setting with its value.
-        off: the same setting with the value that turns it off.
+        config: the settings of the generation.
         method: name of the settings, for the message.
     """
-    raise ConfigError(
-        f"{named(method, given)} caches results of one step for the next and is for generation: call the "
-        f"model under torch.no_grad(), or {instead(method, f'take {off}')}"
-    )
+    caching = {
+        config.reuse.given: (config.reuse.on, "reuse.every=1"),
+        f"correction.every={config.correction.every}": (config.correction.on, "correction.every=0"),
+    }
+    for given, (on, off) in caching.items():
+        if on:
+            raise ConfigError(
+                f"{named(method, given)} caches results of one step for the next and is for generation: call "
+                f"the model under torch.no_grad(), or {instead(method, f'take {off}')}"
+            )
 
 
 def warn_where_nothing_is_saved(state: ModelState, config: ToMeConfig, step: DenoisingStep) -> None:
     """Warn about a generation that is dense: too few steps to merge or to skip, and too few tokens."""
     steps, grids = step.steps, state.threads.value.grid.shapes
     counted = f"{steps} step{'s' if steps > 1 else ''}"
+    stages = [(level, stage.at_level(level)) for level in state.settings for stage in config.stages()]
     of_steps = [rule for rule in config.rules if rule.of_steps]
     each = (config.at_step(index, steps) for index in range(steps))
     if of_steps and not any(own.merges or own.reuse.on for own in each):
@@ -147,23 +154,17 @@ def warn_where_nothing_is_saved(state: ModelState, config: ToMeConfig, step: Den
         )
     elif (
         config.reuse.on
-        and len(config.reuse.steps_of(steps, step.adds_noise).full) == steps
-        and not merges_tokens(state.stages, *grids)
+        and all(one.runs is Runs.EVERYTHING for one in plan_generation(config, steps))
+        and not merges_tokens(stages, *grids)
     ):
         tokens, by_method = sum(map(num_tokens, grids)), bool(state.method)
         warnings.warn(
-            f"this generation is dense: of {counted} {named(state.method, _limit(config.reuse))} leaves none "
+            f"this generation is dense: of {counted} {named(state.method, config.reuse.given)} leaves none "
             f"out, and on {tokens} tokens{'' if by_method else f', with min_tokens={config.min_tokens},'} "
             f"nothing merges; {'' if by_method else 'lower min_tokens, '}generate a larger image, or take "
             "more steps",
             stacklevel=2,
         )
-
-
-def _limit(reuse: StepReuse) -> str:
-    """The setting that makes a short generation skip nothing."""
-    short = reuse.span < 1 and not reuse.full_steps
-    return f"reuse.span={reuse.span:g}" if short else reuse.given
 
 
 def warn_of_other_conditions(state: ModelState, steps: int | None) -> None:

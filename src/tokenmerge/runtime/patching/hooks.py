@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from tokenmerge.config import ToMeConfig
+from tokenmerge.config import MergeSettings, ToMeConfig
 from tokenmerge.config.origin import instead, named
 from tokenmerge.errors import ConfigError, UnsupportedModelError
 from tokenmerge.models.layout import Grid
 from tokenmerge.models.parallel import part_of
+from tokenmerge.plans.generation import Merging, Runs
 from tokenmerge.runtime.blocks.attention_kernels import reach_kernels
 from tokenmerge.runtime.blocks.block_runs import finish_run
 from tokenmerge.runtime.memory.caches import Memory
@@ -26,18 +29,13 @@ from tokenmerge.runtime.patching.call_checks import (
     check_size,
     refuse_caches,
     refuse_tracing,
+    refuse_training,
     warn_of_other_conditions,
     warn_where_nothing_is_saved,
 )
-from tokenmerge.runtime.patching.due import (
-    begin_plans,
-    caches_plans,
-    due_of,
-    features_to_cache,
-    settings_of,
-    shape_of,
-)
+from tokenmerge.runtime.patching.plan_life import begin_plans, caches_plans, features_to_cache
 from tokenmerge.runtime.patching.watched import look
+from tokenmerge.runtime.steps.decide import Decision, decide
 from tokenmerge.runtime.steps.guidance import copies_are_equal
 from tokenmerge.runtime.steps.per_thread import PerThread
 from tokenmerge.runtime.steps.pipeline import guidance_copies, guidance_scale, running_pipeline
@@ -71,30 +69,31 @@ def before_model(root: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
     copies, equal = 1, None
     if config.plans.guidance:
         copies, equal = _guidance_copies(state, tracker, root, sample, guidance_copies(pipe))
-    shape = shape_of(arguments, sample, step)
+    shape = _shape_of(arguments, sample, step)
     if step is not None and tracker.changes_shape(shape):
         memory.forget_results(tracker.call)
     if begin_plans(state, config, memory, sample, seed, shape):
         memory.forget_plans(tracker.plan_call)
-    due = due_of(config, memory, shape, settings_of(state, config, step), state.method)
+    if step is not None and torch.is_grad_enabled():
+        refuse_training(config, state.method)
+    decision = decide(config, tracker, shape)
+    settings = _settings_of(state, config, step, decision)
     log = None
     if not torch.compiler.is_compiling():
         steps = number_of_steps(scheduler_of(pipe, timestep), step) if step is None else step.steps
-        _note_run(state, memory, config, step, steps, len(sample), due.kind)
+        kind = _kind(decision, settings)
+        _note_run(state, memory, config, step, steps, len(sample), kind, pipe)
         if state.recorder is not None:
-            log = _begin_step_log(state, step, pipe, timestep, due.kind, device)
+            log = _begin_step_log(state, step, pipe, timestep, kind, device)
     thread.context = CallContext(
         config=config,
-        settings=due.settings,
+        settings=settings,
         step=seed,
         call=tracker.call,
         plan_call=tracker.plan_call,
         caches_plans=caches_plans(config, memory),
-        caches_residuals=due.caches_residuals,
-        caches_features=features_to_cache(config, tracker, due.settings),
-        corrects=due.corrects,
-        extrapolation=due.extrapolation,
-        shallow_extrapolation=due.shallow_extrapolation,
+        caches_features=features_to_cache(config, tracker, settings),
+        decision=decision,
         guidance_copies=copies,
         copies_equal=equal,
         guidance_difference=memory.guidance_differences.get(tracker.plan_call),
@@ -227,7 +226,7 @@ def _config_of(
     if step is not None and memory.config is not None:
         return memory.config
     scale = guidance_scale(pipe)
-    config = state.config.at_guidance(scale)
+    config = state.settings_at(scale, None if step is None else step.steps)
     on_meta = memory.seed is not None and memory.seed.is_meta  # the operations of single steps are counted
     if on_meta:
         state.keep_dense(memory)
@@ -237,14 +236,45 @@ def _config_of(
         timesteps = getattr(scheduler, "timesteps", None)
         if memory.config is None or memory.timesteps is not timesteps:  # a generation begins
             grids = state.threads.value.grid.shapes if state.facts.merges else None
-            state.kept = look(state, root, pipe, scale, grids)
+            state.kept = look(state, root, pipe, config, grids)
             state.keep_dense(memory)
             memory.timesteps = timesteps
-            config = config if step is None else state.kept.config or config
+            config = config if step is None else state.kept.config
     memory.config = config
     if step is not None and not on_meta:
         warn_where_nothing_is_saved(state, config, step)
     return config
+
+
+def _settings_of(
+    state: ModelState, config: ToMeConfig, step: DenoisingStep | None, decision: Decision
+) -> Mapping[int, MergeSettings]:
+    """Return what holds for each level at a step."""
+    if step is None and config is state.config:
+        return state.settings
+    own = config if step is None else config.at_step(step.done, step.steps)
+    settings = {level: own.at_level(level) for level in state.settings}
+    if decision.merging is not Merging.DENSE:
+        return settings
+    return {
+        level: dataclasses.replace(own, ratio=0.0, reference_ratio=None) for level, own in settings.items()
+    }
+
+
+def _shape_of(arguments: Mapping[str, Any], sample: Any, step: DenoisingStep | None) -> tuple[int, ...]:
+    """Return the shape of a call's inputs; what is cached for one shape does not fit another."""
+    shape = (len(sample), *sample[0].shape)
+    text = None if step is None else arguments.get("encoder_hidden_states")
+    # Joint blocks change the text too, and its length may differ at the next step.
+    return (*shape, *text.shape) if isinstance(text, Tensor) else shape
+
+
+def _kind(decision: Decision, settings: Mapping[int, MergeSettings]) -> StepKind:
+    """Return what a call does, in a word."""
+    if decision.runs is not Runs.EVERYTHING:
+        return "reused"
+    merges = decision.merging is Merging.MERGES and any(own.merges for own in settings.values())
+    return "full" if merges else "dense"
 
 
 def _note_run(
@@ -255,11 +285,12 @@ def _note_run(
     steps: int | None,
     batch: int,
     kind: StepKind,
+    pipe: Any,
 ) -> None:
     """Note what a call does, for the handle of the patch."""
     if memory.log is None or step is None:
         grids = state.threads.value.grid.shapes if state.facts.merges else ()
-        memory.log = RunLog(config, batch, grids, state.call.patch, steps)
+        memory.log = RunLog(config, batch, grids, state.call.patch, steps, guidance_scale(pipe))
     state.last_run = memory.log
     if step is not None:
         memory.log.note_step(step.index, kind)

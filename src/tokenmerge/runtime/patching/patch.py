@@ -19,12 +19,14 @@ from tokenmerge.models.base import Block, Host, modules_in
 from tokenmerge.models.layout import Grid
 from tokenmerge.models.parallel import part_of
 from tokenmerge.runtime.blocks.attention_kernels import leave_kernels, reach_kernels
-from tokenmerge.runtime.blocks.forward import block_call, layer_call, stage_call
+from tokenmerge.runtime.blocks.forward import block_call, layer_call
 from tokenmerge.runtime.blocks.planning import check_grid
+from tokenmerge.runtime.blocks.stages import stage_call
 from tokenmerge.runtime.memory.context import CallContext, ThreadState
 from tokenmerge.runtime.memory.state import (
     STATE,
     BlockState,
+    ChoosesSettings,
     ConfigFacts,
     LayerState,
     ModelState,
@@ -125,10 +127,12 @@ def new_state(
     warned: set[str] | None = None,
     found_for: FoundFor | None = None,
     method: str = "",
+    default: ChoosesSettings | None = None,
 ) -> ModelState:
-    """The state of a host that :func:`check_host` accepts; nothing of the host is changed.
+    """Return the state of a host that :func:`check_host` accepts; nothing of the host is changed.
 
-    ``warned``, ``found_for`` and ``method`` are those of :class:`tokenmerge.runtime.memory.state.ModelState`.
+    ``warned``, ``found_for``, ``method`` and ``default`` are those of
+    :class:`tokenmerge.runtime.memory.state.ModelState`.
     """
     layers = {block.path: layers for block, layers in parts_to_merge(host, config)}
     blocks = [block for block in host.blocks if block.path in layers]
@@ -161,6 +165,7 @@ def new_state(
         warned=warned,
         found_for=found_for,
         method=method,
+        default=default,
     )
 
     grids = {block.grid: PerThread(Grid) for block in blocks if block.grid is not None}

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import warnings
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
@@ -73,7 +72,7 @@ def look(
     state: ModelState,
     root: nn.Module,
     pipe: Any,
-    scale: float | None = None,
+    config: ToMeConfig,
     grids: tuple[GridShape, ...] | None = None,
 ) -> Kept:
     """Find the code that looks at what a model would merge or skip, and say so once.
@@ -82,7 +81,7 @@ def look(
         state: of the model.
         root: the model.
         pipe: the pipeline that runs, or that was patched; None: unknown.
-        scale: of classifier-free guidance; None: unknown.
+        config: the settings of the generation that begins.
         grids: the finest token grids of the next call; None: unknown.
 
     Returns:
@@ -91,7 +90,6 @@ def look(
     Raises:
         UnsupportedModelError: a pipeline of diffusers reads what the settings would leave out.
     """
-    config = state.config.at_guidance(scale)
     found = watchers_in(root)
     if not found:
         return Kept(config)
@@ -107,10 +105,9 @@ def look(
         _refuse_what_a_pipeline_reads(found, seen, root, pipe)
         kinds = ["token"] * any(_meets(path, merged) for path in seen)
         kinds += [f"step ({config.reuse.given})"] * any(_meets(path, skipped) for path in seen)
-        _say(
-            state,
+        state.warn_once(
             f"{name}: {who} may not see every {' and every '.join(kinds)}; the default method leaves alone "
-            "what such code looks at: apply_token_merging(pipe, 0.5)",
+            "what such code looks at: apply_token_merging(pipe, speedup=2.0)",
         )
         return Kept(config)
     dense = {path for path in merged if _meets(path, found)}
@@ -121,7 +118,7 @@ def look(
     if merged and not left:
         config = dataclasses.replace(config, ratio=0.0, reference_ratio=None)
     saves = "less" if left or config.reuse.on else "no"
-    _say(state, f"{name}: {note}, so {saves} time is saved; a ToMeConfig would merge there too")
+    state.warn_once(f"{name}: {note}, so {saves} time is saved; a ToMeConfig would merge there too")
     return Kept(config, frozenset(dense), note)
 
 
@@ -138,7 +135,7 @@ def _refuse_what_a_pipeline_reads(
             raise UnsupportedModelError(
                 f"{type(root).__name__}: in every step, {type(pipe).__name__} reads what {code.__qualname__} "
                 f"keeps of each token of {path}, and these settings merge or skip there; take the default "
-                "method, which leaves it alone: apply_token_merging(pipe, 0.5)"
+                "method, which leaves it alone: apply_token_merging(pipe, speedup=2.0)"
             )
 
 
@@ -206,10 +203,3 @@ def _function(code: Any) -> Any:
     while isinstance(code, functools.partial):
         code = code.func
     return code if hasattr(code, "__qualname__") else type(code)
-
-
-def _say(state: ModelState, message: str) -> None:
-    """Warn, once for each message."""
-    if message not in state.told:
-        state.told.add(message)
-        warnings.warn(message, stacklevel=2)

@@ -108,12 +108,25 @@ def _unpickled(is_given: bool) -> Pipeline:
 
 
 def default_steps(pipe: object) -> int | None:
-    """The number of steps that a pipeline takes when it is not told another; None for a model alone."""
+    """Return the number of steps that a pipeline takes by itself; None for a model alone."""
     if getattr(pipe, "scheduler", None) is None:
         return None
-    parameters = inspect.signature(pipe).parameters if callable(pipe) else {}
-    given = parameters.get("num_inference_steps")
-    return given.default if given is not None and isinstance(given.default, int) else _STEPS
+    given = _default_of(pipe, "num_inference_steps")
+    return given if isinstance(given, int) else _STEPS
+
+
+def default_guidance(pipe: object) -> float | None:
+    """Return the scale of classifier-free guidance that a pipeline takes by itself; None: unknown."""
+    if getattr(pipe, "guider", None) is not None or not hasattr(type(pipe), "do_classifier_free_guidance"):
+        return guidance_scale(pipe)
+    scale = _default_of(pipe, "guidance_scale")
+    return float(scale) if isinstance(scale, int | float) else None
+
+
+def _default_of(pipe: object, name: str) -> object:
+    """Return the default of a pipeline's argument; None: it has none."""
+    given = inspect.signature(pipe).parameters.get(name) if callable(pipe) else None
+    return None if given is None or given.default is inspect.Parameter.empty else given.default
 
 
 def guidance_copies(pipe: Any) -> int:

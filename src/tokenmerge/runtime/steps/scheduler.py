@@ -9,15 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokenmerge.models.solver import adds_noise
-
 # The attribute by which a scheduler's tensor of timesteps holds its generation. ``set_timesteps`` makes a new
 # tensor for each generation, and a deep copy of the tensor takes the attribute along.
 _GENERATION = "_tokenmerge_generation"
-
-
-# Flow matching mixes the picture and noise. At most this share of noise is left before a clean last step.
-_ALMOST_NO_NOISE = 0.02
 
 
 class Generation:
@@ -27,14 +21,12 @@ class Generation:
 
     Attributes:
         first: index of its first step; image-to-image does not begin at 0.
-        ends_clean: whether almost no noise is left before its last step.
         index: of its latest step.
         thread: identifier of the thread in which it began.
     """
 
-    def __init__(self, first: int, ends_clean: bool = False) -> None:
+    def __init__(self, first: int) -> None:
         self.first = self.index = first
-        self.ends_clean = ends_clean
         self.thread = threading.get_ident()
 
     @property
@@ -47,7 +39,7 @@ class Generation:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Generation, (self.first, self.ends_clean)
+        return Generation, (self.first,)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,15 +50,11 @@ class StepFacts:
         index: of the step among those of its scheduler, from 0.
         total: number of these steps.
         first: index of the first step of the generation.
-        adds_noise: whether the solver adds noise in each step.
-        ends_clean: whether almost no noise is left before the last step.
     """
 
     index: int
     total: int
     first: int = 0
-    adds_noise: bool = False
-    ends_clean: bool = False
 
     @property
     def done(self) -> int:
@@ -91,7 +79,7 @@ class DenoisingStep(StepFacts):
     @property
     def facts(self) -> StepFacts:
         """The step without its generation."""
-        return StepFacts(self.index, self.total, self.first, self.adds_noise, self.ends_clean)
+        return StepFacts(self.index, self.total, self.first)
 
 
 def scheduler_of(pipe: Any, timestep: Tensor | float) -> Any:
@@ -149,33 +137,8 @@ def step_of(scheduler: Any, timestep: Tensor | float, runs_here: bool = True) ->
     return (
         None
         if generation is None
-        else DenoisingStep(
-            int(index),
-            len(timesteps),
-            generation.first,
-            adds_noise(scheduler),
-            generation.ends_clean,
-            generation=generation,
-        )
+        else DenoisingStep(int(index), len(timesteps), generation.first, generation=generation)
     )
-
-
-def ends_clean(sigmas: Any) -> bool:
-    """Whether flow matching has almost no noise left before its last step, which then changes little.
-
-    So it is with Stable Diffusion 3's schedule, and not with that of FLUX.1.
-
-    Args:
-        sigmas: noise levels of the steps and, at the end, that of the picture. Two of them are read at most,
-            once in a generation. Levels of other models begin above 1.
-    """
-    return len(sigmas) > 2 and float(sigmas[-2]) <= _ALMOST_NO_NOISE and float(sigmas[0]) <= 1
-
-
-def _matches_flow(scheduler: Any) -> bool:
-    """Whether a scheduler is one of flow matching."""
-    config = getattr(scheduler, "config", {})
-    return "FlowMatch" in type(scheduler).__name__ or bool(config.get("use_flow_sigmas", False))
 
 
 def needs_sync(value: Tensor) -> bool:
@@ -189,7 +152,7 @@ def _generation_of(scheduler: Any, timesteps: Any, index: int, runs_here: bool) 
     if generation is not None and not (runs_here or generation.is_of_this_thread):
         return generation
     if generation is None or index < generation.index:
-        generation = Generation(index, _matches_flow(scheduler) and ends_clean(scheduler.sigmas))
+        generation = Generation(index)
         try:
             setattr(timesteps, _GENERATION, generation)
         except AttributeError:  # no tensor

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 from tokenmerge.config.checks import Check, integer, number, one_of, optional, switch, text
 from tokenmerge.errors import ConfigError
 from tokenmerge_tools.files import read_bytes, toml_parser
+from tokenmerge_tools.method_spec import DEFAULT_SPEEDUP, check_speedup
 from tokenmerge_tools.pipelines.options import option
 from tokenmerge_tools.pipelines.settings import (
     ATTENTION_HELP,
@@ -35,6 +36,7 @@ _CHECKS: dict[str, Check] = {
     "dtype": one_of(DTYPE_CHOICES),
     "attention": attention_choice,
     "compile": switch,
+    "speedup": check_speedup,
     "ratio": number("a fraction of the tokens, from 0 to 1", lambda ratio: 0 <= ratio <= 1),
     "scope": one_of(SCOPES),
     "scheduler": optional(text),
@@ -70,7 +72,8 @@ class BenchOptions:
             "--variant",
         ),
     ] = ("auto", "tome", "tomesd")
-    ratio: Annotated[tuple[float, ...], _axis("Fraction of tokens removed.")] = (0.5,)
+    speedup: Annotated[tuple[float, ...], _axis("Wanted speed-up of auto.")] = (DEFAULT_SPEEDUP,)
+    ratio: Annotated[tuple[float, ...], _axis("Fraction of tokens removed by the others.")] = (0.5,)
     compile: tuple[bool, ...] = (False,)
     max_downsample: Annotated[
         int | None, _shared("Deepest level that merges. Default: the variant's own.")
@@ -103,13 +106,13 @@ class BenchOptions:
         self.specs()
 
     def specs(self) -> list[Variant]:
-        """Return the variants. One that takes a ratio but does not set it appears once for each ratio."""
+        """Return the variants. One that does not set its ratio or speed-up appears once for each."""
         defaults: dict[str, Any] = {}
         if self.max_downsample is not None:
             defaults["max_downsample"] = self.max_downsample
         specs: list[Variant] = []
         for variant in self.variants:
-            specs += parse_variant(variant, self.ratio, defaults)
+            specs += parse_variant(variant, self.ratio, defaults, self.speedup)
         return list(dict.fromkeys(specs))
 
     @classmethod

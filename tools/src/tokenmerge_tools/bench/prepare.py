@@ -104,7 +104,7 @@ class CellBuilder:
         set_attention([denoiser], cell.attention)
         whole = model.whole(denoiser)
         # at_step sets the step of a denoiser alone. A compiled model is one graph for all steps.
-        config = prepared.config = cell.spec.config(whole, follows_steps=not cell.compile)
+        config = prepared.config = self._config(cell.spec, whole, follows_steps=not cell.compile)
         if config is not None:
             if cell.compile:
                 check_compile(config)
@@ -132,6 +132,17 @@ class CellBuilder:
         if model.alone and config is not None and config.follows_steps:
             prepared.call, prepared.calls = generation, steps
 
+    def _config(self, spec: Variant, whole: object, follows_steps: bool | None = None) -> ToMeConfig | None:
+        height, width = self.size.latent
+        return spec.config(
+            whole,
+            height=height,
+            width=width,
+            steps=self.steps,
+            guidance=self.model.guidance,
+            follows_steps=follows_steps,
+        )
+
     def _report(self, config: ToMeConfig) -> Report:
         if config not in self._reports:
             guided = config.at_guidance(self.model.guidance)
@@ -143,7 +154,7 @@ class CellBuilder:
         """Return the number of dense steps with as many counted operations as a variant."""
         if self.model.alone:
             raise ConfigError(f"{FEWER_STEPS} needs the denoising steps of a pipeline; use --scope pipeline")
-        config = merged.config(whole)
+        config = self._config(merged, whole)
         if config is None:
             raise ConfigError(f"the operations of {merged.label} are not counted before it runs")
         report = self._report(config)

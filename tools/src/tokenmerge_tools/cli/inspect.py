@@ -14,7 +14,7 @@ from tokenmerge_tools.cli.arguments import AsJson, takes
 from tokenmerge_tools.method_spec import MethodSpec
 from tokenmerge_tools.pipelines.loading import DEFAULT_MODEL, quiet_libraries
 from tokenmerge_tools.pipelines.meta_model import sketch
-from tokenmerge_tools.pipelines.options import Size, picture
+from tokenmerge_tools.pipelines.options import Guidance, Size, picture
 from tokenmerge_tools.pipelines.settings import check_size, parse_size
 
 
@@ -33,6 +33,7 @@ def inspect(
         int | None,
         picture("Denoising steps, to report the mean operations over them.", parser="integer"),
     ] = None,
+    guidance: Guidance = None,
     reference: Annotated[
         list[str] | None,
         picture("Size of a reference picture, for models that edit pictures. Repeat it for several."),
@@ -51,7 +52,9 @@ def inspect(
     width, height = check_size(pixels, found.scale)
     references = [check_size(parse_size(text), found.scale)[::-1] for text in reference or ()]
     with terminal.working("counting operations"):
-        config = merging.config(found.denoiser, follows_steps=True)
+        config = merging.config(
+            found.denoiser, height=height, width=width, steps=steps, guidance=guidance, follows_steps=True
+        )
         report = predict(found.denoiser, config, height, width, batch, steps, references)
     if as_json:
         settings = {"method": merging.method, "merging": config.to_dict()}

@@ -9,7 +9,15 @@ from typing import Annotated, Any
 from tokenmerge.config import ToMeConfig, load_settings
 from tokenmerge.errors import ConfigError
 from tokenmerge_tools.cli import terminal
-from tokenmerge_tools.method_spec import METHODS, MethodSpec, as_plain, read_setting
+from tokenmerge_tools.method_spec import (
+    AUTO,
+    METHODS,
+    SPEEDUP,
+    MethodSpec,
+    as_plain,
+    merging_alone,
+    read_setting,
+)
 from tokenmerge_tools.pipelines.loading import SourceKind, find_model, quiet_libraries
 from tokenmerge_tools.pipelines.meta_model import load_sketch
 from tokenmerge_tools.pipelines.options import option
@@ -35,8 +43,17 @@ def merging(
     method: Annotated[
         str, _merging(f"{', '.join(METHODS)}. The options below override the method's settings.")
     ] = MethodSpec.method,
+    speedup: Annotated[
+        float | None,
+        _merging("Wanted speed-up of the method auto, by counted operations. Default: 2.", parser="number"),
+    ] = None,
     ratio: Annotated[
-        float | None, _merging("Fraction of tokens removed, from 0 to 1 - 1/(sx*sy).", parser="number")
+        float | None,
+        _merging(
+            "Fraction of tokens that the other methods remove, from 0 to 1 - 1/(sx*sy). Without --method, "
+            "tokens merge before attention in every step, and nothing is skipped.",
+            parser="number",
+        ),
     ] = None,
     max_downsample: Annotated[
         int | None,
@@ -80,6 +97,8 @@ def merging(
             raise ConfigError(f"set: {name} is given twice, as {changes[name]!r} and as {value!r}")
         changes[name] = value
     if settings_file is None:
+        if method == AUTO and "ratio" in changes and SPEEDUP not in changes:
+            return merging_alone(changes.pop("ratio"), changes)
         return MethodSpec(method, changes)
     if method != MethodSpec.method:
         raise ConfigError(f"settings: {settings_file} sets everything; leave out --method {method}")

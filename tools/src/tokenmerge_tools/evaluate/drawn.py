@@ -25,7 +25,7 @@ class Drawn:
 
 
 def parse_variants(
-    texts: Sequence[str], ratios: Sequence[float], max_downsample: int | None
+    texts: Sequence[str], ratios: Sequence[float], max_downsample: int | None, speedups: Sequence[float]
 ) -> list[Variant]:
     """Read the variants to compare with dense, in order and each once."""
     defaults = {} if max_downsample is None else {"max_downsample": max_downsample}
@@ -36,7 +36,7 @@ def parse_variants(
             raise ConfigError(f"variant: expected some of {', '.join(CHOICES)}, got {name!r}")
         if missing := VARIANTS[name].missing():
             raise ConfigError(f"variant {name}: {missing}; or leave it out")
-        specs += parse_variant(text, ratios, defaults)
+        specs += parse_variant(text, ratios, defaults, speedups)
     found = list(dict.fromkeys(spec for spec in specs if spec.name != DENSE))
     if FEWER_STEPS in [spec.name for spec in found] and len(found) == 1:
         raise ConfigError("variant: fewer-steps needs a merged variant to compare with; give one too")

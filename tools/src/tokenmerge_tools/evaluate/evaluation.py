@@ -65,7 +65,8 @@ class EvaluateOptions(PipelineOptions):
             "--variant",
         ),
     ] = ("auto", "tome", "fewer-steps")
-    ratio: Annotated[tuple[float, ...], _compared("Fraction of tokens removed.")] = (0.25, 0.5)
+    speedup: Annotated[tuple[float, ...], _compared("Wanted speed-up of auto.")] = (1.5, 2.0, 3.0)
+    ratio: Annotated[tuple[float, ...], _compared("Fraction of tokens removed by the others.")] = (0.25, 0.5)
     max_downsample: Annotated[
         int | None, _compared("Deepest level that merges. Default: the variant's own.", parser="integer")
     ] = None
@@ -127,7 +128,7 @@ class EvaluateOptions(PipelineOptions):
 
     def specs(self) -> list[Variant]:
         """Return the variants. Fewer steps count as one, however many variants they are compared with."""
-        return parse_variants(self.variants, self.ratio, self.max_downsample)
+        return parse_variants(self.variants, self.ratio, self.max_downsample, self.speedup)
 
     def wanted(self) -> list[Wanted]:
         """Return the metrics, including the retrieval of glyphs for the built-in prompts."""
@@ -195,7 +196,7 @@ def plan_evaluation(options: EvaluateOptions, device: torch.device) -> Evaluatio
         "commit": source_commit(),
         **({} if frames is None else {"frames": frames}),
     }
-    counted = partial(_counted, sketch, size, options.steps)
+    counted = partial(_counted, sketch, size, options.steps, options.guidance)
     variants = plan_variants(specs, options.steps, counted)
     return Evaluation(
         source=source,
@@ -222,12 +223,16 @@ def _frames(source: ModelSource, wanted: int | None) -> int | None:
     return None
 
 
-def _counted(sketch: ModelSketch | None, size: tuple[int, int], steps: int, variant: Variant) -> float | None:
+def _counted(
+    sketch: ModelSketch | None, size: tuple[int, int], steps: int, guidance: float | None, variant: Variant
+) -> float | None:
     """Return the speed-up of a variant by counted operations; None if they cannot be counted."""
     if sketch is None or variant.merging is None:
         return None
     width, height = check_size(size, sketch.scale)
-    config = variant.merging.config(sketch.denoiser, follows_steps=True)
+    config = variant.merging.config(
+        sketch.denoiser, height=height, width=width, steps=steps, guidance=guidance, follows_steps=True
+    )
     return counted_speedup(sketch.denoiser, config, height, width, steps=steps)
 
 

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from tokenmerge.pictures import as_tensor
 from tokenmerge_tools.evaluate.drawn import Drawn
 from tokenmerge_tools.evaluate.metrics import MOTION, Metrics
 from tokenmerge_tools.evaluate.picture_store import PictureStore
 from tokenmerge_tools.evaluate.prompts import Item
+from tokenmerge_tools.sheets import as_tensor
 from tokenmerge_tools.variants.variant import DENSE
 
 if TYPE_CHECKING:

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from tokenmerge.errors import ConfigError, MissingExtraError
-from tokenmerge.pictures import as_tensor
 from tokenmerge_tools.closeness import motion, motion_error, psnr, ssim
 from tokenmerge_tools.demo.glyphs import asked_for
 from tokenmerge_tools.demo.retrieval import Gallery
 from tokenmerge_tools.evaluate.lpips import Lpips
 from tokenmerge_tools.evaluate.networks import Clip, Vision
 from tokenmerge_tools.files import is_folder
+from tokenmerge_tools.sheets import as_tensor
 
 if TYPE_CHECKING:
     from PIL.Image import Image

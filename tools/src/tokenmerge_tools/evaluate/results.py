@@ -11,7 +11,6 @@ from pathlib import Path
 
 import numpy as np
 
-from tokenmerge.pictures import sample_sheet
 from tokenmerge_tools.evaluate.drawn import Drawn
 from tokenmerge_tools.evaluate.evaluation import Evaluation
 from tokenmerge_tools.evaluate.measure import Measured, figures_of, speedups_of
@@ -20,6 +19,7 @@ from tokenmerge_tools.evaluate.picture_store import PictureStore
 from tokenmerge_tools.evaluate.prompts import Item
 from tokenmerge_tools.files import write_atomically
 from tokenmerge_tools.records.kinds import QualityRecord, SampleRecord, key_of
+from tokenmerge_tools.sheets import sample_sheet
 from tokenmerge_tools.variants.variant import DENSE, FEWER_STEPS
 
 

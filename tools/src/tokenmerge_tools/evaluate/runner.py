@@ -97,7 +97,7 @@ class _Evaluating:
         evaluation = self.evaluation
         drawing = self.options.drawing(evaluation.prompts[0].text)
         pipe = load_pipeline_for(drawing, evaluation.source, evaluation.dtype, self.device)
-        check_size(evaluation.size, latent_scale(pipe))
+        width, height = check_size(evaluation.size, latent_scale(pipe))
         call = PipelineCall.prepare(pipe, drawing, evaluation.size, frames=evaluation.frames)
         done, total = 0, sum(len(items) for _, items in tasks)
         configs: dict[Drawn, ToMeConfig | None] = {}
@@ -108,7 +108,9 @@ class _Evaluating:
                 own, name = call.of_pictures(prompts, seeds).with_steps(variant.steps), variant.label
                 try:
                     if variant not in configs:
-                        configs[variant] = config = variant.spec.config(pipe)
+                        configs[variant] = config = variant.spec.config(
+                            pipe, height=height, width=width, steps=variant.steps, guidance=call.guidance
+                        )
                         if name != DENSE:
                             studio.add(name, partial(variant.spec.apply, config=config))
                         studio.warm_up(name, own)

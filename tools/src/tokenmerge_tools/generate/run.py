@@ -10,9 +10,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tokenmerge.config.origin import DEFAULT
 from tokenmerge.errors import ConfigError, MissingExtraError, reason_of
 from tokenmerge.handle import RecordedPlan
-from tokenmerge.pictures import Row, as_tensor, comparison
 from tokenmerge.report import RunSteps
 from tokenmerge_tools.closeness import psnr, ssim
 from tokenmerge_tools.drawing import Progress, Studio, merged_groups, prepare
@@ -38,6 +38,7 @@ from tokenmerge_tools.pipelines.settings import (
     resolve_dtype,
     scheduler_class_name,
 )
+from tokenmerge_tools.sheets import Row, as_tensor, comparison
 from tokenmerge_tools.timing import Measurement, peak_memory_meaning
 from tokenmerge_tools.variants import contexts
 
@@ -125,7 +126,7 @@ class _Generating:
         """Make the pictures, then time the calls."""
         options, merging = self.options, self.options.merging
         self._write_record(complete=False)
-        method = merging.method if merging.needs_model and set(merging.changes) <= {"ratio"} else ""
+        method = f"{DEFAULT} {merging.speedup:g}" if merging.needs_model else ""
         apply = partial(contexts.tokenmerge, config=self.config, method=method)
         with self.studio as studio:
             patch = studio.add("merged", apply)
@@ -189,7 +190,7 @@ class _Generating:
         picture = comparison(
             rows,
             dense=f"{self.conditions['width']} x {self.conditions['height']}, {self.options.steps} steps",
-            merged=f"{self.options.merging.method}, ratio {self.config.ratio:g}",
+            merged=self.options.merging.title,
             groups=groups[0][1],
         )
         write_atomically(self.folder / "comparison.png", picture.save)

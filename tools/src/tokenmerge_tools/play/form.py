@@ -9,7 +9,7 @@ from typing import Any
 from tokenmerge.config.checks import as_number, integer, one_of, refuse, text
 from tokenmerge.errors import ConfigError
 from tokenmerge_tools import demo
-from tokenmerge_tools.method_spec import METHODS, MethodSpec
+from tokenmerge_tools.method_spec import AUTO, DEFAULT_SPEEDUP, METHODS, SPEEDUP, MethodSpec
 from tokenmerge_tools.pipelines.options import LONGEST_PROMPT, GenerateOptions
 from tokenmerge_tools.pipelines.settings import parse_size
 
@@ -33,6 +33,7 @@ class Form:
     steps: float | None = 20
     guidance: str = ""
     method: str = METHODS[0]
+    speedup: float | None = DEFAULT_SPEEDUP
     ratio: float | None = 0.5
 
     @classmethod
@@ -51,7 +52,8 @@ class Form:
             steps=options.steps,
             guidance="" if options.guidance is None else f"{options.guidance:g}",
             method=options.merging.method,
-            ratio=options.merging.changes["ratio"],
+            speedup=options.merging.speedup,
+            ratio=options.merging.changes.get("ratio", cls.ratio),
         )
 
     def options(self, models: Sequence[str] | None = None, **machine: Any) -> GenerateOptions:
@@ -60,8 +62,12 @@ class Form:
         ``models`` are those that can be chosen; None: only that of the form. ``machine`` has the options
         that the command line sets for all trials, such as ``device``.
         """
-        if self.ratio is None:
-            raise ConfigError("ratio: it is empty; give a number from 0 to 1, such as 0.5")
+        method = text("method", self.method)
+        amount = SPEEDUP if method == AUTO else "ratio"
+        given = getattr(self, amount)
+        if given is None:
+            example = "≥ 1, such as 2" if method == AUTO else "from 0 to 1, such as 0.5"
+            raise ConfigError(f"{amount}: it is empty; give a number {example}")
         one_of(models or (self.model,))("model", self.model)
         size = _text("size", self.size, _LONGEST_WORD)
         return GenerateOptions(
@@ -71,7 +77,7 @@ class Form:
             steps=_whole("steps", self.steps, 1, _MOST_STEPS),
             seed=_whole("seed", self.seed, 0),
             guidance=_number("guidance", _text("guidance", self.guidance, _LONGEST_WORD)),
-            merging=MethodSpec(text("method", self.method), {"ratio": self.ratio}),
+            merging=MethodSpec(method, {amount: given}),
             **machine,
         )
 

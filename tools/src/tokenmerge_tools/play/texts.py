@@ -41,7 +41,7 @@ def nothing_yet() -> str:
 def caption(trial: Trial) -> str:
     """Return the settings and the figures of a trial in one line, for the gallery."""
     options = trial.options
-    settings = f"{options.merging.method} {options.merging.changes['ratio']:g}"
+    settings = options.merging.title
     size = "" if options.size is None else "×".join(map(str, options.size))
     guidance = "" if options.guidance is None else f", guidance {options.guidance:g}"
     return (
@@ -73,7 +73,7 @@ def python_lines(options: GenerateOptions) -> str:
     """Write Python code that merges in a pipeline ``pipe`` and draws the picture with it.
 
     >>> print(python_lines(GenerateOptions(prompt="a red apple", steps=20)).splitlines()[3])
-    patch = tokenmerge.apply_token_merging(pipe, 0.5)
+    patch = tokenmerge.apply_token_merging(pipe, speedup=2.0)
     """
     arguments = {} if options.size is None else dict(zip(("width", "height"), options.size, strict=True))
     arguments |= {"num_inference_steps": options.steps}
@@ -91,7 +91,7 @@ def _merging(options: GenerateOptions) -> str:
     """Return the arguments of ``apply_token_merging`` after the pipeline."""
     method, ratio = options.merging.method, options.merging.changes.get("ratio", 0.5)
     if method == AUTO:
-        return f"{float(ratio)}"
+        return f"speedup={options.merging.speedup}"
     if method == "tome":
         return f"tokenmerge.ToMeConfig(ratio={ratio})"
     return f"{method!r}, ratio={ratio}"

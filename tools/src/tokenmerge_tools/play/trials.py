@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from PIL.Image import Image
 
 from tokenmerge.models.find import find_hosts
-from tokenmerge.pictures import as_tensor, draw_groups
+from tokenmerge.pictures import draw_groups
 from tokenmerge.report import check_merging
 from tokenmerge_tools.closeness import psnr
 from tokenmerge_tools.drawing import Drawing, Progress, Studio, merged_groups, prepare
@@ -23,6 +23,7 @@ from tokenmerge_tools.pipelines.call import load_pipeline_for
 from tokenmerge_tools.pipelines.meta_model import checked_source
 from tokenmerge_tools.pipelines.options import GenerateOptions
 from tokenmerge_tools.pipelines.settings import resolve_device, resolve_dtype
+from tokenmerge_tools.sheets import as_tensor
 from tokenmerge_tools.variants import contexts
 
 if TYPE_CHECKING:

@@ -16,17 +16,18 @@ from tokenmerge_tools.variants.variant import FEWER_STEPS, VARIANTS, Variant, pa
 AUTO_FAMILY = "auto"
 
 # Strong settings come first, because they are cheap to draw.
-_RATIOS_OF_AUTO = (0.75, 0.7, 0.6, 0.5, 0.45, 0.4, 0.35, 0.3, 0.25, 0.2, 0.15, 0.1)
+_SPEEDUPS = (4, 3.5, 3, 2.75, 2.5, 2.25, 2, 1.8, 1.6, 1.5, 1.4, 1.3, 1.2)
 _RATIOS = (0.75, 0.5, 0.25)
 _RATIOS_OF_PRESETS = (0.5, 0.3)
 # Shares of the steps that are tried for a wanted closeness.
 _SHARES_OF_STEPS = (0.3, 0.4, 0.5, 0.65, 0.8)
 
 _TILED = "tome:planner=tiled,proportional,max_downsample=8"
+_SHARED = _TILED + ",plans.blocks"
 _FALLING = _TILED + ',rules=[{{"until": 0.5, "ratio": 0.6}}, {{"start": 0.5, "ratio": 0.4}}],ratio={}'
 # (family, its settings, strengths). Braces stand for the strength.
 _FAMILIES: tuple[tuple[str, str, tuple[float, ...]], ...] = (
-    (AUTO_FAMILY, "auto:ratio={}", _RATIOS_OF_AUTO),
+    (AUTO_FAMILY, "auto:speedup={}", _SPEEDUPS),
     # Step reuse alone.
     ("step reuse", "tome:ratio=0,max_downsample=8,reuse.every={}", (5, 4, 3, 2)),
     (
@@ -34,27 +35,11 @@ _FAMILIES: tuple[tuple[str, str, tuple[float, ...]], ...] = (
         "tome:ratio=0,max_downsample=8,reuse.every={},reuse.shallow_every=2",
         (4, 2),
     ),
-    (
-        "step reuse, finest level late",
-        "tome:ratio=0,max_downsample=8,reuse.every={},reuse.shallow_every=2,reuse.shallow_from=0.3",
-        (4, 2),
-    ),
     # Merging and step reuse.
-    ("auto, full every 3rd step", "auto:reuse.every=3,ratio={}", (0.5, 0.25)),
-    ("auto, full every 2nd step", "auto:reuse.every=2,ratio={}", (0.75, 0.5)),
-    ("auto, no correction", "auto:correction.every=0,ratio={}", (0.4, 0.25)),
-    # Other places of the full steps, and of those that skip the finest level.
-    ("auto, full steps evenly spaced", "auto:reuse.ends=full,reuse.spacing=1,ratio={}", (0.5, 0.25)),
-    ("auto, full steps late", "auto:reuse.ends=full,reuse.spacing=0.5,ratio={}", (0.5, 0.25)),
-    ("auto, first half full", "auto:reuse.start=0.5,ratio={}", (0.5, 0.25)),
-    ("auto, free ends", "auto:reuse.ends=free,ratio={}", (0.5, 0.25)),
-    (
-        "auto, finest level skipped late",
-        "auto:reuse.shallow_from=0.5,reuse.shallow_until=0.9,ratio={}",
-        (0.5, 0.4),
-    ),
+    ("tiled, every 3rd step", _SHARED + ",reuse.every=3,ratio={}", (0.6, 0.4)),
+    ("tiled, every 2nd step", _SHARED + ",reuse.every=2,ratio={}", (0.6, 0.4)),
+    ("tiled, every 2nd step, corrected", _SHARED + ",reuse.every=2,correction.every=2,ratio={}", (0.6, 0.4)),
     # Merging alone.
-    ("auto, no step reuse", "auto:reuse.every=1,ratio={}", _RATIOS),
     ("tiled", _TILED + ",ratio={}", _RATIOS),
     (
         "tiled, first 70 % of the steps",
@@ -93,7 +78,7 @@ class Candidate:
 def candidates(goal: Goal, steps: int) -> list[Candidate]:
     """List what a search tries, in order: ``auto``, baselines, step reuse, merging, presets."""
     found = [_candidate(text, steps, family, strength) for family, text, strength in _merging()]
-    number = len(_RATIOS_OF_AUTO)
+    number = len(_SPEEDUPS)
     found[number:number] = _rivals(goal, steps)
     found += [
         _candidate(f"{name}:ratio={ratio}", steps, name, ratio)
@@ -105,29 +90,18 @@ def candidates(goal: Goal, steps: int) -> list[Candidate]:
     return list({candidate.name: candidate for candidate in found}.values())
 
 
-def in_force(config: ToMeConfig, steps: int, merges: bool) -> ToMeConfig | None:
-    """Reduce settings to what they do in a generation of ``steps`` steps, so that equal ones are tried once.
+def what_it_does(config: ToMeConfig, steps: int, merges: bool) -> object | None:
+    """Return what settings do in a generation of ``steps`` steps, so that equal ones are tried once.
 
     The result is None if they save nothing. ``merges`` says whether any token merges at this size.
 
-    >>> in_force(ToMeConfig(ratio=0.5, reuse=StepReuse(every=4, span=0.2)), steps=4, merges=False) is None
+    >>> what_it_does(ToMeConfig(ratio=0.5, reuse=StepReuse(every=4)), steps=2, merges=False) is None
     True
     """
-    reuse = _reuse_in_force(config.reuse, steps)
-    if merges:
-        return dataclasses.replace(config, reuse=reuse)
-    return ToMeConfig(ratio=0, reuse=reuse) if reuse.on else None
-
-
-def _reuse_in_force(reuse: StepReuse, steps: int) -> StepReuse:
-    if len(reuse.steps_of(steps).full) == steps:
-        return StepReuse()
-    span = reuse.span * steps
-    every = max(1, min(reuse.every, int(span)))
-    shallow_every = max(1, min(reuse.shallow_every, int(span / 2)))
-    if shallow_every == 1:  # then it does not matter from where to where
-        reuse = dataclasses.replace(reuse, shallow_every=1, shallow_from=0.0, shallow_until=1.0)
-    return dataclasses.replace(reuse, every=every, shallow_every=shallow_every, span=1.0)
+    runs = config.reuse.steps_of(steps)
+    if not merges:
+        return None if len(runs.full) == steps else runs
+    return dataclasses.replace(config, reuse=StepReuse()), runs
 
 
 def _merging() -> Iterator[tuple[str, str, float]]:

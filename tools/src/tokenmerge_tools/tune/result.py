@@ -10,12 +10,12 @@ from typing import Any
 from tokenmerge.config import FoundFor
 from tokenmerge.config.json_file import VERSION
 from tokenmerge.errors import MissingExtraError
-from tokenmerge.pictures import difference, difference_gain, sample_sheet
 from tokenmerge_tools.evaluate.drawn import Drawn
 from tokenmerge_tools.files import write_atomically, write_json, write_text
 from tokenmerge_tools.reporting.curves import AGAINST_CLOSENESS, Chart, Line
 from tokenmerge_tools.reporting.plots import draw
 from tokenmerge_tools.reporting.tables import Table, TableRow, times
+from tokenmerge_tools.sheets import difference, difference_gain, sample_sheet
 from tokenmerge_tools.tune.measurements import Estimate, estimates
 from tokenmerge_tools.tune.runner import Search
 from tokenmerge_tools.tune.search import ranking

@@ -17,7 +17,7 @@ from tokenmerge_tools.pipelines.loading import require_diffusers
 from tokenmerge_tools.pipelines.settings import resolve_device
 from tokenmerge_tools.records.file import ResultsFile
 from tokenmerge_tools.records.kinds import TuneRecord, key_of
-from tokenmerge_tools.tune.candidates import AUTO_FAMILY, Candidate, candidates, in_force
+from tokenmerge_tools.tune.candidates import AUTO_FAMILY, Candidate, candidates, what_it_does
 from tokenmerge_tools.tune.decision import Decision, decide
 from tokenmerge_tools.tune.goal import Goal, TuneOptions
 from tokenmerge_tools.tune.measurements import Estimate, Look, estimates, look_of
@@ -176,7 +176,7 @@ class _Searching:
 
     def _resolve(self) -> None:
         """Resolve the settings of each candidate on this model. Leave out equal and impossible ones."""
-        seen: dict[ToMeConfig, str] = {}
+        seen: dict[object, str] = {}
         hosts = find_hosts(self.rounds.pipe)
         for one in candidates(self.goal, self.options.steps):
             record = self.file.records.get(self._record("settings", one.name, -1, {}).key)
@@ -184,13 +184,20 @@ class _Searching:
                 if record is not None:
                     config: ToMeConfig | None = ToMeConfig.from_dict(record.values["config"])
                 else:
-                    config = one.drawn.spec.config(self.rounds.pipe)
+                    height, width = self.rounds.latent
+                    config = one.drawn.spec.config(
+                        self.rounds.pipe,
+                        height=height,
+                        width=width,
+                        steps=one.drawn.steps,
+                        guidance=self.rounds.call.guidance,
+                    )
                 if config is None:
                     self.candidates[one.name] = one
                     continue
                 check_merging(hosts, config, self.rounds.latent)
                 guided = self._guided(config)
-                acting = in_force(
+                acting = what_it_does(
                     guided, self.options.steps, merges_tokens(hosts, guided, self.rounds.latent)
                 )
                 if acting is None or acting in seen:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import importlib
 import inspect
@@ -15,8 +14,8 @@ from typing import Any
 from torch import nn
 
 from tokenmerge.api import token_merging
-from tokenmerge.auto import choose
 from tokenmerge.errors import ConfigError, UnsupportedModelError
+from tokenmerge_tools.method_spec import merging_alone
 from tokenmerge_tools.pipelines.loading import denoiser_of
 from tokenmerge_tools.variants.caches import check_pipeline
 
@@ -90,9 +89,7 @@ def cache_dit(
 
     with contextlib.ExitStack() as in_force:
         if merge is not None:
-            # Merge as `auto` does without step reuse, because cache-dit decides which blocks run.
-            merging = dataclasses.replace(choose(pipe, merge, follows_steps=False), scope=scope)
-            in_force.enter_context(token_merging(pipe, merging))
+            in_force.enter_context(token_merging(pipe, merging_alone(merge, {"scope": scope}).config()))
         in_force.enter_context(_in_each_call(pipe, package, settings))
         yield
 

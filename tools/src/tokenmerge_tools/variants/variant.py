@@ -14,7 +14,16 @@ from torch import nn
 
 from tokenmerge.config import SETTINGS, ToMeConfig, flat
 from tokenmerge.errors import ConfigError
-from tokenmerge_tools.method_spec import METHODS, MethodSpec, as_plain, read_setting
+from tokenmerge_tools.method_spec import (
+    AUTO,
+    DEFAULT_SPEEDUP,
+    METHODS,
+    OF_AUTO,
+    SPEEDUP,
+    MethodSpec,
+    as_plain,
+    read_setting,
+)
 from tokenmerge_tools.pipelines.loading import denoiser_of
 from tokenmerge_tools.records.kinds import variant_label
 from tokenmerge_tools.variants import cache_dit, caches, contexts
@@ -58,10 +67,11 @@ class VariantKind:
 
 VARIANTS = {
     DENSE: VariantKind(contexts.dense),
+    AUTO: VariantKind(contexts.tokenmerge, AUTO, of_pipeline=True, is_faster=True, takes=OF_AUTO),
     **{
         method: VariantKind(contexts.tokenmerge, method, of_pipeline=True, is_faster=True)
         for method in METHODS
-        if method != TOMESD
+        if method not in (AUTO, TOMESD)
     },
     # The package tomesd. With tome:plans.guidance=false, this package does the same.
     TOMESD: VariantKind(
@@ -123,19 +133,21 @@ class Variant:
         whole = variant.of_pipeline or isinstance(pipe_or_model, nn.Module)
         return variant.apply(pipe_or_model if whole else denoiser_of(pipe_or_model), config, **own)
 
-    def config(self, pipe_or_model: object = None, follows_steps: bool | None = None) -> ToMeConfig | None:
-        """Return the configuration; None for a variant without settings.
-
-        A method that chooses its settings by the model needs the model; see :func:`tokenmerge.auto.choose`.
-        """
-        return None if self.merging is None else self.merging.config(pipe_or_model, follows_steps)
+    def config(self, pipe_or_model: object = None, **generation: Any) -> ToMeConfig | None:
+        """Return the configuration; None for a variant without settings. See :meth:`MethodSpec.config`."""
+        return None if self.merging is None else self.merging.config(pipe_or_model, **generation)
 
 
-def parse_variant(text: str, ratios: Sequence[float], defaults: Mapping[str, Any]) -> list[Variant]:
+def parse_variant(
+    text: str,
+    ratios: Sequence[float],
+    defaults: Mapping[str, Any],
+    speedups: Sequence[float] = (DEFAULT_SPEEDUP,),
+) -> list[Variant]:
     """Read ``NAME`` or ``NAME:SETTING=VALUE,…``, with settings as :func:`read_setting` reads them.
 
-    There is one variant for each ratio, unless the text sets a ratio or the planner ignores it. ``defaults``
-    has values of settings that the text does not set.
+    There is one variant for each ratio, or of ``auto`` for each speed-up, unless the text sets one or the
+    planner ignores it. ``defaults`` has values of settings that the text does not set.
 
     >>> [spec.label for spec in parse_variant("tome:merge_mlp", [0.25, 0.5], {})]
     ['tome ratio=0.25 merge_mlp', 'tome ratio=0.5 merge_mlp']
@@ -155,18 +167,19 @@ def parse_variant(text: str, ratios: Sequence[float], defaults: Mapping[str, Any
         given = {**defaults, **dict(items)}
         method = MethodSpec(variant.method)
         own = flat(vars(ToMeConfig() if method.needs_model else method.config()))
+        amount, amounts = (SPEEDUP, speedups) if method.needs_model else ("ratio", ratios)
         if given.get("planner", own["planner"]) == "uniform":
-            ratios = [own["ratio"]]
+            amounts = [own["ratio"]]
         specs = []
-        for ratio in [given["ratio"]] if "ratio" in given else ratios:
-            changes = {**given, "ratio": float(ratio)}
+        for number in [given[amount]] if amount in given else amounts:
+            changes = {**given, amount: float(number)}
             MethodSpec(variant.method, changes)
             # Leave out the method's defaults, so that equal variants have equal names.
             shown = [
                 (setting, as_plain(changes[setting]))
-                for setting in SETTINGS
+                for setting in (SPEEDUP, *SETTINGS)
                 if setting in changes
-                and (setting == "ratio" or method.needs_model or changes[setting] != own[setting])
+                and (setting == amount or method.needs_model or changes[setting] != own[setting])
             ]
             specs.append(Variant(name, tuple(shown)))
     except ConfigError as error:

@@ -1,4 +1,4 @@
-"""The hash of :mod:`tokenmerge.ops.partition` in exported programs, where no number may be larger than 2²⁴.
+"""The hash of :mod:`tokenmerge.ops.arithmetic` in exported programs, where no number may be larger than 2²⁴.
 
 32-bit integers are held as three limbs of 11, 11 and 10 bits, because some runtimes for exported models, such
 as OpenVINO's for CPUs, compute int64 in int32.
@@ -12,14 +12,15 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from tokenmerge.ops.arithmetic import FACTORS
+
 Limbs = tuple[Tensor, Tensor, Tensor]  # the lowest first
 
-FACTORS = (0x7FEB352D, 0x846CA68B)  # of the avalanche function "lowbias32"
 _LIMB, _LOW, _HIGH = 11, 0x7FF, 0x3FF  # bits of the lower limbs, and masks of the lower and the highest ones
 
 
 def hash_in_limbs(seed: int, step: Tensor, place: Tensor) -> Limbs:
-    """As :func:`tokenmerge.ops.partition.hash_of`, in limbs."""
+    """As :func:`tokenmerge.ops.arithmetic.hash_of`, in limbs."""
     state: Any = _split(seed)
     for counter in (step, place):
         state = tuple(limb ^ other for limb, other in zip(state, _split(counter), strict=True))

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tokenmerge.ops.limbs import hash_in_limbs
-from tokenmerge.ops.partition import below, hash_of, uniform_noise
+from tokenmerge.integrations.export.limbs import hash_in_limbs
+from tokenmerge.ops.arithmetic import hash_of
+from tokenmerge.ops.partition import below, uniform_noise
 
 STEPS = (0, 1, 981, 0x447A0000, 2**31 - 1, -1, -(2**31))
 

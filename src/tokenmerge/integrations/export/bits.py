@@ -1,4 +1,4 @@
-"""The bits of float32 numbers as integers."""
+"""The bits of float32 numbers as integers, in exported programs."""
 
 from __future__ import annotations
 
@@ -6,21 +6,10 @@ import torch
 from torch import Tensor
 
 
-def bits(value: Tensor) -> Tensor:
-    """The bits of float32 numbers as signed integers: a tensor of any shape → int64 of that shape.
-
-    Exported programs use :func:`bits_by_arithmetic`.
-
-    >>> bits(torch.tensor([0.0, 1.0, -2.0])).tolist()
-    [0, 1065353216, -1073741824]
-    """
-    if torch.compiler.is_exporting():
-        return bits_by_arithmetic(value)
-    return value.view(torch.int32).to(torch.int64)
-
-
 def bits_by_arithmetic(value: Tensor) -> Tensor:
-    """As :func:`bits`, without a view of another dtype, for which ``torch.onnx`` has no operator.
+    """Return the bits as :class:`tokenmerge.ops.arithmetic.Arithmetic` does, without a view of another dtype.
+
+    ``torch.onnx`` has no operator for such a view.
 
     Every operation is exact. Comparing with the powers of two finds the exponent. Dividing by one of them
     leaves a fraction of 24 binary digits, which becomes an integer.

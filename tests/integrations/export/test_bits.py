@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from tokenmerge.ops.bits import bits, bits_by_arithmetic
+from tokenmerge.integrations.export.bits import bits_by_arithmetic
+from tokenmerge.ops import bits
 
 
 def test_bits_found_by_arithmetic_are_those_in_memory():

@@ -8,12 +8,13 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 
-from tokenmerge.ops.plan import add_rows
+from tokenmerge.integrations import export  # noqa: F401 - exported programs compute by it
+from tokenmerge.ops.arithmetic import arithmetic
 
 
 class Sum(nn.Module):
     def forward(self, total, index, rows):
-        return add_rows(total.clone(), index, rows)
+        return arithmetic().add_rows(total.clone(), index, rows)
 
 
 def example(*width: int):
@@ -33,7 +34,7 @@ def test_rows_are_added_as_in_a_loop(width):
         expected[i] += row
     assert_close(torch.export.export(Sum(), (total, index, rows)).module()(total, index, rows), expected)
     given = total.clone()
-    assert add_rows(given, index, rows) is given
+    assert arithmetic().add_rows(given, index, rows) is given
     assert_close(given, expected)
 
 

@@ -1,0 +1,214 @@
+"""The default method: settings for a wanted speed-up, chosen when each generation begins."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import math
+from collections.abc import Callable, Sequence
+
+from torch import nn
+
+from tokenmerge.config import Correction, PlanSharing, Rule, StepReuse, ToMeConfig
+from tokenmerge.config.checks import integer, number, optional
+from tokenmerge.config.origin import DEFAULT
+from tokenmerge.models.base import GridShape, Host
+from tokenmerge.models.find import find_hosts
+from tokenmerge.models.placement import device_of, dtype_of, narrowest_attention
+from tokenmerge.models.work import work_of
+from tokenmerge.planners.calibration import fewest_tokens
+from tokenmerge.plans.choose import choose, highest_speedup
+from tokenmerge.plans.facts import Facts
+from tokenmerge.runtime.steps.pipeline import default_guidance, default_steps
+
+__all__ = ["DefaultMethod", "settings_for"]
+
+# Functions that run fused attention, of PyTorch or other kernels, called by the model or by its processor in
+# diffusers.
+_FUSED = {"scaled_dot_product_attention", "dispatch_attention_fn", "memory_efficient_attention"}
+_STEPS = 20  # of a generation whose number of steps is unknown
+_SIDE = 64  # of latents whose size is unknown
+Change = Callable[[ToMeConfig], ToMeConfig]
+_SPEEDUP = number("a number ≥ 1, such as 2.0", lambda value: value >= 1)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class DefaultMethod:
+    """The default method for one pipeline or model.
+
+    Attributes:
+        speedup: dense operations divided by those of the generation, ≥ 1, as they are counted.
+        facts: what is known of the model, for the default size and number of steps.
+        changes: functions that change the settings after they were chosen, in order.
+    """
+
+    speedup: float
+    facts: Facts
+    changes: tuple[Change, ...] = ()
+
+    @classmethod
+    def of(cls, pipe_or_model: object, hosts: Sequence[Host], speedup: float) -> DefaultMethod:
+        """Return the default method for models that were found in a pipeline or a model.
+
+        Raises:
+            ConfigError: ``speedup`` is not a number ≥ 1.
+        """
+        denoiser = next((host for host in hosts if not host.controlnet), hosts[0])
+        blocks = [block for host in hosts for block in host.blocks]
+        device = device_of(pipe_or_model, denoiser.root)
+        attention = narrowest_attention(blocks)
+        whole = all(block.block_layout is not None for block in blocks)
+        facts = Facts(
+            model="unet" if denoiser.deep_stages else "transformer" if whole else "other",
+            work=work_of(denoiser),
+            grid=denoiser.grid_at(*(denoiser.sample_size or (_SIDE, _SIDE))),
+            steps=default_steps(pipe_or_model) or _STEPS,
+            guidance=default_guidance(pipe_or_model),
+            follows_steps=getattr(pipe_or_model, "scheduler", None) is not None,
+            can_skip=denoiser.can_skip,
+            whole_blocks=whole and not denoiser.deep_stages,
+            layers=any(layer.kind == "attn1" for block in blocks for layer in block.layers),
+            proportional=allows_proportional(pipe_or_model, hosts),
+            fewest_tokens=fewest_tokens(device, dtype_of(denoiser.root), *attention),
+        )
+        return cls.for_facts(speedup, facts)
+
+    @classmethod
+    def for_facts(cls, speedup: float, facts: Facts, *changes: Change) -> DefaultMethod:
+        """Return the default method for a model of which these facts are known.
+
+        Raises:
+            ConfigError: ``speedup`` is not a number ≥ 1.
+        """
+        return cls(_SPEEDUP("speedup", speedup), facts, changes)
+
+    def settings(
+        self, grid: GridShape | None = None, steps: int | None = None, guidance: float | None = None
+    ) -> ToMeConfig:
+        """Return the settings of one generation.
+
+        Args:
+            grid: (frames, rows, columns) of the finest token grid; None: the default.
+            steps: number of steps of the generation; None: the default.
+            guidance: scale of classifier-free guidance; None: unknown.
+        """
+        settings = choose(self._known(grid, steps, guidance), self.speedup)
+        for change in self.changes:
+            settings = change(settings)
+        return settings
+
+    def shortfall(
+        self, grid: GridShape | None = None, steps: int | None = None, guidance: float | None = None
+    ) -> str:
+        """Return what the settings do not reach of the speed-up, as a sentence; empty: they reach it."""
+        known = self._known(grid, steps, guidance)
+        highest = highest_speedup(known)
+        if highest >= self.speedup:
+            return ""
+        size = " × ".join(map(str, known.grid[known.grid[0] == 1 :]))
+        return (
+            f"speedup={self.speedup:g}: at most {math.floor(100 * highest) / 100:g}× can be reached in "
+            f"{known.steps} steps on {size} tokens; take more steps, a larger picture or a lower speed-up"
+        )
+
+    def _known(self, grid: GridShape | None, steps: int | None, guidance: float | None) -> Facts:
+        return dataclasses.replace(
+            self.facts, grid=grid or self.facts.grid, steps=steps or self.facts.steps, guidance=guidance
+        )
+
+    def without_reuse(self) -> DefaultMethod:
+        """Return the same without step reuse."""
+        return dataclasses.replace(self, facts=dataclasses.replace(self.facts, can_skip=False))
+
+    @property
+    def name(self) -> str:
+        """Its name in texts, such as ``"speed-up 2"``."""
+        return f"{DEFAULT} {self.speedup:g}"
+
+    @property
+    def default_settings(self) -> ToMeConfig:
+        """The settings of a generation with the default size, number of steps and guidance."""
+        return self.settings(guidance=self.facts.guidance)
+
+    @property
+    def widest(self) -> ToMeConfig:
+        """Settings that merge and skip wherever those of some generation do, for patching."""
+        plain = self.default_settings
+        if not self.facts.follows_steps or self.speedup == 1:
+            return plain
+        skips = self.facts.can_skip
+        return dataclasses.replace(
+            plain,
+            ratio=0.5,
+            scope="layers",
+            plans=PlanSharing(blocks=True),
+            correction=Correction(every=2),
+            reuse=StepReuse(every=2, shallow_every=2) if skips else StepReuse(),
+            rules=(Rule(guidance=1, changes={"scope": "block"}),) if self.facts.whole_blocks else (),
+        )
+
+
+def merging_alone(pipe_or_model: object, hosts: Sequence[Host], ratio: float) -> ToMeConfig:
+    """Return settings that merge a fraction of the tokens before each self-attention, and do nothing else."""
+    deepest = max((block.level for host in hosts for block in host.blocks), default=1)
+    return ToMeConfig(
+        ratio=ratio,
+        max_downsample=min(8, deepest),
+        planner="tiled",
+        proportional=allows_proportional(pipe_or_model, hosts),
+    )
+
+
+def settings_for(
+    pipe_or_model: object,
+    speedup: float = 2.0,
+    height: int | None = None,
+    width: int | None = None,
+    steps: int | None = None,
+    guidance: float | None = None,
+    follows_steps: bool | None = None,
+) -> ToMeConfig:
+    """Return the settings that the default method chooses for a generation.
+
+    Args:
+        pipe_or_model: as for :func:`tokenmerge.apply_token_merging`. It must be on the device that it will
+            run on, or be offloaded from it, because merging is timed there.
+        speedup: dense operations divided by those of the generation, ≥ 1, as they are counted. Raising it
+            makes the picture less like the dense one.
+        height: height of the latents; None: the model's default size.
+        width: width of the latents, likewise.
+        steps: denoising steps of the generation, ≥ 1; None: the pipeline's default.
+        guidance: scale of classifier-free guidance; None: the pipeline's default.
+        follows_steps: whether settings may change over the denoising steps. None: only in a pipeline.
+
+    Raises:
+        UnsupportedModelError: the object neither is nor contains a supported model.
+        ConfigError: a number is out of its range.
+    """
+    for name, given in (("height", height), ("width", width), ("steps", steps)):
+        optional(integer(1))(name, given)
+    hosts = find_hosts(pipe_or_model)
+    method = DefaultMethod.of(pipe_or_model, hosts, speedup)
+    if follows_steps is not None:
+        facts = dataclasses.replace(method.facts, follows_steps=follows_steps)
+        method = dataclasses.replace(method, facts=facts)
+    denoiser = next((host for host in hosts if not host.controlnet), hosts[0])
+    grid = None if height is None or width is None else denoiser.grid_at(height, width)
+    return method.settings(grid, steps, method.facts.guidance if guidance is None else guidance)
+
+
+def allows_proportional(pipe_or_model: object, hosts: Sequence[Host]) -> bool:
+    """Return whether proportional attention is possible in every block."""
+    # Perturbed-attention guidance replaces processors during a call, and splits the batch in attention.
+    if hasattr(pipe_or_model, "pag_applied_layers"):
+        return False
+    blocks = (block for host in hosts for block in host.blocks)
+    layers = ((getattr(block.module, layer.name), layer) for block in blocks for layer in block.layers)
+    return all(_is_fused(module) for module, layer in layers if layer.kind != "ff")
+
+
+def _is_fused(attention: nn.Module) -> bool:
+    processor = getattr(attention, "processor", None)
+    call = type(attention).forward if processor is None else type(processor).__call__
+    code = getattr(inspect.unwrap(call), "__code__", None)
+    return code is not None and not _FUSED.isdisjoint(code.co_names)

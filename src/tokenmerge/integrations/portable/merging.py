@@ -1,0 +1,177 @@
+"""One merge on arrays of any library: matching, plan, merging and unmerging.
+
+``xp`` has the operations that array libraries spell differently, as ``paddle.arrays.PaddleArrays`` defines
+them. The functions mean what those of the same names in ``tokenmerge.ops`` mean.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tokenmerge.config import MergeSettings
+from tokenmerge.integrations.portable.partition import own_cell, partition
+
+Array = Any
+PLANNERS = ("tome", "uniform")
+# How many similarities are held at once, so that memory grows linearly with the number of tokens.
+_SIMILARITIES_AT_ONCE = 1 << 23
+
+
+class Plan(NamedTuple):
+    """Which of n tokens become which of m = n − r merged tokens: see ``tokenmerge.ops.IndexPlan``."""
+
+    keep: Array
+    sources: Array
+    targets: Array
+    inverse: Array
+    sizes: Array
+
+
+def num_removed(grid: tuple[int, int], settings: MergeSettings) -> int:
+    """Return the number of tokens removed from a grid of (rows, columns); 0 if nothing merges.
+
+    It is ratio · n, rounded down; ``"uniform"`` removes every source, whatever the ratio.
+    """
+    n, cells = grid[0] * grid[1], (grid[0] // settings.sy) * (grid[1] // settings.sx)
+    r = int(n * settings.ratio) if cells and n >= settings.min_tokens else 0
+    return n - cells if r and settings.planner == "uniform" else r
+
+
+def plan_tokens(
+    xp: Any, features: Array, grid: tuple[int, int], settings: MergeSettings, step: int, parts: int = 1
+) -> Plan | None:
+    """Plan one merge: partition, match, keep the r best edges.
+
+    Args:
+        xp: operations for ``features``.
+        features: ``[b, n, c]``: the block's input.
+        grid: (rows, columns) of its n tokens, the columns fastest.
+        settings: planner, ratio, strides and the seed of the partition.
+        step: number of the denoising step, as :func:`partition.step_number` makes it.
+        parts: number of images, b / ``parts`` apart, that share a plan, such as those of the two prompts of
+            guidance.
+
+    Returns:
+        The plan, or None if no token would be removed.
+    """
+    r, cell = num_removed(grid, settings), (settings.sy, settings.sx)
+    if r == 0:
+        return None
+    if parts > 1:
+        shared = plan_tokens(xp, shared_features(xp, features, parts), grid, settings, step)
+        assert shared is not None  # r > 0
+        return repeated(xp, shared, parts)
+    src, dst = partition(grid, cell, None if settings.seed is None else (settings.seed, step))
+    if settings.planner == "tome":
+        order, nearest = bipartite_soft_matching(xp, features, src, dst)
+    else:
+        own = [np.arange(len(src)), own_cell(grid, cell, src)]
+        order, nearest = (_repeat(xp, xp.index(index, features), features.shape[0]) for index in own)
+    return make_plan(xp, src, dst, order, nearest, r)
+
+
+def bipartite_soft_matching(
+    xp: Any, features: Array, src: np.ndarray, dst: np.ndarray
+) -> tuple[Array, Array]:
+    """Connect each source to its most similar destination (arXiv 2210.09461, section 3)."""
+    sources = _select(xp, features, src)
+    product, nearest = _best(xp, sources, _unit(xp, _select(xp, features, dst)))
+    # The length of a source does not change which destination is nearest, so it divides last and once.
+    return xp.descending(product / xp.length(sources)[..., 0]), nearest
+
+
+def shared_features(xp: Any, features: Array, parts: int) -> Array:
+    """Make features by which ``parts`` images get one plan: ``[parts * b, n, c]`` → ``[b, n, parts * c]``."""
+    unit, b = _unit(xp, features), features.shape[0] // parts
+    return xp.concat([unit[i * b : (i + 1) * b] for i in range(parts)], 2)
+
+
+def make_plan(xp: Any, src: np.ndarray, dst: np.ndarray, order: Array, nearest: Array, r: int) -> Plan:
+    """Merge the r sources with the best edges, leave all other tokens alone."""
+    (b, s), n = order.shape, len(src) + len(dst)
+    m = n - r
+    image = np.arange(b)[:, None]
+    tokens, merged_tokens = xp.index(image * n, order), xp.index(image * m, order)
+
+    # Merged sequence: the sources left alone, then the destinations.
+    by_edge = xp.take(xp.index(src, order), order.reshape([-1])).reshape([b, s]) + tokens
+    sources, alone = by_edge[:, :r], by_edge[:, r:]
+    keep = xp.concat([alone, _repeat(xp, xp.index(dst, order), b) + tokens], 1)
+    targets = xp.take_along(nearest, order[:, :r]) + (s - r) + merged_tokens
+    places = xp.concat([keep, sources], 1).reshape([-1])
+    holders = xp.concat([_repeat(xp, xp.index(np.arange(m), order), b) + merged_tokens, targets], 1)
+    inverse = xp.put(xp.index(np.zeros(b * n, np.int64), order), places, holders.reshape([-1]))
+    sizes = xp.add(xp.count([b * m], order), targets.reshape([-1]), xp.count([b * r], order))
+    return Plan(keep, sources, targets, inverse.reshape([b, n]), sizes.reshape([b, m]))
+
+
+def merge(xp: Any, plan: Plan, x: Array) -> Array:
+    """Replace merged tokens by their mean, summed in float32 or better: ``[b, n, c]`` → ``[b, m, c]``."""
+    b, n, c = x.shape
+    rows = x.reshape([b * n, c])
+    kept, moved = (xp.exact(xp.take(rows, index.reshape([-1]))) for index in (plan.keep, plan.sources))
+    total = xp.add(kept, plan.targets.reshape([-1]), moved)
+    mean = total / xp.as_type(plan.sizes, total).reshape([-1, 1])
+    return xp.as_type(mean, x).reshape([b, -1, c])
+
+
+def keep_destinations(xp: Any, plan: Plan, x: Array) -> Array:
+    """Keep the tokens whose place merged ones take, and drop the others: ``[b, n, c]`` → ``[b, m, c]``."""
+    return _rows(xp, x, plan.keep)
+
+
+def unmerge(xp: Any, plan: Plan, y: Array) -> Array:
+    """Give each token the result of the merged token that holds it: ``[b, m, c]`` → ``[b, n, c]``."""
+    return _rows(xp, y, plan.inverse)
+
+
+def repeated(xp: Any, plan: Plan, times: int) -> Plan:
+    """Return the plan for ``times`` · b images: b that merge as this plan says, then b more, and so on."""
+    (b, m), n = plan.keep.shape, plan.inverse.shape[1]
+
+    def again(rows: Array, of_one: int) -> Array:
+        return xp.concat([rows + i * b * of_one for i in range(times)], 0)
+
+    return Plan(
+        keep=again(plan.keep, n),
+        sources=again(plan.sources, n),
+        targets=again(plan.targets, m),
+        inverse=again(plan.inverse, m),
+        sizes=again(plan.sizes, 0),
+    )
+
+
+def _rows(xp: Any, x: Array, index: Array) -> Array:
+    b, n, c = x.shape
+    return xp.take(x.reshape([b * n, c]), index.reshape([-1])).reshape([b, -1, c])
+
+
+def _select(xp: Any, x: Array, index: np.ndarray) -> Array:
+    """Select tokens of all images by one index: ``[b, n, c]`` → ``[b, k, c]``."""
+    b, n, c = x.shape
+    rows = (np.arange(b)[:, None] * n + index).ravel()
+    return xp.take(x.reshape([b * n, c]), xp.index(rows, x)).reshape([b, len(index), c])
+
+
+def _unit(xp: Any, x: Array) -> Array:
+    return x / xp.length(x)
+
+
+def _best(xp: Any, sources: Array, destinations: Array) -> tuple[Array, Array]:
+    """Return each source's largest product with a destination, and the index of that one: ``[b, s]`` each."""
+    b, d, _ = destinations.shape
+    columns = destinations.transpose([0, 2, 1])
+    step = max(1, _SIMILARITIES_AT_ONCE // (b * d))
+    found = [
+        xp.largest(sources[:, start : start + step] @ columns) for start in range(0, sources.shape[1], step)
+    ]
+    if len(found) == 1:
+        return found[0]
+    return xp.concat([part[0] for part in found], 1), xp.concat([part[1] for part in found], 1)
+
+
+def _repeat(xp: Any, x: Array, times: int) -> Array:
+    """Return ``[times, k]``: copies of an index ``[k]``."""
+    return xp.concat([x.reshape([1, -1])] * times, 0)

@@ -1,0 +1,276 @@
+"""How the work of a dense call is shared: which steps run it, and what of it merges."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+from torch import nn
+
+from tokenmerge.models.base import Block, Host
+
+Part = Literal["always", "finest", "deep", "blocks"]
+LAYERS, BLOCK = "layers", "block"
+
+# Parts of the names of modules that work once for each sample, whatever its size, and on the text. The first
+# match of a path counts.
+_ONCE = ("norm", "mod", "adaln", "time", "temb", "add_embedding", "pooled", "guidance", "class_emb", "label")
+_ON_TEXT = ("context", "caption", "text", "txt", "add_", "encoder_hid")
+_TEXT_ARGUMENTS = ("encoder_hidden_states", "context")
+
+
+@dataclasses.dataclass(frozen=True)
+class Amount:
+    """Multiplications for one sample: a polynomial in the number of tokens.
+
+    Attributes:
+        fixed: those that do not depend on the picture, such as on the text.
+        per_token: those for each token, such as weights.
+        per_pair: those for each pair of tokens, in attention.
+    """
+
+    fixed: float = 0.0
+    per_token: float = 0.0
+    per_pair: float = 0.0
+
+    def at(self, tokens: float) -> float:
+        """Return the multiplications for this number of tokens.
+
+        >>> Amount(fixed=1, per_token=10, per_pair=2).at(3)
+        49.0
+        """
+        return float(self.fixed + (self.per_token + self.per_pair * tokens) * tokens)
+
+    def __add__(self, other: Amount) -> Amount:
+        """Return the amount of both."""
+        return Amount(
+            self.fixed + other.fixed, self.per_token + other.per_token, self.per_pair + other.per_pair
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Share:
+    """The work that runs in the same steps, at one resolution level, and merges under the same settings.
+
+    Attributes:
+        part: ``"always"`` runs in every step. Step reuse skips the others: ``"finest"`` and ``"deep"`` are
+            the finest level of a UNet and what lies below, ``"blocks"`` the blocks of other models.
+        level: its resolution level, as a divisor of the finest token grid: 1, 2, 4 …
+        scopes: the scopes of token merging that merge it: ``"layers"``, ``"block"``.
+        amount: its multiplications, in tokens of its level.
+    """
+
+    part: Part
+    level: int
+    scopes: frozenset[str]
+    amount: Amount
+
+
+@dataclasses.dataclass(frozen=True)
+class Planning:
+    """A merge plan that blocks can share.
+
+    Attributes:
+        parts: the parts of the model with blocks that use it, as for a :class:`Share`.
+        level: its resolution level.
+        channels: channels of the tokens that are compared.
+        scopes: the scopes of token merging that need it.
+        blocks: number of blocks that can share it.
+    """
+
+    parts: frozenset[Part]
+    level: int
+    channels: int
+    scopes: frozenset[str]
+    blocks: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """How the work of a dense call is shared, at any size of the picture."""
+
+    shares: tuple[Share, ...]
+    plans: tuple[Planning, ...] = ()
+
+    @property
+    def parts(self) -> frozenset[Part]:
+        """The parts of the model in which anything runs."""
+        return frozenset(share.part for share in self.shares)
+
+    @property
+    def levels(self) -> tuple[int, ...]:
+        """The levels that have anything to merge, the finest first."""
+        return tuple(sorted({plan.level for plan in self.plans}))
+
+
+def work_of(host: Host, text: int | None = None) -> Work:
+    """Compute how the work of a call is shared, from the sizes of the weights. Nothing runs.
+
+    Args:
+        host: the model.
+        text: number of text tokens of a call. None: as many as the family's example has.
+    """
+    words = _words(host) if text is None else text
+    found: dict[tuple[Part, int, frozenset[str]], Amount] = defaultdict(Amount)
+    levels = _levels(host)
+    for path, module, block in _leaves(host):
+        level = block.level if block else _level_at(levels, path)
+        part = _part(host, path, block)
+        shape = _weights(module)
+        if shape is not None:
+            level, number = _scaled(path, module, level, shape)
+            scopes = _scopes(block, path)
+            found[part, level, scopes] += _of_weights(host, block, path, number, words)
+    for block in host.blocks:
+        for amount, scopes in _attention(host, block, words):
+            found[_part(host, block.path, block), block.level, scopes] += amount
+    shares = (Share(*place, amount) for place, amount in found.items())
+    return Work(tuple(shares), tuple(_plans(host)))
+
+
+def _words(host: Host) -> int:
+    """Return the number of text tokens in the family's example of a call."""
+    sides = host.sample_size or (16, 16)
+    arguments = host.example(*sides, 1)
+    found = (arguments[name] for name in _TEXT_ARGUMENTS if getattr(arguments.get(name), "ndim", 0) >= 3)
+    return next((value.shape[-2] for value in found), 0)
+
+
+def _leaves(host: Host) -> Iterator[tuple[str, Any, Block | None]]:
+    """Yield path, module and block of each module without further modules."""
+    by_path = {block.path: block for block in host.blocks}
+
+    def walk(module: nn.Module, path: str, block: Block | None) -> Iterator[tuple[str, Any, Block | None]]:
+        block = by_path.get(path, block)
+        if not module._modules:
+            yield path, module, block
+        for name, child in module._modules.items():
+            if child is not None:
+                yield from walk(child, f"{path}.{name}" if path else name, block)
+
+    return walk(host.root, "", None)
+
+
+def _weights(module: Any) -> tuple[int, int] | None:
+    """Return inputs and outputs of a linear layer, or of a convolution at one position; None: another one."""
+    if isinstance(module, nn.modules.conv._ConvNd):
+        window = 1
+        for side in module.kernel_size:
+            window *= side
+        return module.in_channels // module.groups * window, module.out_channels
+    # Quantised layers have packed weights, and these numbers too.
+    sizes = getattr(module, "in_features", None), getattr(module, "out_features", None)
+    return sizes if all(isinstance(size, int) for size in sizes) else None  # type: ignore[return-value]
+
+
+def _levels(host: Host) -> Mapping[str, int]:
+    """Return the level of each stage of a UNet by its path."""
+    if not host.deep_stages:
+        return {}
+    levels, level = {}, 1
+    for path in ("down_blocks.0", *host.deep_stages):
+        stage = host.root.get_submodule(path)
+        levels[path] = level
+        if path.startswith("down") and any("downsamplers" in name for name in stage._modules):
+            level *= 2
+        if path.startswith("up") and any("upsamplers" in name for name in stage._modules):
+            level //= 2
+    return levels
+
+
+def _level_at(levels: Mapping[str, int], path: str) -> int:
+    return next((level for stage, level in levels.items() if path.startswith(f"{stage}.")), 1)
+
+
+def _scaled(path: str, module: Any, level: int, shape: tuple[int, int]) -> tuple[int, int]:
+    """Return the level at which a layer works, and its multiplications at one position there."""
+    if "downsamplers" in path:
+        level *= 2
+    elif "upsamplers" in path:
+        level //= 2
+    return level, shape[0] * shape[1]
+
+
+def _part(host: Host, path: str, block: Block | None) -> Part:
+    if not host.deep_stages:
+        return "blocks" if block is not None and block.block_layout is not None else "always"
+    if any(f"{path}.".startswith(f"{stage}.") for stage in host.deep_stages):
+        return "deep"
+    return "finest" if any(f"{path}.".startswith(f"{stage}.") for stage in host.shallow_stages) else "always"
+
+
+def _scopes(block: Block | None, path: str) -> frozenset[str]:
+    """Return the scopes of merging under which a layer gets merged tokens."""
+    if block is None:
+        return frozenset()
+    inner = path[len(block.path) + 1 :]
+    own = {layer.name for layer in block.layers if layer.kind == "attn1"}
+    layers = {LAYERS} if any(inner.startswith(f"{name}.") for name in own) else set()
+    return frozenset(layers | ({BLOCK} if block.block_layout is not None else set()))
+
+
+def _of_weights(host: Host, block: Block | None, path: str, number: int, words: int) -> Amount:
+    inner = path[len(block.path) + 1 :] if block else path
+    if any(name in inner for name in _ONCE):
+        return Amount(fixed=number)
+    if _is_on_text(block, inner):
+        return Amount(fixed=number * words)
+    joined = block is not None and _joins_text(host, block)
+    return Amount(fixed=number * words if joined else 0, per_token=number)
+
+
+def _is_on_text(block: Block | None, inner: str) -> bool:
+    if any(name in inner for name in _ON_TEXT):
+        return True
+    cross = [layer.name for layer in block.layers if layer.kind == "attn2"] if block else []
+    return any(inner.startswith((f"{name}.to_k", f"{name}.to_v")) for name in cross)
+
+
+def _joins_text(host: Host, block: Block) -> bool:
+    """Whether all layers of a block get the text in one sequence with the picture."""
+    if host.deep_stages or block.grid is not None:
+        return False
+    paths = (path for path, _ in block.module.named_modules())
+    return not any(_is_on_text(block, path) for path in paths)
+
+
+def _attention(host: Host, block: Block, words: int) -> Iterator[tuple[Amount, frozenset[str]]]:
+    """Yield the work of comparing and summing tokens in each attention of a block."""
+    for layer in block.layers:
+        if layer.kind == "ff":
+            continue
+        module = getattr(block.module, layer.name)
+        pair = 2 * _channels(module)
+        if layer.kind == "attn2":
+            amount = Amount(per_token=pair * words)
+        else:
+            joint = words if _joins_text(host, block) or _has_text(module) else 0
+            amount = Amount(pair * joint**2, 2 * pair * joint, pair)
+        yield amount, _scopes(block, f"{block.path}.{layer.name}.")
+
+
+def _has_text(attention: nn.Module) -> bool:
+    return any(_is_on_text(None, name) for name, module in attention.named_modules() if module is not None)
+
+
+def _channels(attention: Any) -> int:
+    """Return the channels of all heads of an attention."""
+    query = getattr(attention, "to_q", None)
+    if query is not None and isinstance(getattr(query, "out_features", None), int):
+        return int(query.out_features)
+    return int(getattr(attention, "inner_dim", 0))
+
+
+def _plans(host: Host) -> Iterator[Planning]:
+    """Yield the plans of a call: one for all blocks with the same level on the same way."""
+    found: dict[tuple[int, str], list[Block]] = defaultdict(list)
+    for block in host.blocks:
+        found[block.level, block.path.partition(".")[0]].append(block)
+    for (level, _), blocks in found.items():
+        scopes = {LAYERS for block in blocks for layer in block.layers if layer.kind == "attn1"}
+        scopes |= {BLOCK for block in blocks if block.block_layout is not None}
+        parts = frozenset(_part(host, block.path, block) for block in blocks)
+        first = next((getattr(block.module, layer.name) for block in blocks for layer in block.layers), None)
+        yield Planning(parts, level, _channels(first), frozenset(scopes), len(blocks))

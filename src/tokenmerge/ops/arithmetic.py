@@ -1,0 +1,70 @@
+"""The operations that PyTorch and the runtimes of exported programs need to compute in different ways."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+Draw = tuple[int, Tensor]  # a seed, and the number of a step as a 0-dimensional integer tensor
+
+FACTORS = (0x7FEB352D, 0x846CA68B)  # of the avalanche function "lowbias32"
+_MASK32 = 0xFFFFFFFF
+
+
+class Arithmetic:
+    """These operations as PyTorch computes them."""
+
+    def bits(self, value: Tensor) -> Tensor:
+        """See the function :func:`bits`."""
+        return value.view(torch.int32).to(torch.int64)
+
+    def remainders(self, size: int, draw: Draw, n: int, device: torch.device | str | None) -> Tensor:
+        """Return the hashes of n places modulo ``size``: ``[n]``."""
+        return hash_of(*draw, torch.arange(n, device=device)) % size
+
+    def upper_bits(self, draw: Draw, n: int, device: torch.device | str | None) -> Tensor:
+        """Return the upper 23 bits of the hashes of n places, as integers: ``[n]``."""
+        return hash_of(*draw, torch.arange(n, device=device)) >> 9
+
+    def add_rows(self, total: Tensor, index: Tensor, rows: Tensor) -> Tensor:
+        """Return ``total`` ``[m, …]`` with each of the rows ``[r, …]`` added to its row at its index ``[r]``.
+
+        ``total`` itself may change. Several rows may have the same index.
+        """
+        return total.index_add_(0, index, rows)
+
+
+def hash_of(seed: int, step: Tensor, place: Tensor) -> Tensor:
+    """Return uniform 32-bit integers from three counters, of the shape of ``place``."""
+    state = torch.full_like(place, seed & _MASK32)
+    for counter in (step, place):
+        state = state ^ (counter & _MASK32)
+        for shift, factor in zip((16, 15), FACTORS, strict=True):
+            state = (state ^ (state >> shift)) * factor & _MASK32
+        state = state ^ (state >> 16)
+    return state
+
+
+_pytorch = _in_exports = Arithmetic()
+
+
+def use_in_exports(arithmetic: Arithmetic) -> None:
+    """Let exported and traced programs compute by ``arithmetic`` from now on."""
+    global _in_exports
+    _in_exports = arithmetic
+
+
+def arithmetic() -> Arithmetic:
+    """Return what computes now: PyTorch, or what exported programs compute by while one is made."""
+    # In the graphs of torch.compile, torch.compiler.is_exporting() is True too before torch 2.13.
+    exporting = torch.compiler._is_exporting_flag or torch.jit.is_tracing()  # type: ignore[attr-defined]
+    return _in_exports if exporting else _pytorch
+
+
+def bits(value: Tensor) -> Tensor:
+    """Return the bits of float32 numbers as signed integers: a tensor of any shape → int64 of that shape.
+
+    >>> bits(torch.tensor([0.0, 1.0, -2.0])).tolist()
+    [0, 1065353216, -1073741824]
+    """
+    return arithmetic().bits(value)

@@ -1,0 +1,1 @@
+"""What each step of one generation does, decided when the generation begins."""

@@ -1,0 +1,189 @@
+"""The default method: the least harmful mix of step reuse and token merging that reaches a wanted speed-up."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+
+from tokenmerge.config import Correction, PlanSharing, StepReuse, ToMeConfig
+from tokenmerge.plans.cost import costs_of
+from tokenmerge.plans.facts import Facts
+from tokenmerge.plans.policy import Power, harms_of, is_strong
+
+# The ratios of token merging, and the distances of corrections, that are tried.
+_RATIOS = tuple(i / 20 for i in range(2, 16))
+_CORRECTIONS = (0, 2, 4)
+# At most so many numbers of complete steps are tried, spread over all.
+_MOST_COUNTS = 32
+# The first two steps and the last are complete.
+_FEWEST = 3
+_REFERENCE = 20  # steps of the generations that reaches are compared with
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """One mix of token merging and step reuse.
+
+    Attributes:
+        config: its settings.
+        speedup: dense operations over those with these settings, for the whole generation.
+        harm: the expected squared error to the dense picture, whose range is 0 to 1. It serves to compare
+            plans of one generation.
+    """
+
+    config: ToMeConfig
+    speedup: float
+    harm: float
+
+
+def choose(facts: Facts, speedup: float) -> ToMeConfig:
+    """Return the least harmful settings whose counted operations reach a speed-up, or the fastest ones.
+
+    The settings are explicit: they give the same pictures when they are applied by themselves. A higher
+    speed-up never expects less harm. :func:`highest_speedup` says what can be reached.
+
+    Args:
+        facts: about the generation.
+        speedup: dense operations over those with merging and step reuse, ≥ 1; 1: everything is dense.
+    """
+    return plan_for(facts, speedup).config
+
+
+def highest_speedup(facts: Facts) -> float:
+    """Return the highest speed-up that any mix reaches in a generation."""
+    return max(plan.speedup for plan in _plans(facts))
+
+
+@functools.lru_cache(maxsize=128)
+def plan_for(facts: Facts, speedup: float) -> Plan:
+    """Return the plan of :func:`choose`, with its speed-up and its harm."""
+    plans = _plans(facts)
+    reaching = [plan for plan in plans if plan.speedup >= speedup]
+    if reaching:
+        return min(reaching, key=lambda plan: (plan.harm, -plan.speedup))
+    return max(plans, key=lambda plan: plan.speedup)
+
+
+@functools.lru_cache(maxsize=16)
+def _plans(facts: Facts) -> tuple[Plan, ...]:
+    """Return the plans of all mixes that no other mix beats in both speed and harm, the slowest first."""
+    mixes = sorted(_mixes(facts), key=lambda mix: (-mix.speedup, mix.harm))
+    best: list[Mix] = []
+    for mix in mixes:
+        if not best or mix.harm < best[-1].harm:
+            best.append(mix)
+    return tuple(Plan(_settings(facts, mix), mix.speedup, mix.harm) for mix in reversed(best))
+
+
+@dataclasses.dataclass(frozen=True)
+class Mix:
+    """Settings of token merging and numbers of steps, with speed-up and harm as in a :class:`Plan`."""
+
+    merging: ToMeConfig
+    complete: int
+    finest: int
+    speedup: float
+    harm: float
+
+
+def _mixes(facts: Facts) -> Iterator[Mix]:
+    harms = harms_of(facts.model, is_strong(facts.guidance))
+    forecast = functools.cache(lambda part, count: _of_skipping(facts.steps, count, harms.skip[part]))
+    inner = "deep" if "deep" in facts.work.parts else "blocks"
+    for merging in _mergings(facts):
+        costs = costs_of(facts, merging)
+        for complete, finest in _counts(facts):
+            dense = -(-complete // merging.correction.every) if merging.correction.on else 0
+            harm = forecast(inner, complete) if complete < facts.steps else 0.0
+            harm += forecast("finest", finest) if finest < facts.steps else 0.0
+            harm += _of_merging(facts, merging, complete, harms.merge, harms.corrected)
+            yield Mix(merging, complete, finest, costs.speedup(complete, finest, dense), harm)
+
+
+def _mergings(facts: Facts) -> Iterator[ToMeConfig]:
+    """Yield the settings of token merging to try, of which the first merges nothing."""
+    levels = [level for level in facts.work.levels if level <= 8]
+    yield _merging(facts, 0.0, "layers", 0)
+    if not any(facts.tokens(level) >= facts.fewest_tokens for level in levels):
+        return
+    scopes = ["layers"] * facts.layers + ["block"] * (facts.whole_blocks and facts.model != "unet")
+    for scope in scopes:
+        for ratio in _RATIOS:
+            for correction in _CORRECTIONS if facts.follows_steps else (0,):
+                yield _merging(facts, ratio, scope, correction)
+
+
+def _merging(facts: Facts, ratio: float, scope: str, correction: int) -> ToMeConfig:
+    return ToMeConfig(
+        ratio=ratio,
+        max_downsample=min(8, max(facts.work.levels, default=1)),
+        min_tokens=facts.fewest_tokens if ratio else 0,
+        scope=scope if ratio else "layers",
+        planner="tiled" if ratio else "tome",
+        proportional=facts.proportional and ratio > 0,
+        plans=PlanSharing(blocks=facts.follows_steps and ratio > 0),
+        correction=Correction(every=correction),
+    )
+
+
+def _counts(facts: Facts) -> Sequence[tuple[int, int]]:
+    """Return the numbers of complete steps and of steps with the finest level to try."""
+    steps, parts = facts.steps, facts.work.parts
+    if not (facts.follows_steps and facts.can_skip and parts & {"deep", "blocks"}) or steps <= _FEWEST:
+        return [(steps, steps)]
+    stride = -(-(steps - _FEWEST) // _MOST_COUNTS)
+    counts = [*range(_FEWEST, steps, stride), steps]
+    finest = counts if "finest" in parts else [steps]
+    return [(complete, own) for own in finest for complete in counts if complete <= own]
+
+
+def _of_skipping(steps: int, complete: int, harm: Power) -> float:
+    """Return the harm of skipping a part in all steps but these many."""
+    runs = StepReuse(every=distance(steps, complete)).steps_of(steps).full
+    total = 0.0
+    for (before, last), following in zip(pairwise((0, *runs)), (*runs[1:], steps), strict=True):
+        for step in range(last + 1, following):
+            # A linear forecast errs by the second derivative times half the product of two distances.
+            reach = (step - last) * (step - before) / 2 * (_REFERENCE / steps) ** 2
+            total += harm.at(reach)
+    return total / steps
+
+
+def _of_merging(
+    facts: Facts, merging: ToMeConfig, complete: int, harms: Mapping[str, Power], corrected: float
+) -> float:
+    if not merging.ratio:
+        return 0.0
+    harm = harms[merging.scope].at(merging.ratio)
+    if merging.correction.on:
+        distance = merging.correction.every * facts.steps / complete
+        harm *= min(1.0, corrected * distance / 2)
+    return harm
+
+
+def distance(steps: int, complete: int) -> float:
+    """Return the shortest decimal number for ``reuse.every`` that gives this number of complete steps.
+
+    >>> distance(20, 20), distance(20, 8), distance(20, 9)
+    (1, 3.0, 2.5)
+    """
+    if complete >= steps:
+        return 1
+    exact = (steps - 2) / (complete - 2)
+    for digits in range(1, 9):
+        every = int(exact * 10**digits + 1e-6) / 10**digits
+        if int((steps - 2) / every + 1e-9) == complete - 2:
+            return every
+    return exact
+
+
+def _settings(facts: Facts, mix: Mix) -> ToMeConfig:
+    if mix.complete == facts.steps:
+        return mix.merging
+    reuse = StepReuse(
+        every=distance(facts.steps, mix.complete),
+        shallow_every=distance(facts.steps, mix.finest),
+    )
+    return dataclasses.replace(mix.merging, reuse=reuse)

@@ -1,0 +1,47 @@
+"""What a generation plan is made from: the facts about one generation, frozen when it begins."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+from tokenmerge.models.work import Work
+
+ModelClass = Literal["unet", "transformer", "other"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Facts:
+    """The facts about one generation. They hold from its first step to its last.
+
+    Attributes:
+        model: class of the model: a UNet whose deep stages can be skipped, a transformer whose blocks can run
+            on merged tokens as a whole, or another one, which gets the most careful row of the policy.
+        work: how the work of a dense call is shared.
+        grid: frames, rows and columns of the finest token grid at this size.
+        steps: number of denoising steps.
+        guidance: scale of classifier-free guidance; None: unknown, which counts as strong.
+        follows_steps: whether the denoising step is known, so that settings can change over the steps.
+        can_skip: whether step reuse can skip parts of the model here.
+        whole_blocks: whether all blocks can merge as a whole here.
+        layers: whether attention can merge alone here.
+        proportional: whether attention can count a merged token as often as the tokens it stands for.
+        fewest_tokens: token grids with fewer tokens than this take longer to merge than it saves.
+    """
+
+    model: ModelClass
+    work: Work
+    grid: tuple[int, int, int]
+    steps: int
+    guidance: float | None = None
+    follows_steps: bool = True
+    can_skip: bool = True
+    whole_blocks: bool = False
+    layers: bool = True
+    proportional: bool = True
+    fewest_tokens: int = 0
+
+    def tokens(self, level: int) -> int:
+        """Return the number of tokens of the grid at a resolution level."""
+        frames, rows, columns = self.grid
+        return frames * -(-rows // level) * -(-columns // level)

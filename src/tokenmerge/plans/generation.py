@@ -1,0 +1,89 @@
+"""The generation plan: for each step of a generation, what runs and what merges."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+
+from tokenmerge.config import ToMeConfig
+
+
+class Runs(enum.Enum):
+    """What a step runs. The parts that it skips are extrapolated from earlier steps."""
+
+    EVERYTHING = "everything"
+    FINEST = "the finest level of a UNet; in other models, what cannot be skipped"
+    LEAST = "what cannot be skipped"
+
+
+class Merging(enum.Enum):
+    """What a step merges."""
+
+    MERGES = "tokens merge, as the settings of the step say"
+    MEASURES = "nothing merges, and what merging loses is measured, to correct later steps"
+    DENSE = "nothing merges"
+
+
+@dataclasses.dataclass(frozen=True)
+class StepPlan:
+    """What one step of a generation does.
+
+    Attributes:
+        runs: what it runs.
+        merging: what it merges.
+        caches: whether what it runs is cached, for steps that skip it.
+    """
+
+    runs: Runs = Runs.EVERYTHING
+    merging: Merging = Merging.MERGES
+    caches: bool = False
+
+
+GenerationPlan = tuple[StepPlan, ...]
+
+
+@functools.lru_cache(maxsize=256)
+def plan_generation(config: ToMeConfig, steps: int) -> GenerationPlan:
+    """Plan each step of a generation.
+
+    Args:
+        config: the settings at the guidance scale of the generation.
+        steps: number of steps of the generation, ≥ 1.
+
+    >>> from tokenmerge.config import StepReuse
+    >>> plan = plan_generation(ToMeConfig(reuse=StepReuse(every=2)), 6)
+    >>> [step.runs.name for step in plan]
+    ['EVERYTHING', 'EVERYTHING', 'FINEST', 'EVERYTHING', 'FINEST', 'EVERYTHING']
+    """
+    stages = [config.at_step(index, steps) for index in range(steps)]
+    reuse = config.reuse.steps_of(steps)
+    skips = len(reuse.full) < steps
+    # After one run, a part is skipped where the second step is not complete. Its output then stays the same.
+    fewest = [1 + (1 in ran) for ran in (reuse.full, reuse.shallow)]
+    plan: list[StepPlan] = []
+    complete = finest = 0  # how often these parts have run and were cached
+    since: int | None = None  # complete steps that merge, since one was dense
+    for index, own in enumerate(stages):
+        caches = skips and own.reuse.on
+        runs = Runs.EVERYTHING
+        if caches and index not in reuse.full and complete >= fewest[0]:
+            at_finest = index in reuse.shallow or finest < fewest[1]
+            runs = Runs.FINEST if at_finest else Runs.LEAST
+        complete += caches and runs is Runs.EVERYTHING
+        finest += caches and runs is not Runs.LEAST
+        merging = Merging.MERGES if own.merges else Merging.DENSE
+        if config.correction.on and own.merges and runs is Runs.EVERYTHING:
+            since = 0 if since is None else since + 1
+            if since % config.correction.every == 0:
+                since, merging = 0, merging_to_correct(config, index, steps)
+        plan.append(StepPlan(runs, merging, caches))
+    return tuple(plan)
+
+
+def merging_to_correct(config: ToMeConfig, index: int, steps: int) -> Merging:
+    """Return what merges in a step on which a correction is due."""
+    if steps == 1:  # there is no step to correct
+        return Merging.MERGES
+    measures = index + 1 < steps and config.at_step(index + 1, steps).merges
+    return Merging.MEASURES if measures else Merging.DENSE

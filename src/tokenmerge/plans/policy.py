@@ -1,0 +1,75 @@
+"""The policy: what step reuse and token merging lose, by class of model and strength of guidance.
+
+All numbers are in ``policy.json``, which ``benchmarks/policy.py`` writes. Each class of model names the record
+that its numbers were fitted on. A harm is an expected squared error of the picture, whose range is 0 to 1.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from collections.abc import Iterable, Mapping
+from importlib import resources
+from itertools import chain
+from typing import Any, NamedTuple
+
+
+class Power(NamedTuple):
+    """A harm that grows as a power: ``size`` · x^``growth``."""
+
+    size: float
+    growth: float
+
+    def at(self, x: float) -> float:
+        """Return the harm at x.
+
+        >>> Power(2, 3).at(2)
+        16
+        """
+        return self.size * x**self.growth
+
+
+@dataclasses.dataclass(frozen=True)
+class Harms:
+    """One row of the policy.
+
+    Attributes:
+        skip: harm of a step that skips a part of the model, by the part and the reach of the forecast.
+        merge: harm of merging in all steps, by the scope and the ratio.
+        corrected: share of the harm of merging that is left if every second step is dense and corrects it.
+    """
+
+    skip: Mapping[str, Power]
+    merge: Mapping[str, Power]
+    corrected: float
+
+
+def is_strong(guidance: float | None) -> bool:
+    """Return whether guidance counts as strong. An unknown scale does."""
+    return guidance is None or guidance >= _table()["strong guidance"]
+
+
+@functools.cache
+def harms_of(model: str, strong: bool) -> Harms:
+    """Return the row for a class of model. One that the table lacks gets the highest harms of all classes."""
+    classes = {name: rows for name, rows in _table().items() if isinstance(rows, dict)}
+    chosen = [classes[model]] if model in classes else list(classes.values())
+    rows = [of_class["strong" if strong else "weak"] for of_class in chosen]
+    return Harms(
+        skip=_highest(row["skip"] for row in rows),
+        merge=_highest(row["merge"] for row in rows),
+        corrected=max(row["corrected"] for row in rows),
+    )
+
+
+@functools.cache
+def _table() -> Mapping[str, Any]:
+    text = resources.files("tokenmerge.plans").joinpath("policy.json").read_text("utf-8")
+    found: dict[str, Any] = json.loads(text)
+    return found
+
+
+def _highest(rows: Iterable[Mapping[str, list[float]]]) -> Mapping[str, Power]:
+    every = sorted(chain.from_iterable(row.items() for row in rows), key=lambda item: item[1][0])
+    return {name: Power(*numbers) for name, numbers in every}

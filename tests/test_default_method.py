@@ -1,0 +1,254 @@
+"""The default method: what a call asks for, which settings each generation gets, and what the handle says."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import hosts
+import pytest
+import torch
+from diffusers import DDIMScheduler
+from tests.kernels import backend
+from tests.models.test_every_family import call, model_of
+from tests.models.tiny import FAMILIES
+from torch import nn
+
+from tokenmerge import (
+    ConfigError,
+    Correction,
+    NothingToMergeError,
+    StepReuse,
+    ToMeConfig,
+    apply_token_merging,
+    token_merging,
+)
+from tokenmerge.config import dense_outside, read_metadata
+from tokenmerge.default_method import settings_for
+from tokenmerge.planners import PLANNERS, calibration
+from tokenmerge.runtime.patching.patch import state_of
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture
+def fast(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device on which merging is faster on every grid."""
+    monkeypatch.setattr(calibration, "measure_fewest_tokens", lambda *_: 16)
+
+
+class Pipeline(SimpleNamespace):
+    """A pipeline with a guidance scale; unlike a plain namespace, it can be referenced weakly."""
+
+    @property
+    def do_classifier_free_guidance(self) -> bool:
+        return True
+
+
+def pipeline(**models: Any) -> Pipeline:
+    return Pipeline(**{"scheduler": DDIMScheduler(), "guidance_scale": 7.5, **models})
+
+
+def run(pipe: Any, steps: int, side: int = 16) -> None:
+    pipe.scheduler.set_timesteps(steps)
+    for timestep in pipe.scheduler.timesteps:
+        hosts.call(pipe.unet, **{**hosts.inputs(2, side, side), "timestep": timestep})
+        pipe.scheduler._step_index = None
+
+
+def test_a_number_alone_is_refused_with_both_lines():
+    unet = hosts.unet()
+    for number in (0.5, 2, 0):
+        with pytest.raises(ConfigError) as caught:
+            apply_token_merging(unet, number)  # type: ignore[call-overload]
+        assert "apply_token_merging(pipe, speedup=2.0)" in str(caught.value)
+        assert "apply_token_merging(pipe, ratio=0.5)" in str(caught.value)
+        assert state_of(unet) is None
+    with pytest.raises(ConfigError, match="config: expected a ToMeConfig"):
+        apply_token_merging(unet, True)  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize("speedup", [0.9, True, "2", float("nan"), float("inf"), torch.ones(2)])
+def test_a_speedup_is_a_number_of_at_least_1(speedup):
+    with pytest.raises(ConfigError, match="speedup: expected a number ≥ 1"):
+        apply_token_merging(hosts.unet(), speedup=speedup)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"speedup": 2, "ratio": 0.5}, {"config": ToMeConfig(), "speedup": 2}, {"config": "toma", "speedup": 2}],
+)
+def test_one_thing_is_asked_for(given):
+    with pytest.raises(ConfigError, match="config, speedup, ratio: expected one of them, got"):
+        apply_token_merging(hosts.unet(), **given)
+
+
+def test_a_ratio_merges_that_share_of_the_tokens_and_does_nothing_else(fast):
+    pipe = pipeline(unet=hosts.unet())
+    patch = apply_token_merging(pipe, ratio=0.5)
+    assert patch.config == ToMeConfig(ratio=0.5, max_downsample=2, planner="tiled", proportional=True)
+    assert not patch.config.follows_steps
+    assert all(row.merged_tokens == row.tokens // 2 for row in patch.report().rows)
+    with token_merging(pipe, ratio=0.25) as inner:
+        assert inner.config.ratio == 0.25
+    assert state_of(pipe.unet).config.ratio == 0.5
+    with pytest.raises(ConfigError, match="ratio: expected 0 ≤ ratio"):
+        apply_token_merging(pipe, ratio=0.9)
+
+
+def test_each_generation_gets_the_settings_for_its_steps_and_guidance(fast):
+    pipe = pipeline(unet=hosts.unet())
+    patch = apply_token_merging(pipe, speedup=2.0)
+    for steps, guidance in ((20, 7.5), (20, 1.0), (6, 7.5)):
+        pipe.guidance_scale = guidance
+        run(pipe, steps)
+        wanted = settings_for(pipe, 2.0, 16, 16, steps=steps, guidance=guidance)
+        assert patch.config == wanted
+        assert patch.report().steps == steps
+        assert read_metadata(patch.metadata()) == wanted
+
+
+def test_no_argument_is_a_speedup_of_2(fast):
+    pipe = pipeline(unet=hosts.unet())
+    patch = apply_token_merging(pipe)
+    assert str(patch).startswith("Token merging in UNet2DConditionModel: speed-up 2\n")
+    assert patch.config == settings_for(pipe, 2.0)
+
+
+def test_a_removed_patch_says_so(fast):
+    pipe = pipeline(unet=hosts.unet())
+    patch = apply_token_merging(pipe)
+    patch.remove()
+    assert str(patch) == "Token merging in UNet2DConditionModel: speed-up 2: removed"
+
+
+def test_the_handle_draws_the_plan_as_one_sign_for_each_step(fast):
+    pipe = pipeline(unet=hosts.unet())
+    reuse = StepReuse(every=3, shallow_every=2)
+    patch = apply_token_merging(pipe, ToMeConfig(reuse=reuse, correction=Correction(every=2)))
+    run(pipe, 10)
+    assert "  plan: CM·f·C·f·M\n" in str(patch)
+    for meaning in ("M complete", "C complete and dense", "f only the finest level", "· skipped"):
+        assert meaning in str(patch)
+    pipe = pipeline(transformer=model_of(FAMILIES["SD3Transformer2DModel"]))
+    patch = apply_token_merging(pipe, ToMeConfig(reuse=StepReuse(every=4)))
+    (line,) = (line for line in str(patch).splitlines() if line.startswith("  plan: "))
+    assert set(line.removeprefix("  plan: ")) == {"M", "·"}
+
+
+def test_a_model_alone_has_no_steps_to_follow(fast):
+    unet = hosts.unet()
+    patch = apply_token_merging(unet, speedup=2.0)
+    assert not patch.config.follows_steps
+    assert torch.isfinite(hosts.call(unet, **hosts.inputs())).all()
+
+
+def test_a_speedup_of_1_is_dense(fast):
+    unet = hosts.unet()
+    inputs = hosts.inputs()
+    dense = hosts.call(unet, **inputs)
+    patch = apply_token_merging(pipeline(unet=unet), speedup=1)
+    assert not state_of(unet).config.follows_steps
+    assert torch.equal(hosts.call(unet, **inputs), dense)
+    assert "every block stays dense, as asked" in str(patch.report())
+
+
+def test_where_nothing_merges_and_steps_run_less_the_report_says_so(monkeypatch):
+    monkeypatch.setattr(calibration, "measure_fewest_tokens", lambda *_: 4096)
+    family = FAMILIES["SD3Transformer2DModel"]
+    patch = apply_token_merging(pipeline(transformer=model_of(family)), speedup=2.0)
+    assert not patch.report().rows
+    assert patch.report().flops_merged == patch.report().flops_dense
+    assert "those of the step that merges most" in str(patch.report())
+    assert "correction.every" not in str(patch.report())
+
+
+@pytest.mark.parametrize(("steps", "dense"), [(1, True), (2, False)])
+def test_a_generation_that_is_over_before_anything_merges_says_so(steps, dense):
+    unet = hosts.unet()
+    patch = apply_token_merging(pipeline(unet=unet), ToMeConfig(ratio=0.5, rules=dense_outside(0, 0.5)))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        patch.at_step(0, steps)
+        hosts.call(unet, **hosts.inputs())
+    told = [
+        "this generation is dense: by the rules {'start': 0.5, 'ratio': 0.0, 'reference_ratio': None, "
+        "'reuse.every': 1}, nothing merges in any of 1 step; leave more steps between their start and until, "
+        "or take more steps"
+    ]
+    assert [str(warning.message) for warning in caught] == (told if dense else [])
+
+
+def test_small_pictures_are_an_error_only_if_nothing_is_saved(monkeypatch):
+    monkeypatch.setattr(calibration, "measure_fewest_tokens", lambda *_: 4096)
+    unet = hosts.unet()
+    with pytest.raises(NothingToMergeError, match="the default method removes no token"):
+        apply_token_merging(unet, speedup=2.0)
+    apply_token_merging(pipeline(unet=unet), speedup=2.0)  # steps without blocks save time at any size
+
+
+def test_blocks_in_which_nothing_merges_compare_no_tokens(monkeypatch):
+    monkeypatch.setattr(calibration, "measure_fewest_tokens", lambda *_: 4096)
+    monkeypatch.setitem(PLANNERS, "tiled", lambda *_: pytest.fail("tokens were compared"))
+    unet = hosts.unet()
+    patch = apply_token_merging(pipeline(unet=unet), speedup=2.0)
+    for index in range(2):
+        patch.at_step(index, 20)
+        hosts.call(unet, **hosts.inputs())
+
+
+def test_attention_by_other_kernels_is_not_asked_for_sizes(fast):
+    from diffusers.models.attention_processor import AttnProcessor
+
+    unet = hosts.unet()
+    unet.set_attn_processor(AttnProcessor())
+    assert not settings_for(unet).proportional
+    apply_token_merging(unet, speedup=2.0)
+    hosts.call(unet, **hosts.inputs())
+
+
+def test_attention_of_a_model_without_processors_is_looked_at(fast):
+    """CompVis repositories have one class that multiplies matrices, and one that calls PyTorch's."""
+    model = hosts.LatentDiffusion()
+    assert settings_for(model).proportional
+
+    class CrossAttention(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.einsum("b i j, b j d -> b i d", (x @ x.mT).softmax(-1), x)
+
+    layers = [module for module in model.modules() if type(module).__name__ == "CrossAttention"]
+    layers[0].__class__ = CrossAttention
+    assert not settings_for(model).proportional
+
+
+@pytest.mark.parametrize("name", ["native", "flash", "sage"])
+def test_backends_that_take_no_mask_have_proportional_attention_too(name, fast):
+    family = FAMILIES["FluxTransformer2DModel"]
+    model, arguments = model_of(family), family.inputs(1, 8, 8)
+    results = {}
+    with backend(name):
+        assert settings_for(model).proportional
+        for proportional in (False, True):
+            config = dataclasses.replace(settings_for(model), min_tokens=0, proportional=proportional)
+            apply_token_merging(model, config)
+            results[proportional] = call(model, arguments)
+    assert not torch.allclose(results[True], results[False], rtol=1e-3)
+
+
+def test_perturbed_attention_guidance_is_not_asked_for_sizes(fast):
+    pipe = pipeline(unet=hosts.unet(), pag_applied_layers=["mid"])
+    assert not settings_for(pipe).proportional
+
+
+def test_a_cache_limit_below_step_reuse_is_named_where_nothing_merges(monkeypatch):
+    monkeypatch.setattr(calibration, "measure_fewest_tokens", lambda *_: 4096)
+    pipe = pipeline(unet=hosts.unet())
+    with pytest.raises(ConfigError, match="max_cache: expected at least"):
+        apply_token_merging(pipe, speedup=2.0, max_cache=1)

@@ -1,0 +1,173 @@
+"""Draws comparisons (dense, merged, their difference and the merged groups) and sheets of samples."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image, ImageDraw, ImageFont
+from torch import Tensor
+
+from tokenmerge.pictures import draw_groups
+
+_SMALLEST_SIDE = 320  # pixels; smaller pictures are enlarged
+_LARGEST_SIDE = 512  # on a sheet of samples; larger pictures are drawn smaller
+_GAINS = (1, 2, 4, 8, 16, 32, 64)
+_MARGIN = 24
+_GAP = 16
+_PAPER = (255, 255, 255)
+_INK = (24, 24, 27)
+_SOFT_INK = (113, 113, 122)
+_FRAME = (212, 212, 216)
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One row of a comparison.
+
+    Args:
+        dense: the picture without merging.
+        merged: the picture with merging, of the same size.
+        labels: [h, w] integers: the group of each token of the grid.
+        caption: one line of text below the row.
+    """
+
+    dense: Image.Image
+    merged: Image.Image
+    labels: NDArray[np.int64]
+    caption: str = ""
+
+
+def comparison(rows: Sequence[Row], *, dense: str = "", merged: str = "", groups: str = "") -> Image.Image:
+    """Draw four panels for each row: dense · merged · difference · merged groups.
+
+    Args:
+        rows: at least one; all pictures have the same size.
+        dense: small print below the title of the first column.
+        merged: small print of the second column.
+        groups: small print of the fourth column.
+    """
+    gain = min(difference_gain(row.dense, row.merged) for row in rows)
+    columns = (
+        ("dense", dense),
+        ("merged", merged),
+        ("difference", f"|merged - dense| x {gain}"),
+        ("merged groups", groups),
+    )
+    factor = _enlargement(rows[0].dense.size)
+    lines = []
+    for row in rows:
+        merged_large = _enlarge(row.merged, factor)
+        panels = (
+            _enlarge(row.dense, factor),
+            merged_large,
+            _enlarge(difference(row.dense, row.merged, gain), factor),
+            draw_groups(merged_large, row.labels),
+        )
+        lines.append((panels, row.caption))
+    return _lay_out(columns, lines)
+
+
+def sample_sheet(
+    columns: Sequence[tuple[str, str]], rows: Sequence[tuple[Sequence[Image.Image], str]]
+) -> Image.Image:
+    """Draw a sheet with a row for each prompt and a column for each variant.
+
+    Args:
+        columns: title and small print of each variant.
+        rows: for each prompt a picture of each variant, and one line of text below them. All pictures have
+            the same size; large ones are drawn smaller.
+    """
+    width, height = rows[0][0][0].size
+    factor = _enlargement((width, height))
+    shrunk = max(width, height) > _LARGEST_SIDE
+    size = width * _LARGEST_SIDE // max(width, height), height * _LARGEST_SIDE // max(width, height)
+    return _lay_out(
+        columns,
+        [
+            ([p.resize(size) if shrunk else _enlarge(p, factor) for p in pictures], caption)
+            for pictures, caption in rows
+        ],
+    )
+
+
+def as_tensor(pictures: Sequence[Image.Image]) -> Tensor:
+    """Stack pictures of the same size as [b, 3, h, w] with values in [0, 1]."""
+    pixels = np.stack([np.asarray(picture.convert("RGB")) for picture in pictures])
+    return torch.from_numpy(pixels).permute(0, 3, 1, 2).float() / 255
+
+
+def _lay_out(
+    columns: Sequence[tuple[str, str]], rows: Sequence[tuple[Sequence[Image.Image], str]]
+) -> Image.Image:
+    """Draw panels of one size under column titles, with a caption below each row."""
+    width, height = rows[0][0][0].size
+    title_font, small_font = _font(22), _font(15)
+    head = _MARGIN + 56
+    foot = 30 if any(caption for _, caption in rows) else 0
+    canvas = Image.new(
+        "RGB",
+        (
+            2 * _MARGIN + len(columns) * width + (len(columns) - 1) * _GAP,
+            head + len(rows) * (height + foot + _GAP) - _GAP + _MARGIN,
+        ),
+        _PAPER,
+    )
+    pen = ImageDraw.Draw(canvas)
+    lefts = [_MARGIN + column * (width + _GAP) for column in range(len(columns))]
+    for left, (title, small_print) in zip(lefts, columns, strict=True):
+        pen.text((left, _MARGIN - 6), _shortened(title, title_font, width), font=title_font, fill=_INK)
+        words = _shortened(small_print, small_font, width)
+        pen.text((left, _MARGIN + 24), words, font=small_font, fill=_SOFT_INK)
+    for index, (panels, caption) in enumerate(rows):
+        top = head + index * (height + foot + _GAP)
+        for left, panel in zip(lefts, panels, strict=True):
+            # The frame separates pictures with a white background from the paper.
+            pen.rectangle((left - 1, top - 1, left + width, top + height), outline=_FRAME)
+            canvas.paste(panel, (left, top))
+        if caption:
+            words = _shortened(caption, small_font, canvas.width - 2 * _MARGIN)
+            pen.text((_MARGIN, top + height + 6), words, font=small_font, fill=_SOFT_INK)
+    return canvas
+
+
+def difference(dense: Image.Image, merged: Image.Image, gain: int) -> Image.Image:
+    """Draw the absolute difference times ``gain``, clipped at white. Equal pixels are black."""
+    apart = np.abs(_pixels(merged) - _pixels(dense)) * gain
+    return Image.fromarray(np.minimum(apart, 255).astype(np.uint8))
+
+
+def difference_gain(dense: Image.Image, merged: Image.Image) -> int:
+    """Return the largest power of two, up to 64, with which at most 1 % of the difference is clipped."""
+    high = float(np.percentile(np.abs(_pixels(merged) - _pixels(dense)), 99))
+    return max((gain for gain in _GAINS if high * gain <= 255), default=1)
+
+
+def _enlargement(size: tuple[int, int]) -> int:
+    return max(1, -(-_SMALLEST_SIDE // min(size)))
+
+
+def _enlarge(picture: Image.Image, factor: int) -> Image.Image:
+    size = (picture.width * factor, picture.height * factor)
+    return picture.convert("RGB").resize(size, Image.Resampling.NEAREST)
+
+
+def _pixels(picture: Image.Image) -> NDArray[np.float32]:
+    return np.asarray(picture.convert("RGB"), dtype=np.float32)
+
+
+def _font(size: int) -> ImageFont.ImageFont | ImageFont.FreeTypeFont:
+    return ImageFont.load_default(size)
+
+
+def _shortened(text: str, font: ImageFont.ImageFont | ImageFont.FreeTypeFont, width: int) -> str:
+    """Cut a line of text with an ellipsis to fit into ``width`` pixels."""
+    text = " ".join(text.split())
+    if font.getlength(text) <= width:
+        return text
+    while text and font.getlength(f"{text}…") > width:
+        text = text[:-1]
+    return f"{text}…"

@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tokenmerge_tools.sheets import Row, comparison, difference, difference_gain
+
+
+def picture(width, height, seed=0):
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    return Image.fromarray(pixels)
+
+
+def flat(value, side=8):
+    return Image.new("RGB", (side, side), (value, value, value))
+
+
+def test_difference_is_absolute_amplified_and_clipped():
+    dense, merged = flat(100), flat(97)
+    assert np.all(np.asarray(difference(dense, merged, 4)) == 12)
+    assert np.all(np.asarray(difference(merged, dense, 4)) == 12)
+    assert np.all(np.asarray(difference(flat(0), flat(200), 2)) == 255)
+
+
+@pytest.mark.parametrize(("apart", "gain"), [(0, 64), (3, 64), (4, 32), (100, 2), (255, 1)])
+def test_gain_is_the_largest_power_of_two_that_does_not_clip(apart, gain):
+    assert difference_gain(flat(0), flat(apart)) == gain
+
+
+def test_the_comparison_has_four_enlarged_panels_per_row():
+    labels = np.arange(16).reshape(4, 4)
+    rows = [Row(picture(32, 32, seed), picture(32, 32, seed), labels) for seed in (0, 1)]
+    drawn = comparison(rows)
+    large = np.asarray(rows[1].dense.resize((320, 320), Image.Resampling.NEAREST))
+    pixels = np.asarray(drawn)
+    top = drawn.height - 24 - 320
+    lefts = [24 + column * (320 + 16) for column in range(4)]
+    for column in (0, 1, 3):  # nothing differs and nothing is merged here
+        left = lefts[column]
+        assert np.array_equal(pixels[top : top + 320, left : left + 320], large)
+    assert not pixels[top : top + 320, lefts[2] : lefts[2] + 320].any()
+    assert drawn.width == lefts[3] + 320 + 24
+
+
+def test_a_white_picture_is_told_from_the_paper():
+    row = Row(flat(255, 320), flat(255, 320), np.zeros((1, 1), dtype=np.int64))
+    pixels = np.asarray(comparison([row]))
+    top = len(pixels) - 24 - 320
+    assert (pixels[top + 10, 20:30] < 230).any()
+    assert (pixels[top - 4 : top + 4, 30] < 230).any()
+
+
+def test_large_pictures_are_not_enlarged():
+    row = Row(picture(400, 330), picture(400, 330, 1), np.zeros((1, 1), dtype=np.int64))
+    assert comparison([row]).width == 2 * 24 + 4 * 400 + 3 * 16
+
+
+def test_titles_are_drawn():
+    row = Row(flat(0, 320), flat(9, 320), np.zeros((1, 1), dtype=np.int64), caption="seed 0")
+    head = np.asarray(comparison([row]).crop((0, 0, 4 * 336, 72)))
+    bare = np.asarray(comparison([row], dense="25 steps").crop((0, 0, 4 * 336, 72)))
+    for column in range(4):
+        assert (head[:, 24 + column * 336 : 24 + column * 336 + 320] < 100).any()
+    assert not np.array_equal(head, bare)
