@@ -47,6 +47,5 @@ def evaluate(
     terminal.show(
         terminal.as_rich(table),
         *(f"note: {note}" for note in table.notes),
-        *([] if options.grid is None else [f"samples are in {options.grid}"]),
         f"written to {options.out}; next: tokenmerge report {options.out.parent}",
     )

@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from tokenmerge_tools.evaluate.drawn import Drawn
 from tokenmerge_tools.evaluate.metrics import MOTION, Metrics
 from tokenmerge_tools.evaluate.picture_store import PictureStore
 from tokenmerge_tools.evaluate.prompts import Item
 from tokenmerge_tools.sheets import as_tensor
-from tokenmerge_tools.variants.variant import DENSE
+from tokenmerge_tools.variants.variant import DENSE, Variant
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -51,7 +50,7 @@ class Figures:
 
 
 def measure(
-    batches: Sequence[Sequence[Item]], variants: Sequence[Drawn], store: PictureStore, metrics: Metrics
+    batches: Sequence[Sequence[Item]], variants: Sequence[Variant], store: PictureStore, metrics: Metrics
 ) -> Measured:
     """Measure what was drawn before, in batches. Dense comes first."""
     columns: dict[tuple[str, str], list[Tensor]] = defaultdict(list)
@@ -71,7 +70,7 @@ def measure(
 
 def _add_rows(
     items: Sequence[Item],
-    variants: Sequence[Drawn],
+    variants: Sequence[Variant],
     store: PictureStore,
     metrics: Metrics,
     columns: dict[tuple[str, str], list[Tensor]],

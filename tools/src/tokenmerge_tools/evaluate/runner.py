@@ -10,13 +10,12 @@ import torch
 from tokenmerge.config import ToMeConfig
 from tokenmerge.errors import ConfigError
 from tokenmerge_tools.drawing import Progress, Studio
-from tokenmerge_tools.evaluate.drawn import Drawn
 from tokenmerge_tools.evaluate.evaluation import EvaluateOptions, Evaluation, plan_evaluation
 from tokenmerge_tools.evaluate.measure import measure
 from tokenmerge_tools.evaluate.metrics import Metrics, load_metrics
 from tokenmerge_tools.evaluate.picture_store import CONTINUES
 from tokenmerge_tools.evaluate.prompts import Item
-from tokenmerge_tools.evaluate.results import quality_records, sample_records, write_sheet
+from tokenmerge_tools.evaluate.results import quality_records, sample_records
 from tokenmerge_tools.failures import is_out_of_memory
 from tokenmerge_tools.files import prepare_folder, write_json
 from tokenmerge_tools.pipelines.call import PipelineCall, latent_scale, load_pipeline_for
@@ -24,7 +23,7 @@ from tokenmerge_tools.pipelines.loading import free_memory, require_diffusers
 from tokenmerge_tools.pipelines.settings import check_size, resolve_device
 from tokenmerge_tools.records.file import ResultsFile
 from tokenmerge_tools.records.kinds import QualityRecord, SampleRecord
-from tokenmerge_tools.variants.variant import DENSE
+from tokenmerge_tools.variants.variant import DENSE, Variant
 
 
 def evaluate(
@@ -64,7 +63,7 @@ class _Evaluating:
         self.metrics, self.on_progress = metrics, on_progress
 
     def run(self, file: ResultsFile[QualityRecord | SampleRecord]) -> list[QualityRecord]:
-        """Draw the missing pictures, measure all, and write new records, samples and the sheet."""
+        """Draw the missing pictures, measure all, and write new records and samples."""
         evaluation, items, size = self.evaluation, self.evaluation.items, self.options.batch
         prepare_folder(evaluation.store.folder)
         write_json(evaluation.store.folder / "conditions.json", evaluation.store.conditions, CONTINUES)
@@ -88,11 +87,9 @@ class _Evaluating:
         for record in everything:
             if file.records.get(record.key) != record:
                 file.append(record)
-        if self.options.grid is not None:
-            write_sheet(self.options.grid, shown, evaluation.variants, evaluation.store)
         return records
 
-    def _draw(self, tasks: Sequence[tuple[Drawn, Sequence[Item]]]) -> None:
+    def _draw(self, tasks: Sequence[tuple[Variant, Sequence[Item]]]) -> None:
         """Draw, time and write pictures. A picture appears on the disk only when it is complete."""
         evaluation = self.evaluation
         drawing = self.options.drawing(evaluation.prompts[0].text)
@@ -100,19 +97,20 @@ class _Evaluating:
         width, height = check_size(evaluation.size, latent_scale(pipe))
         call = PipelineCall.prepare(pipe, drawing, evaluation.size, frames=evaluation.frames)
         done, total = 0, sum(len(items) for _, items in tasks)
-        configs: dict[Drawn, ToMeConfig | None] = {}
+        configs: dict[Variant, ToMeConfig | None] = {}
         self.on_progress(Progress("drawing", done, total))
         with Studio(pipe) as studio:
             for variant, items in tasks:
                 prompts, seeds = [item.prompt.text for item in items], [item.seed for item in items]
-                own, name = call.of_pictures(prompts, seeds).with_steps(variant.steps), variant.label
+                steps, name = variant.steps(self.options.steps), variant.label
+                own = call.of_pictures(prompts, seeds).with_steps(steps)
                 try:
                     if variant not in configs:
-                        configs[variant] = config = variant.spec.config(
-                            pipe, height=height, width=width, steps=variant.steps, guidance=call.guidance
+                        configs[variant] = config = variant.config(
+                            pipe, height=height, width=width, steps=steps, guidance=call.guidance
                         )
                         if name != DENSE:
-                            studio.add(name, partial(variant.spec.apply, config=config))
+                            studio.add(name, partial(variant.apply, config=config))
                         studio.warm_up(name, own)
                     (found,) = studio.rounds({name: own})
                 except Exception as error:
