@@ -26,20 +26,22 @@ MAY_IMPORT = {
     "paddle": "integrations.paddle",
     "planners": "ops config",
     "models": "errors",
-    "runtime.steps": "errors ops models",
+    "plans": "config models",
+    "runtime.steps": "errors ops config plans",
     "runtime.memory": "errors ops config models runtime.steps",
     "runtime.blocks": "errors ops config planners models runtime.steps runtime.memory",
-    "runtime.patching": "errors ops config planners models runtime.steps runtime.memory runtime.blocks",
+    "runtime.patching": "errors ops config planners models plans runtime.steps runtime.memory runtime.blocks",
     "pictures": "",
-    "report": "errors config planners models runtime.steps runtime.memory runtime.blocks runtime.patching",
+    "report": "errors config planners models plans "
+    "runtime.steps runtime.memory runtime.blocks runtime.patching",
     "vit": "errors ops config models runtime.steps runtime.memory runtime.blocks runtime.patching report",
-    "auto": "config planners models",
-    "integrations.comfyui": "errors ops config presets planners models "
-    "runtime.steps runtime.memory runtime.blocks runtime.patching auto",
-    "speedup": "errors config runtime.steps report auto",
-    "handle": "errors config planners models runtime.steps runtime.memory runtime.patching report vit",
+    "default_method": "config planners models plans runtime.steps",
+    "integrations.comfyui": "errors ops config presets planners models plans "
+    "runtime.steps runtime.memory runtime.blocks default_method",
+    "handle": "errors config planners models default_method "
+    "runtime.steps runtime.memory runtime.patching report vit",
     "api": "errors ops config presets models integrations.export "
-    "runtime.steps runtime.memory runtime.patching report vit auto speedup handle",
+    "runtime.steps runtime.memory runtime.patching report vit default_method handle",
     "compat": "errors config presets api",
     "pipeline_methods": "errors compat",
 }
@@ -174,6 +176,6 @@ def test_public_names_are_there_when_they_are_asked_for():
     assert run(script).split() == ["True", "predict_vit", "False"]
 
 
-@pytest.mark.parametrize("module", ["auto", "compat", "config", "errors", "presets", "report", "vit"])
+@pytest.mark.parametrize("module", ["default_method", "compat", "config", "errors", "presets", "report", "vit"])
 def test_public_modules_are_there_without_an_import_of_their_own(module):
     assert run(f"import tokenmerge; print(tokenmerge.{module}.__name__)") == f"tokenmerge.{module}"

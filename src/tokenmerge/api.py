@@ -185,8 +185,8 @@ def _asked(model: object, config: object, speedup: float | None, ratio: float | 
     if not follows and default.speedup > 1 and not default.widest.merges:
         raise NothingToMergeError(
             "nothing to merge: at the model's default size, the default method removes no token, since "
-            "merging would take longer than it saves, and a model alone has no steps to skip; apply it to the "
-            "pipeline, or write apply_token_merging(model, ratio=0.5)"
+            "merging would take longer than it saves, and a model alone has no steps to skip; apply it to "
+            "the pipeline, or write apply_token_merging(model, ratio=0.5)"
         )
     return _Asked(default.widest, default.name, hosts=hosts, default=default if follows else None)
 

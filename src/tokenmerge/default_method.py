@@ -15,10 +15,8 @@ from tokenmerge.config.origin import DEFAULT
 from tokenmerge.models.base import GridShape, Host
 from tokenmerge.models.find import find_hosts
 from tokenmerge.models.placement import device_of, dtype_of, narrowest_attention
-from tokenmerge.models.work import work_of
 from tokenmerge.planners.calibration import fewest_tokens
-from tokenmerge.plans.choose import choose, highest_speedup
-from tokenmerge.plans.facts import Facts
+from tokenmerge.plans import Facts, choose, facts_of, highest_speedup
 from tokenmerge.runtime.steps.pipeline import default_guidance, default_steps
 
 __all__ = ["DefaultMethod", "settings_for"]
@@ -54,22 +52,17 @@ class DefaultMethod:
             ConfigError: ``speedup`` is not a number ≥ 1.
         """
         denoiser = next((host for host in hosts if not host.controlnet), hosts[0])
-        blocks = [block for host in hosts for block in host.blocks]
-        device = device_of(pipe_or_model, denoiser.root)
-        attention = narrowest_attention(blocks)
-        whole = all(block.block_layout is not None for block in blocks)
-        facts = Facts(
-            model="unet" if denoiser.deep_stages else "transformer" if whole else "other",
-            work=work_of(denoiser),
-            grid=denoiser.grid_at(*(denoiser.sample_size or (_SIDE, _SIDE))),
-            steps=default_steps(pipe_or_model) or _STEPS,
+        attention = narrowest_attention([block for host in hosts for block in host.blocks])
+        facts = facts_of(
+            denoiser,
+            denoiser.grid_at(*(denoiser.sample_size or (_SIDE, _SIDE))),
+            default_steps(pipe_or_model) or _STEPS,
             guidance=default_guidance(pipe_or_model),
             follows_steps=getattr(pipe_or_model, "scheduler", None) is not None,
-            can_skip=denoiser.can_skip,
-            whole_blocks=whole and not denoiser.deep_stages,
-            layers=any(layer.kind == "attn1" for block in blocks for layer in block.layers),
             proportional=allows_proportional(pipe_or_model, hosts),
-            fewest_tokens=fewest_tokens(device, dtype_of(denoiser.root), *attention),
+            fewest_tokens=fewest_tokens(
+                device_of(pipe_or_model, denoiser.root), dtype_of(denoiser.root), *attention
+            ),
         )
         return cls.for_facts(speedup, facts)
 

@@ -112,7 +112,7 @@ class SoftPlan(NamedTuple):
         return self.shares.flatten(0, 1).to(dtype)
 
     def joined(self, parts: int) -> SoftPlan:
-        """Return the plan for b / ``parts`` images, each of which joins ``parts`` images, such as video frames."""
+        """Return the plan for b / ``parts`` images, each of which joins several, such as video frames."""
         b = len(self.keep) // parts
         return SoftPlan(*[field.reshape(b, -1, *field.shape[2:]) for field in self])
 

@@ -1,1 +1,11 @@
-"""What each step of one generation does, decided when the generation begins."""
+"""The generation plan: facts about a generation, a wanted speed-up, and the policy decide what its steps do.
+
+:func:`choose` is a pure function. Nothing here knows a library of models or runs one.
+"""
+
+from tokenmerge.plans.choose import Plan, choose, highest_speedup, plan_for
+from tokenmerge.plans.cost import speedup_of
+from tokenmerge.plans.facts import Facts
+from tokenmerge.plans.of_host import facts_of
+
+__all__ = ["Facts", "Plan", "choose", "facts_of", "highest_speedup", "plan_for", "speedup_of"]

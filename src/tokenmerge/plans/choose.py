@@ -1,11 +1,11 @@
-"""The default method: the least harmful mix of step reuse and token merging that reaches a wanted speed-up."""
+"""The default method: the least harmful mix of merging and step reuse that reaches a wanted speed-up."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from tokenmerge.config import Correction, PlanSharing, StepReuse, ToMeConfig
 from tokenmerge.plans.cost import costs_of
@@ -69,17 +69,15 @@ def plan_for(facts: Facts, speedup: float) -> Plan:
 @functools.lru_cache(maxsize=16)
 def _plans(facts: Facts) -> tuple[Plan, ...]:
     """Return the plans of all mixes that no other mix beats in both speed and harm, the slowest first."""
-    mixes = sorted(_mixes(facts), key=lambda mix: (-mix.speedup, mix.harm))
-    best: list[Mix] = []
-    for mix in mixes:
+    best: list[_Mix] = []
+    for mix in sorted(_mixes(facts), key=lambda mix: (-mix.speedup, mix.harm)):
         if not best or mix.harm < best[-1].harm:
             best.append(mix)
     return tuple(Plan(_settings(facts, mix), mix.speedup, mix.harm) for mix in reversed(best))
 
 
-@dataclasses.dataclass(frozen=True)
-class Mix:
-    """Settings of token merging and numbers of steps, with speed-up and harm as in a :class:`Plan`."""
+class _Mix(NamedTuple):
+    """Settings of token merging, numbers of steps, and what they give, as in a :class:`Plan`."""
 
     merging: ToMeConfig
     complete: int
@@ -88,18 +86,23 @@ class Mix:
     harm: float
 
 
-def _mixes(facts: Facts) -> Iterator[Mix]:
+def _mixes(facts: Facts) -> Iterator[_Mix]:
     harms = harms_of(facts.model, is_strong(facts.guidance))
-    forecast = functools.cache(lambda part, count: _of_skipping(facts.steps, count, harms.skip[part]))
+    counts = _counts(facts)
     inner = "deep" if "deep" in facts.work.parts else "blocks"
+    skipped = {
+        (complete, finest): _of_skipping(facts.steps, complete, harms.skip.get(inner))
+        + _of_skipping(facts.steps, finest, harms.skip.get("finest"))
+        for complete, finest in counts
+    }
     for merging in _mergings(facts):
         costs = costs_of(facts, merging)
-        for complete, finest in _counts(facts):
-            dense = -(-complete // merging.correction.every) if merging.correction.on else 0
-            harm = forecast(inner, complete) if complete < facts.steps else 0.0
-            harm += forecast("finest", finest) if finest < facts.steps else 0.0
-            harm += _of_merging(facts, merging, complete, harms.merge, harms.corrected)
-            yield Mix(merging, complete, finest, costs.speedup(complete, finest, dense), harm)
+        merged = harms.merge[merging.scope].at(merging.ratio)
+        every = merging.correction.every
+        for complete, finest in counts:
+            dense = -(-complete // every) if every else 0
+            harm = skipped[complete, finest] + merged * (harms.corrected if every else 1)
+            yield _Mix(merging, complete, finest, costs.speedup(complete, finest, dense), harm)
 
 
 def _mergings(facts: Facts) -> Iterator[ToMeConfig]:
@@ -139,28 +142,20 @@ def _counts(facts: Facts) -> Sequence[tuple[int, int]]:
     return [(complete, own) for own in finest for complete in counts if complete <= own]
 
 
-def _of_skipping(steps: int, complete: int, harm: Power) -> float:
-    """Return the harm of skipping a part in all steps but these many."""
-    runs = StepReuse(every=distance(steps, complete)).steps_of(steps).full
-    total = 0.0
-    for (before, last), following in zip(pairwise((0, *runs)), (*runs[1:], steps), strict=True):
-        for step in range(last + 1, following):
-            # A linear forecast errs by the second derivative times half the product of two distances.
-            reach = (step - last) * (step - before) / 2 * (_REFERENCE / steps) ** 2
-            total += harm.at(reach)
-    return total / steps
-
-
-def _of_merging(
-    facts: Facts, merging: ToMeConfig, complete: int, harms: Mapping[str, Power], corrected: float
-) -> float:
-    if not merging.ratio:
+@functools.lru_cache(maxsize=1024)
+def _of_skipping(steps: int, complete: int, harm: Power | None) -> float:
+    """Return the harm of skipping a part in all steps but these many; None: the model has no such part."""
+    if harm is None or complete == steps:
         return 0.0
-    harm = harms[merging.scope].at(merging.ratio)
-    if merging.correction.on:
-        distance = merging.correction.every * facts.steps / complete
-        harm *= min(1.0, corrected * distance / 2)
-    return harm
+    runs = StepReuse(every=distance(steps, complete)).steps_of(steps).full
+    total, before, last = 0.0, 0, 0
+    for step in range(steps):
+        if step in runs:
+            before, last = last, step
+        else:
+            # A linear forecast errs by the second derivative times half the product of two distances.
+            total += harm.at((step - last) * (step - before) / 2 * (_REFERENCE / steps) ** 2)
+    return total / steps
 
 
 def distance(steps: int, complete: int) -> float:
@@ -179,7 +174,7 @@ def distance(steps: int, complete: int) -> float:
     return exact
 
 
-def _settings(facts: Facts, mix: Mix) -> ToMeConfig:
+def _settings(facts: Facts, mix: _Mix) -> ToMeConfig:
     if mix.complete == facts.steps:
         return mix.merging
     reuse = StepReuse(

@@ -1,7 +1,8 @@
 """The policy: what step reuse and token merging lose, by class of model and strength of guidance.
 
-All numbers are in ``policy.json``, which ``benchmarks/policy.py`` writes. Each class of model names the record
-that its numbers were fitted on. A harm is an expected squared error of the picture, whose range is 0 to 1.
+All numbers are in ``policy.json``, which ``benchmarks/policy.py`` writes. Each class of model names the
+record that its numbers were fitted on. A harm is an expected squared error of the picture, whose values are
+from 0 to 1.
 """
 
 from __future__ import annotations

@@ -107,7 +107,10 @@ def change_within(pipe_or_model: object, configs: Sequence[ToMeConfig], limit: i
     least = needed
     for change, what in _LESS:
         try:
-            least = counted_cache(pipe_or_model, list(map(change, configs)))
+            changed = list(map(change, configs))
+            if not any(own.merges or own.reuse.on for own in changed):
+                raise NothingToMergeError("no step skips anything, and nothing merges")
+            least = counted_cache(pipe_or_model, changed)
         except NothingToMergeError as error:
             raise ConfigError(
                 f"max_cache: expected at least {in_words(least, math.ceil)}, got "

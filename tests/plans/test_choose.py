@@ -1,0 +1,137 @@
+"""The default method: laws of the plan that it makes from facts and a wanted speed-up."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import pytest
+from tests.models.tiny import FAMILIES
+
+from tokenmerge import ToMeConfig
+from tokenmerge.models.find import find_hosts
+from tokenmerge.plans import Facts, choose, facts_of, highest_speedup, plan_for, speedup_of
+from tokenmerge.plans.choose import distance
+from tokenmerge.plans.policy import harms_of, is_strong
+from tokenmerge.report import counted_speedup
+
+SPEEDUPS = (1.1, 1.3, 1.5, 1.8, 2.0, 2.5, 3.0)
+MODELS = {"unet": "UNet2DConditionModel", "transformer": "FluxTransformer2DModel"}
+
+
+def facts(model: str, side: int = 64, **changes: object) -> Facts:
+    host = find_hosts(FAMILIES[MODELS[model]].build())[0]
+    return facts_of(host, (1, side, side), **{"steps": 20, "guidance": 3.0, **changes})
+
+
+EVERY = pytest.mark.parametrize(
+    ("model", "steps", "guidance"), [*itertools.product(MODELS, (50, 20, 8, 4), (None, 1.0, 7.5))]
+)
+
+
+@EVERY
+def test_the_settings_reach_the_speed_up_or_are_the_fastest(model, steps, guidance):
+    of_generation = facts(model, steps=steps, guidance=guidance)
+    highest = highest_speedup(of_generation)
+    for wanted in SPEEDUPS:
+        reached = speedup_of(of_generation, choose(of_generation, wanted))
+        assert reached >= wanted or reached == pytest.approx(highest)
+
+
+@EVERY
+def test_a_higher_speed_up_is_never_closer(model, steps, guidance):
+    plans = [plan_for(facts(model, steps=steps, guidance=guidance), wanted) for wanted in SPEEDUPS]
+    harms = [plan.harm for plan in plans]
+    assert harms == sorted(harms)
+
+
+@EVERY
+def test_a_plan_says_what_its_settings_give(model, steps, guidance):
+    of_generation = facts(model, steps=steps, guidance=guidance)
+    for wanted in SPEEDUPS:
+        plan = plan_for(of_generation, wanted)
+        assert speedup_of(of_generation, plan.config) == pytest.approx(plan.speedup)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_the_speed_up_is_counted(model):
+    """The settings applied to the model itself save what the plan says."""
+    network = FAMILIES[MODELS[model]].build()
+    host = find_hosts(network)[0]
+    plan = plan_for(facts_of(host, (1, 16, 16), 8, guidance=1.0), 1.4)
+    side = 16 * host.patch
+    counted = counted_speedup(network, plan.config, side, side, batch=1, steps=8)
+    assert counted == pytest.approx(plan.speedup, rel=0.01)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_at_speed_up_1_everything_is_dense(model):
+    config = choose(facts(model), 1.0)
+    assert not config.merges
+    assert not config.follows_steps
+
+
+def test_settings_stay_the_same_for_all_steps_where_these_are_unknown():
+    config = choose(facts("unet", follows_steps=False), 1.3)
+    assert config.merges
+    assert not config.follows_steps
+
+
+def test_nothing_is_skipped_that_must_run():
+    config = choose(facts("transformer", can_skip=False), 1.5)
+    assert config.merges
+    assert not config.reuse.on
+
+
+def test_grids_stay_dense_that_are_too_small_to_gain():
+    config = choose(facts("transformer", fewest_tokens=64 * 64 + 1), 1.5)
+    assert not config.merges
+    assert config.reuse.on
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_whole_blocks_merge_only_where_all_can(model):
+    for wanted in SPEEDUPS:
+        assert choose(facts(model, whole_blocks=False), wanted).scope == "layers"
+        assert (
+            choose(facts(model, layers=False), wanted).scope == "block"
+            or not choose(facts(model, layers=False), wanted).merges
+        )
+
+
+def test_tokens_count_as_often_as_they_stand_for_where_attention_can():
+    assert choose(facts("unet"), 1.5).proportional
+    assert not choose(facts("unet", proportional=False), 1.5).proportional
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_short_generations_run_every_step(steps):
+    assert not choose(facts("unet", steps=steps), 1.5).reuse.on
+
+
+def test_unknown_guidance_counts_as_strong():
+    assert is_strong(None)
+    assert choose(facts("unet", guidance=None), 1.5) == choose(facts("unet", guidance=7.5), 1.5)
+
+
+@pytest.mark.parametrize("strong", [False, True])
+def test_an_unknown_class_gets_the_highest_harms(strong):
+    careful = harms_of("other", strong)
+    for model in MODELS:
+        known = harms_of(model, strong)
+        assert careful.corrected >= known.corrected
+        for own, less in ((careful.skip, known.skip), (careful.merge, known.merge)):
+            assert all(own[name].size >= harm.size for name, harm in less.items())
+
+
+def test_a_unet_of_unknown_parts_is_planned_too():
+    of_generation = dataclasses.replace(facts("unet"), model="other")
+    assert speedup_of(of_generation, choose(of_generation, 1.5)) >= 1.5
+
+
+@pytest.mark.parametrize(("steps", "stride"), [(4, 1), (5, 1), (8, 1), (20, 1), (50, 1), (1000, 83)])
+def test_every_number_of_complete_steps_has_its_distance(steps, stride):
+    for complete in range(3, steps + 1, stride):
+        every = distance(steps, complete)
+        config = ToMeConfig.from_dict({"reuse.every": every})
+        assert len(config.reuse.steps_of(steps).full) == complete
