@@ -77,12 +77,6 @@ def test_a_table_with_categories_has_a_row_for_each(
     assert rows == [["dense", "all", "4", "27.5", ""], ["dense", "[bold]Animals", "3", "", "33.12"]]
 
 
-def test_a_process_that_is_not_the_first_prints_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "run_evaluate", lambda *args, **named: None)
-    result = run()
-    assert (result.exit_code, result.stdout) == (0, "")
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -29,6 +29,7 @@ from tokenmerge_tools.sheets import as_tensor
 from tokenmerge_tools.variants.variant import Variant
 
 Run = Callable[..., list[QualityRecord]]
+AUTO, AUTO_LABEL = "auto:speedup=1.5,min_tokens=64", "auto speedup=1.5 min_tokens=64"
 
 
 def pictures(folder: Path) -> dict[str, np.ndarray]:
@@ -70,7 +71,12 @@ def test_figures_are_those_of_the_pictures_on_disk(run: Run, tmp_path: Path) -> 
 
 def test_methods_follow_the_steps_of_the_pipeline(run: Run) -> None:
     late = 'rules=[{"start": 0.2, "ratio": 0.0}]'
-    variants = (f"tome:{late}", "tome:correction.every=2,scope=block", "ibtm", "auto:min_tokens=64")
+    variants = (
+        f"tome:{late}",
+        "tome:correction.every=2,scope=block",
+        "ibtm",
+        AUTO,
+    )
     with pytest.warns(
         UserWarning, match=r"this generation is dense: by the rules .*nothing merges in any of 2 steps"
     ):
@@ -79,7 +85,7 @@ def test_methods_follow_the_steps_of_the_pipeline(run: Run) -> None:
         f"tome ratio=0.5 {late}",
         "tome ratio=0.5 scope=block correction.every=2",
         "ibtm ratio=0.5",
-        "auto ratio=0.5 min_tokens=64",
+        AUTO_LABEL,
     ]
     # The first merges in neither of the two steps.
     assert any("equal dense in every pixel" in note for note in records[f"tome ratio=0.5 {late}"].notes)
@@ -95,11 +101,11 @@ def test_a_steps_mask_of_cache_dit_is_warmed_up_and_drawn(run: Run) -> None:
 
 
 def test_settings_read_from_a_record_draw_the_same_picture(run: Run, models: Path, tmp_path: Path) -> None:
-    run(variants=("auto:min_tokens=64", "tomesd"), steps=6, limit=1, batch=1)
+    run(variants=(AUTO, "tomesd"), steps=6, limit=1, batch=1)
     records = by_label(read_results([tmp_path / "results"]).quality)
     read = {label: record.config for label, record in records.items()}
     assert read["dense"] is None  # dense has no settings
-    settings = ToMeConfig.from_dict(read["auto ratio=0.5 min_tokens=64"])
+    settings = ToMeConfig.from_dict(read[AUTO_LABEL])
     assert settings.planner == "tiled"  # auto chose it
     pipe = DiffusionPipeline.from_pretrained(models / "tiny")
     with token_merging(pipe, settings):
@@ -110,11 +116,11 @@ def test_settings_read_from_a_record_draw_the_same_picture(run: Run, models: Pat
 
 
 def test_a_note_tells_of_pictures_with_different_settings(run: Run, tmp_path: Path, monkeypatch) -> None:
-    run(variants=("auto:min_tokens=64",), limit=1)
+    run(variants=(AUTO,), limit=1)
     # Another seed is drawn later, by an auto that chooses other settings.
     chosen = dataclasses.replace(ToMeConfig(ratio=0.5), planner="tome")
-    monkeypatch.setattr(Variant, "config", lambda *_: chosen)
-    record = by_label(run(variants=("auto:min_tokens=64",), limit=1, seeds=2))["auto ratio=0.5 min_tokens=64"]
+    monkeypatch.setattr(Variant, "config", lambda *_, **facts: chosen)
+    record = by_label(run(variants=(AUTO,), limit=1, seeds=2))[AUTO_LABEL]
     assert record.config is None
     assert any("drawn with 2 different settings" in note for note in record.notes)
 
@@ -276,7 +282,7 @@ def test_notes_name_metrics_that_are_left_out(run: Run, monkeypatch: pytest.Monk
 
 
 def test_fewer_steps_are_those_whose_operations_fit(run: Run) -> None:
-    variants = ("tome", "auto:reuse.every=2,reuse.span=1,min_tokens=0", "fewer-steps")
+    variants = ("tome", "auto:reuse.every=2,min_tokens=0", "fewer-steps")
     records = by_label(run(variants=variants, steps=12, limit=1))
     dense, tome, auto, *fewer = records.values()
     assert [record.steps_used for record in (dense, tome, auto)] == [None] * 3
@@ -287,13 +293,13 @@ def test_fewer_steps_are_those_whose_operations_fit(run: Run) -> None:
 
 
 def test_fewer_steps_that_cannot_be_counted_say_so() -> None:
-    specs = parse_variants(["deepcache", "fewer-steps"], [0.5], None)
+    specs = parse_variants(["deepcache", "fewer-steps"], [0.5], [2.0], None)
     with pytest.raises(ConfigError, match=r"fewer-steps: the operations of deepcache interval=3 cannot"):
         plan_variants(specs, 25, lambda spec: None)
 
 
 def test_a_variant_that_counts_no_saving_has_no_fewer_steps() -> None:
-    specs = parse_variants(["tome", "fewer-steps"], [0.25, 0.5], None)
+    specs = parse_variants(["tome", "fewer-steps"], [0.25, 0.5], [2.0], None)
     speedups = {0.25: 1.01, 0.5: 2.0}
     *_, fewer = plan_variants(specs, 25, lambda spec: speedups[dict(spec.settings)["ratio"]])
     assert (fewer.label, fewer.steps(25)) == ("fewer-steps steps=12", 12)
