@@ -27,7 +27,8 @@ from torch import nn
 
 import tokenmerge
 from tokenmerge import ToMeConfig, presets
-from tokenmerge.auto import choose
+from tokenmerge.default_method import settings_for
+from tokenmerge.plans.generation import plan_generation
 from tokenmerge_tools.bench.geometry import build_denoiser, find_geometry
 from tokenmerge_tools.bench.inputs import Inputs, InputSize, example_inputs
 from tokenmerge_tools.variants.caches import deepcache
@@ -74,17 +75,13 @@ def with_deepcache(interval: int) -> Callable[[Pipe, Seconds, int], float]:
 
 def kinds_of_steps(config: ToMeConfig, steps: int) -> list[str]:
     """The kind of each step of a generation."""
-    runs = config.reuse.steps_of(steps)
-    dense = runs.full[:: config.correction.every] if config.correction.every else ()
-    kinds = dict.fromkeys(range(steps), "last layer")
-    kinds |= dict.fromkeys(runs.shallow, "finest level") | dict.fromkeys(runs.full, "merged")
-    return list((kinds | dict.fromkeys(dense, "dense")).values())
+    return [f"{step.runs.name} {step.merging.name}" for step in plan_generation(config, steps)]
 
 
-def with_auto(ratio: float, guidance: float | None = None) -> Callable[[Pipe, Seconds, int], float]:
+def with_auto(speedup: float, guidance: float | None = None) -> Callable[[Pipe, Seconds, int], float]:
     def measure(pipe: Pipe, call: Seconds, steps: int) -> float:
         """The mean over a generation, from its first step of each kind."""
-        config = choose(pipe, ratio).at_guidance(guidance)
+        config = settings_for(pipe, speedup, steps=steps, guidance=guidance)
         kinds = kinds_of_steps(config, steps)
         of_kind: dict[str, list[float]] = {kind: [] for kind in kinds}
         with tokenmerge.token_merging(pipe, config) as patch:

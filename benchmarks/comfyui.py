@@ -41,18 +41,18 @@ from tokenmerge_tools.demo.glyphs import caption, choose_prompts, read_glyphs  #
 
 MODELS = {"emoji-unet": (3.0, 7.5), "emoji-mmdit": (3.0, 7.0)}
 SCHEDULER, STEPS, SIZE = "simple", 20, 256
-RATIOS = (0.25, 0.5, 0.75)
+SPEEDUPS = (1.5, 2.0, 3.0)
 DENSE, OWN = "dense", "TomePatchModel 0.5"
 KEY = ("model", "guidance", "prompt", "method")
 
 
 def patched(model: Any, method: str) -> Any:
     """The model, patched with the method of this name."""
-    name, _, ratio = method.partition(" ")
+    name, _, number = method.partition(" ")
     if name == "auto":
-        return TokenMerging().merge(model, "auto", float(ratio), 0.0, 1.0)[0]
+        return TokenMerging().merge(model, "auto", 0.5, 0.0, 1.0, speedup=float(number))[0]
     if method == OWN:
-        return TomePatchModel.execute(model, float(ratio)).args[0]
+        return TomePatchModel.execute(model, float(number)).args[0]
     return model
 
 
@@ -75,11 +75,11 @@ def sample(row: Mapping[str, Any], method: str, steps: int) -> tuple[torch.Tenso
 
 def methods(model: str, spent: Mapping[str, float]) -> Iterator[tuple[str, str, int]]:
     """Name in the record, method, and number of steps. Fewer steps come last: they need the times of auto."""
-    for ratio in RATIOS:
+    for ratio in SPEEDUPS:
         yield f"auto {ratio:g}", f"auto {ratio:g}", STEPS
     if model == "emoji-unet":  # ComfyUI's node supports only UNets
         yield OWN, OWN, STEPS
-    for ratio in RATIOS:
+    for ratio in SPEEDUPS:
         share = spent[f"auto {ratio:g}"] / spent[DENSE]
         yield f"fewer steps as auto {ratio:g}", DENSE, max(1, min(STEPS - 1, round(share * STEPS)))
 

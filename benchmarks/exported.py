@@ -42,7 +42,7 @@ from tokenmerge_tools.export.formats import FORMATS
 from tokenmerge_tools.export.plans import TakenPlans
 from tokenmerge_tools.export.run import LARGEST_GAP, settings_of
 from tokenmerge_tools.machine import environment, source_commit
-from tokenmerge_tools.method_spec import MethodSpec
+from tokenmerge_tools.method_spec import MethodSpec, merging_alone
 
 PYTORCH = "pytorch"
 SCALE = 8  # pixels per latent position
@@ -134,8 +134,8 @@ def make_call(options: argparse.Namespace) -> DenoiserCall:
 
 
 def merging(ratio: float) -> MethodSpec:
-    """The merging part of `auto`, on all token grids, so that it does not depend on a calibration."""
-    return MethodSpec("auto", {"ratio": ratio, "min_tokens": 0} if ratio else {"ratio": 0.0})
+    """Token merging alone, on all token grids."""
+    return merging_alone(ratio, {})
 
 
 def export_one(options: argparse.Namespace, engine: str, ratio: float) -> None:

@@ -22,7 +22,6 @@ from diffusers import DiffusionPipeline
 
 import tokenmerge
 from tokenmerge import PlanSharing, ToMeConfig, token_merging
-from tokenmerge.auto import choose
 from tokenmerge_tools.demo import NAMES, path
 
 BASE = "input"
@@ -34,29 +33,23 @@ CHOICES: dict[str, Mapping[str, Any]] = {
     "model_residual, plans.blocks": {"features": "model_residual", **SHARED},
     "residual, plans.every=4": {"features": "residual", "plans": PlanSharing(every=4, guidance=False)},
 }
-AUTO: dict[str, Mapping[str, Any]] = {
-    name: CHOICES[name] for name in (BASE, "model_residual", "model_residual, plans.blocks")
-}
 
 
-def measure(model: str, method: str, size: int, options: argparse.Namespace) -> None:
+def measure(model: str, size: int, options: argparse.Namespace) -> None:
     """Draw with each kind of features, and record the closeness of the pictures to dense."""
     pipe = DiffusionPipeline.from_pretrained(path(model))
     pipe.set_progress_bar_config(disable=True)
     dense, found = closeness.draw(pipe, size, options), {}
-    if method == "auto":
-        base, choices = dataclasses.replace(choose(pipe, options.ratio), features=BASE, min_tokens=0), AUTO
-    else:
-        base, choices = ToMeConfig(ratio=options.ratio, proportional=True), CHOICES
-    for name, changes in choices.items():
+    base = ToMeConfig(ratio=options.ratio, proportional=True)
+    for name, changes in CHOICES.items():
         with token_merging(pipe, dataclasses.replace(base, **changes)):
             found[name] = closeness.psnr(closeness.draw(pipe, size, options), dense)
-        print(f"{model}, {method}, {name}", flush=True)
+        print(f"{model}, {name}", flush=True)
     closeness.show(size, options, found, base=BASE)
     if options.out is not None:
         conditions = {key: getattr(options, key) for key in ("ratio", "steps", "guidance")}
         versions = {"torch": torch.__version__, "tokenmerge": tokenmerge.__version__}
-        about = {"model": model, "method": method, "size": size, **conditions, **versions}
+        about = {"model": model, "method": "tome", "size": size, **conditions, **versions}
         with options.out.open("a", encoding="utf-8") as file:
             file.write(json.dumps({**about, "psnr": found}) + "\n")
 
@@ -64,12 +57,10 @@ def measure(model: str, method: str, size: int, options: argparse.Namespace) -> 
 def main() -> None:
     parser = closeness.parser(__doc__)
     parser.add_argument("--model", nargs="+", choices=NAMES, default=list(NAMES))
-    parser.add_argument("--method", nargs="+", choices=("tome", "auto"), default=["tome", "auto"])
     options = parser.parse_args()
     for model in options.model:
-        for method in options.method:
-            for size in options.size:
-                measure(model, method, size, options)
+        for size in options.size:
+            measure(model, size, options)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from pathlib import Path
 from tokenmerge_tools.bench.grid import BenchOptions, read_grid
 
 RESULTS = Path(__file__).parent / "results"
-RATIOS_OF_AUTO = (0.1, 0.25, 0.4, 0.5, 0.6, 0.75)
+SPEEDUPS = (1.2, 1.5, 1.8, 2.0, 2.5, 3.0)
 RIVALS = ("tomesd", "tome:proportional", "todo", "deepcache", "first-block-cache")
 # Methods whose ratio is not one of those of `auto`.
 WITH_RATIO = {
@@ -109,7 +109,8 @@ def auto(name: str) -> None:
     variants = [v for v in read_grid(RESULTS / f"{name}.toml")["variants"] if v.startswith(RIVALS)]
     variants = [WITH_RATIO.get(variant, variant) for variant in variants]
     out = RESULTS / f"{quality}-of-auto.jsonl"
-    draw(name, ["auto", *variants, "fewer-steps"], RATIOS_OF_AUTO, out, "--batch=1")
+    speedups = [f"--speedup={speedup}" for speedup in SPEEDUPS]
+    draw(name, ["auto", *variants, "fewer-steps"], (), out, "--batch=1", *speedups)
 
 
 def draw(name: str, variants: Sequence[str], ratios: Iterable[float], out: Path, *more: str) -> None:

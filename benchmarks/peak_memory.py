@@ -20,7 +20,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import tokenmerge
 from tokenmerge import token_merging
-from tokenmerge.auto import choose
+from tokenmerge.default_method import settings_for
 from tokenmerge.report import predict
 from tokenmerge_tools.demo import path
 
@@ -54,7 +54,7 @@ def main() -> None:
     )
     parser.add_argument("--model", nargs="+", default=["emoji-unet", "emoji-mmdit"])
     parser.add_argument("--size", type=int, nargs="+", default=[256], help="pixels (default: 256)")
-    parser.add_argument("--ratio", type=float, nargs="+", default=[0.25, 0.5, 0.6])
+    parser.add_argument("--speedup", type=float, nargs="+", default=[0.25, 0.5, 0.6])
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--guidance", type=float, default=3.0)
     parser.add_argument(
@@ -69,16 +69,17 @@ def main() -> None:
         for size in options.size:
             dense = peak(pipe, size, options)
             print(f"\n{name}, {size} × {size}, {options.steps} steps: dense {dense / 1e6:.1f} MB")
-            print(f"{'ratio':>5}{'peak':>10}{'more':>10}{'kept':>10}   MB")
+            print(f"{'speed':>5}{'peak':>10}{'more':>10}{'kept':>10}   MB")
             found: dict[str, Any] = {}
-            for ratio in options.ratio:
+            for speedup in options.speedup:
                 batch = 2 if options.guidance > 1 else 1
-                config, side = choose(pipe, ratio), size // pipe.vae_scale_factor
+                side = size // pipe.vae_scale_factor
+                config = settings_for(pipe, speedup, side, side, options.steps, options.guidance)
                 with token_merging(pipe, config):
                     merged = peak(pipe, size, options)
                 kept = predict(pipe, config, side, side, batch).kept_bytes
-                found[f"{ratio:g}"] = {"peak": merged, "kept": kept}
-                print(f"{ratio:>5g}" + "".join(f"{v / 1e6:>10.1f}" for v in (merged, merged - dense, kept)))
+                found[f"{speedup:g}"] = {"peak": merged, "kept": kept}
+                print(f"{speedup:>5g}" + "".join(f"{v / 1e6:>10.1f}" for v in (merged, merged - dense, kept)))
             if options.out:
                 conditions = {key: getattr(options, key) for key in ("steps", "guidance")}
                 about = {"model": name, "size": size, **conditions, "torch": torch.__version__}

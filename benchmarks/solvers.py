@@ -146,11 +146,11 @@ def draw_row(pipe: DiffusionPipeline, row: dict[str, Any], options: argparse.Nam
 
 def apply(pipe: DiffusionPipeline, method: str) -> Any:
     """Patch a pipeline, and return a function that removes the patch."""
-    name, _, ratio = method.partition(" ")
+    name, _, number = method.partition(" ")
     if name == "auto":
-        return apply_token_merging(pipe, float(ratio)).remove
+        return apply_token_merging(pipe, speedup=float(number)).remove
     if name == "tomesd":
-        tomesd.apply_patch(pipe, ratio=float(ratio))
+        tomesd.apply_patch(pipe, ratio=float(number))
         return lambda: tomesd.remove_patch(pipe)
     return lambda: None
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import diffusers
 import torch
 
-from tokenmerge.auto import choose
+from tokenmerge.default_method import settings_for
 from tokenmerge.report import predict
 from tokenmerge.report.cache_limit import in_words
 from tokenmerge_tools.bench.geometry import GEOMETRIES
@@ -63,11 +63,11 @@ def counted(row: Row) -> str:
     geometry = GEOMETRIES[row.geometry]
     with torch.device("meta"):
         model = getattr(diffusers, geometry.denoiser)(**geometry.config).to(torch.bfloat16).eval()
-    config = choose(model, 0.5, follows_steps=True)
-    reports = [
-        predict(model, config.at_guidance(scale), *row.side, row.batch, row.steps)
+    configs = [
+        settings_for(model, 2.0, *row.side, row.steps, scale, follows_steps=True)
         for scale in (WEAK_GUIDANCE, STRONG_GUIDANCE)
     ]
+    reports = [predict(model, config, *row.side, row.batch, row.steps) for config in configs]
     speedups = [report.flops_dense / (report.flops_mean or report.flops_merged) for report in reports]
     weak, strong = (f"{speedup:.2f}×" for speedup in speedups)
     if row.batch == 1:  # without guidance in two passes

@@ -28,7 +28,7 @@ from tokenmerge import ToMeConfig, apply_token_merging, presets, token_merging
 from tokenmerge_tools import demo
 from tokenmerge_tools.closeness import psnr
 from tokenmerge_tools.export.run import ExportOptions, export
-from tokenmerge_tools.method_spec import MethodSpec
+from tokenmerge_tools.method_spec import merging_alone
 from tokenmerge_tools.pipelines.call import latent_scale
 from tokenmerge_tools.pipelines.loading import twin
 from tokenmerge_tools.sheets import as_tensor, difference, difference_gain, sample_sheet
@@ -182,7 +182,7 @@ def exported() -> None:
     rows = []
     for ratio in (0.0, 0.5):
         pipe = bundled()
-        merging = MethodSpec("auto", {"ratio": ratio})
+        merging = merging_alone(ratio, {})
         config = merging.config(pipe.unet, follows_steps=False)
         arguments: dict[str, Any] = {"height": LARGE, "width": LARGE, "num_inference_steps": STEPS}
         with token_merging(pipe, config) if ratio else contextlib.nullcontext() as patch:

@@ -82,7 +82,8 @@ else:
     }
     # Public modules that ``import tokenmerge`` alone makes available, and what is imported for each.
     _MODULES = {
-        **{name: name for name in ("compat", "config", "default_method", "errors", "merge", "presets", "report")},
+        **{name: name for name in ("compat", "config", "default_method", "errors", "merge")},
+        **{name: name for name in ("presets", "report")},
         "vit": "vit.report",
     }
 

@@ -213,7 +213,7 @@ def _within(model: object, asked: _Asked, max_cache: str | int) -> _Asked:
 
 
 def _preset(name: str, ratio: float | None) -> ToMeConfig:
-    """The settings of a published method."""
+    """Return the settings of a published method."""
     if name not in presets.__all__:
         raise ConfigError(
             f"config: expected the name of a preset, one of {', '.join(presets.__all__)}, or the path of a "
@@ -266,7 +266,7 @@ def merge_in_hosts(
         )
         for host in merging
     }
-    first = config.at_guidance(None) if default is None else default.default_settings
+    first = config if default is None else default.default_settings
     for root, state in states.items():
         state.kept = look(state, root, pipeline.given, first)
         state.keep_dense(state.threads.value.own_memory)
@@ -373,7 +373,7 @@ def revise_plans(model: nn.Module, revise: Callable[[Tensor, Plan], Plan]) -> It
 
 
 def _patchable(model: object) -> list[tuple[nn.Module, Callable[[Any], None]]]:
-    """Every part of a model that can be patched, with the function that patches it; may be empty."""
+    """Return every part of a model that can be patched, with the function that patches it; may be empty."""
     found: list[tuple[nn.Module, Callable[[Any], None]]] = []
     with contextlib.suppress(UnsupportedModelError):
         found += [(host.root, partial(patch_host, host)) for host in find_hosts(model)]

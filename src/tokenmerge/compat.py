@@ -43,7 +43,6 @@ def apply_patch(
         merge_attn: merge around self-attention (recommended).
         merge_crossattn: merge around cross-attention (not recommended).
         merge_mlp: merge around the feed-forward layer (not recommended at all).
-            See :class:`tokenmerge.ToMeConfig` for what raising each does to speed and to quality.
 
     Returns:
         The model itself.
@@ -85,12 +84,12 @@ def apply_patch(
 
 
 def _number(value: Any) -> Any:
-    """The Python number in a tensor or array without dimensions; other values unchanged."""
+    """Return the Python number in a tensor or array without dimensions; other values unchanged."""
     return value.item() if getattr(value, "ndim", None) == 0 else value
 
 
 def _deepest_level(max_downsample: Any) -> int | None:
-    """The largest level up to ``max_downsample``; 0 if there is none, None if it is not a number."""
+    """Return the largest level up to ``max_downsample``; 0: there is none; None: it is not a number."""
     if as_number(max_downsample) is None:
         return None
     return max((level for level in (1, 2, 4, 8) if level <= max_downsample), default=0)

@@ -137,7 +137,7 @@ class DefaultMethod:
             plans=PlanSharing(blocks=True),
             correction=Correction(every=2),
             reuse=StepReuse(every=2, shallow_every=2) if skips else StepReuse(),
-            rules=(Rule(guidance=1, changes={"scope": "block"}),) if self.facts.whole_blocks else (),
+            rules=(Rule(start=0.5, changes={"scope": "block"}),) if self.facts.whole_blocks else (),
         )
 
 

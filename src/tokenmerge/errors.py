@@ -66,7 +66,7 @@ def shown(value: object) -> str:
 
 
 def reason_of(error: BaseException) -> str:
-    r"""The first line of another library's error, cut to fit a message; its class if it has no text.
+    r"""Return the first line of another library's error, cut to fit a message; its class if it is empty.
 
     >>> reason_of(RuntimeError("no such kernel.\nThis traceback is long"))
     'no such kernel'

@@ -94,7 +94,7 @@ class Patch(Generic[AnyReport, AnyRecord]):
         raise NotImplementedError
 
     def metadata(self) -> str:
-        """The settings as one line for the parameters of a picture.
+        """Return the settings as one line for the parameters of a picture.
 
         The line is ``Token merging: speed-up 2, {…}``. The text after the colon is all that is needed to
         apply the same settings again on any machine. :func:`tokenmerge.config.read_metadata` reads the line.
@@ -235,7 +235,7 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
         return self._in_force if self._default is not None else self._states[self._denoiser.root].config
 
     def metadata(self) -> str:
-        """The settings as one line for the parameters of a picture, see :meth:`Patch.metadata`."""
+        """Return the settings as one line for the parameters of a picture, see :meth:`Patch.metadata`."""
         return to_metadata(self.config, self._method)
 
     def record_steps(self, on: bool = True) -> None:
@@ -291,7 +291,7 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
         return self._counted[1]
 
     def _fewest_tokens(self) -> int:
-        """The fewest tokens for which merged attention is faster, on the device of the denoiser."""
+        """Return the fewest tokens for which merged attention is faster, on the device of the denoiser."""
         root = self._denoiser.root
         widths = narrowest_attention(self._denoiser.blocks)
         return fewest_tokens(device_of(self._model, root), dtype_of(root), *widths)

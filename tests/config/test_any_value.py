@@ -83,7 +83,6 @@ CONDITIONS = {
     "level": st.sampled_from([1, 2, 4]) | ANYTHING,
     "start": st.floats(0, 0.99) | ANYTHING,
     "until": st.floats(0.01, 1) | ANYTHING,
-    "guidance": st.floats(0, 20) | ANYTHING,
 }
 RULE = st.tuples(
     st.sampled_from(sorted(CONDITIONS)).flatmap(
@@ -118,18 +117,16 @@ def check_result(config: ToMeConfig, folder) -> None:
     assert repr(config).startswith("ToMeConfig(")
     assert all(isinstance(text, str) for text in config.over_steps)
     assert not any(rule.conditions.keys() - {"level"} for stage in config.stages() for rule in stage.rules)
-    for own in config.variants():
-        for index in range(3):
-            step = own.at_step(index, 3)
-            assert step in config.stages()
-            assert type(step.at_level(2)) is MergeSettings
+    for index in range(3):
+        step = config.at_step(index, 3)
+        assert step in config.stages()
+        assert type(step.at_level(2)) is MergeSettings
     for steps in (1, 2, 3, 10):
         runs = config.reuse.steps_of(steps)
         assert set(runs.full) <= set(runs.shallow) <= set(range(steps))
         assert list(runs.full) == sorted(set(runs.full))
         ends = {0, min(1, steps - 1), steps - 1}
         assert config.reuse.full_steps or ends <= set(runs.full)
-    assert not any(rule.guidance for own in config.variants() for rule in own.rules)
     save_config(config, folder / "settings.json")
     assert load_config(folder / "settings.json") == config
 

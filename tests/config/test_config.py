@@ -69,12 +69,8 @@ HUGE = 10**400
         ({"rules": [{"level": 2, "reuse.every": 1}]}, r"rules\[0\]: cannot change reuse\.every"),
         ({"rules": [{"start": 0.5, "correction.every": 0}]}, r"rules\[0\]: cannot change correction\.every"),
         ({"rules": [{"start": 0.5, "reuse.every": 2}]}, r"rules\[0\]: reuse\.every: expected 1 .* got 2"),
-        ({"rules": [{"guidance": 5, "max_downsample": 2}]}, r"rules\[0\]: cannot change max_downsample"),
-        ({"rules": [{"guidance": -1}]}, r"rules\[0\]: guidance: expected a guidance scale ≥ 0, got -1"),
-        (
-            {"rules": [{"guidance": 5, "reuse.shallow_every": 2}]},
-            r"rules\[0\]: reuse\.shallow_every: expected 1 to reuse\.every=1",
-        ),
+        ({"rules": [{"start": 0.5, "max_downsample": 2}]}, r"rules\[0\]: cannot change max_downsample"),
+        ({"rules": [{"guidance": 5, "ratio": 0.2}]}, r"rules\[0\]: cannot change guidance"),
         (
             {"rules": [{"level": 2, "sx": 4}, {"level": 2, "sx": 1, "sy": 1}]},
             r"rules\[1\]: ratio: expected .* = 0 for sx=1, sy=1, got 0\.5",
@@ -132,21 +128,20 @@ def test_a_config_shows_what_differs_from_the_defaults():
 
 
 def test_what_holds_at_a_step_is_small_and_not_checked_again(monkeypatch):
-    rules = [{"start": 0.5, "ratio": 0.25}, {"level": 2, "ratio": 0.1}, {"guidance": 5, "sx": 4}]
+    rules = [{"start": 0.5, "ratio": 0.25}, {"level": 2, "ratio": 0.1}]
     config = ToMeConfig(rules=rules)
     monkeypatch.setattr(ToMeConfig, "__post_init__", lambda self: pytest.fail("checked again"))
-    assert config.at_guidance(7).at_step(1, 3).at_level(1) == MergeSettings(sx=4)
-    assert config.at_guidance(7).at_step(2, 3).at_level(1) == MergeSettings(ratio=0.25, sx=4)
-    assert config.at_guidance(3).at_step(2, 3).at_level(2) == MergeSettings(ratio=0.1)
-    assert [stage.at_level(1).ratio for stage in config.stages()] == [0.5, 0.25, 0.5, 0.25]
-    assert config.at_guidance(7) is config.at_guidance(7)
+    assert config.at_step(1, 3).at_level(1) == MergeSettings()
+    assert config.at_step(2, 3).at_level(1) == MergeSettings(ratio=0.25)
+    assert config.at_step(2, 3).at_level(2) == MergeSettings(ratio=0.1)
+    assert [stage.at_level(1).ratio for stage in config.stages()] == [0.5, 0.25]
+    assert config.at_step(2, 3) is config.at_step(2, 3)
 
 
 def test_later_rules_win_whatever_their_conditions():
     by_level, by_step = {"level": 2, "ratio": 0.1}, {"start": 0.5, "ratio": 0.2}
-    by_guidance = {"guidance": 5, "ratio": 0.3}
-    for rules in itertools.permutations((by_level, by_step, by_guidance)):
-        config = ToMeConfig(rules=rules).at_guidance(5)
+    for rules in itertools.permutations((by_level, by_step, {"sx": 4, "ratio": 0.3})):
+        config = ToMeConfig(rules=rules)
         assert config.at_step(1, 2).at_level(2).ratio == rules[-1]["ratio"]
         assert config.at_step(0, 2).at_level(1).ratio == 0.3
 

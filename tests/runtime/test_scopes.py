@@ -217,7 +217,7 @@ def test_every_way_to_combine_acts():
     [
         ({"scope": "list"}, "scope: expected one of 'layers', 'block', 'keys', got 'list'"),
         ({"combine": "max"}, "combine: expected one of 'mean', 'keep', got 'max'"),
-        ({"planner": "best"}, "planner: expected one of .*'local', .*'toma', 'tome'.*, got 'best'"),
+        ({"planner": "best"}, "planner: expected one of .*'importance', .*'toma', 'tome'.*, got 'best'"),
     ],
 )
 def test_bad_settings(settings, message):

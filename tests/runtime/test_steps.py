@@ -370,41 +370,6 @@ def test_full_steps_are_some_of_those_that_run_the_finest_level():
             assert runs.shallow == StepReuse(every=shallow_every).steps_of(steps).full
 
 
-class GuidedPipeline:
-    """A pipeline that says how it is guided."""
-
-    scheduler = None
-    do_classifier_free_guidance = True
-    guidance_scale = 0.0
-
-    def __init__(self, unet: nn.Module) -> None:
-        self.unet = unet
-
-
-def test_strong_guidance_has_settings_of_its_own():
-    """They hold from the first call of a generation on, by the scale that the pipeline says."""
-    reuse, strong = StepReuse(every=3), {"scope": "block", "correction.every": 3, "reuse.every": 1}
-    config = ToMeConfig(
-        ratio=0.4, reuse=reuse, rules=[{"guidance": 5, **strong}, {"guidance": 9, "ratio": 0.2}]
-    )
-    unet, found = hosts.unet(), []
-    pipe = GuidedPipeline(unet)
-    patch = apply_token_merging(pipe, config)
-    for scale in (1.0, 4.9, 5.0, 9.0):
-        pipe.guidance_scale = scale
-        for index in range(2):
-            patch.at_step(index, 8)
-            hosts.call(unet, **hosts.inputs(2))
-        context = state_of(unet).context.config
-        found.append((context.ratio, context.scope, context.correction.every, context.reuse.every))
-    weak, middle = (0.4, "layers", 0, 3), (0.4, "block", 3, 1)
-    assert found == [weak, weak, middle, (0.2, *middle[1:])]
-    pipe.do_classifier_free_guidance = False
-    patch.at_step(0, 8)
-    hosts.call(unet, **hosts.inputs(2))
-    assert state_of(unet).context.config == config.at_guidance(None)
-
-
 @pytest.mark.parametrize(("path", "reuse"), [("up_blocks.0", (2, 1)), ("up_blocks.1.attentions.0", (2, 2))])
 def test_what_comes_up_to_what_runs_of_a_unet_is_taken_on(path, reuse):
     unet, came_up = hosts.unet(), []

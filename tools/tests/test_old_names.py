@@ -41,17 +41,15 @@ def test_old_and_new_spelling_are_one_config():
     assert ToMeConfig.from_dict({"schedule": None}) == ToMeConfig()
 
 
-def test_former_levels_phases_and_scales_of_guidance_are_rules():
+def test_former_levels_and_phases_are_rules():
     old = {
         "use_rand": False,
         "schedule": {"ratio": [1.0], "start": 0.1, "until": 1.0, "phases": {"0.5": {"ratio": 0.3}}},
         "levels": {"2": {"ratio": 0.2, "use_rand": True}},
-        "by_guidance": {"5.0": {"reuse.every": 2, "ratio": 0.4}},
     }
     assert ToMeConfig.from_dict(old) == ToMeConfig(
         seed=None,
         rules=[
-            {"guidance": 5, "reuse.every": 2, "ratio": 0.4},
             {"start": 0.5, "ratio": 0.3},
             {"level": 2, "ratio": 0.2},
             *dense_outside(0.1, 1),

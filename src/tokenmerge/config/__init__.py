@@ -1,7 +1,7 @@
 """What a user asks for: settings as frozen values, checked when they are made.
 
 ``ToMeConfig`` has the fields of ``MergeSettings``, and further ones. Its rules say what else holds at which
-levels, steps and guidance scales. ``at_guidance``, ``at_step`` and ``at_level`` apply them one after the
+levels and steps. ``at_step`` and ``at_level`` apply them one after the
 other; the last returns the ``MergeSettings`` that planners and blocks get.
 
 Imports only ``errors``, and no torch.

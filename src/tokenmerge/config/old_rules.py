@@ -1,7 +1,7 @@
-"""Settings by level, step and guidance in files of earlier versions, which had four forms of them.
+"""Settings by level and step in files of earlier versions, which had three forms of them.
 
-``levels``, ``schedule`` (``ratio``, ``start``, ``until`` and ``phases``) and ``by_guidance`` are read as
-rules, and ``use_rand=False`` is read as ``seed=None``.
+``levels`` and ``schedule`` (``ratio``, ``start``, ``until`` and ``phases``) are read as rules, and
+``use_rand=False`` is read as ``seed=None``.
 """
 
 from __future__ import annotations
@@ -35,16 +35,19 @@ def with_rules(settings: Mapping[str, Any]) -> dict[str, Any]:
     old = {} if schedule is None else schedule if isinstance(schedule, Mapping) else {"ratio": schedule}
     old = {f"schedule.{name}": value for name, value in old.items()}
     old |= {f"schedule.{name}": given.pop(name) for name in ("until", "phases") if name in given}
-    names = (*(f"schedule.{name}" for name in _SCHEDULE), "levels", "by_guidance")
+    if given.pop("by_guidance", None):
+        refuse_removed(
+            "by_guidance", "what changes with guidance", "write apply_token_merging(pipe, speedup=2.0)"
+        )
+    names = (*(f"schedule.{name}" for name in _SCHEDULE), "levels")
     old |= {name: given.pop(name) for name in names if name in given}
     if not old:
         return given
-    by_guidance = _by_key("by_guidance", "guidance", old.pop("by_guidance", {}))
     phases = _by_key("schedule.phases", "start", old.pop("schedule.phases", {}))
     levels = _by_key("levels", "level", old.pop("levels", {}))
     factors = _factors(old.pop("schedule.ratio", (1.0,)))
     start, until = old.pop("schedule.start", 0.0), old.pop("schedule.until", 1.0)
-    rules = [*by_guidance, *phases, *levels]
+    rules = [*phases, *levels]
     if factors != (1.0,):
         # What the config has itself changes over the steps too.
         rules = [{name: given.get(name, 0.5) for name in _RATIOS if name in (*given, "ratio")}, *rules]

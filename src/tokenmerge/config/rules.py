@@ -1,4 +1,4 @@
-"""Rules: settings that change by level, by denoising step, or by guidance scale."""
+"""Rules: settings that change by level or by denoising step."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from tokenmerge.config.checks import Check, check_fields, integer, number, optional, refuse, share
-from tokenmerge.config.correction import CHECKS as CORRECTION_CHECKS
 from tokenmerge.config.names import flat
 from tokenmerge.config.settings import CHECKS as MERGE_CHECKS
 from tokenmerge.config.step_reuse import CHECKS as REUSE_CHECKS
@@ -18,12 +17,6 @@ _CONDITIONS: Mapping[str, Check] = {
     "level": optional(integer(1)),
     "start": number("a share of the steps, from 0 to below 1", lambda value: 0 <= value < 1),
     "until": share,
-    "guidance": number("a guidance scale ≥ 0", lambda value: value >= 0),
-}
-# What a rule for all levels and steps can change besides the fields of MergeSettings.
-_OF_ALL_STEPS: Mapping[str, Check] = {
-    **{f"correction.{name}": check for name, check in CORRECTION_CHECKS.items()},
-    **{f"reuse.{name}": check for name, check in REUSE_CHECKS.items()},
 }
 _EVERY = "reuse.every"
 
@@ -42,11 +35,9 @@ class Rule(Value):
         until: share of the steps up to which it holds, start < until ≤ 1. Of T steps, the rule holds in those
             with round(start · T) ≤ i < round(until · T). All shares are of the steps that run: image-to-image
             with a strength of 0.5 runs half of them, so they are shares of that half.
-        guidance: the scale of classifier-free guidance from which on it holds, ≥ 0. This needs a pipeline
-            that reports its scale; elsewhere the rule does not hold, unless this is 0.
         changes: the changed settings by name. Every field of :class:`tokenmerge.config.MergeSettings` can
-            change. A rule for all levels and steps can also change ``correction.every`` and everything of
-            ``reuse``. A rule for some steps can set ``reuse.every`` to 1: these steps skip nothing.
+            change. A rule for some steps and all levels can set ``reuse.every`` to 1: these steps skip
+            nothing.
 
     Raises:
         ConfigError: a value is outside its range, or a setting cannot change under these conditions.
@@ -55,7 +46,6 @@ class Rule(Value):
     level: int | None = None
     start: float = 0.0
     until: float = 1.0
-    guidance: float = 0.0
     changes: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
@@ -63,7 +53,7 @@ class Rule(Value):
         if self.start >= self.until:
             refuse("start", f"less than until={self.until:g}", self.start)
         changes = flat(self.changes)
-        checks = MERGE_CHECKS if self.level or self.of_steps else {**MERGE_CHECKS, **_OF_ALL_STEPS}
+        checks = MERGE_CHECKS
         if self.of_steps and self.level is None:
             checks = {**checks, _EVERY: _check_full}
         if fixed := [str(name) for name in changes if name not in checks]:
@@ -93,7 +83,7 @@ class Rule(Value):
     @property
     def conditions(self) -> dict[str, Any]:
         """The conditions by name, without those that always hold."""
-        always = {"level": None, "start": 0, "until": 1, "guidance": 0}
+        always = {"level": None, "start": 0, "until": 1}
         return {name: own for name, no in always.items() if (own := getattr(self, name)) != no}
 
     def to_dict(self) -> dict[str, Any]:
@@ -102,11 +92,6 @@ class Rule(Value):
 
     def __repr__(self) -> str:
         return repr(self.to_dict())
-
-    def at_guidance(self, scale: float | None) -> Rule | None:
-        """Return the rule for one scale, without that condition; None if it does not hold."""
-        holds = self.guidance == 0 or (scale is not None and scale >= self.guidance)
-        return unchecked(self, guidance=0.0) if holds else None
 
     def at_step(self, index: int, steps: int) -> Rule | None:
         """Return the rule for one step, without that condition; None if it does not hold."""

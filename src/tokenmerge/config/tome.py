@@ -1,4 +1,4 @@
-"""The settings that a user asks for, and what holds at one guidance scale, step and level."""
+"""The settings that a user asks for, and what holds at one step and level."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ class ToMeConfig(MergeSettings):
         plans: how long a plan is used, and which blocks and prompts share it.
         correction: dense steps that measure what merging loses, so that the others can add it back.
         reuse: step reuse, which skips a part of the model on some steps.
-        rules: settings that hold at a level, in some steps, or from a guidance scale on, see
-            :class:`tokenmerge.config.Rule`: ``[{"level": 2, "ratio": 0.25}, {"start": 0.4, "planner":
-            "tome"}, {"guidance": 5, "reuse.every": 1.5}]``. Later rules win. Merging less in late steps is
-            closer to the dense picture than merging less in early ones, and saves the same.
+        rules: settings that hold at a level or in some steps, see :class:`tokenmerge.config.Rule`:
+            ``[{"level": 2, "ratio": 0.25}, {"start": 0.4, "planner": "tome"}]``. Later rules win. Merging
+            less in late steps is closer to the dense picture than merging less in early ones, and saves the
+            same.
 
     Settings that depend on the denoising step need a pipeline, whose scheduler tells the step. In your own
     loop, call ``patch.at_step(i, steps)``. With such settings the blocks of a model can be compiled, but not
@@ -72,14 +72,6 @@ class ToMeConfig(MergeSettings):
                     raise ConfigError(f"rules[{place}]: {error}") from error
             raise
 
-    def at_guidance(self, scale: float | None) -> ToMeConfig:
-        """Return the settings at a scale of classifier-free guidance; None: unknown.
-
-        >>> ToMeConfig(ratio=0.4, rules=[{"guidance": 5, "ratio": 0.2}]).at_guidance(7.5)
-        ToMeConfig(ratio=0.2)
-        """
-        return _at_guidance(self, scale) if self.rules else self
-
     def at_step(self, index: int, steps: int) -> ToMeConfig:
         """Return the settings of all levels at step ``index`` of ``steps``.
 
@@ -90,20 +82,11 @@ class ToMeConfig(MergeSettings):
         return _at_step(self, index, steps) if self.rules else self
 
     def at_level(self, level: int) -> MergeSettings:
-        """Return the settings of a level by the rules that hold at all steps and all guidance scales."""
+        """Return the settings of a level by the rules that hold at all steps."""
         return _at_level(self, level)
 
-    @property
-    def scales(self) -> tuple[float, ...]:
-        """The scales of guidance from which on other settings hold, the weakest first."""
-        return tuple(sorted({rule.guidance for rule in self.rules if rule.guidance}))
-
-    def variants(self) -> tuple[ToMeConfig, ...]:
-        """Return the settings at each scale of guidance where they change, the weakest first."""
-        return (self.at_guidance(None), *map(self.at_guidance, self.scales))
-
     def stages(self) -> tuple[ToMeConfig, ...]:
-        """Return the settings of every kind of step, at weak guidance first, then from the first step on."""
+        """Return the settings of every kind of step, from the first step on."""
         return _stages(self)
 
     @property
@@ -112,23 +95,12 @@ class ToMeConfig(MergeSettings):
         return bool(self.over_steps)
 
     @property
-    def reuses_steps(self) -> bool:
-        """Whether any step may skip something."""
-        return any(own.reuse.on for own in self.variants())
-
-    @property
-    def given_reuse(self) -> str:
-        """The setting that turns step reuse on, for messages: ``"reuse.every=2"``."""
-        return next((own.reuse.given for own in self.variants() if own.reuse.on), self.reuse.given)
-
-    @property
     def over_steps(self) -> tuple[str, ...]:
         """The settings that depend on the denoising step, as they were given."""
         given = [f"rules[{place}]={rule}" for place, rule in enumerate(self.rules) if rule.of_steps]
         given += [f"plans.every={self.plans.every}"] * (self.plans.every > 1)
-        for own in self.variants():
-            given += [f"correction.every={own.correction.every}"] * own.correction.on
-            given += [own.reuse.given] * own.reuse.on
+        given += [f"correction.every={self.correction.every}"] * self.correction.on
+        given += [self.reuse.given] * self.reuse.on
         found = {"planner": self.guided_planner, "features": self.cached_features}
         given += [f"{name}={value!r}" for name, value in found.items() if value is not None]
         return tuple(dict.fromkeys(given))
@@ -205,11 +177,6 @@ def _with(config: ToMeConfig, changes: Mapping[str, Any], rules: Rules) -> ToMeC
     return unchecked(config, **fields, rules=rules)
 
 
-@functools.lru_cache(maxsize=256)
-def _at_guidance(config: ToMeConfig, scale: float | None) -> ToMeConfig:
-    return _with(config, *resolved(config.rules, lambda rule: rule.at_guidance(scale)))
-
-
 @functools.lru_cache(maxsize=1024)
 def _at_step(config: ToMeConfig, index: int, steps: int) -> ToMeConfig:
     return _with(config, *resolved(config.rules, lambda rule: rule.at_step(index, steps)))
@@ -223,27 +190,25 @@ def _at_level(config: ToMeConfig, level: int) -> MergeSettings:
 
 @functools.lru_cache(maxsize=256)
 def _stages(config: ToMeConfig) -> tuple[ToMeConfig, ...]:
-    found = []
-    for own in config.variants():
-        for done in sorted({0.0, *(share for rule in own.rules for share in (rule.start, rule.until))} - {1}):
-            found.append(_with(own, *resolved(own.rules, functools.partial(Rule.at_share, done=done))))
+    starts = {0.0, *(share for rule in config.rules for share in (rule.start, rule.until))} - {1}
+    found = (
+        _with(config, *resolved(config.rules, functools.partial(Rule.at_share, done=done)))
+        for done in sorted(starts)
+    )
     return tuple(dict.fromkeys(found))
 
 
 def _check_together(config: ToMeConfig) -> None:
-    """Check that settings fit together at every level, step and scale of guidance."""
+    """Check that settings fit together at every level and step."""
     levels = {rule.level or 0 for rule in config.rules} | {0}
-    for own in config.variants():
-        for part in PARTS:
-            getattr(own, part).__post_init__()
-        settings = [stage.at_level(level) for stage in own.stages() for level in sorted(levels)]
-        for one in settings:
-            check_together(one)
-        if own.correction.on and any(one.scope == "keys" for one in settings):
-            raise ConfigError(
-                f"correction.every={own.correction.every}: with scope='keys' every token has a residual of "
-                "its own, so there is nothing to correct; take another scope, or correction.every=0"
-            )
+    settings = [stage.at_level(level) for stage in config.stages() for level in sorted(levels)]
+    for one in settings:
+        check_together(one)
+    if config.correction.on and any(one.scope == "keys" for one in settings):
+        raise ConfigError(
+            f"correction.every={config.correction.every}: with scope='keys' every token has a residual of "
+            "its own, so there is nothing to correct; take another scope, or correction.every=0"
+        )
     if config.guided_planner is not None and not config.plans.guidance:
         raise ConfigError(
             f"plans.guidance: planner={config.guided_planner!r} compares the guided and the unguided result, "

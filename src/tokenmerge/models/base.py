@@ -22,7 +22,7 @@ KINDS = {
 
 
 def is_a(module: object, *names: str) -> bool:
-    """Whether the class of an object, or a base class, has one of these names.
+    """Return whether the class of an object, or a base class, has one of these names.
 
     It compares names, so that the libraries that define the classes need not be installed or imported.
 
@@ -33,7 +33,7 @@ def is_a(module: object, *names: str) -> bool:
 
 
 def modules_in(root: nn.Module) -> list[nn.Module]:
-    """The modules of ``root.modules()``, level by level.
+    """Return the modules of ``root.modules()``, level by level.
 
     PyTorch passes each module up through one generator for each level above it, which takes three times as
     long. Models are searched each time that settings change.
@@ -55,7 +55,7 @@ class Layer:
         kind: ``"attn1"`` self-attention or joint attention, ``"attn2"`` cross-attention, ``"ff"`` the MLP.
         name: attribute of the block that holds it.
         layout: layout of its call.
-        own_keys: for attention, whether keys and values come from the tokens that it is called with.
+        own_keys: whether the keys and values of attention come from the tokens that it is called with.
         keys: name of the argument that gives self-attention other tokens for keys and values; None: there is
             no such argument.
     """
@@ -103,7 +103,7 @@ class Block:
 
 
 def listed(root: Any, name: str, layers: tuple[Layer, ...], **facts: Any) -> tuple[Block, ...]:
-    """The blocks of one module list, all with the same layers; ``facts`` are fields of :class:`Block`."""
+    """Describe the blocks of one module list, all with the same layers and other fields of :class:`Block`."""
     blocks = enumerate(getattr(root, name))
     return tuple(Block(f"{name}.{i}", block, layers, **facts) for i, block in blocks)
 
@@ -112,41 +112,45 @@ def _all_of_it(root: Any, sample: Any) -> Any:
     return sample
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelCall:
-    """How a model is called: see :class:`Host` for all but ``parameters``, the names of all its arguments."""
-
-    sample: str
-    timestep: str | Callable[[Any, Mapping[str, Any]], Tensor]
-    parameters: tuple[str, ...]
-    grid: Callable[[Any, Mapping[str, Any], Grid], GridShape]
-    latents: Callable[[Any, Any], Any]
-    patch: int
-    references: References | None
-
-
-@dataclasses.dataclass(frozen=True)
-class Host:
-    """A denoiser or a ControlNet.
+    """The names and functions that describe a call of a model.
 
     Attributes:
-        root: the model.
-        blocks: its transformer blocks in the order in which they run.
         sample: name of the argument for the sample.
         timestep: name of the argument for the timestep. For a model without one, a function: (root, arguments
             of a call by name) → a number that differs between denoising steps.
         grid: (root, arguments of a call by name, grid of the last call) → (frames, rows, columns) of the
             finest token grid, that of the picture being made. Raises UnsupportedModelError for a call whose
             tokens have none.
-        sample_size: height and width of the sample that the model was made for; None if it does not say.
-        example: ``(height, width, batch)`` → arguments by name of a call with a sample of that size. Models
-            with ``references`` take their heights and widths as a fourth argument.
         references: (root, arguments of a call by name, grid of the last call) → the token grids of the
             reference pictures that follow the picture being made in the same sequence. None: the model takes
             none.
-        controlnet: whether it is a ControlNet. It may stay dense next to a denoiser that merges.
         latents: (root, sample) → the part of the sample that is the same for all prompts of guidance.
         patch: side of the square of latent positions that makes one token.
+        parameters: names of all arguments, in order.
+    """
+
+    sample: str
+    timestep: str | Callable[[Any, Mapping[str, Any]], Tensor]
+    grid: Callable[[Any, Mapping[str, Any], Grid], GridShape]
+    references: References | None = None
+    latents: Callable[[Any, Any], Any] = _all_of_it
+    patch: int = 1
+    parameters: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Host(ModelCall):
+    """A denoiser or a ControlNet.
+
+    Attributes:
+        root: the model.
+        blocks: its transformer blocks in the order in which they run.
+        sample_size: height and width of the sample that the model was made for; None if it does not say.
+        example: ``(height, width, batch)`` → arguments by name of a call with a sample of that size. Models
+            with ``references`` take their heights and widths as a fourth argument.
+        controlnet: whether it is a ControlNet. It may stay dense next to a denoiser that merges.
         frames: number of frames in the token grid that the model was made for; 1 for pictures.
         limits: what users should know before merging in this model, as text.
         deep_stages: paths of the UNet stages below the finest level, in the order in which they run. The
@@ -160,34 +164,21 @@ class Host:
 
     root: nn.Module
     blocks: tuple[Block, ...]
-    sample: str
-    timestep: str | Callable[[Any, Mapping[str, Any]], Tensor]
-    grid: Callable[[Any, Mapping[str, Any], Grid], GridShape]
     sample_size: tuple[int, int] | None
     example: Callable[..., dict[str, Any]]
     controlnet: bool = False
-    latents: Callable[[Any, Any], Any] = _all_of_it
-    patch: int = 1
     frames: int = 1
     limits: tuple[str, ...] = ()
     deep_stages: tuple[str, ...] = ()
     shallow_stages: tuple[str, ...] = ()
     on_cpu: tuple[str, ...] = ()
-    references: References | None = None
 
     @property
     def call(self) -> ModelCall:
-        """How the model is called."""
+        """The description of its call, without the model itself."""
+        facts = {field.name: getattr(self, field.name) for field in dataclasses.fields(ModelCall)}
         parameters = tuple(inspect.signature(type(self.root).forward).parameters)[1:]
-        return ModelCall(
-            self.sample,
-            self.timestep,
-            parameters,
-            self.grid,
-            self.latents,
-            self.patch,
-            self.references,
-        )
+        return ModelCall(**{**facts, "parameters": parameters})
 
     @property
     def can_skip(self) -> bool:

@@ -30,7 +30,7 @@ def basic_block(
     """Describe a block whose sub-layers are called ``attn1``, ``attn2`` and ``ff``.
 
     ``context`` is the name of the argument that gives its self-attention other keys and values. The other
-    arguments are as for a :class:`Block`.
+    arguments are fields of :class:`Block`.
     """
     # In blocks without text, such as every third one of AudioLDM 2, both attentions attend to the image. In
     # blocks with only_cross_attention, both attend to the text.

@@ -22,14 +22,14 @@ class HostCall(NamedTuple):
         return self.function(*self.args, **self.kwargs)
 
     def argument(self, name: str) -> Any:
-        """The value of argument ``name``, positional or by name; None if it is not passed."""
+        """Return the value of argument ``name``, positional or by name; None if it is not passed."""
         if name in self.kwargs:
             return self.kwargs[name]
         place = self._place(name)
         return self.args[place] if place < len(self.args) else None
 
     def has(self, wanted: Sequence[str]) -> bool:
-        """Whether one of the arguments ``wanted`` is passed, directly or inside a dictionary."""
+        """Return whether one of the arguments ``wanted`` is passed, directly or inside a dictionary."""
         if not wanted:
             return False
         within = [value for value in (*self.args, *self.kwargs.values()) if isinstance(value, dict)]
@@ -39,7 +39,7 @@ class HostCall(NamedTuple):
         )
 
     def replaced(self, name: str, value: Any) -> HostCall:
-        """The call with another value for argument ``name``."""
+        """Return the call with another value for argument ``name``."""
         place, args, kwargs = self._place(name), self.args, self.kwargs
         if place < len(args):
             args = (*args[:place], value, *args[place + 1 :])
@@ -49,5 +49,5 @@ class HostCall(NamedTuple):
         return HostCall(self.function, self.names, args, kwargs)
 
     def _place(self, name: str) -> int:
-        """Index of a parameter; past the last positional argument if there is no such parameter."""
+        """Return the index of a parameter; past the last positional argument if there is none."""
         return self.names.index(name) if name in self.names else len(self.args)

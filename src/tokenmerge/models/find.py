@@ -38,14 +38,14 @@ _MOST_NAMES, _LONGEST_NAME = 4, 60
 
 
 def knows(family: ModuleType, module: object) -> bool:
-    """Whether a family's file describes a model, by the names of its class and of its parts."""
+    """Return whether a family's file describes a model, by the names of its class and of its parts."""
     return is_a(module, *family.CLASSES) and all(
         hasattr(module, name) for name in getattr(family, "PARTS", ())
     )
 
 
 def find_hosts(model: object) -> tuple[Host, ...]:
-    """Every denoiser and ControlNet that a pipeline or a model is made of.
+    """Find every denoiser and ControlNet that a pipeline or a model is made of.
 
     Args:
         model: a diffusers pipeline, a diffusers model, a CompVis-style model, or any object with
@@ -69,7 +69,7 @@ def find_hosts(model: object) -> tuple[Host, ...]:
 
 
 def _no_host(model: object, modules: list[nn.Module]) -> str:
-    """Why nothing can merge in ``model``, and what to pass instead."""
+    """Say why nothing can merge in ``model``, and what to pass instead."""
     if isinstance(model, str | os.PathLike):
         name = str(model)[-_LONGEST_NAME:]
         return (
@@ -92,7 +92,7 @@ def _no_host(model: object, modules: list[nn.Module]) -> str:
 
 
 def parts(model: Any) -> Iterator[nn.Module]:
-    """The modules of a pipeline, unwrapped; a module itself is its only part.
+    """Yield the modules of a pipeline, unwrapped; a module itself is its only part.
 
     An object with ``model.diffusion_model``, module or not, is a CompVis-style model or a patcher of one.
     """
@@ -118,7 +118,7 @@ def parts(model: Any) -> Iterator[nn.Module]:
 
 
 def _within(denoiser: nn.Module) -> nn.Module:
-    """The first module in a denoiser that some family knows, since wrappers hold it; else the denoiser."""
+    """Return the first module in a denoiser that some family knows, since wrappers hold it; or itself."""
     for module in denoiser.modules():
         _wrapped(module)  # raises for wrappers in which tokens cannot be merged
         if any(knows(family, module) for family in FAMILIES):
@@ -127,7 +127,7 @@ def _within(denoiser: nn.Module) -> nn.Module:
 
 
 def _wrapped(model: Any) -> Any:
-    """The model inside a wrapper; None if ``model`` is no wrapper."""
+    """Return the model inside a wrapper; None if ``model`` is no wrapper."""
     if is_a(model, "OptimizedModule"):
         return model._orig_mod
     if is_a(model, "DataParallel"):

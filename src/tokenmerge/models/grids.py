@@ -15,7 +15,7 @@ from tokenmerge.models.layout import Grid
 
 
 def patch_of(config: Any) -> tuple[int, int, int]:
-    """Frames, rows and columns of latent positions that make one token of a transformer.
+    """Return the frames, rows and columns of latent positions that make one token of a transformer.
 
     Its config gives them as ``patch_size`` (frames, rows, columns) or (rows, columns), or as the side
     ``patch_size`` of a square, with ``patch_size_t`` frames if that is set.
@@ -28,14 +28,14 @@ def patch_of(config: Any) -> tuple[int, int, int]:
 
 
 def picture_grid(root: Any, arguments: Mapping[str, Any], last: Grid) -> GridShape:
-    """The token grid of pictures, from the last two axes of ``hidden_states``: height and width."""
+    """Return the token grid of pictures, from the last two axes of ``hidden_states``: height and width."""
     height, width = arguments["hidden_states"].shape[-2:]
     _, rows, columns = patch_of(root.config)
     return 1, height // rows, width // columns
 
 
 def video_grid(root: Any, arguments: Mapping[str, Any], last: Grid) -> GridShape:
-    """The token grid of videos ``hidden_states`` ``[b, c, f, h, w]``."""
+    """Return the token grid of videos ``hidden_states`` ``[b, c, f, h, w]``."""
     sides = zip(arguments["hidden_states"].shape[2:], patch_of(root.config), strict=True)
     frames, rows, columns = (side // length for side, length in sides)
     return frames, rows, columns
@@ -45,7 +45,7 @@ _known: Any = WeakTensorKeyDictionary()
 
 
 def grid_of_ids(root: Any, arguments: Mapping[str, Any], last: Grid) -> GridShape:
-    """The token grid of the picture being made, which the argument ``img_ids`` describes.
+    """Return the token grid of the picture being made, which the argument ``img_ids`` describes.
 
     ``img_ids`` are ``[n, d]`` or ``[b, n, d]``: for each of the n tokens of ``hidden_states`` the number of
     its picture, its row, its column, and further columns that depend on the model. The picture being made is
@@ -60,7 +60,7 @@ def grid_of_ids(root: Any, arguments: Mapping[str, Any], last: Grid) -> GridShap
 
 
 def references_of_ids(root: Any, arguments: Mapping[str, Any], last: Grid) -> tuple[GridShape, ...]:
-    """The token grids of the reference pictures: see :func:`grid_of_ids`."""
+    """Return the token grids of the reference pictures: see :func:`grid_of_ids`."""
     return _grids_of_ids(arguments, last)[1:]
 
 
@@ -94,7 +94,7 @@ def _grids_of_ids(arguments: Mapping[str, Any], last: Grid) -> tuple[GridShape, 
 def grid_of_coordinates(coordinates: Tensor) -> GridShape:
     """Return the token grid of a video from the times, rows and columns of its tokens, ``[b, 3, n]``.
 
-    Frames that were given for later times may stand before those of the video, which begin with time 0.
+    Frames that were given for later times may stand before those of the video, which start with time 0.
 
     Raises:
         UnsupportedModelError: the tokens are not those of frames of one size, row by row.
@@ -130,7 +130,7 @@ def _tokens_in(pictures: Sequence[GridShape]) -> int:
 
 
 def _read(ids: Tensor) -> tuple[GridShape, ...]:
-    """The grids of the pictures whose positions follow one another; empty if the ids are no such positions.
+    """Return the grids of the pictures whose positions follow one another; empty if the ids are others.
 
     A picture ends where the number of the picture changes, or where its first row and column come again.
     """

@@ -60,8 +60,8 @@ class TokenArgument:
         axes: the axes of the tokens. An axis of length 1, which the host broadcasts, is left alone.
         batched: whether the first axis is the batch (length 1: the same entries for all images). If it is
             not, all images of a batch must share one plan.
-        element: for a tuple, the index of the element with an entry for each token, and for a dictionary its
-            key; None: all elements.
+        element: index of the element of a tuple, or key of the value of a dictionary, that has the entries;
+            None: all elements.
         ndim: the argument has such entries only if it has this number of axes; None: any number.
         broadcasts_to: the number of axes that the host broadcasts it to. Missing axes are added in front, and
             ``axes`` count with them. None: no axes are missing.
@@ -80,7 +80,7 @@ class Layout:
     """Layout of the call of a block or a layer that takes tokens ``[b, n, c]``.
 
     Attributes:
-        tokens: name of the argument with the tokens; None: the first argument, as for every layer.
+        tokens: name of the argument with the tokens; None: the first argument, as in every layer.
         text: where text tokens stand if they share a sequence with the image, in the tokens or in a token
             argument. Text never merges.
         padding: name of a mask ``[b, text + n]`` that is true before the padding. It is for blocks whose
@@ -105,11 +105,11 @@ class Layout:
         return all(argument.batched for argument in self.token_arguments)
 
     def tokens_of(self, call: HostCall) -> Tensor:
-        """The tokens of a call."""
+        """Return the tokens of a call."""
         return call.argument(self.tokens or call.names[0])
 
     def image(self, x: Tensor, n: int, start: Tensor | None = None) -> Tensor:
-        """The n image tokens of a sequence; ``start`` ``[b]``: first index, if it differs by image."""
+        """Return the n image tokens of a sequence; ``start`` ``[b]``: first index, if it differs by image."""
         if start is not None:
             places = start.unsqueeze(1) + torch.arange(n, device=x.device)
             return x.take_along_dim(places.unsqueeze(-1), dim=1)

@@ -26,7 +26,7 @@ class Part:
     group: Any
 
     def total(self, tensor: Tensor) -> Tensor:
-        """The sum of a tensor over the processes; each has to call this."""
+        """Return the sum of a tensor over the processes; each has to call this."""
         import torch.distributed
 
         total = tensor.clone()
@@ -35,7 +35,7 @@ class Part:
 
 
 def part_of(root: nn.Module) -> Part | None:
-    """The part of the tokens of the blocks that this process has; None: all of them.
+    """Return the part of the tokens of the blocks that this process has; None: all of them.
 
     Tensor parallelism splits weights and leaves all tokens to each process.
 
@@ -58,7 +58,7 @@ def part_of(root: nn.Module) -> Part | None:
 
 
 def splits_tokens(module: nn.Module) -> bool:
-    """Whether a hook of diffusers at this module gives it a part of the tokens that it is called with."""
+    """Return whether a hook of diffusers at this module gives it a part of its tokens."""
     hooks = getattr(module.__dict__.get("_diffusers_hook"), "hooks", {})
     return any(
         is_a(hook, "ContextParallelSplitHook") and "hidden_states" in hook.metadata for hook in hooks.values()

@@ -1,17 +1,18 @@
-"""A model's device, dtype and width of attention, on which the time of merging depends."""
+"""The device, dtype and width of a model, and inputs of zeros that fit them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tokenmerge.models.base import Block
 
 
 def device_of(pipe_or_model: object, model: nn.Module) -> torch.device:
-    """The device that a model runs on. The weights of an offloaded model are elsewhere."""
+    """Return the device that a model runs on. The weights of an offloaded model are elsewhere."""
     device = getattr(pipe_or_model, "_execution_device", None) or next(model.parameters()).device
     if torch.device(device).type != "meta":
         return torch.device(device)
@@ -20,16 +21,49 @@ def device_of(pipe_or_model: object, model: nn.Module) -> torch.device:
 
 
 def dtype_of(model: nn.Module) -> torch.dtype:
-    """The dtype that a model computes in. float8 weights are only stored as such."""
+    """Return the dtype that a model computes in. float8 weights are only stored as such."""
     dtypes = (weight.dtype for weight in model.parameters())
     return next((dtype for dtype in dtypes if dtype.is_floating_point and dtype.itemsize > 1), torch.bfloat16)
 
 
 def narrowest_attention(blocks: Sequence[Block]) -> tuple[int, ...]:
-    """Channels and heads of the narrowest attention, where merging saves least; empty if unknown."""
+    """Return channels and heads of the narrowest attention, where merging saves least; empty if unknown."""
     found = []
     for layer in (getattr(block.module, layer.name) for block in blocks for layer in block.layers):
         projection, heads = getattr(layer, "to_q", None), getattr(layer, "heads", None)
         if isinstance(projection, nn.Linear) and isinstance(heads, int):
             found.append((projection.out_features, heads))
     return min(found, default=())
+
+
+def blank(root: Any, batch: int) -> Callable[..., Tensor]:
+    """Return a function that makes zeros ``[batch, *shape]`` on the device and in the dtype of a model."""
+    first = next(root.parameters())
+    # Models of diffusers keep some weights in float32, for example the first of Wan.
+    dtype = getattr(root, "dtype", first.dtype)
+    return lambda *shape: torch.zeros(batch, *shape, device=first.device, dtype=dtype)
+
+
+def full_mask(root: Any, batch: int, tokens: int) -> Tensor:
+    """Return a mask ``[batch, tokens]`` of ones with values: models read the length of a text from it."""
+    return torch.ones(batch, tokens, device=device_of_values(root), dtype=torch.bool)
+
+
+def device_of_values(root: Any) -> torch.device:
+    """Return the device for inputs whose values a model reads: the CPU for weights on the meta device."""
+    device = next(root.parameters()).device
+    return torch.device("cpu") if device.type == "meta" else device
+
+
+def example_of(
+    root: Any, example: Callable[..., dict[str, Any]], timestep: str = "timestep"
+) -> Callable[..., dict[str, Any]]:
+    """Add the timestep, and the guidance scale of a model that takes one, to the ``example`` of a call."""
+
+    def arguments(height: int, width: int, batch: int, *references: Any) -> dict[str, Any]:
+        given = {timestep: torch.full_like(blank(root, batch)(), 500)}
+        if getattr(root.config, "guidance_embeds", False):
+            given["guidance"] = torch.full_like(given[timestep], 3.5)
+        return {**given, **example(root, height, width, batch, *references)}
+
+    return arguments

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -12,6 +11,7 @@ from tokenmerge.errors import UnsupportedModelError
 from tokenmerge.models.base import Block, GridShape, Host, is_a
 from tokenmerge.models.basic_block import basic_block
 from tokenmerge.models.layout import Grid
+from tokenmerge.models.placement import example_of
 
 # The lists of modules in a layer of a stage, in the order in which they run.
 _IN_LAYERS = ("resnets", "temp_convs", "attentions", "temp_attentions", "motion_modules")
@@ -25,7 +25,7 @@ def describe_stages(
 ) -> Host:
     """Find the blocks of a model with ``down_blocks``, ``mid_block`` and, if it has them, ``up_blocks``.
 
-    The last axes of its sample are height and width. ``example`` is as for
+    The last axes of its sample are height and width. ``example`` is that of
     :func:`tokenmerge.models.transformer.transformer_host`.
 
     Raises:
@@ -44,14 +44,14 @@ def describe_stages(
         latents=_latents,
         sample_size=_sample_size(root),
         controlnet=controlnet,
-        example=partial(example, root),
+        example=example_of(root, example),
         deep_stages=_deep_stages(root),
         shallow_stages=_shallow_stages(root),
     )
 
 
 def _stages(root: Any) -> Iterator[tuple[str, Any, int]]:
-    """Path, module and resolution level of each stage, in the order in which they run."""
+    """Yield path, module and resolution level of each stage, in the order in which they run."""
     level = 1
     for i, stage in enumerate(root.down_blocks):
         yield f"down_blocks.{i}", stage, level
@@ -66,7 +66,7 @@ def _stages(root: Any) -> Iterator[tuple[str, Any, int]]:
 
 
 def _deep_stages(root: Any) -> tuple[str, ...]:
-    """Paths of the stages between the first one on the way down and the last one on the way up."""
+    """Return the paths of the stages between the first one on the way down and the last one on the way up."""
     down, up = len(root.down_blocks), len(getattr(root, "up_blocks", ()))
     if up < 2 or root.mid_block is None:  # such as a ControlNet, which returns the result of every level
         return ()
@@ -75,7 +75,7 @@ def _deep_stages(root: Any) -> tuple[str, ...]:
 
 
 def _shallow_stages(root: Any) -> tuple[str, ...]:
-    """Paths of the modules at the finest level that run before the last layer of the up path.
+    """Return the paths of the modules at the finest level that run before the last layer of the up path.
 
     That layer reads the result of the layer before it and that of the first convolution, which is no stage.
     """
@@ -111,7 +111,7 @@ def _blocks(stage: Any, prefix: str, level: int) -> Iterator[Block]:
 
 
 def _transformers(module: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """Path and module of each transformer in a module; none lies within another."""
+    """Yield path and module of each transformer in a module; none lies within another."""
     for name, child in module._modules.items():
         if child is None or not child._modules:
             continue

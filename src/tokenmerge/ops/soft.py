@@ -57,7 +57,7 @@ def tile(grid: Sequence[int], smallest: Sequence[int], device: torch.device | st
 
 
 class SoftPlan(NamedTuple):
-    """How n tokens are shared out over m = n − r merged tokens, for each of b images.
+    """A plan that shares n tokens out over m = n − r merged tokens, for each of b images.
 
     There are t tiles. Each has p places for tokens and k slots for merged tokens; unused ones are padding.
     As in :class:`tokenmerge.ops.IndexPlan`, indices are rows over all images.
@@ -112,7 +112,7 @@ class SoftPlan(NamedTuple):
         return self.shares.flatten(0, 1).to(dtype)
 
     def joined(self, parts: int) -> SoftPlan:
-        """Return the plan for b / ``parts`` images, each of which joins several, such as video frames."""
+        """Return the plan for b / ``parts`` images, each of which joins ``parts`` images."""
         b = len(self.keep) // parts
         return SoftPlan(*[field.reshape(b, -1, *field.shape[2:]) for field in self])
 

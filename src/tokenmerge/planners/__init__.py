@@ -13,11 +13,8 @@ token grid: a frame, or a whole video if cells reach over time.
 
 A planner with the line ``GUIDED = True`` gets one more argument, ``importance`` ``[b, n]``: how much guidance
 changed each token in the last step. Other properties of a planner are lines in its file too, such as
-``OWN_NUMBER = True``: see :mod:`tokenmerge.config.planner_names`. Files without such a function hold no
-planner: ``calibration`` times merging, and files with an underscore hold what planners share. ``_grid`` turns
-each planner into one for whole grids, and plans sequences of pictures with it.
-
-May import ``ops``, ``config`` and ``errors``; knows nothing of models.
+``OWN_NUMBER = True``: see :mod:`tokenmerge.config.planner_names`. ``_grid`` turns each planner into one for
+whole grids, and plans sequences of pictures with it.
 """
 
 from __future__ import annotations

@@ -121,8 +121,8 @@ def plan_pictures(
     Args:
         planner: a planner of whole grids.
         features: ``[b, n, c]``, of the n tokens in all grids.
-        pictures: in the order of the sequence. At least one loses tokens.
-        step: as for the planner.
+        pictures: the pictures of the sequence in order. At least one loses tokens.
+        step: the argument of the planner.
         importance: ``[b, n]`` importance, for planners that look at it.
     """
     if len(pictures) == 1:

@@ -30,6 +30,7 @@ def sequence_of_part(pictures: Sequence[Picture], index: int, parts: int) -> Tok
     devices must continue with the same number of tokens, so every part loses as many as the part that can
     lose the fewest. ``min_tokens`` is compared with whole pictures.
 
+    >>> from tokenmerge.config import MergeSettings
     >>> sequence = sequence_of_part([Picture((1, 4, 8), MergeSettings(ratio=0.5), 16)], 1, 2)
     >>> [(grid, r) for grid, _, r in sequence.pictures]
     [((1, 2, 8), 8)]

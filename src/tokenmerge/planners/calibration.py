@@ -24,14 +24,12 @@ _BATCH, _ROUNDS = 2, 5
 
 
 def fewest_tokens(device: torch.device, dtype: torch.dtype, channels: int = 640, heads: int = 8) -> int:
-    """Smallest number of tokens for which self-attention is faster with half of the tokens merged.
+    """Return the fewest tokens for which self-attention is faster with half of the tokens merged.
 
     It is measured with the settings of ``auto``, once for each device, dtype, width, version of torch and
     number of threads. This takes at most a second or two. The result is stored in :func:`cache_file`; delete
-    that file to measure again. If merging was faster on none of the grids, as may happen on a busy machine,
-    nothing is stored, and the next call measures again.
-
-    ``channels`` and ``heads`` are those of the model's tokens and attention.
+    that file to measure again. If merging was faster on none of the grids, nothing is stored, and the next
+    call measures again. ``channels`` and ``heads`` are those of the model's tokens and attention.
     """
     key = f"{_key(device, dtype)}, {heads} × {channels // heads} channels, proportional, corrected, or none"
     file = cache_file()
@@ -45,7 +43,7 @@ def fewest_tokens(device: torch.device, dtype: torch.dtype, channels: int = 640,
 
 
 def cache_file() -> Path:
-    """The file with the measurements: ``tokenmerge/fewest_tokens.json`` in the user's cache folder."""
+    """Return the path of the measurements: ``tokenmerge/fewest_tokens.json`` in the user's cache folder."""
     root = os.environ.get("XDG_CACHE_HOME") or os.environ.get("LOCALAPPDATA")
     try:
         folder = Path(root) if root else Path.home() / ".cache"
@@ -58,15 +56,11 @@ def cache_file() -> Path:
 def measure_fewest_tokens(
     device: torch.device, dtype: torch.dtype, channels: int = 640, heads: int = 8
 ) -> int:
-    """Time self-attention dense and merged on growing token grids.
+    """Return the number of tokens of the first grid on which merged self-attention is faster than dense.
 
-    The merged time includes what ``auto`` adds: planning, proportional attention and the correction.
-
-    The arguments are those of :func:`fewest_tokens`.
-
-    Returns:
-        The number of tokens of the first grid on which merging is faster. If there is none, that of a grid
-        twice as wide as the last, because the cost of attention grows with the square of the tokens.
+    The merged time includes what ``auto`` adds: planning, proportional attention and the correction. If there
+    is no such grid, the number is that of a grid twice as wide as the last, because the cost of attention
+    grows with the square of the tokens.
     """
     generator = torch.Generator().manual_seed(0)
 
@@ -96,7 +90,7 @@ def measure_fewest_tokens(
 
 
 def _self_attention(weights: Tensor, heads: int) -> Callable[..., Tensor]:
-    """Self-attention with weights ``[4 * channels, channels]``: queries, keys, values, output projection."""
+    """Make self-attention with weights ``[4 * channels, channels]``: queries, keys, values, output."""
     channels = weights.shape[1]
     project, out = weights.split((3 * channels, channels))
 
@@ -109,7 +103,7 @@ def _self_attention(weights: Tensor, heads: int) -> Callable[..., Tensor]:
 
 
 def _seconds(function: Callable[[], Tensor], device: torch.device) -> float:
-    """Shortest time of several calls, after one for warm-up; the shortest has the least noise."""
+    """Return the shortest time of several calls after one for warm-up; it has the least noise."""
     times = []
     for _ in range(_ROUNDS + 1):
         start = time.perf_counter()
@@ -127,7 +121,7 @@ def _key(device: torch.device, dtype: torch.dtype) -> str:
 
 
 def _read(file: Path) -> dict[str, int]:
-    """The numbers of tokens in a cache file; entries that are no positive integers are left out."""
+    """Read the numbers of tokens in a cache file, without entries that are no positive integers."""
     try:
         known = dict(json.loads(file.read_text(encoding="utf-8")))
     except (OSError, TypeError, ValueError, RecursionError):

@@ -23,11 +23,8 @@ def plan_importance(
 
     The pool holds the 1.4 · (n − r) most important tokens. A seeded draw takes from it as many destinations
     as the grid has cells; with ``settings.seed=None``, the most important tokens are the destinations.
-    All other tokens are sources, and those outside the pool merge before those in it. In unimportant regions
-    there may be no destination nearby, so that tokens merge over long distances.
-
-    ``importance`` ``[b, n]`` is how much guidance changed each token in the last step, such as |ε_cond −
-    ε_uncond|. Only its order counts. The cells of the grid set the number of destinations, not their places.
+    All other tokens are sources, and those outside the pool merge before those in it. Of ``importance``
+    ``[b, n]``, which says how much guidance changed each token in the last step, only the order counts.
     """
     n, d = features.shape[1], num_destinations(grid, cell_of(grid, settings))
     pool = importance.topk(min(n, max(d, int(_POOL * (n - r)))), dim=1).indices

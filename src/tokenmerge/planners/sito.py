@@ -24,7 +24,7 @@ _NOISE = 0.1
 
 
 def similarity_scores(features: Tensor) -> Tensor:
-    """Sum of each token's cosine similarity to all tokens, its own included: ``[b, n, c]`` → ``[b, n]``.
+    """Sum each token's cosine similarity to all tokens, its own included: ``[b, n, c]`` → ``[b, n]``.
 
     The cost is linear in n: each normalised token is multiplied by the sum of all of them.
     """
@@ -38,11 +38,8 @@ def plan_sito(features: Tensor, grid: Sequence[int], r: int, settings: MergeSett
 
     The base token of a cell is the one most similar to all tokens. A little noise makes the choice differ
     between steps; ``settings.seed=None`` switches it off. Each pruned token goes to the most similar token
-    that stays, base token or not. The paper drops pruned tokens and copies the results of those that stay:
-    ``combine="keep"``.
-
-    Planning takes more time than ``tome``, because pruned tokens are matched a second time. Each image has
-    its own base tokens.
+    that stays, base token or not, which takes a second matching. The paper drops pruned tokens and copies the
+    results of those that stay: ``combine="keep"``.
     """
     scores = similarity_scores(features)
     if settings.seed is not None:

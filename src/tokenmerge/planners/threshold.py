@@ -17,12 +17,10 @@ def plan_threshold(
 ) -> Plan:
     """Plan as ``tome``, but drop merged tokens whose similarity is below ``settings.threshold``.
 
-    The paper merges exactly the tokens whose similarity to their destination reaches the threshold. Shapes
-    then depend on the picture, and every block waits for the device. Here r tokens are removed from every
-    picture. Those at or above the threshold merge into their destination. Those below it are dropped: they
-    change neither the mean nor the size of their destination, and they receive its result. Where all r pairs
-    reach the threshold, the plan is that of ``tome``; where none does, destinations keep their values. If
-    most tokens are below the threshold, a lower ratio fits the picture better.
+    The paper merges exactly the tokens whose similarity to their destination reaches the threshold, so shapes
+    depend on the picture. Here r tokens are removed from every picture. Those at or above the threshold merge
+    into their destination. Those below it are dropped: they change neither the mean nor the size of their
+    destination, and they receive its result.
     """
     src, dst = partition(grid, settings, step, features.device)
     similarity, nearest = most_similar(features, src, dst)

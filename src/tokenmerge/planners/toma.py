@@ -24,8 +24,7 @@ def facility_location(similarity: Tensor, real: Tensor, count: int) -> Tensor:
     """Choose the set D of places that best represents all: maximise f(D) = Σ_i max_{j ∈ D} S_ij.
 
     The choice is greedy, which reaches at least 1 − 1/e of the largest f. It takes the first of the places
-    that are equal within rounding.
-    All leading dimensions run at once; the number of kernels grows with ``count``.
+    that are equal within rounding. The number of kernels grows with ``count``.
 
     Args:
         similarity: ``[..., p, p]``: S, symmetric, −1 … 1; 0 in padding.
@@ -56,11 +55,8 @@ def plan_toma(features: Tensor, grid: Sequence[int], r: int, settings: MergeSett
     Both are products of small dense matrices, which suit a GPU. Nothing is random.
 
     Planning time is linear in n, but destinations are chosen one after the other with many small kernels. So
-    plans are worth keeping for several steps (the paper keeps them for 5 to 10).
-
-    A tile has ``sy`` × ``sx`` tokens; where these do not divide the grid, tiles are a little larger. A larger
-    tile offers more destinations to choose from, and planning time grows in proportion to its tokens.
-    Features are compared in float32 at least.
+    plans are worth keeping for several steps. A tile has ``sy`` × ``sx`` tokens; where these do not divide
+    the grid, tiles are a little larger.
     """
     n = features.shape[1]
     tiles = tile(grid, cell_of(grid, settings), features.device)

@@ -16,14 +16,9 @@ OWN_NUMBER = True
 
 
 def uniformity(features: Tensor, windows: Tensor) -> Tensor:
-    """Mean cosine similarity of all pairs of tokens in each window; the cost is linear in the tokens.
+    """Return the mean cosine similarity of all pairs of tokens in each window: ``[b, n, c]`` → ``[b, d]``.
 
-    Args:
-        features: ``[b, n, c]``.
-        windows: ``[k, d]`` indices of the k ≥ 2 tokens of each of d windows.
-
-    Returns:
-        ``[b, d]``, −1/(k − 1) … 1.
+    ``windows`` are ``[k, d]`` indices of the k ≥ 2 tokens of each of d windows. The cost is linear in n.
     """
     k = len(windows)
     exact = features.to(torch.promote_types(features.dtype, torch.float32))
@@ -39,7 +34,6 @@ def plan_windows(
 ) -> Plan:
     """Merge the most uniform windows of ``sy`` × ``sx`` tokens into one token each; leave the others whole.
 
-    Tokens are compared within their window only, which makes it the cheapest planner that looks at tokens.
     Windows with detail stay intact as long as enough uniform ones merge. SDTM switches to ``tome`` for the
     later steps, which draw the detail.
 

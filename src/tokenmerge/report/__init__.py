@@ -1,15 +1,21 @@
 """What merging does at one size and number of steps: tokens, operations and cache, counted before a run.
 
 Also what each step of a run did. May import ``runtime`` and everything below it. No model is timed here;
-``slower`` uses the timings that ``planners.calibration`` makes once for each device.
+``slower_than_dense`` uses the timings that ``planners.calibration`` makes once for each device.
 """
 
 from tokenmerge.report.cache_limit import Change, bytes_of, change_within
-from tokenmerge.report.checks import check_merging, merges_tokens
-from tokenmerge.report.flops import counting
-from tokenmerge.report.prediction import Report, Row, counted_speedup, predict, saved
+from tokenmerge.report.prediction import (
+    Report,
+    Row,
+    check_merging,
+    counted_speedup,
+    merges_tokens,
+    predict,
+    saved,
+    slower_than_dense,
+)
 from tokenmerge.report.run_steps import RunSteps
-from tokenmerge.report.slower import slower_than_dense
 from tokenmerge.report.summary import Conditions, summary, title
 from tokenmerge.report.text_table import Tabled, TextTable
 
@@ -25,7 +31,6 @@ __all__ = [
     "change_within",
     "check_merging",
     "counted_speedup",
-    "counting",
     "merges_tokens",
     "predict",
     "saved",

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
 import functools
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from itertools import chain
 from typing import Any
 
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
-from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
+from torch.utils.flop_counter import FlopCounterMode
 
 from tokenmerge.models.base import is_a
 from tokenmerge.runtime.patching.patch import restore
@@ -26,7 +25,7 @@ _WRAPPERS = ("forward", "_old_forward", "_hf_hook", "_diffusers_hook", "_compile
 
 
 def weightless(root: nn.Module, on_cpu: Collection[str] = ()) -> nn.Module:
-    """An unpatched copy of a model on the meta device: its parameters and buffers have no values.
+    """Make an unpatched copy of a model on the meta device: its parameters and buffers have no values.
 
     The parameters named in ``on_cpu`` become zeros on the CPU instead. The copy of a model that splits tokens
     between devices runs on all of them.
@@ -59,10 +58,9 @@ def weightless(root: nn.Module, on_cpu: Collection[str] = ()) -> nn.Module:
 
 
 def _plain_processor(attention: nn.Module) -> dict[int, Any]:
-    """What takes the place of an attention processor that may keep what it sees, by the processor's id.
+    """Return the default processor of an attention, by the id of one that may keep what it sees.
 
-    Counting must not call such a processor, whose state a copy may share. It is the one that diffusers gives
-    the class of the attention.
+    Counting must not call such a processor, whose state a copy may share.
     """
     processor = getattr(attention, "processor", None)
     if processor is None or not is_watching(processor):
@@ -83,58 +81,6 @@ def count_flops(root: nn.Module, arguments: dict[str, Any]) -> dict[str, int]:
     with _ShapesAlone(), FlopCounterMode(display=False) as counter:
         root(**arguments)
     return {path: sum(counts.values()) for path, counts in counter.get_flop_counts().items()}
-
-
-def _attention_flops(
-    query: torch.Size, key: torch.Size, value: torch.Size, *args: Any, out_shape: Any = None, **kwargs: Any
-) -> int:
-    count: int = sdpa_flop_count(query, key, value)
-    return count
-
-
-# PyTorch 2.13 counts fused attention on every device but a CPU.
-_ON_A_CPU = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops}
-
-
-class Counted:
-    """The operations that a model ran.
-
-    Attributes:
-        flops: operations of all its calls within :func:`counting` so far.
-        calls: number of these calls.
-    """
-
-    flops: int = 0
-    calls: int = 0
-
-
-@contextlib.contextmanager
-def counting(root: nn.Module) -> Iterator[Counted]:
-    """Count the FLOPs of all calls of a model within the context, on its real inputs.
-
-    Use it for a model that decides at run time what to skip, for example by a block cache. Other modules,
-    such as a text encoder, are not counted. Neither are operations in the graphs of a compiled model.
-
-    >>> with counting(nn.Linear(2, 3)) as counted:
-    ...     pass
-    >>> counted.flops
-    0
-    """
-    counted = Counted()
-
-    def begin(*_: Any) -> None:
-        counted.calls += 1
-        counted.flops -= counter.get_total_flops()
-
-    def end(*_: Any) -> None:
-        counted.flops += counter.get_total_flops()
-
-    # The counter's module names are no help: a cache that contains the model changes them.
-    with contextlib.ExitStack() as in_force:
-        counter = in_force.enter_context(FlopCounterMode(display=False, custom_mapping=_ON_A_CPU))
-        in_force.callback(root.register_forward_pre_hook(begin).remove)
-        in_force.callback(root.register_forward_hook(end).remove)
-        yield counted
 
 
 class _ShapesAlone(TorchDispatchMode):
@@ -168,7 +114,7 @@ class _Described:
 
 @functools.cache
 def _aliases(func: Any) -> bool:
-    """Whether an operation changes an argument, or its result may be a view of one."""
+    """Return whether an operation changes an argument, or its result may be a view of one."""
     schema = func._schema
     return any(one.alias_info is not None for one in (*schema.arguments, *schema.returns))
 
@@ -181,7 +127,7 @@ def _described(leaf: Any) -> Any:
 
 
 def _made(described: Any) -> Any:
-    """A result with new tensors in place of the described ones."""
+    """Make a result with new tensors in place of the described ones."""
     if isinstance(described, _Described):
         shape, stride, dtype = described.shape, described.stride, described.dtype
         return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
@@ -190,7 +136,7 @@ def _made(described: Any) -> Any:
 
 @functools.lru_cache(maxsize=10_000)
 def _result(func: Any, leaves: tuple[Any, ...], tree: Any) -> Any:
-    """What an operation returns, with tensors described."""
+    """Run an operation, and return its result with tensors described."""
     arguments = [_made(leaf) if isinstance(leaf, _Described) else leaf[1] for leaf in leaves]
     args, kwargs = tree_unflatten(arguments, tree)
     return tree_map_only(Tensor, _described, func(*args, **kwargs))

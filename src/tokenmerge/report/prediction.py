@@ -1,11 +1,11 @@
-"""What merging does to a model at one size: tokens and FLOPs of each block, counted, not estimated."""
+"""Counts the tokens and FLOPs of each block at one size, dense and merged, by running a copy."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain, groupby
 from typing import Any
@@ -17,11 +17,20 @@ from tokenmerge.config.checks import integer, optional
 from tokenmerge.errors import ConfigError, TokenMergingError, reason_of, shown
 from tokenmerge.models.base import KINDS, Block, Host
 from tokenmerge.models.find import find_hosts
+from tokenmerge.planners.calibration import SIDES
 from tokenmerge.report.flops import count_flops, weightless
 from tokenmerge.report.steps import kept_bytes, mean_flops, merging_most, notes_on_steps
 from tokenmerge.report.text_table import Tabled, TextTable
+from tokenmerge.runtime.blocks.planning import merges_tokens as merges_in
 from tokenmerge.runtime.memory.state import Kept
-from tokenmerge.runtime.patching.patch import hosts_that_merge, new_state, patch_host, restore
+from tokenmerge.runtime.patching.patch import (
+    check_host,
+    hosts_that_merge,
+    new_state,
+    patch_host,
+    restore,
+    stages_of,
+)
 from tokenmerge.runtime.patching.select import layers_to_merge, merges
 from tokenmerge.runtime.steps.pipeline import Pipeline
 
@@ -41,7 +50,7 @@ class Row:
         flops_dense: floating-point operations of the block without merging.
         flops_merged: floating-point operations with merging, including the matching.
         blocks: number of blocks in this row. FLOPs are their sum.
-        references: as ``grid``, for each reference picture in the sequence.
+        references: ``grid`` of each reference picture in the sequence.
     """
 
     model: str
@@ -57,13 +66,13 @@ class Row:
     references: tuple[tuple[int, ...], ...] = ()
 
     def grids(self, times: str = " × ") -> str:
-        """The grids as text, with the sign between their sides."""
+        """Return the grids as text, with the sign between their sides."""
         return " + ".join(times.join(map(str, grid)) for grid in (self.grid, *self.references))
 
 
 @dataclasses.dataclass(frozen=True)
 class Report(Tabled):
-    """What merging does to one call of a model.
+    """The operations of one call of a model, dense and merged.
 
     FLOPs are those of matrix products, convolutions and attention. A multiply-add counts as two. The time
     saved also depends on the machine.
@@ -96,7 +105,7 @@ class Report(Tabled):
     flops_mean: int | None = None
 
     def joined_rows(self) -> Iterator[Row]:
-        """The rows, with equal consecutive blocks of one list in one row, as ``….transformer_blocks.0-9``."""
+        """Yield the rows, with equal consecutive blocks of one list in one row, such as ``….blocks.0-9``."""
 
         def what(row: Row) -> tuple:
             numbers = dataclasses.replace(row, path="")
@@ -114,7 +123,7 @@ class Report(Tabled):
             )
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as plain values, for records."""
+        """Return the report as plain values, for records."""
         return dataclasses.asdict(self)
 
     def _table(self) -> TextTable:
@@ -165,7 +174,7 @@ def predict(
     The model itself is neither called nor changed. It may be patched, or on the meta device.
 
     Args:
-        pipe_or_model: as for :func:`tokenmerge.apply_token_merging`.
+        pipe_or_model: what :func:`tokenmerge.apply_token_merging` takes.
         config: what to merge and how much.
         height: height of the sample (for latent diffusion, of the latents), ≥ 1. None: the model's default
             height and width.
@@ -175,7 +184,7 @@ def predict(
             steps. Counting takes up to half a second for each step. None: operations are not averaged.
         references: (height, width) of each reference picture in the sequence of the sample, in the unit of
             the sample.
-        dense: by model, paths of the blocks and layers that do not merge although the settings say so. None:
+        dense: paths of the blocks and layers that do not merge although the settings say so, by model. None:
             there are none.
 
     Raises:
@@ -239,7 +248,7 @@ def counted_speedup(
     batch: int = 2,
     steps: int | None = None,
 ) -> float:
-    """Dense operations divided by those with merging and step reuse, averaged over the steps.
+    """Divide the dense operations by those with merging and step reuse, averaged over the steps.
 
     It counts less than :func:`predict`, and is faster. The arguments and errors are the same; without
     ``steps``, one step is counted.
@@ -258,6 +267,53 @@ def counted_speedup(
     return dense / merged
 
 
+def check_merging(hosts: Sequence[Host], config: ToMeConfig, size: tuple[int, int]) -> None:
+    """Check that settings would merge tokens, or skip steps, in each model, for a sample of this size.
+
+    Raises:
+        ConfigError, UnsupportedModelError: the settings do not fit a model.
+        NothingToMergeError: nothing would merge at this height and width.
+    """
+    for host in hosts:
+        check_host(host, config, size)
+
+
+def merges_tokens(hosts: Sequence[Host], config: ToMeConfig, size: tuple[int, int]) -> bool:
+    """Return whether any token merges in a sample of this height and width."""
+    rows, columns = size
+    grids = ((host, (host.frames, -(-rows // host.patch), -(-columns // host.patch))) for host in hosts)
+    return config.ratio > 0 and any(merges_in(stages_of(host, config), grid) for host, grid in grids)
+
+
+def slower_than_dense(report: Report, fewest_tokens: Callable[[], int]) -> str | None:
+    """Say where merging saves operations but takes longer than dense; None: nowhere.
+
+    Only blocks that merge attention are compared. Whole blocks and MLPs save more than attention does, and
+    were not timed.
+
+    Args:
+        report: the counted operations.
+        fewest_tokens: returns the fewest tokens for which merged attention is faster on the device. It may
+            run measurements, so it is called only if the report has grids small enough to be in doubt.
+    """
+    most = SIDES[-1] ** 2
+    attention = [
+        row for row in report.rows if "attn1" in row.merged and row.merged_tokens < row.tokens <= most
+    ]
+    if not attention or min(row.tokens for row in attention) >= (fewest := fewest_tokens()):
+        return None
+    slow = [row for row in attention if row.tokens < fewest]
+    blocks = sum(row.blocks for row in slow)
+    tokens = " and ".join(str(tokens) for tokens in sorted({row.tokens for row in slow}))
+    what = f"{blocks} block{'s merge' if blocks > 1 else ' merges'} attention on {tokens} tokens"
+    if fewest > most:
+        return f"{what}; merged attention was timed on this device, and was faster on none of the grids"
+    return (
+        f"{what}, where it takes longer than dense: on this device it was faster from {fewest} tokens on; "
+        f"min_tokens={fewest} leaves smaller grids dense"
+    )
+
+
 @contextlib.contextmanager
 def _counting_at(hosts: Sequence[Host], height: int, width: int) -> Iterator[None]:
     """Turn an error of a model that cannot be called with a sample of this size into a ConfigError."""
@@ -274,7 +330,7 @@ def _counting_at(hosts: Sequence[Host], height: int, width: int) -> Iterator[Non
 
 
 def default_or_given(hosts: Sequence[Host], height: int | None, width: int | None) -> tuple[int, int]:
-    """The given size of the sample, or the model's default."""
+    """Return the given size of the sample, or the model's default."""
     if height is not None and width is not None:
         return height, width
     size = next((host.sample_size for host in hosts if host.sample_size), None)
@@ -302,7 +358,7 @@ def _check_references(hosts: Sequence[Host], references: Sequence[tuple[int, int
 
 
 def _labels(hosts: list[Host]) -> list[str]:
-    """The class of each host, with a number if several hosts have the same class."""
+    """Return the class of each host, with a number if several hosts have the same class."""
     classes = [type(host.root).__name__ for host in hosts]
     return [
         name if classes.count(name) == 1 else f"{name} {classes[:i].count(name) + 1}"
@@ -388,8 +444,7 @@ def _notes(blocks: tuple[Block, ...], rows: list[Row], config: ToMeConfig) -> tu
     too_deep = [block for block in blocks if block.level > config.max_downsample]
     for level in sorted({block.level for block in too_deep}):
         count = sum(block.level == level for block in too_deep)
-        what = "block stays" if count == 1 else "blocks stay"
-        notes.append(f"{count} {what} dense at level {level}: max_downsample={config.max_downsample}")
+        notes.append(f"{_stay_dense(count)} at level {level}: max_downsample={config.max_downsample}")
     kinds = config.merged_layers if config.scope == "layers" else ()
     without = [
         block
@@ -397,15 +452,13 @@ def _notes(blocks: tuple[Block, ...], rows: list[Row], config: ToMeConfig) -> tu
         if block not in too_deep and not merges(block, config) and not block.dense.keys() & set(kinds)
     ]
     if without:
-        one = len(without) == 1
-        has = "it has" if one else "they have"
+        they, have = ("it", "has") if len(without) == 1 else ("they", "have")
         why = {
-            "layers": f"{has} no {' or '.join(KINDS[kind] for kind in kinds)}",
-            "block": f"{'it' if one else 'they'} cannot run on merged tokens as a whole",
-            "keys": f"{has} no self-attention that takes keys separately from queries",
+            "layers": f"{they} {have} no {' or '.join(KINDS[kind] for kind in kinds)}",
+            "block": f"{they} cannot run on merged tokens as a whole",
+            "keys": f"{they} {have} no self-attention that takes keys separately from queries",
         }
-        stay = "block stays dense" if one else "blocks stay dense"
-        notes.append(f"{len(without)} {stay}: {why[config.scope]}")
+        notes.append(f"{_stay_dense(len(without))}: {why[config.scope]}")
     if rows and rows[0].references and config.reference_ratio is not None:
         notes.append(
             f"ratio={config.ratio:g} for the picture being made, reference_ratio={config.reference_ratio:g} "
@@ -418,10 +471,8 @@ def _notes(blocks: tuple[Block, ...], rows: list[Row], config: ToMeConfig) -> tu
         if merges(block, config) and block not in too_deep and block.path not in merging
     ]
     if too_small and config.min_tokens:
-        stay = "block stays dense" if len(too_small) == 1 else "blocks stay dense"
-        notes.append(
-            f"{len(too_small)} {stay}: fewer than min_tokens={config.min_tokens} tokens, or none to remove"
-        )
+        why_small = f"fewer than min_tokens={config.min_tokens} tokens, or none to remove"
+        notes.append(f"{_stay_dense(len(too_small))}: {why_small}")
     else:
         notes += [
             f"{block.path} stays dense: its token grid has no cell of sy={config.sy} × sx={config.sx}, "
@@ -435,3 +486,7 @@ def _notes(blocks: tuple[Block, ...], rows: list[Row], config: ToMeConfig) -> tu
         if row.flops_merged >= row.flops_dense
     ]
     return tuple(notes)
+
+
+def _stay_dense(count: int) -> str:
+    return "1 block stays dense" if count == 1 else f"{count} blocks stay dense"

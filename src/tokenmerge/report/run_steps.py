@@ -1,4 +1,4 @@
-"""What each step of a run did, as a table."""
+"""The steps of a run as a table."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NOTES = (
 
 @dataclasses.dataclass(frozen=True)
 class RunSteps(Tabled):
-    """What each denoising step of a run did: what ran, what merged, how much the result changed, how long.
+    """The denoising steps of a run: what ran and merged, how much the result changed, and how long it took.
 
     Iterate over it for the rows. ``print`` shows them as a table.
     """
@@ -33,11 +33,11 @@ class RunSteps(Tabled):
         return iter(self.rows)
 
     def to_dicts(self) -> list[dict[str, Any]]:
-        """The rows as plain values, for records."""
+        """Return the rows as plain values, for records."""
         return [dataclasses.asdict(row) for row in self.rows]
 
     def summary(self) -> str:
-        """The number of steps of each kind, and their time, in a line."""
+        """Return the number of steps of each kind, and their time, in a line."""
         kinds = Counter(row.kind for row in self.rows)
         seconds = sum(row.seconds for row in self.rows)
         return f"{len(self.rows)} steps ({in_kinds(kinds)}), {seconds:.2f} s in the model"

@@ -57,7 +57,7 @@ class _Known(Exception):
 
 
 def _kind_of_call(state: ModelState) -> tuple[object, ...]:
-    """What the operations of the running call depend on, apart from the sizes of its arguments."""
+    """Return what the operations of the running call depend on, apart from the sizes of its arguments."""
     context, memory = state.context, state.threads.value.memory
     tracker = None if memory is None else memory.tracker
     plans = tracker is None or tracker.planned.get(tracker.call, (tracker.index,))[0] == tracker.index
@@ -106,8 +106,8 @@ def kept_bytes(host: Host, config: ToMeConfig, arguments: Arguments, kept: Kept 
 
 
 def merging_most(config: ToMeConfig) -> ToMeConfig:
-    """Return what holds in the step that merges most, at weak guidance."""
-    return max(config.at_guidance(None).stages(), key=lambda stage: stage.ratio)
+    """Return what holds in the step that merges most."""
+    return max(config.stages(), key=lambda stage: stage.ratio)
 
 
 def _with_long_distances(reuse: StepReuse) -> StepReuse:
@@ -134,8 +134,7 @@ def notes_on_steps(config: ToMeConfig, averaged: bool = False) -> list[str]:
         config: the settings.
         averaged: whether operations averaged over the steps are reported too.
     """
-    own = config.at_guidance(None)
-    notes = [f"{_where(rule)}: {_what(rule)}" for rule in own.rules]
+    notes = [f"{_where(rule)}: {_what(rule)}" for rule in config.rules]
     if config.correction.on:
         every = config.correction.every
         notes.append(
@@ -158,7 +157,7 @@ def notes_on_steps(config: ToMeConfig, averaged: bool = False) -> list[str]:
         notes.append(
             f"planner={config.guided_planner!r}: the planner 'tome' runs until the first guided step is done"
         )
-    if any(rule.of_steps for rule in own.rules) or config.correction.on or config.reuse.on:
+    if any(rule.of_steps for rule in config.rules) or config.correction.on or config.reuse.on:
         which = "tokens and operations are those of the step that merges most"
         more = "; pass a number of steps (--steps) to count the mean operations too"
         notes.append(which if averaged else which + more)

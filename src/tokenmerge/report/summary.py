@@ -40,7 +40,7 @@ class Conditions:
 def summary(
     config: ToMeConfig, conditions: Conditions, report: Report | None, run: RunLog | None
 ) -> list[str]:
-    """The lines of the summary.
+    """Return the lines of the summary.
 
     Args:
         config: the settings.

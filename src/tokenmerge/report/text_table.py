@@ -14,11 +14,11 @@ class Tabled:
         raise NotImplementedError
 
     def __str__(self) -> str:
-        """A table in plain text, followed by the notes."""
+        """Return a table in plain text, followed by the notes."""
         return str(self._table())
 
     def _repr_html_(self) -> str:
-        """The table for a notebook, followed by the notes."""
+        """Return the table for a notebook, followed by the notes."""
         return self._table().as_html()
 
 
@@ -41,7 +41,7 @@ class TextTable:
         return "\n".join([self.title, *self._aligned(), *notes])
 
     def as_html(self) -> str:
-        """The table for a notebook."""
+        """Return the table for a notebook."""
         header, *rows = self.lines
         head, body = _row(header, "th"), "".join(_row(row, "td") for row in rows)
         notes = "".join(f"<li>{html.escape(note)}</li>" for note in self.notes)

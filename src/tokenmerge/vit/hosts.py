@@ -89,13 +89,13 @@ FAMILIES = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Layer:
+class EncoderLayer:
     """One layer of an encoder. It takes the tokens ``[b, n, c]`` as its first argument and returns tokens.
 
     Attributes:
         path: its qualified name in the encoder.
         keys: path of the module that returns the keys, ``[b, n, heads * d]`` or ``[b, heads, n, d]``.
-        first: path of the module with which the branch of the MLP begins: the norm before it, or itself.
+        first: path of the module with which the branch of the MLP starts: the norm before it, or itself.
         last: path of the module with which it ends: the MLP, or the norm after it. What is between the result
             of this module and the sum treats each token alike.
         head_dim: d for keys ``[b, n, heads * d]``; None for ``[b, heads, n, d]``.
@@ -127,7 +127,7 @@ class Encoder:
         image_size: height and width of the pictures that it was made for, in pixels.
     """
 
-    layers: tuple[Layer, ...]
+    layers: tuple[EncoderLayer, ...]
     protected: int
     mask: str
     collector: str
@@ -189,7 +189,7 @@ def _describe(model: Any, family: Family, averages: bool) -> Encoder:
     return Encoder(layers, protected, family.mask, family.collector, by_keyword, averages, image_size)
 
 
-def _layer(path: str, module: Any, family: Family) -> Layer:
+def _layer(path: str, module: Any, family: Family) -> EncoderLayer:
     if is_a(module, family.layer):
         first, last = family.norm, "mlp"
     elif is_a(module, family.post_norm):
@@ -211,4 +211,4 @@ def _layer(path: str, module: Any, family: Family) -> Layer:
             f"timm 1.0, got: {error}; install one of these versions, or pass a model whose layers were not "
             "changed"
         ) from error
-    return Layer(path, family.keys, first, last, head_dim)
+    return EncoderLayer(path, family.keys, first, last, head_dim)

@@ -10,8 +10,8 @@ from tokenmerge.runtime.patching.swap import add_hook, check_swappable, swap
 from tokenmerge.vit.config import ViTConfig
 from tokenmerge.vit.hosts import FAMILIES, Encoder, find_encoders
 from tokenmerge.vit.runtime import (
+    EncoderLayerState,
     EncoderState,
-    LayerState,
     begin,
     check_attention,
     collecting_call,
@@ -62,7 +62,7 @@ def new_vit_state(encoder: Encoder, config: ViTConfig) -> EncoderState:
 def patch_encoder(root: nn.Module, state: EncoderState) -> None:
     """Patch an encoder from :func:`checked_encoders` that is not patched yet."""
     for index, layer in enumerate(state.facts.layers):
-        module, layer_state = root.get_submodule(layer.path), LayerState(state, index, layer)
+        module, layer_state = root.get_submodule(layer.path), EncoderLayerState(state, index, layer)
         swap(module, "forward", layer_call, layer_state)
         swap_parts(module, layer_state)
     if state.facts.collector:

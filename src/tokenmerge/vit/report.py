@@ -16,14 +16,9 @@ from tokenmerge.vit.patch import checked_encoders, new_vit_state, patch_encoder
 
 @dataclasses.dataclass(frozen=True)
 class ViTRow:
-    """One layer.
+    """One layer: ``tokens`` are in its attention, ``merged_tokens`` in its MLP and its result.
 
-    Attributes:
-        path: its qualified name in the model.
-        tokens: number of tokens in its attention.
-        merged_tokens: number of tokens in its MLP and in its result.
-        flops_dense: floating-point operations of the layer without merging.
-        flops_merged: the same with merging, including the matching.
+    ``flops_merged`` includes the matching.
     """
 
     path: str
@@ -35,20 +30,10 @@ class ViTRow:
 
 @dataclasses.dataclass(frozen=True)
 class ViTReport(Tabled):
-    """What merging does to one call of a vision transformer.
+    """The operations of one call of a vision transformer, dense and merged. Sizes are in pixels.
 
-    FLOPs count matrix products, convolutions and attention, with two for a multiply-add. The time saved also
-    depends on the machine.
-
-    Attributes:
-        model: class of the model.
-        height: height of the pictures, in pixels.
-        width: width of the pictures, in pixels.
-        batch: number of pictures in the call.
-        rows: one row for each layer.
-        flops_dense: floating-point operations of the whole model without merging.
-        flops_merged: the same with merging.
-        notes: layers that remove fewer tokens than asked, and other things to know, as text.
+    FLOPs count matrix products, convolutions and attention of the whole model, with two for a multiply-add.
+    The time saved also depends on the machine. ``notes`` name the layers that remove fewer tokens than asked.
     """
 
     model: str
@@ -83,7 +68,7 @@ def predict_vit(
     The model itself is neither called nor changed. It may already be patched or on the meta device.
 
     Args:
-        model: as for :func:`tokenmerge.apply_token_merging`. Only its first encoder is counted.
+        model: what :func:`tokenmerge.apply_token_merging` takes. Only its first encoder is counted.
         config: the settings.
         height: height of the pictures, in pixels; None: the height that the model was made for.
         width: width of the pictures, in pixels; None: the width that the model was made for.

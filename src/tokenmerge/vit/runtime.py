@@ -28,12 +28,12 @@ from tokenmerge.runtime.patching.patch import restore
 from tokenmerge.runtime.patching.swap import swap
 from tokenmerge.runtime.steps.per_thread import PerThread
 from tokenmerge.vit.config import ViTConfig
-from tokenmerge.vit.hosts import Encoder, Layer
+from tokenmerge.vit.hosts import Encoder, EncoderLayer
 from tokenmerge.vit.planner import most_removed, plan_tome_vit
 
 # The keyword argument that carries the token sizes of a call through its layers: a list with an entry for the
 # input of each layer, None where nothing has merged. It is an argument because gradient checkpointing
-# recomputes a layer with its arguments, possibly after other calls; Running would have changed by then.
+# recomputes a layer with its arguments, possibly after other calls; EncoderCall would have changed by then.
 _TOKENS = "_tokenmerge_tokens"
 
 # The keyword arguments by which a model of transformers collects something of each layer; its configuration
@@ -43,7 +43,7 @@ _COLLECTED = _HIDDEN_STATES, _ATTENTIONS = "output_hidden_states", "output_atten
 
 @dataclasses.dataclass(frozen=True)
 class RecordedTokens:
-    """What the tokens after a layer stand for.
+    """The input tokens that each token after a layer stands for.
 
     Attributes:
         source: ``[b, n]`` index 0 … m−1 of the token that stands for each token of the model's input.
@@ -56,13 +56,9 @@ class RecordedTokens:
     protected: int
 
     def unmerge(self, y: Tensor) -> Tensor:
-        """Give each token of the model's input the value of the token that stands for it.
+        """Give each token of the model's input the value of its merged token: ``[b, m, c]`` → ``[b, n, c]``.
 
-        Args:
-            y: ``[b, m, c]`` the tokens after the layer, as a forward hook on it gets them.
-
-        Returns:
-            ``[b, n, c]``.
+        ``y`` are the tokens after the layer, as a forward hook on it gets them.
 
         Raises:
             ValueError: ``y`` has another number of tokens, as in a call that collects them from its layers.
@@ -77,12 +73,8 @@ class RecordedTokens:
     def labels(self, height: int | None = None, width: int | None = None) -> Tensor:
         """Return the groups of merged patches, for :func:`tokenmerge.pictures.draw_groups`.
 
-        Args:
-            height: number of rows of patches; None: the grid is square.
-            width: number of columns of patches.
-
-        Returns:
-            ``[b, height, width]`` index of the token that stands for each patch.
+        They are the index ``[b, height, width]`` of the token that stands for each patch, in a grid of this
+        many rows and columns; None: the grid is square.
 
         Raises:
             ValueError: ``height`` × ``width`` is not the number of patches.
@@ -100,7 +92,7 @@ class RecordedTokens:
 
 
 @dataclasses.dataclass(eq=False)
-class Running:
+class EncoderCall:
     """A call of the model that one thread runs.
 
     Attributes:
@@ -136,10 +128,10 @@ class EncoderState:
     r: tuple[int, ...]
     unmerge: bool
     record: dict[str, RecordedTokens] | None = None
-    threads: PerThread[Running] = dataclasses.field(default_factory=lambda: PerThread(Running))
+    threads: PerThread[EncoderCall] = dataclasses.field(default_factory=lambda: PerThread(EncoderCall))
 
     @property
-    def running(self) -> Running:
+    def running(self) -> EncoderCall:
         """The running call of this thread."""
         return self.threads.value
 
@@ -155,7 +147,7 @@ class EncoderState:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class LayerState:
+class EncoderLayerState:
     """State of a layer and of its parts.
 
     Attributes:
@@ -166,7 +158,7 @@ class LayerState:
 
     encoder: EncoderState
     index: int
-    layer: Layer
+    layer: EncoderLayer
 
 
 def begin(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
@@ -204,7 +196,7 @@ def layer_call(original: HostMethod) -> Callable:
     """Make the method of the layer: its attention is proportional, its result is merged."""
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        state: LayerState | None = self.__dict__.get(STATE)
+        state: EncoderLayerState | None = self.__dict__.get(STATE)
         if state is None:
             return original.of(self)(*args, **kwargs)
         encoder, given = state.encoder, kwargs.pop(_TOKENS, None)
@@ -248,7 +240,7 @@ def keys_call(original: HostMethod) -> Callable:
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         keys = original.of(self)(*args, **kwargs)
-        state: LayerState | None = self.__dict__.get(STATE)
+        state: EncoderLayerState | None = self.__dict__.get(STATE)
         if state is not None and (running := state.encoder.running).r:
             d = state.layer.head_dim
             by_head = keys if d is None else keys.unflatten(-1, (-1, d)).transpose(1, 2)
@@ -283,7 +275,7 @@ def last_call(original: HostMethod) -> Callable:
 
 def _running_plan(part: nn.Module) -> SizedPlan | None:
     """Return the plan of the running layer that a module is a part of."""
-    state: LayerState | None = part.__dict__.get(STATE)
+    state: EncoderLayerState | None = part.__dict__.get(STATE)
     return None if state is None else state.encoder.running.plan
 
 
@@ -303,7 +295,7 @@ def collecting_call(original: HostMethod) -> Callable:
     return collect
 
 
-def swap_parts(layer: nn.Module, state: LayerState) -> None:
+def swap_parts(layer: nn.Module, state: EncoderLayerState) -> None:
     """Swap the parts of a layer; swap a part again if other software, such as PEFT, has replaced it."""
     for name, call in zip(state.layer.parts, (keys_call, first_call, last_call), strict=True):
         part = layer.get_submodule(name)
@@ -312,7 +304,7 @@ def swap_parts(layer: nn.Module, state: LayerState) -> None:
             swap(part, "forward", call, state)
 
 
-def _tokens_of_call(state: LayerState) -> list[Tokens | None]:
+def _tokens_of_call(state: EncoderLayerState) -> list[Tokens | None]:
     """Return the token sizes of the running call, for a layer that does not get them as an argument."""
     encoder, running = state.encoder, state.encoder.running
     if state.index == 0:
@@ -329,7 +321,7 @@ def _tokens_of_call(state: LayerState) -> list[Tokens | None]:
     return sizes
 
 
-def _num_removed(state: LayerState, x: Tensor) -> int:
+def _num_removed(state: EncoderLayerState, x: Tensor) -> int:
     encoder, protected = state.encoder, state.encoder.facts.protected
     most = most_removed(x.shape[1], protected)
     if state.index == 0 and most == 0 and any(encoder.r):
@@ -368,7 +360,7 @@ def _check_what_is_asked(call: HostCall) -> None:
         )
 
 
-def _one_tensor(y: Any, state: LayerState) -> Tensor:
+def _one_tensor(y: Any, state: EncoderLayerState) -> Tensor:
     if not isinstance(y, Tensor):
         raise UnsupportedModelError(
             f"{state.layer.path}: expected one tensor as its result, got a {type(y).__name__}, as in old "

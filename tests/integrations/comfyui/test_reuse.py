@@ -11,7 +11,7 @@ from diffusers import SD3Transformer2DModel, UNet2DConditionModel
 import tokenmerge
 from tokenmerge import Correction, StepReuse, ToMeConfig
 from tokenmerge.integrations.comfyui.models import find_target
-from tokenmerge.integrations.comfyui.patch import adds_noise, patched
+from tokenmerge.integrations.comfyui.patch import patched
 from tokenmerge.integrations.comfyui.sampling import KEY, Sampling, Step
 from tokenmerge.integrations.comfyui.settings import Settings
 from tokenmerge_tools import demo
@@ -133,8 +133,8 @@ def test_where_nothing_changes_between_steps_nothing_is_lost(unet, shallow, cont
             assert torch.allclose(here, dense, atol=1e-5 * float(dense.abs().max())), i
             if i == 0:
                 whole = list(seen)
-            due, cuts = sampling.residuals.due, settings.target.cuts
-            cut = cuts[1] if due.shallow is not None else cuts[0] if due.deep is not None else None
+            due, cuts = sampling.residuals.decision, settings.target.cuts
+            cut = cuts[1] if due.finest is not None else cuts[0] if due.deep is not None else None
             assert seen == whole[cut.output if cut else 0 :]
             skipped += cut is not None
     assert skipped == 10 - len(config.reuse.steps_of(10).full)
@@ -220,14 +220,5 @@ def test_a_window_or_a_prompt_of_its_own_is_not_extrapolated_from_another(unet):
         step = Step(sampling, 1 - i / 10, torch.tensor([1.0]), latent, True, frozenset())
         with torch.inference_mode():
             step.begin_call(latent, {"context_window": Window(*window), "uuids": ["a"]})
-        skipped.append(sampling.residuals.due.deep is not None)
+        skipped.append(sampling.residuals.decision.deep is not None)
     assert skipped == [False, False, True, False, False, True]
-
-
-def test_which_solvers_add_noise():
-    names = ["euler", "euler_ancestral", "dpmpp_2m", "dpmpp_2m_sde", "lcm", "ddpm", "uni_pc", "res_multistep"]
-    found = [
-        name for name in names if adds_noise(hosts.comfy.samplers.sampler_object(name))
-    ]  # uni_pc has a function of its own
-    assert found == ["euler_ancestral", "dpmpp_2m_sde", "lcm", "ddpm"]
-    assert not adds_noise(hosts.comfy.samplers.ksampler("euler_ancestral", {"eta": 0.0}))

@@ -23,6 +23,7 @@ from tokenmerge.integrations.comfyui.nodes import TokenMerging
 from tokenmerge.integrations.comfyui.patch import patched
 from tokenmerge.integrations.comfyui.sampling import KEY, Sampling, Step
 from tokenmerge.integrations.comfyui.settings import Asked, Settings, settings_for
+from tokenmerge.plans.generation import Runs, plan_generation
 
 MAKE = {"dtype": torch.float32, "device": "cpu", "operations": comfy.ops.disable_weight_init}
 PAIR = {"hidden_size": 32, "mlp_ratio": 2.0, "num_heads": 2, "depth": 2, "depth_single_blocks": 2}
@@ -332,26 +333,23 @@ def test_a_cancelled_sampling_leaves_nothing(sampled):
 
 
 def test_auto_skips_blocks_and_follows_guidance(sampled, monkeypatch):
-    """Weak guidance: one full step in 3. From 5 on, one in 1.75, as with the same setting in diffusers."""
+    """Each sampling gets the plan for its number of steps and its guidance."""
     monkeypatch.setattr(node_settings, "fewest_tokens", lambda *_: 4)
-    seen, steps = sizes_of_blocks(sampled, monkeypatch), 20
+    seen = sizes_of_blocks(sampled, monkeypatch)
     latent = {"samples": torch.zeros(1, 4, 16, 16)}
-    said = {
-        3.0: "Of 20 steps, {} run the whole model",
-        6.0: "With cfg 5 or more, {} of 20 steps run the whole model",
-    }
-    for cfg, every, spans in ((3.0, 3, 3), (6.0, 1.75, 2)):
-        clone, text = TokenMerging().merge(sampled, "auto", 0.5, 0.0, 1.0, latent)
+    target = find_target(sampled)
+    settings = settings_for(target, Asked("auto", speedup=2.5), hosts.CPU, torch.float32)
+    for steps, cfg in ((20, 3.0), (20, 6.0), (8, 6.0)):
+        clone, text = TokenMerging().merge(sampled, "auto", 0.5, 0.0, 1.0, latent, speedup=2.5)
         seen.clear()
         hosts.sample(clone, steps=steps, cfg=cfg, scheduler="simple")
-        full = StepReuse(every=every, span=spans / 16).steps_of(steps).full
-        assert len(seen) == len(full)
-        assert said[cfg].format(len(full)) in text
+        plan = plan_generation(settings.for_sampling(target.grid((1, 4, 16, 16)), steps, cfg).config, steps)
+        assert len(seen) == sum(step.runs is Runs.EVERYTHING for step in plan)
+        assert "speed-up 2.5, in an example of 20 steps" in text
     clone, text = TokenMerging().merge(sampled, "auto", 0.5, 0.0, 1.0, latent, step_reuse="off")
     seen.clear()
     hosts.sample(clone, steps=4, scheduler="simple")
     assert len(seen) == 4
-    assert len(set(seen)) == 2
     assert "All steps run the whole model" in text
 
 
@@ -385,8 +383,8 @@ def test_methods(case):
     _, model, _, _ = case
     target = find_target(model)
     # Nodes have no features of the step before, so a method that compares them would use other features.
-    auto = settings_for(target, Asked("auto", 0.5), hosts.CPU, torch.float32).config
-    assert (auto.features, auto.plans.blocks) == ("input", False)
+    auto = settings_for(target, Asked("auto"), hosts.CPU, torch.float32).config
+    assert auto.features == "input"
     found = settings_for(target, Asked("tomesd", 0.5), hosts.CPU, torch.float32)
     assert found.config.scope == "block"
     assert "Whole blocks" in found.notes[0]

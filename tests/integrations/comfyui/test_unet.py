@@ -18,6 +18,7 @@ from tokenmerge.integrations.comfyui.models import find_target
 from tokenmerge.integrations.comfyui.nodes import TokenMerging
 from tokenmerge.integrations.comfyui.patch import patched
 from tokenmerge.integrations.comfyui.settings import Settings
+from tokenmerge.plans.generation import Runs, plan_generation
 
 LATENT = {"samples": torch.zeros(1, 4, 16, 16)}
 
@@ -74,12 +75,11 @@ def test_every_method_merges_and_is_repeatable(model, dense, method):
     assert torch.equal(hosts.sample(clone), first)
 
 
-@pytest.mark.parametrize(("method", "switch"), [("auto", node_settings.OF_METHOD), ("tomesd", "on")])
-def test_step_reuse(model, key_numbers, method, switch):
-    """At 0.5 the deep stages run in every third step, and in short generations in every second one."""
-    clone, text = TokenMerging().merge(model, method, 0.5, 0.0, 1.0, LATENT, step_reuse=switch)
+def test_step_reuse_beside_a_preset(model, key_numbers):
+    """The deep stages run in every third step."""
+    clone, text = TokenMerging().merge(model, "tomesd", 0.5, 0.0, 1.0, LATENT, step_reuse="on")
     first = hosts.sample(clone, steps=10)
-    reuse = StepReuse(every=3, span=0.2)
+    reuse = StepReuse(every=3)
     full = reuse.steps_of(10).full
     # 7 self-attention layers, of which 4 are below the finest level.
     deep = [n for n, keys in key_numbers if keys != 7 and n <= 64]
@@ -89,17 +89,20 @@ def test_step_reuse(model, key_numbers, method, switch):
     assert f"Of 20 steps, {count} run the whole model, and the others skip the deep stages" in text
 
 
-def test_auto_merges_more_tokens_under_strong_guidance(model, key_numbers):
-    """At a ratio of 0.5, 60 % of the 2048 tokens from a guidance scale of 5 on. The text says so."""
+def test_auto_plans_each_sampling_for_its_steps_and_guidance(model, key_numbers):
     latent = {"samples": torch.zeros(1, 4, 64, 32)}
-    clone, text = TokenMerging().merge(model, "auto", 0.5, 0.0, 1.0, latent)
-    (line,) = (line for line in text.splitlines() if line.startswith("With cfg 5 or more, "))
-    assert line.endswith(", and attention merges at ratio 0.6.")
-    for cfg, ratio in ((4.9, 0.5), (5.0, 0.6)):
+    clone, text = TokenMerging().merge(model, "auto", 0.5, 0.0, 1.0, latent, speedup=1.5)
+    assert "speed-up 1.5, in an example of 20 steps" in text
+    asked = node_settings.Asked("auto", speedup=1.5)
+    settings = node_settings.settings_for(find_target(model), asked, hosts.CPU, torch.float32)
+    for steps, cfg in ((20, 7.0), (20, 1.5), (6, 7.0)):
         key_numbers.clear()
-        hosts.sample(clone, size=(64, 32), cfg=cfg)
-        merged = {keys for n, keys in key_numbers if n == keys and keys not in (2048, 512)}
-        assert merged == {2048 - int(2048 * ratio)}
+        hosts.sample(clone, size=(64, 32), steps=steps, cfg=cfg)
+        config = settings.for_sampling((1, 64, 32), steps, cfg).config
+        plan = plan_generation(config, steps)
+        deep = [n for n, keys in key_numbers if keys != 7 and n <= 512]
+        complete = sum(step.runs is Runs.EVERYTHING for step in plan)
+        assert len(deep) == 4 * complete
 
 
 def test_attention_runs_on_half_of_the_tokens(model, key_numbers):

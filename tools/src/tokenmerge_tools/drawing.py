@@ -187,7 +187,7 @@ def prepare(
         follows_steps=follows_steps,
     )
     samples = options.batch * (2 if call.guided else 1)
-    report = predict(pipe, config.at_guidance(call.guidance), height, width, samples, options.steps)
+    report = predict(pipe, config, height, width, samples, options.steps)
     return Prepared(dataclasses.replace(options, size=size), call, config, report, (height, width))
 
 

@@ -68,7 +68,7 @@ class BlockRuns:
     def call(
         self, block: Hashable, arguments: dict[str, Any], run: Callable[[dict[str, Any]], dict[str, Any]]
     ) -> dict[str, Any]:
-        """The result of a block that is skipped on some steps.
+        """Return the result of a block that is skipped on some steps.
 
         Args:
             block: ComfyUI's name and number for the block.

@@ -140,7 +140,7 @@ _WAYS: Mapping[str, str] = {"input_blocks": "input", "middle_block": "middle", "
 
 
 def find_target(model: Any) -> Target:
-    """What can merge in a ``ModelPatcher``.
+    """Return what can merge in a ``ModelPatcher``.
 
     Raises:
         UnsupportedModelError: it holds no UNet, and no transformer whose blocks can be replaced.
@@ -180,7 +180,7 @@ def _patch(root: Any) -> tuple[int, int, int]:
 
 
 def _cuts(unet: Any) -> tuple[Cut, ...]:
-    """The cut above the deep stages, and the one before the last layer of the finest level."""
+    """Return the cut above the deep stages, and the one before the last layer of the finest level."""
     inputs, outputs = unet.input_blocks, unet.output_blocks
     down = next((i for i, block in enumerate(inputs) if _has(block, "Downsample")), 0)
     up = max((i for i, block in enumerate(outputs) if _has(block, "Upsample")), default=-1)
@@ -196,7 +196,7 @@ def _has(module: Any, name: str) -> bool:
 
 
 def _transformers(unet: Any, output: int) -> int:
-    """Number of transformers before one of the output blocks."""
+    """Return the number of transformers before one of the output blocks."""
     stages = [*unet.input_blocks, unet.middle_block, *unet.output_blocks[:output]]
     return sum(is_a(part, "SpatialTransformer") for stage in stages for part in stage.modules())
 

@@ -46,7 +46,7 @@ class TokenMerging:
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:
-        """The inputs, in ComfyUI's form."""
+        """Return the inputs, in ComfyUI's form."""
         seed = {"default": 0, "min": 0, "max": 2**31 - 1, "advanced": True, "control_after_generate": False}
         return {
             "required": {
@@ -55,17 +55,6 @@ class TokenMerging:
                     METHODS,
                     "auto merges where that saves time, and skips parts of the model on some steps, to "
                     "reach the wanted speed-up. The others are published methods, and take the ratio.",
-                ),
-                "speedup": (
-                    "FLOAT",
-                    {
-                        "default": 2.0,
-                        "min": 1.0,
-                        "max": 10.0,
-                        "step": 0.1,
-                        "tooltip": "Wanted speed-up of method auto, by counted operations of the "
-                        "sampling. Raising it makes the picture less like the dense one.",
-                    },
                 ),
                 "ratio": _share(
                     0.5,
@@ -98,6 +87,18 @@ class TokenMerging:
                     SWITCH,
                     "Whether parts of the model are skipped on some steps. Only auto skips some by itself.",
                 ),
+                # It comes last, since saved workflows have the values in this order.
+                "speedup": (
+                    "FLOAT",
+                    {
+                        "default": 2.0,
+                        "min": 1.0,
+                        "max": 10.0,
+                        "step": 0.1,
+                        "tooltip": "Wanted speed-up of method auto, by counted operations of the "
+                        "sampling. Raising it makes the picture less like the dense one.",
+                    },
+                ),
             },
         }
 
@@ -105,7 +106,6 @@ class TokenMerging:
         self,
         model: Any,
         method: str,
-        speedup: float,
         ratio: float,
         start_percent: float,
         end_percent: float,
@@ -115,10 +115,20 @@ class TokenMerging:
         levels: str = OF_METHOD,
         seed: int = 0,
         step_reuse: str = OF_METHOD,
+        speedup: float = 2.0,
     ) -> tuple[Any, str]:
-        """A clone of the model that merges tokens, and what it merges."""
+        """Return a clone of the model that merges tokens, and what it merges."""
         asked = Asked(
-            method, speedup, ratio, start_percent, end_percent, scope, proportional, levels, seed, step_reuse
+            method,
+            ratio,
+            start_percent,
+            end_percent,
+            scope,
+            proportional,
+            levels,
+            seed,
+            step_reuse,
+            speedup,
         )
         settings = settings_for(find_target(model), asked, model.load_device, model.model_dtype())
         shape = _usual_size(model) if latent is None else tuple(latent["samples"].shape)

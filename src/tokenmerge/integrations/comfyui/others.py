@@ -57,7 +57,7 @@ def beside(settings: Settings, options: Mapping[str, Any]) -> Settings:
         others = Others(cache=others.cache)  # ComfyUI calls the patches of attention in UNets only
     attention = " and ".join(others.self_attention)
     if config.reuse.on and (attention or others.cache):
-        config = dataclasses.replace(config.at_guidance(None), reuse=StepReuse())
+        config = dataclasses.replace(config, reuse=StepReuse())
         default = default and default.without_reuse()
         if others.cache:
             why = f"since {others.cache} skips whole steps; keep one of the nodes"

@@ -18,7 +18,7 @@ _ATTENTION = "optimized_attention_override"
 
 
 def patched(model: Any, settings: Settings) -> Any:
-    """A clone of a ``ModelPatcher`` that merges tokens. The settings of an earlier node are replaced.
+    """Return a clone of a ``ModelPatcher`` that merges tokens. The settings of an earlier node are replaced.
 
     The model itself, its other clones and its weights stay as they are.
     """
@@ -83,13 +83,13 @@ class WeighedAttention:
 
 
 def _joined(mask: Tensor, bias: Tensor) -> Tensor:
-    """A mask plus a bias ``[b, 1, n]``. The mask may lack a batch axis or have an axis for heads."""
+    """Return a mask plus a bias ``[b, 1, n]``. The mask may lack a batch axis or have an axis for heads."""
     bias = bias.unsqueeze(1) if mask.ndim == 4 else bias
     return bias.masked_fill(~mask, float("-inf")) if mask.dtype.is_floating_point is False else mask + bias
 
 
 def _taking_masks(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The function, or PyTorch's attention in place of SageAttention, which ignores masks."""
+    """Return the function, or PyTorch's attention in place of SageAttention, which ignores masks."""
     if "sage" not in getattr(function, "__name__", ""):
         return function
     return getattr(function, "__globals__", {}).get("attention_pytorch", function)
@@ -169,7 +169,7 @@ class _Wrappers:
         sigma: Tensor,
         options: dict[str, Any],
     ) -> Step | None:
-        """The running step; None before ``start`` and after ``end``, where nothing merges."""
+        """Return the running step; None before ``start`` and after ``end``, where nothing merges."""
         noise, now = model.model_sampling, float(sigma.max())
         if not noise.percent_to_sigma(self.settings.end) < now <= noise.percent_to_sigma(self.settings.start):
             return None

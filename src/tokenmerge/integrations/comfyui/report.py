@@ -17,7 +17,7 @@ _WHERE = {"layers": "attention", "keys": "keys and values of attention", "block"
 
 
 def describe(settings: Settings, latent: Sequence[int]) -> str:
-    """What merges, for latents of shape ``[b, c, (f,) h, w]``, at the step that merges most."""
+    """Return what merges, for latents of shape ``[b, c, (f,) h, w]``, at the step that merges most."""
     target = settings.target
     frames, rows, columns = target.grid(latent)
     settings = settings.for_sampling((frames, rows, columns), _STEPS, None)
@@ -66,7 +66,7 @@ def describe(settings: Settings, latent: Sequence[int]) -> str:
 
 
 def _step_reuse(settings: Settings) -> list[str]:
-    """What steps skip, as sentences."""
+    """Return what steps skip, as sentences."""
     config, target = settings.config, settings.target
     if not config.reuse.on:
         if settings.others.cache or settings.others.self_attention:

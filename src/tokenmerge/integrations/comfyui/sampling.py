@@ -70,7 +70,7 @@ class Sampling:
         self._said.add(note)
 
     def denoising(self, index: int, steps: int) -> DenoisingStep:
-        """A step, as the rest of the package describes it."""
+        """Return a step, as the rest of the package describes it."""
         return DenoisingStep(index, steps, generation=self._generation)
 
     @property
@@ -94,7 +94,7 @@ class Sampling:
             self._planned = index, purpose
 
     def index(self, sigma: float) -> int:
-        """Index of the step that is at a noise level; a solver may evaluate the model between two steps."""
+        """Return the index of the step at a noise level; a solver may evaluate the model between steps."""
         return max(0, sum(sigma <= known for known in self.sigmas) - 1)
 
 
@@ -155,11 +155,11 @@ class Step:
         self.sampling.residuals.begin_call(self.settings.config, step, same)
 
     def is_replaced(self, layer: str, block: tuple[Any, ...]) -> bool:
-        """Whether another node replaces a layer of a block, by itself or with all of its transformer."""
+        """Return whether another node replaces a layer of a block, or all of its transformer."""
         return not self.replaced.isdisjoint(((layer, *block), (layer, *block[:2])))
 
     def at(self, level: int) -> MergeSettings:
-        """The settings of a level in this step."""
+        """Return the settings of a level in this step."""
         return self._config.at_level(level)
 
     def grid(self) -> Grid:
@@ -167,14 +167,14 @@ class Step:
         return self.settings.target.grid(self.latent)
 
     def merges(self, grid: Grid, level: int) -> bool:
-        """Whether tokens of a grid merge at a level in this step, unless it is a correction step."""
+        """Return whether tokens of a grid merge at a level in this step, unless it is a correction step."""
         settings = self.at(level)
         within = level <= self.settings.config.max_downsample
         dense = self.sampling.residuals.decision.merging is Merging.DENSE
         return within and not dense and bool(settings.ratio) and num_removed(grid, settings) > 0
 
     def plan(self, place: Hashable, features: Tensor, grid: Grid, level: int, prompts: int) -> Plan:
-        """The plan of a block in which tokens merge.
+        """Return the plan of a block in which tokens merge.
 
         Args:
             place: key of the block, or of the blocks that share a plan.
@@ -246,11 +246,11 @@ class Running:
 
 
 def step_in(options: Any) -> Step | None:
-    """The running step, from ComfyUI's ``transformer_options``; None: nothing merges."""
+    """Return the running step, from ComfyUI's ``transformer_options``; None: nothing merges."""
     step = (options or {}).get(KEY)
     return step if isinstance(step, Step) else None
 
 
 def prompts_in(options: dict[str, Any]) -> int:
-    """Number of prompts in the running batch."""
+    """Return the number of prompts in the running batch."""
     return len(options.get("cond_or_uncond") or [0])

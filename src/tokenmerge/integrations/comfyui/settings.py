@@ -42,7 +42,6 @@ class Asked:
     """
 
     method: str = AUTO
-    speedup: float = 2.0
     ratio: float = 0.5
     start: float = 0.0
     end: float = 1.0
@@ -51,6 +50,7 @@ class Asked:
     levels: str = OF_METHOD
     seed: int = 0
     step_reuse: str = OF_METHOD
+    speedup: float = 2.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,17 +84,15 @@ class Settings:
             guidance: scale of classifier-free guidance; None: unknown.
         """
         if self.default is None:
-            config = self.config.at_guidance(guidance)
-        else:
-            config = self.default.settings(grid, steps, guidance)
-        return dataclasses.replace(self, config=config)
+            return self
+        return dataclasses.replace(self, config=self.default.settings(grid, steps, guidance))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Settings:
         return self  # nothing in it changes, and it holds the model
 
 
 def settings_for(target: Target, asked: Asked, device: torch.device, dtype: torch.dtype) -> Settings:
-    """The settings of a model from the inputs of the node.
+    """Return the settings of a model from the inputs of the node.
 
     Raises:
         ConfigError: a value is out of range, or ComfyUI has no way to do this with the model.

@@ -30,7 +30,7 @@ def call(
     arguments: Sequence[Any],
     named: Mapping[str, Any],
 ) -> Any:
-    """A call of the UNet in ComfyUI's wrapper ``diffusion_model``. It skips the stages that this step skips.
+    """Call the UNet in ComfyUI's wrapper ``diffusion_model``, without the stages that the step skips.
 
     Args:
         executor: the wrapper's executor.
@@ -113,7 +113,7 @@ def _no_channels(x: Tensor) -> Tensor:
 
 
 def _where_blocks_run(patch: Callable[..., Any], cut: Cut) -> Callable[..., Any]:
-    """A patch that does nothing after skipped blocks."""
+    """Return a patch that does nothing after skipped blocks."""
 
     def patched(*values: Any) -> Any:
         *tensors, options = values
@@ -126,7 +126,7 @@ def _where_blocks_run(patch: Callable[..., Any], cut: Cut) -> Callable[..., Any]
 
 
 def _control(control: dict[str, Any] | None, cut: Cut) -> dict[str, Any] | None:
-    """What a ControlNet adds to the blocks that run. ComfyUI takes the first block's value from the end."""
+    """Return what a ControlNet adds to the blocks that run; the first block's value is the last one."""
     if control is None:
         return None
 

@@ -32,7 +32,7 @@ class ReplacedBlock:
     inner: Callable[..., Any] | None = None
 
     def __call__(self, arguments: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
-        """The result of the block, which runs on merged tokens."""
+        """Return the result of the block, which runs on merged tokens."""
         step = step_in(arguments.get("transformer_options"))
 
         def block(given: dict[str, Any]) -> dict[str, Any]:
@@ -47,7 +47,7 @@ class ReplacedBlock:
     def _full(
         self, step: Step, arguments: dict[str, Any], block: Callable[[dict[str, Any]], dict[str, Any]]
     ) -> dict[str, Any]:
-        """The result of the block if it is not skipped."""
+        """Return the result of the block if it is not skipped."""
 
         def run(**given: Any) -> tuple[Tensor, Tensor | None]:
             # ComfyUI's blocks add to their input in place. The copy keeps the input for the difference.
@@ -79,7 +79,7 @@ class ReplacedBlock:
         return {"img": image, "txt": text}  # None if a block returns no text, like the last one of SD 3
 
     def _can_merge(self, step: Step, call: HostCall, grid: Grid) -> bool:
-        """Whether the tokens of this call can merge."""
+        """Return whether the tokens of this call can merge."""
         tokens = self.layout.tokens_of(call)
         if self.key[0] == "double_block" and tokens.shape[1] != num_tokens(grid):
             step.has_references = True  # single-stream blocks, which run later, cannot tell them from text
@@ -92,5 +92,5 @@ class ReplacedBlock:
 
 
 def _differs_by_frame(modulation: Any) -> bool:
-    """Whether frames have modulations of their own, as in Wan 2.2: ``[b, f, 6, c]``."""
+    """Return whether frames have modulations of their own, as in Wan 2.2: ``[b, f, 6, c]``."""
     return isinstance(modulation, Tensor) and modulation.ndim > 3 and modulation.shape[1] > 1

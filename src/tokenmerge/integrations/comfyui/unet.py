@@ -88,7 +88,7 @@ def _shape(value: Tensor | None) -> Any:
 
 
 def _running(step: Step, n: Tensor, options: dict[str, Any]) -> Running | None:
-    """What the block merges; None: it is dense."""
+    """Return what the block merges; None: it is dense."""
     batch, _, rows, columns = options["activations_shape"]
     way, number = options["block"]
     block = way, number, options.get("block_index", 0)
@@ -109,7 +109,7 @@ def _running(step: Step, n: Tensor, options: dict[str, Any]) -> Running | None:
 
 
 def level_of(finest: int, rows: int) -> int:
-    """The level with this number of rows, if the latents have ``finest``. Levels halve rows, rounding up.
+    """Return the level with this number of rows. Levels halve rows, rounding up.
 
     >>> [level_of(9, rows) for rows in (9, 5, 3, 2)]
     [1, 2, 4, 8]

@@ -22,8 +22,16 @@ except ImportError as error:
         needed_by="tokenmerge.paddle (tested with paddlepaddle 3.3.1 and ppdiffusers 0.29.0)",
     ) from error
 
-from tokenmerge.integrations.paddle.api import Patch, apply_token_merging, remove_token_merging, token_merging
-from tokenmerge.integrations.paddle.compat import apply_patch, apply_tome, remove_patch, remove_tome
+from tokenmerge.integrations.paddle.api import (
+    Patch,
+    apply_patch,
+    apply_token_merging,
+    apply_tome,
+    remove_patch,
+    remove_token_merging,
+    remove_tome,
+    token_merging,
+)
 from tokenmerge.integrations.paddle.report import Report, predict
 
 __all__ = [

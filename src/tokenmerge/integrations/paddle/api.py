@@ -1,14 +1,17 @@
-"""Apply token merging to models of ppdiffusers, and remove it."""
+"""Apply token merging to models of ppdiffusers, and remove it; also with tomesd's arguments."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeVar
 
-from tokenmerge.config import ToMeConfig, flat
+from paddle import nn
+
+from tokenmerge import presets
+from tokenmerge.config import ToMeConfig, check_below_highest_ratio, flat
 from tokenmerge.errors import ConfigError, NothingToMergeError
-from tokenmerge.integrations.paddle.models import Host, find_hosts
+from tokenmerge.integrations.paddle.models import PaddleModel, find_hosts
 from tokenmerge.integrations.paddle.patch import check_swappable, patch_host, restore, run_of
 from tokenmerge.integrations.paddle.report import Report, predict
 from tokenmerge.integrations.paddle.runtime import Run, blocks_to_merge
@@ -22,6 +25,8 @@ _FREE = (
 )
 _DEFAULTS = flat(vars(ToMeConfig()))
 
+Model = TypeVar("Model")
+
 
 class Patch:
     """A handle on a patched model, which :func:`apply_token_merging` returns."""
@@ -32,7 +37,7 @@ class Patch:
         self._runs = runs
 
     def report(self, height: int | None = None, width: int | None = None, batch: int = 2) -> Report:
-        """What merging does to each block for a sample of this size: :func:`tokenmerge.paddle.predict`."""
+        """Count what merging does for a sample of this size: :func:`tokenmerge.paddle.predict`."""
         return predict(self._model, self._config, height, width, batch)
 
     def remove(self) -> None:
@@ -111,6 +116,65 @@ def token_merging(pipe_or_layer: Any, config: ToMeConfig) -> Iterator[Patch]:
                 patch_host(host, run)
 
 
+def apply_patch(
+    pipe_or_layer: Model,
+    ratio: float = 0.5,
+    max_downsample: int = 1,
+    sx: int = 2,
+    sy: int = 2,
+    use_rand: bool = True,
+    merge_attn: bool = True,
+    merge_crossattn: bool = False,
+    merge_mlp: bool = False,
+) -> Model:
+    """Speed up a diffusion model of ppdiffusers in place, with tomesd's arguments and ppdiffusers' meaning.
+
+    The arguments are those of :func:`tokenmerge.apply_patch`. Random destinations depend on the timestep and
+    the cell, so the same seed gives the same picture and the global generator is not used.
+
+    Raises:
+        ConfigError: the ratio is 1 − 1/(sx·sy) or more, or another value is not valid.
+        UnsupportedModelError, NothingToMergeError: as :func:`tokenmerge.paddle.apply_token_merging`.
+    """
+    check_below_highest_ratio(ratio, sx, sy)
+    config = presets.tomesd(
+        ratio,
+        max_downsample=max_downsample,
+        sx=sx,
+        sy=sy,
+        seed=0 if use_rand else None,
+        merge_attn=bool(merge_attn),
+        merge_crossattn=bool(merge_crossattn),
+        merge_mlp=bool(merge_mlp),
+    )
+    apply_token_merging(pipe_or_layer, config)
+    return pipe_or_layer
+
+
+apply_tome = apply_patch
+
+
+def remove_patch(pipe_or_layer: Model) -> Model:
+    """Restore a model exactly as it was before :func:`apply_patch`, and return it."""
+    remove_token_merging(pipe_or_layer)
+    return pipe_or_layer
+
+
+def remove_tome(pipe_or_layer: Model, only_return_self: bool = True) -> Model | tuple[Model, list[nn.Layer]]:
+    """Restore a model as :func:`remove_patch` does, with ppdiffusers' signature.
+
+    Args:
+        pipe_or_layer: a pipeline or model of ppdiffusers.
+        only_return_self: whether to return only the pipeline or model. False: also return the models in it
+            that can be patched.
+    """
+    remove_patch(pipe_or_layer)
+    if only_return_self:
+        return pipe_or_layer
+    hosts: list[Any] = [host.root for host in find_hosts(pipe_or_layer)]
+    return pipe_or_layer, hosts
+
+
 def _check_offered(config: Any) -> None:
     if not isinstance(config, ToMeConfig):
         raise ConfigError(
@@ -135,7 +199,7 @@ def _check_offered(config: Any) -> None:
                 )
 
 
-def _why_nothing(host: Host, config: ToMeConfig) -> str:
+def _why_nothing(host: PaddleModel, config: ToMeConfig) -> str:
     levels = sorted({block.level for block in host.blocks})
     if levels[0] > config.max_downsample:
         return (

@@ -18,7 +18,7 @@ _NOT_DENOISERS = ("vae", "vqvae")
 
 
 @dataclasses.dataclass(frozen=True)
-class Block:
+class PaddleBlock:
     """A ``BasicTransformerBlock``.
 
     Attributes:
@@ -46,7 +46,7 @@ class Block:
 
 
 @dataclasses.dataclass(frozen=True)
-class Host:
+class PaddleModel:
     """A model that tokens can be merged in: a UNet, a ControlNet, or a transformer such as DiT.
 
     Attributes:
@@ -58,11 +58,11 @@ class Host:
 
     root: Any
     transformers: tuple[tuple[str, Any], ...]
-    blocks: tuple[Block, ...]
+    blocks: tuple[PaddleBlock, ...]
     parameters: tuple[str, ...]
 
-    def grid(self, block: Block, height: int, width: int) -> tuple[int, int]:
-        """Rows and columns of a block's tokens for a sample of this size."""
+    def grid(self, block: PaddleBlock, height: int, width: int) -> tuple[int, int]:
+        """Return the rows and columns of a block's tokens for a sample of this size."""
         if block.transformer == "":  # the model is the transformer
             return grid_of(self.root, (height, width))
         return -(-height // block.level), -(-width // block.level)
@@ -74,7 +74,7 @@ class Host:
 
     @property
     def controlnet(self) -> bool:
-        """Whether it is a ControlNet, which may stay dense beside a denoiser that merges."""
+        """Whether it is a ControlNet, which may stay dense next to a denoiser that merges."""
         return isinstance(self.root, ControlNetModel)
 
     @property
@@ -84,8 +84,8 @@ class Host:
         return (size, size) if isinstance(size, int) else size and (int(size[0]), int(size[1]))
 
 
-def find_hosts(pipe_or_layer: Any) -> tuple[Host, ...]:
-    """The models in a pipeline or a layer in which tokens can merge, each once.
+def find_hosts(pipe_or_layer: Any) -> tuple[PaddleModel, ...]:
+    """Find the models in a pipeline or a layer in which tokens can merge, each once.
 
     Raises:
         UnsupportedModelError: there is none.
@@ -100,14 +100,14 @@ def find_hosts(pipe_or_layer: Any) -> tuple[Host, ...]:
 
 
 def grid_of(transformer: Any, size: tuple[int, int]) -> tuple[int, int]:
-    """Rows and columns of the tokens that a transformer makes of an input of this height and width."""
+    """Return the rows and columns of the tokens that a transformer makes of an input of this size."""
     rows, columns = size
     patch = transformer.patch_size if transformer.is_input_patches else 1
     return rows // patch, columns // patch
 
 
 def size_of(layer: Any, shape: Sequence[int]) -> tuple[int, int]:
-    """Height and width of an input of a layer: its last axes, unless the layer has its channels last."""
+    """Return the height and width of an input of a layer, which may have its channels last."""
     rows, columns = shape[1:3] if getattr(layer, "data_format", None) == "NHWC" else shape[-2:]
     return int(rows), int(columns)
 
@@ -122,36 +122,36 @@ def _layers(pipe_or_layer: Any) -> Iterator[nn.Layer]:
                 yield from (part for part in parts if isinstance(part, nn.Layer))
 
 
-def _hosts(layer: nn.Layer) -> Iterator[Host]:
-    """The layer itself if it is a model, or else the models in it, such as each of several ControlNets."""
+def _hosts(layer: nn.Layer) -> Iterator[PaddleModel]:
+    """Yield the layer itself if it is a model, or else the models in it, such as ControlNets."""
     names = tuple(inspect.signature(type(layer).forward).parameters)[1:]
     transformers = {path: part for path, part in layer.named_sublayers(include_self=True) if _has_grid(part)}
     if isinstance(layer, ConfigMixin) and "timestep" in names and transformers:
-        yield Host(layer, tuple(transformers.items()), tuple(_blocks(layer, transformers)), names)
+        yield PaddleModel(layer, tuple(transformers.items()), tuple(_blocks(layer, transformers)), names)
     elif transformers:
         for child in layer.children():
             yield from _hosts(child)
 
 
 def _has_grid(layer: Any) -> bool:
-    """Whether a layer makes a grid of tokens and runs blocks on it."""
+    """Return whether a layer makes a grid of tokens and runs blocks on it."""
     if not isinstance(layer, Transformer2DModel) or layer.inference_optimize:
         return False
     return bool(layer.is_input_continuous or layer.is_input_patches)
 
 
-def _blocks(root: Any, transformers: dict[str, Any]) -> Iterator[Block]:
+def _blocks(root: Any, transformers: dict[str, Any]) -> Iterator[PaddleBlock]:
     levels = dict(_stages(root))
     for path, transformer in transformers.items():
         level = levels.get(".".join(path.split(".")[:2]), levels.get(path.split(".")[0], 1))
         for i, layer in enumerate(transformer.transformer_blocks):
             if isinstance(layer, BasicTransformerBlock):
                 name = f"{path}.transformer_blocks.{i}".lstrip(".")
-                yield Block(layer, name, path, level)
+                yield PaddleBlock(layer, name, path, level)
 
 
 def _stages(root: Any) -> Iterator[tuple[str, int]]:
-    """Path and resolution level of each stage of a UNet or a ControlNet."""
+    """Yield path and resolution level of each stage of a UNet or a ControlNet."""
     level = 1
     for i, stage in enumerate(getattr(root, "down_blocks", ())):
         yield f"down_blocks.{i}", level

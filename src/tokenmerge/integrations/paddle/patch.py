@@ -14,7 +14,7 @@ from typing import Any
 from paddle import nn
 
 from tokenmerge.errors import UnsupportedModelError
-from tokenmerge.integrations.paddle.models import Host
+from tokenmerge.integrations.paddle.models import PaddleModel
 from tokenmerge.integrations.paddle.runtime import (
     STATE,
     Run,
@@ -27,7 +27,7 @@ from tokenmerge.integrations.paddle.runtime import (
 )
 
 
-def patch_host(host: Host, run: Run) -> None:
+def patch_host(host: PaddleModel, run: Run) -> None:
     """Patch a model that :func:`check_swappable` accepts and that is not patched."""
     for path, transformer in host.transformers:
         _note(transformer, note_grid, State(run, path))
@@ -51,12 +51,12 @@ def restore(root: nn.Layer) -> None:
 
 
 def run_of(root: nn.Layer) -> Run | None:
-    """The state that the layers of a patched model share; None for a model that is not patched."""
+    """Return the state that the layers of a patched model share; None for a model that is not patched."""
     state: State | None = root.__dict__.get(STATE)
     return None if state is None else state.run
 
 
-def check_swappable(host: Host) -> None:
+def check_swappable(host: PaddleModel) -> None:
     """Refuse a model that other software has changed in a way that is not compatible with merging.
 
     Raises:
@@ -80,7 +80,7 @@ def check_swappable(host: Host) -> None:
 
 @functools.cache
 def _swapped_class(base: Any, call: Callable) -> Any:
-    """The subclass of ``base`` whose ``forward`` runs ``call`` around that of ``base``; one for each pair."""
+    """Return the only subclass of ``base`` whose ``forward`` runs ``call`` around that of ``base``."""
 
     @functools.wraps(base.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -103,7 +103,7 @@ def _swapped_class(base: Any, call: Callable) -> Any:
 
 
 def _rebuild(base: type, call: Callable) -> nn.Layer:
-    """An empty layer of a swapped class, for pickle and deepcopy: the class itself has no import path."""
+    """Make an empty layer of a swapped class, for pickle and deepcopy: the class has no import path."""
     cls = _swapped_class(base, call)
     return cls.__new__(cls)
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from paddle import nn
 from ppdiffusers import DiffusionPipeline
 
-from tokenmerge.integrations.paddle.compat import apply_tome, remove_tome
+from tokenmerge.integrations.paddle.api import apply_tome, remove_tome
 
 __all__: list[str] = []
 

@@ -1,4 +1,4 @@
-"""What merging does to a model of ppdiffusers at one size: blocks, tokens and operations."""
+"""Counts the tokens and operations of ppdiffusers' blocks at one size, dense and merged."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from tokenmerge.config import MergeSettings, ToMeConfig
 from tokenmerge.config.checks import integer, optional
 from tokenmerge.errors import ConfigError
-from tokenmerge.integrations.paddle.models import Block, Host, find_hosts
+from tokenmerge.integrations.paddle.models import PaddleBlock, PaddleModel, find_hosts
 from tokenmerge.integrations.paddle.runtime import blocks_to_merge, merged_layers
 from tokenmerge.integrations.portable.merging import num_removed
 
@@ -36,7 +36,7 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What merging does to one call of the models, with fields as in :class:`tokenmerge.report.Report`."""
+    """The blocks that merge in one call, with fields as in :class:`tokenmerge.report.Report`."""
 
     height: int
     width: int
@@ -45,7 +45,7 @@ class Report:
     notes: tuple[str, ...]
 
     def __str__(self) -> str:
-        """A table in plain text."""
+        """Return a table in plain text."""
         header = ("block", "level", "grid", "tokens", "merged", "GFLOPs of what merges")
         lines = [
             (
@@ -76,12 +76,7 @@ def predict(
 ) -> Report:
     """Count what merging does, without running the model. The model may be patched.
 
-    Args:
-        pipe_or_layer: as for :func:`tokenmerge.paddle.apply_token_merging`.
-        config: what to merge and how much.
-        height: height of the sample (for latent diffusion, of the latents); None: the model's default size.
-        width: width of the sample.
-        batch: number of samples in the call.
+    The size is that of the sample: for latent diffusion, of the latents. None: the model's default size.
 
     Raises:
         UnsupportedModelError: the object neither is nor contains a supported model.
@@ -101,7 +96,7 @@ def predict(
     return Report(height, width, batch, rows, notes)
 
 
-def _rows(host: Host, config: ToMeConfig, height: int, width: int, batch: int) -> Iterator[Row]:
+def _rows(host: PaddleModel, config: ToMeConfig, height: int, width: int, batch: int) -> Iterator[Row]:
     for block in blocks_to_merge(host, config):
         settings, grid = config.at_level(block.level), host.grid(block, height, width)
         n, r = grid[0] * grid[1], num_removed(grid, settings)
@@ -124,7 +119,7 @@ def _rows(host: Host, config: ToMeConfig, height: int, width: int, batch: int) -
         )
 
 
-def _flops(block: Block, name: str, queries: int, keys: int) -> int:
+def _flops(block: PaddleBlock, name: str, queries: int, keys: int) -> int:
     """Count the operations of a sub-layer for one image."""
     layer = getattr(block.layer, name)
     if name == "ff":
@@ -136,14 +131,14 @@ def _flops(block: Block, name: str, queries: int, keys: int) -> int:
     return 2 * projections + 4 * queries * keys * int(layer.inner_dim)
 
 
-def _matching_flops(block: Block, grid: tuple[int, int], settings: MergeSettings) -> int:
+def _matching_flops(block: PaddleBlock, grid: tuple[int, int], settings: MergeSettings) -> int:
     """Count the operations of comparing sources with destinations, for one image."""
     cells = (grid[0] // settings.sy) * (grid[1] // settings.sx)
     compared = cells if settings.planner == "tome" else 0
     return 2 * (grid[0] * grid[1] - cells) * compared * int(block.layer.attn1.to_q.weight.shape[0])
 
 
-def _notes(host: Host, config: ToMeConfig, rows: tuple[Row, ...]) -> Iterator[str]:
+def _notes(host: PaddleModel, config: ToMeConfig, rows: tuple[Row, ...]) -> Iterator[str]:
     merging = {row.path for row in rows if row.model == host.name}
     for level in sorted({block.level for block in host.blocks}):
         dense = [b for b in host.blocks if b.level == level and b.path not in merging]

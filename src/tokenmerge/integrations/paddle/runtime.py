@@ -14,7 +14,7 @@ from paddle import Tensor
 from tokenmerge.config import MergeSettings, ToMeConfig
 from tokenmerge.errors import NothingToMergeError, UnsupportedModelError
 from tokenmerge.integrations.paddle.arrays import PaddleArrays
-from tokenmerge.integrations.paddle.models import Block, Host, grid_of, size_of
+from tokenmerge.integrations.paddle.models import PaddleBlock, PaddleModel, grid_of, size_of
 from tokenmerge.integrations.portable.merging import (
     Plan,
     keep_destinations,
@@ -36,14 +36,7 @@ _COMBINE: dict[str, Callable[..., Tensor]] = {"mean": merge, "keep": keep_destin
 
 
 class Merge(NamedTuple):
-    """The merge of the block that is running.
-
-    Attributes:
-        path: path of the block.
-        plan: which tokens merge.
-        size: number of images and of tokens that the plan is for.
-        settings: settings of its level.
-    """
+    """The merge of the block that is running; ``size`` is the number of images and of tokens."""
 
     path: str
     plan: Plan
@@ -52,34 +45,22 @@ class Merge(NamedTuple):
 
 
 class _Now(threading.local):
-    """State of the running call of the model, for each thread.
-
-    Attributes:
-        step: number of the denoising step.
-        parts: number of images of the batch that share a plan.
-        grids: rows and columns of the tokens, by qualified name of the transformer around them.
-        merge: the merge of the running block; None: it is dense, or no block runs.
-    """
+    """State of the running call of the model, for each thread."""
 
     def __init__(self) -> None:
         self.step = 0
-        self.parts = 1
-        self.grids: dict[str, tuple[int, int]] = {}
-        self.merge: Merge | None = None
+        self.parts = 1  # number of images of the batch that share a plan
+        self.grids: dict[str, tuple[int, int]] = {}  # by qualified name of the transformer around the tokens
+        self.merge: Merge | None = None  # None: the running block is dense, or no block runs
 
 
 class Run:
     """State that the layers of a patched model share. A copy of the model gets its own.
 
-    Attributes:
-        config: the settings.
-        settings: the settings of each level at which blocks merge.
-        host: the model.
-        blocks: the blocks that merge.
-        now: state of the running call.
+    ``settings`` are those of each level at which ``blocks`` of the model ``host`` merge.
     """
 
-    def __init__(self, config: ToMeConfig, host: Host, blocks: tuple[Block, ...]) -> None:
+    def __init__(self, config: ToMeConfig, host: PaddleModel, blocks: tuple[PaddleBlock, ...]) -> None:
         self.config = config
         self.settings: Mapping[int, MergeSettings] = {b.level: config.at_level(b.level) for b in blocks}
         self.host = host
@@ -105,25 +86,25 @@ class State(NamedTuple):
 
     run: Run
     path: str
-    block: Block | None = None
+    block: PaddleBlock | None = None
     name: str = ""
 
 
-def merged_layers(block: Block, settings: MergeSettings) -> tuple[str, ...]:
-    """Names of the sub-layers of a block whose calls change."""
+def merged_layers(block: PaddleBlock, settings: MergeSettings) -> tuple[str, ...]:
+    """Return the names of the sub-layers of a block whose calls change."""
     if settings.scope == "keys":
         return ("attn1",) if block.own_keys else ()
     return tuple(name for name in block.sub_layers if name in settings.merged_layers)
 
 
-def blocks_to_merge(host: Host, config: ToMeConfig) -> tuple[Block, ...]:
-    """The blocks within ``max_downsample`` in which something merges."""
+def blocks_to_merge(host: PaddleModel, config: ToMeConfig) -> tuple[PaddleBlock, ...]:
+    """Return the blocks within ``max_downsample`` in which something merges."""
     within = [block for block in host.blocks if block.level <= config.max_downsample]
     return tuple(block for block in within if merged_layers(block, config.at_level(block.level)))
 
 
 def note_call(root: Any, args: tuple, kwargs: dict[str, Any]) -> None:
-    """Hook before a model runs: note its step, and which images differ only in their prompts.
+    """Note the step of a model before it runs, and which images differ only in their prompts.
 
     Raises:
         NothingToMergeError: the sample is so small that no block would merge a token.
@@ -139,14 +120,14 @@ def note_call(root: Any, args: tuple, kwargs: dict[str, Any]) -> None:
 
 
 def note_grid(transformer: Any, args: tuple, kwargs: dict[str, Any]) -> None:
-    """Hook before a transformer runs: note the token grid of its blocks."""
+    """Note the token grid of the blocks of a transformer before it runs."""
     state: State = transformer.__dict__[STATE]
     x = args[0] if args else kwargs["hidden_states"]
     state.run.now.grids[state.path] = grid_of(transformer, size_of(transformer, x.shape))
 
 
 def block_call(block: Any, forward: Forward, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """The result of a transformer block, whose sub-layers merge by a plan made from its input."""
+    """Run a transformer block, whose sub-layers merge by a plan made from its input."""
     state: State = block.__dict__[STATE]
     assert state.block is not None
     now, settings = state.run.now, state.run.settings[state.block.level]
@@ -168,7 +149,7 @@ def block_call(block: Any, forward: Forward, args: tuple, kwargs: dict[str, Any]
 
 
 def layer_call(layer: Any, forward: Forward, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """The result of attention or of the feed-forward layer on merged tokens, for all tokens."""
+    """Run attention or the feed-forward layer on merged tokens, and return a result for all tokens."""
     state: State = layer.__dict__[STATE]
     assert state.block is not None
     active = state.run.now.merge
@@ -191,18 +172,18 @@ def layer_call(layer: Any, forward: Forward, args: tuple, kwargs: dict[str, Any]
 
 
 def _arguments(forward: Forward, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a call by name."""
+    """Return the arguments of a call by name."""
     return {**dict(zip(_names(forward.func), args, strict=False)), **kwargs}
 
 
 @functools.cache
 def _names(method: Callable) -> tuple[str, ...]:
-    """Names of a method's parameters after ``self``."""
+    """Return the names of a method's parameters after ``self``."""
     return tuple(inspect.signature(method).parameters)[1:]
 
 
 def _parts(root: Any, sample: Tensor) -> int:
-    """How many times the batch holds the same images, one for each prompt of guidance."""
+    """Count how many times the batch holds the same images, once for each prompt of guidance."""
     # The channels that are denoised may be followed by those of a given picture.
     axis = sample.ndim - 1 if getattr(root, "data_format", None) == "NHWC" else 1
     channels = getattr(root.config, "out_channels", None) or sample.shape[axis]

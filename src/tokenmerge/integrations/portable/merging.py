@@ -20,7 +20,7 @@ _SIMILARITIES_AT_ONCE = 1 << 23
 
 
 class Plan(NamedTuple):
-    """Which of n tokens become which of m = n − r merged tokens: see ``tokenmerge.ops.IndexPlan``."""
+    """A plan that merges n tokens into m = n − r: see ``tokenmerge.ops.IndexPlan``."""
 
     keep: Array
     sources: Array

@@ -10,7 +10,7 @@ _MASK32 = 0xFFFFFFFF
 
 
 def step_number(timestep: float) -> int:
-    """The integer that stands for a denoising step: the bits of its timestep as float32.
+    """Return the integer that stands for a denoising step: the bits of its timestep as float32.
 
     >>> step_number(1.0) == 0x3F800000
     True
@@ -54,7 +54,7 @@ def partition(
 
 
 def own_cell(grid: tuple[int, int], cell: tuple[int, int], tokens: np.ndarray) -> np.ndarray:
-    """The cell of each token, numbered in row order; beyond the last whole cell, the nearest one.
+    """Return the cell of each token, in row order; beyond the last whole cell, the nearest one.
 
     >>> own_cell((3, 4), (2, 2), np.array([0, 3, 6, 11])).tolist()
     [0, 1, 1, 1]
@@ -66,7 +66,7 @@ def own_cell(grid: tuple[int, int], cell: tuple[int, int], tokens: np.ndarray) -
 
 
 def _hash(seed: int, step: int, place: np.ndarray) -> np.ndarray:
-    """Uniform 32-bit integers from three counters, as int64.
+    """Make uniform 32-bit integers from three counters, as int64.
 
     Each counter passes through the avalanche function "lowbias32" (C. Wellons, public domain), whose output
     bits each change with probability 1/2 when one input bit changes.

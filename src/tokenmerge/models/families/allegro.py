@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from tokenmerge.models.base import Host, Layer, listed
-from tokenmerge.models.dummy_inputs import blank, full_mask
 from tokenmerge.models.grids import video_grid
 from tokenmerge.models.layout import Layout, TokenArgument
+from tokenmerge.models.placement import blank, full_mask
 from tokenmerge.models.transformer import transformer_host
 
 CLASSES = ("AllegroTransformer3DModel",)
@@ -52,7 +52,6 @@ def _example(root: Any, height: int, width: int, batch: int) -> dict[str, Any]:
     places = torch.zeros(1, frames * rows * columns, device=root.device, dtype=torch.int64)
     return {
         "hidden_states": zeros(config.in_channels, config.sample_frames, height, width),
-        "timestep": torch.full((batch,), 500, device=root.device),
         "encoder_hidden_states": zeros(words, config.caption_channels),
         "encoder_attention_mask": full_mask(root, batch, words),
         "image_rotary_emb": (tuple(tables), (places,) * 3),

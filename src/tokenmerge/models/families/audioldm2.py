@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from tokenmerge.models.base import Host
-from tokenmerge.models.dummy_inputs import blank
+from tokenmerge.models.placement import blank
 from tokenmerge.models.unet_stages import describe_stages
 
 CLASSES = ("AudioLDM2UNet2DConditionModel",)
@@ -20,12 +18,7 @@ def describe(root: Any) -> Host:
 
 def _example(root: Any, height: int, width: int, batch: int) -> dict[str, Any]:
     config, zeros = root.config, blank(root, batch)
-    sample = zeros(config.in_channels, height, width)
-    arguments = {
-        "sample": sample,
-        "timestep": torch.ones(batch, device=sample.device),
-        "encoder_hidden_states": None,
-    }
+    arguments = {"sample": zeros(config.in_channels, height, width), "encoder_hidden_states": None}
     # Each layer has several transformers. The first two may attend to the first text, the others to the
     # second; a width of None means that a transformer attends to the spectrogram only.
     widths = config.cross_attention_dim

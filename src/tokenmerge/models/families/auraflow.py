@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from tokenmerge.models.base import Host, Layer, listed
-from tokenmerge.models.dummy_inputs import blank
 from tokenmerge.models.layout import Layout
+from tokenmerge.models.placement import blank
 from tokenmerge.models.transformer import transformer_host
 
 CLASSES = ("AuraFlowTransformer2DModel",)
@@ -32,6 +30,5 @@ def _example(root: Any, height: int, width: int, batch: int) -> dict[str, Any]:
     config, zeros = root.config, blank(root, batch)
     return {
         "hidden_states": zeros(config.in_channels, height, width),
-        "timestep": torch.full_like(zeros(), 0.5),
         "encoder_hidden_states": zeros(256, config.joint_attention_dim),
     }

@@ -8,7 +8,7 @@ import torch
 
 from tokenmerge.models.base import Host, is_a
 from tokenmerge.models.basic_block import basic_block
-from tokenmerge.models.dummy_inputs import blank
+from tokenmerge.models.placement import blank
 from tokenmerge.models.transformer import transformer_host
 
 CLASSES = ("DiTTransformer2DModel", "PixArtTransformer2DModel", "LatteTransformer3DModel")
@@ -26,10 +26,7 @@ def _example(root: Any, height: int, width: int, batch: int) -> dict[str, Any]:
     config, zeros = root.config, blank(root, batch)
     video = (config.video_length,) if is_a(root, "LatteTransformer3DModel") else ()
     sample = zeros(config.in_channels, *video, height, width)
-    arguments: dict[str, Any] = {
-        "hidden_states": sample,
-        "timestep": torch.full((batch,), 500, device=sample.device),
-    }
+    arguments: dict[str, Any] = {"hidden_states": sample}
     if is_a(root, "DiTTransformer2DModel"):
         arguments["class_labels"] = torch.zeros(batch, device=sample.device, dtype=torch.int64)
         return arguments

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from tokenmerge.models.base import GridShape, Host, Layer, listed
-from tokenmerge.models.dummy_inputs import blank
 from tokenmerge.models.layout import PLAIN, ROTARY, Grid
+from tokenmerge.models.placement import blank
 from tokenmerge.models.transformer import transformer_host
 
 CLASSES = ("CogVideoXTransformer3DModel", "ConsisIDTransformer3DModel")
@@ -42,7 +42,7 @@ def _frames_of_patch(root: Any) -> int:
 
 
 def _frames(root: Any) -> int:
-    """Number of latent frames that the model was made for, padded to whole patches."""
+    """Return the number of latent frames that the model was made for, padded to whole patches."""
     frames = (root.config.sample_frames - 1) // root.config.temporal_compression_ratio + 1
     return frames + frames % _frames_of_patch(root)
 
@@ -52,7 +52,6 @@ def _example(root: Any, height: int, width: int, batch: int) -> dict[str, Any]:
     sample = zeros(_frames(root), config.in_channels, height, width)
     arguments: dict[str, Any] = {
         "hidden_states": sample,
-        "timestep": torch.full((batch,), 500, device=root.device),
         "encoder_hidden_states": zeros(config.max_text_seq_length, config.text_embed_dim),
     }
     if config.use_rotary_positional_embeddings:

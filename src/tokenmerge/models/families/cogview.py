@@ -9,9 +9,9 @@ import torch
 
 from tokenmerge.errors import UnsupportedModelError
 from tokenmerge.models.base import GridShape, Host, Layer, is_a, listed
-from tokenmerge.models.dummy_inputs import blank
 from tokenmerge.models.grids import picture_grid
 from tokenmerge.models.layout import ROTARY, Grid
+from tokenmerge.models.placement import blank
 from tokenmerge.models.transformer import transformer_host
 
 CLASSES = ("CogView3PlusTransformer2DModel", "CogView4Transformer2DModel")
@@ -48,7 +48,6 @@ def _example(root: Any, height: int, width: int, batch: int) -> dict[str, Any]:
     config, zeros = root.config, blank(root, batch)
     return {
         "hidden_states": zeros(config.in_channels, height, width),
-        "timestep": torch.full_like(zeros(), 500),
         "encoder_hidden_states": zeros(224, config.text_embed_dim),
         "original_size": torch.full_like(zeros(2), 1024),
         "target_size": torch.full_like(zeros(2), 1024),

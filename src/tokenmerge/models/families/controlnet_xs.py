@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from tokenmerge.models.base import Host
-from tokenmerge.models.dummy_inputs import blank
 from tokenmerge.models.families.unet import added_conditions, condition_picture, text_width
+from tokenmerge.models.placement import blank
 from tokenmerge.models.unet_stages import describe_stages
 
 CLASSES = ("UNetControlNetXSModel",)
@@ -25,7 +23,6 @@ def _example(root: Any, height: int, width: int, batch: int) -> dict[str, Any]:
     widths = config.ctrl_conditioning_embedding_out_channels
     return {
         "sample": sample,
-        "timestep": torch.ones(batch, device=sample.device),
         "encoder_hidden_states": zeros(77, text_width(root)),
         "controlnet_cond": condition_picture(zeros, config.ctrl_conditioning_channels, widths, height, width),
         **added_conditions(root, zeros),

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from tokenmerge.models.base import Host, Layer, listed
-from tokenmerge.models.dummy_inputs import blank
 from tokenmerge.models.grids import video_grid
 from tokenmerge.models.layout import ROTARY
+from tokenmerge.models.placement import blank
 from tokenmerge.models.transformer import transformer_host
 
 CLASSES = ("CosmosTransformer3DModel",)
@@ -41,7 +39,6 @@ def _example(root: Any, height: int, width: int, batch: int) -> dict[str, Any]:
     arguments: dict[str, Any] = {
         "hidden_states": zeros(config.in_channels - 1, _FRAMES, height, width),
         "condition_mask": zeros(1, _FRAMES, height, width),
-        "timestep": torch.full_like(zeros(), 0.5),
         "encoder_hidden_states": zeros(512, text_dim),
     }
     if config.img_context_dim_in:

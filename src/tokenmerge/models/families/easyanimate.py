@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from tokenmerge.models.base import Block, Host, Layer
-from tokenmerge.models.dummy_inputs import blank
 from tokenmerge.models.grids import video_grid
 from tokenmerge.models.layout import ROTARY
+from tokenmerge.models.placement import blank
 from tokenmerge.models.transformer import transformer_host
 
 CLASSES = ("EasyAnimateTransformer3DModel",)
@@ -41,7 +39,6 @@ def _example(root: Any, height: int, width: int, batch: int) -> dict[str, Any]:
     config, zeros = root.config, blank(root, batch)
     arguments = {
         "hidden_states": zeros(config.in_channels, _FRAMES, height, width),
-        "timestep": torch.full_like(zeros(), 500),
         "encoder_hidden_states": zeros(256, config.text_embed_dim),
     }
     if root.text_proj_t5 is not None:

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from tokenmerge.models.base import Host, Layer, is_a, listed
-from tokenmerge.models.dummy_inputs import blank, device_of_values, full_mask
 from tokenmerge.models.grids import grid_of_ids, references_of_ids
 from tokenmerge.models.layout import Layout, TokenArgument
+from tokenmerge.models.placement import blank, device_of_values, full_mask
 from tokenmerge.models.transformer import transformer_host
 
 _CONTROLNET = "FluxControlNetModel"
@@ -72,7 +72,7 @@ def describe(root: Any) -> Host:
 
 
 def packed_ids(root: Any, sizes: Sequence[tuple[int, int]], axes: int) -> Tensor:
-    """Position ids ``[n, axes]`` of pictures one after another: number, row, column, zeros for each token.
+    """Make position ids ``[n, axes]`` of pictures in a row: number, row, column, zeros for each token.
 
     ``sizes`` are the heights and widths of their latents. A token is made of 2 × 2 latent positions.
     """
@@ -94,7 +94,6 @@ def _example(
     tokens = zeros(len(ids), config.in_channels)
     arguments: dict[str, Any] = {
         "hidden_states": tokens,
-        "timestep": torch.full_like(zeros(), 0.5),
         "encoder_hidden_states": zeros(words, config.joint_attention_dim),
         "img_ids": ids,
         "txt_ids": ids.new_zeros(words, 3),
@@ -103,8 +102,6 @@ def _example(
     }
     if pooled := getattr(config, "pooled_projection_dim", None):
         arguments["pooled_projections"] = zeros(pooled)
-    if getattr(config, "guidance_embeds", False):
-        arguments["guidance"] = torch.full_like(zeros(), 3.5)
     if layers := getattr(root, "caption_projection", None):  # FIBO: a text embedding for each block
         arguments["text_encoder_layers"] = [zeros(words, config.text_encoder_dim) for _ in layers]
     if getattr(root, "input_hint_block", None) is not None:  # a ControlNet that takes the picture itself

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-
 from tokenmerge.errors import UnsupportedModelError
 from tokenmerge.models.base import GridShape, Host, Layer, listed
-from tokenmerge.models.dummy_inputs import blank
 from tokenmerge.models.families.flux import MASK, packed_ids
 from tokenmerge.models.grids import grid_of_ids, references_of_ids
 from tokenmerge.models.layout import Grid, Layout, TokenArgument
+from tokenmerge.models.placement import blank
 from tokenmerge.models.transformer import transformer_host
 
 CLASSES = ("Flux2Transformer2DModel",)
@@ -57,13 +55,9 @@ def _example(
 ) -> dict[str, Any]:
     config, zeros = root.config, blank(root, batch)
     ids, words = packed_ids(root, [(height, width), *references], 4), 512
-    arguments: dict[str, Any] = {
+    return {
         "hidden_states": zeros(len(ids), config.in_channels),
-        "timestep": torch.full_like(zeros(), 0.5),
         "encoder_hidden_states": zeros(words, config.joint_attention_dim),
         "img_ids": ids,
         "txt_ids": ids.new_zeros(words, 4),
     }
-    if config.guidance_embeds:
-        arguments["guidance"] = torch.full_like(zeros(), 3.5)
-    return arguments

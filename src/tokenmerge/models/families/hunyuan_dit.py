@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from tokenmerge.models.base import Host, Layer, is_a, listed
-from tokenmerge.models.dummy_inputs import blank
 from tokenmerge.models.layout import ROTARY
+from tokenmerge.models.placement import blank
 from tokenmerge.models.transformer import transformer_host
 
 _CONTROLNET = "HunyuanDiT2DControlNetModel"
@@ -34,7 +34,6 @@ def _example(root: Any, height: int, width: int, batch: int) -> dict[str, Any]:
     tokens = (height // config.patch_size) * (width // config.patch_size)
     arguments = {
         "hidden_states": sample,
-        "timestep": torch.full_like(zeros(), 500),
         "encoder_hidden_states": zeros(config.text_len, config.cross_attention_dim),
         "text_embedding_mask": zeros(config.text_len),
         "encoder_hidden_states_t5": zeros(config.text_len_t5, config.cross_attention_dim_t5),

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from tokenmerge.models.base import Host, Layer, is_a, listed
-from tokenmerge.models.dummy_inputs import blank, device_of_values, full_mask
 from tokenmerge.models.grids import picture_grid, video_grid
 from tokenmerge.models.layout import Layout, TokenArgument
+from tokenmerge.models.placement import blank, device_of_values, full_mask
 from tokenmerge.models.transformer import transformer_host
 
 # Height and width of the latents, for 720p and for 2048 × 2048 pixels. Later autoencoders compress more.
@@ -55,7 +55,7 @@ def describe(root: Any) -> Host:
 
 
 def _of_pictures(root: Any) -> bool:
-    """Whether the sample is [b, c, h, w]: patches have two sides, as in most checkpoints of HunyuanImage."""
+    """Return whether the sample is [b, c, h, w], as in most checkpoints of HunyuanImage."""
     patch = root.config.patch_size
     return not isinstance(patch, int) and len(patch) == 2
 
@@ -65,14 +65,11 @@ def _example(root: Any, height: int, width: int, batch: int) -> dict[str, Any]:
     frames = () if _of_pictures(root) else (_FRAMES,)
     arguments: dict[str, Any] = {
         "hidden_states": zeros(config.in_channels, *frames, height, width),
-        "timestep": torch.full_like(zeros(), 500),
         "encoder_hidden_states": zeros(words, config.text_embed_dim),
         "encoder_attention_mask": full_mask(root, batch, words),
     }
     if is_a(root, "HunyuanVideoTransformer3DModel"):
         arguments["pooled_projections"] = zeros(config.pooled_projection_dim)
-    if getattr(config, "guidance_embeds", False):
-        arguments["guidance"] = torch.full_like(zeros(), 6000)
     if getattr(config, "use_meanflow", False):
         arguments["timestep_r"] = zeros()
     if getattr(config, "text_embed_2_dim", None):

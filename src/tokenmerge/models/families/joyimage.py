@@ -8,13 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-
 from tokenmerge.errors import UnsupportedModelError
 from tokenmerge.models.base import GridShape, Host, Layer, is_a, listed
-from tokenmerge.models.dummy_inputs import blank, full_mask
 from tokenmerge.models.grids import patch_of
 from tokenmerge.models.layout import Grid, Layout, TokenArgument
+from tokenmerge.models.placement import blank, full_mask
 from tokenmerge.models.transformer import transformer_host
 
 _PLUS = "JoyImageEditPlusTransformer3DModel"
@@ -56,7 +54,7 @@ def _references(root: Any, arguments: Mapping[str, Any], last: Grid) -> tuple[Gr
 
 
 def _pictures(root: Any, arguments: Mapping[str, Any]) -> tuple[GridShape, ...]:
-    """The grids in the order of the sequence, in which the picture being made is first."""
+    """Return the grids in the order of the sequence, in which the picture being made is first."""
     if is_a(root, _PLUS):
         return _listed_pictures(arguments["shape_list"])
     # Pictures [b, picture, c, f, h, w] of one size, or one picture [b, c, f, h, w].
@@ -108,6 +106,5 @@ def _arguments(root: Any, batch: int, sample: tuple[int, ...]) -> dict[str, Any]
     zeros = blank(root, batch)
     return {
         "hidden_states": zeros(*sample),
-        "timestep": torch.full((batch,), 500.0, device=root.device),
         "encoder_hidden_states": zeros(_WORDS, root.config.text_dim),
     }

@@ -9,8 +9,8 @@ import torch
 
 from tokenmerge.errors import UnsupportedModelError
 from tokenmerge.models.base import GridShape, Host, Layer, listed
-from tokenmerge.models.dummy_inputs import blank
 from tokenmerge.models.layout import Grid, Layout, TokenArgument
+from tokenmerge.models.placement import blank
 from tokenmerge.models.transformer import transformer_host
 
 CLASSES = ("Kandinsky5Transformer3DModel",)
@@ -56,7 +56,6 @@ def _example(root: Any, height: int, width: int, batch: int) -> dict[str, Any]:
     sides = zip((_FRAMES, height, width), config.patch_size, strict=True)
     return {
         "hidden_states": zeros(_FRAMES, height, width, channels),
-        "timestep": torch.full_like(zeros(), 500),
         "encoder_hidden_states": zeros(words, config.in_text_dim),
         "pooled_projections": zeros(config.in_text_dim2),
         "visual_rope_pos": [torch.arange(side // length, device=root.device) for side, length in sides],

@@ -9,9 +9,9 @@ import torch
 
 from tokenmerge.errors import UnsupportedModelError
 from tokenmerge.models.base import GridShape, Host, Layer, listed
-from tokenmerge.models.dummy_inputs import blank, full_mask
 from tokenmerge.models.grids import grid_of_coordinates
 from tokenmerge.models.layout import Grid, Layout, TokenArgument
+from tokenmerge.models.placement import blank, full_mask
 from tokenmerge.models.transformer import transformer_host
 
 CLASSES = ("LTXVideoTransformer3DModel",)

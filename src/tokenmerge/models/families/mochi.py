@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from tokenmerge.models.base import Host, Layer, listed
-from tokenmerge.models.dummy_inputs import blank, full_mask
 from tokenmerge.models.grids import video_grid
 from tokenmerge.models.layout import Layout, TokenArgument
+from tokenmerge.models.placement import blank, full_mask
 from tokenmerge.models.transformer import transformer_host
 
 CLASSES = ("MochiTransformer3DModel",)
@@ -38,7 +36,6 @@ def _example(root: Any, height: int, width: int, batch: int) -> dict[str, Any]:
     words = config.max_sequence_length
     return {
         "hidden_states": zeros(config.in_channels, _FRAMES, height, width),
-        "timestep": torch.full_like(zeros(), 500),
         "encoder_hidden_states": zeros(words, config.text_embed_dim),
         "encoder_attention_mask": full_mask(root, batch, words),
     }

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from tokenmerge.models.base import Host, Layer, listed
-from tokenmerge.models.dummy_inputs import blank, full_mask
 from tokenmerge.models.layout import Layout, TokenArgument
+from tokenmerge.models.placement import blank, full_mask
 from tokenmerge.models.transformer import transformer_host
 
 CLASSES = ("PRXTransformer2DModel",)
@@ -33,7 +31,6 @@ def _example(root: Any, height: int, width: int, batch: int) -> dict[str, Any]:
     config, zeros = root.config, blank(root, batch)
     return {
         "hidden_states": zeros(config.in_channels, height, width),
-        "timestep": torch.full_like(zeros(), 0.5),
         "encoder_hidden_states": zeros(256, config.context_in_dim),
         "attention_mask": full_mask(root, batch, 256),
     }

@@ -12,8 +12,8 @@ import torch
 
 from tokenmerge.errors import UnsupportedModelError
 from tokenmerge.models.base import GridShape, Host, Layer, is_a, listed
-from tokenmerge.models.dummy_inputs import blank
 from tokenmerge.models.layout import Grid, Layout, TokenArgument
+from tokenmerge.models.placement import blank
 from tokenmerge.models.transformer import transformer_host
 
 _CONTROLNET = "QwenImageControlNetModel"
@@ -62,7 +62,7 @@ def _is_layered(root: Any) -> bool:
 
 
 def _pictures(root: Any, arguments: Mapping[str, Any]) -> tuple[list[GridShape], list[GridShape]]:
-    """(frames, rows, columns) of the pictures being made, and of the references that follow them.
+    """Return (frames, rows, columns) of the pictures being made, and of the references that follow them.
 
     QwenImage-Layered splits a picture into several layers. The picture that it splits is the last one.
     """
@@ -83,12 +83,9 @@ def _example(
     tokens = zeros(sum(rows * columns for _, rows, columns in shapes), config.in_channels)
     arguments: dict[str, Any] = {
         "hidden_states": tokens,
-        "timestep": torch.full_like(zeros(), 0.5),
         "encoder_hidden_states": zeros(512, config.joint_attention_dim),
         "img_shapes": [shapes] * batch,
     }
-    if getattr(config, "guidance_embeds", False):
-        arguments["guidance"] = torch.full_like(zeros(), 3.5)
     if getattr(config, "use_additional_t_cond", False):
         arguments["additional_t_cond"] = torch.zeros(batch, device=tokens.device, dtype=torch.int64)
     if is_a(root, _CONTROLNET):

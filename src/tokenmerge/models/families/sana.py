@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from tokenmerge.models.base import Host, Layer, is_a, listed
-from tokenmerge.models.dummy_inputs import blank
+from tokenmerge.models.placement import blank
 from tokenmerge.models.transformer import transformer_host
 
 _CONTROLNET = "SanaControlNetModel"
@@ -34,10 +32,7 @@ def _example(root: Any, height: int, width: int, batch: int) -> dict[str, Any]:
     arguments = {
         "hidden_states": zeros(config.in_channels, height, width),
         "encoder_hidden_states": zeros(300, config.caption_channels),
-        "timestep": torch.full_like(zeros(), 500),
     }
-    if getattr(config, "guidance_embeds", False):
-        arguments["guidance"] = torch.full_like(zeros(), 4.5)
     if is_a(root, _CONTROLNET):
         arguments["controlnet_cond"] = zeros(config.in_channels, height, width)
     return arguments

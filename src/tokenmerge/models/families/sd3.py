@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
 from tokenmerge.models.base import Block, GridShape, Host, Layer, is_a
-from tokenmerge.models.dummy_inputs import blank
 from tokenmerge.models.layout import Grid, Layout
+from tokenmerge.models.placement import blank
 from tokenmerge.models.transformer import transformer_host
 
 _CONTROLNET = "SD3ControlNetModel"
@@ -45,7 +43,6 @@ def _example(root: Any, height: int, width: int, batch: int) -> dict[str, Any]:
     config, zeros = root.config, blank(root, batch)
     arguments = {
         "hidden_states": zeros(config.in_channels, height, width),
-        "timestep": torch.full((batch,), 500.0, device=root.device),
         "pooled_projections": zeros(config.pooled_projection_dim),
     }
     if root.context_embedder is not None:

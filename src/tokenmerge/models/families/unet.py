@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tokenmerge.models.base import Host, is_a
-from tokenmerge.models.dummy_inputs import blank
+from tokenmerge.models.placement import blank
 from tokenmerge.models.unet_stages import describe_stages
 
 _CONTROLNETS = ("ControlNetModel", "ControlNetUnionModel")
@@ -22,13 +22,13 @@ def describe(root: Any) -> Host:
 
 
 def text_width(root: Any) -> int:
-    """Width of the text embeddings that a UNet is called with."""
+    """Return the width of the text embeddings that a UNet is called with."""
     width = getattr(root.config, "encoder_hid_dim", None) or root.config.cross_attention_dim
     return width[0] if isinstance(width, list | tuple) else width
 
 
 def added_conditions(root: Any, zeros: Callable[..., Tensor]) -> dict[str, Any]:
-    """The argument ``added_cond_kwargs`` that SDXL and IP-Adapters need, by name; empty for other models.
+    """Return the argument ``added_cond_kwargs`` of SDXL and IP-Adapters, by name; empty for other models.
 
     ``zeros`` makes zeros for a batch from the shape for one image.
     """
@@ -45,7 +45,7 @@ def added_conditions(root: Any, zeros: Callable[..., Tensor]) -> dict[str, Any]:
 
 
 def condition_picture(zeros: Callable[..., Tensor], channels: int, widths: list[int], *size: int) -> Tensor:
-    """The conditioning picture of a ControlNet, for latents of height and width ``size``.
+    """Return the conditioning picture of a ControlNet, for latents of height and width ``size``.
 
     Its embedding halves the resolution once for each of ``widths`` but the first.
     """
@@ -53,7 +53,7 @@ def condition_picture(zeros: Callable[..., Tensor], channels: int, widths: list[
 
 
 def _input_shape(projection: nn.Module) -> tuple[int, ...]:
-    """Shape of the embedding of one picture that a projection of an IP-Adapter takes."""
+    """Return the shape of the embedding of one picture that a projection of an IP-Adapter takes."""
     first = next(layer for layer in projection.modules() if isinstance(layer, nn.Linear))
     # `ImageProjection` takes one vector for each picture, other projections one for each patch.
     return (first.in_features,) if is_a(projection, "ImageProjection") else (257, first.in_features)
@@ -64,7 +64,6 @@ def _example(root: Any, height: int, width: int, batch: int) -> dict[str, Any]:
     sample = zeros(config.in_channels, height, width)
     arguments: dict[str, Any] = {
         "sample": sample,
-        "timestep": torch.ones(batch, device=sample.device),
         "encoder_hidden_states": zeros(77, text_width(root)),
         **added_conditions(root, zeros),
     }

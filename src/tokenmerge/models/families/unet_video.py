@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from tokenmerge.models.base import Host, is_a
-from tokenmerge.models.dummy_inputs import blank
 from tokenmerge.models.families.unet import added_conditions, condition_picture
+from tokenmerge.models.placement import blank
 from tokenmerge.models.unet_stages import describe_stages
 
 _SPARSECTRL = "SparseControlNetModel"
@@ -41,7 +41,6 @@ def _example(root: Any, height: int, width: int, batch: int) -> dict[str, Any]:
     text = zeros(77, config.cross_attention_dim)
     arguments = {
         "sample": sample,
-        "timestep": torch.ones(batch, device=sample.device),
         # AnimateDiff takes the text once for each frame.
         "encoder_hidden_states": text.repeat_interleave(frames, dim=0) if motion else text,
         **added_conditions(root, zeros),
@@ -66,7 +65,6 @@ def _example_of_stable_video(root: Any, height: int, width: int, batch: int) -> 
     picture = config.cross_attention_dim
     return {
         "sample": sample,
-        "timestep": torch.ones(batch, device=sample.device),
         "encoder_hidden_states": zeros(1, picture[0] if isinstance(picture, list | tuple) else picture),
         "added_time_ids": zeros(
             config.projection_class_embeddings_input_dim // config.addition_time_embed_dim

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from tokenmerge.models.base import Block, GridShape, Host, Layer
 from tokenmerge.models.basic_block import basic_block
-from tokenmerge.models.dummy_inputs import blank
 from tokenmerge.models.layout import Grid
+from tokenmerge.models.placement import blank
 
 CLASSES = ("UVit2DModel",)
 
@@ -47,7 +47,7 @@ def _grid(root: Any, arguments: Mapping[str, Any], last: Grid) -> GridShape:
 
 
 def _masked(root: Any, arguments: Mapping[str, Any]) -> Tensor:
-    """Number of tokens that are still masked: the only argument that changes with the step."""
+    """Count the tokens that are still masked: nothing else changes with the step."""
     return (arguments["input_ids"] == root.config.vocab_size - 1).sum(dim=(1, 2)).max()
 
 

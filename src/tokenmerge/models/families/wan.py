@@ -7,12 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from tokenmerge.models.base import Host, Layer, is_a, listed
-from tokenmerge.models.dummy_inputs import blank
 from tokenmerge.models.grids import video_grid
 from tokenmerge.models.layout import Layout, TokenArgument
+from tokenmerge.models.placement import blank
 from tokenmerge.models.transformer import transformer_host
 
 CLASSES = (
@@ -68,7 +66,6 @@ def _example(root: Any, height: int, width: int, batch: int) -> dict[str, Any]:
     frames = _FRAMES - _FRAMES % getattr(config, "num_frame_per_block", 1)
     arguments: dict[str, Any] = {
         "hidden_states": zeros(config.in_channels, frames, height, width),
-        "timestep": torch.full((batch,), 500.0, device=root.device),
         "encoder_hidden_states": zeros(512, config.text_dim),
     }
     if config.image_dim is not None:

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
 from tokenmerge.errors import UnsupportedModelError
 from tokenmerge.models.base import GridShape, Host, Layer, listed
-from tokenmerge.models.dummy_inputs import blank
 from tokenmerge.models.layout import Grid, Layout, TokenArgument
+from tokenmerge.models.placement import blank
 from tokenmerge.models.transformer import transformer_host
 
 CLASSES = ("ZImageTransformer2DModel",)
@@ -70,7 +68,6 @@ def _example(root: Any, height: int, width: int, batch: int) -> dict[str, Any]:
     config, zeros = root.config, blank(root, batch)
     return {
         "x": list(zeros(config.in_channels, config.all_f_patch_size[0], height, width)),
-        "t": torch.full_like(zeros(), 0.5),
         "cap_feats": list(zeros(256, config.cap_feat_dim)),
         "patch_size": config.all_patch_size[0],
         "f_patch_size": config.all_f_patch_size[0],

@@ -66,7 +66,7 @@ def _places() -> Iterator[tuple[dict[Any, Any], Any, int]]:
 
 @functools.lru_cache(maxsize=128)  # settings change between passes, and kernels hardly ever
 def _asking(function: Callable[..., Any], largest_head: int, takes_mask: bool) -> Callable[..., Any]:
-    """A function that lets the running :class:`ProportionalAttention`, if there is one, call the kernel.
+    """Return a function that lets the running :class:`ProportionalAttention` call the kernel.
 
     A kernel that takes a mask gets one, unless its call is one for several devices.
     """

@@ -24,7 +24,7 @@ from tokenmerge.runtime.memory.state import BlockState
 
 
 def block_in_run(state: BlockState, call: HostCall, run: Callable[[], Any]) -> Any:
-    """The result of a block that is skipped on some steps.
+    """Return the result of a block that is skipped on some steps.
 
     Args:
         state: of the block, which can run on merged tokens as a whole.

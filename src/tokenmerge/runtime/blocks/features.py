@@ -15,14 +15,14 @@ from tokenmerge.runtime.memory.state import BlockState
 
 
 def caches_features(state: BlockState, context: CallContext) -> bool:
-    """Whether something of a block's call is cached, for plans of a later step."""
+    """Return whether something of a block's call is cached, for plans of a later step."""
     cached, level = context.caches_features, state.level
     own = state.plans_first and (level, "residual") in cached
     return own or ((state.is_first or state.is_last) and (level, "model_residual") in cached)
 
 
 def with_cached_features(state: BlockState, call: HostCall, n: int, run: Callable[[], Any]) -> Any:
-    """The result of a block, which ``run`` returns.
+    """Return the result of a block, which ``run`` returns.
 
     What the block, or its level, adds to the n tokens of the image is cached.
     """
@@ -87,7 +87,7 @@ def compared(state: BlockState, x: Tensor, image: Tensor, start: Tensor | None) 
 
 
 def _cached(state: BlockState) -> Tensor | None:
-    """The features of the step before; None: there are none."""
+    """Return the features of the step before; None: there are none."""
     features, memory = state.settings.features, state.model.threads.value.memory
     # Under gradients nothing is cached, and what was cached before is not used.
     if memory is None or (state.level, features) not in state.model.context.caches_features:

@@ -163,7 +163,7 @@ def active_call(state: BlockState, call: HostCall) -> RecordedCall:
 
 
 def count_call(state: BlockState) -> None:
-    """Number the running call of a block. With gradients the number is 0, since the call may run again."""
+    """Give the running call of a block a number: 0 with gradients, since the call may run again."""
     block = state.threads.value
     block.number = 0 if torch.is_grad_enabled() else block.number + 1
 

@@ -27,7 +27,7 @@ class HostMethod(NamedTuple):
 
 
 def host_method(base: type, swapped: Any, method: str) -> HostMethod:
-    """The ``method`` of a host's class ``base``, for modules of its subclass ``swapped``."""
+    """Return the ``method`` of a host's class ``base``, for modules of its subclass ``swapped``."""
     first = getattr(base, method)
 
     def of(module: nn.Module) -> Callable[..., Any]:
@@ -53,5 +53,5 @@ def _names(function: Callable, first: Callable) -> Sequence[str]:
 
 
 def parameters(function: Callable) -> list[str]:
-    """Names of a method's parameters after ``self``."""
+    """Return the names of a method's parameters after ``self``."""
     return list(inspect.signature(function).parameters)[1:]

@@ -27,7 +27,7 @@ def merged_call(
     combine: Combine,
     change_only: bool = False,
 ) -> Any:
-    """The result of a call, with merged tokens and unmerged.
+    """Return the result of a call, with merged tokens and unmerged.
 
     ``combine`` makes merged tokens from (plan, tokens). With ``change_only``, each token gets what the call
     added to the merged token that holds it, and not the result of that token.
@@ -84,7 +84,7 @@ def add_lost(
 
 
 def of_image(layout: Layout, residual: Residual, n: int) -> Residual:
-    """The part of a residual that is of the n tokens of the image; merging loses nothing of the text."""
+    """Return the part of a residual for the n tokens of the image; merging loses nothing of the text."""
 
     def part(value: Tensor) -> Tensor:
         image = layout.image(value, n)
@@ -100,7 +100,7 @@ def of_image(layout: Layout, residual: Residual, n: int) -> Residual:
 
 
 def following(call: HostCall, layout: Layout, plan: Plan) -> HostCall:
-    """The call with the arguments that have an entry for each token cut down to the merged tokens."""
+    """Return the call with the arguments that have an entry for each token cut down to the merged tokens."""
     for argument in layout.token_arguments:
         value = call.argument(argument.name)
         if value is not None:
@@ -119,7 +119,7 @@ def _replace_image(layout: Layout, x: Tensor, n: int, change: Callable[[Tensor],
 
 
 def _follow(value: Any, argument: TokenArgument, layout: Layout, plan: Plan) -> Any:
-    """The entries of an argument for the merged tokens, in their order."""
+    """Return the entries of an argument for the merged tokens, in their order."""
     if argument.element is None:
         return _followed(value, argument, layout, plan)
     if isinstance(value, dict):

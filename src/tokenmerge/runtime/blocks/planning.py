@@ -32,7 +32,7 @@ Stages = Sequence[tuple[int, MergeSettings]]
 
 
 def merges_tokens(stages: Stages, *grids: GridShape) -> bool:
-    """Whether a call with these finest grids of (frames, rows, columns) has tokens to merge."""
+    """Return whether a call with these finest grids of (frames, rows, columns) has tokens to merge."""
     return any(
         sequence_of([(f, -(-h // level), -(-w // level)) for f, h, w in grids], settings).removed > 0
         for level, settings in stages
@@ -76,13 +76,13 @@ def check_grid(stages: Stages, *grids: GridShape, method: str = "") -> None:
 
 
 def sequence_in(state: BlockState) -> TokenSequence:
-    """The pictures among the tokens that a block gets: those of the sequence, or of this device's part."""
+    """Return the pictures in the tokens of a block: those of the sequence, or of this device's part."""
     part, sequence = state.model.threads.value.part, sequence_of(state.grids, state.settings)
     return sequence if part is None else sequence_of_part(sequence.pictures, part.index, part.parts)
 
 
 def pictures_to_merge(state: BlockState, x: Tensor) -> tuple[Sequence[Picture], int] | None:
-    """The pictures in a block's input, and the number of their tokens; None: nothing would merge.
+    """Return the pictures in a block's input, and the number of their tokens; None: nothing would merge.
 
     Raises:
         UnsupportedModelError: the input has fewer tokens than the block's grid.
@@ -106,7 +106,7 @@ def plan_of(
     x: Tensor,
     mask: Tensor | None,
 ) -> Plan:
-    """The plan for a block's tokens, of which some merge: a cached one, or a new one.
+    """Return the plan for a block's tokens, of which some merge: a cached one, or a new one.
 
     Args:
         state: of the block.
@@ -162,7 +162,7 @@ def _new_plan(state: BlockState, context: CallContext, pictures: Sequence[Pictur
 def _planner_for(
     state: BlockState, context: CallContext, features: Tensor
 ) -> tuple[Planner, tuple[Tensor, ...]]:
-    """The planner for a block's features, and what it looks at beside them.
+    """Return the planner for a block's features, and what it looks at beside them.
 
     The planner is ``"tome"`` where that is not known yet.
     """

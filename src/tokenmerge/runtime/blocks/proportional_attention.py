@@ -81,7 +81,7 @@ class ProportionalAttention(TorchFunctionMode):
         return function(**{**given, "attn_mask": bias})
 
     def attend(self, kernel: Kernel, given: dict[str, Any]) -> Any:
-        """The result of a kernel that takes no mask, called with the arguments ``given``."""
+        """Return the result of a kernel that takes no mask, called with the arguments ``given``."""
         query, key, value = (given["query"], given["key"], given["value"])
         sizes = self._sizes_of(*key.shape[:2])
         if sizes is None:

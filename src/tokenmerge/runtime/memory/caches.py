@@ -44,7 +44,7 @@ class BlockRun:
     blocks: int = 0
 
     def returned(self, image: Tensor, text: Tensor | None) -> Any:
-        """The tokens as the block returns them."""
+        """Return the tokens as the block returns them."""
         if self.single:
             return image
         other = None if self.no_text else text
@@ -145,7 +145,7 @@ class Memory:
                 _drop(cache.plans, number, number)
 
     def _results(self) -> Iterator[dict[Any, Any]]:
-        """The dictionaries of cached results that are not empty."""
+        """Yield the dictionaries of cached results that are not empty."""
         if self.model_residuals:
             yield self.model_residuals
         for cache in self.caches:

@@ -79,13 +79,13 @@ class RunningBlocks:
         self._version = _version(image)
 
     def goes_on_with(self, image: Tensor, text: Any) -> bool:
-        """Whether a block is called with what the last one returned, unchanged."""
+        """Return whether a block is called with what the last one returned, unchanged."""
         known = self.end[1]
         return image is self.end[0] and _version(image) == self._version and (text is known or text is None)
 
 
 def _version(tensor: Tensor) -> int | None:
-    """How often a tensor was changed in place; None where it is not counted."""
+    """Return how often a tensor was changed in place; None where it is not counted."""
     return None if tensor.is_inference() else tensor._version
 
 

@@ -34,12 +34,12 @@ class Residual(NamedTuple):
 
 
 def residual_of(result: Any, bases: Sequence[Tensor | float]) -> Residual:
-    """The residual of a block or layer: its result, one tensor or several, less what each was added to."""
+    """Return the residual of a block or layer: its result less what each tensor was added to."""
     return Residual(isinstance(result, Tensor), _each(torch.sub, _tensors(result), bases))
 
 
 def updated(before: Residual | None, residual: Residual, part: Part | None = None) -> Residual:
-    """A residual with its change since the run before; ``part``: of the tokens that it is for, if not all."""
+    """Return a residual with its change since the run before; ``part``: the tokens that it is for."""
     latest, agreement = residual.latest, partial(_agreement, part)
     if before is None or before.delta is None or not _same_shapes(latest, before.latest):
         delta = _each(torch.zeros_like, latest)
@@ -49,7 +49,7 @@ def updated(before: Residual | None, residual: Residual, part: Part | None = Non
 
 
 def extrapolated(residual: Residual, bases: Sequence[Tensor | float], distance: Tensor) -> Any:
-    """The result of a skipped block: its input plus the linearly extrapolated residual.
+    """Return the result of a skipped block: its input plus the linearly extrapolated residual.
 
     TaylorSeer (arXiv 2503.06923) of order 1, damped where the residual changed its direction: what turns
     about between steps, as under strong guidance, stays where it is, since extrapolating it would double the
@@ -79,7 +79,7 @@ def _same_shapes(ones: Tensors, others: Tensors) -> bool:
 
 
 def _agreement(part: Part | None, delta: Tensor, before: Tensor) -> Tensor:
-    """How far each image's delta keeps its direction: the cosine, or 0 where it turns back."""
+    """Return how far each image's delta keeps its direction: the cosine, or 0 where it turns back."""
     now, then = delta.flatten(1).float(), before.flatten(1).float()
     if part is None:
         cosine = torch.cosine_similarity(now, then, dim=1)
@@ -91,7 +91,7 @@ def _agreement(part: Part | None, delta: Tensor, before: Tensor) -> Tensor:
 
 
 def _each(function: Callable[..., Tensor], *values: Sequence[Tensor | float | None]) -> tuple[Any, ...]:
-    """The function of the first of each sequence, of the second of each …; None where one of them is None."""
+    """Apply a function to the first values of some sequences, then to the second, …; None stays None."""
     return tuple(
         None if any(one is None for one in ones) else function(*ones) for ones in zip(*values, strict=True)
     )

@@ -166,7 +166,7 @@ class ModelState:
             steps: number of steps; None: settings do not follow them.
         """
         if self.default is None or steps is None:
-            return self.config.at_guidance(guidance)
+            return self.config
         grids = self.threads.value.grid.shapes
         known = grids[0] if grids else None, steps, guidance
         self.warn_once(self.default.shortfall(*known))
@@ -212,7 +212,7 @@ class ModelState:
         return tuple(part for part in self.parts if isinstance(part, BlockState))
 
     def memory_of(self, generation: Generation) -> Memory:
-        """What is cached in a generation."""
+        """Return what is cached in a generation."""
         memory = self.memories.get(generation)
         if memory is None:
             memory = self.memories[generation] = Memory(self.groups, generation)

@@ -103,7 +103,7 @@ class StepLog:
             step.results = []
 
     def rows(self) -> tuple[StepRow, ...]:
-        """What each step did, in the order of the steps."""
+        """Return what each step did, in the order of the steps."""
         return tuple(_row(index, step) for index, step in sorted(self._steps.items()))
 
 
@@ -171,7 +171,7 @@ def start_stopwatch(device: torch.device) -> Callable[[], Stopwatch]:
 
 
 def _one_tensor(result: Any) -> Tensor | None:
-    """A copy of a model's result, flattened into one tensor. None: it holds no tensors with values."""
+    """Return a copy of a model's result, flattened into one tensor. None: it holds no tensors with values."""
     made = result if isinstance(result, Tensor | list) else result[0]
     pictures = made if isinstance(made, list) else [made]
     if not all(isinstance(picture, Tensor) and not picture.is_meta for picture in pictures):

@@ -107,14 +107,14 @@ def _warn(message: str) -> None:
 
 def refuse_caches(state: ModelState, root: nn.Module) -> None:
     """Refuse diffusers' caches, which count the calls of blocks, where blocks are skipped on some steps."""
-    if not state.config.reuses_steps:
+    if not state.config.reuse.on:
         return
     for path, module in root.named_modules():
         hooks = getattr(module.__dict__.get("_diffusers_hook"), "hooks", {})
         for hook in hooks.values():
             if hook._is_stateful:
                 raise UnsupportedModelError(
-                    f"{path}: {named(state.method, state.config.given_reuse)} leaves blocks out on some "
+                    f"{path}: {named(state.method, state.config.reuse.given)} leaves blocks out on some "
                     f"steps, and {type(hook).__name__} keeps results from call to call; remove that cache "
                     f"first: model.disable_cache(), or {instead(state.method, 'take reuse.every=1')}"
                 )

@@ -168,14 +168,14 @@ def _check_call(state: ModelState, root: nn.Module, arguments: dict[str, Any]) -
 def _grids(
     state: ModelState, root: nn.Module, arguments: dict[str, Any], last: Grid
 ) -> tuple[tuple[int, int, int], ...]:
-    """The finest token grids of a call: of the picture being made, then of its reference pictures."""
+    """Return the finest token grids of a call: of the picture being made, then of its reference pictures."""
     references = state.call.references
     first = state.call.grid(root, arguments, last)
     return (first,) if references is None else (first, *references(root, arguments, last))
 
 
 def _step(state: ModelState, root: nn.Module, pipe: Any, timestep: Any, seed: Tensor) -> DenoisingStep:
-    """The denoising step of a call."""
+    """Return the denoising step of a call."""
     given = named(state.method, " and ".join(state.facts.over_steps))
     if torch.compiler.is_compiling():
         raise UnsupportedModelError(
@@ -222,7 +222,7 @@ def _config_of(
     step: DenoisingStep | None,
     timestep: Any,
 ) -> ToMeConfig:
-    """The settings at the guidance scale of the generation, which is read in its first call."""
+    """Return the settings at the guidance scale of the generation, which is read in its first call."""
     if step is not None and memory.config is not None:
         return memory.config
     scale = guidance_scale(pipe)
@@ -315,7 +315,7 @@ def _begin_step_log(
 def _guidance_copies(
     state: ModelState, tracker: StepTracker, root: nn.Module, sample: Any, expected: int
 ) -> tuple[int, Tensor | None]:
-    """How many copies of each sample the batch holds, and a tensor that says whether they are equal.
+    """Return how many copies of each sample the batch holds, and a tensor that says whether they are equal.
 
     The tensor is there only where reading it would synchronise the device.
     """

@@ -90,12 +90,12 @@ def check_host(host: Host, config: ToMeConfig, size: tuple[int, int] | None, met
     if not parts:
         raise NothingToMergeError(why_nothing_merges(host, config))
     part_of(host.root)  # raises where merging does not fit how its tokens are split between devices
-    if config.reuses_steps and not (host.can_skip or host.controlnet):
+    if config.reuse.on and not (host.can_skip or host.controlnet):
         raise UnsupportedModelError(
-            f"{named(method, config.given_reuse)}: no part of {type(host.root).__name__} can be left out of "
+            f"{named(method, config.reuse.given)}: no part of {type(host.root).__name__} can be left out of "
             f"a step; {instead(method, 'take reuse.every=1')}"
         )
-    if size is not None and not config.reuses_steps:
+    if size is not None and not config.reuse.on:
         rows, columns = (-(-side // host.patch) for side in size)
         grid = host.frames, rows, columns
         # Settings for reference pictures are for calls that have some.
@@ -145,13 +145,13 @@ def new_state(
     groups = [_plan_group(block, config, shared) for block in blocks]
     alone = sum(map(len, layers.values())) + len(skipped)  # layers and stages have no plans
     groups += range(len(shared), len(shared) + alone)
-    threads = PerThread(partial(ThreadState, CallContext(config.at_guidance(None), settings), tuple(groups)))
+    threads = PerThread(partial(ThreadState, CallContext(config, settings), tuple(groups)))
     facts = ConfigFacts(
         over_steps=config.over_steps,
         follows_steps=config.follows_steps,
-        reuses_steps=config.reuses_steps,
-        caches_results=config.reuses_steps or config.cached_features is not None,
-        merges=config.reuses_steps or any(own.merges for _, own in stages),
+        reuses_steps=config.reuse.on,
+        caches_results=config.reuse.on or config.cached_features is not None,
+        merges=config.reuse.on or any(own.merges for _, own in stages),
     )
     state = ModelState(
         config,
@@ -238,7 +238,7 @@ def record_steps(root: nn.Module, on: bool) -> None:
 
 
 def _plan_group(block: Block, config: ToMeConfig, shared: dict[object, int]) -> int:
-    """The number of the plans that a block uses: its own, or those of neighbours with the same token grid."""
+    """Return the number of the plans that a block uses: its own, or those of its neighbours."""
     # On a UNet's way up tokens are alike in other ways than on its way down.
     way = block.path.partition(".")[0]
     key = (block.level, block.batched, way) if config.plans.blocks else block.path
@@ -246,7 +246,7 @@ def _plan_group(block: Block, config: ToMeConfig, shared: dict[object, int]) -> 
 
 
 def state_of(root: nn.Module) -> ModelState | None:
-    """The state of a patched model; None for a model that is not patched."""
+    """Return the state of a patched model; None for a model that is not patched."""
     return root.__dict__.get(STATE)
 
 

@@ -47,7 +47,7 @@ def begin_plans(
 
 
 def caches_plans(config: ToMeConfig, memory: Memory) -> bool:
-    """Whether plans of the running call are used again."""
+    """Return whether plans of the running call are used again."""
     return (
         config.plans.every > 1
         or config.plans.blocks
@@ -76,7 +76,7 @@ def _sample_gone(state: ModelState, memory: Memory | None) -> None:
 def features_to_cache(
     config: ToMeConfig, tracker: StepTracker, levels: Iterable[int]
 ) -> frozenset[tuple[int, str]]:
-    """Level and kind of the features that are cached, since a later step plans by them."""
+    """Return level and kind of the features that are cached, since a later step plans by them."""
     if tracker.step is None or torch.is_grad_enabled():
         return frozenset()
     return frozenset(

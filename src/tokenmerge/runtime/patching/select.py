@@ -9,7 +9,7 @@ from tokenmerge.models.base import KINDS, Block, Host, Layer
 
 
 def parts_to_merge(host: Host, config: ToMeConfig) -> list[tuple[Block, list[Layer]]]:
-    """The blocks within ``max_downsample`` in which something merges, with the layers whose calls change."""
+    """Return the blocks in which something merges, each with the layers whose calls change."""
     within = [block for block in host.blocks if block.level <= config.max_downsample]
     stages = {level: _stages(config, level) for level in {block.level for block in within}}
     return [
@@ -24,7 +24,7 @@ def _stages(config: ToMeConfig, level: int) -> tuple[MergeSettings, ...]:
 
 
 def merges(block: Block, config: ToMeConfig) -> bool:
-    """Whether something of a block can merge, in some phase."""
+    """Return whether something of a block can merge, in some phase."""
     return _merges(block, _stages(config, block.level))
 
 
@@ -36,7 +36,7 @@ def _merges(block: Block, stages: Sequence[MergeSettings]) -> bool:
 
 
 def layers_to_merge(block: Block, config: ToMeConfig) -> list[Layer]:
-    """The sub-layers whose calls change, in some phase."""
+    """Return the sub-layers whose calls change, in some phase."""
     return _changed_layers(block, _stages(config, block.level))
 
 
@@ -55,15 +55,15 @@ def _layers(block: Block, stage: MergeSettings) -> list[Layer]:
 
 
 def skipped_parts(host: Host, config: ToMeConfig) -> Iterator[tuple[str, bool, bool]]:
-    """What of a UNet does not run on every step: path, whether at its finest level, whether last there."""
-    if config.reuses_steps:
+    """Yield the stages that some steps skip: path, whether at the finest level, whether last there."""
+    if config.reuse.on:
         yield from ((path, False, path == host.deep_stages[-1]) for path in host.deep_stages)
-    if any(own.reuse.skips_finest for own in config.variants()):
+    if config.reuse.skips_finest:
         yield from ((path, True, path == host.shallow_stages[-1]) for path in host.shallow_stages)
 
 
 def why_nothing_merges(host: Host, config: ToMeConfig) -> str:
-    """The message of the error for a host in which no block would merge, with what to set instead."""
+    """Return the message of the error for a host in which no block would merge, with what to set instead."""
     name = type(host.root).__name__
     if not host.blocks:
         return (

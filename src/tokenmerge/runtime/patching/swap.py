@@ -32,7 +32,7 @@ _swapped_classes: dict[tuple[type, str, Call], Any] = {}
 
 
 def _swapped_class(base: type, method: str, call: Call) -> Any:
-    """The subclass of ``base`` whose ``method`` is ``call`` of what ``base`` has.
+    """Return the subclass of ``base`` whose ``method`` is ``call`` of what ``base`` has.
 
     There is one for each combination, so that all modules of a class share their compiled code.
     """
@@ -63,7 +63,7 @@ def _swapped_class(base: type, method: str, call: Call) -> Any:
 
 
 def _rebuild(base: type, method: str, call: Call) -> nn.Module:
-    """An empty module of a swapped class, for pickle and deepcopy: the class itself has no import path."""
+    """Make an empty module of a swapped class, for pickle and deepcopy: the class has no import path."""
     cls = _swapped_class(base, method, call)
     return cls.__new__(cls)
 
@@ -118,7 +118,7 @@ def _unswap(module: nn.Module) -> None:
 
 @functools.lru_cache
 def _without(cls: Any, swapped: Any) -> Any:
-    """The class that other software, such as FSDP2, would have made of the original instead of ``swapped``.
+    """Return the class that other software, such as FSDP2, would have made instead of ``swapped``.
 
     ``cls`` is the class that it made, or a base of that. All modules of one class get one class again.
     """

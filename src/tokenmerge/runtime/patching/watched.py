@@ -46,7 +46,7 @@ def watchers_in(root: nn.Module) -> dict[str, Any]:
 
 
 def _watcher_of(module: nn.Module) -> Any:
-    """The class or function that looks at a module; None: there is none."""
+    """Return the class or function that looks at a module; None: there is none."""
     for hooks in (module._forward_pre_hooks, module._forward_hooks):
         for hook in hooks.values():
             if getattr(hook, "__self__", None) is not module and not _only_computes(hook):
@@ -64,7 +64,7 @@ def _watcher_of(module: nn.Module) -> Any:
 
 
 def is_watching(processor: Any) -> bool:
-    """Whether an attention processor may keep something of what it sees."""
+    """Return whether an attention processor may keep something of what it sees."""
     return not _only_computes(processor) or _function(processor).__qualname__ in _STORES
 
 
@@ -142,7 +142,7 @@ def _refuse_what_a_pipeline_reads(
 def _merged_parts(
     state: ModelState, config: ToMeConfig, grids: tuple[GridShape, ...] | None
 ) -> Iterator[str]:
-    """The paths of the blocks that merge as a whole, and of the layers that merge in others."""
+    """Yield the paths of the blocks that merge as a whole, and of the layers that merge in others."""
     for part in state.parts:
         if isinstance(part, StageState):
             continue
@@ -161,7 +161,7 @@ def _merged_parts(
 
 
 def _skipped_parts(state: ModelState, config: ToMeConfig) -> Iterator[tuple[str, bool]]:
-    """The path of each part that some step skips, and whether it is at the finest level of a UNet."""
+    """Yield the path of each part that some step skips, and whether it is at the finest level of a UNet."""
     for part in state.parts if config.reuse.on else ():
         if isinstance(part, BlockState) and part.caches_residuals:
             yield part.path, False
@@ -170,7 +170,7 @@ def _skipped_parts(state: ModelState, config: ToMeConfig) -> Iterator[tuple[str,
 
 
 def _without_skips(config: ToMeConfig, skipped: dict[str, bool], found: Collection[str]) -> ToMeConfig:
-    """The settings, with the parts in every step that somebody looks at."""
+    """Return the settings, with the parts in every step that somebody looks at."""
     levels = {shallow for path, shallow in skipped.items() if _meets(path, found)}
     if False in levels:
         return dataclasses.replace(config, reuse=StepReuse())
@@ -179,7 +179,7 @@ def _without_skips(config: ToMeConfig, skipped: dict[str, bool], found: Collecti
 
 
 def _meets(path: str, others: Collection[str]) -> bool:
-    """Whether a module is one of some others, or contains one, or is in one.
+    """Return whether a module is one of some others, or contains one, or is in one.
 
     >>> [_meets(path, ["blocks.1"]) for path in ("blocks.1.attn", "blocks.1", "blocks", "blocks.10")]
     [True, True, True, False]
@@ -188,18 +188,18 @@ def _meets(path: str, others: Collection[str]) -> bool:
 
 
 def _only_computes(code: Any) -> bool:
-    """Whether a hook, a processor or a method is of a package whose code keeps nothing."""
+    """Return whether a hook, a processor or a method is of a package whose code keeps nothing."""
     return _function(code).__module__.partition(".")[0] in _PACKAGES
 
 
 def _is_own(module: nn.Module, method: str, function: Any) -> bool:
-    """Whether a method on a module is that of its class, as hooks leave it there when they are removed."""
+    """Return whether a method on a module is that of its class, as removed hooks leave it there."""
     plain = getattr(function, "__func__", None)
     return plain is not None and any(vars(cls).get(method) is plain for cls in type(module).__mro__)
 
 
 def _function(code: Any) -> Any:
-    """The function of a partial one, or the class of an object that is called; others as they are."""
+    """Return the function of a partial one, or the class of an object that is called; others as they are."""
     while isinstance(code, functools.partial):
         code = code.func
     return code if hasattr(code, "__qualname__") else type(code)

@@ -53,7 +53,7 @@ class SampleTracker:
 
 
 def copies_are_equal(sample: Tensor | Sequence[Tensor], copies: int) -> Tensor | None:
-    """Whether a batch holds the same samples ``copies`` times in a row, as a tensor; None: it cannot."""
+    """Return whether a batch holds the same samples several times, as a tensor; None: it cannot."""
     b, others = divmod(len(sample), copies)
     if copies == 1 or others or sample[0].is_meta:
         return None
@@ -64,7 +64,7 @@ def copies_are_equal(sample: Tensor | Sequence[Tensor], copies: int) -> Tensor |
 
 
 def importance_of_tokens(change: Tensor, *grids: tuple[int, int, int]) -> Tensor | None:
-    """How much guidance changes each token, for planners (arXiv 2411.16720).
+    """Return how much guidance changes each token, for planners (arXiv 2411.16720).
 
     Args:
         change: what guidance changes in a model's result: ``[b, c, h, w]``, ``[b, c, f, h, w]``, or tokens

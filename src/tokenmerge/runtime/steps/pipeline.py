@@ -53,7 +53,7 @@ class Pipeline:
         return None if self._reference is None else self._reference()
 
     def running(self) -> Any:
-        """The pipeline whose call runs, or else the one that token merging was applied to; None: neither.
+        """Return the pipeline whose call runs, or the one that token merging was applied to; None: neither.
 
         In a graph no call stack can be read. Then it is the one that token merging was applied to.
         """
@@ -69,7 +69,7 @@ class Pipeline:
         self._explicit.value.step = DenoisingStep(index, total, generation.first, generation=generation)
 
     def step(self, pipe: Any, timestep: Tensor | float) -> DenoisingStep | None:
-        """The denoising step of a call of the model with this timestep; None: nothing says which it is.
+        """Return the denoising step of a call of the model; None: nothing says which it is.
 
         Args:
             pipe: the running pipeline, as :meth:`running` finds it.
@@ -130,7 +130,7 @@ def _default_of(pipe: object, name: str) -> object:
 
 
 def guidance_copies(pipe: Any) -> int:
-    """How many times a batch of ``pipe`` holds each sample, if it batches what guidance compares."""
+    """Return how many times a batch of ``pipe`` holds each sample, if it batches what guidance compares."""
     # Not all pipelines tell. Then a batch that is twice the same is taken for a guided one.
     guided = bool(getattr(pipe, "do_classifier_free_guidance", pipe is not None))
     perturbed = bool(getattr(pipe, "do_perturbed_attention_guidance", False))
@@ -139,7 +139,7 @@ def guidance_copies(pipe: Any) -> int:
 
 
 def guidance_scale(pipe: Any) -> float | None:
-    """The scale of classifier-free guidance in the running generation; 1: none; None: unknown."""
+    """Return the scale of classifier-free guidance in the running generation; 1: none; None: unknown."""
     if (guider := getattr(pipe, "guider", None)) is not None:
         return _scale_of(guider)
     guided = getattr(pipe, "do_classifier_free_guidance", None)
@@ -150,7 +150,7 @@ def guidance_scale(pipe: Any) -> float | None:
 
 
 def _scale_of(guider: Any) -> float | None:
-    """The highest scale of a guider of modular pipelines, counted from the unguided result."""
+    """Return the highest scale of a guider of modular pipelines, counted from the unguided result."""
     if not getattr(guider, "_enabled", True):
         return 1.0
     scales = getattr(guider, "guidance_scales", [getattr(guider, "guidance_scale", None)])
@@ -161,7 +161,7 @@ def _scale_of(guider: Any) -> float | None:
 
 
 def running_pipeline() -> Any:
-    """The object with a diffusers scheduler whose method called, directly or not; None: there is none.
+    """Return the object with a diffusers scheduler whose method called, directly or not; None: there is none.
 
     Models may be shared by pipelines that run in several threads, or within each other, and the innermost
     caller in this thread is the one whose scheduler counts.
@@ -179,13 +179,13 @@ def running_pipeline() -> Any:
 
 
 def has_scheduler(owner: Any) -> bool:
-    """Whether an object is a pipeline: it has a diffusers scheduler, and is no module."""
+    """Return whether an object is a pipeline: it has a diffusers scheduler, and is no module."""
     scheduler = getattr(owner, "__dict__", {}).get("scheduler")
     return hasattr(scheduler, "timesteps") and not isinstance(owner, nn.Module)
 
 
 def owners(frame: FrameType | None) -> Iterator[Any]:
-    """The objects whose methods run in a frame and in those that called it, the innermost first."""
+    """Yield the objects whose methods run in a frame and in those that called it, the innermost first."""
     while frame is not None:
         code = frame.f_code
         if code.co_argcount and code.co_varnames[0] == "self":

@@ -83,7 +83,7 @@ class DenoisingStep(StepFacts):
 
 
 def scheduler_of(pipe: Any, timestep: Tensor | float) -> Any:
-    """The scheduler of a pipeline that a timestep is from; None: it has none.
+    """Return the scheduler of a pipeline that a timestep is from; None: it has none.
 
     Some pipelines have an ``inverse_scheduler`` too, which turns a picture into noise.
     """
@@ -108,7 +108,7 @@ def number_of_steps(scheduler: Any, step: DenoisingStep | None) -> int | None:
 
 
 def step_of(scheduler: Any, timestep: Tensor | float, runs_here: bool = True) -> DenoisingStep | None:
-    """The step that a scheduler is at; None: it does not say.
+    """Return the step that a scheduler is at; None: it does not say.
 
     Args:
         scheduler: of diffusers; its ``set_timesteps`` begins a generation.
@@ -142,12 +142,12 @@ def step_of(scheduler: Any, timestep: Tensor | float, runs_here: bool = True) ->
 
 
 def needs_sync(value: Tensor) -> bool:
-    """Whether reading a tensor's value would break a graph or synchronise the device."""
+    """Return whether reading a tensor's value would break a graph or synchronise the device."""
     return torch.compiler.is_compiling() or value.device.type != "cpu"
 
 
 def _generation_of(scheduler: Any, timesteps: Any, index: int, runs_here: bool) -> Generation | None:
-    """The generation of a scheduler's timesteps; a new one where they are new or the index goes back."""
+    """Return the generation of timesteps; a new one where they are new or the index goes back."""
     generation: Generation | None = getattr(timesteps, _GENERATION, None)
     if generation is not None and not (runs_here or generation.is_of_this_thread):
         return generation
@@ -162,7 +162,7 @@ def _generation_of(scheduler: Any, timesteps: Any, index: int, runs_here: bool) 
 
 
 def _offset(timestep: object, timesteps: object) -> int | None:
-    """The index of a timestep that is a view of ``timesteps``, found without reading its value."""
+    """Return the index of a timestep that is a view of ``timesteps``, found without reading its value."""
     if not (isinstance(timestep, Tensor) and isinstance(timesteps, Tensor)) or timesteps.ndim != 1:
         return None
     # One value, perhaps expanded for each image of a batch.
@@ -177,13 +177,13 @@ def _offset(timestep: object, timesteps: object) -> int | None:
 
 
 def _is_unused(scheduler: Any) -> bool:
-    """Whether the scheduler still has its training timesteps: another scheduler is in use."""
+    """Return whether the scheduler still has its training timesteps: another scheduler is in use."""
     training = getattr(getattr(scheduler, "config", None), "num_train_timesteps", None)
     return getattr(scheduler, "num_inference_steps", None) is None and len(scheduler.timesteps) == training
 
 
 def _place(timestep: float, timesteps: Any, made: int) -> int | None:
-    """The index of the timestep that a model is called with; None: it is in another unit.
+    """Return the index of the timestep that a model is called with; None: it is in another unit.
 
     Args:
         timestep: that the model is called with.

@@ -23,7 +23,7 @@ class StepSeed:
         self._last: tuple[weakref.ref[Tensor], int, Tensor] | None = None
 
     def of(self, timestep: Tensor | float, device: torch.device) -> Tensor:
-        """The number of a step, int64. The same timestep tensor gives the same result tensor again."""
+        """Return the number of a step, int64. The same timestep tensor gives the same result tensor again."""
         if not isinstance(timestep, Tensor) or not needs_sync(timestep):
             return _bits(timestep, device)
         if torch.compiler.is_compiling() or timestep.is_inference():
@@ -38,7 +38,7 @@ class StepSeed:
 
 
 def same_step(step: Tensor, other: Tensor) -> bool:
-    """Whether two numbers of steps are equal. A tensor is not compared with itself, to avoid a sync."""
+    """Return whether two numbers of steps are equal; a tensor equals itself without being read."""
     return step is other or torch.equal(step, other)
 
 

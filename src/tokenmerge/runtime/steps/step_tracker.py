@@ -60,13 +60,13 @@ class StepTracker:
         return None if again else made
 
     def changes_shape(self, shape: tuple[int, ...]) -> bool:
-        """Whether the running call has another shape than at the step before; notes its shape."""
+        """Return whether the running call has another shape than at the step before; notes its shape."""
         before = self.shapes.get(self.call, shape)
         self.shapes[self.call] = shape
         return before != shape
 
     def plans(self, every: int, purpose: object) -> bool:
-        """Whether the running call makes new plans; notes that it does.
+        """Return whether the running call makes new plans; notes that it does.
 
         Args:
             every: number of steps for which plans are used.
@@ -79,7 +79,7 @@ class StepTracker:
         return due
 
     def answer(self, question: object, look: Callable[[], bool]) -> bool:
-        """The answer to a question that needs a synchronisation with the device.
+        """Return the answer to a question that needs a synchronisation with the device.
 
         The device is asked until two steps in a row have given the same answer.
 
@@ -98,7 +98,7 @@ class StepTracker:
     def extrapolation(
         self, part: str, runs: bool, shape: tuple[object, ...], holds: bool = True
     ) -> float | None:
-        """How far the running call extrapolates a part of the model.
+        """Return how far the running call extrapolates a part of the model.
 
         Args:
             part: of the model.

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from tokenmerge.models.base import is_a
-from tokenmerge.models.dummy_inputs import blank
 from tokenmerge.models.find import find_hosts
+from tokenmerge.models.placement import blank
 
 
 @dataclasses.dataclass(frozen=True)

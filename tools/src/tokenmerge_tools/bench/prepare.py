@@ -11,8 +11,9 @@ from torch import nn
 
 from tokenmerge.config import ToMeConfig
 from tokenmerge.errors import ConfigError
-from tokenmerge.report import Report, counting, predict
+from tokenmerge.report import Report, predict
 from tokenmerge_tools.bench.cells import Cell
+from tokenmerge_tools.bench.counting import counting
 from tokenmerge_tools.bench.inputs import InputSize
 from tokenmerge_tools.bench.loaded_model import LoadedModel
 from tokenmerge_tools.failures import Failure
@@ -145,9 +146,8 @@ class CellBuilder:
 
     def _report(self, config: ToMeConfig) -> Report:
         if config not in self._reports:
-            guided = config.at_guidance(self.model.guidance)
             size = (*self.size.latent, self.samples, self.steps)
-            self._reports[config] = predict(self.model.denoiser, guided, *size)
+            self._reports[config] = predict(self.model.denoiser, config, *size)
         return self._reports[config]
 
     def _fewer_steps(self, merged: Variant, whole: object) -> int:

@@ -25,7 +25,7 @@ from tokenmerge_tools.export.graph import Plans, onnx_graph, tensors
 from tokenmerge_tools.export.plans import TakenPlans
 from tokenmerge_tools.export.record import Check, ExportRecord, check_new, new_folder
 from tokenmerge_tools.files import write_json
-from tokenmerge_tools.method_spec import MethodSpec
+from tokenmerge_tools.method_spec import SPEEDUP, MethodSpec, merging_alone
 from tokenmerge_tools.pipelines.call import latent_scale, own_size
 from tokenmerge_tools.pipelines.loading import DEFAULT_MODEL, load_pipeline
 from tokenmerge_tools.pipelines.meta_model import checked_source
@@ -132,14 +132,24 @@ def export_denoiser(
     return found
 
 
+def _without_steps(merging: MethodSpec) -> MethodSpec:
+    """Return what can be exported instead of the default method, whose plan follows the steps."""
+    if SPEEDUP in merging.changes:
+        raise ConfigError(
+            "speedup: an exported model is the same at every denoising step, and skips none; give --ratio 0.5"
+        )
+    return merging_alone(ToMeConfig.ratio, merging.changes)
+
+
 def settings_of(merging: MethodSpec, call: DenoiserCall) -> ToMeConfig:
     """Return the settings, which must be the same at every step."""
-    config = merging.config(call.denoiser, follows_steps=False)
+    if merging.needs_model:
+        merging = _without_steps(merging)
+    config = merging.config(call.denoiser)
     if config.follows_steps:
         raise ConfigError(
             f"{' and '.join(config.over_steps)}: an exported model is the same at every denoising step, and "
-            "caches nothing for the next; leave these settings out, or take --method auto, which then "
-            "exports only its token merging"
+            "caches nothing for the next; leave these settings out, or give --ratio 0.5 alone"
         )
     return config
 

@@ -196,9 +196,8 @@ class _Searching:
                     self.candidates[one.name] = one
                     continue
                 check_merging(hosts, config, self.rounds.latent)
-                guided = self._guided(config)
                 acting = what_it_does(
-                    guided, self.options.steps, merges_tokens(hosts, guided, self.rounds.latent)
+                    config, self.options.steps, merges_tokens(hosts, config, self.rounds.latent)
                 )
                 if acting is None or acting in seen:
                     continue
@@ -213,9 +212,6 @@ class _Searching:
                 "size: no setting merges tokens or reuses steps of this model at this size and number of "
                 "steps; raise --size or --steps"
             )
-
-    def _guided(self, config: ToMeConfig) -> ToMeConfig:
-        return config.at_guidance(self.rounds.call.guidance)
 
     def _all_configs(self) -> dict[str, ToMeConfig | None]:
         return {name: self.configs.get(name) for name in self.candidates}
@@ -249,7 +245,7 @@ class _Searching:
                 continue
             steps = self.options.steps if config.follows_steps else 1
             began = time.perf_counter()
-            report = predict(self.rounds.denoiser, self._guided(config), *self.rounds.latent, 2, steps)
+            report = predict(self.rounds.denoiser, config, *self.rounds.latent, 2, steps)
             self.seconds_to_count = time.perf_counter() - began
             merged = report.flops_merged if report.flops_mean is None else report.flops_mean
             values = {"speedup": report.flops_dense / merged, "seconds": self.seconds_to_count}
