@@ -228,7 +228,7 @@ def test_nothing_is_timed_for_whole_blocks_and_for_large_grids(scope, size, monk
     assert patch.report(height=size, width=size).rows
 
 
-@pytest.mark.parametrize("size", [None, 17], ids=["default", "odd"])
+@pytest.mark.parametrize("size", [pytest.param(None, marks=pytest.mark.slow), 17], ids=["default", "odd"])
 def test_a_handle_of_any_unet_can_be_printed_at_any_default_size(size):
     """Counting may fail where the default size does not fit the model; printing says so instead."""
     builds = {name: family.build for name, family in unets.FAMILIES.items()}
@@ -241,7 +241,6 @@ def test_a_handle_of_any_unet_can_be_printed_at_any_default_size(size):
             model.model.diffusion_model.image_size = size
         # The size is checked when it is applied; here, only printing is.
         patch = merge_in_hosts(model, ToMeConfig(ratio=0.5, max_downsample=8), check_size=False)
-        assert repr(patch) == str(patch)
         assert repr(patch).startswith("Token merging in ")
         patch.remove()
 

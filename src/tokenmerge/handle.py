@@ -97,8 +97,7 @@ class Patch(Generic[AnyReport, AnyRecord]):
         """Return the settings as one line for the parameters of a picture.
 
         The line is ``Token merging: speed-up 2, {…}``. The text after the colon is all that is needed to
-        apply the same settings again on any machine. :func:`tokenmerge.config.read_metadata` reads the line,
-        and so does ``tokenmerge generate --like picture.png``.
+        apply the same settings again on any machine. :func:`tokenmerge.config.read_metadata` reads the line.
 
         Raises:
             ConfigError: the model is a vision transformer.
