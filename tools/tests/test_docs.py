@@ -18,14 +18,11 @@ from tests.models.test_every_family import model_of
 from tests.models.tiny import FAMILIES
 
 import tokenmerge
-from tokenmerge import ToMeConfig, presets
-from tokenmerge.config import save_config
+from tokenmerge import ConfigError, ToMeConfig, presets
+from tokenmerge.config import SETTINGS, save_config
 from tokenmerge.default_method import settings_for
 from tokenmerge.planners import PLANNERS
 from tokenmerge_tools import demo
-from tokenmerge import ConfigError, ToMeConfig, presets
-from tokenmerge.config import SETTINGS, save_config
-from tokenmerge.planners import PLANNERS
 from tokenmerge_tools.evaluate.metrics import parse_metrics
 from tokenmerge_tools.method_spec import read_setting
 from tokenmerge_tools.reporting.curves import Chart, Line

@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.progress import (
@@ -23,7 +22,7 @@ from rich.progress import Progress as Bars
 from rich.table import Table
 from rich.text import Text
 
-from tokenmerge.report import Report, in_words, saved
+from tokenmerge.report import in_words
 from tokenmerge_tools import demo
 from tokenmerge_tools.drawing import Progress
 from tokenmerge_tools.generate.result import Result, VariantResult
@@ -147,8 +146,10 @@ def result_lines(result: Result, options: GenerateOptions) -> list[str]:
     if argument := options.merging.argument:
         lines.append(f"  In Python:   tokenmerge.apply_token_merging(pipe, {argument})")
     lines.append(f"  Pictures:    {result.folder}")
-    runs = "one timed run each; --repeat 3 gives figures to rely on" if options.repeat == 1 else (
-        f"medians of {options.repeat} timed runs each"
+    runs = (
+        "one timed run each; --repeat 3 gives figures to rely on"
+        if options.repeat == 1
+        else (f"medians of {options.repeat} timed runs each")
     )
     return [*lines, f"  ({runs}, --details shows the settings)"]
 
