@@ -8,4 +8,4 @@ if find_spec("vllm_omni") and find_spec("sglang"):
     import without_gpu
 
     without_gpu.use()
-    collect_ignore_glob = []
+    collect_ignore_glob = ["test_served.py", "test_many_pictures.py"]
