@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
-import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from diffusers import StableDiffusionPipeline
@@ -32,7 +31,14 @@ def start(folder: Path) -> subprocess.Popen[bytes]:
     launch += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
     launch += ["--main_process_port", "0", "draw.py"]
     with (folder / "log").open("wb") as log:
-        return subprocess.Popen(launch, cwd=folder, stdout=log, stderr=log, start_new_session=True)
+        return subprocess.Popen(launch, cwd=folder, stdout=log, stderr=log)
+
+
+def kill(running: subprocess.Popen[bytes]) -> None:
+    """Kill the launcher and the processes that draw."""
+    for process in [*psutil.Process(running.pid).children(recursive=True), running]:
+        process.kill()
+    running.wait()
 
 
 @pytest.mark.slow
@@ -47,8 +53,7 @@ def test_killed_processes_lose_no_prompt(folder: Path, tmp_path: Path) -> None:
             assert time.monotonic() < until
             time.sleep(0.05)
     finally:
-        os.killpg(running.pid, signal.SIGKILL)
-        running.wait()
+        kill(running)
     written = {file: file.stat().st_mtime_ns for file in first}
 
     again = start(tmp_path)
@@ -56,7 +61,7 @@ def test_killed_processes_lose_no_prompt(folder: Path, tmp_path: Path) -> None:
         assert again.wait(timeout=300) == 0, (tmp_path / "log").read_text()
     finally:
         if again.poll() is None:
-            os.killpg(again.pid, signal.SIGKILL)
+            kill(again)
     assert len(list((tmp_path / "pictures").glob("*.png"))) == len(PROMPTS)
     assert {file: file.stat().st_mtime_ns for file in first} == written
 
