@@ -41,7 +41,7 @@ from tokenmerge_tools.pipelines.settings import (
     scheduler_class_name,
 )
 from tokenmerge_tools.reporting.step_plot import draw_steps
-from tokenmerge_tools.sheets import Row, as_tensor, comparison
+from tokenmerge_tools.sheets import Pair, as_tensor, comparison
 from tokenmerge_tools.timing import Measurement, peak_memory_meaning
 from tokenmerge_tools.variants import contexts
 
@@ -192,7 +192,7 @@ class _Generating:
             self.notes.append(str(error))
         groups = [merged_groups(plans, index, len(merged)) for index in range(len(merged))]
         rows = [
-            Row(dense[index], merged[index], groups[index][0], captions[index])
+            Pair(dense[index], merged[index], groups[index][0], captions[index])
             for index in range(len(merged))
         ]
         picture = comparison(
