@@ -16,6 +16,8 @@ from tokenmerge.plans.policy import Power, fewest_tokens, harms_of, is_strong
 # The ratios of token merging, and the distances of corrections, that are tried.
 _RATIOS = tuple(i / 20 for i in range(4, 16))
 _CORRECTIONS = (0, 2, 3, 4, 6)
+# Above this ratio, cells are twice as wide: with fewer destinations, more sources are left to choose from.
+_CROWDED = 0.5
 # At most so many numbers of complete steps are tried, spread over all.
 _MOST_COUNTS = 32
 # The first two steps and the last are complete.
@@ -96,7 +98,7 @@ def _mixes(facts: Facts) -> Iterator[_Mix]:
         + _of_skipping(facts.steps, finest, harms.skip.get("finest"))
         for complete, finest in counts
     }
-    for merging in _mergings(facts, harms.sx):
+    for merging in _mergings(facts):
         costs = costs_of(facts, merging)
         every = merging.correction.every
         merged = harms.of_merging(merging.scope, merging.ratio, every, merging.proportional)
@@ -106,7 +108,7 @@ def _mixes(facts: Facts) -> Iterator[_Mix]:
             yield _Mix(merging, complete, finest, costs.speedup(complete, finest, dense), harm)
 
 
-def _mergings(facts: Facts, sx: int) -> Iterator[ToMeConfig]:
+def _mergings(facts: Facts) -> Iterator[ToMeConfig]:
     """Yield the settings of token merging to try, of which the first merge nothing."""
     deepest = min(8, max(facts.work.levels, default=1))
     yield ToMeConfig(ratio=0.0, max_downsample=deepest)
@@ -120,7 +122,7 @@ def _mergings(facts: Facts, sx: int) -> Iterator[ToMeConfig]:
             ratio=ratio,
             max_downsample=deepest,
             min_tokens=fewest,
-            sx=sx,
+            sx=4 if ratio > _CROWDED else 2,
             scope=scope,
             planner="tiled",
             proportional=facts.proportional,

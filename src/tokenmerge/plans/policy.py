@@ -39,14 +39,12 @@ class Harms:
         skip: harm of a step that skips a part of the model, by the part and the reach of the forecast.
         merge: harm of merging in all steps, by the scope and the ratio.
         corrected: share of the harm of merging that is left on the step after a correction, by the ratio.
-        sx: width in tokens of a cell with one destination.
         unweighted: how many times the harm of merging is higher without proportional attention.
     """
 
     skip: Mapping[str, Power]
     merge: Mapping[str, Power]
     corrected: Power
-    sx: int
     unweighted: float
 
     def of_merging(self, scope: str, ratio: float, every: int, proportional: bool = True) -> float:
@@ -78,7 +76,6 @@ def harms_of(model: str, strong: bool) -> Harms:
         skip=_highest(row["skip"] for row in rows),
         merge=_highest(row["merge"] for row in rows),
         corrected=Power(*max(row["corrected"] for row in rows)),
-        sx=min(row["sx"] for row in rows),
         unweighted=_table()["without proportional attention"],
     )
 
