@@ -99,11 +99,14 @@ def fine(ratio: float, **more: Any) -> dict[str, Any]:
 
 
 def merging_in_transformer(steps: int) -> Iterator[Settings]:
+    by_residual = {"features": "model_residual"}
     yield merging(0.5)
-    yield merging(0.5, correction__every=4)
     yield merging(0.5, scope="block")
-    yield merging(0.5, scope="block", features="model_residual")
     yield merging(0.5, scope="block", correction__every=4)
+    yield from (merging(ratio, scope="block", **by_residual) for ratio in (0.5, 0.25, 0.75))
+    yield merging(0.5, **by_residual)
+    yield from (merging(0.5, scope="block", **by_residual, correction__every=every) for every in (2, 4))
+    yield merging(0.25, scope="block", **by_residual, correction__every=2)
 
 
 POLICY = Path(policy.__file__).with_name("policy.json")
@@ -198,9 +201,9 @@ def measure(options: argparse.Namespace) -> None:
 def fit(options: argparse.Namespace) -> None:
     """Fit the harms of each class of model and strength of guidance, and write the table."""
     lines = [*read(options.out), *of_results(RESULTS)]
-    table: dict[str, Any] = {"strong guidance": 5}
+    table: dict[str, Any] = dict(KNOWN)
     for name, model in (("unet", UNET), ("transformer", TRANSFORMER)):
-        own = [line for line in lines if line["model"] == model]
+        own = [line for line in lines if line["model"] == model and is_as_chosen(line)]
         table[name] = {"record": f"benchmarks/{options.out.name}"}
         for strength in ("weak", "strong"):
             chosen = [line for line in own if (line["guidance"] >= 5) == (strength == "strong")]
@@ -235,6 +238,13 @@ SHOW = os.environ.get("SHOW")
 RECORDED = ("auto", "tome")
 
 
+def is_as_chosen(line: Mapping[str, Any]) -> bool:
+    """Return whether the planner compares what it compares under the policy."""
+    settings = line["settings"]
+    features = "model_residual" if line["model"] == TRANSFORMER else "input"
+    return not settings["ratio"] or settings.get("features", "input") == features
+
+
 # Starting values of the fit, by what they belong to: size at 1 and growth.
 SKIP = {"unet": {"deep": (1e-5, 2.0), "finest": (1e-4, 1.0)}, "transformer": {"blocks": (1e-4, 2.0)}}
 MERGE = {"unet": ("layers",), "transformer": ("layers", "block")}
@@ -259,9 +269,11 @@ def fitted(name: str, lines: list[dict[str, Any]]) -> dict[str, Any]:
             grown = torch.where(reaches[part] > 0, reaches[part].clamp(min=1e-9) ** growth[part], 0.0)
             harm = harm + size[part].exp() * grown.sum(dim=1) / steps
         for scope in MERGE[name]:
-            merged = torch.where(ratios[scope] > 0, ratios[scope].clamp(min=1e-9) ** growth[scope], 0.0)
+            merged = torch.where(
+                ratios[scope] > 0, ratios[scope].clamp(min=1e-9) ** growth[MERGE[name][-1]], 0.0
+            )
             left = corrected.exp() * ratios[scope].clamp(min=1e-9) ** fading * (corrects - 1)
-            harm = harm + size[scope].exp() * merged * torch.where(corrects > 0, left.clamp(max=1), 1.0)
+            harm = harm + size[scope].exp() * merged * torch.where(corrects > 0, left, 1.0)
         off = harm.log() + offsets[place] - errors
         loss = torch.nn.functional.huber_loss(off, torch.zeros_like(off), reduction="sum", delta=0.5)
         optimizer.zero_grad()
@@ -277,6 +289,7 @@ def fitted(name: str, lines: list[dict[str, Any]]) -> dict[str, Any]:
                     f"{-10 * math.log10(line['error']):.1f} dB, off {-4.34 * o:+.1f}",
                 )
         print({p: round(4.34 * offsets[i].item(), 1) for p, i in places.items()})
+    growth |= {scope: growth[MERGE[name][-1]] for scope in MERGE[name]}
     row = {key: [float(f"{size[key].exp().item():.2g}"), round(growth[key].item(), 1)] for key in start}
     return {
         "skip": {key: row[key] for key in SKIP[name]},
@@ -285,6 +298,9 @@ def fitted(name: str, lines: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+# Numbers that are not fitted: the scale from which guidance counts as strong; smaller grids lose more by merging
+# than by skipping (few_steps_cpu.jsonl); how many times merging loses more (settings_cpu.jsonl).
+KNOWN = {"strong guidance": 5, "fewest tokens": 2048, "without proportional attention": 10}
 SPREAD = 0.2  # of the factors of scenes: a penalty
 
 

@@ -119,6 +119,13 @@ def test_without_proportional_attention_merging_loses_more():
     assert other.harm > usual.harm
 
 
+def test_planners_of_transformers_compare_what_the_model_added():
+    for model, compared in (("unet", "input"), ("transformer", "model_residual")):
+        assert choose(facts(model), 2.0).features == compared
+    for missing in ("follows_steps", "compares_residuals"):
+        assert choose(facts("transformer", **{missing: False}), 2.0).features == "input"
+
+
 def test_without_memory_for_them_there_are_no_corrections():
     wanted = [plan_for(facts("transformer", corrections=own), 1.5) for own in (True, False)]
     assert [plan.config.correction.on for plan in wanted] == [True, False]

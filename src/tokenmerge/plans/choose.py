@@ -116,6 +116,7 @@ def _mergings(facts: Facts) -> Iterator[ToMeConfig]:
     if all(facts.tokens(level) < fewest for level in facts.work.levels if level <= deepest):
         return
     scopes = ["layers"] * facts.layers + ["block"] * (facts.whole_blocks and facts.model != "unet")
+    residuals = facts.model == "transformer" and facts.follows_steps and facts.compares_residuals
     corrections = _CORRECTIONS if facts.follows_steps and facts.corrections else (0,)
     for scope, ratio, every in itertools.product(scopes, _RATIOS, corrections):
         yield ToMeConfig(
@@ -125,6 +126,7 @@ def _mergings(facts: Facts) -> Iterator[ToMeConfig]:
             sx=4 if ratio > _CROWDED else 2,
             scope=scope,
             planner="tiled",
+            features="model_residual" if residuals else "input",
             proportional=facts.proportional,
             plans=PlanSharing(blocks=facts.follows_steps),
             correction=Correction(every=every),

@@ -51,7 +51,7 @@ class Harms:
         """Return the harm of merging with corrections at this distance in complete steps; 0: none."""
         if not ratio:
             return 0.0
-        left = min(1.0, self.corrected.at(ratio) * (every - 1)) if every else 1.0
+        left = self.corrected.at(ratio) * (every - 1) if every else 1.0
         return self.merge[scope].at(ratio) * left * (1.0 if proportional else self.unweighted)
 
 
