@@ -208,7 +208,7 @@ def test_attention_on_fewer_tokens_than_pay_on_the_device_is_called_slower(confi
     )
     assert [one for one in small.notes if "longer than dense" in one] == [note]
     assert not any("longer than dense" in one for one in large.notes)
-    assert asked[0] == (torch.device("cpu"), torch.float32, 32, 4)
+    assert asked[0] == (torch.device("cpu"), torch.float32, 2, 32, 4)
     assert f"  slower than dense: {note}" in repr(patch).splitlines()
     following = apply_token_merging(hosts.unet(sample_size=20), dataclasses.replace(config, min_tokens=300))
     assert "slower" not in repr(following)
