@@ -1,6 +1,6 @@
 """Draw the plans in docs/methods/auto.md: what each step of a generation does at three speeds.
 
-    python docs/plans.py
+python docs/plans.py
 """
 
 from __future__ import annotations

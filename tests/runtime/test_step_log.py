@@ -84,7 +84,16 @@ def test_of_the_steps_some_are_full_some_reused_and_some_dense(pipe):
         assert [row.step for row in patch.steps] == list(range(STEPS))
     assert kinds["every step"] == ["complete"] * STEPS
     assert kinds["until"] == ["complete"] * 4 + ["dense"] * 4
-    assert kinds["corrected"] == ["dense", "complete", "complete", "dense", "complete", "complete", "dense", "complete"]
+    assert kinds["corrected"] == [
+        "dense",
+        "complete",
+        "complete",
+        "dense",
+        "complete",
+        "complete",
+        "dense",
+        "complete",
+    ]
     full = SETTINGS["reused"].reuse.steps_of(STEPS).full
     assert kinds["reused"] == ["complete" if i in full else "reused" for i in range(STEPS)]
 

@@ -1,9 +1,9 @@
 """Step reuse in transformers: runs of blocks that are skipped together.
 
 In a step that skips a run, its first block adds the extrapolated sum of what the blocks of the run added in
-complete steps; the other blocks return their input. The sum does not include what a ControlNet adds between two
-blocks, since ComfyUI also adds it in steps that skip the blocks. Anything else between two blocks begins a
-new run.
+complete steps; the other blocks return their input. The sum does not include what a ControlNet adds between
+two blocks, since ComfyUI also adds it in steps that skip the blocks. Anything else between two blocks begins
+a new run.
 """
 
 from __future__ import annotations

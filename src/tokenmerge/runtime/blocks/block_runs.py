@@ -2,9 +2,9 @@
 
 Where each block gets the very tensors that the block before it returned, the sum of their residuals is the
 result of the last one less the input of the first one. A step that skips them adds this sum, extrapolated, in
-the first block, and the others return what they get. Runs are found while a complete step runs: whatever the host
-or a ControlNet changes between two blocks begins a new run. In a ControlNet, each block is a run of its own,
-since more than the next block reads its result.
+the first block, and the others return what they get. Runs are found while a complete step runs: whatever the
+host or a ControlNet changes between two blocks begins a new run. In a ControlNet, each block is a run of its
+own, since more than the next block reads its result.
 """
 
 from __future__ import annotations

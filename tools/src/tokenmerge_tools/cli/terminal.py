@@ -147,8 +147,10 @@ def result_lines(result: Result, options: GenerateOptions) -> list[str]:
     if argument := options.merging.argument:
         lines.append(f"  In Python:   tokenmerge.apply_token_merging(pipe, {argument})")
     lines.append(f"  Pictures:    {result.folder}")
-    runs = "one timed run each; --repeat 3 gives figures to rely on" if options.repeat == 1 else (
-        f"medians of {options.repeat} timed runs each"
+    runs = (
+        "one timed run each; --repeat 3 gives figures to rely on"
+        if options.repeat == 1
+        else (f"medians of {options.repeat} timed runs each")
     )
     return [*lines, f"  ({runs}, --details shows the settings)"]
 

@@ -134,7 +134,9 @@ def load_metrics(wanted: Sequence[Wanted], prompts: Sequence[str], on_note: Call
     ``on_note`` is called with messages about weights to download, and about metrics that are left out.
     """
     if importlib.util.find_spec("torchmetrics") is None:
-        raise MissingExtraError("tokenmerge-tools[metrics]", needed_by="tokenmerge evaluate")
+        raise MissingExtraError(
+            "tokenmerge-tools[metrics]", needed_by="tokenmerge evaluate needs torchmetrics"
+        )
     loader = _Loader()
     of_pictures, of_sets = [], []
     networks: dict[str, str] = {}

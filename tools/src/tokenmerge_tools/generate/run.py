@@ -56,9 +56,9 @@ def generate(
 ) -> Result:
     """Generate, compare, measure and write everything to a folder.
 
-    First, a few untimed steps of each variant warm up. Then ``repeat`` interleaved calls of each are timed, of
-    which the first makes the pictures. Results are written as soon as they exist, so that an interrupted run
-    keeps them: the dense pictures before the first merged call, and ``run.json`` after every call.
+    First, a few untimed steps of each variant warm up. Then ``repeat`` interleaved calls of each are timed,
+    of which the first makes the pictures. Results are written as soon as they exist, so that an interrupted
+    run keeps them: the dense pictures before the first merged call, and ``run.json`` after every call.
 
     Args:
         options: what to draw, and how.
