@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from tokenmerge.errors import ConfigError
 from tokenmerge_tools.cli.report import report
 from tokenmerge_tools.records.file import UnfinishedCells
-from tokenmerge_tools.records.kinds import CellRecord, Record, TuneRecord
+from tokenmerge_tools.records.kinds import Record, TuneRecord
 
 app = typer.Typer()
 app.command()(report)
