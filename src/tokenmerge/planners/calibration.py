@@ -59,8 +59,8 @@ def measure_fewest_tokens(
     """Return the number of tokens of the first grid on which merged self-attention is faster than dense.
 
     The merged time includes what the default method adds: planning, proportional attention and the
-    correction. If there is no such grid, the number is that of a grid twice as wide as the last, because the cost of attention
-    grows with the square of the tokens.
+    correction. If there is no such grid, the number is that of a grid twice as wide as the last, because the
+    cost of attention grows with the square of the tokens.
     """
     generator = torch.Generator().manual_seed(0)
 
