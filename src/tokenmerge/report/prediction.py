@@ -70,7 +70,7 @@ class Row:
         return " + ".join(times.join(map(str, grid)) for grid in (self.grid, *self.references))
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Report(Tabled):
     """The operations of one call of a model, dense and merged.
 

@@ -28,7 +28,7 @@ class ViTRow:
     flops_merged: int
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class ViTReport(Tabled):
     """The operations of one call of a vision transformer, dense and merged. Sizes are in pixels.
 
