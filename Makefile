@@ -12,10 +12,16 @@ COMFYUI := .venv-comfyui
 # A module's tests run on one worker, so that its fixtures are made once. A thread for each worker.
 PYTEST = OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest --numprocesses auto --dist loadscope
 
-.PHONY: demo test test-slow test-all test-paddle test-comfyui environments docs format clean
+.PHONY: demo docs/demo.png test test-slow test-all test-paddle test-comfyui environments docs format clean
 
+# Threads wait passively, so that a busy machine is not slowed down further.
 demo: $(VENV)/ready
-	$(BIN)/tokenmerge generate "a grinning face on a light blue background" --size 256 --steps 20 --out outputs/demo
+	OMP_WAIT_POLICY=passive $(BIN)/tokenmerge generate "a grinning face on a light blue background" --size 256 --steps 20 \
+		--repeat 1 --out outputs/demo
+
+# The picture of the documentation, from what `make demo` drew.
+docs/demo.png: demo
+	$(BIN)/python docs/demo.py outputs/demo
 
 # The library and the tools, without the tests that are marked as slow.
 test: $(VENV)/tested

@@ -43,10 +43,18 @@ MAY_IMPORT = {
     "runtime.steps runtime.memory runtime.patching report vit",
     "api": "errors ops config presets models integrations.export "
     "runtime.steps runtime.memory runtime.patching report vit default_method handle",
+    "integrations.serving": "errors config api",
     "compat": "errors config presets api",
     "pipeline_methods": "errors compat",
 }
-OPTIONAL = ("integrations.paddle", "integrations.portable", "paddle", "pictures", "pipeline_methods")
+OPTIONAL = (
+    "integrations.paddle",
+    "integrations.portable",
+    "integrations.serving",
+    "paddle",
+    "pictures",
+    "pipeline_methods",
+)
 # The families' files, and the module that finds them, are for code that has a pipeline.
 FAMILIES = ("tokenmerge.models.families", "tokenmerge.models.find")
 

@@ -68,5 +68,5 @@ def install(monkeypatch: pytest.MonkeyPatch, pipe: StableDiffusionPipeline) -> t
     # The source may change while the tests run.
     monkeypatch.setattr("tokenmerge_tools.evaluate.evaluation.source_commit", lambda: None)
     # A device on which merging saves time on every grid; here a tiny one need not.
-    monkeypatch.setattr("tokenmerge.auto.fewest_tokens", lambda *_: 4)
+    monkeypatch.setattr("tokenmerge.default_method.fewest_tokens", lambda *_: 4)
     return MadeUp

@@ -20,7 +20,9 @@ from tests.models.tiny import FAMILIES
 import tokenmerge
 from tokenmerge import ConfigError, ToMeConfig, presets
 from tokenmerge.config import SETTINGS, save_config
+from tokenmerge.default_method import settings_for
 from tokenmerge.planners import PLANNERS
+from tokenmerge_tools import demo
 from tokenmerge_tools.evaluate.metrics import parse_metrics
 from tokenmerge_tools.method_spec import read_setting
 from tokenmerge_tools.reporting.curves import Chart, Line
@@ -236,6 +238,21 @@ def test_a_lead_is_over_the_closest_rival_that_is_as_fast():
     table = written["leads_table"]({"emoji-unet-256-20-3": chart})
     row = "| +1.0 at 2.00× | −6.0 at 4.00× | no rival at 9.00× |"
     assert table.splitlines()[-1] == "| emoji-unet, 256 px, 20 steps, guidance 3 " + row
+
+
+def test_the_picture_of_the_demo_is_what_it_draws_today():
+    """If this fails: `make docs/demo.png`."""
+    written = runpy.run_path(str(ROOT / "docs" / "demo.py"))
+    said = json.loads(Image.open(written["PICTURE"]).text[written["KEY"]])
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8").replace("\\\n", " ")
+    command = re.search(r"tokenmerge (generate .*)", makefile)[1]
+    assert f'generate "{said["prompt"]}" --size {said["size"][0]} --steps {said["steps"]} ' in command
+    assert (said["model"], said["guidance"]) == ("emoji-unet", None)
+    loaded = StableDiffusionPipeline.from_pretrained(demo.path(said["model"]))
+    width, height = (side // loaded.vae_scale_factor for side in said["size"])
+    config = settings_for(loaded, 2.0, height, width, said["steps"])
+    now = {**json.loads(json.dumps(config.to_dict())), "min_tokens": None}  # measured on each machine
+    assert {**said["config"], "min_tokens": None} == now
 
 
 def test_the_page_of_the_command_line_says_what_its_help_says():

@@ -4,7 +4,7 @@ Also what each step of a run did. May import ``runtime`` and everything below it
 ``slower_than_dense`` uses the timings that ``planners.calibration`` makes once for each device.
 """
 
-from tokenmerge.report.cache_limit import Change, bytes_of, change_within
+from tokenmerge.report.cache_limit import Change, bytes_of, change_within, in_words
 from tokenmerge.report.prediction import (
     Report,
     Row,
@@ -31,6 +31,7 @@ __all__ = [
     "change_within",
     "check_merging",
     "counted_speedup",
+    "in_words",
     "merges_tokens",
     "predict",
     "saved",

@@ -87,7 +87,7 @@ def test_blocks_are_skipped_as_often_as_the_settings_say_and_nothing_is_left(pip
     calls = calls_of(copied)
     for text, expected in (
         ("cache-dit:threshold=1e-9", STEPS),
-        ("cache-dit:threshold=1", STEPS // 2),  # half of the steps are full
+        ("cache-dit:threshold=1", STEPS // 2),  # half of the steps are complete
         (
             "cache-dit:threshold=1,mask=fast",
             sum(cache_dit.steps_mask(total_steps=STEPS, mask_policy="fast")),

@@ -138,7 +138,7 @@ def test_every_setting_can_be_told() -> None:
 
 
 def test_auto_is_chosen_when_the_model_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tokenmerge.auto.fewest_tokens", lambda *_: 7)
+    monkeypatch.setattr("tokenmerge.default_method.fewest_tokens", lambda *_: 7)
     (spec,) = parse_variant("auto:sx=4", [0.25], {})
     assert spec.label == "auto ratio=0.25 sx=4"
     config = spec.config(hosts.unet())

@@ -381,7 +381,7 @@ def test_operations_are_counted_at_the_guidance_of_the_pipeline(measure: Measure
 def test_auto_follows_the_steps_unless_it_is_compiled(
     measure: Measure, monkeypatch: pytest.MonkeyPatch, compiled: bool
 ) -> None:
-    monkeypatch.setattr("tokenmerge.auto.fewest_tokens", lambda *_: 64)
+    monkeypatch.setattr("tokenmerge.default_method.fewest_tokens", lambda *_: 64)
     monkeypatch.setattr(nn.Module, "compile", lambda self, dynamic: None)
     records = measure(variants=("auto",), steps=10, rounds=1, warmup=1, compile=(compiled,))
     (auto,) = [record for record in records if record.conditions["variant"] == "auto"]

@@ -180,7 +180,7 @@ def test_an_exported_file_names_no_path_of_the_machine(exported):
 
 def test_auto_is_its_merging_part(folder, tmp_path, monkeypatch):
     """Tiled matching at every level at a ratio of 0.5, and no setting that follows the steps."""
-    monkeypatch.setattr("tokenmerge.auto.fewest_tokens", lambda *_: 4)
+    monkeypatch.setattr("tokenmerge.default_method.fewest_tokens", lambda *_: 4)
     seen, settings_of = {}, run.settings_of
 
     def look(merging, call):

@@ -114,6 +114,24 @@ def test_the_record_holds_conditions_times_and_quality(run):
     assert record["report"]["rows"][0]["merged_tokens"] < record["report"]["rows"][0]["tokens"]
 
 
+def test_the_comparison_is_announced_before_the_last_timed_call(folder, tmp_path):
+    happened = []
+
+    def announce(path):
+        assert path.is_file()
+        happened.append("comparison")
+
+    generate(
+        options(folder, tmp_path, repeat=2),
+        lambda progress: happened.append(f"{progress.part} {progress.done}"),
+        lambda options: happened.append(options.size),
+        announce,
+    )
+    assert happened[0] == (tiny_pipeline.SIDE, tiny_pipeline.SIDE)
+    assert happened.index("merged 2") + 1 == happened.index("comparison")
+    assert happened.index("comparison") < happened.index("dense 3")
+
+
 def test_quality_is_that_of_the_pictures_on_disk(run):
     result, out, _ = run
     for index in (0, 1):
@@ -127,8 +145,8 @@ def test_progress_counts_every_step_of_every_call(run):
     _, _, steps = run
     for variant in ("dense", "merged"):
         own = [step for step in steps if step.part == variant]
-        assert [step.done for step in own] == [1, 2, 3, 4, 5, 6]  # warm-up and two timed calls of two steps
-        assert {step.total for step in own} == {6}
+        assert [step.done for step in own] == [1, 2, 3, 4]  # two timed calls of two steps
+        assert {step.total for step in own} == {4}
 
 
 # --- what the pictures depend on -------------------------------------------------------------------
@@ -308,15 +326,16 @@ def test_a_twin_shares_weights_and_leaves_the_pipeline_as_it_was(pipe):
 
 def test_an_interrupted_run_keeps_what_it_has(folder, tmp_path):
     def interrupt(progress):
-        if progress.part == "merged" and progress.done == 4:  # the last step of the first timed call
+        if progress.part == "merged" and progress.done == 4:  # the last step of the second timed call
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         generate(options(folder, tmp_path, repeat=2), interrupt)
     record = json.loads((tmp_path / "run.json").read_text())
     assert record["complete"] is False
-    assert len(record["variants"]["dense"]["seconds_per_call"]) == 1
-    assert record["variants"]["merged"]["seconds_per_call"] == []
+    assert len(record["variants"]["dense"]["seconds_per_call"]) == 2
+    assert len(record["variants"]["merged"]["seconds_per_call"]) == 1
+    assert record["quality"] is not None
     assert (tmp_path / "comparison.png").is_file()
     assert not list(tmp_path.glob(".*"))
 
@@ -341,7 +360,7 @@ def test_without_torchmetrics_the_run_goes_on_and_says_what_to_install(folder, t
 
 def test_recorded_steps_are_in_the_result_and_the_record(folder, tmp_path):
     result = generate(options(folder, tmp_path, steps=3, record_steps=True, compare=False))
-    assert [row.kind for row in result.steps] == ["full"] * 3
+    assert [row.kind for row in result.steps] == ["complete"] * 3
     record = json.loads((tmp_path / "run.json").read_text())
     assert record["steps"] == result.steps.to_dicts()
 

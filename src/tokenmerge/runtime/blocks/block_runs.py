@@ -2,9 +2,9 @@
 
 Where each block gets the very tensors that the block before it returned, the sum of their residuals is the
 result of the last one less the input of the first one. A step that skips them adds this sum, extrapolated, in
-the first block, and the others return what they get. Runs are found while a full step runs: whatever the host
-or a ControlNet changes between two blocks begins a new run. In a ControlNet, each block is a run of its own,
-since more than the next block reads its result.
+the first block, and the others return what they get. Runs are found while a complete step runs: whatever the
+host or a ControlNet changes between two blocks begins a new run. In a ControlNet, each block is a run of its
+own, since more than the next block reads its result.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def block_in_run(state: BlockState, call: HostCall, run: Callable[[], Any]) -> A
     Args:
         state: of the block, which can run on merged tokens as a whole.
         call: of the block.
-        run: returns the result of a full step.
+        run: returns the result of a complete step.
     """
     assert state.block_layout is not None
     tokens, text = state.layout.tokens_of(call), call.argument("encoder_hidden_states")

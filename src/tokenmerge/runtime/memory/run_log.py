@@ -8,9 +8,9 @@ from typing import Literal, get_args
 
 from tokenmerge.config import ToMeConfig
 
-# "full": everything runs, and tokens merge. "reused": a part of the model is skipped. "dense": no token
+# "complete": everything runs, and tokens merge. "reused": a part of the model is skipped. "dense": no token
 # merges and nothing is skipped.
-StepKind = Literal["full", "reused", "dense"]
+StepKind = Literal["complete", "reused", "dense"]
 
 
 class RunLog:
@@ -70,7 +70,7 @@ class RunLog:
 def in_kinds(kinds: Counter[StepKind]) -> str:
     """Return how many steps of each kind ran, in words.
 
-    >>> in_kinds(Counter(["full", "reused", "reused"]))
-    '1 full, 2 reused, 0 dense'
+    >>> in_kinds(Counter(["complete", "reused", "reused"]))
+    '1 complete, 2 reused, 0 dense'
     """
     return ", ".join(f"{kinds[kind]} {kind}" for kind in get_args(StepKind))

@@ -59,10 +59,9 @@ def decide(config: ToMeConfig, tracker: StepTracker, shape: tuple[object, ...]) 
         runs = Runs.EVERYTHING if deep is None else Runs.FINEST if finest is None else Runs.LEAST
     merging = planned.merging
     if config.correction.on and runs is Runs.EVERYTHING and config.at_step(step.done, step.steps).merges:
-        if tracker.measured.get(tracker.call) != shape:  # nothing corrects this call yet
-            merging = merging_to_correct(config, step.done, step.steps)
-        if merging is not Merging.MERGES:
-            tracker.measured[tracker.call] = shape
+        # As planned, unless the model joins late, or the shape of its sample changes.
+        due = tracker.corrects(config.correction.every, shape)
+        merging = merging_to_correct(config, step.done, step.steps) if due else Merging.MERGES
     return Decision(runs, merging, planned.caches, deep, finest)
 
 

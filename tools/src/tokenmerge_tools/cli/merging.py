@@ -102,7 +102,8 @@ def merging(
         return MethodSpec(method, changes)
     if method != MethodSpec.method:
         raise ConfigError(f"settings: {settings_file} sets everything; leave out --method {method}")
-    return MethodSpec("tome", {**changes_of_file(settings_file), **changes})
+    also = f" and {', '.join(changes)}" if changes else ""
+    return MethodSpec("tome", {**changes_of_file(settings_file), **changes}, f"{settings_file}{also}")
 
 
 def changes_of_file(path: Path) -> dict[str, Any]:

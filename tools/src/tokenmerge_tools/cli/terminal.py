@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import math
 import sys
+import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 from rich.console import Console
 from rich.progress import (
@@ -20,13 +22,16 @@ from rich.progress import Progress as Bars
 from rich.table import Table
 from rich.text import Text
 
+from tokenmerge.report import in_words
+from tokenmerge_tools import demo
 from tokenmerge_tools.drawing import Progress
 from tokenmerge_tools.generate.result import Result, VariantResult
-from tokenmerge_tools.records.kinds import variant_label
+from tokenmerge_tools.pipelines.options import GenerateOptions
 from tokenmerge_tools.reporting.tables import Table as PlainTable
 
 # Pipes and files have no width, so tables are as wide as their content.
 _NO_EDGE = 10_000
+_SECONDS_BETWEEN_LINES = 10
 
 
 def show(table: Table, *lines: str) -> None:
@@ -41,10 +46,20 @@ def show(table: Table, *lines: str) -> None:
 def progress_bars(unit: str) -> Iterator[Callable[[Progress], None]]:
     """Show a bar on stderr for each part of a run. Yield the function that updates the bars.
 
-    The unit names the counted things, in the plural.
+    The unit names the counted things, in the plural. If stderr is not a terminal, a line is printed there
+    from time to time.
     """
+    if not sys.stderr.isatty():
+        yield _in_lines(unit)
+        return
     columns = (TextColumn("{task.description:>7}"), BarColumn(), MofNCompleteColumn(), TextColumn(unit))
-    bars = Bars(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=Console(stderr=True))
+    bars = Bars(
+        *columns,
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+        redirect_stdout=sys.stdout.isatty(),  # a file gets its lines directly
+    )
     tasks: dict[str, TaskID] = {}
 
     def move(progress: Progress) -> None:
@@ -58,6 +73,19 @@ def progress_bars(unit: str) -> Iterator[Callable[[Progress], None]]:
     finally:
         if tasks:
             bars.stop()
+
+
+def _in_lines(unit: str, clock: Callable[[], float] = time.monotonic) -> Callable[[Progress], None]:
+    """Return a function that prints the progress on stderr, at most one line in ten seconds."""
+    last = clock()
+
+    def move(progress: Progress) -> None:
+        nonlocal last
+        if clock() - last >= _SECONDS_BETWEEN_LINES:
+            last = clock()
+            say(f"{progress.part}: {progress.done} of {progress.total} {unit}")
+
+    return move
 
 
 @contextlib.contextmanager
@@ -83,6 +111,69 @@ def as_rich(plain: PlainTable) -> Table:
     return table
 
 
+def say_what(options: GenerateOptions) -> None:
+    """Print what a run draws, as it begins."""
+    width, height = options.size or (0, 0)
+    bundled = " (bundled)" if options.model in demo.NAMES else ""
+    print(
+        f'Drawing "{options.prompt}", {width} × {height} pixels, {options.steps} steps, '
+        f"with {options.model}{bundled}",
+        flush=True,
+    )
+
+
+def say_where(comparison: Path) -> None:
+    """Print where the picture is that compares dense and merged."""
+    print(f"Look at both: {comparison}", flush=True)
+
+
+def result_lines(result: Result, options: GenerateOptions) -> list[str]:
+    """Write a few lines about a run for somebody who sees the first one."""
+    lines = [""]
+    names = {"dense": "dense (without tokenmerge)", "merged": "merged (with tokenmerge)"}
+    for variant in result.variants:
+        median = variant.per_image(result.batch).median
+        gain = result.speedup(variant)
+        faster = "" if gain is None or variant.name == "dense" else f", {gain:.1f}× as fast"
+        lines.append(f"  {names[variant.name]:<27} {_seconds(median):>7}{faster}")
+    cache = f"{in_words(result.report.kept_bytes)} of cache" if result.report.kept_bytes else "no cache"
+    if result.quality is not None:
+        lines += ["", f"  {_close_to_dense(result)}; {cache}"]
+    lines.append(f"  {_what_ran(result, options.steps)}")
+    lines.append("")
+    if options.model in demo.NAMES:
+        lines.append('  Your model:  tokenmerge generate "a castle" --model owner/name')
+    if argument := options.merging.argument:
+        lines.append(f"  In Python:   tokenmerge.apply_token_merging(pipe, {argument})")
+    lines.append(f"  Pictures:    {result.folder}")
+    runs = (
+        "one timed run each; --repeat 3 gives figures to rely on"
+        if options.repeat == 1
+        else (f"medians of {options.repeat} timed runs each")
+    )
+    return [*lines, f"  ({runs}, --details shows the settings)"]
+
+
+def _close_to_dense(result: Result) -> str:
+    """Say how close the pictures are, with a word on what that means."""
+    psnr, _ = _closeness(result, result.variants[-1])
+    if not psnr.endswith("dB"):
+        return f"the pictures are {psnr}"
+    return f"{float(psnr.removesuffix(' dB')):.1f} dB to the dense picture (40 dB is hard to tell apart)"
+
+
+def _what_ran(result: Result, steps: int) -> str:
+    """Say how many steps ran the whole model, and how many tokens merged in them."""
+    config, rows = result.config, result.report.rows
+    complete = len(config.reuse.steps_of(steps).full) if config.reuse.on else steps
+    ran = "every step" if complete == steps else f"{complete} of {steps} steps"
+    most = max(rows, key=lambda row: row.tokens, default=None)
+    if most is None or most.merged_tokens == most.tokens:
+        return f"{ran} ran the whole model; no tokens merged"
+    share = 100 * (1 - most.merged_tokens / most.tokens)
+    return f"{ran} ran the whole model; {share:.0f} % of the tokens merged"
+
+
 def result_table(result: Result) -> Table:
     """Make a table of time, speed-up, memory and closeness of each variant."""
     c = result.conditions
@@ -97,7 +188,8 @@ def result_table(result: Result) -> Table:
         times, gain = variant.per_image(result.batch), result.speedup(variant)
         table.add_row(
             variant.name,
-            f"{_seconds(times.median)} ({_seconds(times.fastest)} to {_seconds(times.slowest)})",
+            _seconds(times.median)
+            + (f" ({_seconds(times.fastest)} to {_seconds(times.slowest)})" if times.runs > 1 else ""),
             *([] if gain is None else [f"{gain:.2f}x"]),
             "n/a" if variant.peak_bytes is None else f"{variant.peak_bytes / 2**20:,.0f} MiB",
             *(_closeness(result, variant) if compared else ()),
@@ -114,18 +206,15 @@ def _empty(title: str, *columns: str) -> Table:
 
 
 def result_notes(result: Result) -> list[str]:
-    """Write the lines below a result table: what its numbers mean, and where the pictures are."""
+    """Write the lines below a result table: what merging did, and what the numbers mean."""
     runs = len(result.variants[-1].seconds)
-    settings = dict(result.conditions["options"]["merging"])
-    merged = variant_label(settings.pop("method"), settings)
     compared = "PSNR and SSIM: merged against dense, means over the pictures"
     return [
-        f"merged: {merged}",
-        f"times: median of {runs} pipeline call{'s' if runs > 1 else ''} after an untimed warm-up",
+        *result.summary.splitlines(),
+        f"times: median of {runs} pipeline call{'s' if runs > 1 else ''} after a few untimed steps",
         f"memory: {result.conditions['peak_memory']}",
         *([compared] if result.quality else []),
         *(f"note: {note}" for note in result.notes),
-        f"written to {result.folder}",
     ]
 
 

@@ -36,14 +36,15 @@ def cache_dit(
     """Skip all but the first blocks on steps where the residual of these blocks changed little: cache-dit.
 
     The first sixth of the blocks, at least 1 and at most 8, runs in every step. If its residual is close to
-    that of the last full step, the other blocks are skipped, and their residual of that step is added again.
-    The first 8 steps are full, or the first half of a generation of fewer than 16 steps.
+    that of the last complete step, the other blocks are skipped, and their residual of that step is added
+    again.
+    The first 8 steps are complete, or the first half of a generation of fewer than 16 steps.
 
     - threshold: relative mean absolute difference below which the other blocks are skipped, > 0. A higher
       threshold is faster and less close to dense. From 1 on, they are skipped whatever the difference.
     - taylor: order of the Taylor series that extrapolates the residual (TaylorSeer, arXiv 2503.06923), an
       integer ≥ 1. None: the residual is not extrapolated.
-    - mask: one of :data:`MASKS`: cache-dit's list of steps that are always full, in place of the first
+    - mask: one of :data:`MASKS`: cache-dit's list of steps that are always complete, in place of the first
       ones, for 4, 6, and 8 or more steps. A faster mask has fewer of them.
     """
     check_pipeline(_NAME, pipe)

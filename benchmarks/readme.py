@@ -1,0 +1,113 @@
+"""Measure the table of README.md: speed asked for, speed measured, and how much the picture changes.
+
+All pictures are of one bundled model at one size, number of steps and guidance, with prompts that no number
+of the policy was fitted on. The calls of a prompt are interleaved, and each is timed as a user would time it:
+text, all steps and decoding.
+
+    python benchmarks/readme.py measure --out benchmarks/readme_cpu.jsonl   # half an hour on two cores
+    python benchmarks/readme.py rows benchmarks/readme_cpu.jsonl
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import statistics
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import torch
+from diffusers import DiffusionPipeline
+from policy import prompts_of
+
+from tokenmerge import token_merging
+from tokenmerge_tools import demo
+
+MODEL, SIZE, STEPS, GUIDANCE = "emoji-unet", 256, 20, 7.5
+SPEEDUPS = (1.5, 2.0, 3.0)
+PROMPTS, SEED = 44, 9000  # other ones than policy.py has
+
+
+def measure(out: Path, prompts: int) -> None:
+    """Draw each prompt dense, at each speed, and with as many steps as cost the same."""
+    pipe = DiffusionPipeline.from_pretrained(demo.path(MODEL))
+    pipe.set_progress_bar_config(disable=True)
+    for warm_up in (None, *SPEEDUPS):  # nothing is timed the first time that it runs
+        draw(pipe, "a red apple", 0, warm_up, steps=4)
+    for number, prompt in enumerate(prompts_of(PROMPTS, prompts)):
+        seed = SEED + number
+        dense, seconds = draw(pipe, prompt, seed)
+        line: dict[str, Any] = {"prompt": prompt, "seed": seed, "dense": seconds}
+        for speedup in SPEEDUPS:
+            line[f"speedup={speedup:g}"] = beside(dense, *draw(pipe, prompt, seed, speedup))
+            steps = round(STEPS / speedup)
+            line[f"{steps} steps"] = beside(dense, *draw(pipe, prompt, seed, steps=steps))
+        with out.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+        print(json.dumps(line), flush=True)
+
+
+def draw(
+    pipe: DiffusionPipeline, prompt: str, seed: int, speedup: float | None = None, steps: int = STEPS
+) -> tuple[torch.Tensor, float]:
+    """Return a picture and the seconds of the call; None: it is dense."""
+    merging = contextlib.nullcontext() if speedup is None else token_merging(pipe, speedup=speedup)
+    with merging:
+        start = time.perf_counter()
+        picture = pipe(
+            prompt,
+            height=SIZE,
+            width=SIZE,
+            num_inference_steps=steps,
+            guidance_scale=GUIDANCE,
+            generator=torch.Generator().manual_seed(seed),
+            output_type="pt",
+        ).images[0]
+        return picture, time.perf_counter() - start
+
+
+def beside(dense: torch.Tensor, picture: torch.Tensor, seconds: float) -> dict[str, float]:
+    return {"seconds": seconds, "psnr": float(-10 * torch.log10((dense - picture).square().mean()))}
+
+
+def rows(record: Path) -> Iterator[str]:
+    """Yield the rows of the table: medians over the prompts of the speed, and means of the PSNR."""
+    lines = [json.loads(line) for line in record.read_text(encoding="utf-8").splitlines()]
+
+    def figures(name: str) -> tuple[float, float]:
+        speed = statistics.median(line["dense"] / line[name]["seconds"] for line in lines)
+        return speed, statistics.mean(line[name]["psnr"] for line in lines)
+
+    for speedup in SPEEDUPS:
+        speed, psnr = figures(f"speedup={speedup:g}")
+        steps = round(STEPS / speedup)
+        fewer, of_fewer = figures(f"{steps} steps")
+        yield (
+            f"| `speedup={speedup:g}` | {speed:.2f}× | {psnr:.1f} dB "
+            f"| {steps} steps: {of_fewer:.1f} dB at {fewer:.2f}× |"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    measured = commands.add_parser("measure")
+    measured.add_argument("--out", type=Path, required=True)
+    measured.add_argument("--prompts", type=int, default=4)
+    commands.add_parser("rows").add_argument("record", type=Path)
+    options = parser.parse_args()
+    diffusers.utils.logging.set_verbosity_error()
+    if options.command == "measure":
+        measure(options.out, options.prompts)
+    else:
+        print("\n".join(rows(options.record)))
+
+
+if __name__ == "__main__":
+    main()
