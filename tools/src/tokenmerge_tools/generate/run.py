@@ -56,8 +56,8 @@ def generate(
     """Generate, compare, measure and write everything to a folder.
 
     First, a few untimed steps of each variant warm up. Then ``repeat`` interleaved calls of each are timed,
-    of which the first makes the pictures. Results are written as soon as they exist, so that an interrupted run
-    keeps them: the dense pictures before the first merged call, and ``run.json`` after every call.
+    of which the first makes the pictures. Results are written as soon as they exist, so that an interrupted
+    run keeps them: the dense pictures before the first merged call, and ``run.json`` after every call.
 
     Args:
         options: what to draw, and how.
