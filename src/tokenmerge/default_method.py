@@ -16,7 +16,7 @@ from tokenmerge.models.base import GridShape, Host
 from tokenmerge.models.find import find_hosts
 from tokenmerge.models.placement import device_of, dtype_of, narrowest_attention
 from tokenmerge.planners.calibration import fewest_tokens
-from tokenmerge.plans import Facts, choose, facts_of, highest_speedup
+from tokenmerge.plans import Facts, Plan, facts_of, highest_speedup, plan_for
 from tokenmerge.runtime.steps.pipeline import default_guidance, default_steps
 
 __all__ = ["DefaultMethod", "settings_for"]
@@ -85,10 +85,16 @@ class DefaultMethod:
             steps: number of steps of the generation; None: the default.
             guidance: scale of classifier-free guidance; None: unknown.
         """
-        settings = choose(self._known(grid, steps, guidance), self.speedup)
+        settings = self.plan(grid, steps, guidance).config
         for change in self.changes:
             settings = change(settings)
         return settings
+
+    def plan(
+        self, grid: GridShape | None = None, steps: int | None = None, guidance: float | None = None
+    ) -> Plan:
+        """Return the plan of one generation, without changes; the arguments are those of :meth:`settings`."""
+        return plan_for(self._known(grid, steps, guidance), self.speedup)
 
     def shortfall(
         self, grid: GridShape | None = None, steps: int | None = None, guidance: float | None = None

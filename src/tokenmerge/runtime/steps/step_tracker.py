@@ -123,11 +123,25 @@ class StepTracker:
             Steps since the part ran, divided by the interval between its last two runs; 0 after a single
             run. None: the part runs now, and this is noted.
         """
-        before, last, seen = self.ran.get((self.call, part), (None, -1, None))
+        _, last, seen = self.ran.get((self.call, part), (None, -1, None))
         if seen == shape and not runs:
-            if before is not None:
-                return (self.index - last) / (last - before)
+            distance = self.distance(part, shape)
+            if distance is not None:
+                return distance
             if holds:
                 return 0.0
         self.ran[self.call, part] = last if seen == shape else None, self.index, shape
         return None
+
+    def distance(self, part: str, shape: tuple[object, ...]) -> float | None:
+        """Return the steps since a part ran, divided by the interval between its last two runs.
+
+        None: it has not run twice with this shape of the sample.
+        """
+        before, last, seen = self.ran.get((self.call, part), (None, -1, None))
+        return None if before is None or seen != shape else (self.index - last) / (last - before)
+
+    def gap(self, part: str) -> int:
+        """Return the steps since a part ran; 0: it has not run."""
+        _, last, _ = self.ran.get((self.call, part), (None, self.index, None))
+        return self.index - last

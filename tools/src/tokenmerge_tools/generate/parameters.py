@@ -11,52 +11,81 @@ Values that contain a comma, a colon, a quote or a line break are in double quot
 
 from __future__ import annotations
 
+import dataclasses
+import io
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from tokenmerge import __version__
+from tokenmerge.config import ToMeConfig, read_metadata
+from tokenmerge.config.checks import refuse
+from tokenmerge.errors import ConfigError
+from tokenmerge_tools.files import read_bytes
 from tokenmerge_tools.pipelines.loading import PICKLE
 from tokenmerge_tools.pipelines.options import GenerateOptions
+from tokenmerge_tools.pipelines.settings import parse_size
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+Number = TypeVar("Number", int, float)
 
-def write_picture(picture: Image, parameters: str, path: Path) -> None:
-    """Write a PNG file with the parameters of its picture."""
-    from PIL.PngImagePlugin import PngInfo
+_KEY = "parameters"
+_NEGATIVE = "Negative prompt: "
+_ADVICE = "give a PNG that tokenmerge generate or a web UI wrote, such as merged-00.png"
+_LONGEST = 100_000  # characters; web UIs write some thousands
+# A name, a colon, and a value: a JSON string, or the text before the next comma. The length of a name is
+# bounded, so that the time is linear in the length of the text.
+_ENTRY = re.compile(r'(\w[\w \-/]{1,60}):\s*("(?:\\.|[^\\"])+"|[^,]*)(?:,|$)')
 
-    info = PngInfo()
-    info.add_text("parameters", parameters)
-    picture.save(path, pnginfo=info)
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Parameters:
+    """The parameters of a picture. None: unknown, or the model's default.
+
+    Args:
+        prompt: text of the picture.
+        seed: seed of this picture.
+        steps: denoising steps.
+        size: (width, height) in pixels.
+        negative_prompt: what the picture should not show.
+        guidance: scale of classifier-free guidance.
+        scheduler: short name or class name.
+        model: bundled model or hub id. For a folder or a checkpoint, only its name.
+        controlnet: likewise.
+        merging: the settings of token merging. None: dense, or unknown.
+    """
+
+    prompt: str
+    seed: int | None = None
+    steps: int | None = None
+    size: tuple[int, int] | None = None
+    negative_prompt: str | None = None
+    guidance: float | None = None
+    scheduler: str | None = None
+    model: str | None = None
+    controlnet: str | None = None
+    merging: ToMeConfig | None = None
 
 
-def parameters_of(options: GenerateOptions, size: tuple[int, int], seed: int, metadata: str | None) -> str:
-    """Return the parameters of one picture of a run as text.
+def parameters_of(options: GenerateOptions, size: tuple[int, int]) -> Parameters:
+    """Return the parameters of a run's pictures, apart from their seeds and token merging.
 
     For a folder or a file, only its name is included: pictures are shared, and paths are private.
-    ``metadata`` has the settings as :meth:`tokenmerge.Patch.metadata` returns them; None: it is dense.
     """
-    values = {
-        "Steps": options.steps,
-        "Sampler": options.scheduler,
-        "CFG scale": options.guidance,
-        "Seed": seed,
-        "Size": f"{size[0]}x{size[1]}",
-        "Model": _name(options.model),
-        "ControlNet": options.controlnet and _name(options.controlnet),
-        "Version": f"tokenmerge {__version__}",
-    }
-    entries = [(name, str(value)) for name, value in values.items() if value is not None]
-    if metadata is not None:
-        name, _, value = metadata.partition(": ")
-        entries.append((name, value))
-    lines = [options.prompt]
-    if options.negative_prompt is not None:
-        lines.append(f"Negative prompt: {options.negative_prompt}")
-    return "\n".join([*lines, ", ".join(f"{name}: {_quoted(value)}" for name, value in entries)])
+    return Parameters(
+        prompt=options.prompt,
+        steps=options.steps,
+        size=size,
+        negative_prompt=options.negative_prompt,
+        guidance=options.guidance,
+        scheduler=options.scheduler,
+        model=_name(options.model),
+        controlnet=options.controlnet and _name(options.controlnet),
+    )
 
 
 def _name(model: str) -> str:
@@ -64,6 +93,102 @@ def _name(model: str) -> str:
     return path.name if path.exists() or path.is_absolute() else str(path)
 
 
+def write_picture(picture: Image, parameters: Parameters, metadata: str | None, path: Path) -> None:
+    """Write a PNG file with the parameters of its picture.
+
+    Args:
+        picture: the picture.
+        parameters: its parameters, without token merging.
+        metadata: the settings as :meth:`tokenmerge.Patch.metadata` returns them; None: dense.
+        path: path of the file.
+    """
+    from PIL.PngImagePlugin import PngInfo
+
+    info = PngInfo()
+    info.add_text(_KEY, _to_text(parameters, metadata))
+    picture.save(path, pnginfo=info)
+
+
+def read_picture(path: Path) -> Parameters:
+    """Read the parameters of a picture from its PNG file."""
+    import PIL.Image
+
+    try:
+        with PIL.Image.open(io.BytesIO(read_bytes(path, "like", _ADVICE))) as picture:
+            text = getattr(picture, "text", {}).get(_KEY)
+    except (OSError, SyntaxError, ValueError, PIL.Image.DecompressionBombError) as error:
+        raise ConfigError(f"like: cannot read the picture {path} (it is not a picture); {_ADVICE}") from error
+    if text is None:
+        raise ConfigError(f"like: {path} does not say what it was made with; {_ADVICE}")
+    try:
+        return _from_text(text)
+    except ConfigError as error:
+        raise ConfigError(f"like: {path}: {error}") from error
+
+
+def _to_text(own: Parameters, metadata: str | None) -> str:
+    size = own.size and f"{own.size[0]}x{own.size[1]}"
+    values = {
+        "Steps": own.steps,
+        "Sampler": own.scheduler,
+        "CFG scale": own.guidance,
+        "Seed": own.seed,
+        "Size": size,
+        "Model": own.model,
+        "ControlNet": own.controlnet,
+        "Version": f"tokenmerge {__version__}",
+    }
+    entries = [(name, str(value)) for name, value in values.items() if value is not None]
+    if metadata is not None:
+        name, _, value = metadata.partition(": ")
+        entries.append((name, value))
+    lines = [own.prompt]
+    if own.negative_prompt is not None:
+        lines.append(_NEGATIVE + own.negative_prompt)
+    return "\n".join([*lines, ", ".join(f"{name}: {_quoted(value)}" for name, value in entries)])
+
+
 def _quoted(value: str) -> str:
     plain = value == value.strip() and not re.search(r'[,:\n"]', value)
     return value if plain else json.dumps(value, ensure_ascii=False)
+
+
+def _from_text(text: str) -> Parameters:
+    if len(text) > _LONGEST:
+        raise ConfigError(
+            f"parameters: expected at most {_LONGEST:,} characters, got {len(text):,}; give another picture"
+        )
+    prompts, _, last = text.rstrip().rpartition("\n")
+    entries = {name.strip(): _unquoted(value) for name, value in _ENTRY.findall(last)}
+    if "Steps" not in entries:  # the text is only a prompt
+        prompts, entries = text, {}
+    prompt, negates, negative = prompts.partition("\n" + _NEGATIVE)
+    merging = entries.get("Token merging")
+    return Parameters(
+        prompt=prompt,
+        seed=_number(entries, "Seed", int, "an integer"),
+        steps=_number(entries, "Steps", int, "an integer"),
+        size=parse_size(entries["Size"]) if "Size" in entries else None,
+        negative_prompt=negative if negates else None,
+        guidance=_number(entries, "CFG scale", float, "a number"),
+        scheduler=entries.get("Sampler"),
+        model=entries.get("Model"),
+        controlnet=entries.get("ControlNet"),
+        merging=None if merging is None else read_metadata(merging),
+    )
+
+
+def _unquoted(value: str) -> str:
+    if not value.startswith('"'):
+        return value.strip()
+    try:
+        return str(json.loads(value))
+    except ValueError:
+        return value
+
+
+def _number(entries: dict[str, str], name: str, read: Callable[[str], Number], wanted: str) -> Number | None:
+    try:
+        return read(entries[name]) if name in entries else None
+    except ValueError:
+        refuse(name, wanted, entries[name])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -122,7 +123,8 @@ class _Generating:
             "peak_memory": peak_memory_meaning(pipe.device),
             "environment": environment(),
         }
-        self.size, self.metadata, self.summary = size, "", ""
+        self.parameters = parameters_of(options, size)
+        self.metadata = self.summary = ""
         self.measurements: list[Measurement] = []
         self.quality: Quality | None = None
         self.steps: RunSteps | None = None
@@ -184,9 +186,11 @@ class _Generating:
         """Write one picture per seed."""
         metadata = self.metadata if drawing.variant == "merged" else None
         for index, picture in enumerate(drawing.pictures):
-            parameters = parameters_of(self.options, self.size, self.call.seeds[index], metadata)
-            path = self.folder / f"{drawing.variant}-{index:02d}.png"
-            write_atomically(path, partial(write_picture, picture, parameters))
+            parameters = dataclasses.replace(self.parameters, seed=self.call.seeds[index])
+            write_atomically(
+                self.folder / f"{drawing.variant}-{index:02d}.png",
+                partial(write_picture, picture, parameters, metadata),
+            )
 
     def _compare(self, dense: list[Image], merged: list[Image], plans: Mapping[str, RecordedPlan]) -> None:
         """Measure how close the pictures are, and write them side by side."""
