@@ -289,7 +289,7 @@ def fitted(name: str, lines: list[dict[str, Any]]) -> dict[str, Any]:
                     f"{-10 * math.log10(line['error']):.1f} dB, off {-4.34 * o:+.1f}",
                 )
         print({p: round(4.34 * offsets[i].item(), 1) for p, i in places.items()})
-    growth |= {scope: growth[MERGE[name][-1]] for scope in MERGE[name]}
+    growth |= dict.fromkeys(MERGE[name], growth[MERGE[name][-1]])
     row = {key: [float(f"{size[key].exp().item():.2g}"), round(growth[key].item(), 1)] for key in start}
     return {
         "skip": {key: row[key] for key in SKIP[name]},
@@ -298,8 +298,8 @@ def fitted(name: str, lines: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-# Numbers that are not fitted: the scale from which guidance counts as strong; smaller grids lose more by merging
-# than by skipping (few_steps_cpu.jsonl); how many times merging loses more (settings_cpu.jsonl).
+# Numbers that are not fitted: the scale from which guidance counts as strong; smaller grids lose more by
+# merging than by skipping (few_steps_cpu.jsonl); how many times merging loses more (settings_cpu.jsonl).
 KNOWN = {"strong guidance": 5, "fewest tokens": 2048, "without proportional attention": 10}
 SPREAD = 0.2  # of the factors of scenes: a penalty
 
@@ -311,7 +311,7 @@ def scene_of(line: Mapping[str, Any]) -> str:
 def terms(
     name: str, lines: Sequence[Mapping[str, Any]]
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], torch.Tensor]:
-    """Return reaches of forecasts [line, step] by part, ratios [line] by scope, and distances of corrections."""
+    """Return reaches [line, step] by part, ratios [line] by scope, and distances of corrections."""
     longest = max(line["steps"] for line in lines)
     reaches = {part: torch.zeros(len(lines), longest) for part in SKIP[name]}
     ratios = {scope: torch.zeros(len(lines)) for scope in MERGE[name]}
