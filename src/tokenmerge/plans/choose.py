@@ -167,8 +167,13 @@ def reaches_of(runs: Sequence[int], steps: int) -> list[float]:
         if step in runs:
             before, last = last, step
         else:
-            reaches.append((step - last) * (step - before) / 2 * (_REFERENCE / steps) ** 2)
+            reaches.append(reach(step, last, before) * (_REFERENCE / steps) ** 2)
     return reaches
+
+
+def reach(step: int, last: int, before: int) -> float:
+    """Return half the product of the distances of a step to the last two runs of a part."""
+    return (step - last) * (step - before) / 2
 
 
 def distance(steps: int, complete: int) -> float:

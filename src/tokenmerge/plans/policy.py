@@ -66,10 +66,16 @@ def fewest_tokens() -> int:
     return fewest
 
 
+def estimate_of() -> Mapping[str, Any]:
+    """Return the numbers of :func:`tokenmerge.plans.estimate.estimate_closeness`."""
+    numbers: Mapping[str, Any] = _table()["estimate"]
+    return numbers
+
+
 @functools.cache
 def harms_of(model: str, strong: bool) -> Harms:
     """Return the row for a class of model. One that the table lacks gets the highest harms of all classes."""
-    classes = {name: rows for name, rows in _table().items() if isinstance(rows, dict)}
+    classes = {name: rows for name, rows in _table().items() if isinstance(rows, dict) and "weak" in rows}
     chosen = [classes[model]] if model in classes else list(classes.values())
     rows = [of_class["strong" if strong else "weak"] for of_class in chosen]
     return Harms(
