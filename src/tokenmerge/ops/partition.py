@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tokenmerge.ops.arithmetic import Draw, arithmetic
+from tokenmerge.ops.constants import first_numbers, made_once
 
 
 def num_destinations(grid: Sequence[int], cell: Sequence[int]) -> int:
@@ -56,6 +57,13 @@ def whole_cells(
     >>> inside.t().tolist(), outside.tolist()
     ([[0, 1, 5, 6], [2, 3, 7, 8]], [4, 9])
     """
+    return _whole_cells(tuple(grid), tuple(cell), device)
+
+
+@made_once
+def _whole_cells(
+    grid: tuple[int, ...], cell: tuple[int, ...], device: torch.device | str | None
+) -> tuple[Tensor, Tensor]:
     cells = [side // stride for side, stride in zip(grid, cell, strict=True)]
     every = torch.arange(num_tokens(grid), device=device)
     inside = every.view(tuple(grid))
@@ -87,7 +95,7 @@ def partition_at(inside: Tensor, outside: Tensor, first: Tensor) -> tuple[Tensor
     """
     # Rotate each cell so that its destination comes first.
     size = inside.shape[0]
-    order = (torch.arange(size, device=inside.device).unsqueeze(1) + first.unsqueeze(-2)) % size
+    order = (first_numbers(size, inside.device).unsqueeze(1) + first.unsqueeze(-2)) % size
     inside = inside.expand_as(order).gather(-2, order)
     others = inside[..., 1:, :].flatten(-2)
     return torch.cat([others, outside.expand(*others.shape[:-1], -1)], dim=-1), inside[..., 0, :]
