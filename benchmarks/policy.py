@@ -25,7 +25,8 @@ import torch
 from diffusers import DiffusionPipeline
 from solvers import scheduler
 
-from tokenmerge import ToMeConfig, auto, token_merging
+from tokenmerge import ToMeConfig, auto
+from tokenmerge.api import merge_in_hosts
 from tokenmerge.models.find import find_hosts
 from tokenmerge.plans import facts_of, plan_for, policy, speedup_of
 from tokenmerge.plans.choose import distance, reaches_of
@@ -124,6 +125,7 @@ def scenes() -> Iterator[tuple[Scene, list[Settings]]]:
     both = "weak", "strong"
     for number in range(2):
         order += [(reused, 128, 20, solver, number, both) for solver in ("DPM++ 2M", "Euler")]
+        order += [(reused, 128, 20, solver, number, ("strong",)) for solver in ("Euler ancestral", "UniPC")]
         order += [(reused, 128, steps, "DPM++ 2M", number, both) for steps in (8, 4)]
         order += [(blocks, 128, steps, "flow Euler", number, both) for steps in (20, 8, 4)]
         order += [(merged, 192, 8, "DPM++ 2M", number, ("weak", "strong"))]
@@ -175,8 +177,11 @@ class Artist:
 
         if config is None:
             return call()
-        with token_merging(pipe, config):
+        patch = merge_in_hosts(pipe, config, method="", check_size=False)  # the default size has few tokens
+        try:
             return call()
+        finally:
+            patch.remove()
 
     def error(self, scene: Scene, config: ToMeConfig | None, steps: int | None = None) -> float:
         """Return the mean squared error of a picture to the dense one."""
