@@ -30,7 +30,7 @@ def main(folder: Path) -> None:
     pair = sample_sheet(
         [
             ("dense", f"all of the model in {report['steps']} steps"),
-            (f"speedup={speedup:g}", f"{counted:.1f}× fewer operations, {psnr:.1f} dB"),
+            (f"speedup={speedup:g}", f"{counted:.1f} times fewer operations, {psnr:.1f} dB"),
         ],
         [([Image.open(folder / f"{name}-00.png") for name in ("dense", "merged")], "")],
     )

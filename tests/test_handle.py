@@ -47,6 +47,25 @@ def test_before_a_run_it_counts_the_default_size_and_number_of_steps(pipe):
     assert f"counted at {sample * scale} × {sample * scale} px, batch 2, 50 steps" in str(patch)
 
 
+def test_it_names_the_ratio_that_was_given_and_no_other_number(pipe):
+    patch = apply_token_merging(pipe, ratio=0.25)
+    assert str(patch).splitlines()[0].endswith(": ratio 0.25, merging alone")
+    assert patch.metadata().startswith("Token merging: ratio 0.25, {")
+
+
+def test_a_report_is_a_table_at_the_prompt_of_python(pipe):
+    report = apply_token_merging(pipe, SKIPS).report()
+    assert repr(report) == str(report)
+    assert "Row(" not in repr(report)
+
+
+def test_a_warning_about_a_run_stands_at_the_line_that_ran_it(pipe):
+    apply_token_merging(pipe, ToMeConfig(ratio=0.5, min_tokens=10**6, reuse=StepReuse(every=3)))
+    with pytest.warns(UserWarning, match="this generation is dense: of 2 steps") as caught:
+        generate(pipe, steps=2)
+    assert caught[0].filename == __file__
+
+
 def test_a_model_alone_has_no_number_of_steps():
     patch = apply_token_merging(hosts.unet(), SKIPS)
     assert patch.report() == predict(hosts.unet(), SKIPS)
@@ -208,7 +227,7 @@ def test_attention_on_fewer_tokens_than_pay_on_the_device_is_called_slower(confi
     )
     assert [one for one in small.notes if "longer than dense" in one] == [note]
     assert not any("longer than dense" in one for one in large.notes)
-    assert asked[0] == (torch.device("cpu"), torch.float32, 32, 4)
+    assert asked[0] == (torch.device("cpu"), torch.float32, 2, 32, 4)
     assert f"  slower than dense: {note}" in repr(patch).splitlines()
     following = apply_token_merging(hosts.unet(sample_size=20), dataclasses.replace(config, min_tokens=300))
     assert "slower" not in repr(following)

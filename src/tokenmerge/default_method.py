@@ -53,15 +53,19 @@ class DefaultMethod:
         """
         denoiser = next((host for host in hosts if not host.controlnet), hosts[0])
         attention = narrowest_attention([block for host in hosts for block in host.blocks])
+        follows_steps = getattr(pipe_or_model, "scheduler", None) is not None
         facts = facts_of(
             denoiser,
             denoiser.grid_at(*(denoiser.sample_size or (_SIDE, _SIDE))),
             default_steps(pipe_or_model) or _STEPS,
             guidance=default_guidance(pipe_or_model),
-            follows_steps=getattr(pipe_or_model, "scheduler", None) is not None,
+            follows_steps=follows_steps,
             proportional=allows_proportional(pipe_or_model, hosts),
             fewest_tokens=fewest_tokens(
-                device_of(pipe_or_model, denoiser.root), dtype_of(denoiser.root), *attention
+                device_of(pipe_or_model, denoiser.root),
+                dtype_of(denoiser.root),
+                denoiser.usual_batch,
+                *(attention if follows_steps else attention[:2]),
             ),
         )
         return cls.for_facts(speedup, facts)

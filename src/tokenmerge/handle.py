@@ -293,8 +293,13 @@ class DiffusionPatch(Patch[Report, RecordedPlan]):
     def _fewest_tokens(self) -> int:
         """Return the fewest tokens for which merged attention is faster, on the device of the denoiser."""
         root = self._denoiser.root
-        widths = narrowest_attention(self._denoiser.blocks)
-        return fewest_tokens(device_of(self._model, root), dtype_of(root), *widths)
+        attention = narrowest_attention(self._denoiser.blocks)
+        return fewest_tokens(
+            device_of(self._model, root),
+            dtype_of(root),
+            self._denoiser.usual_batch,
+            *(attention if self._in_force.plans.blocks else attention[:2]),
+        )
 
     def __repr__(self) -> str:
         report, slower, problem = None, None, ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from tokenmerge.config import ToMeConfig
-from tokenmerge.config.origin import is_default
+from tokenmerge.config.origin import RATIO, is_default
 from tokenmerge.plans.generation import GenerationPlan, Merging, Runs, StepPlan, plan_generation
 from tokenmerge.report.cache_limit import in_words
 from tokenmerge.report.prediction import Report, saved
@@ -69,7 +69,9 @@ def summary(
 def title(config: ToMeConfig, conditions: Conditions) -> str:
     """Return the first line of the summary: which models, and what was asked for."""
     named = conditions.method or str(config)
-    if conditions.method and not is_default(conditions.method):
+    if conditions.method == RATIO:
+        named = f"ratio {config.ratio:g}, merging alone"
+    elif conditions.method and not is_default(conditions.method):
         named = f"{named}, ratio {config.ratio:g}"
     return f"Token merging in {' + '.join(conditions.models)}: {named}"
 

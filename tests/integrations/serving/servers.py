@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+
 import sglang.multimodal_gen.runtime.pipelines.diffusers_pipeline as sglang_pipelines
 import sglang.multimodal_gen.runtime.platforms.plugins as sglang_plugins
 import torch
 import vllm_omni.diffusion.models.diffusers_adapter.pipeline_diffusers_adapter as vllm_omni_adapter
 import vllm_omni.plugins
+from diffusers import StableDiffusionPipeline
 from sglang.multimodal_gen.configs.sample.sampling_params import SamplingParams
 from sglang.multimodal_gen.runtime.pipelines_core.schedule_batch import Req
 from sglang.multimodal_gen.runtime.server_args import ServerArgs, set_global_server_args
@@ -14,6 +17,8 @@ from vllm_omni.diffusion.data import OmniDiffusionConfig
 from vllm_omni.diffusion.request import OmniDiffusionRequest
 from vllm_omni.diffusion.worker.request_batch import DiffusionRequestBatch
 from vllm_omni.inputs.data import OmniDiffusionSamplingParams
+
+from tokenmerge import apply_token_merging, remove_token_merging
 
 
 class VllmOmni:
@@ -38,6 +43,7 @@ class VllmOmni:
         self.adapter = vllm_omni_adapter.DiffusersAdapterPipeline(od_config=self.config, device=device)
         self.adapter.load_weights()
         self.pipe = self.adapter._pipeline
+        self.pipe.set_progress_bar_config(disable=True)
 
     def draw(self, side=32, steps=20, seed=7, speedup=None, callback=None):
         self.config.diffusers_call_kwargs = {} if callback is None else {"callback_on_step_end": callback}
@@ -82,6 +88,7 @@ class SGLang:
         self.server = sglang_pipelines.DiffusersPipeline(str(folder), self.args)
         self.server.post_init()
         self.pipe = self.server.diffusers_pipe
+        self.pipe.set_progress_bar_config(disable=True)
 
     def request(self, side=32, steps=20, seed=7, speedup=None, callback=None):
         sampling = SamplingParams(
@@ -104,3 +111,23 @@ class SGLang:
 
 
 SERVERS = (VllmOmni, SGLang)
+
+
+class Outside:
+    """The same pipeline without a server. Each picture is drawn right after its settings were applied."""
+
+    def __init__(self, folder):
+        self.pipe = StableDiffusionPipeline.from_pretrained(folder)
+        self.pipe.set_progress_bar_config(disable=True)
+        self.chosen = functools.cache(lambda speedup: apply_token_merging(self.pipe, speedup=speedup).config)
+        self.draw = functools.cache(self._draw)
+
+    def _draw(self, asked, side=32, steps=20, seed=7):
+        """Draw with a speed-up, or with settings."""
+        settings = self.chosen(asked) if isinstance(asked, float) and asked != 1 else asked
+        remove_token_merging(self.pipe)
+        if asked != 1:
+            apply_token_merging(self.pipe, settings)
+        size = {"height": side, "width": side}
+        call = {"num_inference_steps": steps, "guidance_scale": 3.0, "output_type": "pt"}
+        return self.pipe("apple", **size, **call, generator=torch.manual_seed(seed)).images

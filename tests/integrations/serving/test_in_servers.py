@@ -7,11 +7,11 @@ import logging
 
 import pytest
 import torch
-from diffusers import DDPMPipeline, DDPMScheduler, StableDiffusionPipeline, UNet2DModel
-from servers import SERVERS, SGLang, VllmOmni
+from diffusers import DDPMPipeline, DDPMScheduler, UNet2DModel
+from servers import SERVERS, Outside, SGLang, VllmOmni
 from tiny_pipeline import write_pipeline
 
-from tokenmerge import ConfigError, ToMeConfig, apply_token_merging
+from tokenmerge import ConfigError, ToMeConfig, UnsupportedModelError
 from tokenmerge.config import save_config
 
 BOTH = pytest.mark.parametrize("server", SERVERS, ids=lambda server: server.__name__)
@@ -33,32 +33,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def outside(folder):
-    """Draws with the same pipeline without a server, by speed-up."""
-    pipe = StableDiffusionPipeline.from_pretrained(folder)
-    pipe.set_progress_bar_config(disable=True)
-    drawn = {}
-
-    def draw(asked, side=32, steps=20, seed=7):
-        if (asked, side, steps, seed) not in drawn:
-            patch = None
-            if isinstance(asked, float) and asked != 1:
-                patch = apply_token_merging(pipe, speedup=asked)
-            elif not isinstance(asked, float):
-                patch = apply_token_merging(pipe, asked)
-            drawn[asked, side, steps, seed] = pipe(
-                "apple",
-                height=side,
-                width=side,
-                num_inference_steps=steps,
-                guidance_scale=3.0,
-                generator=torch.manual_seed(seed),
-                output_type="pt",
-            ).images
-            if patch is not None:
-                patch.remove()
-        return drawn[asked, side, steps, seed]
-
-    return draw
+    return Outside(folder).draw
 
 
 @pytest.fixture
@@ -175,10 +150,10 @@ def test_a_model_that_is_not_supported_is_served_dense(server, tmp_path, lines, 
     (line,) = lines()
     assert line.startswith("token merging: the model is served dense: ")
     assert "UNet2DModel" in line
-    alone = DDPMPipeline.from_pretrained(tmp_path / "ddpm")
-    dense = alone(num_inference_steps=3, generator=torch.manual_seed(7), output_type="np").images
-    assert len(dense) == 1
     assert served.pipe.unet.__class__ is UNet2DModel
+    assert len(served.draw(steps=3)) == 1
+    with pytest.raises(UnsupportedModelError):
+        served.draw(steps=3, speedup=2.0)
     assert len(lines()) == 1
 
 

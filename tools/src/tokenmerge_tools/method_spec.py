@@ -81,7 +81,7 @@ class MethodSpec:
         """The argument that asks for the same in ``apply_token_merging``; empty: there is no short one.
 
         >>> MethodSpec().argument, MethodSpec("toma", {"ratio": 0.6}).argument
-        ('speedup=2', "'toma', ratio=0.6")
+        ('speedup=2.0', "'toma', ratio=0.6")
         """
         if self.source.endswith(".json"):
             return repr(self.source)
@@ -90,7 +90,7 @@ class MethodSpec:
             return f"ratio={ratio:g}"
         if self.source or self.method == "tome" or set(self.changes) - {SPEEDUP, "ratio"}:
             return ""
-        return f"speedup={self.speedup:g}" if self.needs_model else f"{self.method!r}, ratio={ratio:g}"
+        return f"speedup={self.speedup}" if self.needs_model else f"{self.method!r}, ratio={ratio:g}"
 
     @property
     def _settings(self) -> dict[str, Any]:

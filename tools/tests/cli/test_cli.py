@@ -331,6 +331,14 @@ def test_without_arguments_the_commands_are_listed(capsys):
         (["generate", "x", "--steps", "2.5"], "'--steps': expected an integer, got '2.5'"),
         (["generate", "x", "--size", "nan"], "size: expected WIDTHxHEIGHT or one number"),
         (["generate", "x", "--model", "nothing"], "model: 'nothing' is not a model"),
+        (["generate", "x", "--model", "./nope"], "model: there is no folder ./nope; expected"),
+        (["generate", "x", "--like", "no.png"], "like: cannot read no.png (No such file or directory)"),
+        (
+            ["generate", "x", "--settings", "no.json"],
+            "cannot read settings (No such file or directory); pass",
+        ),
+        (["export", "emoji-unet", "--out", "x"], "Missing option '--to': onnx, openvino."),
+        (["play", "--port", "99999999"], "port: expected an integer from 1 to 65535, got 99999999"),
         (["generate", "x", "--record-steps", "--compile"], "records no steps; leave --compile out"),
         (["generate", "x", "--speed"], "No such option: --speed"),
         (["inspect", "--size", "0"], "size: expected WIDTHxHEIGHT or one number"),
@@ -515,7 +523,8 @@ def test_with_torch_alone_the_extra_is_named():
     )
     assert ran.returncode == 2
     assert ran.stderr == (
-        'tokenmerge: the tokenmerge command: not installed; run: pip install "tokenmerge-tools"\n'
+        "tokenmerge: the tokenmerge command needs typer, which is not installed; run: pip install "
+        '"tokenmerge-tools"\n'
     )
 
 

@@ -252,7 +252,7 @@ def test_settings_that_follow_the_steps(folder, tmp_path, capsys):
 def test_a_missing_package(folder, tmp_path, capsys, monkeypatch):
     stop(monkeypatch, "openvino", packages=("openvino_is_not_here", "onnx"))
     line = refused(capsys, folder, tmp_path / "out", "--to", "openvino")
-    assert "OpenVINO needs openvino_is_not_here: not installed; run: pip install" in line
+    assert "OpenVINO needs openvino_is_not_here, which is not installed; run: pip install" in line
     assert '"tokenmerge-tools[export]"' in line
 
 

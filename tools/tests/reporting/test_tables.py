@@ -170,7 +170,7 @@ SAMPLE = SampleRecord(prompt="p", seed=0, variant="tome", settings={}, dense="a.
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ('{"kind": "odd"}\n', "expected one of bench, quality, sample, got 'odd'"),
+        ('{"kind": "odd"}\n', "expected one of bench, quality, sample, tune, got 'odd'"),
         ('{"kind": "sample"}\n', "prompt, seed.* missing"),
         (SAMPLE.to_line().replace("a.png", "../a.png"), "inside the results folder"),
         (SAMPLE.to_line().replace("a.png", "/etc/passwd"), "inside the results folder"),

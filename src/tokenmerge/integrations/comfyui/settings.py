@@ -13,6 +13,7 @@ from tokenmerge.default_method import DefaultMethod
 from tokenmerge.errors import ConfigError, NothingToMergeError
 from tokenmerge.integrations.comfyui.models import Target
 from tokenmerge.integrations.comfyui.others import Others
+from tokenmerge.models.placement import narrowest
 from tokenmerge.planners.calibration import fewest_tokens
 from tokenmerge.plans.facts import Facts
 
@@ -120,7 +121,11 @@ def settings_for(target: Target, asked: Asked, device: torch.device, dtype: torc
 
 def _default(target: Target, asked: Asked, device: torch.device, dtype: torch.dtype) -> Settings:
     """Return the settings of the default method, as far as a node can apply them."""
-    widths = min(((b.channels, b.heads) for b in target.blocks if b.channels and b.heads), default=())
+    attention = narrowest(
+        ((block.channels, block.heads), (block.key[0], block.level))
+        for block in target.blocks
+        if block.channels and block.heads
+    )
     facts = Facts(
         model="unet" if target.is_unet else "transformer",
         work=target.work,
@@ -129,7 +134,7 @@ def _default(target: Target, asked: Asked, device: torch.device, dtype: torch.dt
         can_skip=_can_skip(target) and asked.step_reuse != "off",
         whole_blocks=not target.is_unet,
         layers=target.is_unet,
-        fewest_tokens=fewest_tokens(device, dtype, *widths),
+        fewest_tokens=fewest_tokens(device, dtype, 2 if target.is_unet else 1, *attention),
     )
     default = DefaultMethod.for_facts(asked.speedup, facts, lambda config: _changed(config, asked))
     config = default.default_settings

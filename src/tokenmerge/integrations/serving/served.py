@@ -70,5 +70,6 @@ class ServedPipeline:
         self._log.info("token merging: %s%s", name, "" if patch is None else f"\n{patch}")
 
     def _chosen(self, wanted: float) -> ToMeConfig:
-        settings: ToMeConfig = apply_token_merging(self._pipe, speedup=wanted).config
-        return settings
+        patch = apply_token_merging(self._pipe, speedup=wanted)
+        self._in_force = wanted
+        return patch.config

@@ -140,7 +140,10 @@ def run(arguments: Sequence[str]) -> int:
         )
     except _UsageError as error:
         place = error.ctx.command_path if error.ctx else "tokenmerge"
-        raise ConfigError(f"{error.format_message()} See: {place} --help") from error
+        message = error.format_message()
+        if message.startswith("Missing") and (wanted := getattr(error.param, "help", None)):
+            message = f"{message.rstrip('.')}: {wanted}"
+        raise ConfigError(f"{message} See: {place} --help") from error
     except typer.Abort as error:
         raise KeyboardInterrupt from error
     if code == _INTERRUPTED:

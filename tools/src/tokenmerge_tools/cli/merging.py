@@ -45,7 +45,10 @@ def merging(
     ] = MethodSpec.method,
     speedup: Annotated[
         float | None,
-        _merging("Wanted speed-up of the method auto, by counted operations. Default: 2.", parser="number"),
+        _merging(
+            "Wanted speed-up of the default method (auto), by counted operations. Default: 2.",
+            parser="number",
+        ),
     ] = None,
     ratio: Annotated[
         float | None,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import math
+import statistics
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Annotated, Any
@@ -21,6 +23,7 @@ from tokenmerge_tools.tune.runner import Search, TuneProgress
 from tokenmerge_tools.tune.runner import tune as run_tune
 
 GOAL_NOT_REACHED = 3
+_FEWEST_OF_A_SEARCH = 4
 
 _goal = partial(option, "Goal", parser="number")
 
@@ -81,12 +84,20 @@ def _report(search: Search) -> None:
         verdict = f"no setting reaches {search.goal}; the nearest is {decision.name}"
     else:
         verdict = f"{decision.name} reaches {search.goal}"
-        verdict += "" if decision.sure else ", but only within the noise; raise --within to be surer"
+        looks = [look for look in search.looks if look.name == decision.name]
+        if len(looks) == 1:
+            verdict += " on one picture, which is not enough to be sure; raise --within"
+        elif not decision.sure:
+            verdict += ", but only within the noise; raise --within to be surer"
     spent = [look.cost for look in search.looks if look.name in search.configs]
-    if len(spent) == 1 < len(search.configs):
-        verdict += (
-            f"; it is the only one of {len(search.configs)} settings that was measured, in {spent[0]:.1f} s; "
-            "raise --within to compare more"
+    tried = {look.name for look in search.looks if look.name in search.configs}
+    if search.complete and len(tried) < min(_FEWEST_OF_A_SEARCH, len(search.configs)):
+        enough = math.ceil(statistics.mean(spent) * 2 * len(search.configs) / 60)
+        were = "settings was" if len(tried) == 1 else "settings were"
+        verdict = (
+            f"Not enough time: only {len(tried)} of {len(search.configs)} {were} tried, so this is no "
+            f"search. Give --within {enough}min, or take the default method: "
+            f"tokenmerge.apply_token_merging(pipe, speedup={search.goal.speedup or 1.5:g}). {verdict}"
         )
     terminal.show(
         terminal.as_rich(table),

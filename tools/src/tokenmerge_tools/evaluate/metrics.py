@@ -99,7 +99,9 @@ def parse_metrics(texts: Sequence[str]) -> list[Wanted]:
 def load_metrics(wanted: Sequence[Wanted], prompts: Sequence[str], on_note: Callable[[str], None]) -> Metrics:
     """Load all networks on the CPU. ``on_note`` is called with messages about weights to download."""
     if importlib.util.find_spec("torchmetrics") is None:
-        raise MissingExtraError("tokenmerge-tools[metrics]", needed_by="tokenmerge evaluate")
+        raise MissingExtraError(
+            "tokenmerge-tools[metrics]", needed_by="tokenmerge evaluate needs torchmetrics"
+        )
     loaded: dict[tuple[str, str], Any] = {}
     found = []
     for one in wanted:

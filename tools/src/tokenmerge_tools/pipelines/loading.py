@@ -100,6 +100,8 @@ def find_model(name: str) -> ModelSource:
         return ModelSource(SourceKind.CHECKPOINT, str(path), allows_pickles)
     if _HUB_ID.fullmatch(location) and not location.startswith("."):
         return ModelSource(SourceKind.HUB, location, allows_pickles)
+    if "/" in location.strip("/") or location.startswith((".", "/", "~")):
+        raise ConfigError(f"model: there is no folder {_short(location)}; expected {_ACCEPTED}")
     raise ConfigError(f"model: {_short(name)!r} is not a model; expected {_ACCEPTED}")
 
 
@@ -208,7 +210,7 @@ def require_diffusers(needed_by: str) -> Any:
     try:
         import diffusers
     except ImportError as error:
-        raise MissingExtraError("diffusers", needed_by) from error
+        raise MissingExtraError("diffusers", f"{needed_by} needs diffusers") from error
     return diffusers
 
 

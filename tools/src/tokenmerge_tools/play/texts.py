@@ -72,7 +72,7 @@ def python_lines(options: GenerateOptions) -> str:
     """Write Python code that merges in a pipeline ``pipe`` and draws the picture with it.
 
     >>> print(python_lines(GenerateOptions(prompt="a red apple", steps=20)).splitlines()[3])
-    patch = tokenmerge.apply_token_merging(pipe, speedup=2)
+    patch = tokenmerge.apply_token_merging(pipe, speedup=2.0)
     """
     arguments = {} if options.size is None else dict(zip(("width", "height"), options.size, strict=True))
     arguments |= {"num_inference_steps": options.steps}

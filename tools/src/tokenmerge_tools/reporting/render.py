@@ -21,7 +21,7 @@ def as_html(content: Content) -> str:
         import jinja2
     except ImportError as error:
         raise MissingExtraError(
-            "tokenmerge-tools[plots]", needed_by="the page of tokenmerge report"
+            "tokenmerge-tools[plots]", needed_by="the page of tokenmerge report needs Jinja2"
         ) from error
     # autoescape, because prompts and names can contain any text.
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)

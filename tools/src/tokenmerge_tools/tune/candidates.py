@@ -75,7 +75,7 @@ class Candidate:
 
 
 def candidates(goal: Goal, steps: int) -> list[Candidate]:
-    """List what a search tries, in order: ``auto``, baselines, step reuse, merging, presets."""
+    """List what a search tries, in order: the default method, baselines, step reuse, merging, presets."""
     found = [_candidate(text, steps, family, strength) for family, text, strength in _merging()]
     number = len(_SPEEDUPS)
     found[number:number] = _rivals(goal, steps)

@@ -97,6 +97,8 @@ def _verdict(search: Search, one: Estimate) -> str:
     if one.name == decision.name:
         if not decision.reached:
             return "nearest to the goal"
+        if one.looks == 1:
+            return "chosen; one picture is not enough to be sure"
         return "chosen" if decision.sure else "chosen; reaches the goal within the noise"
     if one.name in decision.ties:
         return "as good within the noise"
