@@ -11,7 +11,7 @@ from torch import nn
 
 from tokenmerge import ToMeConfig
 from tokenmerge.report import Report
-from tokenmerge_tools.bench import prepare
+from tokenmerge_tools.bench import prepare, runner
 from tokenmerge_tools.bench.geometry import GEOMETRIES, Geometry
 from tokenmerge_tools.bench.grid import BenchOptions
 from tokenmerge_tools.bench.runner import run_grid
@@ -62,6 +62,7 @@ def _each_report_once(monkeypatch: pytest.MonkeyPatch) -> None:
         return _REPORTS[key]
 
     monkeypatch.setattr(prepare, "predict", known)
+    monkeypatch.setattr(runner, "source_commit", lambda: None)  # it has tests of its own, and asks git
 
 
 @pytest.fixture

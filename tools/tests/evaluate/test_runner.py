@@ -135,6 +135,7 @@ def test_no_picture_depends_on_the_batch(run: Run, tmp_path: Path) -> None:
         assert np.abs(one[name] - six[name]).max() <= 1  # kernels round differently at another batch size
 
 
+@pytest.mark.usefixtures("finished")
 def test_records_draw_curve_and_sliders(run: Run, tmp_path: Path) -> None:
     records = run(samples=2)
     results = read_results([tmp_path / "results"])
@@ -224,6 +225,7 @@ def test_a_hub_model_is_known_by_its_commit(monkeypatch: pytest.MonkeyPatch) -> 
     assert weights_key(ModelSource(SourceKind.HUB, "owner/name")) == "0123abc"
 
 
+@pytest.mark.usefixtures("finished")
 def test_figures_of_an_earlier_run_stay(run: Run, models: Path, tmp_path: Path) -> None:
     network = str(models / "dino")
     run(metrics=(f"clip={models / 'clip'}",))
@@ -273,6 +275,7 @@ def test_a_figure_that_is_no_number_is_left_out_and_named() -> None:
     assert figures_of("tome", measured, metrics, range(3)).values == {}
 
 
+@pytest.mark.usefixtures("finished")
 def test_notes_name_metrics_that_are_left_out(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     figures = Figures({"ssim": 1.0}, equal=0, images=3, undefined=("psnr",))
     monkeypatch.setattr("tokenmerge_tools.evaluate.results.figures_of", lambda *_: figures)
@@ -417,6 +420,7 @@ def test_a_disk_without_room_for_the_conditions_is_named(run: Run, monkeypatch: 
         run()
 
 
+@pytest.mark.usefixtures("finished")
 def test_a_picture_replaced_by_one_of_another_size_is_named(run: Run, tmp_path: Path) -> None:
     run()
     path = sorted(tmp_path.rglob("tome*/*.png"))[0]
@@ -434,6 +438,7 @@ def test_too_little_memory_is_one_line(run: Run, monkeypatch: pytest.MonkeyPatch
         run()
 
 
+@pytest.mark.usefixtures("finished")
 def test_a_torn_results_file_is_reported_and_continued(run: Run, tmp_path: Path) -> None:
     run()
     file = tmp_path / "results" / "evaluate.jsonl"
