@@ -1,10 +1,10 @@
 """Measure the table of README.md: speed asked for, speed measured, and how much the picture changes.
 
 All pictures are of one bundled model at one size, number of steps and guidance, with prompts that no number
-of the policy was fitted on. The calls of a prompt are interleaved, and each is timed as a user would time it:
-text, all steps and decoding.
+of the policy was fitted on. The time of a call is its processor time on one thread: text, all steps and
+decoding. The calls of a prompt are interleaved.
 
-    python benchmarks/readme.py measure --out benchmarks/readme_cpu.jsonl   # half an hour on two cores
+    OMP_NUM_THREADS=1 python benchmarks/readme.py measure --out benchmarks/readme_cpu.jsonl  # 3 minutes
     python benchmarks/readme.py rows benchmarks/readme_cpu.jsonl
 """
 
@@ -57,7 +57,7 @@ def draw(
     """Return a picture and the seconds of the call; None: it is dense."""
     merging = contextlib.nullcontext() if speedup is None else token_merging(pipe, speedup=speedup)
     with merging:
-        start = time.perf_counter()
+        start = time.process_time()
         picture = pipe(
             prompt,
             height=SIZE,
@@ -67,7 +67,7 @@ def draw(
             generator=torch.Generator().manual_seed(seed),
             output_type="pt",
         ).images[0]
-        return picture, time.perf_counter() - start
+        return picture, time.process_time() - start
 
 
 def beside(dense: torch.Tensor, picture: torch.Tensor, seconds: float) -> dict[str, float]:

@@ -287,7 +287,13 @@ def _closeness(result: Result, variant: VariantResult) -> tuple[str, str]:
 
 
 def _seconds(seconds: float) -> str:
-    return f"{seconds * 1000:.0f} ms" if seconds < 1 else f"{seconds:.2f} s"
+    return (
+        f"{seconds * 1000:.0f} ms"
+        if seconds < 1
+        else f"{seconds:.2f} s"
+        if seconds < 10
+        else f"{seconds:.1f} s"
+    )
 
 
 def _gflops(operations: int) -> str:
